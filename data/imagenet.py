@@ -1,0 +1,390 @@
+"""ImageNet, or any labelled images: a tree of class folders or a `datasets` data set, and a synthetic twin.
+
+Every example is {"image": uint8 [3, S, S], RGB, "label": int64}. Normalisation is left to the device, with the mean and
+standard deviation below: a uint8 image is a quarter of the bytes. Augmentation and evaluation crop are those of the
+reference recipe of torchvision (https://github.com/pytorch/vision/tree/main/references/classification).
+
+A script masks `label < 0` in evaluation: that is how a file passed over by --skip-broken stays out of the accuracy.
+"""
+
+import io
+import math
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Literal
+
+import datasets
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn.functional import interpolate
+from torchvision.io import ImageReadMode, decode_jpeg
+
+from data import InputError
+
+IMAGENET_MEAN = (123.675, 116.28, 103.53)  # RGB, for pixels 0..255
+IMAGENET_STD = (58.395, 57.12, 57.375)
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's, in any case
+EVAL_NAMES = ("val", "validation", "test")  # folders or splits to evaluate on: the first that is there
+IMAGE_COLUMNS = ("image", "img")  # in a data set with several columns of images; then of labels
+LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target")
+MAX_SKIPPED = 100  # broken files in a row that say the whole data set is broken
+
+Split = Literal["train", "eval"]
+
+
+class BrokenImage(Exception):
+    """The bytes are not a whole image; the message says why."""
+
+
+def decode(encoded: bytes) -> torch.Tensor:
+    """The bytes of an image file to RGB pixels, uint8 [3, H, W] in channels-last memory.
+
+    The pixels are those of Pillow's `convert("RGB")`: grey, CMYK, palette and alpha included, EXIF orientation ignored.
+    Raises BrokenImage.
+    """
+    if not encoded:
+        raise BrokenImage("the file is empty")
+    if encoded.startswith(b"\xff\xd8\xff"):
+        # The same libjpeg-turbo as Pillow's and equal to the bit, without Pillow's copies. Decoding at a reduced scale
+        # would be faster for large photographs, but changes pixels (by up to 64 of 255, and 1 to 3 on average).
+        try:
+            return decode_jpeg(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), mode=ImageReadMode.RGB)
+        except RuntimeError:
+            pass  # Pillow decides about what torchvision refuses, and says better what is wrong
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    except Image.UnidentifiedImageError as error:
+        raise BrokenImage("it is not an image in a known format") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # on bad bytes Pillow's readers raise OSError, SyntaxError, struct.error and more
+        raise BrokenImage(str(error) or type(error).__name__) from error
+
+
+def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """[3, H, W] uint8 to [3, height, width], bilinear with antialiasing; within 1 of Pillow's result, and faster."""
+    if image.shape[1:] == (height, width):
+        return image
+    return interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]
+
+
+def random_crop(height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
+    """Top, left, height and width of torchvision's RandomResizedCrop: area 0.08 to 1, aspect ratio 3/4 to 4/3."""
+    low, high = 3 / 4, 4 / 3
+    for _ in range(10):
+        area = height * width * rng.uniform(0.08, 1.0)
+        ratio = math.exp(rng.uniform(math.log(low), math.log(high)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return int(rng.integers(height - h + 1)), int(rng.integers(width - w + 1)), h, w
+    w, h = width, height  # too long a picture: its middle, at the nearest allowed ratio
+    if width / height < low:
+        h = round(width / low)
+    elif width / height > high:
+        w = round(height * high)
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def train_crop(image: torch.Tensor, size: int, rng: np.random.Generator) -> np.ndarray:
+    """RandomResizedCrop and a horizontal flip in half of the cases: [3, H, W] to [3, size, size]."""
+    top, left, height, width = random_crop(image.shape[1], image.shape[2], rng)
+    image = resize(image[:, top : top + height, left : left + width], size, size)
+    if rng.random() < 0.5:
+        image = image.flip(-1)
+    return image.contiguous().numpy()
+
+
+def eval_crop(image: torch.Tensor, size: int) -> np.ndarray:
+    """Shorter side to size * 256 / 224, then the middle: [3, H, W] to [3, size, size]."""
+    height, width = image.shape[1:]
+    shorter = round(size * 256 / 224)
+    if height <= width:
+        height, width = shorter, int(shorter * width / height)
+    else:
+        height, width = int(shorter * height / width), shorter
+    top, left = round((height - size) / 2), round((width - size) / 2)
+    return resize(image, height, width)[:, top : top + size, left : left + size].contiguous().numpy()
+
+
+class _Images:
+    """What the two real data sets share. A subclass sets `classes` and has `__len__` and `_read`."""
+
+    classes: list[str]
+
+    def __init__(self, split: Split, image_size: int, skip_broken: bool):
+        _check_image_size(image_size)
+        self.split, self.image_size, self.skip_broken = split, image_size, skip_broken
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def _read(self, index: int) -> tuple[bytes, int, str]:
+        """The file's bytes, the label, and how to name the file to the user."""
+        raise NotImplementedError
+
+    def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.integer]:
+        """{"image": uint8 [3, S, S], "label": int64}; a broken file raises InputError.
+
+        With skip_broken every example also has "skipped" (int64), the number of broken files met while making it. In
+        training another image, drawn from `rng`, takes the broken one's place, so that all other examples stay what
+        and where they are; in evaluation the image is black and its label is -1, which the script masks out.
+        """
+        skipped = 0
+        while True:
+            encoded, label, name = self._read(index)
+            try:
+                pixels = decode(encoded)
+                break
+            except BrokenImage as error:
+                broken = f"{name} is broken: {error}"
+                if not self.skip_broken:
+                    raise InputError(f"{broken}; replace the file, or pass --skip-broken to skip such files") from error
+            skipped += 1
+            warnings.warn(f"skipped, {broken}", stacklevel=2)  # shown once a file and process
+            if self.split == "eval":
+                pixels, label = torch.zeros(3, 1, 1, dtype=torch.uint8), -1
+                break
+            if skipped == MAX_SKIPPED:
+                raise InputError(f"{skipped} images drawn in a row are broken, the last: {broken}")
+            index = int(rng.integers(len(self)))
+
+        train = self.split == "train"
+        image = train_crop(pixels, self.image_size, rng) if train else eval_crop(pixels, self.image_size)
+        example = {"image": image, "label": np.int64(label)}
+        if self.skip_broken:
+            example["skipped"] = np.int64(skipped)
+        return example
+
+
+class ImageFolder(_Images):
+    """ROOT/train/<class>/**/*.jpg, and ROOT/val, ROOT/validation or ROOT/test alike.
+
+    Files, labels and order are those of torchvision.datasets.ImageFolder, except that hidden class folders and files
+    (such as .ipynb_checkpoints) are passed over. Raises InputError if the tree is not of this form.
+    """
+
+    def __init__(self, root: str | Path, split: Split, image_size: int, skip_broken: bool = False):
+        super().__init__(split, image_size, skip_broken)
+        found = [entry.name for entry in _entries(root)]
+        if "train" not in found:
+            expected = "train/<class>/*.jpg and val/<class>/*.jpg"
+            raise InputError(f"{root} has no train/ folder; expected {expected}, found: {', '.join(found[:10])}")
+        self.folder = os.path.join(root, "train")
+        self.classes = _class_folders(self.folder)
+        if split == "eval":
+            if not set(EVAL_NAMES) & set(found):
+                raise InputError(f"{root} has no folder to evaluate on; expected one of {', '.join(EVAL_NAMES)}")
+            self.folder = os.path.join(root, next(name for name in EVAL_NAMES if name in found))
+            _check_classes(self.folder, _class_folders(self.folder), self.classes)
+
+        # The names of a million files as one string of bytes: cheap to send to a worker, and one long name does not
+        # widen all the others.
+        files = [_image_files(os.path.join(self.folder, name)) for name in self.classes]
+        self._names = b"".join(name for names in files for name in names)
+        self._ends = np.cumsum([len(name) for names in files for name in names])
+        self._labels = np.repeat(np.arange(len(files), dtype=np.int32), [len(names) for names in files])
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def _read(self, index: int) -> tuple[bytes, int, str]:
+        label = int(self._labels[index])
+        start = self._ends[index - 1] if index > 0 else 0
+        name = os.fsdecode(self._names[start : self._ends[index]])
+        path = os.path.join(self.folder, self.classes[label], name)
+        return _read_file(path), label, path
+
+
+class HubImages(_Images):
+    """A `datasets` data set: a folder of parquet or arrow files, one written by save_to_disk, or an id on the hub.
+
+    The splits are train, and the first of val, validation and test. The columns are found by their features, Image and
+    ClassLabel; where there are several, or labels are plain integers, by their usual names. `datasets` copies parquet
+    to memory-mapped arrow files in its cache, so it takes the data's size once more on disk. Raises InputError.
+    """
+
+    def __init__(self, data: str, split: Split, image_size: int, skip_broken: bool = False):
+        super().__init__(split, image_size, skip_broken)
+        splits = _load_splits(data)
+        evaluation = next((name for name in EVAL_NAMES if name in splits), None)
+        if "train" not in splits or (split == "eval" and evaluation is None):
+            raise InputError(
+                f"{data} has the splits {', '.join(splits)}; expected train, and one of {', '.join(EVAL_NAMES)}"
+            )
+        name = "train" if split == "train" else evaluation
+        self._source, rows = f"{data}, split {name}", splits[name]
+        self._image, self._label, own_classes = _columns(rows, self._source)
+        self.classes = _columns(splits["train"], f"{data}, split train")[2]
+        if isinstance(rows.features[self._label], datasets.ClassLabel):
+            _check_classes(self._source, own_classes, self.classes)
+        # such as the -1 that hub data sets write into a test split without labels
+        strange = [label for label in rows.unique(self._label) if label not in range(len(self.classes))]
+        if strange or not len(rows):
+            what = f"has the label {strange[0]}" if strange else "is empty"
+            raise InputError(f"{self._source} {what}; expected labels 0 to {len(self.classes) - 1} in {self._label}")
+        rows = rows.select_columns([self._image, self._label])
+        self._rows = rows.cast_column(self._image, datasets.Image(decode=False))  # the bytes, for decode() above
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _read(self, index: int) -> tuple[bytes, int, str]:
+        row = self._rows[index]
+        image = row[self._image] or {"bytes": b""}
+        if image["bytes"] is None:
+            return _read_file(image["path"]), row[self._label], image["path"]
+        return image["bytes"], row[self._label], f"row {index} of {self._source}"
+
+
+class SyntheticImages:
+    """Images that can be learned, with the same keys, shapes and types as the real ones: class `index % num_classes`.
+
+    A class is a texture: three waves of fixed frequency, with fixed strengths and phases in red, green and blue. An
+    example shifts it by any amount (around the edges), mirrors it or not, varies contrast and brightness, adds noise.
+    The mean over the shifts is grey for every class, so that a template or a linear classifier learns nothing.
+    Training draws from `rng`; evaluation from (seed, index), so that every evaluation sees the same images.
+    """
+
+    def __init__(self, size: int, image_size: int, num_classes: int, seed: int, split: Split = "train"):
+        _check_image_size(image_size)
+        self.size, self.image_size, self.seed, self.split = size, image_size, seed, split
+        self.classes = [f"texture {label}" for label in range(num_classes)]
+        rng = np.random.default_rng(seed)
+        waves = 3
+        self._cycles = rng.integers(1, 5, (num_classes, 2, waves)) * rng.choice([-1, 1], (num_classes, 2, waves))
+        self._strength = rng.uniform(0.2, 1.0, (num_classes, 3, 1, waves)).astype(np.float32)
+        self._phase = rng.uniform(0, 2 * np.pi, (num_classes, 3, 1, waves)).astype(np.float32)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.integer]:
+        """{"image": uint8 [3, S, S], "label": int64}."""
+        if self.split == "eval":
+            rng = np.random.default_rng((self.seed, index))
+        label, size = index % len(self.classes), self.image_size
+        angle = np.arange(size, dtype=np.float32)[:, None] * (2 * np.pi / size)
+        shift_y, shift_x, contrast, brightness, mirror = rng.random(5)
+        cycles_y, cycles_x = self._cycles[label]
+        y = (angle + 2 * np.pi * shift_y) * cycles_y + self._phase[label]  # [3, S, waves]
+        x = (angle + 2 * np.pi * shift_x) * (cycles_x if mirror < 0.5 else -cycles_x)  # [S, waves]
+        # cos(y + x) = cos y cos x - sin y sin x, so that the sum over the waves is one matrix product
+        rows = np.concatenate([np.cos(y), -np.sin(y)], -1) * np.tile(self._strength[label], 2)
+        image = rows.astype(np.float32) @ np.concatenate([np.cos(x), np.sin(x)], -1).T.astype(np.float32)
+        image *= 10 + 30 * contrast
+        image += 70 + 50 * brightness
+        image += rng.integers(0, 64, image.shape, dtype=np.uint8)
+        return {"image": np.clip(image, 0, 255, out=image).astype(np.uint8), "label": np.int64(label)}
+
+
+def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = False) -> ImageFolder | HubImages:
+    """The data set that `data` names: a folder with train/<class>/*.jpg and val/<class>/*.jpg, a folder of parquet or
+    arrow files, or an id on the Hugging Face hub ("owner/name"). Raises InputError."""
+    path = Path(data).expanduser()
+    if path.is_file():
+        raise InputError(f"{data} is a file; expected a folder with train/ and val/ (unpack an archive first)")
+    if path.is_dir():
+        tables = ("*.parquet", "*.arrow", "*/*.parquet", "*/*.arrow", "state.json", "dataset_dict.json")
+        kind = HubImages if any(any(path.glob(pattern)) for pattern in tables) else ImageFolder
+        return kind(str(path), split, image_size, skip_broken)
+    if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", data):
+        return HubImages(data, split, image_size, skip_broken)
+    raise InputError(f"there is no folder {data}; expected one with train/ and val/, or an id on the Hugging Face hub")
+
+
+def _check_image_size(image_size: int) -> None:
+    if image_size < 1:
+        raise InputError(f"image size {image_size} is out of range; expected a number of pixels, such as 224")
+
+
+def _check_classes(where: str, found: list[str], classes: list[str]) -> None:
+    for what, names in (("lacks", set(classes) - set(found)), ("adds", set(found) - set(classes))):
+        if names:
+            listed = ", ".join(sorted(names)[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+            raise InputError(f"{where} {what} classes; it must have those of train ({what}: {listed})")
+    if found != classes:
+        raise InputError(f"{where} has the classes of train in another order")
+
+
+def _read_file(path: str) -> bytes:
+    # Not taken for a broken image: a file system that fails must stop the run, with --skip-broken too.
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+
+
+def _entries(folder: str | Path) -> list[os.DirEntry]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    except OSError as error:
+        raise InputError(f"folder {folder} cannot be read: {error.strerror}") from error
+
+
+def _class_folders(folder: str) -> list[str]:
+    entries = _entries(folder)
+    classes = [entry.name for entry in entries if entry.is_dir()]
+    if not classes:
+        what = "images but no class folders" if any(_is_image(entry.name) for entry in entries) else "no class folders"
+        raise InputError(f"{folder} has {what}; expected {folder}/<class>/*.jpg")
+    return classes
+
+
+def _image_files(folder: str) -> list[bytes]:
+    """Paths below a class folder, relative to it, in torchvision's order; there must be at least one."""
+
+    def stop(error: OSError):
+        raise InputError(f"folder {error.filename} cannot be read: {error.strerror}") from error
+
+    start = len(os.path.join(folder, ""))
+    walk = sorted(os.walk(folder, followlinks=True, onerror=stop))
+    found = [
+        os.path.join(parent, name)[start:] for parent, _, names in walk for name in sorted(names) if _is_image(name)
+    ]
+    if not found:
+        raise InputError(f"class folder {folder} has no images ({' '.join(EXTENSIONS)}); fill it or remove it")
+    return [os.fsencode(name) for name in found]
+
+
+def _load_splits(data: str) -> dict[str, datasets.Dataset]:
+    if os.path.exists(os.path.join(data, "state.json")):
+        raise InputError(f"{data} is a single split written by save_to_disk; expected a DatasetDict with train and val")
+    try:
+        if os.path.exists(os.path.join(data, "dataset_dict.json")):
+            return datasets.load_from_disk(data)
+        return datasets.load_dataset(data)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        what = "cannot be read by datasets" if os.path.isdir(data) else "is neither a folder nor a data set of the hub"
+        raise InputError(f"{data} {what}: {str(error).partition(chr(10))[0]}") from error
+
+
+def _columns(rows: datasets.Dataset, source: str) -> tuple[str, str, list[str]]:
+    """The image column, the label column, and the class names."""
+    kinds = rows.features
+    images = [column for column, kind in kinds.items() if isinstance(kind, datasets.Image)]
+    labels = [column for column, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)]
+    labels = labels or [column for column in LABEL_COLUMNS if "int" in getattr(kinds.get(column), "dtype", "")]
+    if not images or not labels:
+        what = "label column (feature ClassLabel, or integers)" if images else "image column (feature Image)"
+        listed = ", ".join(f"{column} ({getattr(kind, 'dtype', 'nested')})" for column, kind in kinds.items())
+        raise InputError(f"{source} has no {what}; its columns: {listed}")
+    image = next((column for column in IMAGE_COLUMNS if column in images), images[0])
+    label = next((column for column in LABEL_COLUMNS if column in labels), labels[0])
+    if isinstance(kinds[label], datasets.ClassLabel):
+        return image, label, kinds[label].names
+    return (
+        image,
+        label,
+        [str(value) for value in range(1 + max((v for v in rows.unique(label) if v is not None), default=-1))],
+    )

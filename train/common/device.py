@@ -1,0 +1,379 @@
+"""XLA devices: set-up, mesh, precision, moving a model, the compiled step and its contract.
+
+One program serves one core and a pod (SPMD): `setup` makes a 1-D mesh named "data" over all devices; batches are sharded
+on it, parameters are replicated, and XLA inserts the gradient all-reduce. This package is the only place that imports
+torch_xla.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch import Tensor, nn
+
+from data import InputError
+
+PRECISIONS = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All devices of the run, and this host's place among them.
+
+    Attributes:
+        device: the virtual XLA device that holds every tensor.
+        spmd: 1-D `torch_xla.distributed.spmd.Mesh` with the axis "data".
+        num_devices: devices of all hosts.
+        process_index, process_count: this host, and how many there are.
+        kind: hardware, such as "TPU v5 lite" or "CPU".
+        precision: what `autocast` computes in, "bfloat16" or "float32".
+        strict: a recompilation after warm-up or a host fall-back is an error; otherwise a warning.
+    """
+
+    device: torch.device
+    spmd: xs.Mesh
+    num_devices: int
+    process_index: int
+    process_count: int
+    kind: str
+    precision: str
+    strict: bool
+
+    @property
+    def main_process(self) -> bool:
+        """True on the one host that prints and writes."""
+        return self.process_index == 0
+
+    def autocast(self) -> torch.autocast:
+        """Context for the forward pass; parameters, gradients and optimizer state stay float32."""
+        # torch_xla.amp.autocast crashes on the CPU backend (torch_xla 2.9); torch's own knows "xla".
+        return torch.autocast("xla", dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
+
+
+def setup(seed: int, precision: str = "bfloat16", strict: bool = True) -> Mesh:
+    """Turns SPMD on, seeds every generator and makes the mesh. Call it before anything else touches a device:
+    a CPU `backward()` before it makes later XLA backward passes fail inside autograd.
+
+    `CPU_NUM_DEVICES=4` gives four virtual devices on the CPU backend. On TPU, compiled programs are cached on disk in
+    $XLA_CACHE_DIR (default ~/.cache/xla-zoo); the CPU backend cannot read such a cache back, so it has none.
+    """
+    if precision not in PRECISIONS:
+        raise InputError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
+    if not xr.is_spmd():
+        if xr.device_type() == "TPU":
+            xr.initialize_cache(os.environ.get("XLA_CACHE_DIR", os.path.expanduser("~/.cache/xla-zoo")))
+        xr.use_spmd()
+    device = torch_xla.device()
+    num_devices = xr.global_runtime_device_count()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    xm.set_rng_state(seed)
+    hardware = xr.device_type() or "CPU"
+    kind = str(xr.global_runtime_device_attributes()[0].get("device_kind", hardware)) if hardware == "TPU" else hardware
+    return Mesh(
+        device=device,
+        spmd=xs.Mesh(np.arange(num_devices), (num_devices,), ("data",)),
+        num_devices=num_devices,
+        process_index=xr.process_index(),
+        process_count=xr.process_count(),
+        kind=kind,
+        precision=precision,
+        strict=strict,
+    )
+
+
+def to_device(model: nn.Module, mesh: Mesh) -> nn.Module:
+    """Moves a model to the mesh, replicated; returns the same object, with the same Parameter objects.
+
+    Plain `module.to(xla)` makes new parameters, and with them silently unties shared ones (tied embeddings become two
+    that train apart). Here each tensor is swapped in place, so ties, and optimizers made before, stay valid.
+    """
+    before = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(mesh.device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+    if before != [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]:
+        raise RuntimeError("moving the model to the device replaced parameters: tied weights would be untied")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        replicate(tensor, mesh)
+    return model
+
+
+def replicate(tensor: Tensor, mesh: Mesh) -> None:
+    """Annotates a tensor on the device as held whole by every device of the mesh.
+
+    A tensor without annotation is replicated too, but what the first step returns carries one, so that the second step
+    would be another graph: the whole step would be compiled twice.
+    """
+    xs.mark_sharding(tensor.data, mesh.spmd, (None,) * tensor.dim())
+
+
+def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Creates the state that `optimizer.step()` would create in step 1 (momentum, moments), as zeros on the device.
+
+    Without it step 2 has more inputs than step 1, and XLA compiles the whole train step twice. The state's names and
+    shapes come from one step of the same optimizer on zeros on the CPU; any optimizer whose fresh state is zero will do.
+
+    Raises:
+        RuntimeError: the optimizer's state does not start at zero.
+    """
+    for group in optimizer.param_groups:
+        shadows = [nn.Parameter(torch.zeros(p.shape, dtype=p.dtype)) for p in group["params"]]
+        for shadow in shadows:
+            shadow.grad = torch.zeros_like(shadow)
+        # A float learning rate and no `capturable`: the shadow runs on the CPU.
+        options = {k: v for k, v in group.items() if k != "params"} | {"lr": 0.1}
+        if "capturable" in options:
+            options["capturable"] = False
+        shadow_optimizer = type(optimizer)([{"params": shadows, **options}])
+        shadow_optimizer.step()
+        for parameter, shadow in zip(group["params"], shadows, strict=True):
+            state = {}
+            for name, value in shadow_optimizer.state[shadow].items():
+                if not torch.is_tensor(value):
+                    state[name] = value
+                    continue
+                if name != "step" and value.any():
+                    raise RuntimeError(f"{type(optimizer).__name__} starts its state {name!r} at {value.flatten()[0]}, not 0")
+                # torch keeps the step counter on the CPU, unless the optimizer is capturable.
+                on_device = value.shape == shadow.shape and name != "step" or group.get("capturable", False)
+                state[name] = torch.zeros_like(value).to(mesh.device if on_device else "cpu")
+                if on_device:
+                    replicate(state[name], mesh)
+            if state:
+                optimizer.state[parameter] = state
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Gives every parameter group the learning rate of this step, without compiling the step again.
+
+    torch_xla sends a Python float to the device as an input of the graph, except 0.0 and 1.0, which it builds in as
+    constants: a warm-up from 0 would compile the step twice. So these two are replaced by neighbours that give the same
+    float32 update. (A tensor on the device will not do: torch's and timm's SGD and LARS read it back in each step.)
+    """
+    if lr in (0.0, 1.0):
+        lr = 1e-30 if lr == 0.0 else math.nextafter(1.0, 0.0)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def fetch(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """Reads device scalars, all in one transfer; it waits for what computes them. Not for the training loop."""
+    names = list(values)
+    xla = [values[name] for name in names]
+    torch_xla._XLAC._xla_sync_multi(xla, devices=[], wait=True, sync_xla_data=False)
+    return {name: float(value) for name, value in zip(names, torch_xla._XLAC._xla_get_cpu_tensors(xla), strict=True)}
+
+
+def same_on_all_hosts(mesh: Mesh, name: str, value: int) -> None:
+    """Makes sure that every host of a pod has the same number, such as the step to resume from or the size of the data:
+    hosts that disagree would wait for each other forever.
+
+    Raises:
+        InputError: with the smallest and the largest value.
+    """
+    local = torch.full((mesh.num_devices // mesh.process_count,), value, dtype=torch.int32)
+    sharding = xs.ShardingSpec(mesh.spmd, ("data",), minibatch=mesh.process_count > 1)
+    on_device = xm.send_cpu_data_to_device(local, mesh.device, sharding)[0]
+    low, high = (int(v) for v in fetch({"low": on_device.min(), "high": on_device.max()}).values())
+    if low != high:
+        raise InputError(f"the hosts disagree about {name}: from {low} to {high}; they must see the same files (use gs://)")
+
+
+# ---- the compiled step -----------------------------------------------------------------------------------------------
+
+
+class GraphError(RuntimeError):
+    """A step broke the graph contract: it recompiled after warm-up, or left the device in the middle."""
+
+
+@dataclass
+class _Report:
+    compile_seconds: float = 0.0
+    graphs: dict[str, int] = field(default_factory=dict)
+    recompilations: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+
+
+_report = _Report()
+
+
+def compilations() -> int:
+    """Graphs that this process has compiled so far."""
+    return met.counter_value("UncachedCompile") or 0
+
+
+def host_reads() -> int:
+    """Transfers from the device to the host so far."""
+    data = met.metric_data("TransferFromDeviceTime")
+    return data[0] if data else 0
+
+
+def graph_report() -> dict[str, Any]:
+    """What the run has compiled: `graphs` (all), `steps` (graphs by step function), `compile_seconds` (first calls),
+    `recompilations` and `fallbacks` (a sentence each), `host_reads`."""
+    return {
+        "graphs": compilations(),
+        "steps": dict(_report.graphs),
+        "compile_seconds": _report.compile_seconds,
+        "recompilations": list(_report.recompilations),
+        "fallbacks": list(_report.fallbacks),
+        "host_reads": host_reads(),
+    }
+
+
+def reset_graph_report() -> None:
+    """Starts a new report; for tests and for scripts that train twice in one process. The count of graphs goes on."""
+    global _report
+    _report = _Report()
+
+
+def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
+    """Makes one XLA graph of each call of `step_fn` and holds it to its contract.
+
+    The first call with new input shapes traces and compiles; every later call must hit that program. What breaks the
+    contract stops a strict run (a warning otherwise), because each makes a TPU crawl and nobody notices:
+
+    * more than `max_graphs` different input shapes: stops before it compiles, and names the input and both shapes;
+    * another graph although the shapes are known: names what can cause it;
+    * a value read in the middle of the step (`.item()`, `if tensor:`), or an operation that falls back to the host.
+
+    Args:
+        step_fn: takes modules, optimizers, tensors, dicts of tensors and numbers; returns tensors or a dict of them.
+            Gradients must not outlive it (`zero_grad(set_to_none=True)`): live tensors are outputs of the graph.
+        max_graphs: how many different input shapes are expected: 1, or the number of length buckets.
+    Raises:
+        GraphError: the contract is broken.
+    """
+    name = getattr(step_fn, "__name__", "step")
+    seen: dict[tuple, dict[str, Any]] = {}
+    strays = 0
+
+    def problem(kind: list[str], message: str) -> None:
+        kind.append(message)
+        if mesh.strict:
+            raise GraphError(message + "; --no-strict makes this a warning")
+        print(f"warning: {message}", flush=True)
+
+    def call(*args: Any) -> Any:
+        nonlocal strays
+        before = compilations()
+        torch_xla.sync()  # whatever is pending must not become part of this graph
+        strays = strays + 1 if len(seen) and compilations() > before else 0
+        if strays == 3:
+            problem(
+                _report.recompilations,
+                f"operations outside of {name} were compiled before three calls in a row: move them into it, "
+                "or give them inputs of a constant shape",
+            )
+
+        inputs = dict(_describe(args))
+        shapes = tuple((key, value) for key, value in inputs.items() if not isinstance(value, float))
+        if shapes not in seen and len(seen) >= max_graphs:
+            problem(_report.recompilations, f"{name} would be compiled again: {_difference(inputs, seen)}")
+
+        fallbacks = set(torch_xla._XLAC._get_executed_fallback_ops())
+        before, started = compilations(), time.perf_counter()
+        error = None
+        torch_xla._XLAC._set_allow_execution(not mesh.strict)
+        try:
+            result = step_fn(*args)
+        except RuntimeError as raised:
+            error = raised
+        finally:
+            torch_xla._XLAC._set_allow_execution(True)
+        # _local_scalar_dense is .item(): a read, not a missing lowering.
+        new_fallbacks = sorted(set(torch_xla._XLAC._get_executed_fallback_ops()) - fallbacks - {"aten::_local_scalar_dense"})
+        _report.fallbacks.extend(new_fallbacks)
+        if new_fallbacks:
+            message = f"{name} runs {', '.join(new_fallbacks)} on the host, since XLA has no lowering for it"
+            if mesh.strict:
+                raise GraphError(message + ": replace it, or use --no-strict") from error
+            print(f"warning: {message}", flush=True)
+        if error is not None:
+            if "Unexpected execution" in str(error):
+                raise GraphError(
+                    f"{name} reads a device value before its end (.item(), float(), print, or `if` on a tensor), in the line "
+                    "of the step that the traceback above ends with; keep the value a tensor, or return it"
+                ) from error
+            raise error
+        torch_xla.sync()
+
+        new_graphs = compilations() - before
+        _report.graphs[name] = _report.graphs.get(name, 0) + new_graphs
+        if new_graphs:
+            _report.compile_seconds += time.perf_counter() - started
+        if shapes in seen and new_graphs:
+            changed = [f"{key} from {seen[shapes][key]} to {value}" for key, value in inputs.items() if seen[shapes][key] != value]
+            cause = (
+                f"the Python number {', '.join(changed)} changed (give a tensor on the device)"
+                if changed
+                else "a Python value or branch inside it changed, or the step itself created state in its first call "
+                "(device.init_optimizer_state creates the optimizer's beforehand)"
+            )
+            problem(_report.recompilations, f"{name} was compiled again for known input shapes: {cause}")
+        seen.setdefault(shapes, inputs)
+        return result
+
+    return call
+
+
+def _describe(args: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, what a graph depends on) for everything in the arguments of a step."""
+    if isinstance(args, Tensor):
+        yield path, (tuple(args.shape), str(args.dtype).removeprefix("torch."))
+    elif isinstance(args, nn.Module):
+        yield path, ("training" if args.training else "evaluation")
+    elif isinstance(args, Mapping):
+        for key, value in args.items():
+            yield from _describe(value, f"{path}[{key!r}]")
+    elif isinstance(args, tuple | list):
+        for position, value in enumerate(args):
+            yield from _describe(value, f"{path}[{position}]" if path else f"argument {position}")
+    elif isinstance(args, bool | int | float | str):
+        yield path, args
+
+
+def _difference(inputs: dict[str, Any], seen: dict[tuple, dict[str, Any]]) -> str:
+    """The input that no known call had, and what the most similar call had in its place."""
+    known = max(seen.values(), key=lambda other: sum(other.get(k) == v for k, v in inputs.items()))
+    changes = [f"{key} is {value}, compiled for {known.get(key)}" for key, value in inputs.items() if known.get(key) != value]
+    return "; ".join(changes[:3]) or "an input is missing: " + ", ".join(sorted(set(known) - set(inputs)))
+
+
+@contextlib.contextmanager
+def stop_requested() -> Iterator[Callable[[], bool]]:
+    """Turns SIGTERM (what a preempted VM gets) and Ctrl-C into a flag, so that a loop can save and leave.
+
+    Yields a function that tells whether one has come. A second Ctrl-C interrupts at once.
+    """
+    received: list[int] = []
+
+    def handle(number: int, _frame: Any) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

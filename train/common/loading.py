@@ -1,0 +1,297 @@
+"""Parallel loading: worker processes make examples, a background thread uploads batches, sharded over the mesh.
+
+    worker processes (decode, augment, collate)  ->  upload thread  ->  queue of 2 device batches  ->  the training loop
+
+torch_xla's own MpDeviceLoader is not used: it ends an epoch early, without a word, when the loader raises, and its
+`input_sharding` silently replicates every tensor whose rank is not the one of the spec (torch_xla 2.9.0).
+"""
+
+import importlib.util
+import multiprocessing
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from data import InputError
+
+from .device import Mesh
+
+Example = dict[str, Any]
+DEVICE_BATCHES = 2  # uploaded ahead of the loop: one in use, one ready; more would only hold device memory
+
+
+class Dataset(Protocol):
+    """What data/ offers: a size, and examples that depend only on the index and the generator."""
+
+    def __len__(self) -> int: ...
+
+    def example(self, index: int, rng: np.random.Generator) -> Example: ...
+
+
+def stack(examples: list[Example]) -> dict[str, Tensor]:
+    """The default collate: each entry of equal shape becomes a tensor [batch, ...]."""
+    return {key: torch.from_numpy(np.stack([example[key] for example in examples])) for key in examples[0]}
+
+
+def steps_per_epoch(dataset: Dataset, batch_size: int) -> int:
+    """Full batches in an epoch of training; what is left over differs from epoch to epoch.
+
+    Raises:
+        InputError: the data set is smaller than one batch.
+    """
+    if len(dataset) < batch_size:
+        raise InputError(f"batch_size is {batch_size}, but the data set has {len(dataset)} examples; use a smaller batch")
+    return len(dataset) // batch_size
+
+
+class Loader:
+    """Iterator over device batches: dicts of tensors [batch_size, ...], sharded over the mesh by their first dimension.
+
+    Use it as a context manager (or call `close`): it owns a thread and worker processes.
+
+    Attributes:
+        skipped: sum of the examples' "skipped" entries so far (files that a data set could not read and replaced); this
+            entry stays on the host.
+    """
+
+    def __init__(self, batches: DataLoader, mesh: Mesh, local_batch: int):
+        self.skipped = 0
+        self._mesh = mesh
+        self._local_batch = local_batch
+        self._shardings: dict[int, xs.ShardingSpec] = {}
+        self._queue: queue.Queue = queue.Queue(maxsize=DEVICE_BATCHES)
+        self._closed = threading.Event()
+        self._waited = 0.0
+        self._since = time.perf_counter()
+        # Made here, not in the thread: worker processes start now, and their death is noticed by the main thread's signal.
+        self._batches = iter(batches)
+        self._thread = threading.Thread(target=self._upload_all, name="upload", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, Tensor]:
+        started = time.perf_counter()
+        item = self._queue.get()
+        self._waited += time.perf_counter() - started
+        if isinstance(item, BaseException):
+            # Put back, so that every later call ends too instead of waiting for a thread that has gone.
+            self._queue.put(item)
+            if isinstance(item, StopIteration):
+                raise StopIteration
+            raise item
+        return item
+
+    def input_wait(self) -> float:
+        """Share of the time since the last call (0 to 1) that the loop stood waiting for a batch."""
+        now = time.perf_counter()
+        share = self._waited / max(now - self._since, 1e-9)
+        self._waited, self._since = 0.0, now
+        return min(share, 1.0)
+
+    def close(self) -> None:
+        """Stops the thread and the worker processes."""
+        self._closed.set()
+        self._thread.join()
+        # What ends a DataLoader's workers is the end of its iterator.
+        self._batches = None
+
+    def _upload_all(self) -> None:
+        try:
+            for batch in self._batches:
+                if isinstance(batch, InputError):
+                    raise batch
+                self.skipped += int(batch.pop("skipped", torch.zeros(())).sum())
+                self._put(self._upload(batch))
+                if self._closed.is_set():
+                    return
+            self._put(StopIteration())
+        except BaseException as error:  # whatever it is, the training loop must see it
+            self._put(error)
+
+    def _put(self, item: Any) -> None:
+        while not self._closed.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def _upload(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        on_device = {}
+        for key, tensor in batch.items():
+            if tensor.dim() == 0 or tensor.shape[0] != self._local_batch:
+                raise ValueError(
+                    f"batch[{key!r}] has shape {list(tensor.shape)}; its first dimension must be the {self._local_batch} "
+                    "examples that this host loads, since batches are sharded by it"
+                )
+            # A spec fits tensors of one rank only.
+            if tensor.dim() not in self._shardings:
+                spec = ("data",) + (None,) * (tensor.dim() - 1)
+                self._shardings[tensor.dim()] = xs.ShardingSpec(
+                    self._mesh.spmd, spec, minibatch=self._mesh.process_count > 1
+                )
+            on_device[key] = xm.send_cpu_data_to_device(tensor, self._mesh.device, self._shardings[tensor.dim()])[0]
+        return on_device
+
+
+def parallel_loader(
+    dataset: Dataset,
+    batch_size: int,
+    mesh: Mesh,
+    *,
+    train: bool,
+    seed: int = 0,
+    start: int = 0,
+    stop: int | None = None,
+    collate: Callable[[list[Example]], dict[str, Tensor]] = stack,
+    workers: int = 0,
+) -> Loader:
+    """Loads `dataset` in batches of `batch_size` examples (of all hosts together) onto the mesh.
+
+    Training: steps `start` to `stop`, over as many epochs as it takes; each epoch is a new permutation, its remainder
+    that does not fill a batch is left out. Evaluation: every example once, in order; the last batch is padded, and
+    `batch["mask"]` [batch_size] float32 is 1 for examples and 0 for padding.
+
+    The generator that `dataset.example` gets depends on (seed, epoch, index) alone, so the numbers do not depend on
+    `workers`, on the number of hosts, or on where a run was resumed; starting at step n reads nothing of the steps before.
+    Every host of a pod gets the same number of steps. An exception anywhere in loading is raised by the next
+    `next(loader)`, a worker's with the worker's own traceback.
+
+    Args:
+        collate: makes a dict of tensors [n, ...] from a list of n examples, in a worker process.
+        workers: processes on this host; 0 loads in the upload thread, -1 takes one a core.
+    Raises:
+        InputError: a batch size that does not divide by the devices, an empty data set, one smaller than a batch.
+    """
+    if batch_size % mesh.num_devices:
+        raise InputError(
+            f"batch_size is {batch_size}, which does not divide by the {mesh.num_devices} devices; the nearest that does is "
+            f"{max(1, round(batch_size / mesh.num_devices)) * mesh.num_devices}"
+        )
+    if len(dataset) == 0:
+        raise InputError("the data set is empty")
+    local_batch = batch_size // mesh.process_count
+    host = slice(mesh.process_index * local_batch, (mesh.process_index + 1) * local_batch)
+    if train:
+        per_epoch = steps_per_epoch(dataset, batch_size)
+        if stop is None:
+            raise ValueError("training needs `stop`, the number of steps")
+        keys = _TrainingKeys(len(dataset), batch_size, per_epoch, seed, start, stop, host)
+    else:
+        keys = _EvaluationKeys(len(dataset), batch_size, host)
+    if workers < 0:
+        workers = len(os.sched_getaffinity(0))
+    options: dict[str, Any] = {}
+    if workers > 0:
+        options = {"multiprocessing_context": _worker_context(dataset), "prefetch_factor": 2, "worker_init_fn": _start_worker}
+    batches = DataLoader(
+        _Examples(dataset, seed, masked=not train, collate=collate),
+        batch_sampler=keys,
+        num_workers=workers,
+        collate_fn=_identity,
+        **options,
+    )
+    return Loader(batches, mesh, local_batch)
+
+
+PADDING = -1  # the index of a padded example
+
+
+class _TrainingKeys:
+    """This host's (epoch, index) pairs of each step."""
+
+    def __init__(self, size: int, batch_size: int, per_epoch: int, seed: int, start: int, stop: int, host: slice):
+        self.size, self.batch_size, self.per_epoch, self.seed = size, batch_size, per_epoch, seed
+        self.start, self.stop, self.host = start, stop, host
+
+    def __len__(self) -> int:
+        return max(self.stop - self.start, 0)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        permuted_epoch, order = -1, np.empty(0, np.int64)
+        for step in range(self.start, self.stop):
+            epoch, batch = divmod(step, self.per_epoch)
+            if epoch != permuted_epoch:
+                permuted_epoch, order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.size)
+            indices = order[batch * self.batch_size : (batch + 1) * self.batch_size][self.host]
+            yield [(epoch, int(index)) for index in indices]
+
+
+class _EvaluationKeys:
+    """This host's indices of each batch of one ordered pass, padded to whole batches."""
+
+    def __init__(self, size: int, batch_size: int, host: slice):
+        self.size, self.batch_size, self.host = size, batch_size, host
+
+    def __len__(self) -> int:
+        return -(-self.size // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for first in range(0, self.size, self.batch_size):
+            batch = range(first, first + self.batch_size)[self.host]
+            yield [(0, index if index < self.size else PADDING) for index in batch]
+
+
+class _Examples:
+    """What a worker process holds: makes a collated batch from its keys."""
+
+    def __init__(self, dataset: Dataset, seed: int, masked: bool, collate: Callable):
+        self.dataset, self.seed, self.masked, self.collate = dataset, seed, masked, collate
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> dict[str, Tensor] | InputError:
+        try:
+            examples: list[Example] = []
+            for epoch, index in keys:
+                if index == PADDING and examples:
+                    examples.append(examples[0])
+                else:  # a host whose whole share is padding still needs an example of the right shapes
+                    index = max(index, 0)
+                    examples.append(self.dataset.example(index, np.random.default_rng((self.seed, epoch, index))))
+        except InputError as error:
+            # DataLoader would wrap it into a worker's traceback; the user needs only the sentence.
+            return error
+        batch = self.collate(examples)
+        if self.masked:
+            batch["mask"] = torch.tensor([float(index != PADDING) for _, index in keys])
+            if "skipped" in batch:
+                batch["skipped"] = batch["skipped"] * batch["mask"].to(batch["skipped"].dtype)
+        return batch
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+def _start_worker(_: int) -> None:
+    torch.set_num_threads(1)
+
+
+def _worker_context(dataset: Dataset) -> multiprocessing.context.BaseContext:
+    """Workers are forked from a clean server process that has imported what they need, never from this one: its XLA
+    client has threads, and a fork that copies a lock held by one of them hangs."""
+    context = multiprocessing.get_context("forkserver")
+    main = sys.modules["__main__"]
+    modules = [__name__, type(dataset).__module__]
+    if getattr(main, "__spec__", None) is not None:  # python -m train.…: each worker imports it again
+        modules.append(main.__spec__.name)
+    context.set_forkserver_preload([name for name in modules if name != "__main__" and importlib.util.find_spec(name)])
+    return context
