@@ -173,7 +173,9 @@ class ImageFolder(_Images):
         found = [entry.name for entry in _entries(root)]
         if "train" not in found:
             expected = "train/<class>/*.jpg and val/<class>/*.jpg"
-            raise InputError(f"{root} has no train/ folder; expected {expected}, found: {', '.join(found[:10])}")
+            raise InputError(
+                f"{root} has no train/ folder; expected {expected}, found {', '.join(found[:10]) or 'nothing'}"
+            )
         self.folder = os.path.join(root, "train")
         self.classes = _class_folders(self.folder)
         if split == "eval":
@@ -213,9 +215,8 @@ class HubImages(_Images):
         splits = _load_splits(data)
         evaluation = next((name for name in EVAL_NAMES if name in splits), None)
         if "train" not in splits or (split == "eval" and evaluation is None):
-            raise InputError(
-                f"{data} has the splits {', '.join(splits)}; expected train, and one of {', '.join(EVAL_NAMES)}"
-            )
+            expected = f"train, and one of {', '.join(EVAL_NAMES)}"
+            raise InputError(f"{data} has the splits {', '.join(splits)}; expected {expected}")
         name = "train" if split == "train" else evaluation
         self._source, rows = f"{data}, split {name}", splits[name]
         self._image, self._label, own_classes = _columns(rows, self._source)
@@ -246,8 +247,8 @@ class SyntheticImages:
 
     A class is a texture: three waves of fixed frequency, with fixed strengths and phases in red, green and blue. An
     example shifts it by any amount (around the edges), mirrors it or not, varies contrast and brightness, adds noise.
-    The mean over the shifts is grey for every class, so that a template or a linear classifier learns nothing.
-    Training draws from `rng`; evaluation from (seed, index), so that every evaluation sees the same images.
+    The mean over the shifts is grey for every class: neither templates nor a linear classifier of pixels can tell them
+    apart. Training draws from `rng`; evaluation from (seed, index), so that every evaluation sees the same images.
     """
 
     def __init__(self, size: int, image_size: int, num_classes: int, seed: int, split: Split = "train"):
@@ -290,8 +291,10 @@ def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = 
         raise InputError(f"{data} is a file; expected a folder with train/ and val/ (unpack an archive first)")
     if path.is_dir():
         tables = ("*.parquet", "*.arrow", "*/*.parquet", "*/*.arrow", "state.json", "dataset_dict.json")
-        kind = HubImages if any(any(path.glob(pattern)) for pattern in tables) else ImageFolder
-        return kind(str(path), split, image_size, skip_broken)
+        class_folders = any(path.glob("train/[!.]*/"))
+        if not class_folders and any(any(path.glob(pattern)) for pattern in tables):
+            return HubImages(str(path), split, image_size, skip_broken)
+        return ImageFolder(path, split, image_size, skip_broken)
     if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", data):
         return HubImages(data, split, image_size, skip_broken)
     raise InputError(f"there is no folder {data}; expected one with train/ and val/, or an id on the Hugging Face hub")
@@ -349,12 +352,10 @@ def _image_files(folder: str) -> list[bytes]:
 
     start = len(os.path.join(folder, ""))
     walk = sorted(os.walk(folder, followlinks=True, onerror=stop))
-    found = [
-        os.path.join(parent, name)[start:] for parent, _, names in walk for name in sorted(names) if _is_image(name)
-    ]
-    if not found:
+    paths = [os.path.join(parent, name) for parent, _, names in walk for name in sorted(names) if _is_image(name)]
+    if not paths:
         raise InputError(f"class folder {folder} has no images ({' '.join(EXTENSIONS)}); fill it or remove it")
-    return [os.fsencode(name) for name in found]
+    return [os.fsencode(path[start:]) for path in paths]
 
 
 def _load_splits(data: str) -> dict[str, datasets.Dataset]:
@@ -383,8 +384,5 @@ def _columns(rows: datasets.Dataset, source: str) -> tuple[str, str, list[str]]:
     label = next((column for column in LABEL_COLUMNS if column in labels), labels[0])
     if isinstance(kinds[label], datasets.ClassLabel):
         return image, label, kinds[label].names
-    return (
-        image,
-        label,
-        [str(value) for value in range(1 + max((v for v in rows.unique(label) if v is not None), default=-1))],
-    )
+    highest = max((value for value in rows.unique(label) if value is not None), default=-1)
+    return image, label, [str(value) for value in range(highest + 1)]

@@ -178,7 +178,7 @@ class ResNet(nn.Module):
         for stage in range(self.stages):
             x = getattr(self, f"layer{stage + 1}")(x)
         # The mean over 7 x 7 in float32: bfloat16 sums would lose what the head reads.
-        return self.fc(x.float().mean((2, 3)))
+        return self.fc(x.mean((2, 3), dtype=torch.promote_types(x.dtype, torch.float32)))
 
 
 LAYERS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3), "resnet152": (3, 8, 36, 3), "resnet_tiny": (1, 1, 1, 1)}
@@ -187,3 +187,19 @@ LAYERS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3), "resnet152": (3,
 def resnet(name: str, num_classes: int = 1000, norm_groups: int = 1) -> ResNet:
     """A model of `LAYERS` by name; `resnet_tiny` has one block a stage and 16 channels, for a CPU and small pictures."""
     return ResNet(LAYERS[name], num_classes, width=16 if name == "resnet_tiny" else 64, norm_groups=norm_groups)
+
+
+class Normalize(nn.Module):
+    """uint8 images [B, 3, H, W] to float32, minus the mean and over the standard deviation of each channel (0..255 units).
+
+    On the device, so that a quarter of the bytes cross to it. Its constants are buffers: a tensor made in the step would
+    be sent to the device in every step.
+    """
+
+    def __init__(self, mean: tuple[float, float, float], std: tuple[float, float, float]):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(3, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (images.float() - self.mean) / self.std

@@ -11,7 +11,7 @@ import os
 import signal
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,12 +174,17 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def fetch(values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Reads device scalars, all in one transfer; it waits for what computes them. Not for the training loop."""
-    names = list(values)
-    xla = [values[name] for name in names]
-    torch_xla._XLAC._xla_sync_multi(xla, devices=[], wait=True, sync_xla_data=False)
-    return {name: float(value) for name, value in zip(names, torch_xla._XLAC._xla_get_cpu_tensors(xla), strict=True)}
+def seed_step(seed: int, step: int) -> None:
+    """Makes the random numbers of the next step on the device (dropout) depend on (seed, step) alone, so that a resumed
+    run draws what an uninterrupted one drew, however many graphs ran before."""
+    xm.set_rng_state(int(np.random.SeedSequence((seed, step)).generate_state(1, np.uint32)[0]))
+
+
+def fetch(values: Sequence[Tensor]) -> list[float]:
+    """Reads 0-d device tensors, all in one transfer; it waits for what computes them. Not for the training loop."""
+    values = list(values)
+    torch_xla._XLAC._xla_sync_multi(values, devices=[], wait=True, sync_xla_data=False)
+    return [float(value) for value in torch_xla._XLAC._xla_get_cpu_tensors(values)]
 
 
 def same_on_all_hosts(mesh: Mesh, name: str, value: int) -> None:
@@ -192,7 +197,7 @@ def same_on_all_hosts(mesh: Mesh, name: str, value: int) -> None:
     local = torch.full((mesh.num_devices // mesh.process_count,), value, dtype=torch.int32)
     sharding = xs.ShardingSpec(mesh.spmd, ("data",), minibatch=mesh.process_count > 1)
     on_device = xm.send_cpu_data_to_device(local, mesh.device, sharding)[0]
-    low, high = (int(v) for v in fetch({"low": on_device.min(), "high": on_device.max()}).values())
+    low, high = (int(value) for value in fetch([on_device.min(), on_device.max()]))
     if low != high:
         raise InputError(f"the hosts disagree about {name}: from {low} to {high}; they must see the same files (use gs://)")
 
@@ -207,7 +212,6 @@ class GraphError(RuntimeError):
 @dataclass
 class _Report:
     compile_seconds: float = 0.0
-    graphs: dict[str, int] = field(default_factory=dict)
     recompilations: list[str] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
 
@@ -227,11 +231,10 @@ def host_reads() -> int:
 
 
 def graph_report() -> dict[str, Any]:
-    """What the run has compiled: `graphs` (all), `steps` (graphs by step function), `compile_seconds` (first calls),
+    """What the run has compiled: `graphs` (all), `compile_seconds` (of the steps' first calls),
     `recompilations` and `fallbacks` (a sentence each), `host_reads`."""
     return {
         "graphs": compilations(),
-        "steps": dict(_report.graphs),
         "compile_seconds": _report.compile_seconds,
         "recompilations": list(_report.recompilations),
         "fallbacks": list(_report.fallbacks),
@@ -317,7 +320,6 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
         torch_xla.sync()
 
         new_graphs = compilations() - before
-        _report.graphs[name] = _report.graphs.get(name, 0) + new_graphs
         if new_graphs:
             _report.compile_seconds += time.perf_counter() - started
         if shapes in seen and new_graphs:

@@ -1,0 +1,259 @@
+"""Checkpoints: exact resume, written off the training loop, to a folder or any fsspec URL (gs://…).
+
+    checkpoints/step_00001200/state.safetensors   every parameter, buffer and optimizer tensor, by name
+                              state.json          the step, and what of the optimizer is not a tensor
+                              COMPLETE            size and CRC-32 of both, written last
+
+A checkpoint without a COMPLETE that fits is torn: it is skipped with a warning and the one before it is used. On a local
+disk the folder is written aside and renamed as well. Nothing is ever unpickled.
+"""
+
+import json
+import os
+import re
+import sys
+import threading
+import zlib
+from typing import Any
+
+import fsspec
+import safetensors
+import safetensors.torch
+import torch
+import torch_xla
+from torch import Tensor, nn
+
+from data import InputError
+
+from .device import replicate
+
+COMPLETE = "COMPLETE"
+
+
+def to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies tensors to the host, those on the XLA device in one transfer; waits for the steps that make them."""
+    on_device = [name for name, tensor in tensors.items() if tensor.device.type == "xla"]
+    copies = torch_xla._XLAC._xla_get_cpu_tensors([tensors[name].detach() for name in on_device])
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()} | dict(zip(on_device, copies, strict=True))
+
+
+def named_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Every tensor that a step changes, by name ("model.…", "optimizer.<parameter>.<state>"), and the optimizer's
+    numbers that are no tensors. Parameters are taken as they are held, not as a `state_dict` hook would show them."""
+    tensors = {f"model.{name}": tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    numbers: dict[str, Any] = {}
+    if optimizer is not None:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                (tensors if torch.is_tensor(value) else numbers)[f"optimizer.{names[parameter]}.{key}"] = value
+    return tensors, numbers
+
+
+class Checkpointer:
+    """Saves and restores the training state below `path`.
+
+    Args:
+        path: folder or fsspec URL; made when needed.
+        keep: how many complete checkpoints stay.
+        main_process: False on the hosts of a pod that only read.
+    """
+
+    def __init__(self, path: str, keep: int = 3, main_process: bool = True):
+        self.path = path.rstrip("/")
+        self.keep, self.main_process = keep, main_process
+        self._fs, self._root = fsspec.core.url_to_fs(self.path)
+        self._local = "file" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
+        self._writer: threading.Thread | None = None
+        self._failure: Exception | None = None
+        if main_process and self._local:
+            for name in self._names():
+                if name.startswith(".writing-"):  # left by a killed process
+                    self._fs.rm(f"{self._root}/{name}", recursive=True)
+
+    # ---- saving ----
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, error_type: type | None, *_) -> None:
+        if error_type is None:
+            self.wait()
+        elif self._writer is not None:  # the error that ends the run is the one to show
+            self._writer.join()
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Copies the state to the host (the training loop waits for that alone) and writes it in the background.
+
+        Raises:
+            InputError: the save before this one failed (disk full, no permission), with the checkpoint that is safe.
+        """
+        if not self.main_process:
+            return
+        self.wait()
+        tensors, numbers = named_state(model, optimizer)
+        arguments = (step, to_host(tensors), numbers)
+        self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=False)
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk; raises what kept it from getting there."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raises what kept the last save from the disk, if anything; costs nothing, so call it in every step."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _write(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+        name = f"step_{step:08d}"
+        target = f"{self._root}/{name}"
+        # Only a local rename is atomic; elsewhere the marker alone, written last, makes a checkpoint one.
+        folder = f"{self._root}/.writing-{name}" if self._local else target
+        try:
+            self._fs.makedirs(folder, exist_ok=True)
+            files = {
+                "state.safetensors": safetensors.torch.save({k: v.contiguous() for k, v in tensors.items()}),
+                "state.json": json.dumps({"step": step, "numbers": numbers}).encode(),
+            }
+            for file, content in files.items():
+                self._write_file(f"{folder}/{file}", content)
+            marks = {file: {"bytes": len(content), "crc32": zlib.crc32(content)} for file, content in files.items()}
+            self._write_file(f"{folder}/{COMPLETE}", json.dumps(marks).encode())
+            if self._local:
+                if os.path.isdir(target):  # a torn one of an earlier attempt
+                    self._fs.rm(target, recursive=True)
+                os.rename(folder, target)
+                _fsync(self._root)
+            for old in self.complete_steps()[: -self.keep]:
+                # Without its marker a half-deleted checkpoint is torn, not wrong.
+                self._fs.rm(f"{self._root}/step_{old:08d}/{COMPLETE}")
+                self._fs.rm(f"{self._root}/step_{old:08d}", recursive=True)
+        except OSError as error:
+            safe = self.complete_steps()
+            self._failure = InputError(
+                f"cannot write the checkpoint of step {step} to {self.path}: {error.strerror or error}; "
+                + (f"the one of step {safe[-1]} is complete and safe" if safe else "there is no complete one yet")
+                + "; make room or access, and the same command goes on from there"
+            )
+        except Exception as error:
+            self._failure = error
+
+    def _write_file(self, path: str, content: bytes) -> None:
+        with self._fs.open(path, "wb") as file:
+            file.write(content)
+            if self._local:
+                file.flush()
+                os.fsync(file.fileno())
+
+    # ---- restoring ----
+
+    def _names(self) -> list[str]:
+        if not self._fs.exists(self._root):
+            return []
+        return sorted(os.path.basename(entry.rstrip("/")) for entry in self._fs.ls(self._root, detail=False))
+
+    def _steps(self) -> list[int]:
+        return sorted(int(match[1]) for name in self._names() if (match := re.fullmatch(r"step_(\d+)", name)))
+
+    def complete_steps(self) -> list[int]:
+        """Steps whose checkpoint has its marker, in rising order."""
+        return [step for step in self._steps() if self._fs.exists(f"{self._root}/step_{step:08d}/{COMPLETE}")]
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any) -> int:
+        """Loads the newest complete checkpoint into a model and an optimizer (whose state exists) on the device.
+
+        Returns:
+            The step after which it was saved; 0 when there is none.
+        Raises:
+            InputError: the checkpoint is of another model or optimizer, with the names that differ.
+        """
+        for step in reversed(self._steps()):
+            files = self._read(step)
+            if files is None:
+                continue
+            loaded = safetensors.torch.load(files["state.safetensors"])
+            numbers = json.loads(files["state.json"])["numbers"]
+            self._load(step, loaded, numbers, model, optimizer, mesh)
+            return step
+        return 0
+
+    def _read(self, step: int) -> dict[str, bytes] | None:
+        folder = f"{self._root}/step_{step:08d}"
+        try:
+            marks = json.loads(self._fs.cat_file(f"{folder}/{COMPLETE}"))
+            files = {}
+            for name, mark in marks.items():
+                content = self._fs.cat_file(f"{folder}/{name}")
+                if len(content) != mark["bytes"] or zlib.crc32(content) != mark["crc32"]:
+                    raise ValueError(f"{name} has {len(content)} bytes that do not match its checksum")
+                files[name] = content
+            return files
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            reason = "it was never finished" if isinstance(error, FileNotFoundError) else str(error)
+            print(f"warning: skipping the torn checkpoint {self.path}/step_{step:08d}: {reason}", file=sys.stderr, flush=True)
+            return None
+
+    def _load(self, step, loaded, numbers, model, optimizer, mesh) -> None:
+        tensors, expected_numbers = named_state(model, optimizer)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        found = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
+        if shapes != found or numbers.keys() != expected_numbers.keys():
+            lacking = sorted(shapes.keys() - found.keys() | expected_numbers.keys() - numbers.keys())
+            extra = sorted(found.keys() - shapes.keys() | numbers.keys() - expected_numbers.keys())
+            differing = [f"{n} {list(found[n])} instead of {list(shapes[n])}" for n in found if shapes.get(n, found[n]) != found[n]]
+            parts = [f"it lacks {lacking[0]} and {len(lacking) - 1} more"] * bool(lacking)
+            parts += [f"it has {extra[0]} and {len(extra) - 1} more besides"] * bool(extra)
+            parts += [f"{differing[0]}, and {len(differing) - 1} more of other shapes"] * bool(differing)
+            raise InputError(
+                f"the checkpoint {self.path}/step_{step:08d} is of another model or optimizer: {'; '.join(parts)}. "
+                "Use the settings that it was made with, or another --name"
+            )
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(loaded[name])
+                if tensor.device.type == "xla":
+                    replicate(tensor, mesh)
+        for parameter_name, parameter in model.named_parameters():
+            for key in optimizer.state.get(parameter, {}):
+                if f"optimizer.{parameter_name}.{key}" in numbers:
+                    optimizer.state[parameter][key] = numbers[f"optimizer.{parameter_name}.{key}"]
+
+
+def save_weights(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes one safetensors file to a path or URL, aside and renamed where the disk is local."""
+    content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
+    fs, root = fsspec.core.url_to_fs(path)
+    fs.makedirs(os.path.dirname(root), exist_ok=True)
+    with fs.transaction, fs.open(root, "wb") as file:
+        file.write(content)
+
+
+def load_weights(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Reads a safetensors file from a path or URL: (tensors by name, metadata).
+
+    Raises:
+        InputError: there is no such file, or it is not a safetensors file.
+    """
+    try:
+        with fsspec.open(path, "rb") as file:
+            content = file.read()
+        tensors = safetensors.torch.load(content)
+    except FileNotFoundError:
+        raise InputError(f"there is no weights file {path}") from None
+    except safetensors.SafetensorError as error:
+        raise InputError(f"{path} is not a safetensors file ({error}); pickled weights are not loaded: convert them") from None
+    header_bytes = int.from_bytes(content[:8], "little")
+    return tensors, json.loads(content[8 : 8 + header_bytes]).get("__metadata__", {})
+
+
+def _fsync(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

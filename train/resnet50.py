@@ -1,0 +1,291 @@
+"""ResNet-50 on ImageNet.
+
+    paper     Deep Residual Learning, He et al. 2015 (arXiv:1512.03385); v1.5 as in torchvision
+    recipe    Goyal et al. 2017 (arXiv:1706.02677): 90 epochs, learning rate 0.1 per 256 examples, 5 epochs of warm-up,
+              momentum 0.9, weight decay 1e-4, statistics of batch norm per worker, each block's last norm at zero:
+              76.3 % top-1 at batches of 256 to 8,192. On top of it, from He et al. 2018 (arXiv:1812.01187, table 2 and
+              section 5): no weight decay on norms and biases, cosine decay, label smoothing 0.1.
+    data      ImageNet (1,281,167 images, 1,000 classes) as a tree of class folders, or any `datasets` set of images
+    run       python -m train.resnet50 tiny                          2 minutes on two CPU cores, synthetic data
+              python -m train.resnet50 full --data /data/imagenet    on a TPU VM
+    result    full recipe: not run yet; tiny: README
+"""
+
+import json
+import math
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data import InputError, imagenet
+from models.resnet import Normalize, ResNet, resnet
+from train.common import checkpoint, cli, device, loading, tracking
+
+
+@dataclass(frozen=True)
+class Config:
+    data: str = ""  # folder with train/ and val/ of class folders, a `datasets` folder or hub id, or "synthetic"
+    model: Literal["resnet50", "resnet101", "resnet152", "resnet_tiny"] = "resnet50"  # see models/resnet.py
+    weights: str = ""  # safetensors file to start from (fine-tuning); another number of classes gets a new head
+    image_size: int = 224  # pixels, square
+    epochs: int = 90  # passes over the training data
+    batch_size: int = 1024  # examples a step, over all devices
+    optimizer: Literal["sgd", "lars"] = "sgd"  # lars (You et al. 2017) for batches above 8,192, with its own --lr
+    lr: float = 0.1  # peak learning rate per 256 examples: scaled by batch_size / 256
+    warmup_epochs: float = 5.0  # linear from 0
+    momentum: float = 0.9  # of SGD and LARS
+    weight_decay: float = 1e-4  # not on norms and biases
+    label_smoothing: float = 0.1  # of the training loss
+    norm_groups: int = 0  # slices of the batch with their own batch-norm statistics; 0: one a device
+    precision: Literal["bfloat16", "float32"] = "bfloat16"  # of the forward and backward pass; parameters are float32
+    seed: int = 0  # of the initial weights, the order of the data and the augmentation
+    workers: int = -1  # processes a host that decode images; -1: one a core, 0: none
+    skip_broken: bool = False  # replace images that cannot be decoded, and count them, instead of stopping
+    log_every: int = 50  # steps between lines of metrics
+    save_every: int = 1000  # steps between checkpoints; there is one at each evaluation, too
+    eval_every: int = 1  # epochs between evaluations
+    keep: int = 3  # checkpoints that stay
+    runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
+    name: str = ""  # folder of this run below it; "": chosen
+    strict: bool = True  # a recompilation or a host fall-back stops the run
+
+
+TINY = Config(
+    data="synthetic",
+    model="resnet_tiny",
+    image_size=32,
+    epochs=6,
+    batch_size=64,
+    warmup_epochs=1.0,
+    norm_groups=8,
+    precision="float32",
+    workers=0,
+    log_every=10,
+    save_every=50,
+)
+
+# What a run may change when it is resumed: none of these touches a number.
+FREE = ("workers", "log_every", "save_every", "keep", "strict")
+SYNTHETIC_CLASSES, SYNTHETIC_TRAIN, SYNTHETIC_EVAL = 10, 2048, 500
+
+
+def learning_rate(config: Config, step: int, steps_per_epoch: int) -> float:
+    """Of step 0, 1, …: linear warm-up, then half a cosine down to 0 (He et al. 2018, section 5.1)."""
+    peak = config.lr * config.batch_size / 256
+    warmup, total = config.warmup_epochs * steps_per_epoch, config.epochs * steps_per_epoch
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+
+
+def validate(config: Config) -> None:
+    """Refuses values outside their range before anything is made."""
+    at_least = {"epochs": 1, "batch_size": 1, "image_size": 32, "log_every": 1, "save_every": 1, "eval_every": 1, "keep": 1}
+    at_least |= {"lr": 0, "warmup_epochs": 0, "momentum": 0, "weight_decay": 0, "norm_groups": 0, "seed": 0, "workers": -1}
+    for field, low in at_least.items():
+        if not getattr(config, field) >= low:
+            raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least {low}")
+    if not 0 <= config.label_smoothing < 1:
+        raise InputError(f"--label-smoothing is {config.label_smoothing}; it must be at least 0 and below 1")
+    if config.warmup_epochs >= config.epochs:
+        raise InputError(f"--warmup-epochs is {config.warmup_epochs}; it must be below --epochs, {config.epochs}")
+    if config.batch_size % (config.norm_groups or 1):
+        raise InputError(f"--batch-size {config.batch_size} does not divide into --norm-groups {config.norm_groups}")
+
+
+def open_data(config: Config):
+    """(training set, evaluation set), see data/imagenet.py."""
+    if not config.data:
+        raise InputError("--data is missing: give a folder of images or a data set id, or `--data synthetic` to try it out")
+    if config.data == "synthetic":
+        sizes = {"train": SYNTHETIC_TRAIN, "eval": SYNTHETIC_EVAL}
+        sets = [
+            imagenet.SyntheticImages(size, config.image_size, SYNTHETIC_CLASSES, config.seed, split)
+            for split, size in sizes.items()
+        ]
+    else:
+        sets = [
+            imagenet.open_imagenet(config.data, split, config.image_size, config.skip_broken) for split in ("train", "eval")
+        ]
+    return sets
+
+
+def load_pretrained(model: ResNet, path: str) -> None:
+    """Loads torchvision's or our exported weights; a head for another number of classes stays as it was initialised."""
+    weights, _ = checkpoint.load_weights(path)
+    own = model.state_dict()
+    for name in ("fc.weight", "fc.bias"):
+        if name in weights and weights[name].shape[0] != own[name].shape[0]:
+            weights[name] = own[name]
+    wrong = [name for name in sorted(own.keys() ^ weights.keys())]
+    wrong += [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
+    if wrong:
+        raise InputError(f"--weights {path} does not fit this --model: {wrong[0]} and {len(wrong) - 1} more tensors differ")
+    model.load_state_dict(weights)
+
+
+def export(folder: str, model: ResNet, config: Config, classes: list[str]) -> None:
+    """Writes model.safetensors, which torchvision's model of the same name takes by `load_state_dict`; its metadata names the classes."""
+    on_host = resnet(config.model, len(classes))
+    on_host.load_state_dict(checkpoint.to_host(dict([*model.named_parameters(), *model.named_buffers()])))
+    metadata = {"model": config.model, "image_size": str(config.image_size), "classes": json.dumps(classes)}
+    checkpoint.save_weights(f"{folder}/model.safetensors", on_host.state_dict(), metadata)
+
+
+def build(config: Config, num_classes: int, mesh: device.Mesh) -> tuple[ResNet, Normalize, torch.optim.Optimizer]:
+    """Model, normalisation and optimizer on the device, with the optimizer's state in being."""
+    model = resnet(config.model, num_classes, norm_groups=config.norm_groups or mesh.num_devices)
+    if config.weights:
+        load_pretrained(model, config.weights)
+    device.to_device(model, mesh)
+    normalize = device.to_device(Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD), mesh)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    if config.optimizer == "lars":
+        from timm.optim import Lars
+
+        optimizer = Lars(groups, lr=config.lr, momentum=config.momentum, foreach=False)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=False)
+    device.init_optimizer_state(optimizer, mesh)
+    return model, normalize, optimizer
+
+
+def train_step(
+    model: nn.Module, normalize: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], config: Config, mesh
+) -> dict[str, Tensor]:
+    """One update on batch["image"] [B, 3, H, W] uint8 and batch["label"] [B]; returns the mean loss and accuracy."""
+    with mesh.autocast():
+        logits = model(normalize(batch["image"]))
+    logits = logits.float()
+    loss = F.cross_entropy(logits, batch["label"], label_smoothing=config.label_smoothing)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    accuracy = (logits.detach().argmax(1) == batch["label"]).float().mean()
+    return {"loss": loss.detach(), "accuracy": accuracy}
+
+
+def eval_step(model: nn.Module, normalize: nn.Module, batch: dict[str, Tensor], mesh) -> dict[str, Tensor]:
+    """Sums over the examples of a batch; padding (mask 0) and unreadable images (label -1) do not count."""
+    with torch.no_grad(), mesh.autocast():
+        logits = model(normalize(batch["image"]))
+    logits, label = logits.float(), batch["label"]
+    counts = batch["mask"] * (label >= 0)
+    label = label.clamp(min=0)
+    own = logits.gather(1, label[:, None])
+    # The rank of the right class; equal logits (bfloat16 has many) are taken in order, as argmax and top-k do, and a
+    # NaN is ahead of everything.
+    ties_ahead = (logits == own) & (torch.arange(logits.shape[1], device=logits.device) < label[:, None])
+    rank = (~(logits <= own) | ties_ahead).sum(1)
+    loss = F.cross_entropy(logits, label, reduction="none")
+    return {
+        "loss": (loss * counts).sum(),
+        "top1": ((rank < 1) * counts).sum(),
+        "top5": ((rank < 5) * counts).sum(),
+        "count": counts.sum(),
+    }
+
+
+def evaluate(step, model, normalize, dataset, config: Config, mesh) -> dict[str, float]:
+    """Mean loss, top-1 and top-5 accuracy over every image of `dataset` exactly once; `step` is the compiled eval_step."""
+    model.eval()
+    with loading.parallel_loader(dataset, config.batch_size, mesh, train=False, workers=config.workers) as loader:
+        sums = [step(model, normalize, batch, mesh) for batch in loader]
+    model.train()
+    names = list(sums[0])
+    # One transfer for all batches, and sums in Python's double precision.
+    values = device.fetch([batch[name] for batch in sums for name in names])
+    totals = {name: math.fsum(values[i :: len(names)]) for i, name in enumerate(names)}
+    if not totals["count"]:
+        raise InputError(f"no image of the evaluation split of {config.data} can be decoded")
+    return {
+        "top1": totals["top1"] / totals["count"],
+        "top5": totals["top5"] / totals["count"],
+        "loss": totals["loss"] / totals["count"],
+    }
+
+
+def main(config: Config) -> dict[str, float]:
+    """Trains, evaluates and exports; returns the final metrics: top1, top5 and loss of the evaluation split."""
+    validate(config)
+    mesh = device.setup(config.seed, config.precision, config.strict)
+    train_set, eval_set = open_data(config)
+    per_epoch = loading.steps_per_epoch(train_set, config.batch_size)
+    total = config.epochs * per_epoch
+    run = tracking.Run(
+        config,
+        default_name=f"{config.model}-{'synthetic' if config.data == 'synthetic' else 'images'}",
+        headline=(
+            f"{config.model} on {config.data}: {len(train_set)} images of {len(train_set.classes)} classes, {config.epochs} "
+            f"epochs of {per_epoch} steps of {config.batch_size} images on {mesh.num_devices} {mesh.kind} device(s)"
+            + ("; real training: --data FOLDER, see --help" if config.data == "synthetic" else "")
+        ),
+        devices={"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count},
+        main_process=mesh.main_process,
+        free=FREE,
+        total_steps=total,
+    )
+    if run.finished:
+        run.print_summary()
+        return run.summary["metrics"]
+
+    model, normalize, optimizer = build(config, len(train_set.classes), mesh)
+    checkpoints = checkpoint.Checkpointer(f"{run.path}/checkpoints", config.keep, mesh.main_process)
+    start = checkpoints.restore(model, optimizer, mesh)
+    device.same_on_all_hosts(mesh, "the step to resume from", start)
+    device.same_on_all_hosts(mesh, "the number of training images", len(train_set))
+    if run.resumed:
+        run.resume_at(start)
+    step_fn, eval_fn = device.compiled(train_step, mesh), device.compiled(eval_step, mesh)
+    model.train()
+    metrics: dict[str, float] = {}
+    loader = loading.parallel_loader(
+        train_set, config.batch_size, mesh, train=True, seed=config.seed, start=start, stop=total, workers=config.workers
+    )
+    with device.stop_requested() as stopped, closing(run), checkpoints, loader:
+        for step, batch in enumerate(loader, start + 1):
+            device.seed_step(config.seed, step)
+            lr = learning_rate(config, step - 1, per_epoch)
+            device.set_lr(optimizer, lr)
+            step_metrics = step_fn(model, normalize, optimizer, batch, config, mesh)
+            if step == 1 or step % config.log_every == 0 or step == total:
+                run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
+            evaluates = step % (per_epoch * config.eval_every) == 0 or step == total
+            if evaluates:
+                with run.pause():
+                    metrics = evaluate(eval_fn, model, normalize, eval_set, config, mesh)
+                run.evaluation(step, **metrics)
+            # After the evaluation, so that a run resumed from this checkpoint has its figures.
+            if evaluates or stopped() or step % config.save_every == 0:
+                with run.pause():
+                    run.flush()
+                    checkpoints.save(step, model, optimizer)
+            checkpoints.raise_failure()
+            if stopped() and step < total:
+                checkpoints.wait()
+                run.message(f"stopped by a signal at step {step}: saved; the same command goes on from here")
+                raise SystemExit(143)
+    if not metrics:  # killed after the last step, before the export
+        metrics = evaluate(eval_fn, model, normalize, eval_set, config, mesh)
+    if loader.skipped:
+        run.message(f"{loader.skipped} training images could not be decoded and were replaced")
+    if mesh.main_process:
+        export(f"{run.path}/export", model, config, train_set.classes)
+    run.finish(metrics, device.graph_report())
+    return metrics
+
+
+if __name__ == "__main__":
+    cli.run(
+        main,
+        {
+            "full": ("the published recipe; needs --data and accelerators", Config()),
+            "tiny": ("a small network on small synthetic images: minutes on a CPU", TINY),
+        },
+    )
