@@ -1,0 +1,10 @@
+"""All tests run on XLA's CPU backend with four virtual devices, so that every test sees sharding as a pod would.
+
+The variables must be set before torch_xla is imported. Runs on other numbers of devices start processes of their own.
+"""
+
+import os
+
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ.setdefault("CPU_NUM_DEVICES", "4")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's warnings about its own future

@@ -1,0 +1,710 @@
+"""data/imagenet.py on small files that the tests make; torchvision's own transforms and folder are the reference."""
+
+import io
+import pickle
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+from torchvision import transforms
+
+from data import InputError
+from data import imagenet as im
+
+
+def picture(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Coarse random colours under fine noise: edges and detail, as in a photograph."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize((width, height), Image.BICUBIC)
+    return Image.fromarray(np.asarray(coarse) // 2 + rng.integers(0, 100, (height, width, 3), dtype=np.uint8))
+
+
+def save(path: Path, image: Image.Image | None = None, **options) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (image or picture(40, 50, len(path.name))).save(path, **options)
+    return path
+
+
+def generator(epoch: int, index: int) -> np.random.Generator:
+    return np.random.default_rng((0, epoch, index))
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    """Two classes, three pictures each for training and two each for evaluation."""
+    for label, name in enumerate(("cat", "dog")):
+        for number in range(3):
+            save(tmp_path / "tree" / "train" / name / f"{number}.jpg", picture(60, 80, 10 * label + number))
+        for number in range(2):
+            save(tmp_path / "tree" / "val" / name / f"{number}.jpg", picture(60, 80, 50 + 10 * label + number))
+    return tmp_path / "tree"
+
+
+def encoded(mode: str, form: str, **options) -> bytes:
+    file = io.BytesIO()
+    picture(33, 47).convert(mode).save(file, form, **options)
+    return file.getvalue()
+
+
+# Decoding
+
+
+def with_alpha() -> bytes:
+    image, file = picture(33, 47).convert("RGBA"), io.BytesIO()
+    image.putalpha(Image.fromarray(np.random.default_rng(0).integers(0, 256, (33, 47), dtype=np.uint8)))
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def rotated() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: turn by 90 degrees to show it
+    return encoded("RGB", "JPEG", exif=exif)
+
+
+FILES = {
+    "rgb jpeg": lambda: encoded("RGB", "JPEG"),
+    "progressive jpeg": lambda: encoded("RGB", "JPEG", progressive=True),
+    "grey jpeg": lambda: encoded("L", "JPEG"),
+    "cmyk jpeg": lambda: encoded("CMYK", "JPEG"),
+    "ycck jpeg": lambda: encoded("CMYK", "JPEG").replace(b"Adobe\0d\0\0\0\0\0", b"Adobe\0d\0\0\0\0\2"),
+    "jpeg with exif orientation": rotated,
+    "jpeg with bytes after its end": lambda: encoded("RGB", "JPEG") + b"more",
+    "png": lambda: encoded("RGB", "PNG"),
+    "png with alpha": with_alpha,
+    "png with palette": lambda: encoded("P", "PNG"),
+    "bilevel png": lambda: encoded("1", "PNG"),
+    "webp": lambda: encoded("RGB", "WEBP"),
+    "bmp": lambda: encoded("RGB", "BMP"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_every_kind_of_file_decodes_to_the_pixels_of_pillow(kind):
+    data = FILES[kind]()
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).transpose(2, 0, 1)
+    pixels = im.decode(data)
+    assert pixels.dtype == torch.uint8 and pixels.shape == (3, 33, 47)
+    assert np.abs(pixels.numpy().astype(int) - expected).max() <= 2  # equal on the libraries pinned; others may round
+
+
+@pytest.mark.parametrize("kind", ["rgb jpeg", "progressive jpeg", "grey jpeg", "cmyk jpeg"])
+def test_jpegs_take_the_fast_path(kind, monkeypatch):
+    monkeypatch.setattr(im.Image, "open", lambda *_: pytest.fail("decoded by Pillow"))
+    assert im.decode(FILES[kind]()).shape == (3, 33, 47)
+
+
+@pytest.mark.parametrize("kind", ["rgb jpeg", "progressive jpeg", "grey jpeg", "cmyk jpeg", "png"])
+@pytest.mark.parametrize("left", [0.3, 0.6, 0.95])
+def test_a_truncated_file_is_noticed(kind, left):
+    data = FILES[kind]()
+    with pytest.raises(im.BrokenImage, match="truncated|Truncated"):
+        im.decode(data[: int(len(data) * left)])
+
+
+def test_a_jpeg_without_its_last_two_bytes_is_noticed():
+    with pytest.raises(im.BrokenImage, match="truncated"):
+        im.decode(encoded("RGB", "JPEG")[:-2])
+
+
+# Cropping and resizing
+
+
+def test_crops_are_distributed_as_torchvision_draws_them():
+    draws, height, width = 8000, 150, 200
+    torch.manual_seed(0)
+    reference, blank = transforms.RandomResizedCrop.get_params, torch.zeros(1, height, width)
+    theirs = np.array([reference(blank, (0.08, 1.0), (3 / 4, 4 / 3)) for _ in range(draws)], float)
+    rng = np.random.default_rng(0)
+    ours = np.array([im.random_crop(height, width, rng) for _ in range(draws)], float)
+    assert (ours >= 0).all() and (ours[:, 0] + ours[:, 2] <= height).all() and (ours[:, 1] + ours[:, 3] <= width).all()
+
+    def described(crops):
+        top, left, h, w = crops.T
+        # share of the area, log of the aspect ratio, and where the crop lies in the room that it has
+        return np.stack([h * w / (height * width), np.log(w / h), top / (height - h + 1), left / (width - w + 1)])
+
+    # Two samples of 8,000 from one distribution differ by more than 0.031 (Kolmogorov-Smirnov) once in 1,000 times.
+    for name, a, b in zip(("area", "ratio", "top", "left"), described(ours), described(theirs), strict=True):
+        points = np.sort(np.concatenate([a, b]))
+        distance = np.abs(
+            np.searchsorted(np.sort(a), points, "right") - np.searchsorted(np.sort(b), points, "right")
+        ).max()
+        assert distance / draws < 0.031, name
+
+
+@pytest.mark.parametrize("height,width", [(10, 400), (400, 10), (30, 200), (1, 50)])
+def test_a_very_long_picture_falls_back_to_the_middle_as_in_torchvision(height, width):
+    torch.manual_seed(0)
+    reference, blank = transforms.RandomResizedCrop.get_params, torch.zeros(1, height, width)
+    theirs = {reference(blank, (0.9, 1.0), (3 / 4, 4 / 3)) for _ in range(5)}  # 0.9: no draw fits
+    assert len(theirs) == 1
+
+    class Large:
+        """Draws the largest area each time, which never fits."""
+
+        def uniform(self, low, high):
+            return high
+
+    assert im.random_crop(height, width, Large()) == theirs.pop()
+
+
+@pytest.mark.parametrize("height,width", [(300, 400), (411, 260), (64, 64), (23, 31), (30, 200)])
+def test_a_training_crop_is_what_torchvision_makes_of_the_same_parameters(height, width):
+    image = picture(height, width)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    flips = 0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        top, left, h, w = im.random_crop(height, width, rng)
+        expected = transforms.functional.resized_crop(image, top, left, h, w, [64, 64])
+        if rng.random() < 0.5:
+            expected, flips = transforms.functional.hflip(expected), flips + 1
+        ours = im.train_crop(pixels, 64, np.random.default_rng(seed))
+        difference = np.abs(ours.astype(int) - np.asarray(expected).transpose(2, 0, 1))
+        assert difference.max() <= 1 and difference.mean() < 0.05  # rounding only
+        assert ours.flags.c_contiguous and ours.dtype == np.uint8 and ours.shape == (3, 64, 64)
+    assert 4 <= flips <= 16
+
+
+@pytest.mark.parametrize("height,width", [(300, 400), (411, 260), (256, 256), (256, 301), (70, 90), (100, 487)])
+@pytest.mark.parametrize("size", [224, 32])
+def test_evaluation_equals_torchvision_on_pillow_images(height, width, size):
+    image = picture(height, width)
+    reference = transforms.Compose([transforms.Resize(round(size * 256 / 224)), transforms.CenterCrop(size)])
+    expected = np.asarray(reference(image)).transpose(2, 0, 1)
+    ours = im.eval_crop(torch.from_numpy(np.array(image)).permute(2, 0, 1), size)
+    difference = np.abs(ours.astype(int) - expected)
+    assert difference.max() <= 1 and difference.mean() < 0.05  # rounding only
+    assert ours.flags.c_contiguous and ours.dtype == np.uint8 and ours.shape == (3, size, size)
+
+
+def test_the_mean_and_standard_deviation_are_those_of_torchvision_times_255():
+    weights = torchvision.models.ResNet50_Weights.IMAGENET1K_V1.transforms()
+    np.testing.assert_allclose(im.IMAGENET_MEAN, np.array(weights.mean) * 255, rtol=1e-6)
+    np.testing.assert_allclose(im.IMAGENET_STD, np.array(weights.std) * 255, rtol=1e-6)
+
+
+# A tree of class folders
+
+
+def test_examples_of_a_tree_have_these_keys_shapes_and_types(tree):
+    for split, length in (("train", 6), ("eval", 4)):
+        dataset = im.open_imagenet(str(tree), split, 32)
+        assert isinstance(dataset, im.ImageFolder) and len(dataset) == length and dataset.classes == ["cat", "dog"]
+        example = dataset.example(length - 1, generator(0, 0))
+        assert set(example) == {"image", "label"}
+        assert example["image"].dtype == np.uint8 and example["image"].shape == (3, 32, 32)
+        assert example["image"].flags.c_contiguous
+        assert isinstance(example["label"], np.int64) and example["label"] == 1
+
+
+def test_equal_seed_epoch_and_index_give_equal_bytes_and_another_epoch_another_crop(tree):
+    dataset = im.open_imagenet(str(tree), "train", 32)
+    copy = pickle.loads(pickle.dumps(dataset))
+    for index in range(len(dataset)):
+        first = dataset.example(index, generator(3, index))["image"]
+        np.testing.assert_array_equal(first, copy.example(index, generator(3, index))["image"])
+        assert (first != dataset.example(index, generator(4, index))["image"]).mean() > 0.5
+
+
+def test_evaluation_does_not_depend_on_the_random_numbers(tree):
+    dataset = im.open_imagenet(str(tree), "eval", 32)
+    for index in range(len(dataset)):
+        a, b = (dataset.example(index, generator(epoch, index))["image"] for epoch in (0, 1))
+        np.testing.assert_array_equal(a, b)
+
+
+def test_files_labels_and_order_are_those_of_torchvision(tmp_path):
+    names = ["b/2.JPEG", "b/1.jpg", "b/deep/er/3.Png", "b/deep/0.webp", "b/a b é ü 日本.jpg", "b/note.txt"]
+    names += ["A/x.bmp", "ü ber/1.PNG", "c/10.jpeg", "c/9.jpeg", "c/.jpg/9.jpg"]
+    for number, name in enumerate(names):
+        path = tmp_path / "train" / name
+        if path.suffix == ".txt":
+            path.write_text("not an image")
+        else:
+            save(path, picture(20 + number, 30))
+    reference = torchvision.datasets.ImageFolder(tmp_path / "train")
+    dataset = im.ImageFolder(tmp_path, "train", 16)
+    assert dataset.classes == reference.classes
+    ours = [dataset._read(index)[:0:-1] for index in range(len(dataset))]
+    assert ours == [(path, label) for path, label in reference.samples]
+    assert len({dataset.example(i, generator(0, i))["image"].tobytes() for i in range(len(dataset))}) == len(dataset)
+
+
+def test_hidden_files_and_folders_are_passed_over(tree):
+    (tree / "train" / ".ipynb_checkpoints").mkdir()
+    (tree / "train" / "cat" / "._0.jpg").write_bytes(b"what macOS leaves beside 0.jpg")
+    assert len(im.open_imagenet(str(tree), "train", 16)) == 6
+
+
+def test_a_link_to_a_folder_is_followed(tree, tmp_path):
+    shutil.move(tree / "train" / "dog", tmp_path / "elsewhere")
+    (tree / "train" / "dog").symlink_to(tmp_path / "elsewhere")
+    assert len(im.open_imagenet(str(tree), "train", 16)) == 6
+
+
+def test_a_png_named_jpeg_is_read(tree):
+    save(tree / "train" / "cat" / "0.jpg", picture(60, 80), format="PNG")
+    assert im.open_imagenet(str(tree), "train", 16).example(0, generator(0, 0))["image"].shape == (3, 16, 16)
+
+
+@pytest.mark.parametrize("present", [["val", "validation", "test"], ["validation", "test"], ["test"]])
+def test_the_first_evaluation_folder_is_used(tree, present):
+    shutil.rmtree(tree / "val")
+    for name in present:
+        for label in ("cat", "dog"):
+            save(tree / name / label / "0.jpg")
+    assert Path(im.open_imagenet(str(tree), "eval", 16).folder).name == present[0]
+
+
+def test_a_million_names_travel_in_few_bytes(tmp_path):
+    for label in ("n01440764", "n01443537"):
+        (tmp_path / "train" / label).mkdir(parents=True)
+        for number in range(1000):
+            (tmp_path / "train" / label / f"{label}_{number}.JPEG").touch()
+        (tmp_path / "train" / label / ("long" * 50 + ".jpg")).touch()  # one long name must not widen the others
+    dataset = im.open_imagenet(str(tmp_path), "train", 224)
+    assert len(pickle.dumps(dataset)) / len(dataset) < 40
+
+
+# Broken files
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def text(path):
+    path.write_text("<html>404 not found</html>")
+
+
+BREAK = {empty: "the file is empty", truncated: "truncated", text: "not an image in a known format"}
+
+
+@pytest.mark.parametrize("damage", BREAK, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("split,name", [("train", "train/cat/1.jpg"), ("eval", "val/cat/1.jpg")])
+def test_a_broken_file_is_named_with_what_is_wrong_and_what_to_do(tree, damage, split, name):
+    damage(tree / name)
+    dataset = im.open_imagenet(str(tree), split, 16)
+    dataset.example(0, generator(0, 0))
+    with pytest.raises(InputError, match=f"{name} is broken: .*{BREAK[damage]}.*--skip-broken"):
+        dataset.example(1, generator(0, 1))
+
+
+def test_skipping_replaces_the_broken_file_and_leaves_all_other_examples_as_they_were(tree):
+    whole = im.open_imagenet(str(tree), "train", 16, skip_broken=True)
+    before = [whole.example(index, generator(0, index)) for index in range(6)]
+    truncated(tree / "train" / "cat" / "1.jpg")
+    dataset = im.open_imagenet(str(tree), "train", 16, skip_broken=True)
+    with pytest.warns(UserWarning, match="train/cat/1.jpg is broken"):
+        after, again = ([dataset.example(index, generator(0, index)) for index in range(6)] for _ in range(2))
+    assert all(set(example) == {"image", "label", "skipped"} for example in before + after)
+    assert all(isinstance(example["skipped"], np.int64) for example in before + after)
+    assert [example["skipped"] for example in before] == [0] * 6
+    assert [example["skipped"] >= 1 for example in after] == [index == 1 for index in range(6)]
+    for index in range(6):
+        np.testing.assert_array_equal(after[index]["image"], again[index]["image"])
+        same = after[index]["image"].tobytes() == before[index]["image"].tobytes()
+        assert same == (index != 1)
+    assert after[1]["image"].any() and after[1]["label"] in (0, 1)
+
+
+def test_the_replacement_counts_every_broken_file_that_it_met(tree):
+    for name in ("0", "1", "2"):
+        empty(tree / "train" / "cat" / f"{name}.jpg")
+    dataset = im.open_imagenet(str(tree), "train", 16, skip_broken=True)
+    with pytest.warns(UserWarning):
+        examples = [dataset.example(0, generator(epoch, 0)) for epoch in range(40)]
+    assert {int(example["label"]) for example in examples} == {1}
+    assert min(example["skipped"] for example in examples) == 1 < max(example["skipped"] for example in examples)
+
+
+def test_a_broken_file_in_evaluation_is_masked_by_its_label(tree):
+    empty(tree / "val" / "dog" / "0.jpg")
+    dataset = im.open_imagenet(str(tree), "eval", 16, skip_broken=True)
+    with pytest.warns(UserWarning, match="val/dog/0.jpg"):
+        examples = [dataset.example(index, generator(0, index)) for index in range(4)]
+    assert [int(example["label"]) for example in examples] == [0, 0, -1, 1]
+    assert [int(example["skipped"]) for example in examples] == [0, 0, 1, 0]
+    assert examples[2]["image"].shape == (3, 16, 16) and examples[2]["image"].flags.c_contiguous
+    assert isinstance(examples[2]["label"], np.int64)
+
+
+def test_skipping_ends_when_everything_is_broken(tree):
+    for path in (tree / "train").rglob("*.jpg"):
+        empty(path)
+    dataset = im.open_imagenet(str(tree), "train", 16, skip_broken=True)
+    with warnings.catch_warnings(), pytest.raises(InputError, match="100 images drawn in a row are broken"):
+        warnings.simplefilter("ignore")
+        dataset.example(0, generator(0, 0))
+
+
+def test_a_file_that_cannot_be_read_is_an_error_also_when_broken_files_are_skipped(tree):
+    dataset = im.open_imagenet(str(tree), "train", 16, skip_broken=True)
+    (tree / "train" / "cat" / "0.jpg").unlink()
+    with pytest.raises(InputError, match="train/cat/0.jpg cannot be read: No such file"):
+        dataset.example(0, generator(0, 0))
+
+
+# Wrong paths and trees
+
+
+def remove_train(tree):
+    shutil.rmtree(tree / "train")
+
+
+def remove_val(tree):
+    shutil.rmtree(tree / "val")
+
+
+def remove_classes(tree):
+    shutil.rmtree(tree / "train")
+    (tree / "train").mkdir()
+
+
+def flatten(tree):
+    remove_classes(tree)
+    save(tree / "train" / "1.jpg")
+
+
+def flatten_val(tree):
+    shutil.rmtree(tree / "val")
+    save(tree / "val" / "1.jpg")
+
+
+def empty_class(tree):
+    (tree / "train" / "eel").mkdir()
+    (tree / "train" / "eel" / "readme.txt").touch()
+
+
+def lose_eval_class(tree):
+    shutil.rmtree(tree / "val" / "dog")
+
+
+def add_eval_class(tree):
+    save(tree / "val" / "eel" / "1.jpg")
+
+
+def empty_eval_class(tree):
+    (tree / "val" / "dog" / "0.jpg").unlink()
+    (tree / "val" / "dog" / "1.jpg").unlink()
+
+
+WRONG = {
+    remove_train: ("train", "tree has no train/ folder; expected .*found val"),
+    remove_val: ("eval", "no folder to evaluate on; expected one of val, validation, test"),
+    remove_classes: ("train", "tree/train has no class folders"),
+    flatten: ("train", "tree/train has images but no class folders"),
+    flatten_val: ("eval", "tree/val has images but no class folders"),
+    empty_class: ("train", "tree/train/eel has no images"),
+    lose_eval_class: ("eval", "tree/val lacks classes.*dog"),
+    add_eval_class: ("eval", "tree/val adds classes.*eel"),
+    empty_eval_class: ("eval", "tree/val/dog has no images"),
+}
+
+
+@pytest.mark.parametrize("damage", WRONG, ids=lambda damage: damage.__name__)
+def test_a_wrong_tree_gives_one_clear_sentence(tree, damage):
+    for split in ("train", "eval"):
+        assert len(im.open_imagenet(str(tree), split, 16)) > 0
+    damage(tree)
+    split, message = WRONG[damage]
+    with pytest.raises(InputError, match=message) as error:
+        im.open_imagenet(str(tree), split, 16)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("start", ["", "./", "~/"])
+def test_a_missing_folder_is_named_without_asking_the_hub(tmp_path, monkeypatch, start):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("asked the hub"))
+    path = f"{start or tmp_path}/nothing here"
+    with pytest.raises(InputError, match="there is no folder .*nothing here; expected"):
+        im.open_imagenet(path, "train", 16)
+
+
+def test_a_file_instead_of_a_folder_is_refused(tmp_path):
+    (tmp_path / "imagenet.tar").touch()
+    with pytest.raises(InputError, match="imagenet.tar is a file; expected a folder"):
+        im.open_imagenet(str(tmp_path / "imagenet.tar"), "train", 16)
+
+
+@pytest.mark.parametrize("unreadable", ["", "train", "train/cat", "train/cat/nested"])
+def test_a_folder_without_permission_is_named(tree, monkeypatch, unreadable):
+    # by a patch, since root may read everything; os.walk lists folders with os.scandir too
+    save(tree / "train" / "cat" / "nested" / "4.jpg")
+    scandir, refused = im.os.scandir, tree / unreadable
+
+    def guarded(path="."):
+        if Path(path) == refused:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(im.os, "scandir", guarded)
+    with pytest.raises(InputError, match=f"folder {refused} cannot be read: Permission denied"):
+        im.open_imagenet(str(tree), "train", 16)
+
+
+def test_an_image_size_out_of_range_is_refused(tree):
+    with pytest.raises(InputError, match="image size 0 is out of range"):
+        im.open_imagenet(str(tree), "train", 0)
+    with pytest.raises(InputError, match="image size -1 is out of range"):
+        im.SyntheticImages(10, -1, 2, 0)
+
+
+# Data sets of `datasets`
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def rows(count: int, labels: list | None = None, image="image", label="label", kind=None) -> datasets.Dataset:
+    files = []
+    for number in range(count):
+        file = io.BytesIO()
+        picture(60, 80, number).save(file, "JPEG")
+        files.append({"bytes": file.getvalue(), "path": None})
+    labels = labels or [number % 2 for number in range(count)]
+    features = datasets.Features({image: datasets.Image(), label: kind or datasets.ClassLabel(names=["cat", "dog"])})
+    return datasets.Dataset.from_dict({image: files, label: labels}, features=features)
+
+
+def write(folder: Path, form: str, train: datasets.Dataset, evaluation: datasets.Dataset, name="validation") -> str:
+    folder.mkdir()
+    if form == "save_to_disk":
+        datasets.DatasetDict({"train": train, name: evaluation}).save_to_disk(folder)
+    for split, table in (("train", train), (name, evaluation)):
+        if form == "flat parquet":
+            table.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+        if form == "parquet in folders":
+            (folder / split).mkdir()
+            table.to_parquet(folder / split / "0.parquet")
+    return str(folder)
+
+
+@pytest.mark.parametrize("form", ["flat parquet", "parquet in folders", "save_to_disk"])
+def test_tables_give_the_same_examples_as_a_tree_of_the_same_files(tmp_path, cache, form):
+    train, evaluation = rows(4), rows(2)
+    for split, table in (("train", train), ("val", evaluation)):
+        plain = table.cast_column("image", datasets.Image(decode=False))
+        for number, row in enumerate(sorted(plain, key=lambda row: row["label"])):
+            path = tmp_path / "tree" / split / ("cat", "dog")[row["label"]] / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(row["image"]["bytes"])
+    data = write(tmp_path / "tables", form, train.sort("label"), evaluation.sort("label"))
+    for split, length in (("train", 4), ("eval", 2)):
+        dataset, tree = (im.open_imagenet(path, split, 32) for path in (data, str(tmp_path / "tree")))
+        assert isinstance(dataset, im.HubImages) and isinstance(tree, im.ImageFolder)
+        assert len(dataset) == length and dataset.classes == ["cat", "dog"] and dataset.image_size == 32
+        for index in range(length):
+            ours, theirs = (d.example(index, generator(0, index)) for d in (dataset, tree))
+            assert set(ours) == {"image", "label"} and isinstance(ours["label"], np.int64)
+            assert ours["label"] == theirs["label"]
+            np.testing.assert_array_equal(ours["image"], theirs["image"])
+
+
+def test_tables_pickle_by_reference_and_read_the_same_in_another_process(tmp_path, cache):
+    data = write(tmp_path / "tables", "save_to_disk", rows(40), rows(2))
+    dataset = im.open_imagenet(data, "train", 16)
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 20_000 < sum(len(dataset._read(index)[0]) for index in range(40))
+    (tmp_path / "pickled").write_bytes(pickled)
+    program = (
+        "import pickle, sys, numpy as np\n"
+        "example = pickle.load(open(sys.argv[1], 'rb')).example(7, np.random.default_rng((0, 0, 7)))\n"
+        "sys.stdout.buffer.write(example['image'].tobytes())\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "pickled")]
+    output = subprocess.run(command, cwd=Path(im.__file__).parents[1], capture_output=True, check=True).stdout
+    assert output == dataset.example(7, generator(0, 7))["image"].tobytes()
+
+
+def test_integer_labels_and_other_column_names_are_found(tmp_path, cache):
+    train, evaluation = (
+        rows(6, labels, image="photo", label="fine_label", kind=datasets.Value("int32"))
+        for labels in ([0, 4, 2, 2, 0, 1], [2, 1, 1, 1, 1, 1])
+    )
+    train = train.add_column("width", [80] * 6)
+    data = write(tmp_path / "tables", "save_to_disk", train, evaluation, "test")
+    dataset = im.open_imagenet(data, "eval", 16)
+    assert dataset.classes == ["0", "1", "2", "3", "4"]  # those of train, though evaluation has fewer
+    assert [dataset.example(index, generator(0, 0))["label"] for index in range(3)] == [2, 1, 1]
+
+
+def test_of_several_label_columns_the_usual_name_is_taken(tmp_path, cache):
+    table = rows(4, label="fine_label").add_column("coarse_label", [0] * 4)
+    features = table.features.copy()
+    features["coarse_label"] = datasets.ClassLabel(names=["animal"])
+    table = table.cast(features).select_columns(["coarse_label", "image", "fine_label"])
+    data = write(tmp_path / "tables", "save_to_disk", table, table)
+    assert im.open_imagenet(data, "train", 16).classes == ["cat", "dog"]
+
+
+def test_a_broken_row_is_named_or_skipped(tmp_path, cache):
+    table = rows(4).cast_column("image", datasets.Image(decode=False))
+    table = table.map(
+        lambda row, index: {
+            "image": {"bytes": row["image"]["bytes"][: -100 * (index == 2)] or row["image"]["bytes"], "path": None}
+        },
+        with_indices=True,
+    )
+    data = write(tmp_path / "tables", "save_to_disk", table.cast_column("image", datasets.Image()), rows(2))
+    with pytest.raises(InputError, match="row 2 of .*tables, split train is broken: .*truncated.*--skip-broken"):
+        im.open_imagenet(data, "train", 16).example(2, generator(0, 2))
+    with pytest.warns(UserWarning, match="row 2 of"):
+        assert im.open_imagenet(data, "train", 16, skip_broken=True).example(2, generator(0, 2))["skipped"] >= 1
+
+
+def no_image(table):
+    return table.remove_columns("image").add_column("text", ["a"] * len(table))
+
+
+def no_label(table):
+    return table.rename_column("label", "kind").cast_column("kind", datasets.Value("int64"))
+
+
+TABLES = {
+    "no image column": (no_image, None, "split train has no image column .*label .int64., text .string."),
+    "no label column": (no_label, None, "split train has no label column .*image .*kind .int64."),
+    "no labels in test": (None, lambda t: rows(4, [-1] * 4), "split test has the label -1; expected labels 0 to 1"),
+    "no rows": (None, lambda t: t.select([]), "split test is empty"),
+    "other classes": (
+        None,
+        lambda t: t.cast_column("label", datasets.ClassLabel(names=["cat", "eel"])),
+        "split test lacks classes.*dog",
+    ),
+    "same classes in another order": (
+        None,
+        lambda t: t.cast_column("label", datasets.ClassLabel(names=["dog", "cat"])),
+        "split test has the classes of train in another order",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TABLES)
+def test_unusable_tables_give_one_clear_sentence(tmp_path, cache, what):
+    change_train, change_test, message = TABLES[what]
+    train, test = (change(rows(4)) if change else rows(4) for change in (change_train, change_test))
+    data = write(tmp_path / "tables", "save_to_disk", train, test, "test")
+    with pytest.raises(InputError, match=message):
+        im.open_imagenet(data, "train" if change_train else "eval", 16)
+
+
+def test_missing_splits_are_named(tmp_path, cache):
+    data = write(tmp_path / "tables", "save_to_disk", rows(2), rows(2), "extra")
+    with pytest.raises(InputError, match="has the splits train, extra; expected train, and one of val, valid"):
+        im.open_imagenet(data, "eval", 16)
+    rows(2).save_to_disk(tmp_path / "single")
+    with pytest.raises(InputError, match="single is a single split"):
+        im.open_imagenet(str(tmp_path / "single"), "train", 16)
+
+
+def test_a_damaged_table_is_named(tmp_path, cache):
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "train-00000-of-00001.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(InputError, match="tables cannot be read by datasets: "):
+        im.open_imagenet(str(tmp_path / "tables"), "train", 16)
+
+
+def test_a_hub_id_is_loaded_and_one_out_of_reach_gives_one_clear_sentence(monkeypatch):
+    asked = []
+
+    def load(name):
+        asked.append(name)
+        if name == "owner/away":
+            raise ConnectionError("Couldn't reach 'owner/away' on the Hub\nand a second line")
+        return datasets.DatasetDict(train=rows(4), test=rows(2))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert (
+        len(im.open_imagenet("cifar10", "eval", 16)) == 2 and len(im.open_imagenet("owner/set-1.0", "train", 16)) == 4
+    )
+    assert asked == ["cifar10", "owner/set-1.0"]
+    with pytest.raises(InputError, match="owner/away is neither a folder nor a data set of the hub: .*reach") as error:
+        im.open_imagenet("owner/away", "train", 16)
+    assert "\n" not in str(error.value)
+
+
+# The synthetic twin
+
+
+def batch(dataset, count: int, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    examples = [dataset.example(index, generator(epoch, index)) for index in range(count)]
+    return np.stack([example["image"] for example in examples]), np.array([example["label"] for example in examples])
+
+
+@pytest.mark.parametrize("size", [32, 224])
+def test_the_twin_has_the_keys_shapes_and_types_of_the_real_examples(tree, size):
+    for split in ("train", "eval"):
+        real = im.open_imagenet(str(tree), split, size)
+        twin = im.SyntheticImages(20, size, 10, seed=0, split=split)
+        assert len(twin) == 20 and len(twin.classes) == 10 and twin.image_size == real.image_size
+        a, b = real.example(0, generator(0, 0)), twin.example(0, generator(0, 0))
+        assert [(k, type(v), v.dtype, v.shape) for k, v in a.items()] == [
+            (k, type(v), v.dtype, v.shape) for k, v in b.items()
+        ]
+        assert b["image"].flags.c_contiguous
+
+
+def test_the_twin_is_deterministic_and_its_evaluation_fixed():
+    train, evaluation = (pickle.loads(pickle.dumps(im.SyntheticImages(20, 16, 4, 0, s))) for s in ("train", "eval"))
+    a, b, other = batch(train, 8)[0], batch(im.SyntheticImages(20, 16, 4, 0), 8)[0], batch(train, 8, epoch=1)[0]
+    np.testing.assert_array_equal(a, b)
+    assert (a != other).mean() > 0.9
+    np.testing.assert_array_equal(batch(evaluation, 8)[0], batch(evaluation, 8, epoch=1)[0])
+    assert (batch(evaluation, 8)[0] != a).mean() > 0.9
+    assert (batch(im.SyntheticImages(20, 16, 4, 1, "eval"), 8)[0] != batch(evaluation, 8)[0]).mean() > 0.9
+    assert sorted(batch(train, 20)[1].tolist()) == sorted(list(range(4)) * 5)
+
+
+def test_class_means_of_raw_pixels_do_not_tell_the_twins_classes_apart():
+    train, evaluation = (im.SyntheticImages(2000, 32, 10, 0, split) for split in ("train", "eval"))
+    images, labels = batch(train, 2000)
+    means = np.stack([images[labels == label].mean(0) for label in range(10)])
+    images, labels = batch(evaluation, 500)
+    distance = ((images[:, None].astype(np.float32) - means) ** 2).sum((2, 3, 4))
+    assert (distance.argmin(1) == labels).mean() < 0.3  # chance 0.1; without the shifts above 0.9
+
+
+def test_a_small_convolutional_network_learns_the_twin_in_a_hundred_steps():
+    torch.manual_seed(0)
+    train, evaluation = (im.SyntheticImages(6400, 32, 10, 0, split) for split in ("train", "eval"))
+    layers = []
+    for inputs, outputs in ((3, 32), (32, 64), (64, 64)):
+        layers += [
+            torch.nn.Conv2d(inputs, outputs, 3, 2, 1, bias=False),
+            torch.nn.BatchNorm2d(outputs),
+            torch.nn.ReLU(),
+        ]
+    model = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(model.parameters(), 5e-3)
+    images, labels = (torch.from_numpy(array) for array in batch(train, 6400))
+
+    def normalised(images):
+        return (images.float() - 120) / 60
+
+    for step in range(100):
+        part = slice(64 * step, 64 * step + 64)
+        loss = torch.nn.functional.cross_entropy(model(normalised(images[part])), labels[part])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    images, labels = (torch.from_numpy(array) for array in batch(evaluation, 500))
+    model.eval()
+    with torch.no_grad():
+        assert (model(normalised(images)).argmax(1) == labels).float().mean() > 0.9
