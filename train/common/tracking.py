@@ -67,13 +67,13 @@ class Run:
         self.total_steps, self._main = total_steps, main_process
         self._bar = self._metrics = self._tensorboard = self._lock = None
         self._pending: list[tuple[int, dict[str, Any]]] = []
-        self._uses_xla = self._failed = False
+        self._uses_xla = self._failed = self._uploaded = False
         self._step, self._drawn = 0, -math.inf
         self._started, self._pause_started, self._paused = time.monotonic(), None, 0.0
         self._elapsed_before = self._training_before = 0.0  # seconds in earlier parts of a resumed run
         self._rate_start: tuple[float, float] | None = None  # examples and training seconds at the last log call
-        self._remote = "://" in config.runs
-        self._root = config.runs.rstrip("/") if self._remote else os.path.expanduser(config.runs)
+        self._root = os.path.expanduser(config.runs.removeprefix("file://")).rstrip("/") or "/"
+        self._remote = "://" in self._root
         try:
             self._files = fsspec.core.url_to_fs(self._root)[0]
         except (ImportError, ValueError) as error:
@@ -224,8 +224,10 @@ class Run:
 
     def message(self, text: str) -> None:
         """One line on the terminal that leaves the progress bar whole."""
-        if self._main:
-            self._bar.write(text) if self._bar is not None else print(text, flush=True)
+        if self._main and self._bar is not None:
+            self._bar.write(text)
+        elif self._main:
+            print(text, flush=True)
 
     def finish(self, metrics: dict[str, float], report: dict[str, Any]) -> None:
         """Ends the run: curves.png, summary.json, the table on the terminal; a remote run is uploaded.
@@ -271,7 +273,7 @@ class Run:
         self.message("\n".join(lines))
 
     def close(self) -> None:
-        """Ends this process's part of an unfinished run (SIGTERM, an error): the next start resumes. May be repeated."""
+        """Ends this process's part of an unfinished run (SIGTERM, an error): the next start resumes. Idempotent."""
         if self._closed:
             return
         try:
@@ -286,6 +288,7 @@ class Run:
         """Copies all files to a remote run's URL, whole (object stores cannot append), summary.json last."""
         if not (self._remote and self._main):
             return
+        self._uploaded = False
         try:
             if self._tensorboard is not None:
                 self._tensorboard.flush()
@@ -293,9 +296,8 @@ class Run:
             for file in sorted(files, key=lambda file: file.endswith("summary.json")):
                 self._files.put_file(file, f"{self.path}/{os.path.relpath(file, self._folder)}")
         except Exception as error:  # every store has exceptions of its own
-            self._failed = True
             raise InputError(f"cannot write to {self.path}: {error}; the files are in {self._folder}") from error
-        self._failed = False
+        self._uploaded = True
 
     # Scripts use nothing below.
 
@@ -369,7 +371,7 @@ class Run:
             if resource is not None:
                 resource.close()
         self._bar = None
-        if self._remote and self._main and not self._failed:
+        if self._uploaded:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _show(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
@@ -406,6 +408,7 @@ class Run:
     def _draw(self) -> None:
         records = self._records()
         if records:
+            self._tensorboard.flush()
             self._write("curves.png", draw_curves(records, self.name))
         self._drawn = time.monotonic()
 
@@ -474,10 +477,11 @@ def draw_curves(records: list[dict[str, Any]], title: str) -> bytes:
 
     figure = Figure(figsize=(10, 4.6), dpi=100, layout="constrained")
     columns = figure.add_gridspec(1, 2 if groups else 1, wspace=0.06)
-    left = columns[0].subgridspec(2, 1, height_ratios=[3, 1])
-    loss = figure.add_subplot(left[0], ylabel="loss")
-    rate = figure.add_subplot(left[1], ylabel="learning rate", sharex=loss)
+    heights = [3, 1] if points("lr")[0] else [1]
+    left = columns[0].subgridspec(len(heights), 1, height_ratios=heights)
     right = columns[-1].subgridspec(max(len(groups), 1), 1)
+    loss = figure.add_subplot(left[0], ylabel="loss")
+    rates = [figure.add_subplot(left[1], ylabel="learning rate", sharex=loss)] if points("lr")[0] else []
     panels = [figure.add_subplot(right[row], ylabel="evaluation", sharex=loss) for row in range(len(groups))]
 
     dots = {"marker": "o", "markersize": 4}
@@ -492,22 +496,24 @@ def draw_curves(records: list[dict[str, Any]], title: str) -> bytes:
         loss.plot(steps, values, color="tab:blue", linewidth=2, label="training", **(dots if few else {}))
     if points("eval/loss")[0]:
         loss.plot(*points("eval/loss"), color="tab:orange", label="evaluation", **dots)
-    rate.plot(*points("lr"), color="tab:gray", **(dots if few else {}))
-    rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
-    rate.set_ylim(bottom=0)
+    for rate in rates:
+        rate.plot(*points("lr"), color="tab:gray", **(dots if few else {}))
+        rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
+        rate.set_ylim(bottom=0)
     colors = itertools.cycle(["tab:orange", "tab:green", "tab:purple", "tab:red", "tab:brown", "tab:cyan"])
     for panel, group in zip(panels, groups, strict=True):
         for key in group:
             label = f"{key.removeprefix('eval/').replace('_', ' ')} {_number(points(key)[1][-1])}"
             panel.plot(*points(key), color=next(colors), linewidth=2, label=label, **dots)
-    for panel in [loss, rate, *panels]:
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-        if panel is not rate and panel.lines:
+    for panel in [loss, *panels]:
+        if panel.lines:
             panel.legend(frameon=False)
-        last = panel is rate or panel is panels[-1:]
-        panel.tick_params(labelbottom=last)
-        panel.set_xlabel("step" if last else "")
+    for column in ([loss, *rates], panels):
+        for panel in column:
+            panel.grid(alpha=0.25)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.tick_params(labelbottom=panel is column[-1])
+            panel.set_xlabel("step" if panel is column[-1] else "")
     figure.suptitle(title, fontsize=12, fontweight="bold")
     image = io.BytesIO()
     FigureCanvasAgg(figure).print_png(image)

@@ -1,0 +1,73 @@
+# Every target creates or refreshes the environment it needs; `make` alone explains them.
+
+PYTHON ?= python3.11
+VENV   ?= .venv
+# A model's script, and the arguments that choose it there. MODEL= takes one of these names.
+SCRIPT_resnet50 := resnet50
+MODELS := $(patsubst SCRIPT_%,%,$(filter SCRIPT_%,$(.VARIABLES)))
+BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
+
+# Without DATA a run is a trial: the small preset on synthetic data.
+PRESET ?= $(if $(DATA),full,tiny)
+INSTALLED := $(VENV)/.installed
+RUN := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test test-all bench lint clean check-model check-bench
+
+help:
+	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, 2 minutes on a CPU'
+	@echo 'make train MODEL=resnet50 DATA=/data/images  the published recipe on real data (on a TPU VM: on its chips)'
+	@echo 'make test                                    all tests, about 20 minutes on two CPU cores'
+	@echo 'make test-all                                and the slow ones'
+	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
+	@echo 'make lint                                    ruff'
+	@echo 'make install                                 only the environment, in $(VENV)'
+	@echo 'make clean                                   remove the environment and caches; runs/ stays'
+	@echo
+	@echo 'MODEL    one of: $(MODELS)'
+	@echo 'DATA     folder, or id of a data set on the hub (see the docstring of train/<script>.py)'
+	@echo 'PRESET   full or tiny (default: full with DATA, tiny without)'
+	@echo 'NAME     folder of the run below runs/; the same command resumes an unfinished run'
+	@echo 'ARGS     further flags of the script: ARGS="--epochs 10 --lr 0.05"; ARGS=--help lists them all'
+	@echo 'PYTHON   interpreter of the environment, CPython 3.11 (default: $(PYTHON))'
+
+# The environment is done when the stamp is there: an install that was cut off starts over.
+$(INSTALLED): requirements.txt requirements-tpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+		{ echo 'error: CPython 3.11 is needed, $(PYTHON) is not it; use PYTHON=/path/to/python3.11' >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --disable-pip-version-check --quiet -r requirements.txt
+	if ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1; then $(VENV)/bin/pip install --quiet -r requirements-tpu.txt; fi
+	touch $@
+
+install: $(INSTALLED)
+
+# Checked before anything is installed.
+check-model:
+	@test -n '$(SCRIPT_$(MODEL))' || { echo 'error: MODEL=$(MODEL) is not known; MODEL is one of: $(MODELS)' >&2; exit 2; }
+	@test -z '$(TPU)' || { echo 'error: TPU=$(TPU): starting runs from another machine is not there yet; log in to the' \
+		'TPU VM and run `make train MODEL=$(MODEL) DATA=...` there' >&2; exit 2; }
+
+train: check-model $(INSTALLED)
+	$(RUN) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(DATA),--data "$(DATA)") $(if $(NAME),--name "$(NAME)") $(ARGS)
+
+test: $(INSTALLED)
+	$(RUN) -m pytest -m 'not slow' $(ARGS)
+
+test-all: $(INSTALLED)
+	$(RUN) -m pytest $(ARGS)
+
+check-bench:
+	@test -n '$(filter $(BENCH),$(BENCHES))' || { echo 'error: BENCH=$(BENCH) is not known; BENCH is one of: $(BENCHES)' >&2; exit 2; }
+
+bench: check-bench $(INSTALLED)
+	$(RUN) -m bench.$(BENCH) $(ARGS)
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
