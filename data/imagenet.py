@@ -225,9 +225,9 @@ class HubImages(_Images):
             _check_classes(self._source, own_classes, self.classes)
         # such as the -1 that hub data sets write into a test split without labels
         strange = [label for label in rows.unique(self._label) if label not in range(len(self.classes))]
-        if strange or not len(rows):
-            what = f"has the label {strange[0]}" if strange else "is empty"
-            raise InputError(f"{self._source} {what}; expected labels 0 to {len(self.classes) - 1} in {self._label}")
+        if strange:
+            expected = f"expected labels 0 to {len(self.classes) - 1} in {self._label}"
+            raise InputError(f"{self._source} has the label {strange[0]}; {expected}")
         rows = rows.select_columns([self._image, self._label])
         self._rows = rows.cast_column(self._image, datasets.Image(decode=False))  # the bytes, for decode() above
 
@@ -267,7 +267,8 @@ class SyntheticImages:
     def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.integer]:
         """{"image": uint8 [3, S, S], "label": int64}."""
         if self.split == "eval":
-            rng = np.random.default_rng((self.seed, index))
+            # four numbers, the last not 0: no training example, seeded from (seed, epoch, index), has the same stream
+            rng = np.random.default_rng((self.seed, 0, index, 1))
         label, size = index % len(self.classes), self.image_size
         angle = np.arange(size, dtype=np.float32)[:, None] * (2 * np.pi / size)
         shift_y, shift_x, contrast, brightness, mirror = rng.random(5)

@@ -582,7 +582,7 @@ TABLES = {
     "no image column": (no_image, None, "split train has no image column .*label .int64., text .string."),
     "no label column": (no_label, None, "split train has no label column .*image .*kind .int64."),
     "no labels in test": (None, lambda t: rows(4, [-1] * 4), "split test has the label -1; expected labels 0 to 1"),
-    "no rows": (None, lambda t: t.select([]), "split test is empty"),
+    "no rows": (None, lambda t: t.select([]), "tables cannot be read by datasets: .*test.* no data"),
     "other classes": (
         None,
         lambda t: t.cast_column("label", datasets.ClassLabel(names=["cat", "eel"])),
@@ -600,7 +600,8 @@ TABLES = {
 def test_unusable_tables_give_one_clear_sentence(tmp_path, cache, what):
     change_train, change_test, message = TABLES[what]
     train, test = (change(rows(4)) if change else rows(4) for change in (change_train, change_test))
-    data = write(tmp_path / "tables", "save_to_disk", train, test, "test")
+    form = "flat parquet" if what == "no rows" else "save_to_disk"  # which cannot be loaded without rows
+    data = write(tmp_path / "tables", form, train, test, "test")
     with pytest.raises(InputError, match=message):
         im.open_imagenet(data, "train" if change_train else "eval", 16)
 

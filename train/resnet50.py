@@ -164,7 +164,8 @@ def train_step(
     with mesh.autocast():
         logits = model(normalize(batch["image"]))
     logits = logits.float()
-    loss = F.cross_entropy(logits, batch["label"], label_smoothing=config.label_smoothing)
+    # The mean outside: inside, torch_xla counts the labels of all devices, a collective before the backward pass starts.
+    loss = F.cross_entropy(logits, batch["label"], reduction="none", label_smoothing=config.label_smoothing).mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

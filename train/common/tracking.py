@@ -233,11 +233,15 @@ class Run:
         """Ends the run: curves.png, summary.json, the table on the terminal; a remote run is uploaded.
 
         metrics: the final metrics in the order of the table. report: what device.graph_report() says, such as
-        compile_seconds, graphs, recompilations, fallbacks (list of operations), input_wait (0 to 1).
+        compile_seconds, graphs, recompilations and fallbacks (lists, or counts).
         """
+        if self._closed:
+            raise RuntimeError("finish() after close(): the run's folder is no longer this process's")
         self.flush()
         elapsed, training = self._clock()
-        rates = [record["timing"].get("examples_per_second") for record in self._records()]
+        timings = [record["timing"] for record in self._records()]
+        rates = [timing["examples_per_second"] for timing in timings if "examples_per_second" in timing]
+        waits = [timing["input_wait"] for timing in timings if "input_wait" in timing]
         self.summary = {
             "name": self.name,
             "finished_at": _now(),
@@ -245,7 +249,8 @@ class Run:
             "metrics": {key: _finite(value) for key, value in metrics.items()},
             "elapsed_seconds": elapsed,
             "training_seconds": training,
-            "examples_per_second": statistics.median([r for r in rates if r is not None] or [0.0]),
+            "examples_per_second": statistics.median(rates) if rates else None,
+            "input_wait": statistics.fmean(waits) if waits else None,
             "report": report,
         }
         if self._main:
@@ -258,19 +263,22 @@ class Run:
 
     def print_summary(self) -> None:
         """Prints the table of a finished run."""
-        report, rows = dict(self.summary["report"]), dict(self.summary["metrics"])
-        rows["training time"] = _duration(self.summary["training_seconds"])
-        rows["compile time"] = _duration(report.pop("compile_seconds", 0.0))
-        rows["examples/s"] = self.summary["examples_per_second"]
-        rows["input wait"] = f"{100 * (report.pop('input_wait', None) or 0):.0f} %"
+        summary, report = self.summary, dict(self.summary["report"])
+        rows = {key.replace("_", " "): _number(value) for key, value in summary["metrics"].items()}
+        rows["training time"] = _duration(summary["training_seconds"])
+        if "compile_seconds" in report:
+            rows["compile time"] = _duration(report.pop("compile_seconds"))
+        if summary["examples_per_second"] is not None:
+            rows["examples/s"] = _number(summary["examples_per_second"])
+        wait = report.pop("input_wait", summary["input_wait"])
+        if wait is not None:
+            rows["input wait"] = f"{100 * wait:.0f} %"
         for key, value in report.items():
-            label = {"graphs": "graphs compiled", "fallbacks": "fall-backs"}.get(key, key)
-            rows[label] = " ".join([str(len(value)), *value]) if isinstance(value, list | tuple) else value
-        lines = [f"{self.path} finished in {_duration(self.summary['elapsed_seconds'])}"]
+            label = {"graphs": "graphs compiled", "fallbacks": "fall-backs"}.get(key, key.replace("_", " "))
+            rows[label] = "; ".join([str(len(value)), *value]) if isinstance(value, list) else str(value)
+        lines = [f"{self.path} finished in {_duration(summary['elapsed_seconds'])}"]
         width = max(map(len, rows))
-        for label, value in rows.items():
-            lines.append(f"  {label.replace('_', ' '):<{width}}  {value if isinstance(value, str) else _number(value)}")
-        self.message("\n".join(lines))
+        self.message("\n".join([*lines, *(f"  {label:<{width}}  {value}" for label, value in rows.items())]))
 
     def close(self) -> None:
         """Ends this process's part of an unfinished run (SIGTERM, an error): the next start resumes. Idempotent."""
@@ -334,6 +342,8 @@ class Run:
         self._step = step
         if not self._main:
             return
+        if self._closed:
+            raise RuntimeError("log() or evaluation() of a run that is closed or finished")
         if self._metrics is None:
             if self.resumed:
                 raise RuntimeError("a resumed run logs only after resume_at(step); resume_at(0) begins again")
@@ -458,7 +468,6 @@ class Run:
 
 def draw_curves(records: list[dict[str, Any]], title: str) -> bytes:
     """A PNG of 1000 x 460 pixels from the lines of metrics.jsonl: loss, learning rate, evaluation metrics."""
-    import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -488,23 +497,25 @@ def draw_curves(records: list[dict[str, Any]], title: str) -> bytes:
     steps, values = points("loss")
     few = len(values) <= 10
     if not few:
-        window = np.ones(max(5, len(values) // 25))
-        smooth = np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
-        loss.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=1)
-        values = smooth
+        loss.plot(steps, values, color="tab:blue", alpha=0.4, linewidth=1)
+        widths = [min(i, max(2, len(values) // 50)) for i in range(len(values))]  # narrow where the loss falls fast
+        values = [statistics.fmean(values[i - width : i + width + 1]) for i, width in enumerate(widths)]
     if steps:
         loss.plot(steps, values, color="tab:blue", linewidth=2, label="training", **(dots if few else {}))
     if points("eval/loss")[0]:
         loss.plot(*points("eval/loss"), color="tab:orange", label="evaluation", **dots)
     for rate in rates:
         rate.plot(*points("lr"), color="tab:gray", **(dots if few else {}))
-        rate.ticklabel_format(axis="y", scilimits=(-2, 3), useMathText=True)
+        rate.ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=True)
         rate.set_ylim(bottom=0)
     colors = itertools.cycle(["tab:orange", "tab:green", "tab:purple", "tab:red", "tab:brown", "tab:cyan"])
     for panel, group in zip(panels, groups, strict=True):
         for key in group:
             label = f"{key.removeprefix('eval/').replace('_', ' ')} {_number(points(key)[1][-1])}"
             panel.plot(*points(key), color=next(colors), linewidth=2, label=label, **dots)
+            if len(points(key)[0]) == 1:  # one value fills no axis: show it against zero
+                panel.set_ylim(bottom=0)
+    loss.xaxis.get_major_locator().set_params(integer=True)
     for panel in [loss, *panels]:
         if panel.lines:
             panel.legend(frameon=False)
