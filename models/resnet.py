@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+NATIVE_NORM_DEVICES = ("cpu", "cuda")  # where PyTorch runs operation by operation, its own kernel is the fastest
+
+
 def batch_statistics_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Normalises each of `groups` equal slices of the batch by its own statistics (Ioffe and Szegedy 2015, algorithm 1).
 
@@ -51,9 +54,8 @@ class BatchNorm(nn.BatchNorm2d):
     """Batch norm whose statistics are those of `groups` slices of the batch, as each worker of the published recipe has its own.
 
     The running statistics are the mean over the groups (the variance unbiased within its group), one small all-reduce
-    under SPMD. Parameters, buffers and evaluation are `nn.BatchNorm2d`'s. In eager PyTorch with one group it calls the
-    native kernel, which is the fastest there; where the operations are compiled (XLA, torch.compile) it uses
-    `batch_statistics_norm`.
+    under SPMD. Parameters, buffers and evaluation are `nn.BatchNorm2d`'s. On NATIVE_NORM_DEVICES
+    one group takes the native kernel, elsewhere (XLA) `batch_statistics_norm`.
     """
 
     def __init__(self, num_features: int):
@@ -61,7 +63,7 @@ class BatchNorm(nn.BatchNorm2d):
         self.groups = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.groups == 1 and x.device.type in ("cpu", "cuda"):
+        if self.groups == 1 and x.device.type in NATIVE_NORM_DEVICES:
             return super().forward(x)
         if not self.training:
             scale = self.weight * torch.rsqrt(self.running_var + self.eps)

@@ -106,7 +106,7 @@ def test_jpegs_take_the_fast_path(kind, monkeypatch):
 @pytest.mark.parametrize("left", [0.3, 0.6, 0.95])
 def test_a_truncated_file_is_noticed(kind, left):
     data = FILES[kind]()
-    with pytest.raises(im.BrokenImage, match="truncated|Truncated"):
+    with pytest.raises(im.BrokenImage, match=r"truncated|Truncated"):
         im.decode(data[: int(len(data) * left)])
 
 
@@ -355,7 +355,7 @@ def test_skipping_ends_when_everything_is_broken(tree):
 def test_a_file_that_cannot_be_read_is_an_error_also_when_broken_files_are_skipped(tree):
     dataset = im.open_imagenet(str(tree), "train", 16, skip_broken=True)
     (tree / "train" / "cat" / "0.jpg").unlink()
-    with pytest.raises(InputError, match="train/cat/0.jpg cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"train/cat/0.jpg cannot be read: No such file"):
         dataset.example(0, generator(0, 0))
 
 
@@ -431,13 +431,13 @@ def test_a_wrong_tree_gives_one_clear_sentence(tree, damage):
 def test_a_missing_folder_is_named_without_asking_the_hub(tmp_path, monkeypatch, start):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("asked the hub"))
     path = f"{start or tmp_path}/nothing here"
-    with pytest.raises(InputError, match="there is no folder .*nothing here; expected"):
+    with pytest.raises(InputError, match=r"there is no folder .*nothing here; expected"):
         im.open_imagenet(path, "train", 16)
 
 
 def test_a_file_instead_of_a_folder_is_refused(tmp_path):
     (tmp_path / "imagenet.tar").touch()
-    with pytest.raises(InputError, match="imagenet.tar is a file; expected a folder"):
+    with pytest.raises(InputError, match=r"imagenet.tar is a file; expected a folder"):
         im.open_imagenet(str(tmp_path / "imagenet.tar"), "train", 16)
 
 
@@ -564,7 +564,7 @@ def test_a_broken_row_is_named_or_skipped(tmp_path, cache):
         with_indices=True,
     )
     data = write(tmp_path / "tables", "save_to_disk", table.cast_column("image", datasets.Image()), rows(2))
-    with pytest.raises(InputError, match="row 2 of .*tables, split train is broken: .*truncated.*--skip-broken"):
+    with pytest.raises(InputError, match=r"row 2 of .*tables, split train is broken: .*truncated.*--skip-broken"):
         im.open_imagenet(data, "train", 16).example(2, generator(0, 2))
     with pytest.warns(UserWarning, match="row 2 of"):
         assert im.open_imagenet(data, "train", 16, skip_broken=True).example(2, generator(0, 2))["skipped"] >= 1
@@ -636,7 +636,7 @@ def test_a_hub_id_is_loaded_and_one_out_of_reach_gives_one_clear_sentence(monkey
         len(im.open_imagenet("cifar10", "eval", 16)) == 2 and len(im.open_imagenet("owner/set-1.0", "train", 16)) == 4
     )
     assert asked == ["cifar10", "owner/set-1.0"]
-    with pytest.raises(InputError, match="owner/away is neither a folder nor a data set of the hub: .*reach") as error:
+    with pytest.raises(InputError, match=r"owner/away is neither a folder nor a data set of the hub: .*reach") as error:
         im.open_imagenet("owner/away", "train", 16)
     assert "\n" not in str(error.value)
 

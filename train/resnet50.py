@@ -94,8 +94,10 @@ def validate(config: Config) -> None:
         raise InputError(f"--label-smoothing is {config.label_smoothing}; it must be at least 0 and below 1")
     if config.warmup_epochs >= config.epochs:
         raise InputError(f"--warmup-epochs is {config.warmup_epochs}; it must be below --epochs, {config.epochs}")
-    if config.batch_size % (config.norm_groups or 1):
-        raise InputError(f"--batch-size {config.batch_size} does not divide into --norm-groups {config.norm_groups}")
+    if config.norm_groups and (config.batch_size % config.norm_groups or config.batch_size == config.norm_groups):
+        raise InputError(
+            f"--batch-size {config.batch_size} does not divide into --norm-groups {config.norm_groups} of at least 2 images"
+        )
 
 
 def open_data(config: Config):
@@ -181,10 +183,10 @@ def eval_step(model: nn.Module, normalize: nn.Module, batch: dict[str, Tensor], 
     counts = batch["mask"] * (label >= 0)
     label = label.clamp(min=0)
     own = logits.gather(1, label[:, None])
-    # The rank of the right class; equal logits (bfloat16 has many) are taken in order, as argmax and top-k do, and a
-    # NaN is ahead of everything.
+    # The rank of the right class; equal logits (bfloat16 has many) are taken in order, as argmax and top-k do.
     ties_ahead = (logits == own) & (torch.arange(logits.shape[1], device=logits.device) < label[:, None])
-    rank = (~(logits <= own) | ties_ahead).sum(1)
+    rank = ((logits > own) | ties_ahead).sum(1)
+    rank = torch.where(own.isnan()[:, 0], logits.shape[1] + 5, rank)
     loss = F.cross_entropy(logits, label, reduction="none")
     return {
         "loss": (loss * counts).sum(),
@@ -273,13 +275,14 @@ def main(config: Config) -> dict[str, float]:
                 checkpoints.wait()
                 run.message(f"stopped by a signal at step {step}: saved; the same command goes on from here")
                 raise SystemExit(143)
-    if not metrics:  # killed after the last step, before the export
-        metrics = evaluate(eval_fn, model, normalize, eval_set, config, mesh)
-    if loader.skipped:
-        run.message(f"{loader.skipped} training images could not be decoded and were replaced")
-    if mesh.main_process:
-        export(f"{run.path}/export", model, config, train_set.classes)
-    run.finish(metrics, device.graph_report())
+        checkpoints.wait()
+        if not metrics:  # killed after the last step, before the export
+            metrics = evaluate(eval_fn, model, normalize, eval_set, config, mesh)
+        if loader.skipped:
+            run.message(f"{loader.skipped} training images could not be decoded and were replaced")
+        if mesh.main_process:
+            export(f"{run.path}/export", model, config, train_set.classes)
+        run.finish(metrics, device.graph_report())
     return metrics
 
 

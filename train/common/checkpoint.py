@@ -27,7 +27,7 @@ from data import InputError
 
 from .device import replicate
 
-COMPLETE = "COMPLETE"
+STATE, NUMBERS, COMPLETE = "state.safetensors", "state.json", "COMPLETE"
 
 
 def to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -117,8 +117,8 @@ class Checkpointer:
         try:
             self._fs.makedirs(folder, exist_ok=True)
             files = {
-                "state.safetensors": safetensors.torch.save({k: v.contiguous() for k, v in tensors.items()}),
-                "state.json": json.dumps({"step": step, "numbers": numbers}).encode(),
+                STATE: safetensors.torch.save({k: v.contiguous() for k, v in tensors.items()}),
+                NUMBERS: json.dumps({"step": step, "numbers": numbers}).encode(),
             }
             for file, content in files.items():
                 self._write_file(f"{folder}/{file}", content)
@@ -129,7 +129,8 @@ class Checkpointer:
                     self._fs.rm(target, recursive=True)
                 os.rename(folder, target)
                 _fsync(self._root)
-            for old in self.complete_steps()[: -self.keep]:
+            # A torn one of a later step has its marker perhaps, but must not push this one out.
+            for old in [other for other in self.complete_steps() if other <= step][: -self.keep]:
                 # Without its marker a half-deleted checkpoint is torn, not wrong.
                 self._fs.rm(f"{self._root}/step_{old:08d}/{COMPLETE}")
                 self._fs.rm(f"{self._root}/step_{old:08d}", recursive=True)
@@ -176,8 +177,8 @@ class Checkpointer:
             files = self._read(step)
             if files is None:
                 continue
-            loaded = safetensors.torch.load(files["state.safetensors"])
-            numbers = json.loads(files["state.json"])["numbers"]
+            loaded = safetensors.torch.load(files[STATE])
+            numbers = json.loads(files[NUMBERS])["numbers"]
             self._load(step, loaded, numbers, model, optimizer, mesh)
             return step
         return 0
@@ -187,7 +188,8 @@ class Checkpointer:
         try:
             marks = json.loads(self._fs.cat_file(f"{folder}/{COMPLETE}"))
             files = {}
-            for name, mark in marks.items():
+            for name in (STATE, NUMBERS):
+                mark = marks[name]
                 content = self._fs.cat_file(f"{folder}/{name}")
                 if len(content) != mark["bytes"] or zlib.crc32(content) != mark["crc32"]:
                     raise ValueError(f"{name} has {len(content)} bytes that do not match its checksum")
@@ -206,9 +208,8 @@ class Checkpointer:
             lacking = sorted(shapes.keys() - found.keys() | expected_numbers.keys() - numbers.keys())
             extra = sorted(found.keys() - shapes.keys() | numbers.keys() - expected_numbers.keys())
             differing = [f"{n} {list(found[n])} instead of {list(shapes[n])}" for n in found if shapes.get(n, found[n]) != found[n]]
-            parts = [f"it lacks {lacking[0]} and {len(lacking) - 1} more"] * bool(lacking)
-            parts += [f"it has {extra[0]} and {len(extra) - 1} more besides"] * bool(extra)
-            parts += [f"{differing[0]}, and {len(differing) - 1} more of other shapes"] * bool(differing)
+            kinds = {"it lacks": lacking, "it has besides": extra, "of another shape:": differing}
+            parts = [f"{kind} {names[0]} and {len(names) - 1} more" for kind, names in kinds.items() if names]
             raise InputError(
                 f"the checkpoint {self.path}/step_{step:08d} is of another model or optimizer: {'; '.join(parts)}. "
                 "Use the settings that it was made with, or another --name"
@@ -245,6 +246,8 @@ def load_weights(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
         tensors = safetensors.torch.load(content)
     except FileNotFoundError:
         raise InputError(f"there is no weights file {path}") from None
+    except OSError as error:
+        raise InputError(f"cannot read the weights file {path}: {error.strerror or error}") from None
     except safetensors.SafetensorError as error:
         raise InputError(f"{path} is not a safetensors file ({error}); pickled weights are not loaded: convert them") from None
     header_bytes = int.from_bytes(content[:8], "little")

@@ -131,10 +131,16 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     Without it step 2 has more inputs than step 1, and XLA compiles the whole train step twice. The state's names and
     shapes come from one step of the same optimizer on zeros on the CPU; any optimizer whose fresh state is zero will do.
 
+    Adam and AdamW become `capturable`, with the learning rate as a tensor on the device. As Python floats, their bias
+    corrections and lr * weight_decay round to the constants 0.0 and 1.0 in the middle of a run (with beta2 = 0.98 after
+    823 steps), and the step would be compiled again.
+
     Raises:
-        RuntimeError: the optimizer's state does not start at zero.
+        RuntimeError: the optimizer's state does not start at zero, or it corrects bias by a count of its own in Python.
     """
     for group in optimizer.param_groups:
+        if group.get("momentum") and group.get("dampening"):
+            raise RuntimeError("dampening does not apply to the first step, so momentum cannot start at zero: use dampening=0")
         shadows = [nn.Parameter(torch.zeros(p.shape, dtype=p.dtype)) for p in group["params"]]
         for shadow in shadows:
             shadow.grad = torch.zeros_like(shadow)
@@ -144,11 +150,19 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
             options["capturable"] = False
         shadow_optimizer = type(optimizer)([{"params": shadows, **options}])
         shadow_optimizer.step()
+        if "step" in shadow_optimizer.param_groups[0] and group.get("bias_correction", True):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} corrects bias by a Python count of steps, which compiles the step again and is in no "
+                "checkpoint: use bias_correction=False"
+            )
+        if isinstance(optimizer, torch.optim.Adam):  # and AdamW
+            group["capturable"] = True
+            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32).to(mesh.device)
         for parameter, shadow in zip(group["params"], shadows, strict=True):
             state = {}
             for name, value in shadow_optimizer.state[shadow].items():
                 if not torch.is_tensor(value):
-                    state[name] = value
+                    state[name] = 0 if name == "step" else value
                     continue
                 if name != "step" and value.any():
                     raise RuntimeError(f"{type(optimizer).__name__} starts its state {name!r} at {value.flatten()[0]}, not 0")
@@ -167,11 +181,16 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     torch_xla sends a Python float to the device as an input of the graph, except 0.0 and 1.0, which it builds in as
     constants: a warm-up from 0 would compile the step twice. So these two are replaced by neighbours that give the same
     float32 update. (A tensor on the device will not do: torch's and timm's SGD and LARS read it back in each step.)
+    Where `init_optimizer_state` put it on the device, it is replaced by a new tensor there.
     """
+    number = lr
     if lr in (0.0, 1.0):
-        lr = 1e-30 if lr == 0.0 else math.nextafter(1.0, 0.0)
+        number = 1e-30 if lr == 0.0 else math.nextafter(1.0, 0.0)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):
+            group["lr"] = torch.tensor(lr, dtype=torch.float32).to(group["lr"].device)
+        else:
+            group["lr"] = number
 
 
 def seed_step(seed: int, step: int) -> None:
@@ -292,7 +311,7 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
         if shapes not in seen and len(seen) >= max_graphs:
             problem(_report.recompilations, f"{name} would be compiled again: {_difference(inputs, seen)}")
 
-        fallbacks = set(torch_xla._XLAC._get_executed_fallback_ops())
+        fallbacks = _fallback_counts()
         before, started = compilations(), time.perf_counter()
         error = None
         torch_xla._XLAC._set_allow_execution(not mesh.strict)
@@ -302,8 +321,8 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
             error = raised
         finally:
             torch_xla._XLAC._set_allow_execution(True)
-        # _local_scalar_dense is .item(): a read, not a missing lowering.
-        new_fallbacks = sorted(set(torch_xla._XLAC._get_executed_fallback_ops()) - fallbacks - {"aten::_local_scalar_dense"})
+        new_fallbacks = sorted(name for name, count in _fallback_counts().items() if count > fallbacks.get(name, 0))
+        new_fallbacks = [name for name in new_fallbacks if mesh.strict or name not in _report.fallbacks]
         _report.fallbacks.extend(new_fallbacks)
         if new_fallbacks:
             message = f"{name} runs {', '.join(new_fallbacks)} on the host, since XLA has no lowering for it"
@@ -328,13 +347,19 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
                 f"the Python number {', '.join(changed)} changed (give a tensor on the device)"
                 if changed
                 else "a Python value or branch inside it changed, or the step itself created state in its first call "
-                "(device.init_optimizer_state creates the optimizer's beforehand)"
+                "(device.init_optimizer_state creates the optimizer's beforehand) or left gradients alive (zero_grad)"
             )
             problem(_report.recompilations, f"{name} was compiled again for known input shapes: {cause}")
         seen.setdefault(shapes, inputs)
         return result
 
     return call
+
+
+def _fallback_counts() -> dict[str, int]:
+    """How often each operation has run on the host so far; without .item(), which is a read, not a missing lowering."""
+    names = [name for name in met.counter_names() if name.startswith("aten::") and name != "aten::_local_scalar_dense"]
+    return {name: met.counter_value(name) for name in names}
 
 
 def _describe(args: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -188,8 +188,8 @@ class Run:
             elapsed, training = self._clock()
             values = {f"eval/{key}": float(value) for key, value in metrics.items()}
             self._write_line(step, values, {"elapsed": elapsed, "training": training})
-            words = [f"{key} {_number(value)}" for key, value in metrics.items()]
-            self.message("  ".join([self._step_text(step), "evaluation:", *words]))
+            words = "  ".join(f"{key} {_number(value)}" for key, value in metrics.items())
+            self.message(f"{self._step_text(step)}  evaluation: {words}")
             if time.monotonic() - self._drawn > DRAW_EVERY:
                 self._draw()
             try:
@@ -339,7 +339,6 @@ class Run:
                     f"{key} is {value} at step {step}: the training diverged; start a run of another --name with a "
                     "lower --lr or a longer warm-up, and look for bad values in the data"
                 )
-        self._step = step
         if not self._main:
             return
         if self._closed:
@@ -358,6 +357,7 @@ class Run:
                     self._tensorboard.add_scalar(key, value, step)
         except OSError as error:
             raise self._unwritable(self._metrics.name, error) from error
+        self._step = step
 
     def _open_metrics(self, purge_step: int | None = None) -> None:
         # TensorBoard imports tensorflow where it finds one (Colab, Kaggle): slow, and it may take the TPU. An empty

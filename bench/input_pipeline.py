@@ -1,0 +1,188 @@
+"""Images a second from JPEG files to training batches: our loading, the reference loader of torchvision, and the limit.
+
+    ours, host     data.imagenet in the worker processes of train.common.loading: batches of uint8 in host memory
+    ours, device   the same through the upload thread, to the XLA device
+    reference      torchvision's references/classification: ImageFolder, RandomResizedCrop, flip, PILToTensor,
+                   ConvertImageDtype, Normalize, DataLoader: batches of float32 in host memory
+    limit          processes that only decode bytes in memory and resize the whole picture, one file after the other, no
+                   crop, no batch, nothing sent: with data.imagenet's decode and resize, and with Pillow's
+
+    how       equal numbers of processes, one thread in each, started and warmed before; every round runs each of them over
+              the same number of batches, from the first request to the last batch, in rotating order. Ratios are taken
+              within a round
+    run       python -m bench.input_pipeline --data FOLDER
+"""
+
+import io
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torchvision.transforms as T
+import tyro
+from PIL import Image
+from torch.utils.data import DataLoader, RandomSampler
+from torchvision.datasets import ImageFolder
+
+from data import imagenet
+from train.common import device, loading
+
+
+@dataclass(frozen=True)
+class Options:
+    data: str  # folder with train/ of class folders
+    image_size: int = 224  # pixels, square
+    batch_size: int = 64  # images a batch
+    batches: int = 40  # batches a round; a multiple of the workers keeps all of them busy to the end
+    rounds: int = 7  # counted ones; one more, before them, is not
+    workers: int = -1  # processes of each contender; -1: one a core
+    out: str = "runs/bench/input_pipeline.json"  # where the figures go
+
+
+def one_thread(_: int = 0) -> None:
+    torch.set_num_threads(1)
+
+
+def our_loader(options: Options, workers: int) -> DataLoader:
+    """The DataLoader inside `loading.parallel_loader`, for one host, with workers that stay between the rounds."""
+    dataset = imagenet.open_imagenet(options.data, "train", options.image_size)
+    per_epoch = loading.steps_per_epoch(dataset, options.batch_size)
+    host = slice(0, options.batch_size)
+    keys = loading._TrainingKeys(len(dataset), options.batch_size, per_epoch, 0, 0, options.batches, host)
+    return DataLoader(
+        loading._Examples(dataset, seed=0, masked=False, collate=loading.stack),
+        batch_sampler=keys,
+        num_workers=workers,
+        collate_fn=loading._identity,
+        worker_init_fn=loading._start_worker,
+        multiprocessing_context=loading._worker_context(dataset),
+        prefetch_factor=2,
+        persistent_workers=True,
+    )
+
+
+def reference_loader(options: Options, workers: int) -> DataLoader:
+    """That of torchvision's references/classification/train.py, with the transforms of its presets.py."""
+    transform = T.Compose(
+        [
+            T.RandomResizedCrop(options.image_size),
+            T.RandomHorizontalFlip(0.5),
+            T.PILToTensor(),
+            T.ConvertImageDtype(torch.float),
+            T.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )
+    dataset = ImageFolder(os.path.join(options.data, "train"), transform)
+    return DataLoader(
+        dataset,
+        options.batch_size,
+        sampler=RandomSampler(dataset, num_samples=options.batches * options.batch_size),
+        num_workers=workers,
+        worker_init_fn=one_thread,
+        # As ours: a fork of this process would copy the threads of its XLA client. The speed does not depend on it.
+        multiprocessing_context="forkserver",
+        persistent_workers=True,
+    )
+
+
+def decode_and_resize(files: list[bytes], size: int, pillow: bool) -> int:
+    """The work of the limit, in a worker process; returns the number of images."""
+    for encoded in files:
+        if pillow:
+            with Image.open(io.BytesIO(encoded)) as image:
+                np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
+        else:
+            imagenet.resize(imagenet.decode(encoded), size, size)
+    return len(files)
+
+
+def consume(batches: Any) -> int:
+    """Takes every batch; returns the number of images."""
+    return sum(len(batch[1]) if isinstance(batch, list) else len(batch["label"]) for batch in batches)
+
+
+def measure(passes: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[float]]:
+    """Images a second of each pass in each of the rounds, after one that is not counted."""
+    rates: dict[str, list[float]] = {name: [] for name in passes}
+    names = list(passes)
+    for number in range(rounds + 1):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            started = time.perf_counter()
+            images = passes[name]()
+            rate = images / (time.perf_counter() - started)
+            if number > 0:
+                rates[name].append(rate)
+        print(f"round {number} of {rounds}" + (" (warm-up)" if number == 0 else ""), flush=True)
+    return rates
+
+
+def table(rates: dict[str, list[float]]) -> str:
+    """Markdown: median and range of images/s, and of the ratios of `ours` to the others within a round."""
+    lines = ["| | images/s, median (min to max) | ours, host / this | ours, device / this |", "|---|---|---|---|"]
+    for name, values in rates.items():
+        cells = [f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"]
+        for own in ("ours, host", "ours, device"):
+            ratios = [a / b for a, b in zip(rates[own], values, strict=True)]
+            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(options: Options) -> dict[str, list[float]]:
+    """Measures, prints the table and writes --out; returns images/s of each contender and round."""
+    mesh = device.setup(seed=0, precision="float32")
+    workers = options.workers if options.workers > 0 else len(os.sched_getaffinity(0))
+    ours, reference = our_loader(options, workers), reference_loader(options, workers)
+
+    # The files of the limit are those of the first batches of ours, in memory before the clock starts.
+    dataset = ours.dataset.dataset
+    keys = [[index for _, index in batch] for batch in ours.batch_sampler]
+    pool = multiprocessing.get_context("forkserver").Pool(workers, one_thread)
+    contents = {index: dataset._read(index)[0] for batch in keys for index in batch}
+
+    def limit(pillow: bool) -> int:
+        work = [([contents[index] for index in batch], options.image_size, pillow) for batch in keys]
+        return sum(pool.starmap(decode_and_resize, work, chunksize=1))
+
+    def to_device() -> int:
+        with loading.Loader(ours, mesh, options.batch_size) as loader:
+            return consume(loader)
+
+    with pool:
+        rates = measure(
+            {
+                "ours, host": lambda: consume(ours),
+                "ours, device": to_device,
+                "reference": lambda: consume(reference),
+                "limit, our decode and resize": lambda: limit(pillow=False),
+                "limit, Pillow": lambda: limit(pillow=True),
+            },
+            options.rounds,
+        )
+    faster = max(rates["limit, our decode and resize"], rates["limit, Pillow"], key=statistics.median)
+    print(f"\n{len(contents)} files, {options.image_size} px, {workers} processes, batches of {options.batch_size}\n")
+    print(table(rates))
+    print(f"\nours, host: {paired(rates['ours, host'], rates['reference']):.2f} x the reference (goal 1.30), ", end="")
+    print(f"{paired(rates['ours, host'], faster):.2f} of the faster limit (goal 0.85)")
+    os.makedirs(os.path.dirname(options.out) or ".", exist_ok=True)
+    record = {"options": vars(options), "workers": workers, "files": len(contents), "images_per_second": rates}
+    Path(options.out).write_text(json.dumps(record, indent=2) + "\n")
+    return rates
+
+
+def paired(one: list[float], other: list[float]) -> float:
+    """Median of the ratios within a round."""
+    return statistics.median(a / b for a, b in zip(one, other, strict=True))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
