@@ -248,8 +248,9 @@ def test_hidden_files_and_folders_are_passed_over(tree):
 
 def test_a_link_to_a_folder_is_followed(tree, tmp_path):
     shutil.move(tree / "train" / "dog", tmp_path / "elsewhere")
-    (tree / "train" / "dog").symlink_to(tmp_path / "elsewhere")
-    assert len(im.open_imagenet(str(tree), "train", 16)) == 6
+    (tree / "train" / "dog").symlink_to(tmp_path / "elsewhere")  # a class
+    (tree / "train" / "cat" / "more").symlink_to(tmp_path / "elsewhere")  # a folder below one
+    assert np.bincount(im.open_imagenet(str(tree), "train", 16)._labels).tolist() == [6, 3]
 
 
 def test_a_png_named_jpeg_is_read(tree):
@@ -327,7 +328,8 @@ def test_the_replacement_counts_every_broken_file_that_it_met(tree):
         empty(tree / "train" / "cat" / f"{name}.jpg")
     dataset = im.open_imagenet(str(tree), "train", 16, skip_broken=True)
     with pytest.warns(UserWarning):
-        examples = [dataset.example(0, generator(epoch, 0)) for epoch in range(40)]
+        examples, again = ([dataset.example(0, generator(epoch, 0)) for epoch in range(40)] for _ in range(2))
+    np.testing.assert_equal(examples, again)
     assert {int(example["label"]) for example in examples} == {1}
     assert min(example["skipped"] for example in examples) == 1 < max(example["skipped"] for example in examples)
 

@@ -330,6 +330,7 @@ def assert_one_sentence(result, *words):
         (("--batch-size", "30"), ("--batch-size 30", "--norm-groups 8")),
         (("--batch-size", "6", "--norm-groups", "0"), ("batch_size is 6", "4 devices", "nearest that does is 8")),
         (("--batch-size", "4096"), ("batch_size is 4096", "2048 examples")),
+        (("--norm-groups", "2"), ("--norm-groups is 2", "1 or a multiple of the 4 devices")),
         (("--image-size", "8"), ("--image-size is 8", "at least 32")),
         (("--data", ""), ("--data is missing", "synthetic")),
         (("--weights", "nowhere.safetensors"), ("there is no weights file nowhere.safetensors",)),
@@ -366,7 +367,7 @@ def test_skip_broken_replaces_and_reports(monkeypatch, capsys, tmp_path, images)
     broken = images / "train/dog/2.jpg"
     broken.write_bytes(broken.read_bytes()[:300])
     (images / "val/dog/0.jpg").write_bytes(b"")
-    config = replace(LEARNS, data=str(images), runs=str(tmp_path), batch_size=8, norm_groups=2, epochs=2, skip_broken=True)
+    config = replace(LEARNS, data=str(images), runs=str(tmp_path), batch_size=8, norm_groups=4, epochs=2, skip_broken=True)
     resnet50.main(config)
     assert re.search(r"[12] training images could not be decoded", capsys.readouterr().out)
 

@@ -141,7 +141,10 @@ def export(folder: str, model: ResNet, config: Config, classes: list[str]) -> No
 
 def build(config: Config, num_classes: int, mesh: device.Mesh) -> tuple[ResNet, Normalize, torch.optim.Optimizer]:
     """Model, normalisation and optimizer on the device, with the optimizer's state in being."""
-    model = resnet(config.model, num_classes, norm_groups=config.norm_groups or mesh.num_devices)
+    norm_groups = config.norm_groups or mesh.num_devices
+    if norm_groups > 1 and norm_groups % mesh.num_devices:
+        raise InputError(f"--norm-groups is {norm_groups}; it must be 1 or a multiple of the {mesh.num_devices} devices")
+    model = resnet(config.model, num_classes, norm_groups=norm_groups)
     if config.weights:
         load_pretrained(model, config.weights)
     device.to_device(model, mesh)
