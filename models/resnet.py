@@ -1,26 +1,27 @@
 """ResNet v1.5 (He et al. 2015, arXiv:1512.03385) in the forms that the TPU's compiler rewards.
 
-The numbers and the `state_dict` are torchvision's: the same keys, the same shapes, the same initial distribution, so that
-weights move in both directions. v1.5 means that a bottleneck's stride sits in its 3x3 convolution. Two things differ
-inside, both plain PyTorch:
+The numbers and the `state_dict` are torchvision's: the same keys, the same shapes, the same initial distribution, so
+that weights move in both directions. v1.5 means that a bottleneck's stride sits in its 3x3 convolution. Two things
+differ inside, both plain PyTorch:
 
 * `BatchNorm` computes in float32 and returns the type of its input (bfloat16 under autocast), in plain operations.
 * `PointwiseConv2d` keeps its weight as a matrix.
 
-Together they take ResNet-50's training step (batch 128, one v5e chip, estimate of libtpu 0.0.51's compiler) from 121.8 to
-107.6 million cycles; each docstring says why.
+Together they take ResNet-50's training step (batch 128, one v5e chip, estimate of libtpu 0.0.51's compiler) from 121.8
+to 107.6 million cycles; each docstring says why.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
 NATIVE_NORM_DEVICES = ("cpu", "cuda")  # where PyTorch runs operation by operation, its own kernel is the fastest
 
 
-def batch_statistics_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalises each of `groups` equal slices of the batch by its own statistics (Ioffe and Szegedy 2015, algorithm 1).
+def batch_statistics_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalises `groups` equal slices of the batch, each by its own statistics (Ioffe and Szegedy 2015, alg. 1).
 
     PyTorch's native batch norm keeps a float32 copy of the activations for its backward pass; these plain operations,
     fused by XLA, keep the input as it is (bfloat16): 121.8 -> 112.6 million cycles, 54.3 -> 50.5 GB of traffic.
@@ -35,7 +36,9 @@ def batch_statistics_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, g
     """
     batch, channels, height, width = x.shape
     # One group needs no fifth dimension; the compiler lays out four dimensions better.
-    shape, dims = ((groups, batch // groups, channels, height, width), (1, 3, 4)) if groups > 1 else (x.shape, (0, 2, 3))
+    shape, dims = x.shape, (0, 2, 3)
+    if groups > 1:
+        shape, dims = (groups, batch // groups, channels, height, width), (1, 3, 4)
     # float32 inside, but a float64 input stays float64: tests compare gradients there.
     x32 = x.to(torch.promote_types(x.dtype, torch.float32)).view(shape)
     mean = x32.mean(dims)
@@ -51,11 +54,11 @@ def batch_statistics_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, g
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Batch norm whose statistics are those of `groups` slices of the batch, as each worker of the published recipe has its own.
+    """Batch norm with statistics of each of `groups` slices of the batch; the published recipe has one a worker.
 
     The running statistics are the mean over the groups (the variance unbiased within its group), one small all-reduce
-    under SPMD. Parameters, buffers and evaluation are `nn.BatchNorm2d`'s. On NATIVE_NORM_DEVICES
-    one group takes the native kernel, elsewhere (XLA) `batch_statistics_norm`.
+    under SPMD. Parameters, buffers and evaluation are `nn.BatchNorm2d`'s. On NATIVE_NORM_DEVICES one
+    group takes the native kernel; elsewhere (XLA), and for more groups, it is `batch_statistics_norm`.
     """
 
     def __init__(self, num_features: int):
@@ -70,7 +73,9 @@ class BatchNorm(nn.BatchNorm2d):
             shift = self.bias - self.running_mean * scale
             return (x.to(scale.dtype) * scale[:, None, None] + shift[:, None, None]).to(x.dtype)
         if x.shape[0] % self.groups:
-            raise ValueError(f"a batch of {x.shape[0]} does not divide into {self.groups} groups of batch-norm statistics")
+            raise ValueError(
+                f"a batch of {x.shape[0]} does not divide into {self.groups} groups of batch-norm statistics"
+            )
         y, mean, variance = batch_statistics_norm(x, self.weight, self.bias, self.eps, self.groups)
         with torch.no_grad():
             count = x.numel() // (x.shape[1] * self.groups)
@@ -83,10 +88,10 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 class PointwiseConv2d(nn.Module):
-    """A 1x1 convolution that keeps its weight as a matrix [out, in]; in a `state_dict` it is torchvision's [out, in, 1, 1].
+    """A 1x1 convolution that keeps its weight as a matrix [out, in]; a `state_dict` shows it as [out, in, 1, 1].
 
-    The TPU lays out [out, in, 1, 1] with tiles of one row, and each step copies weight, gradient and momentum to tiles of
-    8 x 128 and back; a matrix needs no copy: 112.6 -> 107.6 million cycles for ResNet-50.
+    The TPU lays out [out, in, 1, 1] with tiles of one row, and each step copies weight, gradient and momentum to tiles
+    of 8 x 128 and back; a matrix needs no copy: 112.6 -> 107.6 million cycles for ResNet-50.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1):
@@ -111,7 +116,7 @@ class PointwiseConv2d(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 to `channels`, 3x3 (with the stride: v1.5), 1x1 to 4 * `channels`, and the shortcut (He et al. 2015, figure 5)."""
+    """1x1 to `channels`, 3x3 (with the stride: v1.5), 1x1 to 4 * `channels`, and the shortcut (He et al. 2015, fig. 5)."""
 
     expansion = 4
 
@@ -187,15 +192,15 @@ LAYERS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3), "resnet152": (3,
 
 
 def resnet(name: str, num_classes: int = 1000, norm_groups: int = 1) -> ResNet:
-    """A model of `LAYERS` by name; `resnet_tiny` has one block a stage and 16 channels, for a CPU and small pictures."""
+    """A model of `LAYERS` by name; `resnet_tiny` has one block a stage and 16 channels: for a CPU and small images."""
     return ResNet(LAYERS[name], num_classes, width=16 if name == "resnet_tiny" else 64, norm_groups=norm_groups)
 
 
 class Normalize(nn.Module):
-    """uint8 images [B, 3, H, W] to float32, minus the mean and over the standard deviation of each channel (0..255 units).
+    """uint8 images [B, 3, H, W] to float32, less the mean and over the standard deviation of each channel (0..255).
 
-    On the device, so that a quarter of the bytes cross to it. Its constants are buffers: a tensor made in the step would
-    be sent to the device in every step.
+    On the device, so that a quarter of the bytes cross to it. Its constants are buffers: a tensor made in the step
+    would be sent to the device in every step.
     """
 
     def __init__(self, mean: tuple[float, float, float], std: tuple[float, float, float]):

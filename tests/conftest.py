@@ -9,12 +9,12 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("CPU_NUM_DEVICES", "4")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's warnings about its own future
 
-import pytest  # noqa: E402
+import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
 def mesh():
-    """Four devices, float32, strict. Set up before any test, since a backward pass on the CPU before it breaks XLA's."""
+    """Four devices, float32, strict. Set up before any test: a backward pass on the CPU before it breaks XLA's."""
     from train.common import device
 
     return device.setup(0, "float32")

@@ -89,7 +89,9 @@ def test_resnet50_equals_torchvision_after_an_sgd_step_in_float64(monkeypatch):
         loss.backward()
         optimizer.step()
     for name, value in theirs.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-7, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours.state_dict()[name], value, rtol=1e-7, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_optimizer_step_on_xla_equals_torchvision_on_the_cpu(mesh):
@@ -112,7 +114,9 @@ def test_optimizer_step_on_xla_equals_torchvision_on_the_cpu(mesh):
     on_host = {name: tensor.cpu() for name, tensor in [*ours.named_parameters(), *ours.named_buffers()]}
     ours_cpu = our_model(on_host)
     for name, value in theirs.state_dict().items():
-        torch.testing.assert_close(ours_cpu.state_dict()[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours_cpu.state_dict()[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
     # Evaluation on XLA, on the statistics of that step.
     with torch.no_grad():
         got = device.compiled(lambda model, x: model(x), mesh)(ours.eval(), images.to(mesh.device)).cpu()
@@ -187,5 +191,7 @@ def test_pointwise_convolution_equals_conv2d_and_exchanges_weights_with_it():
 def test_normalize_equals_torchvisions():
     mean, std = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
     images = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
-    expected = torchvision.transforms.functional.normalize(images / 255, [m / 255 for m in mean], [s / 255 for s in std])
+    expected = torchvision.transforms.functional.normalize(
+        images / 255, [m / 255 for m in mean], [s / 255 for s in std]
+    )
     torch.testing.assert_close(resnet.Normalize(mean, std)(images), expected, rtol=1e-5, atol=1e-5)

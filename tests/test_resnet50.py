@@ -17,10 +17,10 @@ import safetensors.torch
 import torch
 import torchvision
 
-from data import InputError, imagenet
+from data import InputError
 from models.resnet import resnet
 from train import resnet50
-from train.common import checkpoint, cli, device, loading
+from train.common import checkpoint, cli, device
 
 # The learning rate of TINY, and checkpoints often enough to kill a run between them.
 LEARNS = replace(resnet50.TINY, save_every=20)
@@ -34,7 +34,9 @@ def records(path) -> dict[str, dict]:
 
 def start(config, devices=4) -> subprocess.Popen:
     """The same training in a process of its own, as the command line starts it."""
-    flags = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in ("runs", "name", "epochs", "save_every", "lr")]
+    flags = [
+        f"--{name.replace('_', '-')}={getattr(config, name)}" for name in ("runs", "name", "epochs", "save_every", "lr")
+    ]
     return subprocess.Popen(
         [sys.executable, "-m", "train.resnet50", "tiny", *flags],
         env={**os.environ, "CPU_NUM_DEVICES": str(devices)},
@@ -75,7 +77,9 @@ def test_without_a_learning_rate_it_does_not(tmp_path):
 
 def test_run_folder_holds_everything_about_the_run(trained):
     path, metrics, config = trained
-    assert {"config.json", "metrics.jsonl", "curves.png", "summary.json", "tb", "checkpoints", "export"} <= set(os.listdir(path))
+    assert {"config.json", "metrics.jsonl", "curves.png", "summary.json", "tb", "checkpoints", "export"} <= set(
+        os.listdir(path)
+    )
     summary = json.load(open(f"{path}/summary.json"))
     assert summary["metrics"] == metrics
     assert json.load(open(f"{path}/config.json"))["config"]["lr"] == config.lr
@@ -165,7 +169,7 @@ def test_weights_start_from_torchvisions_file_with_a_new_head_for_other_classes(
         resnet50.load_pretrained(ours, path)
         assert torch.equal(ours.state_dict()["layer3.2.conv1.weight"], theirs.state_dict()["layer3.2.conv1.weight"])
         assert torch.equal(ours.fc.weight, theirs.fc.weight if classes == 10 else head)
-    with pytest.raises(InputError, match=r"does not fit this --model: .* more tensors differ"):
+    with pytest.raises(InputError, match=r"does not fit --model: .* more tensors differ"):
         resnet50.load_pretrained(resnet("resnet101", 10), path)
 
 
@@ -204,7 +208,8 @@ class Ten:
 
 
 class ByPixel(torch.nn.Module):
-    """Says class (pixel % 3) for pixels below 5 and, with equal logits for all classes, nothing else; NaN for pixel 6."""
+    """Says class (pixel % 3) for pixels below 5 and, with equal logits for all classes, nothing else; NaN for pixel
+    6."""
 
     def forward(self, x):
         pixel = x[:, 0, 0, 0]
@@ -224,6 +229,7 @@ def test_evaluation_counts_every_readable_example_once(mesh):
     # 0 to 4 right; 5, 8 (class 2) wrong, 9 (class 0) right by order among equals; 6 NaN: wrong; 7 does not count.
     assert metrics["top1"] == pytest.approx(6 / 9)
     assert metrics["top5"] == pytest.approx(8 / 9)  # with three classes all but the NaN
+    assert metrics["images"] == 9
 
 
 def collectives(norm_groups: int, folder) -> dict[str, int]:
@@ -242,7 +248,9 @@ with loading.parallel_loader(data, 64, mesh, train=True, stop=1) as loader:
     step(model.train(), normalize, optimizer, next(loader), config, mesh)["loss"].item()
 """
     flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, "XLA_FLAGS": flags}, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "XLA_FLAGS": flags}, check=True, capture_output=True
+    )
     text = open(max(glob.glob(f"{folder}/*cpu_after_optimizations.txt"), key=os.path.getsize)).read()
     computations, entry = {}, ""
     for line in text.splitlines():
@@ -292,7 +300,9 @@ def test_norm_over_the_whole_batch_would(tmp_path):
 def write_images(folder, count=2, size=40):
     folder.mkdir(parents=True)
     for i in range(count):
-        PIL.Image.fromarray(np.random.default_rng(i).integers(0, 255, (size, size, 3), np.uint8)).save(folder / f"{i}.jpg")
+        PIL.Image.fromarray(np.random.default_rng(i).integers(0, 255, (size, size, 3), np.uint8)).save(
+            folder / f"{i}.jpg"
+        )
 
 
 @pytest.fixture
@@ -308,7 +318,7 @@ def command(monkeypatch, capsys, *flags) -> tuple[int, str]:
     """Exit code and standard error of the script with these flags."""
     monkeypatch.setattr(sys, "argv", ["train/resnet50.py", "tiny", *map(str, flags)])
     with pytest.raises(SystemExit) as exit:
-        cli.run(resnet50.main, {"tiny": ("", resnet50.TINY), "full": ("", resnet50.Config())})
+        cli.run(resnet50.main, resnet50.PRESETS)
     return exit.value.code, capsys.readouterr().err
 
 
@@ -330,7 +340,7 @@ def assert_one_sentence(result, *words):
         (("--batch-size", "30"), ("--batch-size 30", "--norm-groups 8")),
         (("--batch-size", "6", "--norm-groups", "0"), ("batch_size is 6", "4 devices", "nearest that does is 8")),
         (("--batch-size", "4096"), ("batch_size is 4096", "2048 examples")),
-        (("--norm-groups", "2"), ("--norm-groups is 2", "1 or a multiple of the 4 devices")),
+        (("--norm-groups", "2"), ("--norm-groups is 2", "1 or a multiple of 4 devices")),
         (("--image-size", "8"), ("--image-size is 8", "at least 32")),
         (("--data", ""), ("--data is missing", "synthetic")),
         (("--weights", "nowhere.safetensors"), ("there is no weights file nowhere.safetensors",)),
@@ -348,7 +358,9 @@ def test_unknown_flag_suggests_the_right_one(monkeypatch, capsys):
 
 def test_no_class_folders(monkeypatch, capsys, tmp_path):
     write_images(tmp_path / "images/train")
-    assert_one_sentence(command(monkeypatch, capsys, "--data", tmp_path / "images", "--runs", tmp_path), "train", "class")
+    assert_one_sentence(
+        command(monkeypatch, capsys, "--data", tmp_path / "images", "--runs", tmp_path), "train", "class"
+    )
 
 
 def test_an_empty_class(monkeypatch, capsys, tmp_path, images):
@@ -367,7 +379,9 @@ def test_skip_broken_replaces_and_reports(monkeypatch, capsys, tmp_path, images)
     broken = images / "train/dog/2.jpg"
     broken.write_bytes(broken.read_bytes()[:300])
     (images / "val/dog/0.jpg").write_bytes(b"")
-    config = replace(LEARNS, data=str(images), runs=str(tmp_path), batch_size=8, norm_groups=4, epochs=2, skip_broken=True)
+    config = replace(
+        LEARNS, data=str(images), runs=str(tmp_path), batch_size=8, norm_groups=4, epochs=2, skip_broken=True
+    )
     resnet50.main(config)
     assert re.search(r"[12] training images could not be decoded", capsys.readouterr().out)
 
@@ -397,7 +411,9 @@ def test_checkpoint_of_another_model(monkeypatch, capsys, tmp_path, mesh):
     model, _, optimizer = resnet50.build(config, 10, mesh)
     with checkpoint.Checkpointer(f"{tmp_path}/run/checkpoints") as saved:
         saved.save(5, model, optimizer)
-    assert_one_sentence(command(monkeypatch, capsys, "--runs", tmp_path, "--name", "run"), "another model", "step_00000005")
+    assert_one_sentence(
+        command(monkeypatch, capsys, "--runs", tmp_path, "--name", "run"), "another model", "step_00000005"
+    )
 
 
 def test_other_values_for_the_same_name(monkeypatch, capsys, trained):

@@ -1,14 +1,14 @@
 """ResNet-50 on ImageNet.
 
-    paper     Deep Residual Learning, He et al. 2015 (arXiv:1512.03385); v1.5 as in torchvision
-    recipe    Goyal et al. 2017 (arXiv:1706.02677): 90 epochs, learning rate 0.1 per 256 examples, 5 epochs of warm-up,
-              momentum 0.9, weight decay 1e-4, statistics of batch norm per worker, each block's last norm at zero:
-              76.3 % top-1 at batches of 256 to 8,192. On top of it, from He et al. 2018 (arXiv:1812.01187, table 2 and
-              section 5): no weight decay on norms and biases, cosine decay, label smoothing 0.1.
-    data      ImageNet (1,281,167 images, 1,000 classes) as a tree of class folders, or any `datasets` set of images
-    run       python -m train.resnet50 tiny                          2 minutes on two CPU cores, synthetic data
-              python -m train.resnet50 full --data /data/imagenet    on a TPU VM
-    result    full recipe: not run yet; tiny: README
+paper     Deep Residual Learning, He et al. 2015 (arXiv:1512.03385); v1.5 as in torchvision
+recipe    Goyal et al. 2017 (arXiv:1706.02677): 90 epochs, learning rate 0.1 per 256 examples, 5 epochs of warm-up,
+          momentum 0.9, weight decay 1e-4, statistics of batch norm per worker, each block's last norm at zero:
+          76.3 % top-1 at batches of 256 to 8,192. On top of it, from He et al. 2018 (arXiv:1812.01187, table 2 and
+          section 5): no weight decay on norms and biases, cosine decay, label smoothing 0.1.
+data      ImageNet (1,281,167 images, 1,000 classes) as a tree of class folders, or any `datasets` set of images
+run       python -m train.resnet50 tiny                          2 minutes on two CPU cores, synthetic data
+          python -m train.resnet50 full --data /data/imagenet    on a TPU VM
+result    full recipe: not run yet; tiny: README
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from data import InputError, imagenet
 from models.resnet import Normalize, ResNet, resnet
@@ -85,36 +85,30 @@ def learning_rate(config: Config, step: int, steps_per_epoch: int) -> float:
 
 def validate(config: Config) -> None:
     """Refuses values outside their range before anything is made."""
-    at_least = {"epochs": 1, "batch_size": 1, "image_size": 32, "log_every": 1, "save_every": 1, "eval_every": 1, "keep": 1}
-    at_least |= {"lr": 0, "warmup_epochs": 0, "momentum": 0, "weight_decay": 0, "norm_groups": 0, "seed": 0, "workers": -1}
-    for field, low in at_least.items():
-        if not getattr(config, field) >= low:
-            raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least {low}")
+    at_least = {1: "epochs batch_size log_every save_every eval_every keep", 32: "image_size", -1: "workers"}
+    at_least[0] = "lr warmup_epochs momentum weight_decay norm_groups seed"
+    for low, fields in at_least.items():
+        for field in fields.split():
+            if not getattr(config, field) >= low:
+                raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least {low}")
     if not 0 <= config.label_smoothing < 1:
         raise InputError(f"--label-smoothing is {config.label_smoothing}; it must be at least 0 and below 1")
     if config.warmup_epochs >= config.epochs:
         raise InputError(f"--warmup-epochs is {config.warmup_epochs}; it must be below --epochs, {config.epochs}")
     if config.norm_groups and (config.batch_size % config.norm_groups or config.batch_size == config.norm_groups):
-        raise InputError(
-            f"--batch-size {config.batch_size} does not divide into --norm-groups {config.norm_groups} of at least 2 images"
-        )
+        sizes = f"--batch-size {config.batch_size} does not divide into --norm-groups {config.norm_groups}"
+        raise InputError(f"{sizes} of at least 2 images")
 
 
 def open_data(config: Config):
     """(training set, evaluation set), see data/imagenet.py."""
     if not config.data:
-        raise InputError("--data is missing: give a folder of images or a data set id, or `--data synthetic` to try it out")
+        raise InputError("--data is missing: give a folder of images or a data set id; `--data synthetic` is a trial")
+    size = config.image_size
     if config.data == "synthetic":
-        sizes = {"train": SYNTHETIC_TRAIN, "eval": SYNTHETIC_EVAL}
-        sets = [
-            imagenet.SyntheticImages(size, config.image_size, SYNTHETIC_CLASSES, config.seed, split)
-            for split, size in sizes.items()
-        ]
-    else:
-        sets = [
-            imagenet.open_imagenet(config.data, split, config.image_size, config.skip_broken) for split in ("train", "eval")
-        ]
-    return sets
+        counts = {"train": SYNTHETIC_TRAIN, "eval": SYNTHETIC_EVAL}
+        return [imagenet.SyntheticImages(n, size, SYNTHETIC_CLASSES, config.seed, split) for split, n in counts.items()]
+    return [imagenet.open_imagenet(config.data, split, size, config.skip_broken) for split in ("train", "eval")]
 
 
 def load_pretrained(model: ResNet, path: str) -> None:
@@ -124,15 +118,15 @@ def load_pretrained(model: ResNet, path: str) -> None:
     for name in ("fc.weight", "fc.bias"):
         if name in weights and weights[name].shape[0] != own[name].shape[0]:
             weights[name] = own[name]
-    wrong = [name for name in sorted(own.keys() ^ weights.keys())]
+    wrong = sorted(own.keys() ^ weights.keys())
     wrong += [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
     if wrong:
-        raise InputError(f"--weights {path} does not fit this --model: {wrong[0]} and {len(wrong) - 1} more tensors differ")
+        raise InputError(f"--weights {path} does not fit --model: {wrong[0]} and {len(wrong) - 1} more tensors differ")
     model.load_state_dict(weights)
 
 
 def export(folder: str, model: ResNet, config: Config, classes: list[str]) -> None:
-    """Writes model.safetensors, which torchvision's model of the same name takes by `load_state_dict`; its metadata names the classes."""
+    """Writes model.safetensors for `load_state_dict` of torchvision's model; its metadata names the classes."""
     on_host = resnet(config.model, len(classes))
     on_host.load_state_dict(checkpoint.to_host(dict([*model.named_parameters(), *model.named_buffers()])))
     metadata = {"model": config.model, "image_size": str(config.image_size), "classes": json.dumps(classes)}
@@ -143,7 +137,7 @@ def build(config: Config, num_classes: int, mesh: device.Mesh) -> tuple[ResNet, 
     """Model, normalisation and optimizer on the device, with the optimizer's state in being."""
     norm_groups = config.norm_groups or mesh.num_devices
     if norm_groups > 1 and norm_groups % mesh.num_devices:
-        raise InputError(f"--norm-groups is {norm_groups}; it must be 1 or a multiple of the {mesh.num_devices} devices")
+        raise InputError(f"--norm-groups is {norm_groups}; it must be 1 or a multiple of {mesh.num_devices} devices")
     model = resnet(config.model, num_classes, norm_groups=norm_groups)
     if config.weights:
         load_pretrained(model, config.weights)
@@ -162,14 +156,12 @@ def build(config: Config, num_classes: int, mesh: device.Mesh) -> tuple[ResNet, 
     return model, normalize, optimizer
 
 
-def train_step(
-    model: nn.Module, normalize: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], config: Config, mesh
-) -> dict[str, Tensor]:
+def train_step(model, normalize, optimizer, batch: dict[str, Tensor], config: Config, mesh) -> dict[str, Tensor]:
     """One update on batch["image"] [B, 3, H, W] uint8 and batch["label"] [B]; returns the mean loss and accuracy."""
     with mesh.autocast():
         logits = model(normalize(batch["image"]))
     logits = logits.float()
-    # The mean outside: inside, torch_xla counts the labels of all devices, a collective before the backward pass starts.
+    # The mean outside: inside, torch_xla counts the labels of all devices, a collective before the backward pass.
     loss = F.cross_entropy(logits, batch["label"], reduction="none", label_smoothing=config.label_smoothing).mean()
     loss.backward()
     optimizer.step()
@@ -178,7 +170,7 @@ def train_step(
     return {"loss": loss.detach(), "accuracy": accuracy}
 
 
-def eval_step(model: nn.Module, normalize: nn.Module, batch: dict[str, Tensor], mesh) -> dict[str, Tensor]:
+def eval_step(model, normalize, batch: dict[str, Tensor], mesh) -> dict[str, Tensor]:
     """Sums over the examples of a batch; padding (mask 0) and unreadable images (label -1) do not count."""
     with torch.no_grad(), mesh.autocast():
         logits = model(normalize(batch["image"]))
@@ -200,7 +192,7 @@ def eval_step(model: nn.Module, normalize: nn.Module, batch: dict[str, Tensor], 
 
 
 def evaluate(step, model, normalize, dataset, config: Config, mesh) -> dict[str, float]:
-    """Mean loss, top-1 and top-5 accuracy over every image of `dataset` exactly once; `step` is the compiled eval_step."""
+    """Mean loss, top-1 and top-5 accuracy over every image of `dataset` once; `step` is the compiled eval_step."""
     model.eval()
     with loading.parallel_loader(dataset, config.batch_size, mesh, train=False, workers=config.workers) as loader:
         sums = [step(model, normalize, batch, mesh) for batch in loader]
@@ -211,11 +203,7 @@ def evaluate(step, model, normalize, dataset, config: Config, mesh) -> dict[str,
     totals = {name: math.fsum(values[i :: len(names)]) for i, name in enumerate(names)}
     if not totals["count"]:
         raise InputError(f"no image of the evaluation split of {config.data} can be decoded")
-    return {
-        "top1": totals["top1"] / totals["count"],
-        "top5": totals["top5"] / totals["count"],
-        "loss": totals["loss"] / totals["count"],
-    }
+    return {name: totals[name] / totals["count"] for name in ("top1", "top5", "loss")} | {"images": totals["count"]}
 
 
 def main(config: Config) -> dict[str, float]:
@@ -223,16 +211,18 @@ def main(config: Config) -> dict[str, float]:
     validate(config)
     mesh = device.setup(config.seed, config.precision, config.strict)
     train_set, eval_set = open_data(config)
-    per_epoch = loading.steps_per_epoch(train_set, config.batch_size)
+    batch_size = config.batch_size
+    per_epoch = loading.steps_per_epoch(train_set, batch_size)
     total = config.epochs * per_epoch
+    trial = config.data == "synthetic"
+    headline = f"{config.model} on {config.data}: {len(train_set)} images of {len(train_set.classes)} classes, "
+    headline += (
+        f"{config.epochs} epochs of {per_epoch} steps of {batch_size} on {mesh.num_devices} {mesh.kind} device(s)"
+    )
     run = tracking.Run(
         config,
-        default_name=f"{config.model}-{'synthetic' if config.data == 'synthetic' else 'images'}",
-        headline=(
-            f"{config.model} on {config.data}: {len(train_set)} images of {len(train_set.classes)} classes, {config.epochs} "
-            f"epochs of {per_epoch} steps of {config.batch_size} images on {mesh.num_devices} {mesh.kind} device(s)"
-            + ("; real training: --data FOLDER, see --help" if config.data == "synthetic" else "")
-        ),
+        default_name=f"{config.model}-{'synthetic' if trial else 'images'}",
+        headline=headline + ("; this is a trial, for real training see --help" if trial else ""),
         devices={"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count},
         main_process=mesh.main_process,
         free=FREE,
@@ -253,7 +243,7 @@ def main(config: Config) -> dict[str, float]:
     model.train()
     metrics: dict[str, float] = {}
     loader = loading.parallel_loader(
-        train_set, config.batch_size, mesh, train=True, seed=config.seed, start=start, stop=total, workers=config.workers
+        train_set, batch_size, mesh, train=True, seed=config.seed, start=start, stop=total, workers=config.workers
     )
     with device.stop_requested() as stopped, closing(run), checkpoints, loader:
         for step, batch in enumerate(loader, start + 1):
@@ -262,19 +252,20 @@ def main(config: Config) -> dict[str, float]:
             device.set_lr(optimizer, lr)
             step_metrics = step_fn(model, normalize, optimizer, batch, config, mesh)
             if step == 1 or step % config.log_every == 0 or step == total:
-                run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
+                run.log(step, examples=step * batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
+            stop = stopped() and step < total
             evaluates = step % (per_epoch * config.eval_every) == 0 or step == total
             if evaluates:
                 with run.pause():
                     metrics = evaluate(eval_fn, model, normalize, eval_set, config, mesh)
                 run.evaluation(step, **metrics)
             # After the evaluation, so that a run resumed from this checkpoint has its figures.
-            if evaluates or stopped() or step % config.save_every == 0:
+            if evaluates or stop or step % config.save_every == 0:
                 with run.pause():
                     run.flush()
                     checkpoints.save(step, model, optimizer)
             checkpoints.raise_failure()
-            if stopped() and step < total:
+            if stop:
                 checkpoints.wait()
                 run.message(f"stopped by a signal at step {step}: saved; the same command goes on from here")
                 raise SystemExit(143)
@@ -289,11 +280,10 @@ def main(config: Config) -> dict[str, float]:
     return metrics
 
 
+PRESETS = {
+    "full": ("the published recipe; needs --data and accelerators", Config()),
+    "tiny": ("a small network on small synthetic images: half a minute on a CPU", TINY),
+}
+
 if __name__ == "__main__":
-    cli.run(
-        main,
-        {
-            "full": ("the published recipe; needs --data and accelerators", Config()),
-            "tiny": ("a small network on small synthetic images: minutes on a CPU", TINY),
-        },
-    )
+    cli.run(main, PRESETS)

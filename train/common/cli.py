@@ -1,4 +1,4 @@
-"""The command line of a script: presets of its Config, flags from its fields, one sentence for what the user can mend."""
+"""The command line of a script: presets and flags from its Config, one sentence for what the user can mend."""
 
 import sys
 from collections.abc import Callable

@@ -158,6 +158,7 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         if isinstance(optimizer, torch.optim.Adam):  # and AdamW
             group["capturable"] = True
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32).to(mesh.device)
+            replicate(group["lr"], mesh)
         for parameter, shadow in zip(group["params"], shadows, strict=True):
             state = {}
             for name, value in shadow_optimizer.state[shadow].items():
@@ -188,7 +189,9 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         number = 1e-30 if lr == 0.0 else math.nextafter(1.0, 0.0)
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
+            sharding = torch_xla._XLAC._get_xla_op_sharding(group["lr"])
             group["lr"] = torch.tensor(lr, dtype=torch.float32).to(group["lr"].device)
+            torch_xla._XLAC._xla_mark_sharding(group["lr"], sharding)
         else:
             group["lr"] = number
 

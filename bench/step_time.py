@@ -1,0 +1,183 @@
+"""Time of one training step on this CPU: our compiled step, torch.compile, and eager PyTorch.
+
+    ours, compiled   train.resnet50's build and train_step through train.common.device.compiled, on one XLA CPU device
+    ours, eager      the same model and train_step in eager PyTorch (batch norm takes its native kernels there)
+    eager            torchvision's model, the same train_step
+    torch.compile    torchvision's model with torch.compile (inductor), the same train_step
+
+    how       float32, one batch of random pixels, the same initial weights, batch-norm statistics of the whole batch, all
+              cores for each. Time: one process, blocks of steps in rotating order, ratios within a round; the first loss
+              values must agree. First step (compilation; no cache) and peak memory: a process for each
+    run       python -m bench.step_time
+              python -m bench.step_time --model resnet50 --image-size 64 --batch-size 16 --block 2
+"""
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+from bench.resnet50_eager import eager_model
+from data.imagenet import IMAGENET_MEAN, IMAGENET_STD
+from models.resnet import Normalize, resnet
+from train.common import device
+from train.resnet50 import TINY, Config, build, train_step
+
+CONTENDERS = ("ours, compiled", "ours, eager", "eager", "torch.compile")
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Options:
+    model: Literal["resnet50", "resnet101", "resnet152", "resnet_tiny"] = "resnet_tiny"  # see models/resnet.py
+    image_size: int = 32  # pixels, square
+    batch_size: int = 64  # examples a step
+    block: int = 10  # steps between two readings of the clock
+    rounds: int = 15  # counted blocks of each contender
+    only: Literal["", "ours, compiled", "ours, eager", "eager", "torch.compile"] = ""  # just its first step and memory
+    out: str = "runs/bench/step_time.json"  # where the figures go
+
+
+def make(contender: str, options: Options, mesh: device.Mesh) -> Callable[[int], float]:
+    """A function that runs n training steps, waits for them, and returns the last loss."""
+    config = replace(TINY, model=options.model, image_size=options.image_size, batch_size=options.batch_size, norm_groups=1)
+    shape = (options.batch_size, 3, options.image_size, options.image_size)
+    torch.manual_seed(0)
+    batch = {"image": torch.randint(0, 256, shape, dtype=torch.uint8), "label": torch.arange(shape[0]) % CLASSES}
+
+    # The seed of all weights: build() makes the same resnet(...) first.
+    torch.manual_seed(1)
+    if contender == "ours, compiled":
+        model, normalize, optimizer = build(config, CLASSES, mesh)
+        batch = {key: tensor.to(mesh.device) for key, tensor in batch.items()}
+        step = device.compiled(train_step, mesh)
+    else:
+        model = resnet(options.model, CLASSES)
+        if contender != "ours, eager":
+            weights, model = model.state_dict(), eager_model(options.model, CLASSES)
+            model.load_state_dict(weights)
+        normalize, step = Normalize(IMAGENET_MEAN, IMAGENET_STD), train_step
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for p in model.parameters() if p.dim() == 1]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+        if contender == "torch.compile":
+            model = torch.compile(model)
+    model.train()
+    device.set_lr(optimizer, 0.01)
+    return lambda steps: run_steps(steps, step, model, normalize, optimizer, batch, config, mesh)
+
+
+def run_steps(
+    steps: int,
+    step: Callable,
+    model: nn.Module,
+    normalize: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, Tensor],
+    config: Config,
+    mesh: device.Mesh,
+) -> float:
+    """Each step needs the one before, so reading the last loss waits for all of them."""
+    for _ in range(steps):
+        metrics = step(model, normalize, optimizer, batch, config, mesh)
+    loss = metrics["loss"]
+    return loss.item() if loss.device.type == "cpu" else device.fetch([loss])[0]
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
+
+
+def first_step(contender: str, options: Options) -> dict[str, float]:
+    """Seconds of the first step, and peak memory before the model was made and after 5 steps; for a fresh process."""
+    mesh = device.setup(seed=0, precision="float32")
+    before = peak_mb()
+    run = make(contender, options, mesh)
+    started = time.perf_counter()
+    loss = run(1)
+    seconds = time.perf_counter() - started
+    run(4)
+    return {"first_step_seconds": seconds, "start_mb": before, "peak_mb": peak_mb(), "first_loss": loss}
+
+
+def first_step_in_a_process(contender: str, options: Options) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="bench-step-time-") as folder:
+        out = os.path.join(folder, "out.json")
+        flags = ["--model", options.model, "--image-size", str(options.image_size), "--batch-size", str(options.batch_size)]
+        command = [sys.executable, "-m", "bench.step_time", *flags, "--only", contender, "--out", out]
+        # An empty cache: otherwise inductor would read what it compiled in an earlier run.
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "inductor")}
+        subprocess.run(command, check=True, env=environment)
+        return json.loads(Path(out).read_text())
+
+
+def step_times(options: Options) -> dict[str, list[float]]:
+    """Milliseconds a step of each contender in each round, all in this process."""
+    # Before any backward pass on the CPU, which would break XLA's.
+    mesh = device.setup(seed=0, precision="float32")
+    runs = {contender: make(contender, options, mesh) for contender in CONTENDERS}
+    losses = {contender: [run(1) for _ in range(3)] for contender, run in runs.items()}
+    for contender, values in losses.items():
+        if any(abs(a - b) > 1e-3 for a, b in zip(values, losses["eager"], strict=True)):
+            raise RuntimeError(f"{contender} computes other losses than eager PyTorch: {values}, {losses['eager']}")
+    times: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
+    for number in range(options.rounds + 1):
+        first = number % len(CONTENDERS)
+        for contender in CONTENDERS[first:] + CONTENDERS[:first]:
+            runs[contender](1)  # the threads of the contender before come to rest
+            started = time.perf_counter()
+            runs[contender](options.block)
+            if number > 0:
+                times[contender].append(1000 * (time.perf_counter() - started) / options.block)
+    return times
+
+
+def table(times: dict[str, list[float]], starts: dict[str, dict[str, float]]) -> str:
+    """Markdown."""
+    lines = [
+        "| | ms a step, median (min to max) | time / eager's | first step, s | peak memory, MB | of it before the model |",
+        "|---|---|---|---|---|---|",
+    ]
+    for contender, values in times.items():
+        ratios = [own / eager for own, eager in zip(values, times["eager"], strict=True)]
+        start = starts[contender]
+        lines.append(
+            f"| {contender} | {statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f}) "
+            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
+            f"| {start['first_step_seconds']:.1f} | {start['peak_mb']:.0f} | {start['start_mb']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(options: Options) -> None:
+    """Measures, prints the table and writes --out."""
+    os.environ["CPU_NUM_DEVICES"] = "1"
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    os.makedirs(os.path.dirname(options.out) or ".", exist_ok=True)
+    if options.only:
+        start = first_step(options.only, options)
+        print(f"{options.only}: first step {start['first_step_seconds']:.1f} s, peak memory {start['peak_mb']:.0f} MB")
+        Path(options.out).write_text(json.dumps(start) + "\n")
+        return
+    starts = {contender: first_step_in_a_process(contender, options) for contender in CONTENDERS}
+    times = step_times(options)
+    print(f"\n{options.model}, batch {options.batch_size}, {options.image_size} px, {torch.get_num_threads()} threads\n")
+    print(table(times, starts))
+    Path(options.out).write_text(json.dumps({"options": vars(options), "starts": starts, "step_ms": times}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
