@@ -7,10 +7,11 @@
     limit          processes that only decode bytes in memory and resize the whole picture, one file after the other, no
                    crop, no batch, nothing sent: with data.imagenet's decode and resize, and with Pillow's
 
-    how       equal numbers of processes, one thread in each, started and warmed before; every round runs each of them over
-              the same number of batches, from the first request to the last batch, in rotating order. Ratios are taken
-              within a round
-    run       python -m bench.input_pipeline --data FOLDER
+    how            equal numbers of processes, one thread in each, started and warmed before; every round runs each of
+                   them over the same number of batches, from the first request to the last batch, in rotating order
+    run            python -m bench.input_pipeline --data FOLDER
+
+Ratios are taken within a round, and their median is printed. Run it on a machine that does nothing else.
 """
 
 import io
@@ -93,15 +94,24 @@ def reference_loader(options: Options, workers: int) -> DataLoader:
     )
 
 
-def decode_and_resize(files: list[bytes], size: int, pillow: bool) -> int:
+FILES: dict[int, bytes] = {}  # of the limit's worker processes
+
+
+def start_limit(files: dict[int, bytes]) -> None:
+    one_thread()
+    FILES.update(files)
+
+
+def decode_and_resize(indices: list[int], size: int, pillow: bool) -> int:
     """The work of the limit, in a worker process; returns the number of images."""
-    for encoded in files:
+    for index in indices:
+        encoded = FILES[index]
         if pillow:
             with Image.open(io.BytesIO(encoded)) as image:
                 np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
         else:
             imagenet.resize(imagenet.decode(encoded), size, size)
-    return len(files)
+    return len(indices)
 
 
 def consume(batches: Any) -> int:
@@ -143,14 +153,14 @@ def main(options: Options) -> dict[str, list[float]]:
     workers = options.workers if options.workers > 0 else len(os.sched_getaffinity(0))
     ours, reference = our_loader(options, workers), reference_loader(options, workers)
 
-    # The files of the limit are those of the first batches of ours, in memory before the clock starts.
+    # The limit has the files of our batches, in its processes' memory before the clock starts.
     dataset = ours.dataset.dataset
     keys = [[index for _, index in batch] for batch in ours.batch_sampler]
-    pool = multiprocessing.get_context("forkserver").Pool(workers, one_thread)
     contents = {index: dataset._read(index)[0] for batch in keys for index in batch}
+    pool = multiprocessing.get_context("forkserver").Pool(workers, start_limit, (contents,))
 
     def limit(pillow: bool) -> int:
-        work = [([contents[index] for index in batch], options.image_size, pillow) for batch in keys]
+        work = [(batch, options.image_size, pillow) for batch in keys]
         return sum(pool.starmap(decode_and_resize, work, chunksize=1))
 
     def to_device() -> int:

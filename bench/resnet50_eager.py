@@ -1,10 +1,10 @@
 """ResNet on real images: `train.resnet50` against the same recipe in plain eager PyTorch.
 
-    compared  top-1 on the evaluation split, for each seed, and seconds of the whole process (start, compilation, training,
-              one evaluation)
+    compared  top-1 on the evaluation split, for each seed, and seconds of the whole process (start, compilation,
+              training, one evaluation)
     ours      python -m train.resnet50 tiny …, the command that is printed
-    eager     torchvision's model, ImageFolder, transforms and DataLoader, and torch's SGD on the CPU; the same schedule,
-              batch, epochs, label smoothing and weight decay groups, in float32
+    eager     torchvision's model, ImageFolder, transforms and DataLoader, and torch's SGD on the CPU; the same
+              schedule, batch, epochs, label smoothing and weight decay groups, in float32
     how       one process a run; ours and eager alternate, seed by seed. The seeds start both, but give them different
               numbers: compare means, not seeds
     run       python -m bench.resnet50_eager --data FOLDER --seeds 0 1 2
@@ -143,7 +143,7 @@ def run_ours(options: Options, seed: int, runs: str) -> dict[str, float]:
     """`train.resnet50` with one seed in a process of its own; returns its metrics, and seconds of the process."""
     flags = [item for field in FIELDS for item in (f"--{field.replace('_', '-')}", str(getattr(options, field)))]
     # Neither side evaluates or saves before its end.
-    flags += ["--eval-every", str(options.epochs), "--save-every", "1000000", "--log-every", "1000", "--seed", str(seed)]
+    flags += ["--seed", str(seed), "--eval-every", str(options.epochs), "--save-every", "1000000"]
     command = [sys.executable, "-m", "train.resnet50", "tiny", *flags, "--runs", runs, "--name", f"bench-seed{seed}"]
     print(f"python {shlex.join(command[1:])}", flush=True)
     started = time.perf_counter()
@@ -167,7 +167,10 @@ def run_eager(options: Options, seed: int, runs: str) -> dict[str, float]:
 
 def table(results: dict[str, list[dict[str, float]]]) -> str:
     """Markdown: mean, standard deviation and each seed's top-1 in percent, and seconds."""
-    lines = ["| | top-1 %, mean ± sd | of each seed | top-5 % | loss | seconds, median (min to max) |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| | top-1 %, mean ± sd | of each seed | top-5 % | loss | seconds, median (min to max) |",
+        "|---|---|---|---|---|---|",
+    ]
     mean, error = {}, {}
     for side, runs in results.items():
         top1, seconds = [100 * run["top1"] for run in runs], [run["seconds"] for run in runs]
@@ -175,7 +178,8 @@ def table(results: dict[str, list[dict[str, float]]]) -> str:
         mean[side], error[side] = statistics.fmean(top1), spread / math.sqrt(len(top1))
         lines.append(
             f"| {side} | {mean[side]:.2f} ± {spread:.2f} | {', '.join(f'{value:.1f}' for value in top1)} "
-            f"| {100 * statistics.fmean(run['top5'] for run in runs):.2f} | {statistics.fmean(run['loss'] for run in runs):.3f} "
+            f"| {100 * statistics.fmean(run['top5'] for run in runs):.2f} "
+            f"| {statistics.fmean(run['loss'] for run in runs):.3f} "
             f"| {statistics.median(seconds):.0f} ({min(seconds):.0f} to {max(seconds):.0f}) |"
         )
     if len(results) == 2:

@@ -5,11 +5,13 @@
     eager            torchvision's model, the same train_step
     torch.compile    torchvision's model with torch.compile (inductor), the same train_step
 
-    how       float32, one batch of random pixels, the same initial weights, batch-norm statistics of the whole batch, all
-              cores for each. Time: one process, blocks of steps in rotating order, ratios within a round; the first loss
-              values must agree. First step (compilation; no cache) and peak memory: a process for each
-    run       python -m bench.step_time
-              python -m bench.step_time --model resnet50 --image-size 64 --batch-size 16 --block 2
+    how              float32, one batch of synthetic images, the same initial weights, batch-norm statistics of the whole
+                     batch, all cores for each. Time: one process, blocks of steps in rotating order, ratios within a
+                     round. First step (with compilation, nothing cached) and peak memory: a process for each
+    run              python -m bench.step_time
+                     python -m bench.step_time --model resnet50 --image-size 64 --batch-size 16 --block 2
+
+The first losses of all four must agree, or it stops. Run it on a machine that does nothing else.
 """
 
 import json
@@ -30,9 +32,9 @@ import tyro
 from torch import Tensor, nn
 
 from bench.resnet50_eager import eager_model
-from data.imagenet import IMAGENET_MEAN, IMAGENET_STD
+from data.imagenet import IMAGENET_MEAN, IMAGENET_STD, SyntheticImages
 from models.resnet import Normalize, resnet
-from train.common import device
+from train.common import device, loading
 from train.resnet50 import TINY, Config, build, train_step
 
 CONTENDERS = ("ours, compiled", "ours, eager", "eager", "torch.compile")
@@ -52,18 +54,19 @@ class Options:
 
 def make(contender: str, options: Options, mesh: device.Mesh) -> Callable[[int], float]:
     """A function that runs n training steps, waits for them, and returns the last loss."""
-    config = replace(TINY, model=options.model, image_size=options.image_size, batch_size=options.batch_size, norm_groups=1)
-    shape = (options.batch_size, 3, options.image_size, options.image_size)
-    torch.manual_seed(0)
-    batch = {"image": torch.randint(0, 256, shape, dtype=torch.uint8), "label": torch.arange(shape[0]) % CLASSES}
-
+    size, batch_size = options.image_size, options.batch_size
+    config = replace(TINY, model=options.model, image_size=size, batch_size=batch_size, norm_groups=1)
+    data = SyntheticImages(batch_size, size, CLASSES, seed=0, split="eval")
     # The seed of all weights: build() makes the same resnet(...) first.
     torch.manual_seed(1)
     if contender == "ours, compiled":
         model, normalize, optimizer = build(config, CLASSES, mesh)
-        batch = {key: tensor.to(mesh.device) for key, tensor in batch.items()}
+        # A batch that is not sharded as the loader does it would make the first step another graph.
+        with loading.parallel_loader(data, batch_size, mesh, train=False) as loader:
+            batch = next(loader)
         step = device.compiled(train_step, mesh)
     else:
+        batch = loading.stack([data.example(index, None) for index in range(batch_size)])
         model = resnet(options.model, CLASSES)
         if contender != "ours, eager":
             weights, model = model.state_dict(), eager_model(options.model, CLASSES)
@@ -116,7 +119,8 @@ def first_step(contender: str, options: Options) -> dict[str, float]:
 def first_step_in_a_process(contender: str, options: Options) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="bench-step-time-") as folder:
         out = os.path.join(folder, "out.json")
-        flags = ["--model", options.model, "--image-size", str(options.image_size), "--batch-size", str(options.batch_size)]
+        flags = ["--model", options.model, "--image-size", str(options.image_size)]
+        flags += ["--batch-size", str(options.batch_size)]
         command = [sys.executable, "-m", "bench.step_time", *flags, "--only", contender, "--out", out]
         # An empty cache: otherwise inductor would read what it compiled in an earlier run.
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "inductor")}
@@ -148,7 +152,7 @@ def step_times(options: Options) -> dict[str, list[float]]:
 def table(times: dict[str, list[float]], starts: dict[str, dict[str, float]]) -> str:
     """Markdown."""
     lines = [
-        "| | ms a step, median (min to max) | time / eager's | first step, s | peak memory, MB | of it before the model |",
+        "| | ms a step, median (min to max) | time / eager's | first step, s | peak MB | of it before the model |",
         "|---|---|---|---|---|---|",
     ]
     for contender, values in times.items():
@@ -174,9 +178,11 @@ def main(options: Options) -> None:
         return
     starts = {contender: first_step_in_a_process(contender, options) for contender in CONTENDERS}
     times = step_times(options)
-    print(f"\n{options.model}, batch {options.batch_size}, {options.image_size} px, {torch.get_num_threads()} threads\n")
+    sizes = f"batch {options.batch_size}, {options.image_size} px"
+    print(f"\n{options.model}, {sizes}, {torch.get_num_threads()} threads\n")
     print(table(times, starts))
-    Path(options.out).write_text(json.dumps({"options": vars(options), "starts": starts, "step_ms": times}, indent=2) + "\n")
+    record = {"options": vars(options), "starts": starts, "step_ms": times}
+    Path(options.out).write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -199,7 +199,7 @@ def test_finish_writes_summary_and_prints_the_table(start, capsys):
     table = capsys.readouterr().out.splitlines()
     assert table[0].startswith(f"{run.path} finished in ")
     cells = {line[:19].strip(): line[19:].strip() for line in table[1:]}
-    assert list(cells)[0] == "top1" and cells["top1"] == "0.9531"
+    assert next(iter(cells)) == "top1" and cells["top1"] == "0.9531"
     assert cells["compile time"] == "1 min 15 s" and cells["input wait"] == "20 %"
     assert (
         cells["graphs compiled"] == "2" and cells["recompilations"] == "0" and cells["fall-backs"] == "1; aten::nonzero"
@@ -228,7 +228,10 @@ def test_files_are_replaced_whole_or_not_at_all(start, monkeypatch):
     with pytest.raises(InputError, match="cannot write .*config.json: No space left on device"):
         start()
     monkeypatch.undo()
-    assert start().resumed  # the old config.json is still whole
+    run = start()
+    with open(f"{run.path}/config.json") as file:
+        assert len(json.load(file)["starts"]) == 2  # the failed start had not touched the file
+    assert not [name for name in os.listdir(run.path) if name.endswith(".tmp")]
 
 
 def test_a_closed_run_takes_no_more_lines_and_close_may_be_repeated(start):
@@ -340,7 +343,7 @@ def test_plain_lines_without_a_terminal(start, capsys, monkeypatch):
     run = start(total_steps=500)
     run.log(1, examples=10, input_wait=0.5, loss=2.0, lr=2e-5)
     now[0] = 1.0
-    run.log(120, examples=822, input_wait=0.031, loss=1.23456, lr=0.05)
+    run.log(120, examples=822, input_wait=0.031, lr=0.05, loss=1.23456)
     run.evaluation(120, accuracy=0.5)
     assert capsys.readouterr().out.splitlines()[1:] == [
         "step     1/500  loss 2.0000  lr 2.00e-05  input wait 50 %",
@@ -354,9 +357,11 @@ def test_a_progress_bar_on_a_terminal(start, capsys, monkeypatch):
     run = start(total_steps=10)
     for step in (1, 4):
         run.log(step, examples=step, input_wait=0.1, loss=0.5, lr=0.1, noise=3.0)
+    before = capsys.readouterr().err
     run.message("a message")
-    run.close()
     out, err = capsys.readouterr()
+    assert err.startswith("\r   ") and "4/10" in err  # the bar is cleared for the message, and drawn again
+    err = before
     assert "a message" in out.splitlines() and "step     4/10" not in out
     assert "4/10" in err and "loss=0.5000, lr=0.1000, examples/s=" in err and "wait=10 %" in err and "noise" not in err
 
@@ -423,7 +428,8 @@ def test_a_loss_curve_shows_every_panel(monkeypatch):
         ("evaluation", ("perplexity 9.0000",)),
     }
     loss, rate = made[0].axes[:2]
-    assert rate.get_ylabel() == "learning rate" and made[0].get_suptitle() == "my run"
+    assert rate.get_ylabel() == "learning rate" and list(rate.lines[0].get_ydata()) == [0.1] * 99
+    assert made[0].get_suptitle() == "my run"
     raw, smooth = (line.get_ydata() for line in loss.lines[:2])
     assert list(raw) == [float(n % 2) for n in range(1, 100)] and max(smooth[5:]) < 0.7 and len(smooth) == 99
 
@@ -488,16 +494,40 @@ def test_metrics_without_a_config_are_not_appended_to(start, tmp_path):
     assert len(lines(run)) == 1
 
 
-def test_a_full_disk_names_the_file_and_says_what_is_safe(start):
+class FullDisk:
+    """A metrics.jsonl that takes no more."""
+
+    def __init__(self, file):
+        self.name, self.close = file.name, file.close
+
+    def write(self, data):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_names_the_file_and_says_what_is_safe(start, monkeypatch):
     run = start()
     run.log(7, loss=1.0)
-    run._metrics = open("/dev/full", "wb", buffering=0)
-    with pytest.raises(InputError, match="cannot write /dev/full: No space left on device; all up to step 7 is safe"):
+    run._metrics = FullDisk(run._metrics)
+    monkeypatch.setattr(os, "fsync", run._metrics.write)
+    with pytest.raises(InputError, match="metrics.jsonl: No space left on device; all up to step 7 is safe"):
         run.log(8, loss=1.0)
     run.close()  # must not hide the message by an error of its own
+    monkeypatch.undo()
     run = start()
     run.resume_at(7)
     assert numbers(run) == [{"step": 7, "loss": 1.0}]
+
+
+def test_a_full_disk_under_tensorboard_does_not_keep_the_run_from_closing(start, monkeypatch):
+    run = start()
+    run.log(7, loss=1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(run._tensorboard, "add_scalar", lambda *_: FullDisk(run._metrics).write(b""))
+        patch.setattr(run._tensorboard, "close", lambda: FullDisk(run._metrics).write(b""))
+        with pytest.raises(InputError, match="No space left on device"):
+            run.log(8, loss=1.0)
+        run.close()
+    assert start().resumed  # the lock is free again
 
 
 def test_a_partly_written_line_is_completed_or_an_error(start):
@@ -559,6 +589,8 @@ def test_a_remote_run_is_uploaded_whole_and_resumed_from_there(start, memory, mo
     assert memory.cat_file("/bucket/runs/net/metrics.jsonl").count(b"\n") == 2
     run.upload()
     assert memory.cat_file("/bucket/runs/net/metrics.jsonl").count(b"\n") == 3
+    (events,) = memory.glob("/bucket/runs/net/tb/events*")
+    assert memory.cat_file(events).count(b"loss") == 2
     run.close()
     assert not os.path.exists(run._folder)
     local = run._folder
@@ -614,8 +646,9 @@ def test_a_file_url_is_a_local_root(start, tmp_path):
 # ---- XLA -------------------------------------------------------------------------------------------------------------
 
 
-def test_xla_values_are_read_by_a_step_closure_in_one_transfer(start):
+def test_xla_values_are_read_by_a_step_closure_in_one_transfer(start, monkeypatch):
     import torch_xla
+    import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as met
 
     def transfers():
@@ -639,8 +672,15 @@ def test_xla_values_are_read_by_a_step_closure_in_one_transfer(start):
     run.evaluation(3, accuracy=0.5)  # flushes what is pending, and compiles nothing for it
     assert [line["step"] for line in numbers(run)] == [1, 2, 3, 3]
     run.log(4, loss=loss)
+    waited = []
+    with monkeypatch.context() as patch:
+        patch.setattr(xm, "wait_device_ops", lambda: waited.append(len(numbers(run))))
+        with run.pause():
+            pass
+    assert waited == [5]  # line 4 was read, and the device has finished, before the pause begins
+    run.log(5, loss=loss)
     run.close()
-    assert numbers(run)[-1] == {"step": 4, "loss": third}
+    assert numbers(run)[-1] == {"step": 5, "loss": third}
     assert met.counter_value("UncachedCompile") == compiled
 
 

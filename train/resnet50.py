@@ -203,7 +203,9 @@ def evaluate(step, model, normalize, dataset, config: Config, mesh) -> dict[str,
     totals = {name: math.fsum(values[i :: len(names)]) for i, name in enumerate(names)}
     if not totals["count"]:
         raise InputError(f"no image of the evaluation split of {config.data} can be decoded")
-    return {name: totals[name] / totals["count"] for name in ("top1", "top5", "loss")} | {"images": totals["count"]}
+    if totals["count"] < len(dataset) and mesh.main_process:
+        print(f"evaluated {totals['count']:.0f} of {len(dataset)} images: the others cannot be decoded", flush=True)
+    return {name: totals[name] / totals["count"] for name in ("top1", "top5", "loss")}
 
 
 def main(config: Config) -> dict[str, float]:

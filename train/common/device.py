@@ -159,6 +159,12 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
             group["capturable"] = True
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32).to(mesh.device)
             replicate(group["lr"], mesh)
+            # From its first addcdiv_ on, torch_xla 2.9 traces the views of a tensor in another way (an embedding's step 2
+            # would be another graph): do one that adds 0, now.
+            with torch.no_grad():
+                for parameter in group["params"]:
+                    parameter.addcdiv_(torch.zeros_like(parameter), torch.ones_like(parameter))
+                    replicate(parameter, mesh)
         for parameter, shadow in zip(group["params"], shadows, strict=True):
             state = {}
             for name, value in shadow_optimizer.state[shadow].items():

@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -125,7 +126,20 @@ class Loader:
                     return
             self._put(StopIteration())
         except BaseException as error:  # whatever it is, the training loop must see it
-            self._put(error)
+            # The error must not keep the DataLoader's iterator alive, and with it the worker processes.
+            traceback.clear_frames(error.__traceback__)
+            self._put(self._explained(error))
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """A worker that dies with batches on their way shows as a broken connection only; says what happened."""
+        if isinstance(error, ConnectionError | EOFError):
+            for worker in getattr(self._batches, "_workers", ()):
+                worker.join(timeout=1)
+                if not worker.is_alive():
+                    died = RuntimeError(f"DataLoader worker (pid {worker.pid}) exited unexpectedly: out of memory, or killed")
+                    died.__cause__ = error
+                    return died
+        return error
 
     def _put(self, item: Any) -> None:
         while not self._closed.is_set():
@@ -208,6 +222,7 @@ def parallel_loader(
         batch_sampler=keys,
         num_workers=workers,
         collate_fn=_identity,
+        generator=torch.Generator(),  # it would draw a number from the global one otherwise
         **options,
     )
     return Loader(batches, mesh, local_batch)
@@ -259,16 +274,21 @@ class _Examples:
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> dict[str, Tensor] | InputError:
         try:
-            examples: list[Example] = []
-            for epoch, index in keys:
-                if index == PADDING and examples:
-                    examples.append(examples[0])
-                else:  # a host whose whole share is padding still needs an example of the right shapes
-                    index = max(index, 0)
-                    examples.append(self.dataset.example(index, np.random.default_rng((self.seed, epoch, index))))
+            return self._batch(keys)
         except InputError as error:
             # DataLoader would wrap it into a worker's traceback; the user needs only the sentence.
             return error
+        except StopIteration as error:
+            raise RuntimeError("the data set or collate raised StopIteration, which would end the epoch in silence") from error
+
+    def _batch(self, keys: list[tuple[int, int]]) -> dict[str, Tensor]:
+        examples: list[Example] = []
+        for epoch, index in keys:
+            if index == PADDING and examples:
+                examples.append(examples[0])
+            else:  # a host whose whole share is padding still needs an example of the right shapes
+                index = max(index, 0)
+                examples.append(self.dataset.example(index, np.random.default_rng((self.seed, epoch, index))))
         batch = self.collate(examples)
         if self.masked:
             batch["mask"] = torch.tensor([float(index != PADDING) for _, index in keys])

@@ -125,7 +125,7 @@ class Run:
                 self._folder = tempfile.mkdtemp(prefix=f"{self.name}-")
             else:
                 os.makedirs(self._folder, exist_ok=True)
-                self._lock = open(os.path.join(self._folder, ".lock"), "a+")
+                self._lock = open(os.path.join(self._folder, ".lock"), "a+")  # noqa: SIM115 - held as long as the run
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it, even after kill -9
                 self._lock.truncate(0)
                 self._lock.write(str(os.getpid()))
@@ -367,7 +367,7 @@ class Run:
 
         file = os.path.join(self._folder, "metrics.jsonl")
         try:
-            self._metrics = open(file, "ab" if self.resumed else "xb", buffering=0)
+            self._metrics = open(file, "ab" if self.resumed else "xb", buffering=0)  # noqa: SIM115
             self._tensorboard = SummaryWriter(os.path.join(self._folder, "tb"), purge_step=purge_step)
         except OSError as error:
             raise self._unwritable(file, error) from error
@@ -385,7 +385,7 @@ class Run:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _show(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
-        shown = {key: _number(value) for key, value in values.items()}
+        shown = {key: _number(values[key]) for key in sorted(values, key=lambda key: key != "loss")}
         rate, wait = timing.get("examples_per_second"), timing.get("input_wait")
         wait = None if wait is None else f"{100 * wait:.0f} %"
         if self._main and sys.stderr.isatty():
@@ -498,7 +498,7 @@ def draw_curves(records: list[dict[str, Any]], title: str) -> bytes:
     few = len(values) <= 10
     if not few:
         loss.plot(steps, values, color="tab:blue", alpha=0.4, linewidth=1)
-        widths = [min(i, max(2, len(values) // 50)) for i in range(len(values))]  # narrow where the loss falls fast
+        widths = [min(i, len(values) // 30) for i in range(len(values))]  # narrow where the loss falls fast
         values = [statistics.fmean(values[i - width : i + width + 1]) for i, width in enumerate(widths)]
     if steps:
         loss.plot(steps, values, color="tab:blue", linewidth=2, label="training", **(dots if few else {}))
