@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 
 import fsspec
@@ -573,7 +574,8 @@ def test_the_same_run_in_two_processes_is_refused_until_the_first_is_killed(star
 
 
 @pytest.fixture
-def memory():
+def memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # what a failed upload keeps
     files = fsspec.filesystem("memory")
     files.store.clear()
     yield files

@@ -230,6 +230,7 @@ def main(config: Config) -> dict[str, float]:
         free=FREE,
         total_steps=total,
     )
+    device.same_on_all_hosts(mesh, "whether the run is finished", int(run.finished))
     if run.finished:
         run.print_summary()
         return run.summary["metrics"]
@@ -264,7 +265,7 @@ def main(config: Config) -> dict[str, float]:
             # After the evaluation, so that a run resumed from this checkpoint has its figures.
             if evaluates or stop or step % config.save_every == 0:
                 with run.pause():
-                    run.flush()
+                    run.upload()  # so that what a resumed run keeps is there before its checkpoint is
                     checkpoints.save(step, model, optimizer)
             checkpoints.raise_failure()
             if stop:

@@ -8,6 +8,7 @@ A checkpoint without a COMPLETE that fits is torn: it is skipped with a warning 
 disk the folder is written aside and renamed as well. Nothing is ever unpickled.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -63,7 +64,7 @@ class Checkpointer:
         self.path = path.rstrip("/")
         self.keep, self.main_process = keep, main_process
         self._fs, self._root = fsspec.core.url_to_fs(self.path)
-        self._local = "file" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
+        self._local = _is_local(self._fs)
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
         if main_process and self._local:
@@ -135,10 +136,13 @@ class Checkpointer:
                 self._fs.rm(f"{self._root}/step_{old:08d}/{COMPLETE}")
                 self._fs.rm(f"{self._root}/step_{old:08d}", recursive=True)
         except OSError as error:
-            safe = self.complete_steps()
+            try:
+                safe = self.complete_steps()
+                known = f"the one of step {safe[-1]} is complete and safe" if safe else "there is no complete one yet"
+            except OSError:
+                known = "nor can the folder be listed"
             self._failure = InputError(
-                f"cannot write the checkpoint of step {step} to {self.path}: {error.strerror or error}; "
-                + (f"the one of step {safe[-1]} is complete and safe" if safe else "there is no complete one yet")
+                f"cannot write the checkpoint of step {step} to {self.path}: {error.strerror or error}; {known}"
                 + "; make room or access, and the same command goes on from there"
             )
         except Exception as error:
@@ -207,7 +211,7 @@ class Checkpointer:
         if shapes != found or numbers.keys() != expected_numbers.keys():
             lacking = sorted(shapes.keys() - found.keys() | expected_numbers.keys() - numbers.keys())
             extra = sorted(found.keys() - shapes.keys() | numbers.keys() - expected_numbers.keys())
-            differing = [f"{n} {list(found[n])} instead of {list(shapes[n])}" for n in found if shapes.get(n, found[n]) != found[n]]
+            differing = [f"{n} {list(found[n])} instead of {list(shapes[n])}" for n in sorted(found) if shapes.get(n, found[n]) != found[n]]
             kinds = {"it lacks": lacking, "it has besides": extra, "of another shape:": differing}
             parts = [f"{kind} {names[0]} and {len(names) - 1} more" for kind, names in kinds.items() if names]
             raise InputError(
@@ -226,12 +230,27 @@ class Checkpointer:
 
 
 def save_weights(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes one safetensors file to a path or URL, aside and renamed where the disk is local."""
+    """Writes one safetensors file to a path or URL, aside and renamed where the disk is local.
+
+    Raises:
+        InputError: the disk is full, or there is no access.
+    """
     content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
     fs, root = fsspec.core.url_to_fs(path)
-    fs.makedirs(os.path.dirname(root), exist_ok=True)
-    with fs.transaction, fs.open(root, "wb") as file:
-        file.write(content)
+    # Not fsspec's transaction: it writes to the temporary folder, which may be another disk, and it would hold back what
+    # another thread writes in the meantime.
+    aside = f"{root}.writing" if _is_local(fs) else root
+    try:
+        fs.makedirs(os.path.dirname(root), exist_ok=True)
+        with fs.open(aside, "wb") as file:
+            file.write(content)
+        if aside != root:
+            os.replace(aside, root)
+    except OSError as error:
+        if aside != root:
+            with contextlib.suppress(OSError):
+                os.remove(aside)
+        raise InputError(f"cannot write {path}: {error.strerror or error}; make room or access") from None
 
 
 def load_weights(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -252,6 +271,10 @@ def load_weights(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise InputError(f"{path} is not a safetensors file ({error}); pickled weights are not loaded: convert them") from None
     header_bytes = int.from_bytes(content[:8], "little")
     return tensors, json.loads(content[8 : 8 + header_bytes]).get("__metadata__", {})
+
+
+def _is_local(fs: fsspec.AbstractFileSystem) -> bool:
+    return "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
 
 
 def _fsync(folder: str) -> None:

@@ -14,7 +14,6 @@ import dataclasses
 import datetime
 import fcntl
 import importlib.metadata
-import io
 import itertools
 import json
 import math
@@ -35,6 +34,8 @@ import fsspec
 import torch
 
 from data import InputError
+
+from .curves import draw_curves, format_number
 
 PACKAGES = ("torch", "torch_xla", "torchvision", "libtpu", "numpy", "timm", "datasets", "transformers", "safetensors")
 DRAW_EVERY = 60  # seconds between two drawings of curves.png
@@ -188,7 +189,7 @@ class Run:
             elapsed, training = self._clock()
             values = {f"eval/{key}": float(value) for key, value in metrics.items()}
             self._write_line(step, values, {"elapsed": elapsed, "training": training})
-            words = "  ".join(f"{key} {_number(value)}" for key, value in metrics.items())
+            words = "  ".join(f"{key} {format_number(value)}" for key, value in metrics.items())
             self.message(f"{self._step_text(step)}  evaluation: {words}")
             if time.monotonic() - self._drawn > DRAW_EVERY:
                 self._draw()
@@ -264,12 +265,12 @@ class Run:
     def print_summary(self) -> None:
         """Prints the table of a finished run."""
         summary, report = self.summary, dict(self.summary["report"])
-        rows = {key.replace("_", " "): _number(value) for key, value in summary["metrics"].items()}
+        rows = {key.replace("_", " "): format_number(value) for key, value in summary["metrics"].items()}
         rows["training time"] = _duration(summary["training_seconds"])
         if "compile_seconds" in report:
             rows["compile time"] = _duration(report.pop("compile_seconds"))
         if summary["examples_per_second"] is not None:
-            rows["examples/s"] = _number(summary["examples_per_second"])
+            rows["examples/s"] = format_number(summary["examples_per_second"])
         wait = report.pop("input_wait", summary["input_wait"])
         if wait is not None:
             rows["input wait"] = f"{100 * wait:.0f} %"
@@ -385,7 +386,7 @@ class Run:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _show(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
-        shown = {key: _number(values[key]) for key in sorted(values, key=lambda key: key != "loss")}
+        shown = {key: format_number(values[key]) for key in sorted(values, key=lambda key: key != "loss")}
         rate, wait = timing.get("examples_per_second"), timing.get("input_wait")
         wait = None if wait is None else f"{100 * wait:.0f} %"
         if self._main and sys.stderr.isatty():
@@ -395,13 +396,13 @@ class Run:
                 form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
                 self._bar = tqdm(total=self.total_steps, initial=step, bar_format=form, dynamic_ncols=True)
             shown = {key: shown[key] for key in ("loss", "lr") if key in shown}
-            shown |= {} if rate is None else {"examples/s": _number(rate)}
+            shown |= {} if rate is None else {"examples/s": format_number(rate)}
             self._bar.set_postfix(shown | ({} if wait is None else {"wait": wait}), refresh=False)
             self._bar.n = step
             self._bar.refresh()
         else:
             words = [f"{key} {value}" for key, value in shown.items()]
-            words += [] if rate is None else [f"{_number(rate)} examples/s"]
+            words += [] if rate is None else [f"{format_number(rate)} examples/s"]
             words += [] if wait is None else [f"input wait {wait}"]
             self.message("  ".join([self._step_text(step), *words]))
 
@@ -466,71 +467,6 @@ class Run:
         return InputError(f"cannot write {target}: {error.strerror or error}; {advice}")
 
 
-def draw_curves(records: list[dict[str, Any]], title: str) -> bytes:
-    """A PNG of 1000 x 460 pixels from the lines of metrics.jsonl: loss, learning rate, evaluation metrics."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    def points(key: str) -> tuple[list[int], list[float]]:
-        pairs = [(record["step"], record[key]) for record in records if record.get(key) is not None]
-        return [step for step, _ in pairs], [value for _, value in pairs]
-
-    keys = list(
-        dict.fromkeys(key for record in records for key in record if points(key)[0] and key.startswith("eval/"))
-    )
-    keys = [key for key in keys if key != "eval/loss"]
-    size = {key: max(map(abs, points(key)[1])) for key in keys}
-    # Accuracy and F1 share a panel; accuracy and perplexity do not.
-    near = [key for key in keys if 0.1 * size[keys[0]] <= size[key] <= 10 * size[keys[0]]]
-    groups = [group for group in (near, [key for key in keys if key not in near]) if group]
-
-    figure = Figure(figsize=(10, 4.6), dpi=100, layout="constrained")
-    columns = figure.add_gridspec(1, 2 if groups else 1, wspace=0.06)
-    heights = [3, 1] if points("lr")[0] else [1]
-    left = columns[0].subgridspec(len(heights), 1, height_ratios=heights)
-    right = columns[-1].subgridspec(max(len(groups), 1), 1)
-    loss = figure.add_subplot(left[0], ylabel="loss")
-    rates = [figure.add_subplot(left[1], ylabel="learning rate", sharex=loss)] if points("lr")[0] else []
-    panels = [figure.add_subplot(right[row], ylabel="evaluation", sharex=loss) for row in range(len(groups))]
-
-    dots = {"marker": "o", "markersize": 4}
-    steps, values = points("loss")
-    few = len(values) <= 10
-    if not few:
-        loss.plot(steps, values, color="tab:blue", alpha=0.4, linewidth=1)
-        widths = [min(i, len(values) // 30) for i in range(len(values))]  # narrow where the loss falls fast
-        values = [statistics.fmean(values[i - width : i + width + 1]) for i, width in enumerate(widths)]
-    if steps:
-        loss.plot(steps, values, color="tab:blue", linewidth=2, label="training", **(dots if few else {}))
-    if points("eval/loss")[0]:
-        loss.plot(*points("eval/loss"), color="tab:orange", label="evaluation", **dots)
-    for rate in rates:
-        rate.plot(*points("lr"), color="tab:gray", **(dots if few else {}))
-        rate.ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=True)
-        rate.set_ylim(bottom=0)
-    colors = itertools.cycle(["tab:orange", "tab:green", "tab:purple", "tab:red", "tab:brown", "tab:cyan"])
-    for panel, group in zip(panels, groups, strict=True):
-        for key in group:
-            label = f"{key.removeprefix('eval/').replace('_', ' ')} {_number(points(key)[1][-1])}"
-            panel.plot(*points(key), color=next(colors), linewidth=2, label=label, **dots)
-            if len(points(key)[0]) == 1:  # one value fills no axis: show it against zero
-                panel.set_ylim(bottom=0)
-    loss.xaxis.get_major_locator().set_params(integer=True)
-    for panel in [loss, *panels]:
-        if panel.lines:
-            panel.legend(frameon=False)
-    for column in ([loss, *rates], panels):
-        for panel in column:
-            panel.grid(alpha=0.25)
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.tick_params(labelbottom=panel is column[-1])
-            panel.set_xlabel("step" if panel is column[-1] else "")
-    figure.suptitle(title, fontsize=12, fontweight="bold")
-    image = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(image)
-    return image.getvalue()
-
-
 def _is_xla(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "xla"
 
@@ -542,14 +478,6 @@ def _finite(value: float) -> float | None:
 
 def _json(content: Any, indent: int | None = None) -> bytes:
     return json.dumps(content, indent=indent, allow_nan=False, default=str).encode()
-
-
-def _number(value: float | None) -> str:
-    if value is None or isinstance(value, int):
-        return str(value)
-    if value == 0 or 1e-3 <= abs(value) < 100:
-        return f"{value:.4f}"
-    return f"{value:.0f}" if 100 <= abs(value) < 1e7 else f"{value:.2e}"
 
 
 def _duration(seconds: float) -> str:
