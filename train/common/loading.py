@@ -6,7 +6,6 @@ torch_xla's own MpDeviceLoader is not used: it ends an epoch early, without a wo
 `input_sharding` silently replicates every tensor whose rank is not the one of the spec (torch_xla 2.9.0).
 """
 
-import importlib.util
 import multiprocessing
 import os
 import queue
@@ -309,9 +308,8 @@ def _worker_context(dataset: Dataset) -> multiprocessing.context.BaseContext:
     """Workers are forked from a clean server process that has imported what they need, never from this one: its XLA
     client has threads, and a fork that copies a lock held by one of them hangs."""
     context = multiprocessing.get_context("forkserver")
-    main = sys.modules["__main__"]
-    modules = [__name__, type(dataset).__module__]
-    if getattr(main, "__spec__", None) is not None:  # python -m train.…: each worker imports it again
-        modules.append(main.__spec__.name)
-    context.set_forkserver_preload([name for name in modules if name != "__main__" and importlib.util.find_spec(name)])
+    packages = {__name__.split(".")[0], type(dataset).__module__.split(".")[0]}
+    # Each worker runs the imports of the main script; what the server has loaded costs it nothing.
+    loaded = [name for name in sys.modules if name.split(".")[0] in packages - {"__main__"}]
+    context.set_forkserver_preload(loaded)
     return context
