@@ -6,8 +6,8 @@
     torch.compile    torchvision's model with torch.compile (inductor), the same train_step
 
     how              float32, one batch of synthetic images, the same initial weights, batch-norm statistics of the
-                     whole batch, all cores for each. Time: one process, blocks of steps in rotating order, ratios within a
-                     round. First step (with compilation, nothing cached) and peak memory: a process for each
+                     whole batch, all cores for each. Time: one process, blocks of steps in rotating order, ratios
+                     within a round. First step (with compilation, nothing cached), peak memory: a process for each
     run              python -m bench.step_time
                      python -m bench.step_time --model resnet50 --image-size 64 --batch-size 16 --block 2
 

@@ -116,7 +116,7 @@ class PointwiseConv2d(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 to `channels`, 3x3 (with the stride: v1.5), 1x1 to 4 * `channels`, and a shortcut (He et al. 2015, fig. 5)."""
+    """1x1 to `channels`, 3x3 (with the stride: v1.5), 1x1 to 4 * `channels`, and a shortcut (He et al., fig. 5)."""
 
     expansion = 4
 

@@ -4,8 +4,8 @@
                               state.json          the step, and what of the optimizer is not a tensor
                               COMPLETE            size and CRC-32 of both, written last
 
-A checkpoint without a COMPLETE that fits is torn: it is skipped with a warning and the one before it is used. On a local
-disk the folder is written aside and renamed as well. Nothing is ever unpickled.
+A checkpoint without a COMPLETE that fits is torn: it is skipped with a warning and the one before it is used. On a
+local disk the folder is written aside and renamed as well. Nothing is ever unpickled.
 """
 
 import contextlib
@@ -35,10 +35,13 @@ def to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies tensors to the host, those on the XLA device in one transfer; waits for the steps that make them."""
     on_device = [name for name, tensor in tensors.items() if tensor.device.type == "xla"]
     copies = torch_xla._XLAC._xla_get_cpu_tensors([tensors[name].detach() for name in on_device])
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()} | dict(zip(on_device, copies, strict=True))
+    host = {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor.device.type != "xla"}
+    return host | dict(zip(on_device, copies, strict=True))
 
 
-def named_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def named_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Every tensor that a step changes, by name ("model.…", "optimizer.<parameter>.<state>"), and the optimizer's
     numbers that are no tensors. Parameters are taken as they are held, not as a `state_dict` hook would show them."""
     tensors = {f"model.{name}": tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
@@ -201,7 +204,11 @@ class Checkpointer:
             return files
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             reason = "it was never finished" if isinstance(error, FileNotFoundError) else str(error)
-            print(f"warning: skipping the torn checkpoint {self.path}/step_{step:08d}: {reason}", file=sys.stderr, flush=True)
+            print(
+                f"warning: skipping the torn checkpoint {self.path}/step_{step:08d}: {reason}",
+                file=sys.stderr,
+                flush=True,
+            )
             return None
 
     def _load(self, step, loaded, numbers, model, optimizer, mesh) -> None:
@@ -211,7 +218,11 @@ class Checkpointer:
         if shapes != found or numbers.keys() != expected_numbers.keys():
             lacking = sorted(shapes.keys() - found.keys() | expected_numbers.keys() - numbers.keys())
             extra = sorted(found.keys() - shapes.keys() | numbers.keys() - expected_numbers.keys())
-            differing = [f"{n} {list(found[n])} instead of {list(shapes[n])}" for n in sorted(found) if shapes.get(n, found[n]) != found[n]]
+            differing = [
+                f"{n} {list(found[n])} instead of {list(shapes[n])}"
+                for n in sorted(found)
+                if shapes.get(n, found[n]) != found[n]
+            ]
             kinds = {"it lacks": lacking, "it has besides": extra, "of another shape:": differing}
             parts = [f"{kind} {names[0]} and {len(names) - 1} more" for kind, names in kinds.items() if names]
             raise InputError(
@@ -237,8 +248,8 @@ def save_weights(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]
     """
     content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
     fs, root = fsspec.core.url_to_fs(path)
-    # Not fsspec's transaction: it writes to the temporary folder, which may be another disk, and it would hold back what
-    # another thread writes in the meantime.
+    # Not fsspec's transaction: it writes to the temporary folder, which may be another disk, and it would hold back
+    # what another thread writes in the meantime.
     aside = f"{root}.writing" if _is_local(fs) else root
     try:
         fs.makedirs(os.path.dirname(root), exist_ok=True)
@@ -268,7 +279,9 @@ def load_weights(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     except OSError as error:
         raise InputError(f"cannot read the weights file {path}: {error.strerror or error}") from None
     except safetensors.SafetensorError as error:
-        raise InputError(f"{path} is not a safetensors file ({error}); pickled weights are not loaded: convert them") from None
+        raise InputError(
+            f"{path} is not a safetensors file ({error}); pickled weights are not loaded: convert them"
+        ) from None
     header_bytes = int.from_bytes(content[:8], "little")
     return tensors, json.loads(content[8 : 8 + header_bytes]).get("__metadata__", {})
 

@@ -1,15 +1,15 @@
 """XLA devices: set-up, mesh, precision, moving a model, the compiled step and its contract.
 
-One program serves one core and a pod (SPMD): `setup` makes a 1-D mesh named "data" over all devices; batches are sharded
-on it, parameters are replicated, and XLA inserts the gradient all-reduce. This package is the only place that imports
-torch_xla.
+One program serves one core and a pod (SPMD): `setup` makes a 1-D mesh named "data" over all devices; batches are
+sharded on it, parameters are replicated, and XLA inserts the gradient all-reduce. This package is the only place that
+imports torch_xla.
 """
 
 import contextlib
 import math
 import os
-import signal
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,7 +129,8 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     """Creates the state that `optimizer.step()` would create in step 1 (momentum, moments), as zeros on the device.
 
     Without it step 2 has more inputs than step 1, and XLA compiles the whole train step twice. The state's names and
-    shapes come from one step of the same optimizer on zeros on the CPU; any optimizer whose fresh state is zero will do.
+    shapes come from one step of the same optimizer on zeros on the CPU; any optimizer whose fresh state is zero will
+    do.
 
     Adam and AdamW become `capturable`, with the learning rate as a tensor on the device. As Python floats, their bias
     corrections and lr * weight_decay round to the constants 0.0 and 1.0 in the middle of a run (with beta2 = 0.98 after
@@ -140,7 +141,9 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     """
     for group in optimizer.param_groups:
         if group.get("momentum") and group.get("dampening"):
-            raise RuntimeError("dampening does not apply to the first step, so momentum cannot start at zero: use dampening=0")
+            raise RuntimeError(
+                "dampening does not apply to the first step, so momentum cannot start at zero: use dampening=0"
+            )
         shadows = [nn.Parameter(torch.zeros(p.shape, dtype=p.dtype)) for p in group["params"]]
         for shadow in shadows:
             shadow.grad = torch.zeros_like(shadow)
@@ -152,15 +155,15 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         shadow_optimizer.step()
         if "step" in shadow_optimizer.param_groups[0] and group.get("bias_correction", True):
             raise RuntimeError(
-                f"{type(optimizer).__name__} corrects bias by a Python count of steps, which compiles the step again and is in no "
-                "checkpoint: use bias_correction=False"
+                f"{type(optimizer).__name__} corrects bias by a Python count of steps, which compiles the step again "
+                "and is in no checkpoint: use bias_correction=False"
             )
         if isinstance(optimizer, torch.optim.Adam):  # and AdamW
             group["capturable"] = True
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32).to(mesh.device)
             replicate(group["lr"], mesh)
-            # From its first addcdiv_ on, torch_xla 2.9 traces the views of a tensor in another way (an embedding's step 2
-            # would be another graph): do one that adds 0, now.
+            # From its first addcdiv_ on, torch_xla 2.9 traces the views of a tensor in another way (an embedding's step
+            # 2 would be another graph): do one that adds 0, now.
             with torch.no_grad():
                 for parameter in group["params"]:
                     parameter.addcdiv_(torch.zeros_like(parameter), torch.ones_like(parameter))
@@ -172,9 +175,11 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
                     state[name] = 0 if name == "step" else value
                     continue
                 if name != "step" and value.any():
-                    raise RuntimeError(f"{type(optimizer).__name__} starts its state {name!r} at {value.flatten()[0]}, not 0")
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} starts its state {name!r} at {value.flatten()[0]}, not 0"
+                    )
                 # torch keeps the step counter on the CPU, unless the optimizer is capturable.
-                on_device = value.shape == shadow.shape and name != "step" or group.get("capturable", False)
+                on_device = (value.shape == shadow.shape and name != "step") or group.get("capturable", False)
                 state[name] = torch.zeros_like(value).to(mesh.device if on_device else "cpu")
                 if on_device:
                     replicate(state[name], mesh)
@@ -227,7 +232,9 @@ def same_on_all_hosts(mesh: Mesh, name: str, value: int) -> None:
     on_device = xm.send_cpu_data_to_device(local, mesh.device, sharding)[0]
     low, high = (int(value) for value in fetch([on_device.min(), on_device.max()]))
     if low != high:
-        raise InputError(f"the hosts disagree about {name}: from {low} to {high}; they must see the same files (use gs://)")
+        raise InputError(
+            f"the hosts disagree about {name}: from {low} to {high}; they must see the same files (use gs://)"
+        )
 
 
 # ---- the compiled step -----------------------------------------------------------------------------------------------
@@ -341,8 +348,8 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
         if error is not None:
             if "Unexpected execution" in str(error):
                 raise GraphError(
-                    f"{name} reads a device value before its end (.item(), float(), print, or `if` on a tensor), in the line "
-                    "of the step that the traceback above ends with; keep the value a tensor, or return it"
+                    f"{name} reads a device value before its end (.item(), float(), print, or `if` on a tensor), in the "
+                    "line of the step that the traceback above ends with; keep the value a tensor, or return it"
                 ) from error
             raise error
         torch_xla.sync()
@@ -351,12 +358,17 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
         if new_graphs:
             _report.compile_seconds += time.perf_counter() - started
         if shapes in seen and new_graphs:
-            changed = [f"{key} from {seen[shapes][key]} to {value}" for key, value in inputs.items() if seen[shapes][key] != value]
+            changed = [
+                f"{key} from {seen[shapes][key]} to {value}"
+                for key, value in inputs.items()
+                if seen[shapes][key] != value
+            ]
             cause = (
                 f"the Python number {', '.join(changed)} changed (give a tensor on the device)"
                 if changed
                 else "a Python value or branch inside it changed, or the step itself created state in its first call "
-                "(device.init_optimizer_state creates the optimizer's beforehand) or left gradients alive (zero_grad)"
+                "(device.init_optimizer_state creates the optimizer's beforehand) or left gradients alive (zero_grad), "
+                "or an input was not uploaded by the loader"
             )
             problem(_report.recompilations, f"{name} was compiled again for known input shapes: {cause}")
         seen.setdefault(shapes, inputs)
@@ -390,7 +402,9 @@ def _describe(args: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _difference(inputs: dict[str, Any], seen: dict[tuple, dict[str, Any]]) -> str:
     """The input that no known call had, and what the most similar call had in its place."""
     known = max(seen.values(), key=lambda other: sum(other.get(k) == v for k, v in inputs.items()))
-    changes = [f"{key} is {value}, compiled for {known.get(key)}" for key, value in inputs.items() if known.get(key) != value]
+    changes = [
+        f"{key} is {value}, compiled for {known.get(key)}" for key, value in inputs.items() if known.get(key) != value
+    ]
     return "; ".join(changes[:3]) or "an input is missing: " + ", ".join(sorted(set(known) - set(inputs)))
 
 
