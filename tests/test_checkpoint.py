@@ -400,7 +400,7 @@ def test_a_checkpoint_of_another_model_is_refused(place, mesh):
     assert "model.embedding.weight [12, 6] instead of [13, 6] and 5 more" in message and "\n" not in message
     assert equal(snapshot(other, made), before), "half of it was loaded"
 
-    with pytest.raises(InputError, match=r"norm\.|small"):
+    with pytest.raises(InputError, match=r"it lacks model\.bias and 3 more; it has besides model\.embedding\.weight"):
         checkpoints.restore(*on_cpu(), None)
 
 
@@ -587,7 +587,7 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_to_restore(tmp_path, capsys):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train.common.loading", "train.common.checkpoint"])
     half_written = 0
-    for _ in range(8):
+    for kills in range(1, 9):
         writer = context.Process(target=save_without_end, args=(place,))
         writer.start()
         deadline = time.monotonic() + 60
@@ -601,9 +601,9 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_to_restore(tmp_path, capsys):
         step, value = restored(place)
         assert step == value > last, "steps that were complete are lost"
         last = step
-        # A deletion may have been interrupted; nothing else is ever torn.
+        # Nothing is ever torn but by an interrupted deletion, and each kill can leave one checkpoint too many.
         kept = Checkpointer(place).complete_steps()
-        assert len(kept) in (1, 2, 3) and kept[-1] == step
+        assert 1 <= len(kept) <= 2 + kills and kept[-1] == step
     assert half_written, "no kill came in the middle of a write: this test has shown nothing"
 
 

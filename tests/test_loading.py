@@ -502,3 +502,14 @@ def test_stack_keeps_types_and_adds_the_batch():
         "image": (torch.uint8, (2, 3, 2, 2)),
     }
     assert stacked["label"].tolist() == [0, 1]
+
+
+def test_an_upload_is_a_copy_so_that_workers_may_use_their_memory_again(mesh):
+    host = torch.arange(8 * 3 * 64 * 64, dtype=torch.float32).view(8, 3, 64, 64)
+    expected = host.clone()
+    with parallel_loader(Numbers(8), 8, mesh, train=False) as loader:
+        for _ in range(5):
+            uploaded = loader._upload({"image": host})["image"]
+            host.fill_(-1)
+            assert torch.equal(uploaded.cpu(), expected)
+            host.copy_(expected)

@@ -348,7 +348,7 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
         if error is not None:
             if "Unexpected execution" in str(error):
                 raise GraphError(
-                    f"{name} reads a device value before its end (.item(), float(), print, or `if` on a tensor), in the "
+                    f"{name} reads a device value before its end (.item(), float(), print, `if` on a tensor), in the "
                     "line of the step that the traceback above ends with; keep the value a tensor, or return it"
                 ) from error
             raise error
