@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -88,10 +89,11 @@ def test_lint():
 
 
 def test_every_make_command_of_the_readme_is_one():
-    commands = re.findall(r"^ *`?(make [^`#\n]*|python -m [^`#\n]*)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"(?:^    |`)(?:\w+=\w+ )*(make [^`#\n]+|python -m [^`#\n]+)", readme, re.MULTILINE)
     assert len(commands) >= 5
     for command in commands:
-        program, *arguments = command.split()
+        program, *arguments = shlex.split(command)
         if program == "make":
             result = make("-n", *arguments)
             assert result.returncode == 0, (command, result.stderr)
