@@ -591,7 +591,7 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_to_restore(tmp_path, capsys):
         writer = context.Process(target=save_without_end, args=(place,))
         writer.start()
         deadline = time.monotonic() + 60
-        while not any(step > last for step in Checkpointer(place, main_process=False).complete_steps()):
+        while not any(int(path.parent.name[5:]) > last for path in Path(place).glob("step_*/COMPLETE")):
             assert time.monotonic() < deadline and writer.is_alive()
             time.sleep(0.005)
         time.sleep(moments.uniform(0, 0.03))

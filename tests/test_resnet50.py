@@ -71,6 +71,11 @@ def test_it_learns(trained):
     assert metrics["loss"] < 0.6  # chance is 2.3
 
 
+@pytest.mark.slow
+def test_it_learns_in_bfloat16(tmp_path):
+    assert resnet50.main(replace(LEARNS, precision="bfloat16", runs=str(tmp_path)))["top1"] > 0.9
+
+
 def test_without_a_learning_rate_it_does_not(tmp_path):
     metrics = resnet50.main(replace(LEARNS, lr=0.0, epochs=2, runs=str(tmp_path)))
     assert metrics["top1"] < 0.3
