@@ -16,9 +16,9 @@ RUN := $(VENV)/bin/python
 .PHONY: help install train test test-all bench lint clean check-model check-bench
 
 help:
-	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, 2 minutes on a CPU'
+	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
 	@echo 'make train MODEL=resnet50 DATA=/data/images  the published recipe on real data (on a TPU VM: on its chips)'
-	@echo 'make test                                    all tests, about 20 minutes on two CPU cores'
+	@echo 'make test                                    all tests, about 8 minutes on two CPU cores'
 	@echo 'make test-all                                and the slow ones'
 	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
 	@echo 'make lint                                    ruff'
