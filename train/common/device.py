@@ -161,7 +161,6 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         if isinstance(optimizer, torch.optim.Adam):  # and AdamW
             group["capturable"] = True
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32).to(mesh.device)
-            replicate(group["lr"], mesh)
             # From its first addcdiv_ on, torch_xla 2.9 traces the views of a tensor in another way (an embedding's step
             # 2 would be another graph): do one that adds 0, now.
             with torch.no_grad():
@@ -200,9 +199,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         number = 1e-30 if lr == 0.0 else math.nextafter(1.0, 0.0)
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            sharding = torch_xla._XLAC._get_xla_op_sharding(group["lr"])
             group["lr"] = torch.tensor(lr, dtype=torch.float32).to(group["lr"].device)
-            torch_xla._XLAC._xla_mark_sharding(group["lr"], sharding)
         else:
             group["lr"] = number
 
