@@ -154,7 +154,7 @@ def test_batches_on_the_device_do_not_change_any_more(mesh, workers):
         batches = list(loader)
     expected = list(loading._TrainingKeys(200, 8, 25, 0, 0, 25, slice(0, 8)))
     for batch, keys in zip(batches, expected, strict=True):
-        indices = [index for _, index in keys]
+        indices = keys[1].tolist()
         assert batch["index"].cpu().tolist() == indices
         assert torch.equal(
             batch["image"].cpu(), torch.tensor(indices, dtype=torch.int32)[:, None, None, None].expand(8, 3, 128, 128)
@@ -200,24 +200,91 @@ def test_evaluation_has_every_example_once(mesh, size, workers):
     assert all(batch["index"].shape == (8,) for batch in batches)  # one graph
 
 
+def pairs(keys) -> list[list[tuple[int, int]]]:
+    """Each batch of one host's keys as (epoch, index) pairs."""
+    return [[(epoch, index) for index in indices.tolist()] for epoch, indices in keys]
+
+
 @pytest.mark.parametrize("size", [3, 8, 27, 32])
 def test_hosts_share_an_evaluation(size):
-    keys = [list(loading._EvaluationKeys(size, 8, slice(2 * host, 2 * host + 2))) for host in range(4)]
+    keys = [pairs(loading._EvaluationKeys(size, 8, slice(2 * host, 2 * host + 2))) for host in range(4)]
     assert len({len(of_host) for of_host in keys}) == 1, "hosts with unequal steps wait for each other forever"
     together = [list(itertools.chain.from_iterable(of_host[step] for of_host in keys)) for step in range(len(keys[0]))]
     alone = loading._EvaluationKeys(size, 8, slice(0, 8))
-    assert together == list(alone) and len(together) == len(alone)
+    assert together == pairs(alone) and len(together) == len(alone)
     real = [index for batch in together for _, index in batch if index != PADDING]
     assert real == list(range(size))
 
 
-def test_hosts_share_the_training_batch():
+@pytest.mark.parametrize("shuffle", ["examples", "batches"])
+def test_hosts_share_the_training_batch(shuffle):
     arguments = (27, 8, 3, 0, 2, 11)
-    keys = [list(loading._TrainingKeys(*arguments, slice(2 * host, 2 * host + 2))) for host in range(4)]
-    alone = loading._TrainingKeys(*arguments, slice(0, 8))
+    keys = [pairs(loading._TrainingKeys(*arguments, slice(2 * host, 2 * host + 2), shuffle)) for host in range(4)]
+    alone = loading._TrainingKeys(*arguments, slice(0, 8), shuffle)
     assert len(alone) == 9
-    assert [list(itertools.chain.from_iterable(of_host[step] for of_host in keys)) for step in range(9)] == list(alone)
+    assert [list(itertools.chain.from_iterable(of_host[step] for of_host in keys)) for step in range(9)] == pairs(alone)
     assert all(len(of_host) == 9 for of_host in keys)
+
+
+# ---- data sets that are read in batches ------------------------------------------------------------------------------
+
+
+class Rows:
+    """Rows of a table, read together."""
+
+    def __init__(self, size: int):
+        self.table = np.arange(3 * size, dtype=np.float32).reshape(size, 3)
+
+    def __len__(self):
+        return len(self.table)
+
+    def batch(self, indices):
+        return {"row": self.table[indices], "index": np.asarray(indices)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_set_with_batch_has_the_order_of_one_with_example(mesh, uninterrupted, workers):
+    with parallel_loader(Rows(27), 8, mesh, train=True, seed=3, stop=10, workers=workers) as loader:
+        batches = [{key: value.cpu() for key, value in batch.items()} for batch in loader]
+    assert [b["index"].tolist() for b in batches] == [b["index"].tolist() for b in uninterrupted]
+    assert all(torch.equal(b["row"], torch.stack([3.0 * b["index"] + i for i in range(3)], 1)) for b in batches)
+
+
+def test_an_evaluation_by_batches_has_every_example_once(mesh):
+    with parallel_loader(Rows(11), 8, mesh, train=False) as loader:
+        batches = [{key: value.cpu() for key, value in batch.items()} for batch in loader]
+    indices, mask = (torch.cat([batch[key] for batch in batches]) for key in ("index", "mask"))
+    assert mask.tolist() == [1.0] * 11 + [0.0] * 5 and indices[mask > 0].tolist() == list(range(11))
+
+
+def test_shuffled_batches_keep_their_rows_together_and_epochs_differ(mesh):
+    def epochs(seed, start=0):
+        options = {"train": True, "seed": seed, "start": start, "stop": 6, "shuffle": "batches"}
+        with parallel_loader(Rows(27), 8, mesh, **options) as loader:
+            return [batch["index"].cpu().tolist() for batch in loader]
+
+    batches = epochs(1)
+    assert all(batch == list(range(batch[0], batch[0] + 8)) and batch[0] % 8 == 0 for batch in batches)
+    assert sorted(batch[0] for batch in batches[:3]) == sorted(batch[0] for batch in batches[3:]) == [0, 8, 16]
+    assert len({tuple(batch[0] for batch in epochs(seed)) for seed in range(4)}) > 1
+    assert epochs(1, start=4) == batches[4:]
+
+
+def checked(batch):
+    if (batch["row"] > 60).any():
+        raise InputError("row 20 is too large")
+    return loading.as_tensors(batch)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_collate_of_a_batched_data_set_gets_its_arrays(mesh, workers):
+    with parallel_loader(Rows(16), 8, mesh, train=False, collate=checked, workers=workers) as loader:
+        assert len(list(loader)) == 2
+    with (
+        parallel_loader(Rows(27), 8, mesh, train=False, collate=checked, workers=workers) as loader,
+        pytest.raises(InputError, match="row 20"),
+    ):
+        list(loader)
 
 
 @pytest.mark.parametrize("train", [True, False])

@@ -6,14 +6,24 @@
 
 A checkpoint without a COMPLETE that fits is torn: it is skipped with a warning and the one before it is used. On a
 local disk the folder is written aside and renamed as well. Nothing is ever unpickled.
+
+Sharded embedding tables are in no host's memory as a whole: each host writes what its devices hold,
+
+                              tables-00000.safetensors   the pieces of host 0, see ShardedEmbeddingBags.pieces
+                              tables-00000.json          its size, and the CRC-32 of each piece; written after it
+
+and the main process waits for all hosts' before it writes COMPLETE, which then has their number. Any number of devices,
+under any plan, reads them back. On a pod the folder must be one that all hosts see.
 """
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
 import threading
+import time
 import zlib
 from typing import Any
 
@@ -27,8 +37,10 @@ from torch import Tensor, nn
 from data import InputError
 
 from .device import replicate
+from .embedding import ShardedEmbeddingBags
 
 STATE, NUMBERS, COMPLETE = "state.safetensors", "state.json", "COMPLETE"
+HOSTS_SECONDS = 1800  # that the main process waits for the other hosts' tables
 
 
 def to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -61,11 +73,12 @@ class Checkpointer:
         path: folder or fsspec URL; made when needed.
         keep: how many complete checkpoints stay.
         main_process: False on the hosts of a pod that only read.
+        tables: sharded embeddings that belong to the state; every host writes its part of them.
     """
 
-    def __init__(self, path: str, keep: int = 3, main_process: bool = True):
+    def __init__(self, path: str, keep: int = 3, main_process: bool = True, tables: ShardedEmbeddingBags | None = None):
         self.path = path.rstrip("/")
-        self.keep, self.main_process = keep, main_process
+        self.keep, self.main_process, self.tables = keep, main_process, tables
         self._fs, self._root = fsspec.core.url_to_fs(self.path)
         self._local = _is_local(self._fs)
         self._writer: threading.Thread | None = None
@@ -92,11 +105,12 @@ class Checkpointer:
         Raises:
             InputError: the save before this one failed (disk full, no permission), with the checkpoint that is safe.
         """
-        if not self.main_process:
+        if not self.main_process and self.tables is None:
             return
         self.wait()
-        tensors, numbers = named_state(model, optimizer)
-        arguments = (step, to_host(tensors), numbers)
+        tensors, numbers = named_state(model, optimizer) if self.main_process else ({}, {})
+        pieces = self.tables.pieces() if self.tables is not None else {}
+        arguments = (step, to_host(tensors), numbers, pieces)
         self._writer = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=False)
         self._writer.start()
 
@@ -113,13 +127,18 @@ class Checkpointer:
             failure, self._failure = self._failure, None
             raise failure
 
-    def _write(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    def _write(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any], pieces: dict[str, Tensor]) -> None:
         name = f"step_{step:08d}"
         target = f"{self._root}/{name}"
         # Only a local rename is atomic; elsewhere the marker alone, written last, makes a checkpoint one.
         folder = f"{self._root}/.writing-{name}" if self._local else target
         try:
             self._fs.makedirs(folder, exist_ok=True)
+            if self.tables is not None:
+                self._write_tables(folder, pieces)
+                if not self.main_process:
+                    return
+                self._await_tables(folder)
             files = {
                 STATE: safetensors.torch.save({k: v.contiguous() for k, v in tensors.items()}),
                 NUMBERS: json.dumps({"step": step, "numbers": numbers}).encode(),
@@ -127,6 +146,7 @@ class Checkpointer:
             for file, content in files.items():
                 self._write_file(f"{folder}/{file}", content)
             marks = {file: {"bytes": len(content), "crc32": zlib.crc32(content)} for file, content in files.items()}
+            marks["hosts"] = self.tables.mesh.process_count if self.tables is not None else 0
             self._write_file(f"{folder}/{COMPLETE}", json.dumps(marks).encode())
             if self._local:
                 if os.path.isdir(target):  # a torn one of an earlier attempt
@@ -158,6 +178,40 @@ class Checkpointer:
                 file.flush()
                 os.fsync(file.fileno())
 
+    def _write_tables(self, folder: str, pieces: dict[str, Tensor]) -> None:
+        """A safetensors file, piece by piece: as bytes, all of them together would take the memory a second time."""
+        name = f"{folder}/tables-{self.tables.mesh.process_index:05d}"
+        header, end = {}, 0
+        for key, piece in pieces.items():
+            size = piece.numel() * piece.element_size()
+            header[key] = {"dtype": "F32", "shape": list(piece.shape), "data_offsets": [end, end + size]}
+            end += size
+        head = json.dumps(header).encode()
+        head += b" " * (-len(head) % 8)
+        sums = {}
+        with self._fs.open(f"{name}.safetensors", "wb") as file:
+            file.write(len(head).to_bytes(8, "little") + head)
+            for key, piece in pieces.items():
+                content = memoryview(piece.contiguous().reshape(-1).numpy()).cast("B")
+                sums[key] = zlib.crc32(content)
+                file.write(content)
+            if self._local:
+                file.flush()
+                os.fsync(file.fileno())
+        self._write_file(f"{name}.json", json.dumps({"bytes": 8 + len(head) + end, "crc32": sums}).encode())
+
+    def _await_tables(self, folder: str) -> None:
+        hosts = range(self.tables.mesh.process_count)
+        deadline = time.monotonic() + HOSTS_SECONDS
+        while missing := [host for host in hosts if not self._fs.exists(f"{folder}/tables-{host:05d}.json")]:
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"host {missing[0]} and {len(missing) - 1} more have not written their tables to {self.path} in "
+                    f"{HOSTS_SECONDS // 60} minutes; all hosts must write to one folder: use --runs gs://bucket/runs"
+                )
+            time.sleep(1)
+            self._fs.invalidate_cache()
+
     # ---- restoring ----
 
     def _names(self) -> list[str]:
@@ -178,17 +232,100 @@ class Checkpointer:
         Returns:
             The step after which it was saved; 0 when there is none.
         Raises:
-            InputError: the checkpoint is of another model or optimizer, with the names that differ.
+            InputError: the checkpoint is of another model or optimizer, with the names that differ; or the tables of
+                every checkpoint are damaged.
         """
+        damaged = False
         for step in reversed(self._steps()):
             files = self._read(step)
             if files is None:
+                self._drop_marks(step)
                 continue
+            if self.tables is not None:
+                try:
+                    self._load_tables(step)
+                except ValueError as error:
+                    if isinstance(error, InputError):
+                        raise
+                    damaged = True
+                    self._warn(step, str(error))
+                    continue
             loaded = safetensors.torch.load(files[STATE])
             numbers = json.loads(files[NUMBERS])["numbers"]
             self._load(step, loaded, numbers, model, optimizer, mesh)
             return step
+        if damaged:
+            raise InputError(f"no checkpoint in {self.path} has whole tables; remove the folder to start anew")
         return 0
+
+    def _drop_marks(self, step: int) -> None:
+        """A torn checkpoint may be written again: a host's mark in it must not pass for a new one. (The scripts compare
+        the step to resume from on all hosts next, so no host saves before this is done.)"""
+        if self.main_process and self.tables is not None:
+            for path in self._fs.glob(f"{self._root}/step_{step:08d}/tables-*.json"):
+                self._fs.rm(path)
+
+    def table(self, step: int, name: str) -> Tensor:
+        """Weight of one embedding table out of a checkpoint, [rows, dim], on the host; for exports.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
+        index = self._table_index(step)
+        pieces = {key: shape for key, (_, _, shape, _) in index.items() if key.startswith(f"{name}/weight/")}
+        places = {key: [int(part) for part in key.split("/")[-2:]] for key in pieces}
+        rows = max(places[key][0] + shape[0] for key, shape in pieces.items())
+        columns = max(places[key][1] + shape[1] for key, shape in pieces.items())
+        table = torch.full((rows, columns), float("nan"))
+        for key, shape in pieces.items():
+            row, column = places[key]
+            table[row : row + shape[0], column : column + shape[1]] = self._read_piece(index, key)
+        return table
+
+    def _load_tables(self, step: int) -> None:
+        index = self._table_index(step)
+        try:
+            self.tables.load_pieces(
+                {key: shape for key, (_, _, shape, _) in index.items()}, lambda key: self._read_piece(index, key)
+            )
+        except InputError as error:
+            raise InputError(
+                f"the checkpoint {self.path}/step_{step:08d} is of another model: {error}. "
+                "Use the settings that it was made with, or another --name"
+            ) from None
+
+    def _table_index(self, step: int) -> dict[str, tuple[str, int, list[int], int]]:
+        """Piece -> (file, offset in it, shape, CRC-32), of all hosts' files."""
+        folder = f"{self._root}/step_{step:08d}"
+        index = {}
+        for host in range(json.loads(self._fs.cat_file(f"{folder}/{COMPLETE}")).get("hosts", 0)):
+            name = f"{folder}/tables-{host:05d}"
+            try:
+                mark = json.loads(self._fs.cat_file(f"{name}.json"))
+                with self._fs.open(f"{name}.safetensors", "rb") as file:
+                    length = int.from_bytes(file.read(8), "little")
+                    header = json.loads(file.read(length)) if length < mark["bytes"] else {}
+                if self._fs.size(f"{name}.safetensors") != mark["bytes"]:
+                    raise ValueError("its size is not the one that was written")
+            except (FileNotFoundError, ValueError, KeyError) as error:
+                raise ValueError(f"{os.path.basename(name)} is not whole: {error}") from None
+            for key, entry in header.items():
+                index[key] = (
+                    f"{name}.safetensors",
+                    8 + length + entry["data_offsets"][0],
+                    entry["shape"],
+                    mark["crc32"][key],
+                )
+        return index
+
+    def _read_piece(self, index: dict[str, tuple[str, int, list[int], int]], key: str) -> Tensor:
+        path, offset, shape, crc = index[key]
+        with self._fs.open(path, "rb") as file:
+            file.seek(offset)
+            content = bytearray(file.read(4 * math.prod(shape)))
+        if zlib.crc32(content) != crc:
+            raise ValueError(f"{key} in {os.path.basename(path)} does not match its checksum")
+        return torch.frombuffer(content, dtype=torch.float32).reshape(shape)
 
     def _read(self, step: int) -> dict[str, bytes] | None:
         folder = f"{self._root}/step_{step:08d}"
@@ -203,13 +340,13 @@ class Checkpointer:
                 files[name] = content
             return files
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-            reason = "it was never finished" if isinstance(error, FileNotFoundError) else str(error)
-            print(
-                f"warning: skipping the torn checkpoint {self.path}/step_{step:08d}: {reason}",
-                file=sys.stderr,
-                flush=True,
-            )
+            self._warn(step, "it was never finished" if isinstance(error, FileNotFoundError) else str(error))
             return None
+
+    def _warn(self, step: int, reason: str) -> None:
+        print(
+            f"warning: skipping the torn checkpoint {self.path}/step_{step:08d}: {reason}", file=sys.stderr, flush=True
+        )
 
     def _load(self, step, loaded, numbers, model, optimizer, mesh) -> None:
         tensors, expected_numbers = named_state(model, optimizer)

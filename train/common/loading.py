@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -35,7 +35,11 @@ DEVICE_BATCHES = 2  # uploaded ahead of the loop: one in use, one ready; more wo
 
 
 class Dataset(Protocol):
-    """What data/ offers: a size, and examples that depend only on the index and the generator."""
+    """What data/ offers: a size, and examples that depend only on the index and the generator.
+
+    A data set without augmentation may have `batch(indices) -> dict of arrays [len(indices), ...]` instead of
+    `example`: rows of memory-mapped arrays are read hundreds of times faster together than one by one.
+    """
 
     def __len__(self) -> int: ...
 
@@ -45,6 +49,11 @@ class Dataset(Protocol):
 def stack(examples: list[Example]) -> dict[str, Tensor]:
     """The default collate: each entry of equal shape becomes a tensor [batch, ...]."""
     return {key: torch.from_numpy(np.stack([example[key] for example in examples])) for key in examples[0]}
+
+
+def as_tensors(batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    """The default collate of data sets that have `batch`."""
+    return {key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in batch.items()}
 
 
 def steps_per_epoch(dataset: Dataset, batch_size: int) -> int:
@@ -183,7 +192,8 @@ def parallel_loader(
     seed: int = 0,
     start: int = 0,
     stop: int | None = None,
-    collate: Callable[[list[Example]], dict[str, Tensor]] = stack,
+    shuffle: Literal["examples", "batches"] = "examples",
+    collate: Callable[[Any], dict[str, Tensor]] | None = None,
     workers: int = 0,
 ) -> Loader:
     """Loads `dataset` in batches of `batch_size` examples (of all hosts together) onto the mesh.
@@ -198,7 +208,10 @@ def parallel_loader(
     `next(loader)`, a worker's with the worker's own traceback.
 
     Args:
-        collate: makes a dict of tensors [n, ...] from a list of n examples, in a worker process.
+        shuffle: what an epoch permutes. "batches" keeps neighbours together: billions of rows are then read in
+            sequence, and the permutation itself stays small.
+        collate: makes a dict of tensors [n, ...], in a worker process: from a list of n examples, or from what the data
+            set's `batch` returns.
         workers: processes on this host; 0 loads in the upload thread, -1 takes one a core.
     Raises:
         InputError: a batch size that does not divide by the devices, an empty data set, one smaller than a batch.
@@ -216,7 +229,7 @@ def parallel_loader(
         per_epoch = steps_per_epoch(dataset, batch_size)
         if stop is None:
             raise ValueError("training needs `stop`, the number of steps")
-        keys = _TrainingKeys(len(dataset), batch_size, per_epoch, seed, start, stop, host)
+        keys = _TrainingKeys(len(dataset), batch_size, per_epoch, seed, start, stop, host, shuffle)
     else:
         keys = _EvaluationKeys(len(dataset), batch_size, host)
     if workers < 0:
@@ -229,7 +242,7 @@ def parallel_loader(
             "worker_init_fn": _start_worker,
         }
     batches = DataLoader(
-        _Examples(dataset, seed, masked=not train, collate=collate),
+        _Examples(dataset, seed, masked=not train, collate=collate or (as_tensors if batched(dataset) else stack)),
         batch_sampler=keys,
         num_workers=workers,
         collate_fn=_identity,
@@ -242,28 +255,35 @@ def parallel_loader(
 PADDING = -1  # the index of a padded example
 
 
-class _TrainingKeys:
-    """This host's (epoch, index) pairs of each step."""
+Keys = tuple[int, np.ndarray]  # epoch, indices of one batch
 
-    def __init__(self, size: int, batch_size: int, per_epoch: int, seed: int, start: int, stop: int, host: slice):
+
+class _TrainingKeys:
+    """This host's keys of each step."""
+
+    def __init__(self, size, batch_size, per_epoch, seed, start, stop, host: slice, shuffle: str = "examples"):
         self.size, self.batch_size, self.per_epoch, self.seed = size, batch_size, per_epoch, seed
-        self.start, self.stop, self.host = start, stop, host
+        self.start, self.stop, self.host, self.shuffle = start, stop, host, shuffle
 
     def __len__(self) -> int:
         return max(self.stop - self.start, 0)
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[Keys]:
         permuted_epoch, order = -1, np.empty(0, np.int64)
         for step in range(self.start, self.stop):
             epoch, batch = divmod(step, self.per_epoch)
             if epoch != permuted_epoch:
-                permuted_epoch, order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.size)
-            indices = order[batch * self.batch_size : (batch + 1) * self.batch_size][self.host]
-            yield [(epoch, int(index)) for index in indices]
+                size = self.size if self.shuffle == "examples" else self.per_epoch
+                permuted_epoch, order = epoch, np.random.default_rng((self.seed, epoch)).permutation(size)
+            if self.shuffle == "examples":
+                indices = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            else:
+                indices = order[batch] * self.batch_size + np.arange(self.batch_size)
+            yield epoch, indices[self.host]
 
 
 class _EvaluationKeys:
-    """This host's indices of each batch of one ordered pass, padded to whole batches."""
+    """This host's keys of each batch of one ordered pass, padded to whole batches."""
 
     def __init__(self, size: int, batch_size: int, host: slice):
         self.size, self.batch_size, self.host = size, batch_size, host
@@ -271,10 +291,14 @@ class _EvaluationKeys:
     def __len__(self) -> int:
         return -(-self.size // self.batch_size)
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[Keys]:
         for first in range(0, self.size, self.batch_size):
-            batch = range(first, first + self.batch_size)[self.host]
-            yield [(0, index if index < self.size else PADDING) for index in batch]
+            indices = np.arange(first, first + self.batch_size)[self.host]
+            yield 0, np.where(indices < self.size, indices, PADDING)
+
+
+def batched(dataset: Dataset) -> bool:
+    return hasattr(dataset, "batch")
 
 
 class _Examples:
@@ -285,7 +309,7 @@ class _Examples:
         self.shared: dict[tuple, Tensor] = {}
         self.batches = 0
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> dict[str, Tensor] | InputError:
+    def __getitems__(self, keys: Keys) -> dict[str, Tensor] | InputError:
         try:
             return self._share(self._batch(keys))
         except InputError as error:
@@ -314,20 +338,27 @@ class _Examples:
             batch[key] = self.shared[place].copy_(tensor)
         return batch
 
-    def _batch(self, keys: list[tuple[int, int]]) -> dict[str, Tensor]:
+    def _batch(self, keys: Keys) -> dict[str, Tensor]:
+        epoch, indices = keys
+        if batched(self.dataset):
+            batch = self.collate(self.dataset.batch(np.maximum(indices, 0)))
+        else:
+            batch = self.collate(self._examples(epoch, indices.tolist()))
+        if self.masked:
+            batch["mask"] = torch.from_numpy((indices != PADDING).astype(np.float32))
+            if "skipped" in batch:
+                batch["skipped"] = batch["skipped"] * batch["mask"].to(batch["skipped"].dtype)
+        return batch
+
+    def _examples(self, epoch: int, indices: list[int]) -> list[Example]:
         examples: list[Example] = []
-        for epoch, index in keys:
+        for index in indices:
             if index == PADDING and examples:
                 examples.append(examples[0])
             else:  # a host whose whole share is padding still needs an example of the right shapes
                 index = max(index, 0)
                 examples.append(self.dataset.example(index, np.random.default_rng((self.seed, epoch, index))))
-        batch = self.collate(examples)
-        if self.masked:
-            batch["mask"] = torch.tensor([float(index != PADDING) for _, index in keys])
-            if "skipped" in batch:
-                batch["skipped"] = batch["skipped"] * batch["mask"].to(batch["skipped"].dtype)
-        return batch
+        return examples
 
 
 def _identity(batch: Any) -> Any:
