@@ -1,0 +1,224 @@
+"""What an embedding table is, where it lies on the devices, and how its rows are updated: no XLA in here.
+
+The module that uses it is embedding.py.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+from torch import Tensor
+
+from data import InputError
+
+from .device import Mesh
+
+PLANS = ("row", "table", "column", "data")
+# `auto` copies a table (with its optimizer state) to every device up to this size: adding up its whole gradient over
+# the devices then moves fewer bytes than sending every example's.
+COPIED_BYTES = 1 << 20
+LANES = 128  # of a TPU's vector unit: an array [rows, fewer columns] takes as much memory as one of 128 columns
+# Memory that a program can use on one device, GiB.
+USABLE_GIB = {"TPU v2": 7.48, "TPU v3": 15.48, "TPU v4": 30.75, "TPU v5 lite": 15.75}
+USABLE_GIB |= {"TPU v6 lite": 31.24, "TPU7x": 94.74}
+TABLE_SHARE = 0.75  # of it, for tables and their optimizer state; the rest is for the batch and the network
+
+
+@dataclass(frozen=True)
+class Table:
+    """One embedding table.
+
+    Attributes:
+        name: of its feature; in messages, checkpoints and exports.
+        rows: number of embeddings; ids are 0 <= id < rows.
+        lookups: ids that an example has at most (1: one-hot, more: multi-hot).
+        pooling: how an example's embeddings become one vector; an empty bag gives zeros.
+        plan: where it lies, see the top of this file.
+    """
+
+    name: str
+    rows: int
+    lookups: int = 1
+    pooling: Literal["sum", "mean"] = "sum"
+    plan: Literal["auto", "row", "table", "column", "data"] = "auto"
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+# `update` is per-device code. rows [n] are distinct, or None for every row in order; g [n, dim] is the summed gradient,
+# touched [n, 1] is 0 where no example had the row. It returns the new weight and states.
+
+
+def _add(array: Tensor, rows: Tensor | None, delta: Tensor) -> Tensor:
+    return array + delta if rows is None else array.index_add(0, rows, delta)
+
+
+def _take(array: Tensor, rows: Tensor | None) -> Tensor:
+    return array if rows is None else array[rows]
+
+
+@dataclass(frozen=True)
+class SGD:
+    """w -= lr g (torch.optim.SGD without momentum)."""
+
+    states: ClassVar[dict[str, str]] = {}
+
+    def update(self, weight, states, rows, g, touched, lr, step, mean_square):
+        return _add(weight, rows, -lr * g), ()
+
+
+@dataclass(frozen=True)
+class RowWiseAdagrad:
+    """s += mean(g^2) over the columns, w -= lr g / (sqrt(s) + eps): fbgemm's EXACT_ROWWISE_ADAGRAD, the rule of
+    facebookresearch/dlrm optim/rwsadagrad.py. One number of state a row."""
+
+    eps: float = 1e-8
+    states: ClassVar[dict[str, str]] = {"sum": "row"}
+
+    def update(self, weight, states, rows, g, touched, lr, step, mean_square):
+        total = _add(states[0], rows, mean_square(g))
+        return _add(weight, rows, g * (-lr / (_take(total, rows).sqrt() + self.eps))[:, None]), (total,)
+
+
+@dataclass(frozen=True)
+class Adagrad:
+    """s += g^2, w -= lr g / (sqrt(s) + eps): torch.optim.Adagrad on sparse gradients, fbgemm's EXACT_ADAGRAD
+    (Duchi et al. 2011)."""
+
+    eps: float = 1e-10
+    states: ClassVar[dict[str, str]] = {"sum": "full"}
+
+    def update(self, weight, states, rows, g, touched, lr, step, mean_square):
+        total = _add(states[0], rows, g * g)
+        return _add(weight, rows, -lr * g / (_take(total, rows).sqrt() + self.eps)), (total,)
+
+
+@dataclass(frozen=True)
+class LazyAdam:
+    """Adam on the rows of the step alone, bias corrected by the count of all steps: torch.optim.SparseAdam."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    states: ClassVar[dict[str, str]] = {"exp_avg": "full", "exp_avg_sq": "full"}
+
+    def update(self, weight, states, rows, g, touched, lr, step, mean_square):
+        beta1, beta2 = self.betas
+        m = _add(states[0], rows, (g - _take(states[0], rows)) * ((1 - beta1) * touched))
+        v = _add(states[1], rows, (g * g - _take(states[1], rows)) * ((1 - beta2) * touched))
+        size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
+        return _add(weight, rows, -size * touched * _take(m, rows) / (_take(v, rows).sqrt() + self.eps)), (m, v)
+
+
+Optimizer = SGD | RowWiseAdagrad | Adagrad | LazyAdam
+OPTIMIZERS = {"sgd": SGD, "rowwise_adagrad": RowWiseAdagrad, "adagrad": Adagrad, "lazy_adam": LazyAdam}
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where each table lies: its plan, and for plan "table" the device (of the model axis) that holds it."""
+
+    plans: tuple[str, ...]
+    owners: tuple[int, ...]
+
+
+def row_bytes(dim: int, optimizer: Optimizer) -> int:
+    """Bytes of one row of a table with its optimizer state, float32."""
+    kinds = list(optimizer.states.values())
+    return 4 * (dim * (1 + kinds.count("full")) + kinds.count("row"))
+
+
+def plan_tables(tables: Sequence[Table], dim: int, devices: int, optimizer: Optimizer, device_bytes: float) -> Plan:
+    """Chooses the plan of every table that says "auto", and the device of every table of plan "table".
+
+    * On one device there is nothing to share: all are "data".
+    * Up to COPIED_BYTES: "data".
+    * A table larger than a device's fair share of the others: "column" if each part has LANES columns, else "row".
+    * The rest: "table", the largest first, each to the device where the larger of its shares (of rows, of lookups)
+      stays smallest. If that is too much for the fullest device, more of the largest are cut.
+
+    Raises:
+        InputError: they do not fit device_bytes on each device; says what would.
+    """
+    size = row_bytes(dim, optimizer)
+    plans = [table.plan if devices > 1 else "data" for table in tables]
+    for t, table in enumerate(tables):
+        if plans[t] == "auto" and table.rows * size <= COPIED_BYTES:
+            plans[t] = "data"
+    cut = "column" if dim % devices == 0 and dim // devices >= LANES else "row"
+    free = sorted((t for t, plan in enumerate(plans) if plan == "auto"), key=lambda t: -tables[t].rows)
+    fair_share = sum(tables[t].rows for t in free) / devices
+    whole = [t for t in free if tables[t].rows <= fair_share]
+    for number_cut in range(len(free) - len(whole), len(free) + 1):
+        for position, t in enumerate(free):
+            plans[t] = cut if position < number_cut else "table"
+        owners, most_rows = _assign(tables, [t for t, plan in enumerate(plans) if plan == "table"], devices)
+        shares = {"row": 1 / devices, "column": 1 / devices, "data": 1, "table": 0}
+        needed = size * (most_rows + sum(table.rows * shares[plan] for table, plan in zip(tables, plans, strict=True)))
+        if needed <= device_bytes:
+            return Plan(tuple(plans), tuple(owners.get(t, 0) for t in range(len(tables))))
+
+    all_bytes = size * sum(table.rows for table in tables)
+    largest = max(tables, key=lambda table: table.rows)
+    raise InputError(
+        f"the tables need {needed / 2**30:.3g} GiB on each of {devices} device(s); {device_bytes / 2**30:.3g} GiB are "
+        f"there for them (the largest is {largest.name!r}: {largest.rows:,} rows of {size:,} bytes, optimizer state "
+        f"included). What would fit: {math.ceil(all_bytes / device_bytes)} devices, or "
+        f"{int(device_bytes / needed * 100)} % of the rows"
+        + (", or an optimizer with less state (RowWiseAdagrad, SGD)" if "full" in optimizer.states.values() else "")
+    )
+
+
+def _assign(tables: Sequence[Table], owned: list[int], devices: int) -> tuple[dict[int, int], int]:
+    """Gives each table of plan "table" a device: (table -> device, most rows that one device gets)."""
+    rows, lookups = [0] * devices, [0] * devices
+    all_rows, all_lookups = (sum(getattr(tables[t], name) for t in owned) for name in ("rows", "lookups"))
+    owners = {}
+    for t in sorted(owned, key=lambda t: -tables[t].rows / all_rows - tables[t].lookups / all_lookups):
+        shares = [
+            max((rows[d] + tables[t].rows) / all_rows, (lookups[d] + tables[t].lookups) / all_lookups)
+            for d in range(devices)
+        ]
+        owners[t] = int(np.argmin(shares))
+        rows[owners[t]] += tables[t].rows
+        lookups[owners[t]] += tables[t].lookups
+    return owners, max(rows)
+
+
+def device_bytes_for_tables(mesh: Mesh) -> float:
+    """What one device has for tables: a share of its memory; on the CPU backend, of the machine's."""
+    if mesh.kind in USABLE_GIB:
+        return TABLE_SHARE * USABLE_GIB[mesh.kind] * 2**30
+    if mesh.kind != "CPU":
+        raise InputError(f"the memory of a {mesh.kind!r} is not known: give device_bytes")
+    devices_here = mesh.num_devices // mesh.process_count
+    return TABLE_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices_here
+
+
+def check_ids(ids: np.ndarray, tables: Sequence[Table], present: np.ndarray | None = None) -> None:
+    """Refuses ids outside of their table, on the host: on the device they would read and train another row.
+
+    Args:
+        ids: [n, sum of lookups] integers.
+        present: [n, sum of lookups], 0 where there is no id.
+    Raises:
+        InputError: with the table, the id and its example.
+    """
+    width = sum(table.lookups for table in tables)
+    if ids.ndim != 2 or ids.shape[1] != width:
+        raise InputError(f"ids have the shape {list(ids.shape)}; it must be [examples, {width}], the sum of lookups")
+    limits = np.repeat([table.rows for table in tables], [table.lookups for table in tables])
+    wrong = (ids < 0) | (ids >= limits)
+    if present is not None:
+        wrong &= present > 0
+    if wrong.any():
+        example, column = (int(i) for i in np.argwhere(wrong)[0])
+        table = tables[int(np.searchsorted(np.cumsum([t.lookups for t in tables]), column, side="right"))]
+        raise InputError(
+            f"id {ids[example, column]} of table {table.name!r} (example {example} of the batch) is outside of its "
+            f"{table.rows} rows; ids are 0 to {table.rows - 1}: prepare the data for these tables, or make them larger"
+        )
