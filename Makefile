@@ -4,20 +4,27 @@ PYTHON ?= python3.11
 VENV   ?= .venv
 # A model's script, and the arguments that choose it there. MODEL= takes one of these names.
 SCRIPT_resnet50 := resnet50
+SCRIPT_dlrm     := dlrm
 MODELS := $(patsubst SCRIPT_%,%,$(filter SCRIPT_%,$(.VARIABLES)))
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
-# Without DATA a run is a trial: the small preset on synthetic data.
-PRESET ?= $(if $(DATA),full,tiny)
+# Data sets that are prepared before training, and their programs.
+DATASET_criteo := criteo
+DATASETS := $(patsubst DATASET_%,%,$(filter DATASET_%,$(.VARIABLES)))
+
+# Without DATA a run is a trial: the small preset on synthetic data. With it, the recipe that most people can run.
+PRESET_dlrm := kaggle
+PRESET ?= $(if $(DATA),$(or $(PRESET_$(MODEL)),full),tiny)
 INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all bench lint clean check-model check-bench
+.PHONY: help install train data test test-all bench lint clean check-model check-data check-bench
 
 help:
 	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
 	@echo 'make train MODEL=resnet50 DATA=/data/images  the published recipe on real data (on a TPU VM: on its chips)'
+	@echo 'make data DATASET=criteo DATA=/data/kaggle   text files to arrays, once before training: $(DATASETS)'
 	@echo 'make test                                    all tests, about 8 minutes on two CPU cores'
 	@echo 'make test-all                                and the slow ones'
 	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
@@ -27,17 +34,19 @@ help:
 	@echo
 	@echo 'MODEL    one of: $(MODELS)'
 	@echo 'DATA     folder, or id of a data set on the hub (see the docstring of train/<script>.py)'
-	@echo 'PRESET   full or tiny (default: full with DATA, tiny without)'
+	@echo 'PRESET   full (dlrm: kaggle, mlperf_v1, mlperf_v2) or tiny (default: full or kaggle with DATA, tiny without)'
+	@echo 'OUT      folder that make data writes (default: prepared, in DATA)'
 	@echo 'NAME     folder of the run below runs/; the same command resumes an unfinished run'
 	@echo 'ARGS     further flags of the script: ARGS="--epochs 10 --lr 0.05"; ARGS=--help lists them all'
 	@echo 'PYTHON   interpreter of the environment, CPython 3.11 (default: $(PYTHON))'
 
 # The environment is done when the stamp is there: an install that was cut off starts over.
-$(INSTALLED): requirements.txt requirements-tpu.txt
+$(INSTALLED): requirements.txt requirements-torchrec.txt requirements-tpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
 		{ echo 'error: CPython 3.11 is needed, $(PYTHON) is not it; use PYTHON=/path/to/python3.11' >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet -r requirements.txt
+	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps -r requirements-torchrec.txt
 	if ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1; then $(VENV)/bin/pip install --quiet -r requirements-tpu.txt; fi
 	touch $@
 
@@ -51,6 +60,15 @@ check-model:
 
 train: check-model $(INSTALLED)
 	$(RUN) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(DATA),--data "$(DATA)") $(if $(NAME),--name "$(NAME)") $(ARGS)
+
+# Checked before anything is installed.
+check-data:
+	@test -n '$(DATASET_$(DATASET))' || \
+		{ echo 'error: DATASET=$(DATASET) is not known; DATASET is one of: $(DATASETS)' >&2; exit 2; }
+	@test -n '$(DATA)' || { echo 'error: DATA is missing; give the folder of the files to prepare' >&2; exit 2; }
+
+data: check-data $(INSTALLED)
+	$(RUN) -m data.$(DATASET_$(DATASET)) --data "$(DATA)" $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 test: $(INSTALLED)
 	$(RUN) -m pytest -m 'not slow' $(ARGS)

@@ -264,6 +264,23 @@ def test_special_learning_rates_do_not_recompile_and_are_exact(mesh, optimizer):
     assert device.graph_report()["recompilations"] == []
 
 
+def test_a_learning_rate_of_zero_leaves_a_parameter_without_gradient_whole(mesh):
+    """Capturable Adam divides by the learning rate: 0 / 0 where the second moment is 0."""
+    model = device.to_device(nn.Linear(3, 2), mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=False)
+    device.init_optimizer_state(optimizer, mesh)
+    weight = host(model.parameters())[0]
+    device.set_lr(optimizer, 0.0)
+
+    def step(model, optimizer, x):
+        (model(x) * 0).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    device.compiled(step, mesh)(model, optimizer, torch.ones(4, 3).to(mesh.device))
+    assert torch.equal(host(model.parameters())[0], weight)
+
+
 def test_a_learning_rate_of_one_subtracts_the_gradient_bit_for_bit(mesh):
     model = device.to_device(nn.Linear(1, 64, bias=False), mesh)
     weight = host(model.parameters())[0]

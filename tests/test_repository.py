@@ -41,10 +41,11 @@ def test_only_the_common_module_imports_torch_xla():
     assert strays == []
 
 
-@pytest.mark.parametrize("folder", ["models", "data"])
-def test_models_and_data_know_nothing_of_training(folder):
-    for path in (ROOT / folder).glob("*.py"):
-        assert not imports(path) & {"train", "tyro", "torch_xla"}, path
+def test_models_and_data_know_nothing_of_training():
+    # A data set that is prepared before training has a command line of its own.
+    for folder, strangers in {"models": {"train", "torch_xla", "tyro"}, "data": {"train", "torch_xla"}}.items():
+        for path in (ROOT / folder).glob("*.py"):
+            assert not imports(path) & strangers, path
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -77,7 +78,7 @@ def test_public_functions_have_docstrings():
 
 
 def test_requirements_are_pinned_and_say_why():
-    for file in ("requirements.txt", "requirements-tpu.txt"):
+    for file in ("requirements.txt", "requirements-torchrec.txt", "requirements-tpu.txt"):
         for line in (ROOT / file).read_text().splitlines():
             assert line.startswith("#") or re.fullmatch(r"[\w-]+==[\d.]+ +# .+", line), line
 
@@ -114,8 +115,18 @@ def test_make_explains_itself_and_lists_the_models():
     assert '--data "/a b" ' in make("-n", "train", "MODEL=resnet50", "DATA=/a b").stdout
     assert "train.resnet50 full" in make("-n", "train", "MODEL=resnet50", "DATA=/images").stdout
     assert "train.resnet50 tiny" in make("-n", "train", "MODEL=resnet50").stdout
+    assert "train.dlrm kaggle" in make("-n", "train", "MODEL=dlrm", "DATA=/clicks").stdout
+    assert "train.dlrm mlperf_v2" in make("-n", "train", "MODEL=dlrm", "DATA=/clicks", "PRESET=mlperf_v2").stdout
     result = make("train", "MODEL=resnet50", "TPU=mine")
     assert result.returncode != 0 and "TPU=mine" in result.stderr
+
+
+def test_make_data_prepares_what_it_knows():
+    for arguments, word in ((["DATASET=imagenet"], "one of: criteo"), (["DATASET=criteo"], "DATA is missing")):
+        result = make("data", *arguments)
+        assert result.returncode != 0 and word in result.stderr
+    command = make("-n", "data", "DATASET=criteo", "DATA=/a b", "OUT=/c d").stdout
+    assert '-m data.criteo --data "/a b" --out "/c d"' in command
 
 
 def test_continuous_integration_runs_make_test():

@@ -249,6 +249,7 @@ class Checkpointer:
                         raise
                     damaged = True
                     self._warn(step, str(error))
+                    self._drop_marks(step)
                     continue
             loaded = safetensors.torch.load(files[STATE])
             numbers = json.loads(files[NUMBERS])["numbers"]
@@ -307,15 +308,17 @@ class Checkpointer:
                     header = json.loads(file.read(length)) if length < mark["bytes"] else {}
                 if self._fs.size(f"{name}.safetensors") != mark["bytes"]:
                     raise ValueError("its size is not the one that was written")
-            except (FileNotFoundError, ValueError, KeyError) as error:
+                if header.keys() != mark["crc32"].keys():
+                    raise ValueError("its header is not the one that was written")
+                for key, entry in header.items():
+                    index[key] = (
+                        f"{name}.safetensors",
+                        8 + length + entry["data_offsets"][0],
+                        entry["shape"],
+                        mark["crc32"][key],
+                    )
+            except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{os.path.basename(name)} is not whole: {error}") from None
-            for key, entry in header.items():
-                index[key] = (
-                    f"{name}.safetensors",
-                    8 + length + entry["data_offsets"][0],
-                    entry["shape"],
-                    mark["crc32"][key],
-                )
         return index
 
     def _read_piece(self, index: dict[str, tuple[str, int, list[int], int]], key: str) -> Tensor:

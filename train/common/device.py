@@ -192,16 +192,17 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     torch_xla sends a Python float to the device as an input of the graph, except 0.0 and 1.0, which it builds in as
     constants: a warm-up from 0 would compile the step twice. So these two are replaced by neighbours that give the same
     float32 update. (A tensor on the device will not do: torch's and timm's SGD and LARS read it back in each step.)
-    Where `init_optimizer_state` put it on the device, it is replaced by a new tensor there.
+    Where `init_optimizer_state` put it on the device, it is replaced by a new tensor there; again not by 0, since
+    capturable Adam divides by it: a parameter whose gradient has always been 0 would become NaN.
     """
     number = lr
-    if lr in (0.0, 1.0):
-        number = 1e-30 if lr == 0.0 else math.nextafter(1.0, 0.0)
+    if lr == 0.0:
+        number = 1e-30
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            group["lr"] = torch.tensor(lr, dtype=torch.float32).to(group["lr"].device)
+            group["lr"] = torch.tensor(number, dtype=torch.float32).to(group["lr"].device)
         else:
-            group["lr"] = number
+            group["lr"] = math.nextafter(1.0, 0.0) if number == 1.0 else number
 
 
 def seed_step(seed: int, step: int) -> None:

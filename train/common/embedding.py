@@ -60,14 +60,19 @@ def _distinct_rows(rows: int, bytes_a_row: int, owner: object) -> int:
     return rows
 
 
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical, of int32. torch_xla 2.9 computes >> as a division, which rounds negative numbers to 0: none is shifted."""
+    return ((x & 0x7FFFFFFF) >> bits) | ((x < 0).int() << (31 - bits))
+
+
 def _hash(x: Tensor) -> Tensor:
     """A permutation of the 32-bit integers that looks random ("lowbias32", C. Wellons, nullprogram.com 2018), on int32:
-    products wrap around, shifts are made logical."""
-    x = x ^ ((x >> 16) & 0xFFFF)
+    products wrap around."""
+    x = x ^ _shift_right(x, 16)
     x = x * 0x7FEB352D
-    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x ^ _shift_right(x, 15)
     x = x * (0x846CA68B - 2**32)
-    return x ^ ((x >> 16) & 0xFFFF)
+    return x ^ _shift_right(x, 16)
 
 
 class _Array:
@@ -114,7 +119,8 @@ class _Array:
         self.state_kinds = list(module.optimizer.states.values())
         self.state_specs = [self.spec if kind == "full" else (self.spec[0],) for kind in self.state_kinds]
         self.state_rows = [
-            _distinct_rows(rows, 4 * (self.local_dim if kind == "full" else 1), self) * (self.parts if by_row else 1)
+            _distinct_rows(self.local_rows, 4 * (self.local_dim if kind == "full" else 1), self)
+            * (self.parts if by_row else 1)
             for kind in self.state_kinds
         ]
 
@@ -266,7 +272,7 @@ class ShardedEmbeddingBags(nn.Module):
         column = torch.arange(self.dim, dtype=torch.int32, device=self.mesh.device)
         bits = _hash(_hash(own_row ^ salt)[:, None] + (column * 0x01000193)[None])
         # 24 bits, the mantissa of float32: -1, ..., 1 - 2**-23, times the bound.
-        weight = (((bits >> 8) & 0xFFFFFF).float() * 2.0**-23 - 1) * bound[:, None]
+        weight = (_shift_right(bits, 8).float() * 2.0**-23 - 1) * bound[:, None]
         xs.mark_sharding(weight, self.spmd, array.spec)
         return weight
 
@@ -487,7 +493,7 @@ class ShardedEmbeddingBags(nn.Module):
             for (data, _), (replica, indices) in zip(shards, places, strict=True):
                 if replica != 0:
                     continue
-                first, last, column = _bounds(indices, tensor)
+                first, last, column = _bounds(array, indices, tensor)
                 for start, t in zip(array.start, array.tables, strict=True):
                     a, b = max(first, start), min(last, start + self.tables[t].rows)
                     if a < b:
@@ -518,12 +524,13 @@ class ShardedEmbeddingBags(nn.Module):
         devices = [device for _, device in torch_xla._XLAC._get_local_shards([self.arrays[0].device_index])[0]]
         for array, name, tensor in self._stored():
             places = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])[0]
-            bounds = [_bounds(indices, tensor) for _, indices in places]
+            bounds = [_bounds(array, indices, tensor) for _, indices in places]
             copied = places[0][1] is Ellipsis
             if copied:
                 bounds = bounds[:1]
             width = () if tensor.dim() == 1 else (array.local_dim,)
-            shards = [torch.zeros(last - first, *width) for first, last, _ in bounds]
+            parts = self.parts if array.spec[0] else 1
+            shards = [torch.zeros(tensor.shape[0] // parts, *width) for _ in bounds]
             for start, t in zip(array.start, array.tables, strict=True):
                 pieces = found[f"{self.tables[t].name}/{name}"]
                 self._fill(shards, bounds, start, self.tables[t], pieces, shapes, read)
@@ -564,11 +571,16 @@ class ShardedEmbeddingBags(nn.Module):
 STEP = "step"  # the piece that counts the updates
 
 
-def _bounds(indices: Any, tensor: Tensor) -> tuple[int, int, int]:
-    """(first row, end of rows, first column) of a device's part."""
+def _bounds(array: _Array, indices: Any, tensor: Tensor) -> tuple[int, int, int]:
+    """(first row, end of rows, first column) of a device's part, in rows of the array's weight: a state has more of
+    them on each device."""
     if indices is Ellipsis:
         return 0, tensor.shape[0], 0
-    return indices[0].start, indices[0].stop, indices[1].start if tensor.dim() == 2 else 0
+    first, last, column = indices[0].start, indices[0].stop, indices[1].start if tensor.dim() == 2 else 0
+    if array.spec[0]:
+        first = first // (last - first) * array.local_rows
+        last = first + array.local_rows
+    return first, last, column
 
 
 def _pool(weight: Tensor, rows: Tensor, here: Tensor, widths: list[int]) -> Tensor:

@@ -125,6 +125,10 @@ class Plan:
     plans: tuple[str, ...]
     owners: tuple[int, ...]
 
+    def counts(self) -> dict[str, int]:
+        """How many tables each plan has."""
+        return {plan: self.plans.count(plan) for plan in PLANS if plan in self.plans}
+
 
 def row_bytes(dim: int, optimizer: Optimizer) -> int:
     """Bytes of one row of a table with its optimizer state, float32."""

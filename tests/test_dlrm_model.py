@@ -1,0 +1,297 @@
+"""models/dlrm.py against torchrec's DLRM and DLRM_DCN, in plain PyTorch and on XLA."""
+
+import copy
+import functools
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_xla.distributed.spmd as xs
+from torch import nn
+
+from models import dlrm
+from models.dlrm import DLRM, DotInteraction, PairwiseDots
+from train.common import device
+
+NUM_DENSE, DIM, ROWS = 5, 8, (11, 7, 3, 20)
+BOTTOM, TOP, LAYERS, RANK = (16, DIM), (24, 12, 1), 2, 6
+NAMES = [f"f{table}" for table in range(len(ROWS))]
+INTERACTIONS = ["dot", "dcn"]
+
+
+def torchrec_model(interaction: str) -> nn.Module:
+    """torchrec's model with float64-friendly tables, weights from seed 0."""
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from torchrec.models import dlrm as models
+
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=rows, feature_names=[name])
+        for name, rows in zip(NAMES, ROWS, strict=True)
+    ]
+    bags = EmbeddingBagCollection(tables=tables)
+    if interaction == "dot":
+        return models.DLRM(bags, NUM_DENSE, list(BOTTOM), list(TOP))
+    model = models.DLRM_DCN(bags, NUM_DENSE, list(BOTTOM), list(TOP), LAYERS, RANK)
+    for bias in model.inter_arch.crossnet.bias:  # zero at the start: a sign or a place would not show
+        nn.init.normal_(bias)
+    return model
+
+
+def dense_state(theirs: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in theirs.state_dict().items() if not name.startswith("sparse_arch.")}
+
+
+def our_model(theirs: nn.Module, interaction: str) -> DLRM:
+    """Ours with torchrec's weights; what is not in it is the embeddings."""
+    model = DLRM(NUM_DENSE, len(ROWS), DIM, BOTTOM, TOP, interaction, LAYERS, RANK)
+    model.load_state_dict(dense_state(theirs))
+    return model.to(next(theirs.parameters()).dtype)
+
+
+def bags_of(batch: int, lookups: int, seed: int = 0) -> list[list[list[int]]]:
+    """ids of [table][example]: one each, or up to `lookups` with empty bags and repeated ids."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def size() -> int:
+        return 1 if lookups == 1 else int(torch.randint(0, lookups + 1, (), generator=generator))
+
+    return [[torch.randint(0, rows, (size(),), generator=generator).tolist() for _ in range(batch)] for rows in ROWS]
+
+
+def keyed(bags: list[list[list[int]]]):
+    from torchrec import KeyedJaggedTensor
+
+    values = [identifier for table in bags for bag in table for identifier in bag]
+    lengths = [len(bag) for table in bags for bag in table]
+    return KeyedJaggedTensor(keys=NAMES, values=torch.tensor(values), lengths=torch.tensor(lengths))
+
+
+def table_weights(theirs: nn.Module) -> list[nn.Parameter]:
+    modules = theirs.sparse_arch.embedding_bag_collection.embedding_bags
+    return [modules[name].weight for name in NAMES]
+
+
+def lookup(weights: list[torch.Tensor], bags: list[list[list[int]]]) -> torch.Tensor:
+    """Sums of rows, [B, T, D]."""
+    pooled = []
+    for weight, table in zip(weights, bags, strict=True):
+        values = torch.tensor([identifier for bag in table for identifier in bag], dtype=torch.long)
+        lengths = torch.tensor([len(bag) for bag in table])
+        pooled.append(F.embedding_bag(values, weight, lengths.cumsum(0) - lengths, mode="sum"))
+    return torch.stack(pooled, 1)
+
+
+def use_compiled_form(monkeypatch):
+    """Takes the compiled devices' form of the interaction in eager PyTorch on the CPU, too."""
+    monkeypatch.setattr(dlrm, "NATIVE_GATHER_DEVICES", ())
+
+
+@pytest.mark.parametrize("interaction", INTERACTIONS)
+def test_weights_interchange_with_torchrec_in_both_directions(interaction):
+    theirs, other = torchrec_model(interaction), torchrec_model(interaction)
+    ours = DLRM(NUM_DENSE, len(ROWS), DIM, BOTTOM, TOP, interaction, LAYERS, RANK)
+    assert [(k, v.shape) for k, v in ours.state_dict().items()] == [
+        (k, v.shape) for k, v in dense_state(theirs).items()
+    ]
+    ours.load_state_dict(dense_state(theirs), strict=True)
+    tables = {k: v for k, v in other.state_dict().items() if k.startswith("sparse_arch.")}
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    other.load_state_dict({**ours.state_dict(), **tables}, strict=True)
+    for name, value in dense_state(other).items():
+        assert torch.equal(value, theirs.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("form", ["native", "compiled"])
+@pytest.mark.parametrize("lookups", [1, 3])
+@pytest.mark.parametrize("interaction", INTERACTIONS)
+def test_logits_and_all_gradients_equal_torchrecs_in_float64(monkeypatch, interaction, lookups, form):
+    if form == "compiled":
+        use_compiled_form(monkeypatch)
+    theirs = torchrec_model(interaction)
+    # torchrec pools in float32 whatever the type of its tables; what follows computes in float64.
+    for weight in table_weights(theirs):
+        weight.requires_grad_(False)
+    for part in (theirs.dense_arch, theirs.inter_arch, theirs.over_arch):
+        part.double()
+    ours = our_model(theirs, interaction).double()
+    dense, bags = torch.randn(9, NUM_DENSE, dtype=torch.double), bags_of(9, lookups)
+    pooled = theirs.sparse_arch(keyed(bags))
+    torch.testing.assert_close(pooled, lookup(table_weights(theirs), bags), rtol=1e-6, atol=1e-7)
+    leaves = [pooled.detach().double().requires_grad_() for _ in range(2)]
+    expected = theirs.over_arch(theirs.inter_arch(theirs.dense_arch(dense), leaves[0])).squeeze(-1)
+    got = ours(dense, leaves[1])
+    assert got.shape == (9,) and got.dtype == torch.double
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    weights = torch.randn(9, dtype=torch.double)
+    (expected * weights).sum().backward()
+    (got * weights).sum().backward()
+    torch.testing.assert_close(leaves[1].grad, leaves[0].grad, rtol=1e-9, atol=1e-12)
+    reference = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, reference[name].grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("lookups", [1, 3])
+@pytest.mark.parametrize("interaction", INTERACTIONS)
+def test_the_whole_of_torchrecs_model_gives_the_same_logits(monkeypatch, interaction, lookups):
+    use_compiled_form(monkeypatch)
+    theirs = torchrec_model(interaction)
+    dense, bags = torch.randn(9, NUM_DENSE), bags_of(9, lookups)
+    got = our_model(theirs, interaction)(dense, lookup(table_weights(theirs), bags))
+    torch.testing.assert_close(got, theirs(dense, keyed(bags)).squeeze(-1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("interaction", INTERACTIONS)
+def test_ten_sgd_steps_give_the_losses_of_torchrecs_dlrmtrain(monkeypatch, interaction):
+    from torchrec.datasets.utils import Batch
+    from torchrec.models.dlrm import DLRMTrain
+
+    use_compiled_form(monkeypatch)
+    theirs = torchrec_model(interaction)
+    ours = our_model(theirs, interaction)
+    tables = [nn.Parameter(weight.detach().clone()) for weight in table_weights(theirs)]
+    wrapped = DLRMTrain(theirs)
+    their_sgd = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    our_sgd = torch.optim.SGD([*ours.parameters(), *tables], lr=0.1)
+    losses = []
+    for step in range(10):
+        dense, bags = torch.randn(16, NUM_DENSE), bags_of(16, 3, seed=step)
+        labels = torch.randint(0, 2, (16,)).float()
+        expected = wrapped(Batch(dense, keyed(bags), labels))[0]
+        loss = F.binary_cross_entropy_with_logits(ours(dense, lookup(tables, bags)), labels)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6, msg=lambda m, s=step: f"step {s}: {m}")
+        for optimizer, value in ((their_sgd, expected), (our_sgd, loss)):
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert len(set(losses)) == 10
+    for name, parameter in ours.named_parameters():  # what was learned, too
+        torch.testing.assert_close(parameter, dict(theirs.named_parameters())[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("interaction", INTERACTIONS)
+def test_logits_and_gradients_on_four_xla_devices_equal_the_cpus_and_nothing_falls_back(mesh, interaction):
+    ours = our_model(torchrec_model(interaction), interaction)
+    dense, embedded, labels = torch.randn(8, NUM_DENSE), torch.randn(8, len(ROWS), DIM), torch.arange(8) % 2
+
+    def step(model, dense, embedded, labels):
+        embedded = embedded.detach().requires_grad_()
+        logits = model(dense, embedded)
+        F.binary_cross_entropy_with_logits(logits, labels).backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        model.zero_grad(set_to_none=True)
+        return {"logits": logits.detach(), "embedded": embedded.grad, **gradients}
+
+    on_device = device.to_device(copy.deepcopy(ours), mesh)
+    expected = step(ours, dense, embedded, labels.float())
+    inputs = [tensor.to(mesh.device) for tensor in (dense, embedded, labels.float())]
+    for tensor in inputs:
+        xs.mark_sharding(tensor, mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
+    got = device.compiled(step, mesh)(on_device, *inputs)  # strict: a fall-back to the host raises
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name].cpu(), value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("tables", [1, 2, 5])
+def test_compiled_and_native_interaction_agree_for_any_number_of_tables(monkeypatch, tables):
+    interaction = DotInteraction(tables).double()
+    dense, embedded = torch.randn(3, 4, dtype=torch.double), torch.randn(3, tables, 4, dtype=torch.double)
+    native = interaction(dense, embedded)
+    use_compiled_form(monkeypatch)
+    torch.testing.assert_close(interaction(dense, embedded), native, rtol=1e-12, atol=1e-12)
+    assert native.shape == (3, 4 + tables + tables * (tables - 1) // 2)
+
+
+def test_pairwise_dots_gradient_is_that_of_finite_differences():
+    half = DotInteraction(4).half_pairs.double()
+    x = torch.randn(4, 2, 3, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: PairwiseDots.apply(x, half), (x,))
+
+
+@pytest.mark.parametrize("interaction", INTERACTIONS)
+def test_logits_are_float32_under_autocast_and_about_as_exact_as_torchrecs(monkeypatch, interaction):
+    use_compiled_form(monkeypatch)
+    theirs = torchrec_model(interaction)
+    ours = our_model(theirs, interaction)
+    dense, embedded = torch.randn(512, NUM_DENSE), torch.randn(512, len(ROWS), DIM)
+    exact = our_model(theirs, interaction).double()(dense.double(), embedded.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = ours(dense, embedded)
+        stock = theirs.over_arch(theirs.inter_arch(theirs.dense_arch(dense), embedded)).squeeze(-1)
+    assert got.dtype == torch.float32 and stock.dtype == torch.bfloat16
+    error, stock_error = (got - exact).norm(), (stock - exact).norm()
+    assert 0 < error < 1.3 * stock_error  # autocast works, and torchrec's DCN keeps the embeddings in float32
+    assert error < 0.02 * exact.norm()
+
+
+def test_dot_starts_as_facebookresearchs_dlrm_and_dcn_as_torchrecs():
+    torch.manual_seed(0)
+    build = functools.partial(DLRM, 13, 26, 128, (512, 256, 128), (1024, 512, 1))
+    for module in build("dot").modules():
+        if isinstance(module, nn.Linear) and module.in_features * module.out_features > 10_000:
+            std = math.sqrt(2 / (module.in_features + module.out_features))
+            torch.testing.assert_close(module.weight.std().item(), std, rtol=0.02, atol=0)
+            assert module.weight.abs().max() > 3 * std  # normal, not uniform
+            torch.testing.assert_close(module.bias.std().item(), module.out_features**-0.5, rtol=0.2, atol=0)
+    dcn = build("dcn", cross_rank=64)
+    layer = dcn.dense_arch.model._mlp[1]._linear
+    assert layer.weight.abs().max() <= layer.in_features**-0.5  # nn.Linear's own, uniform
+    assert not any(bias.any() for bias in dcn.inter_arch.crossnet.bias)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bottom": (16, 7)}, r"bottom is \[16, 7\]; its last size must be that of the embeddings, dim=8"),
+        ({"bottom": ()}, "dim=8"),
+        ({"top": (24, 2)}, r"top is \[24, 2\]; .* the last one 1"),
+        ({"top": (1,)}, "at least two sizes"),
+        ({"num_tables": 0}, "num_tables is 0; it must be at least 1"),
+        ({"bottom": (0, 8)}, "bottom is"),
+        ({"interaction": "cat"}, "interaction is 'cat'; it must be 'dot' or 'dcn'"),
+        ({"interaction": "dcn", "cross_rank": 0}, "cross_rank is 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change, message):
+    sizes = {"num_dense": 5, "num_tables": 4, "dim": 8, "bottom": (16, 8), "top": (24, 1), "interaction": "dot"}
+    with pytest.raises(ValueError, match=message):
+        DLRM(**{**sizes, **change})
+
+
+def test_embeddings_of_another_shape_are_refused():
+    model = DLRM(NUM_DENSE, len(ROWS), DIM, BOTTOM, TOP, "dot")
+    with pytest.raises(ValueError, match=r"embedded is \[2, 3, 8\]; it must be \[batch, 4, 8\]"):
+        model(torch.randn(2, NUM_DENSE), torch.randn(2, 3, DIM))
+
+
+def test_the_yardstick_reads_bags_with_padded_places():
+    from bench.dlrm_torchrec import keyed as keyed_batch
+
+    bags = bags_of(6, 3)
+    ids, present = np.zeros((6, 3 * len(ROWS)), np.int32), np.zeros((6, 3 * len(ROWS)), np.float32)
+    for table, of_table in enumerate(bags):
+        for example, bag in enumerate(of_table):
+            ids[example, 3 * table : 3 * table + len(bag)] = bag
+            present[example, 3 * table : 3 * table + len(bag)] = 1
+    dataset = SimpleNamespace(features=NAMES, lookups=(3,) * len(ROWS))
+    got, expected = keyed_batch({"ids": ids, "present": present}, dataset), keyed(bags)
+    assert got.keys() == expected.keys()
+    assert torch.equal(got.values(), expected.values()) and torch.equal(got.lengths(), expected.lengths())
+
+
+def test_the_yardstick_learns_and_without_a_learning_rate_does_not(tmp_path):
+    from bench import dlrm_torchrec
+
+    small = {"data": "synthetic", "batch_size": 256, "bottom": "32,16", "top": "64,32,1", "seeds": "0"}
+    small |= {"optimizer": "adagrad", "out": str(tmp_path / "bench.json")}
+    auc = [dlrm_torchrec.main(dlrm_torchrec.Options(**small, lr=lr))[0]["epochs"][-1]["auc"] for lr in (0.02, 0.0)]
+    assert auc[0] > 0.77 and auc[1] < 0.65
+    assert json.loads((tmp_path / "bench.json").read_text())["torchrec"][0]["epochs"][0]["auc"] == auc[1]

@@ -1,0 +1,1222 @@
+"""train/common/embedding.py and tables.py: every plan and optimizer against torch on the CPU, on 1, 4 and 8 devices.
+
+Tolerance. Both sides compute in float32 (epsilon 1.2e-7), but add the gradients of equal rows, and the loss, in another
+order: a few roundings of numbers of at most 1, some steps long. Where the optimizer divides by a root of few squared
+gradients, their relative error passes on to the weight undamped, times the learning rate. 2e-6 is above what that
+gives, and a thousandth of what a wrong or lost gradient does: rows move by 0.005 to 0.2.
+"""
+
+import dataclasses
+import gc
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+import uuid
+import zlib
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.distributed.spmd as xs
+from torch import nn
+
+from data import InputError
+from train.common import checkpoint, device
+from train.common.checkpoint import Checkpointer
+from train.common.embedding import ShardedEmbeddingBags
+from train.common.tables import (
+    LANES,
+    OPTIMIZERS,
+    PLANS,
+    SGD,
+    TABLE_SHARE,
+    Adagrad,
+    LazyAdam,
+    RowWiseAdagrad,
+    Table,
+    check_ids,
+    device_bytes_for_tables,
+    plan_tables,
+    row_bytes,
+)
+
+ROOT = Path(checkpoint.__file__).parents[2]
+TOLERANCE = 2e-6
+DIM, BATCH = 16, 32
+# One-hot and multi-hot, sum and mean, tables smaller than a batch and (with "auto") one that is cut.
+TABLES = (
+    Table("user", 1000),
+    Table("tags", 37, 3, "mean"),
+    Table("item", 20_000),
+    Table("shop", 12, 2),
+    Table("day", 3),
+    Table("words", 700, 4, "mean"),
+    Table("hour", 64),
+)
+MIXED = ("row", "data", "auto", "table", "column", "table", "row")
+CUT = ("row", "table", "column", "data")
+LR = {"sgd": 0.05, "rowwise_adagrad": 0.05, "adagrad": 0.05, "lazy_adam": 0.02}
+
+
+def with_plan(plan: str, tables=TABLES):
+    plans = MIXED if plan == "mixed" else [plan] * len(tables)
+    return [dataclasses.replace(table, plan=own) for table, own in zip(tables, plans, strict=True)]
+
+
+def make(mesh, plan="mixed", optimizer="sgd", model_devices=0, seed=0, tables=TABLES, dim=DIM):
+    made = OPTIMIZERS[optimizer]() if isinstance(optimizer, str) else optimizer
+    lr = LR.get(optimizer, 0.05) if isinstance(optimizer, str) else 0.05
+    return ShardedEmbeddingBags(with_plan(plan, tables), dim, mesh, made, lr, seed, model_devices)
+
+
+def put(mesh, batch):
+    """As the loader uploads a batch: sharded over the first dimension."""
+    return {
+        key: xm.send_cpu_data_to_device(
+            value, mesh.device, xs.ShardingSpec(mesh.spmd, ("data",) + (None,) * (value.dim() - 1))
+        )[0]
+        for key, value in batch.items()
+    }
+
+
+def host_batch(step: int, tables=TABLES, ragged: bool = True, dim: int = DIM):
+    """Ids of the first rows of a table, for the most part, so that they come again within and across examples."""
+    generator = torch.Generator().manual_seed(step)
+
+    def draw(table):
+        often = torch.randint(0, min(table.rows, 20), (BATCH, table.lookups), generator=generator, dtype=torch.int32)
+        any_row = torch.randint(0, table.rows, (BATCH, table.lookups), generator=generator, dtype=torch.int32)
+        return torch.where(torch.rand(BATCH, table.lookups, generator=generator) < 0.6, often, any_row)
+
+    batch = {"ids": torch.cat([draw(table) for table in tables], 1)}
+    if ragged:
+        bags = torch.rand(BATCH, len(tables), generator=generator) < 0.85
+        bags = bags.repeat_interleave(torch.tensor([table.lookups for table in tables]), 1)
+        batch["present"] = (bags & (torch.rand(batch["ids"].shape, generator=generator) < 0.7)).float()
+    batch["y"] = torch.rand(BATCH, len(tables), dim, generator=generator)
+    return batch
+
+
+def whole(pieces, tables=TABLES, dim: int = DIM) -> dict[tuple[str, str], torch.Tensor]:
+    """(table, weight or state) -> all of it, put together from pieces that must not overlap or leave gaps."""
+    found = {}
+    for key, piece in pieces.items():
+        if key == "step":
+            continue
+        name, kind, row, column = key.split("/")
+        rows = next(table.rows for table in tables if table.name == name)
+        shape = (rows, dim) if piece.dim() == 2 else (rows,)
+        array = found.setdefault((name, kind), torch.full(shape, float("nan")))
+        part = (slice(int(row), int(row) + piece.shape[0]),)
+        part += (slice(int(column), int(column) + piece.shape[1]),) if piece.dim() == 2 else ()
+        assert array[part].shape == piece.shape and array[part].isnan().all()
+        array[part] = piece
+    assert not any(array.isnan().any() for array in found.values())
+    return found
+
+
+# ---- the reference: torch on the CPU ---------------------------------------------------------------------------------
+
+
+class RowWise:
+    """Row-wise Adagrad by the rule of fbgemm's EXACT_ROWWISE_ADAGRAD and facebookresearch/dlrm optim/rwsadagrad.py."""
+
+    def __init__(self, weights, lr, eps=1e-8):
+        self.weights, self.lr, self.eps = weights, lr, eps
+        self.state = {weight: {"sum": torch.zeros(weight.shape[0])} for weight in weights}
+
+    def zero_grad(self):
+        for weight in self.weights:
+            weight.grad = None
+
+    def step(self):
+        for weight in self.weights:
+            total = self.state[weight]["sum"]
+            gradient = weight.grad.coalesce()
+            rows, values = gradient.indices()[0], gradient.values()
+            total[rows] += values.square().mean(1)
+            weight.data[rows] -= self.lr * values / (total[rows].sqrt() + self.eps)[:, None]
+
+
+REFERENCES = {
+    "sgd": torch.optim.SGD,
+    "rowwise_adagrad": RowWise,
+    "adagrad": torch.optim.Adagrad,
+    "lazy_adam": torch.optim.SparseAdam,
+}
+
+
+def reference_pooled(weights, batch, tables=TABLES):
+    """nn.EmbeddingBag's function on bags without their absent ids."""
+    present = batch.get("present", torch.ones(batch["ids"].shape))
+    widths, pooled = [table.lookups for table in tables], []
+    parts = zip(torch.split(batch["ids"].long(), widths, 1), torch.split(present, widths, 1), strict=True)
+    for (ids, here), table, weight in zip(parts, tables, weights, strict=True):
+        offsets = F.pad((here > 0).sum(1).cumsum(0)[:-1], (1, 0))
+        pooled.append(F.embedding_bag(ids[here > 0], weight, offsets, mode=table.pooling, sparse=True))
+    return torch.stack(pooled, 1)
+
+
+def squared_error(embedded, y):
+    return ((embedded - y) ** 2).sum((1, 2)).mean()
+
+
+def train_step(embeddings, batch):
+    loss = squared_error(embeddings(batch["ids"], batch.get("present")), batch["y"])
+    loss.backward()
+    embeddings.step()
+    return loss.detach()
+
+
+def initial_weights(embeddings, tables=TABLES, dim=DIM):
+    weights = whole(embeddings.pieces(), tables, dim)
+    return [nn.Parameter(weights[table.name, "weight"].clone()) for table in tables]
+
+
+def compare(mesh, plan, optimizer, model_devices=0, ragged=True, tables=TABLES, steps=4) -> dict:
+    """Trains on the mesh and on the CPU; how far they are from each other, and how far from the start."""
+    embeddings = make(mesh, plan, optimizer, model_devices, tables=tables)
+    weights = initial_weights(embeddings, tables)
+    before = [weight.detach().clone() for weight in weights]
+    reference = REFERENCES[optimizer](weights, lr=LR[optimizer])
+    step = device.compiled(train_step, mesh)
+    device.reset_graph_report()
+    losses, expected, graphs = [], [], 0
+    for number in range(steps):
+        batch = host_batch(number, tables, ragged)
+        losses.append(step(embeddings, put(mesh, batch)))
+        if number == 0:
+            graphs = device.compilations()
+        loss = squared_error(reference_pooled(weights, batch, tables), batch["y"])
+        reference.zero_grad()
+        loss.backward()
+        reference.step()
+        expected.append(loss.item())
+    report = device.graph_report()
+    after = whole(embeddings.pieces(), tables)
+    pairs = [(after[table.name, "weight"], weight.data) for table, weight in zip(tables, weights, strict=True)]
+    states = [
+        (after[table.name, kind], reference.state[weight][kind])
+        for table, weight in zip(tables, weights, strict=True)
+        for kind in OPTIMIZERS[optimizer].states
+    ]
+    return {
+        "loss": max(abs(a - b) / b for a, b in zip(device.fetch(losses), expected, strict=True)),
+        "weights": max((ours - theirs).abs().max().item() for ours, theirs in pairs),
+        "states": max([(ours - theirs).abs().max().item() for ours, theirs in states], default=0.0),
+        "moved": min((theirs - old).abs().max().item() for (_, theirs), old in zip(pairs, before, strict=True)),
+        "plans": embeddings.plan.plans,
+        "broken": report["recompilations"] + report["fallbacks"],
+        "graphs_after_first": device.compilations() - graphs,
+    }
+
+
+def assert_parity(result: dict) -> None:
+    assert all(result[name] < TOLERANCE for name in ("loss", "weights", "states")), result
+    assert result["moved"] > 0.005, "the comparison is of tables that did not learn"
+    assert result["broken"] == [] and result["graphs_after_first"] == 0, result
+
+
+# ---- parity ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_batches_have_duplicates_and_empty_and_ragged_and_full_bags():
+    batch = host_batch(0)
+    words, here = batch["ids"][:, 8:12], batch["present"][:, 8:12] > 0  # of table "words"
+    assert {0, 4} < set(here.sum(1).tolist())
+    bags = [[int(i) for i in ids[mask]] for ids, mask in zip(words, here, strict=True)]
+    assert any(len(set(bag)) < len(bag) for bag in bags), "within an example"
+    assert any(set(one) & set(other) for one, other in itertools.combinations(bags, 2)), "across examples"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plan", [*CUT, "mixed"])
+def test_training_equals_torch_on_four_devices(mesh, plan, optimizer):
+    result = compare(mesh, plan, optimizer)
+    assert_parity(result)
+    if plan == "mixed":
+        assert set(result["plans"]) == set(PLANS) and result["plans"][2] == "row", "what auto makes of it"
+    else:
+        assert set(result["plans"]) == {plan}
+
+
+@pytest.mark.parametrize(
+    "plan, optimizer",
+    [("mixed", "rowwise_adagrad"), ("mixed", "lazy_adam"), ("column", "rowwise_adagrad"), ("table", "adagrad")],
+)
+def test_training_equals_torch_on_a_two_dimensional_mesh(mesh, plan, optimizer):
+    assert_parity(compare(mesh, plan, optimizer, model_devices=2))
+
+
+@pytest.mark.parametrize("tables", [TABLES, [dataclasses.replace(table, lookups=1) for table in TABLES]])
+def test_bags_that_are_always_full_need_no_mask(mesh, tables):
+    assert_parity(compare(mesh, "mixed", "adagrad", ragged=False, tables=tables))
+
+
+def test_arrays_of_one_size_can_live_at_the_same_time(mesh):
+    """The second is padded, and rows that it has only for that are in use: its state must have them, too."""
+    tables = [Table("only", 64, 4)]
+    first = make(mesh, "row", "sgd", tables=tables)
+    assert_parity(compare(mesh, "row", "rowwise_adagrad", tables=tables))
+    second = make(mesh, "row", "rowwise_adagrad", tables=tables)
+    assert second.arrays[0].rows > first.arrays[0].rows
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_training_equals_torch_on_other_numbers_of_devices(other_devices, devices):
+    results = other_devices[devices]["parity"]
+    assert len(results) >= 3
+    for name, result in results.items():
+        assert_parity(result)
+        assert devices > 1 or set(result["plans"]) == {"data"}, name
+
+
+def test_row_wise_adagrad_is_that_of_fbgemm(mesh):
+    operators = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+
+    table = Table("words", 50, 4)
+    embeddings = make(mesh, "row", "rowwise_adagrad", tables=[table])
+    theirs = operators.SplitTableBatchedEmbeddingBagsCodegen(
+        [(50, DIM, EmbeddingLocation.HOST, operators.ComputeDevice.CPU)],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=LR["rowwise_adagrad"],
+        eps=RowWiseAdagrad.eps,
+        pooling_mode=PoolingMode.SUM,
+    )
+    theirs.split_embedding_weights()[0].copy_(initial_weights(embeddings, [table])[0].data)
+    for number in range(4):
+        batch = host_batch(number, [table])
+        loss = train_step(embeddings, put(mesh, batch))
+        here = batch["present"] > 0
+        pooled = theirs(batch["ids"][here].long(), F.pad(here.sum(1).cumsum(0), (1, 0)))
+        expected = squared_error(pooled[:, None], batch["y"])
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=TOLERANCE)
+    ours = whole(embeddings.pieces(), [table])["words", "weight"]
+    torch.testing.assert_close(ours, theirs.split_embedding_weights()[0], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("optimizer", ["lazy_adam"])
+def test_two_forward_passes_before_a_step_are_one_update_by_both(mesh, optimizer):
+    embeddings = make(mesh, "mixed", optimizer)
+    weights = initial_weights(embeddings)
+    reference = REFERENCES[optimizer](weights, lr=LR[optimizer])
+
+    def accumulate(embeddings, one, other):
+        losses = []
+        for batch in (one, other):
+            losses.append(squared_error(embeddings(batch["ids"], batch["present"]), batch["y"]))
+            losses[-1].backward()
+        embeddings.step()
+        return sum(losses).detach()
+
+    step = device.compiled(accumulate, mesh)
+    for number in range(3):
+        batches = [host_batch(2 * number), host_batch(2 * number + 1)]
+        loss = step(embeddings, *(put(mesh, batch) for batch in batches))
+        reference.zero_grad()
+        expected = sum(squared_error(reference_pooled(weights, batch), batch["y"]) for batch in batches)
+        expected.backward()
+        reference.step()
+        assert loss.item() == pytest.approx(expected.item(), rel=TOLERANCE)
+    after = whole(embeddings.pieces())
+    for table, weight in zip(TABLES, weights, strict=True):
+        torch.testing.assert_close(after[table.name, "weight"], weight.data, rtol=0, atol=TOLERANCE)
+
+
+def test_evaluation_leaves_nothing_to_update(mesh):
+    embeddings = make(mesh)
+    weights, batch = initial_weights(embeddings), host_batch(0)
+
+    @torch.no_grad()
+    def evaluate(embeddings, batch):
+        return embeddings(batch["ids"], batch["present"])
+
+    evaluation, uploaded = device.compiled(evaluate, mesh), put(mesh, batch)
+    for _ in range(2):
+        pooled = evaluation(embeddings, uploaded)
+    assert not pooled.requires_grad
+    torch.testing.assert_close(pooled.cpu(), reference_pooled(weights, batch).detach(), rtol=0, atol=TOLERANCE)
+    with pytest.raises(RuntimeError, match="needs a forward pass"):
+        embeddings.step()
+    # And between two steps of training it changes nothing.
+    step = device.compiled(train_step, mesh)
+    for number in range(2):
+        step(embeddings, put(mesh, host_batch(number)))
+        evaluation(embeddings, uploaded)
+    twin = make(mesh)
+    for number in range(2):
+        train_step(twin, put(mesh, host_batch(number)))
+        torch_xla.sync()
+    ours, theirs = whole(embeddings.pieces()), whole(twin.pieces())
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_step_without_a_backward_pass_is_an_error(mesh):
+    embeddings, batch = make(mesh), put(mesh, host_batch(0))
+    with pytest.raises(RuntimeError, match="needs a forward pass and a backward pass"):
+        embeddings.step()
+    pooled = embeddings(batch["ids"], batch["present"])
+    with pytest.raises(RuntimeError, match="a backward pass that reaches its output"):
+        embeddings.step()
+    before = whole(embeddings.pieces())
+    pooled.sum().backward()
+    embeddings.step()
+    torch_xla.sync()
+    after = whole(embeddings.pieces())
+    assert not any(torch.equal(before[key], after[key]) for key in before)
+    with pytest.raises(RuntimeError, match="needs a forward pass"):
+        embeddings.step()  # its gradients are used up
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lazy_adam"])
+def test_the_learning_rate_changes_without_another_graph(mesh, optimizer):
+    embeddings = make(mesh, "row", optimizer)
+    weights = initial_weights(embeddings)
+    reference = REFERENCES[optimizer](weights, lr=0.1)
+    step = device.compiled(train_step, mesh)  # strict: a recompilation is an error
+    for number, lr in enumerate([0.01, 0.0, 0.03, 1.0, 0.02] if optimizer == "sgd" else [0.01, 0.0, 0.005]):
+        device.set_lr(embeddings, lr)
+        reference.param_groups[0]["lr"] = lr
+        batch = host_batch(number)
+        step(embeddings, put(mesh, batch))
+        reference.zero_grad()
+        squared_error(reference_pooled(weights, batch), batch["y"]).backward()
+        reference.step()
+    after = whole(embeddings.pieces())
+    for table, weight in zip(TABLES, weights, strict=True):
+        torch.testing.assert_close(after[table.name, "weight"], weight.data, rtol=0, atol=TOLERANCE)
+
+
+# ---- as nn.Embedding -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan, optimizer", [("row", "lazy_adam"), ("column", "sgd"), ("auto", "sgd")])
+def test_the_vocabulary_of_a_language_model_equals_nn_embedding(mesh, plan, optimizer):
+    """One table, one id a bag: next words of a Markov chain, an embedding and a linear layer."""
+    words, length, vocabulary = 60, 5, Table("words", 60)
+    embeddings = make(mesh, plan, optimizer, tables=[vocabulary])
+    torch.manual_seed(0)
+    head = nn.Linear(DIM, words)
+    cpu_head, cpu_embedding = nn.Linear(DIM, words), nn.Embedding(words, DIM, sparse=True)
+    cpu_head.load_state_dict(head.state_dict())
+    cpu_embedding.weight.data.copy_(initial_weights(embeddings, [vocabulary])[0].data)
+    device.to_device(head, mesh)
+    head_optimizer = torch.optim.SGD(head.parameters(), lr=0.5, foreach=False)
+    cpu_optimizers = [
+        torch.optim.SGD(cpu_head.parameters(), lr=0.5),
+        REFERENCES[optimizer](cpu_embedding.parameters(), lr=LR[optimizer]),
+    ]
+
+    def language_step(embeddings, head, optimizer, batch):
+        embedded = embeddings(batch["ids"].reshape(-1, 1)).reshape(BATCH, length, DIM)
+        loss = F.cross_entropy(head(embedded).flatten(0, 1), batch["next"].long().flatten())
+        loss.backward()
+        embeddings.step()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    step = device.compiled(language_step, mesh)
+    losses, expected = [], []
+    for number in range(5):
+        generator = torch.Generator().manual_seed(number)
+        text = [torch.randint(0, words, (BATCH,), generator=generator, dtype=torch.int32)]
+        for _ in range(length):
+            text.append((3 * text[-1] + 1) % words)
+        ids, following = torch.stack(text[:-1], 1), torch.stack(text[1:], 1)
+        losses.append(step(embeddings, head, head_optimizer, put(mesh, {"ids": ids, "next": following})))
+        loss = F.cross_entropy(cpu_head(cpu_embedding(ids)).flatten(0, 1), following.long().flatten())
+        for cpu_optimizer in cpu_optimizers:
+            cpu_optimizer.zero_grad()
+        loss.backward()
+        for cpu_optimizer in cpu_optimizers:
+            cpu_optimizer.step()
+        expected.append(loss.item())
+    assert device.fetch(losses) == pytest.approx(expected, rel=TOLERANCE)
+    assert expected[-1] < expected[0]
+    ours = whole(embeddings.pieces(), [vocabulary])["words", "weight"]
+    torch.testing.assert_close(ours, cpu_embedding.weight.data, rtol=0, atol=TOLERANCE)
+
+
+# ---- initial weights -------------------------------------------------------------------------------------------------
+
+
+def hash32(x):
+    """lowbias32 in numpy's unsigned integers."""
+    x = x ^ (x >> np.uint32(16))
+    x = x * np.uint32(0x7FEB352D)
+    x = x ^ (x >> np.uint32(15))
+    x = x * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def expected_initial(seed: int, number: int, rows: int, dim: int) -> np.ndarray:
+    salt = np.random.SeedSequence((seed, number)).generate_state(1)[0]
+    row = hash32(np.arange(rows, dtype=np.uint32) ^ salt)[:, None]
+    bits = hash32(row + np.arange(dim, dtype=np.uint32)[None] * np.uint32(0x01000193))
+    return ((bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-23) - 1) * np.float32(rows**-0.5)
+
+
+@pytest.mark.parametrize("plan, model_devices", [*((plan, 0) for plan in CUT), ("mixed", 0), ("mixed", 2)])
+def test_initial_weights_depend_on_the_seed_alone(mesh, plan, model_devices):
+    for seed in (0, 3_000_000_000):
+        weights = whole(make(mesh, plan, model_devices=model_devices, seed=seed).pieces())
+        for number, table in enumerate(TABLES):
+            expected = expected_initial(seed, number, table.rows, DIM)
+            assert np.array_equal(weights[table.name, "weight"].numpy(), expected), table.name
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_initial_weights_do_not_depend_on_the_devices(other_devices, devices):
+    expected = [zlib.crc32(expected_initial(0, t, table.rows, DIM).tobytes()) for t, table in enumerate(TABLES)]
+    assert other_devices[devices]["initial"] == {plan: expected for plan in (*CUT, "mixed")}
+
+
+def test_initial_weights_are_uniform_and_uncorrelated(mesh):
+    """Bounds are five standard deviations of the statistic, for independent uniform numbers."""
+    rows, dim = 8000, 32
+    tables = [Table("one", rows), Table("other", rows)]
+    per_seed = [whole(make(mesh, "row", seed=seed, tables=tables, dim=dim).pieces(), tables, dim) for seed in (0, 1)]
+    drawn = [weights[name, "weight"].double().numpy() * rows**0.5 for weights in per_seed for name in ("one", "other")]
+    for x in drawn:
+        assert x.min() >= -1 and x.max() < 1 and x.min() < -0.9999 and x.max() > 0.9999
+        assert abs(x.mean()) < 5 * (1 / 3) ** 0.5 / x.size**0.5
+        assert abs(x.var() - 1 / 3) < 5 * (4 / 45) ** 0.5 / x.size**0.5
+        bins = np.histogram(x, 64, (-1, 1))[0]
+        assert abs(bins - x.size / 64).max() < 5 * (x.size / 64) ** 0.5
+        columns = np.corrcoef(x.T) - np.eye(dim)
+        assert abs(columns).max() < 5 / rows**0.5
+        for distance in (1, 2, rows // 4):  # rows: neighbours, and those of the next device
+            assert abs(np.corrcoef(x[distance:].ravel(), x[:-distance].ravel())[0, 1]) < 5 / x.size**0.5
+        assert len(np.unique(x, axis=0)) == rows
+    for one, other in itertools.combinations(drawn, 2):
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 5 / one.size**0.5
+
+
+def transferred() -> float:
+    """Bytes that have gone to the devices so far."""
+    data = met.metric_data("OutboundData")
+    return data[1] if data else 0.0
+
+
+def test_tables_never_pass_through_the_host(mesh):
+    tables = [Table("one", 30_000), Table("other", 20_000)]
+    table_bytes = 4 * DIM * 20_000
+    reads, before = device.host_reads(), transferred()
+    embeddings = make(mesh, "row", "adagrad", tables=tables)
+    xm.wait_device_ops()
+    assert device.host_reads() == reads
+    small = transferred() - before
+    assert small < table_bytes / 100
+    # The count would show it.
+    put(mesh, {"table": torch.zeros(20_000, DIM)})
+    assert transferred() - before - small >= table_bytes
+    step = device.compiled(train_step, mesh)
+    for number in range(2):
+        step(embeddings, put(mesh, host_batch(number, tables)))
+    assert device.host_reads() == reads
+
+
+# ---- the compiled module ---------------------------------------------------------------------------------------------
+
+BIG = (Table("one", 30_000), Table("other", 18_000), Table("tags", 9_000, 3, "mean"), Table("last", 4_000))
+BIG_DIM = 16
+
+
+def instructions(text: str) -> list[tuple[str, int, str]]:
+    """(operation, elements of its largest result, the line) of every instruction of a module."""
+    found = []
+    for line in text.splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(", line)
+        if match:
+            shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
+            sizes = [math.prod(int(x) for x in shape.split(",") if x) for shape in shapes]
+            found.append((match[2], max(sizes, default=1), line.strip()))
+    return found
+
+
+def describe_module(text: str, smallest: int) -> dict:
+    """What is as large as a table in a compiled module, and which of those inputs share their memory with an output."""
+    named = ("parameter", "bitcast", "get-tuple-element", "tuple")  # no memory of their own
+    big = [(op, line) for op, size, line in instructions(text) if size >= smallest and op not in named]
+    head = text.splitlines()[0]
+    aliases = {int(o): int(i) for o, i in re.findall(r"\{(\d+)\}: \((\d+), \{\}", head)}
+    layout = re.search(r"entry_computation_layout=\{\((.*?)\)->\(?(.*?)\)?\}, ", re.sub(r"\{[\d,]*\}", "", head))
+    inputs, outputs = (re.findall(r"\w+\[[\d,]*\]", re.sub(r"/\*.*?\*/", "", part)) for part in layout.groups())
+
+    def size(shape):
+        return math.prod(int(x) for x in re.search(r"\[(.*)\]", shape)[1].split(",") if x)
+
+    tables_in = [i for i, shape in enumerate(inputs) if size(shape) >= smallest]
+    tables_out = [o for o, shape in enumerate(outputs) if size(shape) >= smallest]
+    return {
+        "operations": {op: sum(other == op for other, _ in big) for op, _ in big},
+        "lines": [line[:300] for _, line in big],
+        "inputs": [inputs[i] for i in tables_in],
+        "in_place": [inputs[i] for o, i in sorted(aliases.items()) if o in tables_out and inputs[i] == outputs[o]],
+        "outputs": [outputs[o] for o in tables_out],
+    }
+
+
+def dump_modules(folder: str) -> dict:
+    """Runs in a process of its own: the train step's module of each plan and optimizer."""
+    mesh, found = device.setup(0, "float32"), {}
+
+    def largest(known):
+        new = set(Path(folder).glob("*cpu_after_optimizations.txt")) - known
+        return max(new, key=lambda path: path.stat().st_size).read_text()
+
+    for plan in CUT:
+        for optimizer in ("adagrad", "lazy_adam"):
+            known = set(Path(folder).glob("*"))
+            embeddings = make(mesh, plan, optimizer, tables=BIG, dim=BIG_DIM)
+            xm.wait_device_ops()
+            biggest = max(size for _, size, _ in instructions(largest(known)))
+            known = set(Path(folder).glob("*"))
+            step = device.compiled(train_step, mesh)
+            for number in range(2):
+                step(embeddings, put(mesh, host_batch(number, BIG, dim=BIG_DIM)))
+            xm.wait_device_ops()
+            array = embeddings.arrays[0]
+            part = array.local_rows * array.local_dim
+            described = describe_module(largest(known), part // 2)
+            found[f"{plan} {optimizer}"] = described | {"part": part, "initial": biggest}
+            del embeddings, step, array
+    return found
+
+
+def run_here(code: str, devices: int, **environment: str) -> subprocess.Popen:
+    """Starts a process with this file as `t`; its last line of output is JSON."""
+    path = [str(ROOT), str(ROOT / "tests")]
+    code = f"import sys; sys.path[:0] = {path!r}\nimport json\nimport test_embedding as t\nprint(json.dumps({code}))"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CPU_NUM_DEVICES": str(devices), **environment},
+    )
+
+
+def answer(process: subprocess.Popen) -> dict:
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("modules")
+    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=SyncTensors.*"
+    return answer(run_here(f"t.dump_modules({str(folder)!r})", 4, XLA_FLAGS=flags))
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "lazy_adam"])
+@pytest.mark.parametrize("plan", CUT)
+def test_nothing_in_the_step_is_as_large_as_a_table_but_the_update_in_place(modules, plan, optimizer):
+    module = modules[f"{plan} {optimizer}"]
+    arrays = {"adagrad": 2, "lazy_adam": 3}[optimizer]
+    # No copy, all-gather, all-reduce, broadcast (a dense gradient), add or sort of that size.
+    assert module["operations"].keys() <= {"scatter", "fusion", "call"}, module["lines"]
+    assert module["operations"]["scatter"] == arrays, module["lines"]
+    # Weight and states come in and go out in the same memory, and have sizes of their own.
+    assert len(module["inputs"]) == len(set(module["inputs"])) == arrays
+    assert sorted(module["in_place"]) == sorted(module["inputs"]) == sorted(module["outputs"])
+
+
+@pytest.mark.parametrize("plan", CUT)
+def test_each_device_makes_its_own_part_of_the_initial_weights(modules, plan):
+    module = modules[f"{plan} adagrad"]
+    assert module["part"] <= module["initial"] < 1.01 * module["part"], "more than a part of the table was made"
+    everything = sum(table.rows for table in BIG) * BIG_DIM
+    expected = {"row": everything / 4, "table": 30_000 * BIG_DIM, "column": everything / 4, "data": everything}[plan]
+    assert module["part"] == pytest.approx(expected, rel=0.05)
+
+
+# ---- other numbers of devices ----------------------------------------------------------------------------------------
+
+
+def state_sums(embeddings) -> dict[str, int]:
+    return {f"{name}/{kind}": zlib.crc32(array.numpy()) for (name, kind), array in whole(embeddings.pieces()).items()}
+
+
+def on_devices(place: str) -> dict:
+    """Runs in a process of its own: parity, initial weights, and both ways of a checkpoint (see test_… below)."""
+    mesh = device.setup(0, "float32")
+    parity, initial, restored = {}, {}, {}
+    on_one = [("mixed", name, 0) for name in ("rowwise_adagrad", "adagrad", "lazy_adam")]
+    combinations = on_one if mesh.num_devices == 1 else OTHER_COMBINATIONS
+    for plan, optimizer, model_devices in combinations:
+        parity[f"{plan} {optimizer} {model_devices}"] = compare(mesh, plan, optimizer, model_devices, steps=3)
+    for plan in (*CUT, "mixed"):
+        weights = whole(make(mesh, plan).pieces())
+        initial[plan] = [zlib.crc32(weights[table.name, "weight"].numpy()) for table in TABLES]
+        embeddings = make(mesh, plan, "adagrad", seed=5)
+        checkpoints = Checkpointer(place, tables=embeddings)
+        assert checkpoints.restore(*dense(mesh), mesh) == 3
+        restored[plan] = [state_sums(embeddings), embeddings.step_count.item()]
+    with Checkpointer(f"{place}-{mesh.num_devices}", tables=embeddings) as checkpoints:
+        checkpoints.save(7, *dense(mesh))
+    losses = train_both(mesh, device.compiled(step_of_both, mesh), embeddings, *dense(mesh), 3, 5)
+    return {"parity": parity, "initial": initial, "restored": restored, "losses": losses}
+
+
+OTHER_COMBINATIONS = [
+    ("row", "lazy_adam", 0),
+    ("table", "rowwise_adagrad", 4),
+    ("column", "rowwise_adagrad", 2),
+    ("mixed", "lazy_adam", 4),
+]
+
+
+@pytest.fixture(scope="module")
+def other_devices(mesh, tmp_path_factory) -> dict[int, dict]:
+    """What `on_devices` gives with 1 and with 8 devices, on a checkpoint that 4 have made."""
+    place = str(tmp_path_factory.mktemp("devices") / "checkpoints")
+    embeddings, model, optimizer = make(mesh, "mixed", "adagrad"), *dense(mesh)
+    step = device.compiled(step_of_both, mesh)
+    train_both(mesh, step, embeddings, model, optimizer, 0, 3)
+    with Checkpointer(place, tables=embeddings) as checkpoints:
+        checkpoints.save(3, model, optimizer)
+    expected = [state_sums(embeddings), embeddings.step_count.item()]
+    fresh = dense(mesh)
+    losses = train_both(mesh, step, embeddings, *fresh, 3, 5)
+    processes = {devices: run_here(f"t.on_devices({place!r})", devices) for devices in (1, 8)}
+    answers = {devices: answer(process) for devices, process in processes.items()}
+    return answers | {"place": place, "expected": expected, "losses": losses}
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def dense(mesh, seed: int = 0):
+    """The part of a model that is no table."""
+    torch.manual_seed(seed)
+    model = device.to_device(nn.Linear(DIM, 1), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
+    device.init_optimizer_state(optimizer, mesh)
+    return model, optimizer
+
+
+def step_of_both(embeddings, model, optimizer, batch):
+    embedded = embeddings(batch["ids"], batch["present"])
+    loss = squared_error(embedded * model(embedded), batch["y"])
+    loss.backward()
+    embeddings.step()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def train_both(mesh, step, embeddings, model, optimizer, first: int, stop: int) -> list[float]:
+    losses = [step(embeddings, model, optimizer, put(mesh, host_batch(number))) for number in range(first, stop)]
+    return device.fetch(losses)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def place(request, tmp_path) -> str:
+    return str(tmp_path / "checkpoints") if request.param == "disk" else f"memory://{uuid.uuid4().hex}/checkpoints"
+
+
+def files(place: str):
+    return fsspec.core.url_to_fs(place)
+
+
+def filled(mesh, plan="mixed", optimizer="adagrad", value: float = 1.0, tables=TABLES):
+    """Embeddings whose arrays hold numbers of their own, as after some training, without a step to compile."""
+    embeddings = make(mesh, plan, optimizer, tables=tables)
+    for array in embeddings.arrays:
+        for tensor, spec in zip([array.weight, *array.states], [array.spec, *array.state_specs], strict=True):
+            tensor.copy_(value + torch.arange(tensor.numel()).reshape(tensor.shape) * 1e-3)
+            xs.mark_sharding(tensor, embeddings.spmd, spec)
+    embeddings.step_count.copy_(torch.tensor(1000 * value))
+    embeddings._annotate(embeddings.step_count)
+    torch_xla.sync()
+    return embeddings
+
+
+def equal(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def save(place: str, embeddings, mesh, *steps: int) -> None:
+    with Checkpointer(place, tables=embeddings) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, *dense(mesh))
+            checkpoints.wait()
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "lazy_adam"])
+def test_a_checkpoint_of_one_plan_is_restored_under_every_other(mesh, tmp_path, optimizer):
+    layouts = [*((plan, 0) for plan in (*CUT, "mixed")), ("mixed", 2)]
+    saved = filled(mesh, "mixed", optimizer)
+    expected = whole(saved.pieces())
+    kinds = {"weight", *OPTIMIZERS[optimizer].states}
+    assert expected.keys() == {(table.name, kind) for table in TABLES for kind in kinds}
+    save(str(tmp_path / "mixed-0"), saved, mesh, 7)
+    before = "mixed-0"
+    for plan, model_devices in layouts:  # a chain: what one layout restores, the next restores from it
+        other = make(mesh, plan, optimizer, model_devices, seed=1)
+        assert not equal(whole(other.pieces()), expected)
+        model, made = dense(mesh, seed=1)
+        assert Checkpointer(str(tmp_path / before), tables=other).restore(model, made, mesh) == 7
+        assert equal(whole(other.pieces()), expected), (plan, model_devices)
+        assert other.step_count.item() == 1000
+        assert torch.equal(model.weight.cpu(), dense(mesh)[0].weight.cpu())
+        before = f"{plan}-{model_devices}-again"
+        save(str(tmp_path / before), other, mesh, 7)
+
+
+def test_a_checkpoint_is_restored_on_other_numbers_of_devices_and_back(mesh, other_devices):
+    for devices in (1, 8):
+        assert other_devices[devices]["restored"] == {plan: other_devices["expected"] for plan in (*CUT, "mixed")}
+        back = make(mesh, "row", "adagrad", seed=9)
+        assert Checkpointer(f"{other_devices['place']}-{devices}", tables=back).restore(*dense(mesh), mesh) == 7
+        assert [state_sums(back), back.step_count.item()] == other_devices["expected"]
+        assert other_devices[devices]["losses"] == pytest.approx(other_devices["losses"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("optimizer, model_devices", [("lazy_adam", 0), ("rowwise_adagrad", 2)])
+def test_training_goes_on_bit_for_bit_and_nothing_is_compiled_again(mesh, tmp_path, optimizer, model_devices):
+    def build(seed):
+        return make(mesh, "mixed", optimizer, model_devices, seed), *dense(mesh, seed)
+
+    place = str(tmp_path)
+
+    step = device.compiled(step_of_both, mesh)
+    run = build(0)
+    train_both(mesh, step, *run, 0, 3)
+    saved = whole(run[0].pieces())
+    with Checkpointer(place, tables=run[0]) as checkpoints:
+        checkpoints.save(3, *run[1:])
+        expected = train_both(mesh, step, *run, 3, 6)  # while it is written
+    after = whole(run[0].pieces())
+    assert not equal(saved, after)
+    for fresh in (False, True):
+        if fresh:  # as a new process would have it: with the sizes of arrays that the first one had
+            del run, checkpoints
+            gc.collect()
+            run = build(1)
+        assert Checkpointer(place, tables=run[0]).restore(*run[1:], mesh) == 3
+        assert equal(whole(run[0].pieces()), saved)
+        torch_xla.sync()
+        graphs = device.compilations()
+        assert train_both(mesh, step, *run, 3, 6) == expected
+        assert device.compilations() == graphs
+        assert equal(whole(run[0].pieces()), after)
+
+
+def test_no_host_holds_a_table_that_is_cut(mesh, tmp_path):
+    rows = [table.rows for table in TABLES]
+    for plan, model_devices, parts in (("row", 0, 4), ("column", 0, 4), ("row", 2, 2), ("column", 2, 2)):
+        embeddings = make(mesh, plan, "lazy_adam", model_devices)
+        pieces = embeddings.pieces()
+        most = embeddings.arrays[0].local_rows if plan == "row" else max(rows)
+        padded = embeddings.arrays[0].local_rows + 64  # states have a few more
+        assert max(piece.shape[0] for key, piece in pieces.items() if key != "step") <= most
+        assert {piece.shape[1] for key, piece in pieces.items() if key != "step"} == {
+            DIM if plan == "row" else DIM // parts
+        }
+        assert embeddings.arrays[0].local_rows <= sum(rows) / (parts if plan == "row" else 1) + 64
+        for piece in pieces.values():  # nor as a view of a larger tensor
+            assert piece.untyped_storage().nbytes() <= 4 * padded * DIM // (parts if plan == "column" else 1)
+    save(str(tmp_path), embeddings, mesh, 1)
+    stored = safetensors.torch.load_file(tmp_path / "step_00000001" / "tables-00000.safetensors")
+    assert equal(stored, embeddings.pieces()), "other programs can read it"
+
+
+def test_one_table_can_be_taken_out_of_a_checkpoint(mesh, place):
+    embeddings = filled(mesh)
+    save(place, embeddings, mesh, 5)
+    expected, checkpoints = whole(embeddings.pieces()), Checkpointer(place)
+    for table in TABLES:
+        assert torch.equal(checkpoints.table(5, table.name), expected[table.name, "weight"])
+
+
+def truncate(fs, folder):
+    content = fs.cat_file(f"{folder}/tables-00000.safetensors")
+    fs.pipe_file(f"{folder}/tables-00000.safetensors", content[:-3])
+
+
+def flip(fs, folder, at):
+    content = bytearray(fs.cat_file(f"{folder}/tables-00000.safetensors"))
+    content[at(content)] ^= 1
+    fs.pipe_file(f"{folder}/tables-00000.safetensors", bytes(content))
+
+
+def flip_number(fs, folder):
+    flip(fs, folder, lambda content: -500)
+
+
+def flip_step_count(fs, folder):
+    flip(fs, folder, lambda content: -1)
+
+
+def flip_name(fs, folder):
+    flip(fs, folder, lambda content: content.index(b"user/weight"))
+
+
+def flip_shape_key(fs, folder):
+    flip(fs, folder, lambda content: content.index(b'"shape"') + 1)
+
+
+def flip_shape(fs, folder):
+    flip(fs, folder, lambda content: content.index(b'"shape": [') + 10)
+
+
+def flip_header_length(fs, folder):
+    flip(fs, folder, lambda content: 5)
+
+
+def flip_checksum(fs, folder):
+    content = fs.cat_file(f"{folder}/tables-00000.json")
+    fs.pipe_file(f"{folder}/tables-00000.json", re.sub(rb'"user/weight[^,]*": (\d)', rb"\g<0>1", content, count=1))
+
+
+def remove_tables(fs, folder):
+    fs.rm(f"{folder}/tables-00000.safetensors")
+
+
+def remove_mark(fs, folder):
+    fs.rm(f"{folder}/tables-00000.json")
+
+
+def empty_mark(fs, folder):
+    fs.pipe_file(f"{folder}/tables-00000.json", b"")
+
+
+def mark_of_another_kind(fs, folder):
+    fs.pipe_file(f"{folder}/tables-00000.json", b"[1]")
+
+
+TEARS = [truncate, flip_number, flip_step_count, flip_name, flip_shape_key, flip_shape, flip_header_length]
+TEARS += [flip_checksum, remove_tables, remove_mark, empty_mark, mark_of_another_kind]
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(mesh, tmp_path_factory):
+    """Of steps 10 and 20: (folder, what is in the first, embeddings and the rest to restore them into)."""
+    folder = tmp_path_factory.mktemp("two")
+    embeddings = filled(mesh, value=1.0)
+    save(str(folder), embeddings, mesh, 10)
+    save(str(folder), filled(mesh, value=2.0), mesh, 20)
+    return folder, whole(embeddings.pieces()), (make(mesh, "row", "adagrad"), *dense(mesh))
+
+
+@pytest.mark.parametrize("tear", TEARS)
+def test_damaged_tables_are_skipped_with_a_warning(mesh, place, two_checkpoints, tear, capsys):
+    folder, expected, (embeddings, model, optimizer) = two_checkpoints
+    fs, root = files(place)
+    fs.put(f"{folder}/", f"{root}/", recursive=True)
+    tear(fs, f"{root}/step_00000020")
+    assert Checkpointer(place, tables=embeddings).restore(model, optimizer, mesh) == 10
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1 and f"warning: skipping the torn checkpoint {place}/step_00000020" in warning
+    assert equal(whole(embeddings.pieces()), expected) and embeddings.step_count.item() == 1000
+
+    # Nothing else to go back to: half of its numbers may be in the tables.
+    fs.rm(f"{root}/step_00000010", recursive=True)
+    with pytest.raises(InputError, match=f"no checkpoint in {place} has whole tables"):
+        Checkpointer(place, tables=embeddings).restore(model, optimizer, mesh)
+
+
+def test_a_damaged_piece_is_not_exported(mesh, place):
+    save(place, filled(mesh), mesh, 20)
+    fs, root = files(place)
+    flip(fs, f"{root}/step_00000020", lambda content: 8 + int.from_bytes(content[:8], "little") + 500)
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        for table in TABLES:
+            Checkpointer(place).table(20, table.name)
+
+
+OTHER_TABLES = {
+    "fewer": (TABLES[:-1], "adagrad", "hour/"),
+    "more": ((*TABLES, Table("place", 9)), "adagrad", "place/"),
+    "a name": ((dataclasses.replace(TABLES[0], name="guest"), *TABLES[1:]), "adagrad", "guest/"),
+    "less rows": ((dataclasses.replace(TABLES[0], rows=990), *TABLES[1:]), "adagrad", r"user/weight/.*\[990, 16\]"),
+    "more rows": ((dataclasses.replace(TABLES[0], rows=1010), *TABLES[1:]), "adagrad", "'user' do not make up 1010"),
+    "less state": (TABLES, "sgd", "/sum"),
+    "other state": (TABLES, "lazy_adam", "/exp_avg"),
+    "state of another shape": (TABLES, "rowwise_adagrad", r"/sum/.* no part of \[1000\]"),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_TABLES)
+def test_a_checkpoint_of_other_tables_or_another_optimizer_is_refused(mesh, tmp_path, change):
+    save(str(tmp_path), filled(mesh, "row"), mesh, 7)
+    tables, optimizer, message = OTHER_TABLES[change]
+    other = make(mesh, "row", optimizer, tables=tables)
+    with pytest.raises(InputError, match=message) as raised:
+        Checkpointer(str(tmp_path), tables=other).restore(*dense(mesh), mesh)
+    assert f"the checkpoint {tmp_path}/step_00000007 is of another model" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_checkpoint_of_another_width_or_without_tables_is_refused(mesh, tmp_path):
+    save(str(tmp_path), filled(mesh, "row"), mesh, 7)
+    with pytest.raises(InputError, match=r"\[\d+, 16\], which is no part of \[1000, 8\]"):
+        narrow = make(mesh, "row", "adagrad", dim=8)
+        Checkpointer(str(tmp_path), tables=narrow).restore(*dense(mesh), mesh)
+    with Checkpointer(str(tmp_path)) as checkpoints:
+        checkpoints.save(8, *dense(mesh))
+    with pytest.raises(InputError, match="its tables or optimizer differ from these in day/sum"):
+        Checkpointer(str(tmp_path), tables=make(mesh, "row", "adagrad")).restore(*dense(mesh), mesh)
+
+
+# ---- checkpoints of several hosts ------------------------------------------------------------------------------------
+
+
+def host_of(embeddings, index: int, count: int = 2):
+    """The embeddings as another host has them: its own place in the mesh, and its own share of the pieces."""
+    twin = embeddings.__class__.__new__(embeddings.__class__)
+    twin.__dict__.update(embeddings.__dict__)
+    twin.__dict__["mesh"] = dataclasses.replace(embeddings.mesh, process_index=index, process_count=count)
+
+    def share():
+        pieces = sorted(embeddings.pieces().items())
+        tables = [item for item in pieces if item[0] != "step"][index::count]
+        return dict(tables) | ({"step": embeddings.step_count.cpu()} if index == 0 else {})
+
+    twin.__dict__["pieces"] = share
+    return twin
+
+
+def save_on(host: int, place: str, embeddings, mesh, step: int, **options) -> Checkpointer:
+    checkpoints = Checkpointer(place, main_process=host == 0, tables=host_of(embeddings, host), **options)
+    checkpoints.save(step, *dense(mesh))
+    return checkpoints
+
+
+def test_every_host_writes_its_part_and_the_main_process_waits_for_all(mesh, place):
+    embeddings = filled(mesh)
+    expected, (fs, root) = whole(embeddings.pieces()), files(place)
+    main = save_on(0, place, embeddings, mesh, 10)
+    time.sleep(0.3)
+    assert main.complete_steps() == [] and main._writer.is_alive()
+    save_on(1, place, embeddings, mesh, 10).wait()
+    main.wait()
+    assert main.complete_steps() == [10]
+    names = {Path(name).name for name in fs.ls(f"{root}/step_00000010", detail=False)}
+    assert {f"tables-0000{host}.{ending}" for host in (0, 1) for ending in ("safetensors", "json")} < names
+    marks = json.loads(fs.cat_file(f"{root}/step_00000010/COMPLETE"))
+    assert marks["hosts"] == 2
+    shares = [set(json.loads(fs.cat_file(f"{root}/step_00000010/tables-0000{host}.json"))["crc32"]) for host in (0, 1)]
+    assert shares[0] and shares[1] and not shares[0] & shares[1]
+    other = make(mesh, "column", "adagrad")  # one host reads what two have written
+    assert Checkpointer(place, tables=other).restore(*dense(mesh), mesh) == 10
+    assert equal(whole(other.pieces()), expected)
+    # The part of the second host is as needed as the first's.
+    fs.rm(f"{root}/step_00000010/tables-00001.safetensors")
+    with pytest.raises(InputError, match="has whole tables"):
+        Checkpointer(place, tables=other).restore(*dense(mesh), mesh)
+
+
+def test_a_host_that_never_comes_is_named(mesh, place, monkeypatch):
+    embeddings = filled(mesh)
+    monkeypatch.setattr(checkpoint, "HOSTS_SECONDS", 0)
+    checkpoints = save_on(0, place, embeddings, mesh, 10)
+    with pytest.raises(InputError, match=f"host 1 and 0 more have not written their tables to {place}"):
+        checkpoints.wait()
+    assert checkpoints.complete_steps() == []
+
+
+def test_the_mark_of_an_attempt_that_was_cut_off_does_not_count(mesh, place, monkeypatch, capsys):
+    """The second host wrote its part, and the main process was killed. In the next attempt it comes first."""
+    embeddings = filled(mesh)
+    save(place, embeddings, mesh, 10)
+    save_on(1, place, embeddings, mesh, 20).wait()
+    monkeypatch.setattr(checkpoint, "HOSTS_SECONDS", 0)
+    main = Checkpointer(place, tables=host_of(embeddings, 0))
+    assert main.restore(*dense(mesh), mesh) == 10
+    main.save(20, *dense(mesh))
+    with pytest.raises(InputError, match="host 1"):
+        main.wait()
+    assert main.complete_steps() == [10]
+
+
+def test_the_mark_of_a_damaged_checkpoint_does_not_count(mesh, place, monkeypatch, capsys):
+    """A checkpoint with all its marks is skipped, since a file of tables is damaged, and then written again."""
+    embeddings = filled(mesh)
+    save(place, embeddings, mesh, 10)
+    main = save_on(0, place, embeddings, mesh, 20)
+    save_on(1, place, embeddings, mesh, 20).wait()
+    main.wait()
+    fs, root = files(place)
+    flip_number(fs, f"{root}/step_00000020")
+    monkeypatch.setattr(checkpoint, "HOSTS_SECONDS", 0)
+    main = Checkpointer(place, tables=host_of(embeddings, 0))
+    assert main.restore(*dense(mesh), mesh) == 10
+    main.save(20, *dense(mesh))
+    with pytest.raises(InputError, match="host 1"):
+        main.wait()
+    other = make(mesh, "row", "adagrad")
+    assert Checkpointer(place, tables=other).restore(*dense(mesh), mesh) == 10
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+UNLIMITED = 1e15
+
+
+def automatic(rows, devices=4, dim=64, optimizer=None, device_bytes=UNLIMITED, lookups=None):
+    tables = [Table(f"t{t}", size, n) for t, (size, n) in enumerate(zip(rows, lookups or [1] * len(rows), strict=True))]
+    return plan_tables(tables, dim, devices, optimizer or SGD(), device_bytes)
+
+
+def test_small_tables_are_copied_and_a_huge_one_is_cut():
+    assert automatic([10, 4096, 4097, 10_000_000]).plans == ("data", "data", "table", "row")  # 1 MiB: 4096 rows of 64
+    # State counts.
+    assert automatic([4096, 100_000], optimizer=Adagrad()).plans[0] != "data"
+    # Columns, where each device has whole lanes of them.
+    assert automatic([10_000_000], dim=4 * LANES).plans == ("column",)
+    assert automatic([10_000_000], dim=4 * LANES - 4).plans == ("row",)
+    assert automatic([10_000_000], dim=4 * LANES, devices=8).plans == ("row",)
+
+
+def test_one_device_shares_nothing():
+    assert automatic([10, 100_000, 10_000_000], devices=1).plans == ("data",) * 3
+    tables = [Table("a", 1000, plan="row"), Table("b", 1000, plan="column"), Table("c", 1000, plan="table")]
+    assert plan_tables(tables, 64, 1, SGD(), UNLIMITED).plans == ("data",) * 3
+
+
+def test_whole_tables_are_balanced_by_lookups_as_well_as_rows():
+    rows, lookups = [50_000] * 8 + [20_000] * 8, [1] * 8 + [20] * 8
+    plan = automatic(rows, lookups=lookups)
+    assert set(plan.plans) == {"table"}
+    for amounts in (rows, lookups):
+        of_device = [sum(n for n, owner in zip(amounts, plan.owners, strict=True) if owner == d) for d in range(4)]
+        assert max(of_device) <= 1.2 * sum(amounts) / 4, of_device
+    # By rows alone, the last three would be together: 30 of 40 lookups.
+    plan = automatic([40_000, 20_000, 10_000, 10_000], devices=2, lookups=[10] * 4)
+    assert sorted(plan.owners) == [0, 0, 1, 1]
+
+
+def test_a_given_plan_is_kept():
+    tables = [Table(f"t{i}", rows, plan=plan) for i, (rows, plan) in enumerate(itertools.product([9, 10**7], PLANS))]
+    assert plan_tables(tables, 64, 4, SGD(), UNLIMITED).plans == PLANS * 2
+    tables.append(Table("auto", 10))
+    assert plan_tables(tables, 64, 4, SGD(), UNLIMITED).plans == (*PLANS * 2, "data")
+
+
+def test_tables_are_cut_when_whole_ones_do_not_fit():
+    rows, unit = [100_000] * 5, 100_000 * 4 * 64
+    assert automatic(rows).plans == ("table",) * 5  # one device has two
+    tight = automatic(rows, device_bytes=1.3 * unit)
+    assert sorted(tight.plans) == ["row"] + ["table"] * 4 and len(set(tight.owners[t] for t in range(1, 5))) == 4
+    assert automatic(rows, device_bytes=1.2501 * unit).plans.count("row") >= 1
+    # With unequal ones, the largest are cut.
+    plans = automatic([90_000, 100_000, 100_000, 80_000, 95_000], device_bytes=1.25 * unit).plans
+    cut = [t for t, plan in enumerate(plans) if plan == "row"]
+    assert cut and cut[0] in (1, 2)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(), RowWiseAdagrad(), Adagrad(), LazyAdam()])
+def test_tables_that_are_too_large_are_refused_with_what_would_fit(optimizer):
+    rows = [4_000_000, 1_000_000, 3_000_000, 50]
+    device_bytes = 0.3 * sum(rows) * row_bytes(64, optimizer) / 4 * 2
+    with pytest.raises(InputError) as raised:
+        automatic(rows, optimizer=optimizer, device_bytes=device_bytes)
+    message = str(raised.value)
+    assert "\n" not in message and "'t0': 4,000,000 rows" in message and "of 4 device(s)" in message
+    assert f"{row_bytes(64, optimizer):,} bytes" in message and f"{device_bytes / 2**30:.3g} GiB" in message
+    assert ("RowWiseAdagrad" in message) == (optimizer in (Adagrad(), LazyAdam()))
+    # What it says is true: one more device than the rounded number may be needed for the copied table.
+    devices, percent = int(re.search(r"(\d+) devices", message)[1]), int(re.search(r"(\d+) %", message)[1])
+    automatic(rows, devices=devices + 1, optimizer=optimizer, device_bytes=device_bytes)
+    automatic([size * percent // 100 for size in rows], optimizer=optimizer, device_bytes=device_bytes)
+    with pytest.raises(InputError):
+        automatic(rows, devices=devices - 1, optimizer=optimizer, device_bytes=device_bytes)
+
+
+def test_the_module_refuses_tables_that_do_not_fit(mesh):
+    with pytest.raises(InputError, match="What would fit: 8 devices, or 50 % of the rows"):
+        ShardedEmbeddingBags([Table("a", 100_000)], DIM, mesh, SGD(), 0.1, 0, device_bytes=100_000 * 4 * DIM / 7.9)
+    with pytest.raises(InputError, match=r"the largest is 'a': 100,000,000,000 rows"):
+        ShardedEmbeddingBags([Table("a", 100_000_000_000)], 128, mesh, SGD(), 0.1, 0)
+    with pytest.raises(InputError, match="3,000,000,000 rows together; ids have 32 bits"):
+        ShardedEmbeddingBags([Table("a", 3_000_000_000)], 4, mesh, SGD(), 0.1, 0, device_bytes=UNLIMITED)
+
+
+def test_the_memory_of_a_device_is_known_or_asked_for(mesh):
+    assert device_bytes_for_tables(dataclasses.replace(mesh, kind="TPU v5 lite")) == TABLE_SHARE * 15.75 * 2**30
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert device_bytes_for_tables(mesh) == pytest.approx(TABLE_SHARE * machine / 4)
+    with pytest.raises(InputError, match="the memory of a 'TPU v99' is not known: give device_bytes"):
+        device_bytes_for_tables(dataclasses.replace(mesh, kind="TPU v99"))
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+FEW = (Table("user", 10), Table("tags", 5, 3), Table("hour", 4))
+
+
+def ids_with(example: int, column: int, value: int) -> np.ndarray:
+    ids = np.tile(np.array([9, 4, 0, 4, 3], np.int32), (6, 1))
+    ids[example, column] = value
+    return ids
+
+
+@pytest.mark.parametrize(
+    "example, column, value, table, rows",
+    [(2, 0, 10, "user", 10), (0, 1, 5, "tags", 5), (5, 3, 2**31 - 1, "tags", 5), (1, 4, -1, "hour", 4)],
+)
+def test_an_id_outside_of_its_table_is_refused(example, column, value, table, rows):
+    check_ids(ids_with(0, 0, 0), FEW)
+    ids = ids_with(example, column, value)
+    message = rf"id {value} of table '{table}' \(example {example} of the batch\) is outside of its {rows} rows"
+    with pytest.raises(InputError, match=message):
+        check_ids(ids, FEW)
+    present = np.ones(ids.shape, np.float32)
+    with pytest.raises(InputError, match=message):
+        check_ids(ids, FEW, present)
+    present[example, column] = 0  # what stands in the padding is of no account
+    check_ids(ids, FEW, present)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (6, 6), (30,), (2, 3, 5)])
+def test_ids_of_another_width_are_refused(shape):
+    with pytest.raises(InputError, match=r"it must be \[examples, 5\], the sum of lookups"):
+        check_ids(np.zeros(shape, np.int32), FEW)
+
+
+BAD = {
+    "there are no tables": ([], {}),
+    "table 'a' has 0 rows": ([Table("a", 0)], {}),
+    "table 'a' has 5 rows, 0 lookups": ([Table("a", 5, 0)], {}),
+    "the name 'a' of a table is not its own": ([Table("a", 5), Table("b", 5), Table("a", 6)], {}),
+    "the name 'a/b' of a table is not its own, or has a slash": ([Table("a/b", 5)], {}),
+    "table 'a' has the plan 'rows'; it is auto or row, table, column, data": ([Table("a", 5, plan="rows")], {}),
+    "table 'a' has the pooling 'max'; it is sum or mean": ([Table("a", 5, pooling="max")], {}),
+    "table 'b': 6 columns do not divide by 4 devices": ([Table("a", 5), Table("b", 5, plan="column")], {"dim": 6}),
+    "model_devices is 3; it must divide the 4 devices": ([Table("a", 5)], {"model_devices": 3}),
+    "model_devices is 8; it must divide the 4 devices": ([Table("a", 5)], {"model_devices": 8}),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_impossible_tables_are_refused(mesh, message):
+    tables, options = BAD[message]
+    options = {"dim": DIM, **options}
+    with pytest.raises(InputError, match=f"^{re.escape(message)}"):
+        ShardedEmbeddingBags(tables, mesh=mesh, optimizer=SGD(), lr=0.1, seed=0, **options)
+
+
+def test_six_columns_are_cut_over_two_devices(mesh):
+    tables = [Table("a", 50, plan="column")]
+    embeddings = ShardedEmbeddingBags(tables, 6, mesh, SGD(), 0.1, 0, model_devices=2)
+    assert {tuple(piece.shape) for key, piece in embeddings.pieces().items() if key != "step"} == {(50, 3)}

@@ -1,0 +1,186 @@
+"""data/movielens.py on small folders that the tests make, in the three forms that MovieLens has had."""
+
+import math
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import InputError
+from data import criteo as cr
+from data import movielens as ml
+
+RATINGS = [(user, item, 1 + (user * item) % 5) for user in (1, 2, 5) for item in range(1, 41)]
+# 0: none, else comedy, drama or both; film 3 has no date but a year in its title
+FILMS = {item: (1960 + item if item != 3 else 1995, ((), (1,), (2,), (1, 2))[item % 4]) for item in range(1, 41)}
+USERS = {1: (24, "M", "artist"), 2: (53, "F", "doctor")}  # 5 is not known
+
+
+def write(path: Path, lines: list[str], encoding: str = "utf-8") -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes("".join(line + "\n" for line in lines).encode(encoding))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """The 100k set's form."""
+    write(tmp_path / "u.data", [f"{u}\t{i}\t{stars}\t880000000" for u, i, stars in RATINGS])
+    films = []
+    for item, (year, genres) in FILMS.items():
+        date = f"01-Jan-{year}" if item != 3 else ""
+        flags = "|".join(str(int(place in genres)) for place in range(3))
+        films.append(f"{item}|Amélie ({year})|{date}||http://x|{flags}")
+    write(tmp_path / "u.item", films, "latin-1")
+    write(tmp_path / "u.user", [f"{u}|{age}|{gender}|{job}|12345" for u, (age, gender, job) in USERS.items()])
+    return tmp_path
+
+
+def both(folder: Path) -> dict[str, np.ndarray]:
+    """All examples of the two splits, training first."""
+    logs = [ml.MovieLens(folder, split) for split in ("train", "eval")]
+    batches = [log.batch(np.arange(len(log))) for log in logs]
+    return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
+
+
+def test_values_are_those_worked_out_by_hand(folder):
+    log = ml.MovieLens(folder, "train")
+    assert log.features == ("user", "item", "age", "gender", "occupation", "genres")
+    assert log.table_rows == (4, 41, 8, 3, 3, 3) and log.lookups == (1, 1, 1, 1, 1, 2) and log.num_dense == 2
+    batch = both(folder)
+    assert {key: (array.dtype, array.shape) for key, array in batch.items()} == {
+        "dense": (np.float32, (120, 2)),
+        "ids": (np.int32, (120, 7)),
+        "label": (np.float32, (120,)),
+        "present": (np.float32, (120, 7)),
+    }
+    users = {1: (1, 2, 2, 1), 2: (2, 6, 1, 2), 5: (3, 0, 0, 0)}  # ids of user, age, gender, occupation
+    places = {tuple(ids[:2]): number for number, ids in enumerate(batch["ids"].tolist())}
+    assert len(places) == 120
+    for user, item, stars in RATINGS:
+        number = places[users[user][0], item]
+        year, genres = FILMS[item]
+        padded = [*genres, 0, 0][:2]
+        assert batch["ids"][number].tolist() == [users[user][0], item, *users[user][1:], *padded]
+        assert batch["present"][number].tolist() == [1] * 5 + [int(genre > 0) for genre in padded]
+        assert batch["label"][number] == (stars >= 4)
+        age = (USERS[user][0] - 35) / 15 if user in USERS else 0
+        assert batch["dense"][number].tolist() == pytest.approx([(year - 1985) / 15, age])
+
+
+def test_a_tenth_is_for_evaluation_whatever_else_is_rated(folder, tmp_path):
+    pairs = {}
+    for name, more in (("one", 0), ("two", 3000)):
+        ratings = [*RATINGS, *((user, 1, 3) for user in range(10_000, 10_000 + more))]
+        write(tmp_path / name / "ua.base", [f"{u}\t{i}\t{stars}\t0" for u, i, stars in ratings])
+        log = ml.MovieLens(tmp_path / name, "eval")
+        batch = log.batch(np.arange(len(log)))
+        assert len(log) + len(ml.MovieLens(tmp_path / name, "train")) == len(ratings)
+        pairs[name] = {tuple(ids) for ids in batch["ids"].tolist() if ids[0] <= 3}
+        assert 0.07 < len(log) / len(ratings) < 0.13 or not more
+    assert pairs["one"] == pairs["two"] and len(pairs["one"]) > 3
+
+
+def test_the_other_forms_give_the_same_examples(folder, tmp_path):
+    expected = both(folder)
+    genres = {1: "Comedy", 2: "Drama"}
+    films = [(i, f"Amélie, ou ({year})", "|".join(genres[g] for g in of) or "(no genres listed)") for i, (year, of) in
+             FILMS.items()]  # fmt: skip
+    write(tmp_path / "1m" / "ratings.dat", [f"{u}::{i}::{stars}::0" for u, i, stars in RATINGS])
+    write(tmp_path / "1m" / "movies.dat", ["::".join(map(str, film)) for film in films], "latin-1")
+    write(tmp_path / "1m" / "users.dat", [f"{u}::{g}::{age}::{job}::1" for u, (age, g, job) in USERS.items()])
+    assert all((array == expected[key]).all() for key, array in both(tmp_path / "1m").items())
+
+    ratings = [f"{u},{i},{stars - 0.5 if stars == 1 else stars}.0,0".replace(".5.0", ".5") for u, i, stars in RATINGS]
+    write(tmp_path / "csv" / "ratings.csv", ["userId,movieId,rating,timestamp", *ratings])
+    write(tmp_path / "csv" / "movies.csv", ["movieId,title,genres", *(f'{i},"{t}",{g}' for i, t, g in films)])
+    log = ml.MovieLens(tmp_path / "csv", "train")
+    assert log.features == ("user", "item", "genres") and log.num_dense == 1
+    batch = both(tmp_path / "csv")
+    assert (batch["ids"] == expected["ids"][:, [0, 1, 5, 6]]).all()
+    assert (batch["present"] == expected["present"][:, [0, 1, 5, 6]]).all()
+    assert (batch["dense"] == expected["dense"][:, :1]).all() and (batch["label"] == expected["label"]).all()
+
+
+def test_ratings_alone_are_enough(tmp_path):
+    write(tmp_path / "u.data", [f"{u}\t{i}\t{stars}\t0" for u, i, stars in RATINGS])
+    log = cr.open_clicks(str(tmp_path), "train")
+    assert (log.features, log.table_rows, log.lookups) == (("user", "item"), (4, 41), (1, 1))
+    batch = log.batch(np.arange(len(log)))
+    assert set(batch) == {"dense", "ids", "label"}
+    assert log.num_dense == 1 and batch["dense"].shape == (len(log), 1) and not batch["dense"].any()
+
+
+def test_rows_come_in_the_order_asked_for_and_in_another_process(folder):
+    log = ml.MovieLens(folder, "train")
+    whole = log.batch(np.arange(len(log)))
+    for one in (log, pickle.loads(pickle.dumps(log))):
+        batch = one.batch(np.array([5, 2, 2]))
+        assert all((batch[key] == whole[key][[5, 2, 2]]).all() for key in whole)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("1\t2\t3", "3 columns instead of 4"),
+        ("1\t2\t6\t0", "rating is '6'"),
+        ("1\t2\t\t0", "rating is ''"),
+        ("1\t2\tnan\t0", "rating is 'nan'"),
+        ("a\t2\t3\t0", "user is 'a'"),
+        ("1\t-2\t3\t0", "film is '-2'"),
+        ("", "1 columns instead of 4"),
+        ("1\t2\t3\udcff\t0", "not UTF-8"),
+    ],
+)
+def test_malformed_ratings_are_left_out_and_the_first_is_named(folder, line, reason):
+    expected = both(folder)
+    lines = (folder / "u.data").read_text().splitlines()
+    text = "\n".join([*lines[:9], line, *lines[9:], "broken"])
+    (folder / "u.data").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(InputError, match=rf"2 of 122 lines of u.data are malformed.*u\.data line 10: .*{reason}"):
+        ml.MovieLens(folder, "train")
+    with pytest.warns(UserWarning, match="2 malformed lines of 122 were left out, the first: .*line 10"):
+        log = ml.MovieLens(folder, "train", bad_rows=0.02)
+    assert (log.batch(np.arange(len(log)))["ids"] == expected["ids"][: len(log)]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "reason"),
+    [
+        ("u.item", "7|Title", "too few columns"),
+        ("u.item", "7|Title|01-Jan-1990||x|0|2|1", "genres are not"),
+        ("u.user", "7|24|M|artist", "4 columns instead of 5"),
+        ("u.user", "7|old|M|artist|1", "age is 'old'"),
+    ],
+)
+def test_malformed_films_and_users_are_named(folder, name, line, reason):
+    with open(folder / name, "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(InputError, match=f"{name} are malformed.*{reason}"):
+        ml.MovieLens(folder, "train")
+
+
+def test_folders_without_ratings_are_refused(tmp_path):
+    with pytest.raises(InputError, match="no ratings; expected u.data or ua.base"):
+        ml.MovieLens(tmp_path, "train")
+    (tmp_path / "u.data").touch()
+    with pytest.raises(InputError, match="u.data is empty"):
+        ml.MovieLens(tmp_path, "train")
+    write(tmp_path / "u.data", ["1\t1\t3\t0"])
+    splits = [split for split in ("train", "eval") if _opens(tmp_path, split)]
+    assert len(splits) == 1, "one rating cannot be in both"
+
+
+def _opens(folder: Path, split: str) -> bool:
+    try:
+        return len(ml.MovieLens(folder, split)) > 0
+    except InputError as error:
+        assert f"none of them in the {split} split" in str(error)
+        return False
+
+
+def test_no_number_is_out_of_range(folder):
+    log = ml.MovieLens(folder, "train")
+    batch = both(folder)
+    assert (batch["ids"] >= 0).all() and (batch["ids"] < np.repeat(log.table_rows, log.lookups)).all()
+    assert np.isfinite(batch["dense"]).all() and math.isclose(np.abs(batch["present"]).max(), 1)
