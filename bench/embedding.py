@@ -7,7 +7,7 @@
     torchrec   torchrec's EmbeddingBagCollection on the CPU and torch.optim: dense gradients
     fbgemm     torchrec's FusedEmbeddingBagCollection on the CPU: fbgemm's lookup, with the update in its backward pass
 
-    same       tables, ids (uniform, so that there are few duplicates and no help from caches), targets, initial
+    same       tables, ids (uniform and new in every step: few duplicates, no help from caches), targets, initial
                distribution and learning rate; the losses are compared
     timed      from a batch that is where it is used (on the device; as a KeyedJaggedTensor) to the updated tables
     how        a process for each number of rows, in which the contenders take turns step by step, in rotating order;
@@ -43,7 +43,7 @@ from train.common.embedding import ShardedEmbeddingBags
 from train.common.tables import OPTIMIZERS, Table, row_bytes
 
 CONTENDERS = ("ours", "ours, --plan", "eager", "fbgemm", "gspmd", "torchrec")
-LR, BATCHES = 0.05, 8  # different batches; they come round again
+LR, WARM = 0.05, 2  # learning rate; steps that are not counted
 USED_MEMORY = 0.75  # of the machine's
 
 
@@ -56,7 +56,7 @@ class Options:
     optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # the rule of all contenders
     plan: Literal["", "row", "table", "column", "data"] = ""  # besides the automatic one, for ours
     devices: int = 4  # virtual devices of XLA's CPU backend
-    steps: int = 20  # counted ones, of each contender in each round; 2 more before them are not
+    steps: int = 20  # counted ones, of each contender in each round; WARM more before them are not
     seconds: float = 60.0  # a slow contender has fewer steps: it stops after so long in a round, not before 3
     rounds: int = 3  # see above
     out: str = "runs/bench/embedding.json"  # where the figures go
@@ -85,7 +85,7 @@ def host_batches(options: Options, sizes: list[int]) -> list[dict[str, Tensor]]:
             ),
             "y": torch.rand(options.batch, len(sizes), options.dim, generator=generator),
         }
-        for _ in range(BATCHES)
+        for _ in range(WARM + options.steps)
     ]
 
 
@@ -249,18 +249,18 @@ def measure(options: Options, names: list[str]) -> dict[str, dict]:
         results[name] = {"seconds": [], "losses": []} if step else {"not run": f"has no rule like {options.optimizer}"}
         if step:
             steps[name] = (step, forms[form])
-    for number in range(-2, options.steps):
+    for number in range(WARM + options.steps):
         order = list(steps)
         order = order[number % len(order) :] + order[: number % len(order)]
         for name in order:
             seconds = results[name]["seconds"]
             if len(seconds) >= 3 and sum(seconds) > options.seconds:
                 continue
-            step, batch = steps[name][0], steps[name][1][number % BATCHES]
+            step, batch = steps[name][0], steps[name][1][number]
             started = time.perf_counter()
             loss = step(batch)
             elapsed = time.perf_counter() - started
-            if number < 0:
+            if number < WARM:
                 results[name]["losses"].append(float(loss))
             else:
                 seconds.append(elapsed)

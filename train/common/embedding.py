@@ -61,7 +61,7 @@ def _distinct_rows(rows: int, bytes_a_row: int, owner: object) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical, of int32. torch_xla 2.9 computes >> as a division, which rounds negative numbers to 0: none is shifted."""
+    """Logical, of int32. torch_xla 2.9 computes >> as a division, which rounds negatives to 0: none is shifted."""
     return ((x & 0x7FFFFFFF) >> bits) | ((x < 0).int() << (31 - bits))
 
 
@@ -424,7 +424,8 @@ class ShardedEmbeddingBags(nn.Module):
             whole = self._all_reduce(whole, [list(range(self.mesh.num_devices))])
             rows, g, touched = None, whole[:, :-1], (whole[:, -1:] > 0).float()
         else:
-            rows, g = _sum_equal_rows(rows, g, array.local_rows)
+            if self.optimizer.states:  # without a state, equal rows can be added one after the other
+                rows, g = _sum_equal_rows(rows, g, array.local_rows)
             used = rows < array.local_rows
             touched = used[:, None].float()
             rows = torch.where(used, rows, torch.zeros_like(rows))  # g is 0 there, and a sum with 0 changes nothing
@@ -595,11 +596,15 @@ def _pool(weight: Tensor, rows: Tensor, here: Tensor, widths: list[int]) -> Tens
 
 def _sum_equal_rows(rows: Tensor, g: Tensor, unused: int) -> tuple[Tensor, Tensor]:
     """Adds up the gradients of equal rows, in static shapes: (distinct rows [n], `unused` in the places left over;
-    sums [n, dim], 0 there)."""
+    sums [n, dim], 0 there).
+
+    The distinct rows come out of a second sort: scattering numbers one by one is quadratic in n with the TPU's compiler
+    (57 of the 58 million cycles of a step that looks up 53,000 ids; libtpu 0.0.51's estimate).
+    """
     ordered, permutation = torch.sort(rows)
     first = torch.cat([torch.ones_like(ordered[:1], dtype=torch.bool), ordered[1:] != ordered[:-1]])
-    segment_in_order = torch.cumsum(first.int(), 0) - 1
-    segment = torch.zeros_like(permutation).scatter_(0, permutation, segment_in_order.to(permutation.dtype))
-    sums = torch.zeros_like(g).index_add_(0, segment, g)
-    distinct = torch.full_like(ordered, unused).scatter_(0, segment_in_order.long(), ordered)
-    return distinct, sums
+    segment = torch.cumsum(first.int(), 0) - 1
+    sums = torch.zeros_like(g).index_add_(0, segment, g[permutation])
+    last = torch.full_like(ordered, 2**31 - 1)
+    distinct = torch.sort(torch.where(first, ordered, last))[0]
+    return torch.where(distinct == last, torch.full_like(distinct, unused), distinct), sums
