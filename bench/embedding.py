@@ -33,12 +33,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-import torch_xla.core.xla_model as xm
-import torch_xla.distributed.spmd as xs
 import tyro
 from torch import Tensor, nn
 
 from train.common import device
+from train.common.device import xm, xs  # torch_xla has one way in
 from train.common.embedding import ShardedEmbeddingBags
 from train.common.tables import OPTIMIZERS, Table, row_bytes
 

@@ -43,18 +43,19 @@ from torch import Tensor, nn
 from data import InputError
 
 from .device import Mesh
-from .tables import PLANS, Optimizer, Table, device_bytes_for_tables, plan_tables
+from .tables import LANES, PLANS, Optimizer, Table, device_bytes_for_tables, plan_tables, take_rows
 
 # ---- arrays of tables ------------------------------------------------------------------------------------------------
 
 _sizes: dict[int, int] = {}  # bytes a device -> how many live arrays have that size: at most one
 
 
-def _distinct_rows(rows: int, bytes_a_row: int, owner: object) -> int:
-    """The next multiple of 8 rows (a TPU's tile) that makes an array of a size in bytes that no live one has."""
-    rows = -(-rows // 8) * 8
+def _distinct_rows(rows: int, bytes_a_row: int, owner: object, pack: int = 1) -> int:
+    """The next multiple of 8 lines (a TPU's tile) of `pack` rows that makes an array of a size in bytes that no live
+    one has."""
+    rows = -(-rows // (8 * pack)) * 8 * pack
     while _sizes.get(rows * bytes_a_row):
-        rows += 8
+        rows += 8 * pack
     _sizes[rows * bytes_a_row] = 1
     weakref.finalize(owner, _sizes.pop, rows * bytes_a_row, None)
     return rows
@@ -82,6 +83,7 @@ class _Array:
         tables: their positions among all tables; in the order in which this array pools them.
         start: first row of each table in the array.
         local_rows: rows that one device holds.
+        pack: how many of them lie side by side in a line of the array, see tables.py.
     """
 
     def __init__(self, plan: str, positions: list[int], module: "ShardedEmbeddingBags", owners: Sequence[int]):
@@ -95,6 +97,8 @@ class _Array:
         by_row, by_column = plan in ("row", "table"), plan == "column"
         self.spec = (self.axis if by_row else None, self.axis if by_column else None)
         self.local_dim = self.dim // self.parts if by_column else self.dim
+        self.pack = max(1, module.lanes // self.local_dim)
+        self.width = self.pack * self.local_dim * (self.parts if by_column else 1)
 
         if plan == "table":
             own = [[k for k, t in enumerate(positions) if owners[t] == d] for d in range(self.parts)]
@@ -103,7 +107,7 @@ class _Array:
         else:
             rows = -(-sum(sizes) // self.parts) if plan == "row" else sum(sizes)
         self.used_rows = rows  # of local_rows, on the fullest device
-        self.local_rows = _distinct_rows(rows, 4 * self.local_dim, self)
+        self.local_rows = _distinct_rows(rows, 4 * self.local_dim, self, self.pack)
         self.rows = self.local_rows * (self.parts if by_row else 1)
         if self.rows >= 2**31:
             raise InputError(f"tables of plan {plan!r} have {self.rows:,} rows together; ids have 32 bits")
@@ -119,8 +123,12 @@ class _Array:
         self.state_kinds = list(module.optimizer.states.values())
         self.state_specs = [self.spec if kind == "full" else (self.spec[0],) for kind in self.state_kinds]
         self.state_rows = [
-            _distinct_rows(self.local_rows, 4 * (self.local_dim if kind == "full" else 1), self)
-            * (self.parts if by_row else 1)
+            (self.parts if by_row else 1)
+            * (
+                _distinct_rows(self.local_rows, 4 * self.local_dim, self, self.pack)
+                if kind == "full"
+                else _distinct_rows(self.local_rows, 4, self)
+            )
             for kind in self.state_kinds
         ]
 
@@ -181,6 +189,7 @@ class ShardedEmbeddingBags(nn.Module):
         self.tables, self.dim, self.mesh, self.optimizer = tuple(tables), dim, mesh, optimizer
         devices = mesh.num_devices
         self.parts = model_devices or devices
+        self.lanes = LANES if mesh.kind.startswith("TPU") else 1
         self._check()
         self.axis = "model"
         ids = np.arange(devices)
@@ -212,7 +221,8 @@ class ShardedEmbeddingBags(nn.Module):
             array.weight = self._initial(array, seed)
             array.states = []
             for kind, rows, spec in zip(array.state_kinds, array.state_rows, array.state_specs, strict=True):
-                state = torch.zeros((rows, dim) if kind == "full" else (rows,), device=mesh.device)
+                shape = (rows // array.pack, array.width) if kind == "full" else (rows,)
+                state = torch.zeros(shape, device=mesh.device)
                 xs.mark_sharding(state, self.spmd, spec)
                 array.states.append(state)
         # Where each table's pooled rows are, after the arrays' have been put side by side.
@@ -269,10 +279,21 @@ class ShardedEmbeddingBags(nn.Module):
             salt = torch.where(
                 inside, int(np.random.SeedSequence((seed, t)).generate_state(1)[0].astype(np.int32)), salt
             )
-        column = torch.arange(self.dim, dtype=torch.int32, device=self.mesh.device)
-        bits = _hash(_hash(own_row ^ salt)[:, None] + (column * 0x01000193)[None])
+        # Each line has `pack` rows; a device's part of its columns has all of them.
+        column = torch.arange(array.width, dtype=torch.int32, device=self.mesh.device)
+        part = torch.div(column, array.pack * array.local_dim, rounding_mode="trunc")
+        column = part * array.local_dim + column % array.local_dim
+
+        def by_line(x: Tensor) -> Tensor:
+            """[rows] -> [lines, width] (or [rows, 1])."""
+            if array.pack == 1:
+                return x[:, None]
+            x = x.reshape(-1, 1, array.pack, 1).expand(-1, array.width // array.pack // array.local_dim, -1, 1)
+            return x.expand(-1, -1, -1, array.local_dim).reshape(-1, array.width)
+
+        bits = _hash(by_line(_hash(own_row ^ salt)) + (column * 0x01000193)[None])
         # 24 bits, the mantissa of float32: -1, ..., 1 - 2**-23, times the bound.
-        weight = (_shift_right(bits, 8).float() * 2.0**-23 - 1) * bound[:, None]
+        weight = (_shift_right(bits, 8).float() * 2.0**-23 - 1) * by_line(bound)
         xs.mark_sharding(weight, self.spmd, array.spec)
         return weight
 
@@ -366,14 +387,14 @@ class ShardedEmbeddingBags(nn.Module):
         if array.plan == "table":
             spec = (self.axis, self.copies_axis, None)
             local, here = self._local(array, self._enter(self._shard(self._in_slots(array, rows), spec), spec))
-            part = _pool(weight, local[0], here[0], array.slots)[None]
+            part = _pool(weight, local[0], here[0], array.slots, array.local_dim)[None]
             shape = (self.parts, batch, len(array.slots), dim)
             part = self._leave(part, (*spec, None), shape)
             part = self._shard(part, (None, self.batch_axes, None, None))  # all-to-all
             return part.transpose(0, 1).reshape(batch, -1, dim).index_select(1, array.from_slots)
         spec = (self.batch_axes if array.plan == "data" else self.copies_axis, None)
         local, here = self._local(array, self._enter(self._shard(rows, spec), spec))
-        part = _pool(weight, local, here, array.lookups)
+        part = _pool(weight, local, here, array.lookups, array.local_dim)
         if array.plan == "data":
             return self._leave(part, by_batch, (batch, tables, dim))
         if array.plan == "row":
@@ -437,12 +458,14 @@ class ShardedEmbeddingBags(nn.Module):
         arrays, specs = [array.weight, *array.states], [array.spec, *array.state_specs]
         old = [self._enter(tensor, spec) for tensor, spec in zip(arrays, specs, strict=True)]
         if summed:
+            shapes = [x.shape for x in old]
+            old = [x.reshape(-1, array.local_dim) if x.dim() == 2 else x for x in old]
             old, padding = [x[: array.used_rows] for x in old], [x[array.used_rows :] for x in old]
         lr = self.param_groups[0]["lr"]
         weight, states = self.optimizer.update(old[0], old[1:], rows, g, touched, lr, self.step_count, mean_square)
         new = [weight, *states]
         if summed:
-            new = [torch.cat(parts) for parts in zip(new, padding, strict=True)]
+            new = [torch.cat(parts).reshape(shape) for *parts, shape in zip(new, padding, shapes, strict=True)]
         for tensor, local, spec in zip(arrays, new, specs, strict=True):
             tensor.copy_(self._leave(local, spec, tensor.shape))
 
@@ -495,6 +518,8 @@ class ShardedEmbeddingBags(nn.Module):
                 if replica != 0:
                     continue
                 first, last, column = _bounds(array, indices, tensor)
+                if tensor.dim() == 2:
+                    data = data.reshape(-1, array.local_dim)
                 for start, t in zip(array.start, array.tables, strict=True):
                     a, b = max(first, start), min(last, start + self.tables[t].rows)
                     if a < b:
@@ -529,12 +554,15 @@ class ShardedEmbeddingBags(nn.Module):
             copied = places[0][1] is Ellipsis
             if copied:
                 bounds = bounds[:1]
-            width = () if tensor.dim() == 1 else (array.local_dim,)
-            parts = self.parts if array.spec[0] else 1
-            shards = [torch.zeros(tensor.shape[0] // parts, *width) for _ in bounds]
+            local_shape = torch.Size([tensor.shape[0] // (self.parts if array.spec[0] else 1)])
+            if tensor.dim() == 2:
+                local_shape += (array.pack * array.local_dim,)
+            rows_shape = (-1, array.local_dim) if tensor.dim() == 2 else (-1,)
+            shards = [torch.zeros(local_shape).reshape(rows_shape) for _ in bounds]
             for start, t in zip(array.start, array.tables, strict=True):
                 pieces = found[f"{self.tables[t].name}/{name}"]
                 self._fill(shards, bounds, start, self.tables[t], pieces, shapes, read)
+            shards = [shard.reshape(local_shape) for shard in shards]
             if copied:
                 tensor.copy_(shards[0])
                 self._annotate(tensor)
@@ -576,18 +604,19 @@ def _bounds(array: _Array, indices: Any, tensor: Tensor) -> tuple[int, int, int]
     """(first row, end of rows, first column) of a device's part, in rows of the array's weight: a state has more of
     them on each device."""
     if indices is Ellipsis:
-        return 0, tensor.shape[0], 0
-    first, last, column = indices[0].start, indices[0].stop, indices[1].start if tensor.dim() == 2 else 0
+        return 0, array.local_rows, 0
+    first, last, column = indices[0].start, indices[0].stop, 0
+    if tensor.dim() == 2:
+        column = indices[1].start // array.pack
     if array.spec[0]:
-        first = first // (last - first) * array.local_rows
-        last = first + array.local_rows
-    return first, last, column
+        return first // (last - first) * array.local_rows, (first // (last - first) + 1) * array.local_rows, column
+    return 0, array.local_rows, column
 
 
-def _pool(weight: Tensor, rows: Tensor, here: Tensor, widths: list[int]) -> Tensor:
-    """rows, here [batch, sum of widths] -> sums over each table's columns [batch, len(widths), columns of weight]."""
+def _pool(weight: Tensor, rows: Tensor, here: Tensor, widths: list[int], dim: int) -> Tensor:
+    """rows, here [batch, sum of widths] -> sums over each table's columns [batch, len(widths), dim]."""
     safe = torch.where(here, rows, torch.zeros_like(rows))
-    found = weight[safe.reshape(-1)].reshape(*rows.shape, weight.shape[1])
+    found = take_rows(weight, safe.reshape(-1), dim).reshape(*rows.shape, dim)
     found = torch.where(here[..., None], found, torch.zeros_like(found))
     if max(widths) == 1:
         return found

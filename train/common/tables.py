@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from data import InputError
@@ -46,17 +47,53 @@ class Table:
     plan: Literal["auto", "row", "table", "column", "data"] = "auto"
 
 
+# ---- rows of an array ------------------------------------------------------------------------------------------------
+# An array holds `pack` rows of a table side by side in each of its own, so that it fills the lanes of a TPU: [rows, 16]
+# would be padded to eight times its size, or copied from a layout of columns to one of rows and back in every step.
+
+
+def take_rows(array: Tensor, rows: Tensor | None, dim: int) -> Tensor:
+    """Rows [n] of an array [lines, pack * dim], as [n, dim]; of an array [rows], as [n]. None: all rows, not packed."""
+    if rows is None:
+        return array
+    if array.dim() == 1 or array.shape[1] == dim:
+        return array[rows]
+    line, own = _place(rows, array.shape[1], dim)
+    return _fold(torch.where(own, array[line], torch.zeros((), device=array.device)), dim)
+
+
+def add_rows(array: Tensor, rows: Tensor | None, delta: Tensor) -> Tensor:
+    """array with delta [n, dim] (or [n]) added at these rows."""
+    if rows is None:
+        return array + delta
+    if array.dim() == 1 or array.shape[1] == delta.shape[1]:
+        return array.index_add(0, rows, delta)
+    line, own = _place(rows, array.shape[1], delta.shape[1])
+    wide = delta.repeat(1, array.shape[1] // delta.shape[1])
+    return array.index_add(0, line, torch.where(own, wide, torch.zeros_like(wide)))
+
+
+def _fold(wide: Tensor, dim: int) -> Tensor:
+    """[..., pack * dim], 0 outside of one row, to that row [..., dim]: the halves added, again and again."""
+    while wide.shape[-1] > dim:
+        if wide.shape[-1] // dim % 2:
+            return sum(torch.split(wide, dim, dim=-1))
+        half = wide.shape[-1] // 2
+        wide = wide[..., :half] + wide[..., half:]
+    return wide
+
+
+def _place(rows: Tensor, width: int, dim: int) -> tuple[Tensor, Tensor]:
+    """(line [n], whether each column of it belongs to the row [n, width])."""
+    pack = width // dim
+    line = torch.div(rows, pack, rounding_mode="trunc")
+    column = torch.arange(width, dtype=rows.dtype, device=rows.device)
+    return line, (rows - line * pack)[:, None] == torch.div(column, dim, rounding_mode="trunc")[None]
+
+
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 # `update` is per-device code. rows [n] are distinct, or None for every row in order; g [n, dim] is the summed gradient,
 # touched [n, 1] is 0 where no example had the row. It returns the new weight and states.
-
-
-def _add(array: Tensor, rows: Tensor | None, delta: Tensor) -> Tensor:
-    return array + delta if rows is None else array.index_add(0, rows, delta)
-
-
-def _take(array: Tensor, rows: Tensor | None) -> Tensor:
-    return array if rows is None else array[rows]
 
 
 @dataclass(frozen=True)
@@ -66,7 +103,7 @@ class SGD:
     states: ClassVar[dict[str, str]] = {}
 
     def update(self, weight, states, rows, g, touched, lr, step, mean_square):
-        return _add(weight, rows, -lr * g), ()
+        return add_rows(weight, rows, -lr * g), ()
 
 
 @dataclass(frozen=True)
@@ -78,8 +115,10 @@ class RowWiseAdagrad:
     states: ClassVar[dict[str, str]] = {"sum": "row"}
 
     def update(self, weight, states, rows, g, touched, lr, step, mean_square):
-        total = _add(states[0], rows, mean_square(g))
-        return _add(weight, rows, g * (-lr / (_take(total, rows).sqrt() + self.eps))[:, None]), (total,)
+        total = add_rows(states[0], rows, mean_square(g))
+        return add_rows(weight, rows, g * (-lr / (take_rows(total, rows, g.shape[1]).sqrt() + self.eps))[:, None]), (
+            total,
+        )
 
 
 @dataclass(frozen=True)
@@ -91,8 +130,8 @@ class Adagrad:
     states: ClassVar[dict[str, str]] = {"sum": "full"}
 
     def update(self, weight, states, rows, g, touched, lr, step, mean_square):
-        total = _add(states[0], rows, g * g)
-        return _add(weight, rows, -lr * g / (_take(total, rows).sqrt() + self.eps)), (total,)
+        total = add_rows(states[0], rows, g * g)
+        return add_rows(weight, rows, -lr * g / (take_rows(total, rows, g.shape[1]).sqrt() + self.eps)), (total,)
 
 
 @dataclass(frozen=True)
@@ -105,10 +144,14 @@ class LazyAdam:
 
     def update(self, weight, states, rows, g, touched, lr, step, mean_square):
         beta1, beta2 = self.betas
-        m = _add(states[0], rows, (g - _take(states[0], rows)) * ((1 - beta1) * touched))
-        v = _add(states[1], rows, (g * g - _take(states[1], rows)) * ((1 - beta2) * touched))
+        m = add_rows(states[0], rows, (g - take_rows(states[0], rows, g.shape[1])) * ((1 - beta1) * touched))
+        v = add_rows(states[1], rows, (g * g - take_rows(states[1], rows, g.shape[1])) * ((1 - beta2) * touched))
         size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
-        return _add(weight, rows, -size * touched * _take(m, rows) / (_take(v, rows).sqrt() + self.eps)), (m, v)
+        return add_rows(
+            weight,
+            rows,
+            -size * touched * take_rows(m, rows, g.shape[1]) / (take_rows(v, rows, g.shape[1]).sqrt() + self.eps),
+        ), (m, v)
 
 
 Optimizer = SGD | RowWiseAdagrad | Adagrad | LazyAdam
