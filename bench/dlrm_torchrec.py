@@ -1,8 +1,9 @@
-"""torchrec's DLRM on the CPU, trained by the recipe of `train.dlrm`: the yardstick for its AUC on the same click log.
+"""DLRM on a click log: `train.dlrm` against torchrec's DLRM on the CPU, trained by the same recipe.
 
-model     torchrec's EmbeddingBagCollection and DLRM or DLRM_DCN, float32, with the initial distributions of ours:
-          tables uniform within rows^-0.5, the network's as in models/dlrm.py
-training  torch's (and torchrec's) optimizers, the same epochs, batches, learning rate and order of the data: seed
+ours      python -m train.dlrm tiny …, the command that is printed
+torchrec  its EmbeddingBagCollection and DLRM or DLRM_DCN, float32, with the initial distributions of ours: tables
+          uniform within rows^-0.5, the network's as in models/dlrm.py
+both      torch's (and torchrec's) optimizers, the same epochs, batches, learning rate and order of the data: seed
           and epoch give the permutation, and the remainder of an epoch is left out. The initial weights are other
           ones: compare medians, not seeds
 measured  AUC and log loss of the whole evaluation split (scikit-learn) after each epoch; the table has the last
@@ -12,8 +13,11 @@ run       python -m bench.dlrm_torchrec --data FOLDER --epochs 3 --batch-size 12
 
 import json
 import os
+import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +47,8 @@ class Options:
     interaction: Literal["dot", "dcn"] = "dot"  # torchrec's DLRM or DLRM_DCN
     cross: str = "3,512"  # layers and rank of the cross net of "dcn"
     optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # of tables; the network's is its kin
-    seeds: str = "0,1,2"  # one run for each
+    seeds: str = "0,1,2"  # one run of each side for every seed
+    ours: bool = True  # --no-ours: torchrec alone
     out: str = "runs/bench/dlrm_torchrec.json"  # where the figures go
 
 
@@ -158,6 +163,23 @@ def train(config: Config) -> dict:
     return {"seed": config.seed, "steps": step, "seconds": seconds, "epochs": epochs}
 
 
+def train_ours(config: Config) -> dict:
+    """The same by `train.dlrm`, in a process of its own."""
+    fields = ("data", "epochs", "batch_size", "lr", "warmup_steps", "dim", "interaction", "optimizer", "seed")
+    flags = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in fields]
+    for name in ("bottom", "top", "cross"):
+        flags += [f"--{name}", *map(str, getattr(config, name))]
+    with tempfile.TemporaryDirectory() as runs:
+        command = [sys.executable, "-m", "train.dlrm", "tiny", *flags, "--runs", runs, "--name", "run"]
+        print("$", shlex.join(["python", *command[1:-4]]), flush=True)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        lines = [json.loads(line) for line in open(f"{runs}/run/metrics.jsonl")]
+        summary = json.load(open(f"{runs}/run/summary.json"))
+    epochs = [{"auc": line["eval/auc"], "loss": line["eval/loss"]} for line in lines if "eval/auc" in line]
+    print(f"ours, seed {config.seed}: AUC {', '.join(f'{epoch['auc']:.4f}' for epoch in epochs)}", flush=True)
+    return {"seed": config.seed, "seconds": summary["timing"]["training"], "epochs": epochs}
+
+
 def table(runs: list[dict]) -> str:
     """Markdown: AUC and log loss after the last epoch, and seconds of training, of each seed; median, min and max."""
     lines = ["| seed | AUC | log loss | seconds |", "|---|---|---|---|"]
@@ -169,18 +191,21 @@ def table(runs: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def main(options: Options) -> list[dict]:
-    """Runs all seeds, prints the table and writes --out; returns the figures of each run."""
+def main(options: Options) -> dict[str, list[dict]]:
+    """Runs all seeds, prints the tables and writes --out; returns the figures of each run of each side."""
     sizes = {name: integers(name, getattr(options, name)) for name in ("bottom", "top", "cross")}
     shared = ("data", "epochs", "batch_size", "lr", "warmup_steps", "dim", "interaction", "optimizer")
-    runs = []
+    runs: dict[str, list[dict]] = {"torchrec": []} | ({"ours": []} if options.ours else {})
     for seed in integers("seeds", options.seeds):
         config = Config(**{name: getattr(options, name) for name in shared}, **sizes, seed=seed)
         validate(config)
-        runs.append(train(config))
-    print(f"\n{table(runs)}")
+        if options.ours:
+            runs["ours"].append(train_ours(config))
+        runs["torchrec"].append(train(config))
+    for name, of_side in runs.items():
+        print(f"\n{name}\n\n{table(of_side)}")
     os.makedirs(os.path.dirname(options.out) or ".", exist_ok=True)
-    Path(options.out).write_text(json.dumps({"options": vars(options), "torchrec": runs}, indent=2) + "\n")
+    Path(options.out).write_text(json.dumps({"options": vars(options), **runs}, indent=2) + "\n")
     return runs
 
 

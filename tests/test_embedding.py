@@ -46,10 +46,14 @@ from train.common.tables import (
     LazyAdam,
     RowWiseAdagrad,
     Table,
+    _place,
+    add_rows,
     check_ids,
     device_bytes_for_tables,
     plan_tables,
     row_bytes,
+    rows_in_a_line,
+    take_rows,
 )
 
 ROOT = Path(checkpoint.__file__).parents[2]
@@ -370,12 +374,12 @@ def test_a_step_without_a_backward_pass_is_an_error(mesh):
     embeddings, batch = make(mesh), put(mesh, host_batch(0))
     with pytest.raises(RuntimeError, match="needs a forward pass and a backward pass"):
         embeddings.step()
-    pooled = embeddings(batch["ids"], batch["present"])
+    embeddings(batch["ids"], batch["present"])
     with pytest.raises(RuntimeError, match="a backward pass that reaches its output"):
         embeddings.step()
     before = whole(embeddings.pieces())
-    pooled.sum().backward()
-    embeddings.step()
+    embeddings(batch["ids"], batch["present"]).sum().backward()
+    embeddings.step()  # the pass before, that had no backward pass, is forgotten
     torch_xla.sync()
     after = whole(embeddings.pieces())
     assert not any(torch.equal(before[key], after[key]) for key in before)
@@ -1220,3 +1224,62 @@ def test_six_columns_are_cut_over_two_devices(mesh):
     tables = [Table("a", 50, plan="column")]
     embeddings = ShardedEmbeddingBags(tables, 6, mesh, SGD(), 0.1, 0, model_devices=2)
     assert {tuple(piece.shape) for key, piece in embeddings.pieces().items() if key != "step"} == {(50, 3)}
+
+
+# ---- rows side by side in lines of 128, as on a TPU ------------------------------------------------------------------
+
+
+@pytest.fixture
+def lanes(mesh):
+    """A mesh that says that it is a TPU's."""
+    return dataclasses.replace(mesh, kind="TPU v4")
+
+
+@pytest.mark.parametrize("model_devices", [0, 2])
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"])
+def test_rows_in_lines_train_as_rows_do(mesh, lanes, optimizer, model_devices):
+    results = []
+    for kind in (mesh, lanes):
+        embeddings = make(kind, "mixed", optimizer, model_devices)
+        step = device.compiled(train_step, mesh)
+        first = whole(embeddings.pieces())
+        losses = [step(embeddings, put(mesh, host_batch(number))).item() for number in range(3)]
+        results.append((first, losses, whole(embeddings.pieces())))
+        packs = {array.weight.shape[1] // DIM for array in embeddings.arrays}
+        assert packs == ({1} if kind is mesh else {128 // DIM, 128 // DIM * embeddings.parts})  # the latter: by columns
+    (first, losses, last), (packed_first, packed_losses, packed_last) = results
+    assert equal(first, packed_first)
+    assert packed_losses == pytest.approx(losses, rel=TOLERANCE)
+    for key in last:
+        torch.testing.assert_close(packed_last[key], last[key], rtol=0, atol=TOLERANCE)
+
+
+def test_a_checkpoint_moves_between_rows_and_lines(mesh, lanes):
+    for one, other in ((mesh, lanes), (lanes, mesh)):
+        saved, fresh = make(one, "mixed", "lazy_adam"), make(other, "mixed", "lazy_adam", seed=9)
+        pieces = saved.pieces()
+        fresh.load_pieces({key: piece.shape for key, piece in pieces.items()}, pieces.__getitem__)
+        assert equal(whole(pieces), whole(fresh.pieces()))
+
+
+@pytest.mark.parametrize("dim", [1, 16, 24, 64, 100, 128, 200])
+def test_rows_of_any_width_are_found_in_their_lines(mesh, dim):
+    pack = rows_in_a_line(dim, 128)
+    assert pack * dim <= max(128, dim) < 2 * pack * dim or pack == 1
+    lines = torch.randn(40, pack * dim)
+    rows = torch.randint(0, 40 * pack, (50,), dtype=torch.int32)
+    delta = torch.randn(50, dim)
+    on_device = lines.to(mesh.device)
+    taken = take_rows(on_device, rows.to(mesh.device), dim).cpu()
+    assert torch.equal(taken, lines.reshape(-1, dim)[rows])
+    added = add_rows(on_device, rows.to(mesh.device), delta.to(mesh.device)).cpu()
+    expected = lines.reshape(-1, dim).index_add(0, rows, delta)
+    torch.testing.assert_close(added.reshape(-1, dim), expected, rtol=0, atol=1e-6)
+
+
+def test_rows_of_the_largest_array_are_found_in_their_lines(mesh):
+    """torch_xla divides int32 in float32, which is wrong for rows like these."""
+    rows = torch.tensor([0, 7, 8, 2**24 + 1, 2**31 - 9, 2**31 - 1], dtype=torch.int32)
+    line, own = _place(rows.to(mesh.device), 128, 16)
+    assert line.cpu().tolist() == [row // 8 for row in rows.tolist()]
+    assert own.cpu().int().argmax(1).tolist() == [row % 8 * 16 for row in rows.tolist()]

@@ -251,6 +251,10 @@ class Checkpointer:
                     self._warn(step, str(error))
                     self._drop_marks(step)
                     continue
+            elif self._hosts(step):
+                raise InputError(
+                    f"the checkpoint {self.path}/step_{step:08d} has embedding tables, this model has none"
+                )
             loaded = safetensors.torch.load(files[STATE])
             numbers = json.loads(files[NUMBERS])["numbers"]
             self._load(step, loaded, numbers, model, optimizer, mesh)
@@ -270,10 +274,13 @@ class Checkpointer:
         """Weight of one embedding table out of a checkpoint, [rows, dim], on the host; for exports.
 
         Raises:
+            KeyError: there is no such table.
             ValueError: a file is damaged.
         """
         index = self._table_index(step)
         pieces = {key: shape for key, (_, _, shape, _) in index.items() if key.startswith(f"{name}/weight/")}
+        if not pieces:
+            raise KeyError(f"the checkpoint of step {step} has no table {name!r}")
         places = {key: [int(part) for part in key.split("/")[-2:]] for key in pieces}
         rows = max(places[key][0] + shape[0] for key, shape in pieces.items())
         columns = max(places[key][1] + shape[1] for key, shape in pieces.items())
@@ -295,11 +302,15 @@ class Checkpointer:
                 "Use the settings that it was made with, or another --name"
             ) from None
 
+    def _hosts(self, step: int) -> int:
+        """How many hosts have written tables into a checkpoint; 0 where the model has none."""
+        return json.loads(self._fs.cat_file(f"{self._root}/step_{step:08d}/{COMPLETE}")).get("hosts", 0)
+
     def _table_index(self, step: int) -> dict[str, tuple[str, int, list[int], int]]:
         """Piece -> (file, offset in it, shape, CRC-32), of all hosts' files."""
         folder = f"{self._root}/step_{step:08d}"
         index = {}
-        for host in range(json.loads(self._fs.cat_file(f"{folder}/{COMPLETE}")).get("hosts", 0)):
+        for host in range(self._hosts(step)):
             name = f"{folder}/tables-{host:05d}"
             try:
                 mark = json.loads(self._fs.cat_file(f"{name}.json"))

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from data import InputError
 
 from .device import Mesh
-from .tables import LANES, PLANS, Optimizer, Table, device_bytes_for_tables, plan_tables, take_rows
+from .tables import LANES, PLANS, Optimizer, Table, device_bytes_for_tables, plan_tables, rows_in_a_line, take_rows
 
 # ---- arrays of tables ------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class _Array:
         by_row, by_column = plan in ("row", "table"), plan == "column"
         self.spec = (self.axis if by_row else None, self.axis if by_column else None)
         self.local_dim = self.dim // self.parts if by_column else self.dim
-        self.pack = max(1, module.lanes // self.local_dim)
+        self.pack = rows_in_a_line(self.local_dim, module.lanes)
         self.width = self.pack * self.local_dim * (self.parts if by_column else 1)
 
         if plan == "table":
@@ -251,7 +251,7 @@ class ShardedEmbeddingBags(nn.Module):
                 raise InputError(f"table {table.name!r} has the pooling {table.pooling!r}; it is sum or mean")
             if table.plan == "column" and self.dim % self.parts:
                 raise InputError(f"table {table.name!r}: {self.dim} columns do not divide by {self.parts} devices")
-        if self.mesh.num_devices % self.parts:
+        if self.parts < 1 or self.mesh.num_devices % self.parts:
             raise InputError(f"model_devices is {self.parts}; it must divide the {self.mesh.num_devices} devices")
 
     def extra_repr(self) -> str:
@@ -423,9 +423,9 @@ class ShardedEmbeddingBags(nn.Module):
         Raises:
             RuntimeError: there was no forward pass, or one of their outputs has no gradient.
         """
-        if not self._pending or any(embedded.grad is None for _, _, embedded in self._pending):
-            raise RuntimeError("embeddings.step() needs a forward pass and a backward pass that reaches its output")
         pending, self._pending = self._pending, []
+        if not pending or any(embedded.grad is None for _, _, embedded in pending):
+            raise RuntimeError("embeddings.step() needs a forward pass and a backward pass that reaches its output")
         self.step_count += 1
         grads = [embedded.grad if divisor is None else embedded.grad / divisor for _, divisor, embedded in pending]
         for a, array in enumerate(self.arrays):

@@ -298,6 +298,7 @@ class _EvaluationKeys:
 
 
 def batched(dataset: Dataset) -> bool:
+    """Whether its examples are made together."""
     return hasattr(dataset, "batch")
 
 

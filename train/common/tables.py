@@ -76,19 +76,22 @@ def add_rows(array: Tensor, rows: Tensor | None, delta: Tensor) -> Tensor:
 def _fold(wide: Tensor, dim: int) -> Tensor:
     """[..., pack * dim], 0 outside of one row, to that row [..., dim]: the halves added, again and again."""
     while wide.shape[-1] > dim:
-        if wide.shape[-1] // dim % 2:
-            return sum(torch.split(wide, dim, dim=-1))
         half = wide.shape[-1] // 2
         wide = wide[..., :half] + wide[..., half:]
     return wide
 
 
+def rows_in_a_line(dim: int, lanes: int) -> int:
+    """The largest power of two of rows of `dim` columns that fit."""
+    return 1 << max(0, (lanes // dim).bit_length() - 1)
+
+
 def _place(rows: Tensor, width: int, dim: int) -> tuple[Tensor, Tensor]:
     """(line [n], whether each column of it belongs to the row [n, width])."""
-    pack = width // dim
-    line = torch.div(rows, pack, rounding_mode="trunc")
+    pack = width // dim  # a power of two: torch_xla 2.9 divides int32 in float32, which is wrong from 2**24 on
     column = torch.arange(width, dtype=rows.dtype, device=rows.device)
-    return line, (rows - line * pack)[:, None] == torch.div(column, dim, rounding_mode="trunc")[None]
+    own = (rows & (pack - 1))[:, None] == torch.div(column, dim, rounding_mode="trunc")[None]
+    return rows >> (pack.bit_length() - 1), own
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
@@ -209,13 +212,16 @@ def plan_tables(tables: Sequence[Table], dim: int, devices: int, optimizer: Opti
         if needed <= device_bytes:
             return Plan(tuple(plans), tuple(owners.get(t, 0) for t in range(len(tables))))
 
-    all_bytes = size * sum(table.rows for table in tables)
+    copied = size * sum(table.rows for table, plan in zip(tables, plans, strict=True) if plan == "data")
+    shared = size * sum(table.rows for table in tables) - copied
     largest = max(tables, key=lambda table: table.rows)
     raise InputError(
         f"the tables need {needed / 2**30:.3g} GiB on each of {devices} device(s); {device_bytes / 2**30:.3g} GiB are "
         f"there for them (the largest is {largest.name!r}: {largest.rows:,} rows of {size:,} bytes, optimizer state "
-        f"included). What would fit: {math.ceil(all_bytes / device_bytes)} devices, or "
-        f"{int(device_bytes / needed * 100)} % of the rows"
+        "included). What would fit: "
+        + (f"{math.ceil(shared / (device_bytes - copied))} devices, or " if copied < device_bytes and shared else "")
+        + f"{int(device_bytes / needed * 100)} % of the rows"
+        + (", or plans that share tables out instead of copying them" if copied >= device_bytes else "")
         + (", or an optimizer with less state (RowWiseAdagrad, SGD)" if "full" in optimizer.states.values() else "")
     )
 
