@@ -47,6 +47,7 @@ from .tables import LANES, PLANS, Optimizer, Table, device_bytes_for_tables, pla
 
 # ---- arrays of tables ------------------------------------------------------------------------------------------------
 
+MANUAL = torch_xla._XLAC.OpSharding([], [], [], xs.ShardingType.MANUAL)
 _sizes: dict[int, int] = {}  # bytes a device -> how many live arrays have that size: at most one
 
 
@@ -203,6 +204,7 @@ class ShardedEmbeddingBags(nn.Module):
         self.plan = plan_tables(tables, dim, self.parts, optimizer, device_bytes or device_bytes_for_tables(mesh))
         self.param_groups = [{"lr": torch.tensor(lr, dtype=torch.float32).to(mesh.device)}]
         self.step_count = self._replicated(torch.zeros(()))
+        self._shardings: dict[tuple, Any] = {}  # partition spec -> what torch_xla makes of it
         self._pending: list[tuple[list[Tensor], Tensor | None, Tensor]] = []
 
         self.arrays = [
@@ -299,20 +301,29 @@ class ShardedEmbeddingBags(nn.Module):
 
     # ---- per-device regions: the only collectives that are right in there (xm.all_reduce silently is not) ----
 
+    def _sharding(self, spec: tuple) -> Any:
+        if spec not in self._shardings:
+            self._shardings[spec] = self.spmd.get_op_sharding(spec)
+        return self._shardings[spec]
+
+    def _mark(self, tensor: Tensor, spec: tuple) -> None:
+        """What xs.mark_sharding does, without its search for two packages in each call: a third or more of the time to trace a step."""
+        torch_xla._XLAC._xla_mark_sharding(tensor, self._sharding(spec))
+
     def _enter(self, tensor: Tensor, spec: tuple) -> Tensor:
         """The part of a sharded tensor that each device has, as a tensor of a per-device program."""
-        inside = xs.enable_manual_sharding(tensor, spec, mesh=self.spmd)
-        return getattr(inside, "global_tensor", inside)
+        self._mark(tensor, spec)
+        return torch_xla._XLAC._spmd_full_to_shard_shape(tensor)
 
     def _leave(self, tensor: Tensor, spec: tuple, shape: Sequence[int]) -> Tensor:
         """The tensor of `shape` that the devices' parts make up."""
-        outside = xs.disable_manual_sharding(tensor, spec, tuple(shape), mesh=self.spmd)
-        return getattr(outside, "global_tensor", outside)
+        torch_xla._XLAC._mark_manual_sharding(tensor, MANUAL)
+        return torch_xla._XLAC._spmd_shard_to_full_shape(tensor, self._sharding(spec), tuple(shape), tensor.dtype)
 
     def _shard(self, tensor: Tensor, spec: tuple) -> Tensor:
         """The same values under another sharding, outside of a region: all-gather, all-to-all or a local slice."""
         tensor = tensor * 1 if tensor.is_floating_point() else tensor + 0
-        xs.mark_sharding(tensor, self.spmd, spec)
+        self._mark(tensor, spec)
         return tensor
 
     def _all_reduce(self, tensor: Tensor, groups: list[list[int]]) -> Tensor:
