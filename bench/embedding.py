@@ -54,7 +54,7 @@ class Options:
     tables: int = 8  # features, with a table each
     optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # the rule of all contenders
     plan: Literal["", "row", "table", "column", "data"] = ""  # besides the automatic one, for ours
-    devices: int = 4  # virtual devices of XLA's CPU backend
+    devices: int = 1  # virtual devices of XLA's CPU backend, over which ours and gspmd shard; the others have one
     steps: int = 20  # counted ones, of each contender in each round; WARM more before them are not
     seconds: float = 60.0  # a slow contender has fewer steps: it stops after so long in a round, not before 3
     rounds: int = 3  # see above

@@ -307,7 +307,7 @@ class ShardedEmbeddingBags(nn.Module):
         return self._shardings[spec]
 
     def _mark(self, tensor: Tensor, spec: tuple) -> None:
-        """What xs.mark_sharding does, without its search for two packages in each call: a third or more of the time to trace a step."""
+        """What xs.mark_sharding does, without its search for two packages, which is a third of a step's tracing."""
         torch_xla._XLAC._xla_mark_sharding(tensor, self._sharding(spec))
 
     def _enter(self, tensor: Tensor, spec: tuple) -> Tensor:
