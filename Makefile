@@ -9,7 +9,7 @@ MODELS := $(patsubst SCRIPT_%,%,$(filter SCRIPT_%,$(.VARIABLES)))
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
 # Data sets that are prepared before training, and their programs.
-DATASET_criteo := criteo
+DATASET_criteo := prepare_criteo
 DATASETS := $(patsubst DATASET_%,%,$(filter DATASET_%,$(.VARIABLES)))
 
 # Without DATA a run is a trial: the small preset on synthetic data. With it, the recipe that most people can run.

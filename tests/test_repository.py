@@ -126,7 +126,7 @@ def test_make_data_prepares_what_it_knows():
         result = make("data", *arguments)
         assert result.returncode != 0 and word in result.stderr
     command = make("-n", "data", "DATASET=criteo", "DATA=/a b", "OUT=/c d").stdout
-    assert '-m data.criteo --data "/a b" --out "/c d"' in command
+    assert '-m data.prepare_criteo --data "/a b" --out "/c d"' in command
 
 
 def test_continuous_integration_runs_make_test():
