@@ -25,7 +25,7 @@ help:
 	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
 	@echo 'make train MODEL=resnet50 DATA=/data/images  the published recipe on real data (on a TPU VM: on its chips)'
 	@echo 'make data DATASET=criteo DATA=/data/kaggle   text files to arrays, once before training: $(DATASETS)'
-	@echo 'make test                                    all tests, about 8 minutes on two CPU cores'
+	@echo 'make test                                    all tests, about 9 minutes on two CPU cores'
 	@echo 'make test-all                                and the slow ones'
 	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
 	@echo 'make lint                                    ruff'

@@ -35,7 +35,7 @@ def start(config, devices=4) -> subprocess.Popen:
     """The same training in a process group of its own, as the command line starts it, and with a worker process."""
     flags = ["--workers=1"] + [
         f"--{name.replace('_', '-')}={getattr(config, name)}"
-        for name in ("runs", "name", "plan", "log_every", "save_every", "lr")
+        for name in ("runs", "name", "plan", "log_every", "save_every", "optimizer", "lr")
     ]
     return subprocess.Popen(
         [sys.executable, "-m", "train.dlrm", "tiny", *flags],
@@ -114,18 +114,22 @@ def test_graph_contract(trained):
     assert report["recompilations"] == report["fallbacks"] == []
 
 
-def test_one_device_gives_the_losses_of_four_and_compiles_two_steps(trained, tmp_path):
-    path, metrics, config = trained
-    assert "tables: 8 data" in finish(start(replace(config, runs=str(tmp_path), name="one"), devices=1))
-    one, four = records(tmp_path / "one"), records(path)
-    for step, tolerance in ((1, 1e-6), (16, 1e-5), (64, 1e-4)):  # rounding grows from step to step
-        assert one[f"{step} train"]["loss"] == pytest.approx(four[f"{step} train"]["loss"], rel=tolerance), step
+def test_one_device_gives_the_losses_of_four_and_compiles_two_steps(tmp_path):
+    # With SGD: adaptive rules turn the last digits of a gradient near 0 into whole steps.
+    config = replace(LEARNS, optimizer="sgd", lr=0.5, runs=str(tmp_path), name="four")
+    metrics = dlrm.main(config)
+    assert "tables: 8 data" in finish(start(replace(config, name="one"), devices=1))
+    one, four = records(tmp_path / "one"), records(tmp_path / "four")
+    assert one.keys() == four.keys() and len(one) == 18
+    for key in one:
+        if key.endswith("train"):
+            assert one[key]["loss"] == pytest.approx(four[key]["loss"], rel=1e-5), key
+    assert abs(four["1 train"]["loss"] - four["256 train"]["loss"]) > 0.05
     summary = json.load(open(tmp_path / "one/summary.json"))
-    assert summary["metrics"]["auc"] == pytest.approx(metrics["auc"], abs=5e-3)
+    assert summary["metrics"] == pytest.approx(metrics, rel=1e-5)
     report = summary["report"]
-    # The tables' first values, the train step, the evaluation step, and two tiny ones: hosts compare a number, and what
-    # init_optimizer_state does for Adam.
-    assert report["graphs"] <= 5
+    # The tables' first values, the train step, the evaluation step, and a tiny one, by which hosts compare a number.
+    assert report["graphs"] <= 4
     assert report["recompilations"] == report["fallbacks"] == []
 
 
