@@ -293,6 +293,20 @@ def test_evaluation_has_every_example_once_whatever_the_batch(mesh, monkeypatch)
     assert embeddings._pending == []
 
 
+def test_torchrecs_arrays_train_with_tables_of_the_given_rows(tmp_path):
+    rng = np.random.default_rng(0)
+    for day, rows in enumerate((256, 64)):
+        np.save(tmp_path / f"day_{day}_dense.npy", rng.random((rows, 13), np.float32))
+        np.save(tmp_path / f"day_{day}_sparse.npy", rng.integers(-(2**31), 2**31, (rows, 26)).astype(np.int32))
+        np.save(tmp_path / f"day_{day}_labels.npy", rng.integers(0, 2, (rows, 1)).astype(np.int32))
+    config = replace(LEARNS, data=str(tmp_path), hash_rows=100, batch_size=64, runs=str(tmp_path / "runs"), name="run")
+    assert dlrm.open_data(config)[0].table_rows == (100,) * 26
+    dlrm.main(config)
+    assert (
+        exported(tmp_path / "runs/run")[dlrm.TABLE_KEY.format(dlrm.open_data(config)[0].features[25])].shape[0] == 100
+    )
+
+
 def test_learning_rate_warms_up_linearly_and_stays():
     config = replace(dlrm.Config(), lr=0.5, warmup_steps=4)
     assert [dlrm.learning_rate(config, step) for step in range(6)] == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]

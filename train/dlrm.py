@@ -32,6 +32,7 @@ from train.common import checkpoint, cli, device, embedding, loading, tables, tr
 @dataclass(frozen=True)
 class Config:
     data: str = ""  # folder that `make data` made, torchrec's day_0_dense.npy …, a MovieLens folder, or "synthetic"
+    hash_rows: int = 0  # of each table, where ids are hashes (torchrec's one-hot arrays); 0: 40,000,000, MLPerf's
     dim: int = 16  # columns of every embedding table
     bottom: tuple[int, ...] = (512, 256, 64, 16)  # layers over the dense features; the last is dim
     top: tuple[int, ...] = (512, 256, 1)  # layers over the interactions
@@ -100,7 +101,7 @@ def learning_rate(config: Config, step: int) -> float:
 def validate(config: Config) -> None:
     """Refuses values outside their range before anything is made."""
     at_least = {1: "dim epochs batch_size log_every save_every keep", -1: "workers"}
-    at_least[0] = "lr model_devices warmup_steps eval_every seed"
+    at_least[0] = "lr hash_rows model_devices warmup_steps eval_every seed"
     for low, fields in at_least.items():
         for field in fields.split():
             if not getattr(config, field) >= low:
@@ -122,7 +123,7 @@ def open_data(config: Config):
         sizes = {"train": SYNTHETIC_TRAIN, "eval": SYNTHETIC_EVAL}
         shape = {"table_rows": SYNTHETIC_ROWS, "lookups": SYNTHETIC_LOOKUPS}
         return [criteo.SyntheticClicks(split, size, config.seed, **shape) for split, size in sizes.items()]
-    return [criteo.open_clicks(config.data, split) for split in ("train", "eval")]
+    return [criteo.open_clicks(config.data, split, config.hash_rows or None) for split in ("train", "eval")]
 
 
 def table_list(config: Config, dataset) -> list[tables.Table]:
