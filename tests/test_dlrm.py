@@ -293,6 +293,18 @@ def test_evaluation_has_every_example_once_whatever_the_batch(mesh, monkeypatch)
     assert embeddings._pending == []
 
 
+def test_the_schedule_reaches_tables_and_network(tmp_path, monkeypatch):
+    monkeypatch.setattr(dlrm, "SYNTHETIC_TRAIN", 1024)
+    weights = []
+    for name, lr, warmup in (("still", 0.0, 0), ("slow", 0.02, 10**9), ("fast", 0.02, 0)):
+        dlrm.main(replace(LEARNS, lr=lr, warmup_steps=warmup, runs=str(tmp_path), name=name))
+        weights.append(exported(tmp_path / name))
+    still, slow, fast = weights
+    for name in still:
+        torch.testing.assert_close(slow[name], still[name], rtol=0, atol=1e-6)
+        assert (fast[name] - still[name]).abs().max() > 0.01, name
+
+
 def test_torchrecs_arrays_train_with_tables_of_the_given_rows(tmp_path):
     rng = np.random.default_rng(0)
     for day, rows in enumerate((256, 64)):
