@@ -320,6 +320,7 @@ def main(config: Config) -> dict[str, float]:
 PRESETS = {
     "kaggle": ("Criteo Kaggle; needs --data and an accelerator", Config()),
     "mlperf_v1": ("Criteo Terabyte, one-hot, 40M rows at most a table; needs --data and accelerators", MLPERF_V1),
+    "terabyte": ("the same as mlperf_v1", MLPERF_V1),
     "mlperf_v2": ("Criteo Terabyte, multi-hot, DCN-v2; needs --data and accelerators", MLPERF_V2),
     "tiny": ("small tables and synthetic clicks: half a minute on a CPU", TINY),
 }
