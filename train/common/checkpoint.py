@@ -171,9 +171,10 @@ class Checkpointer:
         except Exception as error:
             self._failure = error
 
-    def _write_file(self, path: str, content: bytes) -> None:
+    def _write_file(self, path: str, *contents: bytes | memoryview) -> None:
         with self._fs.open(path, "wb") as file:
-            file.write(content)
+            for content in contents:
+                file.write(content)
             if self._local:
                 file.flush()
                 os.fsync(file.fileno())
@@ -188,16 +189,9 @@ class Checkpointer:
             end += size
         head = json.dumps(header).encode()
         head += b" " * (-len(head) % 8)
-        sums = {}
-        with self._fs.open(f"{name}.safetensors", "wb") as file:
-            file.write(len(head).to_bytes(8, "little") + head)
-            for key, piece in pieces.items():
-                content = memoryview(piece.contiguous().reshape(-1).numpy()).cast("B")
-                sums[key] = zlib.crc32(content)
-                file.write(content)
-            if self._local:
-                file.flush()
-                os.fsync(file.fileno())
+        contents = {key: memoryview(p.contiguous().reshape(-1).numpy()).cast("B") for key, p in pieces.items()}
+        self._write_file(f"{name}.safetensors", len(head).to_bytes(8, "little") + head, *contents.values())
+        sums = {key: zlib.crc32(content) for key, content in contents.items()}
         self._write_file(f"{name}.json", json.dumps({"bytes": 8 + len(head) + end, "crc32": sums}).encode())
 
     def _await_tables(self, folder: str) -> None:

@@ -37,7 +37,7 @@ class Table:
         rows: number of embeddings; ids are 0 <= id < rows.
         lookups: ids that an example has at most (1: one-hot, more: multi-hot).
         pooling: how an example's embeddings become one vector; an empty bag gives zeros.
-        plan: where it lies, see the top of this file.
+        plan: where it lies, see the top of embedding.py.
     """
 
     name: str
@@ -119,9 +119,8 @@ class RowWiseAdagrad:
 
     def update(self, weight, states, rows, g, touched, lr, step, mean_square):
         total = add_rows(states[0], rows, mean_square(g))
-        return add_rows(weight, rows, g * (-lr / (take_rows(total, rows, g.shape[1]).sqrt() + self.eps))[:, None]), (
-            total,
-        )
+        size = -lr / (take_rows(total, rows, g.shape[1]).sqrt() + self.eps)
+        return add_rows(weight, rows, g * size[:, None]), (total,)
 
 
 @dataclass(frozen=True)
@@ -146,15 +145,12 @@ class LazyAdam:
     states: ClassVar[dict[str, str]] = {"exp_avg": "full", "exp_avg_sq": "full"}
 
     def update(self, weight, states, rows, g, touched, lr, step, mean_square):
-        beta1, beta2 = self.betas
-        m = add_rows(states[0], rows, (g - take_rows(states[0], rows, g.shape[1])) * ((1 - beta1) * touched))
-        v = add_rows(states[1], rows, (g * g - take_rows(states[1], rows, g.shape[1])) * ((1 - beta2) * touched))
+        (beta1, beta2), dim = self.betas, g.shape[1]
+        m = add_rows(states[0], rows, (g - take_rows(states[0], rows, dim)) * ((1 - beta1) * touched))
+        v = add_rows(states[1], rows, (g * g - take_rows(states[1], rows, dim)) * ((1 - beta2) * touched))
         size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
-        return add_rows(
-            weight,
-            rows,
-            -size * touched * take_rows(m, rows, g.shape[1]) / (take_rows(v, rows, g.shape[1]).sqrt() + self.eps),
-        ), (m, v)
+        delta = -size * touched * take_rows(m, rows, dim) / (take_rows(v, rows, dim).sqrt() + self.eps)
+        return add_rows(weight, rows, delta), (m, v)
 
 
 Optimizer = SGD | RowWiseAdagrad | Adagrad | LazyAdam
@@ -202,8 +198,7 @@ def plan_tables(tables: Sequence[Table], dim: int, devices: int, optimizer: Opti
     cut = "column" if dim % devices == 0 and dim // devices >= LANES else "row"
     free = sorted((t for t, plan in enumerate(plans) if plan == "auto"), key=lambda t: -tables[t].rows)
     fair_share = sum(tables[t].rows for t in free) / devices
-    whole = [t for t in free if tables[t].rows <= fair_share]
-    for number_cut in range(len(free) - len(whole), len(free) + 1):
+    for number_cut in range(sum(tables[t].rows > fair_share for t in free), len(free) + 1):
         for position, t in enumerate(free):
             plans[t] = cut if position < number_cut else "table"
         owners, most_rows = _assign(tables, [t for t, plan in enumerate(plans) if plan == "table"], devices)
