@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import traceback
+import weakref
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 import torch_xla
 
 from data import InputError
+from data.batching import Buckets, pack
 from train.common import loading
 from train.common.loading import PADDING, parallel_loader
 
@@ -315,6 +317,242 @@ def test_a_host_loads_its_part_alone(mesh, monkeypatch, train):
                 assert torch.equal(parts, batch[key])
     # The last two hosts have nothing but padding in the last batch, and still something of the right shape.
     assert train or [sent[host][1]["mask"].tolist() for host in range(4)] == [[1, 1], [1, 0], [0, 0], [0, 0]]
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+class Sentences:
+    """Sentence i is 1 to 20 tokens, all of them i."""
+
+    def __init__(self, size: int):
+        self.lengths = np.random.default_rng(0).integers(1, 21, size)
+        self.calls = 0
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def batch(self, indices, lengths):
+        self.calls += 1
+        places = np.arange(*lengths)
+        tokens = np.where(places < self.lengths[indices][..., None], indices[..., None], PADDING)
+        return {"tokens": tokens.astype(np.int32), "index": indices}
+
+
+PLAN = [(8, 10), (4, 20), (16, 4)]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Buckets:
+    return Buckets(Sentences(90).lengths, PLAN)
+
+
+def planned_batches(dataset, plan, mesh, **options) -> list[dict[str, np.ndarray]]:
+    return train_batches(dataset, mesh, **{"batch_size": plan, "seed": 3} | options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_plan_gives_its_batches_epoch_by_epoch(mesh, plan, workers):
+    batches = planned_batches(Sentences(90), plan, mesh, stop=2 * len(plan) + 3, workers=workers)
+    epochs = [plan.epoch(np.random.default_rng((3, epoch))) for epoch in range(3)]
+    expected = list(itertools.chain(*epochs))[: len(batches)]
+    assert len(batches) == 2 * len(plan) + 3
+    for batch, (indices, lengths) in zip(batches, expected, strict=True):
+        assert np.array_equal(batch["index"], indices)
+        assert np.array_equal(batch["tokens"], Sentences(90).batch(indices, lengths)["tokens"])
+        assert batch["tokens"].shape == (len(indices), *lengths)
+        assert batch["mask"].tolist() == (indices != PADDING).tolist()
+    assert any(0 < batch["mask"].mean() < 1 for batch in batches), "no batch was padded: the test has to see some"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_plan_goes_on_in_the_middle_of_an_epoch(mesh, plan, workers):
+    start, stop = len(plan) + len(plan) // 2, 2 * len(plan) + 2
+    whole = planned_batches(Sentences(90), plan, mesh, stop=stop)
+    dataset = Sentences(90)
+    assert equal(planned_batches(dataset, plan, mesh, start=start, stop=stop, workers=workers), whole[start:])
+    assert dataset.calls == (0 if workers else stop - start), "batches of the steps before the start were made"
+    assert not equal(planned_batches(dataset, plan, mesh, start=start, stop=stop, seed=4), whole[start:])
+    far = 10**6 * len(plan) + 1
+    assert len(planned_batches(dataset, plan, mesh, start=far, stop=far + 2)) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_evaluation_by_a_plan_has_every_example_once(mesh, plan, packed, workers):
+    dataset = Sentences(90)
+    if packed:
+        plan = pack(dataset.lengths, (8, 24))
+    with parallel_loader(dataset, plan, mesh, train=False, workers=workers) as loader:
+        batches = list(loader)
+    assert len(batches) == len(plan)
+    indices, mask = (torch.cat([batch[key].cpu().view(-1) for batch in batches]) for key in ("index", "mask"))
+    assert sorted(indices[mask > 0].tolist()) == list(range(90)) and set(indices[mask == 0].tolist()) == {PADDING}
+    assert all(batch["mask"].shape == batch["index"].shape for batch in batches)
+    assert all(batch["mask"].shape == (8, plan.most) for batch in batches if packed)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_host_loads_its_part_of_a_planned_batch(mesh, monkeypatch, plan, train):
+    sent = {}
+
+    def upload(self, batch):
+        sent[host].append(batch)
+        return batch
+
+    monkeypatch.setattr(loading.Loader, "_upload", upload)
+    options = {"train": train} | ({"start": 2, "stop": 2 * len(plan)} if train else {})
+    for host, pod in [("alone", mesh), *((i, host_of(mesh, i, 4)) for i in range(4))]:
+        sent[host] = []
+        with parallel_loader(Sentences(90), plan, pod, **options) as loader:
+            assert len(list(loader)) == (2 * len(plan) - 2 if train else len(plan))
+    for step, batch in enumerate(sent["alone"]):
+        for key in batch:
+            parts = [sent[host][step][key] for host in range(4)]
+            assert {len(part) for part in parts} == {len(batch[key]) // 4}
+            assert torch.equal(torch.cat(parts), batch[key])
+
+
+def test_batches_of_every_shape_are_sharded(mesh, plan):
+    with parallel_loader(Sentences(90), plan, mesh, train=False) as loader:
+        batches = list(loader)
+    assert {tuple(batch["tokens"].shape) for batch in batches} == set(PLAN)
+    for batch in batches:
+        specs = {key: torch_xla._XLAC._get_xla_sharding_spec(tensor) for key, tensor in batch.items()}
+        assert specs["tokens"].startswith("{devices=[4,1]0,1,2,3")
+        assert specs["index"].startswith("{devices=[4]0,1,2,3") and specs["mask"].startswith("{devices=[4]0,1,2,3")
+
+
+class StaysHere(Buckets):
+    def __reduce__(self):
+        raise AssertionError("the plan was sent to a worker")
+
+
+def test_workers_are_not_sent_the_plan(mesh, plan):
+    here = StaysHere(Sentences(90).lengths, PLAN)
+    assert equal(
+        planned_batches(Sentences(90), here, mesh, workers=1), planned_batches(Sentences(90), plan, mesh, workers=0)
+    )
+
+
+def test_one_permutation_is_in_memory_at_a_time(mesh, plan, monkeypatch):
+    alive = []
+    real = plan.epoch
+
+    def epoch(rng):
+        assert not any(of_epoch() for of_epoch in alive)
+        alive.append(weakref.ref(batches := real(rng)))
+        return batches
+
+    monkeypatch.setattr(plan, "epoch", epoch)
+    planned_batches(Sentences(90), plan, mesh, stop=3 * len(plan))
+    assert len(alive) == 3
+
+
+def test_shared_memory_does_not_grow_with_the_batches(monkeypatch, plan):
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
+    examples = loading._Examples(Sentences(90), 0, masked=False, collate=loading.as_tensors)
+    sizes = []
+    for epoch in range(12):
+        for indices, lengths in plan.epoch(np.random.default_rng(epoch)):
+            examples.__getitems__((epoch, indices, lengths))
+        sizes.append(len(examples.shared))
+    turns = loading.PREFETCH + 1
+    assert sizes[-1] <= turns * len(PLAN) * 3  # tokens, index, mask
+    assert sizes[-1] == sizes[-4]
+
+
+def test_a_planned_batch_that_does_not_divide_by_the_devices_is_refused(mesh):
+    dataset = Sentences(90)
+    for size, nearest in ((10, 8), (11, 12), (1, 4)):
+        plan = Buckets(dataset.lengths, [(8, 10), (size, 20)])
+        message = (
+            f"the batch of shape {size}x20 is {size}, which does not divide by the 4 devices; the nearest that "
+            f"does is {nearest}"
+        )
+        for options in ({"train": False}, {"train": True, "stop": 1}):
+            with pytest.raises(InputError, match=message):
+                parallel_loader(dataset, plan, mesh, **options)
+
+
+class BadSentence(Sentences):
+    def batch(self, indices, lengths):
+        if 41 in indices:
+            raise InputError("sentence 41 has an unknown token; remove it")
+        return super().batch(indices, lengths)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_input_error_of_a_planned_batch_is_just_its_sentence(mesh, plan, workers):
+    before = [41 in indices for indices, _ in plan.epoch(None)].index(True)
+    with parallel_loader(BadSentence(90), plan, mesh, train=False, workers=workers) as loader:
+        count, error = take_until_error(loader, InputError)
+    assert count == before and type(error) is InputError
+    assert str(error) == "sentence 41 has an unknown token; remove it"
+
+
+class WrongRows(Sentences):
+    """As many rows as another shape of the plan has."""
+
+    def batch(self, indices, lengths):
+        batch = super().batch(indices, lengths)
+        return batch | {"extra": np.zeros((8, 3), np.float32)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_planned_batch_must_have_the_rows_of_its_own_shape(mesh, plan, workers):
+    with parallel_loader(WrongRows(90), plan, mesh, train=False, workers=workers) as loader:
+        count, error = take_until_error(loader, ValueError)
+    assert count == [len(indices) for indices, _ in plan.epoch(None)].index(4)
+    assert "batch['extra'] has shape [8, 3]; its first dimension must be the 4 examples" in str(error)
+
+
+class WrongPlan(Buckets):
+    def __init__(self, *arguments, how: str):
+        super().__init__(*arguments)
+        self.how = how
+
+    def epoch(self, rng):
+        batches = list(super().epoch(rng))
+        if self.how == "longer":
+            return batches + batches[:1]
+        return [(indices, (lengths[0] + 1,)) for indices, lengths in batches]
+
+
+def test_a_plan_that_breaks_its_promise_is_a_bug(mesh):
+    for how, message in (
+        ("longer", r"epoch 0 of the plan has \d+ batches"),
+        ("shape", "made a batch of shape .8, 11."),
+    ):
+        plan = WrongPlan(Sentences(90).lengths, PLAN, how=how)
+        with (
+            parallel_loader(Sentences(90), plan, mesh, train=False) as loader,
+            pytest.raises(ValueError, match=message),
+        ):
+            list(loader)
+
+
+def test_a_plan_needs_a_data_set_of_batches_and_has_its_own_order(mesh, plan):
+    with pytest.raises(ValueError, match="a plan needs a data set that has `batch"):
+        parallel_loader(Numbers(90), plan, mesh, train=False)
+    with pytest.raises(ValueError, match="shuffle is 'batches', but a plan has an order of its own"):
+        parallel_loader(Sentences(90), plan, mesh, train=True, stop=1, shuffle="batches")
+    with pytest.raises(ValueError, match="needs `stop`"):
+        parallel_loader(Sentences(90), plan, mesh, train=True)
+
+
+class NoBatches(Buckets):
+    def __len__(self):
+        return 0
+
+
+def test_steps_of_a_plan_are_its_batches(mesh, plan):
+    assert loading.steps_per_epoch(Sentences(90), plan) == len(plan) == len(plan.epoch(None))
+    for options in ({"train": False}, {"train": True, "stop": 1}):
+        with pytest.raises(InputError, match="the plan has no batches"):
+            parallel_loader(Sentences(90), NoBatches(Sentences(90).lengths, PLAN), mesh, **options)
+        with pytest.raises(InputError, match="the data set is empty"):
+            parallel_loader(Sentences(0), plan, mesh, **options)
 
 
 # ---- sharding --------------------------------------------------------------------------------------------------------

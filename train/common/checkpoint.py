@@ -22,6 +22,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -74,11 +75,20 @@ class Checkpointer:
         keep: how many complete checkpoints stay.
         main_process: False on the hosts of a pod that only read.
         tables: sharded embeddings that belong to the state; every host writes its part of them.
+        every: `keep` counts the steps that divide by it; others (of an evaluation, of a signal) go when the next is
+            there, so that what `average` takes does not depend on when a run was stopped.
     """
 
-    def __init__(self, path: str, keep: int = 3, main_process: bool = True, tables: ShardedEmbeddingBags | None = None):
+    def __init__(
+        self,
+        path: str,
+        keep: int = 3,
+        main_process: bool = True,
+        tables: ShardedEmbeddingBags | None = None,
+        every: int = 1,
+    ):
         self.path = path.rstrip("/")
-        self.keep, self.main_process, self.tables = keep, main_process, tables
+        self.keep, self.main_process, self.tables, self.every = keep, main_process, tables, every
         self._fs, self._root = fsspec.core.url_to_fs(self.path)
         self._local = _is_local(self._fs)
         self._writer: threading.Thread | None = None
@@ -154,7 +164,9 @@ class Checkpointer:
                 os.rename(folder, target)
                 _fsync(self._root)
             # A torn one of a later step has its marker perhaps, but must not push this one out.
-            for old in [other for other in self.complete_steps() if other <= step][: -self.keep]:
+            known = [other for other in self.complete_steps() if other <= step]
+            regular = [other for other in known if other % self.every == 0][-self.keep :]
+            for old in set(known) - {step, *regular}:
                 # Without its marker a half-deleted checkpoint is torn, not wrong.
                 self._fs.rm(f"{self._root}/step_{old:08d}/{COMPLETE}")
                 self._fs.rm(f"{self._root}/step_{old:08d}", recursive=True)
@@ -256,6 +268,33 @@ class Checkpointer:
         if damaged:
             raise InputError(f"no checkpoint in {self.path} has whole tables; remove the folder to start anew")
         return 0
+
+    def average(self, model: nn.Module, mesh: Any) -> list[int]:
+        """Gives a model on the device the mean of the weights in the last `keep` checkpoints of steps that divide by
+        `every`, the last step among them in any case (Vaswani et al. 2017, section 6.1).
+
+        Returns:
+            The steps.
+        Raises:
+            InputError: one of them is damaged.
+        """
+        known = self.complete_steps()
+        steps = sorted({*[step for step in known if step % self.every == 0], known[-1]})[-self.keep :]
+        sums: dict[str, Tensor] = {}
+        for step in steps:
+            files = self._read(step)
+            if files is None:
+                raise InputError(f"the checkpoint of step {step} in {self.path}, one of those to average, is damaged")
+            loaded = safetensors.torch.load(files[STATE])
+            for name, _ in model.named_parameters():
+                weight = loaded[f"model.{name}"]
+                sums[name] = sums[name] + weight.double() if name in sums else weight.double()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(sums[name] / len(steps))
+                if parameter.device.type == "xla":
+                    replicate(parameter, mesh)
+        return steps
 
     def _drop_marks(self, step: int) -> None:
         """A torn checkpoint may be written again: a host's mark in it must not pass for a new one. (The scripts compare
@@ -386,12 +425,21 @@ class Checkpointer:
 
 
 def save_weights(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes one safetensors file to a path or URL, aside and renamed where the disk is local.
+    """Writes one safetensors file to a path or URL, see `write_file`.
 
     Raises:
         InputError: the disk is full, or there is no access.
     """
     content = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
+    write_file(path, content)
+
+
+def write_file(path: str, content: bytes) -> None:
+    """Writes a file to a path or URL, aside and renamed where the disk is local.
+
+    Raises:
+        InputError: the disk is full, or there is no access.
+    """
     fs, root = fsspec.core.url_to_fs(path)
     # Not fsspec's transaction: it writes to the temporary folder, which may be another disk, and it would hold back
     # what another thread writes in the meantime.
@@ -409,20 +457,40 @@ def save_weights(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]
         raise InputError(f"cannot write {path}: {error.strerror or error}; make room or access") from None
 
 
+def read_file(path: str) -> bytes:
+    """A weights file from a path or URL.
+
+    Raises:
+        InputError: there is no such file, or it cannot be read.
+    """
+    try:
+        with fsspec.open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        raise InputError(f"there is no weights file {path}") from None
+    except OSError as error:
+        raise InputError(f"cannot read the weights file {path}: {error.strerror or error}") from None
+
+
+def local_folder(folder: str) -> str:
+    """The path itself; of a URL's files, a copy in a temporary folder."""
+    fs, root = fsspec.core.url_to_fs(folder)
+    if _is_local(fs):
+        return folder
+    copy = tempfile.mkdtemp()
+    fs.get(f"{root.rstrip('/')}/", copy, recursive=True)
+    return copy
+
+
 def load_weights(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Reads a safetensors file from a path or URL: (tensors by name, metadata).
 
     Raises:
         InputError: there is no such file, or it is not a safetensors file.
     """
+    content = read_file(path)
     try:
-        with fsspec.open(path, "rb") as file:
-            content = file.read()
         tensors = safetensors.torch.load(content)
-    except FileNotFoundError:
-        raise InputError(f"there is no weights file {path}") from None
-    except OSError as error:
-        raise InputError(f"cannot read the weights file {path}: {error.strerror or error}") from None
     except safetensors.SafetensorError as error:
         raise InputError(
             f"{path} is not a safetensors file ({error}); pickled weights are not loaded: convert them"

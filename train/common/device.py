@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch_xla
+import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
@@ -205,6 +206,18 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = math.nextafter(1.0, 0.0) if number == 1.0 else number
 
 
+def gradient_buffers(model: nn.Module, sums: Sequence[str], mesh: Mesh) -> dict[str, Tensor]:
+    """Makes every parameter's `grad` a tensor of zeros on the device, for gradients that several batches add up, and
+    returns zeros of the given names for their sums. Change both in place, in compiled steps."""
+    totals = {name: torch.zeros(()).to(mesh.device) for name in sums}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(mesh.device)
+        replicate(parameter.grad, mesh)
+    for total in totals.values():
+        replicate(total, mesh)
+    return totals
+
+
 def seed_step(seed: int, step: int) -> None:
     """Makes the random numbers of the next step on the device (dropout) depend on (seed, step) alone, so that a resumed
     run draws what an uninterrupted one drew, however many graphs ran before."""
@@ -373,6 +386,85 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
         return result
 
     return call
+
+
+class WhileLoop:
+    """`while state["running"]: state = body(state, reads)` as one program on the device, which decides when it ends.
+
+    Called inside a compiled step it becomes a part of the step's graph: however many rounds a loop takes, the host
+    traces its body once for each set of shapes, starts one program and reads nothing in between. It works on tensors
+    sharded over the mesh, too; `body` must not draw random numbers.
+
+    Args:
+        body: takes two dicts of tensors, returns the next state: the same names, shapes and types, "running" a bool
+            scalar among them.
+        model: what else the body reads, its parameters and buffers.
+    Raises:
+        ValueError: body changes the state's names, shapes or types.
+    """
+
+    def __init__(self, body: Callable[[dict, dict], dict], model: nn.Module):
+        self.body, self.model = body, model
+        self._built: dict[tuple, tuple[Any, list[Tensor]]] = {}
+
+    def __call__(self, state: dict[str, Tensor], reads: dict[str, Tensor]) -> dict[str, Tensor]:
+        weights = [*self.model.parameters(), *self.model.buffers()]
+        key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in [*state.items(), *reads.items()])
+        # What is traced depends on the type of autocast and on the mode of the model.
+        key += (torch.is_autocast_enabled("xla"), self.model.training)
+        if key not in self._built:
+            self._built[key] = self._build(state, reads, weights)
+        computation, constants = self._built[key]
+        operands = [*state.values(), *reads.values(), *weights, *constants]
+        results = torch_xla._XLAC._xla_user_computation("xla::while_loop", operands, computation)
+        return dict(zip(state, results, strict=True))
+
+    def _build(self, state: dict[str, Tensor], reads: dict[str, Tensor], weights: list[Tensor]) -> tuple:
+        """(the loop as a computation of all operands, the numbers in the body that became operands)."""
+
+        def stand_ins(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            # The lowering takes as operands what has been uploaded, not what is still to be computed.
+            return {k: xb.create_placeholder_tensor(v.shape, v.dtype) for k, v in tensors.items()}
+
+        state_in, reads_in = stand_ins(state), stand_ins(reads)
+        operands = [*state_in.values(), *reads_in.values(), *weights]
+        place = {}
+        for index, handle in enumerate(torch_xla._XLAC._get_tensors_handle(operands)):
+            place.setdefault(handle, index)  # tied weights stand there twice
+        with torch.no_grad():
+            state_out = self.body(dict(state_in), dict(reads_in))
+        described = [{k: (tuple(v.shape), v.dtype) for k, v in each.items()} for each in (state_in, state_out)]
+        if described[0] != described[1]:
+            changed = {k for k in described[0] | described[1] if described[0].get(k) != described[1].get(k)}
+            before, after = ({k: each.get(k) for k in sorted(changed)} for each in described)
+            raise ValueError(f"the body of a loop must keep names, shapes and types: {before} became {after}")
+
+        context = torch_xla._XLAC.lowering.LoweringContext("while_loop")
+        context.build([state_out[name] for name in state])
+        parameters = context.device_parameter_id_tensor_mapping()
+        arguments, constants = [], []
+        for number in sorted(parameters):
+            handle = torch_xla._XLAC._get_tensors_handle([parameters[number]])[0]
+            if handle not in place:  # torch_xla makes operands of Python numbers
+                place[handle] = len(operands) + len(constants)
+                constants.append(parameters[number])
+            arguments.append(place[handle])
+        body = xb.computation_from_module_proto("body", context.hlo())
+
+        everything = [*operands, *constants]
+        builder = xb.create_builder("while_loop")
+        shapes = xb.tensor_shape(tuple(everything))
+        initial = xb.Op.tuple(tuple(xb.mkparam(builder, i, shape) for i, shape in enumerate(shapes)))
+        condition_builder, body_builder = xb.create_builder("condition"), xb.create_builder("round")
+        running = list(state).index("running")
+        condition = xb.mkparam(condition_builder, 0, initial.shape()).get_tuple_element(running).build("condition")
+        carried = xb.mkparam(body_builder, 0, initial.shape())
+        elements = [carried.get_tuple_element(i) for i in range(len(everything))]
+        result = xb.Op.call(body, [elements[argument] for argument in arguments])
+        updated = [result.get_tuple_element(i) for i in range(len(state))]
+        body = xb.Op.tuple(tuple(updated + elements[len(state) :])).build("round")
+        loop = xb.mkop("While", (initial.op,), condition_computation=condition, body_computation=body)
+        return xb.Op.tuple(tuple(loop.get_tuple_element(i) for i in range(len(state)))).build("while_loop"), constants
 
 
 def _fallback_counts() -> dict[str, int]:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -38,12 +38,35 @@ class Dataset(Protocol):
     """What data/ offers: a size, and examples that depend only on the index and the generator.
 
     A data set without augmentation may have `batch(indices) -> dict of arrays [len(indices), ...]` instead of
-    `example`: rows of memory-mapped arrays are read hundreds of times faster together than one by one.
+    `example`: rows of memory-mapped arrays are read hundreds of times faster together than one by one. Loaded by a
+    plan, it has `batch(indices, shape)`; see `Plan`.
     """
 
     def __len__(self) -> int: ...
 
     def example(self, index: int, rng: np.random.Generator) -> Example: ...
+
+
+class Plan(Protocol):
+    """Cuts an epoch into batches of a few fixed shapes; data/batching.py has some.
+
+    A batch is (indices, lengths): int64 [batch] or [batch, most examples in a row], -1 where there is no example, and
+    the rest of a shape (batch, *lengths). The data set's `batch(indices, lengths)` gets the rows of one host, -1
+    included, and returns a dict of arrays [rows, ...].
+
+    Attributes:
+        shapes: (batch, *lengths) of all batches there are; batches are those of all hosts together.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+
+    def __len__(self) -> int:
+        """Batches an epoch, in every epoch."""
+        ...
+
+    def epoch(self, rng: np.random.Generator | None) -> Sequence[tuple[np.ndarray, tuple[int, ...]]]:
+        """The batches in an order that depends on `rng` alone; for None, in the order of an evaluation."""
+        ...
 
 
 def stack(examples: list[Example]) -> dict[str, Tensor]:
@@ -56,12 +79,16 @@ def as_tensors(batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
     return {key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in batch.items()}
 
 
-def steps_per_epoch(dataset: Dataset, batch_size: int) -> int:
-    """Full batches in an epoch of training; what is left over differs from epoch to epoch.
+def steps_per_epoch(dataset: Dataset, batch_size: int | Plan) -> int:
+    """Full batches in an epoch of training; what is left over differs from epoch to epoch. Or a plan's batches.
 
     Raises:
-        InputError: the data set is smaller than one batch.
+        InputError: the data set is smaller than one batch, the plan has none.
     """
+    if planned(batch_size):
+        if len(batch_size) == 0:
+            raise InputError("the plan has no batches; its data set must have examples that fit its shapes")
+        return len(batch_size)
     if len(dataset) < batch_size:
         raise InputError(
             f"batch_size is {batch_size}, but the data set has {len(dataset)} examples; use a smaller batch"
@@ -70,7 +97,7 @@ def steps_per_epoch(dataset: Dataset, batch_size: int) -> int:
 
 
 class Loader:
-    """Iterator over device batches: dicts of tensors [batch_size, ...], sharded over the mesh by their first dimension.
+    """Iterator over device batches: dicts of tensors [batch, ...], sharded over the mesh by their first dimension.
 
     Use it as a context manager (or call `close`): it owns a thread and worker processes.
 
@@ -79,7 +106,8 @@ class Loader:
             entry stays on the host.
     """
 
-    def __init__(self, batches: DataLoader, mesh: Mesh, local_batch: int):
+    def __init__(self, batches: DataLoader, mesh: Mesh, local_batch: int | None):
+        """`local_batch`: rows of each batch on this host; None: as many as its mask has, which `_Examples` made."""
         self.skipped = 0
         self._mesh = mesh
         self._local_batch = local_batch
@@ -167,11 +195,12 @@ class Loader:
 
     def _upload(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         on_device = {}
+        rows = len(batch["mask"]) if self._local_batch is None else self._local_batch
         for key, tensor in batch.items():
-            if tensor.dim() == 0 or tensor.shape[0] != self._local_batch:
+            if tensor.dim() == 0 or tensor.shape[0] != rows:
                 raise ValueError(
                     f"batch[{key!r}] has shape {list(tensor.shape)}; its first dimension must be the "
-                    f"{self._local_batch} examples that this host loads, since batches are sharded by it"
+                    f"{rows} examples that this host loads, since batches are sharded by it"
                 )
             # A spec fits tensors of one rank only.
             if tensor.dim() not in self._shardings:
@@ -185,7 +214,7 @@ class Loader:
 
 def parallel_loader(
     dataset: Dataset,
-    batch_size: int,
+    batch_size: int | Plan,
     mesh: Mesh,
     *,
     train: bool,
@@ -202,36 +231,51 @@ def parallel_loader(
     that does not fill a batch is left out. Evaluation: every example once, in order; the last batch is padded, and
     `batch["mask"]` [batch_size] float32 is 1 for examples and 0 for padding.
 
+    With a plan in place of the batch size, an epoch is the plan's batches, in an order that depends on (seed, epoch)
+    alone; an evaluation has every example that the plan holds. `dataset.batch(indices, lengths)` makes them. Training
+    has `batch["mask"]` as well, since batches may be padded there, too; with several examples a row it is
+    [batch, most]. Workers are sent indices, never the plan.
+
     The generator that `dataset.example` gets depends on (seed, epoch, index) alone, so the numbers do not depend on
     `workers`, on the number of hosts, or on where a run was resumed; starting at step n reads nothing of the steps
     before. Every host of a pod gets the same number of steps. An exception anywhere in loading is raised by the next
     `next(loader)`, a worker's with the worker's own traceback.
 
     Args:
+        batch_size: examples (of all hosts together) in a batch; or a `Plan`.
         shuffle: what an epoch permutes. "batches" keeps neighbours together: billions of rows are then read in
-            sequence, and the permutation itself stays small.
+            sequence, and the permutation itself stays small. A plan has an order of its own.
         collate: makes a dict of tensors [n, ...], in a worker process: from a list of n examples, or from what the data
             set's `batch` returns.
         workers: processes on this host; 0 loads in the upload thread, -1 takes one a core.
     Raises:
         InputError: a batch size that does not divide by the devices, an empty data set, one smaller than a batch.
     """
-    if batch_size % mesh.num_devices:
-        raise InputError(
-            f"batch_size is {batch_size}, which does not divide by the {mesh.num_devices} devices; the nearest "
-            f"that does is {max(1, round(batch_size / mesh.num_devices)) * mesh.num_devices}"
-        )
+    for name, size in _batch_sizes(batch_size).items():
+        if size % mesh.num_devices:
+            raise InputError(
+                f"{name} is {size}, which does not divide by the {mesh.num_devices} devices; the nearest "
+                f"that does is {max(1, round(size / mesh.num_devices)) * mesh.num_devices}"
+            )
     if len(dataset) == 0:
         raise InputError("the data set is empty")
-    local_batch = batch_size // mesh.process_count
-    host = slice(mesh.process_index * local_batch, (mesh.process_index + 1) * local_batch)
-    if train:
-        per_epoch = steps_per_epoch(dataset, batch_size)
-        if stop is None:
-            raise ValueError("training needs `stop`, the number of steps")
-        keys = _TrainingKeys(len(dataset), batch_size, per_epoch, seed, start, stop, host, shuffle)
+    if train and stop is None:
+        raise ValueError("training needs `stop`, the number of steps")
+    if planned(batch_size):
+        if not batched(dataset):
+            raise ValueError("a plan needs a data set that has `batch(indices, lengths)`")
+        if shuffle != "examples":
+            raise ValueError(f"shuffle is {shuffle!r}, but a plan has an order of its own")
+        per_epoch, local_batch = steps_per_epoch(dataset, batch_size), None
+        keys = _PlanKeys(batch_size, mesh, *((seed, start, stop) if train else (None, 0, per_epoch)))
     else:
-        keys = _EvaluationKeys(len(dataset), batch_size, host)
+        local_batch = batch_size // mesh.process_count
+        host = slice(mesh.process_index * local_batch, (mesh.process_index + 1) * local_batch)
+        if train:
+            per_epoch = steps_per_epoch(dataset, batch_size)
+            keys = _TrainingKeys(len(dataset), batch_size, per_epoch, seed, start, stop, host, shuffle)
+        else:
+            keys = _EvaluationKeys(len(dataset), batch_size, host)
     if workers < 0:
         workers = len(os.sched_getaffinity(0))
     options: dict[str, Any] = {}
@@ -255,7 +299,7 @@ def parallel_loader(
 PADDING = -1  # the index of a padded example
 
 
-Keys = tuple[int, np.ndarray]  # epoch, indices of one batch
+Keys = tuple[int, np.ndarray] | tuple[int, np.ndarray, tuple[int, ...]]  # epoch, indices; a plan's lengths
 
 
 class _TrainingKeys:
@@ -295,6 +339,46 @@ class _EvaluationKeys:
         for first in range(0, self.size, self.batch_size):
             indices = np.arange(first, first + self.batch_size)[self.host]
             yield 0, np.where(indices < self.size, indices, PADDING)
+
+
+class _PlanKeys:
+    """This host's keys of each step of a plan; without a seed, in order."""
+
+    def __init__(self, plan: Plan, mesh: Mesh, seed: int | None, start: int, stop: int):
+        self.plan, self.seed, self.start, self.stop = plan, seed, start, stop
+        self.process_index, self.process_count = mesh.process_index, mesh.process_count
+
+    def __len__(self) -> int:
+        return max(self.stop - self.start, 0)
+
+    def __iter__(self) -> Iterator[Keys]:
+        shapes = {tuple(shape) for shape in self.plan.shapes}
+        of_epoch, batches = -1, ()
+        for step in range(self.start, self.stop):
+            epoch, position = divmod(step, len(self.plan))
+            if epoch != of_epoch:
+                batches = ()  # a large plan's permutation: not two at once
+                of_epoch = epoch
+                batches = self.plan.epoch(None if self.seed is None else np.random.default_rng((self.seed, epoch)))
+                if len(batches) != len(self.plan):
+                    raise ValueError(f"epoch {epoch} of the plan has {len(batches)} batches, not {len(self.plan)}")
+            indices, lengths = batches[position]
+            if (len(indices), *lengths) not in shapes:
+                raise ValueError(f"the plan made a batch of shape {(len(indices), *lengths)}, not one of {shapes}")
+            local = len(indices) // self.process_count
+            yield epoch, indices[self.process_index * local : (self.process_index + 1) * local], tuple(lengths)
+
+
+def planned(batch_size: int | Plan) -> bool:
+    """Whether it is a plan."""
+    return hasattr(batch_size, "epoch")
+
+
+def _batch_sizes(batch_size: int | Plan) -> dict[str, int]:
+    """Rows of a batch, of all hosts together, by what a message calls them."""
+    if not planned(batch_size):
+        return {"batch_size": batch_size}
+    return {f"the batch of shape {'x'.join(map(str, shape))}": shape[0] for shape in batch_size.shapes}
 
 
 def batched(dataset: Dataset) -> bool:
@@ -340,7 +424,11 @@ class _Examples:
         return batch
 
     def _batch(self, keys: Keys) -> dict[str, Tensor]:
-        epoch, indices = keys
+        epoch, indices, *shape = keys
+        if shape:
+            batch = self.collate(self.dataset.batch(indices, *shape))
+            # The upload thread relies on its length.
+            return batch | {"mask": torch.from_numpy((indices != PADDING).astype(np.float32))}
         if batched(self.dataset):
             batch = self.collate(self.dataset.batch(np.maximum(indices, 0)))
         else:

@@ -64,8 +64,9 @@ class Run:
         main_process: bool = True,
         free: Sequence[str] = (),
         total_steps: int | None = None,
+        unit: str = "examples",
     ) -> None:
-        self.total_steps, self._main = total_steps, main_process
+        self.total_steps, self._main, self._unit = total_steps, main_process, unit
         self._bar = self._metrics = self._tensorboard = self._lock = None
         self._pending: list[tuple[int, dict[str, Any]]] = []
         self._uses_xla = self._failed = self._uploaded = False
@@ -168,9 +169,9 @@ class Run:
         XLA tensors are read by a step closure, all in one transfer, right after the next torch_xla.sync(); until then
         they must not be changed in place. A loss that is not finite raises an InputError there, which stops the run.
 
-        examples: examples trained so far, in all. Their growth between two calls over the time between them, without
-            pauses, is the speed. A process's first call only starts that clock: make it after the first step, and the
-            compilation is not counted.
+        examples: examples (or what `unit` names) trained so far, in all. Their growth between two calls over the time
+            between them, without pauses, is the speed. A process's first call only starts that clock: make it after the
+            first step, and the compilation is not counted.
         input_wait: share of the time, 0 to 1, that the loop waited for input.
         """
         values = {"examples": examples, "input_wait": input_wait, **metrics}
@@ -241,7 +242,8 @@ class Run:
         self.flush()
         elapsed, training = self._clock()
         timings = [record["timing"] for record in self._records()]
-        rates = [timing["examples_per_second"] for timing in timings if "examples_per_second" in timing]
+        per_second = f"{self._unit}_per_second"
+        rates = [timing[per_second] for timing in timings if per_second in timing]
         waits = [timing["input_wait"] for timing in timings if "input_wait" in timing]
         self.summary = {
             "name": self.name,
@@ -250,7 +252,7 @@ class Run:
             "metrics": {key: _finite(value) for key, value in metrics.items()},
             "elapsed_seconds": elapsed,
             "training_seconds": training,
-            "examples_per_second": statistics.median(rates) if rates else None,
+            per_second: statistics.median(rates) if rates else None,
             "input_wait": statistics.fmean(waits) if waits else None,
             "report": report,
         }
@@ -269,8 +271,9 @@ class Run:
         rows["training time"] = _duration(summary["training_seconds"])
         if "compile_seconds" in report:
             rows["compile time"] = _duration(report.pop("compile_seconds"))
-        if summary["examples_per_second"] is not None:
-            rows["examples/s"] = format_number(summary["examples_per_second"])
+        rate = summary[f"{self._unit}_per_second"]
+        if rate is not None:
+            rows[f"{self._unit}/s"] = format_number(rate)
         wait = report.pop("input_wait", summary["input_wait"])
         if wait is not None:
             rows["input wait"] = f"{100 * wait:.0f} %"
@@ -326,7 +329,7 @@ class Run:
             if examples is not None:
                 if self._rate_start is not None and training > self._rate_start[1]:
                     seconds = training - self._rate_start[1]
-                    timing["examples_per_second"] = (examples - self._rate_start[0]) / seconds
+                    timing[f"{self._unit}_per_second"] = (examples - self._rate_start[0]) / seconds
                 self._rate_start = (examples, training)
             if "input_wait" in values:
                 timing["input_wait"] = values.pop("input_wait")
@@ -387,7 +390,7 @@ class Run:
 
     def _show(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
         shown = {key: format_number(values[key]) for key in sorted(values, key=lambda key: key != "loss")}
-        rate, wait = timing.get("examples_per_second"), timing.get("input_wait")
+        rate, wait = timing.get(f"{self._unit}_per_second"), timing.get("input_wait")
         wait = None if wait is None else f"{100 * wait:.0f} %"
         if self._main and sys.stderr.isatty():
             from tqdm import tqdm
@@ -396,13 +399,13 @@ class Run:
                 form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
                 self._bar = tqdm(total=self.total_steps, initial=step, bar_format=form, dynamic_ncols=True)
             shown = {key: shown[key] for key in ("loss", "lr") if key in shown}
-            shown |= {} if rate is None else {"examples/s": format_number(rate)}
+            shown |= {} if rate is None else {f"{self._unit}/s": format_number(rate)}
             self._bar.set_postfix(shown | ({} if wait is None else {"wait": wait}), refresh=False)
             self._bar.n = step
             self._bar.refresh()
         else:
             words = [f"{key} {value}" for key, value in shown.items()]
-            words += [] if rate is None else [f"{format_number(rate)} examples/s"]
+            words += [] if rate is None else [f"{format_number(rate)} {self._unit}/s"]
             words += [] if wait is None else [f"input wait {wait}"]
             self.message("  ".join([self._step_text(step), *words]))
 

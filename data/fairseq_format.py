@@ -1,0 +1,197 @@
+"""fairseq's files: dict.txt, and the memory-mapped .idx and .bin of `fairseq-preprocess --dataset-impl mmap`.
+
+Read and written as fairseq 0.12 does (fairseq/data/dictionary.py, fairseq/data/indexed_dataset.py, at
+https://github.com/facebookresearch/fairseq).
+"""
+
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from data import InputError
+
+BOS, PAD, EOS, UNK = 0, 1, 2, 3
+SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+OVERWRITE = "#fairseq:overwrite"
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQ")  # magic, version, code of the type, sentences; without padding: 26 bytes
+DTYPES = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
+    9: np.uint32,
+    10: np.uint64,
+}
+
+
+class Dictionary:
+    """Symbols and their ids: <s> 0, <pad> 1, </s> 2, <unk> 3, then the lines of dict.txt from 4 on.
+
+    Attributes:
+        symbols: list of str, the four specials first.
+        counts: list of int, how often each occurs in the training text; 1 for the specials, as fairseq has it.
+    """
+
+    def __init__(self, symbols: Iterable[str] = (), counts: Iterable[int] | None = None):
+        symbols = list(symbols)
+        self.symbols = [*SPECIALS, *symbols]
+        self.counts = [1] * len(SPECIALS) + ([1] * len(symbols) if counts is None else [int(n) for n in counts])
+        assert len(self.counts) == len(self.symbols)
+        # Of symbols that are there twice the later one counts (fairseq's flag #fairseq:overwrite).
+        self._ids = {symbol: number for number, symbol in enumerate(self.symbols)}
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Dictionary) and self.symbols == other.symbols
+
+    __hash__ = None
+
+    def index(self, symbol: str) -> int:
+        """Its id; that of <unk> if it is not in the dictionary."""
+        return self._ids.get(symbol, UNK)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Dictionary":
+        """Reads dict.txt: a line is a symbol, a space and its count. Raises InputError naming the line."""
+        try:
+            lines = Path(path).read_text(encoding="utf-8").split("\n")
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}; expected fairseq's dictionary") from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path} is not UTF-8 (byte {error.start}); expected fairseq's dictionary") from error
+        if lines[-1] == "":
+            lines.pop()
+        symbols, counts, seen = [], [], set(SPECIALS)
+        for number, line in enumerate(lines, start=1):
+            symbol, space, count = line.rstrip().rpartition(" ")
+            overwrite = count == OVERWRITE
+            if overwrite:
+                symbol, space, count = symbol.rpartition(" ")
+            if not space or not count.lstrip("-").isdecimal():
+                raise InputError(f"{path} line {number} is {line[:60]!r}; expected a symbol, a space and its count")
+            if symbol in seen and not overwrite:
+                raise InputError(
+                    f"{path} line {number} has the symbol {symbol!r} a second time; remove it, or write {OVERWRITE} "
+                    "at the line's end if it is to replace the first"
+                )
+            seen.add(symbol)
+            symbols.append(symbol)
+            counts.append(int(count))
+        return cls(symbols, counts)
+
+    def dumps(self) -> bytes:
+        """The content of dict.txt, the specials left out."""
+        seen, lines = set(SPECIALS), []
+        for symbol, count in zip(self.symbols[len(SPECIALS) :], self.counts[len(SPECIALS) :], strict=True):
+            lines.append(f"{symbol} {count}{' ' + OVERWRITE if symbol in seen else ''}\n")
+            seen.add(symbol)
+        return "".join(lines).encode()
+
+    def save(self, path: str | Path) -> None:
+        """Writes dict.txt."""
+        Path(path).write_bytes(self.dumps())
+
+
+class MmapTokens:
+    """Sentences of one language, memory-mapped from <prefix>.idx and <prefix>.bin.
+
+    Args:
+        check: whether every sentence lies in the .bin file, which reads the whole index (12 bytes a sentence).
+
+    Attributes:
+        sizes: int32 [n], tokens of each sentence, EOS included.
+        tokens: [all tokens], the .bin file.
+        starts(indices): int64, where sentences begin in `tokens`.
+
+    Raises InputError if a file is missing, truncated or of another format.
+    """
+
+    def __init__(self, prefix: str | Path, check: bool = True):
+        index, self.path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        for path in (index, self.path):
+            if not path.is_file():
+                raise InputError(f"there is no {path}; expected an .idx and a .bin file, as fairseq-preprocess writes")
+        with open(index, "rb") as file:
+            header = file.read(HEADER.size)
+        if not header.startswith(MAGIC):
+            what = "a .idx file of --dataset-impl mmap begins with MMIDIDX"
+            raise InputError(f"{index} begins with {header[:9]!r}; {what}: preprocess with --dataset-impl mmap")
+        if len(header) < HEADER.size:
+            raise InputError(f"{index} is truncated: {len(header)} bytes, expected {HEADER.size} or more")
+        _, version, code, count = HEADER.unpack(header)
+        if version != 1 or code not in DTYPES:
+            codes = ", ".join(f"{known} {np.dtype(dtype)}" for known, dtype in DTYPES.items())
+            raise InputError(f"{index} has version {version} and type {code}; expected version 1 and a type of {codes}")
+        expected, found = HEADER.size + 12 * count, index.stat().st_size
+        if found != expected:
+            raise InputError(f"{index} has {found} bytes; expected {expected} for {count} sentences: make it again")
+        dtype = np.dtype(DTYPES[code])
+        self.sizes = _map(index, np.int32, HEADER.size, count)
+        self._pointers = _map(index, np.int64, HEADER.size + 4 * count, count)  # in bytes
+        found = self.path.stat().st_size
+        if check and count:
+            if self.sizes.min() < 0 or self._pointers.min() < 0 or (self._pointers % dtype.itemsize).any():
+                raise InputError(f"{index} is damaged: it has sizes or places that cannot be; make it again")
+            expected = int((self._pointers + self.sizes.astype(np.int64) * dtype.itemsize).max())
+            if found < expected:
+                raise InputError(f"{self.path} is truncated: {found} bytes, expected {expected}; make it again")
+        self.tokens = _map(self.path, dtype, 0, found // dtype.itemsize)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def starts(self, indices: np.ndarray) -> np.ndarray:
+        """int64: the place in `tokens` of the first token of each of these sentences."""
+        return self._pointers[indices] // self.tokens.itemsize
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """int64 [tokens] of a sentence."""
+        start = int(self._pointers[index]) // self.tokens.itemsize
+        return self.tokens[start : start + int(self.sizes[index])].astype(np.int64)
+
+
+def _map(path: Path, dtype, offset: int, count: int) -> np.ndarray:
+    if not count:  # which cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r", offset, (count,)).view(np.ndarray)
+
+
+def token_dtype(vocabulary: int) -> np.dtype:
+    """The type in which ids below `vocabulary` are written: uint16 where they fit, as fairseq does, else int32."""
+    return np.dtype(np.uint16 if vocabulary < 65500 else np.int32)
+
+
+def write_mmap(prefix: str | Path, tokens: np.ndarray, sizes: np.ndarray, vocabulary: int) -> None:
+    """Writes <prefix>.bin and <prefix>.idx.
+
+    Args:
+        tokens: [sum of sizes], the sentences one after another, each with its EOS.
+        sizes: [n], tokens of each sentence.
+        vocabulary: length of the dictionary, which decides the type.
+    """
+    assert len(tokens) == np.sum(sizes, dtype=np.int64)
+    dtype = token_dtype(vocabulary)
+    with open(f"{prefix}.bin", "wb") as file:
+        file.write(np.ascontiguousarray(tokens, dtype))
+    write_index(f"{prefix}.idx", sizes, dtype)
+
+
+def write_index(path: str | Path, sizes: np.ndarray, dtype: np.dtype) -> None:
+    """Writes an .idx file for sentences that lie one after another in the .bin file."""
+    sizes = np.ascontiguousarray(sizes, np.int32)
+    pointers = np.zeros(len(sizes), np.int64)
+    np.cumsum(sizes[:-1], out=pointers[1:], dtype=np.int64)
+    pointers *= dtype.itemsize
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    with open(path, "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, code, len(sizes)))
+        file.write(sizes)
+        file.write(pointers)

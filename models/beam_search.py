@@ -1,0 +1,178 @@
+"""Beam search of fixed shapes with a key and value cache; equal to fairseq's `SequenceGenerator`, plain PyTorch.
+
+A search is a state (a dict of tensors) and `step`, which makes the next one of the same shapes and reads nothing back.
+`search` runs it with a Python loop; a compiler runs the same step in a loop on the device, so that a batch is one
+program that ends when its last sentence does.
+
+Hypotheses are not copied when beams change places. Slot (t, k) of the cache keeps what beam k wrote at time t, and each
+hypothesis has a list of its ancestors, the slots that its words are in: the others are masked in its attention. A step
+writes one column and moves nothing else (fairseq's generator copies all keys and values in each step).
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from models.layers import MASKED
+from models.transformer import EOS, PAD, Transformer, score_mask
+
+State = dict[str, Tensor]
+CHUNK = 128  # scores whose maximum stands for them in `top_k`; a row of a TPU's registers
+
+
+def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row of [B, N], sorted, and their places: exact, without sorting the row.
+
+    XLA sorts the whole row for `torch.topk`. The k largest lie in the k chunks with the largest maxima, so that sorting
+    N / 128 maxima and k * 128 scores is enough.
+    """
+    batch, size = scores.shape
+    if size <= 2 * k * CHUNK:
+        return scores.topk(k, 1)
+    chunks = torch.nn.functional.pad(scores, (0, -size % CHUNK), value=-math.inf).view(batch, -1, CHUNK)
+    chosen = chunks.amax(2).topk(k, 1).indices
+    values, places = chunks.gather(1, chosen[:, :, None].expand(-1, -1, CHUNK)).flatten(1).topk(k, 1)
+    return values, chosen.gather(1, places // CHUNK) * CHUNK + places % CHUNK
+
+
+def start(model: Transformer, source: Tensor, beam: int, max_length: int) -> tuple[State, State]:
+    """Encodes source [B, S]: (state of the search before its first step, what its steps only read).
+
+    Args:
+        max_length: most words of a hypothesis, its EOS included.
+    """
+    batch, device = len(source), source.device
+    memory, mask = model.encode(source)
+    reads = {"memory_mask": mask}
+    empty = (source == PAD).all(1)
+    state = {
+        "running": ~empty.all(),
+        "time": torch.zeros((), dtype=torch.int32, device=device),
+        "last": torch.full((batch, beam), EOS, dtype=torch.int32, device=device),
+        "tokens": torch.full((batch, beam, max_length), PAD, dtype=torch.int32, device=device),
+        "ancestors": torch.zeros(batch, beam, max_length, dtype=torch.int32, device=device),
+        # One hypothesis at first: the others would be the same.
+        "scores": torch.full((batch, beam), MASKED, device=device).index_fill(
+            1, torch.zeros(1, dtype=torch.int64, device=device), 0.0
+        ),
+        "finished": torch.where(empty, beam, 0).to(torch.int32)[:, None],
+        "finished_tokens": torch.full((batch, beam, max_length), PAD, dtype=torch.int32, device=device),
+        "finished_scores": torch.full((batch, beam), MASKED, device=device),
+    }
+    heads = model.arch.heads
+    for i, layer in enumerate(model.decoder.layers):
+        reads[f"memory_keys.{i}"], reads[f"memory_values.{i}"] = layer.encoder_attn.keys_and_values(memory)
+        shape = (batch, max_length, beam, heads, model.arch.dim // heads)
+        for name in ("keys", "values"):
+            state[f"{name}.{i}"] = torch.zeros(shape, dtype=memory.dtype, device=device)
+    return state, reads
+
+
+def step(model: Transformer, state: State, reads: State, length_penalty: float) -> State:
+    """The state one word later.
+
+    Args:
+        reads: what `start` returned, and "limit", int32 [B]: the most words before EOS of each sentence's hypotheses;
+            EOS is the only choice after them.
+        length_penalty: exponent of the length by which a finished hypothesis' log-probability is divided.
+    """
+    time, scores = state["time"], state["scores"]
+    batch, beam, max_length = state["tokens"].shape
+    new = dict(state)
+    now = torch.arange(max_length, device=time.device, dtype=torch.int32) == time
+    column = time.to(torch.int64)[None]
+    beams = torch.arange(beam, device=time.device, dtype=torch.int32)
+    ancestors = torch.where(now, beams[:, None], state["ancestors"])
+
+    # Attention over all slots up to now, of which a hypothesis sees its ancestors': [B, beam, max_length * beam].
+    past = torch.arange(max_length, device=time.device, dtype=torch.int32) <= time
+    allowed = (ancestors[..., None] == beams) & past[:, None]
+    mask = score_mask(allowed.flatten(2))
+    x = model.decoder.embed(state["last"], (time + PAD + 1).expand(batch, beam))
+    for i, layer in enumerate(model.decoder.layers):
+
+        def attend_to_history(y: Tensor, i: int = i, attention=layer.self_attn) -> Tensor:
+            for name, value in zip(("keys", "values"), attention.keys_and_values(y), strict=True):
+                new[f"{name}.{i}"] = state[f"{name}.{i}"].index_copy(1, column, value[:, None])
+            return attention.attend(y, new[f"keys.{i}"].flatten(1, 2), new[f"values.{i}"].flatten(1, 2), mask)
+
+        def attend_to_source(y: Tensor, i: int = i, attention=layer.encoder_attn) -> Tensor:
+            return attention.attend(y, reads[f"memory_keys.{i}"], reads[f"memory_values.{i}"], reads["memory_mask"])
+
+        x = layer.residual(x, layer.self_attn_layer_norm, attend_to_history)
+        x = layer.residual(x, layer.encoder_attn_layer_norm, attend_to_source)
+        x = layer.feed_forward(x)
+    logits = model.logits(model.decoder.normalized(x)).float()
+
+    # Log-probabilities of each hypothesis with each next word. Never PAD; EOS not first, and nothing else at the end.
+    words = logits.shape[2]
+    word = torch.arange(words, device=time.device)
+    last_step = (time >= reads["limit"])[:, None, None]
+    forbidden = (word == PAD) | ((word == EOS) & (time < 1)) | ((word != EOS) & last_step)
+    largest = logits.amax(2, keepdim=True)
+    normalizer = (logits - largest).exp().sum(2, keepdim=True).log() + largest
+    total = torch.where(forbidden, MASKED, logits - normalizer) + scores[:, :, None]
+    candidate_scores, place = top_k(total.flatten(1), 2 * beam)
+    parent, chosen = (place // words).to(torch.int32), (place % words).to(torch.int32)
+
+    def of_parents(history: Tensor) -> Tensor:
+        return history.gather(1, parent.to(torch.int64)[:, :, None].expand(-1, -1, max_length))
+
+    candidates = torch.where(now, chosen[:, :, None], of_parents(state["tokens"]))
+
+    # Hypotheses that end here, if among the best `beam` candidates and there is room: the first to come stay.
+    ends = (chosen == EOS) & (candidate_scores > MASKED / 2)
+    rank = torch.arange(2 * beam, device=time.device, dtype=torch.int32)
+    ending = ends & (rank < beam)
+    ending &= ending.int().cumsum(1) + state["finished"] <= beam
+    normalized = torch.where(ending, candidate_scores / (time + 1).float() ** length_penalty, MASKED)
+    new["finished_scores"], kept = torch.cat([state["finished_scores"], normalized], 1).topk(beam, 1)
+    new["finished_tokens"] = torch.cat([state["finished_tokens"], candidates], 1).gather(
+        1, kept[:, :, None].expand(-1, -1, max_length)
+    )
+    new["finished"] = state["finished"] + ending.int().sum(1, keepdim=True, dtype=torch.int32)
+
+    # The best `beam` that go on.
+    alive = (ends.int() * 2 * beam + rank).topk(beam, 1, largest=False).indices
+    new["scores"] = torch.where(ends, MASKED, candidate_scores).gather(1, alive)
+    new["last"] = chosen.gather(1, alive)
+    wide = alive[:, :, None].expand(-1, -1, max_length)
+    new["tokens"] = candidates.gather(1, wide)
+    parents = parent.gather(1, alive).to(torch.int64)
+    new["ancestors"] = ancestors.gather(1, parents[:, :, None].expand(-1, -1, max_length))
+    new["time"] = time + 1
+    new["running"] = (new["finished"] < beam).any() & (new["time"] < max_length)
+    return new
+
+
+@torch.no_grad()
+def search(
+    model: Transformer,
+    source: Tensor,
+    limit: Tensor,
+    beam: int = 5,
+    max_length: int = 200,
+    length_penalty: float = 1.0,
+    loop: Callable[[State, State], State] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The best hypotheses of source [B, S], best first: (tokens int32 [B, beam, max_length], their EOS included, then
+    PAD; scores [B, beam], log-probability / length ** length_penalty).
+
+    Args:
+        limit: int32 [B], most words of each sentence's hypotheses before EOS, below max_length.
+        loop: runs `step` with this model and length_penalty until the state no longer is "running"; None: a Python
+            loop, which reads that in every round, for devices that run operation by operation.
+    """
+    state, reads = start(model, source, beam, max_length)
+    reads["limit"] = limit
+    if loop is not None:
+        state = loop(state, reads)
+    else:
+        while bool(state["running"]):
+            state = step(model, state, reads, length_penalty)
+    # Candidates carry the words of the place that they took over, past their EOS.
+    tokens = state["finished_tokens"]
+    ended = (tokens == EOS).int().cumsum(2) - (tokens == EOS).int()
+    return torch.where(ended > 0, PAD, tokens), state["finished_scores"]

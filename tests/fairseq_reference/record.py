@@ -1,0 +1,363 @@
+"""Records what fairseq computes, as golden files that the ordinary tests compare with.
+
+    make fairseq-golden
+    .venv-fairseq/bin/python tests/fairseq_reference/record.py [--out FOLDER] [--trained FOLDER]
+
+Runs in the environment of `make fairseq`, on the CPU with one thread, about a minute. On one machine the numbers are
+the same each time; on another, hundreds of updates enlarge the rounding of its kernels, so that the trained models
+differ. --trained takes the trained checkpoints of another recording and computes all else anew: those numbers agree to
+rounding on any machine.
+
+FOLDER (default: golden, beside this file) then holds:
+    text/                 200 + 20 + 12 sentence pairs, {train,valid,test}.{en,de}
+    joint/                fairseq-preprocess' output with --joined-dictionary: dict.en.txt, dict.de.txt, *.bin, *.idx
+    separate/, roberta/   the dictionaries of prenorm.pt and of roberta.pt (its <mask> comes after the file's symbols)
+    initial.pt            arch `transformer`, tiny, all embeddings shared, dropout 0; untrained
+    trained.pt            the same after 400 updates of fairseq-train with dropout 0.1
+    prenorm.pt            pre-norm, three unshared embedding tables, 30 updates
+    roberta.pt            RoBERTa of 2 layers, 30 updates
+    arrays.npz            batches and logits; see the functions below for names and shapes
+    numbers.json          losses of ten steps from initial.pt, beam search with trained.pt
+    generate.txt          what fairseq-generate prints with trained.pt: S, T, H, D, P of every sentence, and BLEU
+Checkpoints are fairseq's own, less the optimizer's state and the timings.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# Before torch: one thread sums in one order. fairseq's loader reads its configuration objects from the checkpoint.
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1")
+
+import numpy as np
+import torch
+from fairseq import checkpoint_utils, options, tasks, utils
+from fairseq.data import data_utils
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.logging import metrics
+from fairseq.trainer import Trainer
+
+GOLDEN = Path(__file__).parent / "golden"
+TRAINED = ("trained.pt", "prenorm.pt", "roberta.pt")
+
+# A toy language: word by word, but the adverb comes first and the verb last.
+DETERMINERS = {"the": "die", "a": "eine"}
+ADJECTIVES = {"small": "kleine", "big": "große", "red": "rote", "old": "alte", "green": "grüne", "quiet": "stille"}
+NOUNS = {"dog": "Hund", "house": "Haus", "tree": "Baum", "bird": "Vogel", "woman": "Frau", "boy": "Junge"}
+NOUNS |= {"table": "Tisch", "door": "Tür", "garden": "Garten", "bridge": "Brücke"}
+VERBS = {
+    "sees": "sieht",
+    "finds": "findet",
+    "paints": "malt",
+    "likes": "mag",
+    "visits": "besucht",
+    "follows": "verfolgt",
+}
+PREPOSITIONS = {"near": "bei", "behind": "hinter", "with": "mit"}
+SIZES = {"train": 200, "valid": 20, "test": 12}
+
+SIZE = "--{0}-embed-dim 32 --{0}-ffn-embed-dim 64 --{0}-attention-heads 4 --{0}-layers 2"
+# Without it, this fairseq drops the last batch unless its size is a multiple of 8, in training and in generation.
+MULTIPLE = "--required-batch-size-multiple 1"
+COMMON = (
+    "--optimizer adam --adam-betas (0.9,0.98) --clip-norm 0 --weight-decay 0 --lr 5e-3 --lr-scheduler inverse_sqrt "
+    f"--warmup-init-lr 1e-7 --seed 1 --cpu --num-workers 0 --no-progress-bar --log-format simple {MULTIPLE} "
+    "--disable-validation --no-epoch-checkpoints"
+)
+TRANSLATION = (
+    f"--arch transformer {SIZE.format('encoder')} {SIZE.format('decoder')} --criterion label_smoothed_cross_entropy "
+    f"--label-smoothing 0.1 --adam-eps 1e-9 --max-tokens 500 {COMMON}"
+)
+SHARED = f"joint {TRANSLATION} --share-all-embeddings"
+PRENORM = "--encoder-normalize-before --decoder-normalize-before --dropout 0.1"
+TRAIN = {
+    "initial.pt": f"{SHARED} --dropout 0 --warmup-updates 4",
+    "trained.pt": f"{SHARED} --dropout 0.1 --warmup-updates 100 --max-update 400",
+    "prenorm.pt": f"separate {TRANSLATION} {PRENORM} --warmup-updates 4 --max-update 30",
+    "roberta.pt": f"roberta --task masked_lm --criterion masked_lm --arch roberta_base {SIZE.format('encoder')} "
+    f"--max-positions 64 --tokens-per-sample 32 --sample-break-mode complete --adam-eps 1e-6 --batch-size 16 {COMMON} "
+    "--warmup-updates 4 --max-update 30",
+}
+# Beam, length penalty, max_len_a, max_len_b; the last cuts most translations off. The limit is one for a whole batch,
+# since fairseq's source length is the batch's padded width: int(max_len_a * width + max_len_b) tokens without </s>.
+SEARCHES = [(4, 1.0, 0, 20), (4, 0.6, 1.2, 10), (5, 1.0, 1.2, 10), (5, 0.6, 0, 20), (4, 0.6, 0, 5)]
+
+
+def write_text(folder: Path) -> None:
+    """Write the sentence pairs, all different; the last source of valid and of test has a word unknown to training."""
+    rng = random.Random(1)
+    words = DETERMINERS | ADJECTIVES | NOUNS | VERBS | PREPOSITIONS
+
+    def noun_phrase() -> list[str]:
+        return [
+            rng.choice(list(DETERMINERS)),
+            *rng.sample(list(ADJECTIVES), rng.randint(0, 2)),
+            rng.choice(list(NOUNS)),
+        ]
+
+    pairs = {}
+    while len(pairs) < sum(SIZES.values()):
+        subject, verb, rest = noun_phrase(), rng.choice(list(VERBS)), noun_phrase()
+        for _ in range(rng.randint(0, 2)):
+            rest += [rng.choice(list(PREPOSITIONS)), *noun_phrase()]
+        today, end = rng.random() < 0.3, rng.choice(".?")
+        source = [*subject, verb, *rest, *["today"] * today, end]
+        target = [*["heute"] * today, *(words[word] for word in [*subject, *rest, verb]), end]
+        pairs[" ".join(source)] = " ".join(target)
+    lines = iter(pairs.items())
+    folder.mkdir()
+    for split, size in SIZES.items():
+        sources, targets = zip(*(next(lines) for _ in range(size)), strict=True)
+        if split != "train":
+            sources = (*sources[:-1], re.sub(rf"\b({'|'.join(NOUNS)})\b", "zebra", sources[-1], count=1))
+        (folder / f"{split}.en").write_text("\n".join(sources) + "\n", encoding="utf-8")
+        (folder / f"{split}.de").write_text("\n".join(targets) + "\n", encoding="utf-8")
+
+
+def run(program: str, arguments: str) -> str:
+    """Run one of fairseq's console scripts in the current folder and return what it printed."""
+    command = [str(Path(sys.executable).parent / program), *arguments.split()]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{result.stdout}{result.stderr}")
+    return result.stdout
+
+
+def preprocess() -> None:
+    """Binarise the text, in the three forms that the models need."""
+    files = "--trainpref text/train --validpref text/valid --testpref text/test --dataset-impl mmap --workers 1"
+    run("fairseq-preprocess", f"-s en -t de {files} --joined-dictionary --destdir joint")
+    run("fairseq-preprocess", f"-s en -t de {files} --nwordssrc 24 --destdir separate")  # sizes that differ
+    run("fairseq-preprocess", f"--only-source {files.replace(' text/', ' text/en.')} --destdir roberta")
+
+
+def setup(flags: str) -> tuple[Trainer, tasks.FairseqTask]:
+    """fairseq's trainer with its freshly initialised model, made as fairseq-train makes it from these flags."""
+    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), flags.split()))
+    np.random.seed(cfg.common.seed)
+    utils.set_torch_seed(cfg.common.seed)
+    task = tasks.setup_task(cfg.task)
+    model = task.build_model(cfg.model)
+    return Trainer(cfg, task, model, task.build_criterion(cfg.criterion)), task
+
+
+def strip(path: Path) -> None:
+    """Take the optimizer's state and the timings out of a checkpoint; see that it holds no class but a Namespace."""
+    state = torch.load(path)
+    state.pop("last_optimizer_state")
+    state["extra_state"] = {"train_iterator": state["extra_state"]["train_iterator"]}
+    torch.save(state, path)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        torch.load(path, weights_only=True)
+
+
+def make_checkpoints(trained: Path | None) -> None:
+    """Write initial.pt from fairseq's trainer, the others with fairseq-train or from the folder `trained`."""
+    trainer, _ = setup(TRAIN["initial.pt"])
+    trainer.consolidate_optimizer()
+    trainer.save_checkpoint(
+        "initial.pt", {"train_iterator": {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True}}
+    )
+    strip(Path("initial.pt"))
+    for name in TRAINED:
+        if trained:
+            shutil.copy(trained / name, name)
+            continue
+        run("fairseq-train", f"{TRAIN[name]} --save-dir checkpoints")
+        shutil.copy("checkpoints/checkpoint_last.pt", name)
+        shutil.rmtree("checkpoints")
+        strip(Path(name))
+
+
+def load(name: str) -> tuple[torch.nn.Module, tasks.FairseqTask]:
+    """The model of a checkpoint, as fairseq-generate reads it, and its task."""
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([name])
+    return model.eval(), task
+
+
+def ten_steps(arrays: dict[str, np.ndarray]) -> list[dict[str, float]]:
+    """Ten updates from initial.pt on ten fixed batches, by fairseq's trainer, optimizer and schedule; without dropout.
+
+    Adds step<n>.source (padded at the left), step<n>.previous and step<n>.target, int32 [16, length]. Returns for each
+    step the sums of the label-smoothed loss and of the negative log-likelihood in nats before the update, the number of
+    target tokens (fairseq divides the gradient by it), the norm of that gradient and the update's learning rate.
+    """
+    trainer, task = setup(TRAIN["initial.pt"])
+    trainer.load_checkpoint("initial.pt", reset_optimizer=True, reset_lr_scheduler=True)
+    task.load_dataset("train")
+    data = task.dataset("train")
+    steps = []
+    for number in range(10):
+        sample = data.collater([data[index] for index in range(16 * number, 16 * number + 16)])
+        arrays[f"step{number}.source"] = sample["net_input"]["src_tokens"].numpy().astype(np.int32)
+        arrays[f"step{number}.previous"] = sample["net_input"]["prev_output_tokens"].numpy().astype(np.int32)
+        arrays[f"step{number}.target"] = sample["target"].numpy().astype(np.int32)
+        trainer.model.train()
+        with torch.no_grad():
+            _, tokens, log = trainer.criterion(trainer.model, sample)
+        rate = trainer.get_lr()
+        with metrics.aggregate(new_root=True) as meters:
+            trainer.train_step([sample])
+        steps.append(
+            {
+                "loss_sum": float(log["loss"]),
+                "nll_sum": float(log["nll_loss"]),
+                "tokens": int(tokens),
+                "gradient_norm": float(meters["gnorm"].avg),
+                "learning_rate": float(rate),
+            }
+        )
+    return steps
+
+
+def translation_logits(name: str, arrays: dict[str, np.ndarray]) -> None:
+    """Logits of six test pairs, with the source padded at the left (fairseq's way) and at the right.
+
+    Adds <name>.left.source, <name>.right.source and <name>.previous, int32 [6, length], and <name>.left.logits and
+    <name>.right.logits, float32 [6, length, words].
+    """
+    model, task = load(f"{name}.pt")
+    task.load_dataset("test")
+    data = task.dataset("test")
+    sample = data.collater([data[index] for index in range(6)])
+    previous, lengths = sample["net_input"]["prev_output_tokens"], sample["net_input"]["src_lengths"]
+    left = sample["net_input"]["src_tokens"]
+    rows = [row[row != task.source_dictionary.pad()] for row in left]
+    right = data_utils.collate_tokens(rows, task.source_dictionary.pad(), left_pad=False)
+    arrays[f"{name}.previous"] = previous.numpy().astype(np.int32)
+    for side, source in {"left": left, "right": right}.items():
+        with torch.no_grad():
+            logits, _ = model(source, lengths, previous)
+        arrays[f"{name}.{side}.source"] = source.numpy().astype(np.int32)
+        arrays[f"{name}.{side}.logits"] = logits.numpy()
+
+
+def roberta_logits(arrays: dict[str, np.ndarray]) -> None:
+    """Logits of roberta.pt at masked places of six sentences: <s> words </s>, padded at the right.
+
+    Adds roberta.tokens int32 [6, length], roberta.masked bool of the same shape, roberta.logits float32
+    [masked places, words] in the order of the rows, and roberta.all_logits float32 [6, length, words].
+    """
+    model, task = load("roberta.pt")
+    dictionary = task.source_dictionary
+    lines = Path("text/test.en").read_text(encoding="utf-8").splitlines()[:6]
+    rows = [dictionary.encode_line(f"<s> {line}", add_if_not_exist=False).long() for line in lines]
+    tokens = data_utils.collate_tokens(rows, dictionary.pad())
+    place = torch.arange(tokens.shape[1])
+    masked = (place % 4 == 2) & tokens.ne(dictionary.pad()) & tokens.ne(dictionary.eos())
+    tokens[masked] = dictionary.index("<mask>")
+    with torch.no_grad():
+        logits, _ = model(src_tokens=tokens, masked_tokens=masked)
+        everywhere, _ = model(src_tokens=tokens)
+    arrays["roberta.tokens"] = tokens.numpy().astype(np.int32)
+    arrays["roberta.masked"] = masked.numpy()
+    arrays["roberta.logits"] = logits.numpy()
+    arrays["roberta.all_logits"] = everywhere.numpy()
+
+
+def beam_search(arrays: dict[str, np.ndarray]) -> list[dict]:
+    """Translations of the test sentences, as one batch, by trained.pt and fairseq's SequenceGenerator.
+
+    Adds search.source int32 [12, length], padded at the left, and search.index int32 [12]: which sentences these are.
+    Returns for each of SEARCHES its settings and, for each row, the hypotheses, best first: tokens with </s>, score
+    (sum of log-probabilities / length with </s> ** lenpen), log-probabilities of the tokens.
+    """
+    model, task = load("trained.pt")
+    task.load_dataset("test")
+    data = task.dataset("test")
+    sample = data.collater([data[index] for index in range(len(data))])
+    arrays["search.source"] = sample["net_input"]["src_tokens"].numpy().astype(np.int32)
+    arrays["search.index"] = sample["id"].numpy().astype(np.int32)
+    searches = []
+    for beam, lenpen, max_len_a, max_len_b in SEARCHES:
+        settings = {"beam": beam, "lenpen": lenpen, "max_len_a": max_len_a, "max_len_b": max_len_b}
+        generator = task.build_generator([model], argparse.Namespace(**settings))
+        found = task.inference_step(generator, [model], sample)
+        sentences = [
+            [
+                {
+                    "tokens": hypothesis["tokens"].tolist(),
+                    "score": float(hypothesis["score"]),
+                    "log_probabilities": [round(float(value), 7) for value in hypothesis["positional_scores"]],
+                }
+                for hypothesis in hypotheses
+            ]
+            for hypotheses in found
+        ]
+        searches.append(settings | {"sentences": sentences})
+    return searches
+
+
+def record(trained: Path | None) -> None:
+    """Make every file of a recording in the current folder."""
+    write_text(Path("text"))
+    for split in SIZES:  # fairseq-preprocess without a language takes the prefix as the file's name
+        shutil.copy(f"text/{split}.en", f"text/en.{split}")
+    preprocess()
+    make_checkpoints(trained)
+    arrays: dict[str, np.ndarray] = {}
+    numbers = {"ten_steps": ten_steps(arrays), "searches": beam_search(arrays)}
+    translation_logits("initial", arrays)
+    translation_logits("trained", arrays)
+    translation_logits("prenorm", arrays)
+    roberta_logits(arrays)
+    np.savez_compressed("arrays.npz", **arrays)
+    lines = ["{"]
+    for key, values in numbers.items():
+        rows = ",\n  ".join(json.dumps(value) for value in values)
+        lines.append(f' "{key}": [\n  {rows}\n ]' + ("," if key == "ten_steps" else ""))
+    Path("numbers.json").write_text("\n".join([*lines, "}"]) + "\n")
+    printed = run(
+        "fairseq-generate",
+        "joint --path trained.pt --gen-subset test --beam 4 --lenpen 0.6 --max-len-a 1.2 --max-len-b 10 "
+        f"--batch-size 12 --cpu --num-workers 0 --no-progress-bar --scoring sacrebleu {MULTIPLE}",
+    )
+    kept = [line for line in printed.splitlines() if re.match(r"[STHDP]-\d|Generate ", line)]
+    Path("generate.txt").write_text("\n".join(kept) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=GOLDEN, help="folder to write")
+    parser.add_argument("--trained", type=Path, help="folder of a recording: take its trained checkpoints")
+    arguments = parser.parse_args()
+    out, trained = arguments.out.resolve(), arguments.trained and arguments.trained.resolve()
+    torch.set_num_threads(1)
+    kept = [
+        "text",
+        "joint",
+        "separate",
+        "roberta",
+        "initial.pt",
+        *TRAINED,
+        "arrays.npz",
+        "numbers.json",
+        "generate.txt",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # so that no checkpoint holds a path of this machine
+        record(trained)
+        for stray in [*Path("text").glob("en.*"), *Path().glob("*/preprocess.log")]:
+            stray.unlink()
+        for name in ("separate", "roberta"):
+            for binary in [*Path(name).glob("*.bin"), *Path(name).glob("*.idx")]:
+                binary.unlink()
+        # Only now: a run that failed leaves the old recording whole.
+        for name in kept:
+            target = out / name
+            shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(name, target)
+        os.chdir(out)
+    print(f"{out}: {sum(path.stat().st_size for path in out.rglob('*') if path.is_file()) / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()

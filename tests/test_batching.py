@@ -1,0 +1,284 @@
+"""data/batching.py: every example once, in few shapes, with little padding."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from data import InputError
+from data.batching import PADDING, Buckets, pack, propose_shapes
+
+
+def sentences(size: int, seed: int = 0) -> np.ndarray:
+    """[size, 2] lengths as of sentence pairs: two thirds of them 7 to 33 tokens, both sides much alike."""
+    rng = np.random.default_rng(seed)
+    source = np.exp(rng.normal(np.log(15), 0.8, size))
+    return np.clip(np.rint(np.stack([source, source * np.exp(rng.normal(0, 0.2, size))], 1)), 2, 200).astype(np.int32)
+
+
+def examples_of(epoch) -> np.ndarray:
+    """All indices in an epoch, without the padding."""
+    indices = np.concatenate([indices.reshape(-1) for indices, _ in epoch])
+    return indices[indices != PADDING]
+
+
+def as_lists(epoch) -> list:
+    return [(indices.tolist(), lengths) for indices, lengths in epoch]
+
+
+# ---- buckets ---------------------------------------------------------------------------------------------------------
+
+SHAPES = [(8, 64, 64), (16, 32, 32), (4, 128, 100), (32, 16, 16)]
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_an_epoch_has_every_example_that_fits_once(seed):
+    lengths = sentences(1000)
+    plan = Buckets(lengths, SHAPES)
+    epoch = plan.epoch(None if seed is None else np.random.default_rng(seed))
+    fits = (lengths <= (128, 100)).all(axis=1)
+    assert 0 < plan.dropped == (~fits).sum()
+    assert sorted(examples_of(epoch)) == np.flatnonzero(fits).tolist()
+    assert len(plan) == len(epoch) == len(list(epoch))
+    for indices, longest in epoch:
+        assert indices.dtype == np.int64 and (len(indices), *longest) in SHAPES
+
+
+def test_each_example_is_in_the_smallest_shape_that_holds_it():
+    lengths = sentences(1000)
+    for indices, longest in Buckets(lengths, SHAPES).epoch(np.random.default_rng(1)):
+        of_batch = lengths[indices[indices != PADDING]]
+        assert (of_batch <= longest).all()
+        for other in SHAPES:
+            if sum(other[1:]) < sum(longest):
+                assert not (of_batch <= other[1:]).all(axis=1).any()
+
+
+def test_the_first_of_equally_long_shapes_is_taken():
+    lengths = [[10, 10], [20, 10], [10, 20]]
+    for shapes, expected in (
+        ([(1, 10, 20), (1, 20, 10)], [(10, 20), (20, 10), (10, 20)]),
+        ([(1, 20, 10), (1, 10, 20)], [(20, 10), (20, 10), (10, 20)]),
+    ):
+        taken = {int(indices[0]): longest for indices, longest in Buckets(lengths, shapes).epoch(None)}
+        assert [taken[index] for index in range(3)] == expected
+
+
+def test_batches_of_many_short_rows_are_for_short_examples():
+    """Shapes of as many places each, the long one first: the rows decide."""
+    plan = Buckets([[10, 10], [40, 40]], [(4, 64, 64), (8, 32, 32)])
+    assert as_lists(plan.epoch(None)) == [([1, -1, -1, -1], (64, 64)), ([0] + [-1] * 7, (32, 32))]
+
+
+def test_without_a_generator_all_is_in_order_and_the_last_batch_is_filled_with_minus_one():
+    plan = Buckets([3, 9, 2, 4, 10, 99, 1], [(2, 10), (3, 4)])
+    assert as_lists(plan.epoch(None)) == [([1, 4], (10,)), ([0, 2, 3], (4,)), ([6, -1, -1], (4,))]
+    assert plan.dropped == 1 and plan.shapes == [(2, 10), (3, 4)]
+
+
+def test_padding_is_what_a_hand_counts():
+    # Two batches of 3 x 4 and one of 2 x 10 are 44 places; the tokens are 3 + 9 + 2 + 4 + 10 + 1 = 29.
+    assert Buckets([3, 9, 2, 4, 10, 99, 1], [(2, 10), (3, 4)]).padding == pytest.approx(15 / 44)
+    # Two sides: 2 x (4 + 6) = 20 places, 3 + 5 = 8 tokens; the example that is dropped has no share.
+    assert Buckets([[3, 5], [5, 5]], [(2, 4, 6)]).padding == pytest.approx(12 / 20)
+    assert Buckets([[4, 6], [4, 6]], [(2, 4, 6)]).padding == 0
+
+
+def test_one_and_two_dimensional_lengths_of_one_side_are_the_same():
+    lengths = sentences(300)[:, 0]
+    shapes = [(8, 32), (4, 200)]
+    plans = [Buckets(lengths, shapes), Buckets(lengths[:, None], shapes), Buckets(lengths.astype(np.uint8), shapes)]
+    epochs = [as_lists(plan.epoch(np.random.default_rng(3))) for plan in plans]
+    assert epochs[0] == epochs[1] == epochs[2]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Buckets(sentences(1000), SHAPES), lambda: pack(sentences(1000), (8, 64, 64))],
+    ids=["buckets", "packed"],
+)
+def test_epochs_are_permutations_that_depend_on_the_generator_alone(make):
+    plan = make()
+    first, second = (as_lists(plan.epoch(np.random.default_rng((7, epoch)))) for epoch in (0, 1))
+    assert len(first) == len(second) == len(plan)
+    assert first != second and sorted(map(str, first)) != sorted(map(str, second))
+    assert as_lists(make().epoch(np.random.default_rng((7, 0)))) == first  # and not on the epochs before
+    assert as_lists(plan.epoch(None)) == as_lists(plan.epoch(None)) != first
+
+
+def test_the_order_of_the_shapes_is_permuted_too():
+    plan = Buckets(sentences(2000), SHAPES)
+    orders = [[longest for _, longest in plan.epoch(np.random.default_rng(seed))] for seed in range(2)]
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+    changes = sum(one != next_one for one, next_one in itertools.pairwise(orders[0]))
+    assert changes > len(plan) / 4
+
+
+def test_batches_can_be_asked_for_in_any_order():
+    epoch = Buckets(sentences(500), SHAPES).epoch(np.random.default_rng(0))
+    batches = as_lists(epoch)
+    for position in (len(epoch) - 1, 0, 3, -1):
+        assert (epoch[position][0].tolist(), epoch[position][1]) == batches[position]
+    with pytest.raises(IndexError):
+        epoch[len(epoch)]
+
+
+def test_a_shape_that_holds_nothing_has_no_batches():
+    plan = Buckets([5, 6, 7], [(2, 8), (2, 4), (2, 100)])
+    assert as_lists(plan.epoch(None)) == [([0, 1], (8,)), ([2, -1], (8,))]
+
+
+# ---- packing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("longest", [(64, 64), (32, 100), (200, 200)])
+def test_packed_rows_hold_every_example_once_and_none_too_many(longest):
+    lengths = sentences(2000)
+    plan = pack(lengths, (8, *longest))
+    fits = (lengths <= longest).all(axis=1)
+    assert plan.dropped == (~fits).sum()
+    for epoch in (plan.epoch(None), plan.epoch(np.random.default_rng(0))):
+        assert len(epoch) == len(plan) == -(-plan.rows // 8)
+        assert sorted(examples_of(epoch)) == np.flatnonzero(fits).tolist()
+        tokens = 0
+        for indices, shape in epoch:
+            assert indices.shape == (8, plan.most) and indices.dtype == np.int64 and shape == longest
+            taken = indices != PADDING
+            assert (np.diff(taken.astype(int), axis=1) <= 0).all(), "padding comes after a row's examples"
+            of_rows = (lengths[indices] * taken[..., None]).sum(axis=1)
+            assert (of_rows <= longest).all()
+            tokens += of_rows.sum()
+        assert plan.padding == pytest.approx(1 - tokens / (len(plan) * 8 * sum(longest)))
+
+
+@pytest.mark.parametrize("longest", [(64, 64), (128, 128)])
+def test_packing_is_close_to_what_is_possible(longest):
+    lengths = sentences(20_000)
+    lengths = lengths[(lengths <= longest).all(axis=1)]
+    plan = pack(lengths, (8, *longest))
+    assert plan.rows < 1.03 * (lengths.sum(axis=0) / longest).max()
+    assert plan.padding < 0.06
+    buckets = Buckets(lengths, propose_shapes(lengths, 8 * longest[0], 4))
+    assert plan.padding < buckets.padding / 4
+
+
+def test_packing_of_one_side():
+    lengths = np.random.default_rng(0).integers(1, 100, 5000)
+    plan = pack(lengths, (8, 128))
+    assert sorted(examples_of(plan.epoch(None))) == list(range(5000))
+    assert all((np.where(rows < 0, 0, lengths[rows]).sum(axis=1) <= 128).all() for rows, _ in plan.epoch(None))
+    assert plan.rows < 1.01 * lengths.sum() / 128
+
+
+def test_small_packings_are_what_a_hand_makes():
+    plan = pack([6, 4, 5, 5, 10, 11], (2, 10))
+    assert {frozenset(row) - {PADDING} for rows, _ in plan.epoch(None) for row in rows.tolist()} == {
+        frozenset({0, 1}),
+        frozenset({2, 3}),
+        frozenset({4}),
+        frozenset(),
+    }
+    assert (plan.rows, plan.most, plan.dropped, len(plan)) == (3, 2, 1, 2)
+    assert plan.padding == pytest.approx(1 - 30 / 40)
+    # The other side decides as well: no two of these fit together.
+    assert pack([[2, 9], [2, 9], [2, 9]], (1, 10, 10)).rows == 3
+
+
+def test_epochs_keep_the_rows_and_the_seed_decides_them():
+    lengths = sentences(3000)
+
+    def rows(seed, rng):
+        return sorted(map(tuple, np.concatenate([r for r, _ in pack(lengths, (8, 64, 64), seed=seed).epoch(rng)])))
+
+    assert rows(0, None) == rows(0, np.random.default_rng(5)) == rows(0, None) != rows(1, None)
+
+
+# ---- proposing shapes ------------------------------------------------------------------------------------------------
+
+
+def places(lengths: np.ndarray, shapes) -> int:
+    """Of all rows, when each example has a row of the shortest shape that holds it."""
+    longest = sorted(shape[1] for shape in shapes)
+    return sum(min(length for length in longest if length >= example) for example in lengths.tolist())
+
+
+@pytest.mark.parametrize("max_shapes", [1, 2, 3, 4, 20])
+def test_proposed_shapes_are_the_best_of_all(max_shapes):
+    for seed in range(5):
+        lengths = sentences(300, seed)[:, 0].clip(max=80)
+        shapes = propose_shapes(lengths, 1024, max_shapes, multiple_of_batch=4)
+        assert len(shapes) <= max_shapes
+        assert all(size % 4 == 0 and length % 8 == 0 for size, length in shapes)
+        assert all(size * length <= 1024 < (size + 4) * length for size, length in shapes)
+        every = range(8, 81, 8)
+        top = -(-int(lengths.max()) // 8) * 8
+        choices = [
+            c for k in range(1, 11) if k <= max_shapes for c in itertools.combinations(every, k) if max(c) == top
+        ]
+        best = min(places(lengths, [(1, length) for length in choice]) for choice in choices)
+        assert places(lengths, shapes) == best
+        assert Buckets(lengths, shapes).dropped == 0
+
+
+def test_proposed_shapes_of_two_sides_hold_the_longer_one():
+    lengths = sentences(500)
+    shapes = propose_shapes(lengths, 4096, 3)
+    assert len(shapes) == 3 and all(source == target for _, source, target in shapes)
+    assert [shape[1:2] for shape in shapes] == [shape[1:] for shape in propose_shapes(lengths.max(axis=1), 4096, 3)]
+    assert Buckets(lengths, shapes).dropped == 0
+    paddings = [
+        Buckets(lengths, propose_shapes(lengths, 1024, count, multiple_of_batch=4)).padding for count in (1, 2, 4)
+    ]
+    assert paddings == sorted(paddings, reverse=True) and paddings[2] < 0.6 * paddings[0]
+
+
+def test_no_shape_is_proposed_that_no_example_needs():
+    assert propose_shapes([8, 8, 16], 64, 5, multiple_of_batch=1) == [(8, 8), (4, 16)]
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lengths, shapes, message",
+    [
+        ([5], [], "no shapes are given; expected one or more, such as 256x64"),
+        ([[5, 5]], [], "such as 256x64x64"),
+        ([5], [(8, 16), (8, 0)], "shape 8x0 has the number 0; expected 1 or more"),
+        ([5], [(-8, 16)], "shape -8x16 has the number -8"),
+        ([[5, 5]], [(8, 16)], "shape 8x16 has 2 numbers; expected batchxlength_1xlength_2"),
+        ([30, 20], [(8, 16), (8, 8)], "none of the 2 examples fits into 8x16, 8x8; .* has length 20"),
+        ([[9, 30]], [(8, 16, 16)], "none of the 1 examples fits into 8x16x16; .* has length 9x30"),
+        ([], [(8, 16)], "there are no examples"),
+        (np.empty((0, 2), np.int32), [(8, 16, 16)], "there are no examples"),
+        ([5, 0], [(8, 16)], "example 1 has length 0; expected 1 or more tokens"),
+        ([[5, 5], [6, -7]], [(8, 16, 16)], "example 1 has length -7"),
+    ],
+)
+def test_bad_input_is_named(lengths, shapes, message):
+    with pytest.raises(InputError, match=message):
+        Buckets(lengths, shapes)
+    if len(shapes) == 1:
+        with pytest.raises(InputError, match=message):
+            pack(lengths, shapes[0])
+
+
+def test_lengths_of_another_type_are_a_bug():
+    for lengths in ([1.5, 2.0], np.ones((2, 2, 2), int)):
+        with pytest.raises(ValueError, match="expected integers") as error:
+            Buckets(lengths, [(8, 16)])
+        assert not isinstance(error.value, InputError)
+
+
+def test_bad_numbers_for_proposing_are_named():
+    with pytest.raises(
+        InputError, match="tokens_per_batch is 255, but 8 examples of the greatest length, 30, take 256"
+    ):
+        propose_shapes([3, 30], 255, 2)
+    for name, options in (("max_shapes", (64, 0)), ("tokens_per_batch", (0, 1))):
+        with pytest.raises(InputError, match=f"{name} is 0; expected 1 or more"):
+            propose_shapes([3], *options)
+    with pytest.raises(InputError, match="multiple_of_length is -8"):
+        propose_shapes([3], 64, 1, multiple_of_length=-8)
+    with pytest.raises(InputError, match="there are no examples"):
+        propose_shapes([], 64, 1)

@@ -1,0 +1,318 @@
+"""data/wmt.py and data/fairseq_format.py on small files that the tests write; plain Python loops are the reference."""
+
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import InputError, wmt
+from data.fairseq_format import DTYPES, token_dtype
+from data.wmt import EOS, PAD, UNK, Dictionary, MmapTokens, SyntheticPairs, open_pairs, write_mmap
+
+SENTENCES = {
+    "en": [[4, 5, 6], [7], [], [8, 9, 10, 11], [4, 4]],
+    "de": [[12, 13], [14, 15, 16, 17], [5], [6, 7, 8], [9, 3, 9, 10, 11]],
+}
+
+
+def write_as_fairseq(prefix: Path, sentences: list[list[int]], code: int = 8) -> None:
+    """What fairseq's MMapIndexedDatasetBuilder writes, in a few lines of its own."""
+    dtype = np.dtype(DTYPES[code])
+    with open(f"{prefix}.bin", "wb") as file:
+        for sentence in sentences:
+            file.write(np.array(sentence, dtype).tobytes())
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code))
+        file.write(struct.pack("<Q", len(sentences)))
+        address = 0
+        for sentence in sentences:
+            file.write(struct.pack("<i", len(sentence)))
+        for sentence in sentences:
+            file.write(struct.pack("<q", address))
+            address += len(sentence) * dtype.itemsize
+
+
+def write_folder(folder: Path, sentences=SENTENCES, splits=("train", "valid"), symbols: int = 18) -> Path:
+    """As fairseq-preprocess leaves it."""
+    folder.mkdir(exist_ok=True)
+    for language, ids in sentences.items():
+        Dictionary([f"s{number}" for number in range(4, symbols)]).save(folder / f"dict.{language}.txt")
+        for split in splits:
+            write_as_fairseq(folder / f"{split}.en-de.{language}", [[*sentence, EOS] for sentence in ids])
+    return folder
+
+
+# fairseq's files
+
+
+@pytest.mark.parametrize("code", DTYPES)
+def test_a_file_that_fairseq_wrote_is_read(tmp_path, code):
+    sentences = [[2], [4, 5, 2], [100, 99, 98, 97, 2]]
+    write_as_fairseq(tmp_path / "a", sentences, code)
+    tokens = MmapTokens(tmp_path / "a")
+    assert (len(tokens), tokens.sizes.tolist(), tokens.tokens.dtype) == (3, [1, 3, 5], DTYPES[code])
+    assert [tokens[index].tolist() for index in range(3)] == sentences
+    assert tokens.starts(np.array([2, 0])).tolist() == [4, 0]
+
+
+@pytest.mark.parametrize(("vocabulary", "code"), [(32_000, 8), (65_499, 8), (65_500, 4)])
+def test_what_is_written_is_byte_for_byte_fairseqs_file(tmp_path, vocabulary, code):
+    sentences = [[vocabulary - 1, 2], [2], [4, 5, 6, 2]]
+    write_as_fairseq(tmp_path / "expected", sentences, code)
+    write_mmap(tmp_path / "found", np.concatenate(sentences), [2, 1, 4], vocabulary)
+    for end in ("idx", "bin"):
+        assert (tmp_path / f"found.{end}").read_bytes() == (tmp_path / f"expected.{end}").read_bytes()
+    assert token_dtype(vocabulary) == DTYPES[code]
+    write_mmap(tmp_path / "none", np.empty(0, np.int64), [], vocabulary)
+    assert len(MmapTokens(tmp_path / "none")) == 0
+
+
+def test_damaged_files_are_explained(tmp_path):
+    prefix = tmp_path / "a"
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+
+    def refused(message: str, path: Path, contents: bytes | None):
+        before = path.read_bytes()
+        path.write_bytes(contents) if contents is not None else path.unlink()
+        with pytest.raises(InputError, match=message):
+            MmapTokens(prefix)
+        path.write_bytes(before)
+
+    write_as_fairseq(prefix, [[4, 5, 2], [6, 2]])
+    whole = index.read_bytes()
+    refused(r"a\.bin is truncated: 9 bytes, expected 10", data, data.read_bytes()[:-1])
+    refused(r"a\.bin is truncated: 0 bytes, expected 10", data, b"")
+    refused(r"there is no .*a\.bin", data, None)
+    refused(r"there is no .*a\.idx", index, None)
+    refused(r"a\.idx has 49 bytes; expected 50 for 2 sentences", index, whole[:-1])
+    refused(r"a\.idx is truncated: 20 bytes", index, whole[:20])
+    refused(r"begins with b'TNTIDX.*--dataset-impl mmap", index, b"TNTIDX\x00\x00" + whole[8:])
+    refused(r"version 1 and type 77; expected .*8 uint16", index, whole[:17] + b"\x4d" + whole[18:])
+    refused(r"version 2 and type 8", index, whole[:9] + b"\x02" + whole[10:])
+    refused("damaged", index, whole[:26] + struct.pack("<i", -3) + whole[30:])
+    refused("damaged", index, whole[:34] + struct.pack("<q", 1) + whole[42:])
+    assert MmapTokens(prefix)[1].tolist() == [6, 2]
+
+
+def test_a_dictionary_is_read_and_written_as_fairseq_does(tmp_path):
+    path = tmp_path / "dict.txt"
+    text = "▁the 120\n, 90\n# 7\nmadeupword0000 0\n<s> 1 #fairseq:overwrite\n, 3 #fairseq:overwrite\n"
+    path.write_text(text, encoding="utf-8")
+    dictionary = Dictionary.load(path)
+    assert dictionary.symbols == ["<s>", "<pad>", "</s>", "<unk>", "▁the", ",", "#", "madeupword0000", "<s>", ","]
+    assert dictionary.counts[4:] == [120, 90, 7, 0, 1, 3]
+    found = [dictionary.index(symbol) for symbol in ("▁the", ",", "<s>", "</s>", "nothing")]
+    assert found == [4, 9, 8, 2, UNK]
+    dictionary.save(tmp_path / "again.txt")
+    assert (tmp_path / "again.txt").read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a 1\nb\n", r"dict\.txt line 2 is 'b'; expected a symbol, a space and its count"),
+        ("a 1\nb x\n", "line 2 is 'b x'"),
+        ("a 1\n\nb 2\n", "line 2 is ''"),
+        ("a 1\na 2\n", "line 2 has the symbol 'a' a second time"),
+        ("<pad> 1\n", "line 1 has the symbol '<pad>' a second time"),
+        (b"a 1\n\xff 2\n", r"not UTF-8 \(byte 4\)"),
+    ],
+)
+def test_a_strange_dictionary_is_explained(tmp_path, text, message):
+    path = tmp_path / "dict.txt"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InputError, match=message):
+        Dictionary.load(path)
+    with pytest.raises(InputError, match="nowhere cannot be read"):
+        Dictionary.load(tmp_path / "nowhere")
+
+
+# Batches
+
+
+def plain_batch(sentences: dict, indices, shape) -> dict[str, list]:
+    """The definition: row by row, pair by pair. `indices` are lists of pairs, one a row."""
+    rows = {name: [] for name in ("source", "previous", "target", "source_segment", "target_segment")}
+    for pairs in indices:
+        row = {name: [] for name in rows}
+        for segment, pair in enumerate(pairs, start=1):
+            if pair >= 0:
+                source, target = ([*sentences[language][pair], EOS] for language in ("en", "de"))
+                row["source"] += source
+                row["target"] += target
+                row["previous"] += [EOS, *target[:-1]]
+                row["source_segment"] += [segment] * len(source)
+                row["target_segment"] += [segment] * len(target)
+        for name, values in row.items():
+            width = shape[0] if name.startswith("source") else shape[1]
+            filler = 0 if name.endswith("segment") else PAD
+            rows[name].append(values + [filler] * (width - len(values)))
+    return rows
+
+
+@pytest.mark.parametrize("indices", [[0, 1, 2, 3, 4], [4, -1, 0], [3, 3], [-1, -1], []])
+def test_batches_agree_with_a_plain_loop(tmp_path, indices):
+    pairs = open_pairs(write_folder(tmp_path), "train")
+    expected = plain_batch(SENTENCES, [[index] for index in indices], (5, 6))
+    batch = pairs.batch(np.array(indices, np.int64), (5, 6))
+    assert sorted(batch) == ["previous", "source", "target"]
+    for name, array in batch.items():
+        width = 5 if name == "source" else 6
+        assert array.dtype == np.int32 and array.shape == (len(indices), width) and array.flags.writeable
+        assert array.tolist() == expected[name]
+
+
+@pytest.mark.parametrize(
+    "indices", [[[0, 1], [4, -1], [-1, -1]], [[2, 1, 4], [3, -1, -1]], [[1, -1, 2]], [[-1]], [[3]]]
+)
+def test_packed_batches_agree_with_a_plain_loop(tmp_path, indices):
+    pairs = open_pairs(write_folder(tmp_path), "train")
+    batch = pairs.batch(np.array(indices), (9, 15))
+    assert {name: array.tolist() for name, array in batch.items()} == plain_batch(SENTENCES, indices, (9, 15))
+    assert all(array.dtype == np.int32 for array in batch.values())
+
+
+def test_random_batches_agree_with_a_plain_loop(tmp_path):
+    rng = np.random.default_rng(0)
+    sentences = {k: [rng.integers(4, 18, rng.integers(0, 9)).tolist() for _ in range(200)] for k in ("en", "de")}
+    pairs = open_pairs(write_folder(tmp_path, sentences), "train")
+    for shape in ((30,), (30, 3)):
+        indices = rng.integers(-1, 200, shape)
+        batch = pairs.batch(indices, (40, 30))
+        expected = plain_batch(sentences, indices.reshape(30, -1).tolist(), (40, 30))
+        assert all(batch[name].tolist() == expected[name] for name in batch)
+
+
+def test_a_row_that_does_not_fit_and_a_pair_that_is_not_there_are_bugs(tmp_path):
+    for pairs in (open_pairs(write_folder(tmp_path), "train"), SyntheticPairs("valid", 5)):
+        for indices in ([5], [-2], [[0, 5]]):
+            with pytest.raises(IndexError):
+                pairs.batch(np.array(indices), (20, 20))
+    pairs = open_pairs(tmp_path, "train")
+    with pytest.raises(ValueError, match="row 1 of a batch has 5 tokens of source, and the shape has 4 places"):
+        pairs.batch(np.array([0, 3]), (4, 20))
+    with pytest.raises(ValueError, match="row 0 of a batch has 8 tokens of target, and the shape has 7 places"):
+        pairs.batch(np.array([[0, 1]]), (9, 7))
+
+
+# Folders
+
+
+def test_a_folder_of_fairseq_preprocess_opens(tmp_path):
+    pairs = open_pairs(str(write_folder(tmp_path)), "valid")
+    assert (len(pairs), pairs.source_language, pairs.target_language, pairs.tokenizer) == (5, "en", "de", None)
+    assert pairs.lengths.dtype == np.int32
+    assert pairs.lengths.tolist() == [[4, 3], [2, 5], [1, 2], [5, 4], [3, 6]]
+    assert pairs.source_dictionary is pairs.target_dictionary and len(pairs.source_dictionary) == 18
+    assert [ids.tolist() for ids in pairs.encode(["s4  s9", "", "s9 other"])] == [[4, 9, EOS], [EOS], [9, UNK, EOS]]
+    assert pairs.decode([4, 5, 3, EOS, 6]) == "s4 s5 <unk>"
+    assert pairs.references() == ["s12 s13", "s14 s15 s16 s17", "s5", "s6 s7 s8", "s9 <unk> s9 s10 s11"]
+    Dictionary(["other"] * 1 + [f"t{number}" for number in range(5, 30)]).save(tmp_path / "dict.de.txt")
+    pairs = open_pairs(tmp_path, "valid")
+    assert pairs.source_dictionary is not pairs.target_dictionary
+    assert pairs.references()[0] == "t12 t13" and len(pairs.target_dictionary) == 30
+
+
+def test_references_are_the_text_that_is_kept(tmp_path):
+    pairs = open_pairs(write_folder(tmp_path), "valid")
+    lines = ["Ein  Satz", "mit\u2028Zeichen\x85, die", "", "kein\x0bEnde", "sind."]  # line ends only to Python
+    (tmp_path / "valid.de").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert pairs.references() == lines
+    (tmp_path / "valid.de").write_text("too\nfew\n")
+    with pytest.raises(InputError, match=r"valid\.de has 2 lines, and there are 5 pairs"):
+        pairs.references()
+    (tmp_path / "valid.de").write_bytes(b"Stra\xdfe\n")
+    with pytest.raises(InputError, match=r"valid\.de is not UTF-8 \(byte 4\)"):
+        pairs.references()
+
+
+@pytest.mark.parametrize(
+    ("symbols", "sentence"), [(["▁Haus", "tür", "▁,"], "Haustür ,"), (["Haus@@", "tür", ","], "Haustür ,")]
+)
+def test_pieces_are_joined_as_fairseq_does(tmp_path, symbols, sentence):
+    write_folder(tmp_path, {"en": [[4]], "de": [[4]]}, symbols=18)
+    Dictionary(symbols).save(tmp_path / "dict.de.txt")
+    assert open_pairs(tmp_path, "train").decode([0, 4, 5, 6, 1, EOS, 4]) == sentence
+    assert open_pairs(tmp_path, "train").decode([]) == ""
+
+
+def test_pairs_travel_to_another_process_without_their_files(tmp_path):
+    pairs = open_pairs(write_folder(tmp_path), "train")
+    before = pairs.batch(np.arange(5), (6, 6)), pairs.lengths, pairs.decode([4])
+    text = pickle.dumps(pairs)
+    assert len(text) < 1000, "memory maps or dictionaries travel along"
+    again = pickle.loads(text)
+    batch = again.batch(np.arange(5), (6, 6))
+    assert all((batch[name] == before[0][name]).all() for name in batch)
+    assert (again.lengths == before[1]).all() and again.decode([4]) == before[2]
+
+
+def test_folders_that_cannot_be_used_are_explained(tmp_path):
+    def refused(message: str, split="train"):
+        with pytest.raises(InputError, match=message):
+            open_pairs(tmp_path, split).batch(np.arange(5), (9, 9))
+
+    with pytest.raises(InputError, match="there is no folder .*nowhere; expected one made by `make data DATASET=wmt18"):
+        open_pairs(tmp_path / "nowhere", "train")
+    refused("found nothing; expected one made by")
+    (tmp_path / "train.en").write_text("text")
+    refused(r"found train\.en; it looks like text: prepare it first, make data DATASET=wmt18 DATA=")
+    with pytest.raises(InputError, match=r"train\.en is a file; expected"):
+        open_pairs(tmp_path / "train.en", "train")
+    write_folder(tmp_path)
+    refused("has no test split, only train, valid; make the folder again, with test text", "test")
+    write_as_fairseq(tmp_path / "valid.en-de.de", [[4, 2]] * 4)
+    refused(r"valid\.en-de\.en\.bin has 5 sentences and .*valid\.en-de\.de\.bin 4", "valid")
+    write_folder(tmp_path, symbols=17)
+    refused(r"train\.en-de\.de\.bin has the token 17, and its dictionary 17 symbols; they do not belong together")
+    (tmp_path / "dict.de.txt").unlink()
+    refused(r"dict\.de\.txt cannot be read")
+    write_folder(tmp_path)
+    data = tmp_path / "train.en-de.de.bin"
+    data.write_bytes(data.read_bytes()[:-4])
+    refused(r"train\.en-de\.de\.bin is truncated: 36 bytes, expected 40")
+    (tmp_path / "train.en-fr.en.idx").touch()
+    refused("has the language pairs en-de, en-fr; keep them in folders of their own")
+    (tmp_path / "parts").mkdir()
+    refused("is not prepared to its end; give the same `make data` command again")
+
+
+# The toy language
+
+
+def test_the_toy_language_is_reversed_and_one_to_one():
+    pairs = SyntheticPairs("train", 400, 3)
+    batch = pairs.batch(np.arange(400), (13, 13))
+    translation = {}
+    for number in range(400):
+        size = pairs.lengths[number, 0] - 1
+        assert 3 <= size <= 12 and pairs.lengths[number, 1] == size + 1
+        source = pairs.decode(batch["source"][number]).split()
+        target = pairs.decode(batch["target"][number]).split()
+        assert len(source) == len(target) == size
+        assert batch["source"][number, size] == batch["target"][number, size] == EOS
+        for word, translated in zip(source, reversed(target), strict=True):
+            assert translation.setdefault(word, translated) == translated
+    assert len(set(translation.values())) == len(translation) == 40
+    assert translation["w7"] == "v23" and translation["w0"] == "v0"
+    assert set(pairs.lengths[:, 0].tolist()) == set(range(4, 14))
+    assert pairs.source_dictionary is pairs.target_dictionary and len(pairs.source_dictionary) == 84
+
+
+def test_the_toy_language_keeps_to_the_interface():
+    pairs = SyntheticPairs("valid", 50)
+    assert len(pairs) == 50 == len(pairs.references()) and pairs.lengths.dtype == np.int32
+    batch = pairs.batch(np.array([7, -1]), (13, 13))
+    assert pairs.decode(batch["target"][0]) == pairs.references()[7]
+    assert (batch["source"][1] == PAD).all()
+    source = pairs.decode(batch["source"][0])
+    assert pairs.encode([source])[0].tolist() == batch["source"][0, : pairs.lengths[7, 0]].tolist()
+    again = pickle.loads(pickle.dumps(pairs))
+    assert len(pickle.dumps(pairs)) < 300 and again.references() == pairs.references()
+    for other in (SyntheticPairs("test", 50), SyntheticPairs("valid", 50, seed=1)):
+        assert other.references() != pairs.references()
+    packed = pairs.batch(np.array([[3, 4]]), (26, 26))
+    assert packed["target_segment"].max() == 2 and wmt.join_symbols(["a", "b"]) == "a b"
+    assert len(SyntheticPairs("train")) == 16_384

@@ -1,0 +1,168 @@
+"""Translates text with a trained Transformer: one sentence a line in, one a line out.
+
+model     the export of train/transformer.py (runs/<name>/export), or a folder with a checkpoint of fairseq as model.pt
+          and dict.<language>.txt of both languages
+run       make translate MODEL_DIR=runs/<name>/export < in.en > out.de
+          python -m train.translate text --model-dir runs/<name>/export < in.en > out.de
+Python    load(folder, mesh) makes the model; Translator(model, mesh, config)(text) translates
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data import InputError, batching, wmt
+from models import beam_search, fairseq
+from models.transformer import PAD, Transformer
+from train.common import checkpoint, cli, device, loading
+
+
+@dataclass(frozen=True)
+class Config:
+    model_dir: str = ""  # folder or URL with model.pt, the dictionaries and the tokenizer
+    lengths: tuple[int, ...] = (
+        16,
+        32,
+        64,
+    )  # tokens of a sentence: a compiled shape each; beyond the last they double
+    batch_tokens: int = 16_384  # places a batch: sentences of length L come batch_tokens / (L * beam) together
+    beam: int = 4  # hypotheses a sentence
+    length_penalty: float = 0.6  # exponent of a hypothesis' length, by which its log-probability is divided
+    precision: Literal["bfloat16", "float32"] = "bfloat16"  # of the forward pass
+    workers: int = 0  # processes that make batches
+    strict: bool = True  # a recompilation or a host fall-back stops the run
+
+
+MAX_LENGTH_A, MAX_LENGTH_B = 1.2, 10  # a translation has at most a * (source tokens) + b words
+ROWS_MULTIPLE = 8  # batches divide by it, so that they divide by usual numbers of devices
+MAX_SHAPES = 16  # compiled shapes of evaluation and translation: lengths, and what is left over when rows are few
+
+
+def rows(batch_tokens: int, length: int) -> int:
+    """Rows of a batch of sentences of this length."""
+    return max(batch_tokens // length // ROWS_MULTIPLE, 1) * ROWS_MULTIPLE
+
+
+def evaluation_plan(
+    lengths: np.ndarray, sizes: Sequence[int], batch_tokens: int, max_positions: int
+) -> batching.Buckets:
+    """Batches that hold every sentence, however long.
+
+    Args:
+        lengths: tokens of each example, [n, k].
+        sizes: lengths of the batches; beyond the last they double.
+        batch_tokens: places of a batch on each side.
+    Raises:
+        InputError: a sentence is longer than max_positions.
+    """
+    longest = lengths.max(1)
+    if longest.max() > max_positions:
+        number = int(longest.argmax())
+        raise InputError(f"sentence {number + 1} has {longest[number]} tokens; the model takes {max_positions}: cut it")
+    sizes = [*sizes] or [32]
+    while sizes[-1] < longest.max():
+        sizes.append(min(2 * sizes[-1], max_positions))
+    shapes = []
+    for shorter, size in zip([0, *sizes], sizes, strict=False):
+        sentences = int(((longest > shorter) & (longest <= size)).sum())
+        if sentences:  # no more rows than there are sentences
+            few = -(-sentences // ROWS_MULTIPLE) * ROWS_MULTIPLE
+            shapes.append((min(rows(batch_tokens, size), few), *(size,) * lengths.shape[1]))
+    return batching.Buckets(lengths, shapes)
+
+
+class Translator:
+    """Beam search over sentences on the device: one compiled program a shape of batch, one read in all.
+
+    Args:
+        config: with lengths, batch_tokens, beam, length_penalty and workers.
+    """
+
+    def __init__(self, model: Transformer, mesh: device.Mesh, config):
+        self.model, self.mesh, self.config = model, mesh, config
+        body = partial(beam_search.step, model, length_penalty=config.length_penalty)
+        self._loop = device.WhileLoop(body, model)
+        self._step = device.compiled(self.translate_step, mesh, MAX_SHAPES)
+
+    def translate_step(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The best hypothesis of each row of batch["source"] [B, S], on every device and so on every host."""
+        source, config = batch["source"], self.config
+        limit = ((source != PAD).sum(1) * MAX_LENGTH_A + MAX_LENGTH_B).to(torch.int32)
+        most = int(source.shape[1] * MAX_LENGTH_A + MAX_LENGTH_B)
+        most = min(most, self.model.arch.max_positions - 1)
+        with self.mesh.autocast():
+            tokens, scores = beam_search.search(
+                self.model, source, limit.clamp(max=most), config.beam, most + 1, config.length_penalty, self._loop
+            )
+        best = {"tokens": tokens[:, 0].contiguous(), "score": scores[:, 0].contiguous()}
+        for tensor in best.values():
+            device.replicate(tensor, self.mesh)
+        return best
+
+    def __call__(self, sentences) -> list[str]:
+        """The translations of sentences, a data set of data/wmt.py, in its order."""
+        training = self.model.training
+        self.model.eval()
+        lengths = sentences.lengths
+        places = self.config.batch_tokens // self.config.beam
+        plan = evaluation_plan(lengths, self.config.lengths, places, self.model.arch.max_positions)
+        with loading.parallel_loader(sentences, plan, self.mesh, train=False, workers=self.config.workers) as loader:
+            best = {str(number): self._step(batch)["tokens"] for number, batch in enumerate(loader)}
+        self.model.train(training)
+        tokens = checkpoint.to_host(best)
+        lines = [""] * len(sentences)
+        for number, (indices, _) in enumerate(plan.epoch(None)):
+            for index, ids in zip(indices.tolist(), tokens[str(number)].numpy(), strict=True):
+                if index >= 0:
+                    lines[index] = sentences.decode(ids)
+        return lines
+
+
+def load(folder: str, mesh: device.Mesh) -> tuple[Transformer, wmt.Text]:
+    """(model on the device, what turns text into its tokens and back) from an export or files of fairseq.
+
+    Args:
+        folder: path or URL.
+    Raises:
+        InputError: files are missing, or do not belong together.
+    """
+    path = f"{folder.rstrip('/')}/model.pt"
+    settings, weights = fairseq.read_checkpoint(checkpoint.read_file(path), path)
+    languages = [settings.get("source_lang"), settings.get("target_lang")]
+    if None in languages:
+        raise InputError(f"{path} does not say its languages: its settings have no source_lang and target_lang")
+    text = wmt.Text(checkpoint.local_folder(folder), *languages)
+    model = Transformer(
+        fairseq.architecture(settings, weights, path), len(text.source_dictionary), len(text.target_dictionary)
+    )
+    fairseq.load_weights(model, weights, path)
+    return device.to_device(model, mesh).eval(), text
+
+
+def main(config: Config) -> None:
+    """Reads lines from the standard input and writes their translations to the standard output, in the same order."""
+    if not config.model_dir:
+        raise InputError("--model-dir is missing: give the folder of an export, such as runs/<name>/export")
+    for field in ("batch_tokens", "beam"):
+        if getattr(config, field) < 1:
+            raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least 1")
+    mesh = device.setup(0, config.precision, config.strict)
+    model, text = load(config.model_dir, mesh)
+    try:
+        lines = sys.stdin.buffer.read().decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"the input is not UTF-8 (byte {error.start}); convert it") from error
+    lines = lines[:-1] if lines[-1] == "" else lines
+    translations = Translator(model, mesh, config)(text.sentences(lines)) if lines else []
+    if mesh.main_process:
+        sys.stdout.writelines(f"{line}\n" for line in translations)
+
+
+if __name__ == "__main__":
+    cli.run(main, {"text": ("reads lines from the standard input", Config())})
