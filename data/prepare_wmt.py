@@ -49,7 +49,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from data import InputError
-from data.criteo import _read_json, map_npz
+from data.criteo import _read_json
 from data.fairseq_format import EOS, SPECIALS, UNK, Dictionary, token_dtype, write_index, write_mmap
 from data.prepare_criteo import _run, _whole, _write_json
 
@@ -160,6 +160,8 @@ def load_splits(data: str, config: str, source: str, target: str) -> dict[str, "
         if (folder / "dataset_dict.json").exists():
             found = datasets.load_from_disk(str(folder))
         elif folder.is_dir():
+            if config and not (folder / config).is_dir():
+                raise InputError(f"{data} has no folder {config}; expected one for --config, or leave the flag out")
             inner = next((folder / name for name in configs if (folder / name).is_dir()), folder)
             found = datasets.load_dataset(str(inner))
         else:
@@ -264,13 +266,20 @@ def _clean_chunk(texts: tuple[Text, Text], chunk: int, max_tokens: int, letters:
         np.savez(file, why=why, hashes=hashes, characters=characters, counts=counts)
 
 
+def _load(path: Path, name: str) -> np.ndarray:
+    """An array of an .npz file, in memory: maps of hundreds of chunks would be as many open files."""
+    with np.load(path) as arrays:
+        return arrays[name]
+
+
 def _find_duplicates(chunks: list[Path], keep_duplicates: bool, path: Path) -> None:
     """Writes the reason of every pair of all chunks, uint8 [n]: those of cleaning, and DUPLICATE."""
-    parts = [map_npz(chunk) for chunk in chunks]
-    why = np.concatenate([part["why"] for part in parts])
+    whys = [_load(chunk, "why") for chunk in chunks]
+    why = np.concatenate(whys)
     if not keep_duplicates:
         kept = np.flatnonzero(why == 0)
-        first = np.unique(np.concatenate([part["hashes"][part["why"] == 0] for part in parts]), return_index=True)[1]
+        hashes = [_load(chunk, "hashes")[part == 0] for chunk, part in zip(chunks, whys, strict=True)]
+        first = np.unique(np.concatenate(hashes), return_index=True)[1]
         duplicate = np.ones(len(kept), bool)
         duplicate[first] = False
         why[kept[duplicate]] = DUPLICATE
@@ -323,8 +332,9 @@ def _with_model(model: models.BPE) -> Tokenizer:
 def _alphabet(chunks: list[Path], coverage: float) -> str:
     """ASCII, and the most frequent characters that make up this share of all."""
     counts = Counter()
-    for part in map(map_npz, chunks):
-        counts.update(dict(zip(part["characters"].tolist(), part["counts"].tolist(), strict=True)))
+    for chunk in chunks:
+        characters, of_each = _load(chunk, "characters"), _load(chunk, "counts")
+        counts.update(dict(zip(characters.tolist(), of_each.tolist(), strict=True)))
     counts = [(-count, character) for character, count in counts.items() if not _is_space(chr(character))]
     covered, needed, alphabet = 0, -coverage * sum(count for count, _ in counts), ASCII
     for count, character in sorted(counts):
@@ -399,12 +409,12 @@ def _join(chunks: list[Path], side: str, prefix: Path, index: Path) -> None:
     """Writes the .bin file of a language from its chunks, then the .idx file `index`."""
     sizes = []
     with _whole(prefix.with_name(prefix.name + ".bin")) as file:
-        for part in map(map_npz, chunks):
-            file.write(np.ascontiguousarray(part[f"{side}_tokens"]))
-            sizes.append(part[f"{side}_sizes"])
-    dtype = map_npz(chunks[0])[f"{side}_tokens"].dtype
+        for chunk in chunks:
+            tokens = _load(chunk, f"{side}_tokens")
+            file.write(tokens)
+            sizes.append(_load(chunk, f"{side}_sizes"))
     partial = index.with_name(index.name + ".partial")
-    write_index(partial, np.concatenate(sizes), dtype)
+    write_index(partial, np.concatenate(sizes), tokens.dtype)
     os.replace(partial, index)
 
 
@@ -625,7 +635,7 @@ def _prepare_small(texts, languages, tokenizer: Tokenizer, vocabulary: int, spli
 
 def _dictionary(tokenizer: Tokenizer, encoded: list[Path]) -> Dictionary:
     """The tokenizer's symbols with their counts in the training text, padded to a multiple of 8 as fairseq does."""
-    counts = sum(part[f"{side}_counts"] for part in map(map_npz, encoded) for side in ("source", "target")).tolist()
+    counts = sum(_load(chunk, f"{side}_counts") for chunk in encoded for side in ("source", "target")).tolist()
     symbols = [tokenizer.id_to_token(number) for number in range(len(counts))]
     padding = [f"madeupword{number:04d}" for number in range(-len(symbols) % 8)]
     first = len(SPECIALS)
@@ -633,13 +643,13 @@ def _dictionary(tokenizer: Tokenizer, encoded: list[Path]) -> Dictionary:
 
 
 def _train_report(encoded: list[Path], lines: int, source: str, target: str) -> dict:
-    parts = [map_npz(path) for path in encoded]
-    dropped = sum(part["dropped"] for part in parts).tolist()
+    dropped = sum(_load(chunk, "dropped") for chunk in encoded).tolist()
     report = {"lines": lines, "dropped": dict(zip(REASONS, dropped, strict=True)), "pairs": lines - sum(dropped)}
     report |= {"tokens": {}, "tokens_per_word": {}, "unknown_share": {}}
     for side, language in (("source", source), ("target", target)):
-        counts = sum(part[f"{side}_counts"] for part in parts)
-        pieces, words = int(counts.sum() - counts[EOS]), sum(int(part[f"{side}_words"]) for part in parts)
+        counts = sum(_load(chunk, f"{side}_counts") for chunk in encoded)
+        words = sum(int(_load(chunk, f"{side}_words")) for chunk in encoded)
+        pieces = int(counts.sum() - counts[EOS])
         report["tokens"][language] = int(counts.sum())  # and EOS
         report["tokens_per_word"][language] = round(pieces / max(words, 1), 4)
         report["unknown_share"][language] = round(int(counts[UNK]) / max(pieces, 1), 8)

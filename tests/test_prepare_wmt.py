@@ -2,11 +2,14 @@
 
 import gzip
 import json
+import os
+import resource
 import shutil
 import subprocess
 import sys
 import unicodedata
 from pathlib import Path
+from string import ascii_letters
 
 import numpy as np
 import pytest
@@ -143,11 +146,11 @@ def test_special_symbols_in_text_are_text(tmp_path):
 
 def test_rare_characters_are_unknown_and_counted(tmp_path):
     lines = [
-        f"{line} {'☃' if number == 3 else ''}{'世界' if number < 30 else ''}"
+        f"{line} {'☃☃' if number == 3 else ''}{'世界' if number < 30 else ''}"
         for number, line in enumerate(sentences(60))
     ]
     data = corpus(tmp_path, train_en=lines, train_de=translated(lines))
-    report = prepare(data, tmp_path / "out", coverage=0.999)
+    report = prepare(data, tmp_path / "out", coverage=0.998)
     dictionary = open_pairs(tmp_path / "out", "train").source_dictionary
     assert UNK not in (dictionary.index("世"), dictionary.index("Q")), "frequent, or ASCII"
     assert dictionary.index("☃") == UNK
@@ -198,10 +201,30 @@ def test_data_sets_that_do_not_fit_are_explained(tmp_path, no_network):
         config="de-en",
     )
     refused('has the columns pair; expected a column "translation"', hub_folder(tmp_path / "column", column="pair"))
-    refused("has the splits test, train; expected train and validation", hub_folder(tmp_path / "split", valid="more"))
+    refused(r"has the splits \w+, \w+; expected train and validation", hub_folder(tmp_path / "split", valid="more"))
     (tmp_path / "broken" / "de-en").mkdir(parents=True)
     (tmp_path / "broken" / "de-en" / "train.parquet").write_bytes(b"no parquet")
     refused("broken cannot be read by datasets", tmp_path / "broken")
+
+
+def test_a_data_set_of_the_hub_is_taken_in_the_configuration_of_the_languages(tmp_path, no_network, monkeypatch):
+    import datasets
+
+    features = datasets.Features({"translation": datasets.Translation(["de", "en"])})
+    splits = datasets.load_dataset(str(hub_folder(tmp_path / "hub") / "de-en")).cast(features)
+    loaded = []
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: ["cs-en", "de-en"])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names: loaded.append(names) or splits)
+    with pytest.raises(InputError, match="wmt18 is a data set of the hub; give the folder of the result with --out"):
+        pre.prepare("wmt/wmt18")
+    report = prepare("wmt/wmt18", tmp_path / "out")
+    assert loaded[-1] == ("wmt/wmt18", "de-en") and report["train"]["pairs"] == 60
+    assert report["sources"][0] == {"name": "wmt/wmt18", "rows": 60, "split": "train"}
+    message = "wmt/wmt18 has the configurations cs-en, de-en; expected fr-en or en-fr, or choose one with --config"
+    with pytest.raises(InputError, match=message):
+        prepare("wmt/wmt18", tmp_path / "fr", target="fr")
+    with pytest.raises(InputError, match="hub has no folder cs-en; expected one for --config"):
+        prepare(tmp_path / "hub", tmp_path / "cs", config="cs-en")
 
 
 # Cleaning
@@ -211,10 +234,10 @@ def test_every_reason_is_counted_and_the_right_pairs_stay(tmp_path, small_chunks
     good = sentences(50)
     pairs = list(zip(good, translated(good), strict=True))
     strange = {
-        "empty": [("", "eins"), ("one", " \t"), ("", ""), ("\u200b\u2060", "eins zwei")],
-        "too_long": [("ba " * 41, "di " * 41), ("x" * 41, "ba ba")],  # words; pieces, since it has no merges for x
+        "empty": [("", "eins"), ("one", " \t"), ("", "")],
+        "too_long": [("ba " * 41, "di " * 41), (ascii_letters, "ba ba")],  # words; pieces: of a letter each
         "identical": [("ba di lo", " ba  di lo")],
-        "not_text": [("12 13 14 ba", "ba di lo mu"), ("ba di lo", "3.1 / 7 -- ||")],
+        "not_text": [("12 13 14 ba", "ba di lo mu"), ("ba di lo", "3.1 / 7 -- ||"), ("\u200b", "zwei")],
         "duplicate": [pairs[3], (pairs[3][0].replace(" ", "  "), pairs[3][1]), pairs[49]],
         "length_ratio": [("ba di lo mu ne ga hi", "ba")],
     }
@@ -236,25 +259,21 @@ def test_every_reason_is_counted_and_the_right_pairs_stay(tmp_path, small_chunks
     assert report["train"]["pairs"] == len(train) - 5 == len(open_pairs(tmp_path / "all", "train"))
 
 
-def test_limits_are_as_clean_corpus_n_has_them(tmp_path):
-    """Exactly the ratio, and exactly max_tokens, stay."""
+def test_exactly_the_ratio_and_exactly_the_limit_stay(tmp_path):
+    """As clean-corpus-n.perl has it; the pieces of both sides are counted without EOS."""
     lines = sentences(40)
-    train = [
-        *zip(lines, translated(lines), strict=True),
-        ("x y z", "Q W"),
-        ("x y z u", "Q W"),
-        ("ba " * 30, "BA " * 30),
-    ]
+    more = [("x y z", "Q W"), ("x y z u", "Q W"), ("ba " * 30, "BA " * 30), ("ba " * 31, "BA " * 31)]
+    train = [*zip(lines, translated(lines), strict=True), *more]
     data = corpus(tmp_path, train_en=[one for one, _ in train], train_de=[one for _, one in train])
-    report = prepare(data, tmp_path / "out", max_tokens=30, letters=0)
-    long = open_pairs(tmp_path / "out", "train").lengths.max()
-    assert report["train"]["dropped"]["length_ratio"] >= 1
-    # Both sides are counted without EOS, in pieces.
+    report = prepare(data, tmp_path / "out", max_tokens=30)
     pairs = open_pairs(tmp_path / "out", "train")
-    sizes = pairs.lengths.astype(float) - 1
-    assert (sizes.max(1) <= 1.5 * sizes.min(1)).all() and long <= 31
-    decoded = [pairs.decode(pairs._sides[0][number]) for number in range(len(pairs))]
-    assert "x y z" in decoded and "x y z u" not in decoded
+    sizes = pairs.lengths - 1
+    assert (sizes.max(1) <= 1.5 * sizes.min(1)).all()
+    sources = [pairs.decode(pairs._sides[0][number]) for number in range(len(pairs))]
+    kept = [pair[0].strip() in sources for pair in more]
+    assert kept == [True, False, True, False] and sizes[-1].tolist() == [30, 30], "▁ba and ▁BA are pieces"
+    dropped = report["train"]["dropped"]
+    assert (dropped["length_ratio"], dropped["too_long"]) == (1, len(lines) - len(pairs) + 3)
 
 
 def test_validation_text_is_never_cleaned(tmp_path):
@@ -283,9 +302,10 @@ def test_neither_workers_nor_the_size_of_chunks_change_the_result(tmp_path, monk
     assert contents(tmp_path / "whole") == contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-@pytest.mark.parametrize(
-    "function", ["_unpack", "_cut", "_clean_chunk", "learn_bpe", "_encode_chunk", "_join", "write_mmap"]
-)
+STEPS = ["_unpack", "_cut", "_clean_chunk", "_find_duplicates", "learn_bpe", "_encode_chunk", "_join", "write_mmap"]
+
+
+@pytest.mark.parametrize("function", STEPS)
 def test_a_killed_preparation_goes_on(tmp_path, small_chunks, monkeypatch, capsys, function):
     data = corpus(tmp_path, end=".gz")
     calls, killed_at = 0, 0
@@ -300,7 +320,7 @@ def test_a_killed_preparation_goes_on(tmp_path, small_chunks, monkeypatch, capsy
 
     monkeypatch.setattr(pre, function, kill)
     prepare(data, tmp_path / "expected")
-    needed, calls, killed_at = calls, 0, 1 if function == "learn_bpe" else 2
+    needed, calls, killed_at = calls, 0, 1 if function in ("learn_bpe", "_find_duplicates") else 2
     first = killed_at
     with pytest.raises(KeyboardInterrupt):
         prepare(data, tmp_path / "out")
@@ -316,6 +336,18 @@ def test_a_killed_preparation_goes_on(tmp_path, small_chunks, monkeypatch, capsy
     done = 0 if function == "write_mmap" else first - 1  # the small splits are written anew
     assert calls == needed - done, "what was finished is done again, or what was not is left out"
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_hundreds_of_chunks_are_not_as_many_open_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(pre, "CHUNK_LINES", 1)
+    data = corpus(tmp_path, 120)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 30, before[1]))
+    try:
+        prepare(data, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert len(open_pairs(tmp_path / "out", "train")) == 120
 
 
 KILLED = """

@@ -24,6 +24,7 @@ Checkpoints are fairseq's own, less the optimizer's state and the timings.
 
 import argparse
 import json
+import logging
 import os
 import random
 import re
@@ -31,6 +32,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 # Before torch: one thread sums in one order. fairseq's loader reads its configuration objects from the checkpoint.
@@ -330,6 +332,8 @@ def main() -> None:
     arguments = parser.parse_args()
     out, trained = arguments.out.resolve(), arguments.trained and arguments.trained.resolve()
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # hydra's and torch's, about what fairseq's age explains
+    logging.disable(logging.WARNING)  # fairseq describes each model at length
     kept = [
         "text",
         "joint",

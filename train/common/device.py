@@ -408,30 +408,29 @@ class WhileLoop:
         self._built: dict[tuple, tuple[Any, list[Tensor]]] = {}
 
     def __call__(self, state: dict[str, Tensor], reads: dict[str, Tensor]) -> dict[str, Tensor]:
-        weights = [*self.model.parameters(), *self.model.buffers()]
+        weights = dict([*self.model.named_parameters(), *self.model.named_buffers()])
         key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in [*state.items(), *reads.items()])
         # What is traced depends on the type of autocast and on the mode of the model.
         key += (torch.is_autocast_enabled("xla"), self.model.training)
         if key not in self._built:
             self._built[key] = self._build(state, reads, weights)
         computation, constants = self._built[key]
-        operands = [*state.values(), *reads.values(), *weights, *constants]
+        operands = [*state.values(), *reads.values(), *weights.values(), *constants]
         results = torch_xla._XLAC._xla_user_computation("xla::while_loop", operands, computation)
         return dict(zip(state, results, strict=True))
 
-    def _build(self, state: dict[str, Tensor], reads: dict[str, Tensor], weights: list[Tensor]) -> tuple:
+    def _build(self, state: dict[str, Tensor], reads: dict[str, Tensor], weights: dict[str, Tensor]) -> tuple:
         """(the loop as a computation of all operands, the numbers in the body that became operands)."""
 
         def stand_ins(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-            # The lowering takes as operands what has been uploaded, not what is still to be computed.
+            # The lowering takes as operands what has been uploaded, not what is still to be computed; and what it takes
+            # is no longer updated in place by the next step, which would be another graph.
             return {k: xb.create_placeholder_tensor(v.shape, v.dtype) for k, v in tensors.items()}
 
-        state_in, reads_in = stand_ins(state), stand_ins(reads)
-        operands = [*state_in.values(), *reads_in.values(), *weights]
-        place = {}
-        for index, handle in enumerate(torch_xla._XLAC._get_tensors_handle(operands)):
-            place.setdefault(handle, index)  # tied weights stand there twice
-        with torch.no_grad():
+        state_in, reads_in, weights_in = stand_ins(state), stand_ins(reads), stand_ins(weights)
+        operands = [*state_in.values(), *reads_in.values(), *weights_in.values()]
+        place = {handle: index for index, handle in enumerate(torch_xla._XLAC._get_tensors_handle(operands))}
+        with torch.no_grad(), _replaced(self.model, {id(weights[name]): weights_in[name] for name in weights}):
             state_out = self.body(dict(state_in), dict(reads_in))
         described = [{k: (tuple(v.shape), v.dtype) for k, v in each.items()} for each in (state_in, state_out)]
         if described[0] != described[1]:
@@ -465,6 +464,21 @@ class WhileLoop:
         body = xb.Op.tuple(tuple(updated + elements[len(state) :])).build("round")
         loop = xb.mkop("While", (initial.op,), condition_computation=condition, body_computation=body)
         return xb.Op.tuple(tuple(loop.get_tuple_element(i) for i in range(len(state)))).build("while_loop"), constants
+
+
+@contextlib.contextmanager
+def _replaced(model: nn.Module, others: dict[int, Tensor]) -> Iterator[None]:
+    """The model with other tensors (by the id of its own) in place of its parameters and buffers.
+    (`torch.func.functional_call` would leave tied parameters untied.)"""
+    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    kept = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.update({name: others[id(own)] for name, own in table.items() if own is not None})
+        yield
+    finally:
+        for table, own in zip(tables, kept, strict=True):
+            table.update(own)
 
 
 def _fallback_counts() -> dict[str, int]:
