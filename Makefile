@@ -5,36 +5,45 @@ VENV   ?= .venv
 # A model's script, and the arguments that choose it there. MODEL= takes one of these names.
 SCRIPT_resnet50 := resnet50
 SCRIPT_dlrm     := dlrm
+SCRIPT_transformer := transformer
 MODELS := $(patsubst SCRIPT_%,%,$(filter SCRIPT_%,$(.VARIABLES)))
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
 # Data sets that are prepared before training, and their programs.
 DATASET_criteo := prepare_criteo
+DATASET_wmt18  := prepare_wmt
 DATASETS := $(patsubst DATASET_%,%,$(filter DATASET_%,$(.VARIABLES)))
 
 # Without DATA a run is a trial: the small preset on synthetic data. With it, the recipe that most people can run.
 PRESET_dlrm := kaggle
+PRESET_transformer := base
 PRESET ?= $(if $(DATA),$(or $(PRESET_$(MODEL)),full),tiny)
 INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python
+FAIRSEQ := .venv-fairseq
+SITE := lib/python3.11/site-packages
 
 .DEFAULT_GOAL := help
-.PHONY: help install train data test test-all bench lint clean check-model check-data check-bench
+.PHONY: help install train translate data test test-all bench lint clean fairseq fairseq-golden \
+	check-model check-data check-translate check-bench
 
 help:
 	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
 	@echo 'make train MODEL=resnet50 DATA=/data/images  the published recipe on real data (on a TPU VM: on its chips)'
 	@echo 'make data DATASET=criteo DATA=/data/kaggle   text files to arrays, once before training: $(DATASETS)'
+	@echo 'make translate MODEL_DIR=runs/x/export <in >out  text through a trained Transformer, a sentence a line'
 	@echo 'make test                                    all tests, about 9 minutes on two CPU cores'
 	@echo 'make test-all                                and the slow ones'
 	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
 	@echo 'make lint                                    ruff'
+	@echo 'make fairseq                                 fairseq in an environment of its own, $(FAIRSEQ): the reference'
 	@echo 'make install                                 only the environment, in $(VENV)'
 	@echo 'make clean                                   remove the environment and caches; runs/ stays'
 	@echo
 	@echo 'MODEL    one of: $(MODELS)'
 	@echo 'DATA     folder, or id of a data set on the hub (see the docstring of train/<script>.py)'
-	@echo 'PRESET   full (dlrm: kaggle, mlperf_v1, mlperf_v2) or tiny (default: full or kaggle with DATA, tiny without)'
+	@echo 'PRESET   full (dlrm: kaggle, mlperf_v1, mlperf_v2; transformer: base, big, wmt18, tpu) or tiny'
+	@echo '         (default: the first of these with DATA, tiny without)'
 	@echo 'OUT      folder that make data writes (default: prepared, in DATA)'
 	@echo 'NAME     folder of the run below runs/; the same command resumes an unfinished run'
 	@echo 'ARGS     further flags of the script: ARGS="--epochs 10 --lr 0.05"; ARGS=--help lists them all'
@@ -70,10 +79,18 @@ check-data:
 data: check-data $(INSTALLED)
 	$(RUN) -m data.$(DATASET_$(DATASET)) --data "$(DATA)" $(if $(OUT),--out "$(OUT)") $(ARGS)
 
+check-translate:
+	@test -n '$(MODEL_DIR)' || { echo 'error: MODEL_DIR is missing; give an export, MODEL_DIR=runs/<name>/export' >&2; exit 2; }
+
+# What is not a translation goes to the standard error.
+translate: check-translate
+	@$(MAKE) --no-print-directory install >&2
+	@$(RUN) -m train.translate text --model-dir "$(MODEL_DIR)" $(ARGS)
+
 test: $(INSTALLED)
 	$(RUN) -m pytest -m 'not slow' $(ARGS)
 
-test-all: $(INSTALLED)
+test-all: $(INSTALLED) $(FAIRSEQ)/.installed
 	$(RUN) -m pytest $(ARGS)
 
 check-bench:
@@ -82,10 +99,25 @@ check-bench:
 bench: check-bench $(INSTALLED)
 	$(RUN) -m bench.$(BENCH) $(ARGS)
 
+# fairseq's torch is that of $(VENV), by links: a second copy would take 7 GB. Links to torch's own folders, not to all of
+# $(VENV), since fairseq imports torch_xla where it sees it.
+$(FAIRSEQ)/.installed: requirements-fairseq.txt | $(INSTALLED)
+	$(RUN) -m venv $(FAIRSEQ)
+	$(FAIRSEQ)/bin/pip install --disable-pip-version-check --quiet --no-deps -r requirements-fairseq.txt
+	ln -sfnt $(FAIRSEQ)/$(SITE) $(foreach folder,torch torchgen functorch nvidia triton,'$(abspath $(VENV))/$(SITE)/$(folder)')
+	$(FAIRSEQ)/bin/python -W ignore -c 'import fairseq, torch; assert torch.__version__.startswith("2.9.0")'
+	touch $@
+
+fairseq: $(FAIRSEQ)/.installed
+
+# Records anew what fairseq computes, for the tests: tests/fairseq_reference/golden.
+fairseq-golden: $(FAIRSEQ)/.installed
+	$(FAIRSEQ)/bin/python tests/fairseq_reference/record.py $(ARGS)
+
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(FAIRSEQ) .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

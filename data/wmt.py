@@ -79,7 +79,7 @@ class Text:
             raise InputError(f"{path} cannot be read: {error}; prepare the folder again") from error
 
     def __getstate__(self) -> dict:
-        opened = {name for name, kind in vars(type(self)).items() if isinstance(kind, cached_property)}
+        opened = {name for name in self.__dict__ if isinstance(getattr(type(self), name, None), cached_property)}
         return {name: value for name, value in self.__dict__.items() if name not in opened}
 
     def encode(self, lines: Sequence[str]) -> list[np.ndarray]:

@@ -239,7 +239,7 @@ def test_pieces_are_joined_as_fairseq_does(tmp_path, symbols, sentence):
 
 
 def test_pairs_travel_to_another_process_without_their_files(tmp_path):
-    pairs = open_pairs(write_folder(tmp_path), "train")
+    pairs = open_pairs(write_folder(tmp_path, symbols=1000), "train")
     before = pairs.batch(np.arange(5), (6, 6)), pairs.lengths, pairs.decode([4])
     text = pickle.dumps(pairs)
     assert len(text) < 1000, "memory maps or dictionaries travel along"

@@ -59,14 +59,7 @@ class Config:
 
 
 BIG = Config(
-    arch="transformer_vaswani_wmt_en_de_big",
-    dropout=0.3,
-    batch_tokens=65_536,
-    update_every=8,
-    updates=40_000,
-    lr=1e-3,
-    beam=4,
-    keep=10,
+    arch="transformer_vaswani_wmt_en_de_big", dropout=0.3, batch_tokens=65_536, update_every=8, updates=40_000, lr=1e-3
 )
 WMT18 = replace(BIG, updates=30_000, beam=5, length_penalty=1.0)
 TPU = Config(lengths=(32, 64), batch_tokens=131_072, lr=5e-4)
@@ -166,18 +159,14 @@ def forward(model: Transformer, batch: dict[str, Tensor], smoothing: float, mesh
     return label_smoothed(logits, batch["target"], smoothing)
 
 
-def means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Loss and nll a token."""
-    return {name: (sums[name] / sums["tokens"]).detach() for name in ("loss", "nll")}
-
-
 def train_step(model, optimizer, batch: dict[str, Tensor], config: Config, mesh) -> dict[str, Tensor]:
     """One update from one batch; returns the mean loss and nll of its tokens."""
     sums = forward(model, batch, config.label_smoothing, mesh)
-    (sums["loss"] / sums["tokens"]).backward()
+    means = {name: sums[name] / sums["tokens"] for name in ("loss", "nll")}
+    means["loss"].backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return means(sums)
+    return {name: mean.detach() for name, mean in means.items()}
 
 
 def gradient_step(model, batch: dict[str, Tensor], totals: dict[str, Tensor], config: Config, mesh) -> None:
@@ -193,10 +182,10 @@ def update_step(model, optimizer, totals: dict[str, Tensor]) -> dict[str, Tensor
     for parameter in model.parameters():
         parameter.grad.div_(totals["tokens"])
     optimizer.step()
-    metrics = means(totals)
+    means = {name: totals[name] / totals["tokens"] for name in ("loss", "nll")}
     for tensor in [*totals.values(), *(parameter.grad for parameter in model.parameters())]:
         tensor.zero_()
-    return metrics
+    return means
 
 
 def eval_step(model, batch: dict[str, Tensor], config: Config, mesh) -> dict[str, Tensor]:
@@ -223,7 +212,8 @@ def evaluate(step, translator, model, pairs, config: Config, mesh) -> dict[str, 
     score = bleu.corpus_score(hypotheses, [references])
     if mesh.main_process:
         print(
-            f"{pairs.split}: {score.format()} {bleu.get_signature()}; {references[0]!r}: {hypotheses[0]!r}", flush=True
+            f"{pairs.split}: {score} {bleu.get_signature()}\n  {hypotheses[0]}\n  {references[0]} (reference)",
+            flush=True,
         )
     nll = totals["nll"] / totals["tokens"]
     return {"bleu": score.score, "loss": totals["loss"] / totals["tokens"], "ppl": math.exp(min(nll, 700))}
@@ -270,9 +260,8 @@ def main(config: Config) -> dict[str, float]:
         return run.summary["metrics"]
 
     model, optimizer = build(config, train_set, mesh)
-    checkpoints = checkpoint.Checkpointer(
-        f"{run.path}/checkpoints", config.keep, mesh.main_process, every=config.save_every
-    )
+    path = f"{run.path}/checkpoints"
+    checkpoints = checkpoint.Checkpointer(path, config.keep, mesh.main_process, every=config.save_every)
     start = checkpoints.restore(model, optimizer, mesh)
     device.same_on_all_hosts(mesh, "the update to resume from", start)
     device.same_on_all_hosts(mesh, "the number of training pairs", len(train_set))
@@ -284,15 +273,9 @@ def main(config: Config) -> dict[str, float]:
     translator = translate.Translator(model, mesh, config)
     totals = device.gradient_buffers(model, ("loss", "nll", "tokens"), mesh) if every > 1 else {}
     model.train()
+    where = {"start": start * every, "stop": total * every}
     loader = loading.parallel_loader(
-        train_set,
-        plan,
-        mesh,
-        train=True,
-        seed=config.seed,
-        start=start * every,
-        stop=total * every,
-        workers=config.workers,
+        train_set, plan, mesh, train=True, seed=config.seed, workers=config.workers, **where
     )
     with device.stop_requested() as stopped, closing(run), checkpoints, loader:
         for number, batch in enumerate(loader, start * every + 1):
