@@ -56,7 +56,7 @@ ARCHITECTURES = {
     "transformer_wmt_en_de_big_t2t": Architecture(
         1024, 4096, 16, dropout=0.3, attention_dropout=0.1, activation_dropout=0.1, pre_norm=True
     ),
-    "transformer_small": Architecture(256, 1024, 4, 3, 3),
+    "transformer_small": Architecture(256, 512, 4, 3, 3),
     "transformer_tiny": Architecture(64, 128, 4, 2, 2, dropout=0.0),
 }
 

@@ -1,0 +1,264 @@
+"""models/layers.py against plain autograd and PyTorch's own layers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models import layers
+from models.layers import MASKED, AttentionCore, LayerNorm, Linear, MultiHeadAttention, compute_dtype, linear
+
+BATCH, QUERIES, KEYS, HEADS, DIM = 3, 5, 7, 2, 4
+
+
+def attention_inputs(dtype: torch.dtype = torch.double) -> tuple[list[Tensor], Tensor, Tensor]:
+    """([q, k, v], a mask that hides some keys of each row, a gradient of the result)."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(BATCH, length, HEADS, DIM) for length in (QUERIES, KEYS, KEYS, QUERIES)]
+    *inputs, gradient = (torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes)
+    hidden = torch.rand(BATCH, 1, QUERIES, KEYS, generator=generator) < 0.3
+    return inputs, hidden.float() * MASKED, gradient
+
+
+def gradients(function, inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
+    """The result of function(*inputs), and the gradients of the inputs."""
+    leaves = [value.clone().requires_grad_() for value in inputs]
+    result = function(*leaves)
+    return [result.detach(), *torch.autograd.grad(result, leaves, gradient)]
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kept: Tensor | None, dropout: float) -> Tensor:
+    """The textbook's, with a given dropout mask [B, H, Tq, Tk]."""
+    weights = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k) + mask, -1)
+    if kept is not None:
+        weights = weights * kept / (1 - dropout)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_attention_and_all_its_gradients_equal_autograds_in_float64(monkeypatch, dropout):
+    inputs, mask, gradient = attention_inputs()
+    drawn = torch.rand(BATCH, HEADS, KEYS, QUERIES, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(layers.torch, "rand", lambda *shape, device: drawn.to(device))
+    kept = (drawn.transpose(-1, -2) >= dropout).double() if dropout else None
+    if dropout:
+        assert 0.1 < 1 - kept.mean() < 0.5, "some are dropped"
+    expected = gradients(lambda q, k, v: plain_attention(q, k, v, mask, kept, dropout), inputs, gradient)
+    got = gradients(lambda q, k, v: AttentionCore.apply(q, k, v, mask, dropout), inputs, gradient)
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == torch.double
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_dropout_drops_its_share_and_keeps_the_mean():
+    torch.manual_seed(0)
+    q, k = torch.zeros(2, 64, 1, 8), torch.zeros(2, 64, 1, 8)
+    got = layers.attention(q, k, torch.ones(2, 64, 1, 8), torch.zeros(1), dropout=0.25)
+    # All weights are 1/64: a result is the share of what was kept, over 0.75.
+    torch.testing.assert_close(got.mean().item(), 1.0, atol=0.01, rtol=0)
+    assert len(got.unique()) > 10
+    shares = got[..., 0] * 0.75 * 64
+    torch.testing.assert_close(shares, shares.round(), atol=1e-3, rtol=0)
+    assert not torch.equal(got[0], got[1])
+
+
+def test_the_gradient_belongs_to_the_weights_that_the_forward_pass_dropped():
+    # One key: the weight is 1 or dropped, so that v's gradient says which.
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(64, 1, 1, 2, dtype=torch.double, requires_grad=True) for _ in range(3))
+    result = layers.attention(q, k, v, torch.zeros(1), dropout=0.5)
+    result.sum().backward()
+    dropped = (result == 0).all(-1).flatten()
+    assert 16 < dropped.sum() < 48
+    torch.testing.assert_close(v.grad[:, 0, 0, 0], torch.where(dropped, 0.0, 2.0).double())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.double, torch.float32, torch.bfloat16])
+def test_queries_without_any_key_give_numbers_and_not_nan(dtype, dropout):
+    inputs, mask, gradient = attention_inputs(dtype)
+    mask[1] = MASKED  # every key of a row
+    mask[0, :, 2] = MASKED  # of a query
+    for value in gradients(lambda *qkv: layers.attention(*qkv, mask, dropout), inputs, gradient):
+        assert value.dtype == dtype and value.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.double, torch.float32, torch.bfloat16])
+def test_masked_keys_take_no_part_at_all(dtype):
+    (q, k, v), mask, gradient = attention_inputs(dtype)
+    mask = torch.zeros(BATCH, 1, 1, KEYS)
+    mask[..., -2:] = MASKED
+    full = gradients(lambda q, k, v: layers.attention(q, k, v, mask), [q, k, v], gradient)
+    short = [q, k[:, :-2], v[:, :-2]]
+    cut = gradients(lambda q, k, v: layers.attention(q, k, v, mask[..., :-2]), short, gradient)
+    for one, other in zip(full, cut, strict=True):
+        torch.testing.assert_close(one[:, : other.shape[1]], other, rtol=1e-6, atol=1e-6)
+        assert not one[:, other.shape[1] :].any()
+
+
+def test_attention_in_bfloat16_is_about_as_exact_as_pytorchs():
+    inputs, _, gradient = attention_inputs()
+    exact = gradients(lambda q, k, v: plain_attention(q, k, v, torch.zeros(1), None, 0.0), inputs, gradient)
+    halves = [value.bfloat16() for value in inputs]
+    ours = gradients(lambda q, k, v: layers.attention(q, k, v, torch.zeros(1)), halves, gradient.bfloat16())
+
+    def pytorchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        swapped = (value.transpose(1, 2) for value in (q, k, v))
+        return F.scaled_dot_product_attention(*swapped, scale=1.0).transpose(1, 2)
+
+    stock = gradients(pytorchs, halves, gradient.bfloat16())
+    for value, other, right in zip(ours, stock, exact, strict=True):
+        assert value.dtype == torch.bfloat16
+        assert (value - right).norm() < 1.5 * (other - right).norm() + 1e-3 * right.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.double, torch.float32])
+@pytest.mark.parametrize("form", ["native", "plain"])
+def test_layer_norm_equals_pytorchs_in_values_and_gradients(monkeypatch, form, dtype):
+    if form == "plain":  # the form of compiled devices
+        monkeypatch.setattr(layers, "NATIVE_DEVICES", ())
+    torch.manual_seed(0)
+    ours, stock = LayerNorm(8).to(dtype), nn.LayerNorm(8).to(dtype)
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter)
+    stock.load_state_dict(ours.state_dict())
+    x, gradient = 3 * torch.randn(4, 5, 8, dtype=dtype) + 2, torch.randn(4, 5, 8, dtype=dtype)
+    x[0, 0] = 1.5  # no variance: eps decides
+    got, expected = (gradients(norm, [x], gradient) for norm in (ours, stock))
+    tolerance = 1e-12 if dtype == torch.double else 2e-5
+    scale = max(value.abs().max().item() for value in expected[:1])
+    torch.testing.assert_close(got[0], expected[0], rtol=tolerance, atol=tolerance * scale)
+    # At no variance the gradient has a factor of eps ** -0.5.
+    torch.testing.assert_close(got[1], expected[1], rtol=tolerance, atol=tolerance * expected[1].abs().max().item())
+    for norm in (ours, stock):
+        norm(x).backward(gradient)
+    for one, other in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=tolerance, atol=10 * tolerance)
+
+
+def test_layer_norm_keeps_bfloat16_and_computes_in_float32():
+    torch.manual_seed(0)
+    norm = LayerNorm(512)
+    # A mean far larger than the spread: in bfloat16 all would be lost.
+    x = (100 + torch.randn(4, 3, 512)).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = norm(x)
+    assert got.dtype == torch.bfloat16
+    expected = F.layer_norm(x.double(), (512,))
+    torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-4)
+    leaf = x.clone().requires_grad_()
+    norm(leaf).float().square().sum().backward()
+    assert leaf.grad.dtype == torch.bfloat16 and norm.weight.grad.dtype == torch.float32
+
+
+def test_linear_equals_pytorchs_in_values_and_gradients():
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(shape, dtype=torch.double) for shape in [(2, 3, 4), (5, 4), (5,)])
+    gradient = torch.randn(2, 3, 5, dtype=torch.double)
+    for parameters in ([weight], [weight, bias]):
+        got, expected = (gradients(form, [x, *parameters], gradient) for form in (linear, F.linear))
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    layer = Linear(4, 5).double()
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), rtol=1e-12, atol=1e-12)
+
+
+def test_a_layer_computes_in_the_type_of_its_input_and_its_parameters_stay_float32():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8).bfloat16()
+    for layer in (Linear(8, 8), LayerNorm(8), MultiHeadAttention(8, 2)):
+        result = layer(x, x, torch.zeros(1)) if isinstance(layer, MultiHeadAttention) else layer(x)
+        assert result.dtype == torch.bfloat16
+        result.sum().backward()
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in layer.parameters() if p.grad is not None)
+
+
+def test_the_compute_type_is_autocasts_where_it_is_on():
+    x = torch.zeros(1)
+    assert compute_dtype(x) == torch.float32 and compute_dtype(x.double()) == torch.double
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert compute_dtype(x) == torch.bfloat16
+        with torch.autocast("cpu", enabled=False):
+            assert compute_dtype(x) == torch.float32
+    with torch.autocast("xla", dtype=torch.bfloat16):  # of another device
+        assert compute_dtype(x) == torch.float32
+
+
+def test_the_compute_type_on_xla_is_autocasts_on_xla(mesh):
+    x = torch.zeros(1).to(mesh.device)
+    assert compute_dtype(x) == torch.float32
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        assert compute_dtype(x) == torch.bfloat16
+
+
+def test_multi_head_attention_equals_pytorchs_in_values_and_gradients():
+    torch.manual_seed(0)
+    ours, stock = MultiHeadAttention(12, 3).double(), nn.MultiheadAttention(12, 3, batch_first=True).double()
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    projections = (ours.q_proj, ours.k_proj, ours.v_proj)
+    with torch.no_grad():
+        stock.in_proj_weight.copy_(torch.cat([projection.weight for projection in projections]))
+        stock.in_proj_bias.copy_(torch.cat([projection.bias for projection in projections]))
+    stock.out_proj.load_state_dict(ours.out_proj.state_dict())
+    x, memory = torch.randn(2, 5, 12, dtype=torch.double), torch.randn(2, 7, 12, dtype=torch.double)
+    hidden = torch.zeros(2, 7, dtype=torch.bool)
+    hidden[0, :3] = True
+    mask, gradient = hidden[:, None, None].float() * MASKED, torch.randn(2, 5, 12, dtype=torch.double)
+    got = gradients(lambda x, memory: ours(x, memory, mask), [x, memory], gradient)
+    expected = gradients(
+        lambda x, memory: stock(x, memory, memory, key_padding_mask=hidden, need_weights=False)[0],
+        [x, memory],
+        gradient,
+    )
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    ours(x, memory, mask).backward(gradient)
+    stock(x, memory, memory, key_padding_mask=hidden, need_weights=False)[0].backward(gradient)
+    for kind in ("weight", "bias"):
+        joined = torch.cat([getattr(projection, kind).grad for projection in projections])
+        torch.testing.assert_close(joined, getattr(stock, f"in_proj_{kind}").grad, rtol=1e-11, atol=1e-12)
+        own = getattr(ours.out_proj, kind).grad
+        torch.testing.assert_close(own, getattr(stock.out_proj, kind).grad, rtol=1e-11, atol=1e-12)
+
+
+def test_multi_head_attention_drops_in_training_only():
+    torch.manual_seed(0)
+    layer, x, mask = MultiHeadAttention(8, 2, dropout=0.5), torch.randn(2, 6, 8), torch.zeros(1)
+    assert not torch.equal(layer(x, x, mask), layer(x, x, mask))
+    layer.eval()
+    assert torch.equal(layer(x, x, mask), layer(x, x, mask))
+
+
+def test_multi_head_attention_starts_as_fairseqs():
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(256, 4)
+    for projection, bound in ((layer.q_proj, (6 / 1024) ** 0.5), (layer.out_proj, (6 / 512) ** 0.5)):
+        assert 0.99 * bound < projection.weight.abs().max() <= bound  # xavier_uniform of [3 * 256, 256], of [256, 256]
+    assert not layer.out_proj.bias.any()
+    with pytest.raises(ValueError, match="a width of 10 does not divide into 4 heads"):
+        MultiHeadAttention(10, 4)
+
+
+def test_attention_on_xla_equals_the_cpus(mesh):
+    inputs, mask, gradient = attention_inputs(torch.float32)
+    expected = gradients(lambda *qkv: layers.attention(*qkv, mask), inputs, gradient)
+    moved = [value.to(mesh.device) for value in inputs]
+    got = gradients(lambda *qkv: layers.attention(*qkv, mask.to(mesh.device)), moved, gradient.to(mesh.device))
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_on_xla_drops_its_share_of_attention_weights(mesh):
+    ones = torch.ones(4, 64, 1, 4).to(mesh.device)
+    got = layers.attention(torch.zeros_like(ones), torch.zeros_like(ones), ones, torch.zeros(1).to(mesh.device), 0.25)
+    got = got.cpu()
+    torch.testing.assert_close(got.mean().item(), 1.0, atol=0.03, rtol=0)
+    assert len(got.unique()) > 10
+
+
+def test_dropout_leaves_what_probability_0_and_evaluation_leave():
+    x = torch.randn(100)
+    assert layers.dropout(x, 0.0, training=True) is x
+    assert torch.equal(layers.dropout(x, 0.5, training=False), x)
+    assert 20 < (layers.dropout(x, 0.5, training=True) == 0).sum() < 80
