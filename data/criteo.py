@@ -7,7 +7,6 @@ in the order of the features; and, where bags are not always full, "present": fl
 Criteo's text files are turned into such arrays before training, by data/prepare_criteo.py (make data DATASET=criteo).
 """
 
-import json
 import os
 import re
 import zipfile
@@ -18,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from data import InputError, movielens
+from data.preparing import read_json
 
 NUM_DENSE = 13
 
@@ -64,7 +64,7 @@ class ClickLog:
             raise InputError(f"{self.folder} has tables of its own; their rows are chosen when it is prepared")
         if not (self.folder / "COMPLETE").exists():
             raise InputError(f"{self.folder} is not prepared to its end; give the same `make data` command again")
-        self.table_rows = tuple(_read_json(self.folder / "prepared.json")["table_rows"])
+        self.table_rows = tuple(read_json(self.folder / "prepared.json")["table_rows"])
         self._names = [(f"{self.split}_dense.npy", f"{self.split}_sparse.npy", f"{self.split}_labels.npy")]
         self._read_shapes()
 
@@ -222,13 +222,6 @@ def map_npz(path: Path) -> dict[str, np.ndarray]:
             raise
         raise InputError(f"{path} cannot be read as an .npz file: {error}") from error
     return arrays
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}; delete the folder and prepare it again") from error
 
 
 class SyntheticClicks:

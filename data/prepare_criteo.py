@@ -12,20 +12,15 @@ smaller value first).
 """
 
 import codecs
-import contextlib
 import dataclasses
 import gzip
-import json
-import multiprocessing
 import os
 import re
 import shutil
 import sys
-import threading
 import zlib
 from binascii import unhexlify
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,10 +28,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv
-from tqdm import tqdm
 
 from data import InputError
-from data.criteo import MLPERF_MAX_ROWS, NUM_DENSE, _read_json, _text_files, map_npz
+from data.criteo import MLPERF_MAX_ROWS, NUM_DENSE, _text_files, map_npz
+from data.preparing import read_json, run, whole, write_json
 
 NUM_SPARSE = 26
 COLUMNS = 1 + NUM_DENSE + NUM_SPARSE
@@ -236,7 +231,7 @@ def _save_chunk(pieces: Iterator[bytes], path: Path) -> None:
         lines, bad = lines + rows.lines, bad + rows.bad
         parts.append(rows)
     parts = parts or [parse(b"")]  # one line may cover the whole range of a chunk
-    with _whole(path) as file:
+    with whole(path) as file:
         np.savez(
             file,
             dense=np.concatenate([rows.dense for rows in parts]),
@@ -248,15 +243,6 @@ def _save_chunk(pieces: Iterator[bytes], path: Path) -> None:
             first_bad=first_bad,
             why=why,
         )
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that gets its name only when it is finished."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with open(partial, "wb") as file:
-        yield file
-    os.replace(partial, path)
 
 
 def _parse_range(path: Path, start: int, stop: int, chunk: Path) -> None:
@@ -287,7 +273,7 @@ def _parse_gz(path: Path, parts: Path, source: int, chunk_bytes: int, count: Pat
                 number += 1
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{path} cannot be decompressed: {error}; fetch it again") from error
-    _write_json(count, {"chunks": number})
+    write_json(count, {"chunks": number})
 
 
 def _chunk_path(parts: Path, source: int, number: int) -> Path:
@@ -327,7 +313,7 @@ def _count(feature: int, chunks: list[tuple[Path, int]], threshold: int, max_row
     if max_rows and rows > max_rows:
         ids = FIRST + (ids - FIRST) % (max_rows - FIRST)  # missing and rare keep rows of their own
         rows = max_rows
-    with _whole(path) as file:
+    with whole(path) as file:
         np.savez(file, values=values, ids=ids.astype(np.int32), rows=rows, seen=seen)
 
 
@@ -359,39 +345,6 @@ def _write(chunk: Path, offset: int, boundary: int, out: Path, hash_rows: int, m
 
 def _vocabulary_path(out: Path, feature: int) -> Path:
     return out / f"vocabulary_C{feature + 1}.npz"
-
-
-def _run(function: Callable, tasks: list[tuple], workers: int, what: str) -> None:
-    """Calls function(*task) for the tasks that are not done, in processes if there are several.
-
-    The last argument of a task is a file, which is there when the task is done. The first exception ends it all.
-    """
-    tasks = [task for task in tasks if not task[-1].exists()]
-    with tqdm(total=len(tasks), desc=what, disable=None) as bar:
-        if workers == 1 or len(tasks) < 2:
-            for task in tasks:
-                function(*task)
-                bar.update()
-            return
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(workers, len(tasks)), context, _end_with_parent) as pool:
-            try:
-                for future in as_completed([pool.submit(function, *task) for task in tasks]):
-                    future.result()
-                    bar.update()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-
-
-def _end_with_parent() -> None:
-    """For a worker: without this, it would wait for work for ever after its parent is killed."""
-
-    def watch():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 # The command
@@ -473,7 +426,7 @@ def prepare(
 
     parts = out / "parts"
     if (out / "COMPLETE").exists():
-        prepared = _read_json(out / "prepared.json")
+        prepared = read_json(out / "prepared.json")
         _check_plan(plan, prepared, out)
         _check_malformed(prepared["malformed"], bad_rows)
         shutil.rmtree(parts, ignore_errors=True)
@@ -485,17 +438,17 @@ def prepare(
     try:
         parts.mkdir(parents=True, exist_ok=True)
         if (parts / "plan.json").exists():
-            _check_plan(plan, _read_json(parts / "plan.json"), out)
+            _check_plan(plan, read_json(parts / "plan.json"), out)
             print(f"going on with the unfinished preparation in {out}", flush=True)
         else:
-            _write_json(parts / "plan.json", plan | {"chunk_bytes": CHUNK_BYTES})
+            write_json(parts / "plan.json", plan | {"chunk_bytes": CHUNK_BYTES})
     except OSError as error:
         raise InputError(
             f"{error.filename} cannot be written: {error.strerror}; choose another folder with --out"
         ) from error
 
     # Chunks are cut where the first call cut them.
-    chunk_bytes = _read_json(parts / "plan.json")["chunk_bytes"]
+    chunk_bytes = read_json(parts / "plan.json")["chunk_bytes"]
     chunks = _parse_all(texts, parts, chunk_bytes, workers)
     infos = [[_chunk_info(chunk) for chunk in of_source] for of_source in chunks]
     malformed_rows = _malformed_rows(texts, infos)
@@ -519,7 +472,7 @@ def prepare(
     else:
         of_training = [(chunk, boundary - at) for chunk, at in zip(chunks, offsets, strict=True) if at < boundary]
         tasks = [(t, of_training, threshold, max_rows, _vocabulary_path(out, t)) for t in range(NUM_SPARSE)]
-        _run(_count, tasks, workers, "counting categories")
+        run(_count, tasks, workers, "counting categories")
         vocabularies = [map_npz(_vocabulary_path(out, feature)) for feature in range(NUM_SPARSE)]
         table_rows, seen = ([int(v[key]) for v in vocabularies] for key in ("rows", "seen"))
 
@@ -534,7 +487,7 @@ def prepare(
         (parts / "created").touch()
     marks = [chunk.with_suffix(".written") for chunk in chunks]
     tasks = [(c, at, boundary, out, hash_rows, mark) for c, at, mark in zip(chunks, offsets, marks, strict=True)]
-    _run(_write, tasks, workers, "writing arrays")
+    run(_write, tasks, workers, "writing arrays")
 
     prepared = plan | {
         "table_rows": table_rows,
@@ -544,7 +497,7 @@ def prepare(
     }
     for partial in out.glob("*.partial"):  # of a call that was killed
         partial.unlink()
-    _write_json(out / "prepared.json", prepared)
+    write_json(out / "prepared.json", prepared)
     (out / "COMPLETE").touch()
     shutil.rmtree(parts)
     return prepared
@@ -581,16 +534,16 @@ def _parse_all(sources: list[Path], parts: Path, chunk_bytes: int, workers: int)
     """Parses what is not parsed yet; the chunks of each source, in its order."""
     counts = {number: parts / f"{number:02d}.json" for number, path in enumerate(sources) if path.suffix == ".gz"}
     zipped = [(sources[number], parts, number, chunk_bytes, count) for number, count in counts.items()]
-    _run(_parse_gz, zipped, workers, "parsing")
+    run(_parse_gz, zipped, workers, "parsing")
     plain, chunks = [], []
     for number, path in enumerate(sources):
         if number in counts:
-            chunks.append([_chunk_path(parts, number, chunk) for chunk in range(_read_json(counts[number])["chunks"])])
+            chunks.append([_chunk_path(parts, number, chunk) for chunk in range(read_json(counts[number])["chunks"])])
         else:
             starts = range(0, path.stat().st_size, chunk_bytes)
             chunks.append([_chunk_path(parts, number, chunk) for chunk in range(len(starts))])
             plain += [(path, start, start + chunk_bytes, c) for start, c in zip(starts, chunks[-1], strict=True)]
-    _run(_parse_range, plain, workers, "parsing")
+    run(_parse_range, plain, workers, "parsing")
     return chunks
 
 
@@ -621,11 +574,6 @@ def _check_malformed(rows: dict, bad_rows: float) -> None:
             f"{rows['count']} of {rows['lines']} lines are malformed, more than the share of {bad_rows} that is left "
             f"out in good faith; mend them or raise --bad-rows. The first is {rows['first']}"
         )
-
-
-def _write_json(path: Path, contents: dict) -> None:
-    with _whole(path) as file:
-        file.write(json.dumps(contents, indent=1).encode())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

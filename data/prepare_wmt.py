@@ -49,9 +49,8 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from data import InputError
-from data.criteo import _read_json
 from data.fairseq_format import EOS, SPECIALS, UNK, Dictionary, token_dtype, write_index, write_mmap
-from data.prepare_criteo import _run, _whole, _write_json
+from data.preparing import read_json, run, whole, write_json
 
 CHUNK_LINES = 100_000  # pairs that a worker handles at once: what a kill costs at most
 ENCODED_LINES = 10_000  # lines given to the tokenizer at once; its results take much memory
@@ -196,7 +195,7 @@ def load_splits(data: str, config: str, source: str, target: str) -> dict[str, "
 
 def _unpack(path: Path, plain: Path) -> None:
     try:
-        with gzip.open(path, "rb") as packed, _whole(plain) as file:
+        with gzip.open(path, "rb") as packed, whole(plain) as file:
             shutil.copyfileobj(packed, file, 1 << 20)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{path} cannot be decompressed: {error}; fetch it again") from error
@@ -204,7 +203,7 @@ def _unpack(path: Path, plain: Path) -> None:
 
 def _dump(rows, languages: tuple[str, str], plain: tuple[Path, Path]) -> None:
     """Writes a split of a data set as two files of text; line breaks in a sentence become spaces."""
-    with _whole(plain[0]) as first, _whole(plain[1]) as second:
+    with whole(plain[0]) as first, whole(plain[1]) as second:
         for batch in rows.iter(10_000):
             for language, file in zip(languages, (first, second), strict=True):
                 sentences = (pair[language] or "" for pair in batch["translation"])
@@ -222,7 +221,7 @@ def _cut(path: Path, name: str, chunk_lines: int, cut: Path) -> None:
     if not at:
         raise InputError(f"{name} is empty; expected a sentence a line")
     lines += last != b"\n"
-    _write_json(cut, {"lines": lines, "bounds": [start for start in starts if start < at] + [at]})
+    write_json(cut, {"lines": lines, "bounds": [start for start in starts if start < at] + [at]})
 
 
 # Cleaning
@@ -262,7 +261,7 @@ def _clean_chunk(texts: tuple[Text, Text], chunk: int, max_tokens: int, letters:
     kept = "".join(line for pair, reason in zip(pairs, why, strict=True) if not reason for line in pair)
     kept = unicodedata.normalize("NFKC", kept)
     characters, counts = np.unique(np.frombuffer(kept.encode("utf-32-le"), "<u4"), return_counts=True)
-    with _whole(path) as file:
+    with whole(path) as file:
         np.savez(file, why=why, hashes=hashes, characters=characters, counts=counts)
 
 
@@ -283,7 +282,7 @@ def _find_duplicates(chunks: list[Path], keep_duplicates: bool, path: Path) -> N
         duplicate = np.ones(len(kept), bool)
         duplicate[first] = False
         why[kept[duplicate]] = DUPLICATE
-    with _whole(path) as file:
+    with whole(path) as file:
         np.save(file, why)
 
 
@@ -401,14 +400,14 @@ def _encode_chunk(texts: tuple[Text, Text], chunk: int, out: Path, max_tokens: i
         arrays |= {f"{name}_tokens": tokens, f"{name}_sizes": ends}
         arrays[f"{name}_counts"] = np.bincount(tokens, minlength=symbols)
         arrays[f"{name}_words"] = sum(len(line.split()) for line in itertools.compress(lines, again == 0))
-    with _whole(path) as file:
+    with whole(path) as file:
         np.savez(file, **arrays)
 
 
 def _join(chunks: list[Path], side: str, prefix: Path, index: Path) -> None:
     """Writes the .bin file of a language from its chunks, then the .idx file `index`."""
     sizes = []
-    with _whole(prefix.with_name(prefix.name + ".bin")) as file:
+    with whole(prefix.with_name(prefix.name + ".bin")) as file:
         for chunk in chunks:
             tokens = _load(chunk, f"{side}_tokens")
             file.write(tokens)
@@ -472,7 +471,7 @@ def prepare(
     parts, plan = out / "parts", {"flags": flags, "sources": sources}
 
     if (out / "report.json").exists():
-        report = _read_json(out / "report.json")
+        report = read_json(out / "report.json")
         _check_plan(plan, report, out)
         shutil.rmtree(parts, ignore_errors=True)
         print(f"{out} is already prepared: {report['train']['pairs']} training pairs", flush=True)
@@ -480,22 +479,22 @@ def prepare(
     try:
         parts.mkdir(parents=True, exist_ok=True)
         if (parts / "plan.json").exists():
-            _check_plan(plan, _read_json(parts / "plan.json"), out)
+            _check_plan(plan, read_json(parts / "plan.json"), out)
             print(f"going on with the unfinished preparation in {out}", flush=True)
         else:
-            _write_json(parts / "plan.json", plan | {"chunk_lines": CHUNK_LINES})
+            write_json(parts / "plan.json", plan | {"chunk_lines": CHUNK_LINES})
     except OSError as error:
         what = f"{error.filename} cannot be written: {error.strerror}"
         raise InputError(f"{what}; choose another folder with --out") from error
 
     # Chunks are cut where the first call cut them.
-    chunk_lines = _read_json(parts / "plan.json")["chunk_lines"]
+    chunk_lines = read_json(parts / "plan.json")["chunk_lines"]
     texts = _open_texts(files, splits, data, (source, target), parts, chunk_lines, workers)
     train = texts["train"]
     numbers = range(len(train[0].bounds) - 1)
 
     cleaned = [parts / f"{number:06d}.clean.npz" for number in numbers]
-    _run(_clean_chunk, [(train, n, max_tokens, letters, cleaned[n]) for n in numbers], workers, "cleaning")
+    run(_clean_chunk, [(train, n, max_tokens, letters, cleaned[n]) for n in numbers], workers, "cleaning")
     if not (parts / "why.npy").exists():
         _find_duplicates(cleaned, keep_duplicates, parts / "why.npy")
     why = np.load(parts / "why.npy", mmap_mode="r")
@@ -506,17 +505,17 @@ def prepare(
     if not (out / "tokenizer.json").exists():
         print("learning byte-pair encoding", flush=True)
         tokenizer = learn_bpe(_sampled(train, why, sample), vocabulary, _alphabet(cleaned, coverage))
-        with _whole(out / "tokenizer.json") as file:
+        with whole(out / "tokenizer.json") as file:
             file.write(tokenizer.to_str(pretty=True).encode())
 
     encoded = [parts / f"{number:06d}.tokens.npz" for number in numbers]
-    _run(_encode_chunk, [(train, n, out, max_tokens, ratio, encoded[n]) for n in numbers], workers, "encoding")
+    run(_encode_chunk, [(train, n, out, max_tokens, ratio, encoded[n]) for n in numbers], workers, "encoding")
     pair = f"{source}-{target}"
     joins = []
     for side, language in (("source", source), ("target", target)):
         prefix = out / f"train.{pair}.{language}"
         joins.append((encoded, side, prefix, prefix.with_name(prefix.name + ".idx")))
-    _run(_join, joins, workers, "joining")
+    run(_join, joins, workers, "joining")
 
     report = plan | {"train": _train_report(encoded, len(why), source, target)}
     if not report["train"]["pairs"]:
@@ -532,7 +531,7 @@ def prepare(
     report["seconds"] = round(time.monotonic() - began, 1)  # of this call, which may have gone on from another
     for partial in out.glob("*.partial"):  # of a call that was killed
         partial.unlink()
-    _write_json(out / "report.json", report)
+    write_json(out / "report.json", report)
     shutil.rmtree(parts)
     return report
 
@@ -603,12 +602,12 @@ def _open_texts(files, splits, data, languages, parts: Path, chunk_lines: int, w
                     unpack.append((path, copy))
         if files is None and not all(plain[split, language][0].exists() for language in languages):
             _dump(splits[split], languages, tuple(plain[split, language][0] for language in languages))
-    _run(_unpack, unpack, workers, "unpacking")
+    run(_unpack, unpack, workers, "unpacking")
     cuts = {key: parts / f"{key[0]}.{key[1]}.json" for key in plain}
-    _run(_cut, [(*plain[key], chunk_lines, cuts[key]) for key in plain], workers, "counting lines")
+    run(_cut, [(*plain[key], chunk_lines, cuts[key]) for key in plain], workers, "counting lines")
     texts = {}
     for split in files or splits:
-        found = [_read_json(cuts[split, language]) for language in languages]
+        found = [read_json(cuts[split, language]) for language in languages]
         names = [plain[split, language][1] for language in languages]
         if found[0]["lines"] != found[1]["lines"]:
             counts = f"{names[0]} has {found[0]['lines']} lines and {names[1]} {found[1]['lines']}"

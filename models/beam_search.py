@@ -158,7 +158,8 @@ def search(
     loop: Callable[[State, State], State] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The best hypotheses of source [B, S], best first: (tokens int32 [B, beam, max_length], their EOS included, then
-    PAD; scores [B, beam], log-probability / length ** length_penalty).
+    PAD; scores [B, beam], log-probability / length ** length_penalty). Where there are fewer than `beam` (a row of PAD
+    has none), the others are PAD only, with the score MASKED.
 
     Args:
         limit: int32 [B], most words of each sentence's hypotheses before EOS, below max_length.
@@ -172,7 +173,7 @@ def search(
     else:
         while bool(state["running"]):
             state = step(model, state, reads, length_penalty)
-    # Candidates carry the words of the place that they took over, past their EOS.
-    tokens = state["finished_tokens"]
-    ended = (tokens == EOS).int().cumsum(2) - (tokens == EOS).int()
-    return torch.where(ended > 0, PAD, tokens), state["finished_scores"]
+    # Candidates carry the words of the place that they took over, past their EOS, and into places that no hypothesis took.
+    tokens, scores = state["finished_tokens"], state["finished_scores"]
+    ended = (tokens == EOS).int().cumsum(2) - (tokens == EOS).int() > 0
+    return torch.where(ended | (scores == MASKED)[:, :, None], PAD, tokens), scores

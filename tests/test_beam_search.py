@@ -1,0 +1,318 @@
+"""models/beam_search.py against fairseq's golden hypotheses, eagerly and as one program on four XLA devices."""
+
+import copy
+import itertools
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch_xla.distributed.spmd as xs
+from torch import Tensor
+
+from models import beam_search, fairseq
+from models.beam_search import CHUNK, search, top_k
+from models.layers import MASKED
+from models.transformer import EOS, PAD, Architecture, Transformer
+from train.common import device
+
+GOLDEN = Path(__file__).parent / "fairseq_reference/golden"
+SEARCHES = json.loads((GOLDEN / "numbers.json").read_text())["searches"]
+TINY = Architecture(dim=16, ffn_dim=32, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
+
+
+def name_of(settings: dict) -> str:
+    return f"beam{settings['beam']}-lenpen{settings['lenpen']}-a{settings['max_len_a']}-b{settings['max_len_b']}"
+
+
+def load(name: str, words: tuple[int, int]) -> Transformer:
+    settings, weights = fairseq.read_checkpoint((GOLDEN / name).read_bytes(), name)
+    model = Transformer(fairseq.architecture(settings, weights, name), *words)
+    fairseq.load_weights(model, weights, name)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def trained() -> Transformer:
+    return load("trained.pt", (64, 64))
+
+
+@pytest.fixture(scope="module")
+def sources() -> Tensor:
+    with np.load(GOLDEN / "arrays.npz") as arrays:
+        return torch.from_numpy(arrays["search.source"])
+
+
+def random_model(words: int, arch: Architecture = TINY, seed: int = 0) -> Transformer:
+    """Untrained, with sharper distributions than usual, so that beams differ."""
+    torch.manual_seed(seed)
+    model = Transformer(arch, words, words).eval()
+    with torch.no_grad():
+        model.decoder.output_projection.weight.mul_(3)
+    return model
+
+
+def most_words(settings: dict, source: Tensor) -> int:
+    """fairseq's limit: one number for a batch, from its padded width."""
+    return int(settings["max_len_a"] * source.shape[1] + settings["max_len_b"])
+
+
+def limits(source: Tensor, most: int) -> Tensor:
+    return torch.full((len(source),), most, dtype=torch.int32, device=source.device)
+
+
+def compare(tokens: Tensor, scores: Tensor, settings: dict) -> float:
+    """Holds all beams of all sentences against the golden ones; returns the largest difference of scores."""
+    worst = 0.0
+    assert tokens.dtype == torch.int32
+    assert len(tokens) == len(settings["sentences"]) and tokens.shape[1] == settings["beam"]
+    for row, (found, expected) in enumerate(zip(tokens.tolist(), settings["sentences"], strict=True)):
+        for place, hypothesis in enumerate(expected):
+            words = hypothesis["tokens"]
+            padded = words + [PAD] * (tokens.shape[2] - len(words))
+            assert found[place] == padded, f"sentence {row}, hypothesis {place}"
+            worst = max(worst, abs(scores[row, place].item() - hypothesis["score"]))
+    return worst
+
+
+class Counted:
+    """The Python loop of `search`, which keeps the last state."""
+
+    def __init__(self, model: Transformer, length_penalty: float = 1.0):
+        self.model, self.length_penalty, self.state = model, length_penalty, {}
+
+    def __call__(self, state: dict, reads: dict) -> dict:
+        while bool(state["running"]):
+            state = beam_search.step(self.model, state, reads, self.length_penalty)
+        self.state = state
+        return state
+
+    @property
+    def rounds(self) -> int:
+        return int(self.state["time"])
+
+
+@pytest.mark.parametrize("settings", SEARCHES, ids=name_of)
+def test_all_hypotheses_and_scores_equal_fairseqs(trained, sources, settings):
+    most = most_words(settings, sources)
+    tokens, scores = search(trained, sources, limits(sources, most), settings["beam"], most + 1, settings["lenpen"])
+    assert compare(tokens, scores, settings) < 1e-5
+
+
+@pytest.mark.parametrize("settings", SEARCHES, ids=name_of)
+def test_all_hypotheses_and_scores_equal_fairseqs_as_one_program_on_four_devices(mesh, trained, sources, settings):
+    model = device.to_device(copy.deepcopy(trained), mesh)
+    most, beam, penalty = most_words(settings, sources), settings["beam"], settings["lenpen"]
+    loop = device.WhileLoop(partial(beam_search.step, model, length_penalty=penalty), model)
+
+    def translate(source: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+        return search(model, source, limit, beam, most + 1, penalty, loop)
+
+    step = device.compiled(translate, mesh)  # strict: a fall-back to the host, or a read in the middle, raises
+    source, limit = sources.to(mesh.device), limits(sources, most).to(mesh.device)
+    xs.mark_sharding(source, mesh.spmd, ("data", None))
+    xs.mark_sharding(limit, mesh.spmd, ("data",))
+    tokens, scores = step(source, limit)
+    assert compare(tokens.cpu(), scores.cpu(), settings) < 1e-5
+
+
+def test_one_compilation_serves_any_batch_of_a_shape_and_the_loop_ends_with_the_last_sentence(mesh, trained, sources):
+    model = device.to_device(copy.deepcopy(trained), mesh)
+    loop = device.WhileLoop(partial(beam_search.step, model, length_penalty=1.0), model)
+    last = {}
+
+    def keep(state: dict, reads: dict) -> dict:
+        last.update(loop(state, reads))
+        return dict(last)
+
+    def translate(source: Tensor, limit: Tensor) -> dict[str, Tensor]:
+        tokens, scores = search(model, source, limit, 4, 30, 1.0, keep)
+        return {"tokens": tokens, "scores": scores, "time": last.pop("time")}
+
+    step = device.compiled(translate, mesh)
+    rounds, compilations = [], []
+    nothing = torch.full_like(sources, PAD)
+    short = torch.where((sources != PAD).sum(1, keepdim=True) < 10, sources, PAD)  # the longer ones left out
+    assert 0 < (short != PAD).any(1).sum() < len(short)
+    for source in (sources, sources.flip(0), short, nothing):
+        counted = Counted(trained)
+        expected, expected_scores = search(trained, source, limits(source, 29), 4, 30, 1.0, counted)
+        got = step(source.to(mesh.device), limits(source, 29).to(mesh.device))
+        compilations.append(device.compilations())
+        rounds.append(int(got["time"].cpu()))
+        assert rounds[-1] == counted.rounds
+        assert torch.equal(got["tokens"].cpu(), expected)
+        torch.testing.assert_close(got["scores"].cpu(), expected_scores, rtol=0, atol=1e-5)
+    assert rounds[0] == rounds[1] > rounds[2] > rounds[3] == 0
+    assert rounds[0] <= 25
+    assert len(set(compilations[1:])) == 1
+
+
+def test_scores_are_those_of_the_forward_pass():
+    # Separate dictionaries, normalisation before the layers; the forward pass has no cache.
+    model = load("prenorm.pt", (24, 40))
+    with np.load(GOLDEN / "arrays.npz") as arrays:
+        source = torch.from_numpy(arrays["prenorm.left.source"])
+    beam, penalty = 3, 0.6
+    tokens, scores = search(model, source, limits(source, 12), beam, 13, penalty)
+    hypotheses = tokens.flatten(0, 1)
+    previous = torch.cat([torch.full_like(hypotheses[:, :1], EOS), hypotheses[:, :-1]], 1)
+    previous = torch.where(hypotheses == PAD, PAD, previous)
+    logits = model(source.repeat_interleave(beam, 0), previous).detach()
+    each = logits.log_softmax(2).gather(2, hypotheses.long()[..., None])[..., 0]
+    real = hypotheses != PAD
+    expected = (each * real).sum(1) / real.sum(1) ** penalty
+    torch.testing.assert_close(scores.flatten(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_wide_beam_finds_the_best_of_all_sentences():
+    words, most = 7, 3
+    model, source = random_model(words), torch.tensor([[4, 5, EOS], [6, EOS, PAD]], dtype=torch.int32)
+    choices = [word for word in range(words) if word not in (PAD, EOS)]
+    # A first word, up to three in all, then EOS.
+    every = [(*some, EOS) for length in range(1, most + 1) for some in itertools.product(choices, repeat=length)]
+    memory, mask = model.encode(source)
+    for row in range(len(source)):
+        scored = []
+        for hypothesis in every:
+            previous = torch.tensor([[EOS, *hypothesis[:-1]]])
+            logits = model.logits(model.decode(previous, memory[row : row + 1], mask[row : row + 1])).detach()
+            each = logits.log_softmax(2)[0, range(len(hypothesis)), list(hypothesis)]
+            scored.append((each.sum().item() / len(hypothesis), hypothesis))
+        scored.sort(reverse=True)
+        tokens, scores = search(model, source, limits(source, most), len(every), most + 1)
+        for place, (score, hypothesis) in enumerate(scored[:20]):
+            found = tokens[row, place].tolist()
+            assert tuple(found[: len(hypothesis)]) == hypothesis
+            assert scores[row, place].item() == pytest.approx(score, abs=1e-5)
+
+
+def test_padding_on_the_other_side_and_other_sentences_of_the_batch_change_nothing(trained, sources):
+    expected, expected_scores = search(trained, sources, limits(sources, 20), 4, 21)
+    rows = [row[row != PAD] for row in sources]
+    right = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+    assert (right != sources).any()
+    for source, which in ((right, range(12)), *((row[None], [number]) for number, row in enumerate(rows[:4]))):
+        tokens, scores = search(trained, source, limits(source, 20), 4, 21)
+        assert torch.equal(tokens, expected[which])
+        torch.testing.assert_close(scores, expected_scores[which], rtol=0, atol=1e-5)
+
+
+def test_each_sentence_has_its_own_limit(trained, sources):
+    limit = torch.tensor([3, 20, 1, 7, 20, 5, 2, 8, 9, 4, 6, 20], dtype=torch.int32)
+    tokens, scores = search(trained, sources, limit, 4, 21)
+    lengths = (tokens != PAD).sum(2)
+    assert (lengths <= limit[:, None] + 1).all()
+    assert (lengths[limit < 7] == limit[limit < 7, None] + 1).all(), "cut off"
+    for row in range(len(sources)):
+        alone, alone_scores = search(trained, sources[row : row + 1], limit[row : row + 1], 4, 21)
+        assert torch.equal(alone[0], tokens[row])
+        torch.testing.assert_close(alone_scores[0], scores[row], rtol=0, atol=1e-5)
+
+
+def test_after_the_first_eos_there_is_only_padding_and_every_hypothesis_has_one(trained, sources):
+    for model, source, most in ((trained, sources, 29), (random_model(50), torch.randint(4, 50, (6, 5)).int(), 12)):
+        tokens, scores = search(model, source, limits(source, most), 5, most + 1)
+        assert ((tokens == EOS).sum(2) == 1).all()
+        after = (tokens == EOS).int().cumsum(2) - (tokens == EOS).int() > 0
+        assert (tokens[after] == PAD).all() and (tokens[~after] != PAD).all()
+        assert (tokens[:, :, 0] != EOS).all()
+        assert (scores.diff(dim=1) <= 0).all() and (scores > MASKED / 2).all()
+
+
+def test_rows_of_padding_only_end_at_once_and_keep_no_other_waiting(trained, sources):
+    padded = torch.cat([sources[:3], torch.full_like(sources[:2], PAD)])
+    counted, alone = Counted(trained), Counted(trained)
+    tokens, scores = search(trained, padded, limits(padded, 29), 4, 30, 1.0, counted)
+    expected, expected_scores = search(trained, sources[:3], limits(sources[:3], 29), 4, 30, 1.0, alone)
+    assert counted.rounds == alone.rounds < 30
+    assert torch.equal(tokens[:3], expected) and (tokens[3:] == PAD).all()
+    torch.testing.assert_close(scores[:3], expected_scores, rtol=0, atol=1e-5)
+    nothing = Counted(trained)
+    tokens, scores = search(trained, padded[3:], limits(padded[3:], 29), 4, 30, 1.0, nothing)
+    assert nothing.rounds == 0 and (tokens == PAD).all() and (scores == MASKED).all()
+
+
+def test_the_search_ends_when_every_sentence_has_its_hypotheses(trained, sources):
+    counted = Counted(trained)
+    tokens, _ = search(trained, sources, limits(sources, 199), 4, 200, 1.0, counted)
+    assert (tokens != PAD).sum(2).max() <= counted.rounds < 30
+    cut = Counted(trained)
+    search(trained, sources, limits(sources, 5), 4, 200, 1.0, cut)
+    assert cut.rounds == 6
+
+
+def test_a_beam_wider_than_what_there_is_to_say_leaves_places_empty():
+    # Five words that may stand first, and one word at most: five hypotheses.
+    model, source = random_model(7), torch.tensor([[4, 5, EOS], [6, 6, EOS]], dtype=torch.int32)
+    tokens, scores = search(model, source, limits(source, 1), 8, 2)
+    for row in range(2):
+        assert sorted(tokens[row, :5, 0].tolist()) == [0, 3, 4, 5, 6]
+    assert (tokens[:, :5, 1] == EOS).all() and (scores[:, :5] > MASKED / 2).all()
+    assert (tokens[:, 5:] == PAD).all() and (scores[:, 5:] == MASKED).all()
+
+
+def test_a_beam_of_one_is_greedy(trained, sources):
+    tokens, _ = search(trained, sources, limits(sources, 20), 1, 21)
+    memory, mask = trained.encode(sources)
+    words = torch.full((len(sources), 1), EOS)
+    ended = torch.zeros(len(sources), dtype=torch.bool)
+    for time in range(20):
+        logits = trained.logits(trained.decode(words, memory, mask))[:, -1].detach()
+        logits[:, PAD] = -math.inf
+        if time == 0:
+            logits[:, EOS] = -math.inf
+        # An EOS is taken when it is the best; fairseq looks at the two best and goes on with the other.
+        chosen = torch.where(ended, PAD, logits.argmax(1))
+        assert torch.equal(tokens[:, 0, time].long(), chosen)
+        ended |= chosen == EOS
+        words = torch.cat([words, torch.where(ended, 4, chosen)[:, None]], 1)
+        if ended.all():
+            break
+    assert ended.all()
+
+
+def test_a_limit_of_no_words_leaves_no_hypothesis(trained, sources):
+    tokens, scores = search(trained, sources[:2], limits(sources[:2], 0), 2, 1)
+    assert (tokens == PAD).all() and (scores == MASKED).all()
+
+
+@pytest.mark.parametrize("k", [1, 4, 10])
+@pytest.mark.parametrize("extra", [-1, 0, 1, 127, 128, 129, 1000])
+def test_top_k_equals_torch_topk_around_the_size_where_chunks_begin(k, extra):
+    size = 2 * k * CHUNK + extra
+    scores = torch.randn(3, size, generator=torch.Generator().manual_seed(size))
+    values, places = top_k(scores, k)
+    expected, expected_places = scores.topk(k, 1)
+    assert torch.equal(values, expected) and torch.equal(places, expected_places)
+
+
+@pytest.mark.parametrize("size", [100, 256 * 8, 256 * 8 + 1, 5000])
+@pytest.mark.parametrize("kinds", [1, 2, 50])
+def test_top_k_with_ties_gives_the_same_values_and_different_places(size, kinds):
+    scores = torch.randint(0, kinds, (4, size), generator=torch.Generator().manual_seed(0)).float()
+    scores[1] = MASKED
+    scores[2, 1:] = MASKED
+    values, places = top_k(scores, 8)
+    assert torch.equal(values, scores.topk(8, 1).values)
+    assert torch.equal(scores.gather(1, places), values)
+    assert all(len(row.unique()) == 8 for row in places) and 0 <= places.min() <= places.max() < size
+
+
+def test_top_k_finds_the_largest_when_all_lie_in_one_chunk_or_at_the_end():
+    scores = torch.zeros(2, 4000)
+    scores[0, 200:208] = torch.arange(1.0, 9)
+    scores[1, -8:] = torch.arange(8.0, 0, -1)
+    values, places = top_k(scores, 8)
+    assert values.tolist() == [[8.0, 7, 6, 5, 4, 3, 2, 1]] * 2
+    assert places.tolist() == [list(range(207, 199, -1)), list(range(3992, 4000))]
+
+
+def test_top_k_on_xla(mesh):
+    scores = torch.randn(3, 5001, generator=torch.Generator().manual_seed(0))
+    values, places = top_k(scores.to(mesh.device), 8)
+    expected, expected_places = scores.topk(8, 1)
+    assert torch.equal(values.cpu(), expected) and torch.equal(places.cpu(), expected_places)
