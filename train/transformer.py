@@ -240,10 +240,9 @@ def main(config: Config) -> dict[str, float]:
     tokens = every * int(train_set.lengths[:, 1].sum()) // len(plan)  # real target tokens an update
     trial = config.data == "synthetic"
     shapes = ", ".join("x".join(map(str, shape)) for shape in plan.shapes)
-    headline = f"{config.arch} on {config.data}: {len(train_set):,} pairs of {train_set.source_language} and "
-    headline += f"{train_set.target_language} ({plan.dropped:,} too long), batches of {shapes} with {plan.padding:.1%} "
-    headline += f"padding, {total:,} updates of {tokens:,} target tokens, {total * every / len(plan):.1f} epochs, "
-    headline += f"on {mesh.num_devices} {mesh.kind} device(s)"
+    headline = f"{config.arch} on {config.data}: {len(train_set):,} pairs, {plan.dropped:,} too long, in batches of "
+    headline += f"{shapes} with {plan.padding:.1%} padding, {total:,} updates of {tokens:,} target tokens "
+    headline += f"({total * every / len(plan):.1f} epochs) on {mesh.num_devices} {mesh.kind} device(s)"
     run = tracking.Run(
         config,
         default_name=f"transformer-{'synthetic' if trial else train_set.source_language + train_set.target_language}",
@@ -273,10 +272,8 @@ def main(config: Config) -> dict[str, float]:
     translator = translate.Translator(model, mesh, config)
     totals = device.gradient_buffers(model, ("loss", "nll", "tokens"), mesh) if every > 1 else {}
     model.train()
-    where = {"start": start * every, "stop": total * every}
-    loader = loading.parallel_loader(
-        train_set, plan, mesh, train=True, seed=config.seed, workers=config.workers, **where
-    )
+    span = {"seed": config.seed, "start": start * every, "stop": total * every}
+    loader = loading.parallel_loader(train_set, plan, mesh, train=True, workers=config.workers, **span)
     with device.stop_requested() as stopped, closing(run), checkpoints, loader:
         for number, batch in enumerate(loader, start * every + 1):
             device.seed_step(config.seed, number)
@@ -309,6 +306,7 @@ def main(config: Config) -> dict[str, float]:
                 run.message(f"stopped by a signal at update {step}: saved; the same command goes on from here")
                 raise SystemExit(143)
         checkpoints.wait()
+        device.same_on_all_hosts(mesh, "the last update", total)  # which the main process has now written
         run.message(f"the mean of the checkpoints of updates {checkpoints.average(model, mesh)}:")
         metrics = {}
         for split, pairs in eval_sets.items():

@@ -278,6 +278,7 @@ class Checkpointer:
         Raises:
             InputError: one of them is damaged.
         """
+        self._fs.invalidate_cache()
         known = self.complete_steps()
         steps = sorted({*[step for step in known if step % self.every == 0], known[-1]})[-self.keep :]
         sums: dict[str, Tensor] = {}
