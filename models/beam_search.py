@@ -173,7 +173,7 @@ def search(
     else:
         while bool(state["running"]):
             state = step(model, state, reads, length_penalty)
-    # Candidates carry the words of the place that they took over, past their EOS, and into places that no hypothesis took.
+    # Candidates carry the words of the place that they took over: past their EOS, and where no hypothesis has ended.
     tokens, scores = state["finished_tokens"], state["finished_scores"]
     ended = (tokens == EOS).int().cumsum(2) - (tokens == EOS).int() > 0
     return torch.where(ended | (scores == MASKED)[:, :, None], PAD, tokens), scores

@@ -6,7 +6,6 @@ A checkpoint is a pickled dict; its "model" is a state_dict, and the settings ar
 
 import argparse
 import io
-import pickle
 import re
 from typing import Any
 
@@ -45,8 +44,9 @@ def read_checkpoint(content: bytes, name: str) -> tuple[dict[str, Any], dict[str
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).split("\n")[0][:200]
+    except Exception as error:  # what is no checkpoint makes torch's unpickler raise anything, a KeyError for text
+        foreign = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"it holds a {foreign[1]}" if foreign else "it is damaged, or another kind of file"
         raise InputError(f"{name} is not a fairseq checkpoint of tensors and settings only: {reason}") from error
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise InputError(f'{name} is not a fairseq checkpoint: it has no "model"')
@@ -78,7 +78,8 @@ def upgrade_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
             upgraded["decoder.output_projection.weight"] = weight
         else:
             upgraded[name] = weight
-    upgraded.setdefault("decoder.output_projection.weight", upgraded.get("decoder.embed_tokens.weight"))
+    if "decoder.embed_tokens.weight" in upgraded:
+        upgraded.setdefault("decoder.output_projection.weight", upgraded["decoder.embed_tokens.weight"])
     return upgraded
 
 

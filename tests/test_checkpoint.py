@@ -676,3 +676,97 @@ def test_missing_weights_are_an_input_error(place, tmp_path):
 def test_nothing_here_unpickles():
     text = Path(checkpoint.__file__).read_text()
     assert "import pickle" not in text and "torch.load(" not in text.replace("safetensors.torch.load(", "")
+
+
+# ---- steps that stay, and their mean ---------------------------------------------------------------------------------
+
+
+def test_steps_that_do_not_divide_by_every_go_when_the_next_is_there(place):
+    with Checkpointer(place, keep=2, every=10) as checkpoints:
+        found = []
+        for step in (7, 10, 13, 20, 27, 30, 33, 40):
+            checkpoints.save(step, *on_cpu(step))
+            checkpoints.wait()
+            found.append(checkpoints.complete_steps())
+    assert found == [[7], [10], [10, 13], [10, 20], [10, 20, 27], [20, 30], [20, 30, 33], [30, 40]]
+    assert restored(place) == (40, 40)
+
+
+def random_model(step: int):
+    torch.manual_seed(step)
+    model = Model()
+    optimizer = sgd(model.parameters())
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("saved", "keep", "averaged"),
+    [
+        ((10, 20, 30, 40), 3, [20, 30, 40]),
+        ((10, 20, 23, 30, 37, 40), 3, [20, 30, 40]),  # stopped by signals on the way
+        ((10, 20, 30, 33), 2, [30, 33]),  # the last is no multiple
+        ((10, 13), 5, [10, 13]),
+        ((3,), 5, [3]),
+    ],
+)
+def test_the_mean_of_the_last_regular_checkpoints_and_the_last_of_all(place, saved, keep, averaged):
+    with Checkpointer(place, keep=keep, every=10) as checkpoints:
+        for step in saved:
+            checkpoints.save(step, *random_model(step))
+    model, _ = random_model(999)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert Checkpointer(place, keep=keep, every=10).average(model, None) == averaged
+    models = [dict(random_model(step)[0].named_parameters()) for step in averaged]
+    for name, parameter in model.named_parameters():
+        mean = sum(each[name].detach().double() for each in models) / len(averaged)
+        assert torch.equal(parameter, mean.float()), name
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert model.head.weight is model.embedding.weight
+
+
+def test_a_mean_on_the_device_keeps_ties_and_graphs(mesh, tmp_path):
+    model, optimizer = build(mesh)
+    step_fn = device.compiled(train_step, mesh)
+    with Checkpointer(str(tmp_path), keep=2) as checkpoints:
+        weights = []
+        for step in (1, 2):
+            run(mesh, step_fn, model, optimizer, step, step)
+            checkpoints.save(step, model, optimizer)
+            weights.append(model.embedding.weight.detach().cpu().clone())
+        checkpoints.wait()
+        assert checkpoints.average(model, mesh) == [1, 2]
+    assert model.head.weight is model.embedding.weight and model.embedding.weight.device.type == "xla"
+    assert not torch.equal(weights[0], weights[1])
+    assert torch.equal(model.embedding.weight.detach().cpu(), ((weights[0].double() + weights[1]) / 2).float())
+    run(mesh, step_fn, model, optimizer, 3, 4)  # strict: raises when it compiles again
+
+
+@pytest.mark.parametrize("tear", [truncate, flip, remove_state])
+def test_a_damaged_checkpoint_among_those_to_average_is_named(place, tear):
+    with Checkpointer(place, keep=3, every=10) as checkpoints:
+        for step in (10, 20, 25):
+            checkpoints.save(step, *on_cpu(step))
+    fs, root = files(place)
+    tear(fs, f"{root}/step_00000020")
+    model, optimizer = on_cpu(-1.0)
+    with pytest.raises(InputError, match="checkpoint of step 20 in .*, one of those to average, is damaged"):
+        Checkpointer(place, keep=3, every=10).average(model, None)
+    assert value_of(model, optimizer) == -1.0
+
+
+# ---- other files -----------------------------------------------------------------------------------------------------
+
+
+def test_files_come_back_and_a_folder_of_a_url_is_copied(place):
+    for name, content in (("model.pt", b"\x00weights"), ("dict.de.txt", "ä 1\n".encode())):
+        checkpoint.write_file(f"{place}/export/{name}", content)
+        checkpoint.write_file(f"{place}/export/{name}", content + b"!")  # over the old one
+        assert checkpoint.read_file(f"{place}/export/{name}") == content + b"!"
+    folder = checkpoint.local_folder(f"{place}/export/")
+    assert sorted(os.listdir(folder)) == ["dict.de.txt", "model.pt"]
+    assert (Path(folder) / "model.pt").read_bytes() == b"\x00weights!"
+    assert ("memory" in place) == (Path(folder).resolve() != Path(f"{place}/export").resolve())
+    with pytest.raises(InputError, match=r"there is no weights file .*export/other.pt"):
+        checkpoint.read_file(f"{place}/export/other.pt")

@@ -593,3 +593,221 @@ def test_only_the_common_module_imports_torch_xla():
     users = [path for folder in ("train", "models", "data") for path in (root / folder).rglob("*.py")]
     users = [path.relative_to(root) for path in users if "import torch_xla" in path.read_text()]
     assert users and all(path.parent == Path("train/common") for path in users)
+
+
+# ---- loops on the device ---------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Reads its tied matrix twice, so that a loop with its weights untied or out of date would show."""
+
+    def __init__(self):
+        super().__init__()
+        self.tied = Tied()
+        self.register_buffer("shift", torch.randn(6) / 10)
+
+    def forward(self, x):
+        return torch.tanh(self.tied.head(x + self.shift) @ self.tied.embedding.weight / 2)
+
+
+def round_of(model, state, reads):
+    """One round: it ends when `limit` rounds are over; of rows whose limit is lower the state stays."""
+    going = (state["time"] < reads["limit"])[:, None]
+    new = {"x": torch.where(going, model(state["x"]) + reads["add"], state["x"]), "time": state["time"] + 1}
+    return {"running": (new["time"] < reads["limit"]).any(), **new}
+
+
+def python_loop(model, state, reads):
+    while bool(state["running"]):
+        state = round_of(model, state, reads)
+    return state
+
+
+def loop_input(mesh, limits, width: int = 6):
+    """(state, what its rounds read) of 8 rows on the CPU, and the same sharded over the devices."""
+    torch.manual_seed(3)
+    state = {"running": torch.tensor(True), "x": torch.randn(8, width), "time": torch.tensor(0, dtype=torch.int32)}
+    reads = {"add": torch.randn(8, width) / 5, "limit": torch.tensor(limits, dtype=torch.int32)}
+
+    def upload(tensors):
+        rows = xs.ShardingSpec(mesh.spmd, ("data",))
+        return {
+            name: xm.send_cpu_data_to_device(tensor, mesh.device, rows)[0] if tensor.dim() else tensor.to(mesh.device)
+            for name, tensor in tensors.items()
+        }
+
+    return (state, reads), (upload(state), upload(reads))
+
+
+def looping(mesh, model):
+    """The compiled loop on a model that is on the device."""
+    loop = device.WhileLoop(lambda state, reads: round_of(model, state, reads), model)
+
+    def run_loop(state, reads):
+        with torch.no_grad():
+            return loop(state, reads)
+
+    return device.compiled(run_loop, mesh)
+
+
+def chain(mesh, optimizer=sgd):
+    """A model on the CPU, and the same with its optimizer on the device."""
+    torch.manual_seed(0)
+    reference = Chain()
+    torch.manual_seed(0)
+    model = device.to_device(Chain(), mesh)
+    made = optimizer(model.parameters())
+    device.init_optimizer_state(made, mesh)
+    return (reference, optimizer(reference.parameters())), (model, made)
+
+
+def test_a_loop_on_sharded_state_gives_the_numbers_of_a_python_loop(mesh):
+    (reference, _), (model, _) = chain(mesh)
+    run_loop = looping(mesh, model)
+    torch_xla.sync()
+    # Three lengths of the same loop: it ends when the device says so, and the program is one.
+    for number, limits in enumerate(([3] * 8, [1, 2, 3, 4, 5, 6, 7, 8], [1] * 8)):
+        on_cpu, on_device = loop_input(mesh, limits)
+        assert "devices=[4" in torch_xla._XLAC._get_xla_sharding_spec(on_device[0]["x"])
+        with torch.no_grad():
+            expected = python_loop(reference, *on_cpu)
+        reads, found = device.host_reads(), {}
+        graphs = graphs_of(lambda found=found, given=on_device: found.update(run_loop(*given)))
+        assert graphs <= (number == 0) and device.host_reads() == reads
+        assert found["time"].item() == expected["time"].item() == max(limits)
+        assert not found["running"].item()
+        torch.testing.assert_close(found["x"].cpu(), expected["x"])
+
+
+def test_a_loop_that_is_not_to_run_returns_its_state(mesh):
+    _, (model, _) = chain(mesh)
+    (state, _), (on_device, reads) = loop_input(mesh, [4] * 8)
+    on_device["running"] = torch.tensor(False).to(mesh.device)
+    found = looping(mesh, model)(on_device, reads)
+    assert torch.equal(found["x"].cpu(), state["x"]) and found["time"].item() == 0
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+def test_a_loop_between_train_steps_has_the_weights_of_the_moment_and_compiles_nothing_again(mesh, optimizer):
+    (reference, expected_optimizer), (model, made) = chain(mesh, optimizer)
+
+    def mean_step(model, optimizer, x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    run_loop, step = looping(mesh, model), device.compiled(mean_step, mesh)
+    on_cpu, _ = loop_input(mesh, [1, 2, 3, 4, 5, 6, 7, 8])
+    results = []
+    for number in range(4):
+        # New tensors each time, as a loader's are.
+        _, (state, reads) = loop_input(mesh, [1, 2, 3, 4, 5, 6, 7, 8])
+        mean_step(reference, expected_optimizer, on_cpu[0]["x"])
+        with torch.no_grad():
+            expected = python_loop(reference, *on_cpu)["x"]
+        found = {}
+
+        def train_and_loop(state=state, reads=reads, found=found):
+            step(model, made, state["x"])
+            found.update(run_loop(state, reads))
+
+        assert graphs_of(train_and_loop) <= (2 if number == 0 else 0)
+        torch.testing.assert_close(found["x"].cpu(), expected, rtol=1e-4, atol=1e-4)
+        results.append(expected)
+    assert all((a - b).abs().max() > 0.01 for a, b in zip(results, results[1:], strict=False))  # the weights do move
+    assert model.tied.head.weight is model.tied.embedding.weight
+    assert {id(p) for p in model.parameters()} == {id(p) for p in made.param_groups[0]["params"]}
+    assert device.graph_report()["recompilations"] == []
+
+
+def test_a_loop_follows_the_mode_and_the_precision(mesh):
+    model = device.to_device(nn.BatchNorm1d(6), mesh)
+    with torch.no_grad():
+        model.running_mean.fill_(1.0)
+        device.replicate(model.running_mean, mesh)
+
+    def body(state, reads):
+        x = F.batch_norm(state["x"], model.running_mean, model.running_var) if not model.training else -state["x"]
+        dtype = torch.float32 if torch.is_autocast_enabled("xla") else torch.float16
+        return {"running": state["running"] & False, "x": x, "rounded": (reads["add"] / 3).to(dtype).float()}
+
+    loop = device.WhileLoop(body, model)
+
+    def run_loop(model, state, reads, half):
+        with torch.autocast("xla", dtype=torch.bfloat16, enabled=not half):
+            return loop({**state, "rounded": reads["add"]}, reads)
+
+    step = device.compiled(run_loop, mesh, 4)
+    for training in (False, True):
+        for half in (False, True):
+            (state, reads), (on_device, on_device_reads) = loop_input(mesh, [1] * 8)
+            del on_device["time"]
+            found = step(model.train(training), on_device, on_device_reads, half)
+            expected = -state["x"] if training else (state["x"] - 1) / (1 + model.eps) ** 0.5
+            torch.testing.assert_close(found["x"].cpu(), expected)
+            error = (found["rounded"].cpu() - reads["add"] / 3).abs().max()
+            assert (error > 1e-6) == half
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda new: {**new, "x": new["x"][:, :4]}, r"\(8, 6\).* became .*\(8, 4\)"),
+        (lambda new: {**new, "time": new["time"].float()}, r"torch.int32.* became .*torch.float32"),
+        (lambda new: {**new, "more": new["x"]}, r"'more': None.* became .*\(8, 6\)"),
+        (lambda new: {name: new[name] for name in ("running", "x")}, r"'time': .* became \{'time': None\}"),
+    ],
+    ids=["shape", "type", "one more", "one less"],
+)
+def test_a_loop_whose_body_changes_its_state_is_refused(mesh, change, words):
+    _, (model, _) = chain(mesh)
+    loop = device.WhileLoop(lambda state, reads: change(round_of(model, state, reads)), model)
+    _, on_device = loop_input(mesh, [2] * 8)
+    weight = model.tied.embedding.weight
+    with pytest.raises(ValueError, match=f"must keep names, shapes and types: .*{words}"):
+        loop(*on_device)
+    assert model.tied.embedding.weight is weight is model.tied.head.weight  # the stand-ins are gone
+
+
+# ---- gradients of several batches ------------------------------------------------------------------------------------
+
+
+def test_gradients_of_several_batches_add_up_in_their_buffers(mesh):
+    expected, expected_optimizer, _, _ = make(sgd)
+    model, made, _, _ = on_mesh(mesh, sgd)
+    totals = device.gradient_buffers(model, ("loss", "tokens"), mesh)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert {name: total.item() for name, total in totals.items()} == {"loss": 0.0, "tokens": 0.0}
+    assert all(not gradient.cpu().any() for gradient in gradients)
+
+    def add_step(model, x, y, totals):
+        loss = F.cross_entropy(model(x), y, reduction="sum")
+        loss.backward()
+        totals["loss"].add_(loss.detach())
+        totals["tokens"].add_(y.shape[0])
+
+    def apply_step(model, optimizer, totals):
+        for parameter in model.parameters():
+            parameter.grad.div_(totals["tokens"])
+        optimizer.step()
+        mean = totals["loss"] / totals["tokens"]
+        for tensor in [*totals.values(), *(parameter.grad for parameter in model.parameters())]:
+            tensor.zero_()
+        return mean
+
+    add, apply = device.compiled(add_step, mesh), device.compiled(apply_step, mesh)
+    for update in range(3):
+        torch.manual_seed(update)
+        x, y = torch.randint(0, 11, (24,)), torch.randint(0, 11, (24,))
+        loss = train_step(expected, expected_optimizer, x, y)
+        for part in range(3):
+            rows = slice(8 * part, 8 * part + 8)
+            add(model, x[rows].to(mesh.device), y[rows].to(mesh.device), totals)
+        assert device.fetch([apply(model, made, totals)]) == pytest.approx([loss.item()], rel=1e-5)
+        for ours, theirs in zip(host(model.parameters()), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach())
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    assert all(torch_xla._XLAC._get_xla_sharding_spec(gradient) == "{replicated}" for gradient in gradients)
+    assert device.graph_report()["recompilations"] == []

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -695,3 +696,33 @@ def test_a_loss_on_the_device_that_is_not_finite_stops_at_the_next_sync(start):
         torch_xla.sync()
     torch_xla.sync()
     run.close()
+
+
+# ---- what is counted -------------------------------------------------------------------------------------------------
+
+
+def test_the_unit_of_speed_is_named_in_lines_summary_and_table(tmp_path, capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    config = Config(runs=str(tmp_path))
+    run = tracking.Run(config, "net", unit="tokens")
+    run.log(1, examples=1000, loss=2.0)
+    now[0] = 2.0
+    run.log(2, examples=9000, loss=1.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    now[0] = 3.0
+    run.log(3, examples=13_000, loss=1.0)
+    run.finish({"bleu": 30.0}, {})
+    assert [set(line["timing"]) for line in lines(run)] == [
+        {"elapsed", "training"},
+        {"elapsed", "training", "tokens_per_second"},
+        {"elapsed", "training", "tokens_per_second"},
+    ]
+    assert [line["timing"].get("tokens_per_second") for line in lines(run)] == [None, 4000, 4000]
+    assert run.summary["tokens_per_second"] == 4000 and "examples_per_second" not in run.summary
+    out, err = capsys.readouterr()
+    assert "step     2  loss 1.0000  4000 tokens/s" in out.splitlines() and "tokens/s=4000" in err
+    assert re.search(r"^  tokens/s +4000$", out, re.MULTILINE) and "examples" not in out + err
+    again = tracking.Run(dataclasses.replace(config, name="net"), "net", unit="tokens")
+    again.print_summary()
+    assert re.search(r"^  tokens/s +4000$", capsys.readouterr().out, re.MULTILINE)

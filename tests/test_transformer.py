@@ -144,7 +144,7 @@ def test_learning_rate_is_fairseqs_inverse_square_root():
 
 
 def test_run_folder_holds_everything_about_the_run(trained):
-    path, metrics, config = trained
+    path, metrics, _ = trained
     names = {"config.json", "metrics.jsonl", "curves.png", "summary.json", "tb", "checkpoints", "export"}
     assert names <= set(os.listdir(path))
     assert set(os.listdir(f"{path}/export")) == {"model.pt", "dict.w.txt", "dict.v.txt"}
@@ -172,7 +172,7 @@ def test_one_device_gives_the_losses_of_four_and_compiles_a_graph_a_shape(short,
     assert four[0] - four[24] > 0.5
     report = json.load(open(tmp_path / "one/summary.json"))["report"]
     assert report["recompilations"] == report["fallbacks"] == []
-    # Training, evaluation and translation, each in two shapes; and tiny ones: Adam's zeros, a number that hosts compare.
+    # Training, evaluation and translation, each in two shapes; and tiny ones: Adam's, a number that hosts compare.
     assert report["graphs"] <= 3 * 2 + 3
 
 
@@ -215,9 +215,10 @@ def test_several_batches_an_update_and_packed_rows_give_the_numbers_of_one_batch
     one = losses(tmp_path / "one")
     assert one[0] - one[9] > 0.5
     for other in ("two", "packed"):
-        assert losses(tmp_path / other) == pytest.approx(one, rel=1e-5), other
+        assert losses(tmp_path / other) == pytest.approx(one, rel=3e-6), other
         for name, weight in exported(tmp_path / "one").items():
-            torch.testing.assert_close(exported(tmp_path / other)[name], weight, rtol=1e-3, atol=1e-4)
+            # A weight moves by up to 1e-2 here; where its gradient is rounding alone, Adam makes steps of that.
+            torch.testing.assert_close(exported(tmp_path / other)[name], weight, rtol=0, atol=2e-3)
 
 
 def transformer_config(path) -> transformer.Config:

@@ -1,7 +1,6 @@
 """The Transformer on WMT English-German: from text to BLEU, with fairseq's numbers.
 
-paper     Vaswani et al. 2017, "Attention is all you need" (arXiv:1706.03762); Ott et al. 2018, "Scaling neural machine
-          translation" (arXiv:1806.00187)
+paper     Vaswani et al. 2017, Attention is all you need (arXiv:1706.03762); Ott et al. 2018 (arXiv:1806.00187)
 recipes   base    Vaswani et al., tables 2 and 3: 25,000 source and target tokens a batch, 100,000 updates
           big     fairseq examples/scaling_nmt (WMT'16): 459,000 tokens a batch, learning rate 1e-3: 28.6 sacreBLEU on
                   newstest2014 (Ott et al.)
@@ -36,9 +35,9 @@ class Config:
     share_embeddings: Literal["all", "decoder", "none"] = "all"  # all: one joint dictionary; decoder: in- and output
     dropout: float = 0.1  # of embeddings and of each sub-layer's output
     weights: str = ""  # checkpoint of fairseq or of an export to start from; it must fit arch and dictionaries
-    lengths: tuple[int, ...] = ()  # tokens of a sentence: a compiled shape each; (): the 4 that waste least, up to 256
-    batch_tokens: int = 32_768  # places a batch on either side: sentences of length L come batch_tokens / L together
-    pack: bool = False  # several sentence pairs in a row of the longest of `lengths`, instead of a shape a length
+    lengths: tuple[int, ...] = ()  # tokens of a sentence: a compiled shape each; (): from the data, up to 256
+    batch_tokens: int = 26_624  # places a batch on either side: sentences of length L come batch_tokens / L together
+    pack: bool = True  # several sentence pairs in a row of the longest of `lengths`, instead of a shape a length
     update_every: int = 1  # batches whose gradients make an update
     updates: int = 100_000  # updates of the weights
     lr: float = 7e-4  # peak learning rate
@@ -62,13 +61,14 @@ BIG = Config(
     arch="transformer_vaswani_wmt_en_de_big", dropout=0.3, batch_tokens=65_536, update_every=8, updates=40_000, lr=1e-3
 )
 WMT18 = replace(BIG, updates=30_000, beam=5, length_penalty=1.0)
-TPU = Config(lengths=(32, 64), batch_tokens=131_072, lr=5e-4)
+TPU = Config(lengths=(32, 64), batch_tokens=131_072, pack=False, lr=5e-4)
 TINY = Config(
     data="synthetic",
     arch="transformer_tiny",
     dropout=0.0,
     lengths=(8, 16),
     batch_tokens=1024,
+    pack=False,
     updates=700,
     lr=4e-3,
     warmup_updates=100,

@@ -1,0 +1,297 @@
+"""models/fairseq.py on files that fairseq wrote (the golden ones), on our own, on older ones, and on what is none."""
+
+import argparse
+import io
+import pickle
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save as save_safetensors
+from torch import Tensor, nn
+
+from data import InputError
+from models import fairseq
+from models.transformer import EOS, Architecture, Transformer
+
+GOLDEN = Path(__file__).parent / "fairseq_reference/golden"
+FILES = {"initial.pt": (64, 64), "trained.pt": (64, 64), "prenorm.pt": (24, 40)}
+ARCH = Architecture(dim=12, ffn_dim=20, heads=3, encoder_layers=1, decoder_layers=2, dropout=0.2, max_positions=30)
+NAME = "some/folder/model.pt"
+
+
+def golden(name: str = "initial.pt") -> dict:
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(GOLDEN / name, weights_only=True)
+
+
+def content(state: object, **options) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file, **options)
+    return file.getvalue()
+
+
+def load(file: bytes, words: tuple[int, int]) -> Transformer:
+    """The model of a file, the way the scripts make it."""
+    settings, weights = fairseq.read_checkpoint(file, NAME)
+    model = Transformer(fairseq.architecture(settings, weights, NAME), *words)
+    fairseq.load_weights(model, weights, NAME)
+    return model.eval()
+
+
+def logits(model: Transformer) -> Tensor:
+    source, previous = torch.tensor([[5, 6, 7, EOS], [8, 9, EOS, 1]]), torch.tensor([[EOS, 4, 9], [EOS, 7, 1]])
+    return model(source, previous).detach()
+
+
+def changed(**settings) -> bytes:
+    """initial.pt with other settings of its model."""
+    state = golden()
+    vars(state["cfg"]["model"]).update(settings)
+    return content(state)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_fairseqs_files_are_read_with_their_settings(name):
+    settings, weights = fairseq.read_checkpoint((GOLDEN / name).read_bytes(), NAME)
+    expected = Architecture(32, 64, 4, 2, 2, dropout=0.1)
+    if name == "initial.pt":
+        expected = replace(expected, dropout=0.0)
+    if name == "prenorm.pt":
+        expected = replace(expected, pre_norm=True, share_embeddings="none")
+    assert fairseq.architecture(settings, weights, NAME) == expected
+    written = golden(name)["model"]
+    assert weights.keys() == written.keys() - {"encoder.version", "decoder.version"}
+    assert all(torch.equal(weights[key], written[key]) for key in weights)
+    model = Transformer(expected, *FILES[name])
+    fairseq.load_weights(model, weights, NAME)
+    assert model.state_dict().keys() == weights.keys()
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("share", ["all", "decoder", "none"])
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_what_is_written_is_read_bit_by_bit(share, pre_norm):
+    arch = replace(ARCH, share_embeddings=share, pre_norm=pre_norm, attention_dropout=0.1, activation_dropout=0.05)
+    words = (11, 11) if share == "all" else (11, 13)
+    torch.manual_seed(0)
+    model = Transformer(arch, *words)
+    file = fairseq.write_checkpoint(model, model.state_dict(), 17, source_lang="en", target_lang="de")
+    settings, weights = fairseq.read_checkpoint(file, NAME)
+    assert fairseq.architecture(settings, weights, NAME) == arch
+    assert (settings["source_lang"], settings["target_lang"]) == ("en", "de")
+    assert weights.keys() == model.state_dict().keys()
+    other = load(file, words)
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    assert torch.equal(logits(other), logits(model.eval()))
+    tied = other.decoder.output_projection.weight is other.decoder.embed_tokens.weight
+    assert tied == (share != "none")
+
+
+def old_names(weights: dict[str, Tensor], shared: bool) -> dict[str, Tensor]:
+    """A state_dict as fairseq of 2018 wrote it."""
+    old: dict[str, Tensor] = {}
+    numbers = {
+        "encoder": {"self_attn_layer_norm": 0, "final_layer_norm": 1},
+        "decoder": {"self_attn_layer_norm": 0, "encoder_attn_layer_norm": 1, "final_layer_norm": 2},
+    }
+    for name, value in weights.items():
+        stack, *_, kind = name.split(".")
+        norm = name.split(".")[-2]
+        if norm in numbers[stack]:
+            old[name.replace(norm, f"layer_norms.{numbers[stack][norm]}")] = value
+        elif norm == "q_proj":
+            parts = [weights[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            old[name.replace(f"q_proj.{kind}", f"in_proj_{kind}")] = torch.cat(parts)
+        elif norm in ("k_proj", "v_proj"):
+            pass
+        elif norm == "output_projection":
+            if not shared:
+                old["decoder.embed_out"] = value
+        else:
+            old[name] = value
+    for stack in numbers:
+        old[f"{stack}.version"] = torch.tensor([2.0 if stack == "encoder" else 3.0])
+        old[f"{stack}.embed_positions.weights"] = torch.zeros(1026, 32)
+        old[f"{stack}.embed_positions._float_tensor"] = torch.zeros(1)
+    return old
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "before torch 1.6"])
+@pytest.mark.parametrize("name", ["trained.pt", "prenorm.pt"])
+def test_older_names_give_the_same_logits(name, legacy):
+    state = golden(name)
+    shared = name == "trained.pt"
+    weights = {key: value for key, value in state["model"].items() if not key.endswith(".version")}
+    old = old_names(weights, shared)
+    assert {"encoder.layers.0.layer_norms.1.bias", "decoder.layers.1.encoder_attn.in_proj_bias"} <= old.keys()
+    assert ("decoder.embed_out" in old) != shared
+    settings = {key: value for key, value in vars(state["cfg"]["model"]).items() if key != "activation_fn"}
+    settings["relu_dropout"] = settings.pop("activation_dropout")
+    file = content({"args": argparse.Namespace(**settings), "model": old}, _use_new_zipfile_serialization=not legacy)
+    expected = load((GOLDEN / name).read_bytes(), FILES[name])
+    assert torch.equal(logits(load(file, FILES[name])), logits(expected))
+
+
+def test_settings_that_a_file_leaves_out_are_fairseqs_defaults():
+    assert fairseq.architecture({}, {}, NAME) == Architecture(share_embeddings="none")
+    settings = {"encoder_embed_dim": 1024, "encoder_ffn_embed_dim": 4096, "relu_dropout": 0.1, "dropout": 0.3}
+    settings |= {"max_source_positions": 256, "share_decoder_input_output_embed": True}
+    expected = Architecture(
+        dim=1024, ffn_dim=4096, dropout=0.3, activation_dropout=0.1, max_positions=256, share_embeddings="decoder"
+    )
+    assert fairseq.architecture(settings, {}, NAME) == expected
+
+
+def test_half_precision_weights_become_float32():
+    state = golden("trained.pt")
+    state["model"] = {key: value.half() for key, value in state["model"].items()}
+    file = content(state)
+    _, weights = fairseq.read_checkpoint(file, NAME)
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    key = "decoder.layers.0.fc1.weight"
+    assert torch.equal(weights[key], golden("trained.pt")["model"][key].half().float())
+    expected = logits(load((GOLDEN / "trained.pt").read_bytes(), (64, 64)))
+    torch.testing.assert_close(logits(load(file, (64, 64))), expected, rtol=0, atol=0.05)
+
+
+class Planted:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def planted_at(path: Path) -> bytes:
+    return content({**golden(), "extra_state": Planted(path)})
+
+
+NOT_CHECKPOINTS = {
+    "empty": b"",
+    "text": b"hello world\n" * 10,
+    "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+    "picture": b"\x89PNG\r\n\x1a\n" + bytes(100),
+    "pickle": pickle.dumps({"model": {}, "args": None}),
+    "safetensors": save_safetensors({"encoder.embed_tokens.weight": torch.zeros(4, 4)}),
+    "half": (GOLDEN / "initial.pt").read_bytes()[:60_000],
+    "cut": (GOLDEN / "initial.pt").read_bytes()[:-1],
+}
+
+
+@pytest.mark.parametrize("kind", NOT_CHECKPOINTS)
+def test_other_kinds_of_files_and_damaged_ones_are_refused_in_one_sentence(kind):
+    with pytest.raises(InputError) as raised, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about what the bytes could mean
+        fairseq.read_checkpoint(NOT_CHECKPOINTS[kind], NAME)
+    one_sentence(raised.value)
+
+
+def one_sentence(error: InputError) -> None:
+    message = str(error)
+    assert message.startswith(NAME) and "\n" not in message and "\x1b" not in message and len(message) < 250
+
+
+def test_a_file_that_would_run_code_is_refused_and_runs_nothing(tmp_path):
+    marker = tmp_path / "ran"
+    with pytest.raises(InputError, match=r"holds a (\w+\.)?open") as raised:
+        fairseq.read_checkpoint(planted_at(marker), NAME)
+    one_sentence(raised.value)
+    assert not marker.exists()
+    with open(tmp_path / "trap", "wb") as file:
+        file.write(planted_at(marker))
+    torch.load(tmp_path / "trap", weights_only=False)
+    assert marker.exists(), "the trap is one"
+
+
+def test_a_file_with_classes_of_other_libraries_is_refused_with_their_name():
+    with pytest.raises(InputError, match=r"holds a torch\.nn\.modules\.linear\.Linear") as raised:
+        fairseq.read_checkpoint(content({"model": nn.Linear(2, 2), "args": argparse.Namespace()}), NAME)
+    one_sentence(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ([1, 2], 'it has no "model"'),
+        ({"state_dict": {}}, 'it has no "model"'),
+        ({"encoder.embed_tokens.weight": torch.zeros(2, 2)}, 'it has no "model"'),
+        ({"model": {"a": torch.zeros(2)}}, 'neither "args" nor "cfg"'),
+        ({"model": {"a": torch.zeros(2)}, "args": None, "cfg": None}, 'neither "args" nor "cfg"'),
+        ({"model": {"a": torch.zeros(2)}, "args": None, "cfg": {"task": {}}}, 'neither "args" nor "cfg"'),
+    ],
+)
+def test_checkpoints_of_other_programs_are_refused(state, message):
+    with pytest.raises(InputError, match=message) as raised:
+        fairseq.read_checkpoint(content(state), NAME)
+    one_sentence(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"encoder_learned_pos": True}, "encoder_learned_pos True"),
+        ({"decoder_learned_pos": True}, "decoder_learned_pos True"),
+        ({"no_token_positional_embeddings": True}, "no_token_positional_embeddings True"),
+        ({"activation_fn": "gelu"}, "activation_fn gelu; .* relu only"),
+        ({"layernorm_embedding": True}, "layernorm_embedding"),
+        ({"no_scale_embedding": True}, "no_scale_embedding"),
+        ({"no_cross_attention": True}, "no_cross_attention"),
+        ({"cross_self_attention": True}, "cross_self_attention"),
+        ({"adaptive_input": True}, "adaptive_input"),
+        ({"adaptive_softmax_cutoff": [1000, 2000]}, "adaptive_softmax_cutoff"),
+        ({"quant_noise_pq": 0.1}, "quant_noise_pq"),
+        ({"decoder_embed_dim": 16}, "embed_dim 32 in its encoder and 16 in its decoder"),
+        ({"decoder_ffn_embed_dim": 16}, "ffn_embed_dim 64 in its encoder and 16"),
+        ({"decoder_attention_heads": 2}, "attention_heads 4 in its encoder and 2"),
+        ({"decoder_normalize_before": True}, "normalize_before False in its encoder and True"),
+        ({"encoder_normalize_before": True, "decoder_normalize_before": True}, "not after the last"),
+    ],
+)
+def test_models_that_are_not_this_transformer_are_refused(settings, message):
+    loaded, weights = fairseq.read_checkpoint(changed(**settings), NAME)
+    with pytest.raises(InputError, match=message) as raised:
+        fairseq.architecture(loaded, weights, NAME)
+    one_sentence(raised.value)
+
+
+def test_another_kind_of_model_is_refused():
+    settings, weights = fairseq.read_checkpoint((GOLDEN / "roberta.pt").read_bytes(), NAME)
+    with pytest.raises(InputError, match="encoder_learned_pos True"):
+        fairseq.architecture(settings, weights, NAME)
+    with pytest.raises(InputError, match="does not fit the model") as raised:
+        fairseq.load_weights(Transformer(Architecture(32, 64, 4, 2, 2), 41, 41), weights, NAME)
+    one_sentence(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("initial.pt", (65, 65), r"another dictionary: encoder\.embed_tokens\.weight has 64 words .* dictionary 65"),
+        ("prenorm.pt", (23, 40), r"another dictionary: encoder\.embed_tokens\.weight has 24 words"),
+        ("prenorm.pt", (24, 41), r"another dictionary: decoder\.embed_tokens\.weight has 40 words"),
+    ],
+)
+def test_another_dictionary_is_named(name, words, message):
+    with pytest.raises(InputError, match=message) as raised:
+        load((GOLDEN / name).read_bytes(), words)
+    one_sentence(raised.value)
+
+
+@pytest.mark.parametrize(
+    "change", [{"encoder_layers": 3}, {"decoder_layers": 1}, {"ffn_dim": 128}, {"dim": 64}, {"pre_norm": True}]
+)
+def test_weights_of_another_architecture_are_refused(change):
+    settings, weights = fairseq.read_checkpoint((GOLDEN / "initial.pt").read_bytes(), NAME)
+    arch = replace(fairseq.architecture(settings, weights, NAME), **change)
+    model = Transformer(arch, 64, 64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(InputError, match=r"does not fit the model: \S+ and \d+ more tensors differ") as raised:
+        fairseq.load_weights(model, weights, NAME)
+    one_sentence(raised.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "nothing was loaded"
