@@ -25,7 +25,7 @@ from pathlib import Path
 
 import tyro
 
-from bench.transformer_fairseq import FAIRSEQ, fairseq
+from bench.transformer_fairseq import FAIRSEQ, FAST_RANDOM, fairseq
 from bench.transformer_fairseq import Options as Recipe
 from data import InputError, wmt
 from train import transformer, translate
@@ -141,7 +141,7 @@ def main(options: Options) -> None:
     if not (FAIRSEQ / "python").exists():
         raise InputError("fairseq is not installed; `make fairseq` makes its environment")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    os.environ |= {"CPU_NUM_DEVICES": "1", "PJRT_DEVICE": "CPU"}
+    os.environ |= {"CPU_NUM_DEVICES": "1", "PJRT_DEVICE": "CPU", "XLA_RNG_BIT_GENERATOR": FAST_RANDOM}
     mesh = device.setup(0, "float32")
     valid = wmt.open_pairs(options.data, "valid")
     other = Worker(options, str(valid.folder))
