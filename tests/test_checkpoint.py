@@ -726,6 +726,14 @@ def test_the_mean_of_the_last_regular_checkpoints_and_the_last_of_all(place, sav
     assert model.head.weight is model.embedding.weight
 
 
+def test_a_mean_leaves_out_what_no_run_without_a_stop_would_have_saved(place):
+    """A kill between the write of a checkpoint and the removal of the one before leaves both."""
+    save_all(place, [10, 20, 23, 27, 30, 33])
+    model, _ = on_cpu(-1.0)
+    assert Checkpointer(place, keep=3, every=10).average(model, None) == [20, 30, 33]
+    assert model.weight.unique().tolist() == [pytest.approx(83 / 3)]
+
+
 def test_a_mean_on_the_device_keeps_ties_and_graphs(mesh, tmp_path):
     model, optimizer = build(mesh)
     step_fn = device.compiled(train_step, mesh)
@@ -740,6 +748,8 @@ def test_a_mean_on_the_device_keeps_ties_and_graphs(mesh, tmp_path):
     assert model.head.weight is model.embedding.weight and model.embedding.weight.device.type == "xla"
     assert not torch.equal(weights[0], weights[1])
     assert torch.equal(model.embedding.weight.detach().cpu(), ((weights[0].double() + weights[1]) / 2).float())
+    for parameter in model.parameters():
+        assert torch_xla._XLAC._get_xla_sharding_spec(parameter) == "{replicated}"
     run(mesh, step_fn, model, optimizer, 3, 4)  # strict: raises when it compiles again
 
 

@@ -1,6 +1,7 @@
 """train/common/device.py on XLA's CPU backend with four virtual devices: eager PyTorch on the CPU is the reference."""
 
 import dataclasses
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -629,25 +630,33 @@ def loop_input(mesh, limits, width: int = 6):
     state = {"running": torch.tensor(True), "x": torch.randn(8, width), "time": torch.tensor(0, dtype=torch.int32)}
     reads = {"add": torch.randn(8, width) / 5, "limit": torch.tensor(limits, dtype=torch.int32)}
 
-    def upload(tensors):
-        rows = xs.ShardingSpec(mesh.spmd, ("data",))
-        return {
-            name: xm.send_cpu_data_to_device(tensor, mesh.device, rows)[0] if tensor.dim() else tensor.to(mesh.device)
-            for name, tensor in tensors.items()
-        }
+    def upload(tensor):
+        if not tensor.dim():
+            return tensor.to(mesh.device)
+        rows = xs.ShardingSpec(mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
+        return xm.send_cpu_data_to_device(tensor, mesh.device, rows)[0]
 
-    return (state, reads), (upload(state), upload(reads))
+    on_device = [{name: upload(tensor) for name, tensor in each.items()} for each in (state, reads)]
+    return (state, reads), tuple(on_device)
 
 
 def looping(mesh, model):
-    """The compiled loop on a model that is on the device."""
-    loop = device.WhileLoop(lambda state, reads: round_of(model, state, reads), model)
+    """The compiled loop on a model that is on the device; its `rounds` are those that Python has traced."""
+
+    def body(state, reads):
+        run_loop.rounds += 1
+        return round_of(model, state, reads)
+
+    loop = device.WhileLoop(body, model)
 
     def run_loop(state, reads):
         with torch.no_grad():
             return loop(state, reads)
 
-    return device.compiled(run_loop, mesh)
+    run_loop.rounds = 0
+    compiled = device.compiled(run_loop, mesh)
+    compiled.traced = lambda: run_loop.rounds
+    return compiled
 
 
 def chain(mesh, optimizer=sgd):
@@ -677,6 +686,7 @@ def test_a_loop_on_sharded_state_gives_the_numbers_of_a_python_loop(mesh):
         assert found["time"].item() == expected["time"].item() == max(limits)
         assert not found["running"].item()
         torch.testing.assert_close(found["x"].cpu(), expected["x"])
+    assert run_loop.traced() == 1
 
 
 def test_a_loop_that_is_not_to_run_returns_its_state(mesh):
@@ -716,7 +726,7 @@ def test_a_loop_between_train_steps_has_the_weights_of_the_moment_and_compiles_n
         assert graphs_of(train_and_loop) <= (2 if number == 0 else 0)
         torch.testing.assert_close(found["x"].cpu(), expected, rtol=1e-4, atol=1e-4)
         results.append(expected)
-    assert all((a - b).abs().max() > 0.01 for a, b in zip(results, results[1:], strict=False))  # the weights do move
+    assert all((a - b).abs().max() > 0.01 for a, b in itertools.pairwise(results))  # the weights do move
     assert model.tied.head.weight is model.tied.embedding.weight
     assert {id(p) for p in model.parameters()} == {id(p) for p in made.param_groups[0]["params"]}
     assert device.graph_report()["recompilations"] == []

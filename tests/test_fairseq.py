@@ -1,4 +1,5 @@
 """fairseq's golden files (tests/fairseq_reference) are whole, agree with each other, and are what fairseq computes.
+Live, where there is .venv-fairseq: fairseq itself loads and reads what we write, and finds what we find.
 
 `make fairseq-golden` rewrites them. It is called for when record.py or requirements-fairseq.txt changes, not when a
 comparison with our own code fails.
@@ -7,7 +8,9 @@ comparison with our own code fails.
 import argparse
 import json
 import math
+import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,6 +18,10 @@ import numpy as np
 import pytest
 import sacrebleu
 import torch
+
+from data import prepare_wmt, wmt
+from models import beam_search, fairseq
+from models.transformer import ARCHITECTURES, Architecture, Transformer
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "tests/fairseq_reference"
@@ -249,3 +256,177 @@ def test_fairseq_train_learns_the_toy_language_anew(tmp_path):
         assert ours["optimizer_history"] == theirs["optimizer_history"]
     bleu = re.search(r"BLEU = ([\d.]+)", (tmp_path / "generate.txt").read_text(encoding="utf-8"))
     assert float(bleu[1]) > 70
+
+
+# fairseq from now on on what we write. Its loader unpickles what a checkpoint holds.
+ENVIRONMENT = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "OMP_NUM_THREADS": "1"}
+
+
+def with_fairseq(code: str, *arguments: str | Path) -> None:
+    """Run Python code where fairseq can be imported."""
+    command = [PYTHON, "-W", "ignore", "-c", code, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert result.returncode == 0, result.stderr
+
+
+def data_of(words: tuple[int, int], folder: Path) -> None:
+    """Dictionaries of these sizes."""
+    folder.mkdir()
+    for language, count in zip(("en", "de"), words, strict=True):
+        wmt.Dictionary([f"w{number}" for number in range(count - 4)]).save(folder / f"dict.{language}.txt")
+
+
+THEIR_LOGITS = """
+import sys
+import numpy as np, torch
+from fairseq import checkpoint_utils
+path, data, arrays, out = sys.argv[1:]
+(model,), _, task = checkpoint_utils.load_model_ensemble_and_task([path], arg_overrides={"data": data})
+with np.load(arrays) as file:
+    source, previous = (torch.from_numpy(file[name]).long() for name in ("source", "previous"))
+with torch.no_grad():
+    logits, _ = model.eval()(source, (source != 1).sum(1), previous)
+np.save(out, logits.numpy())
+"""
+
+
+@live
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "pre_norm"), [("all", False), ("decoder", True), ("none", True)])
+def test_fairseq_loads_what_we_write_and_has_the_same_logits(tmp_path, share, pre_norm):
+    arch = Architecture(24, 40, 3, 1, 2, pre_norm=pre_norm, share_embeddings=share, max_positions=50)
+    count = (30, 30) if share == "all" else (30, 20)
+    torch.manual_seed(0)
+    model = Transformer(arch, *count).eval()
+    for parameter in model.parameters():  # norms and biases that are not 1 and 0
+        torch.nn.init.normal_(parameter, std=0.3)
+    data_of(count, tmp_path / "data")
+    path = tmp_path / "model.pt"
+    path.write_bytes(fairseq.write_checkpoint(model, model.state_dict(), 5, source_lang="en", target_lang="de"))
+    source = torch.tensor([[5, 29, 7, 3, EOS], [PAD, PAD, 6, 9, EOS]])
+    previous = torch.tensor([[EOS, 4, 19], [EOS, 8, PAD]])
+    np.savez(tmp_path / "batch.npz", source=source.numpy(), previous=previous.numpy())
+    with_fairseq(THEIR_LOGITS, path, tmp_path / "data", tmp_path / "batch.npz", tmp_path / "logits.npy")
+    theirs, real = torch.from_numpy(np.load(tmp_path / "logits.npy")), previous != PAD
+    torch.testing.assert_close(model(source, previous)[real], theirs[real], rtol=1e-5, atol=1e-5)
+
+
+@live
+@pytest.mark.slow
+def test_fairseq_generate_finds_our_hypotheses_with_our_checkpoint(tmp_path):
+    settings, weights = fairseq.read_checkpoint((GOLDEN / "trained.pt").read_bytes(), "trained.pt")
+    model = Transformer(fairseq.architecture(settings, weights, "trained.pt"), 64, 64).eval()
+    fairseq.load_weights(model, weights, "trained.pt")
+    torch.manual_seed(0)
+    with torch.no_grad():  # other weights than the golden ones
+        for parameter in model.parameters():
+            parameter += 0.03 * torch.randn_like(parameter)
+    content = fairseq.write_checkpoint(model, model.state_dict(), 400, source_lang="en", target_lang="de")
+    (tmp_path / "model.pt").write_bytes(content)
+    shutil.copytree(GOLDEN / "joint", tmp_path / "joint")
+    beam, penalty = 4, 0.6
+    flags = f"--gen-subset test --beam {beam} --nbest {beam} --lenpen {penalty} --max-len-a 1.2 --max-len-b 10 "
+    flags += "--batch-size 12 --required-batch-size-multiple 1 --cpu --num-workers 0 --no-progress-bar"
+    command = [PYTHON.parent / "fairseq-generate", tmp_path / "joint", "--path", tmp_path / "model.pt", *flags.split()]
+    result = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert result.returncode == 0, result.stderr
+    theirs: dict[int, list[tuple[float, str]]] = {}
+    for kind, score, sentence in re.findall(r"^H-(\d+)\t(\S+)\t(.*)$", result.stdout, re.MULTILINE):
+        theirs.setdefault(int(kind), []).append((float(score), sentence))
+
+    pairs = wmt.open_pairs(GOLDEN / "joint", "test")
+    width = int(pairs.lengths[:, 0].max())
+    source = torch.from_numpy(pairs.batch(np.arange(len(pairs)), (width, 30))["source"])
+    most = int(1.2 * width + 10)  # one limit for all, as fairseq has it
+    limit = torch.full((len(pairs),), most, dtype=torch.int32)
+    tokens, scores = beam_search.search(model, source, limit, beam, most + 1, penalty)
+    assert len(theirs) == len(pairs) == 12
+    for index in range(len(pairs)):
+        assert [sentence for _, sentence in theirs[index]] == [pairs.decode(one) for one in tokens[index].tolist()]
+        for (theirs_score, _), score in zip(theirs[index], scores[index].tolist(), strict=True):
+            assert theirs_score == pytest.approx(score / math.log(2), abs=1e-4)
+    recorded = {index: row[1] for index, row in printed("H").items()}
+    assert any(theirs[index][0][1] != recorded[index] for index in recorded), "the weights are others"
+
+
+THEIR_IDS = """
+import sys
+import numpy as np
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
+folder, out = sys.argv[1:]
+config = TranslationConfig(data=folder, source_lang="en", target_lang="de", dataset_impl=None, train_subset="train")
+config.required_seq_len_multiple = 1
+task = TranslationTask.setup_task(config)
+arrays = {}
+for split in ("train", "valid", "test"):
+    task.load_dataset(split)
+    data = task.dataset(split)
+    for name, side in (("source", data.src), ("target", data.tgt)):
+        arrays[f"{split}.{name}"] = np.concatenate([side[index].numpy() for index in range(len(side))])
+    arrays[f"{split}.sizes"] = np.stack([data.src_sizes, data.tgt_sizes], 1)
+arrays["symbols"] = np.array(task.source_dictionary.symbols)
+arrays["target_symbols"] = np.array(task.target_dictionary.symbols)
+sentence = task.target_dictionary.string(data.tgt[0], "sentencepiece")
+arrays["decoded"] = np.array(sentence)
+np.savez(out, **arrays)
+"""
+
+
+@live
+@pytest.mark.slow
+def test_fairseq_reads_what_make_data_prepares(tmp_path):
+    prepare_wmt.prepare(GOLDEN / "text", tmp_path / "prepared", vocabulary=160, ratio=0, workers=1)
+    with_fairseq(THEIR_IDS, tmp_path / "prepared", tmp_path / "ids.npz")
+    with np.load(tmp_path / "ids.npz") as file:
+        theirs = dict(file)
+    for split in ("train", "valid", "test"):
+        pairs = wmt.open_pairs(tmp_path / "prepared", split)
+        assert len(pairs) == {"train": 200, "valid": 20, "test": 12}[split]
+        np.testing.assert_array_equal(theirs[f"{split}.sizes"], pairs.lengths)
+        longest = pairs.lengths.max(0)
+        batch = pairs.batch(np.arange(len(pairs)), tuple(longest.tolist()))
+        for name in ("source", "target"):
+            np.testing.assert_array_equal(batch[name][batch[name] != PAD], theirs[f"{split}.{name}"])
+    for name, dictionary in (("symbols", pairs.source_dictionary), ("target_symbols", pairs.target_dictionary)):
+        assert theirs[name].tolist() == dictionary.symbols
+    assert str(theirs["decoded"]) == pairs.decode(batch["target"][0]) == lines("text/test.de")[0]
+
+
+THEIR_ARCHITECTURES = """
+import argparse, json, sys
+import torch
+from fairseq.data import Dictionary
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+words = Dictionary()
+for number in range(32768 - 4):
+    words.add_symbol(f"w{number}")
+found = {}
+for name in sys.argv[2:]:
+    args = argparse.Namespace(arch=name, share_all_embeddings=True)
+    ARCH_CONFIG_REGISTRY[name](args)
+    task = argparse.Namespace(source_dictionary=words, target_dictionary=words)
+    with torch.device("meta"):
+        model = ARCH_MODEL_REGISTRY[name].build_model(args, task)
+    settings = {key: value for key, value in vars(args).items() if isinstance(value, int | float | str | None)}
+    shapes = {key: list(value.shape) for key, value in model.state_dict().items()}
+    found[name] = {"settings": settings, "shapes": shapes, "count": sum(p.numel() for p in model.parameters())}
+with open(sys.argv[1], "w") as file:
+    json.dump(found, file)
+"""
+
+
+@live
+@pytest.mark.slow
+def test_architectures_are_fairseqs_of_the_same_names(tmp_path):
+    names = [name for name in ARCHITECTURES if name not in ("transformer_small", "transformer_tiny")]
+    with_fairseq(THEIR_ARCHITECTURES, tmp_path / "found.json", *names)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert set(found) == set(names)
+    for name, theirs in found.items():
+        assert fairseq.architecture(theirs["settings"], theirs["shapes"], name) == ARCHITECTURES[name]
+        with torch.device("meta"):
+            model = Transformer(ARCHITECTURES[name], 32_768, 32_768)
+        assert sum(parameter.numel() for parameter in model.parameters()) == theirs["count"]
+        no_weights = re.compile(r"\.version$|_float_tensor$")
+        shapes = {key: shape for key, shape in theirs["shapes"].items() if not no_weights.search(key)}
+        assert {key: list(value.shape) for key, value in model.state_dict().items()} == shapes

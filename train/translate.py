@@ -152,6 +152,8 @@ def main(config: Config) -> None:
     for field in ("batch_tokens", "beam"):
         if getattr(config, field) < 1:
             raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least 1")
+    if list(config.lengths) != sorted(set(config.lengths)) or min(config.lengths, default=2) < 2:
+        raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 2")
     mesh = device.setup(0, config.precision, config.strict)
     model, text = load(config.model_dir, mesh)
     try:

@@ -1,0 +1,341 @@
+"""models/transformer.py against what fairseq computed (golden files), eagerly and on four XLA devices."""
+
+import copy
+import json
+import re
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch_xla.distributed.spmd as xs
+from torch import Tensor
+
+from data import wmt
+from models import fairseq
+from models.transformer import ARCHITECTURES, EOS, PAD, Architecture, Transformer, label_smoothed, sinusoids
+from train import transformer
+from train.common import device
+
+GOLDEN = Path(__file__).parent / "fairseq_reference/golden"
+WORDS = {"initial": (64, 64), "trained": (64, 64), "prenorm": (24, 40)}
+STEPS = json.loads((GOLDEN / "numbers.json").read_text())["ten_steps"]
+CONFIG = transformer.Config(lr=5e-3, warmup_updates=4, label_smoothing=0.1, precision="float32")
+ADAM = transformer.ADAM | {"eps": 1e-9}  # of the recording
+SMALL = Architecture(dim=16, ffn_dim=32, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0, max_positions=40)
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, np.ndarray]:
+    with np.load(GOLDEN / "arrays.npz") as arrays:
+        return dict(arrays)
+
+
+def load(name: str) -> Transformer:
+    path = GOLDEN / f"{name}.pt"
+    settings, weights = fairseq.read_checkpoint(path.read_bytes(), name)
+    model = Transformer(fairseq.architecture(settings, weights, name), *WORDS[name])
+    fairseq.load_weights(model, weights, name)
+    return model
+
+
+def step_batch(golden: dict[str, np.ndarray], number: int) -> dict[str, Tensor]:
+    return {part: torch.from_numpy(golden[f"step{number}.{part}"]) for part in ("source", "previous", "target")}
+
+
+def sides(golden: dict[str, np.ndarray], name: str, side: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(source, previous, fairseq's logits, where previous has a token)."""
+    previous = torch.from_numpy(golden[f"{name}.previous"])
+    source, logits = (torch.from_numpy(golden[f"{name}.{side}.{part}"]) for part in ("source", "logits"))
+    return source, previous, logits, previous != PAD
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", WORDS)
+def test_logits_equal_fairseqs(golden, name, side):
+    source, previous, expected, real = sides(golden, name, side)
+    got = load(name).eval()(source, previous)
+    assert got.shape == expected.shape and got.dtype == torch.float32
+    torch.testing.assert_close(got[real], expected[real], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_logits_on_xla_equal_fairseqs(mesh, golden, name):
+    model = device.to_device(load(name).eval(), mesh)
+    forward = device.compiled(lambda source, previous: model(source, previous), mesh, 2)
+    for side in ("left", "right"):
+        source, previous, expected, real = sides(golden, name, side)
+        got = forward(source.to(mesh.device), previous.to(mesh.device)).cpu()
+        torch.testing.assert_close(got[real], expected[real], rtol=0, atol=1e-5)
+
+
+def test_ten_steps_give_fairseqs_losses_gradients_and_learning_rates(golden):
+    model = load("initial").train()
+    optimizer = torch.optim.Adam(model.parameters(), **ADAM)
+    for number, expected in enumerate(STEPS):
+        batch = step_batch(golden, number)
+        rate = transformer.learning_rate(CONFIG, number)
+        assert rate == pytest.approx(expected["learning_rate"], rel=1e-12)
+        optimizer.param_groups[0]["lr"] = rate
+        sums = label_smoothed(model(batch["source"], batch["previous"]), batch["target"], CONFIG.label_smoothing)
+        assert sums["tokens"] == expected["tokens"]
+        # fairseq's Adam adds eps before it corrects the bias of the second moment, torch's after: in step n fairseq's
+        # eps is (1 - 0.98 ** n) ** -0.5 times torch's, 7 times at first. Beside gradients of 2e-3 that is nothing: the
+        # losses differ by 1e-7 with either, by 1e-5 with an eps of 1e-6.
+        assert sums["loss"].item() == pytest.approx(expected["loss_sum"], rel=2e-6)
+        assert sums["nll"].item() == pytest.approx(expected["nll_sum"], rel=2e-6)
+        optimizer.zero_grad()
+        (sums["loss"] / sums["tokens"]).backward()
+        norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+        assert norm.item() == pytest.approx(expected["gradient_norm"], rel=1e-5)
+        optimizer.step()
+
+
+def test_ten_compiled_train_steps_on_four_devices_give_fairseqs_losses(mesh, golden):
+    assert mesh.num_devices == 4
+    model = device.to_device(load("initial").train(), mesh)
+    optimizer = torch.optim.Adam(model.parameters(), **ADAM, foreach=False)
+    device.init_optimizer_state(optimizer, mesh)
+    step = device.compiled(transformer.train_step, mesh)  # one shape, strict
+    for number, expected in enumerate(STEPS):
+        batch = {}
+        for part, value in step_batch(golden, number).items():
+            extra = 24 - value.shape[1]
+            wide = torch.nn.functional.pad(value, (extra, 0) if part == "source" else (0, extra), value=PAD)
+            batch[part] = wide.to(mesh.device)
+            xs.mark_sharding(batch[part], mesh.spmd, ("data", None))
+        device.set_lr(optimizer, transformer.learning_rate(CONFIG, number))
+        means = {key: value.item() for key, value in step(model, optimizer, batch, CONFIG, mesh).items()}
+        assert means["loss"] == pytest.approx(expected["loss_sum"] / expected["tokens"], rel=2e-6)
+        assert means["nll"] == pytest.approx(expected["nll_sum"] / expected["tokens"], rel=2e-6)
+    weights = (model.encoder.embed_tokens, model.decoder.embed_tokens, model.decoder.output_projection)
+    assert len({id(module.weight) for module in weights}) == 1
+
+
+def test_our_reader_gives_fairseqs_batches(golden):
+    pairs = wmt.open_pairs(GOLDEN / "joint", "train")
+    assert len(pairs) == 200 and len(pairs.source_dictionary) == 64
+    assert pairs.source_dictionary is pairs.target_dictionary
+    for number in range(10):
+        expected = step_batch(golden, number)
+        source, target = expected["source"].shape[1], expected["target"].shape[1]
+        ours = pairs.batch(np.arange(16 * number, 16 * number + 16), (source, target))
+
+        def rows(batch: dict) -> list:
+            # fairseq sorts a batch by length and pads the source at the left.
+            parts = [np.asarray(batch[part]) for part in ("source", "previous", "target")]
+            return sorted([part[part != PAD].tolist() for part in row] for row in zip(*parts, strict=True))
+
+        assert rows(ours) == rows(expected)
+        # Without the sorting, place by place.
+        order = [rows_of.tolist() for rows_of in ours["target"]]
+        assert sorted(order) == sorted(expected["target"].tolist())
+        assert sorted(ours["previous"].tolist()) == sorted(expected["previous"].tolist())
+
+
+def test_our_reader_gives_fairseqs_sentences_in_the_order_of_their_numbers(golden):
+    pairs = wmt.open_pairs(GOLDEN / "joint", "test")
+    source = golden["search.source"]
+    batch = pairs.batch(golden["search.index"].astype(np.int64), (source.shape[1], 30))
+    for ours, theirs in zip(batch["source"], source, strict=True):
+        assert ours[ours != PAD].tolist() == theirs[theirs != PAD].tolist()
+    lines = (GOLDEN / "text/test.en").read_text(encoding="utf-8").splitlines()
+    encoded = pairs.encode(lines)
+    for index, theirs in zip(golden["search.index"], source, strict=True):
+        assert encoded[index].tolist() == theirs[theirs != PAD].tolist()
+
+
+@pytest.mark.parametrize("name", ["trained", "prenorm"])
+def test_packed_rows_have_the_logits_of_separate_rows(name):
+    model = load(name).double().eval()
+    generator = np.random.default_rng(0)
+    source_words, target_words = WORDS[name]
+    sizes = [[(3, 5), (4, 2), (6, 6)], [(7, 1), (2, 9)], [(12, 14)]]  # of the pairs in each row, without EOS
+    width = 20
+    packed = {part: torch.full((3, width), PAD) for part in ("source", "previous")}
+    segments = {part: torch.zeros(3, width, dtype=torch.int32) for part in packed}
+    for row, pairs in enumerate(sizes):
+        used = {"source": 0, "previous": 0}
+        for number, (source_size, target_size) in enumerate(pairs, 1):
+            source = [*generator.integers(4, source_words, source_size), EOS]
+            previous = [EOS, *generator.integers(4, target_words, target_size)]
+            for part, tokens in (("source", source), ("previous", previous)):
+                places = slice(used[part], used[part] + len(tokens))
+                packed[part][row, places] = torch.tensor(tokens)
+                segments[part][row, places] = number
+                used[part] = places.stop
+    got = model(packed["source"], packed["previous"], segments["source"], segments["previous"])
+    compared = 0
+    for row, pairs in enumerate(sizes):
+        for number in range(1, len(pairs) + 1):
+            source, previous = (packed[part][row][segments[part][row] == number][None] for part in packed)
+            alone = model(source, previous)[0]
+            torch.testing.assert_close(got[row][segments["previous"][row] == number], alone, rtol=0, atol=1e-10)
+            compared += len(alone)
+    assert compared == (packed["previous"] != PAD).sum()
+    unlike = model(packed["source"], packed["previous"])
+    assert (unlike - got)[packed["previous"] != PAD].abs().max() > 0.1, "segments matter"
+
+
+def test_a_word_sees_only_the_words_before_it():
+    torch.manual_seed(0)
+    model, source = Transformer(SMALL, 30, 30).eval(), torch.tensor([[5, 6, 7, EOS]])
+    previous = torch.tensor([[EOS, 4, 9, 8, 7, 6]])
+    other = previous.clone()
+    other[0, 3] = 20
+    difference = (model(source, previous) - model(source, other)).abs().amax(2)[0]
+    assert not difference[:3].any() and (difference[3:] > 1e-4).all()
+    source[0, 3] = 9
+    assert ((model(source, previous) - model(torch.tensor([[5, 6, 7, EOS]]), previous)).abs().amax(2) > 1e-4).all()
+
+
+def test_a_batch_with_empty_rows_has_finite_losses_and_gradients():
+    torch.manual_seed(0)
+    model = Transformer(SMALL, 30, 30)
+    source = torch.tensor([[5, 6, EOS], [PAD, PAD, PAD]])
+    previous, target = torch.tensor([[EOS, 4], [PAD, PAD]]), torch.tensor([[4, EOS], [PAD, PAD]])
+    sums = label_smoothed(model(source, previous), target, 0.1)
+    alone = label_smoothed(model(source[:1], previous[:1]), target[:1], 0.1)
+    for name, value in alone.items():
+        torch.testing.assert_close(sums[name], value)
+    sums["loss"].backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    nothing = label_smoothed(model(source[1:], previous[1:]), target[1:], 0.1)
+    assert all(value == 0 for value in nothing.values())
+
+
+def test_sentences_longer_than_the_positions_are_refused():
+    model = Transformer(SMALL, 30, 30).eval()
+    fits, too_long = torch.full((1, 40), 5), torch.full((1, 41), 5)
+    assert model(fits, fits).isfinite().all()
+    for source, previous in ((too_long, fits), (fits, too_long)):
+        with pytest.raises(ValueError, match="41 tokens a sentence; the model has 40 positions"):
+            model(source, previous)
+
+
+def test_positions_are_the_papers():
+    table = sinusoids(50, 8)
+    assert table.shape == (50, 8) and not table[PAD].any()
+    for position in (0, 2, 49):
+        for i in range(4):
+            angle = position / 10000 ** (i / 3)
+            assert table[position, i].item() == pytest.approx(np.sin(angle), abs=1e-5)
+            assert table[position, 4 + i].item() == pytest.approx(np.cos(angle), abs=1e-5)
+    assert sinusoids(5, 7).shape == (5, 7)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(smoothing, dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(3, 6, 11, generator=generator)).to(dtype)
+    logits[0] += 1000  # exp would overflow
+    target = torch.randint(2, 11, (3, 6), generator=generator, dtype=torch.int32)
+    target[1, 2:] = PAD
+    target[2] = PAD
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    got = label_smoothed(ours, target, smoothing)
+    # fairseq/criterions/label_smoothed_cross_entropy.py, label_smoothed_nll_loss
+    log_probabilities = theirs.double().log_softmax(-1)
+    nll = -log_probabilities.gather(-1, target.long()[..., None])
+    smooth = -log_probabilities.sum(-1, keepdim=True)
+    pad_mask = (target == PAD)[..., None]
+    nll, smooth = (value.masked_fill(pad_mask, 0.0).sum() for value in (nll, smooth))
+    eps = smoothing / (11 - 1)
+    expected = (1.0 - smoothing - eps) * nll + eps * smooth
+    assert got["tokens"] == 8
+    torch.testing.assert_close(got["loss"].double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(got["nll"].double(), nll, rtol=1e-5, atol=1e-4)
+    got["loss"].backward()
+    expected.backward()
+    tolerance = 1e-4 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance)
+    assert ours.grad.dtype == dtype and not ours.grad[2].any()
+
+
+def parameters(words: int, dim: int, ffn: int, encoder: int, decoder: int, pre_norm: bool) -> int:
+    """By hand, with all embeddings shared."""
+    attention, feed_forward, norm = 4 * (dim * dim + dim), 2 * dim * ffn + ffn + dim, 2 * dim
+    layers = encoder * (attention + feed_forward + 2 * norm) + decoder * (2 * attention + feed_forward + 3 * norm)
+    return words * dim + layers + 2 * norm * pre_norm
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "count"),
+    [
+        ("transformer_iwslt_de_en", (512, 1024, 6, 6, False), 48_320_512),
+        ("transformer_wmt_en_de", (512, 2048, 6, 6, False), 60_915_712),
+        ("transformer_vaswani_wmt_en_de_big", (1024, 4096, 6, 6, False), 209_911_808),
+        ("transformer_wmt_en_de_big", (1024, 4096, 6, 6, False), 209_911_808),
+        ("transformer_wmt_en_de_big_t2t", (1024, 4096, 6, 6, True), 209_915_904),
+    ],
+)
+def test_sizes_are_fairseqs(name, sizes, count):
+    # 32,768 words in one dictionary.
+    assert parameters(32_768, *sizes) == count
+    with torch.device("meta"):
+        model = Transformer(ARCHITECTURES[name], 32_768, 32_768)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+def test_embeddings_are_shared_as_asked():
+    def tables(model: Transformer) -> list[int]:
+        modules = (model.encoder.embed_tokens, model.decoder.embed_tokens, model.decoder.output_projection)
+        return [id(module.weight) for module in modules]
+
+    for share, different in {"all": 1, "decoder": 2, "none": 3}.items():
+        model = Transformer(replace(SMALL, share_embeddings=share), 30, 30)
+        assert len(set(tables(model))) == different
+        moved = copy.deepcopy(model).double()
+        assert len(set(tables(moved))) == different
+    assert Transformer(replace(SMALL, share_embeddings="decoder"), 30, 20)(
+        torch.tensor([[29, EOS]]), torch.tensor([[EOS, 19]])
+    ).shape == (1, 2, 20)
+    with pytest.raises(ValueError, match="dictionaries of 30 and 20 words cannot share embeddings"):
+        Transformer(SMALL, 30, 20)
+
+
+def test_weights_start_as_fairseqs():
+    # Each kind of tensor, over all layers: mean, spread and largest.
+    torch.manual_seed(0)
+    theirs = load("initial")
+    ours = Transformer(theirs.arch, 64, 64)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    kinds = defaultdict(lambda: ([], []))
+    for place, model in enumerate((ours, theirs)):
+        for name, value in model.state_dict().items():
+            kinds[re.sub(r"\.layers\.\d+", "", name)][place].append(value.flatten())
+    for name, pair in kinds.items():
+        own, other = (torch.cat(values) for values in pair)
+        # 64 values of a uniform distribution, and up to 8,192: 5 standard errors.
+        error = 5 / len(own) ** 0.5
+        torch.testing.assert_close(own.mean(), other.mean(), rtol=0, atol=2 * error * other.std().item(), msg=name)
+        torch.testing.assert_close(own.std(), other.std(), rtol=error, atol=0, msg=name)
+    assert not ours.encoder.embed_tokens.weight[PAD].any()
+
+
+@pytest.mark.parametrize("name", ["trained", "prenorm"])
+def test_bfloat16_stays_near_float32(golden, name):
+    source, previous, expected, real = sides(golden, name, "left")
+    model = load(name).eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = model(source, previous)
+        loss = label_smoothed(got, torch.where(real, 4, PAD), 0.1)["loss"]
+    assert got.dtype == torch.bfloat16 and loss.dtype == torch.float32
+    error = (got.float() - expected)[real].norm() / expected[real].norm()
+    assert 1e-4 < error < 0.02
+
+
+def test_dropout_is_where_fairseq_has_it():
+    torch.manual_seed(0)
+    source, previous = torch.tensor([[5, 6, 7, EOS]]), torch.tensor([[EOS, 4, 9]])
+    for kind in ("dropout", "attention_dropout", "activation_dropout"):
+        arch = replace(SMALL, **{kind: 0.5})
+        model = Transformer(arch, 30, 30)
+        assert (model(source, previous) - model(source, previous)).abs().max() > 1e-3
+        model.eval()
+        assert torch.equal(model(source, previous), model(source, previous))
+    model = Transformer(SMALL, 30, 30).train()
+    assert torch.equal(model(source, previous), model(source, previous))
