@@ -44,6 +44,9 @@ def start(model: Transformer, source: Tensor, beam: int, max_length: int) -> tup
         max_length: most words of a hypothesis, its EOS included.
     """
     batch, device = len(source), source.device
+    longest = model.arch.max_positions
+    if max_length > longest:  # a compiler would clamp the position and say nothing
+        raise ValueError(f"hypotheses of {max_length} words; the model has {longest} positions")
     memory, mask = model.encode(source)
     reads = {"memory_mask": mask}
     empty = (source == PAD).all(1)
