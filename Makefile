@@ -6,12 +6,15 @@ VENV   ?= .venv
 SCRIPT_resnet50 := resnet50
 SCRIPT_dlrm     := dlrm
 SCRIPT_transformer := transformer
+ENCODERS := bert distilbert roberta xlnet fairseq-roberta
+$(foreach model,$(ENCODERS),$(eval SCRIPT_$(model) := $(if $(filter pretrain,$(TASK)),pretrain,glue)))
 MODELS := $(patsubst SCRIPT_%,%,$(filter SCRIPT_%,$(.VARIABLES)))
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
 # Data sets that are prepared before training, and their programs.
 DATASET_criteo := prepare_criteo
 DATASET_wmt18  := prepare_wmt
+DATASET_text   := prepare_text
 DATASETS := $(patsubst DATASET_%,%,$(filter DATASET_%,$(.VARIABLES)))
 
 # Without DATA a run is a trial: the small preset on synthetic data. With it, the recipe that most people can run.
@@ -68,7 +71,8 @@ check-model:
 		'TPU VM and run `make train MODEL=$(MODEL) DATA=...` there' >&2; exit 2; }
 
 train: check-model $(INSTALLED)
-	$(RUN) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(DATA),--data "$(DATA)") $(if $(NAME),--name "$(NAME)") $(ARGS)
+	$(RUN) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) \
+		$(if $(filter-out pretrain,$(TASK)),--task $(TASK))) $(if $(DATA),--data "$(DATA)") $(if $(NAME),--name "$(NAME)") $(ARGS)
 
 # Checked before anything is installed.
 check-data:

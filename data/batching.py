@@ -46,7 +46,7 @@ class Buckets:
     """
 
     def __init__(self, lengths: np.ndarray, shapes: Sequence[Shape]):
-        lengths = _checked_lengths(lengths)
+        self._lengths = lengths = _checked_lengths(lengths)
         self.shapes = _checked_shapes(shapes, lengths.shape[1])
         bucket = np.full(len(lengths), -1, np.int16)
         # The longest rows first, so that the shortest that holds an example is the last to claim it.
@@ -75,11 +75,14 @@ class Buckets:
     def epoch(self, rng: np.random.Generator | None) -> Sequence[tuple[np.ndarray, Shape]]:
         """(int64 [batch], (length_1, …, length_k)) each: examples permuted within their bucket, and all batches.
 
-        Without `rng` both are in order, bucket by bucket. The batches are made when they are asked for.
+        Without `rng` bucket by bucket, and within a bucket by length: what runs until the last sentence of a batch is
+        finished wants sentences of like length. The batches are made when they are asked for.
         """
-        members, order = self._members, np.arange(len(self))
-        if rng is not None:
-            members, order = [rng.permutation(indices) for indices in members], rng.permutation(order)
+        order = np.arange(len(self))
+        if rng is None:
+            members = [indices[self._lengths[indices].sum(1).argsort(kind="stable")] for indices in self._members]
+        else:
+            members, order = [rng.permutation(indices) for indices in self._members], rng.permutation(order)
 
         def batch(number: int) -> tuple[np.ndarray, Shape]:
             bucket = int(np.searchsorted(self._ends, number, side="right"))

@@ -7,6 +7,9 @@ program that ends when its last sentence does.
 Hypotheses are not copied when beams change places. Slot (t, k) of the cache keeps what beam k wrote at time t, and each
 hypothesis has a list of its ancestors, the slots that its words are in: the others are masked in its attention. A step
 writes one column and moves nothing else (fairseq's generator copies all keys and values in each step).
+
+What a step costs grows with the length of the cache, most of which short sentences never fill: `search` begins with one
+of FIRST_LENGTH words and enlarges it as long as a sentence is not finished; each length is a loop of its own.
 """
 
 import math
@@ -19,6 +22,7 @@ from models.layers import MASKED
 from models.transformer import EOS, PAD, Transformer, score_mask
 
 State = dict[str, Tensor]
+FIRST_LENGTH = 16  # words that the cache of a search holds at first
 CHUNK = 128  # scores whose maximum stands for them in `top_k`; a row of a TPU's registers
 
 
@@ -44,9 +48,6 @@ def start(model: Transformer, source: Tensor, beam: int, max_length: int) -> tup
         max_length: most words of a hypothesis, its EOS included.
     """
     batch, device = len(source), source.device
-    longest = model.arch.max_positions
-    if max_length > longest:  # a compiler would clamp the position and say nothing
-        raise ValueError(f"hypotheses of {max_length} words; the model has {longest} positions")
     memory, mask = model.encode(source)
     reads = {"memory_mask": mask}
     empty = (source == PAD).all(1)
@@ -67,7 +68,7 @@ def start(model: Transformer, source: Tensor, beam: int, max_length: int) -> tup
     heads = model.arch.heads
     for i, layer in enumerate(model.decoder.layers):
         reads[f"memory_keys.{i}"], reads[f"memory_values.{i}"] = layer.encoder_attn.keys_and_values(memory)
-        shape = (batch, max_length, beam, heads, model.arch.dim // heads)
+        shape = (batch, heads, max_length, beam, model.arch.dim // heads)
         for name in ("keys", "values"):
             state[f"{name}.{i}"] = torch.zeros(shape, dtype=memory.dtype, device=device)
     return state, reads
@@ -98,8 +99,10 @@ def step(model: Transformer, state: State, reads: State, length_penalty: float) 
 
         def attend_to_history(y: Tensor, i: int = i, attention=layer.self_attn) -> Tensor:
             for name, value in zip(("keys", "values"), attention.keys_and_values(y), strict=True):
-                new[f"{name}.{i}"] = state[f"{name}.{i}"].index_copy(1, column, value[:, None])
-            return attention.attend(y, new[f"keys.{i}"].flatten(1, 2), new[f"values.{i}"].flatten(1, 2), mask)
+                written = value.transpose(1, 2)[:, :, None]
+                new[f"{name}.{i}"] = state[f"{name}.{i}"].index_copy(2, column, written)
+            keys, values = (new[f"{name}.{i}"].flatten(2, 3).transpose(1, 2) for name in ("keys", "values"))
+            return attention.attend(y, keys, values, mask)
 
         def attend_to_source(y: Tensor, i: int = i, attention=layer.encoder_attn) -> Tensor:
             return attention.attend(y, reads[f"memory_keys.{i}"], reads[f"memory_values.{i}"], reads["memory_mask"])
@@ -150,6 +153,17 @@ def step(model: Transformer, state: State, reads: State, length_penalty: float) 
     return new
 
 
+def grown(state: State, max_length: int) -> State:
+    """The same state with places for `max_length` words a hypothesis; it runs where a sentence is not finished."""
+    new = dict(state)
+    for name, tensor in state.items():
+        if name in ("tokens", "finished_tokens", "ancestors") or name.startswith(("keys.", "values.")):
+            padding = [0, 0] * (tensor.dim() - 3) + [0, max_length - tensor.shape[2]]  # words are dimension 2 of all
+            new[name] = torch.nn.functional.pad(tensor, padding, value=PAD if name.endswith("tokens") else 0)
+    new["running"] = (state["finished"] < state["tokens"].shape[1]).any()
+    return new
+
+
 @torch.no_grad()
 def search(
     model: Transformer,
@@ -169,13 +183,21 @@ def search(
         loop: runs `step` with this model and length_penalty until the state no longer is "running"; None: a Python
             loop, which reads that in every round, for devices that run operation by operation.
     """
-    state, reads = start(model, source, beam, max_length)
+    if max_length > model.arch.max_positions:  # a compiler would clamp the position and say nothing
+        raise ValueError(f"hypotheses of {max_length} words; the model has {model.arch.max_positions} positions")
+    length = min(FIRST_LENGTH, max_length)
+    state, reads = start(model, source, beam, length)
     reads["limit"] = limit
-    if loop is not None:
-        state = loop(state, reads)
-    else:
-        while bool(state["running"]):
-            state = step(model, state, reads, length_penalty)
+    while True:
+        if loop is not None:
+            state = loop(state, reads)
+        else:
+            while bool(state["running"]):
+                state = step(model, state, reads, length_penalty)
+        if length == max_length:
+            break
+        length = 2 * length if 3 * length < max_length else max_length  # a loop for a few words more is not worth it
+        state = grown(state, length)
     # Candidates carry the words of the place that they took over: past their EOS, and where no hypothesis has ended.
     tokens, scores = state["finished_tokens"], state["finished_scores"]
     ended = (tokens == EOS).int().cumsum(2) - (tokens == EOS).int() > 0

@@ -1,8 +1,8 @@
 """Layers in the forms that the TPU's compiler rewards, for the Transformer models; plain PyTorch on any device.
 
 Every layer computes in the type of its input: parameters stay float32 and are cast where they are used, so that a model
-chooses its precision once, where the embeddings enter (`compute_dtype`). The figures are libtpu 0.0.51's estimates of
-whole training steps on one v5e chip.
+chooses its precision once, where embeddings or their norm enter (`compute_dtype`). The figures are libtpu 0.0.51's
+estimates of whole training steps on one v5e chip.
 """
 
 import torch
@@ -20,70 +20,69 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [B, T, I] times weight [O, I] transposed, plus bias [O]: [B, T, O] of x's type.
+    """x [B, T, I] or [B, I] times weight [O, I] transposed, plus bias [O]: [B, T, O] or [B, O] of x's type.
 
     `F.linear` on three dimensions becomes a product of two, whose reshapes cost a copy each: `torch.einsum` becomes one
     dot_general, with no copies (21 of the 23 million cycles of copies of a BERT-base step).
     """
-    y = torch.einsum("bti,oi->bto", x, weight.to(x.dtype))
+    y = torch.einsum("bti,oi->bto" if x.dim() == 3 else "bi,oi->bo", x, weight.to(x.dtype))
     return y if bias is None else y + bias.to(x.dtype)
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` on [B, T, I], see `linear`."""
+    """`nn.Linear` on [B, T, I] or [B, I], see `linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` over the last dimension that computes in float32 and returns the type of its input.
+    """`nn.LayerNorm` over the last dimension that computes in float32 and returns `compute_dtype`.
 
     Under autocast the native one returns float32, and the residual stream is kept in it for the backward pass.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type in NATIVE_DEVICES and x.dtype == self.weight.dtype:
+        if x.device.type in NATIVE_DEVICES and x.dtype == self.weight.dtype == compute_dtype(x):
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         centred = wide - wide.mean(-1, keepdim=True)
         variance = centred.square().mean(-1, keepdim=True)
-        return (centred * torch.rsqrt(variance + self.eps) * self.weight + self.bias).to(x.dtype)
+        return (centred * torch.rsqrt(variance + self.eps) * self.weight + self.bias).to(compute_dtype(x))
 
 
 class AttentionCore(torch.autograd.Function):
-    """softmax(q k' + mask), dropout, times v; keeps one tensor of scores for the backward pass.
+    """softmax(scores + mask), dropout, times v; keeps one tensor of scores for the backward pass.
 
     Usual attention keeps three: the softmax in float32, the dropout mask and the dropped weights. Here the sign of one
-    tensor in q's type says whether dropout kept (+) or dropped (-) a weight. Exact in float64 against autograd; where
+    tensor in v's type says whether dropout kept (+) or dropped (-) a weight. Exact in float64 against autograd; where
     a weight rounds to 0 in bfloat16 its sign is lost, and with it nothing but its share of a gradient that rounds to 0.
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float) -> Tensor:
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k)
-        weights = torch.softmax(scores.to(torch.promote_types(q.dtype, torch.float32)) + mask, -1)
+    def forward(ctx, scores: Tensor, v: Tensor, mask: Tensor, dropout: float) -> Tensor:
+        """scores [B, H, Tq, Tk], v [B, Tk, H, D], mask as in `attention`: [B, Tq, H, D]."""
+        weights = torch.softmax(scores.to(torch.promote_types(v.dtype, torch.float32)) + mask, -1)
         if dropout:
             # Drawn transposed: otherwise the TPU copies the random bits to another layout (31M cycles of BERT's step).
             batch, heads, queries, keys = weights.shape
-            drawn = torch.rand(batch, heads, keys, queries, device=q.device).transpose(-1, -2)
+            drawn = torch.rand(batch, heads, keys, queries, device=v.device).transpose(-1, -2)
             weights = torch.where(drawn >= dropout, weights, -weights)
-        signed = weights.to(q.dtype)
-        ctx.save_for_backward(q, k, v, signed)
+        signed = weights.to(v.dtype)
+        ctx.save_for_backward(v, signed)
         ctx.scale = 1 / (1 - dropout)
         return torch.einsum("bhqk,bkhd->bqhd", signed.clamp(min=0) * ctx.scale, v)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, signed = ctx.saved_tensors
-        wide = torch.promote_types(q.dtype, torch.float32)
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        v, signed = ctx.saved_tensors
+        wide = torch.promote_types(v.dtype, torch.float32)
         to_v = torch.einsum("bhqk,bqhd->bkhd", signed.clamp(min=0) * ctx.scale, gradient)
         to_weights = torch.einsum("bqhd,bkhd->bhqk", gradient, v).to(wide)
-        to_weights = torch.where(signed > 0, to_weights * ctx.scale, torch.zeros((), dtype=wide, device=q.device))
+        to_weights = torch.where(signed > 0, to_weights * ctx.scale, torch.zeros((), dtype=wide, device=v.device))
         weights = signed.abs().to(wide)
-        to_scores = (weights * (to_weights - (to_weights * weights).sum(-1, keepdim=True))).to(q.dtype)
-        to_q = torch.einsum("bhqk,bkhd->bqhd", to_scores, k)
-        return to_q, torch.einsum("bhqk,bqhd->bkhd", to_scores, q), to_v, None, None
+        to_scores = (weights * (to_weights - (to_weights * weights).sum(-1, keepdim=True))).to(v.dtype)
+        return to_scores, to_v, None, None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
@@ -95,7 +94,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.
         mask: added to the scores, float32, broadcastable to [B, H, Tq, Tk]: 0 or MASKED.
         dropout: probability of dropping an attention weight.
     """
-    return AttentionCore.apply(q, k, v, mask, dropout)
+    return AttentionCore.apply(torch.einsum("bqhd,bkhd->bhqk", q, k), v, mask, dropout)
 
 
 class MultiHeadAttention(nn.Module):

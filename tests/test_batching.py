@@ -70,9 +70,9 @@ def test_batches_of_many_short_rows_are_for_short_examples():
     assert as_lists(plan.epoch(None)) == [([1, -1, -1, -1], (64, 64)), ([0] + [-1] * 7, (32, 32))]
 
 
-def test_without_a_generator_all_is_in_order_and_the_last_batch_is_filled_with_minus_one():
+def test_without_a_generator_buckets_are_in_order_of_length_and_the_last_batch_is_filled_with_minus_one():
     plan = Buckets([3, 9, 2, 4, 10, 99, 1], [(2, 10), (3, 4)])
-    assert as_lists(plan.epoch(None)) == [([1, 4], (10,)), ([0, 2, 3], (4,)), ([6, -1, -1], (4,))]
+    assert as_lists(plan.epoch(None)) == [([1, 4], (10,)), ([6, 2, 0], (4,)), ([3, -1, -1], (4,))]
     assert plan.dropped == 1 and plan.shapes == [(2, 10), (3, 4)]
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import layers
-from models.layers import MASKED, AttentionCore, LayerNorm, Linear, MultiHeadAttention, compute_dtype, linear
+from models.layers import MASKED, LayerNorm, Linear, MultiHeadAttention, compute_dtype, linear
 
 BATCH, QUERIES, KEYS, HEADS, DIM = 3, 5, 7, 2, 4
 
@@ -44,7 +44,7 @@ def test_attention_and_all_its_gradients_equal_autograds_in_float64(monkeypatch,
     if dropout:
         assert 0.1 < 1 - kept.mean() < 0.5, "some are dropped"
     expected = gradients(lambda q, k, v: plain_attention(q, k, v, mask, kept, dropout), inputs, gradient)
-    got = gradients(lambda q, k, v: AttentionCore.apply(q, k, v, mask, dropout), inputs, gradient)
+    got = gradients(lambda q, k, v: layers.attention(q, k, v, mask, dropout), inputs, gradient)
     for one, other in zip(got, expected, strict=True):
         assert one.dtype == torch.double
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

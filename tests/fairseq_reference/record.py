@@ -16,6 +16,9 @@ FOLDER (default: golden, beside this file) then holds:
     trained.pt            the same after 400 updates of fairseq-train with dropout 0.1
     prenorm.pt            pre-norm, three unshared embedding tables, 30 updates
     roberta.pt            RoBERTa of 2 layers, 30 updates
+    roberta_bpe/          encoder.json, vocab.bpe and dict.txt, in the form of the released models but small
+    roberta_bpe.pt        RoBERTa of 2 layers for these, its head untied, with a classification head; random weights
+    roberta_bpe.npz       sentences, fairseq's ids of them and roberta_bpe.pt's logits; see roberta_bpe()
     arrays.npz            batches and logits; see the functions below for names and shapes
     numbers.json          losses of ten steps from initial.pt, beam search with trained.pt
     generate.txt          what fairseq-generate prints with trained.pt: S, T, H, D, P of every sentence, and BLEU
@@ -23,6 +26,7 @@ Checkpoints are fairseq's own, less the optimizer's state and the timings.
 """
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -33,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from pathlib import Path
 
 # Before torch: one thread sums in one order. fairseq's loader reads its configuration objects from the checkpoint.
@@ -41,9 +46,11 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TORCH_FORCE_NO_WEIGH
 import numpy as np
 import torch
 from fairseq import checkpoint_utils, options, tasks, utils
-from fairseq.data import data_utils
+from fairseq.data import Dictionary, data_utils
+from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode, get_encoder
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
+from fairseq.models.roberta import RobertaModel
 from fairseq.trainer import Trainer
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -87,6 +94,21 @@ TRAIN = {
     f"--max-positions 64 --tokens-per-sample 32 --sample-break-mode complete --adam-eps 1e-6 --batch-size 16 {COMMON} "
     "--warmup-updates 4 --max-update 30",
 }
+BPE_MERGES = 60
+BPE_ROBERTA = (
+    "roberta_bpe --task masked_lm --criterion masked_lm --arch roberta_base --untie-weights-roberta "
+    "--encoder-embed-dim 12 --encoder-ffn-embed-dim 20 --encoder-attention-heads 3 --encoder-layers 2 "
+    f"--max-positions 62 --tokens-per-sample 62 --pooler-dropout 0.2 --batch-size 16 {COMMON}"
+)
+# What byte-level BPE may stumble over: spaces, contractions, numbers, other scripts, line ends, an unseen word.
+BPE_SENTENCES = [
+    ("the small dog sees a bridge .",),
+    (" The quiet  garden,  near\tthe house!\n",),
+    ("they're 1234 zebras; we'll see: it's OK",),
+    ("die grüne Tür ist groß, 你好 🙂",),
+    ("",),
+    ("a bird finds the boy .", "the boy follows a bird ."),
+]
 # Beam, length penalty, max_len_a, max_len_b; the last cuts most translations off. The limit is one for a whole batch,
 # since fairseq's source length is the batch's padded width: int(max_len_a * width + max_len_b) tokens without </s>.
 SEARCHES = [(4, 1.0, 0, 20), (4, 0.6, 1.2, 10), (5, 1.0, 1.2, 10), (5, 0.6, 0, 20), (4, 0.6, 0, 5)]
@@ -264,6 +286,102 @@ def roberta_logits(arrays: dict[str, np.ndarray]) -> None:
     arrays["roberta.all_logits"] = everywhere.numpy()
 
 
+def write_bpe() -> None:
+    """Write roberta_bpe/: GPT-2's files with merges learnt from the English text, and a dictionary.
+
+    The numbers of encoder.json are GPT-2's (bytes, merges, <|endoftext|>), the dictionary is what fairseq-preprocess
+    makes: most frequent first, filled up with madeupword0000 … to a multiple of 8; but unseen tokens are in it.
+    """
+    folder = Path("roberta_bpe")
+    folder.mkdir()
+    numbers = {symbol: number for number, symbol in enumerate(bytes_to_unicode().values())}
+    text = Path("text/train.en").read_text(encoding="utf-8")
+
+    def save(merges: list[tuple[str, str]]) -> None:
+        (folder / "encoder.json").write_text(json.dumps(numbers))
+        lines = ["#version: 0.2", *(" ".join(pair) for pair in merges), ""]
+        (folder / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")
+
+    merges: list[tuple[str, str]] = []
+    save(merges)
+    bpe = get_encoder(folder / "encoder.json", folder / "vocab.bpe")
+    pieces = ("".join(bpe.byte_encoder[byte] for byte in piece.encode()) for piece in bpe.re.findall(bpe.pat, text))
+    words = {tuple(word): count for word, count in Counter(pieces).items()}
+    while len(merges) < BPE_MERGES:
+        pairs = Counter()
+        for word, count in words.items():
+            for pair in itertools.pairwise(word):
+                pairs[pair] += count
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(best)
+        numbers["".join(best)] = len(numbers)
+        merged = {}
+        for word, count in words.items():
+            joined = list(word)
+            for place in range(len(joined) - 2, -1, -1):  # no pair of one symbol twice occurs three times in a row
+                if (joined[place], joined[place + 1]) == best:
+                    joined[place : place + 2] = ["".join(best)]
+            merged[tuple(joined)] = count
+        words = merged
+    numbers["<|endoftext|>"] = len(numbers)
+    save(merges)
+
+    bpe = get_encoder(folder / "encoder.json", folder / "vocab.bpe")
+    counts = Counter(token for line in text.splitlines() for token in bpe.encode(line))
+    dictionary = Dictionary()
+    for number in numbers.values():
+        dictionary.add_symbol(str(number), n=counts[number])
+    dictionary.finalize(padding_factor=8)
+    dictionary.save(str(folder / "dict.txt"))
+
+
+def roberta_bpe(trained: Path | None) -> None:
+    """Write roberta_bpe.pt (or take it from the folder `trained`) and roberta_bpe.npz.
+
+    The latter has sentences and seconds (str [6]; a second is "" where a sentence is alone), tokens int32 [6, length]
+    as the hub interface encodes them, padded at the right with <pad>, decoded (str [6], the pair's is its first),
+    masked int32 [6], the place of a <mask> that replaces a token (-1: none), logits float32 [33, words] at the real
+    tokens of the first two rows with that mask, and head float32 [6, 3], the classification head's logits without it.
+    """
+    write_bpe()
+    if trained:
+        shutil.copy(trained / "roberta_bpe.pt", ".")
+    else:
+        trainer, _ = setup(BPE_ROBERTA)
+        model = trainer.model
+        model.register_classification_head("three", num_classes=3)
+        with torch.no_grad():  # biases and norms that are not 0 and 1: a lost one is noticed
+            for parameter in model.parameters():
+                parameter += 0.2 * torch.randn_like(parameter)
+        trainer.consolidate_optimizer()
+        trainer.save_checkpoint("roberta_bpe.pt", {"train_iterator": {"version": 2, "epoch": 1}})
+        strip(Path("roberta_bpe.pt"))
+    files = {"gpt2_encoder_json": "roberta_bpe/encoder.json", "gpt2_vocab_bpe": "roberta_bpe/vocab.bpe"}
+    hub = RobertaModel.from_pretrained(".", "roberta_bpe.pt", "./roberta_bpe", **files).eval()
+    rows = [hub.encode(*sentences) for sentences in BPE_SENTENCES]
+    tokens = data_utils.collate_tokens(rows, hub.task.source_dictionary.pad())
+    decoded = [hub.decode(row) for row in rows]
+    masked = torch.tensor([len(row) // 2 if len(row) > 2 else -1 for row in rows])
+    hidden = tokens.clone()
+    for row, place in enumerate(masked.tolist()):
+        if place >= 0:
+            hidden[row, place] = hub.task.mask_idx
+    with torch.no_grad():
+        logits, _ = hub.model(hidden)
+        head = hub.predict("three", tokens, return_logits=True)
+    real = tokens.ne(hub.task.source_dictionary.pad())
+    np.savez_compressed(
+        "roberta_bpe.npz",
+        sentences=np.array([sentences[0] for sentences in BPE_SENTENCES]),
+        seconds=np.array([sentences[1] if len(sentences) > 1 else "" for sentences in BPE_SENTENCES]),
+        tokens=tokens.numpy().astype(np.int32),
+        decoded=np.array([text if isinstance(text, str) else text[0] for text in decoded]),
+        masked=masked.numpy().astype(np.int32),
+        logits=logits[:2][real[:2]].numpy(),
+        head=head.numpy(),
+    )
+
+
 def beam_search(arrays: dict[str, np.ndarray]) -> list[dict]:
     """Translations of the test sentences, as one batch, by trained.pt and fairseq's SequenceGenerator.
 
@@ -311,6 +429,7 @@ def record(trained: Path | None) -> None:
     translation_logits("prenorm", arrays)
     roberta_logits(arrays)
     np.savez_compressed("arrays.npz", **arrays)
+    roberta_bpe(trained)
     lines = ["{"]
     for key, values in numbers.items():
         rows = ",\n  ".join(json.dumps(value) for value in values)
@@ -344,6 +463,9 @@ def main() -> None:
         "arrays.npz",
         "numbers.json",
         "generate.txt",
+        "roberta_bpe",
+        "roberta_bpe.pt",
+        "roberta_bpe.npz",
     ]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # so that no checkpoint holds a path of this machine

@@ -1,0 +1,586 @@
+"""GLUE's nine tasks (Wang et al. 2019, https://arxiv.org/abs/1804.07461): to read, to tokenize, to score; and synthetic
+twins of them.
+
+    examples = read("glue_data", "mrpc", "train")           # text and labels
+    encoded = Encoded(examples, tokenizer, max_length=128)  # tokens, for parallel_loader with a plan
+    score("mrpc", predictions, labels)                      # {"accuracy": …, "f1": …}
+
+Data is one of
+    a folder of GLUE's own files, DATA/MRPC/train.tsv and dev.tsv, or the task's own folder, DATA/train.tsv
+    a folder of parquet or arrow files or of save_to_disk, with a folder a task or without: DATA/mrpc/train-….parquet
+    an id on the hub, such as nyu-mll/glue
+    "synthetic"
+
+Names of columns, labels and splits are those of nyu-mll/glue, and so are the numbers of the labels. The labels of
+GLUE's test splits are not public, so a task is evaluated on validation.
+"""
+
+import itertools
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data import InputError
+
+SCORES = (0.0, 5.0)  # the labels of STS-B, a regression
+# QQP's official train.tsv has line breaks inside some questions (jiant, transformers and `datasets` leave such rows out
+# as well), about one row in 20,000. More than one in a thousand is a damaged file.
+QQP_BROKEN = 1e-3
+XLNET_TYPE_PAD = 3  # 0 and 1 are the sentences, 2 is <cls>
+CHUNK = 1000  # examples tokenized at once: Python's lists of ints take about ten times the memory of the arrays
+
+
+@dataclass(frozen=True)
+class Task:
+    """One of GLUE's tasks.
+
+    Attributes:
+        name: as in --task and on the hub.
+        columns: of the sentences, one or two.
+        labels: the names of the classes in the order of their numbers; () is regression.
+        metrics: the names of what `score` returns.
+        evaluation: the splits to evaluate on.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    labels: tuple[str, ...]
+    metrics: tuple[str, ...]
+    evaluation: tuple[str, ...] = ("validation",)
+
+
+_PAIR = ("sentence1", "sentence2")
+TASKS = {
+    task.name: task
+    for task in (
+        Task("cola", ("sentence",), ("unacceptable", "acceptable"), ("mcc",)),
+        Task("sst2", ("sentence",), ("negative", "positive"), ("accuracy",)),
+        Task("mrpc", _PAIR, ("not_equivalent", "equivalent"), ("accuracy", "f1")),
+        Task("stsb", _PAIR, (), ("pearson", "spearman")),
+        Task("qqp", ("question1", "question2"), ("not_duplicate", "duplicate"), ("accuracy", "f1")),
+        Task(
+            "mnli",
+            ("premise", "hypothesis"),
+            ("entailment", "neutral", "contradiction"),
+            ("accuracy",),
+            ("validation_matched", "validation_mismatched"),
+        ),
+        Task("qnli", ("question", "sentence"), ("entailment", "not_entailment"), ("accuracy",)),
+        Task("rte", _PAIR, ("entailment", "not_entailment"), ("accuracy",)),
+        Task("wnli", _PAIR, ("not_entailment", "entailment"), ("accuracy",)),
+    )
+}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """GLUE's own files of a task: the folder, and the header's names of the sentences and of the label."""
+
+    folder: str
+    sentences: tuple[str, ...]
+    label: str
+
+
+_LAYOUTS = {
+    "cola": _Layout("CoLA", ("sentence",), "label"),  # without a header, see _COLA
+    "sst2": _Layout("SST-2", ("sentence",), "label"),
+    "mrpc": _Layout("MRPC", ("#1 String", "#2 String"), "Quality"),
+    "stsb": _Layout("STS-B", _PAIR, "score"),
+    "qqp": _Layout("QQP", ("question1", "question2"), "is_duplicate"),
+    "mnli": _Layout("MNLI", _PAIR, "gold_label"),
+    "qnli": _Layout("QNLI", ("question", "sentence"), "label"),
+    "rte": _Layout("RTE", _PAIR, "label"),
+    "wnli": _Layout("WNLI", _PAIR, "label"),
+}
+_COLA = ["source", "label", "original_label", "sentence"]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Labelled sentences, or pairs of them.
+
+    Attributes:
+        first: sentences.
+        second: as many, or None.
+        labels: int64 [n] classes, float32 [n] scores in a regression.
+        skipped: rows of the file that were broken and left out; only QQP may have any, see `read`.
+    """
+
+    first: list[str]
+    second: list[str] | None
+    labels: np.ndarray
+    skipped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+
+def find_task(name: str) -> Task:
+    """The task of this name. Raises InputError, which lists the names."""
+    if name not in TASKS:
+        raise InputError(f"task is {name!r}; expected one of {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def read(data: str | Path, task: str, split: str, seed: int = 0) -> Examples:
+    """The examples of a split, in the order of the file.
+
+    Sentences are taken as they stand: nothing is stripped, and quotes mean nothing (GLUE's files have no quoting).
+    QQP's broken rows are left out with a warning, as long as they are fewer than QQP_BROKEN of the file.
+
+    Args:
+        data: a folder, an id on the hub, or "synthetic"; see the top of this file.
+        task: a key of TASKS.
+        split: "train", or one of the task's evaluation splits.
+        seed: of the synthetic examples.
+    Raises:
+        InputError: unknown task or split; no such data; a file that is not what GLUE has, with the line.
+    """
+    chosen = find_task(task)
+    splits = ("train", *chosen.evaluation)
+    if split not in splits:
+        hidden = "; the labels of GLUE's test splits are not public" if split.startswith("test") else ""
+        raise InputError(f"split is {split!r}; expected one of {', '.join(splits)} for {task}{hidden}")
+    if str(data) == "synthetic":
+        return _synthetic(chosen, split, seed)
+    folder = Path(data).expanduser()
+    if folder.is_file():
+        raise InputError(f"{data} is a file; expected the folder that it is in, or GLUE's folder")
+    if not folder.is_dir():
+        if str(data).count("/") != 1 or str(data).startswith((".", "/", "~")):
+            raise InputError(f"there is no folder {data}; expected GLUE's folder, with {_LAYOUTS[task].folder} in it")
+        return _of_hub(str(data), chosen, split)
+    tables = _tables(folder, chosen, split)
+    if tables is not None:
+        return _of_rows(tables, f"{data}, split {split}", chosen)
+    return _of_tsv(_tsv_file(folder, chosen, split), chosen)
+
+
+# GLUE's own files
+
+
+def _tsv_file(folder: Path, task: Task, split: str) -> Path:
+    layout = _LAYOUTS[task.name]
+    plain = {_plain(one.folder): name for name, one in _LAYOUTS.items()}
+    inner = [path for path in sorted(folder.iterdir()) if path.is_dir() and _plain(path.name) == _plain(layout.folder)]
+    name = f"{split.replace('validation', 'dev')}.tsv"
+    candidates = [*inner, folder]
+    for candidate in candidates:
+        if (candidate / name).is_file():
+            other = plain.get(_plain(candidate.resolve().name), task.name)
+            if other != task.name:
+                raise InputError(f"{candidate} is the folder of {other}, and the task is {task.name}; give one of both")
+            return candidate / name
+    found = ", ".join(sorted(path.name for path in candidates[0].iterdir())[:10]) or "nothing"
+    raise InputError(
+        f"{candidates[0]} has no {name} and no parquet files of the split {split}, found {found}; expected GLUE's "
+        f"{layout.folder}/{name}"
+    )
+
+
+def _plain(name: str) -> str:
+    """Folder names differ in case and hyphens: SST-2, sst2."""
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def _of_tsv(path: Path, task: Task) -> Examples:
+    layout = _LAYOUTS[task.name]
+    try:
+        text = path.read_bytes().decode("utf-8-sig")  # MRPC begins with a byte order mark
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 (byte {error.start}); convert it") from error
+    # A line ends with \n alone: the sentences have other signs that Python takes for line ends.
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    if task.name == "cola":
+        header, first = _COLA, 0
+    else:
+        header, first = (lines[0].split("\t") if lines else []), 1
+        missing = [name for name in (*layout.sentences, layout.label) if name not in header]
+        if missing:
+            listed = ", ".join(header) or "nothing"
+            raise InputError(
+                f"{path} line 1 has the columns {listed}; expected {', '.join(missing)} among them, as in GLUE's "
+                f"{layout.folder}"
+            )
+    sentences = [header.index(name) for name in layout.sentences]
+    label_at = header.index(layout.label)
+    columns: list[list[str]] = [[] for _ in sentences]
+    labels: list[float] = []
+    numbers = _label_numbers(task)
+    broken: list[InputError] = []
+    for number, line in enumerate(lines[first:], start=first + 1):
+        try:
+            fields = line.split("\t")
+            if len(fields) != len(header):
+                raise InputError(f"{path} line {number} has {_wrong_fields(fields, header, first)}")
+            for place in sentences:
+                if not fields[place].strip():
+                    raise InputError(f"{path} line {number} has an empty {header[place]}; expected a sentence")
+            label = _label(fields[label_at], task, numbers, f"{path} line {number}")
+        except InputError as error:
+            if task.name != "qqp":
+                raise
+            broken.append(error)
+            continue
+        labels.append(label)
+        for column, place in zip(columns, sentences, strict=True):
+            column.append(fields[place])
+    if broken:
+        if len(broken) > QQP_BROKEN * len(lines):
+            raise broken[0]
+        warnings.warn(f"{path}: {len(broken)} broken rows are left out, the first: {broken[0]}", stacklevel=3)
+    if not labels:
+        raise InputError(f"{path} has no examples; expected GLUE's {layout.folder}/{path.name}")
+    return _examples(columns, labels, task, len(broken))
+
+
+def _wrong_fields(fields: list[str], header: list[str], header_lines: int) -> str:
+    """What is wrong with a line of another number of fields."""
+    what = f"{len(fields)} fields, separated by tabs; expected {len(header)}: {', '.join(header)}"
+    if not header_lines:
+        what += " (without a header line)"
+    if any(field.startswith('"') and (field.count('"') % 2 or len(field) == 1) for field in fields):
+        what += (
+            ". A field begins with \" and does not end: GLUE's files have no quoting, so write the file without it "
+            "(csv.QUOTE_NONE), and without tabs and line breaks in the sentences"
+        )
+    return what
+
+
+def _label_numbers(task: Task) -> dict[str, int]:
+    """What stands for a class in a file: its name, or its number."""
+    return {text: number for number, name in enumerate(task.labels) for text in (name, str(number))}
+
+
+def _label(text: str, task: Task, numbers: dict[str, int], where: str) -> float:
+    if task.labels:
+        if text in numbers:
+            return numbers[text]
+        listed = ", ".join(f"{number} ({name})" for number, name in enumerate(task.labels))
+        raise InputError(f"{where} has the label {text!r}; expected one of {listed}")
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not SCORES[0] <= value <= SCORES[1]:
+        raise InputError(f"{where} has the score {text!r}; expected a number from {SCORES[0]:g} to {SCORES[1]:g}")
+    return value
+
+
+def _examples(columns: list[list[str]], labels: Sequence[float], task: Task, skipped: int = 0) -> Examples:
+    second = columns[1] if len(columns) > 1 else None
+    return Examples(columns[0], second, np.array(labels, np.int64 if task.labels else np.float32), skipped)
+
+
+# `datasets`
+
+
+def _of_hub(data: str, task: Task, split: str) -> Examples:
+    import datasets  # two seconds, and GLUE's own files do not need it
+
+    try:
+        rows = datasets.load_dataset(data, task.name, split=split)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise InputError(
+            f"{data} is neither a folder nor a data set of the hub with {task.name} and its split {split}: "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error
+    return _of_rows(rows, f"{data}, split {split}", task)
+
+
+def _tables(folder: Path, task: Task, split: str) -> "datasets.Dataset | None":  # noqa: F821
+    """The split in a folder of save_to_disk, or of parquet or arrow files, or None.
+
+    `datasets` itself would take validation_matched-….parquet and validation_mismatched-….parquet for one split.
+    """
+    for candidate in (folder / task.name, folder / _LAYOUTS[task.name].folder, folder):
+        if (candidate / "state.json").exists():
+            raise InputError(f"{candidate} is a single split written by save_to_disk; expected a DatasetDict")
+        saved = (candidate / "dataset_dict.json").exists()
+        parts = [] if saved else _parts(candidate, split)
+        if not saved and not parts:
+            continue
+        import datasets
+
+        try:
+            if not saved:
+                kind = parts[0].suffix[1:]
+                files = {split: [str(part) for part in parts if part.suffix == parts[0].suffix]}
+                return datasets.load_dataset(kind, data_files=files, split=split)
+            found = datasets.load_from_disk(str(candidate))
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise InputError(f"{candidate} cannot be read by datasets: {str(error).partition(chr(10))[0]}") from error
+        if split not in found:
+            raise InputError(f"{candidate} has the splits {', '.join(found)}; expected {split} for {task.name}")
+        return found[split]
+    return None
+
+
+def _parts(folder: Path, split: str) -> list[Path]:
+    """train.parquet, train-00000-of-00001.parquet, data/train-….parquet, train/….parquet; or .arrow."""
+    for suffix in ("parquet", "arrow"):
+        for pattern in (f"{split}", f"{split}-*", f"data/{split}-*", f"{split}/*"):
+            found = sorted(folder.glob(f"{pattern}.{suffix}"))
+            if found:
+                return found
+    return []
+
+
+def _of_rows(rows: "datasets.Dataset", where: str, task: Task) -> Examples:  # noqa: F821
+    missing = [name for name in (*task.columns, "label") if name not in rows.column_names]
+    if missing:
+        expected = ", ".join(missing)
+        raise InputError(f"{where} has the columns {', '.join(rows.column_names)}; expected {expected} for {task.name}")
+    if len(rows) == 0:
+        raise InputError(f"{where} has no examples")
+    columns = [list(rows[name]) for name in task.columns]
+    for name, column in zip(task.columns, columns, strict=True):
+        for number, sentence in enumerate(column):
+            # QQP has three questions that are empty, also on the hub.
+            empty = not isinstance(sentence, str) or (task.name != "qqp" and not sentence.strip())
+            if empty:
+                raise InputError(f"{where}, row {number} has {sentence!r} as its {name}; expected a sentence")
+    numbers = _label_numbers(task)
+    names = getattr(rows.features["label"], "names", None)
+    if names is not None and task.labels:
+        if sorted(names) != sorted(task.labels):
+            listed = ", ".join(task.labels)
+            raise InputError(f"{where} has the labels {', '.join(names)}; expected {listed} for {task.name}")
+        numbers = {str(number): task.labels.index(name) for number, name in enumerate(names)}
+    labels = []
+    for number, label in enumerate(rows["label"]):
+        if label is None or label == -1:
+            raise InputError(
+                f"{where}, row {number} has the label {label}, which stands for a hidden one; expected a split with "
+                "labels"
+            )
+        labels.append(_label(str(label), task, numbers, f"{where}, row {number}"))
+    return _examples(columns, labels, task)
+
+
+# Synthetic twins
+
+# Common words, so that any tokenizer takes them whole, those of pretrained models included.
+_WORDS = (
+    "the a an this that some small big old new red blue green black white long short and of in on with near under over "
+    "from by at very quite then now here there today dog cat horse bird fish tree house car river"
+)
+_FILLERS = _WORDS.split()
+_NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def _synthetic(task: Task, split: str, seed: int) -> Examples:
+    """A task of the same type that a small encoder learns from scratch in a few hundred steps.
+
+    Sentences have 4 to 25 words, most of them fewer than 10. The second, third or fourth word is a number, one to ten;
+    all other words are drawn independently.
+
+        one sentence            the class says whether the number is above five
+        two classes             whether the first sentence's number is the larger; they differ by 2 or more
+        three classes (MNLI)    likewise entailment and contradiction; neutral: the hypothesis has no number
+        regression              2.5 + 2.5 (first - second) / 9
+
+    Swapping the sentences of a pair changes the answer and leaves the words what they are: a bag of words knows nothing
+    (of MNLI, only what is neutral). The number comes early so that its position tells models without token types of
+    which sentence it is; anywhere in a sentence, they take much longer to learn it.
+    """
+    size = 2048 if split == "train" else 512
+    rng = np.random.default_rng((seed, ("train", *task.evaluation).index(split), sorted(TASKS).index(task.name)))
+    classes = rng.permutation(np.arange(size) % max(len(task.labels), 1))  # equally frequent
+    columns: list[list[str]] = [[] for _ in task.columns]
+    labels = []
+    for chosen in classes.tolist():
+        # Places in _NUMBERS; no number is -1.
+        if len(columns) == 1:
+            values = [int(rng.integers(5)) + 5 * chosen]
+            label = chosen
+        elif not task.labels:
+            values = rng.integers(len(_NUMBERS), size=2).tolist()
+            label = 2.5 + 2.5 * (values[0] - values[1]) / (len(_NUMBERS) - 1)
+        else:
+            smaller = int(rng.integers(len(_NUMBERS) - 2))
+            larger = int(rng.integers(smaller + 2, len(_NUMBERS)))
+            name = task.labels[chosen]
+            if name == "neutral":
+                values = [int(rng.integers(len(_NUMBERS))), -1]
+            else:
+                first_larger = name in ("entailment", "equivalent", "duplicate")
+                values = [larger, smaller] if first_larger else [smaller, larger]
+            label = chosen
+        labels.append(label)
+        for column, value in zip(columns, values, strict=True):
+            words = int(rng.integers(3, 9) if rng.random() < 0.6 else rng.integers(9, 25))
+            sentence = [_FILLERS[place] for place in rng.integers(len(_FILLERS), size=words)]
+            extra = _NUMBERS[value] if value >= 0 else _FILLERS[int(rng.integers(len(_FILLERS)))]
+            sentence.insert(int(rng.integers(1, 4)), extra)
+            # XLNet's vocabulary is learnt from what different words have in common: of "dog" and "dog,", that is "dog".
+            commas = rng.random(words) < 0.05
+            sentence[:-1] = [word + "," * comma for word, comma in zip(sentence[:-1], commas.tolist(), strict=True)]
+            column.append(" ".join(sentence) + ".")
+    return _examples(columns, labels, task)
+
+
+# Tokens
+
+
+class Encoded:
+    """Tokenized examples, as a data set for `parallel_loader` with a plan of `lengths`.
+
+    A pair that is too long is cut longest first, token by token (transformers' "longest_first", and run_glue's). All
+    tokens lie in one flat array, 4 bytes a token, 5 with token types; the tokenizer is not kept.
+
+    Args:
+        examples: what `read` returns.
+        tokenizer: one of transformers' fast tokenizers.
+        max_length: most tokens of an example, special tokens included.
+    Attributes:
+        lengths: int32 [n], tokens of each example after cutting, special tokens included.
+        truncated: examples that were cut.
+        tokens: the sum of `lengths`.
+        labels: float32 or int32 [n].
+    Raises:
+        InputError: the tokenizer is not a fast one, or has no padding token; max_length is too small for its special
+            tokens and a token a sentence, or more than its model takes.
+    """
+
+    def __init__(self, examples: Examples, tokenizer, max_length: int):
+        if not getattr(tokenizer, "is_fast", False):
+            raise InputError(f"{type(tokenizer).__name__} is not a fast tokenizer; expected one with a tokenizer.json")
+        if tokenizer.pad_token_id is None:
+            raise InputError("the tokenizer has no padding token; expected one of an encoder, or set its pad_token")
+        least = tokenizer.num_special_tokens_to_add(pair=examples.second is not None)
+        least += 1 if examples.second is None else 2
+        if not least <= max_length <= tokenizer.model_max_length:
+            raise InputError(
+                f"max_length is {max_length}; expected {least} (special tokens, and a token a sentence) to "
+                f"{tokenizer.model_max_length}, which is what the tokenizer's model takes"
+            )
+        self._pad, self._left = tokenizer.pad_token_id, tokenizer.padding_side == "left"
+        # transformers 5 forgets XLNet's: its tokenizer names no token types, and pads them with 0 (5.23.0).
+        xlnet = type(tokenizer).__name__.startswith("XLNet")
+        typed = xlnet or "token_type_ids" in tokenizer.model_input_names
+        self._type_pad = XLNET_TYPE_PAD if xlnet else tokenizer.pad_token_type_id
+        self.labels = examples.labels.astype(np.float32 if examples.labels.dtype.kind == "f" else np.int32)
+
+        ids, types, lengths = [], [], []
+        self.truncated = 0
+        for start in range(0, len(examples), CHUNK):
+            part = slice(start, start + CHUNK)
+            second = None if examples.second is None else examples.second[part]
+            encodings = tokenizer(
+                examples.first[part],
+                second,
+                truncation="longest_first",
+                max_length=max_length,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            ).encodings
+            rows = [encoding.ids for encoding in encodings]
+            sizes = np.fromiter(map(len, rows), np.int32, len(rows))
+            lengths.append(sizes)
+            ids.append(_flat(rows, int(sizes.sum()), np.int32))
+            if typed:
+                types.append(_flat([encoding.type_ids for encoding in encodings], int(sizes.sum()), np.uint8))
+            self.truncated += sum(bool(encoding.overflowing) for encoding in encodings)
+        self.lengths = np.concatenate([*lengths, np.empty(0, np.int32)])
+        self._starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+        self._ids = np.concatenate([*ids, np.empty(0, np.int32)])
+        self._types = np.concatenate([*types, np.empty(0, np.uint8)]) if typed else None
+        self.tokens = len(self._ids)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def batch(self, indices: np.ndarray, shape: tuple[int]) -> dict[str, np.ndarray]:
+        """These examples as arrays of a fixed length (L,).
+
+        Args:
+            indices: int [B]; -1 is no example: a row of padding, with label 0.
+
+        Returns: "input_ids" int32 [B, L], padded on the tokenizer's padding side; "attention_mask" int32 [B, L], 1 for
+        tokens; "token_type_ids" int32 [B, L], the tokenizer's own where it has any (XLNet: <cls> 2, padding 3), else 0;
+        "labels" int32 [B], float32 [B] in a regression.
+        Raises IndexError for an example that is not there, ValueError if one is longer than L.
+        """
+        indices = np.asarray(indices, np.int64)
+        if indices.size and not -1 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"examples {indices.min()} to {indices.max()} of {len(self)}")
+        (width,) = shape
+        rows = np.flatnonzero(indices >= 0)
+        chosen = indices[rows]
+        sizes = self.lengths[chosen].astype(np.int64)
+        if sizes.max(initial=0) > width:
+            row = int(sizes.argmax())
+            raise ValueError(f"example {chosen[row]} has {sizes[row]} tokens, and the shape has {width} places")
+        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # 0, 1, … in each example
+        source = np.repeat(self._starts[chosen], sizes) + within
+        to = np.repeat(rows * width + (width - sizes if self._left else 0), sizes) + within
+
+        def spread(values: np.ndarray | int, fill: int) -> np.ndarray:
+            array = np.full((len(indices), width), fill, np.int32)
+            array.reshape(-1)[to] = values
+            return array
+
+        labels = np.zeros(len(indices), self.labels.dtype)
+        labels[rows] = self.labels[chosen]
+        types, type_pad = (0, 0) if self._types is None else (self._types[source], self._type_pad)
+        return {
+            "input_ids": spread(self._ids[source], self._pad),
+            "attention_mask": spread(1, 0),
+            "token_type_ids": spread(types, type_pad),
+            "labels": labels,
+        }
+
+
+def _flat(rows: list[list[int]], size: int, dtype: type) -> np.ndarray:
+    return np.fromiter(itertools.chain.from_iterable(rows), dtype, size)
+
+
+# Metrics
+
+
+def score(task: str, predictions: Sequence[float], labels: Sequence[float]) -> dict[str, float]:
+    """GLUE's metrics of a task, each at most 1.
+
+    Args:
+        task: a key of TASKS.
+        predictions: [n] class numbers, or scores in a regression.
+        labels: [n] likewise.
+    Returns: "mcc" (Matthews' correlation) for cola, "accuracy" and "f1" (of class 1) for mrpc and qqp, "pearson" and
+    "spearman" for stsb, else "accuracy". Constant predictions have a correlation of 0.
+    Raises ValueError if the numbers differ or there are none.
+    """
+    chosen = find_task(task)
+    predictions, labels = np.asarray(predictions), np.asarray(labels)
+    if predictions.shape != labels.shape or labels.ndim != 1 or not labels.size:
+        raise ValueError(
+            f"predictions {list(predictions.shape)} and labels {list(labels.shape)}; expected as many, one or more"
+        )
+    return {name: _metric(name, predictions, labels) for name in chosen.metrics}
+
+
+def _metric(name: str, predictions: np.ndarray, labels: np.ndarray) -> float:
+    # Imported where they are used: a second and 60 MB in each worker process, which never scores.
+    if name in ("pearson", "spearman"):
+        from scipy import stats
+
+        if not (np.isfinite(predictions).all() and np.isfinite(labels).all()):
+            raise ValueError("predictions or labels are not finite")
+        # In float64: float32 predictions that hardly differ would have a variance of rounding errors.
+        predictions, labels = predictions.astype(np.float64), labels.astype(np.float64)
+        if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
+            return 0.0
+        function = stats.pearsonr if name == "pearson" else stats.spearmanr
+        return float(function(predictions, labels)[0])
+    from sklearn import metrics
+
+    if name == "mcc":
+        return float(metrics.matthews_corrcoef(labels, predictions))
+    if name == "f1":
+        return float(metrics.f1_score(labels, predictions, zero_division=0))
+    return float(metrics.accuracy_score(labels, predictions))

@@ -1,0 +1,333 @@
+"""Text for pretraining: rows of tokens in a prepared folder, and a small made-up language.
+
+Plain text is turned into such a folder once, before training, by data/prepare_text.py (make data DATASET=text):
+
+    tokenizer/               of transformers: AutoTokenizer.from_pretrained(folder / "tokenizer")
+    train.tokens.npy         uint16 or uint32 [tokens]: the rows one after another, without special tokens around them
+    train.rows.npy           int64 [rows + 1]: where each row begins, and the end of the last
+    train.sentences.npy      int32 [sentences]: where each sentence begins, counted from the beginning of its row
+    train.row_sentences.npy  int64 [rows + 1]: where the sentences of each row begin in train.sentences.npy
+    valid.…                  likewise
+    report.json              flags, counts; written last
+
+A row is what fits: whole sentences, one after another, until the next does not fit (FULL-SENTENCES of Liu et al. 2019,
+"RoBERTa", section 4.2, https://arxiv.org/abs/1907.11692; fairseq's --sample-break-mode complete). A sentence longer
+than a row is cut. What becomes of a row is up to data/pretraining.py.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from tokenizers import AddedToken
+from transformers import (
+    AutoTokenizer,
+    BertTokenizer,
+    DistilBertTokenizer,
+    PreTrainedTokenizerBase,
+    RobertaTokenizer,
+    XLNetTokenizer,
+)
+
+from data import InputError
+from data.preparing import read_json
+from data.vocabulary import BERT_SPECIALS, KINDS, LONGEST, ROBERTA_SPECIALS, XLNET_SPECIALS
+
+__all__ = ["Packed", "SyntheticText", "Text", "capacity", "open_text", "pack_rows"]
+
+Split = Literal["train", "valid"]
+PREPARE = "make data DATASET=text DATA="
+ARRAYS = ("tokens", "rows", "sentences", "row_sentences")
+
+
+class Packed(NamedTuple):
+    """Rows of tokens, as in the files of a prepared folder (see the top)."""
+
+    tokens: np.ndarray
+    rows: np.ndarray
+    sentences: np.ndarray
+    row_sentences: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows) - 1
+
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """See Text.row."""
+        start, end = self.rows[index : index + 2]
+        first, last = self.row_sentences[index : index + 2]
+        return self.tokens[start:end], self.sentences[first:last]
+
+    def upto(self, rows: int) -> "Packed":
+        """The first rows."""
+        tokens, sentences = self.tokens[: self.rows[rows]], self.sentences[: self.row_sentences[rows]]
+        return Packed(tokens, self.rows[: rows + 1], sentences, self.row_sentences[: rows + 1])
+
+
+def capacity(length: int, pairs: bool) -> int:
+    """Tokens of a row that are no special ones: <cls> A <sep>, or <cls> A <sep> B <sep>, take `length` places."""
+    return length - (3 if pairs else 2)
+
+
+def pack_rows(
+    tokens: np.ndarray, sizes: np.ndarray, documents: np.ndarray, room: int, separator: int | None
+) -> tuple[Packed, int]:
+    """Puts sentences into rows, in order; a row takes the next sentence as long as it fits.
+
+    Args:
+        tokens: [sum of sizes], the sentences one after another.
+        sizes: int [n], tokens of each sentence, at least 1.
+        documents: int [d], sentences of each document, at least 1; their sum is n.
+        room: most tokens of a row. A longer sentence begins a row of its own and is cut after each `room` tokens.
+        separator: the token between two documents in one row; it belongs to the sentence before it. With None every
+            document begins a row.
+
+    Returns: the rows, and how many sentences were cut.
+    """
+    sizes, documents = np.asarray(sizes, np.int64), np.asarray(documents, np.int64)
+    assert sizes.sum() == len(tokens) and documents.sum() == len(sizes) and (sizes > 0).all()
+    last = np.zeros(len(sizes), bool)  # sentences that end a document
+    last[np.cumsum(documents) - 1] = True
+    # A long sentence becomes several parts.
+    parts = -(-sizes // room)
+    cut = np.count_nonzero(parts > 1)
+    part_sizes = np.full(int(parts.sum()), room, np.int64)
+    finals = np.cumsum(parts) - 1
+    part_sizes[finals] = sizes - (parts - 1) * room
+    ends_document = np.zeros(len(part_sizes), bool)
+    ends_document[finals] = last
+    ends = np.cumsum(part_sizes)
+    if separator is not None:
+        tokens = np.insert(tokens, ends[ends_document][:-1], separator)  # none after the last document
+        ends += np.cumsum(ends_document) - ends_document
+    # Sentence i is tokens[starts[i] : ends[i]]; a separator stands between ends[i] and starts[i + 1].
+    starts = ends - part_sizes
+    # Where the document ends that a part is of.
+    borders = np.append(np.flatnonzero(ends_document) + 1, len(ends))
+    first, limits = 0, []  # the parts that begin rows, and those after the last parts of rows
+    firsts = []
+    while first < len(ends):
+        after = int(np.searchsorted(ends, starts[first] + room, side="right"))
+        if separator is None:
+            after = min(after, int(borders[np.searchsorted(borders, first, side="right")]))
+        firsts.append(first)
+        limits.append(after)
+        first = after
+    firsts, limits = np.array(firsts, np.int64), np.array(limits, np.int64)
+    row_starts, row_ends = starts[firsts], ends[limits - 1]
+    # A separator between two rows is in neither.
+    keep = np.ones(len(tokens), bool)
+    keep[row_ends[:-1][row_ends[:-1] < row_starts[1:]]] = False
+    row_sentences = np.append(firsts, len(ends))
+    sentences = (starts - np.repeat(row_starts, np.diff(row_sentences))).astype(np.int32)
+    rows = np.concatenate([[0], np.cumsum(row_ends - row_starts)])
+    return Packed(tokens[keep], rows.astype(np.int64), sentences, row_sentences.astype(np.int64)), cut
+
+
+class Text:
+    """One split of a prepared folder.
+
+    Attributes:
+        kind: one of data.vocabulary.KINDS, what the rows were made for.
+        length: places of a row, the special tokens around its segments included.
+        pairs: whether a row has room for three special tokens, and never crosses documents, or for two.
+        tokenizer: of transformers, read when it is asked for.
+
+    Neither the tokenizer nor the memory maps are pickled: a worker process opens the files itself.
+    Raises InputError if a file is missing, damaged or does not belong to the others.
+    """
+
+    def __init__(self, folder: str | Path, split: Split):
+        self.folder, self.split = Path(folder), split
+        report = read_json(self.folder / "report.json")
+        try:
+            flags = report["flags"]
+            self.kind, self.length, self.pairs = flags["kind"], int(flags["length"]), bool(flags["pairs"])
+            self._vocabulary = int(report["vocabulary"])
+            expected = [int(report[split][name]) for name in ("tokens", "rows")]
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{folder}/report.json has no {error}; prepare the text again") from error
+        packed = self._packed
+        sizes = {name: len(array) for name, array in zip(ARRAYS, packed, strict=True)}
+        found = [sizes["tokens"], sizes["rows"] - 1]
+        ends = [int(packed.rows[-1]), int(packed.row_sentences[-1])] if sizes["rows"] and sizes["row_sentences"] else []
+        if (
+            found != expected
+            or ends != [sizes["tokens"], sizes["sentences"]]
+            or sizes["row_sentences"] != sizes["rows"]
+        ):
+            counts = f"{found[0]} tokens in {found[1]} rows"
+            raise InputError(
+                f"{self._path('tokens')} and the files beside it have {counts}; expected {expected[0]} in "
+                f"{expected[1]}, as report.json says: delete the folder and prepare it again"
+            )
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{self.split}.{name}.npy"
+
+    @cached_property
+    def _packed(self) -> Packed:
+        arrays = []
+        for name in ARRAYS:
+            try:
+                arrays.append(np.load(self._path(name), mmap_mode="r"))
+            except (OSError, ValueError, EOFError) as error:
+                what = f"{self._path(name)} cannot be read: {error}"
+                raise InputError(f"{what}; delete the folder and prepare it again") from error
+        return Packed(*arrays)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        path = self.folder / "tokenizer"
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except Exception as error:  # transformers and tokenizers raise all sorts
+            what = f"{path} has no tokenizer that transformers can read: {str(error).partition(chr(10))[0]}"
+            raise InputError(f"{what}; delete the folder and prepare it again") from error
+        if len(tokenizer) != self._vocabulary:
+            what = f"{path} has {len(tokenizer)} tokens, and the text was prepared with {self._vocabulary}"
+            raise InputError(f"{what}; they do not belong together: prepare the text again")
+        return tokenizer
+
+    def __getstate__(self) -> dict:
+        opened = {name for name in self.__dict__ if isinstance(getattr(type(self), name, None), cached_property)}
+        return {name: value for name, value in self.__dict__.items() if name not in opened}
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens, unsigned integers [n] without the special tokens around them; and where sentences start, int32 [k].
+
+        n is at most length - 2, or with pairs length - 3. The first sentence starts at 0; it may be the rest of one
+        that was cut. Without pairs, a separator token ends the sentence before another document.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self._packed.row(index)
+
+
+class SyntheticText:
+    """A small language, in memory, with the interface of Text.
+
+    96 words in 8 topics of 12: the first syllable of a word is its topic, the second its number. In a sentence of 4 to
+    12 words each word has the number after that of the word before, round in circles: every word can be told from one
+    that is near. A document of 6 to 14 sentences has one topic, and a sentence goes on where the one before it ended:
+    what follows can be told from what is from elsewhere. Half of the words are two tokens.
+
+    Args:
+        kind: of data.vocabulary.KINDS, for its sort of tokens; a vocabulary of 100 to 340.
+        rows: 2048 for training and 256 for validation by default.
+    """
+
+    TOPICS = ("ba", "de", "fi", "go", "hu", "ka", "le", "mi")
+    NUMBERS = ("no", "pu", "ra", "se", "ti", "vo", "wu", "za", "be", "di", "fo", "gu")
+
+    def __init__(
+        self,
+        split: Split,
+        kind: str,
+        length: int,
+        pairs: bool = False,
+        seed: int = 0,
+        rows: int | None = None,
+    ):
+        pairs = pairs or kind == "xlnet"
+        check_rows(kind, length, pairs)
+        self.split, self.kind, self.length, self.pairs = split, kind, length, pairs
+        self._arguments = (split, kind, length, pairs, seed, rows)
+        rows = rows or (2048 if split == "train" else 256)
+        self.tokenizer = _synthetic_tokenizer(kind, self.TOPICS, self.NUMBERS)
+        words = [f" {topic}{number}" for topic in self.TOPICS for number in self.NUMBERS]
+        pieces = [self.tokenizer(word, add_special_tokens=False).input_ids for word in words]
+        pieces.append([self.tokenizer.convert_tokens_to_ids(".")])
+
+        rng = np.random.default_rng((seed, ("train", "valid").index(split)))
+        room = capacity(length, pairs)
+        # A row has up to `room` tokens, a document at least 30: more than enough, and the rest is left out.
+        documents = rng.integers(6, 15, rows * (2 + room // 30))
+        sizes = rng.integers(4, 13, int(documents.sum()))
+        of_document = np.add.reduceat(sizes, np.cumsum(documents) - documents)  # words
+        within = np.arange(of_document.sum()) - np.repeat(np.cumsum(of_document) - of_document, of_document)
+        start = np.repeat(rng.integers(len(self.NUMBERS), size=len(documents)), of_document)
+        topic = np.repeat(rng.integers(len(self.TOPICS), size=len(documents)), of_document)
+        text = topic * len(self.NUMBERS) + (start + within) % len(self.NUMBERS)
+        text = np.insert(text, np.cumsum(sizes), len(words))  # a full stop after each sentence
+        # From words to tokens.
+        table = np.zeros((len(pieces), max(map(len, pieces))), np.uint16)
+        counts = np.array([len(piece) for piece in pieces])
+        for number, piece in enumerate(pieces):
+            table[number, : len(piece)] = piece
+        taken = np.arange(table.shape[1]) < counts[text, None]
+        tokens = table[text][taken]
+        token_counts = np.add.reduceat(counts[text], np.cumsum(sizes + 1) - sizes - 1)
+        separator = None if pairs else self.tokenizer.sep_token_id
+        packed, _ = pack_rows(tokens, token_counts, documents, room, separator)
+        assert len(packed) >= rows
+        self._packed = packed.upto(rows)
+
+    def __reduce__(self):
+        return SyntheticText, self._arguments  # made again in the worker, to the same rows
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """See Text.row."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self._packed.row(index)
+
+
+def _synthetic_tokenizer(kind: str, first: Sequence[str], second: Sequence[str]) -> PreTrainedTokenizerBase:
+    """Pieces: all syllables, and the words whose second syllable has an even number."""
+    whole = [f"{topic}{number}" for topic in first for number in second[::2]]
+    if kind == "roberta":
+        alphabet = sorted(RobertaTokenizer().backend_tokenizer.pre_tokenizer.alphabet())
+        merges = [(syllable[0], syllable[1]) for syllable in (*first, *second)]
+        merges += [("Ġ", topic) for topic in first]
+        merges += [(f"Ġ{word[:2]}", word[2:]) for word in whole]
+        tokens = [*ROBERTA_SPECIALS, *alphabet, *map("".join, merges), "<mask>"]
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        mask = AddedToken("<mask>", lstrip=True, special=True)
+        return RobertaTokenizer(vocab=vocabulary, merges=merges, mask_token=mask, model_max_length=LONGEST)
+    letters = sorted({letter for syllable in (*first, *second) for letter in syllable})
+    if kind == "xlnet":
+        # A whole word is likelier than two syllables, and these than letters.
+        pieces = [(f"▁{word}", -5.0) for word in whole] + [(f"▁{topic}", -5.0) for topic in first]
+        pieces += [(number, -5.0) for number in second] + [(".", -3.0)]
+        pieces += [(letter, -20.0) for letter in ("▁", *letters)]
+        return XLNetTokenizer(vocab=[(s, -1000.0) for s in XLNET_SPECIALS] + pieces, model_max_length=LONGEST)
+    pieces = [".", *letters, *(f"##{letter}" for letter in letters), *first, *(f"##{n}" for n in second), *whole]
+    vocabulary = {piece: number for number, piece in enumerate([*BERT_SPECIALS, *pieces])}
+    return (BertTokenizer if kind == "bert" else DistilBertTokenizer)(vocab=vocabulary, model_max_length=LONGEST)
+
+
+def check_rows(kind: str, length: int, pairs: bool) -> None:
+    """Raises InputError where rows of this sort cannot be made."""
+    if kind not in KINDS:
+        raise InputError(f"kind is {kind}; expected one of {', '.join(KINDS)}")
+    if length < 8:
+        raise InputError(f"length is {length}; expected 8 or more places in a row, such as 128 or 512")
+    if pairs and kind not in ("bert", "xlnet"):
+        raise InputError(f"pairs are for bert (next-sentence prediction) and xlnet; expected rows without for {kind}")
+
+
+def open_text(data: str | Path, split: Split) -> Text:
+    """A split of a folder made by make data (or of the text it was made from, with the default output in it).
+
+    Raises InputError: nothing of the kind is there, or files are missing, damaged or do not belong together.
+    """
+    folder = Path(data).expanduser()
+    made = f"expected a folder made by `{PREPARE}…`"
+    if not folder.is_dir():
+        what = f"{data} is a file" if folder.exists() else f"there is no folder {data}"
+        raise InputError(f"{what}; {made}")
+    for candidate in (folder, folder / "prepared"):
+        if (candidate / "report.json").exists():
+            return Text(candidate, split)
+        if (candidate / "parts").exists():
+            raise InputError(f"{candidate} is not prepared to its end; give the same `make data` command again")
+    found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
+    raise InputError(f"{data} has no report.json, found {found}; {made}")

@@ -1,0 +1,513 @@
+"""models/fairseq_roberta.py on what fairseq wrote and computed (tests/fairseq_reference), both ways; on older files and
+on what is none. Live, where there is .venv-fairseq: fairseq loads what we write, and finds our ids and logits."""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import AddedToken
+from torch import Tensor
+from transformers import AutoTokenizer, RobertaConfig, RobertaForMaskedLM, RobertaTokenizer
+
+from data import InputError
+from data.fairseq_format import Dictionary
+from models import fairseq, fairseq_roberta
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = ROOT / "tests/fairseq_reference/golden"
+PYTHON = ROOT / ".venv-fairseq/bin/python"
+PAD, MASK = 1, "<mask>"
+WORDS = "roberta.embeddings.word_embeddings.weight"
+HEADS = "ignore:.*classification heads"
+
+live = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-fairseq here: `make fairseq` installs it")
+
+
+def golden(name: str) -> tuple[dict, dict[str, Tensor]]:
+    """Settings and weights of a checkpoint that fairseq wrote."""
+    return fairseq.read_checkpoint((GOLDEN / name).read_bytes(), name)
+
+
+def arrays(name: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDEN / name, allow_pickle=False) as file:
+        return dict(file)
+
+
+def release(folder: Path) -> Path:
+    """The golden model with GPT-2's BPE in the layout of the released models."""
+    shutil.copytree(GOLDEN / "roberta_bpe", folder)
+    shutil.copy(GOLDEN / "roberta_bpe.pt", folder / "model.pt")
+    return folder
+
+
+def build(config: RobertaConfig, state_dict: dict[str, Tensor]) -> RobertaForMaskedLM:
+    model = RobertaForMaskedLM(config).eval()
+    model.load_state_dict(state_dict)  # strict: neither more nor less
+    return model
+
+
+@torch.no_grad()
+def logits(model: RobertaForMaskedLM, tokens: Tensor) -> Tensor:
+    return model(input_ids=tokens.long(), attention_mask=(tokens != PAD).long()).logits
+
+
+def random_model(tied: bool = True, words: int = 30, **settings) -> RobertaForMaskedLM:
+    """A transformers model whose norms, biases and token types are not 1 and 0."""
+    sizes = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
+    sizes |= {"vocab_size": words, "max_position_embeddings": 42, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+    torch.manual_seed(0)
+    model = RobertaForMaskedLM(RobertaConfig(**sizes | {"tie_word_embeddings": tied} | settings)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def learnt(folder: Path, **options) -> RobertaTokenizer:
+    """A tokenizer of transformers, with ids in another order than fairseq's dictionaries would have them."""
+    symbols = list(json.loads((GOLDEN / "roberta_bpe/encoder.json").read_text()))
+    merges = [tuple(line.split()) for line in (GOLDEN / "roberta_bpe/vocab.bpe").read_text().splitlines()[1:]]
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", *sorted(symbols), MASK]
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    mask = AddedToken(MASK, lstrip=True, special=True)
+    tokenizer = RobertaTokenizer(vocab=vocabulary, merges=merges, mask_token=mask, **options)
+    tokenizer.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_logits_are_fairseqs_for_a_tied_model_of_words():
+    settings, weights = golden("roberta.pt")
+    config, state_dict = fairseq_roberta.to_transformers(weights, settings)
+    assert (config.vocab_size, config.max_position_embeddings, config.type_vocab_size) == (41, 66, 1)
+    assert (config.layer_norm_eps, config.hidden_dropout_prob, config.classifier_dropout) == (1e-5, 0.1, 0.0)
+    assert config.tie_word_embeddings and state_dict["lm_head.decoder.weight"] is state_dict[WORDS]
+    data = arrays("arrays.npz")
+    tokens = torch.from_numpy(data["roberta.tokens"])
+    real = (tokens != PAD).numpy()
+    assert not real.all()
+    found = logits(build(config, state_dict), tokens).numpy()
+    np.testing.assert_allclose(found[real], data["roberta.all_logits"][real], atol=2e-5, rtol=1e-5)
+    np.testing.assert_allclose(found[data["roberta.masked"]], data["roberta.logits"], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings(HEADS)
+def test_a_released_folder_gives_fairseqs_ids_and_logits(tmp_path):
+    config, state_dict, tokenizer = fairseq_roberta.read_folder(release(tmp_path / "roberta.tiny"))
+    assert not config.tie_word_embeddings and config.classifier_dropout == 0.2
+    assert not torch.equal(state_dict["lm_head.decoder.weight"], state_dict[WORDS])
+    assert len(tokenizer) == config.vocab_size == 329 and tokenizer.mask_token_id == 328
+    assert tokenizer.model_max_length == 62 == config.max_position_embeddings - 2
+    data = arrays("roberta_bpe.npz")
+    pairs = [(one, two or None) for one, two in zip(data["sentences"].tolist(), data["seconds"].tolist(), strict=True)]
+    for (first, second), row, text in zip(pairs, data["tokens"], data["decoded"].tolist(), strict=True):
+        ids = tokenizer(first, second)["input_ids"]
+        assert ids == row[row != PAD].tolist()
+        assert tokenizer.decode(tokenizer(first)["input_ids"], skip_special_tokens=True) == text == first
+    batch = tokenizer([pair[0] for pair in pairs[:5]], padding=True)
+    np.testing.assert_array_equal(batch["input_ids"], data["tokens"][:5])
+    tokens = torch.from_numpy(data["tokens"])
+    for row, place in enumerate(data["masked"].tolist()):
+        if place >= 0:
+            tokens[row, place] = tokenizer.mask_token_id
+    found = logits(build(config, state_dict), tokens)[:2][tokens[:2] != PAD].numpy()
+    np.testing.assert_allclose(found, data["logits"], atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings(HEADS)
+def test_what_is_read_survives_save_pretrained(tmp_path):
+    config, state_dict, tokenizer = fairseq_roberta.read_folder(release(tmp_path / "theirs"))
+    model = build(config, state_dict)
+    model.save_pretrained(tmp_path / "ours")
+    tokenizer.save_pretrained(tmp_path / "ours")
+    again, same = (
+        RobertaForMaskedLM.from_pretrained(tmp_path / "ours").eval(),
+        AutoTokenizer.from_pretrained(tmp_path / "ours"),
+    )
+    text = [*arrays("roberta_bpe.npz")["sentences"].tolist(), "a <mask> sees"]
+    assert same(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert same("a <mask>")["input_ids"][2:] == [same.mask_token_id, 2], "the mask takes the space"
+    tokens = torch.tensor(same(text[:1])["input_ids"])
+    torch.testing.assert_close(logits(again, tokens), logits(model, tokens), rtol=0, atol=0)
+
+
+def test_the_way_back_gives_fairseqs_weights():
+    for name in ("roberta.pt", "roberta_bpe.pt"):
+        settings, weights = golden(name)
+        weights = {key: value for key, value in weights.items() if not key.startswith("classification_heads.")}
+        args, ours = fairseq_roberta.from_transformers(*fairseq_roberta.to_transformers(weights, settings))
+        assert ours.keys() == weights.keys() | {"encoder.sentence_encoder.version"}
+        assert all(torch.equal(ours[key], value) for key, value in weights.items())
+        for key, value in vars(args).items():
+            if key.startswith("encoder_") or key.endswith("dropout") or key in ("max_positions", "activation_fn"):
+                assert settings[key] == value, key
+        assert settings["untie_weights_roberta"] == args.untie_weights_roberta == (name == "roberta_bpe.pt")
+
+
+@pytest.mark.filterwarnings(HEADS)
+def test_a_folder_survives_the_way_to_transformers_and_back(tmp_path):
+    theirs = release(tmp_path / "theirs")
+    first = fairseq_roberta.read_folder(theirs)
+    fairseq_roberta.write_folder(tmp_path / "ours", *first)
+    assert json.loads((tmp_path / "ours/encoder.json").read_text()) == json.loads((theirs / "encoder.json").read_text())
+    assert (tmp_path / "ours/vocab.bpe").read_bytes() == (theirs / "vocab.bpe").read_bytes()
+    symbols = [Dictionary.load(folder / "dict.txt").symbols for folder in (tmp_path / "ours", theirs)]
+    assert symbols[0] == symbols[1]
+    second = fairseq_roberta.read_folder(tmp_path / "ours")
+    assert first[0].to_dict() == second[0].to_dict()
+    assert first[1].keys() == second[1].keys()
+    assert all(torch.equal(value, second[1][key]) for key, value in first[1].items())
+    assert first[2].get_vocab() == second[2].get_vocab()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_of_transformers_survives_the_way_to_fairseq_and_back(tmp_path, tied):
+    tokenizer = learnt(tmp_path / "tokenizer")
+    # Padded to a multiple of 16: <mask> is not the last id any more.
+    model = random_model(tied, 336, type_vocab_size=2)
+    fairseq_roberta.write_folder(tmp_path / "model", model.config, model.state_dict(), tokenizer)
+    config, state_dict, again = fairseq_roberta.read_folder(tmp_path / "model")
+    assert config.tie_word_embeddings == tied and config.classifier_dropout == 0.1
+    text = [*arrays("roberta_bpe.npz")["sentences"].tolist(), "a <mask> sees"]
+    batch = tokenizer(text, padding=True, return_tensors="pt")["input_ids"]
+    assert torch.equal(again(text, padding=True, return_tensors="pt")["input_ids"], batch)
+    real = batch != PAD
+    expected, found = logits(model, batch)[real], logits(build(config, state_dict), batch)[real]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert model.roberta.embeddings.token_type_embeddings.weight[0].abs().max() > 0.1, "there was something to fold"
+
+
+def test_a_file_of_safetensors_holds_tied_weights_once():
+    model = random_model()
+    whole = model.state_dict()
+    once = {key: value for key, value in whole.items() if not key.startswith("lm_head.decoder.")}
+    weights = fairseq_roberta.from_transformers(model.config, once)[1]
+    expected = fairseq_roberta.from_transformers(model.config, whole)[1]
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[key], expected[key]) for key in weights)
+    whole["lm_head.decoder.weight"] = whole["lm_head.decoder.weight"] + 1
+    with pytest.raises(InputError, match=r"ties roberta.embeddings.word_embeddings.weight and lm_head.decoder.weight"):
+        fairseq_roberta.from_transformers(model.config, whole)
+
+
+def older(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The names that older versions of fairseq gave, those of several versions at once."""
+    named: dict[str, Tensor] = {}
+    for key, value in weights.items():
+        key = key.replace("layernorm_embedding", "emb_layer_norm").replace("self_attn_layer_norm", "layer_norms.0")
+        key = key.replace("final_layer_norm", "layer_norms.1")
+        if key.startswith("encoder."):
+            key = f"decoder.{key.removeprefix('encoder.')}"
+        if ".q_proj." in key:
+            parts = [
+                weights[key.replace("decoder.", "encoder.", 1).replace("q_proj", part)]
+                for part in ("q_proj", "k_proj", "v_proj")
+            ]
+            named[key.replace("q_proj.", "in_proj_")] = torch.cat(parts)
+        elif ".k_proj." not in key and ".v_proj." not in key:
+            named[key] = value
+    return named
+
+
+def test_older_names_are_todays():
+    settings, weights = golden("roberta.pt")
+    old = older(weights)
+    assert not old.keys() & weights.keys()
+    config, expected = fairseq_roberta.to_transformers(weights, settings)
+    upgraded, found = fairseq_roberta.to_transformers(old, argparse.Namespace(**settings))
+    assert upgraded.to_dict() == config.to_dict() and found.keys() == expected.keys()
+    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
+def test_what_settings_leave_out_is_fairseqs_default():
+    config, _ = fairseq_roberta.to_transformers(random_base_weights(), {"tokens_per_sample": 20, "encoder_layers": 1})
+    assert (config.hidden_size, config.num_attention_heads, config.intermediate_size) == (768, 12, 3072)
+    assert (config.max_position_embeddings, config.attention_probs_dropout_prob) == (22, 0.1)
+
+
+def random_base_weights() -> dict[str, Tensor]:
+    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+    model = random_model(words=5, num_hidden_layers=1, max_position_embeddings=22, **sizes)
+    weights = fairseq_roberta.from_transformers(model.config, model.state_dict())[1]
+    return {key: value for key, value in weights.items() if not key.endswith(".version")}
+
+
+def test_classification_heads_are_left_out_with_a_warning():
+    settings, weights = golden("roberta_bpe.pt")
+    assert "classification_heads.three.out_proj.weight" in weights
+    with pytest.warns(UserWarning, match=r"some\.pt has classification heads, which are left out: three"):
+        _, state_dict = fairseq_roberta.to_transformers(weights, settings, "some.pt")
+    assert not any("classif" in key or "three" in key for key in state_dict)
+
+
+def test_a_data2vec_checkpoint_gets_a_new_head():
+    settings, weights = golden("roberta.pt")
+    bare = {key: value for key, value in weights.items() if "lm_head" not in key}
+    with pytest.raises(InputError, match=r"does not fit its settings: lm_head\.bias and 6 more tensors differ"):
+        fairseq_roberta.to_transformers(bare, settings)
+    bare |= {"encoder._ema": torch.zeros(1), "encoder.regression_head.0.weight": torch.zeros(2, 2)}
+    with pytest.warns(UserWarning, match="no head for masked tokens"):
+        config, state_dict = fairseq_roberta.to_transformers(bare, settings)
+    dense = state_dict["lm_head.dense.weight"]
+    assert 0.01 < dense.std() < 0.03 and torch.equal(state_dict["lm_head.layer_norm.weight"], torch.ones(32))
+    build(config, state_dict)
+
+
+def test_a_transformer_is_no_roberta():
+    settings, weights = golden("trained.pt")
+    with pytest.raises(InputError, match=r"^a\.pt holds fairseq's transformer; expected a RoBERTa, with a tensor"):
+        fairseq_roberta.to_transformers(weights, settings, "a.pt")
+
+
+@pytest.mark.parametrize(
+    ("switch", "value"),
+    [
+        ("activation_fn", "relu"),
+        ("encoder_normalize_before", True),
+        ("activation_dropout", 0.1),
+        ("quant_noise_pq", 0.1),
+    ],
+)
+def test_another_kind_of_roberta_is_refused(switch, value):
+    settings, weights = golden("roberta.pt")
+    with pytest.raises(InputError, match=rf"a\.pt has {switch} {value}; transformers' RoBERTa has"):
+        fairseq_roberta.to_transformers(weights, settings | {switch: value}, "a.pt")
+
+
+def test_weights_and_settings_that_disagree_are_refused():
+    settings, weights = golden("roberta.pt")
+    for change, tensor in (
+        ({"max_positions": 60}, r"roberta\.embeddings\.position_embeddings\.weight and 0 more"),
+        ({"encoder_layers": 1}, r"encoder\.sentence_encoder\.layers\.1\.fc1\.bias and 15 more"),
+        ({"encoder_layers": 3}, r"roberta\.encoder\.layer\.2\.attention\.output\.LayerNorm\.bias and 15 more"),
+    ):
+        with pytest.raises(InputError, match=rf"^a\.pt does not fit its settings: {tensor} tensors differ"):
+            fairseq_roberta.to_transformers(weights, settings | change, "a.pt")
+    untied = weights | {"encoder.lm_head.weight": weights["encoder.lm_head.weight"] + 1}
+    with pytest.raises(InputError, match=r"they tie encoder\.lm_head\.weight to .*embed_tokens\.weight"):
+        fairseq_roberta.to_transformers(untied, settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_norm_eps": 1e-12}, r"layer_norm_eps is 1e-12; fairseq's RoBERTa has 1e-05 only"),
+        ({"hidden_act": "relu"}, r"hidden_act is 'relu'; fairseq's RoBERTa has 'gelu' only"),
+        ({"pad_token_id": 0}, r"pad_token_id is 0"),
+    ],
+)
+def test_a_model_that_fairseq_cannot_be_is_refused(change, message):
+    model = random_model(**change)
+    with pytest.raises(InputError, match=message):
+        fairseq_roberta.from_transformers(model.config, model.state_dict())
+
+
+def test_a_state_dict_of_another_model_is_refused():
+    model, other = random_model(), random_model(num_hidden_layers=1)
+    with pytest.raises(InputError, match=r"not a RobertaForMaskedLM of its config: roberta\.encoder\.layer\.1\..* 15"):
+        fairseq_roberta.from_transformers(other.config, model.state_dict())
+    with pytest.raises(InputError, match=r"lm_head\.bias and 6 more"):
+        without = {key: value for key, value in model.state_dict().items() if "lm_head" not in key}
+        fairseq_roberta.from_transformers(untied(model.config), without)
+
+
+def untied(config: RobertaConfig) -> RobertaConfig:
+    return RobertaConfig(**config.to_dict() | {"tie_word_embeddings": False})
+
+
+def change_line(path: Path, number: int, text: str | None) -> None:
+    lines = path.read_text(encoding="utf-8").split("\n")
+    lines[number - 1 : number] = [] if text is None else [text]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def drop(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).unlink()
+
+
+BREAKAGES = {
+    "no model": (lambda folder: drop(folder, "model.pt"), r"has no model\.pt; expected a RoBERTa of fairseq$"),
+    "no bpe": (
+        lambda folder: drop(folder, "encoder.json", "vocab.bpe"),
+        r"has no encoder\.json nor vocab\.bpe; expected a RoBERTa of fairseq; https://\S+ has encoder\.json and",
+    ),
+    "a transformer": (
+        lambda folder: shutil.copy(GOLDEN / "trained.pt", folder / "model.pt"),
+        r"model\.pt holds fairseq's transformer; expected a RoBERTa",
+    ),
+    "another dictionary": (
+        lambda folder: change_line(folder / "dict.txt", 325, "madeupword0007 0\n"),
+        r"dict\.txt does not fit .*model\.pt: with the special symbols it has 330, and the model 329",
+    ),
+    "a dictionary without a token": (
+        lambda folder: change_line(folder / "dict.txt", 3, None),
+        r"dict\.txt lacks 1 of the 317 tokens of encoder\.json, \d+ among them",
+    ),
+    "a dictionary of words": (
+        lambda folder: shutil.copy(GOLDEN / "roberta/dict.txt", folder / "dict.txt"),
+        r"dict\.txt lacks 317 of the 317 tokens",
+    ),
+    "a word in the dictionary": (
+        lambda folder: change_line(folder / "dict.txt", 324, "hello 3"),
+        r"dict\.txt line 324 has 'hello'; expected a number that encoder\.json has",
+    ),
+    "an unreadable line": (
+        lambda folder: change_line(folder / "dict.txt", 5, "17"),
+        r"dict\.txt line 5 is '17'; expected a symbol, a space and its count",
+    ),
+    "no JSON": (
+        lambda folder: (folder / "encoder.json").write_text("{"),
+        r"encoder\.json is not JSON \(.*\); expected GPT-2's encoder\.json",
+    ),
+    "a list": (lambda folder: (folder / "encoder.json").write_text("[1]"), r"does not map tokens to numbers"),
+    "a byte is missing": (
+        lambda folder: (folder / "encoder.json").write_text('{"a": 1}'),
+        r"encoder\.json has no token for 255 of the 256 bytes, '!' among them",
+    ),
+    "a merge of three": (
+        lambda folder: change_line(folder / "vocab.bpe", 4, "a b c"),
+        r"vocab\.bpe line 4 is 'a b c'; expected two tokens whose union encoder\.json has",
+    ),
+    "a merge of nothing known": (
+        lambda folder: change_line(folder / "vocab.bpe", 2, "q z"),
+        r"vocab\.bpe line 2 is 'q z'; expected two tokens",
+    ),
+}
+
+
+@pytest.mark.filterwarnings(HEADS)
+@pytest.mark.parametrize("case", BREAKAGES)
+def test_a_broken_folder_is_named(tmp_path, case):
+    damage, message = BREAKAGES[case]
+    folder = release(tmp_path / "model")
+    damage(folder)
+    with pytest.raises(InputError, match=message) as raised:
+        fairseq_roberta.read_folder(folder)
+    assert str(folder) in str(raised.value)
+
+
+def test_a_tokenizer_that_fairseq_cannot_be_is_refused(tmp_path):
+    model = random_model(words=322)
+
+    def refused(tokenizer, message: str, words: RobertaForMaskedLM = model) -> None:
+        with pytest.raises(InputError, match=message):
+            fairseq_roberta.write_folder(tmp_path / "out", words.config, words.state_dict(), tokenizer)
+        assert not (tmp_path / "out").exists(), "nothing is written by halves"
+
+    refused(learnt(tmp_path / "prefix", add_prefix_space=True), r"byte-level BPE without add_prefix_space")
+    refused(
+        learnt(tmp_path / "good"), r"has 322 tokens and the model 300; expected those of one", random_model(words=300)
+    )
+    more = learnt(tmp_path / "more")
+    more.add_tokens(["zebra"])
+    refused(more, r"has 1 added tokens, 'zebra' among them")
+    vocabulary = {token: (place + 1) % 322 for token, place in learnt(tmp_path / "good").get_vocab().items()}
+    refused(
+        RobertaTokenizer(vocab=vocabulary, merges=[]), r"begins with <mask> <s> <pad> </s>; fairseq needs <s> <pad>"
+    )
+    fairseq_roberta.write_folder(tmp_path / "out", model.config, model.state_dict(), learnt(tmp_path / "good"))
+    assert MASK not in (tmp_path / "out/dict.txt").read_text(), "fairseq's task appends it"
+
+
+def test_the_recording_is_small_and_tells_nothing_of_the_machine():
+    files = [GOLDEN / "roberta_bpe.pt", GOLDEN / "roberta_bpe.npz", *(GOLDEN / "roberta_bpe").iterdir()]
+    assert len(files) == 5 and sum(path.stat().st_size for path in files) < 150_000
+    settings, _ = golden("roberta_bpe.pt")
+    assert settings["data"] == "roberta_bpe" and settings["save_dir"] == "checkpoints"
+    data = arrays("roberta_bpe.npz")
+    assert {len(data[key]) for key in ("sentences", "seconds", "tokens", "decoded", "masked", "head")} == {6}
+    assert np.ptp(data["logits"]) > 1 and len(data["logits"]) == (data["tokens"][:2] != PAD).sum()
+
+
+HUB = """
+import sys
+import numpy as np
+import torch
+from fairseq.models.roberta import RobertaModel
+folder, arrays, out = sys.argv[1:]
+files = {"gpt2_encoder_json": f"{folder}/encoder.json", "gpt2_vocab_bpe": f"{folder}/vocab.bpe"}
+hub = RobertaModel.from_pretrained(folder, **files).eval()
+with np.load(arrays) as file:
+    sentences, tokens = file["sentences"].tolist(), torch.from_numpy(file["tokens"]).long()
+rows = [hub.encode(sentence).tolist() for sentence in sentences]
+ids = np.full((len(rows), max(map(len, rows))), 1)
+for place, row in enumerate(rows):
+    ids[place, : len(row)] = row
+found = {"ids": ids, "mask": hub.task.mask_idx}
+with torch.no_grad():
+    found["logits"] = hub.model(tokens)[0].numpy()
+    if hub.model.classification_heads:
+        found["head"] = hub.predict("three", tokens, return_logits=True).numpy()
+np.savez(out, **found)
+"""
+
+
+def with_fairseq(folder: Path, sentences: list[str], tokens: Tensor, scratch: Path) -> dict[str, np.ndarray]:
+    """What fairseq's RobertaModel.from_pretrained(folder) makes of these."""
+    np.savez(scratch / "in.npz", sentences=np.array(sentences), tokens=tokens.numpy())
+    # fairseq's loader unpickles what a checkpoint holds.
+    environment = os.environ | {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "OMP_NUM_THREADS": "1"}
+    command = [PYTHON, "-W", "ignore", "-c", HUB, folder, scratch / "in.npz", scratch / "out.npz"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    with np.load(scratch / "out.npz") as file:
+        return dict(file)
+
+
+@live
+@pytest.mark.slow
+def test_fairseq_computes_the_recorded_numbers(tmp_path):
+    data = arrays("roberta_bpe.npz")
+    folder = release(tmp_path / "model")
+    tokens = torch.from_numpy(data["tokens"])
+    found = with_fairseq(folder, data["sentences"].tolist()[:5], tokens, tmp_path)
+    np.testing.assert_array_equal(found["ids"], data["tokens"][:5])
+    np.testing.assert_allclose(found["head"], data["head"], atol=1e-5, rtol=1e-5)
+    for row, place in enumerate(data["masked"].tolist()):
+        if place >= 0:
+            tokens[row, place] = int(found["mask"])
+    again = with_fairseq(folder, ["a"], tokens, tmp_path)["logits"][:2][data["tokens"][:2] != PAD]
+    np.testing.assert_allclose(again, data["logits"], atol=1e-5, rtol=1e-5)
+
+
+@live
+@pytest.mark.slow
+@pytest.mark.parametrize(("tied", "words"), [(True, 322), (False, 336)])
+def test_fairseq_loads_what_we_write_and_has_our_ids_and_logits(tmp_path, tied, words):
+    tokenizer = learnt(tmp_path / "tokenizer")
+    model = random_model(tied, words, type_vocab_size=2)
+    folder = tmp_path / "model"
+    fairseq_roberta.write_folder(folder, model.config, model.state_dict(), tokenizer)
+    text = arrays("roberta_bpe.npz")["sentences"].tolist()
+    tokens = tokenizer(text, padding=True, return_tensors="pt")["input_ids"]
+    hidden = tokens.clone()
+    hidden[:, 1] = tokenizer.mask_token_id
+    found = with_fairseq(folder, text, hidden, tmp_path)
+    np.testing.assert_array_equal(found["ids"], tokens)
+    assert found["mask"] == tokenizer.mask_token_id == 321
+    real = (hidden != PAD).numpy()
+    np.testing.assert_allclose(found["logits"][real], logits(model, hidden).numpy()[real], rtol=1e-5, atol=1e-5)
+
+
+@live
+@pytest.mark.slow
+def test_fairseq_upgrades_older_names_as_we_do(tmp_path):
+    tokenizer = learnt(tmp_path / "tokenizer")
+    model = random_model(words=322)
+    folder = tmp_path / "model"
+    fairseq_roberta.write_folder(folder, model.config, model.state_dict(), tokenizer)
+    args, weights = fairseq_roberta.from_transformers(model.config, model.state_dict())
+    version = "encoder.sentence_encoder.version"
+    # Files of those days have no version; fairseq adds it.
+    old = older({key: value for key, value in weights.items() if key != version})
+    (folder / "model.pt").write_bytes(fairseq_roberta.write_checkpoint(args, old))
+    tokens = tokenizer(["the small dog sees"], return_tensors="pt")["input_ids"]
+    found = with_fairseq(folder, ["the small dog sees"], tokens, tmp_path)
+    config, state_dict, _ = fairseq_roberta.read_folder(folder)
+    ours = logits(build(config, state_dict), tokens)
+    np.testing.assert_allclose(found["logits"], ours.numpy(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, logits(model, tokens), rtol=1e-5, atol=1e-5)

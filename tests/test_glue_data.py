@@ -1,0 +1,467 @@
+"""data/glue.py on small files that the tests write; plain loops and transformers' own padding are the reference."""
+
+import pickle
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+from data import InputError, glue
+from data.batching import Buckets
+from data.glue import TASKS, Encoded, Examples, read, score
+from data.vocabulary import learn
+
+REAL = Path(__file__).parents[2] / "shared/data/glue"
+PAIR_HEADER = "index\tsentence1\tsentence2\tlabel\n"
+
+
+def tokenizer_of(kind: str):
+    """One whose vocabulary has all words of the synthetic sentences."""
+    return learn(read("synthetic", "mrpc", "train").first, kind, 400)
+
+
+@pytest.fixture(scope="module", params=["bert", "distilbert", "roberta", "xlnet"])
+def tokenizer(request):
+    return tokenizer_of(request.param)
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+# GLUE's own files, in the official column layouts
+
+FILES = {
+    "cola": (
+        "CoLA",
+        'gj04\t1\t\tThey came.\ngj04\t0\t*\tCame they yesterday "\n',
+        [["They came.", 'Came they yesterday "']],
+    ),
+    "sst2": ("SST-2", "sentence\tlabel\na fine film \t0\nwell-conceived\t1\n", [["a fine film ", "well-conceived"]]),
+    "mrpc": (
+        "MRPC",
+        "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n"
+        '0\t1\t2\t"The pie business.\tHe said "fair".\r\n1\t3\t4\tA\u2028b\x85c\tB\r\n',
+        [['"The pie business.', "A\u2028b\x85c"], ['He said "fair".', "B"]],
+    ),
+    "stsb": (
+        "STS-B",
+        "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+        "0\tg\tf\t2012\t1\tnone\tnone\tA\tB\t0.000\n1\tg\tf\t2012\t4\tnone\tnone\tC\tD\t3.800\n",
+        [["A", "C"], ["B", "D"]],
+    ),
+    "qqp": (
+        "QQP",
+        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t2\t3\tWho?\tWhat?\t0\n4\t5\t6\tA?\tB?\t1\n",
+        [["Who?", "A?"], ["What?", "B?"]],
+    ),
+    "mnli": (
+        "MNLI",
+        "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\t"
+        "sentence2_parse\tsentence1\tsentence2\tlabel1\tgold_label\n"
+        "0\t1\t1n\tg\t(\t(\t(\t(\tA\tB\tneutral\tentailment\n1\t2\t2e\tg\t(\t(\t(\t(\tC\tD\tx\tneutral\n",
+        [["A", "C"], ["B", "D"]],
+    ),
+    "qnli": (
+        "QNLI",
+        "index\tquestion\tsentence\tlabel\n0\tA?\tB\tentailment\n1\tC?\tD\tnot_entailment\n",
+        [["A?", "C?"], ["B", "D"]],
+    ),
+    "rte": ("RTE", PAIR_HEADER + "0\tA\tB\tentailment\n1\tC\tD\tnot_entailment\n", [["A", "C"], ["B", "D"]]),
+    "wnli": ("WNLI", PAIR_HEADER + "0\tA\tB\t0\n1\tC\tD\t1\n\n", [["A", "C"], ["B", "D"]]),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_official_files_are_read_as_they_stand(tmp_path, task):
+    folder, text, columns = FILES[task]
+    names = {"train": "train.tsv", "validation": "dev.tsv"}
+    names |= {f"validation_{kind}": f"dev_{kind}.tsv" for kind in ("matched", "mismatched")}
+    for split in ("train", *TASKS[task].evaluation):
+        write(tmp_path / folder / names[split], text)
+        for data in (str(tmp_path), tmp_path / folder):
+            examples = read(data, task, split)
+            assert [examples.first, *([examples.second] if examples.second else [])] == columns
+            expected = {"stsb": [0, np.float32(3.8)], "cola": [1, 0]}.get(task, [0, 1])
+            assert examples.labels.tolist() == expected
+            assert examples.labels.dtype == (np.float32 if task == "stsb" else np.int64)
+            assert len(examples) == 2 and examples.skipped == 0
+
+
+def test_tasks_have_the_hubs_names():
+    assert list(TASKS) == ["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"]
+    assert TASKS["rte"].labels == ("entailment", "not_entailment") == TASKS["wnli"].labels[::-1]
+    assert TASKS["mnli"].labels == ("entailment", "neutral", "contradiction")
+
+
+def test_the_folders_name_may_be_written_otherwise(tmp_path):
+    write(tmp_path / "sst2/train.tsv", FILES["sst2"][1])
+    assert len(read(tmp_path, "sst2", "train")) == 2
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "message"),
+    [
+        (
+            "cola",
+            "gj04\t1\t\tFine.\ngj04\t1\tFine.\n",
+            r"train\.tsv line 2 has 3 fields, .*; expected 4: .*without",
+        ),
+        (
+            "cola",
+            "a\tlabel\tc\tsentence\n",
+            "line 1 has the label 'label'; expected one of 0 .unacceptable., 1",
+        ),
+        ("sst2", "sentence\nx\n", r"train\.tsv line 1 has the columns sentence; expected label among them"),
+        ("sst2", "", "line 1 has the columns nothing; expected sentence, label"),
+        ("sst2", "sentence\tlabel\n", r"train\.tsv has no examples"),
+        ("sst2", "sentence\tlabel\nfine\t1\nfine\t2\n", "line 3 has the label '2'; expected one of 0 .negative., 1"),
+        ("sst2", "sentence\tlabel\nfine\t-1\n", "line 2 has the label '-1'"),
+        ("sst2", "sentence\tlabel\nfine\t1\n\nfine\t1\n", "line 3 has 1 fields, separated by tabs; expected 2"),
+        ("sst2", "sentence\tlabel\n \t1\n", "line 2 has an empty sentence; expected a sentence"),
+        ("sst2", b"sentence\tlabel\nStra\xdfe\t1\n", r"train\.tsv is not UTF-8 \(byte 19\)"),
+        ("rte", PAIR_HEADER + "0\tA\tB\tyes\n", "line 2 has the label 'yes'; expected one of 0 .entailment."),
+        ("rte", PAIR_HEADER + '0\tA\tB\tentailment\n1\t"A\nb"\tB\tentailment\n', 'line 3 has 2 fields.*begins with "'),
+        ("rte", PAIR_HEADER + '0\t"A\tb"\tB\tentailment\n', 'line 2 has 5 fields.*begins with ".*QUOTE_NONE'),
+        ("rte", PAIR_HEADER + "0\tA\t\tentailment\n", "line 2 has an empty sentence2"),
+        ("qqp", FILES["qqp"][1] + "7\t8\t9\tA\n", "line 4 has 4 fields"),
+        (
+            "stsb",
+            "sentence1\tsentence2\tscore\nA\tB\t5.2\n",
+            "line 2 has the score '5.2'; expected a number from 0 to",
+        ),
+        ("stsb", "sentence1\tsentence2\tscore\nA\tB\tnan\n", "line 2 has the score 'nan'"),
+        ("stsb", "sentence1\tsentence2\tscore\nA\tB\tfive\n", "line 2 has the score 'five'"),
+    ],
+)
+def test_a_damaged_file_is_explained_with_its_line(tmp_path, task, text, message):
+    write(tmp_path / "train.tsv", text)
+    with pytest.raises(InputError, match=message):
+        read(tmp_path, task, "train")
+
+
+def test_qqps_few_broken_rows_are_left_out_with_a_warning(tmp_path):
+    rows = [f"{n}\t1\t2\tWho is {n}?\tWhat?\t1" for n in range(4000)]
+    rows[1000] = '1000\t1\t2\t"A line\nbreak?"\tWhat?\t1'
+    rows[2000] = "2000\t1\t2\tA question?\t\t0"
+    write(tmp_path / "train.tsv", "\n".join([FILES["qqp"][1].partition("\n")[0], *rows]))
+    with pytest.warns(UserWarning, match=r"3 broken rows are left out, the first: .* line 1002 has 4 fields"):
+        examples = read(tmp_path, "qqp", "train")
+    assert len(examples) == len(examples.second) == len(examples.labels) == 3998 and examples.skipped == 3
+    assert examples.first[999:1001] == ["Who is 999?", "Who is 1001?"]
+
+
+def test_what_cannot_be_found_is_explained(tmp_path):
+    def refused(message: str, data=tmp_path, task="sst2", split="train"):
+        with pytest.raises(InputError, match=message):
+            read(data, task, split)
+
+    refused("task is 'sst'; expected one of cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli", task="sst")
+    refused("split is 'test'; expected one of train, validation for sst2; the labels of GLUE's test", split="test")
+    refused("expected one of train, validation_matched, validation_mismatched", task="mnli", split="validation")
+    refused(r"has no train\.tsv .* found nothing; expected GLUE's SST-2/train\.tsv")
+    refused("there is no folder .*nowhere", data=tmp_path / "nowhere")
+    path = write(tmp_path / "SST-2/dev.tsv", FILES["sst2"][1])
+    refused(r"SST-2 has no train\.tsv .* found dev\.tsv")
+    refused(r"dev\.tsv is a file", data=path)
+    write(tmp_path / "RTE/train.tsv", FILES["rte"][1])
+    refused("RTE is the folder of rte, and the task is wnli", data=tmp_path / "RTE", task="wnli")
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="the small real files of GLUE are not beside the repository")
+def test_real_files_have_the_rows_that_were_counted():
+    sizes = {
+        "cola": (7696, 855),
+        "sst2": (60_614, 6_735),
+        "mrpc": (3_669, 407),
+        "rte": (2_241, 249),
+        "stsb": (5_175, 574),
+        "wnli": (565, 70),
+    }
+    for task, expected in sizes.items():
+        splits = [read(REAL, task, split) for split in ("train", "validation")]
+        assert tuple(map(len, splits)) == expected
+        if TASKS[task].labels:
+            assert {label for split in splits for label in split.labels.tolist()} == {0, 1}
+        else:
+            assert all(0 <= split.labels.min() < 1 and 4.9 < split.labels.max() <= 5 for split in splits)
+    mrpc = read(REAL, "mrpc", "train")
+    assert mrpc.first[0].startswith('Amrozi accused his brother, whom he called "the witness"') and mrpc.labels[0] == 1
+
+
+# `datasets`
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def table(task: str, names=None, labels=(0, 1, 0), **columns) -> datasets.Dataset:
+    chosen = TASKS[task]
+    values = {column: [f"{column} {n}" for n in range(len(labels))] for column in chosen.columns}
+    values |= {"label": list(labels), "idx": list(range(len(labels)))} | columns
+    rows = datasets.Dataset.from_dict(values)
+    if chosen.labels:
+        rows = rows.cast_column("label", datasets.ClassLabel(names=list(names or chosen.labels)))
+    return rows
+
+
+@pytest.mark.parametrize("layout", ["parquet", "parquet, task", "disk", "disk, task", "arrow"])
+@pytest.mark.parametrize("task", ["sst2", "mnli", "stsb"])
+def test_a_local_folder_of_datasets_is_read(tmp_path, cache, layout, task):
+    labels = (0.5, 5.0, 2.25) if task == "stsb" else (0, 1, 0)
+    folder = tmp_path / "data" / (task if "task" in layout else "")
+    splits = {"train": labels, **{split: labels[::-1][n:] for n, split in enumerate(TASKS[task].evaluation)}}
+    tables = datasets.DatasetDict({split: table(task, labels=values) for split, values in splits.items()})
+    if layout.startswith("parquet"):
+        folder.mkdir(parents=True)
+        for split, rows in tables.items():
+            rows.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    else:
+        tables.save_to_disk(folder)
+        if layout == "arrow":
+            (folder / "dataset_dict.json").unlink()
+    for split, values in splits.items():
+        examples = read(tmp_path / "data", task, split)
+        assert examples.labels.tolist() == list(values)
+        assert examples.labels.dtype == (np.float32 if task == "stsb" else np.int64)
+        assert examples.first == [f"{TASKS[task].columns[0]} {n}" for n in range(len(values))]
+        assert (examples.second is None) == (task == "sst2")
+
+
+def test_labels_of_a_data_set_go_by_their_names(tmp_path, cache):
+    datasets.DatasetDict({"train": table("rte", ("not_entailment", "entailment"))}).save_to_disk(tmp_path / "rte")
+    assert read(tmp_path, "rte", "train").labels.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (lambda: table("rte", labels=(0, -1)), "train, row 1 has the label -1, which stands for a hidden one"),
+        (lambda: table("rte", ("yes", "no")), "has the labels yes, no; expected entailment, not_entailment"),
+        (lambda: table("rte").remove_columns("label"), "has the columns sentence1, sentence2, idx; expected label for"),
+        (lambda: table("rte").remove_columns("sentence2"), "expected sentence2 for rte"),
+        (lambda: table("rte", sentence1=["a", "", "b"]), "row 1 has '' as its sentence1; expected a sentence"),
+        (lambda: table("rte", sentence2=["a", "b", None]), "row 2 has None as its sentence2"),
+        (lambda: table("rte").cast_column("label", datasets.Value("int64")).map(lambda _: {"label": 3}), "label '3'"),
+        (lambda: table("rte").filter(lambda _: False), "has no examples"),
+    ],
+)
+def test_a_data_set_that_cannot_be_used_is_explained(tmp_path, cache, rows, message):
+    datasets.DatasetDict({"train": rows()}).save_to_disk(tmp_path / "rte")
+    with pytest.raises(InputError, match=message):
+        read(tmp_path, "rte", "train")
+
+
+def test_folders_of_datasets_that_do_not_fit_are_explained(tmp_path, cache):
+    table("rte").save_to_disk(tmp_path / "one")
+    with pytest.raises(InputError, match="is a single split written by save_to_disk"):
+        read(tmp_path / "one", "rte", "train")
+    datasets.DatasetDict({"train": table("rte")}).save_to_disk(tmp_path / "two")
+    with pytest.raises(InputError, match="has the splits train; expected validation for rte"):
+        read(tmp_path / "two", "rte", "validation")
+    write(tmp_path / "three/train.parquet", b"PAR1, but no more")
+    with pytest.raises(InputError, match="three cannot be read by datasets"):
+        read(tmp_path / "three", "rte", "train")
+
+
+def test_a_hub_id_is_given_to_datasets_with_the_task(monkeypatch):
+    def load(data, config, split):
+        if data == "some/where":
+            raise datasets.exceptions.DatasetNotFoundError("Dataset 'some/where' doesn't exist")
+        assert (data, config, split) == ("nyu-mll/glue", "mnli", "validation_matched")
+        return table("mnli", labels=(2, 1))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read("nyu-mll/glue", "mnli", "validation_matched").labels.tolist() == [2, 1]
+    with pytest.raises(InputError, match="some/where is neither a folder nor a data set of the hub .*doesn't exist"):
+        read("some/where", "rte", "train")
+
+
+# The synthetic twins
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_synthetic_examples_follow_their_rule(task):
+    for split, size in (("train", 2048), *((split, 512) for split in TASKS[task].evaluation)):
+        examples = read("synthetic", task, split)
+        assert len(examples) == len(examples.labels) == size
+        sides = [examples.first] + ([examples.second] if examples.second else [])
+        assert len(sides) == len(TASKS[task].columns)
+        words = [[[word.strip(",.") for word in line.split()] for line in side] for side in sides]
+        values = [[[glue._NUMBERS.index(w) for w in line if w in glue._NUMBERS] for line in side] for side in words]
+        assert {w for side in words for line in side for w in line} == {*glue._FILLERS, *glue._NUMBERS}
+        for label, *numbers in zip(examples.labels.tolist(), *values, strict=True):
+            name = TASKS[task].labels[label] if TASKS[task].labels else ""
+            if len(sides) == 1:
+                assert (numbers[0][0] >= 5) == (label == 1)
+            elif name == "neutral":
+                assert len(numbers[0]) == 1 and numbers[1] == []
+            elif not name:
+                assert label == pytest.approx(2.5 + 2.5 * (numbers[0][0] - numbers[1][0]) / 9)
+            else:
+                difference = numbers[0][0] - numbers[1][0]
+                assert abs(difference) >= 2 and len(numbers[0]) == len(numbers[1]) == 1
+                assert (difference > 0) == (name in ("entailment", "equivalent", "duplicate"))
+        if TASKS[task].labels:
+            counts = np.bincount(examples.labels)
+            assert len(counts) == len(TASKS[task].labels) and np.ptp(counts) <= 1
+        lengths = [len(line.split()) for line in examples.first]
+        assert min(lengths) == 4 and max(lengths) == 25 and 7 < np.mean(lengths) < 13
+    assert read("synthetic", task, "train").first == read("synthetic", task, "train").first
+    first = read("synthetic", task, "train", seed=0).first
+    assert first != read("synthetic", task, "train", seed=1).first
+    assert not set(first) & set(read("synthetic", task, TASKS[task].evaluation[0]).first)
+
+
+@pytest.mark.parametrize("task", ["mrpc", "stsb"])
+def test_a_bag_of_words_does_not_solve_the_pair_task(task):
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.linear_model import LogisticRegression, Ridge
+
+    train, valid = (read("synthetic", task, split) for split in ("train", "validation"))
+    words = CountVectorizer()
+    bags = [[f"{a} {b}" for a, b in zip(e.first, e.second, strict=True)] for e in (train, valid)]
+    model = (LogisticRegression(max_iter=1000) if task == "mrpc" else Ridge()).fit(
+        words.fit_transform(bags[0]), train.labels
+    )
+    found = score(task, model.predict(words.transform(bags[1])), valid.labels)
+    assert abs(found["accuracy"] - 0.5 if task == "mrpc" else found["pearson"]) < 0.15
+
+
+# Tokens
+
+
+def sentences(pairs: bool) -> Examples:
+    rng = np.random.default_rng(0)
+    sides = [[" ".join(rng.choice(glue._FILLERS, size)) for size in rng.integers(1, 30, 2500)] for _ in range(2)]
+    return Examples(sides[0], sides[1] if pairs else None, rng.integers(0, 2, 2500))
+
+
+def xlnet_types(ids: np.ndarray, tokenizer) -> list[list[int]]:
+    """A <sep> is 0, B <sep> is 1, <cls> is 2, padding is 3."""
+    rows = []
+    for row in ids.tolist():
+        types, sentence = [], 0
+        for token in row:
+            special = {tokenizer.pad_token_id: 3, tokenizer.cls_token_id: 2}
+            types.append(special.get(token, sentence))
+            sentence += token == tokenizer.sep_token_id
+        rows.append(types)
+    return rows
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_batches_are_what_transformers_pads(tokenizer, pairs):
+    examples = sentences(pairs)
+    encoded = Encoded(examples, tokenizer, 32)
+    indices = np.array([0, 999, 1000, 2499, 7, 7])
+    chosen = [[side[index] for index in indices] for side in (examples.first, examples.second) if side]
+    short = tokenizer(*chosen, max_length=32, truncation="longest_first")
+    expected = tokenizer.pad(short, padding="max_length", max_length=40, return_tensors="np")
+    if tokenizer.padding_side == "left":  # transformers 5 leaves XLNet's token types out
+        expected["token_type_ids"] = xlnet_types(expected["input_ids"], tokenizer)
+    batch = encoded.batch(indices, (40,))
+    assert sorted(batch) == ["attention_mask", "input_ids", "labels", "token_type_ids"]
+    for name in ("input_ids", "attention_mask", "token_type_ids"):
+        assert batch[name].dtype == np.int32 and batch[name].shape == (6, 40)
+        want = expected[name] if name in expected else np.zeros((6, 40))
+        assert (batch[name] == want).all(), name
+    assert batch["labels"].dtype == np.int32 and batch["labels"].tolist() == examples.labels[indices].tolist()
+    assert (encoded.lengths[indices] == batch["attention_mask"].sum(1)).all()
+
+
+def test_counts_agree_with_one_by_one(tokenizer):
+    examples = sentences(True)
+    encoded = Encoded(examples, tokenizer, 32)
+    whole = np.array([len(tokenizer(*pair)["input_ids"]) for pair in zip(examples.first, examples.second, strict=True)])
+    assert encoded.lengths.dtype == np.int32 and encoded.lengths.tolist() == np.minimum(whole, 32).tolist()
+    assert encoded.truncated == (whole > 32).sum() > 100
+    assert encoded.tokens == np.minimum(whole, 32).sum()
+    assert len(encoded) == 2500 and Encoded(examples, tokenizer, 128).truncated == 0
+
+
+def test_a_row_without_an_example_is_padding(tokenizer):
+    examples = Examples(["the dog", "horse"], None, np.array([1.5, 2.5], np.float32))
+    batch = Encoded(examples, tokenizer, 16).batch(np.array([-1, 1, -1]), (8,))
+    assert (batch["input_ids"][[0, 2]] == tokenizer.pad_token_id).all()
+    assert batch["attention_mask"].sum(1).tolist() == [0, len(tokenizer("horse")["input_ids"]), 0]
+    assert (batch["token_type_ids"][0] == (3 if tokenizer.padding_side == "left" else 0)).all()
+    assert batch["labels"].dtype == np.float32 and batch["labels"].tolist() == [0, 2.5, 0]
+
+
+def test_encoded_examples_fill_buckets_and_travel(tokenizer):
+    encoded = Encoded(sentences(True), tokenizer, 64)
+    again = pickle.loads(pickle.dumps(encoded))
+    assert len(pickle.dumps(encoded)) < encoded.tokens * 5 + 2500 * 20 + 1000, "more than the arrays travels"
+    seen = []
+    for indices, shape in Buckets(encoded.lengths, [(64, 16), (64, 32), (64, 64)]).epoch(np.random.default_rng(0)):
+        batch = again.batch(indices, shape)
+        assert (batch["attention_mask"].sum(1) == np.where(indices < 0, 0, encoded.lengths[indices])).all()
+        seen += indices[indices >= 0].tolist()
+    assert sorted(seen) == list(range(2500))
+
+
+def test_what_cannot_be_encoded_is_explained(tokenizer):
+    examples = Examples(["the dog then"], ["tree"], np.array([1]))
+    special = tokenizer.num_special_tokens_to_add(pair=True)
+    with pytest.raises(InputError, match=f"max_length is {special + 1}; expected {special + 2} .* to 512"):
+        Encoded(examples, tokenizer, special + 1)
+    with pytest.raises(InputError, match="max_length is 513"):
+        Encoded(examples, tokenizer, 513)
+    encoded = Encoded(examples, tokenizer, special + 2)
+    assert (encoded.truncated, encoded.lengths.tolist()) == (1, [special + 2])
+    with pytest.raises(ValueError, match=f"example 0 has {special + 2} tokens, and the shape has {special + 1} places"):
+        encoded.batch(np.array([0]), (special + 1,))
+    for index in (1, -2):
+        with pytest.raises(IndexError):
+            encoded.batch(np.array([index]), (16,))
+    with pytest.raises(InputError, match="object is not a fast tokenizer"):
+        Encoded(examples, object(), 16)
+
+
+def test_a_tokenizer_without_padding_is_refused():
+    tokenizer = tokenizer_of("bert")
+    tokenizer.pad_token = None
+    with pytest.raises(InputError, match="has no padding token"):
+        Encoded(sentences(False), tokenizer, 16)
+
+
+# Metrics
+
+
+def test_scores_are_those_of_the_definitions():
+    labels = np.array([1, 1, 1, 0, 0, 1, 0, 0])
+    found = np.array([1, 0, 1, 0, 1, 1, 0, 0])  # 3 true positives, 1 false, 1 missed, 3 true negatives
+    assert score("cola", found, labels) == {"mcc": pytest.approx((3 * 3 - 1) / (4 * 4))}
+    assert score("mrpc", found, labels) == {"accuracy": 0.75, "f1": pytest.approx(0.75)}
+    assert score("qqp", 1 - found, labels) == {"accuracy": 0.25, "f1": pytest.approx(0.25)}
+    for task in ("sst2", "mnli", "qnli", "rte", "wnli"):
+        assert score(task, found.tolist(), labels) == {"accuracy": 0.75}
+    scores = np.array([0, 1, 2, 5], np.float32)
+    stsb = score("stsb", np.array([0, 1, 4, 25], np.float32), scores)
+    assert stsb == {"pearson": pytest.approx(np.corrcoef([0, 1, 4, 25], [0, 1, 2, 5])[0, 1]), "spearman": 1.0}
+    assert score("stsb", -scores, scores)["pearson"] == pytest.approx(-1)
+    for task in TASKS:
+        assert tuple(score(task, found, labels)) == TASKS[task].metrics
+
+
+def test_constant_predictions_score_nothing():
+    labels = np.array([0, 1, 1, 0])
+    assert score("cola", [1, 1, 1, 1], labels) == {"mcc": 0}
+    assert score("stsb", np.full(4, 2.5, np.float32), labels.astype(np.float32)) == {"pearson": 0, "spearman": 0}
+    assert score("mrpc", [0, 0, 0, 0], labels) == {"accuracy": 0.5, "f1": 0}
+
+
+def test_scores_need_as_many_predictions_as_labels():
+    for predictions, labels in (([1], [1, 0]), ([], []), ([[1]], [[1]])):
+        with pytest.raises(ValueError, match="expected as many"):
+            score("rte", predictions, labels)
+    with pytest.raises(ValueError, match="not finite"):
+        score("stsb", [1, float("nan")], [1, 2])
+    with pytest.raises(InputError, match="task is 'x'"):
+        score("x", [1], [1])

@@ -1,0 +1,472 @@
+"""data/prepare_text.py on small texts that the tests make."""
+
+import gzip
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from data import InputError
+from data import prepare_text as pre
+from data.text import SyntheticText, open_text
+from data.vocabulary import KINDS
+
+ROOT = Path(__file__).parent.parent
+SYLLABLES = ["ba", "di", "lo", "mu", "ne", "ra", "so", "tu", "ga", "hi"]
+
+
+def documents(count: int, seed: int = 0) -> list[list[str]]:
+    """Each of 1 to 4 lines of 1 to 3 sentences; no two are the same."""
+    rng = np.random.default_rng(seed)
+
+    def sentence() -> str:
+        words = ["".join(rng.choice(SYLLABLES, rng.integers(1, 4))) for _ in range(rng.integers(3, 9))]
+        return " ".join(words).capitalize() + "."
+
+    return [
+        [" ".join(sentence() for _ in range(rng.integers(1, 4))) for _ in range(rng.integers(1, 5))]
+        for _ in range(count)
+    ]
+
+
+def written(texts: list[list[str]]) -> bytes:
+    return "\n".join("".join(f"{line}\n" for line in lines) for lines in texts).encode()
+
+
+def corpus(folder: Path, count: int = 60, end: str = "") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    pack = gzip.compress if end else bytes
+    for name, part in (("a", documents(count)), ("b", documents(count, 1)), ("valid", documents(8, 2))):
+        (folder / f"{name}.txt{end}").write_bytes(pack(written(part)))
+    return folder
+
+
+def prepare(data: Path, out: Path, **flags) -> dict:
+    return pre.prepare(data, out, **({"length": 32, "vocab_size": 300} | flags))
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """Every file of a prepared folder but its report."""
+    files = (path for path in sorted(out.rglob("*")) if path.is_file() and path.name != "report.json")
+    return {str(path.relative_to(out)): path.read_bytes() for path in files}
+
+
+def words(texts: list[list[str]], lower: bool) -> str:
+    """All text without spaces."""
+    text = "".join(itertools.chain.from_iterable(texts)).replace(" ", "")
+    return text.lower() if lower else text
+
+
+def decoded(text) -> str:
+    """All text of the rows without spaces and separators."""
+    tokens = np.concatenate([text.row(index)[0] for index in range(len(text))])
+    tokens = tokens[tokens != text.tokenizer.sep_token_id]
+    names = text.tokenizer.convert_ids_to_tokens(tokens)
+    return "".join(name.removeprefix("##").replace("Ġ", "").replace("▁", "") for name in names)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(pre, "PIECE_BYTES", 1500)
+
+
+# End to end
+
+
+@pytest.mark.parametrize(("kind", "end"), [*((kind, "") for kind in KINDS), ("bert", ".gz")])
+def test_text_becomes_rows_with_all_its_words(tmp_path, small_pieces, kind, end):
+    report = prepare(corpus(tmp_path, end=end), tmp_path / "out", kind=kind)
+    expected = {"train": [*documents(60), *documents(60, 1)], "valid": documents(8, 2)}
+    for split, texts in expected.items():
+        text = open_text(tmp_path / "out", split)
+        assert (text.kind, text.length, text.pairs) == (kind, 32, kind == "xlnet")
+        assert decoded(text) == words(texts, lower="bert" in kind and kind != "roberta")
+        part = report[split]
+        sentences = [one for lines in texts for line in lines for one in pre.split_sentences(line)]
+        assert (part["documents"], part["sentences"]) == (len(texts), len(sentences))
+        sizes = [len(text.row(index)[0]) for index in range(len(text))]
+        room = 29 if text.pairs else 30
+        assert (part["rows"], part["tokens"]) == (len(sizes), sum(sizes)) and max(sizes) <= room
+        assert part["padding"] == pytest.approx(1 - sum(sizes) / (room * len(sizes)), abs=1e-4)
+        starts = sum(len(text.row(index)[1]) for index in range(len(text)))
+        assert starts >= len(sentences) and (starts == len(sentences)) == (part["cut_sentences"] == 0)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        [f"{split}.{name}.npy" for split in ("train", "valid") for name in pre.ARRAYS] + ["tokenizer", "report.json"]
+    )
+    assert report["vocabulary"] == len(AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")) <= 300
+
+
+def test_documents_share_a_row_with_a_separator_between_them_or_do_not(tmp_path):
+    data = corpus(tmp_path)
+    for pairs in (False, True):
+        prepare(data, tmp_path / f"out{pairs}", pairs=pairs, length=64)
+        text = open_text(tmp_path / f"out{pairs}", "valid")
+        rows = [text.row(index) for index in range(len(text))]
+        separators = sum(np.count_nonzero(tokens == text.tokenizer.sep_token_id) for tokens, _ in rows)
+        assert (separators == 0) == pairs
+        if pairs:
+            assert len(rows) >= 8 == len(documents(8, 2))
+            # Documents begin rows: their first words are at the beginning of some row, in order.
+            begins = iter(text.tokenizer.decode(tokens).replace(" ", "") for tokens, _ in rows)
+            for document in documents(8, 2):
+                head = document[0].lower().replace(" ", "")[:12]
+                assert any(begin.startswith(head) for begin in begins), head
+        else:
+            # A separator ends a sentence, and the next one starts right after it.
+            for tokens, starts in rows:
+                after = np.flatnonzero(tokens == text.tokenizer.sep_token_id) + 1
+                assert set(after.tolist()) <= set(starts.tolist()) and len(tokens) not in after
+
+
+def test_a_sentence_longer_than_a_row_is_cut_and_counted(tmp_path):
+    long = "balo " * 100
+    (tmp_path / "a.txt").write_text(f"Hi there.\n{long}\nHi again.\n\nOne more.\n")
+    (tmp_path / "valid.txt").write_text("Hi there.\n")
+    report = prepare(tmp_path, tmp_path / "out")
+    assert report["train"]["cut_sentences"] == 1 and report["valid"]["cut_sentences"] == 0
+    assert decoded(open_text(tmp_path / "out", "train")) == "hithere." + "balo" * 100 + "hiagain.onemore."
+
+
+def test_special_symbols_in_text_are_text_and_what_is_no_text_is_counted(tmp_path):
+    data = corpus(tmp_path / "text", 20)
+    line = "A [SEP] b [MASK] <s> c </s> <mask> <sep> <cls> [PAD]."
+    (data / "c.txt").write_text(f"{line}\n\x01\x02 \n\n\n\x01\n\n{line}\n")
+    for kind in KINDS:
+        report = prepare(data, tmp_path / kind, kind=kind)
+        text = open_text(tmp_path / kind, "train")
+        tokens = np.concatenate([text.row(index)[0] for index in range(len(text))])
+        specials = set(text.tokenizer.all_special_ids) - {text.tokenizer.unk_token_id, text.tokenizer.sep_token_id}
+        assert not specials & set(tokens.tolist()), kind
+        separators = np.count_nonzero(tokens == text.tokenizer.sep_token_id)
+        assert separators < report["train"]["documents"] and (separators == 0) == (kind == "xlnet")
+        if kind == "bert":  # whose normalizer leaves out control characters
+            assert (report["train"]["dropped_empty_sentences"], report["train"]["documents"]) == (2, 42)
+            assert "[sep]b[mask]<s>c" in decoded(text)
+        assert report["train"]["unknown_share"] == round(np.mean(tokens == text.tokenizer.unk_token_id), 6)
+    # Characters that a Unigram vocabulary does not know must not become the special token that they spell.
+    (data / "c.txt").write_text("Balo.\n")
+    prepare(data, tmp_path / "plain", kind="xlnet")
+    (data / "c.txt").write_text(f"{line}\n")
+    prepare(data, tmp_path / "used", kind="xlnet", tokenizer=str(tmp_path / "plain" / "tokenizer"))
+    text = open_text(tmp_path / "used", "train")
+    tokens = np.concatenate([text.row(index)[0] for index in range(len(text))])
+    specials = set(text.tokenizer.all_special_ids) - {text.tokenizer.unk_token_id}
+    assert not specials & set(tokens.tolist()) and text.tokenizer.unk_token_id in tokens
+
+
+def test_byte_level_text_keeps_the_spaces_between_sentences(tmp_path):
+    (tmp_path / "a.txt").write_text("Balo di. Lo mu.\nNe ra.\n")
+    (tmp_path / "valid.txt").write_text("Balo di.\n")
+    prepare(tmp_path, tmp_path / "out", kind="roberta")
+    text = open_text(tmp_path / "out", "train")
+    assert text.tokenizer.decode(text.row(0)[0]) == "Balo di. Lo mu.Ne ra."
+
+
+def test_a_tokenizer_of_the_users_is_taken(tmp_path):
+    data = corpus(tmp_path / "text")
+    (data / "c.txt").write_text("Q Y " * 500)
+    given = SyntheticText("valid", "bert", 64, rows=5).tokenizer
+    given.save_pretrained(tmp_path / "given")
+    report = prepare(data, tmp_path / "out", tokenizer=str(tmp_path / "given"))
+    assert open_text(tmp_path / "out", "train").tokenizer.get_vocab() == given.get_vocab()
+    assert report["vocabulary"] == len(given) and report["train"]["unknown_share"] > 0.05
+    with pytest.raises(InputError, match=r"given is a BertTokenizer, which pads on the right; expected .* the left"):
+        prepare(data, tmp_path / "xlnet", tokenizer=str(tmp_path / "given"), kind="xlnet")
+    plain = PreTrainedTokenizerFast(tokenizer_object=given.backend_tokenizer, sep_token="[SEP]", unk_token="[UNK]")
+    plain.save_pretrained(tmp_path / "plain")
+    with pytest.raises(InputError, match="plain has no cls_token, pad_token, mask_token; expected one of a bert model"):
+        prepare(data, tmp_path / "missing", tokenizer=str(tmp_path / "plain"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="empty cannot be opened: .*; expected a folder of save_pretrained"):
+        prepare(data, tmp_path / "none", tokenizer=str(tmp_path / "empty"))
+
+
+def test_the_published_size_is_the_default(tmp_path, monkeypatch):
+    sizes = []
+    learn = pre.learn
+    monkeypatch.setattr(pre, "learn", lambda lines, kind, size: sizes.append(size) or learn(lines, kind, 300))
+    for kind in KINDS:
+        prepare(corpus(tmp_path), tmp_path / kind, kind=kind, vocab_size=0)
+    assert sizes == [30_522, 30_522, 50_265, 32_000]
+
+
+# Sentences, documents, pieces
+
+
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        ["It ends here.", " And goes on."],
+        ["Does it?", " Yes!", " 3 times."],
+        ['He said "no."', ' "Yes", she said.'],
+        ["(It ends.)", " [Here."],
+        ["Mr. Smith and Dr. J. Miller vs. Prof. Low met."],
+        ["It is 3.5 m, e.g. long ... and on, i.e. here."],
+        ["Homarus , a lobster .", " It is closely related to H. americanus ."],
+        ["Ünder.", " Über, nach. über"],
+        ["これは文です。", "これも。」", "そう"],
+        ["No end"],
+        ["One…", " Two?!", " Three"],
+    ],
+)
+def test_lines_are_cut_where_sentences_end(sentences):
+    assert pre.split_sentences("".join(sentences)) == sentences
+    assert pre.split_sentences("  " + "  ".join(sentences) + " ")[0].strip() == sentences[0]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 100, 1000, 10**9])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_pieces_end_where_documents_end(tmp_path, monkeypatch, piece_bytes, end):
+    texts = documents(30)
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + written(texts).replace(b"\n", end))
+    (tmp_path / "b").write_bytes(b"\n \t\n\n" + written(texts).replace(b"\n\n", b"\n \n\t\n\n").rstrip())
+    paths = [(tmp_path / name, name) for name in "ab"]
+    pieces = pre.cut(paths, piece_bytes)
+    found = [document for piece in pieces for stretch in piece for document in stretch.documents()]
+    assert found == texts + texts
+    for name in "ab":
+        stretches = [stretch for piece in pieces for stretch in piece if stretch.name == name]
+        borders = [0, *(stretch.stop for stretch in stretches)]
+        assert [stretch.start for stretch in stretches] == borders[:-1]
+        assert borders[-1] == (tmp_path / name).stat().st_size
+    if piece_bytes == 1:
+        assert len(pieces) >= 60
+    if piece_bytes == 10**9:
+        assert len(pieces) == 1 and len(pieces[0]) == 2
+
+
+def test_the_end_of_a_document_is_found_where_blocks_meet(tmp_path):
+    path = tmp_path / "a"
+    for border in range((1 << 20) - 4, (1 << 20) + 2):
+        path.write_bytes(b"x" * border + b"\n  \ny" + b"z" * 100)
+        with open(path, "rb") as file:
+            assert pre._document_end(file, 3) == border + 4
+            assert pre._document_end(file, border + 5) == border + 105
+
+
+def test_held_out_documents_are_the_same_for_every_cut_and_twins_stay_together(tmp_path, monkeypatch):
+    texts = documents(300)
+    (tmp_path / "a.txt").write_bytes(written([*texts, *texts]))
+    report = prepare(tmp_path, tmp_path / "one", valid_share=0.1)
+    held = [document for document in texts if pre.is_valid(document, 0.1)]
+    assert 15 < len(held) < 50 and report["valid"]["documents"] == 2 * len(held)
+    assert report["train"]["documents"] == 600 - 2 * len(held)
+    assert decoded(open_text(tmp_path / "one", "valid")) == words([*held, *held], lower=True)
+    monkeypatch.setattr(pre, "PIECE_BYTES", 1000)
+    prepare(tmp_path, tmp_path / "two", valid_share=0.1)
+    for split in ("train", "valid"):
+        assert decoded(open_text(tmp_path / "two", split)) == decoded(open_text(tmp_path / "one", split))
+
+
+def test_the_vocabulary_is_learnt_from_training_text_evenly_spaced(tmp_path, small_pieces, monkeypatch):
+    seen = []
+    learn = pre.learn
+    monkeypatch.setattr(
+        pre, "learn", lambda lines, *rest: learn(iter([seen.append(line) or line for line in lines]), *rest)
+    )
+    data = corpus(tmp_path / "text", 100)
+    lines = [line for text in (*documents(100), *documents(100, 1)) for line in text]
+    prepare(data, tmp_path / "all")
+    assert seen == lines
+    seen.clear()
+    prepare(data, tmp_path / "some", sample=6000)
+    assert 3000 < sum(map(len, seen)) <= 6000 and set(seen) < set(lines)
+    places = [lines.index(line) for line in seen]
+    assert min(places) < len(lines) / 5 and max(places) > len(lines) * 3 / 5
+
+
+# Kills
+
+
+def test_workers_do_not_change_the_result(tmp_path, small_pieces):
+    data = corpus(tmp_path / "text")
+    prepare(data, tmp_path / "one")
+    prepare(data, tmp_path / "two", workers=2)
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+@pytest.mark.parametrize("function", ["_unpack", "learn", "_encode_piece", "_join"])
+def test_a_killed_preparation_goes_on(tmp_path, small_pieces, monkeypatch, capsys, function):
+    data = corpus(tmp_path / "text", end=".gz")
+    calls, killed_at = 0, 0
+    original = getattr(pre, function)
+
+    def kill(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls == killed_at:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(pre, function, kill)
+    prepare(data, tmp_path / "expected")
+    needed, calls, killed_at = calls, 0, 1 if function == "learn" else 2
+    first = killed_at
+    with pytest.raises(KeyboardInterrupt):
+        prepare(data, tmp_path / "out")
+    with pytest.raises(InputError, match="not prepared to its end"):
+        open_text(tmp_path / "out", "train")
+    with pytest.raises(InputError, match="prepared with other flag length: 32, now 16"):
+        prepare(data, tmp_path / "out", length=16)
+    calls, killed_at = 0, 0
+    monkeypatch.setattr(pre, "PIECE_BYTES", 800)  # the pieces that are there still fit
+    capsys.readouterr()
+    prepare(data, tmp_path / "out")
+    assert "going on with the unfinished" in capsys.readouterr().out
+    assert calls == needed - (first - 1), "what was finished is done again, or what was not is left out"
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from data import prepare_text as pre
+pre.PIECE_BYTES, write, calls = 1500, np.savez, 0
+def savez(file, **arrays):
+    global calls
+    calls += 1
+    file.write(b"half of it")
+    file.flush()
+    if calls == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    file.seek(0)
+    write(file, **arrays)
+np.savez = savez
+pre.prepare(sys.argv[1], sys.argv[2], length=32, vocab_size=300)
+"""
+
+
+def test_kill_9_in_the_middle_of_a_file_and_start_again(tmp_path, small_pieces):
+    data = corpus(tmp_path / "text")
+    prepare(data, tmp_path / "expected")
+    for calls in (2, 3):
+        command = [sys.executable, "-c", KILLED, str(data), str(tmp_path / "out"), str(calls)]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == -9, result.stderr
+    assert list((tmp_path / "out" / "parts").glob("*.partial"))
+    (tmp_path / "out" / "tokenizer.1.partial").mkdir()
+    prepare(data, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_a_finished_preparation_is_not_done_again(tmp_path, monkeypatch, capsys):
+    data = corpus(tmp_path / "text")
+    first = pre.prepare(data, length=32, vocab_size=300)
+    monkeypatch.setattr(pre, "_encode_piece", lambda *arguments: pytest.fail("encoded again"))
+    assert pre.prepare(data, length=32, vocab_size=300) == first
+    assert "already prepared" in capsys.readouterr().out
+    with pytest.raises(InputError, match="other flag kind: bert, now roberta; choose another folder or delete"):
+        pre.prepare(data, length=32, vocab_size=300, kind="roberta")
+    (data / "c.txt").write_text("More.\n")
+    with pytest.raises(InputError, match=r"prepared with other text: a\.txt \(\d+ bytes\), .*now .*c\.txt"):
+        pre.prepare(data, length=32, vocab_size=300)
+
+
+# What is read
+
+
+def test_files_are_found_by_their_names(tmp_path):
+    for name in ("b.txt", "a.txt.gz", "a.txt", "sub/c.txt", "valid.txt", "sub/dev-1.txt.gz", "test.txt", "x.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "prepared").mkdir()
+    (tmp_path / "prepared" / "train.txt").write_text("x")
+    found = {split: [str(p.relative_to(tmp_path)) for p in paths] for split, paths in pre.find_files(tmp_path).items()}
+    assert found == {"train": ["a.txt", "b.txt", "sub/c.txt"], "valid": ["sub/dev-1.txt.gz", "valid.txt"]}
+    assert pre.find_files(tmp_path / "x.csv") == {"train": [tmp_path / "x.csv"]}
+
+
+def test_one_file_is_prepared_beside_itself(tmp_path):
+    (tmp_path / "book.txt").write_bytes(written(documents(100)))
+    pre.prepare(tmp_path / "book.txt", length=32, vocab_size=300, valid_share=0.1)
+    assert len(open_text(tmp_path, "train")) and len(open_text(tmp_path / "prepared", "valid"))
+
+
+@pytest.fixture
+def no_network(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("saved", ["parquet", "save_to_disk"])
+def test_data_sets_give_the_same_as_text(tmp_path, no_network, saved):
+    import datasets
+
+    rows = {"train": [*documents(60), *documents(60, 1)], "validation": documents(8, 2)}
+    found = {
+        split: datasets.Dataset.from_dict({"text": ["\n\n".join(lines) for lines in texts] + ["", "\n"]})
+        for split, texts in rows.items()
+    }
+    hub = tmp_path / "hub"
+    if saved == "parquet":
+        hub.mkdir()
+        for split, part in found.items():
+            part.to_parquet(str(hub / f"{split}-00000-of-00001.parquet"))
+    else:
+        datasets.DatasetDict(found).save_to_disk(str(hub))
+    first = pre.prepare(hub, length=32, vocab_size=300)
+    prepare(corpus(tmp_path / "text"), tmp_path / "out")
+    assert contents(hub / "prepared") == contents(tmp_path / "out")
+    assert pre.prepare(hub, length=32, vocab_size=300) == first, "the result in the folder of parquet files is no text"
+    with pytest.raises(InputError, match="split train, has the columns text; expected a column body, or choose"):
+        prepare(hub, tmp_path / "other", column="body")
+
+
+def test_input_that_cannot_be_prepared_is_explained(tmp_path, no_network, small_pieces):
+    def refused(message: str, data, **flags):
+        with pytest.raises(InputError, match=message):
+            prepare(data, tmp_path / "never" / str(len(os.listdir(tmp_path))) / message[:9].replace("/", ""), **flags)
+
+    data = corpus(tmp_path / "text")
+    refused("kind is gpt2", data, kind="gpt2")
+    refused("length is 4; expected 8 or more", data, length=4)
+    refused("pairs are for bert", data, kind="roberta", pairs=True)
+    refused("vocab-size 200 is too small; expected 261 or more for roberta", data, kind="roberta", vocab_size=200)
+    refused("valid-share 1 is out of range; expected a share between 0 and 1", data, valid_share=1)
+    refused("sample 0 is out of range", data, sample=0)
+    refused("workers 0 is out of range", data, workers=0)
+    refused("there is no .*nowhere; expected a file or folder of text files", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    refused("empty has neither text files .* nor parquet files; found nothing", tmp_path / "empty")
+    with pytest.raises(InputError, match="nobody/nothing is neither a file, a folder nor a data set of the hub"):
+        pre.prepare("nobody/nothing")
+
+    only = tmp_path / "only"
+    only.mkdir()
+    (only / "valid.txt").write_text("x\n")
+    refused("only has only validation text", only)
+    (only / "a.txt").write_text("")
+    refused(r"a\.txt is empty; expected a sentence or a paragraph a line", only)
+    (only / "valid.txt").unlink()
+    (only / "a.txt").write_text("One document.\n")
+    refused("no documents for the valid split with --valid-share 0.01; expected more text", only)
+
+    broken = corpus(tmp_path / "broken")
+    whole = (broken / "b.txt").read_bytes()
+    lines = whole.split(b"\n")
+    lines[100] = b"Stra\xdfe"
+    (broken / "b.txt").write_bytes(b"\n".join(lines))
+    refused(r"b\.txt line 101 is not UTF-8 \(byte 0xdf: invalid .*\); convert it to UTF-8, or mend", broken)
+    (broken / "b.txt").unlink()
+    (broken / "b.txt.gz").write_bytes(gzip.compress(whole)[:-20])
+    refused(r"b\.txt\.gz cannot be decompressed: .*; fetch it again", broken)
+
+
+def test_the_command_prepares_and_its_errors_are_one_line(tmp_path, capsys):
+    data = corpus(tmp_path)
+    pre.main(["--data", str(data), "--kind", "xlnet", "--length", "24", "--vocab-size", "200", "--workers", "1"])
+    printed = capsys.readouterr().out
+    assert "train: documents 120, sentences " in printed and "valid: documents 8" in printed
+    assert "200 tokens in the vocabulary" in printed or "tokens in the vocabulary; " in printed
+    assert open_text(data, "train").length == 24
+    with pytest.raises(SystemExit) as stopped:
+        pre.main(["--data", str(tmp_path / "nowhere")])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.startswith("error: there is no ") and error.count("\n") == 1

@@ -1,0 +1,467 @@
+"""data/pretraining.py on rows that the tests make: what is masked, how often, and what is never touched."""
+
+import pickle
+import string
+
+import numpy as np
+import pytest
+from scipy.stats import ks_2samp
+from transformers import BertTokenizer, RobertaTokenizer, XLNetTokenizer
+
+from data import InputError
+from data.pretraining import MaskedText, PermutedText, segments
+
+WORDS, PIECES = 60, 40
+PAD, UNK, CLS, SEP, MASK = range(5)  # of the BERT tokenizer below
+FIRST = 5  # its first ordinary token
+
+
+def bert_tokenizer() -> BertTokenizer:
+    """Special tokens 0 to 4, then whole words, then pieces that continue a word."""
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokens += [f"w{number}" for number in range(WORDS)] + [f"##p{number}" for number in range(PIECES)]
+    return BertTokenizer(vocab={token: number for number, token in enumerate(tokens)})
+
+
+def xlnet_tokenizer() -> XLNetTokenizer:
+    """XLNet's special tokens 0 to 8 (<cls> 3, <sep> 4, <pad> 5), then words, pieces, and two marks."""
+    tokens = ["<unk>", "<s>", "</s>", "<cls>", "<sep>", "<pad>", "<mask>", "<eod>", "<eop>"]
+    tokens += [f"▁w{number}" for number in range(WORDS)] + [f"p{number}" for number in range(PIECES)] + [".", ","]
+    return XLNetTokenizer(vocab=[(token, -1.0) for token in tokens], unk_id=0)
+
+
+class Rows:
+    """Rows given as lists of sentences, each a list of tokens."""
+
+    def __init__(self, tokenizer, length: int, rows: list[list[list[int]]], pairs: bool = False):
+        self.tokenizer, self.length, self.pairs = tokenizer, length, pairs
+        self.rows = [
+            (
+                np.concatenate([np.array(sentence, np.uint16) for sentence in row]),
+                np.cumsum([0, *map(len, row[:-1])], dtype=np.int32),
+            )
+            for row in rows
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.rows[index]
+
+
+class Sentences(Rows):
+    """Random sentences of 4 to 12 tokens, as many in a row as fit; now and then a document's end ends the row."""
+
+    def __init__(self, tokenizer, length: int, rows: int = 200, pairs: bool = False, seed: int = 0):
+        rng = np.random.default_rng(seed)
+        room = length - 2 - pairs
+        ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+        made, row = [], []
+        while len(made) < rows:
+            sentence = rng.choice(ordinary, rng.integers(4, 13)).tolist()
+            if sum(map(len, row)) + len(sentence) > room or (len(row) > 1 and rng.random() < 0.01):
+                made.append(row)
+                row = []
+            row.append(sentence)
+        super().__init__(tokenizer, length, made, pairs)
+
+
+def generator(index: int, epoch: int = 0) -> np.random.Generator:
+    """As the loader makes it."""
+    return np.random.default_rng((0, epoch, index))
+
+
+def examples(dataset, epochs: int = 1) -> list[dict[str, np.ndarray]]:
+    return [dataset.example(index, generator(index, epoch)) for epoch in range(epochs) for index in range(len(dataset))]
+
+
+def predicted(example: dict[str, np.ndarray]) -> np.ndarray:
+    return example["positions"][example["weights"] > 0]
+
+
+def unmasked(example: dict[str, np.ndarray]) -> np.ndarray:
+    """The row before it was masked, by the labels."""
+    ids = example["input_ids"].copy()
+    ids[predicted(example)] = example["labels"][example["weights"] > 0]
+    return ids
+
+
+# Masked tokens
+
+
+def test_a_row_is_laid_out_and_its_labels_are_what_was_there():
+    tokens = [*range(10, 40)]
+    dataset = MaskedText(Rows(bert_tokenizer(), 40, [[tokens[:12], tokens[12:]]]), 8, False, False)
+    assert len(dataset) == 1
+    for epoch in range(20):
+        example = dataset.example(0, generator(0, epoch))
+        assert unmasked(example).tolist() == [CLS, *tokens, SEP] + 8 * [PAD]
+        assert example["attention_mask"].tolist() == 32 * [1] + 8 * [0]
+        assert not example["token_type_ids"].any()
+        count = int(example["weights"].sum())
+        assert count in (4, 5)  # 15 % of 30
+        assert example["weights"].tolist() == count * [1] + (8 - count) * [0]
+        assert (np.diff(predicted(example)) > 0).all()
+        assert not example["positions"][count:].any() and not example["labels"][count:].any()
+
+
+def test_shapes_and_types_are_fixed():
+    text = Sentences(bert_tokenizer(), 64, 20, pairs=True)
+    integers = {"input_ids": (64,), "attention_mask": (64,), "token_type_ids": (64,), "positions": (11,)}
+    masked = {**integers, "labels": (11,)}
+    permuted = Sentences(xlnet_tokenizer(), 64, 20, pairs=True)
+    for dataset, shapes in (
+        (MaskedText(text, 11, True, False), masked),
+        (MaskedText(text, 11, True, True), {**masked, "next_sentence": ()}),
+        (PermutedText(permuted, 11), {**masked, "order": (64,)}),
+    ):
+        for example in examples(dataset):
+            assert example.pop("weights").dtype == np.float32
+            assert {name: array.shape for name, array in example.items()} == shapes
+            assert {array.dtype for array in example.values()} == {np.dtype(np.int32)}
+
+
+@pytest.mark.parametrize("whole_words", [False, True])
+def test_fifteen_percent_are_predicted_and_split_80_10_10(whole_words):
+    dataset = MaskedText(Sentences(bert_tokenizer(), 128), 24, whole_words, False)
+    made = examples(dataset, epochs=5)
+    tokens = sum(int(example["attention_mask"].sum()) - 2 for example in made)
+    labels = np.concatenate([example["labels"][example["weights"] > 0] for example in made])
+    found = np.concatenate([example["input_ids"][predicted(example)] for example in made])
+    # About 18,000 predictions: the standard deviation of a share of 80 % is 0.3 %, of 10 % 0.2 %.
+    assert len(labels) / tokens == pytest.approx(0.15, abs=0.002)
+    masked, kept = found == MASK, found == labels
+    random = found[~masked & ~kept]
+    # A random token is the one that was there once in 100 times.
+    assert masked.mean() == pytest.approx(0.8, abs=0.012)
+    assert kept.mean() == pytest.approx(0.101, abs=0.009)
+    assert len(random) / len(found) == pytest.approx(0.099, abs=0.009)
+    # Any ordinary token, all about as often.
+    counts = np.bincount(random, minlength=FIRST + WORDS + PIECES)
+    assert not counts[:FIRST].any()
+    assert counts[FIRST:].min() > 0 and counts.max() < 4 * counts[FIRST:].mean()
+
+
+def test_every_token_of_a_row_is_predicted_about_as_often():
+    dataset = MaskedText(Rows(bert_tokenizer(), 32, [[[*range(10, 40)]]]), 8, False, False)
+    counts = np.zeros(32)
+    for example in examples(dataset, epochs=3000):
+        counts[predicted(example)] += 1
+    assert counts[0] == counts[31] == 0
+    assert counts[1:31] / 3000 == pytest.approx(np.full(30, 0.15), abs=0.03)  # 4.5 standard deviations
+
+
+def test_special_tokens_are_neither_predicted_nor_put_in():
+    row = [[10, SEP, 11, UNK], [12, MASK, 13, SEP, 14, 15]]
+    dataset = MaskedText(Rows(bert_tokenizer(), 16, [row]), 4, False, False)
+    seen = set()
+    for example in examples(dataset, epochs=300):
+        assert unmasked(example)[:12].tolist() == [CLS, *row[0], *row[1], SEP]
+        labels = example["labels"][example["weights"] > 0]
+        assert len(labels) >= 1 and labels.min() >= 10
+        seen |= set(labels.tolist())
+        assert not set(example["input_ids"][predicted(example)].tolist()) & {PAD, UNK, CLS, SEP}
+    assert seen == {*range(10, 16)}
+
+
+def test_a_row_without_ordinary_tokens_has_no_prediction():
+    for whole_words in (False, True):
+        (example,) = examples(MaskedText(Rows(bert_tokenizer(), 8, [[[UNK, UNK]]]), 3, whole_words, False))
+        assert not example["weights"].any() and example["input_ids"][:4].tolist() == [CLS, UNK, UNK, SEP]
+
+
+def test_no_more_than_the_places_are_predicted():
+    text = Rows(bert_tokenizer(), 128, 20 * [[[*range(10, 60), *range(10, 60)]]])  # 15 % would be 15
+    for whole_words in (False, True):
+        for example in examples(MaskedText(text, 6, whole_words, False)):
+            assert example["weights"].sum() == 6
+
+
+def test_whole_words_are_predicted_whole():
+    tokenizer = bert_tokenizer()
+    text = Sentences(tokenizer, 64, 100)
+    # A row that begins within a word, one with a special token within a word.
+    piece = FIRST + WORDS
+    text.rows += Rows(tokenizer, 64, [[[piece, piece, *range(10, 50)]], [[piece, UNK, piece, *range(10, 50)]]]).rows
+    partly = 0
+    for whole_words in (True, False):
+        for example in examples(MaskedText(text, 12, whole_words, False), epochs=10):
+            ids = unmasked(example)
+            chosen = np.zeros(64, bool)
+            chosen[predicted(example)] = True
+            word = -1
+            words: dict[int, list[bool]] = {}
+            for place, token in enumerate(ids):
+                if token < FIRST:
+                    word = -1
+                    continue
+                if token < piece or word < 0:
+                    word = place
+                words.setdefault(word, []).append(bool(chosen[place]))
+            broken = sum(any(pieces) and not all(pieces) for pieces in words.values())
+            assert not (whole_words and broken)
+            partly += broken
+    assert partly > 1000  # the other way of masking does break words
+
+
+def test_a_piece_without_its_word_is_a_word():
+    """A row may be cut within a word, and a special token may stand in one."""
+    piece = FIRST + WORDS
+    dataset = MaskedText(Rows(bert_tokenizer(), 32, [[[piece, piece, UNK, piece, *range(10, 20)]]]), 8, True, False)
+    chosen = np.zeros((500, 32), bool)
+    for epoch in range(500):
+        chosen[epoch, predicted(dataset.example(0, generator(0, epoch)))] = True
+    assert (chosen[:, 1] == chosen[:, 2]).all()
+    assert (chosen[:, 4] & ~chosen[:, 1]).any() and (chosen[:, 1] & ~chosen[:, 4]).any()
+
+
+def test_a_word_longer_than_the_share_is_skipped():
+    word = [10, *[FIRST + WORDS] * 20]
+    dataset = MaskedText(Rows(bert_tokenizer(), 40, [[[*word, *range(11, 25)]], [word]]), 8, True, False)
+    for epoch in range(50):
+        # 15 % of 35: 5 or 6 of the other words.
+        example = dataset.example(0, generator(0, epoch))
+        assert example["weights"].sum() in (5, 6) and example["labels"][example["weights"] > 0].min() > 10
+        assert not dataset.example(1, generator(1, epoch))["weights"].any()
+
+
+def test_the_generator_decides_and_epochs_differ():
+    for dataset in (
+        MaskedText(Sentences(bert_tokenizer(), 64, 10, pairs=True), 11, True, True),
+        PermutedText(Sentences(xlnet_tokenizer(), 64, 10, pairs=True), 11),
+    ):
+        copy = pickle.loads(pickle.dumps(dataset))
+        for first, again, other in zip(examples(dataset), examples(copy), examples(dataset, 2)[10:], strict=True):
+            assert all((first[name] == again[name]).all() for name in first)
+            assert (first["positions"] != other["positions"]).any()
+
+
+# Two segments
+
+
+def packed(count: int, length: int, seed: int = 0) -> Rows:
+    return Sentences(bert_tokenizer(), length, count, pairs=True, seed=seed)
+
+
+def test_a_pair_is_a_row_cut_between_sentences_or_has_sentences_of_another_row():
+    text = packed(200, 64)
+    rows = [(row.tolist(), [*starts.tolist(), len(row)]) for row, starts in text.rows]
+    spans = {
+        tuple(row[start:end]): number
+        for number, (row, starts) in enumerate(rows)
+        for start in starts[:-1]
+        for end in starts[1:]
+    }
+    unrelated = 0
+    cuts = set()
+    made = examples(MaskedText(text, 11, False, True), epochs=5)
+    for number, example in enumerate(made):
+        row, starts = rows[number % 200]
+        ids = unmasked(example).tolist()
+        types = example["token_type_ids"].tolist()
+        cut = ids.index(SEP)
+        end = ids.index(SEP, cut + 1)
+        assert ids[0] == CLS and end <= 63 and not any(ids[end + 1 :])
+        assert types == (cut + 1) * [0] + (end - cut) * [1] + (63 - end) * [0]
+        assert example["attention_mask"].tolist() == (end + 1) * [1] + (63 - end) * [0]
+        first, second = ids[1:cut], ids[cut + 1 : end]
+        assert first == row[: len(first)] and len(first) in starts[1:-1]
+        cuts.add(starts.index(len(first)))
+        if example["next_sentence"]:
+            assert spans[tuple(second)] != number % 200
+        else:
+            assert first + second == row
+        unrelated += int(example["next_sentence"])
+    assert unrelated / len(made) == pytest.approx(0.5, abs=0.05)  # three standard deviations
+    assert cuts >= {1, 2, 3, 4, 5}
+
+
+def test_the_lengths_of_a_pair_do_not_tell_which_it_is():
+    text = packed(500, 128)
+    made = [segments(text, index, generator(index, epoch)) for epoch in range(6) for index in range(500)]
+    unrelated = np.array([pair[2] for pair in made])
+    first, second = (np.array([len(pair[side]) for pair in made]) for side in (0, 1))
+    for feature in (first, second, first + second):
+        # The greatest distance of the distributions, 1 if a threshold tells all pairs apart; chance gives 0.05.
+        assert ks_2samp(feature[unrelated], feature[~unrelated]).statistic < 0.07
+    assert (first + second).max() <= 125
+
+
+def test_rows_of_one_sentence_and_sentences_that_are_too_long():
+    rows = [[[*range(10, 39)]], [[40]], [[*range(10, 20)], [*range(20, 39)]], [[*range(50, 79)]]]
+    text = Rows(bert_tokenizer(), 32, rows, pairs=True)
+    for epoch in range(50):
+        for index in range(4):
+            first, second, unrelated = segments(text, index, generator(index, epoch))
+            assert len(first) and len(second) and len(first) + len(second) <= 29
+            assert unrelated or index == 2
+        assert segments(text, 0, generator(0, epoch))[0].tolist() == [*range(10, 24)]
+    # The only other row has nothing that fits: it is cut.
+    text = Rows(bert_tokenizer(), 32, [[[*range(10, 30)], [5, 5, 5]], [[*range(40, 69)]]], pairs=True)
+    seen = {tuple(second.tolist()) for _, second, unrelated in (segments(text, 0, generator(i)) for i in range(20))}
+    assert seen == {(5, 5, 5), tuple(range(40, 49))}
+
+
+# A permutation
+
+
+def test_a_permuted_row_is_laid_out():
+    first, second = [*range(20, 30)], [*range(30, 45)]
+    text = Rows(xlnet_tokenizer(), 32, [[first, second], [[70, 71, 72]]], pairs=True)
+    dataset = PermutedText(text, 6)
+    kinds = set()
+    for epoch in range(50):
+        example = dataset.example(0, generator(0, epoch))
+        ids = example["input_ids"].tolist()
+        b = second if 30 in ids else [70, 71, 72]
+        kinds.add(len(b))
+        padding = 32 - len(first) - len(b) - 3
+        assert ids == padding * [5] + first + [4] + b + [4, 3]
+        assert example["token_type_ids"].tolist() == padding * [3] + 11 * [0] + (len(b) + 1) * [1] + [2]
+        assert example["attention_mask"].tolist() == padding * [0] + (32 - padding) * [1]
+
+        count = int(example["weights"].sum())
+        assert count in ((4, 5) if len(b) == 15 else (2, 3))  # a sixth of 28 or 16
+        assert example["weights"].tolist() == count * [1] + (6 - count) * [0]
+        targets = predicted(example)
+        assert (np.diff(targets) > 0).all() and example["positions"][count:].tolist() == (6 - count) * [31]
+        assert example["labels"].tolist() == [ids[place] for place in targets] + (6 - count) * [0]
+        assert min(ids[place] for place in targets) >= 20  # neither padding nor special
+
+        order = example["order"]
+        placed = {*targets.tolist(), 30, 31, padding + 10}
+        assert {place for place in range(32) if 0 <= order[place] < 32} == placed
+        assert len({int(order[place]) for place in placed}) == len(placed)
+        assert (order[:padding] == 32).all()
+        assert (np.delete(order, sorted(placed))[padding:] == -1).all()
+    assert kinds == {3, 15}
+
+
+def test_a_sixth_is_predicted_and_no_more_than_the_places():
+    text = Sentences(xlnet_tokenizer(), 128, pairs=True)
+    text.rows[0] = (np.array([7, 20, 8, 0, 21, 7], np.uint16), np.array([0, 3], np.int32))  # <eod>, <eop>, <unk>
+    places = tokens = predictions = 0
+    orders = []
+    for example in examples(PermutedText(text, 21), epochs=5):
+        assert example["labels"][example["weights"] > 0].min() > 8
+        tokens += example["attention_mask"].sum()
+        predictions += example["weights"].sum()
+        places = max(places, example["weights"].sum())
+        orders.append(example["order"][predicted(example)])
+    assert places == 21
+    assert predictions / tokens == pytest.approx(1 / 6, abs=0.003)
+    # Where a token stands in the row says nothing about its place in the order.
+    orders = [order for order in orders if len(order) > 10]
+    assert np.mean([np.corrcoef(order, np.arange(len(order)))[0, 1] for order in orders]) == pytest.approx(0, abs=0.03)
+    assert np.concatenate(orders).min() == 0 and np.concatenate(orders).max() == 127
+    assert np.concatenate(orders).mean() == pytest.approx(63.5, abs=1.5)
+
+
+def sample_mask(begins: np.ndarray, goal: int, rng: np.random.Generator) -> np.ndarray:
+    """XLNet's data_utils._sample_mask word by word, mask_alpha 6 and mask_beta 1, without `reverse`.
+
+    `begins` is _is_start_piece of each token. That the end of a span is looked for at `beg`, so that an n-gram is n
+    tokens, is the original's.
+    """
+    size = len(begins)
+    mask = np.zeros(size, bool)
+    predict = current = 0
+    shares = 1.0 / np.arange(1, 6)
+    shares /= shares.sum()
+    while current < size:
+        if predict >= goal:
+            break
+        n = min(rng.choice(np.arange(1, 6), p=shares), goal - predict)
+        context = n * 6
+        left = rng.choice(context)
+        right = context - left
+        begin = current + left
+        while begin < size and not begins[begin]:
+            begin += 1
+        if begin >= size:
+            break
+        end = begin + 1
+        count = 1
+        while end < size:
+            if begins[begin]:
+                count += 1
+                if count > n:
+                    break
+            end += 1
+        if end >= size:
+            break
+        mask[begin:end] = True
+        predict += end - begin
+        current = end + right
+    while predict < goal:
+        place = rng.integers(size)
+        if not mask[place]:
+            mask[place] = True
+            predict += 1
+    return mask
+
+
+def runs(chosen: np.ndarray) -> np.ndarray:
+    """How many runs of 1, 2, … 6 and more neighbours there are, [6]."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen.astype(int), [0]])))
+    return np.bincount(np.minimum(edges[1::2] - edges[::2], 6), minlength=7)[1:]
+
+
+def test_spans_are_those_of_xlnets_authors():
+    tokenizer = xlnet_tokenizer()
+    starts = np.array(
+        [
+            piece.startswith(("▁", "<")) or piece in set(string.punctuation) - set("<=>'")
+            for piece in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        ]
+    )
+    text = Sentences(tokenizer, 256, 100, pairs=True)
+    dataset = PermutedText(text, 42)
+    rng = np.random.default_rng(0)
+    found, expected = [], []
+    for example in examples(dataset, epochs=6):
+        real = example["attention_mask"] > 0
+        ordinary = example["input_ids"][real] > 8
+        ours = np.zeros(256, bool)
+        ours[predicted(example)] = True
+        theirs = sample_mask(starts[example["input_ids"][real]], int(ours.sum()), rng) & ordinary
+        for lists, mask in ((found, ours[real]), (expected, theirs)):
+            ids = example["input_ids"][real]
+            first = mask & ~np.append(False, mask[:-1])
+            places = np.flatnonzero(mask)
+            lists.append([*runs(mask), starts[ids[first]].sum(), places.mean() / len(mask), places[0]])
+    found, expected = np.array(found), np.array(expected)
+    error = np.sqrt((found.var(axis=0) + expected.var(axis=0)) / len(found))
+    # The authors' spans may hold <sep> and <cls>, which are no targets: 1 % of the targets.
+    assert (np.abs(found.mean(axis=0) - expected.mean(axis=0)) < 4 * error + 0.03 * expected.mean(axis=0)).all()
+
+
+# Bad input
+
+
+def test_what_does_not_fit_is_explained():
+    bert, xlnet = bert_tokenizer(), xlnet_tokenizer()
+    roberta = RobertaTokenizer(vocab={"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4, "<mask>": 5}, merges=[])
+    single, pairs = Sentences(bert, 32, 3), Sentences(bert, 32, 3, pairs=True)
+    no_mask = BertTokenizer(vocab={"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "a": 5})
+    no_mask.mask_token = None
+    empty = BertTokenizer(vocab={"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4})
+    for message, make in (
+        ("predictions is 0; expected 1 to 32", lambda: MaskedText(single, 0, False, False)),
+        ("predictions is 33; expected 1 to 32", lambda: MaskedText(single, 33, False, False)),
+        (
+            "next-sentence prediction needs rows with room for two .* --pairs",
+            lambda: MaskedText(single, 5, False, True),
+        ),
+        ("has no mask token", lambda: MaskedText(Rows(no_mask, 8, [[[5]]]), 2, False, False)),
+        ("special tokens only", lambda: MaskedText(Rows(empty, 8, [[[1]]]), 2, False, False)),
+        ("pads on the left.*--kind", lambda: MaskedText(Sentences(xlnet, 32, 3), 5, False, False)),
+        ("pads on the right.*XLNet", lambda: PermutedText(pairs, 5)),
+        ("XLNet needs rows with room for two", lambda: PermutedText(Sentences(xlnet, 32, 3), 5)),
+        ("4 special tokens around a pair", lambda: MaskedText(Rows(roberta, 8, 2 * [[[4]]], True), 2, False, True)),
+        ("from other rows, but the text has 1", lambda: PermutedText(Sentences(xlnet, 32, 1, True), 5)),
+    ):
+        with pytest.raises(InputError, match=message):
+            make()
+    assert len(MaskedText(pairs, 5, False, False)) == 3  # rows of pairs do as rows of one segment

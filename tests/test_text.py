@@ -1,0 +1,266 @@
+"""data/text.py: packing against a plain loop, the made-up language, and folders that are not what they should be."""
+
+import itertools
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import InputError
+from data.prepare_text import prepare
+from data.text import SyntheticText, Text, open_text, pack_rows
+from data.vocabulary import KINDS, continues_word
+
+SEPARATOR = 999
+
+
+def plain_rows(documents: list[list[list[int]]], room: int, separator: int | None) -> tuple[list, int]:
+    """The definition, sentence by sentence: rows of (tokens, sentence starts), and sentences that were cut."""
+    rows, cut, tokens, starts = [], 0, [], []
+
+    def close():
+        nonlocal tokens, starts
+        if starts:
+            rows.append((tokens, starts))
+        tokens, starts = [], []
+
+    for document in documents:
+        between = [separator] if starts and separator is not None else []
+        if separator is None:
+            close()
+        for sentence in document:
+            parts = [sentence[start : start + room] for start in range(0, len(sentence), room)]
+            cut += len(parts) > 1
+            for part in parts:
+                if starts and len(tokens) + len(between) + len(part) > room:
+                    close()
+                    between = []
+                tokens += between
+                starts.append(len(tokens))
+                tokens += part
+                between = []
+    close()
+    return rows, cut
+
+
+def packed_rows(documents, room, separator):
+    sentences = [sentence for document in documents for sentence in document]
+    tokens = np.array([token for sentence in sentences for token in sentence], np.uint16)
+    sizes, counts = [len(s) for s in sentences], [len(d) for d in documents]
+    packed, cut = pack_rows(tokens, np.array(sizes, int), np.array(counts, int), room, separator)
+    assert (packed.tokens.dtype, packed.sentences.dtype, packed.rows.dtype) == (np.uint16, np.int32, np.int64)
+    return [tuple(part.tolist() for part in packed.row(index)) for index in range(len(packed))], cut
+
+
+@pytest.mark.parametrize("separator", [None, SEPARATOR])
+def test_rows_agree_with_a_plain_loop(separator):
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        room = int(rng.integers(1, 30))
+        longest = int(rng.integers(2, 40))
+        documents = [
+            [rng.integers(0, 900, rng.integers(1, longest)).tolist() for _ in range(rng.integers(1, 6))]
+            for _ in range(rng.integers(1, 12))
+        ]
+        assert packed_rows(documents, room, separator) == plain_rows(documents, room, separator)
+
+
+def test_rows_by_hand():
+    documents = [[[1, 2], [3, 4, 5]], [[6]], [[7, 8, 9, 10, 11, 12, 13]]]
+    with_separator = [([1, 2, 3, 4, 5], [0, 2]), ([6], [0]), ([7, 8, 9, 10, 11], [0]), ([12, 13], [0])]
+    assert packed_rows(documents, 5, SEPARATOR) == (with_separator, 1)
+    # One place more: the separator fits, and the sentence after it does not, so the separator is dropped.
+    assert packed_rows(documents, 6, SEPARATOR)[0][:2] == [([1, 2, 3, 4, 5], [0, 2]), ([6], [0])]
+    assert packed_rows(documents, 7, SEPARATOR)[0][0] == ([1, 2, 3, 4, 5, SEPARATOR, 6], [0, 2, 6])
+    assert packed_rows(documents, 7, None)[0] == [([1, 2, 3, 4, 5], [0, 2]), ([6], [0]), (list(range(7, 14)), [0])]
+    assert packed_rows([], 7, None) == packed_rows([], 7, SEPARATOR) == ([], 0)
+
+
+def test_first_rows():
+    packed, _ = pack_rows(np.arange(10), np.array([3, 3, 4]), np.array([1, 2]), 4, None)
+    assert (len(packed), len(packed.upto(2))) == (3, 2)
+    assert [part.tolist() for part in packed.upto(2).row(1)] == [[3, 4, 5], [0]]
+    assert len(packed.upto(2).tokens) == 6
+
+
+# The made-up language
+
+
+@pytest.mark.parametrize(("kind", "pairs"), [*((kind, False) for kind in KINDS), ("bert", True)])
+def test_synthetic_rows(kind, pairs):
+    text = SyntheticText("train", kind, 64, pairs, rows=200)
+    pairs = pairs or kind == "xlnet"
+    assert (len(text), text.kind, text.length, text.pairs) == (200, kind, 64, pairs)
+    assert 90 < len(text.tokenizer) < 400
+    room = 61 if pairs else 62
+    specials = set(text.tokenizer.all_special_ids)
+    sizes = []
+    for index in range(len(text)):
+        tokens, starts = text.row(index)
+        sizes.append(len(tokens))
+        assert 0 < len(tokens) <= room and tokens.dtype == np.uint16
+        assert starts[0] == 0 and (np.diff(starts) > 0).all() and starts[-1] < len(tokens)
+        found = {int(token) for token in tokens} & specials
+        assert found <= ({text.tokenizer.sep_token_id} if not pairs else set())
+        # What the rows hold is what the tokenizer makes of the text.
+        if pairs and index % 20 == 0 and kind == "bert":
+            sentence = text.tokenizer.decode(tokens)
+            assert text.tokenizer(sentence, add_special_tokens=False).input_ids == tokens.tolist()
+    assert np.mean(sizes) > (0.6 if pairs else 0.85) * room
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_synthetic_word_follows_from_the_one_before(kind):
+    text = SyntheticText("valid", kind, 128, rows=50)
+    seen, singles, follows = 0, 0, []
+    for index in range(len(text)):
+        tokens, starts = text.row(index)
+        ends = [*starts[1:], len(tokens)]
+        previous = None
+        for start, end in zip(starts, ends, strict=True):
+            names = text.tokenizer.convert_ids_to_tokens(tokens[start:end])
+            sentence = "".join(names).replace("##", "").replace("Ġ", "").replace("▁", "")
+            ended = sentence.endswith((".", "</s>", "[SEP]"))
+            words = sentence.removesuffix("</s>").removesuffix("[SEP]").removesuffix(".")
+            words = [words[at : at + 4] for at in range(0, len(words), 4)]
+            assert 4 <= len(words) <= 12 and ended and len({word[:2] for word in words}) == 1
+            numbers = [SyntheticText.NUMBERS.index(word[2:]) for word in words]
+            assert all((b - a) % 12 == 1 for a, b in itertools.pairwise(numbers))
+            topic = words[0][:2]
+            if previous is not None:
+                follows.append((topic, (numbers[0] - 1) % 12) == previous)
+            previous = (topic, numbers[-1])
+            seen += len(words)
+            singles += sum(name.replace("Ġ", "").replace("▁", "") == word for word in words for name in names) > 0
+    assert seen > 1000 and singles
+    # Sentences go on where the one before ended, but for those that begin a document.
+    assert np.mean(follows) > (0.99 if text.pairs else 0.85)
+
+
+def test_half_of_the_synthetic_words_have_two_tokens():
+    for kind in KINDS:
+        text = SyntheticText("valid", kind, 128, rows=50)
+        tokens = np.concatenate([text.row(index)[0] for index in range(50)])
+        ends = tokens == text.tokenizer.convert_tokens_to_ids(".")
+        continues = continues_word(text.tokenizer)[tokens] & ~ends
+        special = np.isin(tokens, text.tokenizer.all_special_ids)
+        words = np.count_nonzero(~continues & ~ends & ~special)
+        assert 0.45 < np.count_nonzero(continues) / words < 0.55, kind
+
+
+def test_synthetic_text_is_the_same_in_another_process_and_not_with_another_seed():
+    for kind in KINDS:
+        text = SyntheticText("train", kind, 64, rows=60)
+        state = pickle.dumps(text)
+        again = pickle.loads(state)
+        assert len(state) < 200
+        assert all((again.row(i)[0].tolist() == text.row(i)[0].tolist()) for i in range(60))
+        assert again.tokenizer.get_vocab() == text.tokenizer.get_vocab()
+        for other in (SyntheticText("train", kind, 64, seed=1, rows=60), SyntheticText("valid", kind, 64, rows=60)):
+            assert any(other.row(i)[0].tolist() != text.row(i)[0].tolist() for i in range(5))
+    assert (len(SyntheticText("train", "bert", 32)), len(SyntheticText("valid", "bert", 32))) == (2048, 256)
+
+
+def test_synthetic_tokenizers_are_saved_and_opened(tmp_path):
+    from transformers import AutoTokenizer
+
+    for kind in KINDS:
+        text = SyntheticText("valid", kind, 64, rows=5)
+        text.tokenizer.save_pretrained(tmp_path / kind)
+        again = AutoTokenizer.from_pretrained(tmp_path / kind)
+        assert again(" bano bapu dewu.").input_ids == text.tokenizer(" bano bapu dewu.").input_ids
+        assert again.unk_token_id not in again(" bano bapu dewu.").input_ids
+
+
+def test_rows_that_cannot_be_are_explained():
+    for arguments, message in (
+        (("train", "gpt2", 64), "kind is gpt2; expected one of bert"),
+        (("train", "bert", 7), "length is 7; expected 8 or more"),
+        (("train", "roberta", 64, True), "pairs are for bert .* and xlnet; expected rows without for roberta"),
+    ):
+        with pytest.raises(InputError, match=message):
+            SyntheticText(*arguments)
+    for index in (-1, 5):
+        with pytest.raises(IndexError):
+            SyntheticText("valid", "bert", 64, rows=5).row(index)
+
+
+# Folders
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    lines = [f"Sentence {n} goes on. It ends here, at {n * 7}.{chr(10) * (1 + (n % 3 == 0))}" for n in range(400)]
+    (folder / "a.txt").write_text("\n".join(lines))
+    prepare(folder, kind="bert", length=32, vocab_size=200, valid_share=0.1)
+    return folder / "prepared"
+
+
+@pytest.fixture
+def folder(made, tmp_path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "prepared"))
+
+
+def test_a_folder_opens_and_travels_without_its_files(folder):
+    text = open_text(folder, "train")
+    assert isinstance(text, Text) and (text.kind, text.length, text.pairs) == ("bert", 32, False)
+    rows = [text.row(index) for index in range(len(text))]
+    assert all(0 < len(tokens) <= 30 and tokens.dtype == np.uint16 and starts[0] == 0 for tokens, starts in rows)
+    assert "sentence" in text.tokenizer.decode(rows[0][0])
+    state = pickle.dumps(text)
+    assert len(state) < 1000, "memory maps or the tokenizer travel along"
+    again = pickle.loads(state)
+    assert again.row(3)[0].tolist() == rows[3][0].tolist() and len(again.tokenizer) == len(text.tokenizer)
+    assert len(open_text(str(folder.parent), "valid")) > 0  # the folder of the text
+    for index in (-1, len(text)):
+        with pytest.raises(IndexError):
+            text.row(index)
+
+
+def test_folders_that_cannot_be_opened_are_explained(folder, tmp_path):
+    def refused(message: str, path: Path = folder):
+        with pytest.raises(InputError, match=message):
+            text = open_text(path, "train")
+            text.tokenizer  # noqa: B018
+
+    path = folder / "train.rows.npy"
+    before = path.read_bytes()
+    path.write_bytes(before[:-3])
+    refused(r"train\.rows\.npy cannot be read: .*; delete the folder and prepare it again")
+    path.write_bytes(before[:60])
+    refused(r"train\.rows\.npy cannot be read")
+    path.unlink()
+    refused(r"train\.rows\.npy cannot be read")
+    path.write_bytes((folder / "valid.rows.npy").read_bytes())
+    refused(r"train\.tokens\.npy and the files beside it have \d+ tokens in \d+ rows; expected \d+ in \d+")
+    path.write_bytes(before)
+    shutil.copy(folder / "valid.sentences.npy", folder / "train.sentences.npy")
+    refused("the files beside it have")
+    shutil.copy(folder / "train.sentences.npy", path)
+
+    report = json.loads((folder / "report.json").read_text())
+    (folder / "report.json").write_text(json.dumps({"flags": report["flags"]}))
+    refused("report.json has no 'vocabulary'")
+    (folder / "report.json").write_text("{")
+    refused("report.json cannot be read")
+    (folder / "report.json").unlink()
+    refused("has no report.json, found .*; expected a folder made by `make data DATASET=text DATA=…`")
+    (folder / "parts").mkdir()
+    refused("not prepared to its end")
+    refused("there is no folder .*nowhere", tmp_path / "nowhere")
+    (tmp_path / "file").write_text("a")
+    refused("file is a file", tmp_path / "file")
+
+
+def test_a_tokenizer_that_does_not_belong_to_the_rows_is_explained(folder):
+    SyntheticText("valid", "bert", 64, rows=5).tokenizer.save_pretrained(folder / "tokenizer")
+    text = open_text(folder, "train")
+    with pytest.raises(InputError, match=r"tokenizer has \d+ tokens, and the text was prepared with \d+"):
+        text.tokenizer  # noqa: B018
+    shutil.rmtree(folder / "tokenizer")
+    with pytest.raises(InputError, match="has no tokenizer that transformers can read"):
+        text.__class__(folder, "train").tokenizer  # noqa: B018

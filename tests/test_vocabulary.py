@@ -1,0 +1,204 @@
+"""data/vocabulary.py: what is learnt from a page of text, saved, and opened again by transformers."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
+
+from data import InputError
+from data.vocabulary import KINDS, continues_word, learn
+
+WORDS = "walk talk jump play look call turn open wait help show move learn start clean paint cross watch visit answer"
+ENDINGS = ("", "s", "ed", "ing", "er")
+PUZZLE = "Walking, the  CAFÉ's players jumped <sep> [SEP] </s> over 東京 & 17 dogs."
+
+
+def text(lines: int = 400, seed: int = 0) -> list[str]:
+    rng = np.random.default_rng(seed)
+    words = [word + ending for word in WORDS.split() for ending in ENDINGS]
+    return [" ".join(rng.choice(words, rng.integers(3, 12))).capitalize() + ".\n" for _ in range(lines)]
+
+
+@pytest.fixture(scope="module")
+def learnt() -> dict:
+    return {kind: learn(text(), kind, 400) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("config", [False, True])
+def test_transformers_opens_what_is_saved(learnt, tmp_path, monkeypatch, kind, config):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tokenizer = learnt[kind]
+    tokenizer.save_pretrained(tmp_path)
+    if config:
+        AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(again) is type(tokenizer) and len(again) == len(tokenizer)
+    assert again.get_vocab() == tokenizer.get_vocab()
+    assert (again.model_max_length, again.padding_side) == (512, "left" if kind == "xlnet" else "right")
+    for texts in ((PUZZLE,), (PUZZLE, "Played."), *((line,) for line in text(20, seed=1))):
+        assert again(*texts).input_ids == tokenizer(*texts).input_ids
+    assert again.mask_token_id == tokenizer.mask_token_id
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "types"),
+    [
+        ("bert", "[CLS] walked [SEP] talks [SEP]", [0, 0, 0, 1, 1]),
+        ("distilbert", "[CLS] walked [SEP] talks [SEP]", [0, 0, 0, 1, 1]),
+        ("roberta", "<s> Ġwalked </s> </s> Ġtalks </s>", [0, 0, 0, 0, 0, 0]),
+        ("xlnet", "▁walked <sep> ▁talks <sep> <cls>", [0, 0, 1, 1, 2]),
+    ],
+)
+def test_special_tokens_stand_where_the_model_has_them(kind, expected, types):
+    tokenizer = learn([" walked talks"] * 50 + [line.lower() for line in text()], kind, 500)
+    pair = tokenizer(" walked", " talks", return_token_type_ids=True)
+    assert " ".join(tokenizer.convert_ids_to_tokens(pair.input_ids)) == expected
+    assert pair.token_type_ids == types
+    padded = tokenizer([" walked", " walked talks"], padding=True, return_token_type_ids=True)
+    if kind == "xlnet":
+        assert padded.attention_mask[0] == [0, 1, 1, 1] and padded.token_type_ids[0][-1] == 2
+    else:
+        assert padded.attention_mask[0][-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        ("bert", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]),
+        ("distilbert", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]),
+        ("roberta", ["<s>", "<pad>", "</s>", "<unk>"]),
+        ("xlnet", ["<unk>", "<s>", "</s>", "<cls>", "<sep>", "<pad>", "<mask>", "<eod>", "<eop>"]),
+    ],
+)
+def test_special_tokens_have_the_models_ids(learnt, kind, first):
+    tokenizer = learnt[kind]
+    assert tokenizer.convert_ids_to_tokens(list(range(len(first)))) == first
+    last = tokenizer.convert_ids_to_tokens(len(tokenizer) - 1)
+    assert (last == "<mask>") == (kind == "roberta")
+    assert set(tokenizer.all_special_tokens) == {*first, *(["<mask>"] if kind == "roberta" else [])}
+
+
+def test_text_keeps_its_words(learnt):
+    for kind, tokenizer in learnt.items():
+        for line in text(50, seed=1):
+            ids = tokenizer(line, add_special_tokens=False).input_ids
+            assert tokenizer.unk_token_id not in ids
+            # Splitting is not spelling: most words are one or two pieces.
+            assert len(ids) <= 3 * len(line.split()) + 1, (kind, line)
+            expected = line.strip().lower() if "bert" in kind and kind != "roberta" else line.strip()
+            assert tokenizer.decode(ids, clean_up_tokenization_spaces=False).replace(" .", ".").strip() == expected
+    assert learnt["bert"].tokenize("WÁLKING") == learnt["bert"].tokenize("walking")
+    assert learnt["bert"].tokenize("東") == ["[UNK]"] and "<unk>" not in learnt["roberta"].tokenize("東")
+    ids = learnt["roberta"]("a <mask>.", add_special_tokens=False).input_ids
+    assert learnt["roberta"].convert_ids_to_tokens(ids) == ["a", "<mask>", "."], "the mask takes the space before it"
+    assert "." in learnt["bert"].get_vocab() and "##." not in learnt["bert"].get_vocab(), "never within a word"
+
+
+def test_bert_pieces_match_those_of_the_wordpiece_rule(learnt):
+    """Longest match first, from the vocabulary alone: Wu et al. 2016, as in BERT's own tokenizer."""
+    vocabulary = learnt["bert"].get_vocab()
+
+    def split(word: str) -> list[str]:
+        pieces, start = [], 0
+        while start < len(word):
+            candidates = (("##" if start else "") + word[start:end] for end in range(len(word), start, -1))
+            piece = next(piece for piece in candidates if piece in vocabulary)
+            pieces.append(piece)
+            start += len(piece.removeprefix("##"))
+        return pieces
+
+    words = {word for line in text(50) for word in line.strip().strip(".").lower().split()}
+    for word in words:
+        assert learnt["bert"].tokenize(word) == split(word)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_vocabulary_is_as_large_as_asked_for_or_as_the_text_allows(kind):
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefghij"), rng.integers(3, 9))) for _ in range(2000)]
+    lines = [" ".join(rng.choice(words, 10)) for _ in range(1000)]
+    assert len(learn(lines, kind, 300)) == 300
+    few = learn(["one two one two"], kind, 30_000)
+    assert len(few) < 300
+    assert few.unk_token_id not in few("two one", add_special_tokens=False).input_ids
+
+
+def test_more_characters_than_places():
+    rare = "".join(map(chr, range(0x4E00, 0x4E00 + 200)))
+    tokenizer = learn([rare, *text(200)], "bert", 100)
+    assert len(tokenizer) == 100 and tokenizer.unk_token_id not in tokenizer("walking").input_ids
+    known = [character for character in rare if tokenizer.unk_token_id not in tokenizer(character).input_ids]
+    assert len(known) < 50
+    with pytest.raises(InputError, match="size is 100, and the text has more different characters"):
+        learn([rare, *text(200)], "xlnet", 100)
+
+
+def test_special_tokens_in_text_can_be_kept_apart():
+    for kind in KINDS:
+        tokenizer = learn([*text(), "[](<>) /"], kind, 300)
+        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        backend.encode_special_tokens = True  # as data/prepare_text.py does it
+        specials = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        ids = backend.encode(" ".join(tokenizer.all_special_tokens) + PUZZLE, add_special_tokens=False).ids
+        assert not specials & set(ids)
+
+
+def test_continuations_of_words(learnt):
+    expected = {"bert": "##ing", "distilbert": "##ing", "roberta": "ing", "xlnet": "ing"}
+    for kind, piece in expected.items():
+        tokenizer = learnt[kind]
+        continues = continues_word(tokenizer)
+        assert continues.dtype == bool and continues.shape == (len(tokenizer),)
+        assert continues[tokenizer.convert_tokens_to_ids(piece)]
+        assert not continues[tokenizer.all_special_ids].any()
+        line = " talks walking jumped lookers"
+        ids = np.array(tokenizer(line, add_special_tokens=False).input_ids)
+        assert (~continues[ids]).sum() == 4 and not continues[ids[0]]
+        # The beginnings found are those of the text's words.
+        words = np.split(ids, np.flatnonzero(~continues[ids])[1:])
+        assert [tokenizer.decode(word).strip() for word in words] == line.split()
+
+
+def test_a_tokenizer_without_signs_of_words_is_refused():
+    plain = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    with pytest.raises(InputError, match="marks neither beginnings nor continuations"):
+        continues_word(PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="a"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((["a"], "gpt2", 300), "kind is gpt2; expected one of bert, distilbert, roberta, xlnet"),
+        ((["a"], "roberta", 260), "vocabulary size is 260; expected 261 or more for roberta"),
+        ((["a"], "bert", 5), "vocabulary size is 5; expected 64 or more"),
+        (([], "bert", 300), "no text"),
+        (([" \n", ""], "xlnet", 300), "no text"),
+    ],
+)
+def test_what_cannot_be_learnt_is_explained(arguments, message):
+    with pytest.raises(InputError, match=message):
+        learn(*arguments)
+
+
+def test_the_same_text_gives_the_same_vocabulary_in_another_process(learnt, tmp_path):
+    """Hash maps of tokenizers differ from process to process; XLNet's Unigram is as its docstring says."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(text()))
+    program = (
+        "import json, sys; from data.vocabulary import learn; lines = open(sys.argv[1]).readlines(); "
+        "print(json.dumps([learn(lines, kind, 400).get_vocab() for kind in ('bert', 'roberta')]))"
+    )
+    run = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) == [learnt["bert"].get_vocab(), learnt["roberta"].get_vocab()]
+
+
+def test_published_classes_agree_on_a_published_rule():
+    """The normalizer is BERT's own: what it makes of a line is what transformers' tokenizer with this text makes."""
+    published = BertTokenizer(vocab=learn(["naïve cafe"] * 10, "bert", 64).get_vocab())
+    ours = learn(["naïve cafe"] * 10, "bert", 64)
+    assert ours.tokenize("Naïve\u00a0CAFÉ\x00") == published.tokenize("naive cafe")
