@@ -138,3 +138,25 @@ class MultiHeadAttention(nn.Module):
 def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
     """`F.dropout`, which the TPU's compiler takes best as it is (a mask from `rand` was slower)."""
     return F.dropout(x, probability, training) if probability else x
+
+
+def negative_log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
+    """-log softmax(logits)[label] in nats, float32 [B, T], of logits [B, T, words] and integer labels [B, T].
+
+    From the sum and one gathered logit of each token, so that no log_softmax is kept for the backward pass.
+    """
+    own = logits.gather(2, labels.long()[..., None])[..., 0].float()
+    return log_normalizer(logits) - own
+
+
+def divergence(logits: Tensor, wanted: Tensor) -> Tensor:
+    """KL(wanted || softmax(logits)) in nats, float32 [B, T]; logits and the distributions wanted: [B, T, words]."""
+    own = (torch.xlogy(wanted, wanted) - wanted * logits.float()).sum(2)
+    return log_normalizer(logits) + own
+
+
+def log_normalizer(logits: Tensor) -> Tensor:
+    """log(sum(exp(logits))) over the words, float32 [B, T]."""
+    wide = logits.float()
+    largest = wide.amax(2, keepdim=True).detach()
+    return (wide - largest).exp().sum(2).log() + largest[..., 0]

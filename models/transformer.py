@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.layers import MASKED, LayerNorm, Linear, MultiHeadAttention, compute_dtype, dropout, linear
+from models.layers import MASKED, LayerNorm, Linear, MultiHeadAttention, compute_dtype, dropout, linear, log_normalizer
 
 PAD, EOS, UNK = 1, 2, 3  # fairseq's; 0 is <s>
 
@@ -257,8 +257,7 @@ def label_smoothed(logits: Tensor, target: Tensor, smoothing: float) -> dict[str
     """
     words = logits.shape[2]
     wide = logits.float()
-    largest = wide.amax(2, keepdim=True).detach()
-    normalizer = (wide - largest).exp().sum(2).log() + largest[..., 0]
+    normalizer = log_normalizer(logits)
     own = logits.gather(2, target.to(torch.int64)[..., None])[..., 0].float()
     real = (target != PAD).float()
     nll = normalizer - own

@@ -8,16 +8,13 @@ result    of published checkpoints: not run yet (they cannot be had here); small
 """
 
 import math
-import tempfile
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -132,7 +129,7 @@ def open_model(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     """(classifier on the host, tokenizer); the classifier's head is new."""
     weights = None
     if config.checkpoint:
-        folder = checkpoint.local_folder(config.checkpoint) if "://" in config.checkpoint else config.checkpoint
+        folder = checkpoint.local_folder(config.checkpoint)
         settings, weights, tokenizer = encoders.open_checkpoint(folder, config.model)
     else:  # a trial
         examples = glue.read(config.data, config.task, "train", config.seed)
@@ -157,10 +154,7 @@ def open_model(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
 def build(config: Config, model: PreTrainedModel, mesh: device.Mesh) -> torch.optim.Optimizer:
     """Moves the model to the device; its optimizer, with the state in being."""
     device.to_device(encoders.fast_layers(model), mesh)
-    groups = [{"params": [], "weight_decay": config.weight_decay}, {"params": [], "weight_decay": 0.0}]
-    for name, parameter in model.named_parameters():
-        exempt = "bias" in name or "layernorm" in name.lower().replace("_", "")
-        groups[exempt]["params"].append(parameter)
+    groups = encoders.parameter_groups(model, config.weight_decay)
     betas = (0.9, RECIPES[config.model].beta2)
     optimizer = torch.optim.AdamW(groups, config.lr, betas, ADAM_EPS, foreach=False)
     device.init_optimizer_state(optimizer, mesh)
@@ -205,8 +199,18 @@ def eval_step(model, batch: dict[str, Tensor], mesh) -> Tensor:
     return logits
 
 
-def evaluate(step, model, dataset: glue.Encoded, config: Config, mesh) -> dict[str, float]:
-    """The task's metrics on all examples of `dataset`, and the mean loss; `step` is the compiled eval_step."""
+def evaluate(step, model, sets: dict[str, glue.Encoded], config: Config, mesh) -> dict[str, float]:
+    """The task's metrics on all examples of each split, and the mean loss; `step` is the compiled eval_step."""
+    metrics = {}
+    for split, dataset in sets.items():
+        prefix = "mismatched_" if split.endswith("mismatched") else ""
+        values = evaluate_split(step, model, dataset, config, mesh)
+        metrics |= {prefix + name: value for name, value in values.items()}
+    return metrics
+
+
+def evaluate_split(step, model, dataset: glue.Encoded, config: Config, mesh) -> dict[str, float]:
+    """The same for one split."""
     model.eval()
     plan = batching.Buckets(dataset.lengths, [(config.batch_size, length) for length in config.lengths])
     with loading.parallel_loader(dataset, plan, mesh, train=False, workers=config.workers) as loader:
@@ -223,14 +227,7 @@ def evaluate(step, model, dataset: glue.Encoded, config: Config, mesh) -> dict[s
 def export(folder: str, model: PreTrainedModel, tokenizer) -> None:
     """Writes what transformers' `pipeline("text-classification", model=folder)` loads."""
     weights = checkpoint.to_host({name: value.detach() for name, value in model.state_dict().items()})
-    on_host = type(model)(model.config)
-    on_host.load_state_dict(weights)
-    transformers.utils.logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as local:
-        on_host.save_pretrained(local)
-        tokenizer.save_pretrained(local)
-        for file in Path(local).iterdir():
-            checkpoint.write_file(f"{folder}/{file.name}", file.read_bytes())
+    checkpoint.write_folder(folder, lambda local: encoders.save(local, model, weights, tokenizer))
 
 
 def main(config: Config) -> dict[str, float]:
@@ -293,11 +290,7 @@ def main(config: Config) -> dict[str, float]:
             evaluates = step % (config.eval_every or len(plan)) == 0 or step == total
             if evaluates:
                 with run.pause():
-                    metrics = {}
-                    for split, dataset in sets.items():
-                        prefix = "mismatched_" if split.endswith("mismatched") else ""
-                        of_split = evaluate(eval_fn, model, dataset, config, mesh)
-                        metrics |= {prefix + name: value for name, value in of_split.items()}
+                    metrics = evaluate(eval_fn, model, sets, config, mesh)
                 run.evaluation(step, **metrics)
             # After the evaluation, so that a run resumed from this checkpoint has its figures.
             if evaluates or stop:
@@ -310,6 +303,8 @@ def main(config: Config) -> dict[str, float]:
                 run.message(f"stopped by a signal at step {step}: saved; the same command goes on from here")
                 raise SystemExit(143)
         checkpoints.wait()
+        if not metrics:  # killed after the last step, before the export
+            metrics = evaluate(eval_fn, model, sets, config, mesh)
         if mesh.main_process:
             export(f"{run.path}/export", model, tokenizer)
         run.finish(metrics, device.graph_report())

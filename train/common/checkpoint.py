@@ -26,6 +26,8 @@ import tempfile
 import threading
 import time
 import zlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -471,6 +473,15 @@ def read_file(path: str) -> bytes:
         raise InputError(f"there is no weights file {path}") from None
     except OSError as error:
         raise InputError(f"cannot read the weights file {path}: {error.strerror or error}") from None
+
+
+def write_folder(folder: str, write: Callable[[str], None]) -> None:
+    """What `write` writes into a local folder, at a path or URL."""
+    with tempfile.TemporaryDirectory() as local:
+        write(local)
+        for file in sorted(Path(local).rglob("*")):
+            if file.is_file():
+                write_file(f"{folder.rstrip('/')}/{file.relative_to(local)}", file.read_bytes())
 
 
 def local_folder(folder: str) -> str:
