@@ -6,9 +6,9 @@ VENV   ?= .venv
 SCRIPT_resnet50 := resnet50
 SCRIPT_dlrm     := dlrm
 SCRIPT_transformer := transformer
-ENCODERS := bert distilbert roberta xlnet fairseq-roberta
+ENCODERS := bert distilbert roberta xlnet fairseq-roberta auto
 $(foreach model,$(ENCODERS),$(eval SCRIPT_$(model) := $(if $(filter pretrain,$(TASK)),pretrain,glue)))
-MODELS := $(patsubst SCRIPT_%,%,$(filter SCRIPT_%,$(.VARIABLES)))
+MODELS := resnet50 dlrm transformer $(ENCODERS)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
 # Data sets that are prepared before training, and their programs.
@@ -33,9 +33,10 @@ SITE := lib/python3.11/site-packages
 help:
 	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
 	@echo 'make train MODEL=resnet50 DATA=/data/images  the published recipe on real data (on a TPU VM: on its chips)'
+	@echo 'make train MODEL=bert TASK=mrpc DATA=/data/glue  fine-tuning on a task of GLUE; TASK=pretrain: on text'
 	@echo 'make data DATASET=criteo DATA=/data/kaggle   text files to arrays, once before training: $(DATASETS)'
 	@echo 'make translate MODEL_DIR=runs/x/export <in >out  text through a trained Transformer, a sentence a line'
-	@echo 'make test                                    all tests, about 9 minutes on two CPU cores'
+	@echo 'make test                                    all tests, a quarter of an hour on two CPU cores'
 	@echo 'make test-all                                and the slow ones'
 	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
 	@echo 'make lint                                    ruff'
@@ -44,8 +45,10 @@ help:
 	@echo 'make clean                                   remove the environment and caches; runs/ stays'
 	@echo
 	@echo 'MODEL    one of: $(MODELS)'
+	@echo 'TASK     of the encoders: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, or pretrain'
 	@echo 'DATA     folder, or id of a data set on the hub (see the docstring of train/<script>.py)'
-	@echo 'PRESET   full (dlrm: kaggle, mlperf_v1, mlperf_v2; transformer: base, big, wmt18, tpu) or tiny'
+	@echo 'PRESET   full (dlrm: kaggle, mlperf_v1, mlperf_v2; transformer: base, big, wmt18, tpu;'
+	@echo '         TASK=pretrain: full, lamb) or tiny'
 	@echo '         (default: the first of these with DATA, tiny without)'
 	@echo 'OUT      folder that make data writes (default: prepared, in DATA)'
 	@echo 'NAME     folder of the run below runs/; the same command resumes an unfinished run'

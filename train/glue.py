@@ -8,6 +8,7 @@ result    of published checkpoints: not run yet (they cannot be had here); small
 """
 
 import math
+from collections import namedtuple
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,17 +23,8 @@ from data import InputError, batching, glue, vocabulary
 from models import encoders
 from train.common import checkpoint, cli, device, loading, tracking
 
-
-@dataclass(frozen=True)
-class Recipe:
-    checkpoint: str  # hub id of the base model
-    lr: float  # peak learning rate
-    warmup: float  # share of the steps in which it rises
-    weight_decay: float  # of AdamW; not of biases and norms
-    epochs: float
-    beta2: float = 0.999  # of AdamW
-
-
+# Of `checkpoint`, a hub id; warmup: the share of the steps in which the learning rate rises.
+Recipe = namedtuple("Recipe", "checkpoint lr warmup weight_decay epochs beta2", defaults=(0.999,))
 # One of the values that the papers searched for each task; --lr, --batch-size and --epochs give others.
 RECIPES = {
     # Devlin et al. 2019, A.3: 5e-5, 3e-5 or 2e-5; the rest from google-research/bert, run_classifier.py
@@ -45,8 +37,8 @@ RECIPES = {
     "xlnet": Recipe("xlnet/xlnet-base-cased", lr=3e-5, warmup=0.1, weight_decay=0.0, epochs=3),
 }
 # fairseq's examples/roberta; --checkpoint is a folder of fairseq's release, with model.pt
-RECIPES["fairseq-roberta"] = replace(RECIPES["roberta"], checkpoint="")
-RECIPES["auto"] = replace(RECIPES["bert"], checkpoint="")  # any architecture, by --checkpoint
+RECIPES["fairseq-roberta"] = RECIPES["roberta"]._replace(checkpoint="")
+RECIPES["auto"] = RECIPES["bert"]._replace(checkpoint="")  # any architecture, by --checkpoint
 
 
 @dataclass(frozen=True)

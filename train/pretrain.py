@@ -1,7 +1,7 @@
 """Pretraining of BERT, RoBERTa, XLNet and DistilBERT on plain text, each by its own objective.
 
-objectives  masked words for bert (with --next-sentence, --whole-words) and roberta; a permutation's last sixth for xlnet;
-            a teacher's words for distilbert: models/objectives.py. fairseq-roberta: with fairseq's checkpoints
+objectives  masked words for bert (with --next-sentence, --whole-words) and roberta; a permutation's last sixth for
+            xlnet; a teacher's words for distilbert: models/objectives.py. fairseq-roberta: with fairseq's checkpoints
 data        a folder that `make data DATASET=text DATA=…` makes from text
 run         python -m train.pretrain tiny                              two minutes on two CPU cores, a small language
             python -m train.pretrain full --data /data/text            on a TPU VM
