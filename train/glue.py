@@ -156,7 +156,7 @@ def build(config: Config, model: PreTrainedModel, mesh: device.Mesh) -> torch.op
 def forward(model, batch: dict[str, Tensor], mesh) -> Tensor:
     """Logits [B, labels], float32, of batch["input_ids"], "attention_mask" and "token_type_ids" [B, T]."""
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    if model.config.model_type in ("bert", "xlnet"):  # RoBERTa and DistilBERT have no types of tokens
+    if model.config.model_type == "xlnet" or getattr(model.config, "type_vocab_size", 0) > 1:  # not RoBERTa's
         inputs["token_type_ids"] = batch["token_type_ids"]
     if model.config.model_type == "xlnet":
         inputs["use_mems"] = False
@@ -238,7 +238,7 @@ def main(config: Config) -> dict[str, float]:
     trial = config.data == "synthetic"
     headline = f"{config.model} on {config.task}: {len(train_set):,} examples ({train_set.truncated:,} cut to "
     headline += (
-        f"{config.lengths[-1]} tokens) in batches of {config.batch_size} x {' | '.join(map(str, config.lengths))} "
+        f"{config.lengths[-1]} tokens) in batches of {config.batch_size} x {'|'.join(map(str, config.lengths))} "
     )
     headline += f"with {plan.padding:.1%} padding, {total:,} steps ({config.epochs:g} epochs) on {mesh.num_devices} "
     headline += f"{mesh.kind} device(s)"

@@ -241,7 +241,8 @@ def main(config: Config) -> dict[str, float]:
     model = open_model(config, rows)
     teacher = None
     if config.model == "distilbert":
-        teacher = encoders.open_teacher(config.teacher, model, rows.tokenizer, config.data, not config.checkpoint)
+        folder = checkpoint.local_folder(config.teacher)
+        teacher = encoders.open_teacher(folder, model, rows.tokenizer, config.data, not config.checkpoint)
     total, every = config.steps, config.update_every
     headline = f"{config.model} on {config.data}: {len(rows):,} rows of {rows.length} tokens, {train_set.predictions} "
     headline += f"predicted, {model.num_parameters():,} parameters, {total:,} updates of {config.batch_size} rows "
