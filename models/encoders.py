@@ -298,7 +298,8 @@ def predict(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 def begin_with_layers(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
     """Gives a DistilBERT for masked words the weights of a BERT: all but the layers, of which it takes every n-th
-    (0, 2, 4, … as Sanh et al. 2019, section 3, say; their script takes 0, 2, 4, 7, 9 and 11 of 12)."""
+    (0, 2, 4, … as Sanh et al. 2019, section 3, say; their script takes 0, 2, 4, 7, 9 and 11 of 12). The teacher may
+    have more positions."""
     layer_names = {
         "attention.self.query": "attention.q_lin",
         "attention.self.key": "attention.k_lin",
@@ -328,6 +329,8 @@ def begin_with_layers(student: PreTrainedModel, teacher: PreTrainedModel) -> Non
         for kind in ("weight", "bias")
         if f"{theirs}.{kind}" in teachers
     }
+    places = "distilbert.embeddings.position_embeddings.weight"
+    weights[places] = weights[places][: positions(student.config)]
     student.load_state_dict(weights, strict=True)
 
 
@@ -345,6 +348,17 @@ def open_teacher(
     if config.hidden_size != student.config.dim:
         raise InputError(
             f"teacher {folder} has a width of {config.hidden_size}, its student one of {student.config.dim}"
+        )
+    sizes = {
+        "positions": (positions(config), positions(student.config)),
+        "layers": (config.num_hidden_layers, student.config.n_layers),
+    }
+    for what, (theirs, ours) in sizes.items():
+        if theirs < ours:
+            raise InputError(f"teacher {folder} has {theirs} {what}, fewer than its student, which has {ours}")
+    if config.vocab_size != student.config.vocab_size:
+        raise InputError(
+            f"teacher {folder} has a vocabulary of {config.vocab_size}, its student one of {student.config.vocab_size}"
         )
     teacher = load(AutoModelForMaskedLM, config, None, folder)
     if initialise:

@@ -31,8 +31,7 @@ def forward(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tenso
         return {"logits": model.lm_loss(model.transformer(**inputs, use_mems=False).last_hidden_state)}
     outputs = model.base_model(**inputs, attention_mask=batch["attention_mask"])
     hidden = outputs.last_hidden_state
-    chosen = hidden.gather(1, positions.long()[..., None].expand(-1, -1, hidden.shape[-1]))
-    result = {"logits": encoders.predict(model, chosen), "hidden": hidden}
+    result = {"logits": encoders.predict(model, layers.take(hidden, positions)), "hidden": hidden}
     if "next_sentence" in batch:
         result["related"] = model.cls.seq_relationship(outputs.pooler_output)
     return result

@@ -1,0 +1,258 @@
+"""Speed of fine-tuning on a GLUE task on this CPU: `train.glue` against transformers' Trainer.
+
+ours      train.glue's step, compiled, on one XLA CPU device, in length buckets (--lengths), with its loader
+trainer   transformers.Trainer as it is (fused AdamW, its own loop and loader), three times: every example padded to the
+          greatest length, as run_glue does by default (pad_to_max_length); padded to the longest of its batch by
+          DataCollatorWithPadding; the same with batches of like length (train_sampling_strategy="group_by_length")
+how       the same initial weights, examples, tokenizer, batch size, dropout (attention's included), AdamW, gradient
+          clipping, greatest length; float32; the same cores. One process a side, of which one works at a time: blocks
+          of steps in rotating order; ratios within a round, and of all rounds together
+units     training examples a second; real tokens a second, special tokens counted, padding not
+random    numbers of dropout: XLA_RNG_BIT_GENERATOR=three_fry on our side (torch_xla's default on a CPU draws 20 times
+          slower; a TPU has a generator of its own)
+run       pip install accelerate
+          python -m bench.glue_step --data FOLDER --task mrpc
+          python -m bench.glue_step --data FOLDER --task mrpc --checkpoint FOLDER
+
+Run it on a machine that does nothing else. All sides meet the lengths at random, the grouped one from long to short
+within 50 batches: let --rounds x --block be an epoch, or some hundred steps.
+"""
+
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+from bench import glue_trainer
+from data import InputError, batching, glue, vocabulary
+from models import encoders
+
+# Name: (padding by the tokenizer, settings of Trainer)
+TRAINERS = {
+    "Trainer, padded to the greatest length": ("max_length", {}),
+    "Trainer, padded to the batch's longest": (False, {}),
+    "Trainer, batches grouped by length": (False, {"train_sampling_strategy": "group_by_length"}),
+}
+OURS = "ours, length buckets"
+SEED = 0
+STEPS = 10**6  # of a training that does not end by itself
+
+
+@dataclass(frozen=True)
+class Options:
+    data: str  # folder of TSV files, hub id or folder of `datasets`
+    task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
+    checkpoint: str = ""  # hub id, or folder with configuration and tokenizer
+    kind: Literal[vocabulary.KINDS] = "bert"  # architecture without --checkpoint
+    size: Literal[tuple(encoders.SIZES)] = "mini"  # layers and width without --checkpoint, see models/encoders.py
+    vocabulary: int = 8000  # tokens learnt from the training text without --checkpoint
+    lengths: tuple[int, ...] = (32, 64, 128)  # our buckets; all sides cut at the last
+    batch_size: int = 32  # examples a step
+    threads: int = 2  # cores of each side
+    block: int = 16  # steps between two readings of the clock
+    rounds: int = 8  # counted blocks of each side
+    out: str = "runs/bench/glue_step.json"  # where the figures go
+
+
+@dataclass
+class Block:
+    """What a side has done in a block of steps."""
+
+    seconds: float = 0.0
+    examples: int = 0
+    tokens: int = 0  # without padding
+    places: int = 0  # with padding
+
+    def __add__(self, other: "Block") -> "Block":
+        return Block(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def ours(options: Options, start: str) -> Callable[[int], Block]:
+    """A function that makes n steps. Every shape is compiled beforehand."""
+    # Not above: the other sides' processes import this file, and have no use for XLA.
+    from train import glue as script
+    from train.common import device, loading
+
+    config = replace(
+        script.Config(),
+        model="auto",
+        task=options.task,
+        data=options.data,
+        checkpoint=start,
+        lengths=options.lengths,
+        batch_size=options.batch_size,
+        precision="float32",
+        workers=0,
+    )
+    config = script.completed(config)
+    mesh = device.setup(SEED, config.precision)
+    model, tokenizer = script.open_model(config)
+    train_set = glue.Encoded(glue.read(options.data, options.task, "train"), tokenizer, options.lengths[-1])
+    plan = batching.Buckets(train_set.lengths, [(options.batch_size, length) for length in options.lengths])
+    optimizer = script.build(config, model, mesh)
+    model.train()
+    step_fn = device.compiled(script.train_step, mesh, len(plan.shapes))
+    # No learning: the weights stay sound however many steps are made.
+    device.set_lr(optimizer, 0.0)
+    seen = set()
+    with loading.parallel_loader(train_set, plan, mesh, train=False) as every:
+        for batch in every:
+            if batch["input_ids"].shape not in seen:
+                seen.add(batch["input_ids"].shape)
+                step_fn(model, optimizer, batch, config.clip, mesh)
+    loader = loading.parallel_loader(train_set, plan, mesh, train=True, seed=SEED, stop=STEPS)
+    made = 0
+
+    def run(steps: int) -> Block:
+        nonlocal made
+        batches, started = [], time.perf_counter()
+        for _ in range(steps):
+            made += 1
+            batches.append(next(loader))
+            device.seed_step(SEED, made)
+            device.set_lr(optimizer, script.learning_rate(config, made, STEPS))
+            metrics = step_fn(model, optimizer, batches[-1], config.clip, mesh)
+        device.fetch([metrics["loss"]])
+        block = Block(time.perf_counter() - started)
+        for batch in batches:
+            block.examples += int(batch["mask"].cpu().sum())
+            block.tokens += int(batch["attention_mask"].cpu().sum())
+            block.places += batch["input_ids"].numel()
+        return block
+
+    return run
+
+
+def serve(options: Options, recipe: glue_trainer.Options, start: str, name: str, pipe: Connection) -> None:
+    """Trainer in a process of its own: makes as many steps as `pipe` says and answers with a Block; None ends it."""
+    from transformers import TrainerCallback
+
+    torch.set_num_threads(options.threads)
+    padding, settings = TRAINERS[name]
+    block, left, started = Block(), 0, 0.0
+
+    class Clock(TrainerCallback):
+        """Holds the training between blocks."""
+
+        def on_train_begin(self, args, state, control, **_):
+            wait(control)
+
+        def on_step_end(self, args, state, control, **_):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                block.seconds = time.perf_counter() - started
+                pipe.send(block)
+                wait(control)
+
+    def wait(control) -> None:
+        nonlocal block, left, started
+        command = pipe.recv()
+        if command is None:
+            control.should_training_stop = True
+            return
+        block, left, started = Block(), command, time.perf_counter()
+
+    def count(_, args, inputs) -> None:
+        block.examples += len(inputs["input_ids"])
+        block.tokens += int(inputs["attention_mask"].sum())
+        block.places += inputs["input_ids"].numel()
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = settings | {"max_steps": STEPS}
+        trainer = glue_trainer.make_trainer(recipe, options.data, start, SEED, folder, padding, **settings)
+        trainer.model.register_forward_pre_hook(count, with_kwargs=True)
+        trainer.add_callback(Clock())
+        trainer.train()
+
+
+class Worker:
+    """A process that serves."""
+
+    def __init__(self, *args):
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, other = spawn.Pipe()
+        self.process = spawn.Process(target=serve, args=(*args, other), daemon=True)
+        self.process.start()
+        other.close()
+
+    def __call__(self, steps: int) -> Block:
+        """Makes steps. Raises InputError if the process has ended."""
+        try:
+            self.pipe.send(steps)
+            return self.pipe.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            raise InputError("Trainer's process has ended; its message is above") from error
+
+
+def table(rounds: dict[str, list[Block]]) -> None:
+    """Prints rates, and ours as a multiple of each other side's: in each round, and in all rounds together."""
+    totals = {name: sum(blocks, Block()) for name, blocks in rounds.items()}
+
+    def examples(block: Block) -> float:
+        return block.examples / block.seconds
+
+    def tokens(block: Block) -> float:
+        return block.tokens / block.seconds
+
+    head = "examples/s, median (min to max) | real tokens/s | padding | ours / this: examples/s, in a round"
+    print(f"\n| | {head} | examples/s, all rounds | tokens/s, all rounds |\n|{'---|' * 7}")
+    for name, blocks in rounds.items():
+        rates, total = sorted(map(examples, blocks)), totals[name]
+        row = [name, f"{statistics.median(rates):,.0f} ({rates[0]:,.0f} to {rates[-1]:,.0f})"]
+        row += [f"{tokens(total):,.0f}", f"{1 - total.tokens / total.places:.0%}"]
+        if name == OURS:
+            row += ["1"] * 3
+        else:
+            ratios = sorted(examples(a) / examples(b) for a, b in zip(rounds[OURS], blocks, strict=True))
+            row += [f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"]
+            row += [f"{rate(totals[OURS]) / rate(total):.2f}" for rate in (examples, tokens)]
+        print(f"| {' | '.join(row)} |")
+
+
+def main(options: Options) -> None:
+    """Measures, prints a table and writes the figures."""
+    glue_trainer.prepare_environment(options.threads)
+    glue_trainer.quiet()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+    shared = {name: value for name, value in asdict(options).items() if name not in ("threads", "block", "rounds")}
+    recipe = glue_trainer.Options(**shared)
+    with tempfile.TemporaryDirectory() as start:
+        glue_trainer.prepare(recipe, options.data, SEED, start)
+        sides: dict[str, Callable[[int], Block]] = {OURS: ours(options, start)}
+        for name in TRAINERS:
+            sides[name] = Worker(options, recipe, start, name)
+        rounds: dict[str, list[Block]] = {name: [] for name in sides}
+        names = list(sides)
+        for number in range(-1, options.rounds):  # the first is a warm-up
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                block = sides[name](options.block)
+                if number >= 0:
+                    rounds[name].append(block)
+            latest = {name: f"{blocks[-1].seconds:.1f} s" for name, blocks in rounds.items() if blocks}
+            print(f"round {number + 1} of {options.rounds}: {latest or 'warm-up'}", flush=True)
+        for name in TRAINERS:
+            sides[name].process.kill()
+    table(rounds)
+    figures = {name: [vars(block) for block in blocks] for name, blocks in rounds.items()}
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(options.out).write_text(json.dumps({"options": asdict(options), "rounds": figures}, indent=1))
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Options, description=__doc__.split("\n")[0]))
+    except InputError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,293 @@
+"""GLUE: `train.glue` against transformers' Trainer on this CPU, by the same recipe.
+
+ours      python -m train.glue full …, the command that is printed
+trainer   transformers.Trainer, its own defaults where the recipe says nothing (fused AdamW, batches padded to their
+          longest example by DataCollatorWithPadding, shuffled without regard to length)
+both      one core each, side by side; for each seed the same initial weights, head included; the same examples,
+          tokenizer, batch size, epochs, AdamW (betas 0.9 and 0.999, no decay of biases and norms), linear schedule with
+          warm-up, gradient clipping, greatest length, dropout of the configuration; float32. The order of the data and
+          dropout masks differ, and an epoch in length buckets has up to a batch more for each further bucket: compare
+          means and spread
+measured  the task's metrics on the validation split after the last step
+run       pip install accelerate
+          python -m bench.glue_trainer --data FOLDER --task mrpc --checkpoint FOLDER
+          python -m bench.glue_trainer --data FOLDER --task sst2 --size mini --lr 5e-4 --train-examples 8000
+
+Without --checkpoint an encoder of --size starts from random weights, with a vocabulary learnt from the training text.
+"""
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import datasets
+import numpy as np
+import torch
+import transformers
+import tyro
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+
+from bench.transformer_fairseq import FAST_RANDOM
+from data import InputError, glue, vocabulary
+from models import encoders
+
+ADAM_EPS = 1e-6  # train.glue's; Trainer's default is 1e-8
+
+
+@dataclass(frozen=True)
+class Options:
+    data: str  # folder of TSV files, hub id or folder of `datasets`
+    task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
+    checkpoint: str = ""  # hub id, or folder with configuration and tokenizer; without weights they are random
+    kind: Literal[vocabulary.KINDS] = "bert"  # architecture without --checkpoint
+    size: Literal[tuple(encoders.SIZES)] = "mini"  # layers and width without --checkpoint, see models/encoders.py
+    vocabulary: int = 8000  # tokens learnt from the training text without --checkpoint
+    train_examples: int = 0  # the first of the training split; 0: all
+    lengths: tuple[int, ...] = (32, 64, 128)  # our buckets; both sides cut at the last
+    batch_size: int = 32  # examples a step
+    epochs: float = 3  # passes over the training examples
+    lr: float = 2e-5  # peak learning rate
+    warmup: float = 0.1  # share of the steps in which it rises
+    weight_decay: float = 0.01  # of AdamW
+    seeds: str = "0,1,2"  # one run of each side for every seed
+    out: str = "runs/bench/glue_trainer.json"  # where the figures go
+
+
+def prepare(options: Options, data: str, seed: int, folder: str) -> None:
+    """Writes the classifier that both sides start from: configuration, tokenizer, weights."""
+    given, weights = options.checkpoint, None
+    if given:
+        settings, weights, tokenizer = encoders.open_checkpoint(given, "auto")
+    else:
+        examples = glue.read(data, options.task, "train")
+        text = [*examples.first, *(examples.second or [])]
+        tokenizer = vocabulary.learn(text, options.kind, options.vocabulary)
+        settings = encoders.configuration(options.kind, options.size, tokenizer, options.lengths[-1])
+    labels = glue.TASKS[options.task].labels
+    settings.num_labels = max(len(labels), 1)
+    settings.problem_type = "single_label_classification" if labels else "regression"
+    transformers.set_seed(seed)  # of the head, or of all weights
+    if given and has_weights(given):
+        model = encoders.load(AutoModelForSequenceClassification, settings, weights, given)
+    else:
+        model = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def has_weights(checkpoint: str) -> bool:
+    """Whether a checkpoint has weights; one of the hub has."""
+    folder = Path(checkpoint)
+    return not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+
+
+def first_examples(options: Options, folder: str) -> str:
+    """The data that both sides read: --data, or `folder` with as many training examples as asked for."""
+    if not options.train_examples:
+        return options.data
+    task = glue.TASKS[options.task]
+    for split in ("train", *task.evaluation):
+        examples = glue.read(options.data, options.task, split)
+        columns = dict(zip(task.columns, (examples.first, examples.second), strict=False))
+        columns["label"] = examples.labels.tolist()
+        count = options.train_examples if split == "train" else len(examples)
+        if count > len(examples):
+            raise InputError(f"--train-examples is {count}; the training split has {len(examples)}")
+        table = datasets.Dataset.from_dict({name: values[:count] for name, values in columns.items()})
+        table.to_parquet(f"{folder}/{task.name}/{split}.parquet")
+    return folder
+
+
+def ours(options: Options, data: str, start: str, seed: int, folder: str) -> list[str]:
+    """Command of our side: `start` is `prepare`'s folder, the run is written to `folder`/ours."""
+    flags = {
+        "model": "auto",
+        "task": options.task,
+        "data": data,
+        "checkpoint": start,
+        "batch-size": options.batch_size,
+        "epochs": options.epochs,
+        "lr": options.lr,
+        "warmup": options.warmup,
+        "weight-decay": options.weight_decay,
+        "precision": "float32",
+        "seed": seed,
+        "workers": 0,
+        "eval-every": 10**9,  # after the last step only
+        "runs": folder,
+        "name": "ours",
+    }
+    command = [sys.executable, "-m", "train.glue", "full", "--lengths", *map(str, options.lengths)]
+    return command + [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)]
+
+
+def make_trainer(
+    options: Options,
+    data: str,
+    start: str,
+    seed: int,
+    folder: str,
+    padding: bool | str = False,
+    **settings,
+) -> "transformers.Trainer":
+    """transformers' Trainer, ready to train; it writes to `folder`.
+
+    Args:
+        start: `prepare`'s folder.
+        padding: of the tokenizer; "max_length" is run_glue's default, False leaves it to the batch.
+        settings: further TrainingArguments.
+    """
+    # Here, where the environment says that they must not look for XLA.
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    quiet()
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    sets = {}
+    for split in ("train", *glue.TASKS[options.task].evaluation):
+        examples = glue.read(data, options.task, split)
+        cut = {"truncation": "longest_first", "max_length": options.lengths[-1]}
+        columns = dict(tokenizer(examples.first, examples.second, padding=padding, **cut))
+        sets[split] = datasets.Dataset.from_dict(columns | {"labels": examples.labels.tolist()})
+
+    def metrics(prediction) -> dict[str, float]:
+        logits = np.asarray(prediction.predictions)
+        found = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
+        return glue.score(options.task, found, prediction.label_ids)
+
+    arguments = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "per_device_train_batch_size": options.batch_size,
+        "per_device_eval_batch_size": options.batch_size,
+        "num_train_epochs": options.epochs,
+        "learning_rate": options.lr,
+        "warmup_steps": options.warmup,  # below 1 it is a share
+        "weight_decay": options.weight_decay,
+        "adam_epsilon": ADAM_EPS,
+        "max_grad_norm": 1.0,
+        "seed": seed,
+        "dataloader_pin_memory": False,
+        "save_strategy": "no",
+        "logging_steps": 100,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    trainer = Trainer(
+        AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32),
+        TrainingArguments(**arguments | settings),
+        train_dataset=sets.pop("train"),
+        eval_dataset=sets,
+        processing_class=tokenizer,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=metrics,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def theirs(options: Options, data: str, start: str, seed: int, folder: str, core: int) -> dict[str, float]:
+    """Trains with Trainer, in this process: the metrics, named as train.glue's."""
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    trainer = make_trainer(options, data, start, seed, folder)
+    trainer.train()
+    metrics = {}
+    for split, examples in trainer.eval_dataset.items():
+        prefix = "mismatched_" if split.endswith("mismatched") else ""
+        found = trainer.evaluate(examples)
+        metrics |= {prefix + name: found[f"eval_{name}"] for name in (*glue.TASKS[options.task].metrics, "loss")}
+    return metrics
+
+
+def quiet() -> None:
+    """No progress bars, and no warning that a classifier's head is new."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+def prepare_environment(threads: int) -> None:
+    """For the processes that this one starts. Raises InputError if Trainer cannot run."""
+    if importlib.util.find_spec("accelerate") is None:
+        raise InputError("accelerate is not installed, and transformers' Trainer needs it; `pip install accelerate`")
+    os.environ |= {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "CPU_NUM_DEVICES": "1",
+        "PJRT_DEVICE": "CPU",
+        "XLA_RNG_BIT_GENERATOR": FAST_RANDOM,  # as bench/transformer_fairseq.py says
+        # Trainer would take XLA's device where torch_xla is installed. Ours does not ask.
+        "USE_TORCH_XLA": "0",
+    }
+
+
+def run(options: Options, data: str, seed: int) -> dict[str, dict[str, float]]:
+    """Both sides with one seed, each on a core of its own: {"ours" and "trainer": metrics}."""
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        start = f"{folder}/start"
+        prepare(options, data, seed, start)
+        command = ours(options, data, start, seed, folder)
+        print(shlex.join(command), flush=True)
+        log = Path(folder, "ours.log")
+        with open(log, "w") as file:
+            process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                preexec_fn=lambda: os.sched_setaffinity(0, {cores[0]}),
+            )
+        try:
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                of_trainer = pool.submit(theirs, options, data, start, seed, f"{folder}/trainer", cores[-1]).result()
+            if process.wait() != 0:
+                raise InputError("train.glue failed:\n" + "\n".join(log.read_text().splitlines()[-15:]))
+        finally:
+            process.kill()
+        of_ours = json.loads(Path(folder, "ours/summary.json").read_text())["metrics"]
+    return {"ours": of_ours, "trainer": of_trainer}
+
+
+def spread(values: list[float], form: Callable[[float], str] = "{:.4f}".format) -> str:
+    """Mean ± standard deviation, and each value."""
+    deviation = statistics.stdev(values) if len(values) > 1 else float("nan")
+    return f"{form(statistics.fmean(values))} ± {form(deviation)} ({', '.join(map(form, values))})"
+
+
+def main(options: Options) -> None:
+    """Runs both sides for every seed, prints a table and writes the figures."""
+    prepare_environment(threads=1)
+    quiet()
+    results: dict[str, list[dict[str, float]]] = {"ours": [], "trainer": []}
+    with tempfile.TemporaryDirectory() as folder:
+        data = first_examples(options, folder)
+        for seed in map(int, options.seeds.split(",")):
+            for name, metrics in run(options, data, seed).items():
+                results[name].append(metrics)
+                print(f"seed {seed} {name}: {', '.join(f'{k} {v:.4f}' for k, v in metrics.items())}", flush=True)
+            Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(options.out).write_text(json.dumps({"options": asdict(options), "results": results}, indent=1))
+    print(f"\n| {options.task}, mean ± sd (each seed) | ours | Trainer | difference |\n|---|---|---|---|")
+    for name in results["ours"][0]:
+        values = {side: [one[name] for one in runs] for side, runs in results.items()}
+        difference = [a - b for a, b in zip(values["ours"], values["trainer"], strict=True)]
+        signed = spread(difference, "{:+.4f}".format)
+        print(f"| {name} | {spread(values['ours'])} | {spread(values['trainer'])} | {signed} |")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Options, description=__doc__.split("\n")[0]))
+    except InputError as error:
+        sys.exit(f"error: {error}")
