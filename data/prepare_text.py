@@ -62,7 +62,8 @@ END = re.compile(rf"""{ABBREVIATIONS}(?:[.!?…]+["'”’»)\]]*(?=\s+["'“‘
 class Flags:
     """Prepares text for pretraining: learns a vocabulary, turns text into rows of tokens.
 
-    The same command again goes on where a killed one stopped. The result depends neither on that nor on --workers.
+    The same command again goes on where a killed one stopped. The result depends neither on that nor on --workers; but
+    for a kill while XLNet's vocabulary is learnt, which is not the same to the last bit twice.
     """
 
     data: str  # text file, folder of them or of parquet files, or id of a data set on the hub

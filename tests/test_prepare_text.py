@@ -278,6 +278,10 @@ def test_the_vocabulary_is_learnt_from_training_text_evenly_spaced(tmp_path, sma
     assert 3000 < sum(map(len, seen)) <= 6000 and set(seen) < set(lines)
     places = [lines.index(line) for line in seen]
     assert min(places) < len(lines) / 5 and max(places) > len(lines) * 3 / 5
+    seen.clear()
+    prepare(data / "a.txt", tmp_path / "held", valid_share=0.1)
+    assert seen == [line for text in documents(100) if not pre.is_valid(text, 0.1) for line in text]
+    assert len(seen) < sum(map(len, documents(100)))
 
 
 # Kills

@@ -1,0 +1,472 @@
+"""models/encoders.py against transformers' own models: the same parameters, numbers, gradients and files."""
+
+import copy
+import functools
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    DistilBertForMaskedLM,
+    PreTrainedModel,
+    RobertaForMaskedLM,
+    XLNetLMHeadModel,
+)
+
+from data import InputError, glue, vocabulary
+from models import encoders, layers, permutation
+from train.common import device
+
+# With the names of the two weights that are one tensor.
+LANGUAGE_MODELS = {
+    "bert": (BertForMaskedLM, "bert.embeddings.word_embeddings", "cls.predictions.decoder"),
+    "distilbert": (DistilBertForMaskedLM, "distilbert.embeddings.word_embeddings", "vocab_projector"),
+    "roberta": (RobertaForMaskedLM, "roberta.embeddings.word_embeddings", "lm_head.decoder"),
+    "xlnet": (XLNetLMHeadModel, "transformer.word_embedding", "lm_loss"),
+}
+KINDS = tuple(LANGUAGE_MODELS)
+ROWS, LENGTH, LONGER = 8, 32, 56
+EXACT = {"rtol": 1e-5, "atol": 1e-5}  # of numbers between 0.1 and 10, in float32
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+both_heads = pytest.mark.parametrize("head", ["classifier", "language"])
+
+
+@functools.cache
+def tokenizer_of(kind: str):
+    examples = glue.read("synthetic", "mrpc", "train")
+    return vocabulary.learn([*examples.first, *examples.second], kind, 400)
+
+
+@functools.cache
+def pairs(kind: str) -> glue.Encoded:
+    """Pairs of sentences of 10 to LENGTH tokens."""
+    examples = glue.read("synthetic", "mrpc", "validation")
+    encoded = glue.Encoded(examples, tokenizer_of(kind), 128)
+    short = np.flatnonzero(encoded.lengths <= LENGTH)
+    assert len(short) > 100
+    part = glue.Examples(
+        [examples.first[i] for i in short], [examples.second[i] for i in short], examples.labels[short]
+    )
+    return glue.Encoded(part, tokenizer_of(kind), LENGTH)
+
+
+def batch_of(kind: str, length: int = LENGTH, rows=range(ROWS)) -> dict[str, Tensor]:
+    batch = pairs(kind).batch(np.array(rows), (length,))
+    assert 0.2 < batch["attention_mask"].mean() < 1
+    return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+
+def logits_of(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    if model.config.model_type in ("bert", "xlnet"):
+        inputs["token_type_ids"] = batch["token_type_ids"]
+    if model.config.model_type == "xlnet":
+        inputs["use_mems"] = False
+    return model(**inputs).logits
+
+
+def forward(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        return logits_of(model, batch)
+
+
+def new(kind: str, head: str, tokenizer=None) -> PreTrainedModel:
+    """transformers' own model, whose weights make it look at everything that it can, biases included; no dropout."""
+    settings = encoders.configuration(kind, "tiny", tokenizer or tokenizer_of(kind), LONGER)
+    torch.manual_seed(0)
+    if head == "classifier":
+        settings.num_labels = 3
+        model = AutoModelForSequenceClassification.from_config(settings)
+    else:
+        model = LANGUAGE_MODELS[kind][0](settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.1)
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.weight.add_(1)
+    return model.eval()
+
+
+def fast(model: PreTrainedModel) -> PreTrainedModel:
+    return encoders.fast_layers(copy.deepcopy(model))
+
+
+def on_xla(model: PreTrainedModel, mesh) -> PreTrainedModel:
+    return device.to_device(fast(model), mesh)
+
+
+def to_xla(batch: dict[str, Tensor], mesh) -> dict[str, Tensor]:
+    uploaded = {name: values.to(mesh.device) for name, values in batch.items()}
+    for values in uploaded.values():
+        device.replicate(values, mesh)
+    return uploaded
+
+
+# ---- the same model --------------------------------------------------------------------------------------------------
+
+
+def saved(model: PreTrainedModel, folder: Path) -> dict[str, bytes]:
+    model.save_pretrained(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@both_heads
+@every_kind
+def test_fast_layers_keep_class_parameters_keys_and_files(kind, head, tmp_path):
+    model = new(kind, head)
+    model_class, files = type(model), saved(model, tmp_path / "before")
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    keys, modes = list(model.state_dict()), [module.training for module in model.modules()]
+    assert encoders.fast_layers(model) is model and type(model) is model_class
+    after = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    assert list(after) == list(tensors) and all(after[name] is tensors[name] for name in tensors)
+    assert list(model.state_dict()) == keys
+    assert [module.training for module in model.modules()] == modes
+    assert saved(model, tmp_path / "after") == files and {"config.json", "model.safetensors"} <= set(files)
+    if head == "language":
+        _, embedding, output = LANGUAGE_MODELS[kind]
+        assert after[f"{embedding}.weight"] is after[f"{output}.weight"]
+    left = [type(module) for module in model.modules() if type(module) in encoders.REPLACED]
+    assert left == [] and any(isinstance(module, layers.LayerNorm) for module in model.modules())
+
+
+# ---- the same numbers ------------------------------------------------------------------------------------------------
+
+
+@both_heads
+@every_kind
+def test_logits_are_transformers_and_so_are_gradients_on_the_cpu(kind, head, mesh):
+    model = new(kind, head)
+    batch = batch_of(kind)
+    quick = fast(model)
+    logits = logits_of(quick, batch)
+    on_device = device.compiled(forward, mesh)(on_xla(model, mesh), to_xla(batch, mesh)).cpu()
+    upstream = torch.randn(logits.shape) * (batch["attention_mask"][..., None] if head == "language" else 1)
+    gradients = torch.autograd.grad(logits, list(quick.parameters()), upstream, allow_unused=True)
+    assert logits.detach().std() > 0.05 and logits.dtype == torch.float32
+    for attention in ["eager"] if kind == "xlnet" else ["eager", "sdpa"]:
+        if kind != "xlnet":
+            model.set_attn_implementation(attention)
+        expected = logits_of(model, batch)
+        shown = batch["attention_mask"].bool() if head == "language" else slice(None)
+        for found in (logits, on_device):
+            torch.testing.assert_close(found[shown], expected[shown], **EXACT)
+        wanted = torch.autograd.grad(expected, list(model.parameters()), upstream, allow_unused=True)
+        largest = max(gradient.abs().max().item() for gradient in wanted if gradient is not None)
+        for (name, _), own, other in zip(model.named_parameters(), gradients, wanted, strict=True):
+            assert (own is None) == (other is None), name
+            if other is not None:  # XLNet's mask_emb has none
+                torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6 * largest, msg=name)
+
+
+@pytest.mark.parametrize(("kind", "head"), [*((kind, "classifier") for kind in KINDS), ("bert", "language")])
+def test_a_step_of_adamw_on_xla_is_transformers_on_the_cpu_and_never_leaves_the_device(kind, head, mesh):
+    """Two steps of the same graph. eps is above the rounding of gradients, which Adam would make whole steps of."""
+    model, batch = new(kind, head), batch_of(kind)
+    settings = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1, "foreach": False}
+
+    def step(model, optimizer, batch):
+        logits = logits_of(model, batch)
+        if logits.dim() == 3:
+            losses = F.cross_entropy(logits.transpose(1, 2), batch["input_ids"].long(), reduction="none")
+            loss = (losses * batch["attention_mask"]).sum() / batch["attention_mask"].sum()
+        else:
+            loss = F.cross_entropy(logits, batch["labels"].long())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return logits.detach()
+
+    quick, uploaded = on_xla(model, mesh), to_xla(batch, mesh)
+    optimizer = torch.optim.AdamW(quick.parameters(), **settings)
+    device.init_optimizer_state(optimizer, mesh)
+    device.reset_graph_report()
+    compiled, graphs, reads = device.compiled(step, mesh), device.compilations(), device.host_reads()
+    found = []
+    for _ in range(2):
+        device.set_lr(optimizer, settings["lr"])
+        found.append(compiled(quick, optimizer, uploaded))
+    report = device.graph_report()
+    assert report["recompilations"] == report["fallbacks"] == [] and device.host_reads() == reads
+    assert device.compilations() <= graphs + 2  # the step, and what the optimizer's state begins with
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    shown = batch["attention_mask"].bool() if head == "language" else slice(None)
+    for logits, tolerance in zip(found, (EXACT, {"rtol": 1e-4, "atol": 1e-4}), strict=True):
+        torch.testing.assert_close(logits.cpu()[shown], step(model, optimizer, batch)[shown], **tolerance)
+    moved = []
+    for name, value in quick.state_dict().items():
+        expected = model.state_dict()[name]
+        # A weight moves by up to 2e-3 here.
+        torch.testing.assert_close(value.cpu(), expected, rtol=0, atol=2e-5, msg=name)
+        moved.append((expected - before[name]).abs().max().item() if expected.is_floating_point() else 0)
+    assert 1e-3 < max(moved) < 2.5e-3
+
+
+def test_transformers_own_attention_mask_is_a_read_from_the_device(mesh):
+    """What the test above would see if fast_layers did not put ours in its place."""
+    model, batch = device.to_device(new("bert", "classifier"), mesh), to_xla(batch_of("bert"), mesh)
+    with pytest.raises(device.GraphError, match="step|forward"):
+        device.compiled(forward, mesh)(model, batch)
+    device.reset_graph_report()
+
+
+@every_kind
+def test_padding_changes_no_logits_whatever_stands_in_it(kind, mesh):
+    tokenizer, model = tokenizer_of(kind), new(kind, "classifier")
+    assert (tokenizer.padding_side == "left") == (kind == "xlnet")
+    padded = batch_of(kind, LONGER)
+    ends = padded["attention_mask"][:, [0, -1]].sum(0).tolist()
+    assert ends == ([0, ROWS] if kind == "xlnet" else [ROWS, 0])
+    # The same rows, with words in place of the padding.
+    garbage = torch.randint(len(tokenizer) // 2, len(tokenizer) - 5, padded["input_ids"].shape, dtype=torch.int32)
+    disguised = {**padded, "input_ids": torch.where(padded["attention_mask"] == 1, padded["input_ids"], garbage)}
+    alone = [logits_of(model, batch_of_one(kind, row)) for row in range(ROWS)]
+    expected = torch.cat(alone).detach()
+    assert expected.std(0).min() > 0.01  # the rows differ
+    quick = fast(model)
+    for batch in (batch_of(kind), padded, disguised):
+        torch.testing.assert_close(logits_of(quick, batch).detach(), expected, **EXACT)
+    quick = on_xla(model, mesh)
+    found = device.compiled(forward, mesh)(quick, to_xla(disguised, mesh))
+    torch.testing.assert_close(found.cpu(), expected, **EXACT)
+
+
+def batch_of_one(kind: str, row: int) -> dict[str, Tensor]:
+    """A row without any padding."""
+    batch = pairs(kind).batch(np.array([row]), (int(pairs(kind).lengths[row]),))
+    assert batch["attention_mask"].all()
+    return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+
+@every_kind
+def test_bfloat16_is_about_as_exact_as_transformers_under_autocast(kind, mesh):
+    """The mean squared error of the logits against float64's."""
+    model, batch = new(kind, "language"), batch_of(kind, rows=range(48))
+    shown = batch["attention_mask"].bool()
+    exact = logits_of(copy.deepcopy(model).double(), batch)[shown].detach()
+
+    def error(model, place: str, batch) -> float:
+        with torch.no_grad(), torch.autocast(place, torch.bfloat16):
+            logits = logits_of(model, batch)
+        return (logits.cpu().double()[shown] - exact).square().mean().sqrt().item()
+
+    usual = error(model, "cpu", batch)
+    assert 1e-3 < usual / exact.std().item() < 0.1
+    for found in (error(fast(model), "cpu", batch), error(on_xla(model, mesh), "xla", to_xla(batch, mesh))):
+        assert 0.2 * usual < found < 1.5 * usual
+
+
+# ---- XLNet's two streams ---------------------------------------------------------------------------------------------
+
+
+def permuted(rows: int, length: int, targets: int) -> dict[str, Tensor]:
+    """Masks and targets of a random order of prediction for the first rows of `pairs`, by the paper's definition."""
+    rng = np.random.default_rng(0)
+    batch = batch_of("xlnet", length, range(rows))
+    present = batch["attention_mask"].bool().numpy()
+    mask, mapping = np.ones((rows, length, length), np.float32), np.zeros((rows, targets, length), np.float32)
+    for row in range(rows):
+        order = rng.permutation(np.flatnonzero(present[row]))
+        rank = {place: number for number, place in enumerate(order.tolist())}
+        for i in rank:
+            mask[row, i, [j for j in rank if rank[j] < rank[i]]] = 0
+        mapping[row, np.arange(targets), order[-targets:]] = 1
+    return {
+        "input_ids": batch["input_ids"],
+        "token_type_ids": batch["token_type_ids"],
+        "attention_mask": batch["attention_mask"],
+        "perm_mask": torch.from_numpy(mask),
+        "target_mapping": torch.from_numpy(mapping),
+    }
+
+
+@pytest.mark.parametrize("left_out", [(), ("token_type_ids", "attention_mask")])
+def test_two_streams_are_transformers_with_all_their_gradients(left_out, mesh):
+    model, inputs = new("xlnet", "language"), permuted(ROWS, LENGTH, 5)
+    inputs = {name: values for name, values in inputs.items() if name not in left_out}
+    upstream = torch.randn(ROWS, 5, model.config.vocab_size)
+
+    def step(model, inputs, upstream):
+        logits = model(**inputs, use_mems=False).logits
+        gradients = torch.autograd.grad(logits, list(model.parameters()), upstream, allow_unused=True)
+        named = zip(model.named_parameters(), gradients, strict=True)
+        return {"logits": logits.detach()} | {name: value for (name, _), value in named if value is not None}
+
+    expected = step(model, inputs, upstream)
+    assert all(value.any() for value in (expected["logits"], expected["transformer.mask_emb"]))
+    results = [step(fast(model), inputs, upstream)]
+    if not left_out:
+        results += [device.compiled(step, mesh)(on_xla(model, mesh), to_xla(inputs, mesh), upstream.to(mesh.device))]
+    for found in results:
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            atol = 1e-5 * value.abs().max().item() + 1e-5
+            torch.testing.assert_close(found[name].cpu(), value, rtol=1e-4, atol=atol, msg=name)
+
+
+def test_a_prediction_knows_what_comes_before_it_and_no_more():
+    """Another word at a place changes only the predictions that come later in the order; with masks of our own."""
+    model = fast(new("xlnet", "language"))
+    rng = np.random.default_rng(0)
+    order = torch.from_numpy(rng.permutation(12)[None].astype(np.int32)) - 1  # one word is always visible
+    (hidden,) = torch.nonzero(order[0] >= 0, as_tuple=True)
+    inputs = {
+        "input_ids": torch.from_numpy(rng.integers(20, 60, (1, 12))),
+        "perm_mask": permutation.perm_mask(order, order >= 0),
+        "target_mapping": permutation.target_mapping(hidden[None], 12),
+        "use_mems": False,
+    }
+    with torch.no_grad():
+        before = model(**inputs).logits
+        for place in range(12):
+            inputs["input_ids"][0, place] += 1
+            after = model(**inputs).logits
+            inputs["input_ids"][0, place] -= 1
+            assert torch.equal((after != before).any(-1)[0], order[0, hidden] > order[0, place])
+
+
+# ---- configurations --------------------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_a_sequence_may_have_as_many_tokens_as_there_are_positions(kind):
+    settings = encoders.configuration(kind, "tiny", tokenizer_of(kind), 20)
+    model = fast(AutoModelForSequenceClassification.from_config(settings).eval())
+    most = encoders.positions(model.config)
+
+    def forward(length: int) -> Tensor:
+        ids = torch.full((1, length), 20)
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+
+    assert torch.isfinite(forward(20)).all()
+    if kind == "xlnet":
+        assert most == float("inf") and torch.isfinite(forward(200)).all()
+    else:
+        assert most == 20
+        with pytest.raises((IndexError, RuntimeError)):
+            forward(21)
+
+
+def test_sizes_are_those_of_the_published_models():
+    class Words:
+        pad_token_id, bos_token_id, eos_token_id = 1, 0, 2
+
+        def __init__(self, size: int):
+            self.size = size
+
+        def __len__(self) -> int:
+            return self.size
+
+    # Devlin et al. 2019, section 3: 110M; Sanh et al. 2019, table 3: 66M; Liu et al. 2019: 125M; Yang et al. 2019.
+    sizes = {"bert": (30_522, 512, 109.5), "distilbert": (30_522, 512, 66.4), "roberta": (50_265, 512, 124.6)}
+    sizes["xlnet"] = (32_000, 512, 116.7)
+    for kind, (words, tokens, millions) in sizes.items():
+        settings = encoders.configuration(kind, "base", Words(words), tokens)
+        with torch.device("meta"):
+            model = AutoModel.from_config(settings)
+        assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06), kind
+    with pytest.raises(ValueError, match="kind is 'gpt2'; it must be bert"):
+        encoders.configuration("gpt2", "tiny", Words(100), 16)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def write(kind: str, folder: Path, tokenizer=None) -> str:
+    new(kind, "language").save_pretrained(folder)
+    (tokenizer or tokenizer_of(kind)).save_pretrained(folder)
+    return str(folder)
+
+
+@every_kind
+def test_a_checkpoint_gives_its_encoder_to_a_new_classifier(kind, tmp_path):
+    folder = write(kind, tmp_path / "of")
+    for model in (kind, "auto"):
+        settings, weights, tokenizer = encoders.open_checkpoint(folder, model)
+    assert weights is None and settings.model_type == kind
+    assert tokenizer.padding_side == tokenizer_of(kind).padding_side
+    settings.num_labels = 3
+    model = encoders.load(AutoModelForSequenceClassification, settings, weights, folder)
+    assert isinstance(model, type(new(kind, "classifier"))) and model.num_labels == 3
+    encoder = new(kind, "language").base_model.state_dict()
+    found = model.base_model.state_dict()
+    assert set(encoder) <= set(found) and all(torch.equal(found[name], encoder[name]) for name in encoder)
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
+    folder = write("bert", tmp_path / "of")
+    with pytest.raises(InputError, match=f"checkpoint {folder} is a bert, not a roberta"):
+        encoders.open_checkpoint(folder, "roberta")
+
+
+def test_a_checkpoint_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(InputError, match=f"checkpoint {tmp_path}/nowhere cannot be read"):
+        encoders.open_checkpoint(f"{tmp_path}/nowhere", "bert")
+    folder = write("bert", tmp_path / "damaged")
+    weights = tmp_path / "damaged" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    settings, _, _ = encoders.open_checkpoint(folder, "bert")
+    with pytest.raises(InputError, match=f"checkpoint {folder} cannot be read"):
+        encoders.load(AutoModelForSequenceClassification, settings, None, folder)
+    os.remove(weights)
+    with pytest.raises(InputError, match=f"checkpoint {folder} cannot be read"):
+        encoders.load(AutoModelForSequenceClassification, settings, None, folder)
+
+
+@pytest.mark.parametrize("more", [1, -encoders.PADDED_VOCABULARY])
+def test_a_tokenizer_of_another_size_is_refused_and_a_padded_vocabulary_is_not(more, tmp_path):
+    folder, words = tmp_path / "of", len(tokenizer_of("bert"))
+    tokenizer_of("bert").save_pretrained(folder)
+    BertConfig(vocab_size=words - more).save_pretrained(folder)
+    with pytest.raises(InputError, match=f"{folder} has a model of {words - more} tokens and a tokenizer of {words}"):
+        encoders.open_checkpoint(str(folder), "bert")
+    BertConfig(vocab_size=words - more + (1 if more > 0 else -1)).save_pretrained(folder)
+    assert encoders.open_checkpoint(str(folder), "bert")[0].vocab_size >= words
+
+
+def test_missing_weights_of_the_encoder_are_refused_and_a_missing_pooler_is_not(tmp_path):
+    folder = write("bert", tmp_path / "of")  # a masked LM has no pooler
+    settings, _, _ = encoders.open_checkpoint(folder, "bert")
+    encoders.load(AutoModelForSequenceClassification, settings, None, folder)
+    path = f"{folder}/model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    lost = "bert.encoder.layer.1.output.dense.weight"
+    del weights[lost]
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+    with pytest.raises(InputError, match=f"checkpoint {folder} lacks 1 weights of its encoder, such as {lost}"):
+        encoders.load(AutoModelForSequenceClassification, settings, None, folder)
+
+
+# ---- what is not supported is refused --------------------------------------------------------------------------------
+
+
+def test_a_causal_mask_is_refused():
+    settings = encoders.configuration("bert", "tiny", tokenizer_of("bert"), 16)
+    settings.is_decoder = True
+    model = encoders.fast_layers(BertLMHeadModel(settings))
+    with pytest.raises(ValueError, match="einsum attention is for encoders"):
+        model(input_ids=torch.full((1, 8), 20))
+
+
+def test_xlnets_memories_and_attention_weights_are_refused():
+    model = encoders.fast_layers(new("xlnet", "language"))
+    ids = torch.full((1, 8), 20)
+    memories = model(input_ids=ids, use_mems=True).mems
+    with pytest.raises(NotImplementedError, match="memories .* leave use_mems off"):
+        model(input_ids=ids, mems=memories, use_mems=True)
+    with pytest.raises(NotImplementedError, match="leave output_attentions off"):
+        model(input_ids=ids, output_attentions=True)

@@ -1,0 +1,382 @@
+"""models/objectives.py, and what it needs of models/encoders.py and models/layers.py, against transformers' own models,
+which run their heads on every token, and against torch's own losses; on the CPU and as one program of XLA."""
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    BertForMaskedLM,
+    BertForPreTraining,
+    DistilBertForMaskedLM,
+    ElectraConfig,
+    ElectraForMaskedLM,
+    PreTrainedModel,
+    RobertaForMaskedLM,
+    XLNetLMHeadModel,
+)
+
+from data.pretraining import MaskedText, PermutedText
+from data.text import SyntheticText
+from models import encoders, layers, objectives
+from train.common import device
+
+# Model, kind of the rows, and places for predictions: more than most rows need, so that there are fillers.
+OBJECTIVES = {
+    "words": (BertForMaskedLM, "bert", 6),
+    "next sentence": (BertForPreTraining, "bert", 6),
+    "roberta": (RobertaForMaskedLM, "roberta", 6),
+    "permutation": (XLNetLMHeadModel, "xlnet", 7),
+    "distillation": (DistilBertForMaskedLM, "bert", 6),
+}
+ROWS, LENGTH, LONGER = 8, 32, 41
+EXACT = {"rtol": 1e-5, "atol": 1e-5}  # of numbers of about 1, in float32
+
+every_objective = pytest.mark.parametrize("objective", OBJECTIVES)
+
+
+@functools.cache
+def rows_of(objective: str) -> MaskedText | PermutedText:
+    _, kind, predictions = OBJECTIVES[objective]
+    pairs = objective in ("next sentence", "permutation")
+    rows = SyntheticText("valid", kind, LENGTH, pairs, rows=64)
+    if objective == "permutation":
+        return PermutedText(rows, predictions)
+    return MaskedText(rows, predictions, whole_words=False, next_sentence=pairs)
+
+
+def batch_of(objective: str, rows=range(ROWS)) -> dict[str, Tensor]:
+    examples = [rows_of(objective).example(row, np.random.default_rng(row)) for row in rows]
+    batch = {name: torch.from_numpy(np.stack([example[name] for example in examples])) for name in examples[0]}
+    assert 0 < batch["weights"].mean() < 1 and 0 < batch["attention_mask"].float().mean() < 1
+    return batch
+
+
+def randomised(model: PreTrainedModel) -> PreTrainedModel:
+    """With weights that make it look at everything that it can, biases included; without dropout."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.1)
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.weight.add_(1)
+    return model.eval()
+
+
+def new(objective: str, seed: int = 0) -> PreTrainedModel:
+    """transformers' own model."""
+    model_class, kind, _ = OBJECTIVES[objective]
+    kind = "distilbert" if objective == "distillation" else kind
+    torch.manual_seed(seed)
+    return randomised(
+        model_class(encoders.configuration(kind, "tiny", rows_of(objective).text.tokenizer, LONGER)),
+    )
+
+
+def teacher_of(objective: str) -> PreTrainedModel | None:
+    return new("words", seed=1).requires_grad_(False) if objective == "distillation" else None
+
+
+def fast(model: PreTrainedModel | None) -> PreTrainedModel | None:
+    return encoders.fast_layers(copy.deepcopy(model)) if model is not None else None
+
+
+def whole_row_labels(batch: dict[str, Tensor]) -> Tensor:
+    """What transformers' models take as labels [B, T]: -100 where nothing is predicted."""
+    labels = torch.full(batch["input_ids"].shape, -100)
+    for row, filled in enumerate(batch["weights"] > 0):
+        labels[row, batch["positions"][row, filled].long()] = batch["labels"][row, filled].long()
+    return labels
+
+
+def two_streams(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """XLNet's masks, one pair of tokens after another."""
+    order, positions, weights = (batch[name].tolist() for name in ("order", "positions", "weights"))
+    mask = torch.zeros(ROWS, LENGTH, LENGTH)
+    mapping = torch.zeros(ROWS, len(positions[0]), LENGTH)
+    for row in range(ROWS):
+        targets = {place for place, weight in zip(positions[row], weights[row], strict=True) if weight}
+        for i in range(LENGTH):
+            for j in range(LENGTH):
+                known = order[row][j] == -1 or order[row][j] < order[row][i]
+                known = known or (i == j and i not in targets)
+                mask[row, i, j] = not known or order[row][j] == LENGTH
+        for number, place in enumerate(positions[row]):
+            mapping[row, number, place] = 1
+    return {"perm_mask": mask, "target_mapping": mapping}
+
+
+def plain_losses(objective: str, model, teacher, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same from transformers' models as they are, with all their heads on all tokens."""
+    inputs = {"input_ids": batch["input_ids"].long(), "attention_mask": batch["attention_mask"]}
+    if objective in ("words", "next sentence", "permutation"):
+        inputs["token_type_ids"] = batch["token_type_ids"].long()
+    labels = whole_row_labels(batch)
+    if objective == "permutation":
+        labels = torch.where(batch["weights"] > 0, batch["labels"].long(), -100)
+        loss = model(**inputs | two_streams(batch), labels=labels, use_mems=False).loss
+        return {"loss": loss, "words": loss}
+    if objective == "next sentence":
+        outputs = model(**inputs, labels=labels, next_sentence_label=batch["next_sentence"].long())
+        related = F.cross_entropy(outputs.seq_relationship_logits, batch["next_sentence"].long())
+        return {"loss": outputs.loss, "words": outputs.loss - related, "related": related}
+    outputs = model(**inputs, labels=labels, output_hidden_states=True)
+    if teacher is None:
+        return {"loss": outputs.loss, "words": outputs.loss}
+    taught = teacher(**inputs, output_hidden_states=True)  # of type 0 all, as the batch has it
+    chosen, real = labels >= 0, batch["attention_mask"].bool()
+    soft = 2.0**2 * F.kl_div(
+        F.log_softmax(outputs.logits[chosen] / 2.0, -1),
+        F.softmax(taught.logits[chosen] / 2.0, -1),
+        reduction="batchmean",
+    )
+    states = outputs.hidden_states[-1][real], taught.hidden_states[-1][real]
+    cosine = F.cosine_embedding_loss(*states, torch.ones(len(states[0])))
+    loss = 5 * soft + 2 * outputs.loss + 1 * cosine
+    return {"loss": loss, "words": outputs.loss, "soft": soft, "cosine": cosine}
+
+
+def with_gradients(model: PreTrainedModel, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Losses, and the gradient of each parameter that has one, by its name."""
+    gradients = torch.autograd.grad(parts["loss"], list(model.parameters()), allow_unused=True)
+    named = zip(model.named_parameters(), gradients, strict=True)
+    return {name: part.detach() for name, part in parts.items()} | {
+        name: value for (name, _), value in named if value is not None
+    }
+
+
+def step(model, teacher, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return with_gradients(model, objectives.losses(model, teacher, batch))
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+@every_objective
+def test_losses_and_gradients_are_transformers_also_on_xla(objective, mesh):
+    batch, model, teacher = batch_of(objective), new(objective), teacher_of(objective)
+    expected = with_gradients(model, plain_losses(objective, model, teacher, batch))
+    parts = {"distillation": ("soft", "cosine"), "next sentence": ("related",)}.get(objective, ())
+    assert {name for name in expected if "." not in name} == {"loss", "words", *parts}
+    assert all(values.any() for values in expected.values())
+    named = dict(model.named_parameters())
+    assert len(expected) - 2 - len(parts) >= len(named) - 2  # XLNet's last content stream is not read
+
+    on_device = device.to_device(fast(model), mesh)
+    theirs = device.to_device(fast(teacher), mesh) if teacher is not None else None
+    uploaded = {name: values.to(mesh.device) for name, values in batch.items()}
+    for values in uploaded.values():
+        device.replicate(values, mesh)
+    compiled = device.compiled(step, mesh)  # raises where a value is read on the way, or an operation is the host's
+    reads = device.host_reads()
+    results = [step(fast(model), fast(teacher), batch), compiled(on_device, theirs, uploaded)]
+    assert device.host_reads() == reads
+    for found in results:
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            atol = 1e-5 * value.abs().max().item() + 1e-6
+            torch.testing.assert_close(found[name].cpu(), value, rtol=1e-4, atol=atol, msg=name)
+    graphs = device.compilations()
+    compiled(on_device, theirs, uploaded)
+    assert device.compilations() == graphs
+
+
+def test_a_teacher_gets_no_gradient_and_its_equal_nothing_to_teach():
+    batch, teacher = batch_of("distillation"), new("words")
+    student = fast(teacher)
+    parts = objectives.losses(student, encoders.fast_layers(teacher), batch)
+    assert parts["soft"].abs() < 1e-6 and parts["cosine"].abs() < 1e-6 and parts["words"] > 1
+    parts["loss"].backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert any(parameter.grad is not None and parameter.grad.any() for parameter in student.parameters())
+
+
+def with_fillers(objective: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Two more predictions a row that do not count, and other labels for those that did not."""
+    place = LENGTH - 1 if objective == "permutation" else 3
+    batch = dict(batch)
+    fillers = {"positions": place, "labels": 20, "weights": 0}
+    for name, value in fillers.items():
+        more = torch.full((ROWS, 2), value, dtype=batch[name].dtype)
+        batch[name] = torch.cat([more, batch[name]], 1)
+    batch["labels"] = torch.where(batch["weights"] > 0, batch["labels"], 7)
+    return batch
+
+
+def with_padding(objective: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows of LONGER places; tokens of all sorts in the new ones and in the padding that was there."""
+    more = LONGER - LENGTH
+    left = objective == "permutation"
+    batch = {name: values.clone() for name, values in batch.items()}
+    if left:
+        batch["order"][batch["order"] == LENGTH] = LONGER
+        batch["positions"] += more
+    for name in ("input_ids", "attention_mask", "token_type_ids", "order"):
+        if name in batch:
+            filler = {"order": LONGER, "token_type_ids": 3 if left else 0}.get(name, 0)
+            batch[name] = F.pad(batch[name], (more, 0) if left else (0, more), value=filler)
+    torch.manual_seed(0)
+    tokens = torch.randint(20, 60, batch["input_ids"].shape, dtype=torch.int32)
+    batch["input_ids"] = torch.where(batch["attention_mask"] > 0, batch["input_ids"], tokens)
+    return batch
+
+
+@pytest.mark.parametrize("change", [with_fillers, with_padding])
+@every_objective
+def test_neither_fillers_nor_padding_change_anything(objective, change):
+    batch, model, teacher = batch_of(objective), fast(new(objective)), fast(teacher_of(objective))
+    changed = change(objective, batch)
+    assert changed["weights"].sum() == batch["weights"].sum()
+    assert changed["input_ids"].shape != batch["input_ids"].shape or change is with_fillers
+    expected, found = step(model, teacher, batch), step(model, teacher, changed)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6 * value.abs().max().item() + 1e-6, msg=name)
+    mask = torch.ones(ROWS)
+    expected, found = (objectives.scores(model, part | {"mask": mask}) for part in (batch, changed))
+    assert {name: value.item() for name, value in found.items()} == pytest.approx(
+        {name: value.item() for name, value in expected.items()}, rel=1e-5
+    )
+
+
+def test_a_batch_without_predictions_has_a_loss_of_nought():
+    batch = batch_of("words")
+    batch["weights"].zero_()
+    found = step(fast(new("words")), None, batch)
+    assert found["loss"] == 0 and not any(value.any() for value in found.values())
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["words", "next sentence", "permutation"])
+def test_scores_are_sums_over_the_rows_that_count(objective):
+    batch, model = batch_of(objective), new(objective)
+    mask = torch.ones(ROWS)
+    mask[[2, 5, 6]] = 0
+    kept = {name: values[mask > 0] for name, values in batch.items()}
+    found = objectives.scores(fast(model), batch | {"mask": mask})
+    alone = objectives.scores(fast(model), kept | {"mask": torch.ones(5)})
+    expected = {name: value.item() for name, value in alone.items()}
+    assert {name: value.item() for name, value in found.items()} == pytest.approx(expected, rel=1e-5)
+    assert expected["predicted"] == kept["weights"].sum()
+    loss = objectives.losses(fast(model), None, kept)["words"]
+    assert expected["loss"] / expected["predicted"] == pytest.approx(loss.item(), rel=1e-5)
+    # The right answers are made of the model's own for some of the predictions, and for some of the rows.
+    parts = objectives.forward(fast(model), batch)
+    right = torch.zeros_like(batch["weights"])
+    right[:, 0] = batch["weights"][:, 0]
+    best, worst = parts["logits"].argmax(-1), parts["logits"].argmin(-1)
+    labelled = batch | {"labels": torch.where(right > 0, best, worst), "mask": mask}
+    if objective == "next sentence":
+        labelled["next_sentence"] = parts["related"].argmax(-1)
+        labelled["next_sentence"][[0, 2]] ^= 1  # row 2 does not count
+    found = objectives.scores(fast(model), labelled)
+    assert found["accuracy"] == right[mask > 0].sum() == 5
+    if objective == "next sentence":
+        assert found["next_sentence_accuracy"] == 4 and found["rows"] == 5
+
+
+# ---- the losses of one token -----------------------------------------------------------------------------------------
+
+
+def logits_and_labels(dtype: torch.dtype, spread: float) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    logits = (torch.randn(3, 5, 50, dtype=torch.float64) * spread).to(dtype).requires_grad_()
+    return logits, torch.randint(50, (3, 5), dtype=torch.int32)
+
+
+def assert_loss_and_gradient(found: Tensor, expected: Tensor, logits: Tensor, atol: float) -> None:
+    """float32 losses of [B, T], and the gradient of their weighted sum."""
+    assert found.dtype == torch.float32 and found.shape == (3, 5)
+    rounding = 2e-7 * logits.detach().abs().max().item()
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-6, atol=rounding)
+    upstream = torch.linspace(0.5, 1.5, 15).view(3, 5)
+    (ours,) = torch.autograd.grad((found * upstream).sum(), logits)
+    (theirs,) = torch.autograd.grad((expected * upstream).sum(), logits)
+    assert theirs.abs().max() > 0.1 and ours.dtype == logits.dtype
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol)
+
+
+# In bfloat16 losses are as exact as in float32; gradients are rounded to its 8 bits.
+PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-6), (torch.bfloat16, 0.008)]
+
+
+@pytest.mark.parametrize("spread", [1.0, 300.0])
+@pytest.mark.parametrize(("dtype", "atol"), PRECISIONS)
+def test_negative_log_likelihood_is_torchs(dtype, atol, spread):
+    logits, labels = logits_and_labels(dtype, spread)
+    wide = logits.double()
+    expected = F.cross_entropy(wide.flatten(0, 1), labels.long().flatten(), reduction="none").view(3, 5)
+    found = layers.negative_log_likelihood(logits, labels)
+    assert expected.min() > 0.1 and found.isfinite().all()
+    assert_loss_and_gradient(found, expected, logits, atol)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), PRECISIONS)
+def test_divergence_is_torchs_also_where_a_word_is_impossible(dtype, atol):
+    logits, _ = logits_and_labels(dtype, 3.0)
+    wanted = torch.randn(3, 5, 50).mul(3)
+    wanted[..., 7] = -torch.inf
+    wanted = wanted.softmax(-1)
+    expected = F.kl_div(F.log_softmax(logits.double(), -1), wanted.double(), reduction="none").sum(2)
+    found = layers.divergence(logits, wanted)
+    assert expected.min() > 0.5 and (wanted == 0).any()
+    assert_loss_and_gradient(found, expected, logits, atol)
+    same = layers.divergence(logits, logits.detach().float().softmax(-1))
+    assert same.abs().max() < 1e-5
+
+
+# ---- students and heads ----------------------------------------------------------------------------------------------
+
+
+def encode(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    return model(input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"]).logits
+
+
+@pytest.mark.parametrize(("depth", "taken"), [(4, [0, 2]), (2, [0, 1]), (6, [0, 3])])
+def test_a_student_begins_as_its_teacher_without_the_layers_between(depth, taken):
+    settings = encoders.configuration("bert", "tiny", rows_of("words").text.tokenizer, LONGER)
+    settings.num_hidden_layers = depth
+    teacher = randomised(BertForMaskedLM(settings))
+    student_settings = encoders.configuration("distilbert", "tiny", rows_of("words").text.tokenizer, LONGER)
+    student_settings.n_layers = 2
+    student = randomised(DistilBertForMaskedLM(student_settings))
+    before = {name: value.clone() for name, value in teacher.state_dict().items()}
+    encoders.begin_with_layers(student, teacher)
+    after = teacher.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    # The teacher as the student: of these layers alone, and without types of tokens.
+    teacher.bert.encoder.layer = nn.ModuleList(teacher.bert.encoder.layer[i] for i in taken)
+    teacher.bert.embeddings.token_type_embeddings.weight.data.zero_()
+    batch = batch_of("words")
+    expected = encode(teacher, batch)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(encode(student, batch), expected, **EXACT)
+    # Copies: what the student learns is not the teacher's.
+    with torch.no_grad():
+        student.distilbert.transformer.layer[0].attention.q_lin.weight.zero_()
+    torch.testing.assert_close(encode(teacher, batch), expected, **EXACT)
+    assert student.vocab_projector.weight is student.distilbert.embeddings.word_embeddings.weight
+
+
+@pytest.mark.parametrize("objective", ["words", "next sentence", "roberta", "distillation"])
+def test_the_head_on_some_places_gives_the_logits_of_the_head_on_all(objective):
+    batch, model = batch_of(objective), new(objective)
+    with torch.no_grad():
+        inputs = {"input_ids": batch["input_ids"].long(), "attention_mask": batch["attention_mask"]}
+        outputs = model(**inputs, output_hidden_states=True)
+        every = outputs.prediction_logits if objective == "next sentence" else outputs.logits
+        at = torch.arange(ROWS)[:, None], batch["positions"].long()
+        found = encoders.predict(model, outputs.hidden_states[-1][at])
+        assert found.shape == (ROWS, 6, model.config.vocab_size)
+        torch.testing.assert_close(found, every[at], **EXACT)
+
+
+def test_the_head_of_another_architecture_is_not_guessed():
+    model = ElectraForMaskedLM(ElectraConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=1, vocab_size=9))
+    with pytest.raises(ValueError, match="head of a electra is not known"):
+        encoders.predict(model, torch.zeros(1, 2, 16))
