@@ -2,6 +2,7 @@
 a kill and from parts of a batch; keeps its graph contract; its export loads in transformers and in train.glue, all the
 way from a text file to a pipeline; and bad input is refused."""
 
+import copy
 import json
 import os
 import shutil
@@ -221,25 +222,26 @@ def test_lamb_moves_each_weight_as_far_as_it_is_long(mesh):
             assert moved.item() == pytest.approx(0.01, rel=1e-3), name
 
 
-def test_gradients_are_clipped_however_many_parts_they_come_from(mesh):
-    """On the host, with plain gradient descent: the weights move by the largest norm."""
+@pytest.mark.parametrize("clip", [0.125, float("inf")])
+def test_an_update_is_the_mean_of_its_parts_clipped(clip, mesh):
+    """On the host, with plain gradient descent; two parts are the same batch twice."""
     train_set, _ = pretrain.open_data(pretrain.TINY)
     batch = loading.stack([train_set.example(row, np.random.default_rng(row)) for row in range(8)])
-    for every in (1, 2):
-        model = pretrain.open_model(pretrain.TINY, train_set.text)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        optimizer = torch.optim.SGD(model.parameters(), 1.0)
-        if every == 1:
-            found = pretrain.train_step(model, None, optimizer, batch, 0.125, mesh)
-        else:
-            totals = {"loss": torch.zeros(()), "words": torch.zeros(())}
-            for _ in range(every):
-                pretrain.gradient_step(model, None, batch, totals, every, mesh)
-            found = pretrain.update_step(model, optimizer, totals, 0.125)
-            assert totals["loss"] == 0 and not any(parameter.grad.any() for parameter in model.parameters())
-        assert found["loss"] == found["words"] > 4
-        moved = [(old - new).norm() for old, new in zip(before, model.parameters(), strict=True)]
-        assert torch.stack(moved).norm().item() == pytest.approx(0.125, rel=1e-4)
+    new = pretrain.open_model(pretrain.TINY, train_set.text).eval()  # no dropout
+    one, two = copy.deepcopy(new), copy.deepcopy(new)
+    whole = pretrain.train_step(one, None, torch.optim.SGD(one.parameters(), 1.0), batch, clip, mesh)
+    totals = {"loss": torch.zeros(()), "words": torch.zeros(())}
+    for _ in range(2):
+        pretrain.gradient_step(two, None, batch, totals, 2, mesh)
+    parts = pretrain.update_step(two, torch.optim.SGD(two.parameters(), 1.0), totals, clip)
+    torch.testing.assert_close(parts, whole)
+    assert whole["loss"] == whole["words"] > 4
+    assert totals["loss"] == 0 and not any(parameter.grad.any() for parameter in two.parameters())
+    moved = {name: new.state_dict()[name] - value for name, value in one.state_dict().items()}
+    for name, value in two.state_dict().items():
+        torch.testing.assert_close(new.state_dict()[name] - value, moved[name], rtol=1e-4, atol=1e-6)
+    norm = torch.stack([moved[name].norm() for name, _ in new.named_parameters()]).norm().item()
+    assert norm == pytest.approx(0.125, rel=1e-4) if clip < 1 else norm > 0.5
 
 
 def test_learning_rate_rises_and_falls_linearly():
