@@ -9,6 +9,7 @@ result      the published recipes: not run yet; tiny and small real text: README
 """
 
 import math
+import zlib
 from collections import namedtuple
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -54,7 +55,7 @@ class Config:
     steps: int | None = None  # updates
     lr: float | None = None  # peak learning rate; it falls linearly to 0
     warmup_steps: int | None = None  # updates in which it rises
-    update_every: int = 1  # parts that a batch comes in, one after another, where it does not fit into memory
+    update_every: int = 1  # parts that a batch comes in, where it does not fit into memory; each counts the same
     precision: Literal["bfloat16", "float32"] = "bfloat16"  # of forward and backward pass; parameters are float32
     seed: int = 0  # of new weights, the order of the data, masks and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
@@ -96,10 +97,9 @@ def learning_rate(config: Config, step: int) -> float:
 
 def completed(config: Config) -> Config:
     """With the model's recipe where a field is None. Refuses values outside their range."""
-    recipe = RECIPES[config.model]
     for name in ("batch_size", "steps", "lr", "warmup_steps"):
         if getattr(config, name) is None:
-            config = replace(config, **{name: getattr(recipe, name)})
+            config = replace(config, **{name: getattr(RECIPES[config.model], name)})
     at_least = {1: "batch_size steps update_every log_every eval_every keep", -1: "workers"}
     at_least[0] = "predictions lr warmup_steps seed"
     for low, fields in at_least.items():
@@ -124,6 +124,9 @@ def open_data(config: Config):
         splits = [text.SyntheticText(split, ARCHITECTURE[config.model], *options) for split in ("train", "valid")]
     else:
         splits = [text.open_text(config.data, split) for split in ("train", "valid")]
+        kind, wanted = splits[0].kind, ARCHITECTURE[config.model]
+        if kind != wanted and {kind, wanted} != {"bert", "distilbert"}:
+            raise InputError(f"{config.data} was prepared with --kind {kind}; --model {config.model} needs {wanted}")
     share = 17 if config.model == "xlnet" else 16
     predictions = config.predictions or -(-splits[0].length * share // 100)
     if config.model == "xlnet":
@@ -231,10 +234,9 @@ def main(config: Config) -> dict[str, float]:
     config = completed(config)
     mesh = device.setup(config.seed, config.precision, config.strict)
     train_set, valid_set = open_data(config)
-    rows = train_set.text
-    trial = config.data == "synthetic"
+    rows, trial = train_set.text, config.data == "synthetic"
     if config.model == "distilbert" and not config.teacher:  # a trial, which makes its teacher
-        name = f"{config.name or 'distilbert-synthetic'}-teacher"
+        name = f"teacher-{zlib.crc32(repr(config).encode()):08x}"  # one for each set of flags
         main(replace(config, model="bert", name=name))
         config = replace(config, teacher=f"{config.runs}/{name}/export")
         device.reset_graph_report()
@@ -275,9 +277,8 @@ def main(config: Config) -> dict[str, float]:
     totals = device.gradient_buffers(model, ("loss", "words"), mesh) if every > 1 else {}
     model.train()
     metrics: dict[str, float] = {}
-    span = {"seed": config.seed, "start": start * every, "stop": total * every}
-    part = config.batch_size // every
-    loader = loading.parallel_loader(train_set, part, mesh, train=True, workers=config.workers, **span)
+    span = {"seed": config.seed, "start": start * every, "stop": total * every, "workers": config.workers}
+    loader = loading.parallel_loader(train_set, config.batch_size // every, mesh, train=True, **span)
     with device.stop_requested() as stopped, closing(run), checkpoints, loader:
         for number, batch in enumerate(loader, start * every + 1):
             device.seed_step(config.seed, number)
