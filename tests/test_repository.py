@@ -123,7 +123,7 @@ def test_make_explains_itself_and_lists_the_models():
 
 
 def test_make_data_prepares_what_it_knows():
-    for arguments, word in ((["DATASET=imagenet"], "one of: criteo text wmt18"), (["DATASET=criteo"], "DATA is missing")):
+    for arguments, word in ((["DATASET=imagenet"], "is one of: criteo text"), (["DATASET=criteo"], "DATA is missing")):
         result = make("data", *arguments)
         assert result.returncode != 0 and word in result.stderr
     command = make("-n", "data", "DATASET=criteo", "DATA=/a b", "OUT=/c d").stdout
