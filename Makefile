@@ -24,11 +24,13 @@ PRESET ?= $(if $(DATA),$(or $(PRESET_$(MODEL)),full),tiny)
 INSTALLED := $(VENV)/.installed
 RUN := $(VENV)/bin/python
 FAIRSEQ := .venv-fairseq
+LIBTPU := .libtpu
+COMPILER := TPU_LIBRARY_PATH=$(LIBTPU)/libtpu/libtpu.so
 SITE := lib/python3.11/site-packages
 
 .DEFAULT_GOAL := help
-.PHONY: help install train translate data test test-all bench lint clean fairseq fairseq-golden \
-	check-model check-data check-translate check-bench
+.PHONY: help install train translate data compile compile-all test test-all bench lint clean fairseq fairseq-golden \
+	check-model check-data check-translate check-compile check-bench
 
 help:
 	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
@@ -36,6 +38,7 @@ help:
 	@echo 'make train MODEL=bert TASK=mrpc DATA=/data/glue  fine-tuning on a task of GLUE; TASK=pretrain: on text'
 	@echo 'make data DATASET=criteo DATA=/data/kaggle   text files to arrays, once before training: $(DATASETS)'
 	@echo 'make translate MODEL_DIR=runs/x/export <in >out  text through a trained Transformer, a sentence a line'
+	@echo 'make compile MODEL=bert TOPOLOGY=v5e:2x4     does it fit that TPU? by its own compiler, on this machine'
 	@echo 'make test                                    all tests, 20 minutes on two CPU cores'
 	@echo 'make test-all                                and the slow ones'
 	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
@@ -50,6 +53,8 @@ help:
 	@echo 'PRESET   full (dlrm: kaggle, mlperf_v1, mlperf_v2; transformer: base, big, wmt18, tpu;'
 	@echo '         TASK=pretrain: full, lamb) or tiny'
 	@echo '         (default: the first of these with DATA, tiny without)'
+	@echo 'TOPOLOGY of make compile: v5e:1x1, v5e:2x4, … v6e:16x16, v4:2x2x1, v5p:2x2x1; a wrong one lists them'
+	@echo 'BATCH    of make compile: examples a device (default: the recipe'"'"'s, shared out); EFFORT: fast or full'
 	@echo 'OUT      folder that make data writes (default: prepared, in DATA)'
 	@echo 'NAME     folder of the run below runs/; the same command resumes an unfinished run'
 	@echo 'ARGS     further flags of the script: ARGS="--epochs 10 --lr 0.05"; ARGS=--help lists them all'
@@ -94,11 +99,29 @@ translate: check-translate
 	@$(MAKE) --no-print-directory install >&2
 	@$(RUN) -m train.translate text --model-dir "$(MODEL_DIR)" $(ARGS)
 
+# The compiler, apart from the environment: training does not need it, and on a TPU VM torch_xla has one of its own.
+$(LIBTPU)/.installed: requirements-compile.txt | $(INSTALLED)
+	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(LIBTPU) -r requirements-compile.txt
+	touch $@
+
+# Checked before anything is installed.
+check-compile:
+	@test -n '$(SCRIPT_$(MODEL))' || { echo 'error: MODEL=$(MODEL) is not known; MODEL is one of: $(MODELS)' >&2; exit 2; }
+
+compile: check-compile $(INSTALLED) $(LIBTPU)/.installed
+	$(COMPILER) $(RUN) -m tpu.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
+		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") \
+		$(if $(OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
+
+# The tables and pictures of docs/tpu: an hour.
+compile-all: $(INSTALLED) $(LIBTPU)/.installed
+	$(COMPILER) $(RUN) -m tpu.tables $(ARGS)
+
 test: $(INSTALLED)
 	$(RUN) -m pytest -m 'not slow' $(ARGS)
 
-test-all: $(INSTALLED) $(FAIRSEQ)/.installed
-	$(RUN) -m pytest $(ARGS)
+test-all: $(INSTALLED) $(FAIRSEQ)/.installed $(LIBTPU)/.installed
+	$(COMPILER) $(RUN) -m pytest $(ARGS)
 
 check-bench:
 	@test -n '$(filter $(BENCH),$(BENCHES))' || { echo 'error: BENCH=$(BENCH) is not known; BENCH is one of: $(BENCHES)' >&2; exit 2; }
@@ -126,5 +149,5 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 
 clean:
-	rm -rf $(VENV) $(FAIRSEQ) .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(FAIRSEQ) $(LIBTPU) .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

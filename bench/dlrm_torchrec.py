@@ -30,7 +30,6 @@ from torch import nn
 
 from data import InputError
 from models.dlrm import DLRM
-from train.common import loading
 from train.dlrm import ADAGRAD_EPS, Config, learning_rate, open_data, validate
 
 
@@ -134,7 +133,7 @@ def train(config: Config) -> dict:
     from torchrec.models.dlrm import DLRMTrain
 
     train_set, eval_set = open_data(config)
-    per_epoch = loading.steps_per_epoch(train_set, config.batch_size)
+    per_epoch = len(train_set) // config.batch_size
     model = DLRMTrain(build(config, train_set))
     both = optimizers(model.model, config)
     epochs, step, seconds = [], 0, 0.0

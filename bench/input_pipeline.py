@@ -55,7 +55,7 @@ def one_thread(_: int = 0) -> None:
 def our_loader(options: Options, workers: int) -> DataLoader:
     """The DataLoader inside `loading.parallel_loader`, for one host, with workers that stay between the rounds."""
     dataset = imagenet.open_imagenet(options.data, "train", options.image_size)
-    per_epoch = loading.steps_per_epoch(dataset, options.batch_size)
+    per_epoch = len(dataset) // options.batch_size
     host = slice(0, options.batch_size)
     keys = loading._TrainingKeys(len(dataset), options.batch_size, per_epoch, 0, 0, options.batches, host)
     return DataLoader(

@@ -240,14 +240,15 @@ def open_checkpoint(
 
 def load(auto_class, config: PreTrainedConfig, weights: dict[str, Tensor] | None, folder: str) -> PreTrainedModel:
     """A model of one of transformers' auto classes with a checkpoint's encoder, float32. Its head is new where the
-    checkpoint has none.
+    checkpoint has none, or one for another number of labels.
 
     Args:
         weights: what `open_checkpoint` returned; None: they are read from `folder`.
     Raises:
-        InputError: the checkpoint lacks weights of the encoder, which would stay at random without a word.
+        InputError: the checkpoint lacks weights of the encoder, which would stay at random without a word, or has them
+            in other shapes.
     """
-    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    options = {"config": config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         if weights is None:
             model, report = auto_class.from_pretrained(folder, **options)
@@ -260,6 +261,9 @@ def load(auto_class, config: PreTrainedConfig, weights: dict[str, Tensor] | None
     missing = [name for name in report["missing_keys"] if name.startswith(body) and "pooler" not in name]
     if missing:
         raise InputError(f"checkpoint {folder} lacks {len(missing)} weights of its encoder, such as {missing[0]}")
+    misshapen = [name for name, *_ in report["mismatched_keys"] if name.startswith(body)]
+    if misshapen:
+        raise InputError(f"checkpoint {folder} has {misshapen[0]} in another shape than its configuration says")
     return model
 
 

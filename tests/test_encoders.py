@@ -451,6 +451,25 @@ def test_missing_weights_of_the_encoder_are_refused_and_a_missing_pooler_is_not(
         encoders.load(AutoModelForSequenceClassification, settings, None, folder)
 
 
+def test_a_head_for_another_number_of_labels_is_new_and_misshapen_encoders_are_refused(tmp_path):
+    settings = encoders.configuration("bert", "tiny", tokenizer_of("bert"), 16)
+    settings.num_labels = 3
+    of_three = AutoModelForSequenceClassification.from_config(settings)
+    of_three.save_pretrained(tmp_path)
+    tokenizer_of("bert").save_pretrained(tmp_path)
+    settings, _, _ = encoders.open_checkpoint(str(tmp_path), "bert")
+    same = encoders.load(AutoModelForSequenceClassification, settings, None, str(tmp_path))
+    torch.testing.assert_close(same.classifier.weight, of_three.classifier.weight)
+    settings.num_labels = 2
+    of_two = encoders.load(AutoModelForSequenceClassification, settings, None, str(tmp_path))
+    assert of_two.classifier.weight.shape[0] == 2
+    name = "bert.encoder.layer.1.output.dense.weight"
+    torch.testing.assert_close(of_two.state_dict()[name], of_three.state_dict()[name])
+    settings.intermediate_size //= 2
+    with pytest.raises(InputError, match=f"checkpoint {tmp_path} has bert.encoder.* in another shape"):
+        encoders.load(AutoModelForSequenceClassification, settings, None, str(tmp_path))
+
+
 # ---- what is not supported is refused --------------------------------------------------------------------------------
 
 

@@ -547,7 +547,7 @@ class NoBatches(Buckets):
 
 
 def test_steps_of_a_plan_are_its_batches(mesh, plan):
-    assert loading.steps_per_epoch(Sentences(90), plan) == len(plan) == len(plan.epoch(None))
+    assert loading.steps_per_epoch(Sentences(90), plan, mesh) == len(plan) == len(plan.epoch(None))
     for options in ({"train": False}, {"train": True, "stop": 1}):
         with pytest.raises(InputError, match="the plan has no batches"):
             parallel_loader(Sentences(90), NoBatches(Sentences(90).lengths, PLAN), mesh, **options)
@@ -690,7 +690,7 @@ def test_an_empty_or_too_small_data_set_is_refused(mesh):
             parallel_loader(Numbers(0), 8, mesh, **options)
     with pytest.raises(InputError, match="batch_size is 8, but the data set has 7 examples; use a smaller batch"):
         parallel_loader(Numbers(7), 8, mesh, train=True, stop=1)
-    assert loading.steps_per_epoch(Numbers(17), 8) == 2
+    assert loading.steps_per_epoch(Numbers(17), 8, mesh) == 2
 
 
 # ---- counting, waiting, closing --------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ def main(config: Config) -> dict[str, float]:
     mesh = device.setup(config.seed, config.precision, config.strict)
     train_set, eval_set = open_data(config)
     batch_size = config.batch_size
-    per_epoch = loading.steps_per_epoch(train_set, batch_size)
+    per_epoch = loading.steps_per_epoch(train_set, batch_size, mesh)
     total = config.epochs * per_epoch
     eval_every = config.eval_every or per_epoch
     trial = config.data == "synthetic"

@@ -234,7 +234,7 @@ def main(config: Config) -> dict[str, float]:
         sets[split] = glue.Encoded(examples, tokenizer, config.lengths[-1])
     train_set = sets.pop("train")
     plan = batching.Buckets(train_set.lengths, [(config.batch_size, length) for length in config.lengths])
-    total = math.ceil(config.epochs * len(plan))
+    total = math.ceil(config.epochs * loading.steps_per_epoch(train_set, plan, mesh))
     trial = config.data == "synthetic"
     headline = f"{config.model} on {config.task}: {len(train_set):,} examples ({train_set.truncated:,} cut to "
     headline += (

@@ -240,15 +240,15 @@ def main(config: Config) -> dict[str, float]:
         main(replace(config, model="bert", name=name))
         config = replace(config, teacher=f"{config.runs}/{name}/export")
         device.reset_graph_report()
-    model = open_model(config, rows)
-    teacher = None
+    model, teacher = open_model(config, rows), None
     if config.model == "distilbert":
         folder = checkpoint.local_folder(config.teacher)
         teacher = encoders.open_teacher(folder, model, rows.tokenizer, config.data, not config.checkpoint)
     total, every = config.steps, config.update_every
+    epochs = total * every / loading.steps_per_epoch(train_set, config.batch_size // every, mesh)
     headline = f"{config.model} on {config.data}: {len(rows):,} rows of {rows.length} tokens, {train_set.predictions} "
     headline += f"predicted, {model.num_parameters():,} parameters, {total:,} updates of {config.batch_size} rows "
-    headline += f"({total * config.batch_size / len(rows):.1f} epochs) on {mesh.num_devices} {mesh.kind} device(s)"
+    headline += f"({epochs:.1f} epochs) on {mesh.num_devices} {mesh.kind} device(s)"
     run = tracking.Run(
         config,
         default_name=f"{config.model}-{'synthetic' if trial else 'pretraining'}",

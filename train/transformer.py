@@ -236,13 +236,13 @@ def main(config: Config) -> dict[str, float]:
     mesh = device.setup(config.seed, config.precision, config.strict)
     train_set, eval_sets = open_data(config)
     plan = training_plan(config, train_set)
-    total, every = config.updates, config.update_every
-    tokens = every * int(train_set.lengths[:, 1].sum()) // len(plan)  # real target tokens an update
+    total, every, per_epoch = config.updates, config.update_every, loading.steps_per_epoch(train_set, plan, mesh)
+    tokens = every * int(train_set.lengths[:, 1].sum()) // per_epoch  # real target tokens an update
     trial = config.data == "synthetic"
     shapes = ", ".join("x".join(map(str, shape)) for shape in plan.shapes)
     headline = f"{config.arch} on {config.data}: {len(train_set):,} pairs, {plan.dropped:,} too long, in batches of "
     headline += f"{shapes} with {plan.padding:.1%} padding, {total:,} updates of {tokens:,} target tokens "
-    headline += f"({total * every / len(plan):.1f} epochs) on {mesh.num_devices} {mesh.kind} device(s)"
+    headline += f"({total * every / per_epoch:.1f} epochs) on {mesh.num_devices} {mesh.kind} device(s)"
     run = tracking.Run(
         config,
         default_name=f"transformer-{'synthetic' if trial else train_set.source_language + train_set.target_language}",

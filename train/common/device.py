@@ -123,7 +123,16 @@ def replicate(tensor: Tensor, mesh: Mesh) -> None:
     A tensor without annotation is replicated too, but what the first step returns carries one, so that the second step
     would be another graph: the whole step would be compiled twice.
     """
-    xs.mark_sharding(tensor.data, mesh.spmd, (None,) * tensor.dim())
+    annotate(tensor.data, mesh.spmd, (None,) * tensor.dim())
+
+
+def annotate(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> None:
+    """Annotates a tensor on the device with the axis of `spmd` over which each of its dimensions is split, or None. A
+    tensor on the meta device remembers it, as `sharding`, for staging.py."""
+    if tensor.is_meta:
+        tensor.sharding = spmd, spec
+    else:
+        xs.mark_sharding(tensor, spmd, spec)
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:

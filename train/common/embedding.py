@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from data import InputError
 
-from .device import Mesh
+from .device import Mesh, annotate
 from .tables import LANES, PLANS, Optimizer, Table, device_bytes_for_tables, plan_tables, rows_in_a_line, take_rows
 
 # ---- arrays of tables ------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class ShardedEmbeddingBags(nn.Module):
             array.offsets = self._replicated(torch.from_numpy(offsets))
             array.positions = self._replicated(torch.tensor(array.tables))
             array.device_index = torch.arange(self.parts, dtype=torch.int32).to(mesh.device)
-            xs.mark_sharding(array.device_index, self.spmd, (self.axis,))
+            annotate(array.device_index, self.spmd, (self.axis,))
             for name in ("places", "from_slots", "to_slots") if array.plan == "table" else ():
                 setattr(array, name, self._replicated(getattr(array, name)))
             array.weight = self._initial(array, seed)
@@ -225,7 +225,7 @@ class ShardedEmbeddingBags(nn.Module):
             for kind, rows, spec in zip(array.state_kinds, array.state_rows, array.state_specs, strict=True):
                 shape = (rows // array.pack, array.width) if kind == "full" else (rows,)
                 state = torch.zeros(shape, device=mesh.device)
-                xs.mark_sharding(state, self.spmd, spec)
+                annotate(state, self.spmd, spec)
                 array.states.append(state)
         # Where each table's pooled rows are, after the arrays' have been put side by side.
         order = [t for array in self.arrays for t in array.tables]
@@ -264,7 +264,7 @@ class ShardedEmbeddingBags(nn.Module):
     # ---- initial weights ----
 
     def _annotate(self, tensor: Tensor) -> None:
-        xs.mark_sharding(tensor, self.mesh.spmd, (None,) * tensor.dim())
+        annotate(tensor, self.mesh.spmd, (None,) * tensor.dim())
 
     def _replicated(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.mesh.device)
@@ -296,8 +296,16 @@ class ShardedEmbeddingBags(nn.Module):
         bits = _hash(by_line(_hash(own_row ^ salt)) + (column * 0x01000193)[None])
         # 24 bits, the mantissa of float32: -1, ..., 1 - 2**-23, times the bound.
         weight = (_shift_right(bits, 8).float() * 2.0**-23 - 1) * by_line(bound)
-        xs.mark_sharding(weight, self.spmd, array.spec)
+        annotate(weight, self.spmd, array.spec)
         return weight
+
+    def on_device(self) -> dict[str, Tensor]:
+        """Everything that it holds on the device: tables, optimizer states and what finds the rows."""
+        holders = {"": self} | {f"{array.plan}.": array for array in self.arrays}
+        held = {prefix + name: value for prefix, holder in holders.items() for name, value in vars(holder).items()}
+        held |= {f"{array.plan}.state{i}": state for array in self.arrays for i, state in enumerate(array.states)}
+        held["lr"] = self.param_groups[0]["lr"]
+        return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
     # ---- per-device regions: the only collectives that are right in there (xm.all_reduce silently is not) ----
 

@@ -79,12 +79,13 @@ def as_tensors(batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
     return {key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in batch.items()}
 
 
-def steps_per_epoch(dataset: Dataset, batch_size: int | Plan) -> int:
+def steps_per_epoch(dataset: Dataset, batch_size: int | Plan, mesh: Mesh) -> int:
     """Full batches in an epoch of training; what is left over differs from epoch to epoch. Or a plan's batches.
 
     Raises:
-        InputError: the data set is smaller than one batch, the plan has none.
+        InputError: a batch does not divide by the devices; the data set is smaller than one, the plan has none.
     """
+    _check_sizes(batch_size, mesh)
     if planned(batch_size):
         if len(batch_size) == 0:
             raise InputError("the plan has no batches; its data set must have examples that fit its shapes")
@@ -251,12 +252,7 @@ def parallel_loader(
     Raises:
         InputError: a batch size that does not divide by the devices, an empty data set, one smaller than a batch.
     """
-    for name, size in _batch_sizes(batch_size).items():
-        if size % mesh.num_devices:
-            raise InputError(
-                f"{name} is {size}, which does not divide by the {mesh.num_devices} devices; the nearest "
-                f"that does is {max(1, round(size / mesh.num_devices)) * mesh.num_devices}"
-            )
+    _check_sizes(batch_size, mesh)
     if len(dataset) == 0:
         raise InputError("the data set is empty")
     if train and stop is None:
@@ -266,13 +262,13 @@ def parallel_loader(
             raise ValueError("a plan needs a data set that has `batch(indices, lengths)`")
         if shuffle != "examples":
             raise ValueError(f"shuffle is {shuffle!r}, but a plan has an order of its own")
-        per_epoch, local_batch = steps_per_epoch(dataset, batch_size), None
+        per_epoch, local_batch = steps_per_epoch(dataset, batch_size, mesh), None
         keys = _PlanKeys(batch_size, mesh, *((seed, start, stop) if train else (None, 0, per_epoch)))
     else:
         local_batch = batch_size // mesh.process_count
         host = slice(mesh.process_index * local_batch, (mesh.process_index + 1) * local_batch)
         if train:
-            per_epoch = steps_per_epoch(dataset, batch_size)
+            per_epoch = steps_per_epoch(dataset, batch_size, mesh)
             keys = _TrainingKeys(len(dataset), batch_size, per_epoch, seed, start, stop, host, shuffle)
         else:
             keys = _EvaluationKeys(len(dataset), batch_size, host)
@@ -374,11 +370,17 @@ def planned(batch_size: int | Plan) -> bool:
     return hasattr(batch_size, "epoch")
 
 
-def _batch_sizes(batch_size: int | Plan) -> dict[str, int]:
-    """Rows of a batch, of all hosts together, by what a message calls them."""
-    if not planned(batch_size):
-        return {"batch_size": batch_size}
-    return {f"the batch of shape {'x'.join(map(str, shape))}": shape[0] for shape in batch_size.shapes}
+def _check_sizes(batch_size: int | Plan, mesh: Mesh) -> None:
+    """Refuses batches that cannot be shared out evenly among all devices."""
+    sizes = {"batch_size": batch_size}
+    if planned(batch_size):
+        sizes = {f"the batch of shape {'x'.join(map(str, shape))}": shape[0] for shape in batch_size.shapes}
+    for name, size in sizes.items():
+        if size % mesh.num_devices:
+            raise InputError(
+                f"{name} is {size}, which does not divide by the {mesh.num_devices} devices; the nearest "
+                f"that does is {max(1, round(size / mesh.num_devices)) * mesh.num_devices}"
+            )
 
 
 def batched(dataset: Dataset) -> bool:

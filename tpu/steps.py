@@ -1,0 +1,211 @@
+"""The train step of each script, with inputs of the right shapes, for tpu/compile.py.
+
+Config, `build` and `train_step` are the script's own. What a data set or a checkpoint would say (classes, words, rows
+of tables) is that of the published recipe.
+
+Each function takes a script's Config, whose batch is that of all devices, and a mesh of train/common/staging.py. A test
+compares names, shapes and types of the inputs with what the data sets give.
+"""
+
+from collections import namedtuple
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DistilBertConfig,
+    PreTrainedConfig,
+    RobertaConfig,
+    XLNetConfig,
+)
+
+from data import InputError, glue
+from models import encoders
+from train import dlrm, pretrain, resnet50, transformer
+from train import glue as glue_script
+from train.common import device, staging
+from train.translate import rows
+
+U8, I32, I64, F32 = torch.uint8, torch.int32, torch.int64, torch.float32
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step to compile: `function(*arguments)`, and what it works on.
+
+    Attributes:
+        what: model and shapes, for people.
+        examples: of all devices.
+        unit: what an example is.
+    """
+
+    function: Any
+    arguments: tuple
+    what: str
+    examples: int
+    unit: str
+
+
+def images(config: resnet50.Config, mesh: device.Mesh) -> Step:
+    """ResNet on ImageNet's 1,000 classes."""
+    model, normalize, optimizer = resnet50.build(config, 1000, mesh)
+    batch = image_batch(config, mesh)
+    arguments = model.train(), normalize, optimizer, batch, config, mesh
+    return Step(resnet50.train_step, arguments, f"{config.model}, {config.image_size} px", config.batch_size, "images")
+
+
+def image_batch(config: resnet50.Config, mesh: device.Mesh) -> dict:
+    """See data/imagenet.py."""
+    size, count = config.image_size, config.batch_size
+    return staging.inputs({"image": ((count, 3, size, size), U8), "label": ((count,), I64)}, mesh)
+
+
+# Of the encoders that RECIPES of train/glue.py name: what their config.json on the hub has.
+PUBLISHED = {
+    "bert": BertConfig(),
+    "distilbert": DistilBertConfig(),
+    "roberta": RobertaConfig(
+        vocab_size=50_265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5, pad_token_id=1
+    ),
+    "xlnet": XLNetConfig(d_model=768, n_layer=12, n_head=12, d_inner=3072),
+}
+PUBLISHED["fairseq-roberta"] = PUBLISHED["roberta"]
+
+
+def published(model: str) -> PreTrainedConfig:
+    """A copy, to be changed."""
+    if model not in PUBLISHED:
+        raise InputError(f"the shapes of --model {model} are not known; it is one of {', '.join(PUBLISHED)}")
+    return type(PUBLISHED[model]).from_dict(PUBLISHED[model].to_dict())
+
+
+def sentences(config: glue_script.Config, mesh: device.Mesh) -> Step:
+    """Fine-tuning on a task of GLUE, on a batch of the longest bucket."""
+    config = glue_script.completed(replace(config, data=config.data or "nyu-mll/glue"))
+    settings = published(config.model)
+    settings.num_labels = max(len(glue.TASKS[config.task].labels), 1)
+    model = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
+    optimizer = glue_script.build(config, model, mesh)
+    arguments = model.train(), optimizer, sentence_batch(config, mesh), config.clip, mesh
+    what = f"{config.model}-base on {config.task}, {config.lengths[-1]} tokens"
+    return Step(glue_script.train_step, arguments, what, config.batch_size, "sequences")
+
+
+def sentence_batch(config: glue_script.Config, mesh: device.Mesh) -> dict:
+    """See data/glue.py."""
+    count, tokens = config.batch_size, config.lengths[-1]
+    shapes = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ((count, tokens), I32))
+    labels = I32 if glue.TASKS[config.task].labels else F32
+    return staging.inputs(shapes | {"labels": ((count,), labels), "mask": ((count,), F32)}, mesh)
+
+
+def text(config: pretrain.Config, mesh: device.Mesh, tokens: int = 512) -> Step:
+    """Pretraining on rows of `tokens`; of an update in parts, one part."""
+    given = replace(config, data=config.data or "text", teacher=config.teacher or "google-bert/bert-base-uncased")
+    config = pretrain.completed(given)
+    if config.size != "base":
+        raise InputError(f"--size is {config.size}; the shapes of base are known")
+    auto_class = AutoModelForPreTraining if config.next_sentence or config.model == "xlnet" else AutoModelForMaskedLM
+    model = auto_class.from_config(published(config.model), dtype=torch.float32)
+    optimizer, clip = pretrain.build(config, model, mesh), pretrain.RECIPES[config.model].clip
+    teacher = None
+    if config.model == "distilbert":
+        teacher = AutoModelForMaskedLM.from_config(published("bert"), dtype=torch.float32).eval()
+        device.to_device(encoders.fast_layers(teacher.requires_grad_(False)), mesh)
+    batch, count = text_batch(config, mesh, tokens), config.batch_size // config.update_every
+    what = f"{config.model}-base, {tokens} tokens, {batch['positions'].shape[1]} predicted"
+    if config.update_every == 1:
+        arguments = model.train(), teacher, optimizer, batch, clip, mesh
+        return Step(pretrain.train_step, arguments, what, count, "sequences")
+    totals = device.gradient_buffers(model, ("loss", "words"), mesh)
+    arguments = model.train(), teacher, batch, totals, config.update_every, mesh
+    return Step(pretrain.gradient_step, arguments, f"{what}, 1/{config.update_every} of an update", count, "sequences")
+
+
+def text_batch(config: pretrain.Config, mesh: device.Mesh, tokens: int) -> dict:
+    """See data/pretraining.py."""
+    count = config.batch_size // config.update_every
+    predictions = config.predictions or -(-tokens * (17 if config.model == "xlnet" else 16) // 100)
+    names = ["input_ids", "attention_mask", "token_type_ids", *(["order"] if config.model == "xlnet" else [])]
+    shapes = dict.fromkeys(names, ((count, tokens), I32)) | dict.fromkeys(
+        ("positions", "labels"), ((count, predictions), I32)
+    )
+    shapes["weights"] = ((count, predictions), F32)
+    if config.next_sentence:
+        shapes["next_sentence"] = ((count,), I32)
+    return staging.inputs(shapes, mesh)
+
+
+WORDS = 32_768  # of the joint dictionary of WMT'16 and '18: 32k pieces, and fairseq's own symbols
+LONGEST = 256  # tokens of a row where the recipe takes them from the data
+
+
+def translation(config: transformer.Config, mesh: device.Mesh) -> Step:
+    """The Transformer with one dictionary, on a batch of its longest shape; of an update in parts, one part."""
+    dictionary = range(WORDS)
+    pairs = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    model, optimizer = transformer.build(config, pairs, mesh)
+    batch = translation_batch(config, mesh)
+    count, tokens = batch["source"].shape
+    what = f"{config.arch}, {tokens} tokens, {WORDS:,} words{', packed' if config.pack else ''}"
+    if config.update_every == 1:
+        arguments = model.train(), optimizer, batch, config, mesh
+        return Step(transformer.train_step, arguments, what, count, "rows")
+    totals = device.gradient_buffers(model, ("loss", "nll", "tokens"), mesh)
+    arguments = model.train(), batch, totals, config, mesh
+    return Step(transformer.gradient_step, arguments, f"{what}, 1/{config.update_every} of an update", count, "rows")
+
+
+def translation_batch(config: transformer.Config, mesh: device.Mesh) -> dict:
+    """See data/wmt.py."""
+    tokens = config.lengths[-1] if config.lengths else LONGEST
+    names = ["source", "previous", "target", *(["source_segment", "target_segment"] if config.pack else [])]
+    return staging.inputs(dict.fromkeys(names, ((rows(config.batch_tokens, tokens), tokens), I32)), mesh)
+
+
+Clicks = namedtuple("Clicks", "table_rows lookups num_dense features")
+# Distinct values of each feature in Criteo's two data sets, as facebookresearch/dlrm and MLPerf state them; Terabyte's
+# with at most 40M rows a table. The multi-hot numbers are MLPerf v2's.
+KAGGLE_ROWS = (
+    1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5_683, 8_351_593, 3_194, 27, 14_992,
+    5_461_306, 10, 5_652, 2_173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572,
+)  # fmt: skip
+TERABYTE_ROWS = (
+    39_884_406, 39_043, 17_289, 7_420, 20_263, 3, 7_120, 1_543, 63, 38_532_951, 2_953_546, 403_346, 10, 2_208,
+    11_938, 155, 4, 976, 14, 39_979_771, 25_641_295, 39_664_984, 585_935, 12_972, 108, 36,
+)  # fmt: skip
+MULTI_HOT_ROWS = (
+    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209,
+    11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
+)  # fmt: skip
+MULTI_HOT_LOOKUPS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+
+
+def clicks(config: dlrm.Config, mesh: device.Mesh) -> Step:
+    """DLRM with the tables of Criteo Kaggle or Terabyte, by its width."""
+    tables, lookups, name = KAGGLE_ROWS, (1,) * 26, "Criteo Kaggle"
+    if config.interaction == "dcn":
+        tables, lookups, name = MULTI_HOT_ROWS, MULTI_HOT_LOOKUPS, "Criteo Terabyte, multi-hot"
+    elif config.dim == dlrm.MLPERF_V1.dim:
+        tables, name = TERABYTE_ROWS, "Criteo Terabyte"
+    if config.hash_rows:
+        tables = tuple(min(count, config.hash_rows) for count in tables)
+    dataset = Clicks(tables, lookups, 13, [f"c{i}" for i in range(26)])
+    model, embeddings, optimizer = dlrm.build(config, dataset, mesh)
+    batch = click_batch(config, mesh, sum(lookups))
+    arguments = model.train(), embeddings, optimizer, batch, mesh
+    plans = ", ".join(f"{count} {plan}" for plan, count in embeddings.plan.counts().items())
+    what = f"dlrm, {name}, {sum(tables):,} rows of {config.dim} ({plans})"
+    return Step(dlrm.train_step, arguments, what, config.batch_size, "examples")
+
+
+def click_batch(config: dlrm.Config, mesh: device.Mesh, lookups: int) -> dict:
+    """See data/criteo.py."""
+    count = config.batch_size
+    shapes = {"dense": ((count, 13), F32), "ids": ((count, lookups), I32), "label": ((count,), F32)}
+    return staging.inputs(shapes, mesh)
