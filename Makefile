@@ -22,14 +22,13 @@ PRESET_dlrm := kaggle
 PRESET_transformer := base
 PRESET ?= $(if $(DATA),$(or $(PRESET_$(MODEL)),full),tiny)
 INSTALLED := $(VENV)/.installed
-RUN := $(VENV)/bin/python
+RUNS := $(VENV)/bin/python
 FAIRSEQ := .venv-fairseq
 LIBTPU := .libtpu
-COMPILER := TPU_LIBRARY_PATH=$(LIBTPU)/libtpu/libtpu.so
 SITE := lib/python3.11/site-packages
 
 .DEFAULT_GOAL := help
-.PHONY: help install train translate data compile compile-all test test-all bench lint clean fairseq fairseq-golden \
+.PHONY: help install train translate data compile compile-all logs stop status doctor test test-all bench lint clean fairseq fairseq-golden \
 	check-model check-data check-translate check-compile check-bench
 
 help:
@@ -38,6 +37,8 @@ help:
 	@echo 'make train MODEL=bert TASK=mrpc DATA=/data/glue  fine-tuning on a task of GLUE; TASK=pretrain: on text'
 	@echo 'make data DATASET=criteo DATA=/data/kaggle   text files to arrays, once before training: $(DATASETS)'
 	@echo 'make translate MODEL_DIR=runs/x/export <in >out  text through a trained Transformer, a sentence a line'
+	@echo 'make train MODEL=bert DATA=gs://… TPU=my-tpu  on all workers of that Cloud TPU; logs, stop, status TPU=my-tpu'
+	@echo 'make doctor                                  what is here, what is missing: each line ok, or what to do'
 	@echo 'make compile MODEL=bert TOPOLOGY=v5e:2x4     does it fit that TPU? by its own compiler, on this machine'
 	@echo 'make test                                    all tests, 20 minutes on two CPU cores'
 	@echo 'make test-all                                and the slow ones'
@@ -57,6 +58,8 @@ help:
 	@echo 'BATCH    of make compile: examples a device (default: the recipe'"'"'s, shared out); EFFORT: fast or full'
 	@echo 'OUT      folder that make data writes (default: prepared, in DATA)'
 	@echo 'NAME     folder of the run below runs/; the same command resumes an unfinished run'
+	@echo 'TPU      name of a TPU VM (ZONE=, PROJECT=), ssh:host1,host2, or local; RUN= names the run, ENV="A=b" are its'
+	@echo '         variables, RETRIES= how often it is started again; see python3 -m tpu.launch --help'
 	@echo 'ARGS     further flags of the script: ARGS="--epochs 10 --lr 0.05"; ARGS=--help lists them all'
 	@echo 'PYTHON   interpreter of the environment, CPython 3.11 (default: $(PYTHON))'
 
@@ -75,12 +78,30 @@ install: $(INSTALLED)
 # Checked before anything is installed.
 check-model:
 	@test -n '$(SCRIPT_$(MODEL))' || { echo 'error: MODEL=$(MODEL) is not known; MODEL is one of: $(MODELS)' >&2; exit 2; }
-	@test -z '$(TPU)' || { echo 'error: TPU=$(TPU): starting runs from another machine is not there yet; log in to the' \
-		'TPU VM and run `make train MODEL=$(MODEL) DATA=...` there' >&2; exit 2; }
 
+# What make was given is in the shell's environment, too: "$$DATA" keeps every space and quote in it.
+# With TPU= a run starts on that TPU's workers, each of which does `make train` without it. TPU=local is this machine.
+ifneq ($(filter-out local,$(TPU)),)
+given = $(filter command environment,$(origin $(1)))
+train: check-model
+	@python3 -m tpu.launch train --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
+		$(if $(RUN),--run "$$RUN") $(if $(ENV),--env "$$ENV") $(if $(RETRIES),--retries "$$RETRIES") $(LAUNCH_ARGS) -- \
+		$(foreach name,MODEL TASK PRESET DATA NAME ARGS PYTHON,$(if $(call given,$(name)),"$(name)=$$$(name)"))
+else
 train: check-model $(INSTALLED)
-	$(RUN) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) \
-		$(if $(filter-out pretrain,$(TASK)),--task $(TASK))) $(if $(DATA),--data "$(DATA)") $(if $(NAME),--name "$(NAME)") $(ARGS)
+	$(RUNS) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) \
+		$(if $(filter-out pretrain,$(TASK)),--task $(TASK))) $(if $(DATA),--data "$$DATA") $(if $(NAME),--name "$$NAME") $(ARGS)
+endif
+
+logs stop status:
+	@test -n '$(TPU)' || { echo 'error: TPU is missing; give the TPU that the run is on: make $@ TPU=my-tpu' >&2; exit 2; }
+	@python3 -m tpu.launch $@ --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
+		$(if $(RUN),--run "$$RUN") $(LAUNCH_ARGS)
+
+# What is here and what is missing, before anything is installed.
+doctor:
+	@python3 -m tpu.doctor $(if $(DATA),--data "$$DATA") $(if $(TPU),--tpu "$$TPU") $(if $(ZONE),--zone "$$ZONE") \
+		$(if $(PROJECT),--project "$$PROJECT") $(ARGS)
 
 # Checked before anything is installed.
 check-data:
@@ -89,7 +110,7 @@ check-data:
 	@test -n '$(DATA)' || { echo 'error: DATA is missing; give the folder of the files to prepare' >&2; exit 2; }
 
 data: check-data $(INSTALLED)
-	$(RUN) -m data.$(DATASET_$(DATASET)) --data "$(DATA)" $(if $(OUT),--out "$(OUT)") $(ARGS)
+	$(RUNS) -m data.$(DATASET_$(DATASET)) --data "$$DATA" $(if $(OUT),--out "$$OUT") $(ARGS)
 
 check-translate:
 	@test -n '$(MODEL_DIR)' || { echo 'error: MODEL_DIR is missing; give an export, MODEL_DIR=runs/<name>/export' >&2; exit 2; }
@@ -97,7 +118,7 @@ check-translate:
 # What is not a translation goes to the standard error.
 translate: check-translate
 	@$(MAKE) --no-print-directory install >&2
-	@$(RUN) -m train.translate text --model-dir "$(MODEL_DIR)" $(ARGS)
+	@$(RUNS) -m train.translate text --model-dir "$$MODEL_DIR" $(ARGS)
 
 # The compiler, apart from the environment: training does not need it, and on a TPU VM torch_xla has one of its own.
 $(LIBTPU)/.installed: requirements-compile.txt | $(INSTALLED)
@@ -109,30 +130,30 @@ check-compile:
 	@test -n '$(SCRIPT_$(MODEL))' || { echo 'error: MODEL=$(MODEL) is not known; MODEL is one of: $(MODELS)' >&2; exit 2; }
 
 compile: check-compile $(INSTALLED) $(LIBTPU)/.installed
-	$(COMPILER) $(RUN) -m tpu.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
+	$(RUNS) -m tpu.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") \
 		$(if $(OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
 
 # The tables and pictures of docs/tpu: an hour.
 compile-all: $(INSTALLED) $(LIBTPU)/.installed
-	$(COMPILER) $(RUN) -m tpu.tables $(ARGS)
+	$(RUNS) -m tpu.tables $(ARGS)
 
 test: $(INSTALLED)
-	$(RUN) -m pytest -m 'not slow' $(ARGS)
+	$(RUNS) -m pytest -m 'not slow' $(ARGS)
 
 test-all: $(INSTALLED) $(FAIRSEQ)/.installed $(LIBTPU)/.installed
-	$(COMPILER) $(RUN) -m pytest $(ARGS)
+	$(RUNS) -m pytest $(ARGS)
 
 check-bench:
 	@test -n '$(filter $(BENCH),$(BENCHES))' || { echo 'error: BENCH=$(BENCH) is not known; BENCH is one of: $(BENCHES)' >&2; exit 2; }
 
 bench: check-bench $(INSTALLED)
-	$(RUN) -m bench.$(BENCH) $(ARGS)
+	$(RUNS) -m bench.$(BENCH) $(ARGS)
 
 # fairseq's torch is that of $(VENV), by links: a second copy would take 7 GB. Links to torch's own folders, not to all of
 # $(VENV), since fairseq imports torch_xla where it sees it.
 $(FAIRSEQ)/.installed: requirements-fairseq.txt | $(INSTALLED)
-	$(RUN) -m venv $(FAIRSEQ)
+	$(RUNS) -m venv $(FAIRSEQ)
 	$(FAIRSEQ)/bin/pip install --disable-pip-version-check --quiet --no-deps -r requirements-fairseq.txt
 	ln -sfnt $(FAIRSEQ)/$(SITE) $(foreach folder,torch torchgen functorch nvidia triton,'$(abspath $(VENV))/$(SITE)/$(folder)')
 	$(FAIRSEQ)/bin/python -W ignore -c 'import fairseq, torch; assert torch.__version__.startswith("2.9.0")'

@@ -32,7 +32,7 @@ def make(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_only_the_common_module_imports_torch_xla():
-    folders = ("train", "models", "data", "bench")
+    folders = ("train", "models", "data", "bench", "tpu")
     strays = [
         str(path.relative_to(ROOT))
         for folder in folders
@@ -79,8 +79,8 @@ def test_public_functions_have_docstrings():
 
 
 def test_requirements_are_pinned_and_say_why():
-    for file in ("requirements.txt", "requirements-torchrec.txt", "requirements-fairseq.txt", "requirements-tpu.txt"):
-        for line in (ROOT / file).read_text().splitlines():
+    for file in ROOT.glob("requirements*.txt"):
+        for line in file.read_text().splitlines():
             assert line.startswith("#") or re.fullmatch(r"[\w-]+==[\d.]+ +# .+", line), line
 
 
@@ -113,13 +113,21 @@ def test_make_explains_itself_and_lists_the_models():
     for arguments in (["train"], ["train", "MODEL=vgg"]):
         result = make(*arguments)
         assert result.returncode != 0 and "MODEL is one of: resnet50" in result.stderr
-    assert '--data "/a b" ' in make("-n", "train", "MODEL=resnet50", "DATA=/a b").stdout
+    assert '--data "$DATA" ' in make("-n", "train", "MODEL=resnet50", "DATA=/a b").stdout
     assert "train.resnet50 full" in make("-n", "train", "MODEL=resnet50", "DATA=/images").stdout
     assert "train.resnet50 tiny" in make("-n", "train", "MODEL=resnet50").stdout
     assert "train.dlrm kaggle" in make("-n", "train", "MODEL=dlrm", "DATA=/clicks").stdout
     assert "train.dlrm mlperf_v2" in make("-n", "train", "MODEL=dlrm", "DATA=/clicks", "PRESET=mlperf_v2").stdout
-    result = make("train", "MODEL=resnet50", "TPU=mine")
-    assert result.returncode != 0 and "TPU=mine" in result.stderr
+
+
+def test_make_train_with_a_tpu_hands_what_it_was_given_to_the_launcher():
+    given = ["MODEL=bert", "TASK=mrpc", "DATA=/a b", "TPU=my-tpu", "ZONE=z", "RUN=first", "ENV=A=b", "RETRIES=2"]
+    command = " ".join(make("-n", "train", *given).stdout.replace("\\\n", " ").split())
+    assert 'tpu.launch train --tpu "$TPU" --zone "$ZONE" --run "$RUN" --env "$ENV" --retries "$RETRIES"' in command
+    assert command.endswith('-- "MODEL=$MODEL" "TASK=$TASK" "DATA=$DATA"')
+    assert "train.resnet50 tiny" in make("-n", "train", "MODEL=resnet50", "TPU=local").stdout
+    result = make("logs")
+    assert result.returncode == 2 and "TPU is missing" in result.stderr
 
 
 def test_make_data_prepares_what_it_knows():
@@ -127,7 +135,7 @@ def test_make_data_prepares_what_it_knows():
         result = make("data", *arguments)
         assert result.returncode != 0 and word in result.stderr
     command = make("-n", "data", "DATASET=criteo", "DATA=/a b", "OUT=/c d").stdout
-    assert '-m data.prepare_criteo --data "/a b" --out "/c d"' in command
+    assert '-m data.prepare_criteo --data "$DATA" --out "$OUT"' in command
 
 
 def test_continuous_integration_runs_make_test():

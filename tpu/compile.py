@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# So that operations know the lines of Python that they come from; read when torch_xla is imported.
-os.environ["XLA_IR_DEBUG"] = os.environ["XLA_HLO_DEBUG"] = "1"
+if __name__ == "__main__":
+    # So that operations know the lines of Python that they come from; read when torch_xla is imported.
+    os.environ["XLA_IR_DEBUG"] = os.environ["XLA_HLO_DEBUG"] = "1"
 
 import tyro
 
@@ -108,11 +109,6 @@ def compile_step(job: Job, topology: libtpu.Topology, mesh: device.Mesh, effort:
         memory, cost, optimized = program.memory, program.cost, program.optimized
     module, before = hlo.parse(optimized), hlo.parse(staged.module)
     copies = hlo.copies(module)
-    if memory.peak > topology.hbm_bytes:
-        largest = [
-            libtpu.Allocation(i.bytes, str(i.shape), i.op_name, i.source) for i in hlo.largest_buffers(module, 10)
-        ]
-        raise libtpu.OutOfMemory(topology.name, memory.peak, topology.hbm_bytes, largest, "")
     generation = libtpu.GENERATIONS[topology.generation]
     moved, computed = cost.bytes_accessed / generation.hbm_bytes_per_second, cost.flops / generation.peak_flops
     devices = topology.num_devices
@@ -131,7 +127,7 @@ def compile_step(job: Job, topology: libtpu.Topology, mesh: device.Mesh, effort:
         "libtpu": libtpu.version(),
         "compile_seconds": round(seconds, 1),
         "hbm_bytes": topology.hbm_bytes,
-        "memory": {name: getattr(memory, name) for name in ("peak", "argument", "output", "alias", "temp")},
+        "memory": {name: getattr(memory, name) for name in ("needed", "peak", "argument", "output", "alias", "temp")},
         "flops": cost.flops,
         "bytes_accessed": cost.bytes_accessed,
         "roofline_seconds": {"flops": computed, "bytes": moved},
@@ -163,7 +159,7 @@ def _longest(module: hlo.Module) -> list[dict]:
         key = each.opcode, each.shape.text, each.op_name.rsplit("/", 1)[-1], _line(each.source)
         names = dict(zip(("operation", "shape", "name", "source"), key, strict=True))
         entry = found.setdefault(key, {"cycles": 0, "count": 0} | names)
-        entry["cycles"] += timed.cycles
+        entry["cycles"] += timed.cycles * timed.times
         entry["count"] += timed.times
     return sorted(found.values(), key=lambda entry: -entry["cycles"])[:12]
 
@@ -183,13 +179,17 @@ def _line(source: str) -> str:
     return source.removeprefix(f"{staging.ROOT}/").rpartition("site-packages/")[2]
 
 
-def _collectives(module: hlo.Module) -> dict[str, dict[str, int]]:
-    """{kind: {"count", "bytes" a device}}."""
-    found: dict[str, dict[str, int]] = {}
-    for collective in hlo.collectives(module):
-        entry = found.setdefault(collective.kind, {"count": 0, "bytes": 0})
-        entry["count"] += collective.times
-        entry["bytes"] += collective.bytes * collective.times
+def _collectives(module: hlo.Module) -> dict[str, dict]:
+    """{kind: {"count", "bytes" a device, "largest": bytes of its largest result, "lines" that they come from}}."""
+    found: dict[str, dict] = {}
+    for each in hlo.collectives(module):
+        entry = found.setdefault(each.kind, {"count": 0, "bytes": 0, "largest": 0, "lines": []})
+        entry["count"] += each.times
+        entry["bytes"] += each.bytes * each.times
+        entry["largest"] = max(entry["largest"], each.result_bytes)
+        line = _line(each.source) or each.op_name.rsplit("/", 1)[-1]
+        if line not in entry["lines"]:
+            entry["lines"].append(line)
     return found
 
 
@@ -204,8 +204,8 @@ def largest_batch(job: Job, topology: libtpu.Topology, mesh: device.Mesh, too_la
         middle = (low + high) // 2
         if len(fits) >= 2:  # memory grows with the batch along a line
             a, b = sorted(fits)[-2:]
-            slope = (fits[b]["memory"]["peak"] - fits[a]["memory"]["peak"]) / (b - a)
-            room = topology.hbm_bytes - fits[b]["memory"]["peak"]
+            slope = (fits[b]["memory"]["needed"] - fits[a]["memory"]["needed"]) / (b - a)
+            room = topology.hbm_bytes - fits[b]["memory"]["needed"]
             # On either side of the guess, so that both ends of the interval come near it.
             guess = b + int(room / max(slope, 1.0))
             middle = min(max(guess, low + max(1, high // 32)), high - max(1, high // 32))
@@ -225,8 +225,9 @@ def describe(report: dict) -> str:
         f"{report['what']}: {batch:,} {unit} a device, {batch * devices:,} a step",
         f"{report['topology']}, {devices} x {report['kind']}; libtpu {report['libtpu']}, effort {report['effort']}, "
         f"compiled in {report['compile_seconds']:.0f} s",
-        f"memory       fits: at most {memory['peak'] / GIB:.2f} of {report['hbm_bytes'] / GIB:.2f} GiB a device "
-        f"(arguments {memory['argument'] / GIB:.2f}, temporaries {memory['temp'] / GIB:.2f})",
+        f"memory       fits: {memory['needed'] / GIB:.2f} of {report['hbm_bytes'] / GIB:.2f} GiB a device "
+        f"(arguments {memory['argument'] / GIB:.2f}, temporaries {memory['temp'] / GIB:.2f}; live at once "
+        f"{memory['peak'] / GIB:.2f})",
         f"donated      {report['donated']} of {report['to_donate']} tensors that the step updates",
         f"work         {report['flops'] / 1e12:.2f} TFLOP and {report['bytes_accessed'] / 1e9:.1f} GB a device",
         f"roofline     {1e3 * roofline['flops']:.1f} ms by its flops, {1e3 * roofline['bytes']:.1f} ms by its bytes; "
@@ -241,7 +242,9 @@ def describe(report: dict) -> str:
         if report["loops_counted_once"]:
             lines.append(f"             {report['loops_counted_once']} loops of unknown length are counted once")
     for kind, entry in sorted(report["collectives"].items()):
-        lines.append(f"{kind:<12} {entry['count']}, {entry['bytes'] / 1e6:.1f} MB a device")
+        amount = f"{entry['count']}, {entry['bytes'] / 1e6:.1f} MB a device"
+        # A combined one names one of its lines only.
+        lines.append(f"{kind:<12} {amount}: {', '.join(entry['lines'][:4])}")
     if not report["collectives"]:
         lines.append("collectives  none")
     calls = ", ".join(f"{name} {count}" for name, count in sorted(report["custom_calls"].items()))
@@ -273,7 +276,10 @@ def describe_shortage(error: libtpu.OutOfMemory) -> str:
     amounts = f"{error.needed / GIB:.2f} of {error.capacity / GIB:.2f} GiB a device"
     lines = [f"memory       does NOT fit: {amounts}; largest:"]
     for entry in error.allocations[:10]:
-        lines.append(f"  {entry.bytes / 2**20:8.0f} MiB  {entry.shape[:90]:<90} {_line(entry.source)}".rstrip())
+        places = [_line(entry.source)] if entry.source else [_line(source) for _, source in entry.candidates]
+        lines.append(
+            f"  {entry.bytes / 2**20:8.0f} MiB  {entry.shape[:70]:<70} {', '.join(dict.fromkeys(places))}".rstrip()
+        )
     return "\n".join(lines)
 
 
@@ -318,7 +324,7 @@ def main(arguments: list[str] | None = None) -> dict:
             optimized = b""
             report = {"fits": False, "needed": error.needed, "capacity": error.capacity, "topology": topology.name}
             if not options.no_search:
-                asked = steps_batch(job, topology.num_devices)
+                asked = a_device(job, topology.num_devices)
                 print(f"looking for the largest batch that fits, below {asked} a device:", flush=True)
                 report["largest_batch"], best = largest_batch(job, topology, mesh, asked)
                 print(f"the largest batch that fits: {report['largest_batch']} a device", flush=True)
@@ -334,7 +340,7 @@ def main(arguments: list[str] | None = None) -> dict:
     return report
 
 
-def steps_batch(job: Job, devices: int) -> int:
+def a_device(job: Job, devices: int) -> int:
     """Examples a device of a step."""
     if job.batch:
         return job.batch

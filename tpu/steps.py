@@ -84,6 +84,21 @@ def published(model: str) -> PreTrainedConfig:
     return type(PUBLISHED[model]).from_dict(PUBLISHED[model].to_dict())
 
 
+class Vocabulary:
+    """In a tokenizer's place: how many tokens there are, and which are special."""
+
+    def __init__(self, config: PreTrainedConfig):
+        self.size = config.vocab_size
+        self.pad_token_id, self.bos_token_id, self.eos_token_id = (
+            config.pad_token_id,
+            config.bos_token_id,
+            config.eos_token_id,
+        )
+
+    def __len__(self) -> int:
+        return self.size
+
+
 def sentences(config: glue_script.Config, mesh: device.Mesh) -> Step:
     """Fine-tuning on a task of GLUE, on a batch of the longest bucket."""
     config = glue_script.completed(replace(config, data=config.data or "nyu-mll/glue"))
@@ -108,17 +123,18 @@ def text(config: pretrain.Config, mesh: device.Mesh, tokens: int = 512) -> Step:
     """Pretraining on rows of `tokens`; of an update in parts, one part."""
     given = replace(config, data=config.data or "text", teacher=config.teacher or "google-bert/bert-base-uncased")
     config = pretrain.completed(given)
-    if config.size != "base":
-        raise InputError(f"--size is {config.size}; the shapes of base are known")
     auto_class = AutoModelForPreTraining if config.next_sentence or config.model == "xlnet" else AutoModelForMaskedLM
-    model = auto_class.from_config(published(config.model), dtype=torch.float32)
+    kind = pretrain.ARCHITECTURE[config.model]
+    settings = encoders.configuration(kind, config.size, Vocabulary(published(kind)), tokens)
+    model = auto_class.from_config(settings, dtype=torch.float32)
     optimizer, clip = pretrain.build(config, model, mesh), pretrain.RECIPES[config.model].clip
     teacher = None
     if config.model == "distilbert":
-        teacher = AutoModelForMaskedLM.from_config(published("bert"), dtype=torch.float32).eval()
+        settings = encoders.configuration("bert", config.size, Vocabulary(published("bert")), tokens)
+        teacher = AutoModelForMaskedLM.from_config(settings, dtype=torch.float32).eval()
         device.to_device(encoders.fast_layers(teacher.requires_grad_(False)), mesh)
     batch, count = text_batch(config, mesh, tokens), config.batch_size // config.update_every
-    what = f"{config.model}-base, {tokens} tokens, {batch['positions'].shape[1]} predicted"
+    what = f"{config.model}-{config.size}, {tokens} tokens, {batch['positions'].shape[1]} predicted"
     if config.update_every == 1:
         arguments = model.train(), teacher, optimizer, batch, clip, mesh
         return Step(pretrain.train_step, arguments, what, count, "sequences")

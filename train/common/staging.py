@@ -108,23 +108,24 @@ def stage(step_fn: Callable, *args: Any) -> Staged:
     for name, tensor in held.items():
         if name.endswith(".grad"):
             held[name.removesuffix(".grad")].grad = tensor
-    versions = {name: tensor._version for name, tensor in held.items()}
+    before = {name: (tensor._version, _graph(tensor)) for name, tensor in held.items()}
     torch_xla._XLAC._set_allow_execution(False)
     try:
         result = step_fn(*args)
     except RuntimeError as error:
         if "Unexpected execution" not in str(error):
             raise
-        lines = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(ROOT)]
-        own = [frame for frame in lines if ".venv" not in frame.filename][-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "site-packages" not in frame.filename][-1]
         raise GraphError(
             f"{step_fn.__name__} reads a value of the device in the middle of the step, which makes it two programs: "
-            f"{Path(own.filename).relative_to(ROOT)}:{own.lineno}: {own.line}"
+            f"{own.filename.removeprefix(f'{ROOT}/')}:{own.lineno}: {own.line}"
         ) from error
     finally:
         torch_xla._XLAC._set_allow_execution(True)
 
-    updated = [name for name, tensor in held.items() if tensor._version != versions[name]]
+    # Most updates count the version up (and a whole step's graph is long to look at); native batch norm's do not.
+    updated = [n for n, t in held.items() if t._version != before[n][0] or _graph(t) != before[n][1]]
     results = [tensor for _, tensor in _named(result)]
     outputs = {torch_xla._XLAC._xla_get_tensor_id(t): t for t in [*(held[name] for name in updated), *results]}
     context = torch_xla._XLAC.lowering.LoweringContext(step_fn.__name__)
@@ -141,6 +142,11 @@ def stage(step_fn: Callable, *args: Any) -> Staged:
         shardings={number: placeholders[name][1] if name else ((), {}) for number, name in parameters.items()},
         outputs=len(outputs),
     )
+
+
+def _graph(tensor: Tensor) -> bytes:
+    """What the tensor is to be computed from. Nothing of a sharded one, whose annotation steps repeat."""
+    return b"" if torch_xla._XLAC._get_xla_sharding_spec(tensor) else torch_xla._XLAC._get_graph_hash([tensor])
 
 
 def _to_placeholder(tensor: Tensor) -> tuple[int, tuple[tuple, dict[str, int]]]:

@@ -1,0 +1,273 @@
+"""The figures of docs/tpu: every recipe compiled for several TPUs, its estimated cycles, and how it scales.
+
+    make compile-all                        everything: an hour and a half on two cores
+    make compile-all ARGS=recipes           memory and collectives of every recipe on four TPUs
+    make compile-all ARGS=cycles            estimated cycles of every recipe on one chip of v5e
+    make compile-all ARGS=scaling           three recipes on 8, 32 and 256 chips, with the picture
+    make compile-all ARGS=guards            the small configurations that tests/test_compile.py holds on to: the way to
+                                            accept a change on purpose
+    make compile-all ARGS="recipes --missing"   only what the files do not have yet
+
+Each step is compiled in a process of its own by tpu/compile.py, two at a time. The figures are kept in docs/tpu/*.json,
+and docs/tpu/README.md is written from them.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs/tpu"
+PARTS = ("recipes", "cycles", "scaling", "guards")
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: what tpu/compile.py is asked for. `batch`: examples a device."""
+
+    name: str
+    model: str
+    preset: str
+    batch: int
+    task: str = ""
+    flags: tuple[str, ...] = ()
+
+    def command(self, topology: str, effort: str, output: str) -> list[str]:
+        """Without a search for what fits: the tables say that it does not."""
+        task = ["--task", self.task] if self.task else []
+        options = ["--topology", topology, "--batch", str(self.batch), "--effort", effort, "--json", output]
+        flags = ["--", *self.flags] if self.flags else []
+        return [sys.executable, "-m", "tpu.compile", self.model, self.preset, *task, *options, "--no-search", *flags]
+
+
+# A chip's share of the published batch on eight chips. Where that does not fit, an update comes in parts of 32 rows a
+# chip: the step is one part.
+RECIPES = (
+    Row("ResNet-50", "resnet50", "full", 128),
+    Row("Transformer base, packed", "transformer", "base", 13),
+    Row("Transformer base, Google's shape", "transformer", "tpu", 256),
+    Row("Transformer big, 1/8 of an update", "transformer", "big", 32),
+    Row("BERT-base on MRPC", "bert", "full", 4, "mrpc"),
+    Row("BERT-base pretraining", "bert", "full", 32, "pretrain"),
+    Row("RoBERTa-base pretraining, 1/32 of an update", "roberta", "full", 32, "pretrain", ("--update-every", "32")),
+    Row("DistilBERT pretraining, 1/16 of an update", "distilbert", "full", 32, "pretrain", ("--update-every", "16")),
+    Row("XLNet-base pretraining, 1/32 of an update", "xlnet", "full", 32, "pretrain", ("--update-every", "32")),
+    Row("DLRM, Criteo Kaggle", "dlrm", "kaggle", 16),
+    Row("DLRM, MLPerf v1 (Criteo Terabyte)", "dlrm", "mlperf_v1", 256),
+    Row("DLRM, MLPerf v2 (multi-hot, DCN-v2)", "dlrm", "mlperf_v2", 8192),
+)
+TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x1", "v4:2x2x1")
+# Three recipes whose batch grows with the chips; the tables of MLPerf v1 do not fit one chip.
+SCALED = (RECIPES[0], RECIPES[5], RECIPES[10])
+SCALES = ("v5e:2x4", "v5e:4x8", "v5e:16x16")
+GUARDS = (
+    Row("resnet50", "resnet50", "full", 32, "", ("--model", "resnet_tiny", "--image-size", "64")),
+    Row("transformer", "transformer", "tiny", 32, "", ("--dropout", "0.1", "--precision", "bfloat16")),
+    Row("bert on mrpc", "bert", "full", 4, "mrpc"),
+    Row("bert", "bert", "full", 8, "pretrain", ("--size", "mini")),
+    Row("roberta", "roberta", "full", 8, "pretrain", ("--size", "mini")),
+    Row("distilbert", "distilbert", "full", 8, "pretrain", ("--size", "mini")),
+    Row("xlnet", "xlnet", "full", 8, "pretrain", ("--size", "mini")),
+    Row("dlrm", "dlrm", "mlperf_v1", 256),
+)
+GUARD_TOPOLOGY = "v5e:2x4"
+
+
+def compiled(row: Row, topology: str, effort: str) -> dict:
+    """The report of tpu/compile.py, or {"fits": False, "needed": bytes, …}.
+
+    Raises:
+        RuntimeError: it failed for another reason than memory; with the last lines that it said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "report.json")
+        command = row.command(topology, effort, str(path))
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if not path.exists():
+            raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
+        return json.loads(path.read_text())
+
+
+def wanted(part: str) -> list[tuple[Row, str, str]]:
+    """(row, topology, effort) of everything that a part has."""
+    if part == "recipes":
+        return [(row, topology, "fast") for row in RECIPES for topology in TOPOLOGIES]
+    if part == "cycles":
+        return [(row, "v5e:1x1", "full") for row in RECIPES]
+    if part == "scaling":
+        return [(row, topology, "full") for row in SCALED for topology in SCALES]
+    return [(row, GUARD_TOPOLOGY, "fast") for row in GUARDS]
+
+
+def make(part: str, missing: bool) -> None:
+    """Compiles a part and writes its file after every step, so that it can be broken off."""
+    path = DOCS / f"{part}.json"
+    figures = json.loads(path.read_text()) if missing and path.exists() else {}
+
+    def one(job: tuple[Row, str, str]) -> tuple[str, str, dict]:
+        row, topology, effort = job
+        return row.name, topology, compiled(row, topology, effort)
+
+    jobs = [job for job in wanted(part) if job[1] not in figures.get(job[0].name, {})]
+    order = {row.name: position for position, (row, _, _) in enumerate(reversed(wanted(part)))}
+    with ThreadPoolExecutor(2) as pool:
+        for name, topology, report in pool.map(one, jobs):
+            figures.setdefault(name, {})[topology] = report
+            figures = dict(sorted(figures.items(), key=lambda item: -order.get(item[0], 0)))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(figures, indent=1) + "\n")
+            peak = report["memory"]["peak"] if "memory" in report else report["needed"]
+            print(f"{name} on {topology}: {peak / GIB:.2f} GiB", flush=True)
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """In Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def collectives(report: dict) -> str:
+    """ "2 all-reduce 51.4 MB, …"."""
+    found = report["collectives"]
+    return ", ".join(f"{c['count']} {kind} {c['bytes'] / 1e6:,.1f} MB" for kind, c in sorted(found.items())) or "none"
+
+
+def recipes_table(figures: dict) -> str:
+    """Memory of every recipe on every TPU, and the collectives of the first."""
+    rows = []
+    for name, by_topology in figures.items():
+        first = by_topology[TOPOLOGIES[0]]
+        cells = [name, f"{first['batch']:,}" if "batch" in first else ""]
+        for topology in TOPOLOGIES:
+            report = by_topology[topology]
+            if "memory" in report:
+                cells.append(f"{report['memory']['peak'] / GIB:.2f}")
+            else:
+                cells.append(f"does not fit: {report['needed'] / GIB:.2f}")
+        rows.append([*cells, collectives(first) if "memory" in first else ""])
+    memory = [f"{topology}, GiB" for topology in TOPOLOGIES]
+    return table(["step", "batch a chip", *memory, f"collectives on {TOPOLOGIES[0]}, bytes a chip"], rows)
+
+
+def cycles_table(figures: dict) -> str:
+    """Estimates for one chip."""
+    rows = []
+    for name, by_topology in figures.items():
+        for report in by_topology.values():
+            if "memory" not in report:
+                rows.append([name, "", f"does not fit: {report['needed'] / GIB:.2f} GiB", "", "", ""])
+                continue
+            roofline, seconds = report["roofline_seconds"], report["estimated_seconds"]
+            rows.append(
+                [
+                    name,
+                    f"{report['batch']:,} {report['unit']}",
+                    f"{report['cycles'] / 1e6:.1f}M",
+                    f"{1e3 * seconds:.1f}",
+                    f"{1e3 * roofline['flops']:.1f}, {1e3 * roofline['bytes']:.1f}",
+                    f"{report['batch'] / seconds:,.0f}",
+                ]
+            )
+    return table(["step", "batch", "cycles", "ms", "roofline: flops, bytes, ms", "examples/s"], rows)
+
+
+def scaling_table(figures: dict) -> str:
+    """Growth with the number of chips."""
+    rows = []
+    for name, by_topology in figures.items():
+        first = next(iter(by_topology.values()))
+        for report in by_topology.values():
+            rows.append(
+                [
+                    name,
+                    str(report["devices"]),
+                    f"{report['batch'] * report['devices']:,}",
+                    f"{report['memory']['peak'] / GIB:.2f}",
+                    collectives(report),
+                    f"{report['cycles'] / 1e6:.1f}M",
+                    f"{report['cycles'] / first['cycles']:.2f}",
+                ]
+            )
+    header = ["step", "chips", "batch", "peak, GiB a chip", "collectives, bytes a chip", "cycles", "/ those of 8 chips"]
+    return table(header, rows)
+
+
+def draw(figures: dict) -> None:
+    """docs/tpu/scaling.png: memory, bytes of collectives and cycles against the number of chips."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    for name, by_topology in figures.items():
+        reports = list(by_topology.values())
+        chips = [report["devices"] for report in reports]
+        moved = [sum(entry["bytes"] for entry in report["collectives"].values()) / 1e6 for report in reports]
+        series = [
+            [report["memory"]["peak"] / GIB for report in reports],
+            moved,
+            [report["cycles"] / reports[0]["cycles"] for report in reports],
+        ]
+        for axis, values in zip(axes, series, strict=True):
+            axis.plot(chips, values, marker="o", label=name)
+    titles = ("peak memory, GiB a chip", "collectives, MB a chip and step", "estimated cycles / those of 8 chips")
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set(title=title, xlabel="chips of v5e", xscale="log", ylim=(0, None))
+        axis.set_xticks([8, 32, 256], ["8", "32", "256"])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.savefig(DOCS / "scaling.png", dpi=110)
+
+
+def write_page() -> None:
+    """docs/tpu/README.md, of the parts that are there."""
+    parts = {
+        part: json.loads((DOCS / f"{part}.json").read_text()) for part in PARTS if (DOCS / f"{part}.json").exists()
+    }
+    version = next(
+        report["libtpu"] for f in parts.values() for t in f.values() for report in t.values() if "libtpu" in report
+    )
+    page = f"""# What the TPU's compiler says of every recipe
+
+Written by `make compile-all`; do not edit. No TPU ran any of this: the train step of each script was compiled by
+libtpu {version} on a CPU. Memory is what the program asks for. Cycles, times and rates are the compiler's estimates:
+they leave out asynchronous copies, custom calls and waiting for other chips. `make compile MODEL=… TOPOLOGY=…` shows
+more of each.
+"""
+    if "recipes" in parts:
+        page += "\n## Does it fit?\n\nPeak memory a chip, quick compile (effort fast).\n\n"
+        page += recipes_table(parts["recipes"]) + "\n"
+    if "cycles" in parts:
+        page += f"\n## One chip of v5e\n\nEffort full.\n\n{cycles_table(parts['cycles'])}\n"
+    if "scaling" in parts:
+        draw(parts["scaling"])
+        page += "\n## More chips\n\nThe batch a chip stays the same; effort full.\n\n"
+        page += f"{scaling_table(parts['scaling'])}\n\n![growth with the number of chips](scaling.png)\n"
+    (DOCS / "README.md").write_text(page)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}, or page: only write it anew (default: all)")
+    parser.add_argument("--missing", action="store_true", help="keep what the files have")
+    options = parser.parse_args()
+    unknown = set(options.parts) - {*PARTS, "page"}
+    if unknown:
+        parser.error(f"{', '.join(sorted(unknown))}: it is one of {', '.join(PARTS)}, page")
+    for part in options.parts or PARTS:
+        if part != "page":
+            make(part, options.missing)
+    write_page()
+
+
+if __name__ == "__main__":
+    main()
