@@ -138,11 +138,14 @@ compile: check-compile $(INSTALLED) $(LIBTPU)/.installed
 compile-all: $(INSTALLED) $(LIBTPU)/.installed
 	$(RUNS) -m tpu.tables $(ARGS)
 
+# A test process uses little more than one core. Tests of a file share what they have trained.
+SHARED_OUT := -n 2 --dist loadfile
+
 test: $(INSTALLED)
-	$(RUNS) -m pytest -m 'not slow' $(ARGS)
+	$(RUNS) -m pytest $(SHARED_OUT) -m 'not slow' $(ARGS)
 
 test-all: $(INSTALLED) $(FAIRSEQ)/.installed $(LIBTPU)/.installed
-	$(RUNS) -m pytest $(ARGS)
+	$(RUNS) -m pytest $(SHARED_OUT) $(ARGS)
 
 check-bench:
 	@test -n '$(filter $(BENCH),$(BENCHES))' || { echo 'error: BENCH=$(BENCH) is not known; BENCH is one of: $(BENCHES)' >&2; exit 2; }

@@ -16,7 +16,6 @@ is imitated of the real `gcloud compute tpus tpu-vm describe|ssh|scp` (GA, as of
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -132,6 +131,8 @@ def scp(tpu: dict, worker: int, sources: list[str], target: str) -> int:
     if "message" in wrong:
         say(wrong["message"])
         return error("scp", "[/usr/bin/scp] exited with return code [1].")
+    import shutil  # only here: it takes longer to import than most calls last
+
     for source in sources:
         copy = CLOUD / f"home-{worker}" / folder / Path(source).name
         shutil.copy(source, copy)

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -28,7 +29,9 @@ def imports(path: Path) -> set[str]:
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True)
+    given = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS"}  # to the make that runs these tests
+    environment = {name: value for name, value in os.environ.items() if name not in given}
+    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, env=environment)
 
 
 def test_only_the_common_module_imports_torch_xla():

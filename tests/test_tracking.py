@@ -129,7 +129,7 @@ def test_config_json_says_what_ran_where_and_each_start_adds_to_it(start):
     assert stored["config"]["betas"] == [0.9, 0.999] and stored["config"]["lr"] == 0.1
     assert len(stored["starts"]) == 2
     first = stored["starts"][0]
-    assert first["devices"] == {"kind": "CPU"} and "pytest" in first["command"] and first["time"].startswith("20")
+    assert first["devices"] == {"kind": "CPU"} and "python" in first["command"] and first["time"].startswith("20")
     assert first["versions"]["torch"] == torch.__version__.split("+")[0] and "python" in first["versions"]
 
 
