@@ -37,7 +37,7 @@ help:
 	@echo 'make train MODEL=bert TASK=mrpc DATA=/data/glue  fine-tuning on a task of GLUE; TASK=pretrain: on text'
 	@echo 'make data DATASET=criteo DATA=/data/kaggle   text files to arrays, once before training: $(DATASETS)'
 	@echo 'make translate MODEL_DIR=runs/x/export <in >out  text through a trained Transformer, a sentence a line'
-	@echo 'make train MODEL=bert DATA=gs://… TPU=my-tpu  on all workers of that Cloud TPU; logs, stop, status TPU=my-tpu'
+	@echo 'make train MODEL=bert DATA=… TPU=my-tpu      on all workers of that Cloud TPU; logs, stop, status TPU=my-tpu'
 	@echo 'make doctor                                  what is here, what is missing: each line ok, or what to do'
 	@echo 'make compile MODEL=bert TOPOLOGY=v5e:2x4     does it fit that TPU? by its own compiler, on this machine'
 	@echo 'make test                                    all tests, 20 minutes on two CPU cores'

@@ -1,6 +1,6 @@
 """Starts a training run on all workers of a TPU from another machine, streams its log, stops it.
 
-    python3 -m tpu.launch train --tpu my-tpu --zone us-east5-b --run bert1 -- MODEL=bert DATA=gs://bucket/glue
+    python3 -m tpu.launch train --tpu my-tpu --zone us-east5-b --run bert1 -- MODEL=bert DATA=nyu-mll/glue
     python3 -m tpu.launch logs|stop|status --tpu my-tpu --zone us-east5-b
 
 make train|logs|stop|status TPU=… calls it. It needs python3 (3.9 or later, only the standard library), git, and gcloud
