@@ -180,7 +180,7 @@ def reports(tmp_path_factory):
             row = next(row for row in tables.GUARDS if row.name == name)
             paths = str(folder / f"{name}.json"), str(folder / f"{name}.pb")
             command = row.command(tables.GUARD_TOPOLOGY, "fast", paths[0])[3:]
-            result = run(command[0], "--dump", paths[1], *command[1:])
+            result = run(*command[:2], "--dump", paths[1], *command[2:])
             assert result.returncode == 0, result.stderr[-2000:]
             known[name] = json.loads(Path(paths[0]).read_text()), hlo.parse(Path(paths[1]).read_bytes())
         return known[name]

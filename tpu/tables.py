@@ -122,8 +122,8 @@ def make(part: str, missing: bool) -> None:
             figures = dict(sorted(figures.items(), key=lambda item: -order.get(item[0], 0)))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(figures, indent=1) + "\n")
-            peak = report["memory"]["peak"] if "memory" in report else report["needed"]
-            print(f"{name} on {topology}: {peak / GIB:.2f} GiB", flush=True)
+            needed = report["memory"]["needed"] if "memory" in report else report["needed"]
+            print(f"{name} on {topology}: {needed / GIB:.2f} GiB", flush=True)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -147,7 +147,7 @@ def recipes_table(figures: dict) -> str:
         for topology in TOPOLOGIES:
             report = by_topology[topology]
             if "memory" in report:
-                cells.append(f"{report['memory']['peak'] / GIB:.2f}")
+                cells.append(f"{report['memory']['needed'] / GIB:.2f}")
             else:
                 cells.append(f"does not fit: {report['needed'] / GIB:.2f}")
         rows.append([*cells, collectives(first) if "memory" in first else ""])
@@ -188,13 +188,21 @@ def scaling_table(figures: dict) -> str:
                     name,
                     str(report["devices"]),
                     f"{report['batch'] * report['devices']:,}",
-                    f"{report['memory']['peak'] / GIB:.2f}",
+                    f"{report['memory']['needed'] / GIB:.2f}",
                     collectives(report),
                     f"{report['cycles'] / 1e6:.1f}M",
                     f"{report['cycles'] / first['cycles']:.2f}",
                 ]
             )
-    header = ["step", "chips", "batch", "peak, GiB a chip", "collectives, bytes a chip", "cycles", "/ those of 8 chips"]
+    header = [
+        "step",
+        "chips",
+        "batch",
+        "memory, GiB a chip",
+        "collectives, bytes a chip",
+        "cycles",
+        "/ those of 8 chips",
+    ]
     return table(header, rows)
 
 
@@ -211,13 +219,13 @@ def draw(figures: dict) -> None:
         chips = [report["devices"] for report in reports]
         moved = [sum(entry["bytes"] for entry in report["collectives"].values()) / 1e6 for report in reports]
         series = [
-            [report["memory"]["peak"] / GIB for report in reports],
+            [report["memory"]["needed"] / GIB for report in reports],
             moved,
             [report["cycles"] / reports[0]["cycles"] for report in reports],
         ]
         for axis, values in zip(axes, series, strict=True):
             axis.plot(chips, values, marker="o", label=name)
-    titles = ("peak memory, GiB a chip", "collectives, MB a chip and step", "estimated cycles / those of 8 chips")
+    titles = ("memory, GiB a chip", "collectives, MB a chip and step", "estimated cycles / those of 8 chips")
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="chips of v5e", xscale="log", ylim=(0, None))
         axis.set_xticks([8, 32, 256], ["8", "32", "256"])
@@ -243,7 +251,7 @@ they leave out asynchronous copies, custom calls and waiting for other chips. `m
 more of each.
 """
     if "recipes" in parts:
-        page += "\n## Does it fit?\n\nPeak memory a chip, quick compile (effort fast).\n\n"
+        page += "\n## Does it fit?\n\nMemory that the step needs on a chip, quick compile (effort fast).\n\n"
         page += recipes_table(parts["recipes"]) + "\n"
     if "cycles" in parts:
         page += f"\n## One chip of v5e\n\nEffort full.\n\n{cycles_table(parts['cycles'])}\n"
