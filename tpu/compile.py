@@ -27,10 +27,10 @@ import tyro
 
 from data import InputError
 from tpu import hlo, libtpu, steps
+from tpu.libtpu import GIB
 from train import dlrm, glue, pretrain, resnet50, transformer
 from train.common import device, staging
 
-GIB = 2**30
 ENCODERS = tuple(name for name in glue.RECIPES if name != "auto")
 MODELS = ("resnet50", "transformer", "dlrm", *ENCODERS)
 EFFORTS = ("fast", "full")

@@ -21,10 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tpu.libtpu import GIB
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs/tpu"
 PARTS = ("recipes", "cycles", "scaling", "guards")
-GIB = 2**30
 
 
 @dataclass(frozen=True)
