@@ -143,11 +143,13 @@ def recipes_table(figures: dict) -> str:
     """Memory of every recipe on every TPU, and the collectives of the first."""
     rows = []
     for name, by_topology in figures.items():
-        first = by_topology[TOPOLOGIES[0]]
+        first = by_topology.get(TOPOLOGIES[0], {})
         cells = [name, f"{first['batch']:,}" if "batch" in first else ""]
         for topology in TOPOLOGIES:
-            report = by_topology[topology]
-            if "memory" in report:
+            report = by_topology.get(topology)
+            if report is None:
+                cells.append("not run")
+            elif "memory" in report:
                 cells.append(f"{report['memory']['needed'] / GIB:.2f}")
             else:
                 cells.append(f"does not fit: {report['needed'] / GIB:.2f}")
