@@ -29,7 +29,7 @@ SITE := lib/python3.11/site-packages
 
 .DEFAULT_GOAL := help
 .PHONY: help install train translate data compile compile-all logs stop status doctor test test-all bench lint clean fairseq fairseq-golden \
-	check-model check-data check-translate check-compile check-bench
+	check-model check-data check-translate check-bench
 
 help:
 	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
@@ -125,11 +125,7 @@ $(LIBTPU)/.installed: requirements-compile.txt | $(INSTALLED)
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(LIBTPU) -r requirements-compile.txt
 	touch $@
 
-# Checked before anything is installed.
-check-compile:
-	@test -n '$(SCRIPT_$(MODEL))' || { echo 'error: MODEL=$(MODEL) is not known; MODEL is one of: $(MODELS)' >&2; exit 2; }
-
-compile: check-compile $(INSTALLED) $(LIBTPU)/.installed
+compile: check-model $(INSTALLED) $(LIBTPU)/.installed
 	$(RUNS) -m tpu.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") \
 		$(if $(OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))

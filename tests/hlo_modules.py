@@ -3,7 +3,19 @@
 The numbers of the fields are those of xla/service/hlo.proto and xla/xla_data.proto.
 """
 
+from data import InputError
+from tpu import libtpu
+
 PRED, S32, U32, F32, TUPLE, BF16 = 1, 4, 8, 11, 13, 16
+
+
+def installed() -> bool:
+    """Whether libtpu is there."""
+    try:
+        libtpu.find()
+    except InputError:
+        return False
+    return True
 
 
 def varint(number: int) -> bytes:

@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hlo_modules import installed
 
 from data import InputError
 from tpu import compile as compiling
-from tpu import hlo, libtpu, tables
+from tpu import hlo, tables
 
 ROOT = Path(__file__).parent.parent
 
@@ -153,13 +154,6 @@ def test_a_value_that_is_read_in_the_middle_of_a_step_is_named_with_its_line(sta
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
-
-
-def installed() -> bool:
-    try:
-        return bool(libtpu.find())
-    except InputError:
-        return False
 
 
 needs_libtpu = [

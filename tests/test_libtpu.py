@@ -10,6 +10,7 @@ from hlo_modules import (
     BF16,
     array,
     contracting,
+    installed,
     instruction,
     matmul,
     packed,
@@ -22,14 +23,6 @@ from data import InputError
 from tpu import hlo, libtpu
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def installed() -> bool:
-    try:
-        libtpu.find()
-    except InputError:
-        return False
-    return True
 
 
 needs_libtpu = pytest.mark.skipif(not installed(), reason="libtpu is not installed: `make test-all` does that")

@@ -108,7 +108,7 @@ def compile_step(job: Job, topology: libtpu.Topology, mesh: device.Mesh, effort:
         seconds = time.perf_counter() - started
         memory, cost, optimized = program.memory, program.cost, program.optimized
     module, before = hlo.parse(optimized), hlo.parse(staged.module)
-    copies = hlo.copies(module)
+    copies, products = hlo.copies(module), hlo.dots(before)
     generation = libtpu.GENERATIONS[topology.generation]
     moved, computed = cost.bytes_accessed / generation.hbm_bytes_per_second, cost.flops / generation.peak_flops
     devices = topology.num_devices
@@ -139,8 +139,8 @@ def compile_step(job: Job, topology: libtpu.Topology, mesh: device.Mesh, effort:
         "copies": {"count": len(copies.instructions), "bytes": copies.bytes},
         "largest_buffers": _largest(module),
         "host_transfers": len(hlo.host_transfers(module)),
-        "float32_products": len([dot for dot in hlo.dots(before) if "f32" in (dot.lhs, dot.rhs)]),
-        "products": len(hlo.dots(before)),
+        "float32_products": len([dot for dot in products if "f32" in (dot.lhs, dot.rhs)]),
+        "products": len(products),
     }
     if effort == "full":
         cycles = hlo.entry_cycles(module)
@@ -354,9 +354,6 @@ def a_device(job: Job, devices: int) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(0 if main().get("fits", True) else 1)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except device.GraphError as error:
+    except (InputError, device.GraphError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
