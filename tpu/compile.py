@@ -15,8 +15,10 @@ import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 if __name__ == "__main__":
@@ -78,13 +80,13 @@ class Job:
         return replace(config, batch_size=self.batch * devices * getattr(config, "update_every", 1))
 
 
-def stage(job: Job, mesh: device.Mesh) -> tuple[steps.Step, staging.Staged]:
-    """The step, and the program that it is before optimisation.
+def stage(job: Job, mesh: device.Mesh, script: Any) -> tuple[steps.Step, staging.Staged]:
+    """The step of `script`'s functions, and the program that it is before optimisation.
 
     Raises:
         InputError: its batch cannot be shared out among the devices.
     """
-    step = MAKERS[job.script](job.config(mesh.num_devices), mesh)
+    step = MAKERS[job.script](job.config(mesh.num_devices), mesh, script)
     if step.examples % mesh.num_devices:
         raise InputError(
             f"a step of {step.examples:,} {step.unit} cannot be shared out among {mesh.num_devices} devices; give "
@@ -96,13 +98,15 @@ def stage(job: Job, mesh: device.Mesh) -> tuple[steps.Step, staging.Staged]:
     return step, replace(staged, module=module)
 
 
-def compile_step(job: Job, topology: libtpu.Topology, mesh: device.Mesh, effort: str) -> tuple[dict, bytes]:
-    """(what is known of the compiled step, its optimised module).
+def compile_step(
+    job: Job, topology: libtpu.Topology, mesh: device.Mesh, effort: str, script: Any
+) -> tuple[dict, bytes]:
+    """(what is known of the compiled step of `script`'s functions, its optimised module).
 
     Raises:
         libtpu.OutOfMemory: it does not fit into a device's memory.
     """
-    step, staged = stage(job, mesh)
+    step, staged = stage(job, mesh, script)
     started = time.perf_counter()
     with topology.compile(staged.module, effort) as program:
         seconds = time.perf_counter() - started
@@ -193,7 +197,9 @@ def _collectives(module: hlo.Module) -> dict[str, dict]:
     return found
 
 
-def largest_batch(job: Job, topology: libtpu.Topology, mesh: device.Mesh, too_large: int) -> tuple[int, dict | None]:
+def largest_batch(
+    job: Job, topology: libtpu.Topology, mesh: device.Mesh, script: Any, too_large: int
+) -> tuple[int, dict | None]:
     """(the most examples a device that fit, within a sixteenth; the report of that step). (0, None): not even one."""
     fits: dict[int, dict] = {}
     high = too_large
@@ -210,7 +216,7 @@ def largest_batch(job: Job, topology: libtpu.Topology, mesh: device.Mesh, too_la
             guess = b + int(room / max(slope, 1.0))
             middle = min(max(guess, low + max(1, high // 32)), high - max(1, high // 32))
         try:
-            fits[middle], _ = compile_step(replace(job, batch=middle), topology, mesh, "fast")
+            fits[middle], _ = compile_step(replace(job, batch=middle), topology, mesh, "fast", script)
             print(f"  {middle} a device: {fits[middle]['memory']['peak'] / GIB:.2f} GiB, fits", flush=True)
         except libtpu.OutOfMemory as error:
             high = middle
@@ -311,13 +317,17 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
     return options, Job(options.model, preset, options.task, tuple(flags), options.batch)
 
 
-def main(arguments: list[str] | None = None) -> dict:
-    """Compiles, prints and writes the report; returns it. Where the step does not fit: {"needed", "capacity", …}."""
+def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyType({})) -> dict:
+    """Compiles, prints and writes the report; returns it. Where the step does not fit: {"needed", "capacity", …}.
+
+    `functions`: by script, an object whose `build` and `train_step` are taken instead of the script's.
+    """
     options, job = parse(arguments)
+    script = functions.get(job.script, job.script)
     with libtpu.Topology(options.topology) as topology:
         mesh = staging.setup(topology.num_devices, topology.kind, job.config(topology.num_devices).precision)
         try:
-            report, optimized = compile_step(job, topology, mesh, options.effort)
+            report, optimized = compile_step(job, topology, mesh, options.effort, script)
             print(describe(report), flush=True)
         except libtpu.OutOfMemory as error:
             print(f"{job.model} {job.preset} on {topology.name}", describe_shortage(error), sep="\n", flush=True)
@@ -326,7 +336,7 @@ def main(arguments: list[str] | None = None) -> dict:
             if not options.no_search:
                 asked = a_device(job, topology.num_devices)
                 print(f"looking for the largest batch that fits, below {asked} a device:", flush=True)
-                report["largest_batch"], best = largest_batch(job, topology, mesh, asked)
+                report["largest_batch"], best = largest_batch(job, topology, mesh, script, asked)
                 print(f"the largest batch that fits: {report['largest_batch']} a device", flush=True)
                 if best:
                     print(describe_buffers(best), flush=True)

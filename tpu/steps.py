@@ -3,8 +3,9 @@
 Config, `build` and `train_step` are the script's own. What a data set or a checkpoint would say (classes, words, rows
 of tables) is that of the published recipe.
 
-Each function takes a script's Config, whose batch is that of all devices, and a mesh of train/common/staging.py. A test
-compares names, shapes and types of the inputs with what the data sets give.
+Each function takes a script's Config, whose batch is that of all devices, and a mesh of train/common/staging.py; and
+the script, or another object with functions of the same names (bench/stock.py). A test compares names, shapes and types
+of the inputs with what the data sets give.
 """
 
 from collections import namedtuple
@@ -51,12 +52,12 @@ class Step:
     unit: str
 
 
-def images(config: resnet50.Config, mesh: device.Mesh) -> Step:
+def images(config: resnet50.Config, mesh: device.Mesh, script: Any = resnet50) -> Step:
     """ResNet on ImageNet's 1,000 classes."""
-    model, normalize, optimizer = resnet50.build(config, 1000, mesh)
+    model, normalize, optimizer = script.build(config, 1000, mesh)
     batch = image_batch(config, mesh)
     arguments = model.train(), normalize, optimizer, batch, config, mesh
-    return Step(resnet50.train_step, arguments, f"{config.model}, {config.image_size} px", config.batch_size, "images")
+    return Step(script.train_step, arguments, f"{config.model}, {config.image_size} px", config.batch_size, "images")
 
 
 def image_batch(config: resnet50.Config, mesh: device.Mesh) -> dict:
@@ -99,16 +100,16 @@ class Vocabulary:
         return self.size
 
 
-def sentences(config: glue_script.Config, mesh: device.Mesh) -> Step:
+def sentences(config: glue_script.Config, mesh: device.Mesh, script: Any = glue_script) -> Step:
     """Fine-tuning on a task of GLUE, on a batch of the longest bucket."""
     config = glue_script.completed(replace(config, data=config.data or "nyu-mll/glue"))
     settings = published(config.model)
     settings.num_labels = max(len(glue.TASKS[config.task].labels), 1)
     model = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
-    optimizer = glue_script.build(config, model, mesh)
+    optimizer = script.build(config, model, mesh)
     arguments = model.train(), optimizer, sentence_batch(config, mesh), config.clip, mesh
     what = f"{config.model}-base on {config.task}, {config.lengths[-1]} tokens"
-    return Step(glue_script.train_step, arguments, what, config.batch_size, "sequences")
+    return Step(script.train_step, arguments, what, config.batch_size, "sequences")
 
 
 def sentence_batch(config: glue_script.Config, mesh: device.Mesh) -> dict:
@@ -119,7 +120,7 @@ def sentence_batch(config: glue_script.Config, mesh: device.Mesh) -> dict:
     return staging.inputs(shapes | {"labels": ((count,), labels), "mask": ((count,), F32)}, mesh)
 
 
-def text(config: pretrain.Config, mesh: device.Mesh, tokens: int = 512) -> Step:
+def text(config: pretrain.Config, mesh: device.Mesh, script: Any = pretrain, tokens: int = 512) -> Step:
     """Pretraining on rows of `tokens`; of an update in parts, one part."""
     given = replace(config, data=config.data or "text", teacher=config.teacher or "google-bert/bert-base-uncased")
     config = pretrain.completed(given)
@@ -127,20 +128,21 @@ def text(config: pretrain.Config, mesh: device.Mesh, tokens: int = 512) -> Step:
     kind = pretrain.ARCHITECTURE[config.model]
     settings = encoders.configuration(kind, config.size, Vocabulary(published(kind)), tokens)
     model = auto_class.from_config(settings, dtype=torch.float32)
-    optimizer, clip = pretrain.build(config, model, mesh), pretrain.RECIPES[config.model].clip
+    optimizer, clip = script.build(config, model, mesh), pretrain.RECIPES[config.model].clip
     teacher = None
     if config.model == "distilbert":
         settings = encoders.configuration("bert", config.size, Vocabulary(published("bert")), tokens)
         teacher = AutoModelForMaskedLM.from_config(settings, dtype=torch.float32).eval()
-        device.to_device(encoders.fast_layers(teacher.requires_grad_(False)), mesh)
+        teacher.requires_grad_(False)
+        device.to_device(encoders.fast_layers(teacher) if script is pretrain else teacher, mesh)
     batch, count = text_batch(config, mesh, tokens), config.batch_size // config.update_every
     what = f"{config.model}-{config.size}, {tokens} tokens, {batch['positions'].shape[1]} predicted"
     if config.update_every == 1:
         arguments = model.train(), teacher, optimizer, batch, clip, mesh
-        return Step(pretrain.train_step, arguments, what, count, "sequences")
+        return Step(script.train_step, arguments, what, count, "sequences")
     totals = device.gradient_buffers(model, ("loss", "words"), mesh)
     arguments = model.train(), teacher, batch, totals, config.update_every, mesh
-    return Step(pretrain.gradient_step, arguments, f"{what}, 1/{config.update_every} of an update", count, "sequences")
+    return Step(script.gradient_step, arguments, f"{what}, 1/{config.update_every} of an update", count, "sequences")
 
 
 def text_batch(config: pretrain.Config, mesh: device.Mesh, tokens: int) -> dict:
@@ -161,20 +163,20 @@ WORDS = 32_768  # of the joint dictionary of WMT'16 and '18: 32k pieces, and fai
 LONGEST = 256  # tokens of a row where the recipe takes them from the data
 
 
-def translation(config: transformer.Config, mesh: device.Mesh) -> Step:
+def translation(config: transformer.Config, mesh: device.Mesh, script: Any = transformer) -> Step:
     """The Transformer with one dictionary, on a batch of its longest shape; of an update in parts, one part."""
     dictionary = range(WORDS)
     pairs = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    model, optimizer = transformer.build(config, pairs, mesh)
+    model, optimizer = script.build(config, pairs, mesh)
     batch = translation_batch(config, mesh)
     count, tokens = batch["source"].shape
     what = f"{config.arch}, {tokens} tokens, {WORDS:,} words{', packed' if config.pack else ''}"
     if config.update_every == 1:
         arguments = model.train(), optimizer, batch, config, mesh
-        return Step(transformer.train_step, arguments, what, count, "rows")
+        return Step(script.train_step, arguments, what, count, "rows")
     totals = device.gradient_buffers(model, ("loss", "nll", "tokens"), mesh)
     arguments = model.train(), batch, totals, config, mesh
-    return Step(transformer.gradient_step, arguments, f"{what}, 1/{config.update_every} of an update", count, "rows")
+    return Step(script.gradient_step, arguments, f"{what}, 1/{config.update_every} of an update", count, "rows")
 
 
 def translation_batch(config: transformer.Config, mesh: device.Mesh) -> dict:
@@ -202,7 +204,7 @@ MULTI_HOT_ROWS = (
 MULTI_HOT_LOOKUPS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 
 
-def clicks(config: dlrm.Config, mesh: device.Mesh) -> Step:
+def clicks(config: dlrm.Config, mesh: device.Mesh, script: Any = dlrm) -> Step:
     """DLRM with the tables of Criteo Kaggle or Terabyte, by its width."""
     tables, lookups, name = KAGGLE_ROWS, (1,) * 26, "Criteo Kaggle"
     if config.interaction == "dcn":
@@ -212,12 +214,12 @@ def clicks(config: dlrm.Config, mesh: device.Mesh) -> Step:
     if config.hash_rows:
         tables = tuple(min(count, config.hash_rows) for count in tables)
     dataset = Clicks(tables, lookups, 13, [f"c{i}" for i in range(26)])
-    model, embeddings, optimizer = dlrm.build(config, dataset, mesh)
+    model, embeddings, optimizer = script.build(config, dataset, mesh)
     batch = click_batch(config, mesh, sum(lookups))
     arguments = model.train(), embeddings, optimizer, batch, mesh
     plans = ", ".join(f"{count} {plan}" for plan, count in embeddings.plan.counts().items())
     what = f"dlrm, {name}, {sum(tables):,} rows of {config.dim} ({plans})"
-    return Step(dlrm.train_step, arguments, what, config.batch_size, "examples")
+    return Step(script.train_step, arguments, what, config.batch_size, "examples")
 
 
 def click_batch(config: dlrm.Config, mesh: device.Mesh, lookups: int) -> dict:

@@ -39,12 +39,12 @@ class Row:
     task: str = ""
     flags: tuple[str, ...] = ()
 
-    def command(self, topology: str, effort: str, output: str) -> list[str]:
+    def command(self, topology: str, effort: str, output: str, module: str = "tpu.compile") -> list[str]:
         """Without a search for what fits: the tables say that it does not."""
         task = ["--task", self.task] if self.task else []
         options = ["--topology", topology, "--batch", str(self.batch), "--effort", effort, "--json", output]
         flags = ["--", *self.flags] if self.flags else []
-        return [sys.executable, "-m", "tpu.compile", self.model, self.preset, *task, *options, "--no-search", *flags]
+        return [sys.executable, "-m", module, self.model, self.preset, *task, *options, "--no-search", *flags]
 
 
 # A chip's share of the published batch on eight chips. Where that does not fit, an update comes in parts of 32 rows a
@@ -80,16 +80,21 @@ GUARDS = (
 GUARD_TOPOLOGY = "v5e:2x4"
 
 
-def compiled(row: Row, topology: str, effort: str) -> dict:
-    """The report of tpu/compile.py, or {"fits": False, "needed": bytes, …}.
+def compiled(row: Row, topology: str, effort: str, module: str = "tpu.compile") -> dict:
+    """The report of tpu/compile.py, or of another `module` with its command line.
+
+    Where it does not fit: {"fits": False, …}, with "needed", bytes, if it was compiled, and with "reason" if the script
+    refuses it: tables of embeddings that are too large for these chips.
 
     Raises:
-        RuntimeError: it failed for another reason than memory; with the last lines that it said.
+        RuntimeError: it failed for another reason; with the last lines that it said.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
-        command = row.command(topology, effort, str(path))
+        command = row.command(topology, effort, str(path), module)
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if result.returncode == 2 and "What would fit:" in result.stderr:
+            return {"fits": False, "reason": result.stderr.rpartition("error: ")[2].strip()}
         if not path.exists():
             raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
         return json.loads(path.read_text())
@@ -123,8 +128,14 @@ def make(part: str, missing: bool) -> None:
             figures = dict(sorted(figures.items(), key=lambda item: -order.get(item[0], 0)))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(figures, indent=1) + "\n")
-            needed = report["memory"]["needed"] if "memory" in report else report["needed"]
-            print(f"{name} on {topology}: {needed / GIB:.2f} GiB", flush=True)
+            print(f"{name} on {topology}: {memory(report)}", flush=True)
+
+
+def memory(report: dict) -> str:
+    """GiB that a chip needs, and whether it has them."""
+    if "memory" in report:
+        return f"{report['memory']['needed'] / GIB:.2f}"
+    return f"does not fit: {report['needed'] / GIB:.2f}" if "needed" in report else "does not fit: the tables"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -144,18 +155,13 @@ def recipes_table(figures: dict) -> str:
     rows = []
     for name, by_topology in figures.items():
         first = by_topology.get(TOPOLOGIES[0], {})
-        cells = [name, f"{first['batch']:,}" if "batch" in first else ""]
+        batch = max(report.get("batch", 0) for report in by_topology.values())
+        cells = [name, f"{batch:,}" if batch else ""]
         for topology in TOPOLOGIES:
-            report = by_topology.get(topology)
-            if report is None:
-                cells.append("not run")
-            elif "memory" in report:
-                cells.append(f"{report['memory']['needed'] / GIB:.2f}")
-            else:
-                cells.append(f"does not fit: {report['needed'] / GIB:.2f}")
+            cells.append(memory(by_topology[topology]) if topology in by_topology else "not run")
         rows.append([*cells, collectives(first) if "memory" in first else ""])
-    memory = [f"{topology}, GiB" for topology in TOPOLOGIES]
-    return table(["step", "batch a chip", *memory, f"collectives on {TOPOLOGIES[0]}, bytes a chip"], rows)
+    columns = [f"{topology}, GiB" for topology in TOPOLOGIES]
+    return table(["step", "batch a chip", *columns, f"collectives on {TOPOLOGIES[0]}, bytes a chip"], rows)
 
 
 def cycles_table(figures: dict) -> str:
@@ -164,7 +170,7 @@ def cycles_table(figures: dict) -> str:
     for name, by_topology in figures.items():
         for report in by_topology.values():
             if "memory" not in report:
-                rows.append([name, "", f"does not fit: {report['needed'] / GIB:.2f} GiB", "", "", ""])
+                rows.append([name, "", memory(report), "", "", ""])
                 continue
             roofline, seconds = report["roofline_seconds"], report["estimated_seconds"]
             rows.append(

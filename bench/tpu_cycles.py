@@ -1,0 +1,120 @@
+"""Estimated cycles of the scripts' train steps beside the usual ones of bench/stock.py, by the TPU's own compiler.
+
+    python -m bench.tpu_cycles                  every row: an hour and a half on two cores; libtpu: `make compile`
+    python -m bench.tpu_cycles bert --missing   rows with "bert" in their name that docs/tpu/stock.json does not have
+    python -m bench.tpu_cycles --print          only the tables, of what is there
+
+Each row is two compiles for v5e with effort full, of the same Config and batch: ours (tpu/compile.py) and the usual
+step (bench/stock.py). The figures are kept in docs/tpu/stock.json, the tables in docs/tpu/stock.md. Cycles are
+estimates.
+"""
+
+import argparse
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+from tpu.libtpu import GIB
+from tpu.tables import DOCS, Row, compiled, memory, table
+
+ONE, EIGHT = "v5e:1x1", "v5e:2x4"
+WHOLE = ("--update-every", "1")
+STEPS = (
+    (Row("ResNet-50, 224 px", "resnet50", "full", 128), ONE),
+    (Row("BERT-base pretraining, 512 tokens", "bert", "full", 32, "pretrain", ("--predictions", "79")), ONE),
+    (Row("the same, 64 rows", "bert", "full", 64, "pretrain", ("--predictions", "79")), ONE),
+    (Row("BERT-base on GLUE, 128 tokens", "bert", "full", 128, "mrpc"), ONE),
+    (Row("RoBERTa-base pretraining, 512 tokens", "roberta", "full", 32, "pretrain", WHOLE), ONE),
+    (Row("DistilBERT pretraining, 512 tokens", "distilbert", "full", 32, "pretrain", WHOLE), ONE),
+    (Row("XLNet-base pretraining, 512 tokens", "xlnet", "full", 32, "pretrain", WHOLE), ONE),
+    (Row("XLNet-base pretraining, 512 tokens, 16 rows", "xlnet", "full", 16, "pretrain", WHOLE), ONE),
+    (Row("Transformer base, 64 tokens", "transformer", "tpu", 256), ONE),
+    (Row("Transformer big, packed, 256 tokens", "transformer", "big", 32, "", WHOLE), ONE),
+)
+MILLION = ("--hash-rows", "1000000")
+TABLES = (
+    (Row("Kaggle, 1 chip, at most 1M rows a table", "dlrm", "kaggle", 128, "", MILLION), ONE),
+    (Row("Kaggle, 1 chip, up to 10.1M", "dlrm", "kaggle", 128), ONE),
+    (Row("Kaggle, 8 chips, at most 1M", "dlrm", "kaggle", 16, "", MILLION), EIGHT),
+    (Row("Kaggle, 8 chips, up to 10.1M", "dlrm", "kaggle", 16), EIGHT),
+    (Row("Terabyte, 1 chip, at most 1M", "dlrm", "mlperf_v1", 2048, "", MILLION), ONE),
+    (Row("Terabyte, 1 chip, at most 3M", "dlrm", "mlperf_v1", 2048, "", ("--hash-rows", "3000000")), ONE),
+    (Row("Terabyte, 8 chips, at most 1M", "dlrm", "mlperf_v1", 256, "", MILLION), EIGHT),
+    (Row("Terabyte, 8 chips, up to 40M", "dlrm", "mlperf_v1", 256), EIGHT),
+)
+
+
+def measure(row: Row, topology: str) -> dict:
+    """{"ours": report, "usual": report}, see tpu/tables.py's `compiled`."""
+    modules = {"ours": "tpu.compile", "usual": "bench.stock"}
+    return {name: compiled(row, topology, "full", module) for name, module in modules.items()}
+
+
+def cycles(report: dict) -> str:
+    """In millions, or why there are none."""
+    return f"{report['cycles'] / 1e6:.1f}M" if "cycles" in report else f"{memory(report)} GiB"
+
+
+def cells(row: Row, figures: dict) -> list[str]:
+    """A line of the table."""
+    ours, usual = figures["ours"], figures["usual"]
+    both = "cycles" in ours and "cycles" in usual
+    amounts = [f"{report['memory']['needed'] / GIB:.2f}" if "memory" in report else "" for report in (usual, ours)]
+    moved = [f"{report['bytes_accessed'] / 1e9:.1f}" if "memory" in report else "" for report in (usual, ours)]
+    ratio = f"{ours['cycles'] / usual['cycles']:.2f}" if both else ""
+    return [row.name, f"{row.batch:,}", cycles(usual), cycles(ours), ratio, *amounts, *moved]
+
+
+def page(figures: dict) -> str:
+    """docs/tpu/stock.md."""
+    version = next(report["libtpu"] for pair in figures.values() for report in pair.values() if "libtpu" in report)
+    header = ["step", "batch a chip", "usual, cycles", "ours", "ours / usual"]
+    header += ["usual, GiB", "ours", "usual, GB moved", "ours"]
+    parts = [
+        f"""# The scripts' steps beside the usual ones
+
+Written by `python -m bench.tpu_cycles`; do not edit. Estimates of libtpu {version} (effort full) for v5e, of whole
+train steps: bf16 autocast, float32 parameters and optimizer state, dropout on, update included. "Usual" is
+torchvision's ResNet, transformers' models, torch's `nn.Transformer`, and tables as parameters with a dense gradient
+(bench/stock.py), with the same Config, optimizer and batch. Cycles leave out asynchronous copies, custom calls and
+waiting for other chips.
+"""
+    ]
+    for title, steps in (("Networks, one chip", STEPS), ("DLRM", TABLES)):
+        rows = [cells(row, figures[row.name]) for row, _ in steps if row.name in figures]
+        if rows:
+            parts.append(f"\n## {title}\n\n{table(header, rows)}\n")
+    return "".join(parts)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", default="", help="part of the rows' names (default: all)")
+    parser.add_argument("--missing", action="store_true", help="keep what docs/tpu/stock.json has")
+    parser.add_argument("--print", action="store_true", help="compile nothing")
+    options = parser.parse_args()
+    path = DOCS / "stock.json"
+    figures = json.loads(path.read_text()) if path.exists() else {}
+    rows = [(row, topology) for row, topology in STEPS + TABLES if options.name.lower() in row.name.lower()]
+    if not rows:
+        parser.error(
+            f"no row has {options.name!r} in its name; there are {', '.join(row.name for row, _ in STEPS + TABLES)}"
+        )
+    if options.missing:
+        rows = [(row, topology) for row, topology in rows if row.name not in figures]
+    if options.print:
+        rows = []
+    order = [row.name for row, _ in STEPS + TABLES]
+    with ThreadPoolExecutor(2) as pool:
+        for (row, _), result in zip(rows, pool.map(lambda job: measure(*job), rows), strict=True):
+            figures[row.name] = result
+            figures = {name: figures[name] for name in order if name in figures}
+            path.write_text(json.dumps(figures, indent=1) + "\n")
+            print(" | ".join(cells(row, result)), flush=True)
+    text = page(figures)
+    (DOCS / "stock.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
