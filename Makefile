@@ -70,7 +70,7 @@ $(INSTALLED): requirements.txt requirements-torchrec.txt requirements-tpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet -r requirements.txt
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps -r requirements-torchrec.txt
-	if ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1; then $(VENV)/bin/pip install --quiet -r requirements-tpu.txt; fi
+	if [ -n '$(wildcard /dev/accel* /dev/vfio/[0-9]*)' ]; then $(VENV)/bin/pip install --quiet -r requirements-tpu.txt; fi
 	touch $@
 
 install: $(INSTALLED)

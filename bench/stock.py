@@ -19,9 +19,9 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 
+from bench.resnet50_eager import eager_model
 from data import InputError, imagenet
 from models import encoders, objectives, permutation
 from models.dlrm import DLRM
@@ -40,7 +40,7 @@ class Images:
     @staticmethod
     def build(config: resnet50.Config, num_classes: int, mesh: device.Mesh):
         """As train/resnet50.py's."""
-        model = device.to_device(torchvision.models.get_model(config.model, num_classes=num_classes), mesh)
+        model = device.to_device(eager_model(config.model, num_classes), mesh)
         normalize = device.to_device(Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD), mesh)
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() == 1]

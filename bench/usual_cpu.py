@@ -1,0 +1,153 @@
+"""Time of the scripts' train steps on this CPU beside the usual ones of bench/stock.py: what is fast on a TPU must not
+be slow here.
+
+    XLA      both steps compiled for one XLA CPU device
+    eager    both steps in eager PyTorch, where our layers take PyTorch's own kernels
+    how      float32, small networks, random batches of the shapes that the scripts have, dropout on; blocks of steps,
+             ours and the usual one in turn, in one process; ratios within a round
+    random   numbers of dropout on XLA: XLA_RNG_BIT_GENERATOR=three_fry for both sides (torch_xla's default on a CPU
+             draws 20 times slower)
+    run      python -m bench.usual_cpu
+             python -m bench.usual_cpu --only bert --rounds 15
+
+Run it on a machine that does nothing else.
+"""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+import tyro
+from torch import Tensor
+
+from bench import stock
+from tpu import compile as compiling
+from tpu import steps
+from train import dlrm, pretrain
+from train.common import device
+
+TEXT_TOKENS = 128
+FLOAT = ("--precision", "float32")
+JOBS = {
+    "ResNet": compiling.Job("resnet50", "tiny", "", (*FLOAT, "--norm-groups", "1", "--image-size", "64"), 32),
+    "BERT pretraining": compiling.Job("bert", "full", "pretrain", (*FLOAT, "--size", "mini"), 8),
+    "RoBERTa pretraining": compiling.Job("roberta", "full", "pretrain", (*FLOAT, "--size", "mini"), 8),
+    "DistilBERT pretraining": compiling.Job("distilbert", "full", "pretrain", (*FLOAT, "--size", "mini"), 8),
+    "XLNet pretraining": compiling.Job("xlnet", "full", "pretrain", (*FLOAT, "--size", "mini"), 8),
+    "Transformer": compiling.Job(
+        "transformer", "tiny", "", (*FLOAT, "--arch", "transformer_small", "--dropout", "0.1", "--lengths", "32"), 32
+    ),
+    "DLRM": compiling.Job("dlrm", "kaggle", "", (*FLOAT, "--hash-rows", "20000"), 512),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    only: str = ""  # part of the name of a model
+    rounds: int = 11  # counted blocks of each side
+    seconds: float = 1.5  # about as long as a block takes
+    out: str = "runs/bench/usual_cpu.json"  # where the figures go
+
+
+def values(name: str, shape: torch.Size, dtype: torch.dtype, job: compiling.Job) -> Tensor:
+    """Random numbers that an entry of a batch may have."""
+    if dtype == torch.uint8:
+        return torch.randint(0, 256, shape, dtype=dtype)
+    if name in ("attention_mask", "weights", "mask", "token_type_ids"):
+        return torch.full(shape, 0 if name == "token_type_ids" else 1, dtype=dtype)
+    if dtype.is_floating_point:
+        return torch.randint(0, 2, shape).to(dtype) if name == "label" else torch.randn(shape, dtype=dtype)
+    if job.script is dlrm:
+        rows = [min(count, job.config(1).hash_rows) for count in steps.KAGGLE_ROWS]
+        return torch.stack([torch.randint(0, count, shape[:1], dtype=dtype) for count in rows], 1)
+    if name == "order":
+        return torch.stack([torch.randperm(shape[1]) for _ in range(shape[0])]).to(dtype)
+    if name == "positions":
+        return torch.stack([torch.randperm(TEXT_TOKENS)[: shape[1]] for _ in range(shape[0])]).to(dtype)
+    most = {"next_sentence": 2, "label": 10}.get(name, 1000)
+    return torch.randint(0 if most < 1000 else 10, most, shape, dtype=dtype)
+
+
+def make(job: compiling.Job, usual: bool, mesh: device.Mesh) -> Callable[[int], None]:
+    """A function that runs n steps and waits for them."""
+    torch.manual_seed(0)
+    script = stock.FUNCTIONS[job.script] if usual else job.script
+    options = {"tokens": TEXT_TOKENS} if job.script is pretrain else {}
+    step = compiling.MAKERS[job.script](job.config(1), mesh, script, **options)
+    batch = next(a for a in step.arguments if isinstance(a, dict))
+    for name, tensor in batch.items():
+        batch[name] = values(name, tensor.shape, tensor.dtype, job).to(mesh.device)
+        device.annotate(batch[name], mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
+    optimizer = next(a for a in step.arguments if isinstance(a, torch.optim.Optimizer))
+    device.set_lr(optimizer, 1e-3)
+    eager = mesh.device.type == "cpu"
+    function = step.function if eager else device.compiled(step.function, mesh)
+
+    def run(count: int) -> None:
+        # Each step needs the one before, so reading the last loss waits for all of them.
+        for _ in range(count):
+            loss = function(*step.arguments)["loss"]
+        assert (loss.item() if eager else device.fetch([loss])[0]) > 0
+
+    return run
+
+
+def measure(job: compiling.Job, options: Options, mesh: device.Mesh) -> dict[str, list[float]]:
+    """Milliseconds a step of "ours" and "usual" in each round."""
+    runs = {name: make(job, name == "usual", mesh) for name in ("ours", "usual")}
+    blocks = {}
+    for name, run in runs.items():
+        run(3)
+        started = time.perf_counter()
+        run(3)
+        blocks[name] = max(1, round(3 * options.seconds / (time.perf_counter() - started)))
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(options.rounds):
+        for name in sorted(runs, reverse=number % 2 == 1):
+            started = time.perf_counter()
+            runs[name](blocks[name])
+            times[name].append(1000 * (time.perf_counter() - started) / blocks[name])
+    return times
+
+
+def main(options: Options) -> None:
+    """Measures, prints the table and writes --out."""
+    os.environ["CPU_NUM_DEVICES"] = "1"
+    os.environ.setdefault("XLA_RNG_BIT_GENERATOR", "three_fry")
+    # Before any backward pass on the CPU, which would break XLA's.
+    xla = device.setup(seed=0, precision="float32")
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    record: dict[str, dict] = {}
+    print("| step | | ours, ms | usual, ms | ours / usual, median (quarter to three quarters) |\n|---|---|---|---|---|")
+    for name, job in JOBS.items():
+        if options.only.lower() not in name.lower():
+            continue
+        found = {"XLA": measure(job, options, xla)}
+        if job.script is not dlrm:  # whose tables are made for XLA
+            # Neither shardings nor an optimizer's state from the beginning mean anything to eager PyTorch.
+            nothing = {"annotate": lambda *_: None, "init_optimizer_state": lambda *_: None}
+            with mock.patch.multiple(device, **nothing):
+                found["eager"] = measure(job, options, replace(xla, device=torch.device("cpu")))
+        for backend, times in found.items():
+            ratios = [own / other for own, other in zip(times["ours"], times["usual"], strict=True)]
+            low, _, high = statistics.quantiles(ratios, n=4)
+            ours, usual = (statistics.median(times[side]) for side in ("ours", "usual"))
+            print(
+                f"| {name} | {backend} | {ours:.1f} | {usual:.1f} "
+                f"| {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}) |",
+                flush=True,
+            )
+        record[name] = found
+    path = Path(options.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"options": vars(options), "step_ms": record}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
