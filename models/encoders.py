@@ -151,6 +151,7 @@ class RelativeAttention(XLNetRelativeAttention):
 
 
 REPLACED = {
+    nn.Dropout: layers.Dropout,
     nn.Linear: layers.Linear,
     nn.LayerNorm: layers.LayerNorm,
     XLNetRelativeAttention: RelativeAttention,

@@ -31,19 +31,19 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kept: Tensor 
     """The textbook's, with a given dropout mask [B, H, Tq, Tk]."""
     weights = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k) + mask, -1)
     if kept is not None:
-        weights = weights * kept / (1 - dropout)
+        weights = weights * kept / (1 - layers.drop_share(dropout))
     return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_attention_and_all_its_gradients_equal_autograds_in_float64(monkeypatch, dropout):
     inputs, mask, gradient = attention_inputs()
-    drawn = torch.rand(BATCH, HEADS, KEYS, QUERIES, generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(layers.torch, "rand", lambda *shape, device: drawn.to(device))
-    kept = (drawn.transpose(-1, -2) >= dropout).double() if dropout else None
+    kept = torch.rand(BATCH, HEADS, QUERIES, KEYS, generator=torch.Generator().manual_seed(1)) >= dropout
+    monkeypatch.setattr(layers, "kept", lambda *_: kept)
     if dropout:
-        assert 0.1 < 1 - kept.mean() < 0.5, "some are dropped"
-    expected = gradients(lambda q, k, v: plain_attention(q, k, v, mask, kept, dropout), inputs, gradient)
+        assert 0.1 < 1 - kept.double().mean() < 0.5, "some are dropped"
+    plain = kept.double() if dropout else None
+    expected = gradients(lambda q, k, v: plain_attention(q, k, v, mask, plain, dropout), inputs, gradient)
     got = gradients(lambda q, k, v: layers.attention(q, k, v, mask, dropout), inputs, gradient)
     for one, other in zip(got, expected, strict=True):
         assert one.dtype == torch.double
@@ -262,3 +262,77 @@ def test_dropout_leaves_what_probability_0_and_evaluation_leave():
     assert layers.dropout(x, 0.0, training=True) is x
     assert torch.equal(layers.dropout(x, 0.5, training=False), x)
     assert 20 < (layers.dropout(x, 0.5, training=True) == 0).sum() < 80
+
+
+@pytest.mark.parametrize("probability", [0.0001, 0.1, 0.3, 0.5])
+def test_the_share_that_is_dropped_is_exactly_the_one_that_is_made_up_for(probability):
+    torch.manual_seed(0)
+    share = layers.drop_share(probability)
+    assert abs(share - probability) <= 1 / 2048 and share > 0
+    masks = torch.stack([layers.kept((4, 64, 256), probability, torch.device("cpu")) for _ in range(16)])
+    numbers = masks.numel()
+    deviation = (share * (1 - share) / numbers) ** 0.5
+    assert abs((~masks).double().mean().item() - share) < 4 * deviation
+    assert not torch.equal(masks[0], masks[1])
+
+
+def correlations(masks: Tensor) -> Tensor:
+    """Of any two rows: those of `masks` [N, rows, columns], [N * pairs]."""
+    centred = masks - masks.mean()
+    products = torch.einsum("nij,nkj->nik", centred, centred) / masks.shape[2] / masks.var()
+    above = torch.ones(masks.shape[1], masks.shape[1], dtype=torch.bool).triu(1)
+    return products[:, above].flatten()
+
+
+def test_rows_columns_and_calls_are_as_independent_as_with_rand():
+    torch.manual_seed(0)
+    size, count = 256, 8
+    calls = [layers.kept((count, size, size), 0.1, torch.device("cpu")).float() for _ in range(count)]
+    truly = (torch.rand(count, size, size) >= 0.1).float()
+    own = calls[0]
+    across = torch.stack([call[0].flatten() for call in calls])[None]  # the same places of several calls
+    heads = own.flatten(1)[None]  # the same places of several heads
+    for kind, ours, usual in (
+        ("rows", own, truly),
+        ("columns", own.transpose(1, 2), truly.transpose(1, 2)),
+        ("calls", across, truly.flatten(1)[None]),
+        ("heads", heads, truly.flatten(1)[None]),
+    ):
+        got, expected = correlations(ours), correlations(usual)
+        assert abs(got.mean()) < 4 * expected.std() / len(got) ** 0.5 + 1e-4, kind
+        assert abs(got.std() / expected.std() - 1) < (0.02 if len(got) > 1000 else 0.6), kind
+        assert got.abs().max() < 1.4 * expected.abs().max() + 0.01, kind
+    # How many are dropped in a row, and in a column: as spread as a binomial.
+    for axis in (1, 2):
+        counts = (1 - own).sum(axis).flatten()
+        assert abs(counts.var() / (size * 0.1 * 0.9) - 1) < 0.15
+    # Neighbours in squares of 2 x 2: all sixteen patterns as often as chance has them.
+    squares = own[:, ::2, ::2] * 8 + own[:, ::2, 1::2] * 4 + own[:, 1::2, ::2] * 2 + own[:, 1::2, 1::2]
+    observed = torch.bincount(squares.flatten().long(), minlength=16).double()
+    kept = torch.tensor([bin(pattern).count("1") for pattern in range(16)])
+    share = layers.drop_share(0.1)
+    chance = (1 - share) ** kept * share ** (4 - kept) * squares.numel()
+    assert ((observed - chance).square() / chance).sum() < 37.7  # chi-square, 15 degrees of freedom, 0.1 %
+
+
+def test_dropout_on_xla_scales_what_it_keeps_and_its_gradient_has_the_same_mask(mesh):
+    x = torch.randn(4, 64, 96).to(torch.bfloat16)
+    for case in (x, x.float(), x[0, 0].float()):
+        own = case.to(mesh.device).requires_grad_()
+        result = layers.Dropout(0.25)(own)
+        result.sum().backward()
+        result, gradient = result.detach().cpu(), own.grad.cpu()
+        dropped = result == 0
+        assert result.dtype == case.dtype and 0.1 < dropped.float().mean() < 0.4
+        torch.testing.assert_close(result, torch.where(dropped, 0.0, case.float() / 0.75).to(case.dtype))
+        torch.testing.assert_close(gradient, torch.where(dropped, 0.0, 1 / 0.75).to(case.dtype))
+
+
+def test_the_mask_on_xla_is_the_cpus_of_the_same_seed(monkeypatch, mesh):
+    """With torch's own generator there is no such thing; integers and the few float32 operations are the same."""
+    drawn = torch.tensor(0.3)
+    monkeypatch.setattr(layers.torch, "rand", lambda shape, device: drawn.to(device))
+    expected = layers.kept((4, 2, 64, 64), 0.1, torch.device("cpu"))
+    got = layers.kept((4, 2, 64, 64), 0.1, mesh.device).cpu()
+    # A product and a sum may be rounded once (fused) or twice.
+    assert (got == expected).double().mean() > 0.995
