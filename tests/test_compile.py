@@ -219,6 +219,11 @@ class TestGuards:
         report, _ = reports(name)
         assert report["products"] > 0 and report["float32_products"] == 0
 
+    def test_no_device_draws_the_random_numbers_of_all(self, reports, name):
+        """A seed of a few bytes a dropout, see models/layers.py: XLA does not divide draws among devices."""
+        report, _ = reports(name)
+        assert report["random_bytes"] < 4096
+
     def test_gradients_are_added_up_in_few_collectives(self, reports, name):
         report, _ = reports(name)
         assert report["collectives"]["all-reduce"]["count"] <= 4

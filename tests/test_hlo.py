@@ -441,6 +441,12 @@ def test_host_transfers():
     assert [each.name for each in hlo.host_transfers(found)] == ["infeed.1", "send.2", "copy-start.4"]
 
 
+def test_random_bytes_are_those_of_the_draws():
+    numbers = instruction(1, "rng-bit-generator", tuple_of(array(U32, 4), array(U32, 8, 16)))
+    plain = instruction(2, "add", array(U32, 8, 16))
+    assert hlo.random_bytes(entry(numbers, plain)) == 4 * 4 + 8 * 16 * 4
+
+
 def test_a_result_is_found_by_its_shape_whole_or_divided():
     found = hlo.parse(train_step(batch=256, inputs=64, outputs=32))
 

@@ -142,6 +142,7 @@ def compile_step(
         "custom_calls": hlo.custom_calls(module),
         "copies": {"count": len(copies.instructions), "bytes": copies.bytes},
         "largest_buffers": _largest(module),
+        "random_bytes": hlo.random_bytes(before),
         "host_transfers": len(hlo.host_transfers(module)),
         "float32_products": len([dot for dot in products if "f32" in (dot.lhs, dot.rhs)]),
         "products": len(products),
@@ -256,6 +257,7 @@ def describe(report: dict) -> str:
     calls = ", ".join(f"{name} {count}" for name, count in sorted(report["custom_calls"].items()))
     lines.append(f"custom calls {calls or 'none'}; transfers to the host {report['host_transfers']}")
     lines.append(f"copies       {report['copies']['count']}, {report['copies']['bytes'] / 1e6:.1f} MB")
+    lines.append(f"random       {report['random_bytes'] / 1e6:.1f} MB of numbers drawn, by each device for all")
     lines.append(f"products     {report['products']}, {report['float32_products']} of them of float32")
     if "longest" in report:
         lines.append("longest operations, of one line together:")

@@ -780,6 +780,13 @@ def host_transfers(module: Module) -> list[Instruction]:
     return found
 
 
+def random_bytes(module: Module) -> int:
+    """Of all random numbers that are drawn, in a module before optimisation. SPMD divides none of these draws: each
+    device makes the numbers of all."""
+    drawn = [i for _, i, _ in _everything(module) if i.opcode in ("rng-bit-generator", "rng")]
+    return sum(instruction.shape.bytes for instruction in drawn)
+
+
 def _in_host_memory(shape: Shape) -> bool:
     return shape.memory_space == HOST_MEMORY or any(_in_host_memory(element) for element in shape.elements)
 
