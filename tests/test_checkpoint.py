@@ -711,13 +711,13 @@ def random_model(step: int):
         ((3,), 5, [3]),
     ],
 )
-def test_the_mean_of_the_last_regular_checkpoints_and_the_last_of_all(place, saved, keep, averaged):
+def test_the_mean_of_the_last_regular_checkpoints_and_the_last_of_all(mesh, place, saved, keep, averaged):
     with Checkpointer(place, keep=keep, every=10) as checkpoints:
         for step in saved:
             checkpoints.save(step, *random_model(step))
     model, _ = random_model(999)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    assert Checkpointer(place, keep=keep, every=10).average(model, None) == averaged
+    assert Checkpointer(place, keep=keep, every=10).average(model, mesh) == averaged
     models = [dict(random_model(step)[0].named_parameters()) for step in averaged]
     for name, parameter in model.named_parameters():
         mean = sum(each[name].detach().double() for each in models) / len(averaged)
@@ -726,11 +726,11 @@ def test_the_mean_of_the_last_regular_checkpoints_and_the_last_of_all(place, sav
     assert model.head.weight is model.embedding.weight
 
 
-def test_a_mean_leaves_out_what_no_run_without_a_stop_would_have_saved(place):
+def test_a_mean_leaves_out_what_no_run_without_a_stop_would_have_saved(mesh, place):
     """A kill between the write of a checkpoint and the removal of the one before leaves both."""
     save_all(place, [10, 20, 23, 27, 30, 33])
     model, _ = on_cpu(-1.0)
-    assert Checkpointer(place, keep=3, every=10).average(model, None) == [20, 30, 33]
+    assert Checkpointer(place, keep=3, every=10).average(model, mesh) == [20, 30, 33]
     assert model.weight.unique().tolist() == [pytest.approx(83 / 3)]
 
 
@@ -754,7 +754,7 @@ def test_a_mean_on_the_device_keeps_ties_and_graphs(mesh, tmp_path):
 
 
 @pytest.mark.parametrize("tear", [truncate, flip, remove_state])
-def test_a_damaged_checkpoint_among_those_to_average_is_named(place, tear):
+def test_a_damaged_checkpoint_among_those_to_average_is_named(mesh, place, tear):
     with Checkpointer(place, keep=3, every=10) as checkpoints:
         for step in (10, 20, 25):
             checkpoints.save(step, *on_cpu(step))
@@ -762,7 +762,7 @@ def test_a_damaged_checkpoint_among_those_to_average_is_named(place, tear):
     tear(fs, f"{root}/step_00000020")
     model, optimizer = on_cpu(-1.0)
     with pytest.raises(InputError, match="checkpoint of step 20 in .*, one of those to average, is damaged"):
-        Checkpointer(place, keep=3, every=10).average(model, None)
+        Checkpointer(place, keep=3, every=10).average(model, mesh)
     assert value_of(model, optimizer) == -1.0
 
 

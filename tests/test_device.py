@@ -550,42 +550,102 @@ def test_fetch_is_one_transfer(mesh):
     assert device.fetch(iter([x[1]])) == [1.0]
 
 
-def test_same_on_all_hosts_passes_for_one_value(mesh):
+def four_hosts(mesh, monkeypatch, numbers: list[int]) -> device.Mesh:
+    """The mesh as the first of four hosts with a device each has it; what it uploads comes with that of the others."""
+    upload = xm.send_cpu_data_to_device
+
+    def of_all(local, target, sharding):
+        assert local.tolist() == numbers[:1] and sharding.minibatch
+        return upload(torch.tensor(numbers, dtype=local.dtype), target, sharding)
+
+    monkeypatch.setattr(device.xm, "send_cpu_data_to_device", of_all)
+    return dataclasses.replace(mesh, process_count=4)
+
+
+@pytest.mark.parametrize(
+    "numbers", [[3, 1, 4, 1], [4_195_197_692, 1, 2**40, 2**53 - 2**43], [-7, 0, 0, 0], [2**31 + 1, 2**31, 2**31, 2**31]]
+)
+def test_a_number_is_compared_over_hosts(mesh, monkeypatch, numbers):
+    """The days of Criteo Terabyte are 4.2 billion examples."""
+    four = four_hosts(mesh, monkeypatch, numbers)
+    assert device.over_hosts(four, numbers[0]) == (min(numbers), max(numbers), sum(numbers))
+
+
+def test_a_host_with_two_devices_counts_once(mesh, monkeypatch):
+    upload = xm.send_cpu_data_to_device
+
+    def of_both(local, target, sharding):
+        assert local.tolist() == [7, 7]
+        return upload(torch.tensor([7, 7, 5, 5]), target, sharding)
+
+    monkeypatch.setattr(device.xm, "send_cpu_data_to_device", of_both)
+    assert device.over_hosts(dataclasses.replace(mesh, process_count=2), 7) == (5, 7, 12)
+
+
+def test_one_host_compares_nothing(mesh):
+    reads = device.host_reads()
+    assert device.over_hosts(mesh, 2**60) == (2**60,) * 3
     device.same_on_all_hosts(mesh, "the step", 300)
+    assert device.host_reads() == reads
+
+
+def test_same_on_all_hosts_passes_for_one_value(mesh, monkeypatch):
+    device.same_on_all_hosts(four_hosts(mesh, monkeypatch, [300] * 4), "the step", 300)
 
 
 @pytest.mark.parametrize("steps", [[300, 300, 200, 300], [300, 300, 300, 310]])
 def test_same_on_all_hosts_names_what_differs(mesh, monkeypatch, steps):
-    upload = xm.send_cpu_data_to_device
-
-    def of_four_hosts(local, target, sharding):
-        assert local.tolist() == [300] * 4
-        return upload(torch.tensor(steps, dtype=torch.int32), target, sharding)
-
-    monkeypatch.setattr(device.xm, "send_cpu_data_to_device", of_four_hosts)
     expected = f"the hosts disagree about the step: from {min(steps)} to {max(steps)}"
     with pytest.raises(InputError, match=expected):
-        device.same_on_all_hosts(mesh, "the step", 300)
+        device.same_on_all_hosts(four_hosts(mesh, monkeypatch, steps), "the step", 300)
 
 
-def test_signals_set_a_flag_and_their_handlers_come_back():
+def test_the_places_of_a_hosts_devices_are_checked_on_the_device(mesh):
+    device._check_places(mesh)
+    assert device._places() == (0, 1, 2, 3), "torch_xla names them in the order in which it fills them"
+    with pytest.raises(RuntimeError, match="fills other rows"):
+        device._check_places(dataclasses.replace(mesh, places=(0, 2, 1, 3)))
+
+
+def test_the_rows_of_a_host_follow_its_devices(mesh):
+    host = dataclasses.replace(mesh, num_devices=8, process_index=1, process_count=4)
+    assert host.rows(16).tolist() == [4, 5, 6, 7]
+    assert dataclasses.replace(host, places=(6, 1)).rows(16).tolist() == [12, 13, 2, 3]
+    assert mesh.rows(12).tolist() == list(range(12))
+
+
+def test_signals_set_a_flag_and_their_handlers_come_back(mesh):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     for number in (signal.SIGTERM, signal.SIGINT):
-        with device.stop_requested() as stopped:
+        with device.stop_requested(mesh) as stopped:
             assert not stopped()
             os.kill(os.getpid(), number)
             assert stopped()
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
-    with pytest.raises(ZeroDivisionError), device.stop_requested():
+    with pytest.raises(ZeroDivisionError), device.stop_requested(mesh):
         raise ZeroDivisionError
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-def test_a_second_ctrl_c_interrupts_at_once():
-    with pytest.raises(KeyboardInterrupt), device.stop_requested() as stopped:
+def test_a_second_ctrl_c_interrupts_at_once(mesh):
+    with pytest.raises(KeyboardInterrupt), device.stop_requested(mesh) as stopped:
         os.kill(os.getpid(), signal.SIGINT)
         assert stopped()
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_hosts_agree_about_signals_in_some_calls_only(mesh, monkeypatch):
+    compared = []
+
+    def over_hosts(mesh, value):
+        compared.append(value)
+        return device.OverHosts(0, value, value)
+
+    monkeypatch.setattr(device, "over_hosts", over_hosts)
+    with device.stop_requested(dataclasses.replace(mesh, process_count=2), every=3) as stopped:
+        assert [stopped() for _ in range(4)] == [False] * 4 and compared == [0]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert [stopped() for _ in range(2)] == [False, True] and compared == [0, 1]
 
 
 def test_only_the_common_module_imports_torch_xla():

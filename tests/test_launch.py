@@ -216,7 +216,7 @@ def here(cloud, monkeypatch, capsys):
 
 
 def train(*flags: str, args: str = "", words: tuple[str, ...] = ()) -> tuple[str, ...]:
-    return ("train", *flags, "--", "MODEL=tiny", *words, *([f"ARGS={args}"] if args else []))
+    return ("train", *flags, "--", "MODEL=tiny", *words, f"ARGS=--runs=/shared {args}")
 
 
 def test_a_run_goes_through_on_all_workers(cloud):
@@ -358,6 +358,53 @@ def test_what_the_user_can_mend_is_one_sentence(cloud, here, arguments, message)
     last = err.splitlines()[-1]
     assert code == 2 and last.startswith("error: ") and message in last
     assert not cloud.starts(0)
+
+
+@pytest.mark.parametrize(
+    "words, what",
+    [
+        ((), "ARGS has no --runs, so the run's folder is on each worker's own disk"),
+        (("ARGS=--lr 0.1",), "ARGS has no --runs"),
+        (("ARGS=--runs gs://bucket/runs --runs other",), "--runs other in ARGS is a folder of each worker's own disk"),
+        (("ARGS=--runs=~/runs",), "--runs ~/runs in ARGS"),
+    ],
+)
+def test_workers_without_a_folder_that_they_share_are_refused_before_anything_is_copied(cloud, here, words, what):
+    code, _, err = here("train", "--run", "one", "--", "MODEL=tiny", *words)
+    last = err.splitlines()[-1]
+    assert code == 2 and last.startswith(f"error: my-tpu has 2 workers, and {what}")
+    assert "ARGS='--runs gs://bucket/runs'" in last and "absolute path" in last
+    assert [call[0] for call in cloud.calls()] == ["describe"]
+
+
+@pytest.mark.parametrize(
+    "arguments, folder",
+    [
+        ("--runs gs://a/b --lr 0.1", "gs://a/b"),
+        ("--lr 0.1 --runs='/my disk/runs/'", "/my disk/runs"),
+        ("--runs=a --runs memory://b", "memory://b"),
+        ("--runs", ""),
+        ("--runs '/not closed", "'/not"),
+        ("--runs-of-another-kind x", ""),
+        ("--runs /mnt/$$USER", "/mnt/$USER"),
+    ],
+)
+def test_the_folder_of_the_runs_is_read_from_the_arguments(arguments, folder):
+    assert launch.runs_folder(["MODEL=tiny", f"ARGS={arguments}"]) == folder
+
+
+@pytest.mark.parametrize("cloud", [1], indirect=True)
+@pytest.mark.parametrize(
+    "words, place",
+    [
+        ((), "scp --recurse my-tpu:xla-zoo/worker-0/tree/runs/one runs/ --worker=0"),
+        (("ARGS=--runs=mine",), "my-tpu:xla-zoo/worker-0/tree/mine/one runs/"),
+        (("ARGS=--runs=gs://bucket/runs",), "its results are in gs://bucket/runs/one"),
+    ],
+)
+def test_one_worker_needs_no_shared_folder_and_its_results_are_named(cloud, words, place):
+    result = cloud.run("train", "--run", "one", "--", "MODEL=tiny", *words)
+    assert result.returncode == 0 and place in result.stderr, result.stderr
 
 
 # --- the state of the TPU -------------------------------------------------------------------------------------------
@@ -705,7 +752,12 @@ def test_ctrl_c_before_the_start_leaves_nothing(cloud):
 def test_detach_logs_status_stop(cloud, here):
     result = cloud.run(*train("--run", "one", "--detach", args="steps=100000 pause=0.05 deaf=0"))
     assert result.returncode == 0 and "make logs TPU=my-tpu ZONE=us-east5-b" in result.stderr
-    assert here("status")[1].count("one (MODEL=tiny 'ARGS=steps=100000 pause=0.05 deaf=0' NAME=one) runs since") == 1
+    assert (
+        here("status")[1].count(
+            "one (MODEL=tiny 'ARGS=--runs=/shared steps=100000 pause=0.05 deaf=0' NAME=one) runs since"
+        )
+        == 1
+    )
     process = cloud.start("logs")
     out = read_until(process, "step 2")
     process.send_signal(signal.SIGINT)
@@ -907,7 +959,7 @@ def test_ssh_hosts_over_a_real_sshd(cloud, sshd):
             os.kill(int(pid), signal.SIGKILL)
     out, err = process.communicate(timeout=40)
     assert process.returncode == 0, err
-    assert "connection broke" in err and "connected again" in err and "scp -r host0:xla-zoo" in err
+    assert "connection broke" in err and "connected again" in err and "scp -r host0:/shared/one runs/" in err
     assert out == (cloud.home(0) / "xla-zoo/worker-0/jobs/one/log").read_text()
     assert f"with {data!r}" in out and out.count("line 0") == 20000 and out.endswith("end\n")
     assert [cloud.starts(worker) for worker in range(2)] == [1, 1]
@@ -1069,18 +1121,20 @@ def test_a_model_of_this_repository_is_trained_on_two_workers(tmp_path):
             shutil.copy(path, cloud.tree(worker) / path.name)
         (venv / ".installed").touch()
     try:
-        process = cloud.start("train", "--run", "trial", "--", "MODEL=dlrm", "PRESET=tiny")
+        # They are no pod: each has a folder of its own below the shared one.
+        words = ("MODEL=dlrm", "PRESET=tiny", f"ARGS=--runs={tmp_path}/runs$HOME")
+        process = cloud.start("train", "--run", "trial", "--", *words)
         out, err = process.communicate(timeout=600)
         assert process.returncode == 0, out[-3000:] + err
         assert "pip install" not in out
         summaries = []
         for worker in range(2):
-            run = cloud.tree(worker) / "runs/trial"
+            run = tmp_path / f"runs{cloud.home(worker)}/trial"
             assert (run / "export").is_dir()
             summaries.append(json.loads((run / "summary.json").read_text()))
         assert summaries and out.count("trial") and not cloud.alive()
         # Finished: the same command trains nothing more.
-        assert cloud.run("train", "--run", "trial", "--", "MODEL=dlrm", "PRESET=tiny").returncode == 0
+        assert cloud.run("train", "--run", "trial", "--", *words).returncode == 0
     finally:
         cloud.close()
 

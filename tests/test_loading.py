@@ -154,7 +154,7 @@ def test_batches_on_the_device_do_not_change_any_more(mesh, workers):
     """They must not share memory with what a worker makes later."""
     with parallel_loader(Pictures(200), 8, mesh, train=True, stop=25, workers=workers) as loader:
         batches = list(loader)
-    expected = list(loading._TrainingKeys(200, 8, 25, 0, 0, 25, slice(0, 8)))
+    expected = list(loading._TrainingKeys(200, 8, 25, 0, 0, 25, np.arange(8)))
     for batch, keys in zip(batches, expected, strict=True):
         indices = keys[1].tolist()
         assert batch["index"].cpu().tolist() == indices
@@ -209,10 +209,10 @@ def pairs(keys) -> list[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("size", [3, 8, 27, 32])
 def test_hosts_share_an_evaluation(size):
-    keys = [pairs(loading._EvaluationKeys(size, 8, slice(2 * host, 2 * host + 2))) for host in range(4)]
+    keys = [pairs(loading._EvaluationKeys(size, 8, np.arange(2 * host, 2 * host + 2))) for host in range(4)]
     assert len({len(of_host) for of_host in keys}) == 1, "hosts with unequal steps wait for each other forever"
     together = [list(itertools.chain.from_iterable(of_host[step] for of_host in keys)) for step in range(len(keys[0]))]
-    alone = loading._EvaluationKeys(size, 8, slice(0, 8))
+    alone = loading._EvaluationKeys(size, 8, np.arange(8))
     assert together == pairs(alone) and len(together) == len(alone)
     real = [index for batch in together for _, index in batch if index != PADDING]
     assert real == list(range(size))
@@ -221,8 +221,8 @@ def test_hosts_share_an_evaluation(size):
 @pytest.mark.parametrize("shuffle", ["examples", "batches"])
 def test_hosts_share_the_training_batch(shuffle):
     arguments = (27, 8, 3, 0, 2, 11)
-    keys = [pairs(loading._TrainingKeys(*arguments, slice(2 * host, 2 * host + 2), shuffle)) for host in range(4)]
-    alone = loading._TrainingKeys(*arguments, slice(0, 8), shuffle)
+    keys = [pairs(loading._TrainingKeys(*arguments, np.arange(2 * host, 2 * host + 2), shuffle)) for host in range(4)]
+    alone = loading._TrainingKeys(*arguments, np.arange(8), shuffle)
     assert len(alone) == 9
     assert [list(itertools.chain.from_iterable(of_host[step] for of_host in keys)) for step in range(9)] == pairs(alone)
     assert all(len(of_host) == 9 for of_host in keys)

@@ -319,6 +319,21 @@ def read_words(words: list[str], run: str) -> tuple[list[str], str]:
     return kept, run
 
 
+def runs_folder(words: list[str]) -> str:
+    """Where `make train` with these arguments puts its runs: --runs in ARGS, "" if there is none."""
+    arguments = next((word[5:] for word in words if word.startswith("ARGS=")), "")
+    try:
+        parts = shlex.split(arguments)
+    except ValueError:  # the shell on the worker will say so
+        parts = arguments.split()
+    folder = ""
+    for part, value in zip(parts, [*parts[1:], ""]):  # noqa: B905 - strict= needs Python 3.10
+        name, equals, own = part.partition("=")
+        if name == "--runs":
+            folder = own if equals else value
+    return folder.rstrip("/").replace("$$", "$")  # see read_words
+
+
 def read_environment(assignments: str, names: list[str]) -> dict[str, str]:
     """Variables for the run: those of ENV="A=b C='d e'", and the secrets that are set here.
 
@@ -655,6 +670,7 @@ class Launcher:
         environment = read_environment(options.env, options.secret)
         bundle, content, files = make_bundle(Path.cwd())
         self.describe()
+        self.check_runs(words)
         say(f"working tree: {files} files, {len(content) / 1e6:.1f} MB, {bundle[:12]}")
         statuses = self.prepare_all({f"{bundle}.tar.gz": content})
         attached = self.attach(statuses, words, bundle)
@@ -682,7 +698,7 @@ class Launcher:
                 say(str(lost))
                 outcome = Outcome(1)
             if outcome.code == 0:
-                self.finished()
+                self.finished(words)
                 return 0
             if outcome.final:
                 break
@@ -690,14 +706,29 @@ class Launcher:
         say(f"to resume from the newest checkpoint: the same command with RUN={self.run}")
         return outcome.code
 
-    def finished(self) -> None:
+    def check_runs(self, words: list[str]) -> None:
+        """InputError: the run's folder would be another one on each worker, where no checkpoint is ever whole."""
+        folder = runs_folder(words)
+        if len(self.workers) == 1 or "://" in folder or folder.startswith("/"):
+            return
+        what = f"--runs {folder} in ARGS is a folder of" if folder else "ARGS has no --runs, so the run's folder is on"
+        raise InputError(
+            f"{self.host.name} has {len(self.workers)} workers, and {what} each worker's own disk; give one that all"
+            " of them share, ARGS='--runs gs://bucket/runs', or the absolute path of a shared folder"
+        )
+
+    def finished(self, words: list[str]) -> None:
         """Says where the results are."""
-        folder = f"xla-zoo/worker-0/tree/runs/{self.run}"
+        folder = f"{runs_folder(words) or 'runs'}/{self.run}"
+        if "://" in folder:
+            say(f"{self.run} has ended; its results are in {folder}")
+            return
+        folder = folder if folder.startswith("/") else f"xla-zoo/worker-0/tree/{folder}"
         if isinstance(self.host, hosts.TpuVm):
             get = self.host.text("scp", "--recurse", f"{self.host.name}:{folder}", "runs/", "--worker=0")
         else:
             get = shlex.join(["scp", "-r", f"{self.host.hosts[0]}:{folder}", "runs/"])
-        say(f"{self.run} has ended. Unless ARGS has other --runs, its results are on worker 0: {get}")
+        say(f"{self.run} has ended; its results are on worker 0: {get}")
 
     def interrupted(self) -> int:
         """Ctrl-C: stops the run on all workers. A second one leaves at once."""

@@ -254,7 +254,7 @@ def main(config: Config) -> dict[str, float]:
         free=FREE,
         total_steps=total,
     )
-    device.same_on_all_hosts(mesh, "whether the run is finished", int(run.finished))
+    run.check_hosts(mesh)
     if run.finished:
         run.print_summary()
         return run.summary["metrics"]
@@ -282,7 +282,7 @@ def main(config: Config) -> dict[str, float]:
         collate=partial(collate, table_list(config, train_set)),
         workers=config.workers,
     )
-    with device.stop_requested() as stopped, closing(run), checkpoints, loader:
+    with device.stop_requested(mesh, every=100) as stopped, closing(run), checkpoints, loader:
         for step, batch in enumerate(loader, start + 1):
             lr = learning_rate(config, step - 1)
             device.set_lr(optimizer, lr)

@@ -227,6 +227,11 @@ def main(config: Config) -> dict[str, float]:
     of MNLI's second split with the prefix mismatched_."""
     config = completed(config)
     mesh = device.setup(config.seed, config.precision, config.strict)
+    if mesh.process_count > 1 and config.model == "xlnet" and not config.checkpoint:  # see vocabulary.learn
+        raise InputError(
+            f"the trial of --model xlnet is for one host, not {mesh.process_count}: each would learn another "
+            "vocabulary; give --checkpoint, or try another --model"
+        )
     model, tokenizer = open_model(config)
     sets = {}
     for split in ("train", *glue.TASKS[config.task].evaluation):
@@ -251,7 +256,7 @@ def main(config: Config) -> dict[str, float]:
         free=FREE,
         total_steps=total,
     )
-    device.same_on_all_hosts(mesh, "whether the run is finished", int(run.finished))
+    run.check_hosts(mesh)
     if run.finished:
         run.print_summary()
         return run.summary["metrics"]
@@ -269,7 +274,7 @@ def main(config: Config) -> dict[str, float]:
     metrics: dict[str, float] = {}
     span = {"seed": config.seed, "start": start, "stop": total}
     loader = loading.parallel_loader(train_set, plan, mesh, train=True, workers=config.workers, **span)
-    with device.stop_requested() as stopped, closing(run), checkpoints, loader:
+    with device.stop_requested(mesh) as stopped, closing(run), checkpoints, loader:
         for step, batch in enumerate(loader, start + 1):
             device.seed_step(config.seed, step)
             lr = learning_rate(config, step - 1, total)

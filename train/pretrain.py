@@ -238,6 +238,7 @@ def main(config: Config) -> dict[str, float]:
     if config.model == "distilbert" and not config.teacher:  # a trial, which makes its teacher
         name = f"teacher-{zlib.crc32(repr(config).encode()):08x}"  # one for each set of flags
         main(replace(config, model="bert", name=name))
+        device.over_hosts(mesh, 0)  # the main process has written it when all are here
         config = replace(config, teacher=f"{config.runs}/{name}/export")
         device.reset_graph_report()
     model, teacher = open_model(config, rows), None
@@ -258,7 +259,7 @@ def main(config: Config) -> dict[str, float]:
         free=FREE,
         total_steps=total,
     )
-    device.same_on_all_hosts(mesh, "whether the run is finished", int(run.finished))
+    run.check_hosts(mesh)
     if run.finished:
         run.print_summary()
         return run.summary["metrics"]
@@ -279,7 +280,7 @@ def main(config: Config) -> dict[str, float]:
     metrics: dict[str, float] = {}
     span = {"seed": config.seed, "start": start * every, "stop": total * every, "workers": config.workers}
     loader = loading.parallel_loader(train_set, config.batch_size // every, mesh, train=True, **span)
-    with device.stop_requested() as stopped, closing(run), checkpoints, loader:
+    with device.stop_requested(mesh, every=max(10 // every, 1)) as stopped, closing(run), checkpoints, loader:
         for number, batch in enumerate(loader, start * every + 1):
             device.seed_step(config.seed, number)
             step = -(-number // every)
@@ -293,8 +294,7 @@ def main(config: Config) -> dict[str, float]:
                     continue
                 step_metrics = update_fn(model, optimizer, totals, clip)
             if step == 1 or step % config.log_every == 0 or step == total:
-                done = step * config.batch_size
-                run.log(step, examples=done, input_wait=loader.input_wait(), lr=lr, **step_metrics)
+                run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
             stop = stopped() and step < total
             evaluates = step % config.eval_every == 0 or step == total
             if evaluates:

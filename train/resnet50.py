@@ -230,7 +230,7 @@ def main(config: Config) -> dict[str, float]:
         free=FREE,
         total_steps=total,
     )
-    device.same_on_all_hosts(mesh, "whether the run is finished", int(run.finished))
+    run.check_hosts(mesh)
     if run.finished:
         run.print_summary()
         return run.summary["metrics"]
@@ -248,7 +248,7 @@ def main(config: Config) -> dict[str, float]:
     loader = loading.parallel_loader(
         train_set, batch_size, mesh, train=True, seed=config.seed, start=start, stop=total, workers=config.workers
     )
-    with device.stop_requested() as stopped, closing(run), checkpoints, loader:
+    with device.stop_requested(mesh) as stopped, closing(run), checkpoints, loader:
         for step, batch in enumerate(loader, start + 1):
             device.seed_step(config.seed, step)
             lr = learning_rate(config, step - 1, per_epoch)
@@ -275,8 +275,9 @@ def main(config: Config) -> dict[str, float]:
         checkpoints.wait()
         if not metrics:  # killed after the last step, before the export
             metrics = evaluate(eval_fn, model, normalize, eval_set, config, mesh)
-        if loader.skipped:
-            run.message(f"{loader.skipped} training images could not be decoded and were replaced")
+        skipped = device.over_hosts(mesh, loader.skipped).total
+        if skipped:
+            run.message(f"{skipped} training images could not be decoded and were replaced")
         if mesh.main_process:
             export(f"{run.path}/export", model, config, train_set.classes)
         run.finish(metrics, device.graph_report())

@@ -121,7 +121,7 @@ def open_data(config: Config):
     return wmt.open_pairs(config.data, "train"), {split: wmt.open_pairs(config.data, split) for split in splits}
 
 
-def training_plan(config: Config, pairs) -> batching.Buckets | batching.Packed:
+def training_plan(config: Config, pairs, devices: int = 1) -> batching.Buckets | batching.Packed:
     """Which pairs share a batch, and the batches' shapes."""
     lengths = config.lengths
     if not lengths:
@@ -129,7 +129,7 @@ def training_plan(config: Config, pairs) -> batching.Buckets | batching.Packed:
         if not len(usual):
             raise InputError(f"{config.data} has no pair of at most {AUTO_LONGEST} tokens a side; give --lengths")
         lengths = [length for _, length, _ in batching.propose_shapes(usual, 2**30, AUTO_SHAPES)]
-    shapes = [(translate.rows(config.batch_tokens, length), length, length) for length in lengths]
+    shapes = [(translate.rows(config.batch_tokens, length, devices), length, length) for length in lengths]
     if config.pack:
         return batching.pack(pairs.lengths, shapes[-1], config.seed)
     return batching.Buckets(pairs.lengths, shapes)
@@ -200,7 +200,7 @@ def evaluate(step, translator, model, pairs, config: Config, mesh) -> dict[str, 
     from sacrebleu.metrics import BLEU
 
     model.eval()
-    plan = translate.evaluation_plan(pairs.lengths, config.lengths, config.batch_tokens, model.arch.max_positions)
+    plan = translate.evaluation_plan(pairs.lengths, config.lengths, config.batch_tokens, model, mesh)
     with loading.parallel_loader(pairs, plan, mesh, train=False, workers=config.workers) as loader:
         sums = [step(model, batch, config, mesh) for batch in loader]
     names = list(sums[0])
@@ -235,7 +235,7 @@ def main(config: Config) -> dict[str, float]:
     validate(config)
     mesh = device.setup(config.seed, config.precision, config.strict)
     train_set, eval_sets = open_data(config)
-    plan = training_plan(config, train_set)
+    plan = training_plan(config, train_set, mesh.num_devices)
     total, every, per_epoch = config.updates, config.update_every, loading.steps_per_epoch(train_set, plan, mesh)
     tokens = every * int(train_set.lengths[:, 1].sum()) // per_epoch  # real target tokens an update
     trial = config.data == "synthetic"
@@ -253,7 +253,7 @@ def main(config: Config) -> dict[str, float]:
         total_steps=total,
         unit="tokens",
     )
-    device.same_on_all_hosts(mesh, "whether the run is finished", int(run.finished))
+    run.check_hosts(mesh)
     if run.finished:
         run.print_summary()
         return run.summary["metrics"]
@@ -274,7 +274,7 @@ def main(config: Config) -> dict[str, float]:
     model.train()
     span = {"seed": config.seed, "start": start * every, "stop": total * every}
     loader = loading.parallel_loader(train_set, plan, mesh, train=True, workers=config.workers, **span)
-    with device.stop_requested() as stopped, closing(run), checkpoints, loader:
+    with device.stop_requested(mesh, every=max(10 // every, 1)) as stopped, closing(run), checkpoints, loader:
         for number, batch in enumerate(loader, start * every + 1):
             device.seed_step(config.seed, number)
             step = -(-number // every)

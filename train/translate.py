@@ -7,7 +7,9 @@ run       make translate MODEL_DIR=runs/<name>/export < in.en > out.de
 Python    load(folder, mesh) makes the model; Translator(model, mesh, config)(text) translates
 """
 
+import math
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,17 +42,18 @@ class Config:
 
 
 MAX_LENGTH_A, MAX_LENGTH_B = 1.2, 10  # a translation has at most a * (source tokens) + b words
-ROWS_MULTIPLE = 8  # batches divide by it, so that they divide by usual numbers of devices
+ROWS_MULTIPLE = 8  # batches divide by it and by the devices: on 1, 2, 4 and 8 of them they are the same
 MAX_SHAPES = 16  # compiled shapes of evaluation and translation: lengths, and what is left over when rows are few
 
 
-def rows(batch_tokens: int, length: int) -> int:
+def rows(batch_tokens: int, length: int, devices: int = 1) -> int:
     """Rows of a batch of sentences of this length."""
-    return max(batch_tokens // length // ROWS_MULTIPLE, 1) * ROWS_MULTIPLE
+    multiple = math.lcm(ROWS_MULTIPLE, devices)
+    return max(batch_tokens // length // multiple, 1) * multiple
 
 
 def evaluation_plan(
-    lengths: np.ndarray, sizes: Sequence[int], batch_tokens: int, max_positions: int
+    lengths: np.ndarray, sizes: Sequence[int], batch_tokens: int, model: Transformer, mesh: device.Mesh
 ) -> batching.Buckets:
     """Batches that hold every sentence, however long.
 
@@ -59,9 +62,9 @@ def evaluation_plan(
         sizes: lengths of the batches; beyond the last they double.
         batch_tokens: places of a batch on each side.
     Raises:
-        InputError: a sentence is longer than max_positions.
+        InputError: a sentence is longer than the model's positions.
     """
-    longest = lengths.max(1)
+    longest, max_positions = lengths.max(1), model.arch.max_positions
     if longest.max() > max_positions:
         number = int(longest.argmax())
         raise InputError(f"sentence {number + 1} has {longest[number]} tokens; the model takes {max_positions}: cut it")
@@ -72,8 +75,9 @@ def evaluation_plan(
     for shorter, size in zip([0, *sizes], sizes, strict=False):
         sentences = int(((longest > shorter) & (longest <= size)).sum())
         if sentences:  # no more rows than there are sentences
-            few = -(-sentences // ROWS_MULTIPLE) * ROWS_MULTIPLE
-            shapes.append((min(rows(batch_tokens, size), few), *(size,) * lengths.shape[1]))
+            multiple = math.lcm(ROWS_MULTIPLE, mesh.num_devices)
+            few = -(-sentences // multiple) * multiple
+            shapes.append((min(rows(batch_tokens, size, mesh.num_devices), few), *(size,) * lengths.shape[1]))
     return batching.Buckets(lengths, shapes)
 
 
@@ -111,7 +115,7 @@ class Translator:
         self.model.eval()
         lengths = sentences.lengths
         places = self.config.batch_tokens // self.config.beam
-        plan = evaluation_plan(lengths, self.config.lengths, places, self.model.arch.max_positions)
+        plan = evaluation_plan(lengths, self.config.lengths, places, self.model, self.mesh)
         with loading.parallel_loader(sentences, plan, self.mesh, train=False, workers=self.config.workers) as loader:
             best = {str(number): self._step(batch)["tokens"] for number, batch in enumerate(loader)}
         self.model.train(training)
@@ -156,8 +160,15 @@ def main(config: Config) -> None:
         raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 2")
     mesh = device.setup(0, config.precision, config.strict)
     model, text = load(config.model_dir, mesh)
+    content = sys.stdin.buffer.read()
+    low, high, _ = device.over_hosts(mesh, zlib.crc32(content))
+    if low != high:
+        raise InputError(
+            f"the {mesh.process_count} hosts have different lines on their standard inputs; translation is for one "
+            "host: run it on a TPU with one, or give all of them the same lines"
+        )
     try:
-        lines = sys.stdin.buffer.read().decode().split("\n")
+        lines = content.decode().split("\n")
     except UnicodeDecodeError as error:
         raise InputError(f"the input is not UTF-8 (byte {error.start}); convert it") from error
     lines = lines[:-1] if lines[-1] == "" else lines

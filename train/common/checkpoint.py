@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from data import InputError
 
-from .device import replicate
+from .device import over_hosts, replicate, same_on_all_hosts
 from .embedding import ShardedEmbeddingBags
 
 STATE, NUMBERS, COMPLETE = "state.safetensors", "state.json", "COMPLETE"
@@ -250,13 +250,16 @@ class Checkpointer:
                 self._drop_marks(step)
                 continue
             if self.tables is not None:
+                whole = True
                 try:
                     self._load_tables(step)
                 except ValueError as error:
                     if isinstance(error, InputError):
                         raise
-                    damaged = True
+                    whole = False
                     self._warn(step, str(error))
+                if not over_hosts(mesh, int(whole)).low:  # each host reads other pieces; all take the same checkpoint
+                    damaged = True
                     self._drop_marks(step)
                     continue
             elif self._hosts(step):
@@ -278,11 +281,12 @@ class Checkpointer:
         Returns:
             The steps.
         Raises:
-            InputError: one of them is damaged.
+            InputError: one of them is damaged, or the hosts of a pod see different ones.
         """
         self._fs.invalidate_cache()
         known = self.complete_steps()
         steps = sorted({*[step for step in known if step % self.every == 0], known[-1]})[-self.keep :]
+        same_on_all_hosts(mesh, "the checkpoints to average (the sum of their steps)", sum(steps))
         sums: dict[str, Tensor] = {}
         for step in steps:
             files = self._read(step)

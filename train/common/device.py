@@ -6,6 +6,7 @@ imports torch_xla.
 """
 
 import contextlib
+import itertools
 import math
 import os
 import random
@@ -13,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ class Mesh:
         spmd: 1-D `torch_xla.distributed.spmd.Mesh` with the axis "data".
         num_devices: devices of all hosts.
         process_index, process_count: this host, and how many there are.
+        places: where this host's devices are on the mesh, in the order in which torch_xla fills them; (): after those
+            of the hosts before it.
         kind: hardware, such as "TPU v5 lite" or "CPU".
         precision: what `autocast` computes in, "bfloat16" or "float32".
         strict: a recompilation after warm-up or a host fall-back is an error; otherwise a warning.
@@ -52,11 +55,25 @@ class Mesh:
     kind: str
     precision: str
     strict: bool
+    places: tuple[int, ...] = ()
 
     @property
     def main_process(self) -> bool:
         """True on the one host that prints and writes."""
         return self.process_index == 0
+
+    def rows(self, batch_size: int) -> np.ndarray:
+        """The rows of a batch that this host loads, in the order in which it uploads them.
+
+        torch_xla cuts what a host uploads (`minibatch=True`) into equal parts and gives the i-th to the i-th of the
+        host's devices (GetShardIndicesForMinibatchTensor in torch_xla/csrc/xla_sharding_util.cpp); in the batch on the
+        mesh, the rows of device 0 come first, then those of device 1. These need not be on one host: on a 4x4 slice the
+        devices are counted along its lines, and a host has a square of it, such as 0, 1, 4 and 5.
+        """
+        local = self.num_devices // self.process_count
+        places = self.places or range(self.process_index * local, (self.process_index + 1) * local)
+        size = batch_size // self.num_devices
+        return np.concatenate([np.arange(place * size, (place + 1) * size) for place in places])
 
     def autocast(self) -> torch.autocast:
         """Context for the forward pass; parameters, gradients and optimizer state stay float32."""
@@ -85,7 +102,7 @@ def setup(seed: int, precision: str = "bfloat16", strict: bool = True) -> Mesh:
     xm.set_rng_state(seed)
     hardware = xr.device_type() or "CPU"
     kind = str(xr.global_runtime_device_attributes()[0].get("device_kind", hardware)) if hardware == "TPU" else hardware
-    return Mesh(
+    mesh = Mesh(
         device=device,
         spmd=xs.Mesh(np.arange(num_devices), (num_devices,), ("data",)),
         num_devices=num_devices,
@@ -94,7 +111,30 @@ def setup(seed: int, precision: str = "bfloat16", strict: bool = True) -> Mesh:
         kind=kind,
         precision=precision,
         strict=strict,
+        places=_places() if xr.process_count() > 1 else (),
     )
+    if mesh.process_count > 1:
+        _check_places(mesh)
+    return mesh
+
+
+def _places() -> tuple[int, ...]:
+    """The numbers of this host's devices in torch_xla's order: "TPU:4" is the fifth of all hosts' devices, which the
+    mesh has in the order of their numbers."""
+    return tuple(int(name.split(":")[1]) for name in torch_xla._XLAC._xla_get_runtime_devices())
+
+
+def _check_places(mesh: Mesh) -> None:
+    """Uploads what `Mesh.rows` says, and looks on the device whether each row has its number: otherwise predictions
+    would be taken for those of other examples.
+
+    Raises:
+        RuntimeError: torch_xla fills the devices in another order.
+    """
+    rows = _from_hosts(torch.from_numpy(mesh.rows(mesh.num_devices)), mesh)
+    expected = torch.arange(mesh.num_devices).to(mesh.device)
+    if fetch([(rows - expected).abs().max()]) != [0.0]:
+        raise RuntimeError(f"host {mesh.process_index} fills other rows of a batch than {mesh.places}")
 
 
 def to_device(model: nn.Module, mesh: Mesh) -> nn.Module:
@@ -240,6 +280,31 @@ def fetch(values: Sequence[Tensor]) -> list[float]:
     return [float(value) for value in torch_xla._XLAC._xla_get_cpu_tensors(values)]
 
 
+def _from_hosts(local: Tensor, mesh: Mesh) -> Tensor:
+    """A tensor on the mesh, of the parts that the hosts have, a row a device."""
+    sharding = xs.ShardingSpec(mesh.spmd, ("data",), minibatch=mesh.process_count > 1)
+    return xm.send_cpu_data_to_device(local, mesh.device, sharding)[0]
+
+
+class OverHosts(NamedTuple):
+    """Of a number that each host has: the smallest, the largest, and the sum."""
+
+    low: int
+    high: int
+    total: int
+
+
+def over_hosts(mesh: Mesh, value: int) -> OverHosts:
+    """Compares a number of each host, exact up to 2**53. On a pod it waits for all hosts and for the device, so every
+    host must call it at the same point, and not in every step."""
+    if mesh.process_count == 1:
+        return OverHosts(value, value, value)
+    devices = mesh.num_devices // mesh.process_count
+    numbers = _from_hosts(torch.full((devices,), value, dtype=torch.int64), mesh)
+    low, high, total = (int(number) for number in fetch([numbers.min(), numbers.max(), numbers.sum()]))
+    return OverHosts(low, high, total // devices)
+
+
 def same_on_all_hosts(mesh: Mesh, name: str, value: int) -> None:
     """Makes sure that every host of a pod has the same number, such as the step to resume from or the size of the data:
     hosts that disagree would wait for each other forever.
@@ -247,10 +312,7 @@ def same_on_all_hosts(mesh: Mesh, name: str, value: int) -> None:
     Raises:
         InputError: with the smallest and the largest value.
     """
-    local = torch.full((mesh.num_devices // mesh.process_count,), value, dtype=torch.int32)
-    sharding = xs.ShardingSpec(mesh.spmd, ("data",), minibatch=mesh.process_count > 1)
-    on_device = xm.send_cpu_data_to_device(local, mesh.device, sharding)[0]
-    low, high = (int(value) for value in fetch([on_device.min(), on_device.max()]))
+    low, high, _ = over_hosts(mesh, value)
     if low != high:
         raise InputError(
             f"the hosts disagree about {name}: from {low} to {high}; they must see the same files (use gs://)"
@@ -522,21 +584,31 @@ def _difference(inputs: dict[str, Any], seen: dict[tuple, dict[str, Any]]) -> st
 
 
 @contextlib.contextmanager
-def stop_requested() -> Iterator[Callable[[], bool]]:
+def stop_requested(mesh: Mesh, every: int = 10) -> Iterator[Callable[[], bool]]:
     """Turns SIGTERM (what a preempted VM gets) and Ctrl-C into a flag, so that a loop can save and leave.
 
-    Yields a function that tells whether one has come. A second Ctrl-C interrupts at once.
+    Yields a function that tells whether one has come; call it once in each step. A second Ctrl-C interrupts at once.
+
+    The hosts of a pod leave in the same step, also when the signal comes to them in different ones, or to one host
+    alone: those that stay would wait for it forever. They agree in every `every`-th call, each of which waits for the
+    device; until then the answer is no. One host alone reacts in the next call, and reads nothing.
     """
     received: list[int] = []
+    calls = itertools.count(1)  # alike on all hosts, since they take the same steps
 
     def handle(number: int, _frame: Any) -> None:
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
 
+    def stopped() -> bool:
+        if mesh.process_count == 1:
+            return bool(received)
+        return next(calls) % every == 0 and over_hosts(mesh, len(received)).high > 0
+
     previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield lambda: bool(received)
+        yield stopped
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -266,7 +266,7 @@ def parallel_loader(
         keys = _PlanKeys(batch_size, mesh, *((seed, start, stop) if train else (None, 0, per_epoch)))
     else:
         local_batch = batch_size // mesh.process_count
-        host = slice(mesh.process_index * local_batch, (mesh.process_index + 1) * local_batch)
+        host = mesh.rows(batch_size)
         if train:
             per_epoch = steps_per_epoch(dataset, batch_size, mesh)
             keys = _TrainingKeys(len(dataset), batch_size, per_epoch, seed, start, stop, host, shuffle)
@@ -299,9 +299,9 @@ Keys = tuple[int, np.ndarray] | tuple[int, np.ndarray, tuple[int, ...]]  # epoch
 
 
 class _TrainingKeys:
-    """This host's keys of each step."""
+    """This host's keys of each step; `host` are its rows of a batch."""
 
-    def __init__(self, size, batch_size, per_epoch, seed, start, stop, host: slice, shuffle: str = "examples"):
+    def __init__(self, size, batch_size, per_epoch, seed, start, stop, host: np.ndarray, shuffle: str = "examples"):
         self.size, self.batch_size, self.per_epoch, self.seed = size, batch_size, per_epoch, seed
         self.start, self.stop, self.host, self.shuffle = start, stop, host, shuffle
 
@@ -325,7 +325,7 @@ class _TrainingKeys:
 class _EvaluationKeys:
     """This host's keys of each batch of one ordered pass, padded to whole batches."""
 
-    def __init__(self, size: int, batch_size: int, host: slice):
+    def __init__(self, size: int, batch_size: int, host: np.ndarray):
         self.size, self.batch_size, self.host = size, batch_size, host
 
     def __len__(self) -> int:
@@ -342,7 +342,7 @@ class _PlanKeys:
 
     def __init__(self, plan: Plan, mesh: Mesh, seed: int | None, start: int, stop: int):
         self.plan, self.seed, self.start, self.stop = plan, seed, start, stop
-        self.process_index, self.process_count = mesh.process_index, mesh.process_count
+        self.mesh = mesh
 
     def __len__(self) -> int:
         return max(self.stop - self.start, 0)
@@ -361,8 +361,7 @@ class _PlanKeys:
             indices, lengths = batches[position]
             if (len(indices), *lengths) not in shapes:
                 raise ValueError(f"the plan made a batch of shape {(len(indices), *lengths)}, not one of {shapes}")
-            local = len(indices) // self.process_count
-            yield epoch, indices[self.process_index * local : (self.process_index + 1) * local], tuple(lengths)
+            yield epoch, indices[self.mesh.rows(len(indices))], tuple(lengths)
 
 
 def planned(batch_size: int | Plan) -> bool:

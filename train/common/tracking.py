@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import types
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ from .curves import draw_curves, format_number
 
 PACKAGES = ("torch", "torch_xla", "torchvision", "libtpu", "numpy", "timm", "datasets", "transformers", "safetensors")
 DRAW_EVERY = 60  # seconds between two drawings of curves.png
+SEEN_SECONDS = 60  # in which other hosts see what the main process writes: NFS may remember that there was nothing
 
 
 class Run:
@@ -141,6 +143,34 @@ class Run:
         starts = [*stored.get("starts", []), _start_record(devices)]
         self._write("config.json", _json({**stored, "starts": starts}, indent=2))
         self.upload()
+
+    def check_hosts(self, mesh: Any) -> None:
+        """Makes sure that all hosts of a pod have the same run before they train: each must see the config.json that
+        the main process has just written. Call it on every host, first of all; with one host it does nothing.
+
+        Raises:
+            InputError: on every host; they have folders of their own, or chose different ones.
+        """
+        if mesh.process_count == 1:
+            return
+        from .device import over_hosts
+
+        expected = over_hosts(mesh, self._mark() if self._main else 0).high
+        deadline = time.monotonic() + SEEN_SECONDS
+        while self._mark() != expected and time.monotonic() < deadline:
+            time.sleep(1)
+            self._files.invalidate_cache()
+        if not over_hosts(mesh, int(self._mark() == expected)).low:
+            raise InputError(
+                f"the {mesh.process_count} hosts do not see the same run in {self.path}: what the main process wrote "
+                "there is not there on all of them; give a folder that all hosts share, such as --runs gs://bucket/runs"
+            )
+
+    def _mark(self) -> int:
+        """Of config.json as this host sees it, and of whether the run is finished."""
+        with contextlib.suppress(InputError):  # a host that failed here alone would leave the others waiting
+            return 2 * zlib.crc32(self._read(f"{self.path}/config.json") or b"") + self.finished
+        return -1
 
     def resume_at(self, step: int) -> None:
         """Goes on after `step`: drops what metrics.jsonl says of later steps, and a last line torn by a kill."""

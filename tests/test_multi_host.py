@@ -1,0 +1,1090 @@
+"""Every script on a simulated pod of 2 and 4 hosts: the data that each host reads, the points at which hosts wait for
+each other, the files that they write.
+
+A host is a thread that runs the script's own `main` with its own place in the mesh. What needs devices of several hosts
+is replaced: a compiled step waits for all hosts, as the collectives in it would, puts their parts of the batch together
+and gives a result that is a simple function of the whole batch; an upload to all devices waits likewise. A host that
+waits for one that has ended, or is somewhere else, fails instead of waiting forever. Everything on the host is real:
+data sets, plans, loader, evaluation, checkpoints, run folder, export.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+import torch_xla.distributed.spmd as xs
+from fsspec.implementations.memory import MemoryFileSystem
+
+from data import InputError, batching, text, wmt
+from data import glue as glue_data
+from train import dlrm, glue, pretrain, resnet50, transformer, translate
+from train.common import checkpoint, device, embedding, loading, tracking
+from train.common.loading import PADDING
+
+DEVICES = 8  # of all hosts together, however many hosts there are
+HOSTS = [2, 4]
+TRAINING = ("train_step", "gradient_step")  # steps that take a batch of the training loader
+
+
+class Apart(Exception):
+    """Hosts that would wait for each other forever."""
+
+
+class Batch(dict):
+    """What the loader gives, so that a step's batch is told from its other arguments."""
+
+
+def this_host() -> int | None:
+    return getattr(threading.current_thread(), "host", None)
+
+
+# ---- who writes ------------------------------------------------------------------------------------------------------
+# Python reports every open, rename and so on; a hook cannot be removed, so it is told where to look.
+
+_watched: list = []  # of (folder, list of (host, event, path))
+
+
+def _audit(event: str, arguments: tuple) -> None:
+    if not _watched or event not in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"):
+        return
+    if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        return
+    path = arguments[1] if event == "os.rename" else arguments[0]
+    for folder, written in _watched:
+        if isinstance(path, str) and path.startswith(folder):
+            written.append((this_host(), event, os.path.relpath(path, folder)))
+
+
+sys.addaudithook(_audit)
+
+
+# ---- the pod ---------------------------------------------------------------------------------------------------------
+
+
+class Pod:
+    """Hosts as threads that take turns: one runs until it waits for the others.
+
+    Attributes:
+        steps: (name, the whole batch) of every compiled step that took one.
+        meetings: of each host, what it waited for the others at.
+        reads: of each host and each of its loaders, (epoch, indices) of every batch.
+        calls: of each host and each of its loaders, what it asked the data set for.
+        loaders: of each loader, (size of the data set, whether it is an evaluation).
+        written: (host, event, path) of everything that was written below `folder`.
+        outcomes: of each host, what its work returned or raised.
+    """
+
+    def __init__(self, hosts: int, folder, results: Callable, devices: int = DEVICES, stop: dict | None = None):
+        self.hosts, self.devices, self.folder, self.results = hosts, devices, str(folder), results
+        self.stop = stop or {}  # host -> SIGTERM comes after so many training batches
+        self.every = 1  # calls in which hosts agree about a signal; None: as many as the script says
+        self.turn = threading.Condition(threading.Lock())
+        self.round, self.arrived, self.met, self.gone = 0, {}, [], set()
+        self.steps, self.written, self.loaders = [], [], {}
+        self.meetings = [[] for _ in range(hosts)]
+        self.reads, self.calls = ([{} for _ in range(hosts)] for _ in range(2))
+        self.trained, self.handlers = [0] * hosts, [{} for _ in range(hosts)]
+        self.outcomes: list = [None] * hosts
+
+    def mesh(self, host: int) -> device.Mesh:
+        with pytest.MonkeyPatch.context() as monkeypatch:  # a mesh has all devices that there are
+            monkeypatch.setattr(device.xr, "global_runtime_device_count", lambda: self.devices)
+            spmd = xs.Mesh(np.arange(self.devices), (self.devices,), ("data",))
+        return device.Mesh(torch.device("cpu"), spmd, self.devices, host, self.hosts, "CPU", "float32", True)
+
+    def meet(self, what, value=None) -> list:
+        """Waits until all hosts are at the same place; what they have brought, in the order of the hosts."""
+        host = this_host()
+        self.meetings[host].append(what)
+        self.arrived[host] = what, value
+        if len(self.arrived) == self.hosts:
+            self.met, self.arrived = [self.arrived[i] for i in range(self.hosts)], {}
+            self.round += 1
+            self.turn.notify_all()
+        else:
+            before = self.round
+            while self.round == before:
+                if self.gone:
+                    raise Apart(f"host {host} waits at {what} for host {sorted(self.gone)[0]}, which has ended")
+                self.turn.wait(60)
+        if len({met for met, _ in self.met}) > 1:
+            raise Apart(f"the hosts are at different places: {[met for met, _ in self.met]}")
+        return [value for _, value in self.met]
+
+    def run(self, work: Callable, patch: Callable | None = None) -> "Pod":
+        """`work` on every host."""
+
+        def of_host(host: int) -> None:
+            with self.turn:
+                try:
+                    self.outcomes[host] = work()
+                except BaseException as error:
+                    self.outcomes[host] = error
+                finally:
+                    self.gone.add(host)
+                    self.turn.notify_all()
+
+        watched = self.folder, self.written
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            self._replace_devices(monkeypatch)
+            if patch is not None:
+                patch(monkeypatch)
+            _watched.append(watched)
+            try:
+                threads = [threading.Thread(target=of_host, args=(host,)) for host in range(self.hosts)]
+                for host, thread in enumerate(threads):
+                    thread.host = host
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            finally:
+                _watched.remove(watched)
+        return self
+
+    def succeeded(self) -> "Pod":
+        """Itself; raises what a host raised, and if several did, not the consequence."""
+        errors = [outcome for outcome in self.outcomes if isinstance(outcome, BaseException)]
+        errors.sort(key=lambda error: isinstance(error, Apart))
+        if errors:
+            raise errors[0]
+        return self
+
+    def stopped(self) -> "Pod":
+        """Itself, after a signal: every host has ended with its exit code."""
+        for outcome in self.outcomes:
+            if not (isinstance(outcome, SystemExit) and outcome.code == 143):
+                raise outcome if isinstance(outcome, BaseException) else AssertionError(f"not stopped: {outcome}")
+        return self
+
+    def _replace_devices(self, monkeypatch) -> None:
+        pod = self
+
+        def compiled(step_fn, mesh, max_graphs=1):
+            def call(*args):
+                batch = next((argument for argument in args if isinstance(argument, Batch)), None)
+                shapes = tuple((k, tuple(v.shape), v.dtype) for k, v in (batch or {}).items())
+                parts = pod.meet((step_fn.__name__, shapes), batch)
+                whole = batch and Batch({key: torch.cat([part[key] for part in parts]) for key in batch})
+                host = this_host()
+                if host == 0 and whole:
+                    pod.steps.append((step_fn.__name__, whole))
+                if step_fn.__name__ in TRAINING:
+                    pod.trained[host] += 1
+                    if pod.trained[host] == pod.stop.get(host):
+                        pod.handlers[host][signal.SIGTERM](signal.SIGTERM, None)
+                return pod.results(step_fn.__name__, whole)
+
+            return call
+
+        def send(local, target, sharding=None):
+            return [torch.cat(pod.meet(("upload", tuple(local.shape)), local))]
+
+        def stop_requested(mesh, **options):
+            return real_stop(mesh, **({"every": pod.every} if pod.every else options))
+
+        def handle(number, handler):
+            previous = pod.handlers[this_host()].get(number, signal.SIG_DFL)
+            pod.handlers[this_host()][number] = handler
+            return previous
+
+        real_stop = device.stop_requested
+        real_start, real_wait = threading.Thread.start, checkpoint.Checkpointer.wait
+        real_examples, real_batch = loading._Examples.__init__, loading._Examples.__getitems__
+
+        def start(thread):  # the upload thread and the checkpoints' belong to the host that starts them
+            thread.host = getattr(thread, "host", this_host())
+            real_start(thread)
+
+        def wait(checkpoints):  # the others must go on, or their parts of a checkpoint never come
+            pod.turn.release()
+            try:
+                real_wait(checkpoints)
+            finally:
+                pod.turn.acquire()
+
+        def examples(self, dataset, seed, masked, collate):
+            host = this_host()
+            self.number, counted = len(pod.reads[host]), SimpleNamespace()
+            calls = pod.calls[host].setdefault(self.number, [])
+            pod.reads[host][self.number] = []
+            pod.loaders[self.number] = len(dataset), masked
+
+            def example(index, rng):
+                calls.append([index])
+                return dataset.example(index, rng)
+
+            def batch(indices, *lengths):
+                calls.append(indices.ravel().tolist())
+                return dataset.batch(indices, *lengths)
+
+            name, counting = ("batch", batch) if loading.batched(dataset) else ("example", example)
+            setattr(counted, name, counting)
+            real_examples(self, counted, seed, masked, collate)
+
+        def batch_of(self, keys):
+            pod.reads[this_host()][self.number].append((keys[0], keys[1].ravel().tolist()))
+            return real_batch(self, keys)
+
+        signals = SimpleNamespace(signal=handle, SIGTERM=signal.SIGTERM, SIGINT=signal.SIGINT)
+        replacements = [
+            (device, "setup", lambda seed, precision, strict: pod.mesh(this_host())),
+            (device, "compiled", compiled),
+            (device, "annotate", lambda tensor, spmd, spec: None),
+            (device, "fetch", lambda values: [float(value) for value in values]),
+            (device.xm, "send_cpu_data_to_device", send),
+            (device, "seed_step", lambda *seed: pod.meetings[this_host()].append(("seed", *seed))),
+            (device, "signal", signals),
+            (device, "stop_requested", stop_requested),
+            (tracking, "SEEN_SECONDS", 0.3),
+            (tracking, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01))),
+            (loading.Loader, "_upload", lambda self, batch: Batch(batch)),
+            (loading._Examples, "__init__", examples),
+            (loading._Examples, "__getitems__", batch_of),
+            (threading.Thread, "start", start),
+            (checkpoint.Checkpointer, "wait", wait),
+            (checkpoint, "HOSTS_SECONDS", 2),
+            (checkpoint, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01))),
+            (embedding, "ShardedEmbeddingBags", Tables),
+            (tracking, "draw_curves", lambda records, name: b"a picture"),
+        ]
+        for target, name, value in replacements:
+            monkeypatch.setattr(target, name, value)
+
+
+class Tables:
+    """What the checkpoint of sharded tables needs of them; each host holds its part of the rows of every table. Their
+    numbers are known, so that wrong pieces show."""
+
+    def __init__(self, tables, dim, mesh, optimizer, lr, seed, model_devices=0):
+        self.tables, self.mesh, self.param_groups = tables, mesh, [{"lr": lr}]
+        self.plan = SimpleNamespace(counts=lambda: {"row": len(tables)})
+
+    def _own(self, rows: int) -> tuple[int, int]:
+        return tuple(rows * host // self.mesh.process_count for host in (self.mesh.process_index + i for i in (0, 1)))
+
+    def pieces(self) -> dict[str, torch.Tensor]:
+        pieces = {"step": torch.zeros(1)} if self.mesh.main_process else {}
+        for table in self.tables:
+            first, last = self._own(table.rows)
+            pieces[f"{table.name}/weight/{first}/0"] = table_rows(table.name, first, last)
+        return pieces
+
+    def load_pieces(self, shapes, read) -> None:
+        for table in self.tables:
+            first, last = self._own(table.rows)
+            found = torch.full((table.rows, 1), -1.0)
+            for key, (rows, _) in ((key, shape) for key, shape in shapes.items() if key.startswith(f"{table.name}/")):
+                row = int(key.split("/")[2])
+                if max(first, row) < min(last, row + rows):
+                    found[row : row + rows] = read(key)
+            assert torch.equal(found[first:last], table_rows(table.name, first, last))
+
+
+def table_rows(name: str, first: int, last: int) -> torch.Tensor:
+    return torch.arange(first, last, dtype=torch.float32)[:, None] + zlib.crc32(name.encode()) % 1000
+
+
+# ---- the scripts -----------------------------------------------------------------------------------------------------
+# `results` stands for the model: numbers that differ between examples and do not depend on the hosts.
+
+
+def digest(batch: dict) -> torch.Tensor:
+    """Between 0 and 1, of every number of the batch in its order."""
+    content = b"".join(batch[key].contiguous().numpy().tobytes() for key in sorted(batch))
+    return torch.tensor(zlib.crc32(content) / 2**32)
+
+
+def of_resnet50(name: str, batch) -> dict:
+    if name == "train_step":
+        return {"loss": digest(batch), "accuracy": torch.tensor(0.5)}
+    counts = batch["mask"] * (batch["label"] >= 0)
+    brightness = batch["image"].float().mean((1, 2, 3))
+    sums = {"loss": brightness, "top1": brightness > 128, "top5": brightness > 100, "count": torch.ones(len(counts))}
+    return {key: (value * counts).sum() for key, value in sums.items()}
+
+
+def of_dlrm(name: str, batch):
+    if name == "train_step":
+        return {"loss": digest(batch)}
+    return torch.stack([batch["dense"].sum(1), batch["label"], batch["mask"]], 1)
+
+
+def of_glue(labels: int) -> Callable:
+    def results(name: str, batch):
+        if name == "train_step":
+            return {"loss": digest(batch), "gradient_norm": torch.tensor(1.0)}
+        places = torch.arange(1, batch["input_ids"].shape[1] + 1)
+        sums = (batch["input_ids"] * batch["attention_mask"] * places).sum(1)
+        return torch.sin(0.37 * sums[:, None] * torch.arange(1, labels + 1))
+
+    return results
+
+
+def of_transformer(name: str, batch):
+    if name == "gradient_step":
+        return None
+    if name == "translate_step":  # every third sentence wrong
+        wrong = batch["source"].sum(1, keepdim=True) % 3 == 0
+        return {"tokens": torch.where(wrong, batch["source"], batch["target"]), "score": torch.zeros(len(wrong))}
+    if name == "eval_step":
+        there = batch["target"] != wmt.PAD
+        total = (batch["target"] * there).sum() / 20
+        return {"loss": total, "nll": total / 2, "tokens": there.sum()}
+    loss = torch.tensor(0.5) if batch is None else digest(batch)
+    return {"loss": loss, "nll": loss / 2}
+
+
+def of_pretrain(name: str, batch):
+    if name == "gradient_step":
+        return None
+    if name == "eval_step":
+        weights = batch["weights"] * batch["mask"][:, None]
+        sums = {"loss": batch["labels"] / 50, "accuracy": batch["labels"] % 2, "predicted": torch.ones(weights.shape)}
+        return {key: (value * weights).sum() for key, value in sums.items()}
+    loss = torch.tensor(0.5) if batch is None else digest(batch)
+    return {"loss": loss, "words": loss}
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script with a small configuration.
+
+    Attributes:
+        sizes: examples for training and evaluation; 7 or 13 more than whole batches.
+        patch: makes the data sets of these sizes.
+        stops: training batches after which two resumed runs are stopped; both within the second epoch.
+    """
+
+    module: object
+    config: object
+    results: Callable
+    sizes: tuple[int, int]
+    patch: Callable
+    stops: tuple[int, int]
+
+    def work(self, runs, **changes) -> Callable:
+        return lambda: self.module.main(replace(self.config, runs=str(runs), **changes))
+
+
+def images(monkeypatch, sizes) -> None:
+    monkeypatch.setattr(resnet50, "SYNTHETIC_TRAIN", sizes[0])
+    monkeypatch.setattr(resnet50, "SYNTHETIC_EVAL", sizes[1])
+
+
+def clicks(monkeypatch, sizes) -> None:
+    monkeypatch.setattr(dlrm, "SYNTHETIC_TRAIN", sizes[0])
+    monkeypatch.setattr(dlrm, "SYNTHETIC_EVAL", sizes[1])
+    monkeypatch.setattr(dlrm, "SYNTHETIC_ROWS", (20, 50, 100, 400, 60, 60, 80, 300))
+    monkeypatch.setattr(dlrm, "EVAL_BATCH", 16)
+
+
+def sentences(monkeypatch, sizes) -> None:
+    read = glue_data.read
+
+    def some(data, task, split, seed=0):
+        examples, size = read(data, task, split, seed), sizes[split != "train"]
+        second = examples.second and examples.second[:size]
+        return replace(examples, first=examples.first[:size], second=second, labels=examples.labels[:size])
+
+    monkeypatch.setattr(glue_data, "read", some)
+
+
+def sentence_pairs(monkeypatch, sizes) -> None:
+    made = wmt.SyntheticPairs
+    monkeypatch.setattr(wmt, "SyntheticPairs", lambda split, seed: made(split, sizes[split != "train"], seed))
+
+
+def rows_of_text(monkeypatch, sizes) -> None:
+    made = text.SyntheticText
+    monkeypatch.setattr(
+        text, "SyntheticText", lambda split, *options: made(split, *options, rows=sizes[split != "train"])
+    )
+
+
+RESNET50 = replace(resnet50.TINY, batch_size=16, epochs=3, log_every=1, save_every=2)
+DLRM = replace(dlrm.TINY, batch_size=16, epochs=3, log_every=1, save_every=2)
+GLUE = replace(glue.TINY, task="mrpc", batch_size=8, epochs=3, log_every=1, eval_every=5)
+TRANSFORMER = replace(
+    transformer.TINY, batch_tokens=128, updates=21, warmup_updates=5, log_every=1, eval_every=10, save_every=2
+)
+PACKED = replace(TRANSFORMER, pack=True, lengths=(16,), update_every=2, updates=12)
+PRETRAIN = replace(pretrain.TINY, batch_size=16, steps=12, warmup_steps=3, log_every=1, eval_every=5)
+
+SCRIPTS = {
+    "resnet50": Script(resnet50, RESNET50, of_resnet50, (61, 23), images, (4, 5)),
+    "dlrm": Script(dlrm, DLRM, of_dlrm, (61, 23), clicks, (4, 5)),
+    "dlrm-batches": Script(dlrm, replace(DLRM, shuffle="batches"), of_dlrm, (55, 29), clicks, (4, 5)),
+    "glue": Script(glue, GLUE, of_glue(2), (61, 45), sentences, (10, 13)),
+    "transformer": Script(transformer, TRANSFORMER, of_transformer, (77, 29), sentence_pairs, (10, 12)),
+    "transformer-packed": Script(transformer, PACKED, of_transformer, (77, 29), sentence_pairs, (8, 10)),
+    "pretrain": Script(pretrain, PRETRAIN, of_pretrain, (61, 23), rows_of_text, (4, 5)),
+    "pretrain-xlnet": Script(
+        pretrain, replace(PRETRAIN, model="xlnet", update_every=2), of_pretrain, (55, 29), rows_of_text, (8, 10)
+    ),
+}
+
+
+def pod_of(name: str, hosts: int, folder, stop: dict[int, int] | None = None) -> Pod:
+    """The script's training on so many hosts. `stop`: host -> training batches after which it gets SIGTERM."""
+    script = SCRIPTS[name]
+    pod = Pod(hosts, folder, script.results, stop=stop)
+    return pod.run(script.work(f"{folder}/runs"), lambda monkeypatch: script.patch(monkeypatch, script.sizes))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Callable[[str, int], Pod]:
+    """A whole training on so many hosts, made once."""
+    pods: dict[tuple[str, int], Pod] = {}
+
+    def get(name: str, hosts: int) -> Pod:
+        if (name, hosts) not in pods:
+            pods[name, hosts] = pod_of(name, hosts, tmp_path_factory.mktemp(f"{name}-{hosts}")).succeeded()
+        return pods[name, hosts]
+
+    return get
+
+
+every_script = pytest.mark.parametrize("name", SCRIPTS)
+every_pod = pytest.mark.parametrize("hosts", HOSTS)
+
+
+def run_folder(pod: Pod) -> str:
+    (name,) = os.listdir(f"{pod.folder}/runs")
+    return f"{pod.folder}/runs/{name}"
+
+
+def records(pod: Pod) -> list[dict]:
+    """The lines of metrics.jsonl without their timings."""
+    return [{**json.loads(line), "timing": None} for line in open(f"{run_folder(pod)}/metrics.jsonl")]
+
+
+def training(pod: Pod) -> list[dict]:
+    return [batch for name, batch in pod.steps if name in TRAINING]
+
+
+def assert_equal(batches: list[dict], others: list[dict]) -> None:
+    """The same examples at the same places; what stands in padding is of no account."""
+    assert len(batches) == len(others)
+    for step, (batch, other) in enumerate(zip(batches, others, strict=True)):
+        assert batch.keys() == other.keys(), step
+        rows = slice(None)
+        if batch.get("mask", torch.ones(1, 1)).dim() == 1:
+            assert torch.equal(batch["mask"], other["mask"]), step
+            rows = batch["mask"] > 0
+        assert all(batch[key].shape == other[key].shape for key in batch), step
+        assert all(torch.equal(batch[key][rows], other[key][rows]) for key in batch), step
+
+
+# ---- what the hosts read ---------------------------------------------------------------------------------------------
+
+
+@every_pod
+@every_script
+def test_the_hosts_together_have_the_batches_of_one_host(trained, name, hosts):
+    alone, pod = trained(name, 1), trained(name, hosts)
+    assert [name for name, _ in pod.steps] == [name for name, _ in alone.steps]
+    assert_equal([batch for _, batch in pod.steps], [batch for _, batch in alone.steps])
+    assert len({digest(batch) for batch in training(alone)}) == len(training(alone)), "all batches are alike"
+
+
+@every_pod
+@every_script
+def test_a_host_reads_its_share_and_nothing_else(trained, name, hosts):
+    alone, pod = trained(name, 1), trained(name, hosts)
+    assert all(reads.keys() == alone.reads[0].keys() for reads in pod.reads)
+    for loader, batches in alone.reads[0].items():
+        for step, (epoch, indices) in enumerate(batches):
+            shares = [pod.reads[host][loader][step] for host in range(hosts)]
+            assert all(share[0] == epoch for share in shares)
+            assert [index for share in shares for index in share[1]] == indices, (loader, step)
+            real = Counter(index for index in indices if index != PADDING)
+            assert max(real.values()) == 1, "an example is read by two hosts"
+            assert all(len(share[1]) == len(indices) // hosts for share in shares)
+        for host in range(hosts):
+            assert_reads_no_more(pod.reads[host][loader], pod.calls[host][loader])
+
+
+def assert_reads_no_more(reads: list, calls: list) -> None:
+    """The data set was asked for the examples of the share; for padding at most for one example that stands in."""
+    if len(calls) == len(reads):  # together
+        for (_, indices), asked in zip(reads, calls, strict=True):
+            stand_ins = {PADDING, 0} if PADDING in indices else set()
+            assert len(asked) == len(indices) and set(asked) - stand_ins <= set(indices)
+    else:  # one by one
+        expected = [[i for i in indices if i != PADDING] or [0] for _, indices in reads]
+        assert [[index] for indices in expected for index in indices] == calls
+
+
+@every_pod
+@every_script
+def test_every_example_is_read_once_an_epoch(trained, name, hosts):
+    pod, script = trained(name, hosts), SCRIPTS[name]
+    for loader, (size, masked) in pod.loaders.items():
+        assert size == script.sizes[masked]
+        epochs: dict[int, list[int]] = {}
+        for reads in (pod.reads[host][loader] for host in range(hosts)):
+            for epoch, indices in reads:
+                epochs.setdefault(epoch, []).extend(index for index in indices if index != PADDING)
+        for epoch, indices in epochs.items():
+            assert len(indices) == len(set(indices)) and set(indices) <= set(range(size))
+            if masked or (epoch < max(epochs) and name in ("glue", "transformer", "transformer-packed")):
+                assert sorted(indices) == list(range(size)), (loader, epoch)
+            elif epoch < max(epochs):  # what does not fill a batch waits for another epoch
+                assert len(indices) == 48 < size
+        assert masked or max(epochs) >= 2, "the training is too short for this test"
+    evaluations = [(step, batch) for step, batch in pod.steps if step in ("eval_step", "translate_step")]
+    counted, masks = sum(batch["mask"].sum() for _, batch in evaluations), [batch["mask"] for _, batch in evaluations]
+    assert counted == sum(size for size, masked in pod.loaders.values() if masked)
+    assert any((mask == 0).any() for mask in masks), "nothing was padded"
+
+
+@every_pod
+@every_script
+def test_every_host_takes_the_same_steps_in_the_same_shapes(trained, name, hosts):
+    """Where one host is missing, or comes with another shape, the pod fails before."""
+    pod = trained(name, hosts)
+    assert all(meetings == pod.meetings[0] for meetings in pod.meetings)
+    assert [what for what in pod.meetings[0] if what[0] != "seed"]
+    shapes = {what for what in pod.meetings[0] if what[0] in TRAINING}
+    assert len(shapes) == (2 if name in ("glue", "transformer") else 1)
+
+
+@every_script
+def test_a_resumed_run_goes_on_with_the_rest_on_any_number_of_hosts(trained, name, tmp_path):
+    """1 host, stopped in the second epoch; 2 hosts from there, stopped as well; 4 to the end."""
+    script, whole = SCRIPTS[name], trained(name, 1)
+    first, second = script.stops
+    per_epoch = sum(1 for epoch, _ in whole.reads[0][0] if epoch == 0)
+    assert per_epoch < first < second < 2 * per_epoch
+    parts = [
+        pod_of(name, 1, tmp_path, {0: first}).stopped(),
+        pod_of(name, 2, tmp_path, dict.fromkeys(range(2), second - first)).stopped(),
+        pod_of(name, 4, tmp_path).succeeded(),
+    ]
+    assert [len(training(part)) for part in parts] == [first, second - first, len(training(whole)) - second]
+    assert_equal([batch for part in parts for batch in training(part)], training(whole))
+    for part, start in zip(parts[1:], (first, second), strict=True):  # nothing of the steps before is read again
+        epoch, indices = whole.reads[0][0][start]
+        shares = [reads[0][0] for reads in part.reads]
+        assert [(epoch, [i for _, share in shares for i in share])] == [(epoch, indices)]
+    assert records(parts[2]) == records(whole)
+    assert parts[2].outcomes == whole.outcomes * 4
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+@every_pod
+@every_script
+def test_metrics_are_those_of_all_hosts_on_every_host(trained, name, hosts):
+    alone, pod = trained(name, 1), trained(name, hosts)
+    assert pod.outcomes == alone.outcomes * hosts
+    assert records(pod) == records(alone)
+    summaries = [json.load(open(f"{run_folder(one)}/summary.json")) for one in (alone, pod)]
+    assert summaries[0]["metrics"] == summaries[1]["metrics"] == alone.outcomes[0]
+
+
+@pytest.mark.parametrize("task", ["cola", "stsb", "mnli"])
+def test_glue_metrics_that_the_host_computes_are_of_all_hosts(task, tmp_path):
+    """Matthews' correlation, Pearson's and Spearman's, and both splits of MNLI."""
+    labels = max(len(glue_data.TASKS[task].labels), 1)
+    config = replace(GLUE, task=task, epochs=1)
+    outcomes = []
+    for hosts in (1, 4):
+        pod = Pod(hosts, tmp_path, of_glue(labels))
+        work = lambda hosts=hosts: glue.main(replace(config, runs=f"{tmp_path}/{hosts}"))  # noqa: E731
+        pod.run(work, lambda monkeypatch: sentences(monkeypatch, (61, 45))).succeeded()
+        outcomes.append(pod.outcomes)
+    assert outcomes[1] == outcomes[0] * 4
+    metrics = outcomes[0][0]
+    assert all(value not in (0.0, 1.0) for value in metrics.values()), metrics
+    assert len(metrics) == {"cola": 2, "stsb": 3, "mnli": 4}[task]
+
+
+@every_pod
+def test_the_auc_of_dlrm_is_that_of_its_examples_without_the_padding(trained, monkeypatch, hosts):
+    clicks(monkeypatch, SCRIPTS["dlrm"].sizes)
+    evaluation = dlrm.open_data(DLRM)[1]
+    examples = evaluation.batch(np.arange(len(evaluation)))
+    logits = torch.from_numpy(examples["dense"]).sum(1).numpy()
+    assert trained("dlrm", hosts).outcomes[0] == dlrm.click_metrics(logits, examples["label"])
+
+
+class Answer(torch.nn.Module):
+    """Stands for a model."""
+
+    config = SimpleNamespace(model_type="roberta")
+    arch = SimpleNamespace(max_positions=8)
+
+    def forward(self, *_, **inputs):
+        return SimpleNamespace(logits=torch.ones(4, 2)) if inputs else torch.ones(4)
+
+
+def test_what_the_host_reads_of_an_evaluation_is_on_every_device(monkeypatch):
+    """The host computes metrics from these, so each host must have the predictions of all: a result that is sharded is
+    not whole on any."""
+    replicated = []
+    monkeypatch.setattr(device, "annotate", lambda tensor, spmd, spec: replicated.append((tensor, spec)))
+    monkeypatch.setattr(device, "compiled", lambda step, mesh, graphs=1: step)
+    mesh, ones = Pod(1, "", digest).mesh(0), torch.ones(4)
+    searched = torch.ones(4, 2, 8), torch.ones(4, 2)
+    monkeypatch.setattr(translate.beam_search, "search", lambda *_: searched)
+    results = [
+        glue.eval_step(Answer(), {"input_ids": ones, "attention_mask": ones}, mesh),
+        dlrm.eval_step(Answer(), lambda *_: ones, {"dense": ones, "ids": ones, "label": ones, "mask": ones}, mesh),
+        *translate.Translator(Answer(), mesh, transformer.TINY).translate_step({"source": torch.ones(4, 8)}).values(),
+    ]
+    assert len(results) == len(replicated) == 4
+    for result, (tensor, spec) in zip(results, replicated, strict=True):
+        assert tensor.data_ptr() == result.data_ptr() and not any(spec)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+# Files of a run that there is one of.
+ONCE = ("config.json", "metrics.jsonl", "summary.json", "curves.png")
+
+
+@every_pod
+@every_script
+def test_the_main_process_alone_writes(trained, name, hosts):
+    pod = trained(name, hosts)
+    others = [(host, event, path) for host, event, path in pod.written if host != 0]
+    for host, event, path in others:
+        piece = f"tables-{host:05d}." in path
+        assert name.startswith("dlrm") and (piece or (event == "os.mkdir" and "checkpoints" in path)), (host, path)
+    assert bool(others) == name.startswith("dlrm")
+    # Every write was seen, and by whom: each file was written by somebody.
+    writers = {os.path.basename(path).removesuffix(".tmp"): host for host, event, path in pod.written}
+    assert all(writers[name] == 0 for name in (*ONCE, "COMPLETE", "state.safetensors"))
+    assert sum(path.endswith("summary.json") and event == "os.rename" for _, event, path in pod.written) == 1
+    with open(f"{run_folder(pod)}/config.json") as file:
+        stored = json.load(file)
+    assert len(stored["starts"]) == 1 and stored["starts"][0]["devices"]["hosts"] == hosts
+    assert len(os.listdir(f"{pod.folder}/runs")) == 1, "hosts chose different names"
+    assert os.listdir(f"{run_folder(pod)}/export")
+
+
+@every_pod
+def test_a_checkpoint_of_sharded_tables_has_the_pieces_of_all_hosts(trained, hosts):
+    pod = trained("dlrm", hosts)
+    folder = f"{run_folder(pod)}/checkpoints"
+    for step in os.listdir(folder):
+        assert json.load(open(f"{folder}/{step}/COMPLETE"))["hosts"] == hosts
+        pieces = [name for name in os.listdir(f"{folder}/{step}") if name.endswith(".safetensors")]
+        assert sorted(pieces) == ["state.safetensors", *(f"tables-{host:05d}.safetensors" for host in range(hosts))]
+    exported = checkpoint.load_weights(f"{run_folder(pod)}/export/tables/C4.safetensors")[0]
+    assert torch.equal(next(iter(exported.values())), table_rows("C4", 0, 400))
+
+
+def test_the_main_process_alone_writes_to_a_bucket(monkeypatch, trained):
+    """Other hosts leave their pieces of tables there, and nothing on their disks."""
+    written, opened = [], MemoryFileSystem._open
+
+    def recorded(self, path, mode="rb", **options):
+        if "r" not in mode:
+            written.append((this_host(), path))
+        return opened(self, path, mode, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", recorded)
+    pod = Pod(2, tempfile.gettempdir(), of_dlrm)
+    config = replace(DLRM, runs="memory://multi-host", name="run")
+    pod.run(lambda: dlrm.main(config), lambda monkeypatch: clicks(monkeypatch, (61, 23))).succeeded()
+    assert pod.outcomes == trained("dlrm", 1).outcomes * 2
+    names = {(host, os.path.basename(path)) for host, path in written}
+    assert {name for host, name in names if host != 0} == {"tables-00001.safetensors", "tables-00001.json"}
+    assert {(0, name) for name in (*ONCE, "COMPLETE")} < names
+    assert {host for host, _, _ in pod.written} <= {0, None}
+
+
+def test_the_mean_of_checkpoints_waits_for_the_last_of_the_main_process(tmp_path):
+    pod, steps = Pod(2, tmp_path, of_transformer), []
+    write, average = checkpoint.Checkpointer._write, checkpoint.Checkpointer.average
+
+    def slow(self, step, *state):  # the last one, until the other host waits for the main process
+        deadline = time.monotonic() + 10
+        while step == TRANSFORMER.updates and not pod.arrived and not pod.gone and time.monotonic() < deadline:
+            time.sleep(0.01)
+        write(self, step, *state)
+
+    def recorded(self, *arguments):
+        steps.append(average(self, *arguments))
+        return steps[-1]
+
+    def patch(monkeypatch):
+        sentence_pairs(monkeypatch, (77, 29))
+        monkeypatch.setattr(checkpoint.Checkpointer, "_write", slow)
+        monkeypatch.setattr(checkpoint.Checkpointer, "average", recorded)
+
+    pod.run(lambda: transformer.main(replace(TRANSFORMER, runs=str(tmp_path))), patch).succeeded()
+    assert steps == [[20, 21]] * 2
+
+
+def test_a_host_that_does_not_see_the_last_checkpoint_yet_has_no_mean_of_its_own(tmp_path):
+    """A listing of a network file system may be a minute old."""
+    average = checkpoint.Checkpointer.average
+
+    def behind(self, *arguments):
+        known = self.complete_steps()[: -1 if this_host() else None]
+        self.complete_steps = lambda: known
+        return average(self, *arguments)
+
+    def patch(monkeypatch):
+        sentence_pairs(monkeypatch, (77, 29))
+        monkeypatch.setattr(checkpoint.Checkpointer, "average", behind)
+
+    pod = Pod(2, tmp_path, of_transformer)
+    pod.run(lambda: transformer.main(replace(TRANSFORMER, runs=str(tmp_path))), patch)
+    assert all(isinstance(outcome, InputError) for outcome in pod.outcomes), pod.outcomes
+    assert "disagree about the checkpoints to average" in str(pod.outcomes[0])
+
+
+def dense():
+    model = torch.nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def test_a_checkpoint_is_complete_only_with_the_pieces_of_all_hosts(monkeypatch, tmp_path):
+    pod = Pod(2, tmp_path, digest)
+    monkeypatch.setattr(checkpoint, "HOSTS_SECONDS", 0.3)
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01)))
+    hosts = []
+    for host in range(2):
+        tables = Tables([SimpleNamespace(name="a", rows=9)], 1, pod.mesh(host), None, 0.1, 0)
+        hosts.append(checkpoint.Checkpointer(str(tmp_path), main_process=host == 0, tables=tables))
+    hosts[0].save(1, *dense())
+    with pytest.raises(InputError, match="host 1 and 0 more have not written"):
+        hosts[0].wait()
+    assert hosts[0].complete_steps() == []
+    hosts[0].save(2, *dense())
+    hosts[1].save(2, *dense())
+    hosts[1].wait()
+    hosts[0].wait()
+    assert hosts[0].complete_steps() == [2]
+
+
+def test_the_seeds_of_a_host_do_not_depend_on_its_place(monkeypatch):
+    """New weights and dropout are the same everywhere."""
+    draws = []
+    for host in (0, 3):
+        monkeypatch.setattr(device.xr, "process_index", lambda host=host: host)
+        monkeypatch.setattr(device.xr, "process_count", lambda: 4)
+        monkeypatch.setattr(device, "_check_places", lambda mesh: None)
+        mesh = device.setup(5, "float32")
+        assert (mesh.process_index, mesh.process_count, mesh.main_process) == (host, 4, host == 0)
+        draws.append((torch.rand(3).tolist(), np.random.rand(3).tolist(), device.xm.get_rng_state()))
+    assert draws[0] == draws[1]
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+
+@every_script
+def test_a_signal_to_all_hosts_at_one_step_stops_them_with_one_checkpoint(name, tmp_path):
+    stop = SCRIPTS[name].stops[0]
+    pod = pod_of(name, 2, tmp_path, {0: stop, 1: stop}).stopped()
+    assert all(meetings == pod.meetings[0] for meetings in pod.meetings)
+    assert pod.trained == [stop] * 2
+    update = stop // getattr(SCRIPTS[name].config, "update_every", 1)
+    assert os.path.exists(f"{run_folder(pod)}/checkpoints/step_{update:08d}/COMPLETE")
+
+
+@pytest.mark.parametrize("late", [2, None])
+@every_script
+def test_a_signal_to_some_hosts_or_in_different_steps_stops_all_in_the_same(name, late, tmp_path):
+    first = SCRIPTS[name].stops[0]
+    pod = pod_of(name, 2, tmp_path, {0: first} | ({1: first + late} if late else {})).stopped()
+    assert pod.trained[0] == pod.trained[1]
+    assert all(meetings == pod.meetings[0] for meetings in pod.meetings)
+
+
+@pytest.mark.parametrize("late", [2, 12, None])
+@pytest.mark.parametrize("name, every", [("transformer", 10), ("transformer-packed", 5)])
+def test_hosts_agree_about_a_signal_as_rarely_as_the_script_says(name, every, late, tmp_path):
+    """Each time waits for the device. A packed update is two batches."""
+    script, first = SCRIPTS[name], 3
+    pod = Pod(2, tmp_path, script.results, stop={1: first} | ({0: first + late} if late else {}))
+    pod.every = None
+    pod.run(script.work(f"{tmp_path}/runs"), lambda monkeypatch: script.patch(monkeypatch, script.sizes)).stopped()
+    assert pod.trained == [10, 10]
+    assert os.path.exists(f"{run_folder(pod)}/checkpoints/step_{every:08d}/COMPLETE")
+    assert pod.meetings[0] == pod.meetings[1]
+
+
+def test_a_signal_after_the_last_agreement_does_not_keep_the_hosts_from_finishing(tmp_path, trained):
+    script = SCRIPTS["transformer"]
+    pod = Pod(2, tmp_path, script.results, stop={1: 20 + 1})
+    pod.every = None
+    pod.run(script.work(f"{tmp_path}/runs"), lambda monkeypatch: script.patch(monkeypatch, script.sizes)).succeeded()
+    assert pod.trained == [21, 21] and pod.outcomes == trained("transformer", 1).outcomes * 2
+
+
+def test_one_host_reacts_to_a_signal_at_once_and_compares_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(device, "_from_hosts", None)
+    script = SCRIPTS["dlrm"]
+    pod = Pod(1, tmp_path, script.results, stop={0: 2})
+    pod.every = None
+    pod.run(script.work(f"{tmp_path}/runs"), lambda monkeypatch: script.patch(monkeypatch, script.sizes)).stopped()
+    assert pod.trained == [2]
+
+
+# ---- rows, and what hosts compare ------------------------------------------------------------------------------------
+
+# Global numbers of the devices that each host of a 4x4 slice (v5litepod-16, v6e-16) has: they follow the rows of the
+# slice, and a host has a square of it. As libtpu describes v5e:4x4 and v6e:4x4 (PJRT_DeviceDescription_ProcessIndex).
+HOSTS_OF_4X4 = [(0, 1, 4, 5), (2, 3, 6, 7), (8, 9, 12, 13), (10, 11, 14, 15)]
+
+
+class Numbers:
+    """Examples that say which they are."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def example(self, index: int, rng) -> dict:
+        return {"index": np.int64(index)}
+
+
+class Sentences(Numbers):
+    """The same for a plan."""
+
+    def batch(self, indices, lengths) -> dict:
+        return {"index": indices}
+
+
+def rows_on_devices(monkeypatch, hosts: list[tuple[int, ...]], planned: bool) -> list[int]:
+    """The examples of the first batch of an evaluation, by their rows: each host's part is cut in equal pieces for its
+    devices in the order of their numbers (torch_xla's GetShardIndicesForMinibatchTensor), and the batch on all devices
+    has them in the order of the mesh."""
+    count = sum(map(len, hosts))
+    monkeypatch.setattr(device.xr, "global_runtime_device_count", lambda: count)
+    monkeypatch.setattr(device.xr, "process_count", lambda: len(hosts))
+    monkeypatch.setattr(loading.Loader, "_upload", lambda self, batch: batch)
+    checked = []
+    monkeypatch.setattr(device, "_check_places", checked.append)
+    rows = [-1] * count
+    for host, devices in enumerate(hosts):
+        monkeypatch.setattr(device.xr, "process_index", lambda host=host: host)
+        names = [f"TPU:{number}" for number in devices]
+        monkeypatch.setattr(device.torch_xla._XLAC, "_xla_get_runtime_devices", lambda names=names: names)
+        mesh = device.setup(0, "float32")
+        assert checked[-1] is mesh
+        dataset, batches = Numbers(), count
+        if planned:
+            dataset, batches = Sentences(), batching.Buckets(np.full(32, 4), [(count, 4)])
+        with loading.parallel_loader(dataset, batches, mesh, train=False) as loader:
+            part = next(loader)["index"].tolist()
+        order = list(mesh.spmd.device_ids)
+        for number, index in zip(devices, part, strict=True):
+            rows[order.index(number)] = index
+    return rows
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_rows_are_in_the_order_of_the_devices(monkeypatch, planned):
+    assert rows_on_devices(monkeypatch, [(0, 1, 2, 3), (4, 5, 6, 7)], planned) == list(range(8))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_rows_are_in_the_order_of_the_devices_where_hosts_have_squares_of_a_slice(monkeypatch, planned):
+    assert rows_on_devices(monkeypatch, HOSTS_OF_4X4, planned) == list(range(16))
+
+
+@pytest.mark.parametrize("batch_tokens", [256, 384])  # 384 are 24 rows of length 16
+def test_batches_of_sentences_divide_by_the_devices(tmp_path, batch_tokens):
+    config = replace(TRANSFORMER, batch_tokens=batch_tokens, updates=4)
+    pod = Pod(4, tmp_path, of_transformer, devices=16)
+    pod.run(lambda: transformer.main(replace(config, runs=str(tmp_path))), lambda m: sentence_pairs(m, (77, 13)))
+    pod.succeeded()
+
+
+def test_a_trial_of_distilbert_waits_for_its_teacher(tmp_path):
+    pod = Pod(2, tmp_path, of_pretrain)
+    export = pretrain.export
+
+    def slow(*arguments):  # until the other host waits, or has failed
+        pod.turn.wait_for(lambda: pod.arrived or pod.gone, timeout=10)
+        export(*arguments)
+
+    def patch(monkeypatch):
+        rows_of_text(monkeypatch, (55, 29))
+        monkeypatch.setattr(pretrain, "export", slow)
+
+    config = replace(PRETRAIN, model="distilbert", steps=3, warmup_steps=1, runs=str(tmp_path))
+    pod.run(lambda: pretrain.main(config), patch).succeeded()
+
+
+def image_folder(folder, broken: bool) -> str:
+    rng = np.random.default_rng(0)
+    for split, size in (("train", 39), ("val", 29)):
+        for number in range(size):
+            path = folder / split / f"class {number % 2}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            PIL.Image.fromarray(rng.integers(0, 256, (40, 40, 3), np.uint8)).save(path)
+            if broken and number % 5 == 0:
+                path.write_bytes(b"no picture")
+    return str(folder)
+
+
+def train_on_files(tmp_path, hosts: int, data: str) -> tuple[Pod, list[list[str]]]:
+    """(the pod, the files that each host opened)."""
+    opened = [[] for _ in range(hosts)]
+    read_file = resnet50.imagenet._read_file
+
+    def recorded(path):
+        opened[this_host()].append(path)
+        return read_file(path)
+
+    config = replace(RESNET50, data=data, epochs=1, warmup_epochs=0.0, skip_broken=True, runs=f"{tmp_path}/{hosts}")
+    pod = Pod(hosts, tmp_path, of_resnet50)
+    pod.run(lambda: resnet50.main(config), lambda m: m.setattr(resnet50.imagenet, "_read_file", recorded))
+    return pod.succeeded(), opened
+
+
+@every_pod
+def test_a_host_opens_no_files_of_the_others(tmp_path, hosts):
+    data = image_folder(tmp_path / "images", broken=False)
+    _, ((*alone,),) = train_on_files(tmp_path, 1, data)
+    _, opened = train_on_files(tmp_path, hosts, data)
+    stand_in = sorted(path for path in alone if "/val/" in path)[0]  # for padding
+    shares = [Counter(path for path in paths if path != stand_in) for paths in opened]
+    assert sum(shares, Counter()) == Counter(path for path in alone if path != stand_in)
+    assert all(not one & other for i, one in enumerate(shares) for other in shares[:i])
+
+
+@pytest.mark.filterwarnings("ignore:skipped, ")
+def test_the_broken_images_of_all_hosts_are_counted(tmp_path, capsys):
+    data = image_folder(tmp_path / "images", broken=True)
+    said = []
+    for hosts in (1, 2):
+        train_on_files(tmp_path, hosts, data)
+        said.append([line for line in capsys.readouterr().out.splitlines() if "decoded" in line])
+    assert len(said[0]) > 1 and said[0] == said[1]
+
+
+def test_a_damaged_piece_of_one_host_makes_all_hosts_take_the_checkpoint_before(tmp_path):
+    def checkpoints(pod: Pod) -> checkpoint.Checkpointer:
+        tables = Tables([SimpleNamespace(name="a", rows=9)], 1, pod.mesh(this_host()), None, 0.1, 0)
+        return checkpoint.Checkpointer(f"{tmp_path}/kept", main_process=this_host() == 0, tables=tables)
+
+    def save():
+        with checkpoints(pod) as mine:
+            for step in (10, 20):
+                mine.save(step, *dense())
+                mine.wait()
+                device.same_on_all_hosts(pod.mesh(this_host()), "the step", step)
+
+    def restore():
+        mesh = again.mesh(this_host())
+        step = checkpoints(again).restore(*dense(), mesh)
+        device.same_on_all_hosts(mesh, "the step to resume from", step)
+        return step
+
+    pod, again = Pod(2, tmp_path, digest), Pod(2, tmp_path, digest)
+    pod.run(save).succeeded()
+    damaged = tmp_path / "kept/step_00000020/tables-00001.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    assert again.run(restore).succeeded().outcomes == [10, 10]
+
+
+@every_script
+def test_hosts_with_folders_of_their_own_are_refused_before_the_first_step(name, tmp_path):
+    script = SCRIPTS[name]
+    pod = Pod(2, tmp_path, script.results)
+    config = replace(script.config, name="mine")
+    pod.run(
+        lambda: script.module.main(replace(config, runs=f"{tmp_path}/{this_host()}")),
+        lambda monkeypatch: script.patch(monkeypatch, script.sizes),
+    )
+    assert all(isinstance(outcome, InputError) for outcome in pod.outcomes), pod.outcomes
+    for host, outcome in enumerate(pod.outcomes):
+        assert f"{tmp_path}/{host}/mine" in str(outcome) and "--runs gs://bucket/runs" in str(outcome)
+    assert pod.trained == [0, 0]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_hosts_of_which_one_has_a_finished_run_of_its_own_are_refused(tmp_path, copied):
+    """copied: the other has the folder as it was before the end."""
+    script = SCRIPTS["dlrm"]
+    config = replace(script.config, name="mine")
+    work = lambda: dlrm.main(replace(config, runs=f"{tmp_path}/{this_host()}"))  # noqa: E731
+    Pod(1, tmp_path, script.results).run(work, lambda monkeypatch: clicks(monkeypatch, script.sizes)).succeeded()
+    if copied:
+        shutil.copytree(tmp_path / "0", tmp_path / "1", ignore=shutil.ignore_patterns("summary.json"))
+    pod = Pod(2, tmp_path, script.results).run(work, lambda monkeypatch: clicks(monkeypatch, script.sizes))
+    assert all(isinstance(outcome, InputError) for outcome in pod.outcomes), pod.outcomes
+    assert all("hosts share" in str(outcome) for outcome in pod.outcomes)
+
+
+def test_a_finished_run_is_finished_on_all_hosts(tmp_path):
+    script = SCRIPTS["resnet50"]
+    config = replace(script.config, name="mine", runs=str(tmp_path))
+    outcomes = []
+    for _ in range(2):
+        pod = Pod(2, tmp_path, script.results)
+        pod.run(lambda: resnet50.main(config), lambda monkeypatch: images(monkeypatch, script.sizes)).succeeded()
+        outcomes += pod.outcomes
+    assert outcomes == outcomes[:1] * 4 and pod.trained == [0, 0]
+
+
+def test_a_host_that_sees_the_folder_late_waits_for_it(tmp_path, monkeypatch):
+    """A network file system may remember for a while that there was no such file."""
+    script, looks = SCRIPTS["dlrm"], []
+    read = tracking.Run._read
+
+    def late(self, path):
+        if this_host() == 1 and path.endswith("config.json"):
+            looks.append(path)
+            if len(looks) < 5:
+                return None
+        return read(self, path)
+
+    monkeypatch.setattr(tracking.Run, "_read", late)
+    pod = Pod(2, tmp_path, script.results)
+    config = replace(script.config, name="mine", runs=str(tmp_path))
+    pod.run(lambda: dlrm.main(config), lambda monkeypatch: clicks(monkeypatch, script.sizes)).succeeded()
+    assert len(looks) >= 5
+
+
+def test_the_trial_of_xlnet_is_refused_on_several_hosts(tmp_path):
+    """Its vocabulary is another one whenever it is learnt."""
+    pod = Pod(2, tmp_path, of_glue(2))
+    pod.run(lambda: glue.main(replace(GLUE, model="xlnet", runs=str(tmp_path))))
+    assert all(isinstance(outcome, InputError) for outcome in pod.outcomes), pod.outcomes
+    assert "--model xlnet is for one host, not 2" in str(pod.outcomes[0])
+
+
+@pytest.mark.parametrize("others", [b"", b"w1 w2 w4\n", b"\xff\n"])
+def test_translate_refuses_hosts_with_other_lines(tmp_path, others):
+    pairs = wmt.SyntheticPairs("valid", 8)
+    words = SimpleNamespace(sentences=lambda lines: wmt.Sentences(pairs, lines))
+    pod = Pod(2, tmp_path, lambda name, batch: {"tokens": batch["source"]})
+
+    class Input:
+        @property
+        def buffer(self):
+            return SimpleNamespace(read=lambda: b"w1 w2 w3\n" if this_host() == 0 else others)
+
+    def patch(monkeypatch):
+        monkeypatch.setattr(translate, "load", lambda folder, mesh: (Answer(), words))
+        monkeypatch.setattr(translate, "sys", SimpleNamespace(stdin=Input(), stdout=sys.stdout))
+
+    pod.run(lambda: translate.main(translate.Config(model_dir="export", lengths=(8,), batch_tokens=64)), patch)
+    assert all(isinstance(outcome, InputError) for outcome in pod.outcomes), pod.outcomes
+    assert all("translation is for one host" in str(outcome) for outcome in pod.outcomes)
