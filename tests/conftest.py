@@ -4,6 +4,7 @@ The variables must be set before torch_xla is imported. Runs on other numbers of
 """
 
 import os
+import signal
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("CPU_NUM_DEVICES", "4")
@@ -11,6 +12,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's warnings about its o
 # A compiled program holds about 90 of the 65,530 memory maps that Linux gives a process: with the programs of all tests
 # (2,048 are kept by default) it ends in a segmentation fault.
 os.environ.setdefault("XLA_COMPILATION_CACHE_SIZE", "100")
+
+# A shell ignores it in what it runs in the background, and processes that tests start and interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 

@@ -1,15 +1,14 @@
-"""The figures of docs/tpu: every recipe compiled for several TPUs, its estimated cycles, and how it scales.
+"""The figures of docs/tpu: every recipe compiled for several TPUs, and how it scales.
 
-    make compile-all                        everything: an hour and a half on two cores
+    make compile-all                        everything: three quarters of an hour on two cores
     make compile-all ARGS=recipes           memory and collectives of every recipe on four TPUs
-    make compile-all ARGS=cycles            estimated cycles of every recipe on one chip of v5e
     make compile-all ARGS=scaling           three recipes on 8, 32 and 256 chips, with the picture
     make compile-all ARGS=guards            the small configurations that tests/test_compile.py holds on to: the way to
                                             accept a change on purpose
     make compile-all ARGS="recipes --missing"   only what the files do not have yet
 
 Each step is compiled in a process of its own by tpu/compile.py, two at a time. The figures are kept in docs/tpu/*.json,
-and docs/tpu/README.md is written from them.
+and docs/tpu/README.md is written from them. Estimated cycles on one chip: bench/tpu_cycles.py.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from tpu.libtpu import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs/tpu"
-PARTS = ("recipes", "cycles", "scaling", "guards")
+PARTS = ("recipes", "scaling", "guards")
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,6 @@ def wanted(part: str) -> list[tuple[Row, str, str]]:
     """(row, topology, effort) of everything that a part has."""
     if part == "recipes":
         return [(row, topology, "fast") for row in RECIPES for topology in TOPOLOGIES]
-    if part == "cycles":
-        return [(row, "v5e:1x1", "full") for row in RECIPES]
     if part == "scaling":
         return [(row, topology, "full") for row in SCALED for topology in SCALES]
     return [(row, GUARD_TOPOLOGY, "fast") for row in GUARDS]
@@ -162,28 +159,6 @@ def recipes_table(figures: dict) -> str:
         rows.append([*cells, collectives(first) if "memory" in first else ""])
     columns = [f"{topology}, GiB" for topology in TOPOLOGIES]
     return table(["step", "batch a chip", *columns, f"collectives on {TOPOLOGIES[0]}, bytes a chip"], rows)
-
-
-def cycles_table(figures: dict) -> str:
-    """Estimates for one chip."""
-    rows = []
-    for name, by_topology in figures.items():
-        for report in by_topology.values():
-            if "memory" not in report:
-                rows.append([name, "", memory(report), "", "", ""])
-                continue
-            roofline, seconds = report["roofline_seconds"], report["estimated_seconds"]
-            rows.append(
-                [
-                    name,
-                    f"{report['batch']:,} {report['unit']}",
-                    f"{report['cycles'] / 1e6:.1f}M",
-                    f"{1e3 * seconds:.1f}",
-                    f"{1e3 * roofline['flops']:.1f}, {1e3 * roofline['bytes']:.1f}",
-                    f"{report['batch'] / seconds:,.0f}",
-                ]
-            )
-    return table(["step", "batch", "cycles", "ms", "roofline: flops, bytes, ms", "examples/s"], rows)
 
 
 def scaling_table(figures: dict) -> str:
@@ -256,14 +231,13 @@ def write_page() -> None:
 
 Written by `make compile-all`; do not edit. No TPU ran any of this: the train step of each script was compiled by
 libtpu {version} on a CPU. Memory is what the program asks for. Cycles, times and rates are the compiler's estimates:
-they leave out asynchronous copies, custom calls and waiting for other chips. `make compile MODEL=… TOPOLOGY=…` shows
-more of each.
+they leave out random numbers, asynchronous copies, custom calls and waiting for other chips. `make compile MODEL=…
+TOPOLOGY=…` shows more of each. Estimated cycles on one chip, beside the usual steps: [stock.md](stock.md). What was
+learnt: [findings.md](findings.md).
 """
     if "recipes" in parts:
         page += "\n## Does it fit?\n\nMemory that the step needs on a chip, quick compile (effort fast).\n\n"
         page += recipes_table(parts["recipes"]) + "\n"
-    if "cycles" in parts:
-        page += f"\n## One chip of v5e\n\nEffort full.\n\n{cycles_table(parts['cycles'])}\n"
     if "scaling" in parts:
         draw(parts["scaling"])
         page += "\n## More chips\n\nThe batch a chip stays the same; effort full.\n\n"
