@@ -231,8 +231,8 @@ class Clicks:
         sizes = config.dim, config.bottom, config.top, config.interaction, *config.cross
         model = DLRM(dataset.num_dense, len(dataset.table_rows), *sizes)
         device.to_device(model, mesh)
+        # Without state, none of which has to be made: device.init_optimizer_state does a step on the host.
         optimizer = torch.optim.SGD([*model.parameters(), *tables.parameters()], config.lr, foreach=False)
-        device.init_optimizer_state(optimizer, mesh)
         return model, tables, optimizer
 
 

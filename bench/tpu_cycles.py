@@ -50,7 +50,9 @@ def measure(row: Row, topology: str) -> dict:
 
 def cycles(report: dict) -> str:
     """In millions, or why there are none."""
-    return f"{report['cycles'] / 1e6:.1f}M" if "cycles" in report else f"{memory(report)} GiB"
+    if "cycles" not in report:
+        return f"{memory(report)} GiB" if "needed" in report else memory(report)
+    return f"{report['cycles'] / 1e6:.{1 if report['cycles'] > 1e7 else 3}f}M"
 
 
 def cells(row: Row, figures: dict) -> list[str]:
@@ -59,7 +61,7 @@ def cells(row: Row, figures: dict) -> list[str]:
     both = "cycles" in ours and "cycles" in usual
     amounts = [f"{report['memory']['needed'] / GIB:.2f}" if "memory" in report else "" for report in (usual, ours)]
     moved = [f"{report['bytes_accessed'] / 1e9:.1f}" if "memory" in report else "" for report in (usual, ours)]
-    ratio = f"{ours['cycles'] / usual['cycles']:.2f}" if both else ""
+    ratio = f"{ours['cycles'] / usual['cycles']:.2g}" if both else ""
     return [row.name, f"{row.batch:,}", cycles(usual), cycles(ours), ratio, *amounts, *moved]
 
 
