@@ -153,6 +153,26 @@ def test_a_value_that_is_read_in_the_middle_of_a_step_is_named_with_its_line(sta
     assert re.search(r"stage.py:\d+: if model\(batch", error)
 
 
+def test_a_backward_pass_is_staged_for_256_devices():
+    """autograd of torch 2.9 counts devices in 8 bits."""
+    code = """
+import torch
+from train.common import device, staging
+mesh = staging.setup(256, "TPU v5 lite", "bfloat16")
+model = device.to_device(torch.nn.Linear(8, 8), mesh)
+batch = staging.inputs({"x": ((256, 8), torch.float32)}, mesh)
+
+def step(model, batch):
+    model(batch["x"]).sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+staged = staging.stage(step, model, batch)
+print([sharding[1] for sharding in staged.shardings.values()])
+"""
+    result = run(code=code)
+    assert "{'data': 256}" in result.stdout, result.stderr[-2000:]
+
+
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 
