@@ -55,18 +55,23 @@ def four_dimensions(attention_mask: Tensor) -> Tensor:
     return (1.0 - attention_mask[:, None, None, :].float()) * torch.finfo(torch.float32).min
 
 
+def adamw(model, lr: float, weight_decay: float, beta2: float, eps: float, mesh: device.Mesh) -> torch.optim.Optimizer:
+    """The encoders' optimizer; moves the model to the device as it is."""
+    device.to_device(model, mesh)
+    groups = encoders.parameter_groups(model, weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr, (0.9, beta2), eps, foreach=False)
+    device.init_optimizer_state(optimizer, mesh)
+    return optimizer
+
+
 class Sentences:
     """transformers' classifiers."""
 
     @staticmethod
     def build(config: glue.Config, model, mesh: device.Mesh) -> torch.optim.Optimizer:
         """As train/glue.py's."""
-        device.to_device(model, mesh)
-        groups = encoders.parameter_groups(model, config.weight_decay)
-        betas = (0.9, glue.RECIPES[config.model].beta2)
-        optimizer = torch.optim.AdamW(groups, config.lr, betas, glue.ADAM_EPS, foreach=False)
-        device.init_optimizer_state(optimizer, mesh)
-        return optimizer
+        beta2 = glue.RECIPES[config.model].beta2
+        return adamw(model, config.lr, config.weight_decay, beta2, glue.ADAM_EPS, mesh)
 
     @staticmethod
     def train_step(model, optimizer, batch: dict[str, Tensor], clip: float, mesh) -> dict[str, Tensor]:
@@ -84,13 +89,8 @@ class Text:
         """As train/pretrain.py's, with AdamW."""
         if config.optimizer != "adamw":
             raise InputError(f"--optimizer is {config.optimizer}; the usual step has adamw")
-        device.to_device(model, mesh)
         recipe = pretrain.RECIPES[config.model]
-        groups = encoders.parameter_groups(model, recipe.weight_decay)
-        betas = (0.9, recipe.beta2)
-        optimizer = torch.optim.AdamW(groups, config.lr, betas, pretrain.ADAM_EPS, foreach=False)
-        device.init_optimizer_state(optimizer, mesh)
-        return optimizer
+        return adamw(model, config.lr, recipe.weight_decay, recipe.beta2, pretrain.ADAM_EPS, mesh)
 
     @staticmethod
     def losses(model, teacher, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.hashing import hash32
+
 NATIVE_DEVICES = ("cpu", "cuda")  # where PyTorch runs operation by operation, its fused kernels are the fastest
 MASKED = -1e9  # added to a score that must not count; finite, so that a row without any key has no NaN
 
@@ -57,21 +59,6 @@ DROPOUT_STEPS = 2048  # a probability of dropping is a multiple of 1 / DROPOUT_S
 def drop_share(probability: float) -> float:
     """The probability that `kept` has in its place: the nearest multiple, and no less than one unless it is 0."""
     return max(1, round(probability * DROPOUT_STEPS)) / DROPOUT_STEPS if probability else 0.0
-
-
-def hash32(x: Tensor) -> Tensor:
-    """A permutation of the 32-bit integers that looks random ("lowbias32", C. Wellons, nullprogram.com 2018), on int32:
-    products wrap around."""
-
-    def right(x: Tensor, bits: int) -> Tensor:
-        # torch_xla 2.9 computes >> as a division, which rounds negatives to 0: none is shifted.
-        return ((x & 0x7FFFFFFF) >> bits) | ((x < 0).int() << (31 - bits))
-
-    x = x ^ right(x, 16)
-    x = x * 0x7FEB352D
-    x = x ^ right(x, 15)
-    x = x * (0x846CA68B - 2**32)
-    return x ^ right(x, 16)
 
 
 def kept(shape: torch.Size, probability: float, device: torch.device) -> Tensor:

@@ -41,6 +41,7 @@ import torch_xla.distributed.spmd as xs
 from torch import Tensor, nn
 
 from data import InputError
+from models.hashing import hash32, shift_right
 
 from .device import Mesh, annotate
 from .tables import LANES, PLANS, Optimizer, Table, device_bytes_for_tables, plan_tables, rows_in_a_line, take_rows
@@ -60,21 +61,6 @@ def _distinct_rows(rows: int, bytes_a_row: int, owner: object, pack: int = 1) ->
     _sizes[rows * bytes_a_row] = 1
     weakref.finalize(owner, _sizes.pop, rows * bytes_a_row, None)
     return rows
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical, of int32. torch_xla 2.9 computes >> as a division, which rounds negatives to 0: none is shifted."""
-    return ((x & 0x7FFFFFFF) >> bits) | ((x < 0).int() << (31 - bits))
-
-
-def _hash(x: Tensor) -> Tensor:
-    """A permutation of the 32-bit integers that looks random ("lowbias32", C. Wellons, nullprogram.com 2018), on int32:
-    products wrap around."""
-    x = x ^ _shift_right(x, 16)
-    x = x * 0x7FEB352D
-    x = x ^ _shift_right(x, 15)
-    x = x * (0x846CA68B - 2**32)
-    return x ^ _shift_right(x, 16)
 
 
 class _Array:
@@ -293,9 +279,9 @@ class ShardedEmbeddingBags(nn.Module):
             x = x.reshape(-1, 1, array.pack, 1).expand(-1, array.width // array.pack // array.local_dim, -1, 1)
             return x.expand(-1, -1, -1, array.local_dim).reshape(-1, array.width)
 
-        bits = _hash(by_line(_hash(own_row ^ salt)) + (column * 0x01000193)[None])
+        bits = hash32(by_line(hash32(own_row ^ salt)) + (column * 0x01000193)[None])
         # 24 bits, the mantissa of float32: -1, ..., 1 - 2**-23, times the bound.
-        weight = (_shift_right(bits, 8).float() * 2.0**-23 - 1) * by_line(bound)
+        weight = (shift_right(bits, 8).float() * 2.0**-23 - 1) * by_line(bound)
         annotate(weight, self.spmd, array.spec)
         return weight
 
