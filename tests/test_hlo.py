@@ -336,6 +336,21 @@ def test_a_dot_with_a_batch_in_a_fusion_at_highest_precision():
     assert (only.lhs, only.precision, only.flops) == ("f32", ("highest", "high"), 2 * 3 * 4 * 8 * 5)
 
 
+@pytest.mark.parametrize(("given", "expected"), [(BF16, "bf16"), (F32, "f32")])
+def test_an_operand_that_was_widened_for_a_dot_has_the_type_it_had(given, expected):
+    numbers = message(30, packed(1, [1]), packed(2, [0]))
+    found = entry(
+        parameter(1, 0, array(given, 4, 8)),
+        instruction(2, "convert", array(F32, 4, 8), (1,)),
+        instruction(3, "transpose", array(F32, 8, 4), (2,)),
+        parameter(4, 1, array(given, 4, 8)),
+        instruction(5, "convert", array(F32, 4, 8), (4,)),
+        instruction(6, "add", array(F32, 4, 8), (5, 5)),  # has numbers that bfloat16 has not
+        instruction(7, "dot", array(F32, 4, 4), (6, 3), numbers),
+    )
+    assert (hlo.dots(found)[0].lhs, hlo.dots(found)[0].rhs) == ("f32", expected)
+
+
 def multiplications(size, outputs, kernel, stride, padding, kernel_dilation, input_dilation) -> int:
     """Pairs of output and kernel element that meet an input element, counted one by one."""
     count = 0

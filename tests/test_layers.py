@@ -96,20 +96,33 @@ def test_masked_keys_take_no_part_at_all(dtype):
         assert not one[:, other.shape[1] :].any()
 
 
-def test_attention_in_bfloat16_is_about_as_exact_as_pytorchs():
-    inputs, _, gradient = attention_inputs()
-    exact = gradients(lambda q, k, v: plain_attention(q, k, v, torch.zeros(1), None, 0.0), inputs, gradient)
-    halves = [value.bfloat16() for value in inputs]
-    ours = gradients(lambda q, k, v: layers.attention(q, k, v, torch.zeros(1)), halves, gradient.bfloat16())
+def errors(function, inputs: list[Tensor], gradient: Tensor, exact: list[Tensor]) -> list[float]:
+    """Of the result and the gradients in bfloat16, relative to `exact`."""
+    got = gradients(function, inputs, gradient)
+    assert all(value.dtype == torch.bfloat16 for value in got)
+    return [((value - right).norm() / right.norm()).item() for value, right in zip(got, exact, strict=True)]
 
-    def pytorchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        swapped = (value.transpose(1, 2) for value in (q, k, v))
-        return F.scaled_dot_product_attention(*swapped, scale=1.0).transpose(1, 2)
 
-    stock = gradients(pytorchs, halves, gradient.bfloat16())
-    for value, other, right in zip(ours, stock, exact, strict=True):
-        assert value.dtype == torch.bfloat16
-        assert (value - right).norm() < 1.5 * (other - right).norm() + 1e-3 * right.norm()
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_in_bfloat16_is_no_less_exact_than_the_usual_under_autocast(monkeypatch, dropout):
+    """Of scores in bfloat16, a softmax in float32, and weights in bfloat16 times a mask."""
+    shape, tokens = (2, 128, 4, 64), 128
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, gradient = (torch.randn(shape, generator=generator).bfloat16() for _ in range(4))
+    kept = torch.rand(2, 4, tokens, tokens, generator=generator) >= dropout
+    monkeypatch.setattr(layers, "kept", lambda *_: kept)
+    mask, inputs = torch.zeros(1), [q / 4, k, v]  # scores of a standard deviation of 2
+    scale = kept / (1 - layers.drop_share(dropout))
+    wide = [value.double() for value in inputs]
+    exact = gradients(lambda q, k, v: plain_attention(q, k, v, mask, scale, 0.0), wide, gradient.double())
+
+    def usual(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k).float(), -1).bfloat16()
+        return torch.einsum("bhqk,bkhd->bqhd", weights * scale.bfloat16(), v)
+
+    ours = errors(lambda q, k, v: layers.attention(q, k, v, mask, dropout), inputs, gradient, exact)
+    for error, other in zip(ours, errors(usual, inputs, gradient, exact), strict=True):
+        assert error < other
 
 
 @pytest.mark.parametrize("dtype", [torch.double, torch.float32])
@@ -149,6 +162,18 @@ def test_layer_norm_keeps_bfloat16_and_computes_in_float32():
     leaf = x.clone().requires_grad_()
     norm(leaf).float().square().sum().backward()
     assert leaf.grad.dtype == torch.bfloat16 and norm.weight.grad.dtype == torch.float32
+
+
+def test_layer_norm_in_bfloat16_is_no_less_exact_than_pytorchs(monkeypatch):
+    monkeypatch.setattr(layers, "NATIVE_DEVICES", ())
+    generator = torch.Generator().manual_seed(0)
+    x, gradient = (torch.randn(64, 768, generator=generator) for _ in range(2))
+    inputs, gradient = [(20 + x).bfloat16()], gradient.bfloat16()
+    norm = LayerNorm(768, eps=1e-12)
+    exact = gradients(lambda x: F.layer_norm(x, (768,)), [inputs[0].double()], gradient.double())
+    stock = errors(lambda x: F.layer_norm(x.float(), (768,)).bfloat16(), inputs, gradient, exact)
+    for error, other in zip(errors(norm, inputs, gradient, exact), stock, strict=True):
+        assert error < 1.01 * other
 
 
 def test_linear_equals_pytorchs_in_values_and_gradients():

@@ -624,8 +624,9 @@ def _begins(computation: Computation, part: Instruction) -> bool:
 
 @dataclass(frozen=True)
 class Dot:
-    """A matmul or convolution. lhs, rhs, result: element types. flops: 2 a multiply-add, on one device in an optimised
-    module; None where the shape of a convolution is too involved to count. times: runs in a step."""
+    """A matmul or convolution. lhs, rhs, result: element types; an operand that was widened for it has the type it had
+    before. flops: 2 a multiply-add, on one device in an optimised module; None where the shape of a convolution is too
+    involved to count. times: runs in a step."""
 
     opcode: str
     lhs: str
@@ -651,13 +652,15 @@ def dots(module: Module) -> list[Dot]:
     for computation, instruction, times in _everything(module):
         if instruction.opcode not in ("dot", "convolution"):
             continue
-        left, right = (operand.shape for operand in computation.operands(instruction)[:2])
+        operands = computation.operands(instruction)[:2]
+        left, right = (operand.shape for operand in operands)
+        left_type, right_type = (_narrowest(computation, operand) for operand in operands)
         count = _dot_flops if instruction.opcode == "dot" else _convolution_flops
         found.append(
             Dot(
                 opcode=instruction.opcode,
-                lhs=left.element_type,
-                rhs=right.element_type,
+                lhs=left_type,
+                rhs=right_type,
                 result=instruction.shape.element_type,
                 precision=instruction.precision or ("default", "default"),
                 flops=count(instruction, left, right),
@@ -667,6 +670,16 @@ def dots(module: Module) -> list[Dot]:
                 name=instruction.name,
             )
         )
+    return found
+
+
+def _narrowest(computation: Computation, value: Instruction) -> str:
+    """The element type of a value before it was widened, where nothing but that and moves was done to it."""
+    found = value.shape.element_type
+    while value.opcode in ("convert", "transpose", "reshape", "bitcast", "broadcast", "copy"):
+        (value,) = computation.operands(value)
+        if value.shape.element_type in ("bf16", "f16"):
+            return value.shape.element_type
     return found
 
 
