@@ -489,3 +489,13 @@ def test_xlnets_memories_and_attention_weights_are_refused():
         model(input_ids=ids, mems=memories, use_mems=True)
     with pytest.raises(NotImplementedError, match="leave output_attentions off"):
         model(input_ids=ids, output_attentions=True)
+
+
+@pytest.mark.parametrize(("tokens", "block"), [(6, 128), (8, 4), (7, 3), (1, 1)])
+def test_position_scores_are_those_of_the_distances(monkeypatch, tokens, block):
+    monkeypatch.setattr(encoders, "QUERIES", block)
+    generator = torch.Generator().manual_seed(0)
+    q, r = (torch.randn(length, 2, 3, 4, dtype=torch.double, generator=generator) for length in (tokens, 2 * tokens))
+    distances = torch.arange(tokens)[:, None] - torch.arange(tokens)  # of query i and key j: i - j; r begins with T
+    expected = torch.einsum("ibnd,ijbnd->bnij", q, r[tokens - distances])
+    torch.testing.assert_close(encoders.position_scores(q, r), expected, rtol=1e-12, atol=1e-12)
