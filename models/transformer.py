@@ -4,7 +4,7 @@ Equal to fairseq's `transformer` in logits, and its `state_dict` has fairseq's k
 directions (models/fairseq.py reads and writes its checkpoint files). Inside it takes the forms of models/layers.py:
 the training step of the base model (256 sentence pairs of 64 tokens, 32,768 words) takes 241.5 million cycles as
 torch's `nn.Transformer` (libtpu 0.0.51's estimate for one v5e chip, bench/tpu_cycles.py), flax's example 175.7 and the
-forms used here 147.2.
+forms used here 142.7.
 """
 
 import math
