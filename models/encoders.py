@@ -11,7 +11,6 @@ import math
 
 import safetensors
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -52,10 +51,6 @@ def attend(
 
     `attention_mask` is `additive_mask`'s.
     """
-    if query.device.type in layers.NATIVE_DEVICES:
-        mask = attention_mask.to(query.dtype)
-        mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
-        return mixed.transpose(1, 2), None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = query.transpose(1, 2) * scaling, key.transpose(1, 2), value.transpose(1, 2)
     return layers.attention(query, key, value, attention_mask, dropout), None

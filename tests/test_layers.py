@@ -11,6 +11,20 @@ from models.layers import MASKED, LayerNorm, Linear, MultiHeadAttention, compute
 BATCH, QUERIES, KEYS, HEADS, DIM = 3, 5, 7, 2, 4
 
 
+@pytest.fixture(params=["native", "compiled"])
+def form(request, monkeypatch) -> str:
+    """That of PyTorch's kernels, or that of devices for which a program is compiled; both on the CPU."""
+    if request.param == "compiled":
+        monkeypatch.setattr(layers, "NATIVE_DEVICES", ())
+    return request.param
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> None:
+    """The form of compiled devices."""
+    monkeypatch.setattr(layers, "NATIVE_DEVICES", ())
+
+
 def attention_inputs(dtype: torch.dtype = torch.double) -> tuple[list[Tensor], Tensor, Tensor]:
     """([q, k, v], a mask that hides some keys of each row, a gradient of the result)."""
     generator = torch.Generator().manual_seed(0)
@@ -36,6 +50,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kept: Tensor 
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.usefixtures("compiled")
 def test_attention_and_all_its_gradients_equal_autograds_in_float64(monkeypatch, dropout):
     inputs, mask, gradient = attention_inputs()
     mask[1, :, 2] = mask[2] = MASKED  # a query without any key, and a row
@@ -51,7 +66,16 @@ def test_attention_and_all_its_gradients_equal_autograds_in_float64(monkeypatch,
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_attention_dropout_drops_its_share_and_keeps_the_mean():
+def test_native_attention_equals_autograds_in_float64():
+    inputs, mask, gradient = attention_inputs()
+    expected = gradients(lambda q, k, v: plain_attention(q, k, v, mask, None, 0.0), inputs, gradient)
+    for one, other in zip(
+        gradients(lambda *qkv: layers.attention(*qkv, mask), inputs, gradient), expected, strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_dropout_drops_its_share_and_keeps_the_mean(form):
     torch.manual_seed(0)
     q, k = torch.zeros(2, 64, 1, 8), torch.zeros(2, 64, 1, 8)
     got = layers.attention(q, k, torch.ones(2, 64, 1, 8), torch.zeros(1), dropout=0.25)
@@ -63,7 +87,7 @@ def test_attention_dropout_drops_its_share_and_keeps_the_mean():
     assert not torch.equal(got[0], got[1])
 
 
-def test_the_gradient_belongs_to_the_weights_that_the_forward_pass_dropped():
+def test_the_gradient_belongs_to_the_weights_that_the_forward_pass_dropped(form):
     # One key: the weight is 1 or dropped, so that v's gradient says which.
     torch.manual_seed(0)
     q, k, v = (torch.randn(64, 1, 1, 2, dtype=torch.double, requires_grad=True) for _ in range(3))
@@ -76,7 +100,7 @@ def test_the_gradient_belongs_to_the_weights_that_the_forward_pass_dropped():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.double, torch.float32, torch.bfloat16])
-def test_queries_without_any_key_give_numbers_and_not_nan(dtype, dropout):
+def test_queries_without_any_key_give_numbers_and_not_nan(form, dtype, dropout):
     inputs, mask, gradient = attention_inputs(dtype)
     mask[1] = MASKED  # every key of a row
     mask[0, :, 2] = MASKED  # of a query
@@ -85,7 +109,7 @@ def test_queries_without_any_key_give_numbers_and_not_nan(dtype, dropout):
 
 
 @pytest.mark.parametrize("dtype", [torch.double, torch.float32, torch.bfloat16])
-def test_masked_keys_take_no_part_at_all(dtype):
+def test_masked_keys_take_no_part_at_all(form, dtype):
     (q, k, v), mask, gradient = attention_inputs(dtype)
     mask = torch.zeros(BATCH, 1, 1, KEYS)
     mask[..., -2:] = MASKED
@@ -104,6 +128,7 @@ def errors(function, inputs: list[Tensor], gradient: Tensor, exact: list[Tensor]
     return [((value - right).norm() / right.norm()).item() for value, right in zip(got, exact, strict=True)]
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_attention_in_bfloat16_is_no_less_exact_than_the_usual_under_autocast(monkeypatch, dropout):
     """Of scores in bfloat16, a softmax in float32, and weights in bfloat16 times a mask."""
@@ -127,10 +152,7 @@ def test_attention_in_bfloat16_is_no_less_exact_than_the_usual_under_autocast(mo
 
 
 @pytest.mark.parametrize("dtype", [torch.double, torch.float32])
-@pytest.mark.parametrize("form", ["native", "plain"])
-def test_layer_norm_equals_pytorchs_in_values_and_gradients(monkeypatch, form, dtype):
-    if form == "plain":  # the form of compiled devices
-        monkeypatch.setattr(layers, "NATIVE_DEVICES", ())
+def test_layer_norm_equals_pytorchs_in_values_and_gradients(form, dtype):
     torch.manual_seed(0)
     ours, stock = LayerNorm(8).to(dtype), nn.LayerNorm(8).to(dtype)
     for parameter in ours.parameters():
@@ -165,8 +187,8 @@ def test_layer_norm_keeps_bfloat16_and_computes_in_float32():
     assert leaf.grad.dtype == torch.bfloat16 and norm.weight.grad.dtype == torch.float32
 
 
-def test_layer_norm_in_bfloat16_is_no_less_exact_than_pytorchs(monkeypatch):
-    monkeypatch.setattr(layers, "NATIVE_DEVICES", ())
+@pytest.mark.usefixtures("compiled")
+def test_layer_norm_in_bfloat16_is_no_less_exact_than_pytorchs():
     generator = torch.Generator().manual_seed(0)
     x, gradient = (torch.randn(64, 768, generator=generator) for _ in range(2))
     inputs, gradient = [(20 + x).bfloat16()], gradient.bfloat16()
@@ -177,7 +199,7 @@ def test_layer_norm_in_bfloat16_is_no_less_exact_than_pytorchs(monkeypatch):
         assert error < 1.01 * other
 
 
-def test_linear_equals_pytorchs_in_values_and_gradients():
+def test_linear_equals_pytorchs_in_values_and_gradients(form):
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(shape, dtype=torch.double) for shape in [(2, 3, 4), (5, 4), (5,)])
     gradient = torch.randn(2, 3, 5, dtype=torch.double)
@@ -189,7 +211,7 @@ def test_linear_equals_pytorchs_in_values_and_gradients():
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), rtol=1e-12, atol=1e-12)
 
 
-def test_a_layer_computes_in_the_type_of_its_input_and_its_parameters_stay_float32():
+def test_a_layer_computes_in_the_type_of_its_input_and_its_parameters_stay_float32(form):
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8).bfloat16()
     for layer in (Linear(8, 8), LayerNorm(8), MultiHeadAttention(8, 2)):
@@ -217,7 +239,7 @@ def test_the_compute_type_on_xla_is_autocasts_on_xla(mesh):
         assert compute_dtype(x) == torch.bfloat16
 
 
-def test_multi_head_attention_equals_pytorchs_in_values_and_gradients():
+def test_multi_head_attention_equals_pytorchs_in_values_and_gradients(form):
     torch.manual_seed(0)
     ours, stock = MultiHeadAttention(12, 3).double(), nn.MultiheadAttention(12, 3, batch_first=True).double()
     for parameter in ours.parameters():
