@@ -171,7 +171,8 @@ class MultiHeadAttention(nn.Module):
 
     def _to_heads(self, x: Tensor, projection: nn.Linear, scale: float = 1.0) -> Tensor:
         if x.device.type in NATIVE_DEVICES:
-            return (linear(x, projection.weight, projection.bias) * scale).unflatten(-1, (self.heads, -1))
+            y = linear(x, projection.weight, projection.bias)
+            return (y if scale == 1 else y * scale).unflatten(-1, (self.heads, -1))
         weight = (projection.weight * scale).to(x.dtype).view(self.heads, -1, projection.in_features)
         bias = (projection.bias * scale).to(x.dtype).view(self.heads, -1)
         return torch.einsum("bti,hdi->bthd", x, weight) + bias
