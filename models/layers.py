@@ -134,7 +134,8 @@ class AttentionCore(torch.autograd.Function):
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
     """Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1), [B, Tq, H, D].
 
-    The scores of bfloat16 queries and keys are float32, in which the matrix unit adds up anyway; they are not written.
+    The scores of bfloat16 queries and keys are float32, in which the matrix unit adds up anyway; from 128 keys on they
+    are not written to memory.
 
     Args:
         q: [B, Tq, H, D], scaled already.
