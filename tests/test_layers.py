@@ -11,18 +11,18 @@ from models.layers import MASKED, LayerNorm, Linear, MultiHeadAttention, compute
 BATCH, QUERIES, KEYS, HEADS, DIM = 3, 5, 7, 2, 4
 
 
-@pytest.fixture(params=["native", "compiled"])
-def form(request, monkeypatch) -> str:
-    """That of PyTorch's kernels, or that of devices for which a program is compiled; both on the CPU."""
-    if request.param == "compiled":
-        monkeypatch.setattr(layers, "NATIVE_DEVICES", ())
-    return request.param
-
-
 @pytest.fixture
 def compiled(monkeypatch) -> None:
-    """The form of compiled devices."""
+    """The form of devices for which a program is compiled, on the CPU."""
     monkeypatch.setattr(layers, "NATIVE_DEVICES", ())
+
+
+@pytest.fixture(params=["native", "compiled"])
+def form(request) -> str:
+    """That of PyTorch's kernels, or that of compiled devices."""
+    if request.param == "compiled":
+        request.getfixturevalue("compiled")
+    return request.param
 
 
 def attention_inputs(dtype: torch.dtype = torch.double) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -69,9 +69,8 @@ def test_attention_and_all_its_gradients_equal_autograds_in_float64(monkeypatch,
 def test_native_attention_equals_autograds_in_float64():
     inputs, mask, gradient = attention_inputs()
     expected = gradients(lambda q, k, v: plain_attention(q, k, v, mask, None, 0.0), inputs, gradient)
-    for one, other in zip(
-        gradients(lambda *qkv: layers.attention(*qkv, mask), inputs, gradient), expected, strict=True
-    ):
+    got = gradients(lambda *qkv: layers.attention(*qkv, mask), inputs, gradient)
+    for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -119,6 +118,22 @@ def test_masked_keys_take_no_part_at_all(form, dtype):
     for one, other in zip(full, cut, strict=True):
         torch.testing.assert_close(one[:, : other.shape[1]], other, rtol=1e-6, atol=1e-6)
         assert not one[:, other.shape[1] :].any()
+
+
+def test_attention_in_bfloat16_is_about_as_exact_as_pytorchs(form):
+    inputs, _, gradient = attention_inputs()
+    exact = gradients(lambda q, k, v: plain_attention(q, k, v, torch.zeros(1), None, 0.0), inputs, gradient)
+    halves = [value.bfloat16() for value in inputs]
+    ours = gradients(lambda q, k, v: layers.attention(q, k, v, torch.zeros(1)), halves, gradient.bfloat16())
+
+    def pytorchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        swapped = (value.transpose(1, 2) for value in (q, k, v))
+        return F.scaled_dot_product_attention(*swapped, scale=1.0).transpose(1, 2)
+
+    stock = gradients(pytorchs, halves, gradient.bfloat16())
+    for value, other, right in zip(ours, stock, exact, strict=True):
+        assert value.dtype == torch.bfloat16
+        assert (value - right).norm() < 1.5 * (other - right).norm() + 1e-3 * right.norm()
 
 
 def errors(function, inputs: list[Tensor], gradient: Tensor, exact: list[Tensor]) -> list[float]:
