@@ -74,8 +74,8 @@ def values(name: str, shape: torch.Size, dtype: torch.dtype, job: compiling.Job)
     return torch.randint(0 if most < 1000 else 10, most, shape, dtype=dtype)
 
 
-def make(job: compiling.Job, usual: bool, mesh: device.Mesh) -> Callable[[int], None]:
-    """A function that runs n steps and waits for them."""
+def make(job: compiling.Job, usual: bool, mesh: device.Mesh) -> Callable[[], Tensor]:
+    """A function that starts a step and returns its loss."""
     torch.manual_seed(0)
     script = stock.FUNCTIONS[job.script] if usual else job.script
     options = {"tokens": TEXT_TOKENS} if job.script is pretrain else {}
@@ -88,19 +88,24 @@ def make(job: compiling.Job, usual: bool, mesh: device.Mesh) -> Callable[[int], 
     device.set_lr(optimizer, 1e-3)
     eager = mesh.device.type == "cpu"
     function = step.function if eager else device.compiled(step.function, mesh)
+    return lambda: function(*step.arguments)["loss"]
+
+
+def waiting(start: Callable[[], Tensor]) -> Callable[[int], None]:
+    """A function that runs n steps and waits for them."""
 
     def run(count: int) -> None:
         # Each step needs the one before, so reading the last loss waits for all of them.
         for _ in range(count):
-            loss = function(*step.arguments)["loss"]
-        assert (loss.item() if eager else device.fetch([loss])[0]) > 0
+            loss = start()
+        assert (loss.item() if loss.device.type == "cpu" else device.fetch([loss])[0]) > 0
 
     return run
 
 
 def measure(job: compiling.Job, options: Options, mesh: device.Mesh) -> dict[str, list[float]]:
     """Milliseconds a step of "ours" and "usual" in each round."""
-    runs = {name: make(job, name == "usual", mesh) for name in ("ours", "usual")}
+    runs = {name: waiting(make(job, name == "usual", mesh)) for name in ("ours", "usual")}
     blocks = {}
     for name, run in runs.items():
         run(3)

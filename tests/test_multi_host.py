@@ -646,7 +646,9 @@ def test_what_the_host_reads_of_an_evaluation_is_on_every_device(monkeypatch):
     results = [
         glue.eval_step(Answer(), {"input_ids": ones, "attention_mask": ones}, mesh),
         dlrm.eval_step(Answer(), lambda *_: ones, {"dense": ones, "ids": ones, "label": ones, "mask": ones}, mesh),
-        *translate.Translator(Answer(), mesh, transformer.TINY).translate_step({"source": torch.ones(4, 8)}).values(),
+        *translate.Translator(Answer(), mesh, transformer.TINY)
+        .translate_step(Answer(), {"source": torch.ones(4, 8)})
+        .values(),
     ]
     assert len(results) == len(replicated) == 4
     for result, (tensor, spec) in zip(results, replicated, strict=True):

@@ -63,7 +63,7 @@ def flags(config) -> list[str]:
 
 # A training on the command line that sends itself and its workers a signal before it begins a batch.
 KILLED = """
-import os, signal
+import glob, os, signal, time
 from train import pretrain
 from train.common import cli, device
 
@@ -71,6 +71,8 @@ seed_step = device.seed_step
 
 def seed_or_die(seed, number):
     if number == {batch}:
+        while not glob.glob("{runs}/*/checkpoints/step_00000004/COMPLETE"):  # another thread writes it
+            time.sleep(0.02)
         os.killpg(os.getpgrp(), signal.SIGKILL)
     seed_step(seed, number)
 
@@ -333,7 +335,7 @@ def terminate() -> None:
 def test_killed_and_terminated_it_goes_on_to_the_same_numbers(short, tmp_path, monkeypatch, capsys):
     path, config = short
     config = replace(config, runs=str(tmp_path), name="killed")
-    code, output = run(config, ("-c", KILLED.format(batch=7)))
+    code, output = run(config, ("-c", KILLED.format(batch=7, runs=tmp_path)))
     assert code == -signal.SIGKILL and "step     5/10" in output, output
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="143"):
         at_batch(patch, 7, terminate)

@@ -61,7 +61,7 @@ def flags(config, preset) -> list[str]:
 
 # A training on the command line that sends itself and its workers a signal before it begins a batch.
 SIGNALLED = """
-import os
+import glob, os, time
 from train import transformer
 from train.common import cli, device
 
@@ -69,6 +69,8 @@ seed_step = device.seed_step
 
 def seed_or_die(seed, number):
     if number == {batch}:
+        while not glob.glob("{runs}/*/checkpoints/step_{saved:08d}/COMPLETE"):  # another thread writes it
+            time.sleep(0.02)
         os.killpg(os.getpgrp(), {signal})
     seed_step(seed, number)
 
@@ -180,10 +182,12 @@ def test_one_device_gives_the_losses_of_four_and_compiles_a_graph_a_shape(short,
 def test_killed_and_terminated_it_goes_on_to_the_same_numbers_and_the_same_mean(short, tmp_path, capsys):
     path, config = short
     config = replace(config, runs=str(tmp_path), name="killed")
-    code, output = run(config, ("-c", SIGNALLED.format(batch=30, signal=int(signal.SIGKILL))))
+    killed = SIGNALLED.format(batch=30, signal=int(signal.SIGKILL), runs=tmp_path, saved=24)
+    code, output = run(config, ("-c", killed))
     assert code == -signal.SIGKILL and "step    25/50" in output, output
     # Update 41 lies between two that are averaged; its checkpoint must not take the place of one of them.
-    code, output = run(config, ("-c", SIGNALLED.format(batch=41, signal=int(signal.SIGTERM))))
+    terminated = SIGNALLED.format(batch=41, signal=int(signal.SIGTERM), runs=tmp_path, saved=40)
+    code, output = run(config, ("-c", terminated))
     assert code == 143 and "stopped by a signal at update 41: saved" in output, output
     assert "resuming after step 24" in output
     transformer.main(config)

@@ -94,17 +94,18 @@ class Translator:
         self._loop = device.WhileLoop(body, model)
         self._step = device.compiled(self.translate_step, mesh, MAX_SHAPES)
 
-    def translate_step(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def translate_step(self, model: Transformer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """The best hypothesis of each row of batch["source"] [B, S], on every device and so on every host."""
         source, config = batch["source"], self.config
         limit = ((source != PAD).sum(1) * MAX_LENGTH_A + MAX_LENGTH_B).to(torch.int32)
         most = int(source.shape[1] * MAX_LENGTH_A + MAX_LENGTH_B)
-        most = min(most, self.model.arch.max_positions - 1)
+        most = min(most, model.arch.max_positions - 1)
         with self.mesh.autocast():
             tokens, scores = beam_search.search(
-                self.model, source, limit.clamp(max=most), config.beam, most + 1, config.length_penalty, self._loop
+                model, source, limit.clamp(max=most), config.beam, most + 1, config.length_penalty, self._loop
             )
-        best = {"tokens": tokens[:, 0].contiguous(), "score": scores[:, 0].contiguous()}
+        # Copies: a slice would keep all hypotheses as results of the program.
+        best = {"tokens": tokens[:, 0].clone(), "score": scores[:, 0].clone()}
         for tensor in best.values():
             device.replicate(tensor, self.mesh)
         return best
@@ -117,7 +118,7 @@ class Translator:
         places = self.config.batch_tokens // self.config.beam
         plan = evaluation_plan(lengths, self.config.lengths, places, self.model, self.mesh)
         with loading.parallel_loader(sentences, plan, self.mesh, train=False, workers=self.config.workers) as loader:
-            best = {str(number): self._step(batch)["tokens"] for number, batch in enumerate(loader)}
+            best = {str(number): self._step(self.model, batch)["tokens"] for number, batch in enumerate(loader)}
         self.model.train(training)
         tokens = checkpoint.to_host(best)
         lines = [""] * len(sentences)

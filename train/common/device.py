@@ -27,6 +27,7 @@ import torch_xla.runtime as xr
 from torch import Tensor, nn
 
 from data import InputError
+from train.common import replay
 
 PRECISIONS = ("bfloat16", "float32")
 
@@ -208,6 +209,8 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
                 f"{type(optimizer).__name__} corrects bias by a Python count of steps, which compiles the step again "
                 "and is in no checkpoint: use bias_correction=False"
             )
+        for name in shadow_optimizer.param_groups[0].keys() - group.keys():  # timm's count of steps, on the host
+            group[name] = shadow_optimizer.param_groups[0][name] * 0
         if isinstance(optimizer, torch.optim.Adam):  # and AdamW
             group["capturable"] = True
             group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32).to(mesh.device)
@@ -331,9 +334,13 @@ class _Report:
     compile_seconds: float = 0.0
     recompilations: list[str] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
+    traced: int = 0
+    repeated: int = 0
+    not_repeatable: list[str] = field(default_factory=list)
 
 
 _report = _Report()
+_constant_reads = 0
 
 
 def compilations() -> int:
@@ -342,20 +349,24 @@ def compilations() -> int:
 
 
 def host_reads() -> int:
-    """Transfers from the device to the host so far."""
+    """Transfers from the device to the host so far, without those that look at a new program's constants."""
     data = met.metric_data("TransferFromDeviceTime")
-    return data[0] if data else 0
+    return (data[0] if data else 0) - _constant_reads
 
 
 def graph_report() -> dict[str, Any]:
     """What the run has compiled: `graphs` (all), `compile_seconds` (of the steps' first calls),
-    `recompilations` and `fallbacks` (a sentence each), `host_reads`."""
+    `recompilations` and `fallbacks` (a sentence each), `host_reads`; calls `traced` and `repeated`, and why a step is
+    `not_repeatable` (a sentence each)."""
     return {
         "graphs": compilations(),
         "compile_seconds": _report.compile_seconds,
         "recompilations": list(_report.recompilations),
         "fallbacks": list(_report.fallbacks),
         "host_reads": host_reads(),
+        "traced": _report.traced,
+        "repeated": _report.repeated,
+        "not_repeatable": list(_report.not_repeatable),
     }
 
 
@@ -365,11 +376,26 @@ def reset_graph_report() -> None:
     _report = _Report()
 
 
+CHECK_EVERY = 1000  # calls: every so often a step is traced again, to see that it still is the same program
+
+
+@dataclass
+class _Known:
+    """What may be started without tracing."""
+
+    program: replay.Program
+    confirmed: bool = False  # by a second trace
+    calls: int = 0
+
+
 def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
     """Makes one XLA graph of each call of `step_fn` and holds it to its contract.
 
-    The first call with new input shapes traces and compiles; every later call must hit that program. What breaks the
-    contract stops a strict run (a warning otherwise), because each makes a TPU crawl and nobody notices:
+    The first call with new input shapes traces and compiles; the second must trace the same program. From then on the
+    program is started at once, without running `step_fn` (replay.py): as under `jax.jit`, what its Python does besides
+    is not done again. Every CHECK_EVERY-th call, and each with other modules, optimizers or numbers among the
+    arguments, traces it again. What breaks the contract stops a strict run (a warning otherwise, and every call is
+    traced), because each makes a TPU crawl and nobody notices:
 
     * more than `max_graphs` different input shapes: stops before it compiles, and names the input and both shapes;
     * another graph although the shapes are known: names what can cause it;
@@ -377,13 +403,16 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
 
     Args:
         step_fn: takes modules, optimizers, tensors, dicts of tensors and numbers; returns tensors or a dict of them.
-            Gradients must not outlive it (`zero_grad(set_to_none=True)`): live tensors are outputs of the graph.
+            Gradients must not outlive it (`zero_grad(set_to_none=True)`): live tensors are outputs of the graph. A step
+            that reads or changes tensors of something else is traced in every call, with a note that says so.
         max_graphs: how many different input shapes are expected: 1, or the number of length buckets.
     Raises:
         GraphError: the contract is broken.
     """
     name = getattr(step_fn, "__name__", "step")
     seen: dict[tuple, dict[str, Any]] = {}
+    programs: dict[tuple, _Known] = {}
+    repeatable = mesh.strict  # what a step reads in its middle would not be read again
     strays = 0
 
     def problem(kind: list[str], message: str) -> None:
@@ -392,29 +421,14 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
             raise GraphError(message + "; --no-strict makes this a warning")
         print(f"warning: {message}", flush=True)
 
-    def call(*args: Any) -> Any:
-        nonlocal strays
-        before = compilations()
-        torch_xla.sync()  # whatever is pending must not become part of this graph
-        strays = strays + 1 if len(seen) and compilations() > before else 0
-        if strays == 3:
-            problem(
-                _report.recompilations,
-                f"operations outside of {name} were compiled before three calls in a row: move them into it, "
-                "or give them inputs of a constant shape",
-            )
-
-        inputs = dict(_describe(args))
-        shapes = tuple((key, value) for key, value in inputs.items() if not isinstance(value, float))
-        if shapes not in seen and len(seen) >= max_graphs:
-            problem(_report.recompilations, f"{name} would be compiled again: {_difference(inputs, seen)}")
-
+    def traced(args: Sequence[Any], trace: replay.Trace | None) -> Any:
+        """Runs the step's Python."""
         fallbacks = _fallback_counts()
-        before, started = compilations(), time.perf_counter()
         error = None
         torch_xla._XLAC._set_allow_execution(not mesh.strict)
         try:
-            result = step_fn(*args)
+            with trace or contextlib.nullcontext():
+                result = step_fn(*args)
         except RuntimeError as raised:
             error = raised
         finally:
@@ -434,12 +448,72 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
                     "line of the step that the traceback above ends with; keep the value a tensor, or return it"
                 ) from error
             raise error
+        return result
+
+    def call(*args: Any) -> Any:
+        nonlocal strays, repeatable
+        global _constant_reads
+        before = compilations()
+        torch_xla.sync()  # whatever is pending must not become part of this graph
+        strays = strays + 1 if len(seen) and compilations() > before else 0
+        if strays == 3:
+            problem(
+                _report.recompilations,
+                f"operations outside of {name} were compiled before three calls in a row: move them into it, "
+                "or give them inputs of a constant shape",
+            )
+
+        inputs = dict(_describe(args))
+        shapes = tuple((key, value) for key, value in inputs.items() if not isinstance(value, float))
+        if shapes not in seen and len(seen) >= max_graphs:
+            problem(_report.recompilations, f"{name} would be compiled again: {_difference(inputs, seen)}")
+
+        known, trace = programs.get(shapes), None
+        if repeatable:
+            arguments = replay.Arguments(args)
+            if known is not None:
+                known.calls += 1
+                if known.confirmed and known.calls % CHECK_EVERY and known.program.fits(arguments):
+                    _report.repeated += 1
+                    return known.program(arguments)
+            trace = replay.Trace(arguments, known.calls if known else 0)
+
+        _report.traced += 1
+        before, started = compilations(), time.perf_counter()
+        result = traced(args, trace)
+        gave_up = False
+        if trace is not None:
+            reads = host_reads()
+            try:
+                program = trace.program(args, result)
+                same = known is not None and known.program.graph == program.graph
+                if same and not known.program.same_as(program):
+                    raise replay.NotRepeatable("a number or tensor that it makes differs from call to call")
+                programs[shapes] = _Known(program, same, known.calls if known else 0)
+                trace.run(program)
+            except replay.NotRepeatable as reason:
+                gave_up, repeatable = known is not None, False
+                message = f"{name} is traced in every call: {reason}"
+                _report.not_repeatable.append(message)
+                print(f"note: {message}", flush=True)
+                if known is not None and known.confirmed:
+                    problem(_report.recompilations, message + f"; it was not in the {known.calls} calls before")
+                if arguments.groups:  # it was traced with other learning rates
+                    if not reason.can_undo:
+                        raise GraphError(
+                            f"{name} cannot be traced with a learning rate that is a Python number: {reason}; pass "
+                            "what holds them to it, or use --no-strict"
+                        ) from reason
+                    trace.undo()
+                    result = traced(args, None)
+            finally:
+                _constant_reads += host_reads() - reads
         torch_xla.sync()
 
         new_graphs = compilations() - before
         if new_graphs:
             _report.compile_seconds += time.perf_counter() - started
-        if shapes in seen and new_graphs:
+        if shapes in seen and new_graphs and not gave_up:
             changed = [
                 f"{key} from {seen[shapes][key]} to {value}"
                 for key, value in inputs.items()
@@ -519,6 +593,8 @@ class WhileLoop:
                 place[handle] = len(operands) + len(constants)
                 constants.append(parameters[number])
             arguments.append(place[handle])
+        if constants:
+            replay.fix(constants)
         body = xb.computation_from_module_proto("body", context.hlo())
 
         everything = [*operands, *constants]

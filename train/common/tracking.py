@@ -304,6 +304,10 @@ class Run:
         rate = summary[f"{self._unit}_per_second"]
         if rate is not None:
             rows[f"{self._unit}/s"] = format_number(rate)
+        for key in ("traced", "repeated"):
+            report.pop(key, None)
+        if not report.get("not_repeatable", True):  # a step that is traced in every call costs time: say so
+            del report["not_repeatable"]
         wait = report.pop("input_wait", summary["input_wait"])
         if wait is not None:
             rows["input wait"] = f"{100 * wait:.0f} %"

@@ -1,0 +1,117 @@
+"""Time that the host of a TPU spends on a train step, traced and repeated, beside what the chip needs for it.
+
+torch_xla runs a step's Python and looks up its graph in every call; the chip waits if that takes longer than the step
+before. `device.compiled` starts the program at once instead (train/common/replay.py).
+
+    steps    the published networks, of the scripts and the usual ones (bench/stock.py), on one XLA CPU device; the
+             batch is tiny, since a step's size changes nothing here
+    traced   a call with --no-strict, which traces every time and then starts the program; the device is idle
+    repeated the same call of a strict run, from its third on; in turn with the traced one
+    time     of the processor for the calling thread: not what it waits for, nor the step itself
+    chip     libtpu's estimate for one v5e, of docs/tpu/stock.json (bench/tpu_cycles.py), at that table's batch
+    run      python -m bench.host_time
+             python -m bench.host_time --only bert --rounds 31
+"""
+
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tyro
+from torch import Tensor
+
+from bench import usual_cpu
+from tpu import compile as compiling
+from tpu.tables import DOCS
+from train.common import device
+
+FLOAT = usual_cpu.FLOAT
+# The script's step, and where docs/tpu/stock.json has it.
+STEPS = {
+    "ResNet-50": (
+        compiling.Job("resnet50", "full", "", (*FLOAT, "--norm-groups", "1", "--image-size", "32"), 2),
+        "ResNet-50, 224 px",
+    ),
+    "BERT-base pretraining": (compiling.Job("bert", "full", "pretrain", FLOAT, 1), "BERT-base pretraining, 512 tokens"),
+    "DistilBERT pretraining": (
+        compiling.Job("distilbert", "full", "pretrain", FLOAT, 1),
+        "DistilBERT pretraining, 512 tokens",
+    ),
+    "XLNet-base pretraining": (
+        compiling.Job("xlnet", "full", "pretrain", FLOAT, 1),
+        "XLNet-base pretraining, 512 tokens",
+    ),
+    "Transformer base": (
+        compiling.Job("transformer", "tpu", "", (*FLOAT, "--lengths", "16"), 2),
+        "Transformer base, 64 tokens",
+    ),
+    "DLRM, Kaggle": (
+        compiling.Job("dlrm", "kaggle", "", (*FLOAT, "--hash-rows", "2000"), 16),
+        "Kaggle, 1 chip, up to 10.1M",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    only: str = ""  # part of the name of a step
+    rounds: int = 15  # counted calls of each kind
+    out: str = "runs/bench/host_time.json"  # where the figures go
+
+
+def call_ms(start: Callable[[], Tensor]) -> float:
+    """Milliseconds that this thread computes in one call; then it waits for the device."""
+    started = time.thread_time()
+    loss = start()
+    elapsed = 1000 * (time.thread_time() - started)
+    device.fetch([loss])
+    return elapsed
+
+
+def measure(job: compiling.Job, rounds: int, mesh: device.Mesh) -> dict[str, list[float]]:
+    """Milliseconds of each call: "usual, traced", "traced" and "repeated"."""
+    lenient = replace(mesh, strict=False)
+    kinds = {"usual, traced": (True, lenient), "traced": (False, lenient), "repeated": (False, mesh)}
+    times: dict[str, list[float]] = {}
+    for pair in (("usual, traced",), ("traced", "repeated")):  # two networks at a time are enough for the memory
+        starts = {kind: usual_cpu.make(job, *kinds[kind]) for kind in pair}
+        for _ in range(4):
+            for start in starts.values():
+                call_ms(start)
+        times |= {kind: [] for kind in starts}
+        for _ in range(rounds):
+            for kind, start in starts.items():
+                times[kind].append(call_ms(start))
+        del starts, start
+        gc.collect()
+    return times
+
+
+def main(options: Options) -> None:
+    """Measures, prints the table and writes --out."""
+    os.environ["CPU_NUM_DEVICES"] = "1"
+    os.environ.setdefault("XLA_RNG_BIT_GENERATOR", "three_fry")
+    mesh = device.setup(seed=0, precision="float32")
+    stock = json.loads((DOCS / "stock.json").read_text())
+    record = {}
+    print("| step | usual, traced, ms | ours, traced | ours, repeated | the step on a v5e |\n|---|---|---|---|---|")
+    for name, (job, row) in STEPS.items():
+        if options.only.lower() not in name.lower():
+            continue
+        times = measure(job, options.rounds, mesh)
+        chip = 1000 * stock[row]["ours"]["estimated_seconds"]
+        medians = [f"{statistics.median(times[kind]):.1f}" for kind in ("usual, traced", "traced", "repeated")]
+        print(f"| {name} | {' | '.join(medians)} | {chip:.1f} |", flush=True)
+        record[name] = {"ms": times, "v5e_ms": chip}
+    path = Path(options.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"options": vars(options), "steps": record}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
