@@ -9,6 +9,7 @@ measured  perplexity of the validation split every --eval-every updates, and sac
           the same beam and length penalty, the same references, no averaging of checkpoints
 run       make fairseq
           python -m bench.transformer_fairseq --data FOLDER --updates 800 --seeds 0,1,2
+          --sides ours runs one side again, when only that has changed
 """
 
 import json
@@ -21,6 +22,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -32,6 +34,7 @@ from train.translate import MAX_LENGTH_A, MAX_LENGTH_B
 # What torch_xla takes by default on a CPU draws 20 times slower: a third of the training step was dropout.
 FAST_RANDOM = "three_fry"
 FAIRSEQ = Path(__file__).parent.parent / ".venv-fairseq/bin"
+COLOURS = {"ours": "tab:blue", "fairseq": "tab:orange"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Options:
     length_penalty: float = 0.6  # exponent of a hypothesis' length
     eval_every: int = 100  # updates between evaluations
     seeds: str = "0,1,2"  # one run of each side for every seed
+    sides: tuple[Literal["ours", "fairseq"], ...] = ("ours", "fairseq")  # that run
     out: str = "runs/bench/transformer_fairseq.json"  # where the figures go
     picture: str = ""  # PNG with the learning curves; "": none
 
@@ -157,10 +161,11 @@ def fairseq_bleu(options: Options, folder: str, data: str, core: int) -> float:
 
 
 def run(options: Options, seed: int, data: str) -> dict[str, dict]:
-    """Both sides with one seed, each on a core of its own: {"ours" and "fairseq": {"bleu", "ppl", "curve"}}."""
+    """The sides with one seed, each on a core of its own: {"ours" and "fairseq": {"bleu", "ppl", "curve"}}."""
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         commands = {"ours": ours(options, folder, seed), "fairseq": fairseq(options, f"{folder}/fairseq", seed, data)}
+        commands = {name: command for name, command in commands.items() if name in options.sides}
         os.makedirs(f"{folder}/fairseq")
         logs = {name: Path(folder, f"{name}.log") for name in commands}
         processes = {}
@@ -173,15 +178,18 @@ def run(options: Options, seed: int, data: str) -> dict[str, dict]:
         finally:
             for process in processes.values():
                 process.kill()
-        summary = json.loads(Path(folder, "ours/summary.json").read_text())
-        lines = [json.loads(line) for line in Path(folder, "ours/metrics.jsonl").read_text().splitlines()]
-        curve = [[line["step"], line["eval/ppl"]] for line in lines if "eval/ppl" in line]
-        result = {"ours": {"bleu": summary["metrics"]["bleu"], "ppl": summary["metrics"]["ppl"], "curve": curve}}
-        text = logs["fairseq"].read_text()
-        records = [json.loads(found) for found in re.findall(r"(\{.*\"valid_ppl\".*\})", text)]
-        curve = sorted({int(record["valid_num_updates"]): float(record["valid_ppl"]) for record in records}.items())
-        bleu = fairseq_bleu(options, f"{folder}/fairseq", data, cores[0])
-        result["fairseq"] = {"bleu": bleu, "ppl": curve[-1][1], "curve": [list(point) for point in curve]}
+        result = {}
+        if "ours" in commands:
+            summary = json.loads(Path(folder, "ours/summary.json").read_text())
+            lines = [json.loads(line) for line in Path(folder, "ours/metrics.jsonl").read_text().splitlines()]
+            curve = [[line["step"], line["eval/ppl"]] for line in lines if "eval/ppl" in line]
+            result["ours"] = {"bleu": summary["metrics"]["bleu"], "ppl": summary["metrics"]["ppl"], "curve": curve}
+        if "fairseq" in commands:
+            text = logs["fairseq"].read_text()
+            records = [json.loads(found) for found in re.findall(r"(\{.*\"valid_ppl\".*\})", text)]
+            curve = sorted({int(record["valid_num_updates"]): float(record["valid_ppl"]) for record in records}.items())
+            bleu = fairseq_bleu(options, f"{folder}/fairseq", data, cores[0])
+            result["fairseq"] = {"bleu": bleu, "ppl": curve[-1][1], "curve": [list(point) for point in curve]}
     return result
 
 
@@ -192,9 +200,9 @@ def draw(results: dict[str, list[dict]], path: str) -> None:
 
     figure = Figure(figsize=(7, 3.6), dpi=120, layout="constrained")
     axes = figure.add_subplot(xlabel="update", ylabel="validation perplexity", yscale="log")
-    for (name, runs), colour in zip(results.items(), ("tab:blue", "tab:orange"), strict=True):
+    for name, runs in results.items():
         for number, one in enumerate(runs):
-            axes.plot(*zip(*one["curve"], strict=True), color=colour, alpha=0.8, label=None if number else name)
+            axes.plot(*zip(*one["curve"], strict=True), color=COLOURS[name], alpha=0.8, label=None if number else name)
     axes.grid(alpha=0.25, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -202,11 +210,11 @@ def draw(results: dict[str, list[dict]], path: str) -> None:
 
 
 def main(options: Options) -> None:
-    """Runs both sides for every seed, prints a table and writes the figures."""
-    if not (FAIRSEQ / "fairseq-train").exists():
+    """Runs the sides for every seed, prints a table and writes the figures."""
+    if "fairseq" in options.sides and not (FAIRSEQ / "fairseq-train").exists():
         raise InputError("fairseq is not installed; `make fairseq` makes its environment")
     data = str(wmt.open_pairs(options.data, "train").folder)
-    results: dict[str, list[dict]] = {"ours": [], "fairseq": []}
+    results: dict[str, list[dict]] = {name: [] for name in options.sides}
     for seed in map(int, options.seeds.split(",")):
         for name, result in run(options, seed, data).items():
             results[name].append(result)

@@ -137,7 +137,7 @@ def test_killed_and_terminated_it_goes_on_to_the_same_numbers(trained, tmp_path)
     path, _, config = trained
     config = replace(config, runs=str(tmp_path), name="killed")
     folder = tmp_path / "killed"
-    for step, number in ((112, signal.SIGKILL), (176, signal.SIGTERM)):
+    for step, number in ((112, signal.SIGKILL), (128, signal.SIGTERM)):
         process = start(config)
         wait_for_step(folder, step, process)
         os.killpg(process.pid, number)
