@@ -226,9 +226,11 @@ def test_positions_are_the_papers():
     assert sinusoids(5, 7).shape == (5, 7)
 
 
+@pytest.mark.parametrize("native_devices", [("cpu",), ()])  # PyTorch's kernels; the form of compiled devices
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(smoothing, dtype):
+def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(smoothing, dtype, native_devices, monkeypatch):
+    monkeypatch.setattr("models.transformer.NATIVE_DEVICES", native_devices)
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(3, 6, 11, generator=generator)).to(dtype)
     logits[0] += 1000  # exp would overflow
