@@ -51,7 +51,7 @@ class Options:
     length_penalty: float = 0.6  # exponent of a hypothesis' length
     eval_every: int = 100  # updates between evaluations
     seeds: str = "0,1,2"  # one run of each side for every seed
-    sides: tuple[Literal["ours", "fairseq"], ...] = ("ours", "fairseq")  # that run
+    sides: tuple[Literal["ours", "fairseq"], ...] = ("ours", "fairseq")  # which of them run
     out: str = "runs/bench/transformer_fairseq.json"  # where the figures go
     picture: str = ""  # PNG with the learning curves; "": none
 
@@ -164,9 +164,12 @@ def run(options: Options, seed: int, data: str) -> dict[str, dict]:
     """The sides with one seed, each on a core of its own: {"ours" and "fairseq": {"bleu", "ppl", "curve"}}."""
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
-        commands = {"ours": ours(options, folder, seed), "fairseq": fairseq(options, f"{folder}/fairseq", seed, data)}
-        commands = {name: command for name, command in commands.items() if name in options.sides}
-        os.makedirs(f"{folder}/fairseq")
+        commands = {}
+        if "ours" in options.sides:
+            commands["ours"] = ours(options, folder, seed)
+        if "fairseq" in options.sides:
+            commands["fairseq"] = fairseq(options, f"{folder}/fairseq", seed, data)
+            os.makedirs(f"{folder}/fairseq")
         logs = {name: Path(folder, f"{name}.log") for name in commands}
         processes = {}
         for number, (name, command) in enumerate(commands.items()):
