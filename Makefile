@@ -12,9 +12,9 @@ MODELS := resnet50 dlrm transformer $(ENCODERS)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
 
 # Data sets that are prepared before training, and their programs.
-DATASET_criteo := prepare_criteo
-DATASET_wmt18  := prepare_wmt
-DATASET_text   := prepare_text
+DATASET_criteo := criteo
+DATASET_wmt18  := wmt
+DATASET_text   := text
 DATASETS := $(patsubst DATASET_%,%,$(filter DATASET_%,$(.VARIABLES)))
 
 # Without DATA a run is a trial: the small preset on synthetic data. With it, the recipe that most people can run.
@@ -110,7 +110,7 @@ check-data:
 	@test -n '$(DATA)' || { echo 'error: DATA is missing; give the folder of the files to prepare' >&2; exit 2; }
 
 data: check-data $(INSTALLED)
-	$(RUNS) -m data.$(DATASET_$(DATASET)) --data "$$DATA" $(if $(OUT),--out "$$OUT") $(ARGS)
+	$(RUNS) -m data.prepare.$(DATASET_$(DATASET)) --data "$$DATA" $(if $(OUT),--out "$$OUT") $(ARGS)
 
 check-translate:
 	@test -n '$(MODEL_DIR)' || { echo 'error: MODEL_DIR is missing; give an export, MODEL_DIR=runs/<name>/export' >&2; exit 2; }
@@ -126,13 +126,13 @@ $(LIBTPU)/.installed: requirements-compile.txt | $(INSTALLED)
 	touch $@
 
 compile: check-model $(INSTALLED) $(LIBTPU)/.installed
-	$(RUNS) -m tpu.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
+	$(RUNS) -m tpu.compiler.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") \
 		$(if $(OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
 
 # The tables and pictures of docs/tpu: an hour.
 compile-all: $(INSTALLED) $(LIBTPU)/.installed
-	$(RUNS) -m tpu.tables $(ARGS)
+	$(RUNS) -m tpu.compiler.tables $(ARGS)
 
 # A test process uses little more than one core. Tests of a file share what they have trained.
 SHARED_OUT := -n 2 --dist loadfile

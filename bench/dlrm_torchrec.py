@@ -28,7 +28,7 @@ import torch
 import tyro
 from torch import nn
 
-from data import InputError
+from errors import InputError
 from models.dlrm import DLRM
 from train.dlrm import ADAGRAD_EPS, Config, learning_rate, open_data, validate
 

@@ -38,8 +38,8 @@ from torch import Tensor, nn
 
 from train.common import device
 from train.common.device import xm, xs  # torch_xla has one way in
-from train.common.embedding import ShardedEmbeddingBags
-from train.common.tables import OPTIMIZERS, Table, row_bytes
+from train.common.embedding.bags import ShardedEmbeddingBags
+from train.common.embedding.tables import OPTIMIZERS, Table, row_bytes
 
 CONTENDERS = ("ours", "ours, --plan", "eager", "fbgemm", "gspmd", "torchrec")
 LR, WARM = 0.05, 2  # learning rate; steps that are not counted

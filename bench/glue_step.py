@@ -35,7 +35,8 @@ import torch
 import tyro
 
 from bench import glue_trainer
-from data import InputError, batching, glue, vocabulary
+from data import batching, glue, vocabulary
+from errors import InputError
 from models import encoders
 
 # Name: (padding by the tokenizer, settings of Trainer)

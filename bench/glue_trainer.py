@@ -39,7 +39,8 @@ import tyro
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
 from bench.transformer_fairseq import FAST_RANDOM
-from data import InputError, glue, vocabulary
+from data import glue, vocabulary
+from errors import InputError
 from models import encoders
 
 ADAM_EPS = 1e-6  # train.glue's; Trainer's default is 1e-8

@@ -1,7 +1,7 @@
 """Time that the host of a TPU spends on a train step, traced and repeated, beside what the chip needs for it.
 
 torch_xla runs a step's Python and looks up its graph in every call; the chip waits if that takes longer than the step
-before. `device.compiled` starts the program at once instead (train/common/replay.py).
+before. `device.compiled` starts the program at once instead (train/common/xla/replay.py).
 
     steps    the published networks, of the scripts and the usual ones (bench/stock.py), on one XLA CPU device; the
              batch is tiny, since a step's size changes nothing here
@@ -26,8 +26,8 @@ import tyro
 from torch import Tensor
 
 from bench import usual_cpu
-from tpu import compile as compiling
-from tpu.tables import DOCS
+from tpu.compiler import compile as compiling
+from tpu.compiler.tables import DOCS
 from train.common import device
 
 FLOAT = usual_cpu.FLOAT

@@ -38,8 +38,9 @@ import tyro
 from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 from bench.glue_trainer import prepare_environment, quiet, spread
-from data import InputError, text
+from data import text
 from data.pretraining import MaskedText
+from errors import InputError
 from models import encoders, objectives
 
 SIDES = ("ours", "trainer")

@@ -2,8 +2,8 @@
 
     python -m bench.stock bert full --task pretrain --topology v5e:1x1 --batch 32 --effort full
 
-takes the arguments of tpu/compile.py and compiles this step instead of the script's: the same Config, inputs,
-optimizer, autocast and clipping, staged by the same code. Each class has the functions of a script that tpu/steps.py
+takes the arguments of tpu/compiler/compile.py and compiles this step instead of the script's: the same Config, inputs,
+optimizer, autocast and clipping, staged by the same code. Each class has the functions of a script that tpu/compiler/steps.py
 calls. Where the usual way reads a value of the device in the middle of the step, it is kept from it: transformers gets
 masks of four dimensions, which it passes on without looking at them.
 """
@@ -11,7 +11,7 @@ masks of four dimensions, which it passes on without looking at them.
 import os
 
 if __name__ == "__main__":
-    os.environ["XLA_IR_DEBUG"] = os.environ["XLA_HLO_DEBUG"] = "1"  # as in tpu/compile.py
+    os.environ["XLA_IR_DEBUG"] = os.environ["XLA_HLO_DEBUG"] = "1"  # as in tpu/compiler/compile.py
 
 import math
 import sys
@@ -22,12 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.resnet50_eager import eager_model
-from data import InputError, imagenet
+from data import imagenet
+from errors import InputError
 from models import encoders, objectives, permutation
 from models.dlrm import DLRM
 from models.resnet import Normalize
 from models.transformer import ARCHITECTURES, PAD, sinusoids
-from tpu import compile as compiling
+from tpu.compiler import compile as compiling
 from train import dlrm, glue, pretrain, resnet50, transformer
 from train.common import device
 

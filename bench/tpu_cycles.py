@@ -5,7 +5,7 @@
     python -m bench.tpu_cycles --ours           only our steps; of the usual ones the figures that are there
     python -m bench.tpu_cycles --print          only the tables, of what is there
 
-Each row is two compiles for v5e with effort full, of the same Config and batch: ours (tpu/compile.py) and the usual
+Each row is two compiles for v5e with effort full, of the same Config and batch: ours (tpu/compiler/compile.py) and the usual
 step (bench/stock.py). The figures are kept in docs/tpu/stock.json, the tables in docs/tpu/stock.md. Cycles are
 estimates.
 """
@@ -14,8 +14,8 @@ import argparse
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-from tpu.libtpu import GIB
-from tpu.tables import DOCS, Row, compiled, memory, table
+from tpu.compiler.libtpu import GIB
+from tpu.compiler.tables import DOCS, Row, compiled, memory, table
 
 ONE, EIGHT = "v5e:1x1", "v5e:2x4"
 WHOLE = ("--update-every", "1")
@@ -44,8 +44,8 @@ TABLES = (
 
 
 def measure(row: Row, topology: str, known: dict) -> dict:
-    """{"ours": report, "usual": report}, see tpu/tables.py's `compiled`; `known`: those of them that are."""
-    modules = {"ours": "tpu.compile", "usual": "bench.stock"}
+    """{"ours": report, "usual": report}, see tpu/compiler/tables.py's `compiled`; `known`: those of them that are."""
+    modules = {"ours": "tpu.compiler.compile", "usual": "bench.stock"}
     return {name: known.get(name) or compiled(row, topology, "full", module) for name, module in modules.items()}
 
 

@@ -26,7 +26,8 @@ from typing import Literal
 
 import tyro
 
-from data import InputError, wmt
+from data import wmt
+from errors import InputError
 from models.transformer import ARCHITECTURES
 from train.transformer import ADAM, WARMUP_INIT_LR
 from train.translate import MAX_LENGTH_A, MAX_LENGTH_B

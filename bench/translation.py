@@ -27,7 +27,8 @@ import tyro
 
 from bench.transformer_fairseq import FAIRSEQ, FAST_RANDOM, fairseq
 from bench.transformer_fairseq import Options as Recipe
-from data import InputError, wmt
+from data import wmt
+from errors import InputError
 from train import transformer, translate
 from train.common import device, loading
 

@@ -27,8 +27,8 @@ import tyro
 from torch import Tensor
 
 from bench import stock
-from tpu import compile as compiling
-from tpu import steps
+from tpu.compiler import compile as compiling
+from tpu.compiler import steps
 from train import dlrm, pretrain
 from train.common import device
 

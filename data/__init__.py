@@ -4,11 +4,3 @@ A data set is a class with `__len__` and `example(index, rng)`, which returns on
 numbers. All randomness comes from `rng`, which the loader seeds from (seed, epoch, index): neither the order nor the
 augmentation depends on the number of worker processes. Nothing in data/ knows of XLA or of train/.
 """
-
-
-class InputError(ValueError):
-    """Something the user gave cannot be used: a path, a file, a flag.
-
-    The message names the value, what was expected and what to do. The command line prints it as one line, without a
-    traceback; every other exception is a bug and keeps its traceback.
-    """

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from data import InputError
+from errors import InputError
 
 PADDING = -1  # the index of a place without an example
 # What it costs that a packed row's rest is not the same share of all sides. Measured on pairs of sentences in rows of

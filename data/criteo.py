@@ -4,7 +4,7 @@ A click log has `table_rows`, `lookups`, `features` and `num_dense`, and `batch(
 {"dense": float32 [n, num_dense], "ids": int32 [n, S], "label": float32 [n]} with S = sum(lookups), the columns of "ids"
 in the order of the features; and, where bags are not always full, "present": float32 [n, S], 0 at padded places.
 
-Criteo's text files are turned into such arrays before training, by data/prepare_criteo.py (make data DATASET=criteo).
+Criteo's text files are turned into such arrays before training, by data/prepare/criteo.py (make data DATASET=criteo).
 """
 
 import os
@@ -16,8 +16,9 @@ from typing import Literal
 
 import numpy as np
 
-from data import InputError, movielens
-from data.preparing import read_json
+from data import movielens
+from data.prepare.pipeline import read_json
+from errors import InputError
 
 NUM_DENSE = 13
 

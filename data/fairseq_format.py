@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data import InputError
+from errors import InputError
 
 BOS, PAD, EOS, UNK = 0, 1, 2, 3
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")

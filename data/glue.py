@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data import InputError
+from errors import InputError
 
 SCORES = (0.0, 5.0)  # the labels of STS-B, a regression
 # QQP's official train.tsv has line breaks inside some questions (jiant, transformers and `datasets` leave such rows out

@@ -22,7 +22,7 @@ from PIL import Image
 from torch.nn.functional import interpolate
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from data import InputError
+from errors import InputError
 
 IMAGENET_MEAN = (123.675, 116.28, 103.53)  # RGB, for pixels 0..255
 IMAGENET_STD = (58.395, 57.12, 57.375)

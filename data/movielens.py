@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from data import InputError
+from errors import InputError
 
 RATING_FILES = ("u.data", "ua.base", "ratings.dat", "ratings.csv")
 LIKED = 4  # stars

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from data import InputError
 from data.vocabulary import continues_word
+from errors import InputError
 
 MASKED = 0.15  # of a row's tokens are predicted: Devlin et al. 2019, section 3.1; RoBERTa has the same
 MASK, KEEP = 0.8, 0.1  # become the mask token, stay as they are; the rest becomes a random token. The same section

@@ -1,6 +1,6 @@
 """Text for pretraining: rows of tokens in a prepared folder, and a small made-up language.
 
-Plain text is turned into such a folder once, before training, by data/prepare_text.py (make data DATASET=text):
+Plain text is turned into such a folder once, before training, by data/prepare/text.py (make data DATASET=text):
 
     tokenizer/               of transformers: AutoTokenizer.from_pretrained(folder / "tokenizer")
     train.tokens.npy         uint16 or uint32 [tokens]: the rows one after another, without special tokens around them
@@ -31,9 +31,9 @@ from transformers import (
     XLNetTokenizer,
 )
 
-from data import InputError
-from data.preparing import read_json
+from data.prepare.pipeline import read_json
 from data.vocabulary import BERT_SPECIALS, KINDS, LONGEST, ROBERTA_SPECIALS, XLNET_SPECIALS
+from errors import InputError
 
 __all__ = ["Packed", "SyntheticText", "Text", "capacity", "open_text", "pack_rows"]
 

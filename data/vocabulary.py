@@ -21,7 +21,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from transformers import BertTokenizer, DistilBertTokenizer, PreTrainedTokenizerBase, RobertaTokenizer, XLNetTokenizer
 
-from data import InputError
+from errors import InputError
 
 __all__ = ["KINDS", "continues_word", "learn"]
 

@@ -1,6 +1,6 @@
 """Sentence pairs to translate: a prepared folder (or one made by fairseq-preprocess), and a toy language.
 
-Parallel text is turned into such a folder once, before training, by data/prepare_wmt.py (make data DATASET=wmt18).
+Parallel text is turned into such a folder once, before training, by data/prepare/wmt.py (make data DATASET=wmt18).
 The folder has fairseq-preprocess' own layout, so fairseq-train takes it as it is:
 
     dict.en.txt dict.de.txt             symbols with their counts
@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from data import InputError
 from data.fairseq_format import BOS, EOS, PAD, UNK, Dictionary, MmapTokens, write_mmap
+from errors import InputError
 
 __all__ = [
     "BOS",

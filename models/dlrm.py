@@ -1,5 +1,5 @@
 """DLRM (Naumov et al. 2019, arXiv:1906.00091), and its DCN-v2 variant (Wang et al. 2020, arXiv:2008.13535), without
-the embedding tables: those are train/common/embedding.py's.
+the embedding tables: those are train/common/embedding's.
 
 The numbers and the `state_dict` are those of torchrec's `DLRM` and `DLRM_DCN` less `sparse_arch.`, so that weights move
 in both directions. The two MLPs and the cross net are torchrec's own modules, which the TPU's compiler takes as well as

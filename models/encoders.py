@@ -30,7 +30,7 @@ from transformers.masking_utils import bidirectional_mask_function
 from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
 from transformers.utils import logging
 
-from data import InputError
+from errors import InputError
 from models import fairseq_roberta, layers
 
 ATTENTION = "einsum"  # its name among transformers' attention implementations

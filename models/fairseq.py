@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data import InputError
+from errors import InputError
 from models.transformer import Architecture, Transformer
 
 # Switches of fairseq that change the numbers, with the value that this Transformer has.

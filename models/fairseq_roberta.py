@@ -25,8 +25,8 @@ from tokenizers import AddedToken
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, RobertaConfig, RobertaForMaskedLM, RobertaTokenizer
 
-from data import InputError
 from data.fairseq_format import PAD, SPECIALS, Dictionary
+from errors import InputError
 from models import fairseq
 
 MASK = "<mask>"

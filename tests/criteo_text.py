@@ -1,4 +1,4 @@
-"""Criteo's text files, small ones that the tests of data/criteo.py and data/prepare_criteo.py make."""
+"""Criteo's text files, small ones that the tests of data/criteo.py and data/prepare/criteo.py make."""
 
 import gzip
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""HloModuleProto messages by hand, small ones, for the tests of tpu/hlo.py and tpu/libtpu.py.
+"""HloModuleProto messages by hand, small ones, for the tests of tpu/compiler/hlo.py and tpu/compiler/libtpu.py.
 
 The numbers of the fields are those of xla/service/hlo.proto and xla/xla_data.proto.
 """
 
-from data import InputError
-from tpu import libtpu
+from errors import InputError
+from tpu.compiler import libtpu
 
 PRED, S32, U32, F32, TUPLE, BF16 = 1, 4, 8, 11, 13, 16
 

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from data import InputError
 from data.batching import PADDING, Buckets, pack, propose_shapes
+from errors import InputError
 
 
 def sentences(size: int, seed: int = 0) -> np.ndarray:

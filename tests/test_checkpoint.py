@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import torch_xla
 from torch import nn
 
-from data import InputError
+from errors import InputError
 from train.common import checkpoint, device
 from train.common.checkpoint import Checkpointer, load_weights, save_weights
 

@@ -1,4 +1,4 @@
-"""tpu/compile.py: a script's step, staged without numbers and compiled for TPUs.
+"""tpu/compiler/compile.py: a script's step, staged without numbers and compiled for TPUs.
 
 What compiles is slow and needs libtpu: `make test-all`. Staging takes a process of its own, since this one has devices.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from hlo_modules import installed
 
-from data import InputError
-from tpu import compile as compiling
-from tpu import hlo, tables
+from errors import InputError
+from tpu.compiler import compile as compiling
+from tpu.compiler import hlo, tables
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,7 +24,7 @@ def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
     """A process for the CPU without this one's four devices."""
     devices = ("CPU_NUM_DEVICES", "PJRT_DEVICE", "XLA_USE_SPMD")  # torch_xla sets the last
     environment = {name: value for name, value in os.environ.items() if name not in devices}
-    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "tpu.compile", *arguments]
+    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "tpu.compiler.compile", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
 
 
@@ -74,8 +74,10 @@ def test_what_cannot_be_is_refused():
 
 STAGING = """
 import json, torch
-from tpu import hlo
-from train.common import device, embedding, staging, tables
+from tpu.compiler import hlo
+from train.common import device, embedding
+from train.common.embedding import tables
+from train.common.xla import staging
 mesh = staging.setup(4, "TPU v5 lite", "bfloat16")
 tied = torch.nn.Linear(8, 8, bias=False)
 model = torch.nn.Sequential(tied, torch.nn.BatchNorm1d(8), tied)
@@ -157,7 +159,8 @@ def test_a_backward_pass_is_staged_for_256_devices():
     """autograd of torch 2.9 counts devices in 8 bits."""
     code = """
 import torch
-from train.common import device, staging
+from train.common import device
+from train.common.xla import staging
 mesh = staging.setup(256, "TPU v5 lite", "bfloat16")
 model = device.to_device(torch.nn.Linear(8, 8), mesh)
 batch = staging.inputs({"x": ((256, 8), torch.float32)}, mesh)

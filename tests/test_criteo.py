@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from criteo_text import everything, random_rows, write
 
-from data import InputError
 from data import criteo as cr
-from data.prepare_criteo import prepare
+from data.prepare.criteo import prepare
+from errors import InputError
 
 # Reading
 

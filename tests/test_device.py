@@ -16,7 +16,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from torch import nn
 
-from data import InputError
+from errors import InputError
 from train.common import device
 
 

@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from data import InputError, criteo
+from data import criteo
+from errors import InputError
 from train import dlrm
-from train.common import checkpoint, cli, device, loading, tables
+from train.common import checkpoint, cli, device, loading
+from train.common.embedding import tables
 
 LEARNS = replace(dlrm.TINY, log_every=16, save_every=48)
 

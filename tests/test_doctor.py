@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tpu import doctor, hosts
+from tpu import doctor
+from tpu.launch import hosts
 
 ROOT = Path(__file__).parent.parent
 PINS = {
@@ -441,7 +442,7 @@ def doctor_of(project: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_it_goes_through_without_an_environment_and_says_so_by_its_exit_code(here):
-    for name in ("tpu/doctor.py", "tpu/hosts.py", "tpu/__init__.py", "data/__init__.py"):
+    for name in ("tpu/doctor.py", "tpu/launch/hosts.py", "tpu/__init__.py", "data/__init__.py"):
         (here.project / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, here.project / name)
     shutil.rmtree(here.project / ".venv")

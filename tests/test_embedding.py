@@ -1,4 +1,4 @@
-"""train/common/embedding.py and tables.py: every plan and optimizer against torch on the CPU, on 1, 4 and 8 devices.
+"""train/common/embedding and tables.py: every plan and optimizer against torch on the CPU, on 1, 4 and 8 devices.
 
 Tolerance. Both sides compute in float32 (epsilon 1.2e-7), but add the gradients of equal rows, and the loss, in another
 order: a few roundings of numbers of at most 1, some steps long. Where the optimizer divides by a root of few squared
@@ -32,11 +32,11 @@ import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 from torch import nn
 
-from data import InputError
+from errors import InputError
 from train.common import checkpoint, device
 from train.common.checkpoint import Checkpointer
-from train.common.embedding import ShardedEmbeddingBags
-from train.common.tables import (
+from train.common.embedding.bags import ShardedEmbeddingBags
+from train.common.embedding.tables import (
     LANES,
     OPTIMIZERS,
     PLANS,

@@ -23,7 +23,8 @@ from transformers import (
     XLNetLMHeadModel,
 )
 
-from data import InputError, glue, vocabulary
+from data import glue, vocabulary
+from errors import InputError
 from models import encoders, layers, permutation
 from train.common import device
 

@@ -19,7 +19,8 @@ import pytest
 import sacrebleu
 import torch
 
-from data import prepare_wmt, wmt
+from data import wmt
+from data.prepare import wmt as prepare_wmt
 from models import beam_search, fairseq
 from models.transformer import ARCHITECTURES, Architecture, Transformer
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
-from data import InputError
+from errors import InputError
 from models import fairseq
 from models.transformer import EOS, Architecture, Transformer
 

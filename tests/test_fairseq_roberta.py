@@ -15,8 +15,8 @@ from tokenizers import AddedToken
 from torch import Tensor
 from transformers import AutoTokenizer, RobertaConfig, RobertaForMaskedLM, RobertaTokenizer
 
-from data import InputError
 from data.fairseq_format import Dictionary
+from errors import InputError
 from models import fairseq, fairseq_roberta
 
 ROOT = Path(__file__).parent.parent

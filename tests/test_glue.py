@@ -18,8 +18,9 @@ import transformers
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from data import InputError, vocabulary
 from data import glue as glue_data
+from data import vocabulary
+from errors import InputError
 from models import encoders
 from train import glue
 from train.common import cli, device, loading

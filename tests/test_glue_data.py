@@ -7,10 +7,11 @@ import datasets
 import numpy as np
 import pytest
 
-from data import InputError, glue
+from data import glue
 from data.batching import Buckets
 from data.glue import TASKS, Encoded, Examples, read, score
 from data.vocabulary import learn
+from errors import InputError
 
 REAL = Path(__file__).parents[2] / "shared/data/glue"
 PAIR_HEADER = "index\tsentence1\tsentence2\tlabel\n"

@@ -24,7 +24,7 @@ from hlo_modules import (
     tuple_of,
 )
 
-from tpu import hlo
+from tpu.compiler import hlo
 
 SCALAR = array(F32)
 

@@ -16,8 +16,8 @@ import torchvision
 from PIL import Image
 from torchvision import transforms
 
-from data import InputError
 from data import imagenet as im
+from errors import InputError
 
 
 def picture(height: int, width: int, seed: int = 0) -> Image.Image:

@@ -1,4 +1,4 @@
-"""tpu/launch.py and tpu/worker.py, over tests/fake_gcloud.py and over a real sshd.
+"""tpu/launch/launcher.py and tpu/launch/worker.py, over tests/fake_gcloud.py and over a real sshd.
 
 The programs are the real ones; the workers are processes of this machine with a home folder each. The project they
 train is a Makefile and a script of forty lines that takes a lock as a chip would, so that two trainers are noticed;
@@ -24,8 +24,9 @@ from pathlib import Path
 
 import pytest
 
-from data import InputError
-from tpu import hosts, launch
+from errors import InputError
+from tpu.launch import hosts
+from tpu.launch import launcher as launch
 
 ROOT = Path(__file__).parent.parent
 FAKE = Path(__file__).with_name("fake_gcloud.py")
@@ -125,7 +126,17 @@ class Cloud:
         return self.home(worker) / f"xla-zoo/worker-{worker}/tree"
 
     def start(self, action: str, *arguments: str, **environment: str) -> subprocess.Popen:
-        command = [PYTHON, "-I", "-S", str(ROOT / "tpu/launch.py"), action, "--tpu", "my-tpu", "--zone", "us-east5-b"]
+        command = [
+            PYTHON,
+            "-I",
+            "-S",
+            str(ROOT / "tpu/launch/launcher.py"),
+            action,
+            "--tpu",
+            "my-tpu",
+            "--zone",
+            "us-east5-b",
+        ]
         command += ["--grace", "20", *arguments]
         environment = {"PATH": str(self.bin), "HOME": str(self.folder), **environment}
         pipe = subprocess.PIPE
@@ -847,12 +858,12 @@ def test_the_shutdown_of_the_machine_lets_the_run_save(cloud):
 
 @pytest.mark.parametrize("cloud", [1], indirect=True)
 def test_a_start_has_one_token_and_a_worker_one_run(cloud):
-    """What tpu/worker.py answers, in orders that connections bring about rarely."""
+    """What tpu/launch/worker.py answers, in orders that connections bring about rarely."""
     bundle, content, _ = launch.make_bundle(cloud.project)
     files = cloud.home(0) / "xla-zoo/worker-0/files"
     files.mkdir(parents=True)
     (files / f"{bundle}.tar.gz").write_bytes(content)
-    shutil.copy(ROOT / "tpu/worker.py", files / "worker-x.py")
+    shutil.copy(ROOT / "tpu/launch/worker.py", files / "worker-x.py")
     request = json.dumps({"words": ["ARGS=steps=100000", "NAME=one"], "environment": {}})
 
     def ask(action: str, token: str, data: str = request) -> dict:
@@ -1148,5 +1159,7 @@ def test_the_programs_need_no_newer_python_than_they_say():
         assert {module.partition(".")[0] for module in modules} - ours <= sys.stdlib_module_names
     assert (
         "--grace"
-        in subprocess.run(["python3", "tpu/launch.py", "--help"], cwd=ROOT, capture_output=True, text=True).stdout
+        in subprocess.run(
+            ["python3", "tpu/launch/launcher.py", "--help"], cwd=ROOT, capture_output=True, text=True
+        ).stdout
     )

@@ -19,8 +19,8 @@ from hlo_modules import (
     train_step,
 )
 
-from data import InputError
-from tpu import hlo, libtpu
+from errors import InputError
+from tpu.compiler import hlo, libtpu
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -356,7 +356,7 @@ def test_an_unknown_effort_is_refused(chip):
 @needs_libtpu
 def test_two_processes_compile_at_once():
     script = (
-        "from hlo_modules import matmul\nfrom tpu import libtpu\n"
+        "from hlo_modules import matmul\nfrom tpu.compiler import libtpu\n"
         "with libtpu.Topology('v5e:1x1') as topology, topology.compile(matmul(8, 8, 8), 'fast') as compiled:\n"
         "    print(compiled.cost.flops)\n"
         "    input()\n"
@@ -375,7 +375,9 @@ def test_two_processes_compile_at_once():
 
 @needs_libtpu
 def test_nothing_is_left_in_the_temporary_folder(tmp_path):
-    script = "from tpu import libtpu\nwith libtpu.Topology('v5e:1x1') as topology:\n    print(topology.num_devices)"
+    script = (
+        "from tpu.compiler import libtpu\nwith libtpu.Topology('v5e:1x1') as topology:\n    print(topology.num_devices)"
+    )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, text=True, capture_output=True, check=True)
     assert done.stdout == "1\n" and done.stderr == ""

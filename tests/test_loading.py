@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch_xla
 
-from data import InputError
 from data.batching import Buckets, pack
+from errors import InputError
 from train.common import loading
 from train.common.loading import PADDING, parallel_loader
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import InputError
 from data import criteo as cr
 from data import movielens as ml
+from errors import InputError
 
 RATINGS = [(user, item, 1 + (user * item) % 5) for user in (1, 2, 5) for item in range(1, 41)]
 # 0: none, else comedy, drama or both; film 3 has no date but a year in its title

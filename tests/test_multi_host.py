@@ -29,10 +29,12 @@ import torch
 import torch_xla.distributed.spmd as xs
 from fsspec.implementations.memory import MemoryFileSystem
 
-from data import InputError, batching, text, wmt
+from data import batching, text, wmt
 from data import glue as glue_data
+from errors import InputError
 from train import dlrm, glue, pretrain, resnet50, transformer, translate
-from train.common import checkpoint, device, embedding, loading, tracking
+from train.common import checkpoint, device, embedding, loading
+from train.common import run as tracking
 from train.common.loading import PADDING
 
 DEVICES = 8  # of all hosts together, however many hosts there are

@@ -1,4 +1,4 @@
-"""data/prepare_criteo.py on small files that the tests make; plain Python loops are the reference."""
+"""data/prepare/criteo.py on small files that the tests make; plain Python loops are the reference."""
 
 import gzip
 import math
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from criteo_text import everything, random_rows, row, write
 
-from data import InputError
 from data import criteo as cr
-from data import prepare_criteo as pre
+from data.prepare import criteo as pre
+from errors import InputError
 
 ROOT = Path(__file__).parent.parent
 
@@ -343,7 +343,7 @@ def test_the_command_prepares_and_its_errors_are_one_line(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "18 training and 2 evaluation rows" in printed
     assert "1 malformed lines of 21" in printed and "train.txt line 21: it has 1 columns" in printed
-    command = [sys.executable, "-m", "data.prepare_criteo", "--data", str(tmp_path / "nowhere")]
+    command = [sys.executable, "-m", "data.prepare.criteo", "--data", str(tmp_path / "nowhere")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith("error: there is no file or folder") and result.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""data/prepare_text.py on small texts that the tests make."""
+"""data/prepare/text.py on small texts that the tests make."""
 
 import gzip
 import itertools
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data import InputError
-from data import prepare_text as pre
+from data.prepare import text as pre
 from data.text import SyntheticText, open_text
 from data.vocabulary import KINDS
+from errors import InputError
 
 ROOT = Path(__file__).parent.parent
 SYLLABLES = ["ba", "di", "lo", "mu", "ne", "ra", "so", "tu", "ga", "hi"]
@@ -329,7 +329,7 @@ def test_a_killed_preparation_goes_on(tmp_path, small_pieces, monkeypatch, capsy
 KILLED = """
 import os, signal, sys
 import numpy as np
-from data import prepare_text as pre
+from data.prepare import text as pre
 pre.PIECE_BYTES, write, calls = 1500, np.savez, 0
 def savez(file, **arrays):
     global calls

@@ -1,4 +1,4 @@
-"""data/prepare_wmt.py on small texts that the tests make."""
+"""data/prepare/wmt.py on small texts that the tests make."""
 
 import gzip
 import json
@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from data import InputError
-from data import prepare_wmt as pre
+from data.prepare import wmt as pre
 from data.wmt import EOS, UNK, open_pairs, read_lines
+from errors import InputError
 
 ROOT = Path(__file__).parent.parent
 SYLLABLES = ["ba", "di", "lo", "mu", "ne", "rä", "ßo", "tü", "ga", "hi"]
@@ -353,7 +353,7 @@ def test_hundreds_of_chunks_are_not_as_many_open_files(tmp_path, monkeypatch):
 KILLED = """
 import os, signal, sys
 import numpy as np
-from data import prepare_wmt as pre
+from data.prepare import wmt as pre
 pre.CHUNK_LINES, write, calls = 13, np.savez, 0
 def savez(file, **arrays):
     global calls
@@ -533,7 +533,7 @@ def test_the_command_prepares_and_its_errors_are_one_line(tmp_path, capsys):
     assert "31 training pairs read; dropped: 1 empty\n" in printed and "tokens a word: de " in printed
     assert "30 training pairs, 7 valid; 160 symbols" in printed
     assert open_pairs(data, "train").source_language == "de"
-    command = [sys.executable, "-m", "data.prepare_wmt", "--data", str(tmp_path / "nowhere")]
+    command = [sys.executable, "-m", "data.prepare.wmt", "--data", str(tmp_path / "nowhere")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith("error: there is no folder") and result.stderr.count("\n") == 1

@@ -19,7 +19,8 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer, BertConfig, pipeline
 
-from data import InputError, prepare_text
+from data.prepare import text as prepare_text
+from errors import InputError
 from models import encoders, fairseq_roberta
 from train import glue, pretrain
 from train.common import cli, device, loading

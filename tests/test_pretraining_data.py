@@ -8,8 +8,8 @@ import pytest
 from scipy.stats import ks_2samp
 from transformers import BertTokenizer, RobertaTokenizer, XLNetTokenizer
 
-from data import InputError
 from data.pretraining import MaskedText, PermutedText, segments
+from errors import InputError
 
 WORDS, PIECES = 60, 40
 PAD, UNK, CLS, SEP, MASK = range(5)  # of the BERT tokenizer below

@@ -10,7 +10,8 @@ import torch_xla
 import torch_xla.debug.metrics as met
 from torch import nn
 
-from train.common import device, replay
+from train.common import device
+from train.common.xla import replay
 
 
 @pytest.fixture(scope="module")

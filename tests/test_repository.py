@@ -138,7 +138,7 @@ def test_make_data_prepares_what_it_knows():
         result = make("data", *arguments)
         assert result.returncode != 0 and word in result.stderr
     command = make("-n", "data", "DATASET=criteo", "DATA=/a b", "OUT=/c d").stdout
-    assert '-m data.prepare_criteo --data "$DATA" --out "$OUT"' in command
+    assert '-m data.prepare.criteo --data "$DATA" --out "$OUT"' in command
 
 
 def test_continuous_integration_runs_make_test():

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 import torchvision
 
-from data import InputError
+from errors import InputError
 from models.resnet import resnet
 from train import resnet50
 from train.common import checkpoint, cli, device

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import InputError
-from data.prepare_text import prepare
+from data.prepare.text import prepare
 from data.text import SyntheticText, Text, open_text, pack_rows
 from data.vocabulary import KINDS, continues_word
+from errors import InputError
 
 SEPARATOR = 999
 

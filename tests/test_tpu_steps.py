@@ -1,11 +1,11 @@
-"""tpu/steps.py describes the batches that the loaders upload."""
+"""tpu/compiler/steps.py describes the batches that the loaders upload."""
 
 from dataclasses import replace
 
 import pytest
 
 from data import batching
-from tpu import steps
+from tpu.compiler import steps
 from train import dlrm, glue, pretrain, resnet50, transformer
 from train.common import loading
 

@@ -19,7 +19,8 @@ import sacrebleu
 import safetensors.torch
 import torch
 
-from data import InputError, batching, wmt
+from data import batching, wmt
+from errors import InputError
 from models import fairseq
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed
 from train import transformer, translate

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
-from data import InputError
 from data.vocabulary import KINDS, continues_word, learn
+from errors import InputError
 
 WORDS = "walk talk jump play look call turn open wait help show move learn start clean paint cross watch visit answer"
 ENDINGS = ("", "s", "ed", "ing", "er")
@@ -142,7 +142,7 @@ def test_special_tokens_in_text_can_be_kept_apart():
     for kind in KINDS:
         tokenizer = learn([*text(), "[](<>) /"], kind, 300)
         backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        backend.encode_special_tokens = True  # as data/prepare_text.py does it
+        backend.encode_special_tokens = True  # as data/prepare/text.py does it
         specials = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         ids = backend.encode(" ".join(tokenizer.all_special_tokens) + PUZZLE, add_special_tokens=False).ids
         assert not specials & set(ids)

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import InputError, wmt
+from data import wmt
 from data.fairseq_format import DTYPES, token_dtype
 from data.wmt import EOS, PAD, UNK, Dictionary, MmapTokens, SyntheticPairs, open_pairs, write_mmap
+from errors import InputError
 
 SENTENCES = {
     "en": [[4, 5, 6], [7], [], [8, 9, 10, 11], [4, 4]],

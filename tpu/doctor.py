@@ -32,8 +32,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python3 tpu/doctor.py`
 
-from data import InputError
-from tpu import hosts
+from errors import InputError
+from tpu.launch import hosts
 
 SECONDS = 60  # for a command: gcloud takes seconds, and so do imports on a cold disk
 DEVICE_SECONDS = 180  # for torch_xla to open the devices

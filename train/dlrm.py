@@ -24,9 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data import InputError, criteo
+from data import criteo
+from errors import InputError
 from models.dlrm import DLRM
-from train.common import checkpoint, cli, device, embedding, loading, tables, tracking
+from train.common import checkpoint, cli, device, embedding, loading
+from train.common.run import Run
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Config:
     top: tuple[int, ...] = (512, 256, 1)  # layers over the interactions
     interaction: Literal["dot", "dcn"] = "dot"  # dot products of all pairs, or the low-rank cross network of DCN-v2
     cross: tuple[int, int] = (3, 512)  # layers and rank of the cross network
-    plan: Literal["auto", "row", "table", "column", "data"] = "auto"  # where tables lie, see train/common/embedding.py
+    plan: Literal["auto", "row", "table", "column", "data"] = "auto"  # where tables lie, see train/common/embedding
     model_devices: int = 0  # devices that share one copy of the tables; 0: all
     epochs: int = 1  # passes over the training data; click logs overfit in the second
     batch_size: int = 128  # examples a step, over all devices
@@ -126,22 +128,22 @@ def open_data(config: Config):
     return [criteo.open_clicks(config.data, split, config.hash_rows or None) for split in ("train", "eval")]
 
 
-def table_list(config: Config, dataset) -> list[tables.Table]:
+def table_list(config: Config, dataset) -> list[embedding.Table]:
     """One table a categorical feature of the data set."""
     features = zip(dataset.features, dataset.table_rows, dataset.lookups, strict=True)
-    return [tables.Table(name, rows, lookups, plan=config.plan) for name, rows, lookups in features]
+    return [embedding.Table(name, rows, lookups, plan=config.plan) for name, rows, lookups in features]
 
 
-def collate(every_table: list[tables.Table], batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
+def collate(every_table: list[embedding.Table], batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
     """Checks the ids on the host, where that costs nothing: on a device a wrong one would train another row."""
-    tables.check_ids(batch["ids"], every_table, batch.get("present"))
+    embedding.check_ids(batch["ids"], every_table, batch.get("present"))
     return loading.as_tensors(batch)
 
 
 def build(config: Config, dataset, mesh: device.Mesh):
     """(network, embeddings, optimizer of the network) on the device, with the optimizers' states in being."""
     every_table = table_list(config, dataset)
-    update = tables.OPTIMIZERS[config.optimizer]
+    update = embedding.OPTIMIZERS[config.optimizer]
     update = update(eps=ADAGRAD_EPS) if config.optimizer == "adagrad" else update()
     embeddings = embedding.ShardedEmbeddingBags(
         every_table, config.dim, mesh, update, config.lr, config.seed, config.model_devices
@@ -245,7 +247,7 @@ def main(config: Config) -> dict[str, float]:
     headline = f"dlrm on {config.data}: {len(train_set):,} examples, {len(train_set.features)} tables of "
     headline += f"{sum(train_set.table_rows):,} rows, {config.epochs} epoch(s) of {per_epoch:,} steps of {batch_size} "
     headline += f"on {mesh.num_devices} {mesh.kind} device(s)"
-    run = tracking.Run(
+    run = Run(
         config,
         default_name=f"dlrm-{'synthetic' if trial else 'clicks'}",
         headline=headline + ("; this is a trial, for real training see --help" if trial else ""),

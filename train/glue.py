@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from data import InputError, batching, glue, vocabulary
+from data import batching, glue, vocabulary
+from errors import InputError
 from models import encoders
-from train.common import checkpoint, cli, device, loading, tracking
+from train.common import checkpoint, cli, device, loading
+from train.common.run import Run
 
 # Of `checkpoint`, a hub id; warmup: the share of the steps in which the learning rate rises.
 Recipe = namedtuple("Recipe", "checkpoint lr warmup weight_decay epochs beta2", defaults=(0.999,))
@@ -247,7 +249,7 @@ def main(config: Config) -> dict[str, float]:
     )
     headline += f"with {plan.padding:.1%} padding, {total:,} steps ({config.epochs:g} epochs) on {mesh.num_devices} "
     headline += f"{mesh.kind} device(s)"
-    run = tracking.Run(
+    run = Run(
         config,
         default_name=f"{config.model}-{config.task}{'-synthetic' if trial else ''}",
         headline=headline + ("; this is a trial, for real training see --help" if trial else ""),

@@ -20,10 +20,12 @@ from timm.optim import Lamb
 from torch import Tensor
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedModel
 
-from data import InputError, text
+from data import text
 from data.pretraining import MaskedText, PermutedText
+from errors import InputError
 from models import encoders, fairseq_roberta, objectives
-from train.common import checkpoint, cli, device, loading, tracking
+from train.common import checkpoint, cli, device, loading
+from train.common.run import Run
 
 Recipe = namedtuple("Recipe", "batch_size steps lr warmup_steps weight_decay beta2 clip")  # clip: norm of all gradients
 RECIPES = {
@@ -250,7 +252,7 @@ def main(config: Config) -> dict[str, float]:
     headline = f"{config.model} on {config.data}: {len(rows):,} rows of {rows.length} tokens, {train_set.predictions} "
     headline += f"predicted, {model.num_parameters():,} parameters, {total:,} updates of {config.batch_size} rows "
     headline += f"({epochs:.1f} epochs) on {mesh.num_devices} {mesh.kind} device(s)"
-    run = tracking.Run(
+    run = Run(
         config,
         default_name=f"{config.model}-{'synthetic' if trial else 'pretraining'}",
         headline=headline + ("; this is a trial, for real training see --help" if trial else ""),

@@ -21,9 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data import InputError, imagenet
+from data import imagenet
+from errors import InputError
 from models.resnet import Normalize, ResNet, resnet
-from train.common import checkpoint, cli, device, loading, tracking
+from train.common import checkpoint, cli, device, loading
+from train.common.run import Run
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ def main(config: Config) -> dict[str, float]:
     headline += (
         f"{config.epochs} epochs of {per_epoch} steps of {batch_size} on {mesh.num_devices} {mesh.kind} device(s)"
     )
-    run = tracking.Run(
+    run = Run(
         config,
         default_name=f"{config.model}-{'synthetic' if trial else 'images'}",
         headline=headline + ("; this is a trial, for real training see --help" if trial else ""),

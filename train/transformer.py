@@ -21,11 +21,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data import InputError, batching, wmt
+from data import batching, wmt
+from errors import InputError
 from models import fairseq
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed
 from train import translate
-from train.common import checkpoint, cli, device, loading, tracking
+from train.common import checkpoint, cli, device, loading
+from train.common.run import Run
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,7 @@ def main(config: Config) -> dict[str, float]:
     headline = f"{config.arch} on {config.data}: {len(train_set):,} pairs, {plan.dropped:,} too long, in batches of "
     headline += f"{shapes} with {plan.padding:.1%} padding, {total:,} updates of {tokens:,} target tokens "
     headline += f"({total * every / per_epoch:.1f} epochs) on {mesh.num_devices} {mesh.kind} device(s)"
-    run = tracking.Run(
+    run = Run(
         config,
         default_name=f"transformer-{'synthetic' if trial else train_set.source_language + train_set.target_language}",
         headline=headline + ("; this is a trial, for real training see --help" if trial else ""),

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import InputError, batching, wmt
+from data import batching, wmt
+from errors import InputError
 from models import beam_search, fairseq
 from models.transformer import PAD, Transformer
 from train.common import checkpoint, cli, device, loading

@@ -37,10 +37,9 @@ import torch
 import torch_xla
 from torch import Tensor, nn
 
-from data import InputError
-
-from .device import over_hosts, replicate, same_on_all_hosts
-from .embedding import ShardedEmbeddingBags
+from errors import InputError
+from train.common.device import over_hosts, replicate, same_on_all_hosts
+from train.common.embedding.bags import ShardedEmbeddingBags
 
 STATE, NUMBERS, COMPLETE = "state.safetensors", "state.json", "COMPLETE"
 HOSTS_SECONDS = 1800  # that the main process waits for the other hosts' tables

@@ -6,7 +6,7 @@ from typing import Any
 
 import tyro
 
-from data import InputError
+from errors import InputError
 
 
 def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None:

@@ -26,8 +26,8 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor, nn
 
-from data import InputError
-from train.common import replay
+from errors import InputError
+from train.common.xla import replay
 
 PRECISIONS = ("bfloat16", "float32")
 

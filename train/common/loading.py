@@ -25,9 +25,8 @@ import torch_xla.distributed.spmd as xs
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data import InputError
-
-from .device import Mesh
+from errors import InputError
+from train.common.device import Mesh
 
 Example = dict[str, Any]
 PREFETCH = 2  # batches that a worker makes ahead

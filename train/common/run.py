@@ -34,9 +34,8 @@ from typing import Any
 import fsspec
 import torch
 
-from data import InputError
-
-from .curves import draw_curves, format_number
+from errors import InputError
+from train.common.curves import draw_curves, format_number
 
 PACKAGES = ("torch", "torch_xla", "torchvision", "libtpu", "numpy", "timm", "datasets", "transformers", "safetensors")
 DRAW_EVERY = 60  # seconds between two drawings of curves.png
@@ -153,7 +152,7 @@ class Run:
         """
         if mesh.process_count == 1:
             return
-        from .device import over_hosts
+        from train.common.device import over_hosts
 
         expected = over_hosts(mesh, self._mark() if self._main else 0).high
         deadline = time.monotonic() + SEEN_SECONDS

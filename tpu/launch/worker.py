@@ -1,4 +1,4 @@
-"""What runs on each worker of a TPU: starts a run detached, streams its log, stops it. tpu/launch.py copies it there.
+"""What runs on each worker of a TPU: starts a run detached, streams its log, stops it. tpu/launch/launcher.py copies it there.
 
 Only the standard library, Python 3.8 or later, Linux: the worker's own python3 starts it. The file lies in
 ~/xla-zoo/worker-<i>/files, and everything is kept in ~/xla-zoo/worker-<i> (readable by its owner alone):
@@ -446,7 +446,7 @@ def status(home: Path) -> None:
 
 
 def main() -> None:
-    """The command line, for tpu/launch.py."""
+    """The command line, for tpu/launch/launcher.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("start", "follow", "stop", "status"))
     parser.add_argument("--run", default="")

@@ -40,11 +40,19 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from torch import Tensor, nn
 
-from data import InputError
-from models.hashing import hash32, shift_right
-
-from .device import Mesh, annotate
-from .tables import LANES, PLANS, Optimizer, Table, device_bytes_for_tables, plan_tables, rows_in_a_line, take_rows
+from errors import InputError
+from train.common.device import Mesh, annotate
+from train.common.embedding.hashing import hash32, shift_right
+from train.common.embedding.tables import (
+    LANES,
+    PLANS,
+    Optimizer,
+    Table,
+    device_bytes_for_tables,
+    plan_tables,
+    rows_in_a_line,
+    take_rows,
+)
 
 # ---- arrays of tables ------------------------------------------------------------------------------------------------
 

@@ -26,11 +26,11 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor, nn
 
-from .device import GraphError, Mesh, annotate
-from .embedding import ShardedEmbeddingBags
+from train.common.device import GraphError, Mesh, annotate
+from train.common.embedding.bags import ShardedEmbeddingBags
 
 MOST_DEVICES = 64  # autograd counts them in 8 bits: with 128 and more, no backward pass begins
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ The run is detached: it survives the launcher and the connection, and the same c
 There is one connection for each worker (never --worker=all), a dropped one continues where it was, and a start is done
 once however often it is repeated. The first worker that fails ends the run on all, since the others would wait for it
 in a collective. Ctrl-C stops the run on all workers; it saves a checkpoint first. What happens on the workers is in
-tpu/worker.py, how they are reached and what is done about host keys in tpu/hosts.py.
+tpu/launch/worker.py, how they are reached and what is done about host keys in tpu/launch/hosts.py.
 
 HF_TOKEN, WANDB_API_KEY and what --secret names travel from this environment over ssh's standard input to the process
 that they are for; they are in no command line, no file and no log. --env travels in the same way.
@@ -49,12 +49,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python3 tpu/launch.py`
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python3 tpu/launch/launcher.py`
 
-from data import InputError
-from tpu import hosts
+from errors import InputError
+from tpu.launch import hosts
 
-MARK = b"@xla-zoo "  # see tpu/worker.py
+MARK = b"@xla-zoo "  # see tpu/launch/worker.py
 PROGRAM = Path(__file__).with_name("worker.py")
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 BUNDLE_MEGABYTES = 512
@@ -384,7 +384,7 @@ class Launcher:
         return f"worker {worker} ({host.hosts[worker]})" if isinstance(host, hosts.SshHosts) else f"worker {worker}"
 
     def program_command(self, worker: int, *arguments: str) -> str:
-        """Shell words that run tpu/worker.py on the worker."""
+        """Shell words that run tpu/launch/worker.py on the worker."""
         return shlex.join(["python3", f"xla-zoo/worker-{worker}/files/{self.program}", *arguments])
 
     def check(self, worker: int, result: Result) -> bool:
@@ -393,7 +393,7 @@ class Launcher:
         if sentence:
             raise InputError(sentence)
         if "Traceback" in result.errors and "xla-zoo/worker-" in result.errors:
-            raise RuntimeError(f"tpu/worker.py on worker {worker}:\n{result.errors}")
+            raise RuntimeError(f"tpu/launch/worker.py on worker {worker}:\n{result.errors}")
         machine = self.machine()
         if machine is not None and machine.problem:
             raise TpuGone(machine.problem)

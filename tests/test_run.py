@@ -14,8 +14,8 @@ import fsspec
 import pytest
 import torch
 
-from data import InputError
-from train.common import tracking
+from errors import InputError
+from train.common import run as tracking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +177,7 @@ def test_tensorboard_gets_the_same_numbers(start):
 def test_tensorflow_is_not_imported_even_where_it_is_installed(tmp_path):
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('tensorflow was imported')")
     code = (
-        "from train.common import tracking; import tests.test_tracking as t, sys; "
+        "from train.common import run as tracking; import tests.test_run as t, sys; "
         f"run = tracking.Run(t.Config(runs={str(tmp_path / 'runs')!r}), 'net'); run.log(1, loss=1.0); run.close()"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
@@ -553,7 +553,7 @@ def test_a_partly_written_line_is_completed_or_an_error(start):
 
 def test_the_same_run_in_two_processes_is_refused_until_the_first_is_killed(start, tmp_path):
     code = (
-        "from train.common import tracking; import tests.test_tracking as t, time; "
+        "from train.common import run as tracking; import tests.test_run as t, time; "
         f"run = tracking.Run(t.Config(runs={str(tmp_path / 'runs')!r}), 'net'); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=os.getcwd())

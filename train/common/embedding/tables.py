@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import InputError
-
-from .device import Mesh
+from errors import InputError
+from train.common.device import Mesh
 
 PLANS = ("row", "table", "column", "data")
 # `auto` copies a table (with its optimizer state) to every device up to this size: adding up its whole gradient over

@@ -1,12 +1,12 @@
 """Compiles a script's train step for a TPU that is not there, and says what the TPU's own compiler says about it.
 
-    python -m tpu.compile resnet50 full --topology v5e:2x4              fits or not, memory, collectives: half a minute
-    python -m tpu.compile bert full --task pretrain --batch 32 --effort full   and estimated cycles: minutes
-    python -m tpu.compile dlrm mlperf_v1 --topology v6e:4x8 -- --plan row       flags of the script after --
+    python -m tpu.compiler.compile resnet50 full --topology v5e:2x4              fits or not, memory, collectives: half a minute
+    python -m tpu.compiler.compile bert full --task pretrain --batch 32 --effort full   and estimated cycles: minutes
+    python -m tpu.compiler.compile dlrm mlperf_v1 --topology v6e:4x8 -- --plan row       flags of the script after --
 
 Neither a TPU nor a network nor data is needed: only the package libtpu (requirements-compile.txt). The step is traced
-without numbers (train/common/staging.py), as the script makes it (tpu/steps.py), and compiled by libtpu
-(tpu/libtpu.py). Every time, cycle and rate printed is an estimate; memory is what the program will ask for.
+without numbers (train/common/xla/staging.py), as the script makes it (tpu/compiler/steps.py), and compiled by libtpu
+(tpu/compiler/libtpu.py). Every time, cycle and rate printed is an estimate; memory is what the program will ask for.
 """
 
 import argparse
@@ -27,11 +27,12 @@ if __name__ == "__main__":
 
 import tyro
 
-from data import InputError
-from tpu import hlo, libtpu, steps
-from tpu.libtpu import GIB
+from errors import InputError
+from tpu.compiler import hlo, libtpu, steps
+from tpu.compiler.libtpu import GIB
 from train import dlrm, glue, pretrain, resnet50, transformer
-from train.common import device, staging
+from train.common import device
+from train.common.xla import staging
 
 ENCODERS = tuple(name for name in glue.RECIPES if name != "auto")
 MODELS = ("resnet50", "transformer", "dlrm", *ENCODERS)
@@ -297,7 +298,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
     flags = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     parser = argparse.ArgumentParser(
-        prog="python -m tpu.compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tpu.compiler.compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("preset", nargs="?", default="", help="of the script (default: its recipe)")

@@ -1,6 +1,6 @@
 """Prepares Criteo's Kaggle and Terabyte click logs, once before training: text files to arrays.
 
-    python -m data.prepare_criteo --data RAW [--out DIR] [--threshold 10]  (make data DATASET=criteo DATA=RAW OUT=DIR)
+    python -m data.prepare.criteo --data RAW [--out DIR] [--threshold 10]  (make data DATASET=criteo DATA=RAW OUT=DIR)
 
 The arrays are memory-mapped in training, by ClickLog in data/criteo.py.
 
@@ -29,9 +29,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv
 
-from data import InputError
 from data.criteo import MLPERF_MAX_ROWS, NUM_DENSE, _text_files, map_npz
-from data.preparing import read_json, run, whole, write_json
+from data.prepare.pipeline import read_json, run, whole, write_json
+from errors import InputError
 
 NUM_SPARSE = 26
 COLUMNS = 1 + NUM_DENSE + NUM_SPARSE

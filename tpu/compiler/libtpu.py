@@ -1,6 +1,6 @@
 """libtpu's compiler without a TPU: ctypes on the PJRT C API. Knows nothing of torch.
 
-    from tpu import libtpu
+    from tpu.compiler import libtpu
     with libtpu.Topology("v5e:2x4") as topology:
         with topology.compile(module, effort="full") as program:  # bytes of an HloModuleProto
             program.memory.peak, program.cost.flops, program.optimized
@@ -38,11 +38,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from data import InputError
-from tpu import hlo
+from errors import InputError
+from tpu.compiler import hlo
 
 GIB = 2**30
-INSTALLED = Path(__file__).resolve().parents[1] / ".libtpu/libtpu/libtpu.so"  # by `make compile`
+INSTALLED = Path(__file__).resolve().parents[2] / ".libtpu/libtpu/libtpu.so"  # by `make compile`
 
 
 @dataclass(frozen=True)
@@ -655,7 +655,7 @@ class Program:
 
     @functools.cached_property
     def optimized(self) -> bytes:
-        """The HloModuleProto that the compiler ended with, for tpu.hlo.parse."""
+        """The HloModuleProto that the compiler ended with, for tpu.compiler.hlo.parse."""
         program = ProgramCode()
         arguments = ExecutableOptimizedProgram(executable=self._open(), program=ctypes.pointer(program))
         self.library.call("Executable_OptimizedProgram", arguments)  # without a buffer it tells the size

@@ -1,6 +1,6 @@
 """Prepares text for pretraining, once before training: learns a vocabulary, turns text into rows of tokens.
 
-    python -m data.prepare_text --data TEXT [--out DIR] --kind bert --length 128  (make data DATASET=text DATA=TEXT)
+    python -m data.prepare.text --data TEXT [--out DIR] --kind bert --length 128  (make data DATASET=text DATA=TEXT)
 
 TEXT is one of
   * a text file, plain or .gz, in UTF-8; or a folder of such files *.txt and *.txt.gz, also in folders inside it. A line
@@ -41,10 +41,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import InputError
-from data.preparing import read_json, run, whole, write_json
+from data.prepare.pipeline import read_json, run, whole, write_json
 from data.text import ARRAYS, capacity, check_rows, pack_rows
 from data.vocabulary import SMALLEST, learn
+from errors import InputError
 
 PIECE_BYTES = 8_000_000  # of text, that a worker handles at once: what a kill costs at most
 ENCODED = 10_000  # sentences given to the tokenizer at once; its results take much memory

@@ -1,6 +1,6 @@
 """Prepares parallel text for translation, once before training: cleans it, learns byte-pair encoding, binarises it.
 
-    python -m data.prepare_wmt --data TEXT [--out DIR] [--source en --target de]  (make data DATASET=wmt18 DATA=TEXT)
+    python -m data.prepare.wmt --data TEXT [--out DIR] [--source en --target de]  (make data DATASET=wmt18 DATA=TEXT)
 
 TEXT is one of
   * a folder of plain text, a sentence a line, each plain or .gz: train.en and train.de; valid, val or dev; and test. Of
@@ -48,9 +48,9 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from data import InputError
 from data.fairseq_format import EOS, SPECIALS, UNK, Dictionary, token_dtype, write_index, write_mmap
-from data.preparing import read_json, run, whole, write_json
+from data.prepare.pipeline import read_json, run, whole, write_json
+from errors import InputError
 
 CHUNK_LINES = 100_000  # pairs that a worker handles at once: what a kill costs at most
 ENCODED_LINES = 10_000  # lines given to the tokenizer at once; its results take much memory

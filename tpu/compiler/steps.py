@@ -1,9 +1,9 @@
-"""The train step of each script, with inputs of the right shapes, for tpu/compile.py.
+"""The train step of each script, with inputs of the right shapes, for tpu/compiler/compile.py.
 
 Config, `build` and `train_step` are the script's own. What a data set or a checkpoint would say (classes, words, rows
 of tables) is that of the published recipe.
 
-Each function takes a script's Config, whose batch is that of all devices, and a mesh of train/common/staging.py; and
+Each function takes a script's Config, whose batch is that of all devices, and a mesh of train/common/xla/staging.py; and
 the script, or another object with functions of the same names (bench/stock.py). A test compares names, shapes and types
 of the inputs with what the data sets give.
 """
@@ -25,11 +25,13 @@ from transformers import (
     XLNetConfig,
 )
 
-from data import InputError, glue
+from data import glue
+from errors import InputError
 from models import encoders
 from train import dlrm, pretrain, resnet50, transformer
 from train import glue as glue_script
-from train.common import device, staging
+from train.common import device
+from train.common.xla import staging
 from train.translate import rows
 
 U8, I32, I64, F32 = torch.uint8, torch.int32, torch.int64, torch.float32

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from data import InputError
+from errors import InputError
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Reads and edits an HloModuleProto, as torch_xla makes it or as the compiler leaves it; without protobuf or torch.
 
-    from tpu import hlo
+    from tpu.compiler import hlo
     module = hlo.parse(program.optimized)             # Module; ValueError if the bytes are not a whole HloModuleProto
     hlo.entry_cycles(module).total                    # the compiler's own estimate of a step, cycles
     hlo.collectives(module)                           # [Collective(kind, bytes, group_size, times, op_name, ...)]

@@ -1,7 +1,7 @@
 """How to reach the workers: Cloud TPU VMs through gcloud, or plain ssh hosts.
 
 A backend has a `name`, `describe()`, and the argument lists of two commands, `ssh(worker, command)` and
-`scp(worker, sources, folder)`. Everything else, tpu/launch.py, is the same for all.
+`scp(worker, sources, folder)`. Everything else, tpu/launch/launcher.py, is the same for all.
 
 Host keys are checked, and nothing here switches that off. gcloud keeps the keys in a file of its own,
 ~/.ssh/google_compute_known_hosts, under names that contain a part of the key that the VM has published; it accepts the
@@ -21,7 +21,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass, field
 
-from data import InputError
+from errors import InputError
 
 # A connection that is dead is noticed within a minute, and one that cannot be made within 15 s.
 SSH_OPTIONS = ("-oConnectTimeout=15", "-oServerAliveInterval=15", "-oServerAliveCountMax=3")

@@ -7,7 +7,7 @@
                                             accept a change on purpose
     make compile-all ARGS="recipes --missing"   only what the files do not have yet
 
-Each step is compiled in a process of its own by tpu/compile.py, two at a time. The figures are kept in docs/tpu/*.json,
+Each step is compiled in a process of its own by tpu/compiler/compile.py, two at a time. The figures are kept in docs/tpu/*.json,
 and docs/tpu/README.md is written from them. Estimated cycles on one chip: bench/tpu_cycles.py.
 """
 
@@ -20,16 +20,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tpu.libtpu import GIB
+from tpu.compiler.libtpu import GIB
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs/tpu"
 PARTS = ("recipes", "scaling", "guards")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: what tpu/compile.py is asked for. `batch`: examples a device."""
+    """A line of a table: what tpu/compiler/compile.py is asked for. `batch`: examples a device."""
 
     name: str
     model: str
@@ -38,7 +38,7 @@ class Row:
     task: str = ""
     flags: tuple[str, ...] = ()
 
-    def command(self, topology: str, effort: str, output: str, module: str = "tpu.compile") -> list[str]:
+    def command(self, topology: str, effort: str, output: str, module: str = "tpu.compiler.compile") -> list[str]:
         """Without a search for what fits: the tables say that it does not."""
         task = ["--task", self.task] if self.task else []
         options = ["--topology", topology, "--batch", str(self.batch), "--effort", effort, "--json", output]
@@ -80,8 +80,8 @@ GUARDS = (
 GUARD_TOPOLOGY = "v5e:2x4"
 
 
-def compiled(row: Row, topology: str, effort: str, module: str = "tpu.compile") -> dict:
-    """The report of tpu/compile.py, or of another `module` with its command line.
+def compiled(row: Row, topology: str, effort: str, module: str = "tpu.compiler.compile") -> dict:
+    """The report of tpu/compiler/compile.py, or of another `module` with its command line.
 
     Where it does not fit: {"fits": False, …}, with "needed", bytes, if it was compiled, and with "reason" if the script
     refuses it: tables of embeddings that are too large for these chips.
