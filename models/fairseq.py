@@ -1,21 +1,19 @@
-"""fairseq's checkpoint files: read without running code from them, and written so that fairseq reads them.
-
-A checkpoint is a pickled dict; its "model" is a state_dict, and the settings are a `Namespace` in "args" (until fairseq
-0.10) or in "cfg"["model"]. `torch.load(weights_only=True)` unpickles that with one class allowed, argparse.Namespace.
-"""
+"""fairseq's checkpoints of the Transformer, both ways: its settings and weights, and files that fairseq reads."""
 
 import argparse
 import io
-import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from errors import InputError
+from models.fairseq_files import read_checkpoint
 from models.transformer import Architecture, Transformer
 
-# Switches of fairseq that change the numbers, with the value that this Transformer has.
+__all__ = ["architecture", "load_weights", "read_checkpoint", "write_checkpoint"]
+
+# fairseq's switches that change the numbers, with the value that this Transformer has.
 UNSUPPORTED = {
     "encoder_learned_pos": False,
     "decoder_learned_pos": False,
@@ -29,62 +27,10 @@ UNSUPPORTED = {
     "activation_fn": "relu",
     "quant_noise_pq": 0,
 }
-# In a state_dict of fairseq, but no weights.
-NOT_WEIGHTS = re.compile(r"\.version$|\.embed_positions\.(_float_tensor|weights)$")
-
-
-def read_checkpoint(content: bytes, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(settings of the model, its state_dict in float32 with the names of today's fairseq).
-
-    Args:
-        content: the file. name: its path, for messages.
-    Raises:
-        InputError: not a checkpoint of fairseq, or one that needs more than tensors and settings to be unpickled.
-    """
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # what is no checkpoint makes torch's unpickler raise anything, a KeyError for text
-        foreign = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"it holds a {foreign[1]}" if foreign else "it is damaged, or another kind of file"
-        raise InputError(f"{name} is not a fairseq checkpoint of tensors and settings only: {reason}") from error
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-        raise InputError(f'{name} is not a fairseq checkpoint: it has no "model"')
-    settings = state.get("args") or (state.get("cfg") or {}).get("model")
-    if settings is None:
-        raise InputError(f'{name} has no settings of its model: neither "args" nor "cfg"')
-    settings = vars(settings) if isinstance(settings, argparse.Namespace) else dict(settings)
-    return settings, upgrade_names({key: value.float() for key, value in state["model"].items()})
-
-
-def upgrade_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names of older versions to those of fairseq 0.12, as its `upgrade_state_dict_named` functions do; what is no
-    weight is left out."""
-    upgraded: dict[str, Tensor] = {}
-    norms = {
-        "encoder": {"0": "self_attn_layer_norm", "1": "final_layer_norm"},
-        "decoder": {"0": "self_attn_layer_norm", "1": "encoder_attn_layer_norm", "2": "final_layer_norm"},
-    }
-    for name, weight in weights.items():
-        if NOT_WEIGHTS.search(name):
-            continue
-        if match := re.fullmatch(r"(encoder|decoder)\.(layers\.\d+)\.layer_norms\.(\d)\.(weight|bias)", name):
-            stack, layer, number, kind = match.groups()
-            upgraded[f"{stack}.{layer}.{norms[stack][number]}.{kind}"] = weight
-        elif match := re.fullmatch(r"(.+)\.in_proj_(weight|bias)", name):
-            for projection, part in zip("qkv", weight.chunk(3), strict=True):
-                upgraded[f"{match[1]}.{projection}_proj.{match[2]}"] = part
-        elif name == "decoder.embed_out":
-            upgraded["decoder.output_projection.weight"] = weight
-        else:
-            upgraded[name] = weight
-    if "decoder.embed_tokens.weight" in upgraded:
-        upgraded.setdefault("decoder.output_projection.weight", upgraded["decoder.embed_tokens.weight"])
-    return upgraded
 
 
 def architecture(settings: dict[str, Any], weights: dict[str, Tensor], name: str) -> Architecture:
-    """Sizes and switches from a checkpoint's settings; what they leave out has fairseq's default.
+    """Returns the sizes and switches in a checkpoint's settings; what they leave out has fairseq's default.
 
     Raises:
         InputError: the model is not this Transformer.
@@ -126,10 +72,10 @@ def architecture(settings: dict[str, Any], weights: dict[str, Tensor], name: str
 
 
 def load_weights(model: Transformer, weights: dict[str, Tensor], name: str) -> None:
-    """Loads a state_dict of fairseq's names into a model.
+    """Loads a state_dict with fairseq's names into a model.
 
     Raises:
-        InputError: names or shapes differ; where the words do, the dictionary is another one.
+        InputError: names or shapes differ; where the number of words differs, the dictionary is another one.
     """
     own = model.state_dict()
     for key in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
@@ -144,11 +90,12 @@ def load_weights(model: Transformer, weights: dict[str, Tensor], name: str) -> N
 
 
 def write_checkpoint(model: Transformer, weights: dict[str, Tensor], updates: int, **settings: Any) -> bytes:
-    """A file that fairseq 0.12 loads (fairseq-generate, `load_model_ensemble_and_task`), and `read_checkpoint`.
+    """Returns the content of a file that fairseq 0.12 (fairseq-generate, `load_model_ensemble_and_task`) and
+    `read_checkpoint` load.
 
     Args:
         weights: the model's state_dict on the host.
-        updates: training steps, for information.
+        updates: number of training steps, for information.
         settings: further settings; source_lang and target_lang are needed.
     """
     arch = model.arch

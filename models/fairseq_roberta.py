@@ -2,7 +2,7 @@
 
 RoBERTa (Liu et al. 2019, https://arxiv.org/abs/1907.11692) was trained with fairseq. A released model is a folder:
 
-    model.pt      the checkpoint, see models/fairseq.py
+    model.pt      the checkpoint, see models/fairseq_files.py
     dict.txt      numbers of GPT-2's tokens with their counts, most frequent first; the line decides the id
     encoder.json  GPT-2's byte-level BPE: token -> number
     vocab.bpe     its merges
@@ -25,17 +25,16 @@ from tokenizers import AddedToken
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, RobertaConfig, RobertaForMaskedLM, RobertaTokenizer
 
-from data.fairseq_format import PAD, SPECIALS, Dictionary
 from errors import InputError
-from models import fairseq
+from models import fairseq_files
 
-MASK = "<mask>"
+PAD, SPECIALS, MASK = 1, ("<s>", "<pad>", "</s>", "<unk>"), "<mask>"
 FILES = ("model.pt", "dict.txt", "encoder.json", "vocab.bpe")
 BPE_FILES = "https://dl.fbaipublicfiles.com/fairseq/gpt2_bpe/"
 # Rows that fairseq adds so that the vocabulary is a multiple of 8.
 FILLER = re.compile(r"madeupword\d+")
 
-# Switches of fairseq that change the numbers or the training, with the value that transformers' RoBERTa has. Its head
+# fairseq's switches that change the numbers or the training, with the value that transformers' RoBERTa has. Its head
 # has exact gelu whatever hidden_act says, so no other activation can be had.
 UNSUPPORTED = {
     "activation_fn": "gelu",
@@ -52,7 +51,7 @@ UNSUPPORTED = {
     "quant_noise_scalar": 0,
 }
 EPSILON = 1e-5  # of every layer norm of fairseq
-# The first token's row of the position embeddings, in both libraries; padding has row PAD, and row 0 is nobody's.
+# Row of the first token in the position embeddings of both libraries; padding has row PAD, and row 0 is unused.
 OFFSET = PAD + 1
 
 ENCODER = "encoder.sentence_encoder."
@@ -81,7 +80,7 @@ HEAD_BIASES = ("lm_head.bias", "lm_head.decoder.bias")  # one tensor in fairseq;
 
 
 def _modules(layers: int) -> dict[str, str]:
-    """Module of fairseq -> module of transformers, all of them."""
+    """Returns all modules: name in fairseq -> name in transformers."""
     inside = {
         f"{ENCODER}layers.{layer}.{theirs}": f"roberta.encoder.layer.{layer}.{ours}"
         for layer in range(layers)
@@ -90,14 +89,20 @@ def _modules(layers: int) -> dict[str, str]:
     return OUTSIDE | inside
 
 
+def _shapes(config: RobertaConfig) -> dict[str, torch.Size]:
+    """Returns the shapes in the state_dict of a RobertaForMaskedLM."""
+    with torch.device("meta"):
+        return {key: value.shape for key, value in RobertaForMaskedLM(config).state_dict().items()}
+
+
 def _upgrade_names(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Names of older versions to those of fairseq 0.12, as its `RobertaModel.upgrade_state_dict_named` does."""
+    """Returns the weights under fairseq 0.12's names, as its `RobertaModel.upgrade_state_dict_named` gives them."""
     upgraded = {}
     for key, value in weights.items():
         key = re.sub(r"^decoder", "encoder", key).replace(".emb_layer_norm.", ".layernorm_embedding.")
         key = key.replace(".layer_norms.0.", ".self_attn_layer_norm.").replace(".layer_norms.1.", ".final_layer_norm.")
         upgraded[key] = value
-    # data2vec is a RoBERTa with another objective: its own parts go, and the head is one that was never trained.
+    # data2vec is a RoBERTa with another objective: its own parts are dropped, and its head was never trained.
     distilled = upgraded.pop("encoder._ema", None) is not None
     upgraded = {key: value for key, value in upgraded.items() if not key.startswith("encoder.regression_head")}
     if distilled and HEAD not in upgraded and TOKENS in upgraded:
@@ -111,21 +116,41 @@ def _upgrade_names(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     heads = {key.split(".")[1] for key in upgraded if key.startswith("classification_heads.")}
     if heads:
         warnings.warn(f"{name} has classification heads, which are left out: {', '.join(sorted(heads))}", stacklevel=3)
-    return fairseq.upgrade_names({key: v for key, v in upgraded.items() if not key.startswith("classification_heads.")})
+    kept = {key: value for key, value in upgraded.items() if not key.startswith("classification_heads.")}
+    return fairseq_files.upgrade_names(kept)
+
+
+def _configuration(settings: Mapping[str, Any], words: int) -> RobertaConfig:
+    """Returns transformers' configuration; what the settings leave out has fairseq's default."""
+    return RobertaConfig(
+        vocab_size=words,
+        hidden_size=settings.get("encoder_embed_dim", 768),
+        num_hidden_layers=settings.get("encoder_layers", 12),
+        num_attention_heads=settings.get("encoder_attention_heads", 12),
+        intermediate_size=settings.get("encoder_ffn_embed_dim", 3072),
+        hidden_dropout_prob=settings.get("dropout", 0.1),
+        attention_probs_dropout_prob=settings.get("attention_dropout", 0.1),
+        classifier_dropout=settings.get("pooler_dropout", 0.0),
+        max_position_embeddings=(settings.get("max_positions") or settings.get("tokens_per_sample") or 512) + OFFSET,
+        type_vocab_size=1,
+        layer_norm_eps=EPSILON,
+        tie_word_embeddings=not settings.get("untie_weights_roberta", False),
+    )
 
 
 def to_transformers(
     weights: Mapping[str, Tensor], args: argparse.Namespace | Mapping[str, Any], name: str = "the checkpoint"
 ) -> tuple[RobertaConfig, dict[str, Tensor]]:
-    """Config and state_dict of a RobertaForMaskedLM that has the logits of fairseq's RobertaModel.
+    """Returns config and state_dict of a RobertaForMaskedLM that has the logits of fairseq's RobertaModel.
 
     The logits of real tokens are equal if attention_mask is 0 at <pad>: fairseq finds the padding itself. Names of
     older versions of fairseq are known. Classification heads are left out, with a warning, as fairseq leaves them out.
 
     Args:
-        weights, args: the checkpoint's state_dict and settings, as models.fairseq.read_checkpoint gives them; what the
-            settings leave out has fairseq's default.
+        weights, args: the checkpoint's state_dict and settings, as `fairseq_files.read_checkpoint` returns them; what
+            the settings leave out has fairseq's default.
         name: the checkpoint's path, for messages.
+
     Raises:
         InputError: not a RoBERTa, a RoBERTa that transformers' class cannot be, or weights and settings that disagree.
     """
@@ -137,21 +162,7 @@ def to_transformers(
     for switch, value in UNSUPPORTED.items():
         if settings.get(switch, value) != value:
             raise InputError(f"{name} has {switch} {settings[switch]}; transformers' RoBERTa has {value} only")
-    tied = not settings.get("untie_weights_roberta", False)
-    config = RobertaConfig(
-        vocab_size=len(weights[TOKENS]),
-        hidden_size=settings.get("encoder_embed_dim", 768),
-        num_hidden_layers=settings.get("encoder_layers", 12),
-        num_attention_heads=settings.get("encoder_attention_heads", 12),
-        intermediate_size=settings.get("encoder_ffn_embed_dim", 3072),
-        hidden_dropout_prob=settings.get("dropout", 0.1),
-        attention_probs_dropout_prob=settings.get("attention_dropout", 0.1),
-        classifier_dropout=settings.get("pooler_dropout", 0.0),
-        max_position_embeddings=(settings.get("max_positions") or settings.get("tokens_per_sample") or 512) + OFFSET,
-        type_vocab_size=1,
-        layer_norm_eps=EPSILON,
-        tie_word_embeddings=tied,
-    )
+    config = _configuration(settings, len(weights[TOKENS]))
     modules, converted, unknown = _modules(config.num_hidden_layers), {}, []
     for key, value in weights.items():
         module, _, kind = key.rpartition(".")
@@ -160,72 +171,48 @@ def to_transformers(
         else:
             unknown.append(key)
     converted[TOKEN_TYPES] = torch.zeros(1, config.hidden_size)  # fairseq has none
-    with torch.device("meta"):
-        expected = {key: value.shape for key, value in RobertaForMaskedLM(config).state_dict().items()}
     if HEAD_BIASES[1] in converted:
         converted[HEAD_BIASES[0]] = converted[HEAD_BIASES[1]]
+    expected = _shapes(config)
     wrong = sorted(unknown) + sorted(expected.keys() ^ converted.keys())
     wrong += [key for key in expected.keys() & converted.keys() if expected[key] != converted[key].shape]
     if wrong:
         raise InputError(f"{name} does not fit its settings: {wrong[0]} and {len(wrong) - 1} more tensors differ")
-    if tied and not torch.equal(weights[TOKENS], weights[HEAD]):
-        raise InputError(f"{name} does not fit its settings: they tie {HEAD} to {TOKENS}, and the two differ")
-    if tied:
+    if config.tie_word_embeddings:
+        if not torch.equal(weights[TOKENS], weights[HEAD]):
+            raise InputError(f"{name} does not fit its settings: they tie {HEAD} to {TOKENS}, and the two differ")
         converted["lm_head.decoder.weight"] = converted["roberta.embeddings.word_embeddings.weight"]
     return config, {key: converted[key] for key in expected}
 
 
-def from_transformers(
-    config: RobertaConfig, state_dict: Mapping[str, Tensor]
-) -> tuple[argparse.Namespace, dict[str, Tensor]]:
-    """Settings and state_dict (float32, on the host) of a RobertaModel of fairseq 0.12 that has the logits of a
-    RobertaForMaskedLM.
+def _complete(config: RobertaConfig, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a RobertaForMaskedLM's state_dict in float32 on the host, with both names of what is tied.
 
-    fairseq has no token types: the embedding of type 0, which every token of a RoBERTa has, goes into the positions.
-
-    Args:
-        state_dict: the model's; what is tied may be there once.
     Raises:
-        InputError: a model that fairseq's RoBERTa cannot be, or config and state_dict that disagree.
+        InputError: config and state_dict disagree.
     """
-    for key, value in {
-        "model_type": "roberta",
-        "hidden_act": "gelu",
-        "layer_norm_eps": EPSILON,
-        "pad_token_id": PAD,
-        "is_decoder": False,
-    }.items():
-        if getattr(config, key) != value:
-            raise InputError(f"the model's {key} is {getattr(config, key)!r}; fairseq's RoBERTa has {value!r} only")
     given = {key: value.detach().to("cpu", torch.float32) for key, value in state_dict.items()}
-    tied = config.tie_word_embeddings
-    if tied:
+    if config.tie_word_embeddings:
         for one, other in (("roberta.embeddings.word_embeddings.weight", "lm_head.decoder.weight"), HEAD_BIASES):
-            if one in given or other in given:  # files of safetensors hold it once
+            if one in given or other in given:  # safetensors files hold it once
                 given[one], given[other] = given.get(one, given.get(other)), given.get(other, given.get(one))
                 if not torch.equal(given[one], given[other]):
                     raise InputError(f"the model's config ties {one} and {other}, and the two differ: tie_weights()")
                 given[other] = given[one]
-    with torch.device("meta"):
-        expected = {key: value.shape for key, value in RobertaForMaskedLM(config).state_dict().items()}
+    expected = _shapes(config)
     # Older files have a buffer of position numbers.
     wrong = sorted(expected.keys() ^ given.keys() - {"roberta.embeddings.position_ids"})
     wrong += [key for key in expected if key not in wrong and getattr(given[key], "shape", None) != expected[key]]
     if wrong:
         raise InputError(f"not a RobertaForMaskedLM of its config: {wrong[0]} and {len(wrong) - 1} more tensors differ")
-    weights = {
-        f"{theirs}.{kind}": given[f"{ours}.{kind}"]
-        for theirs, ours in _modules(config.num_hidden_layers).items()
-        for kind in ("weight", "bias")
-        if f"{ours}.{kind}" in given
-    }
-    weights[POSITIONS] = weights[POSITIONS].clone()
-    weights[POSITIONS][OFFSET:] += given[TOKEN_TYPES][0]
-    # 3 is what fairseq 0.12 writes.
-    weights[f"{ENCODER}version"] = torch.tensor([3.0])
+    return given
+
+
+def _settings(config: RobertaConfig) -> argparse.Namespace:
+    """Returns fairseq's settings of a configuration."""
     positions = config.max_position_embeddings - OFFSET
     dropout = config.hidden_dropout_prob
-    args = argparse.Namespace(
+    return argparse.Namespace(
         arch="roberta",
         task="masked_lm",
         criterion="masked_lm",
@@ -247,16 +234,52 @@ def from_transformers(
         attention_dropout=config.attention_probs_dropout_prob,
         activation_dropout=0.0,
         pooler_dropout=dropout if config.classifier_dropout is None else config.classifier_dropout,
-        untie_weights_roberta=not tied,
+        untie_weights_roberta=not config.tie_word_embeddings,
     )
-    return args, weights
+
+
+def from_transformers(
+    config: RobertaConfig, state_dict: Mapping[str, Tensor]
+) -> tuple[argparse.Namespace, dict[str, Tensor]]:
+    """Returns settings and state_dict (float32, on the host) of a RobertaModel of fairseq 0.12 that has the logits of a
+    RobertaForMaskedLM.
+
+    fairseq has no token types: the embedding of type 0, which every token of a RoBERTa has, is added to the positions.
+
+    Args:
+        state_dict: the model's; tied tensors may be there once.
+
+    Raises:
+        InputError: a model that fairseq's RoBERTa cannot be, or config and state_dict that disagree.
+    """
+    for key, value in {
+        "model_type": "roberta",
+        "hidden_act": "gelu",
+        "layer_norm_eps": EPSILON,
+        "pad_token_id": PAD,
+        "is_decoder": False,
+    }.items():
+        if getattr(config, key) != value:
+            raise InputError(f"the model's {key} is {getattr(config, key)!r}; fairseq's RoBERTa has {value!r} only")
+    given = _complete(config, state_dict)
+    weights = {
+        f"{theirs}.{kind}": given[f"{ours}.{kind}"]
+        for theirs, ours in _modules(config.num_hidden_layers).items()
+        for kind in ("weight", "bias")
+        if f"{ours}.{kind}" in given
+    }
+    weights[POSITIONS] = weights[POSITIONS].clone()
+    weights[POSITIONS][OFFSET:] += given[TOKEN_TYPES][0]
+    weights[f"{ENCODER}version"] = torch.tensor([3.0])  # as fairseq 0.12 writes it
+    return _settings(config), weights
 
 
 def write_checkpoint(args: argparse.Namespace, weights: Mapping[str, Tensor], updates: int = 0) -> bytes:
-    """A file that fairseq 0.12 and models.fairseq.read_checkpoint load, of what from_transformers gives.
+    """Returns the content of a file that fairseq 0.12 and `fairseq_files.read_checkpoint` load.
 
     Args:
-        updates: training steps, for information.
+        args, weights: as `from_transformers` returns them.
+        updates: number of training steps, for information.
     """
     history = {"criterion_name": "MaskedLmLoss", "optimizer_name": "FairseqAdam", "lr_scheduler_state": {}}
     state = {"args": args, "cfg": None, "model": dict(weights), "task_state": {}}
@@ -268,14 +291,33 @@ def write_checkpoint(args: argparse.Namespace, weights: Mapping[str, Tensor], up
 
 
 def _byte_symbols() -> list[str]:
-    """The characters that stand for the 256 bytes, in the order of GPT-2's numbers (Radford et al. 2019, `encoder.py`):
-    printable bytes as they are, the others as characters from 256 on."""
+    """Returns the characters that stand for the 256 bytes, in the order of GPT-2's numbers (Radford et al. 2019,
+    `encoder.py`): printable bytes as they are, the others as characters from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     return [chr(byte) for byte in printable] + [chr(256 + place) for place in range(256 - len(printable))]
 
 
+def _read_text(path: Path, what: str) -> str:
+    """Reads a UTF-8 file. Raises InputError where it is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 (byte {error.start}); expected {what}") from error
+
+
+def _read_symbols(path: Path) -> list[str]:
+    """Returns the symbols of fairseq's dict.txt. Raises InputError naming the line."""
+    symbols = []
+    for number, line in enumerate(_read_text(path, "fairseq's dictionary").removesuffix("\n").split("\n"), start=1):
+        symbol, space, count = line.rstrip().removesuffix(" #fairseq:overwrite").rpartition(" ")
+        if not space or not count.lstrip("-").isdecimal():
+            raise InputError(f"{path} line {number} is {line[:60]!r}; expected a symbol, a space and its count")
+        symbols.append(symbol)
+    return symbols
+
+
 def _read_bpe(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Numbers of tokens, and merges, of GPT-2's two files."""
+    """Returns the numbers of tokens, and the merges, in GPT-2's two files."""
     path = folder / "encoder.json"
     try:
         numbers = json.loads(path.read_text(encoding="utf-8"))
@@ -287,10 +329,7 @@ def _read_bpe(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
     if missing:
         raise InputError(f"{path} has no token for {len(missing)} of the 256 bytes, {missing[0]!r} among them")
     path, merges = folder / "vocab.bpe", []
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 (byte {error.start}); expected GPT-2's vocab.bpe") from error
+    lines = _read_text(path, "GPT-2's vocab.bpe").split("\n")
     for number, line in enumerate(lines[1:-1], start=2):  # the first says a version, the last is empty
         pair = tuple(line.split())
         if len(pair) != 2 or not {*pair, "".join(pair)} <= numbers.keys():
@@ -300,10 +339,10 @@ def _read_bpe(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def _read_tokenizer(folder: Path, positions: int) -> RobertaTokenizer:
-    """transformers' tokenizer with fairseq's ids."""
+    """Returns transformers' tokenizer with fairseq's ids."""
     numbers, merges = _read_bpe(folder)
     path = folder / "dict.txt"
-    symbols = Dictionary.load(path).symbols
+    symbols = [*SPECIALS, *_read_symbols(path)]
     tokens = {str(number): token for token, number in numbers.items()}
     lost = tokens.keys() - set(symbols)
     if lost:
@@ -328,15 +367,16 @@ def _read_tokenizer(folder: Path, positions: int) -> RobertaTokenizer:
 
 
 def read_folder(path: str | Path) -> tuple[RobertaConfig, dict[str, Tensor], RobertaTokenizer]:
-    """A RoBERTa of fairseq as transformers has it: (config, state_dict of RobertaForMaskedLM, tokenizer).
+    """Reads a RoBERTa of fairseq for transformers; returns (config, state_dict of RobertaForMaskedLM, tokenizer).
 
-    The ids of text are those of fairseq's `RobertaHubInterface.encode`. One difference is transformers': special tokens
-    written out in a text, such as "<mask>", are taken for these.
+    The ids of text are those of fairseq's `RobertaHubInterface.encode`, with one difference: transformers takes special
+    tokens that are written out in a text, such as "<mask>", for the special tokens.
 
     Args:
         path: folder with model.pt, dict.txt, encoder.json and vocab.bpe.
+
     Raises:
-        InputError: a file is missing or another kind of file; see to_transformers; a dictionary that does not fit.
+        InputError: a file is missing or of another kind; the dictionary does not fit; see also `to_transformers`.
     """
     folder = Path(path)
     missing = [name for name in FILES if not (folder / name).is_file()]
@@ -344,7 +384,7 @@ def read_folder(path: str | Path) -> tuple[RobertaConfig, dict[str, Tensor], Rob
         hint = f"; {BPE_FILES} has encoder.json and vocab.bpe" if {*missing} & {*FILES[2:]} else ""
         raise InputError(f"{folder} has no {' nor '.join(missing)}; expected a RoBERTa of fairseq{hint}")
     checkpoint = folder / "model.pt"
-    settings, weights = fairseq.read_checkpoint(checkpoint.read_bytes(), str(checkpoint))
+    settings, weights = fairseq_files.read_checkpoint(checkpoint.read_bytes(), str(checkpoint))
     config, state_dict = to_transformers(weights, settings, str(checkpoint))
     tokenizer = _read_tokenizer(folder, config.max_position_embeddings - OFFSET)
     if len(tokenizer) != config.vocab_size:
@@ -355,8 +395,8 @@ def read_folder(path: str | Path) -> tuple[RobertaConfig, dict[str, Tensor], Rob
     return config, state_dict, tokenizer
 
 
-def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, words: int) -> dict[str, bytes]:
-    """Content of dict.txt, encoder.json and vocab.bpe for a model with so many tokens."""
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, words: int) -> None:
+    """Raises InputError where fairseq's GPT-2 BPE cannot be the tokenizer of a model with so many tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend is not None else {}
     splitter = rules.get("pre_tokenizer") or {}
@@ -378,7 +418,13 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, words: int) -> dict[str
     if len(vocabulary) > words or max(vocabulary.values()) >= words:
         raise InputError(f"the tokenizer has {len(vocabulary)} tokens and the model {words}; expected those of one")
 
-    merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in rules["model"]["merges"]]
+
+def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, words: int) -> dict[str, bytes]:
+    """Returns the content of dict.txt, encoder.json and vocab.bpe for a model with so many tokens."""
+    _check_tokenizer(tokenizer, words)
+    vocabulary = tokenizer.get_vocab()
+    pairs = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in pairs]
     # GPT-2's numbers: bytes, then what the merges make, then the rest (<|endoftext|>).
     own = {*SPECIALS, MASK} | {token for token in vocabulary if FILLER.fullmatch(token)}
     order = dict.fromkeys([*_byte_symbols(), *(left + right for left, right in merges)])
@@ -394,11 +440,10 @@ def _write_tokenizer(tokenizer: PreTrainedTokenizerBase, words: int) -> dict[str
     listed = [symbols[place] if place in symbols else next(taken) for place in range(words)]
     if listed[-1] == MASK:  # fairseq's task appends it
         listed.pop()
-    # How often tokens occur is not known; fairseq needs a number.
-    dictionary = Dictionary(listed[len(SPECIALS) :], [0] * (len(listed) - len(SPECIALS)))
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges), ""]
     return {
-        "dict.txt": dictionary.dumps(),
+        # fairseq needs a count for each symbol; it is not known.
+        "dict.txt": "".join(f"{symbol} 0\n" for symbol in listed[len(SPECIALS) :]).encode(),
         "encoder.json": json.dumps(numbers).encode(),
         "vocab.bpe": "\n".join(lines).encode(),
     }
@@ -412,10 +457,11 @@ def write_folder(
         RobertaModel.from_pretrained(path, gpt2_encoder_json=f"{path}/encoder.json", gpt2_vocab_bpe=f"{path}/vocab.bpe")
 
     Args:
-        path: folder, which is made; files of the same names are replaced.
+        path: folder, which is created; files of the same names are replaced.
         tokenizer: byte-level BPE with <s> 0, <pad> 1, </s> 2, <unk> 3 and <mask>.
+
     Raises:
-        InputError: see from_transformers; a tokenizer that fairseq's GPT-2 BPE cannot be, or another model's.
+        InputError: fairseq's GPT-2 BPE cannot be the tokenizer, or it is another model's; see also `from_transformers`.
     """
     args, weights = from_transformers(config, state_dict)
     files = _write_tokenizer(tokenizer, config.vocab_size) | {"model.pt": write_checkpoint(args, weights)}

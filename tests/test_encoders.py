@@ -3,6 +3,7 @@
 import copy
 import functools
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from transformers import (
 
 from data import glue, vocabulary
 from errors import InputError
-from models import encoders, layers, permutation
+from models import encoders, layers, permutation, xlnet
 from train.common import device
 
 # With the names of the two weights that are one tensor.
@@ -139,7 +140,7 @@ def test_fast_layers_keep_class_parameters_keys_and_files(kind, head, tmp_path):
     if head == "language":
         _, embedding, output = LANGUAGE_MODELS[kind]
         assert after[f"{embedding}.weight"] is after[f"{output}.weight"]
-    left = [type(module) for module in model.modules() if type(module) in encoders.REPLACED]
+    left = [type(module) for module in model.modules() if type(module) in encoders.REPLACED | xlnet.REPLACED]
     assert left == [] and any(isinstance(module, layers.LayerNorm) for module in model.modules())
 
 
@@ -494,9 +495,17 @@ def test_xlnets_memories_and_attention_weights_are_refused():
 
 @pytest.mark.parametrize(("tokens", "block"), [(6, 128), (8, 4), (7, 3), (1, 1)])
 def test_position_scores_are_those_of_the_distances(monkeypatch, tokens, block):
-    monkeypatch.setattr(encoders, "QUERIES", block)
+    monkeypatch.setattr(xlnet, "QUERIES", block)
     generator = torch.Generator().manual_seed(0)
     q, r = (torch.randn(length, 2, 3, 4, dtype=torch.double, generator=generator) for length in (tokens, 2 * tokens))
     distances = torch.arange(tokens)[:, None] - torch.arange(tokens)  # of query i and key j: i - j; r begins with T
     expected = torch.einsum("ibnd,ijbnd->bnij", q, r[tokens - distances])
-    torch.testing.assert_close(encoders.position_scores(q, r), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(xlnet.position_scores(q, r), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("model", ["xlnet", "fairseq-roberta"])
+def test_a_copy_without_the_file_of_a_model_says_which_one_is_missing(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, encoders.MODULES[model], None)  # import raises ModuleNotFoundError
+    path = encoders.MODULES[model].replace(".", "/")
+    with pytest.raises(InputError, match=f"--model {model} needs {path}.py, .*`make copy MODEL={model}`"):
+        encoders.fast_layers(new("xlnet", "language")) if model == "xlnet" else encoders.open_checkpoint("x", model)

@@ -22,7 +22,7 @@ from transformers import (
 
 from data.pretraining import MaskedText, PermutedText
 from data.text import SyntheticText
-from models import encoders, layers, objectives
+from models import distilbert, encoders, layers, objectives
 from train.common import device
 
 # Model, kind of the rows, and places for predictions: more than most rows need, so that there are fillers.
@@ -346,7 +346,7 @@ def test_a_student_begins_as_its_teacher_without_the_layers_between(depth, taken
     student_settings.n_layers = 2
     student = randomised(DistilBertForMaskedLM(student_settings))
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
-    encoders.begin_with_layers(student, teacher)
+    distilbert.begin_with_layers(student, teacher)
     after = teacher.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     # The teacher as the student: of these layers alone, and without types of tokens.
@@ -371,7 +371,7 @@ def test_the_head_on_some_places_gives_the_logits_of_the_head_on_all(objective):
         outputs = model(**inputs, output_hidden_states=True)
         every = outputs.prediction_logits if objective == "next sentence" else outputs.logits
         at = torch.arange(ROWS)[:, None], batch["positions"].long()
-        found = encoders.predict(model, outputs.hidden_states[-1][at])
+        found = objectives.predict(model, outputs.hidden_states[-1][at])
         assert found.shape == (ROWS, 6, model.config.vocab_size)
         torch.testing.assert_close(found, every[at], **EXACT)
 
@@ -379,4 +379,4 @@ def test_the_head_on_some_places_gives_the_logits_of_the_head_on_all(objective):
 def test_the_head_of_another_architecture_is_not_guessed():
     model = ElectraForMaskedLM(ElectraConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=1, vocab_size=9))
     with pytest.raises(ValueError, match="head of a electra is not known"):
-        encoders.predict(model, torch.zeros(1, 2, 16))
+        objectives.predict(model, torch.zeros(1, 2, 16))

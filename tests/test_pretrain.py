@@ -21,7 +21,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoToke
 
 from data.prepare import text as prepare_text
 from errors import InputError
-from models import encoders, fairseq_roberta
+from models import distilbert, encoders, fairseq_roberta
 from train import glue, pretrain
 from train.common import cli, device, loading
 
@@ -607,7 +607,7 @@ def test_a_teacher_may_have_more_positions_than_rows_have_tokens(trained, tmp_pa
     config = replace(pretrain.TINY, model="distilbert", teacher=teacher)
     rows = pretrain.open_data(config)[0].text
     student = pretrain.open_model(config, rows)
-    taught = encoders.open_teacher(teacher, student, rows.tokenizer, config.data, True)
+    taught = distilbert.open_teacher(teacher, student, rows.tokenizer, config.data, True)
     theirs, ours = (model.base_model.embeddings.position_embeddings.weight for model in (taught, student))
     assert len(theirs) == 50 and torch.equal(ours, theirs[:32])
 

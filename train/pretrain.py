@@ -23,7 +23,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrain
 from data import text
 from data.pretraining import MaskedText, PermutedText
 from errors import InputError
-from models import encoders, fairseq_roberta, objectives
+from models import encoders, objectives
 from train.common import checkpoint, cli, device, loading
 from train.common.run import Run
 
@@ -226,7 +226,7 @@ def export(folder: str, model: PreTrainedModel, tokenizer, config: Config) -> No
     def write(local: str) -> None:
         encoders.save(local, model, weights, tokenizer)
         if config.model == "fairseq-roberta":
-            fairseq_roberta.write_folder(f"{local}/fairseq", model.config, weights, tokenizer)
+            encoders.own_module(config.model).write_folder(f"{local}/fairseq", model.config, weights, tokenizer)
 
     checkpoint.write_folder(folder, write)
 
@@ -246,7 +246,8 @@ def main(config: Config) -> dict[str, float]:
     model, teacher = open_model(config, rows), None
     if config.model == "distilbert":
         folder = checkpoint.local_folder(config.teacher)
-        teacher = encoders.open_teacher(folder, model, rows.tokenizer, config.data, not config.checkpoint)
+        distilbert = encoders.own_module(config.model, objectives.MODULES)
+        teacher = distilbert.open_teacher(folder, model, rows.tokenizer, config.data, not config.checkpoint)
     total, every = config.steps, config.update_every
     epochs = total * every / loading.steps_per_epoch(train_set, config.batch_size // every, mesh)
     headline = f"{config.model} on {config.data}: {len(rows):,} rows of {rows.length} tokens, {train_set.predictions} "
