@@ -3,9 +3,9 @@
     python -m bench.stock bert full --task pretrain --topology v5e:1x1 --batch 32 --effort full
 
 takes the arguments of tpu/compiler/compile.py and compiles this step instead of the script's: the same Config, inputs,
-optimizer, autocast and clipping, staged by the same code. Each class has the functions of a script that tpu/compiler/steps.py
-calls. Where the usual way reads a value of the device in the middle of the step, it is kept from it: transformers gets
-masks of four dimensions, which it passes on without looking at them.
+optimizer, autocast and clipping, staged by the same code. Each class has the functions of a script that
+tpu/compiler/steps.py calls. Where the usual way reads a value of the device in the middle of the step, it is kept
+from it: transformers gets masks of four dimensions, which it passes on without looking at them.
 """
 
 import os

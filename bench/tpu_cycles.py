@@ -5,8 +5,8 @@
     python -m bench.tpu_cycles --ours           only our steps; of the usual ones the figures that are there
     python -m bench.tpu_cycles --print          only the tables, of what is there
 
-Each row is two compiles for v5e with effort full, of the same Config and batch: ours (tpu/compiler/compile.py) and the usual
-step (bench/stock.py). The figures are kept in docs/tpu/stock.json, the tables in docs/tpu/stock.md. Cycles are
+Each row is two compiles for v5e with effort full, of the same Config and batch: ours (tpu/compiler/compile.py) and the
+usual step (bench/stock.py). The figures are kept in docs/tpu/stock.json, the tables in docs/tpu/stock.md. Cycles are
 estimates.
 """
 

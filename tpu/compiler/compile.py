@@ -1,6 +1,6 @@
 """Compiles a script's train step for a TPU that is not there, and says what the TPU's own compiler says about it.
 
-    python -m tpu.compiler.compile resnet50 full --topology v5e:2x4              fits or not, memory, collectives: half a minute
+    python -m tpu.compiler.compile resnet50 full --topology v5e:2x4              fits or not, memory, collectives: 30 s
     python -m tpu.compiler.compile bert full --task pretrain --batch 32 --effort full   and estimated cycles: minutes
     python -m tpu.compiler.compile dlrm mlperf_v1 --topology v6e:4x8 -- --plan row       flags of the script after --
 

@@ -3,9 +3,9 @@
 Config, `build` and `train_step` are the script's own. What a data set or a checkpoint would say (classes, words, rows
 of tables) is that of the published recipe.
 
-Each function takes a script's Config, whose batch is that of all devices, and a mesh of train/common/xla/staging.py; and
-the script, or another object with functions of the same names (bench/stock.py). A test compares names, shapes and types
-of the inputs with what the data sets give.
+Each function takes a script's Config, whose batch is that of all devices, and a mesh of train/common/xla/staging.py;
+and the script, or another object with functions of the same names (bench/stock.py). A test compares names, shapes and
+types of the inputs with what the data sets give.
 """
 
 from collections import namedtuple

@@ -1,4 +1,6 @@
-"""What runs on each worker of a TPU: starts a run detached, streams its log, stops it. tpu/launch/launcher.py copies it there.
+"""What runs on each worker of a TPU: starts a run detached, streams its log, stops it.
+
+tpu/launch/launcher.py copies it there.
 
 Only the standard library, Python 3.8 or later, Linux: the worker's own python3 starts it. The file lies in
 ~/xla-zoo/worker-<i>/files, and everything is kept in ~/xla-zoo/worker-<i> (readable by its owner alone):
