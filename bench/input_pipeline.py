@@ -52,22 +52,12 @@ def one_thread(_: int = 0) -> None:
     torch.set_num_threads(1)
 
 
-def our_loader(options: Options, workers: int) -> DataLoader:
+def our_loader(options: Options, mesh: device.Mesh, workers: int) -> DataLoader:
     """The DataLoader inside `loading.parallel_loader`, for one host, with workers that stay between the rounds."""
     dataset = imagenet.open_imagenet(options.data, "train", options.image_size)
-    per_epoch = len(dataset) // options.batch_size
-    host = slice(0, options.batch_size)
-    keys = loading._TrainingKeys(len(dataset), options.batch_size, per_epoch, 0, 0, options.batches, host)
-    return DataLoader(
-        loading._Examples(dataset, seed=0, masked=False, collate=loading.stack),
-        batch_sampler=keys,
-        num_workers=workers,
-        collate_fn=loading._identity,
-        worker_init_fn=loading._start_worker,
-        multiprocessing_context=loading._worker_context(dataset),
-        prefetch_factor=2,
-        persistent_workers=True,
-    )
+    keys = list(loading._keys(len(dataset), options.batch_size, 0, 0, options.batches, "examples", mesh))
+    examples = loading._Examples(dataset, seed=0, masked=False, collate=loading.stack)
+    return loading.data_loader(examples, keys, workers, persistent_workers=True)
 
 
 def reference_loader(options: Options, workers: int) -> DataLoader:
@@ -151,11 +141,11 @@ def main(options: Options) -> dict[str, list[float]]:
     """Measures, prints the table and writes --out; returns images/s of each contender and round."""
     mesh = device.setup(seed=0, precision="float32")
     workers = options.workers if options.workers > 0 else len(os.sched_getaffinity(0))
-    ours, reference = our_loader(options, workers), reference_loader(options, workers)
+    ours, reference = our_loader(options, mesh, workers), reference_loader(options, workers)
 
     # The limit has the files of our batches, in its processes' memory before the clock starts.
     dataset = ours.dataset.dataset
-    keys = [[index for _, index in batch] for batch in ours.batch_sampler]
+    keys = [indices.tolist() for _, indices in ours.batch_sampler]
     contents = {index: dataset._read(index)[0] for batch in keys for index in batch}
     pool = multiprocessing.get_context("forkserver").Pool(workers, start_limit, (contents,))
 
@@ -164,7 +154,7 @@ def main(options: Options) -> dict[str, list[float]]:
         return sum(pool.starmap(decode_and_resize, work, chunksize=1))
 
     def to_device() -> int:
-        with loading.Loader(ours, mesh, options.batch_size) as loader:
+        with loading.Loader(ours, mesh) as loader:
             return consume(loader)
 
     with pool:

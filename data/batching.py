@@ -28,7 +28,43 @@ BALANCE = 0.3
 Shape = tuple[int, ...]
 
 
-class Buckets:
+class Plan:
+    """What cuts an epoch into `len(plan)` batches of a few fixed shapes; `parallel_loader` takes one as a batch size.
+
+    Attributes:
+        shapes: (batch, length_1, …, length_k) of all batches there are.
+    """
+
+    shapes: list[Shape]
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def epoch(self, rng: np.random.Generator | None) -> Sequence[tuple[np.ndarray, Shape]]:
+        """Returns the batches in an order that depends on `rng` alone, or for None in that of an evaluation."""
+        raise NotImplementedError
+
+    def steps(self, seed: int | None, start: int, stop: int) -> Iterator[tuple[int, np.ndarray, Shape]]:
+        """Yields (epoch, indices, lengths) of each step; epochs are permuted by (seed, epoch), or not without a seed.
+
+        Indices are int64 [batch] or [batch, most examples in a row], -1 where there is no example.
+        """
+        shapes = {tuple(shape) for shape in self.shapes}
+        of_epoch, batches = -1, ()
+        for step in range(start, stop):
+            epoch, position = divmod(step, len(self))
+            if epoch != of_epoch:
+                batches = ()  # the permutation of a large plan: not two at once
+                of_epoch, batches = epoch, self.epoch(None if seed is None else np.random.default_rng((seed, epoch)))
+                if len(batches) != len(self):
+                    raise ValueError(f"epoch {epoch} of the plan has {len(batches)} batches, not {len(self)}")
+            indices, lengths = batches[position]
+            if (len(indices), *lengths) not in shapes:
+                raise ValueError(f"the plan made a batch of shape {(len(indices), *lengths)}, not one of {shapes}")
+            yield epoch, indices, tuple(lengths)
+
+
+class Buckets(Plan):
     """Each example belongs to the shape with the shortest rows (sum of the lengths; ties by order) that holds it.
 
     Memory is 4 bytes an example, and as much again for an epoch in use.
@@ -96,7 +132,7 @@ class Buckets:
         return _Epoch(order, batch)
 
 
-class Packed:
+class Packed(Plan):
     """Rows of several examples each, made by `pack`.
 
     Attributes:

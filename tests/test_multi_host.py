@@ -233,7 +233,7 @@ class Pod:
                 calls.append(indices.ravel().tolist())
                 return dataset.batch(indices, *lengths)
 
-            name, counting = ("batch", batch) if loading.batched(dataset) else ("example", example)
+            name, counting = ("batch", batch) if hasattr(dataset, "batch") else ("example", example)
             setattr(counted, name, counting)
             real_examples(self, counted, seed, masked, collate)
 
