@@ -23,8 +23,10 @@ import torch_xla
 from torch import nn
 
 from errors import InputError
-from train.common import checkpoint, device
-from train.common.checkpoint import Checkpointer, load_weights, save_weights
+from train.common import checkpoint, device, files
+from train.common.averaging import average
+from train.common.checkpoint import Checkpointer
+from train.common.files import load_weights, save_weights
 
 ROOT = Path(checkpoint.__file__).parents[2]
 
@@ -134,7 +136,7 @@ def place(request, tmp_path) -> str:
     return str(tmp_path / "checkpoints") if request.param == "disk" else f"memory://{uuid.uuid4().hex}/checkpoints"
 
 
-def files(place: str):
+def opened(place: str):
     return fsspec.core.url_to_fs(place)
 
 
@@ -267,7 +269,7 @@ def test_the_newest_is_restored_and_the_last_ones_are_kept(place):
     save_all(place, [1, 2, 10, 9_999, 16_000_000], keep=3)
     assert Checkpointer(place).complete_steps() == [10, 9_999, 16_000_000]
     assert restored(place) == (16_000_000, 16_000_000)
-    fs, root = files(place)
+    fs, root = opened(place)
     assert len(fs.ls(root)) == 3, "a deleted checkpoint leaves nothing behind"
 
 
@@ -322,7 +324,7 @@ TEARS += [marker_of_another_kind, remove_state, remove_json]
 @pytest.mark.parametrize("tear", TEARS)
 def test_a_torn_checkpoint_is_skipped_with_a_warning(place, tear, capsys):
     save_all(place, [10, 20, 30])
-    fs, root = files(place)
+    fs, root = opened(place)
     tear(fs, f"{root}/step_00000030")
     assert restored(place) == (20, 20.0)
     warning = capsys.readouterr().err
@@ -331,7 +333,7 @@ def test_a_torn_checkpoint_is_skipped_with_a_warning(place, tear, capsys):
 
 def test_only_torn_checkpoints_are_step_0(place, capsys):
     save_all(place, [10, 20])
-    fs, root = files(place)
+    fs, root = opened(place)
     for step, tear in ((10, truncate), (20, remove_marker)):
         tear(fs, f"{root}/step_000000{step}")
     assert restored(place) == (0, -1.0)
@@ -340,7 +342,7 @@ def test_only_torn_checkpoints_are_step_0(place, capsys):
 
 def test_a_torn_checkpoint_of_a_later_step_does_not_push_a_good_one_out(place, capsys):
     save_all(place, [10, 20])
-    fs, root = files(place)
+    fs, root = opened(place)
     flip(fs, f"{root}/step_00000020")
     save_all(place, [15], keep=1)
     assert restored(place) == (15, 15.0)
@@ -363,7 +365,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
 
 def test_other_files_are_left_alone(place):
     save_all(place, [10])
-    fs, root = files(place)
+    fs, root = opened(place)
     fs.makedirs(f"{root}/step_old")
     fs.pipe_file(f"{root}/notes.txt", b"mine")
     fs.pipe_file(f"{root}/step_old/COMPLETE", b"mine")
@@ -375,7 +377,7 @@ def test_other_files_are_left_alone(place):
 def test_only_the_main_process_writes(place):
     with Checkpointer(place, main_process=False) as checkpoints:
         checkpoints.save(10, *on_cpu(10))
-    fs, root = files(place)
+    fs, root = opened(place)
     assert not fs.exists(root)
     save_all(place, [10])
     model, optimizer = on_cpu()
@@ -429,13 +431,13 @@ def test_a_checkpoint_with_other_numbers_is_refused(place):
 def test_save_returns_at_once_and_writes_the_moment_of_save(place, monkeypatch):
     model, optimizer = on_cpu(1.0)
     gate = threading.Event()
-    write_file = Checkpointer._write_file
+    write = files.write_synced
 
-    def slow(self, path, content):
+    def slow(*arguments):
         assert gate.wait(30)
-        write_file(self, path, content)
+        write(*arguments)
 
-    monkeypatch.setattr(Checkpointer, "_write_file", slow)
+    monkeypatch.setattr(files, "write_synced", slow)
     checkpoints = Checkpointer(place)
     started = time.perf_counter()
     checkpoints.save(1, model, optimizer)
@@ -531,7 +533,7 @@ def test_a_full_disk_is_an_input_error_and_the_last_checkpoint_is_safe(place, mo
     # With room again, the same command goes on.
     save_all(place, [20])
     assert restored(place) == (20, 20.0)
-    fs, root = files(place)
+    fs, root = opened(place)
     assert sorted(Path(entry).name for entry in fs.ls(root, detail=False)) == ["step_00000010", "step_00000020"]
 
 
@@ -717,7 +719,7 @@ def test_the_mean_of_the_last_regular_checkpoints_and_the_last_of_all(mesh, plac
             checkpoints.save(step, *random_model(step))
     model, _ = random_model(999)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    assert Checkpointer(place, keep=keep, every=10).average(model, mesh) == averaged
+    assert average(Checkpointer(place, keep=keep, every=10), model, mesh) == averaged
     models = [dict(random_model(step)[0].named_parameters()) for step in averaged]
     for name, parameter in model.named_parameters():
         mean = sum(each[name].detach().double() for each in models) / len(averaged)
@@ -730,7 +732,7 @@ def test_a_mean_leaves_out_what_no_run_without_a_stop_would_have_saved(mesh, pla
     """A kill between the write of a checkpoint and the removal of the one before leaves both."""
     save_all(place, [10, 20, 23, 27, 30, 33])
     model, _ = on_cpu(-1.0)
-    assert Checkpointer(place, keep=3, every=10).average(model, mesh) == [20, 30, 33]
+    assert average(Checkpointer(place, keep=3, every=10), model, mesh) == [20, 30, 33]
     assert model.weight.unique().tolist() == [pytest.approx(83 / 3)]
 
 
@@ -744,7 +746,7 @@ def test_a_mean_on_the_device_keeps_ties_and_graphs(mesh, tmp_path):
             checkpoints.save(step, model, optimizer)
             weights.append(model.embedding.weight.detach().cpu().clone())
         checkpoints.wait()
-        assert checkpoints.average(model, mesh) == [1, 2]
+        assert average(checkpoints, model, mesh) == [1, 2]
     assert model.head.weight is model.embedding.weight and model.embedding.weight.device.type == "xla"
     assert not torch.equal(weights[0], weights[1])
     assert torch.equal(model.embedding.weight.detach().cpu(), ((weights[0].double() + weights[1]) / 2).float())
@@ -758,11 +760,11 @@ def test_a_damaged_checkpoint_among_those_to_average_is_named(mesh, place, tear)
     with Checkpointer(place, keep=3, every=10) as checkpoints:
         for step in (10, 20, 25):
             checkpoints.save(step, *on_cpu(step))
-    fs, root = files(place)
+    fs, root = opened(place)
     tear(fs, f"{root}/step_00000020")
     model, optimizer = on_cpu(-1.0)
     with pytest.raises(InputError, match="checkpoint of step 20 in .*, one of those to average, is damaged"):
-        Checkpointer(place, keep=3, every=10).average(model, mesh)
+        average(Checkpointer(place, keep=3, every=10), model, mesh)
     assert value_of(model, optimizer) == -1.0
 
 
@@ -771,12 +773,12 @@ def test_a_damaged_checkpoint_among_those_to_average_is_named(mesh, place, tear)
 
 def test_files_come_back_and_a_folder_of_a_url_is_copied(place):
     for name, content in (("model.pt", b"\x00weights"), ("dict.de.txt", "ä 1\n".encode())):
-        checkpoint.write_file(f"{place}/export/{name}", content)
-        checkpoint.write_file(f"{place}/export/{name}", content + b"!")  # over the old one
-        assert checkpoint.read_file(f"{place}/export/{name}") == content + b"!"
-    folder = checkpoint.local_folder(f"{place}/export/")
+        files.write_file(f"{place}/export/{name}", content)
+        files.write_file(f"{place}/export/{name}", content + b"!")  # over the old one
+        assert files.read_file(f"{place}/export/{name}") == content + b"!"
+    folder = files.local_folder(f"{place}/export/")
     assert sorted(os.listdir(folder)) == ["dict.de.txt", "model.pt"]
     assert (Path(folder) / "model.pt").read_bytes() == b"\x00weights!"
     assert ("memory" in place) == (Path(folder).resolve() != Path(f"{place}/export").resolve())
     with pytest.raises(InputError, match=r"there is no weights file .*export/other.pt"):
-        checkpoint.read_file(f"{place}/export/other.pt")
+        files.read_file(f"{place}/export/other.pt")

@@ -21,7 +21,7 @@ from sklearn.metrics import roc_auc_score
 from data import criteo
 from errors import InputError
 from train import dlrm
-from train.common import checkpoint, cli, device, loading
+from train.common import checkpoint, cli, device, embedding, files, loading
 from train.common.embedding import tables
 
 LEARNS = replace(dlrm.TINY, log_every=16, save_every=48)
@@ -179,7 +179,7 @@ def test_remote_run_folder(tmp_path, monkeypatch):
     config = replace(LEARNS, runs="memory://zoo", name="clicks")
     metrics = dlrm.main(config)
     assert dlrm.main(config) == metrics
-    table, _ = checkpoint.load_weights("memory://zoo/clicks/export/tables/C8.safetensors")
+    table, _ = files.load_weights("memory://zoo/clicks/export/tables/C8.safetensors")
     assert table[dlrm.TABLE_KEY.format("C8")].shape == (30_000, config.dim)
 
 
@@ -234,7 +234,7 @@ def test_ten_steps_give_torchrecs_losses(mesh, tmp_path, monkeypatch, interactio
     dataset, _ = dlrm.open_data(config)
     model, embeddings, own_optimizer = dlrm.build(config, dataset, mesh)
     assert set(embeddings.plan.plans) == {"row", "table", "data"}, embeddings.plan
-    with checkpoint.Checkpointer(str(tmp_path), tables=embeddings) as checkpoints:
+    with checkpoint.Checkpointer(str(tmp_path), tables=embedding.TableStorage(embeddings)) as checkpoints:
         checkpoints.save(1, model, own_optimizer)
     dlrm.export(f"{tmp_path}/export", model, checkpoints, 1, config, dataset)
     theirs = torchrecs_model(config, dataset)

@@ -35,6 +35,7 @@ from torch import nn
 from errors import InputError
 from train.common import checkpoint, device
 from train.common.checkpoint import Checkpointer
+from train.common.embedding import TableStorage, storage
 from train.common.embedding.bags import ShardedEmbeddingBags
 from train.common.embedding.tables import (
     LANES,
@@ -671,10 +672,10 @@ def on_devices(place: str) -> dict:
         weights = whole(make(mesh, plan).pieces())
         initial[plan] = [zlib.crc32(weights[table.name, "weight"].numpy()) for table in TABLES]
         embeddings = make(mesh, plan, "adagrad", seed=5)
-        checkpoints = Checkpointer(place, tables=embeddings)
+        checkpoints = Checkpointer(place, tables=TableStorage(embeddings))
         assert checkpoints.restore(*dense(mesh), mesh) == 3
         restored[plan] = [state_sums(embeddings), embeddings.step_count.item()]
-    with Checkpointer(f"{place}-{mesh.num_devices}", tables=embeddings) as checkpoints:
+    with Checkpointer(f"{place}-{mesh.num_devices}", tables=TableStorage(embeddings)) as checkpoints:
         checkpoints.save(7, *dense(mesh))
     losses = train_both(mesh, device.compiled(step_of_both, mesh), embeddings, *dense(mesh), 3, 5)
     return {"parity": parity, "initial": initial, "restored": restored, "losses": losses}
@@ -695,7 +696,7 @@ def other_devices(mesh, tmp_path_factory) -> dict[int, dict]:
     embeddings, model, optimizer = make(mesh, "mixed", "adagrad"), *dense(mesh)
     step = device.compiled(step_of_both, mesh)
     train_both(mesh, step, embeddings, model, optimizer, 0, 3)
-    with Checkpointer(place, tables=embeddings) as checkpoints:
+    with Checkpointer(place, tables=TableStorage(embeddings)) as checkpoints:
         checkpoints.save(3, model, optimizer)
     expected = [state_sums(embeddings), embeddings.step_count.item()]
     fresh = dense(mesh)
@@ -759,7 +760,7 @@ def equal(one: dict, other: dict) -> bool:
 
 
 def save(place: str, embeddings, mesh, *steps: int) -> None:
-    with Checkpointer(place, tables=embeddings) as checkpoints:
+    with Checkpointer(place, tables=TableStorage(embeddings)) as checkpoints:
         for step in steps:
             checkpoints.save(step, *dense(mesh))
             checkpoints.wait()
@@ -778,7 +779,7 @@ def test_a_checkpoint_of_one_plan_is_restored_under_every_other(mesh, tmp_path, 
         other = make(mesh, plan, optimizer, model_devices, seed=1)
         assert not equal(whole(other.pieces()), expected)
         model, made = dense(mesh, seed=1)
-        assert Checkpointer(str(tmp_path / before), tables=other).restore(model, made, mesh) == 7
+        assert Checkpointer(str(tmp_path / before), tables=TableStorage(other)).restore(model, made, mesh) == 7
         assert equal(whole(other.pieces()), expected), (plan, model_devices)
         assert other.step_count.item() == 1000
         assert torch.equal(model.weight.cpu(), dense(mesh)[0].weight.cpu())
@@ -790,7 +791,10 @@ def test_a_checkpoint_is_restored_on_other_numbers_of_devices_and_back(mesh, oth
     for devices in (1, 8):
         assert other_devices[devices]["restored"] == {plan: other_devices["expected"] for plan in (*CUT, "mixed")}
         back = make(mesh, "row", "adagrad", seed=9)
-        assert Checkpointer(f"{other_devices['place']}-{devices}", tables=back).restore(*dense(mesh), mesh) == 7
+        assert (
+            Checkpointer(f"{other_devices['place']}-{devices}", tables=TableStorage(back)).restore(*dense(mesh), mesh)
+            == 7
+        )
         assert [state_sums(back), back.step_count.item()] == other_devices["expected"]
         assert other_devices[devices]["losses"] == pytest.approx(other_devices["losses"], rel=TOLERANCE)
 
@@ -806,7 +810,7 @@ def test_training_goes_on_bit_for_bit_and_nothing_is_compiled_again(mesh, tmp_pa
     run = build(0)
     train_both(mesh, step, *run, 0, 3)
     saved = whole(run[0].pieces())
-    with Checkpointer(place, tables=run[0]) as checkpoints:
+    with Checkpointer(place, tables=TableStorage(run[0])) as checkpoints:
         checkpoints.save(3, *run[1:])
         expected = train_both(mesh, step, *run, 3, 6)  # while it is written
     after = whole(run[0].pieces())
@@ -816,7 +820,7 @@ def test_training_goes_on_bit_for_bit_and_nothing_is_compiled_again(mesh, tmp_pa
             del run, checkpoints
             gc.collect()
             run = build(1)
-        assert Checkpointer(place, tables=run[0]).restore(*run[1:], mesh) == 3
+        assert Checkpointer(place, tables=TableStorage(run[0])).restore(*run[1:], mesh) == 3
         assert equal(whole(run[0].pieces()), saved)
         torch_xla.sync()
         graphs = device.compilations()
@@ -849,7 +853,7 @@ def test_one_table_can_be_taken_out_of_a_checkpoint(mesh, place):
     save(place, embeddings, mesh, 5)
     expected, checkpoints = whole(embeddings.pieces()), Checkpointer(place)
     for table in TABLES:
-        assert torch.equal(checkpoints.table(5, table.name), expected[table.name, "weight"])
+        assert torch.equal(storage.read_table(checkpoints.folder(5), table.name), expected[table.name, "weight"])
 
 
 def truncate(fs, folder):
@@ -928,7 +932,7 @@ def test_damaged_tables_are_skipped_with_a_warning(mesh, place, two_checkpoints,
     fs, root = files(place)
     fs.put(f"{folder}/", f"{root}/", recursive=True)
     tear(fs, f"{root}/step_00000020")
-    assert Checkpointer(place, tables=embeddings).restore(model, optimizer, mesh) == 10
+    assert Checkpointer(place, tables=TableStorage(embeddings)).restore(model, optimizer, mesh) == 10
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1 and f"warning: skipping the torn checkpoint {place}/step_00000020" in warning
     assert equal(whole(embeddings.pieces()), expected) and embeddings.step_count.item() == 1000
@@ -936,7 +940,7 @@ def test_damaged_tables_are_skipped_with_a_warning(mesh, place, two_checkpoints,
     # Nothing else to go back to: half of its numbers may be in the tables.
     fs.rm(f"{root}/step_00000010", recursive=True)
     with pytest.raises(InputError, match=f"no checkpoint in {place} has whole tables"):
-        Checkpointer(place, tables=embeddings).restore(model, optimizer, mesh)
+        Checkpointer(place, tables=TableStorage(embeddings)).restore(model, optimizer, mesh)
 
 
 def test_a_damaged_piece_is_not_exported(mesh, place):
@@ -945,7 +949,7 @@ def test_a_damaged_piece_is_not_exported(mesh, place):
     flip(fs, f"{root}/step_00000020", lambda content: 8 + int.from_bytes(content[:8], "little") + 500)
     with pytest.raises(ValueError, match="does not match its checksum"):
         for table in TABLES:
-            Checkpointer(place).table(20, table.name)
+            storage.read_table(f"{place}/step_00000020", table.name)
 
 
 OTHER_TABLES = {
@@ -966,7 +970,7 @@ def test_a_checkpoint_of_other_tables_or_another_optimizer_is_refused(mesh, tmp_
     tables, optimizer, message = OTHER_TABLES[change]
     other = make(mesh, "row", optimizer, tables=tables)
     with pytest.raises(InputError, match=message) as raised:
-        Checkpointer(str(tmp_path), tables=other).restore(*dense(mesh), mesh)
+        Checkpointer(str(tmp_path), tables=TableStorage(other)).restore(*dense(mesh), mesh)
     assert f"the checkpoint {tmp_path}/step_00000007 is of another model" in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -975,11 +979,11 @@ def test_a_checkpoint_of_another_width_or_without_tables_is_refused(mesh, tmp_pa
     save(str(tmp_path), filled(mesh, "row"), mesh, 7)
     with pytest.raises(InputError, match=r"\[\d+, 16\], which is no part of \[1000, 8\]"):
         narrow = make(mesh, "row", "adagrad", dim=8)
-        Checkpointer(str(tmp_path), tables=narrow).restore(*dense(mesh), mesh)
+        Checkpointer(str(tmp_path), tables=TableStorage(narrow)).restore(*dense(mesh), mesh)
     with Checkpointer(str(tmp_path)) as checkpoints:
         checkpoints.save(8, *dense(mesh))
     with pytest.raises(InputError, match="its tables or optimizer differ from these in day/sum"):
-        Checkpointer(str(tmp_path), tables=make(mesh, "row", "adagrad")).restore(*dense(mesh), mesh)
+        Checkpointer(str(tmp_path), tables=TableStorage(make(mesh, "row", "adagrad"))).restore(*dense(mesh), mesh)
 
 
 # ---- checkpoints of several hosts ------------------------------------------------------------------------------------
@@ -1001,7 +1005,7 @@ def host_of(embeddings, index: int, count: int = 2):
 
 
 def save_on(host: int, place: str, embeddings, mesh, step: int, **options) -> Checkpointer:
-    checkpoints = Checkpointer(place, main_process=host == 0, tables=host_of(embeddings, host), **options)
+    checkpoints = Checkpointer(place, main_process=host == 0, tables=TableStorage(host_of(embeddings, host)), **options)
     checkpoints.save(step, *dense(mesh))
     return checkpoints
 
@@ -1022,19 +1026,22 @@ def test_every_host_writes_its_part_and_the_main_process_waits_for_all(mesh, pla
     shares = [set(json.loads(fs.cat_file(f"{root}/step_00000010/tables-0000{host}.json"))["crc32"]) for host in (0, 1)]
     assert shares[0] and shares[1] and not shares[0] & shares[1]
     other = make(mesh, "column", "adagrad")  # one host reads what two have written
-    assert Checkpointer(place, tables=other).restore(*dense(mesh), mesh) == 10
+    assert Checkpointer(place, tables=TableStorage(other)).restore(*dense(mesh), mesh) == 10
     assert equal(whole(other.pieces()), expected)
     # The part of the second host is as needed as the first's.
     fs.rm(f"{root}/step_00000010/tables-00001.safetensors")
     with pytest.raises(InputError, match="has whole tables"):
-        Checkpointer(place, tables=other).restore(*dense(mesh), mesh)
+        Checkpointer(place, tables=TableStorage(other)).restore(*dense(mesh), mesh)
 
 
 def test_a_host_that_never_comes_is_named(mesh, place, monkeypatch):
     embeddings = filled(mesh)
-    monkeypatch.setattr(checkpoint, "HOSTS_SECONDS", 0)
+    monkeypatch.setattr(storage, "HOSTS_SECONDS", 0)
     checkpoints = save_on(0, place, embeddings, mesh, 10)
-    with pytest.raises(InputError, match=f"host 1 and 0 more have not written their tables to {place}"):
+    with pytest.raises(
+        InputError,
+        match=f"host 1 and 0 more have not written their tables to {files(place)[1]}/.*in 0 minutes; .*--runs gs://",
+    ):
         checkpoints.wait()
     assert checkpoints.complete_steps() == []
 
@@ -1044,8 +1051,8 @@ def test_the_mark_of_an_attempt_that_was_cut_off_does_not_count(mesh, place, mon
     embeddings = filled(mesh)
     save(place, embeddings, mesh, 10)
     save_on(1, place, embeddings, mesh, 20).wait()
-    monkeypatch.setattr(checkpoint, "HOSTS_SECONDS", 0)
-    main = Checkpointer(place, tables=host_of(embeddings, 0))
+    monkeypatch.setattr(storage, "HOSTS_SECONDS", 0)
+    main = Checkpointer(place, tables=TableStorage(host_of(embeddings, 0)))
     assert main.restore(*dense(mesh), mesh) == 10
     main.save(20, *dense(mesh))
     with pytest.raises(InputError, match="host 1"):
@@ -1062,14 +1069,14 @@ def test_the_mark_of_a_damaged_checkpoint_does_not_count(mesh, place, monkeypatc
     main.wait()
     fs, root = files(place)
     flip_number(fs, f"{root}/step_00000020")
-    monkeypatch.setattr(checkpoint, "HOSTS_SECONDS", 0)
-    main = Checkpointer(place, tables=host_of(embeddings, 0))
+    monkeypatch.setattr(storage, "HOSTS_SECONDS", 0)
+    main = Checkpointer(place, tables=TableStorage(host_of(embeddings, 0)))
     assert main.restore(*dense(mesh), mesh) == 10
     main.save(20, *dense(mesh))
     with pytest.raises(InputError, match="host 1"):
         main.wait()
     other = make(mesh, "row", "adagrad")
-    assert Checkpointer(place, tables=other).restore(*dense(mesh), mesh) == 10
+    assert Checkpointer(place, tables=TableStorage(other)).restore(*dense(mesh), mesh) == 10
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

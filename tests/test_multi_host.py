@@ -33,8 +33,9 @@ from data import batching, text, wmt
 from data import glue as glue_data
 from errors import InputError
 from train import dlrm, glue, pretrain, resnet50, transformer, translate
-from train.common import checkpoint, device, embedding, loading
+from train.common import averaging, checkpoint, device, embedding, files, loading
 from train.common import run as tracking
+from train.common.embedding import storage
 from train.common.loading import PADDING
 
 DEVICES = 8  # of all hosts together, however many hosts there are
@@ -258,8 +259,8 @@ class Pod:
             (loading._Examples, "__getitems__", batch_of),
             (threading.Thread, "start", start),
             (checkpoint.Checkpointer, "wait", wait),
-            (checkpoint, "HOSTS_SECONDS", 2),
-            (checkpoint, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01))),
+            (storage, "HOSTS_SECONDS", 2),
+            (storage, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01))),
             (embedding, "ShardedEmbeddingBags", Tables),
             (tracking, "draw_curves", lambda records, name: b"a picture"),
         ]
@@ -691,7 +692,7 @@ def test_a_checkpoint_of_sharded_tables_has_the_pieces_of_all_hosts(trained, hos
         assert json.load(open(f"{folder}/{step}/COMPLETE"))["hosts"] == hosts
         pieces = [name for name in os.listdir(f"{folder}/{step}") if name.endswith(".safetensors")]
         assert sorted(pieces) == ["state.safetensors", *(f"tables-{host:05d}.safetensors" for host in range(hosts))]
-    exported = checkpoint.load_weights(f"{run_folder(pod)}/export/tables/C4.safetensors")[0]
+    exported = files.load_weights(f"{run_folder(pod)}/export/tables/C4.safetensors")[0]
     assert torch.equal(next(iter(exported.values())), table_rows("C4", 0, 400))
 
 
@@ -717,7 +718,7 @@ def test_the_main_process_alone_writes_to_a_bucket(monkeypatch, trained):
 
 def test_the_mean_of_checkpoints_waits_for_the_last_of_the_main_process(tmp_path):
     pod, steps = Pod(2, tmp_path, of_transformer), []
-    write, average = checkpoint.Checkpointer._write, checkpoint.Checkpointer.average
+    write, average = checkpoint.Checkpointer._write, averaging.average
 
     def slow(self, step, *state):  # the last one, until the other host waits for the main process
         deadline = time.monotonic() + 10
@@ -725,14 +726,14 @@ def test_the_mean_of_checkpoints_waits_for_the_last_of_the_main_process(tmp_path
             time.sleep(0.01)
         write(self, step, *state)
 
-    def recorded(self, *arguments):
-        steps.append(average(self, *arguments))
+    def recorded(*arguments):
+        steps.append(average(*arguments))
         return steps[-1]
 
     def patch(monkeypatch):
         sentence_pairs(monkeypatch, (77, 29))
         monkeypatch.setattr(checkpoint.Checkpointer, "_write", slow)
-        monkeypatch.setattr(checkpoint.Checkpointer, "average", recorded)
+        monkeypatch.setattr(averaging, "average", recorded)
 
     pod.run(lambda: transformer.main(replace(TRANSFORMER, runs=str(tmp_path))), patch).succeeded()
     assert steps == [[20, 21]] * 2
@@ -740,16 +741,16 @@ def test_the_mean_of_checkpoints_waits_for_the_last_of_the_main_process(tmp_path
 
 def test_a_host_that_does_not_see_the_last_checkpoint_yet_has_no_mean_of_its_own(tmp_path):
     """A listing of a network file system may be a minute old."""
-    average = checkpoint.Checkpointer.average
+    average = averaging.average
 
-    def behind(self, *arguments):
-        known = self.complete_steps()[: -1 if this_host() else None]
-        self.complete_steps = lambda: known
-        return average(self, *arguments)
+    def behind(checkpoints, *arguments):
+        known = checkpoints.complete_steps()[: -1 if this_host() else None]
+        checkpoints.complete_steps = lambda: known
+        return average(checkpoints, *arguments)
 
     def patch(monkeypatch):
         sentence_pairs(monkeypatch, (77, 29))
-        monkeypatch.setattr(checkpoint.Checkpointer, "average", behind)
+        monkeypatch.setattr(averaging, "average", behind)
 
     pod = Pod(2, tmp_path, of_transformer)
     pod.run(lambda: transformer.main(replace(TRANSFORMER, runs=str(tmp_path))), patch)
@@ -764,12 +765,14 @@ def dense():
 
 def test_a_checkpoint_is_complete_only_with_the_pieces_of_all_hosts(monkeypatch, tmp_path):
     pod = Pod(2, tmp_path, digest)
-    monkeypatch.setattr(checkpoint, "HOSTS_SECONDS", 0.3)
-    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01)))
+    monkeypatch.setattr(storage, "HOSTS_SECONDS", 0.3)
+    monkeypatch.setattr(storage, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01)))
     hosts = []
     for host in range(2):
         tables = Tables([SimpleNamespace(name="a", rows=9)], 1, pod.mesh(host), None, 0.1, 0)
-        hosts.append(checkpoint.Checkpointer(str(tmp_path), main_process=host == 0, tables=tables))
+        hosts.append(
+            checkpoint.Checkpointer(str(tmp_path), main_process=host == 0, tables=embedding.TableStorage(tables))
+        )
     hosts[0].save(1, *dense())
     with pytest.raises(InputError, match="host 1 and 0 more have not written"):
         hosts[0].wait()
@@ -983,7 +986,9 @@ def test_the_broken_images_of_all_hosts_are_counted(tmp_path, capsys):
 def test_a_damaged_piece_of_one_host_makes_all_hosts_take_the_checkpoint_before(tmp_path):
     def checkpoints(pod: Pod) -> checkpoint.Checkpointer:
         tables = Tables([SimpleNamespace(name="a", rows=9)], 1, pod.mesh(this_host()), None, 0.1, 0)
-        return checkpoint.Checkpointer(f"{tmp_path}/kept", main_process=this_host() == 0, tables=tables)
+        return checkpoint.Checkpointer(
+            f"{tmp_path}/kept", main_process=this_host() == 0, tables=embedding.TableStorage(tables)
+        )
 
     def save():
         with checkpoints(pod) as mine:

@@ -20,7 +20,7 @@ import torchvision
 from errors import InputError
 from models.resnet import resnet
 from train import resnet50
-from train.common import checkpoint, cli, device
+from train.common import checkpoint, cli, device, files
 
 # The learning rate of TINY, and checkpoints often enough to kill a run between them.
 LEARNS = replace(resnet50.TINY, save_every=20)
@@ -146,7 +146,7 @@ def test_remote_run_folder(tmp_path, capsys):
     config = replace(LEARNS, epochs=2, runs="memory://zoo", name="remote")
     metrics = resnet50.main(config)
     assert resnet50.main(config) == metrics
-    tensors, metadata = checkpoint.load_weights("memory://zoo/remote/export/model.safetensors")
+    tensors, metadata = files.load_weights("memory://zoo/remote/export/model.safetensors")
     assert len(json.loads(metadata["classes"])) == 10 and tensors["fc.weight"].shape[0] == 10
 
 
@@ -154,7 +154,7 @@ def test_exported_resnet50_gives_torchvisions_logits(mesh, tmp_path):
     config = replace(resnet50.TINY, model="resnet50")
     model, _, _ = resnet50.build(config, 12, mesh)
     resnet50.export(str(tmp_path), model, config, [f"class {i}" for i in range(12)])
-    weights, metadata = checkpoint.load_weights(str(tmp_path / "model.safetensors"))
+    weights, metadata = files.load_weights(str(tmp_path / "model.safetensors"))
     assert json.loads(metadata["classes"])[11] == "class 11"
     theirs = torchvision.models.resnet50(num_classes=12)
     theirs.load_state_dict(weights)
@@ -398,15 +398,15 @@ def test_run_folder_that_cannot_be_made(monkeypatch, capsys, tmp_path):
 
 
 def test_full_disk_ends_the_run_and_the_checkpoint_before_stays(monkeypatch, capsys, tmp_path):
-    write = checkpoint.Checkpointer._write_file
+    write = files.write_synced
 
-    def full(self, path, content):
+    def full(fs, path, content):
         if "step_00000064" in path:
             raise OSError(28, "No space left on device")
-        write(self, path, content)
+        write(fs, path, content)
 
     flags = ("--runs", tmp_path, "--name", "full")
-    monkeypatch.setattr(checkpoint.Checkpointer, "_write_file", full)
+    monkeypatch.setattr(files, "write_synced", full)
     result = command(monkeypatch, capsys, *flags)
     assert_one_sentence(result, "checkpoint of step 64", "No space left on device", "step 50 is complete and safe")
     assert checkpoint.Checkpointer(f"{tmp_path}/full/checkpoints").complete_steps() == [32, 50]

@@ -24,7 +24,7 @@ from errors import InputError
 from models import fairseq
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed
 from train import transformer, translate
-from train.common import checkpoint, cli, device, loading
+from train.common import averaging, checkpoint, cli, device, files, loading
 
 LEARNS = replace(transformer.TINY, batch_tokens=2048, updates=260, warmup_updates=80, eval_every=1000, save_every=8)
 # 50 is no multiple of save_every: the mean is that of updates 40, 48 and 50.
@@ -328,11 +328,11 @@ def test_tied_embeddings_stay_one_tensor(mesh, few_pairs, tmp_path):
                 checkpoints.save(number, model, optimizer)
         assert is_one(model)
         checkpoints.wait()
-        (saved,) = (checkpoint.load_weights(f"{tmp_path}/step_00000002/state.safetensors")[0],)
+        (saved,) = (files.load_weights(f"{tmp_path}/step_00000002/state.safetensors")[0],)
         assert sum(name.startswith("model.") and saved[name].shape == (84, 64) for name in saved) == 1
         other, other_optimizer = transformer.build(config, few_pairs, mesh)
         assert checkpoints.restore(other, other_optimizer, mesh) == 2 and is_one(other)
-        checkpoints.average(other, mesh)
+        averaging.average(checkpoints, other, mesh)
         assert is_one(other)
     transformer.export(f"{tmp_path}/export", other, few_pairs, config)
     weights = exported(tmp_path)

@@ -27,7 +27,7 @@ from torch import Tensor
 from data import criteo
 from errors import InputError
 from models.dlrm import DLRM
-from train.common import checkpoint, cli, device, embedding, loading
+from train.common import checkpoint, cli, device, embedding, files, loading
 from train.common.run import Run
 
 
@@ -228,10 +228,10 @@ def export(folder: str, model: DLRM, checkpoints, step: int, config: Config, dat
     metadata = {name: json.dumps(getattr(config, name)) for name in config_names}
     metadata |= {"features": json.dumps(dataset.features), "rows": json.dumps(dataset.table_rows)}
     network = checkpoint.to_host({name: value.detach() for name, value in model.state_dict().items()})
-    checkpoint.save_weights(f"{folder}/model.safetensors", network, metadata)
+    files.save_weights(f"{folder}/model.safetensors", network, metadata)
     for name in dataset.features:
-        table = checkpoints.table(step, name)
-        checkpoint.save_weights(f"{folder}/tables/{name}.safetensors", {TABLE_KEY.format(name): table}, {})
+        table = embedding.read_table(checkpoints.folder(step), name)
+        files.save_weights(f"{folder}/tables/{name}.safetensors", {TABLE_KEY.format(name): table}, {})
 
 
 def main(config: Config) -> dict[str, float]:
@@ -262,7 +262,9 @@ def main(config: Config) -> dict[str, float]:
         return run.summary["metrics"]
 
     model, embeddings, optimizer = build(config, train_set, mesh)
-    checkpoints = checkpoint.Checkpointer(f"{run.path}/checkpoints", config.keep, mesh.main_process, embeddings)
+    checkpoints = checkpoint.Checkpointer(
+        f"{run.path}/checkpoints", config.keep, mesh.main_process, embedding.TableStorage(embeddings)
+    )
     start = checkpoints.restore(model, optimizer, mesh)
     device.same_on_all_hosts(mesh, "the step to resume from", start)
     device.same_on_all_hosts(mesh, "the number of training examples", len(train_set))

@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from data import batching, glue, vocabulary
 from errors import InputError
 from models import encoders
-from train.common import checkpoint, cli, device, loading
+from train.common import checkpoint, cli, device, files, loading
 from train.common.run import Run
 
 # Of `checkpoint`, a hub id; warmup: the share of the steps in which the learning rate rises.
@@ -123,7 +123,7 @@ def open_model(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     """(classifier on the host, tokenizer); the classifier's head is new."""
     weights = None
     if config.checkpoint:
-        folder = checkpoint.local_folder(config.checkpoint)
+        folder = files.local_folder(config.checkpoint)
         settings, weights, tokenizer = encoders.open_checkpoint(folder, config.model)
     else:  # a trial
         examples = glue.read(config.data, config.task, "train", config.seed)
@@ -221,7 +221,7 @@ def evaluate_split(step, model, dataset: glue.Encoded, config: Config, mesh) -> 
 def export(folder: str, model: PreTrainedModel, tokenizer) -> None:
     """Writes what transformers' `pipeline("text-classification", model=folder)` loads."""
     weights = checkpoint.to_host({name: value.detach() for name, value in model.state_dict().items()})
-    checkpoint.write_folder(folder, lambda local: encoders.save(local, model, weights, tokenizer))
+    files.write_folder(folder, lambda local: encoders.save(local, model, weights, tokenizer))
 
 
 def main(config: Config) -> dict[str, float]:

@@ -24,7 +24,7 @@ from data import text
 from data.pretraining import MaskedText, PermutedText
 from errors import InputError
 from models import encoders, objectives
-from train.common import checkpoint, cli, device, loading
+from train.common import checkpoint, cli, device, files, loading
 from train.common.run import Run
 
 Recipe = namedtuple("Recipe", "batch_size steps lr warmup_steps weight_decay beta2 clip")  # clip: norm of all gradients
@@ -140,7 +140,7 @@ def open_model(config: Config, rows: text.Text) -> PreTrainedModel:
     """The model on the host: of --checkpoint, or new."""
     auto_class = AutoModelForPreTraining if config.next_sentence or config.model == "xlnet" else AutoModelForMaskedLM
     if config.checkpoint:
-        folder = checkpoint.local_folder(config.checkpoint)
+        folder = files.local_folder(config.checkpoint)
         settings, weights, tokenizer = encoders.open_checkpoint(folder, config.model)
         encoders.same_vocabulary(config.checkpoint, tokenizer, rows.tokenizer, config.data)
         model = encoders.load(auto_class, settings, weights, folder)
@@ -228,7 +228,7 @@ def export(folder: str, model: PreTrainedModel, tokenizer, config: Config) -> No
         if config.model == "fairseq-roberta":
             encoders.own_module(config.model).write_folder(f"{local}/fairseq", model.config, weights, tokenizer)
 
-    checkpoint.write_folder(folder, write)
+    files.write_folder(folder, write)
 
 
 def main(config: Config) -> dict[str, float]:
@@ -245,7 +245,7 @@ def main(config: Config) -> dict[str, float]:
         device.reset_graph_report()
     model, teacher = open_model(config, rows), None
     if config.model == "distilbert":
-        folder = checkpoint.local_folder(config.teacher)
+        folder = files.local_folder(config.teacher)
         distilbert = encoders.own_module(config.model, objectives.MODULES)
         teacher = distilbert.open_teacher(folder, model, rows.tokenizer, config.data, not config.checkpoint)
     total, every = config.steps, config.update_every

@@ -24,7 +24,7 @@ from torch import Tensor
 from data import imagenet
 from errors import InputError
 from models.resnet import Normalize, ResNet, resnet
-from train.common import checkpoint, cli, device, loading
+from train.common import checkpoint, cli, device, files, loading
 from train.common.run import Run
 
 
@@ -115,7 +115,7 @@ def open_data(config: Config):
 
 def load_pretrained(model: ResNet, path: str) -> None:
     """Loads torchvision's or our exported weights; a head for another number of classes stays as it was initialised."""
-    weights, _ = checkpoint.load_weights(path)
+    weights, _ = files.load_weights(path)
     own = model.state_dict()
     for name in ("fc.weight", "fc.bias"):
         if name in weights and weights[name].shape[0] != own[name].shape[0]:
@@ -132,7 +132,7 @@ def export(folder: str, model: ResNet, config: Config, classes: list[str]) -> No
     on_host = resnet(config.model, len(classes))
     on_host.load_state_dict(checkpoint.to_host(dict([*model.named_parameters(), *model.named_buffers()])))
     metadata = {"model": config.model, "image_size": str(config.image_size), "classes": json.dumps(classes)}
-    checkpoint.save_weights(f"{folder}/model.safetensors", on_host.state_dict(), metadata)
+    files.save_weights(f"{folder}/model.safetensors", on_host.state_dict(), metadata)
 
 
 def build(config: Config, num_classes: int, mesh: device.Mesh) -> tuple[ResNet, Normalize, torch.optim.Optimizer]:

@@ -26,7 +26,7 @@ from errors import InputError
 from models import fairseq
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed
 from train import translate
-from train.common import checkpoint, cli, device, loading
+from train.common import averaging, checkpoint, cli, device, files, loading
 from train.common.run import Run
 
 
@@ -145,7 +145,7 @@ def build(config: Config, pairs, mesh: device.Mesh) -> tuple[Transformer, torch.
         raise InputError(f"{config.data} has two dictionaries; use --share-embeddings decoder, or a joint dictionary")
     model = Transformer(arch, *words)
     if config.weights:
-        _, weights = fairseq.read_checkpoint(checkpoint.read_file(config.weights), config.weights)
+        _, weights = fairseq.read_checkpoint(files.read_file(config.weights), config.weights)
         fairseq.load_weights(model, weights, config.weights)
     device.to_device(model, mesh)
     optimizer = torch.optim.Adam(model.parameters(), config.lr, foreach=False, **ADAM)
@@ -226,9 +226,9 @@ def export(folder: str, model: Transformer, pairs, config: Config) -> None:
     weights = checkpoint.to_host({name: value.detach() for name, value in model.state_dict().items()})
     languages = {"source_lang": pairs.source_language, "target_lang": pairs.target_language}
     content = fairseq.write_checkpoint(model, weights, config.updates, **languages)
-    checkpoint.write_file(f"{folder}/model.pt", content)
+    files.write_file(f"{folder}/model.pt", content)
     for name, text in pairs.vocabulary_files().items():
-        checkpoint.write_file(f"{folder}/{name}", text)
+        files.write_file(f"{folder}/{name}", text)
 
 
 def main(config: Config) -> dict[str, float]:
@@ -309,7 +309,7 @@ def main(config: Config) -> dict[str, float]:
                 raise SystemExit(143)
         checkpoints.wait()
         device.same_on_all_hosts(mesh, "the last update", total)  # which the main process has now written
-        run.message(f"the mean of the checkpoints of updates {checkpoints.average(model, mesh)}:")
+        run.message(f"the mean of the checkpoints of updates {averaging.average(checkpoints, model, mesh)}:")
         metrics = {}
         for split, pairs in eval_sets.items():
             of_split = evaluate(eval_fn, translator, model, pairs, config, mesh)

@@ -23,7 +23,7 @@ from data import batching, wmt
 from errors import InputError
 from models import beam_search, fairseq
 from models.transformer import PAD, Transformer
-from train.common import checkpoint, cli, device, loading
+from train.common import checkpoint, cli, device, files, loading
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,11 @@ def load(folder: str, mesh: device.Mesh) -> tuple[Transformer, wmt.Text]:
         InputError: files are missing, or do not belong together.
     """
     path = f"{folder.rstrip('/')}/model.pt"
-    settings, weights = fairseq.read_checkpoint(checkpoint.read_file(path), path)
+    settings, weights = fairseq.read_checkpoint(files.read_file(path), path)
     languages = [settings.get("source_lang"), settings.get("target_lang")]
     if None in languages:
         raise InputError(f"{path} does not say its languages: its settings have no source_lang and target_lang")
-    text = wmt.Text(checkpoint.local_folder(folder), *languages)
+    text = wmt.Text(files.local_folder(folder), *languages)
     model = Transformer(
         fairseq.architecture(settings, weights, path), len(text.source_dictionary), len(text.target_dictionary)
     )

@@ -1,0 +1,162 @@
+"""Sharded tables in a checkpoint: no host has a whole table in its memory, so each writes what its devices hold.
+
+    checkpoints/step_00001200/tables-00000.safetensors   the pieces of host 0, see ShardedEmbeddingBags.pieces
+                              tables-00000.json          its mark, written after it: size, CRC-32 of each piece
+
+The main process waits for the marks of all hosts before it writes COMPLETE, which then has their number. Any number of
+devices, under any plan, reads the pieces back. On a pod the folder must be one that all hosts see.
+"""
+
+import json
+import math
+import os
+import time
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import fsspec
+import torch
+from torch import Tensor
+
+from errors import InputError
+from train.common import files
+from train.common.checkpoint import COMPLETE
+from train.common.embedding.bags import ShardedEmbeddingBags
+
+HOSTS_SECONDS = 1800  # how long the main process waits for the other hosts' tables
+
+
+class Place(NamedTuple):
+    """Where a piece lies: its file, the offset in it in bytes, its shape and its CRC-32."""
+
+    path: str
+    offset: int
+    shape: Sequence[int]
+    crc32: int
+
+
+class TableStorage:
+    """The tables of a model as a Checkpointer takes them: `Checkpointer(path, tables=TableStorage(embeddings))`."""
+
+    def __init__(self, embeddings: ShardedEmbeddingBags):
+        self.embeddings = embeddings
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts write pieces."""
+        return self.embeddings.mesh.process_count
+
+    def copy(self) -> dict[str, Tensor]:
+        """Copies this host's pieces to its memory."""
+        return self.embeddings.pieces()
+
+    def write(self, fs: fsspec.AbstractFileSystem, folder: str, pieces: dict[str, Tensor]) -> None:
+        """Writes this host's pieces and then its mark.
+
+        The safetensors file is written piece by piece: as bytes, all of them together would take the memory twice.
+        """
+        name = f"{folder}/tables-{self.embeddings.mesh.process_index:05d}"
+        header, end = {}, 0
+        for key, piece in pieces.items():
+            size = piece.numel() * piece.element_size()
+            header[key] = {"dtype": "F32", "shape": list(piece.shape), "data_offsets": [end, end + size]}
+            end += size
+        head = json.dumps(header).encode()
+        head += b" " * (-len(head) % 8)
+        contents = {key: memoryview(p.contiguous().reshape(-1).numpy()).cast("B") for key, p in pieces.items()}
+        files.write_synced(fs, f"{name}.safetensors", len(head).to_bytes(8, "little") + head, *contents.values())
+        sums = {key: zlib.crc32(content) for key, content in contents.items()}
+        files.write_synced(fs, f"{name}.json", json.dumps({"bytes": 8 + len(head) + end, "crc32": sums}).encode())
+
+    def wait(self, fs: fsspec.AbstractFileSystem, folder: str) -> None:
+        """Waits for the marks of all hosts.
+
+        Raises:
+            InputError: a mark is still missing after HOSTS_SECONDS.
+        """
+        deadline = time.monotonic() + HOSTS_SECONDS
+        while missing := [host for host in range(self.hosts) if not fs.exists(f"{folder}/tables-{host:05d}.json")]:
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"host {missing[0]} and {len(missing) - 1} more have not written their tables to {folder} in "
+                    f"{HOSTS_SECONDS // 60} minutes; all hosts must write to one folder: use --runs gs://bucket/runs"
+                )
+            time.sleep(1)
+            fs.invalidate_cache()
+
+    def load(self, fs: fsspec.AbstractFileSystem, folder: str) -> None:
+        """Fills the tables and their optimizer state from a checkpoint's folder.
+
+        Raises:
+            InputError: the pieces are those of other tables or of another optimizer.
+            ValueError: a file is damaged; some of its numbers may be in the tables already.
+        """
+        index = _index(fs, folder)
+        shapes = {key: place.shape for key, place in index.items()}
+        self.embeddings.load_pieces(shapes, lambda key: _read_piece(fs, index, key))
+
+    def drop_marks(self, fs: fsspec.AbstractFileSystem, folder: str) -> None:
+        """Removes the marks of all hosts from a torn checkpoint, so that they cannot pass for those of a new attempt.
+
+        The scripts compare the step to resume from on all hosts next, so no host saves before this is done.
+        """
+        for path in fs.glob(f"{folder}/tables-*.json"):
+            fs.rm(path)
+
+
+def read_table(folder: str, name: str) -> Tensor:
+    """Returns the weight of one embedding table, [rows, dim], on the host; for exports.
+
+    Args:
+        folder: of a complete checkpoint, a path or URL: `checkpoints.folder(step)`.
+    Raises:
+        KeyError: there is no such table.
+        ValueError: a file is damaged.
+    """
+    fs, root = fsspec.core.url_to_fs(folder)
+    index = _index(fs, root)
+    pieces = {key: place.shape for key, place in index.items() if key.startswith(f"{name}/weight/")}
+    if not pieces:
+        raise KeyError(f"the checkpoint {folder} has no table {name!r}")
+    corners = {key: [int(part) for part in key.split("/")[-2:]] for key in pieces}
+    rows = max(corners[key][0] + shape[0] for key, shape in pieces.items())
+    columns = max(corners[key][1] + shape[1] for key, shape in pieces.items())
+    table = torch.full((rows, columns), float("nan"))
+    for key, shape in pieces.items():
+        row, column = corners[key]
+        table[row : row + shape[0], column : column + shape[1]] = _read_piece(fs, index, key)
+    return table
+
+
+def _index(fs: fsspec.AbstractFileSystem, folder: str) -> dict[str, Place]:
+    """Returns where each piece of a complete checkpoint lies, those of all hosts."""
+    hosts = json.loads(fs.cat_file(f"{folder}/{COMPLETE}")).get("hosts", 0)
+    index = {}
+    for host in range(hosts):
+        name = f"{folder}/tables-{host:05d}"
+        try:
+            mark = json.loads(fs.cat_file(f"{name}.json"))
+            with fs.open(f"{name}.safetensors", "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length)) if length < mark["bytes"] else {}
+            if fs.size(f"{name}.safetensors") != mark["bytes"]:
+                raise ValueError("its size is not the one that was written")
+            if header.keys() != mark["crc32"].keys():
+                raise ValueError("its header is not the one that was written")
+            for key, entry in header.items():
+                offset = 8 + length + entry["data_offsets"][0]
+                index[key] = Place(f"{name}.safetensors", offset, entry["shape"], mark["crc32"][key])
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{os.path.basename(name)} is not whole: {error}") from None
+    return index
+
+
+def _read_piece(fs: fsspec.AbstractFileSystem, index: dict[str, Place], key: str) -> Tensor:
+    place = index[key]
+    with fs.open(place.path, "rb") as file:
+        file.seek(place.offset)
+        content = bytearray(file.read(4 * math.prod(place.shape)))
+    if zlib.crc32(content) != place.crc32:
+        raise ValueError(f"{key} in {os.path.basename(place.path)} does not match its checksum")
+    return torch.frombuffer(content, dtype=torch.float32).reshape(place.shape)
