@@ -1,0 +1,177 @@
+"""Helpers for tests of the scripts: they read a run's folder, start a script as its users do, stop it at a batch."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import safetensors.torch
+import torch
+
+from train.common import cli, device
+from train.common.run import Run
+
+# ---- a run's folder --------------------------------------------------------------------------------------------------
+
+
+def records(path) -> list[dict]:
+    """Returns the lines of metrics.jsonl without their timings."""
+    return [{**json.loads(line), "timing": None} for line in open(f"{path}/metrics.jsonl")]
+
+
+def losses(path) -> list[float]:
+    """Returns the training losses of metrics.jsonl."""
+    return [record["loss"] for record in records(path) if "loss" in record]
+
+
+def summary(path) -> dict:
+    """Returns summary.json: the final metrics, and the report on graphs."""
+    return json.load(open(f"{path}/summary.json"))
+
+
+def assert_graph_contract(path, graphs: int | None = None) -> None:
+    """Asserts that the run's steps never recompiled or fell back to the host, within a budget of `graphs`."""
+    report = summary(path)["report"]
+    assert report["recompilations"] == report["fallbacks"] == report["not_repeatable"] == []
+    assert graphs is None or report["graphs"] <= graphs, report
+
+
+def exported(path) -> dict[str, torch.Tensor]:
+    """Returns all weights of the run's export, of the tables too, by name."""
+    if os.path.exists(f"{path}/export/model.pt"):
+        return torch.load(f"{path}/export/model.pt", weights_only=False)["model"]
+    weights = safetensors.torch.load_file(f"{path}/export/model.safetensors")
+    for name in os.listdir(f"{path}/export/tables") if os.path.exists(f"{path}/export/tables") else ():
+        weights |= safetensors.torch.load_file(f"{path}/export/tables/{name}")
+    return weights
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Tells whether both have the same names and the same values, bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- a script in a process of its own --------------------------------------------------------------------------------
+
+# The command line of a script that sends itself and its workers a signal when it logs a step.
+STOPPED = """
+import os, time
+from train import {script} as script
+from train.common import cli
+from train.common.run import Run
+
+log = Run.log
+
+def log_and_stop(run, step, **values):
+    log(run, step, **values)
+    if step == {step}:
+        while {saved} and not os.path.exists("{path}/checkpoints/step_{saved:08d}/COMPLETE"):  # by another thread
+            time.sleep(0.02)
+        os.killpg(os.getpgrp(), {number})
+
+Run.log = log_and_stop
+cli.run(script.main, script.PRESETS)
+"""
+
+
+class Stop(NamedTuple):
+    """A signal that a process gets when it logs `step`, once the checkpoint of step `saved` exists."""
+
+    step: int
+    saved: int = 0
+    number: int = signal.SIGKILL
+
+
+def flags(config: Any, preset: Any) -> list[str]:
+    """Returns the flags that turn `preset` into `config`."""
+    made = []
+    for field in fields(config):
+        name, value = field.name.replace("_", "-"), getattr(config, field.name)
+        if value == getattr(preset, field.name):
+            continue
+        if isinstance(value, bool):
+            made.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            made += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
+    return made
+
+
+def environment(devices: int = 4, **variables: str) -> dict[str, str]:
+    """Returns the environment of a process with so many devices."""
+    return {**os.environ, "CPU_NUM_DEVICES": str(devices), **variables}
+
+
+def start(script: ModuleType, config: Any, devices: int = 4, stop: Stop | None = None) -> tuple[int, str]:
+    """Trains in a process of its own with a worker process, as the command line does: (exit code, output)."""
+    name = script.__name__.rpartition(".")[2]
+    path = f"{config.runs}/{config.name}"
+    program = ["-c", STOPPED.format(script=name, path=path, **stop._asdict())] if stop else ["-m", script.__name__]
+    process = subprocess.run(
+        [sys.executable, *program, "tiny", *flags(config, script.TINY), "--workers", "1"],
+        env=environment(devices),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        start_new_session=True,
+    )
+    return process.returncode, process.stdout
+
+
+# ---- a script in this process ----------------------------------------------------------------------------------------
+
+
+# Where `stop_at` acts: functions whose second argument counts steps or batches.
+LOG, SEED = (Run, "log"), (device, "seed_step")
+
+
+def crash() -> None:
+    """Ends the run by an exception."""
+    raise ZeroDivisionError
+
+
+def terminate() -> None:
+    """Sends this process SIGTERM."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop_at(number: int, act: Callable[[], None], main: Callable, config: Any, of: tuple[Any, str] = LOG) -> None:
+    """Trains until `act`, crash or terminate, ends the run at a step that it logs (LOG), or before a batch (SEED)."""
+    owner, name = of
+    function = getattr(owner, name)
+
+    def act_there(first: Any, at: int, **values: Any) -> None:
+        if at == number:
+            act()
+        function(first, at, **values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, act_there)
+        with pytest.raises(ZeroDivisionError if act is crash else SystemExit) as stopped:
+            main(config)
+    assert act is crash or stopped.value.code == 143
+
+
+def command(arguments: str | Sequence[Any], main: Callable, presets: dict, capsys) -> tuple[int, str, str]:
+    """Runs a script's command line that ends by itself: (exit code, standard output, standard error)."""
+    words = shlex.split(arguments) if isinstance(arguments, str) else list(map(str, arguments))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(sys, "argv", ["script.py", *words])
+        cli.run(main, presets)
+    return stopped.value.code, *capsys.readouterr()
+
+
+def assert_refused(arguments: str | Sequence[Any], pattern: str, script: ModuleType, capsys, presets=None) -> None:
+    """Asserts that a command line ends in one sentence that `pattern` finds, exit code 2 and no traceback."""
+    code, _, error = command(arguments, script.main, presets or script.PRESETS, capsys)
+    assert code == 2, error
+    assert error.startswith("error: ") and len(error.splitlines()) == 1 and "Traceback" not in error, error
+    assert re.search(pattern, error), f"{pattern} is not in: {error}"
