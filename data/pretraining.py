@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from data import text
 from data.vocabulary import continues_word
 from errors import InputError
 
@@ -349,3 +350,29 @@ def _check_pairs(text: Rows, what: str) -> None:
         )
     if len(text) < 2:
         raise InputError(f"{what} takes second segments from other rows, but the text has {len(text)}; give more text")
+
+
+def open_rows(
+    data: str, split: str, kind: str, predictions: int, whole_words: bool, next_sentence: bool, trial: tuple[int, int]
+) -> MaskedText | PermutedText:
+    """Opens the rows of a split with the masks of an objective: permutations for XLNet, masked words for the others.
+
+    Args:
+        data: folder that `make data DATASET=text` made, or "synthetic".
+        split: train or valid.
+        kind: the model's architecture: bert, distilbert, roberta or xlnet.
+        predictions: predicted places per row; 0: 16 % of the row, XLNet 17 %.
+        trial: (tokens per row, seed) of the synthetic text.
+    Raises:
+        InputError: the folder is missing, damaged, or prepared for another kind.
+    """
+    if data == "synthetic":
+        rows = text.SyntheticText(split, kind, trial[0], next_sentence, trial[1])
+    else:
+        rows = text.open_text(data, split)
+        if rows.kind != kind and {rows.kind, kind} != {"bert", "distilbert"}:
+            raise InputError(f"{data} was prepared with --kind {rows.kind}; this model needs --kind {kind}")
+    predictions = predictions or -(-rows.length * (17 if kind == "xlnet" else 16) // 100)
+    if kind == "xlnet":
+        return PermutedText(rows, predictions)
+    return MaskedText(rows, predictions, whole_words, next_sentence)

@@ -9,6 +9,7 @@ stay the same. models/layers.py says what each form is worth.
 
 import importlib
 import math
+from collections.abc import Sequence
 from types import ModuleType
 
 import safetensors
@@ -18,6 +19,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
     DistilBertConfig,
@@ -224,6 +226,33 @@ def load(auto_class, config: PreTrainedConfig, weights: dict[str, Tensor] | None
     return model
 
 
+def classifier(
+    settings: PreTrainedConfig, labels: Sequence[str], source: tuple[str, dict[str, Tensor] | None] | None
+) -> PreTrainedModel:
+    """Returns a model that classifies sequences by these labels, or gives one number where there are none.
+
+    Its head is new, and so is its encoder, unless `source` gives the (folder, weights) of `load`.
+    """
+    settings.num_labels = max(len(labels), 1)
+    settings.problem_type = "single_label_classification" if labels else "regression"
+    if labels:
+        settings.id2label, settings.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
+    if source is None:
+        return AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
+    folder, weights = source
+    return load(AutoModelForSequenceClassification, settings, weights, folder)
+
+
+def logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    """Returns a classifier's logits [B, labels] for "input_ids", "attention_mask" and "token_type_ids" [B, T]."""
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    if model.config.model_type == "xlnet" or getattr(model.config, "type_vocab_size", 0) > 1:  # not RoBERTa's
+        inputs["token_type_ids"] = batch["token_type_ids"]
+    if model.config.model_type == "xlnet":
+        inputs["use_mems"] = False
+    return model(**inputs).logits
+
+
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Returns an optimizer's two groups: biases and norms do not decay, as in the code of all four papers."""
     groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
@@ -247,15 +276,24 @@ def same_vocabulary(folder: str, own: PreTrainedTokenizerBase, tokenizer: PreTra
         raise InputError(f"{folder} has other tokens than the data in {data}: prepare the text with its tokenizer")
 
 
-def save(folder: str, model: PreTrainedModel, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase) -> None:
+def save(
+    folder: str,
+    model: PreTrainedModel,
+    weights: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    fairseq: bool = False,
+) -> None:
     """Writes the folder that `from_pretrained` and `pipeline` of transformers load.
 
     Args:
         folder: local.
         weights: the model's state_dict on the host.
+        fairseq: also writes what fairseq loads, into the folder fairseq.
     """
     logging.disable_progress_bar()
     on_host = type(model)(model.config)
     on_host.load_state_dict(weights)
     on_host.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if fairseq:
+        own_module("fairseq-roberta").write_folder(f"{folder}/fairseq", model.config, weights, tokenizer)

@@ -9,7 +9,7 @@ a teacher's words       DistilBERT (Sanh et al. 2019, section 3)
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedConfig, PreTrainedModel
 
 from models import encoders, layers
 
@@ -18,6 +18,18 @@ MODULES = {"xlnet": "models.permutation", "distilbert": "models.distilbert"}
 
 # Weights of DistilBERT's three losses, and the temperature of the first: distillation/README.md of its authors.
 SOFT, HARD, COSINE, TEMPERATURE = 5.0, 2.0, 1.0, 2.0
+
+
+def language_model(
+    settings: PreTrainedConfig, next_sentence: bool, source: tuple[str, dict[str, Tensor] | None] | None
+) -> PreTrainedModel:
+    """Returns a model to pretrain: a new one, unless `source` gives the (folder, weights) of `encoders.load`."""
+    pretraining = next_sentence or settings.model_type == "xlnet"
+    auto_class = AutoModelForPreTraining if pretraining else AutoModelForMaskedLM
+    if source is None:
+        return auto_class.from_config(settings, dtype=torch.float32)
+    folder, weights = source
+    return encoders.load(auto_class, settings, weights, folder)
 
 
 def predict(model: PreTrainedModel, hidden: Tensor) -> Tensor:

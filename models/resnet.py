@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from errors import InputError
+
 NATIVE_NORM_DEVICES = ("cpu", "cuda")  # where PyTorch runs operation by operation, its own kernel is the fastest
 
 
@@ -210,3 +212,20 @@ class Normalize(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return (images.float() - self.mean) / self.std
+
+
+def load_weights(model: ResNet, weights: dict[str, Tensor], path: str) -> None:
+    """Loads torchvision's or our exported weights; a head for another number of classes stays as it was initialised.
+
+    Raises:
+        InputError: they are of another model; `path` is where they come from.
+    """
+    own = model.state_dict()
+    for name in ("fc.weight", "fc.bias"):
+        if name in weights and weights[name].shape[0] != own[name].shape[0]:
+            weights[name] = own[name]
+    wrong = sorted(own.keys() ^ weights.keys())
+    wrong += [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
+    if wrong:
+        raise InputError(f"--weights {path} does not fit --model: {wrong[0]} and {len(wrong) - 1} more tensors differ")
+    model.load_state_dict(weights)

@@ -14,7 +14,7 @@ result    the published recipes: not run yet; tiny and small real data: README
 """
 
 import json
-from contextlib import closing
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -73,14 +73,12 @@ MLPERF_V2 = replace(
     MLPERF_V1, interaction="dcn", batch_size=65_536, optimizer="adagrad", lr=0.005, eval_every=3_200, save_every=3_200
 )
 TINY = Config(
-    data="synthetic",
+    **cli.TRIAL,
     bottom=(32, 16),
     top=(64, 32, 1),
     batch_size=256,
     optimizer="lazy_adam",
     lr=0.02,
-    precision="float32",
-    workers=0,
     log_every=32,
     save_every=128,
 )
@@ -88,26 +86,26 @@ SYNTHETIC_ROWS = (20, 50, 100, 400, 6_000, 6_000, 8_000, 30_000)  # large enough
 SYNTHETIC_LOOKUPS = (1, 1, 1, 3, 1, 1, 1, 1)
 SYNTHETIC_TRAIN, SYNTHETIC_EVAL = 65_536, 8_192
 
-# What a run may change when it is resumed: none of these touches a number. Tables restore under any plan.
+# Fields that a resumed run may change: none of these touches a number. Tables restore under any plan.
 FREE = ("plan", "model_devices", "workers", "log_every", "save_every", "keep", "strict")
-EVAL_BATCH = 16_384  # examples a step of evaluation, over all devices; facebookresearch/dlrm's, fewer for a small set
+EVAL_BATCH = 16_384  # examples per evaluation step, over all devices; facebookresearch/dlrm's, fewer for a small set
 ADAGRAD_EPS = 1e-8  # of MLPerf v2's reference, and of fbgemm
 TABLE_KEY = "sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"  # torchrec's name of a table
 
+Data = namedtuple("Data", "train eval")  # what a run reads: clicks of data/criteo.py
+State = namedtuple("State", "model embeddings optimizer")  # what a step works on; the optimizer is the network's
+
 
 def learning_rate(config: Config, step: int) -> float:
-    """Of step 0, 1, …: linear warm-up, then constant."""
+    """Returns the rate at 0-based `step`: linear warm-up, then constant."""
     return config.lr * min(1.0, (step + 1) / max(config.warmup_steps, 1))
 
 
-def validate(config: Config) -> None:
-    """Refuses values outside their range before anything is made."""
-    at_least = {1: "dim epochs batch_size log_every save_every keep", -1: "workers"}
-    at_least[0] = "lr hash_rows model_devices warmup_steps eval_every seed"
-    for low, fields in at_least.items():
-        for field in fields.split():
-            if not getattr(config, field) >= low:
-                raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least {low}")
+def validate(config: Config) -> Config:
+    """Returns the config; refuses values outside their range."""
+    cli.at_least(config, 1, "dim", "epochs", "batch_size", "log_every", "save_every", "keep")
+    cli.at_least(config, 0, "lr", "hash_rows", "model_devices", "warmup_steps", "eval_every", "seed")
+    cli.at_least(config, -1, "workers")
     for field in ("bottom", "top", "cross"):
         if not getattr(config, field) or min(getattr(config, field)) < 1:
             raise InputError(f"--{field} is {getattr(config, field)}; it needs sizes of at least 1")
@@ -115,21 +113,21 @@ def validate(config: Config) -> None:
         raise InputError(f"--bottom ends with {config.bottom[-1]}; it must end with --dim, {config.dim}")
     if config.top[-1] != 1 or len(config.top) < 2:
         raise InputError(f"--top is {config.top}; it must be two sizes or more and end with 1, the logit of a click")
+    cli.need_data(config, "a folder of prepared clicks")
+    return config
 
 
-def open_data(config: Config):
-    """(training set, evaluation set), see data/criteo.py."""
-    if not config.data:
-        raise InputError("--data is missing: give a folder of prepared clicks; `--data synthetic` is a trial")
+def open_data(config: Config) -> Data:
+    """Opens the training and the evaluation clicks."""
     if config.data == "synthetic":
         sizes = {"train": SYNTHETIC_TRAIN, "eval": SYNTHETIC_EVAL}
         shape = {"table_rows": SYNTHETIC_ROWS, "lookups": SYNTHETIC_LOOKUPS}
-        return [criteo.SyntheticClicks(split, size, config.seed, **shape) for split, size in sizes.items()]
-    return [criteo.open_clicks(config.data, split, config.hash_rows or None) for split in ("train", "eval")]
+        return Data(*(criteo.SyntheticClicks(split, n, config.seed, **shape) for split, n in sizes.items()))
+    return Data(*(criteo.open_clicks(config.data, split, config.hash_rows or None) for split in ("train", "eval")))
 
 
 def table_list(config: Config, dataset) -> list[embedding.Table]:
-    """One table a categorical feature of the data set."""
+    """Returns one table per categorical feature of the data set."""
     features = zip(dataset.features, dataset.table_rows, dataset.lookups, strict=True)
     return [embedding.Table(name, rows, lookups, plan=config.plan) for name, rows, lookups in features]
 
@@ -140,184 +138,118 @@ def collate(every_table: list[embedding.Table], batch: dict[str, np.ndarray]) ->
     return loading.as_tensors(batch)
 
 
-def build(config: Config, dataset, mesh: device.Mesh):
-    """(network, embeddings, optimizer of the network) on the device, with the optimizers' states in being."""
-    every_table = table_list(config, dataset)
+def build(config: Config, data: Data, mesh: device.Mesh) -> State:
+    """Makes network, embeddings and optimizers on the device; the optimizers' states exist from the start."""
+    every_table = table_list(config, data.train)
     update = embedding.OPTIMIZERS[config.optimizer]
     update = update(eps=ADAGRAD_EPS) if config.optimizer == "adagrad" else update()
-    embeddings = embedding.ShardedEmbeddingBags(
-        every_table, config.dim, mesh, update, config.lr, config.seed, config.model_devices
-    )
-    model = DLRM(
-        dataset.num_dense, len(every_table), config.dim, config.bottom, config.top, config.interaction, *config.cross
-    )
-    device.to_device(model, mesh)
-    parameters = list(model.parameters())
-    if config.optimizer == "sgd":
-        optimizer = torch.optim.SGD(parameters, config.lr, foreach=False)
-    elif config.optimizer == "lazy_adam":
-        optimizer = torch.optim.Adam(parameters, config.lr, foreach=False)
-    else:
-        optimizer = torch.optim.Adagrad(parameters, config.lr, eps=ADAGRAD_EPS, foreach=False)
+    options = config.lr, config.seed, config.model_devices
+    embeddings = embedding.ShardedEmbeddingBags(every_table, config.dim, mesh, update, *options)
+    sizes = config.dim, config.bottom, config.top, config.interaction, *config.cross
+    model = device.to_device(DLRM(data.train.num_dense, len(every_table), *sizes), mesh)
+    adagrad = partial(torch.optim.Adagrad, eps=ADAGRAD_EPS)
+    kin = {"sgd": torch.optim.SGD, "lazy_adam": torch.optim.Adam}.get(config.optimizer, adagrad)
+    optimizer = kin(model.parameters(), config.lr, foreach=False)
     device.init_optimizer_state(optimizer, mesh)
-    return model, embeddings, optimizer
+    return State(model, embeddings, optimizer)
 
 
-def train_step(model, embeddings, optimizer, batch: dict[str, Tensor], mesh) -> dict[str, Tensor]:
-    """One update on batch["dense"] [B, num_dense], "ids" [B, lookups] and "label" [B]; returns the mean loss."""
-    embedded = embeddings(batch["ids"], batch.get("present"))
+def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
+    """Updates once on batch["dense"] [B, num_dense], "ids" [B, lookups] and "label" [B]; returns the mean loss."""
+    embedded = state.embeddings(batch["ids"], batch.get("present"))
     with mesh.autocast():
-        logits = model(batch["dense"], embedded)
+        logits = state.model(batch["dense"], embedded)
     # The mean outside: inside, torch_xla counts the labels of all devices, a collective before the backward pass.
     loss = F.binary_cross_entropy_with_logits(logits, batch["label"], reduction="none").mean()
     loss.backward()
-    optimizer.step()
-    embeddings.step()
-    optimizer.zero_grad(set_to_none=True)
+    state.optimizer.step()
+    state.embeddings.step()
+    state.optimizer.zero_grad(set_to_none=True)
     return {"loss": loss.detach()}
 
 
-def eval_step(model, embeddings, batch: dict[str, Tensor], mesh) -> Tensor:
-    """(logit, label, mask) of each example, [B, 3], on every device and so on every host."""
+def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> Tensor:
+    """Returns (logit, label, mask) of each example, [B, 3], on every device and so on every host."""
     with torch.no_grad(), mesh.autocast():
-        logits = model(batch["dense"], embeddings(batch["ids"], batch.get("present")))
+        logits = state.model(batch["dense"], state.embeddings(batch["ids"], batch.get("present")))
     scores = torch.stack([logits, batch["label"], batch["mask"]], 1)
     device.replicate(scores, mesh)
     return scores
 
 
-def click_metrics(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """AUC (exact), log loss in nats, and normalised entropy: log loss divided by that of always predicting the mean
-    click rate (He et al. 2014, "Practical lessons from predicting clicks on ads at Facebook", section 2.1)."""
-    from sklearn.metrics import roc_auc_score  # a second to import
-
-    rate = labels.mean()
-    if not 0 < rate < 1:
-        raise InputError(f"all {len(labels)} labels of the evaluation split are {labels[0]:.0f}: there is no AUC")
-    if not np.isfinite(logits).all():
-        raise InputError("a logit is not finite: training diverged; use a smaller --lr or more --warmup-steps")
-    logits = logits.astype(np.float64)
-    # log(1 + exp(x)) - y x, without overflow.
-    loss = float((np.logaddexp(0, logits) - labels * logits).mean())
-    entropy = -float(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
-    return {"auc": float(roc_auc_score(labels, logits)), "loss": loss, "ne": loss / entropy}
-
-
-def evaluate(step, model, embeddings, dataset, config: Config, mesh) -> dict[str, float]:
-    """AUC, loss and normalised entropy over every example of `dataset` once; `step` is the compiled eval_step."""
-    model.eval()
-    batch_size = -(-min(EVAL_BATCH, len(dataset)) // mesh.num_devices) * mesh.num_devices
-    with loading.parallel_loader(
-        dataset,
-        batch_size,
-        mesh,
-        train=False,
-        collate=partial(collate, table_list(config, dataset)),
-        workers=config.workers,
-    ) as loader:
-        scores = {str(number): step(model, embeddings, batch, mesh) for number, batch in enumerate(loader)}
-    model.train()
+def evaluate(step, state: State, clicks: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
+    """Returns AUC, loss and normalised entropy over every example once; `step` is the compiled eval_step."""
+    state.model.eval()
+    state = state._replace(optimizer=None)  # else its counts, which change, would belong to the step's arguments
+    batch_size = -(-min(EVAL_BATCH, len(clicks)) // mesh.num_devices) * mesh.num_devices
+    options = {"collate": partial(collate, table_list(config, clicks)), "workers": config.workers}
+    with loading.parallel_loader(clicks, batch_size, mesh, train=False, **options) as loader:
+        scores = {str(number): step(state, batch, config, mesh) for number, batch in enumerate(loader)}
+    state.model.train()
     logits, labels, mask = torch.cat(list(checkpoint.to_host(scores).values())).numpy().T
-    return click_metrics(logits[mask > 0], labels[mask > 0])
+    return criteo.click_metrics(logits[mask > 0], labels[mask > 0])
 
 
-def export(folder: str, model: DLRM, checkpoints, step: int, config: Config, dataset) -> None:
-    """Writes weights under torchrec's names: model.safetensors without the tables, and a file a table, which is the
-    only place where a table is whole. `load_state_dict` of torchrec's DLRM takes them together."""
-    config_names = ("dim", "bottom", "top", "interaction", "cross")
-    metadata = {name: json.dumps(getattr(config, name)) for name in config_names}
-    metadata |= {"features": json.dumps(dataset.features), "rows": json.dumps(dataset.table_rows)}
-    network = checkpoint.to_host({name: value.detach() for name, value in model.state_dict().items()})
+def export(folder: str, state: State, data: Data, config: Config, checkpoint_folder: str) -> None:
+    """Writes what torchrec's DLRM loads: model.safetensors without the tables, and a file per table, out of the newest
+    checkpoint, the only place where a table is whole."""
+    metadata = {name: json.dumps(getattr(config, name)) for name in ("dim", "bottom", "top", "interaction", "cross")}
+    metadata |= {"features": json.dumps(data.train.features), "rows": json.dumps(data.train.table_rows)}
+    network = checkpoint.to_host(state.model.state_dict())
     files.save_weights(f"{folder}/model.safetensors", network, metadata)
-    for name in dataset.features:
-        table = embedding.read_table(checkpoints.folder(step), name)
+    for name in data.train.features:
+        table = embedding.read_table(checkpoint_folder, name)
         files.save_weights(f"{folder}/tables/{name}.safetensors", {TABLE_KEY.format(name): table}, {})
 
 
 def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports; returns the final metrics: auc, loss and ne of the evaluation split."""
-    validate(config)
+    config = validate(config)
     mesh = device.setup(config.seed, config.precision, config.strict)
-    train_set, eval_set = open_data(config)
-    batch_size = config.batch_size
-    per_epoch = loading.steps_per_epoch(train_set, batch_size, mesh)
+    data = open_data(config)
+    per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh)
     total = config.epochs * per_epoch
-    eval_every = config.eval_every or per_epoch
-    trial = config.data == "synthetic"
-    headline = f"dlrm on {config.data}: {len(train_set):,} examples, {len(train_set.features)} tables of "
-    headline += f"{sum(train_set.table_rows):,} rows, {config.epochs} epoch(s) of {per_epoch:,} steps of {batch_size} "
-    headline += f"on {mesh.num_devices} {mesh.kind} device(s)"
-    run = Run(
-        config,
-        default_name=f"dlrm-{'synthetic' if trial else 'clicks'}",
-        headline=headline + ("; this is a trial, for real training see --help" if trial else ""),
-        devices={"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count},
-        main_process=mesh.main_process,
-        free=FREE,
-        total_steps=total,
+    name = f"dlrm-{'synthetic' if config.data == 'synthetic' else 'clicks'}"
+    headline = f"dlrm on {config.data}: {len(data.train):,} examples, {len(data.train.features)} tables of "
+    headline += (
+        f"{sum(data.train.table_rows):,} rows, {config.epochs} epoch(s) of {per_epoch:,} steps of {config.batch_size}"
     )
-    run.check_hosts(mesh)
+    run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total)
     if run.finished:
-        run.print_summary()
-        return run.summary["metrics"]
+        return run.print_summary()
 
-    model, embeddings, optimizer = build(config, train_set, mesh)
-    checkpoints = checkpoint.Checkpointer(
-        f"{run.path}/checkpoints", config.keep, mesh.main_process, embedding.TableStorage(embeddings)
-    )
-    start = checkpoints.restore(model, optimizer, mesh)
-    device.same_on_all_hosts(mesh, "the step to resume from", start)
-    device.same_on_all_hosts(mesh, "the number of training examples", len(train_set))
-    if run.resumed:
-        run.resume_at(start)
-    run.message("tables: " + ", ".join(f"{n} {plan}" for plan, n in embeddings.plan.counts().items()))
+    state = build(config, data, mesh)
+    sizes = {"examples": len(data.train), "keep": config.keep}
+    start = run.resume(state.model, state.optimizer, tables=embedding.TableStorage(state.embeddings), **sizes)
+    run.message("tables: " + ", ".join(f"{n} {plan}" for plan, n in state.embeddings.plan.counts().items()))
     step_fn, eval_fn = device.compiled(train_step, mesh), device.compiled(eval_step, mesh)
-    model.train()
+    state.model.train()
+    span = {"seed": config.seed, "start": start, "stop": total, "shuffle": config.shuffle, "workers": config.workers}
+    span["collate"] = partial(collate, table_list(config, data.train))
+    loader = loading.parallel_loader(data.train, config.batch_size, mesh, train=True, **span)
     metrics: dict[str, float] = {}
-    loader = loading.parallel_loader(
-        train_set,
-        batch_size,
-        mesh,
-        train=True,
-        seed=config.seed,
-        start=start,
-        stop=total,
-        shuffle=config.shuffle,
-        collate=partial(collate, table_list(config, train_set)),
-        workers=config.workers,
-    )
-    with device.stop_requested(mesh, every=100) as stopped, closing(run), checkpoints, loader:
+    with run.training(loader, stop_every=100):
         for step, batch in enumerate(loader, start + 1):
             lr = learning_rate(config, step - 1)
-            device.set_lr(optimizer, lr)
-            device.set_lr(embeddings, lr)
-            step_metrics = step_fn(model, embeddings, optimizer, batch, mesh)
+            device.set_lr(state.optimizer, lr)
+            device.set_lr(state.embeddings, lr)
+            step_metrics = step_fn(state, batch, config, mesh)
             if step == 1 or step % config.log_every == 0 or step == total:
-                run.log(step, examples=step * batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
-            stop = stopped() and step < total
-            evaluates = step % eval_every == 0 or step == total
+                run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
+            evaluates = step % (config.eval_every or per_epoch) == 0 or step == total
             if evaluates:
                 with run.pause():
-                    metrics = evaluate(eval_fn, model, embeddings, eval_set, config, mesh)
+                    metrics = evaluate(eval_fn, state, data.eval, config, mesh)
                 run.evaluation(step, **metrics)
-            # After the evaluation, so that a run resumed from this checkpoint has its figures.
-            if evaluates or stop or step % config.save_every == 0:
-                with run.pause():
-                    run.upload()  # so that what a resumed run keeps is there before its checkpoint is
-                    checkpoints.save(step, model, optimizer)
-            checkpoints.raise_failure()
-            if stop:
-                checkpoints.wait()
-                run.message(f"stopped by a signal at step {step}: saved; the same command goes on from here")
-                raise SystemExit(143)
-        checkpoints.wait()
+            run.checkpoint(step, due=evaluates or step % config.save_every == 0)
+        run.checkpoints.wait()
         if not metrics:  # killed after the last step, before the export
-            metrics = evaluate(eval_fn, model, embeddings, eval_set, config, mesh)
-        if trial:
-            run.message(f"a perfect model would reach an AUC of {eval_set.perfect_auc():.4f} on this synthetic data")
+            metrics = evaluate(eval_fn, state, data.eval, config, mesh)
+        if config.data == "synthetic":
+            run.message(f"a perfect model would reach an AUC of {data.eval.perfect_auc():.4f} on this synthetic data")
         if mesh.main_process:
-            export(f"{run.path}/export", model, checkpoints, total, config, train_set)
-        run.finish(metrics, device.graph_report())
+            export(f"{run.path}/export", state, data, config, run.checkpoints.folder(total))
+        run.finish(metrics)
     return metrics
 
 

@@ -9,7 +9,6 @@ result    of published checkpoints: not run yet (they cannot be had here); small
 
 import math
 from collections import namedtuple
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from data import batching, glue, vocabulary
 from errors import InputError
@@ -25,7 +23,7 @@ from models import encoders
 from train.common import checkpoint, cli, device, files, loading
 from train.common.run import Run
 
-# Of `checkpoint`, a hub id; warmup: the share of the steps in which the learning rate rises.
+# checkpoint: a hub id; warmup: the share of the steps in which the learning rate rises.
 Recipe = namedtuple("Recipe", "checkpoint lr warmup weight_decay epochs beta2", defaults=(0.999,))
 # One of the values that the papers searched for each task; --lr, --batch-size and --epochs give others.
 RECIPES = {
@@ -61,57 +59,46 @@ class Config:
     seed: int = 0  # of new weights, the order of the data and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
     log_every: int = 50  # steps between lines of metrics
-    eval_every: int = 0  # steps between evaluations and checkpoints; 0: an epoch
+    eval_every: int = 0  # steps between evaluations; 0: an epoch
+    save_every: int = 0  # steps between checkpoints, besides the one at each evaluation; 0: none
     keep: int = 1  # checkpoints that stay
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
 
 
-TINY = Config(
-    data="synthetic",
-    task="sst2",
-    lengths=(16, 32),
-    epochs=6,
-    lr=2e-3,
-    weight_decay=0.01,
-    precision="float32",
-    workers=0,
-)
+TINY = Config(**cli.TRIAL, task="sst2", lengths=(16, 32), epochs=6, lr=2e-3, weight_decay=0.01)
 
-# What a run may change when it is resumed: none of these touches a number.
-FREE = ("workers", "log_every", "strict")
-ADAM_EPS = 1e-6  # of all four papers
-SYNTHETIC_WORDS, SYNTHETIC_INIT = 400, 0.05  # of a trial: most tokens, and the spread of new weights
+# Fields that a resumed run may change: none of these touches a number.
+FREE = ("workers", "log_every", "save_every", "strict")
+ADAM_EPS = 1e-6  # as in all four papers
+SYNTHETIC_WORDS, SYNTHETIC_INIT = 400, 0.05  # a trial's largest vocabulary, and the spread of its new weights
+
+Data = namedtuple("Data", "train eval model tokenizer")  # eval: {split: examples}; model: on the host, its head is new
+State = namedtuple("State", "model optimizer")  # what a step works on
 
 
 def learning_rate(config: Config, step: int, total: int) -> float:
-    """Of step 0, 1, …: linear warm-up, then linearly to 0."""
+    """Returns the rate at 0-based `step`: linear warm-up, then linearly to 0."""
     warmup = config.warmup * total
     if step < warmup:
         return config.lr * (step + 1) / (warmup + 1)
     return config.lr * (total - step) / max(total - warmup, 1)
 
 
-def completed(config: Config) -> Config:
-    """With the model's recipe where a field is None. Refuses values outside their range."""
+def validate(config: Config) -> Config:
+    """Returns the config with the model's recipe where a field is None; refuses values outside their range."""
     recipe = RECIPES[config.model]
-    values = {name: getattr(recipe, name) for name in ("epochs", "lr", "warmup", "weight_decay")}
-    config = replace(config, **{name: value for name, value in values.items() if getattr(config, name) is None})
-    at_least = {1: "batch_size log_every keep", 0: "lr warmup weight_decay eval_every seed", -1: "workers"}
-    for low, fields in at_least.items():
-        for field in fields.split():
-            if not getattr(config, field) >= low:
-                raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least {low}")
-    for field in ("epochs", "clip"):
-        if not getattr(config, field) > 0:
-            raise InputError(f"--{field} is {getattr(config, field)}; it must be above 0")
+    config = replace(config, **{k: value for k, value in recipe._asdict().items() if getattr(config, k, "") is None})
+    cli.at_least(config, 1, "batch_size", "log_every", "keep")
+    cli.at_least(config, 0, "lr", "warmup", "weight_decay", "eval_every", "save_every", "seed")
+    cli.at_least(config, -1, "workers")
+    cli.above(config, 0, "epochs", "clip")
     if config.warmup >= 1:
         raise InputError(f"--warmup is {config.warmup}; it must be a share of the steps, below 1")
     if not config.lengths or list(config.lengths) != sorted(set(config.lengths)) or config.lengths[0] < 8:
         raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 8")
-    if not config.data:
-        raise InputError("--data is missing: give GLUE's folder or nyu-mll/glue; `--data synthetic` is a trial")
+    cli.need_data(config, "GLUE's folder or nyu-mll/glue")
     if not config.checkpoint and config.data != "synthetic":
         if not recipe.checkpoint:
             raise InputError(f"--checkpoint is missing: --model {config.model} needs one")
@@ -119,55 +106,43 @@ def completed(config: Config) -> Config:
     return config
 
 
-def open_model(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """(classifier on the host, tokenizer); the classifier's head is new."""
-    weights = None
+def open_data(config: Config) -> Data:
+    """Opens the model and its tokenizer, and encodes the task's splits with it."""
+    labels, splits = glue.TASKS[config.task].labels, ("train", *glue.TASKS[config.task].evaluation)
+    texts = {split: glue.read(config.data, config.task, split, config.seed) for split in splits}
     if config.checkpoint:
         folder = files.local_folder(config.checkpoint)
         settings, weights, tokenizer = encoders.open_checkpoint(folder, config.model)
+        source = (folder, weights) if config.pretrained else None
     else:  # a trial
-        examples = glue.read(config.data, config.task, "train", config.seed)
-        kind = {"fairseq-roberta": "roberta", "auto": "bert"}.get(config.model, config.model)
-        tokenizer = vocabulary.learn([*examples.first, *(examples.second or [])], kind, SYNTHETIC_WORDS)
+        kind, source = {"fairseq-roberta": "roberta", "auto": "bert"}.get(config.model, config.model), None
+        words = [*texts["train"].first, *(texts["train"].second or [])]
+        tokenizer = vocabulary.learn(words, kind, SYNTHETIC_WORDS)
         settings = encoders.configuration(kind, "tiny", tokenizer, config.lengths[-1])
         settings.initializer_range = SYNTHETIC_INIT
-    if config.lengths[-1] > encoders.positions(settings):
-        raise InputError(
-            f"--lengths go up to {config.lengths[-1]}; the model has {encoders.positions(settings)} positions"
-        )
-    labels = glue.TASKS[config.task].labels
-    settings.num_labels = max(len(labels), 1)
-    settings.problem_type = "single_label_classification" if labels else "regression"
-    if labels:
-        settings.id2label, settings.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
-    if config.checkpoint and config.pretrained:
-        return encoders.load(AutoModelForSequenceClassification, settings, weights, folder), tokenizer
-    return AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32), tokenizer
+    if config.lengths[-1] > (positions := encoders.positions(settings)):
+        raise InputError(f"--lengths go up to {config.lengths[-1]}; the model has {positions} positions")
+    model = encoders.classifier(settings, labels, source)
+    sets = {split: glue.Encoded(text, tokenizer, config.lengths[-1]) for split, text in texts.items()}
+    return Data(sets.pop("train"), sets, model, tokenizer)
 
 
-def build(config: Config, model: PreTrainedModel, mesh: device.Mesh) -> torch.optim.Optimizer:
-    """Moves the model to the device; its optimizer, with the state in being."""
-    device.to_device(encoders.fast_layers(model), mesh)
+def batches(config: Config, examples: glue.Encoded) -> batching.Buckets:
+    """Returns which examples share a batch: each belongs to the shortest of --lengths that holds it."""
+    return batching.Buckets(examples.lengths, [(config.batch_size, length) for length in config.lengths])
+
+
+def build(config: Config, data: Data, mesh: device.Mesh) -> State:
+    """Moves the model to the device and makes its optimizer, whose state exists from the start."""
+    model = device.to_device(encoders.fast_layers(data.model), mesh)
     groups = encoders.parameter_groups(model, config.weight_decay)
-    betas = (0.9, RECIPES[config.model].beta2)
-    optimizer = torch.optim.AdamW(groups, config.lr, betas, ADAM_EPS, foreach=False)
+    optimizer = torch.optim.AdamW(groups, config.lr, (0.9, RECIPES[config.model].beta2), ADAM_EPS, foreach=False)
     device.init_optimizer_state(optimizer, mesh)
-    return optimizer
-
-
-def forward(model, batch: dict[str, Tensor], mesh) -> Tensor:
-    """Logits [B, labels], float32, of batch["input_ids"], "attention_mask" and "token_type_ids" [B, T]."""
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    if model.config.model_type == "xlnet" or getattr(model.config, "type_vocab_size", 0) > 1:  # not RoBERTa's
-        inputs["token_type_ids"] = batch["token_type_ids"]
-    if model.config.model_type == "xlnet":
-        inputs["use_mems"] = False
-    with mesh.autocast():
-        return model(**inputs).logits.float()
+    return State(model, optimizer)
 
 
 def mean_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Cross-entropy, or the squared error where there is one output; rows without an example do not count."""
+    """Returns the cross-entropy, or the squared error of one output; rows without an example do not count."""
     if logits.shape[1] == 1:
         losses = (logits[:, 0] - batch["labels"]).square()
     else:
@@ -175,138 +150,101 @@ def mean_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return (losses * batch["mask"]).sum() / batch["mask"].sum()
 
 
-def train_step(model, optimizer, batch: dict[str, Tensor], clip: float, mesh) -> dict[str, Tensor]:
-    """One update on a batch of loading's, with data/glue.py's entries; returns the mean loss."""
-    loss = mean_loss(forward(model, batch, mesh), batch)
+def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
+    """Updates once on a batch with data/glue.py's entries; returns the mean loss and the gradients' norm."""
+    with mesh.autocast():
+        logits = encoders.logits(state.model, batch)
+    loss = mean_loss(logits.float(), batch)
     loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=False)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.clip, foreach=False)
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
     return {"loss": loss.detach(), "gradient_norm": norm.detach()}
 
 
-def eval_step(model, batch: dict[str, Tensor], mesh) -> Tensor:
-    """Logits [B, labels], on every device."""
-    with torch.no_grad():
-        logits = forward(model, batch, mesh)
+def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> Tensor:
+    """Returns logits [B, labels], on every device and so on every host."""
+    with torch.no_grad(), mesh.autocast():
+        logits = encoders.logits(state.model, batch)
+    logits = logits.float()
     device.replicate(logits, mesh)
     return logits
 
 
-def evaluate(step, model, sets: dict[str, glue.Encoded], config: Config, mesh) -> dict[str, float]:
-    """The task's metrics on all examples of each split, and the mean loss; `step` is the compiled eval_step."""
+def evaluate(step, state: State, sets: dict[str, glue.Encoded], config: Config, mesh: device.Mesh) -> dict[str, float]:
+    """Returns the task's metrics and the mean loss over each split; `step` is the compiled eval_step."""
     metrics = {}
-    for split, dataset in sets.items():
+    state.model.eval()
+    state = state._replace(optimizer=None)  # else its counts, which change, would belong to the step's arguments
+    for split, examples in sets.items():
+        plan = batches(config, examples)
+        with loading.parallel_loader(examples, plan, mesh, train=False, workers=config.workers) as loader:
+            scores = {str(number): step(state, batch, config, mesh) for number, batch in enumerate(loader)}
+        logits = torch.cat(list(checkpoint.to_host(scores).values()))
+        order = np.concatenate([indices for indices, _ in plan.epoch(None)])
+        logits, labels = logits[order >= 0], torch.from_numpy(examples.labels[order[order >= 0]])
+        loss = mean_loss(logits, {"labels": labels, "mask": torch.ones(len(labels))}).item()
+        predictions = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
+        values = glue.score(config.task, predictions.numpy(), labels.numpy()) | {"loss": loss}
         prefix = "mismatched_" if split.endswith("mismatched") else ""
-        values = evaluate_split(step, model, dataset, config, mesh)
         metrics |= {prefix + name: value for name, value in values.items()}
+    state.model.train()
     return metrics
 
 
-def evaluate_split(step, model, dataset: glue.Encoded, config: Config, mesh) -> dict[str, float]:
-    """The same for one split."""
-    model.eval()
-    plan = batching.Buckets(dataset.lengths, [(config.batch_size, length) for length in config.lengths])
-    with loading.parallel_loader(dataset, plan, mesh, train=False, workers=config.workers) as loader:
-        batches = {str(number): step(model, batch, mesh) for number, batch in enumerate(loader)}
-    model.train()
-    logits = torch.cat(list(checkpoint.to_host(batches).values()))
-    order = np.concatenate([indices for indices, _ in plan.epoch(None)])
-    logits, labels = logits[order >= 0], torch.from_numpy(dataset.labels[order[order >= 0]])
-    loss = mean_loss(logits, {"labels": labels, "mask": torch.ones(len(labels))}).item()
-    predictions = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
-    return glue.score(config.task, predictions.numpy(), labels.numpy()) | {"loss": loss}
-
-
-def export(folder: str, model: PreTrainedModel, tokenizer) -> None:
+def export(folder: str, state: State, data: Data) -> None:
     """Writes what transformers' `pipeline("text-classification", model=folder)` loads."""
-    weights = checkpoint.to_host({name: value.detach() for name, value in model.state_dict().items()})
-    files.write_folder(folder, lambda local: encoders.save(local, model, weights, tokenizer))
+    weights = checkpoint.to_host(state.model.state_dict())
+    files.write_folder(folder, lambda local: encoders.save(local, state.model, weights, data.tokenizer))
 
 
 def main(config: Config) -> dict[str, float]:
-    """Fine-tunes, evaluates and exports; returns the final metrics of the validation split: the task's and loss, those
-    of MNLI's second split with the prefix mismatched_."""
-    config = completed(config)
+    """Fine-tunes, evaluates and exports; returns the final metrics, MNLI's second split's as mismatched_…."""
+    config = validate(config)
     mesh = device.setup(config.seed, config.precision, config.strict)
     if mesh.process_count > 1 and config.model == "xlnet" and not config.checkpoint:  # see vocabulary.learn
-        raise InputError(
-            f"the trial of --model xlnet is for one host, not {mesh.process_count}: each would learn another "
-            "vocabulary; give --checkpoint, or try another --model"
-        )
-    model, tokenizer = open_model(config)
-    sets = {}
-    for split in ("train", *glue.TASKS[config.task].evaluation):
-        examples = glue.read(config.data, config.task, split, config.seed)
-        sets[split] = glue.Encoded(examples, tokenizer, config.lengths[-1])
-    train_set = sets.pop("train")
-    plan = batching.Buckets(train_set.lengths, [(config.batch_size, length) for length in config.lengths])
-    total = math.ceil(config.epochs * loading.steps_per_epoch(train_set, plan, mesh))
-    trial = config.data == "synthetic"
-    headline = f"{config.model} on {config.task}: {len(train_set):,} examples ({train_set.truncated:,} cut to "
+        raise InputError(f"the trial of --model xlnet is for one host, not {mesh.process_count}; give --checkpoint")
+    data = open_data(config)
+    plan = batches(config, data.train)
+    total = math.ceil(config.epochs * loading.steps_per_epoch(data.train, plan, mesh))
+    name = f"{config.model}-{config.task}{'-synthetic' if config.data == 'synthetic' else ''}"
+    headline = f"{config.model} on {config.task}: {len(data.train):,} examples ({data.train.truncated:,} cut to "
     headline += (
         f"{config.lengths[-1]} tokens) in batches of {config.batch_size} x {'|'.join(map(str, config.lengths))} "
     )
-    headline += f"with {plan.padding:.1%} padding, {total:,} steps ({config.epochs:g} epochs) on {mesh.num_devices} "
-    headline += f"{mesh.kind} device(s)"
-    run = Run(
-        config,
-        default_name=f"{config.model}-{config.task}{'-synthetic' if trial else ''}",
-        headline=headline + ("; this is a trial, for real training see --help" if trial else ""),
-        devices={"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count},
-        main_process=mesh.main_process,
-        free=FREE,
-        total_steps=total,
-    )
-    run.check_hosts(mesh)
+    headline += f"with {plan.padding:.1%} padding, {total:,} steps ({config.epochs:g} epochs)"
+    run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total)
     if run.finished:
-        run.print_summary()
-        return run.summary["metrics"]
+        return run.print_summary()
 
-    optimizer = build(config, model, mesh)
-    checkpoints = checkpoint.Checkpointer(f"{run.path}/checkpoints", config.keep, mesh.main_process)
-    start = checkpoints.restore(model, optimizer, mesh)
-    device.same_on_all_hosts(mesh, "the step to resume from", start)
-    device.same_on_all_hosts(mesh, "the number of training examples", len(train_set))
-    if run.resumed:
-        run.resume_at(start)
-    step_fn = device.compiled(train_step, mesh, len(plan.shapes))
-    eval_fn = device.compiled(eval_step, mesh, len(plan.shapes))
-    model.train()
-    metrics: dict[str, float] = {}
+    state = build(config, data, mesh)
+    start = run.resume(state.model, state.optimizer, examples=len(data.train), keep=config.keep)
+    step_fn, eval_fn = (device.compiled(step, mesh, len(plan.shapes)) for step in (train_step, eval_step))
+    state.model.train()
     span = {"seed": config.seed, "start": start, "stop": total}
-    loader = loading.parallel_loader(train_set, plan, mesh, train=True, workers=config.workers, **span)
-    with device.stop_requested(mesh) as stopped, closing(run), checkpoints, loader:
+    loader = loading.parallel_loader(data.train, plan, mesh, train=True, workers=config.workers, **span)
+    metrics: dict[str, float] = {}
+    with run.training(loader):
         for step, batch in enumerate(loader, start + 1):
             device.seed_step(config.seed, step)
             lr = learning_rate(config, step - 1, total)
-            device.set_lr(optimizer, lr)
-            step_metrics = step_fn(model, optimizer, batch, config.clip, mesh)
+            device.set_lr(state.optimizer, lr)
+            step_metrics = step_fn(state, batch, config, mesh)
             if step == 1 or step % config.log_every == 0 or step == total:
-                examples = step * len(train_set) // len(plan)
+                examples = step * len(data.train) // len(plan)
                 run.log(step, examples=examples, input_wait=loader.input_wait(), lr=lr, **step_metrics)
-            stop = stopped() and step < total
             evaluates = step % (config.eval_every or len(plan)) == 0 or step == total
             if evaluates:
                 with run.pause():
-                    metrics = evaluate(eval_fn, model, sets, config, mesh)
+                    metrics = evaluate(eval_fn, state, data.eval, config, mesh)
                 run.evaluation(step, **metrics)
-            # After the evaluation, so that a run resumed from this checkpoint has its figures.
-            if evaluates or stop:
-                with run.pause():
-                    run.upload()  # so that what a resumed run keeps is there before its checkpoint is
-                    checkpoints.save(step, model, optimizer)
-            checkpoints.raise_failure()
-            if stop:
-                checkpoints.wait()
-                run.message(f"stopped by a signal at step {step}: saved; the same command goes on from here")
-                raise SystemExit(143)
-        checkpoints.wait()
+            run.checkpoint(step, due=evaluates or bool(config.save_every and step % config.save_every == 0))
+        run.checkpoints.wait()
         if not metrics:  # killed after the last step, before the export
-            metrics = evaluate(eval_fn, model, sets, config, mesh)
+            metrics = evaluate(eval_fn, state, data.eval, config, mesh)
         if mesh.main_process:
-            export(f"{run.path}/export", model, tokenizer)
-        run.finish(metrics, device.graph_report())
+            export(f"{run.path}/export", state, data)
+        run.finish(metrics)
     return metrics
 
 

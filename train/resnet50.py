@@ -13,7 +13,7 @@ result    full recipe: not run yet; tiny: README
 
 import json
 import math
-from contextlib import closing
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data import imagenet
 from errors import InputError
-from models.resnet import Normalize, ResNet, resnet
+from models.resnet import Normalize, load_weights, resnet
 from train.common import checkpoint, cli, device, files, loading
 from train.common.run import Run
 
@@ -57,7 +57,7 @@ class Config:
 
 
 TINY = Config(
-    data="synthetic",
+    **cli.TRIAL,
     model="resnet_tiny",
     image_size=32,
     epochs=8,
@@ -65,19 +65,20 @@ TINY = Config(
     lr=0.8,
     warmup_epochs=1.0,
     norm_groups=8,
-    precision="float32",
-    workers=0,
     log_every=10,
     save_every=50,
 )
 
-# What a run may change when it is resumed: none of these touches a number.
+# Fields that a resumed run may change: none of these touches a number.
 FREE = ("workers", "log_every", "save_every", "keep", "strict")
 SYNTHETIC_CLASSES, SYNTHETIC_TRAIN, SYNTHETIC_EVAL = 10, 2048, 500
 
+Data = namedtuple("Data", "train eval")  # what a run reads: images of data/imagenet.py
+State = namedtuple("State", "model normalize optimizer")  # what a step works on
+
 
 def learning_rate(config: Config, step: int, steps_per_epoch: int) -> float:
-    """Of step 0, 1, …: linear warm-up, then half a cosine down to 0 (He et al. 2018, section 5.1)."""
+    """Returns the rate at 0-based `step`: linear warm-up, then half a cosine to 0 (He et al. 2018, section 5.1)."""
     peak = config.lr * config.batch_size / 256
     warmup, total = config.warmup_epochs * steps_per_epoch, config.epochs * steps_per_epoch
     if step < warmup:
@@ -85,64 +86,41 @@ def learning_rate(config: Config, step: int, steps_per_epoch: int) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
 
 
-def validate(config: Config) -> None:
-    """Refuses values outside their range before anything is made."""
-    at_least = {1: "epochs batch_size log_every save_every eval_every keep", 32: "image_size", -1: "workers"}
-    at_least[0] = "lr warmup_epochs momentum weight_decay norm_groups seed"
-    for low, fields in at_least.items():
-        for field in fields.split():
-            if not getattr(config, field) >= low:
-                raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least {low}")
-    if not 0 <= config.label_smoothing < 1:
-        raise InputError(f"--label-smoothing is {config.label_smoothing}; it must be at least 0 and below 1")
+def validate(config: Config) -> Config:
+    """Returns the config; refuses values outside their range."""
+    cli.at_least(config, 1, "epochs", "batch_size", "log_every", "save_every", "eval_every", "keep")
+    cli.at_least(config, 0, "lr", "warmup_epochs", "momentum", "weight_decay", "norm_groups", "seed")
+    cli.at_least(config, 32, "image_size")
+    cli.at_least(config, -1, "workers")
+    cli.below_one(config, "label_smoothing")
     if config.warmup_epochs >= config.epochs:
         raise InputError(f"--warmup-epochs is {config.warmup_epochs}; it must be below --epochs, {config.epochs}")
     if config.norm_groups and (config.batch_size % config.norm_groups or config.batch_size == config.norm_groups):
         sizes = f"--batch-size {config.batch_size} does not divide into --norm-groups {config.norm_groups}"
         raise InputError(f"{sizes} of at least 2 images")
+    cli.need_data(config, "a folder of images or a data set id")
+    return config
 
 
-def open_data(config: Config):
-    """(training set, evaluation set), see data/imagenet.py."""
-    if not config.data:
-        raise InputError("--data is missing: give a folder of images or a data set id; `--data synthetic` is a trial")
+def open_data(config: Config) -> Data:
+    """Opens the training and the evaluation images."""
     size = config.image_size
     if config.data == "synthetic":
         counts = {"train": SYNTHETIC_TRAIN, "eval": SYNTHETIC_EVAL}
-        return [imagenet.SyntheticImages(n, size, SYNTHETIC_CLASSES, config.seed, split) for split, n in counts.items()]
-    return [imagenet.open_imagenet(config.data, split, size, config.skip_broken) for split in ("train", "eval")]
+        sets = [imagenet.SyntheticImages(n, size, SYNTHETIC_CLASSES, config.seed, split) for split, n in counts.items()]
+    else:
+        sets = [imagenet.open_imagenet(config.data, split, size, config.skip_broken) for split in ("train", "eval")]
+    return Data(*sets)
 
 
-def load_pretrained(model: ResNet, path: str) -> None:
-    """Loads torchvision's or our exported weights; a head for another number of classes stays as it was initialised."""
-    weights, _ = files.load_weights(path)
-    own = model.state_dict()
-    for name in ("fc.weight", "fc.bias"):
-        if name in weights and weights[name].shape[0] != own[name].shape[0]:
-            weights[name] = own[name]
-    wrong = sorted(own.keys() ^ weights.keys())
-    wrong += [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
-    if wrong:
-        raise InputError(f"--weights {path} does not fit --model: {wrong[0]} and {len(wrong) - 1} more tensors differ")
-    model.load_state_dict(weights)
-
-
-def export(folder: str, model: ResNet, config: Config, classes: list[str]) -> None:
-    """Writes model.safetensors for `load_state_dict` of torchvision's model; its metadata names the classes."""
-    on_host = resnet(config.model, len(classes))
-    on_host.load_state_dict(checkpoint.to_host(dict([*model.named_parameters(), *model.named_buffers()])))
-    metadata = {"model": config.model, "image_size": str(config.image_size), "classes": json.dumps(classes)}
-    files.save_weights(f"{folder}/model.safetensors", on_host.state_dict(), metadata)
-
-
-def build(config: Config, num_classes: int, mesh: device.Mesh) -> tuple[ResNet, Normalize, torch.optim.Optimizer]:
-    """Model, normalisation and optimizer on the device, with the optimizer's state in being."""
+def build(config: Config, data: Data, mesh: device.Mesh) -> State:
+    """Makes model, normalisation and optimizer on the device; the optimizer's state exists from the start."""
     norm_groups = config.norm_groups or mesh.num_devices
     if norm_groups > 1 and norm_groups % mesh.num_devices:
         raise InputError(f"--norm-groups is {norm_groups}; it must be 1 or a multiple of {mesh.num_devices} devices")
-    model = resnet(config.model, num_classes, norm_groups=norm_groups)
+    model = resnet(config.model, len(data.train.classes), norm_groups=norm_groups)
     if config.weights:
-        load_pretrained(model, config.weights)
+        load_weights(model, files.load_weights(config.weights)[0], config.weights)
     device.to_device(model, mesh)
     normalize = device.to_device(Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD), mesh)
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -155,27 +133,27 @@ def build(config: Config, num_classes: int, mesh: device.Mesh) -> tuple[ResNet, 
     else:
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=False)
     device.init_optimizer_state(optimizer, mesh)
-    return model, normalize, optimizer
+    return State(model, normalize, optimizer)
 
 
-def train_step(model, normalize, optimizer, batch: dict[str, Tensor], config: Config, mesh) -> dict[str, Tensor]:
-    """One update on batch["image"] [B, 3, H, W] uint8 and batch["label"] [B]; returns the mean loss and accuracy."""
+def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
+    """Updates once on batch["image"] [B, 3, H, W] uint8 and batch["label"] [B]; returns the mean loss and accuracy."""
     with mesh.autocast():
-        logits = model(normalize(batch["image"]))
+        logits = state.model(state.normalize(batch["image"]))
     logits = logits.float()
     # The mean outside: inside, torch_xla counts the labels of all devices, a collective before the backward pass.
     loss = F.cross_entropy(logits, batch["label"], reduction="none", label_smoothing=config.label_smoothing).mean()
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
     accuracy = (logits.detach().argmax(1) == batch["label"]).float().mean()
     return {"loss": loss.detach(), "accuracy": accuracy}
 
 
-def eval_step(model, normalize, batch: dict[str, Tensor], mesh) -> dict[str, Tensor]:
-    """Sums over the examples of a batch; padding (mask 0) and unreadable images (label -1) do not count."""
+def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
+    """Returns sums over the examples of a batch, without padding (mask 0) and unreadable images (label -1)."""
     with torch.no_grad(), mesh.autocast():
-        logits = model(normalize(batch["image"]))
+        logits = state.model(state.normalize(batch["image"]))
     logits, label = logits.float(), batch["label"]
     counts = batch["mask"] * (label >= 0)
     label = label.clamp(min=0)
@@ -193,96 +171,73 @@ def eval_step(model, normalize, batch: dict[str, Tensor], mesh) -> dict[str, Ten
     }
 
 
-def evaluate(step, model, normalize, dataset, config: Config, mesh) -> dict[str, float]:
-    """Mean loss, top-1 and top-5 accuracy over every image of `dataset` once; `step` is the compiled eval_step."""
-    model.eval()
-    with loading.parallel_loader(dataset, config.batch_size, mesh, train=False, workers=config.workers) as loader:
-        sums = [step(model, normalize, batch, mesh) for batch in loader]
-    model.train()
-    names = list(sums[0])
-    # One transfer for all batches, and sums in Python's double precision.
-    values = device.fetch([batch[name] for batch in sums for name in names])
-    totals = {name: math.fsum(values[i :: len(names)]) for i, name in enumerate(names)}
+def evaluate(step, state: State, images: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
+    """Returns top-1 and top-5 accuracy and mean loss over every image once; `step` is the compiled eval_step."""
+    state.model.eval()
+    state = state._replace(optimizer=None)  # else its counts, which change, would belong to the step's arguments
+    with loading.parallel_loader(images, config.batch_size, mesh, train=False, workers=config.workers) as loader:
+        totals = device.fetch_sums([step(state, batch, config, mesh) for batch in loader])
+    state.model.train()
     if not totals["count"]:
         raise InputError(f"no image of the evaluation split of {config.data} can be decoded")
-    if totals["count"] < len(dataset) and mesh.main_process:
-        print(f"evaluated {totals['count']:.0f} of {len(dataset)} images: the others cannot be decoded", flush=True)
+    if totals["count"] < len(images) and mesh.main_process:
+        print(f"evaluated {totals['count']:.0f} of {len(images)} images: the others cannot be decoded", flush=True)
     return {name: totals[name] / totals["count"] for name in ("top1", "top5", "loss")}
+
+
+def export(folder: str, state: State, data: Data, config: Config) -> None:
+    """Writes model.safetensors for `load_state_dict` of torchvision's model; its metadata names the classes."""
+    model, classes = state.model, data.train.classes
+    on_host = resnet(config.model, len(classes))
+    on_host.load_state_dict(checkpoint.to_host(dict([*model.named_parameters(), *model.named_buffers()])))
+    metadata = {"model": config.model, "image_size": str(config.image_size), "classes": json.dumps(classes)}
+    files.save_weights(f"{folder}/model.safetensors", on_host.state_dict(), metadata)
 
 
 def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports; returns the final metrics: top1, top5 and loss of the evaluation split."""
-    validate(config)
+    config = validate(config)
     mesh = device.setup(config.seed, config.precision, config.strict)
-    train_set, eval_set = open_data(config)
-    batch_size = config.batch_size
-    per_epoch = loading.steps_per_epoch(train_set, batch_size, mesh)
+    data = open_data(config)
+    per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh)
     total = config.epochs * per_epoch
-    trial = config.data == "synthetic"
-    headline = f"{config.model} on {config.data}: {len(train_set)} images of {len(train_set.classes)} classes, "
-    headline += (
-        f"{config.epochs} epochs of {per_epoch} steps of {batch_size} on {mesh.num_devices} {mesh.kind} device(s)"
-    )
-    run = Run(
-        config,
-        default_name=f"{config.model}-{'synthetic' if trial else 'images'}",
-        headline=headline + ("; this is a trial, for real training see --help" if trial else ""),
-        devices={"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count},
-        main_process=mesh.main_process,
-        free=FREE,
-        total_steps=total,
-    )
-    run.check_hosts(mesh)
+    name = f"{config.model}-{'synthetic' if config.data == 'synthetic' else 'images'}"
+    headline = f"{config.model} on {config.data}: {len(data.train)} images of {len(data.train.classes)} classes, "
+    headline += f"{config.epochs} epochs of {per_epoch} steps of {config.batch_size}"
+    run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total)
     if run.finished:
-        run.print_summary()
-        return run.summary["metrics"]
+        return run.print_summary()
 
-    model, normalize, optimizer = build(config, len(train_set.classes), mesh)
-    checkpoints = checkpoint.Checkpointer(f"{run.path}/checkpoints", config.keep, mesh.main_process)
-    start = checkpoints.restore(model, optimizer, mesh)
-    device.same_on_all_hosts(mesh, "the step to resume from", start)
-    device.same_on_all_hosts(mesh, "the number of training images", len(train_set))
-    if run.resumed:
-        run.resume_at(start)
+    state = build(config, data, mesh)
+    start = run.resume(state.model, state.optimizer, examples=len(data.train), keep=config.keep)
     step_fn, eval_fn = device.compiled(train_step, mesh), device.compiled(eval_step, mesh)
-    model.train()
+    state.model.train()
+    span = {"seed": config.seed, "start": start, "stop": total}
+    loader = loading.parallel_loader(data.train, config.batch_size, mesh, train=True, workers=config.workers, **span)
     metrics: dict[str, float] = {}
-    loader = loading.parallel_loader(
-        train_set, batch_size, mesh, train=True, seed=config.seed, start=start, stop=total, workers=config.workers
-    )
-    with device.stop_requested(mesh) as stopped, closing(run), checkpoints, loader:
+    with run.training(loader):
         for step, batch in enumerate(loader, start + 1):
             device.seed_step(config.seed, step)
             lr = learning_rate(config, step - 1, per_epoch)
-            device.set_lr(optimizer, lr)
-            step_metrics = step_fn(model, normalize, optimizer, batch, config, mesh)
+            device.set_lr(state.optimizer, lr)
+            step_metrics = step_fn(state, batch, config, mesh)
             if step == 1 or step % config.log_every == 0 or step == total:
-                run.log(step, examples=step * batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
-            stop = stopped() and step < total
+                run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
             evaluates = step % (per_epoch * config.eval_every) == 0 or step == total
             if evaluates:
                 with run.pause():
-                    metrics = evaluate(eval_fn, model, normalize, eval_set, config, mesh)
+                    metrics = evaluate(eval_fn, state, data.eval, config, mesh)
                 run.evaluation(step, **metrics)
-            # After the evaluation, so that a run resumed from this checkpoint has its figures.
-            if evaluates or stop or step % config.save_every == 0:
-                with run.pause():
-                    run.upload()  # so that what a resumed run keeps is there before its checkpoint is
-                    checkpoints.save(step, model, optimizer)
-            checkpoints.raise_failure()
-            if stop:
-                checkpoints.wait()
-                run.message(f"stopped by a signal at step {step}: saved; the same command goes on from here")
-                raise SystemExit(143)
-        checkpoints.wait()
+            run.checkpoint(step, due=evaluates or step % config.save_every == 0)
+        run.checkpoints.wait()
         if not metrics:  # killed after the last step, before the export
-            metrics = evaluate(eval_fn, model, normalize, eval_set, config, mesh)
+            metrics = evaluate(eval_fn, state, data.eval, config, mesh)
         skipped = device.over_hosts(mesh, loader.skipped).total
         if skipped:
             run.message(f"{skipped} training images could not be decoded and were replaced")
         if mesh.main_process:
-            export(f"{run.path}/export", model, config, train_set.classes)
-        run.finish(metrics, device.graph_report())
+            export(f"{run.path}/export", state, data, config)
+        run.finish(metrics)
     return metrics
 
 

@@ -44,6 +44,7 @@ class Config:
 
 MAX_LENGTH_A, MAX_LENGTH_B = 1.2, 10  # a translation has at most a * (source tokens) + b words
 ROWS_MULTIPLE = 8  # batches divide by it and by the devices: on 1, 2, 4 and 8 of them they are the same
+AUTO_SHAPES, AUTO_LONGEST = 4, 256  # of a training plan without --lengths: shapes, and tokens of the longest
 MAX_SHAPES = 16  # compiled shapes of evaluation and translation: lengths, and what is left over when rows are few
 
 
@@ -51,6 +52,20 @@ def rows(batch_tokens: int, length: int, devices: int = 1) -> int:
     """Rows of a batch of sentences of this length."""
     multiple = math.lcm(ROWS_MULTIPLE, devices)
     return max(batch_tokens // length // multiple, 1) * multiple
+
+
+def training_plan(pairs, config, devices: int = 1) -> batching.Buckets | batching.Packed:
+    """Returns which pairs share a training batch, and the batches' shapes."""
+    lengths = config.lengths
+    if not lengths:
+        usual = pairs.lengths[pairs.lengths.max(1) <= AUTO_LONGEST]
+        if not len(usual):
+            raise InputError(f"{config.data} has no pair of at most {AUTO_LONGEST} tokens a side; give --lengths")
+        lengths = [length for _, length, _ in batching.propose_shapes(usual, 2**30, AUTO_SHAPES)]
+    shapes = [(rows(config.batch_tokens, length, devices), length, length) for length in lengths]
+    if config.pack:
+        return batching.pack(pairs.lengths, shapes[-1], config.seed)
+    return batching.Buckets(pairs.lengths, shapes)
 
 
 def evaluation_plan(
@@ -128,6 +143,18 @@ class Translator:
                 if index >= 0:
                     lines[index] = sentences.decode(ids)
         return lines
+
+
+def bleu(hypotheses: list[str], pairs, mesh: device.Mesh) -> float:
+    """Returns BLEU of translations of `pairs`, in their order; prints it with its signature, and the first of them."""
+    from sacrebleu.metrics import BLEU
+
+    references, metric = pairs.references(), BLEU(trg_lang=pairs.target_language)
+    score = metric.corpus_score(hypotheses, [references])
+    if mesh.main_process:
+        print(f"{pairs.split}: {score} {metric.get_signature()}", flush=True)
+        print(f"  {hypotheses[0]}\n  {references[0]} (reference)", flush=True)
+    return score.score
 
 
 def load(folder: str, mesh: device.Mesh) -> tuple[Transformer, wmt.Text]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from errors import InputError
 from train.common.checkpoint import Checkpointer
-from train.common.device import replicate, same_on_all_hosts
+from train.common.device import over_hosts, replicate, same_on_all_hosts
 
 
 def average(checkpoints: Checkpointer, model: nn.Module, mesh: Any) -> list[int]:
@@ -19,6 +19,7 @@ def average(checkpoints: Checkpointer, model: nn.Module, mesh: Any) -> list[int]
     Raises:
         InputError: one of them is damaged, or the hosts of a pod see different ones.
     """
+    over_hosts(mesh, 0)  # all hosts wait: the main process has now written the last one
     known = checkpoints.complete_steps()
     steps = sorted({*[step for step in known if step % checkpoints.every == 0], known[-1]})[-checkpoints.keep :]
     same_on_all_hosts(mesh, "the checkpoints to average (the sum of their steps)", sum(steps))

@@ -1,4 +1,4 @@
-"""The command line of a script: presets and flags from its Config, one sentence for what the user can mend."""
+"""The command line of a script: presets and flags from its Config, one sentence for what the user can fix."""
 
 import sys
 from collections.abc import Callable
@@ -7,6 +7,9 @@ from typing import Any
 import tyro
 
 from errors import InputError
+
+# What makes a preset a trial: it needs no files, no TPU and no second core.
+TRIAL = {"data": "synthetic", "precision": "float32", "workers": 0}
 
 
 def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None:
@@ -23,3 +26,31 @@ def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None
     except InputError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def at_least(config: Any, low: float, *fields: str) -> None:
+    """Raises an InputError that names the first of the config's fields whose value is below `low`, or is NaN."""
+    for field in fields:
+        if not getattr(config, field) >= low:
+            raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least {low}")
+
+
+def above(config: Any, low: float, *fields: str) -> None:
+    """Raises an InputError that names the first of the config's fields whose value is not above `low`."""
+    for field in fields:
+        if not getattr(config, field) > low:
+            raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be above {low}")
+
+
+def below_one(config: Any, *fields: str) -> None:
+    """Raises an InputError that names the first of the config's fields whose value is not in [0, 1)."""
+    for field in fields:
+        if not 0 <= getattr(config, field) < 1:
+            value = getattr(config, field)
+            raise InputError(f"--{field.replace('_', '-')} is {value}; it must be at least 0 and below 1")
+
+
+def need_data(config: Any, what: str) -> None:
+    """Raises an InputError that says what to give where config.data is empty."""
+    if not config.data:
+        raise InputError(f"--data is missing: give {what}; `--data synthetic` is a trial")

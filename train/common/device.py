@@ -258,18 +258,6 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = math.nextafter(1.0, 0.0) if number == 1.0 else number
 
 
-def gradient_buffers(model: nn.Module, sums: Sequence[str], mesh: Mesh) -> dict[str, Tensor]:
-    """Makes every parameter's `grad` a tensor of zeros on the device, for gradients that several batches add up, and
-    returns zeros of the given names for their sums. Change both in place, in compiled steps."""
-    totals = {name: torch.zeros(()).to(mesh.device) for name in sums}
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(mesh.device)
-        replicate(parameter.grad, mesh)
-    for total in totals.values():
-        replicate(total, mesh)
-    return totals
-
-
 def seed_step(seed: int, step: int) -> None:
     """Makes the random numbers of the next step on the device (dropout) depend on (seed, step) alone, so that a resumed
     run draws what an uninterrupted one drew, however many graphs ran before."""
@@ -281,6 +269,33 @@ def fetch(values: Sequence[Tensor]) -> list[float]:
     values = list(values)
     torch_xla._XLAC._xla_sync_multi(values, devices=[], wait=True, sync_xla_data=False)
     return [float(value) for value in torch_xla._XLAC._xla_get_cpu_tensors(values)]
+
+
+def fetch_sums(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Adds up what an evaluation step returned for each batch, in one transfer and in Python's double precision."""
+    names = list(batches[0])
+    values = fetch([batch[name] for batch in batches for name in names])
+    return {name: math.fsum(values[i :: len(names)]) for i, name in enumerate(names)}
+
+
+def read(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies computed device tensors to the host, all in one transfer, and compiles nothing."""
+    return torch_xla._XLAC._xla_get_cpu_tensors(list(tensors)) if tensors else []
+
+
+def after_next_step(function: Callable[[], None]) -> None:
+    """Calls `function` when the next step has been started: it may read what was computed before."""
+    xm.add_step_closure(function)
+
+
+def run_pending() -> None:
+    """Starts what the device has not been asked to compute yet, and calls what waits for a step."""
+    torch_xla.sync()
+
+
+def wait_for_steps() -> None:
+    """Returns when the device has computed all that was started."""
+    xm.wait_device_ops()
 
 
 def _from_hosts(local: Tensor, mesh: Mesh) -> Tensor:

@@ -1,4 +1,4 @@
-"""The record of a run: its folder, its lines on the terminal, its curves.
+"""The record of a run: its folder, its lines on the terminal, its curves, its checkpoints.
 
 runs/<name>/ (a local folder, or a URL such as gs://bucket/runs) holds
     config.json    the script's Config; for each start: versions, devices, git commit, command line, time
@@ -6,370 +6,337 @@ runs/<name>/ (a local folder, or a URL such as gs://bucket/runs) holds
                    metrics are named eval/...; what a resumed run repeats bit for bit is outside "timing"
     tb/            the same numbers as TensorBoard events
     curves.png     loss, learning rate and evaluation metrics over the steps
-    summary.json   written last: a run is finished when, and only when, it has one
+    checkpoints/   see checkpoint.py
+    summary.json   written last: a run is finished if, and only if, it has one
 """
 
 import contextlib
 import dataclasses
-import datetime
-import fcntl
-import importlib.metadata
-import itertools
 import json
 import math
 import os
-import platform
-import shlex
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import types
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import fsspec
 import torch
+from tqdm import tqdm
 
 from errors import InputError
+from train.common import device
+from train.common.checkpoint import Checkpointer
 from train.common.curves import draw_curves, format_number
+from train.common.run_folder import RunFolder, now, to_json
 
-PACKAGES = ("torch", "torch_xla", "torchvision", "libtpu", "numpy", "timm", "datasets", "transformers", "safetensors")
 DRAW_EVERY = 60  # seconds between two drawings of curves.png
 SEEN_SECONDS = 60  # in which other hosts see what the main process writes: NFS may remember that there was nothing
 
 
 class Run:
-    """One training run: finds or chooses its folder, and writes everything that is kept about it.
+    """One training run: its folder, its metrics, and its checkpoints in the order that makes a resume exact.
 
-    config: a dataclass with the fields `runs` (root folder or fsspec URL) and `name` ("" = the first of default_name,
-        default_name-2, … that is new, or unfinished with the same config).
-    free: fields that do not change the numbers, so a resumed run may differ in them.
-    main_process: False on the other hosts of a pod: nothing is printed or written, but values are read and checked at
-        the same points, so that all hosts run the same graphs and stop together.
-    total_steps: for the progress display; may be set later.
+    `path` is its folder or URL. `resumed`: an unfinished run with this config is there. `finished`: nothing is left to
+    train, and `summary` holds the results. `checkpoints` is the Checkpointer, after `resume`.
 
-    `path` is the run's folder or URL. `resumed`: an unfinished run with this config is there, so `resume_at` must be
-    called. `finished`: nothing is left to train, `summary` holds the results. InputError: the folder cannot be used.
+    Args:
+        config: a dataclass with the fields `runs` (root folder or fsspec URL), `name` and `data`.
+        mesh: on other hosts than the main one nothing is printed or written, but values are read and checked at the
+            same points, so that all hosts run the same graphs and stop together.
+        name: the folder where config.name is "": the first of name, name-2, … that is new, or unfinished with this
+            config.
+        free: fields of config that do not change the numbers, so a resumed run may differ in them.
+        unit: what `log` counts as examples.
+    Raises:
+        InputError: the folder cannot be used, or the hosts of a pod do not see the same one.
     """
 
     def __init__(
         self,
         config: Any,
-        default_name: str,
-        headline: str = "",
-        devices: dict[str, Any] | None = None,
-        main_process: bool = True,
+        mesh: device.Mesh,
+        *,
+        name: str,
+        headline: str,
+        total_steps: int,
         free: Sequence[str] = (),
-        total_steps: int | None = None,
         unit: str = "examples",
     ) -> None:
-        self.total_steps, self._main, self._unit = total_steps, main_process, unit
-        self._bar = self._metrics = self._tensorboard = self._lock = None
-        self._pending: list[tuple[int, dict[str, Any]]] = []
-        self._uses_xla = self._failed = self._uploaded = False
-        self._step, self._drawn = 0, -math.inf
-        self._started, self._pause_started, self._paused = time.monotonic(), None, 0.0
-        self._elapsed_before = self._training_before = 0.0  # seconds in earlier parts of a resumed run
-        self._rate_start: tuple[float, float] | None = None  # examples and training seconds at the last log call
-        self._root = os.path.expanduser(config.runs.removeprefix("file://")).rstrip("/") or "/"
-        self._remote = "://" in self._root
-        try:
-            self._files = fsspec.core.url_to_fs(self._root)[0]
-        except (ImportError, ValueError) as error:
-            raise InputError(f"cannot use --runs {config.runs}: {error}") from error
-        self._files.invalidate_cache()
-
-        if headline:
-            self.message(headline)
-        fields = json.loads(_json(dataclasses.asdict(config)))
-        self.name, stored, self.summary, reason = self._choose(fields, default_name, {"runs", "name", *free})
-        self.path = os.path.join(self._root, self.name)
+        self.mesh, self.total_steps, self._unit, self._main = mesh, total_steps, unit, mesh.main_process
+        self._clock, self._terminal = _Clock(), _Terminal(mesh.main_process, total_steps, unit)
+        self.message(
+            f"{headline} on {mesh.num_devices} {mesh.kind} device(s)"
+            + ("; this is a trial, for real training see --help" if config.data == "synthetic" else "")
+        )
+        fields = json.loads(to_json(dataclasses.asdict(config)))
+        self._folder = RunFolder(config.runs, fields, name, set(free))
+        self.name, self.path, self.summary = self._folder.name, self._folder.path, self._folder.summary
+        self._metrics = _Metrics(self._folder, self._clock, self._terminal, self._main, unit)
         self.finished = self._closed = self.summary is not None
-        self.resumed = stored is not None and not self.finished
+        self.resumed = self._folder.stored is not None and not self.finished
         if self.finished:
             self.message(f"{self.path} is finished, nothing to train; another --name trains again")
+        else:
+            kind = "resuming the unfinished run" if self.resumed else "new run"
+            self.message(f"{kind} {self.path}{self._folder.reason}")
+            if self._main:
+                devices = {"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count}
+                self._folder.open(fields, devices)
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        """Raises InputError, on every host, where the hosts of a pod do not see the config.json just written."""
+        if self.mesh.process_count == 1:
             return
-        self.message(f"{'resuming the unfinished run' if self.resumed else 'new run'} {self.path}{reason}")
-        if main_process:
-            self._open(stored or {"config": fields, "starts": []}, devices)
-
-    def _choose(self, fields: dict, default_name: str, free: set[str]) -> tuple[str, dict | None, dict | None, str]:
-        """Name, config.json, summary.json (None where absent), and why a number was added to the name."""
-        if "/" in fields["name"] or fields["name"] in (".", ".."):
-            raise InputError(f"--name {fields['name']} is not the name of one folder; use --runs for the root folder")
-        reason = ""
-        for number in itertools.count(1):
-            name = fields["name"] or (default_name if number == 1 else f"{default_name}-{number}")
-            path = os.path.join(self._root, name)
-            stored, summary = self._read_json(f"{path}/config.json", "config"), None
-            changed = []
-            if stored is not None:
-                old, summary = stored["config"], self._read_json(f"{path}/summary.json", "metrics")
-                both = {key: (old.get(key, "absent"), fields.get(key, "absent")) for key in [*fields, *old]}
-                changed = [key for key, (was, now) in both.items() if was != now and key not in free]
-            if fields["name"] and changed:
-                values = ", ".join(f"{key} was {both[key][0]}, now {both[key][1]}" for key in changed)
-                raise InputError(
-                    f"{path} was started with other values ({values}); use another --name or the old values"
-                )
-            if fields["name"] or not (changed or summary):
-                return name, stored, summary, reason
-            reason = f" ({name} {'was trained with another ' + ', '.join(changed) if changed else 'is finished'})"
-
-    def _open(self, stored: dict, devices: dict[str, Any] | None) -> None:
-        """Creates and locks the run's folder (for a URL: a folder of this machine), and writes config.json."""
-        self._folder = self.path
-        try:
-            if self._remote:
-                self._folder = tempfile.mkdtemp(prefix=f"{self.name}-")
-            else:
-                os.makedirs(self._folder, exist_ok=True)
-                self._lock = open(os.path.join(self._folder, ".lock"), "a+")  # noqa: SIM115 - held as long as the run
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it, even after kill -9
-                self._lock.truncate(0)
-                self._lock.write(str(os.getpid()))
-                self._lock.flush()
-        except BlockingIOError as error:
-            self._lock.seek(0)
-            owner = self._lock.read()
-            raise InputError(f"{self.path} is being trained by process {owner}; use another --name") from error
-        except OSError as error:
-            raise self._unwritable(self._folder, error) from error
-        starts = [*stored.get("starts", []), _start_record(devices)]
-        self._write("config.json", _json({**stored, "starts": starts}, indent=2))
-        self.upload()
-
-    def check_hosts(self, mesh: Any) -> None:
-        """Makes sure that all hosts of a pod have the same run before they train: each must see the config.json that
-        the main process has just written. Call it on every host, first of all; with one host it does nothing.
-
-        Raises:
-            InputError: on every host; they have folders of their own, or chose different ones.
-        """
-        if mesh.process_count == 1:
-            return
-        from train.common.device import over_hosts
-
-        expected = over_hosts(mesh, self._mark() if self._main else 0).high
+        fingerprint = self._folder.fingerprint
+        expected = device.over_hosts(self.mesh, fingerprint() if self._main else 0).high
         deadline = time.monotonic() + SEEN_SECONDS
-        while self._mark() != expected and time.monotonic() < deadline:
+        while fingerprint() != expected and time.monotonic() < deadline:
             time.sleep(1)
-            self._files.invalidate_cache()
-        if not over_hosts(mesh, int(self._mark() == expected)).low:
+            self._folder.files.invalidate_cache()
+        if not device.over_hosts(self.mesh, int(fingerprint() == expected)).low:
             raise InputError(
-                f"the {mesh.process_count} hosts do not see the same run in {self.path}: what the main process wrote "
-                "there is not there on all of them; give a folder that all hosts share, such as --runs gs://bucket/runs"
+                f"the {self.mesh.process_count} hosts do not see the same run in {self.path}: what the main process "
+                "wrote there is not there on all of them; give a folder that all hosts share, such as "
+                "--runs gs://bucket/runs"
             )
 
-    def _mark(self) -> int:
-        """Of config.json as this host sees it, and of whether the run is finished."""
-        with contextlib.suppress(InputError):  # a host that failed here alone would leave the others waiting
-            return 2 * zlib.crc32(self._read(f"{self.path}/config.json") or b"") + self.finished
-        return -1
+    # ---- training ----
 
-    def resume_at(self, step: int) -> None:
-        """Goes on after `step`: drops what metrics.jsonl says of later steps, and a last line torn by a kill."""
-        self._step, kept = step, []
-        if not self._main:
-            return
-        file = f"{self.path}/metrics.jsonl"
-        for number, line in enumerate((self._read(file) or b"").splitlines(keepends=True), 1):
+    def resume(self, model, optimizer, *, examples: int, keep: int, every: int = 1, tables: Any = None) -> int:
+        """Restores the newest checkpoint into a model and an optimizer on the device; `checkpoint` saves these.
+
+        Args:
+            examples: size of the training data, which all hosts must agree about.
+            keep, every, tables: see `Checkpointer`.
+        Returns:
+            The step after which it was saved, 0 for a new run.
+        Raises:
+            InputError: the checkpoint is of another model, or the hosts disagree.
+        """
+        self._saved = model, optimizer
+        self.checkpoints = Checkpointer(f"{self.path}/checkpoints", keep, self._main, tables, every)
+        start = self.checkpoints.restore(model, optimizer, self.mesh)
+        device.same_on_all_hosts(self.mesh, "the step to resume from", start)
+        device.same_on_all_hosts(self.mesh, "the size of the training data", examples)
+        if self.resumed:
+            self._folder.safe_step = start
+            if self._main:
+                self._truncate_metrics(start)
+            self.message(f"resuming after step {start}")
+        return start
+
+    def _truncate_metrics(self, last: int) -> None:
+        """Drops what metrics.jsonl says of steps after `last`, and a last line torn by a kill; continues the file."""
+        kept, timing = [], {"elapsed": 0.0, "training": 0.0}
+        for number, line in enumerate((self._folder.read("metrics.jsonl") or b"").splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):
                 break
             try:
                 record = json.loads(line)
-                if record["step"] <= step:
+                if record["step"] <= last:
                     kept.append(line)
-                    timing = record["timing"]
-                    self._elapsed_before, self._training_before = timing["elapsed"], timing["training"]
+                    timing = {key: float(record["timing"][key]) for key in timing}
             except (ValueError, KeyError, TypeError) as error:
+                file = f"{self.path}/metrics.jsonl"
                 raise InputError(f"line {number} of {file} is damaged; remove it or use another --name") from error
-        self._write("metrics.jsonl", b"".join(kept))
-        self._open_metrics(purge_step=step + 1)
-        self.message(f"resuming after step {step}")
+        self._clock.elapsed += timing["elapsed"]
+        self._clock.training += timing["training"]
+        self._folder.write("metrics.jsonl", b"".join(kept))
+        self._metrics.open("ab", purge_step=last + 1)
+
+    @contextlib.contextmanager
+    def training(self, loader: contextlib.AbstractContextManager, stop_every: int = 10) -> Iterator[None]:
+        """Holds the training loop: closes loader, checkpoints and run, whatever ends it, and turns SIGTERM and Ctrl-C
+        into a stop at the next `checkpoint`. The hosts of a pod agree about it in every `stop_every`-th step."""
+        with (
+            device.stop_requested(self.mesh, stop_every) as self._stop_requested,
+            contextlib.closing(self),
+            self.checkpoints,
+            loader,
+        ):
+            yield
+
+    def checkpoint(self, step: int, *, due: bool) -> None:
+        """Saves what `resume` restored, if it is due or the run is asked to stop. Call it at the end of every step.
+
+        The order makes a resume exact: an evaluation comes before the checkpoint of its step, the upload of metrics
+        before the save, and a process that is asked to stop exits (with 143) only after the save is on disk.
+
+        Raises:
+            InputError: an earlier save failed.
+            SystemExit: the run was asked to stop, and has saved.
+        """
+        stop = self._stop_requested() and step < self.total_steps
+        if due or stop:
+            with self.pause():
+                self.upload()  # what a resumed run keeps must be there before its checkpoint is
+                self.checkpoints.save(step, *self._saved)
+        self.checkpoints.raise_failure()
+        if stop:
+            self.checkpoints.wait()
+            self.message(f"stopped by a signal at step {step}: saved; the same command resumes from here")
+            raise SystemExit(143)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Counts the time inside (evaluation, checkpoints) neither as training nor for examples per second."""
+        if self._clock.paused:
+            yield
+            return
+        self._metrics.flush()
+        device.wait_for_steps()  # steps still running on the device are training, not pause
+        with self._clock.pause():
+            yield
+
+    # ---- metrics ----
 
     def log(self, step: int, *, examples: float | None = None, input_wait: float | None = None, **metrics: Any) -> None:
         """Records training metrics: numbers, or 0-d tensors on any device, which this call does not read.
 
-        XLA tensors are read by a step closure, all in one transfer, right after the next torch_xla.sync(); until then
-        they must not be changed in place. A loss that is not finite raises an InputError there, which stops the run.
+        Tensors on the device are read all in one transfer after the next step has been started; until then they must
+        not be changed in place. A loss that is not finite raises an InputError there, which stops the run.
 
-        examples: examples (or what `unit` names) trained so far, in all. Their growth between two calls over the time
-            between them, without pauses, is the speed. A process's first call only starts that clock: make it after the
-            first step, and the compilation is not counted.
-        input_wait: share of the time, 0 to 1, that the loop waited for input.
+        Args:
+            examples: examples (or what `unit` names) trained so far, in all. Their growth between two calls over the
+                time between them, without pauses, is the speed. A process's first call only starts that clock: make it
+                after the first step, and the compilation is not counted.
+            input_wait: share of the time, 0 to 1, that the loop waited for input.
         """
         values = {"examples": examples, "input_wait": input_wait, **metrics}
-        self._pending.append((step, {key: value for key, value in values.items() if value is not None}))
-        if any(_is_xla(value) for value in values.values()):
-            import torch_xla.core.xla_model as xm
-
-            self._uses_xla = True
-            xm.add_step_closure(self._write_pending)
-        elif len(self._pending) == 1:  # else it waits behind an earlier line
-            self._write_pending()
+        self._metrics.log(step, {key: value for key, value in values.items() if value is not None})
 
     def evaluation(self, step: int, **metrics: float) -> None:
         """Records and prints evaluation metrics, which are numbers already. The time this takes is a pause."""
         with self.pause():
-            elapsed, training = self._clock()
             values = {f"eval/{key}": float(value) for key, value in metrics.items()}
-            self._write_line(step, values, {"elapsed": elapsed, "training": training})
+            self._metrics.write_line(step, values, self._clock.read())
             words = "  ".join(f"{key} {format_number(value)}" for key, value in metrics.items())
-            self.message(f"{self._step_text(step)}  evaluation: {words}")
-            if time.monotonic() - self._drawn > DRAW_EVERY:
-                self._draw()
+            self.message(f"step {step:>5}/{self.total_steps}  evaluation: {words}")
+            self._metrics.draw(self.name, DRAW_EVERY)
             try:
                 self.upload()
             except InputError as error:  # storage that is away for a moment must not end a long run
                 self.message(f"warning: {error}; the next evaluation tries again")
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Time inside (evaluation, checkpoints) counts neither as training nor for examples per second."""
-        if self._pause_started is not None:
-            yield
-            return
-        self.flush()
-        if self._uses_xla:
-            import torch_xla.core.xla_model as xm
-
-            xm.wait_device_ops()  # steps still running on the device are training, not pause
-        self._pause_started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._paused += time.monotonic() - self._pause_started
-            self._pause_started = None
-
-    def flush(self) -> None:
-        """Reads and writes what earlier `log` calls left to a step closure."""
-        if self._pending:
-            import torch_xla
-
-            torch_xla.sync()
-
     def message(self, text: str) -> None:
-        """One line on the terminal that leaves the progress bar whole."""
-        if self._main and self._bar is not None:
-            self._bar.write(text)
-        elif self._main:
-            print(text, flush=True)
+        """Prints one line on the terminal of the main process and leaves the progress bar whole."""
+        self._terminal.print(text)
 
-    def finish(self, metrics: dict[str, float], report: dict[str, Any]) -> None:
-        """Ends the run: curves.png, summary.json, the table on the terminal; a remote run is uploaded.
-
-        metrics: the final metrics in the order of the table. report: what device.graph_report() says, such as
-        compile_seconds, graphs, recompilations and fallbacks (lists, or counts).
-        """
+    def finish(self, metrics: dict[str, float]) -> None:
+        """Ends the run: writes curves.png and summary.json with the final metrics, prints the table, uploads."""
         if self._closed:
             raise RuntimeError("finish() after close(): the run's folder is no longer this process's")
-        self.flush()
-        elapsed, training = self._clock()
-        timings = [record["timing"] for record in self._records()]
+        self._metrics.flush()
+        timings = [record["timing"] for record in self._metrics.records()]
         per_second = f"{self._unit}_per_second"
         rates = [timing[per_second] for timing in timings if per_second in timing]
         waits = [timing["input_wait"] for timing in timings if "input_wait" in timing]
+        clock = self._clock.read()
         self.summary = {
             "name": self.name,
-            "finished_at": _now(),
-            "steps": self._step,
+            "finished_at": now(),
+            "steps": self._folder.safe_step,
             "metrics": {key: _finite(value) for key, value in metrics.items()},
-            "elapsed_seconds": elapsed,
-            "training_seconds": training,
+            "elapsed_seconds": clock["elapsed"],
+            "training_seconds": clock["training"],
             per_second: statistics.median(rates) if rates else None,
             "input_wait": statistics.fmean(waits) if waits else None,
-            "report": report,
+            "report": device.graph_report(),
         }
         if self._main:
-            self._draw()
-            self._write("summary.json", _json(self.summary, indent=2))
+            self._metrics.draw(self.name)
+            self._folder.write("summary.json", to_json(self.summary, indent=2))
             self.print_summary()
             self.upload()
         self.finished = True
         self._release()
 
-    def print_summary(self) -> None:
-        """Prints the table of a finished run."""
-        summary, report = self.summary, dict(self.summary["report"])
-        rows = {key.replace("_", " "): format_number(value) for key, value in summary["metrics"].items()}
-        rows["training time"] = _duration(summary["training_seconds"])
-        if "compile_seconds" in report:
-            rows["compile time"] = _duration(report.pop("compile_seconds"))
-        rate = summary[f"{self._unit}_per_second"]
-        if rate is not None:
-            rows[f"{self._unit}/s"] = format_number(rate)
-        for key in ("traced", "repeated"):
-            report.pop(key, None)
-        if not report.get("not_repeatable", True):  # a step that is traced in every call costs time: say so
-            del report["not_repeatable"]
-        wait = report.pop("input_wait", summary["input_wait"])
-        if wait is not None:
-            rows["input wait"] = f"{100 * wait:.0f} %"
-        for key, value in report.items():
-            label = {"graphs": "graphs compiled", "fallbacks": "fall-backs"}.get(key, key.replace("_", " "))
-            rows[label] = "; ".join([str(len(value)), *value]) if isinstance(value, list) else str(value)
-        lines = [f"{self.path} finished in {_duration(summary['elapsed_seconds'])}"]
-        width = max(map(len, rows))
-        self.message("\n".join([*lines, *(f"  {label:<{width}}  {value}" for label, value in rows.items())]))
+    def print_summary(self) -> dict[str, float]:
+        """Prints the table of a finished run; returns its final metrics."""
+        self.message(f"{self.path} {_summary_text(self.summary, self._unit)}")
+        return self.summary["metrics"]
 
     def close(self) -> None:
         """Ends this process's part of an unfinished run (SIGTERM, an error): the next start resumes. Idempotent."""
         if self._closed:
             return
         try:
-            if not self._failed:  # after a failed write, more of them would only hide its message
-                self.flush()
-                self._draw()
+            if not self._folder.failed:  # after a failed write, more of them would only hide its message
+                self._metrics.flush()
+                self._metrics.draw(self.name)
                 self.upload()
         finally:
             self._release()
 
-    def upload(self) -> None:
-        """Copies all files to a remote run's URL, whole (object stores cannot append), summary.json last."""
-        if not (self._remote and self._main):
-            return
-        self._uploaded = False
-        try:
-            if self._tensorboard is not None:
-                self._tensorboard.flush()
-            files = [os.path.join(folder, file) for folder, _, names in os.walk(self._folder) for file in names]
-            for file in sorted(files, key=lambda file: file.endswith("summary.json")):
-                self._files.put_file(file, f"{self.path}/{os.path.relpath(file, self._folder)}")
-        except Exception as error:  # every store has exceptions of its own
-            raise InputError(f"cannot write to {self.path}: {error}; the files are in {self._folder}") from error
-        self._uploaded = True
+    def _release(self) -> None:
+        self._closed = self._metrics.closed = True
+        self._metrics.close()
+        self._terminal.close()
+        self._folder.release()
 
-    # Scripts use nothing below.
+    def upload(self) -> None:
+        """Copies all files of a remote run to its URL."""
+        if self._main:
+            self._metrics.flush_events()
+            self._folder.upload()
+
+
+class _Metrics:
+    """The lines of metrics.jsonl, the same numbers as TensorBoard events and on the terminal, and curves.png."""
+
+    def __init__(self, folder: RunFolder, clock: "_Clock", terminal: "_Terminal", main: bool, unit: str):
+        self._folder, self._clock, self._terminal, self._main, self._unit = folder, clock, terminal, main, unit
+        self._file, self._events, self._drawn, self.closed = None, None, -math.inf, False
+        self._pending: list[tuple[int, dict[str, Any]]] = []
+        self._rate_start: tuple[float, float] | None = None  # examples and training seconds at the last line
+
+    def open(self, mode: str, purge_step: int | None = None) -> None:
+        # TensorBoard imports tensorflow where it finds one (Colab, Kaggle): slow, and it may take the TPU. An empty
+        # module of this name is TensorBoard's own switch to do without.
+        sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = os.path.join(self._folder.local, "metrics.jsonl")
+        try:
+            self._file = open(path, mode, buffering=0)  # noqa: SIM115
+            self._events = SummaryWriter(os.path.join(self._folder.local, "tb"), purge_step=purge_step)
+        except OSError as error:
+            raise self._folder.unwritable(path, error) from error
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        self._pending.append((step, values))
+        if any(_on_device(value) for value in values.values()):
+            device.after_next_step(self._write_pending)
+        elif len(self._pending) == 1:  # else it waits behind an earlier line
+            self._write_pending()
+
+    def flush(self) -> None:
+        """Reads and writes what earlier `log` calls left on the device."""
+        if self._pending:
+            device.run_pending()
 
     def _write_pending(self) -> None:
         pending, self._pending = self._pending, []
-        tensors = [value for _, values in pending for value in values.values() if _is_xla(value)]
-        if tensors:
-            import torch_xla
-
-            host = iter(torch_xla._XLAC._xla_get_cpu_tensors(tensors))  # one transfer for all, and no new graph
-        elapsed, training = self._clock()  # after the read, which waits for the device
+        host = iter(device.read([value for _, values in pending for value in values.values() if _on_device(value)]))
+        clock = self._clock.read()  # after the read, which waits for the device
         for step, values in pending:
-            values = {key: next(host) if _is_xla(value) else value for key, value in values.items()}
+            values = {key: next(host) if _on_device(value) else value for key, value in values.items()}
             values = {key: value.item() if hasattr(value, "item") else value for key, value in values.items()}
-            timing = {"elapsed": elapsed, "training": training}
-            examples = values.pop("examples", None)
-            if examples is not None:
-                if self._rate_start is not None and training > self._rate_start[1]:
-                    seconds = training - self._rate_start[1]
-                    timing[f"{self._unit}_per_second"] = (examples - self._rate_start[0]) / seconds
-                self._rate_start = (examples, training)
+            timing = dict(clock)
+            if "examples" in values:
+                now = values.pop("examples"), clock["training"]
+                before, self._rate_start = self._rate_start or now, now
+                if now[1] > before[1]:
+                    timing[f"{self._unit}_per_second"] = (now[0] - before[0]) / (now[1] - before[1])
             if "input_wait" in values:
                 timing["input_wait"] = values.pop("input_wait")
-            self._write_line(step, values, timing)
-            self._show(step, values, timing)
+            self.write_line(step, values, timing)
+            self._terminal.show(step, values, timing)
 
-    def _write_line(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
+    def write_line(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
         for key, value in values.items():
             if key.endswith("loss") and not math.isfinite(value):
                 raise InputError(
@@ -378,142 +345,134 @@ class Run:
                 )
         if not self._main:
             return
-        if self._closed:
+        if self.closed:
             raise RuntimeError("log() or evaluation() of a run that is closed or finished")
-        if self._metrics is None:
-            if self.resumed:
-                raise RuntimeError("a resumed run logs only after resume_at(step); resume_at(0) begins again")
-            self._open_metrics()
+        if self._file is None:
+            if self._folder.stored:
+                raise RuntimeError("a resumed run logs only after resume()")
+            self.open("xb")
         values = {key: _finite(value) for key, value in values.items()}
         try:
-            line = _json({"step": step, **values, "timing": timing}) + b"\n"
+            line = to_json({"step": step, **values, "timing": timing}) + b"\n"
             while line:  # a disk that fills up first writes a part, then fails
-                line = line[self._metrics.write(line) :]
+                line = line[self._file.write(line) :]
             for key, value in [*values.items(), *((f"timing/{key}", value) for key, value in timing.items())]:
                 if value is not None:
-                    self._tensorboard.add_scalar(key, value, step)
+                    self._events.add_scalar(key, value, step)
         except OSError as error:
-            raise self._unwritable(self._metrics.name, error) from error
-        self._step = step
+            raise self._folder.unwritable(self._file.name, error) from error
+        self._folder.safe_step = step
 
-    def _open_metrics(self, purge_step: int | None = None) -> None:
-        # TensorBoard imports tensorflow where it finds one (Colab, Kaggle): slow, and it may take the TPU. An empty
-        # module of this name is TensorBoard's own switch to do without.
-        sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
-        from torch.utils.tensorboard import SummaryWriter
+    def records(self) -> list[dict[str, Any]]:
+        if self._file is None:
+            return []
+        with open(self._file.name) as file:
+            return [json.loads(line) for line in file]
 
-        file = os.path.join(self._folder, "metrics.jsonl")
-        try:
-            self._metrics = open(file, "ab" if self.resumed else "xb", buffering=0)  # noqa: SIM115
-            self._tensorboard = SummaryWriter(os.path.join(self._folder, "tb"), purge_step=purge_step)
-        except OSError as error:
-            raise self._unwritable(file, error) from error
+    def draw(self, title: str, at_most_every: float = 0) -> None:
+        if time.monotonic() - self._drawn <= at_most_every:
+            return
+        records = self.records()
+        if records:
+            self._events.flush()
+            self._folder.write("curves.png", draw_curves(records, title))
+        self._drawn = time.monotonic()
 
-    def _release(self) -> None:
-        self._closed = True
+    def flush_events(self) -> None:
+        if self._events is not None:
+            self._events.flush()
+
+    def close(self) -> None:
         with contextlib.suppress(OSError):  # flushing what a full disk has refused, and reported, before
-            if self._tensorboard is not None:
-                self._tensorboard.close()
-        for resource in (self._metrics, self._bar, self._lock):
-            if resource is not None:
-                resource.close()
-        self._bar = None
-        if self._uploaded:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            if self._events is not None:
+                self._events.close()
+        if self._file is not None:
+            self._file.close()
 
-    def _show(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
+
+class _Clock:
+    """Seconds of a run, those of earlier starts included: `elapsed` in all, `training` without pauses."""
+
+    def __init__(self) -> None:
+        self.elapsed = self.training = 0.0
+        self.paused, self._read_at = False, time.monotonic()
+
+    def read(self) -> dict[str, float]:
+        now = time.monotonic()
+        self.elapsed += now - self._read_at
+        self.training += 0.0 if self.paused else now - self._read_at
+        self._read_at = now
+        return {"elapsed": round(self.elapsed, 4), "training": round(self.training, 4)}
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        self.read()
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.read()
+            self.paused = False
+
+
+class _Terminal:
+    """Lines on the main process' terminal, and a progress bar where the standard error is a terminal."""
+
+    def __init__(self, main: bool, total_steps: int, unit: str):
+        self._main, self._total_steps, self._unit, self._bar = main, total_steps, unit, None
+
+    def print(self, text: str) -> None:
+        if self._main and self._bar is not None:
+            self._bar.write(text)
+        elif self._main:
+            print(text, flush=True)
+
+    def show(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
         shown = {key: format_number(values[key]) for key in sorted(values, key=lambda key: key != "loss")}
         rate, wait = timing.get(f"{self._unit}_per_second"), timing.get("input_wait")
-        wait = None if wait is None else f"{100 * wait:.0f} %"
         if self._main and sys.stderr.isatty():
-            from tqdm import tqdm
-
             if self._bar is None:
                 form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-                self._bar = tqdm(total=self.total_steps, initial=step, bar_format=form, dynamic_ncols=True)
+                self._bar = tqdm(total=self._total_steps, initial=step, bar_format=form, dynamic_ncols=True)
             shown = {key: shown[key] for key in ("loss", "lr") if key in shown}
             shown |= {} if rate is None else {f"{self._unit}/s": format_number(rate)}
-            self._bar.set_postfix(shown | ({} if wait is None else {"wait": wait}), refresh=False)
+            self._bar.set_postfix(shown | ({} if wait is None else {"wait": f"{wait:.0%}"}), refresh=False)
             self._bar.n = step
             self._bar.refresh()
         else:
-            words = [f"{key} {value}" for key, value in shown.items()]
+            words = [f"step {step:>5}/{self._total_steps}", *(f"{key} {value}" for key, value in shown.items())]
             words += [] if rate is None else [f"{format_number(rate)} {self._unit}/s"]
-            words += [] if wait is None else [f"input wait {wait}"]
-            self.message("  ".join([self._step_text(step), *words]))
+            words += [] if wait is None else [f"input wait {100 * wait:.0f} %"]
+            self.print("  ".join(words))
 
-    def _step_text(self, step: int) -> str:
-        return f"step {step:>5}/{self.total_steps}" if self.total_steps else f"step {step:>5}"
-
-    def _clock(self) -> tuple[float, float]:
-        """Seconds of this run up to now, earlier parts included: in all, and without pauses."""
-        now = time.monotonic()
-        pause = self._paused + (now - self._pause_started if self._pause_started is not None else 0.0)
-        elapsed = now - self._started
-        return round(self._elapsed_before + elapsed, 4), round(self._training_before + elapsed - pause, 4)
-
-    def _draw(self) -> None:
-        records = self._records()
-        if records:
-            self._tensorboard.flush()
-            self._write("curves.png", draw_curves(records, self.name))
-        self._drawn = time.monotonic()
-
-    def _records(self) -> list[dict[str, Any]]:
-        if self._metrics is None:
-            return []
-        with open(self._metrics.name) as file:
-            return [json.loads(line) for line in file]
-
-    def _read(self, path: str) -> bytes | None:
-        try:
-            return self._files.cat_file(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except Exception as error:  # every store has exceptions of its own
-            raise InputError(f"cannot read {path}: {error}") from error
-
-    def _read_json(self, path: str, key: str) -> dict[str, Any] | None:
-        content = self._read(path)
-        try:
-            parsed = None if content is None else json.loads(content)
-            if parsed is None or isinstance(parsed[key], dict):
-                return parsed
-        except (ValueError, KeyError, TypeError):
-            pass
-        raise InputError(f"{path} is damaged; remove {os.path.dirname(path)} to begin again, or use another --name")
-
-    def _write(self, name: str, content: bytes) -> None:
-        """Writes aside and renames, so that a kill leaves the old file or the new one, never a part."""
-        target = os.path.join(self._folder, name)
-        try:
-            with open(f"{target}.tmp", "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(f"{target}.tmp", target)
-        except OSError as error:
-            raise self._unwritable(target, error) from error
-
-    def _unwritable(self, target: str, error: OSError) -> InputError:
-        self._failed = True
-        advice = "use another folder with --runs"
-        if self._step:
-            advice = f"all up to step {self._step} is safe, the same command goes on from the last checkpoint"
-        return InputError(f"cannot write {target}: {error.strerror or error}; {advice}")
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
 
 
-def _is_xla(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "xla"
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no NaN and no infinity: they become null."""
-    return value if math.isfinite(value) else None
-
-
-def _json(content: Any, indent: int | None = None) -> bytes:
-    return json.dumps(content, indent=indent, allow_nan=False, default=str).encode()
+def _summary_text(summary: dict[str, Any], unit: str) -> str:
+    """Returns the table of a finished run."""
+    report = dict(summary["report"])
+    rows = {key.replace("_", " "): format_number(value) for key, value in summary["metrics"].items()}
+    rows["training time"] = _duration(summary["training_seconds"])
+    if "compile_seconds" in report:
+        rows["compile time"] = _duration(report.pop("compile_seconds"))
+    rate = summary[f"{unit}_per_second"]
+    if rate is not None:
+        rows[f"{unit}/s"] = format_number(rate)
+    if summary["input_wait"] is not None:
+        rows["input wait"] = f"{100 * summary['input_wait']:.0f} %"
+    for key in ("traced", "repeated"):
+        report.pop(key, None)
+    if not report.get("not_repeatable", True):  # a step that is traced in every call costs time: say so
+        del report["not_repeatable"]
+    for key, value in report.items():
+        label = {"graphs": "graphs compiled", "fallbacks": "fall-backs"}.get(key, key.replace("_", " "))
+        rows[label] = "; ".join([str(len(value)), *value]) if isinstance(value, list) else str(value)
+    width = max(map(len, rows))
+    lines = [f"finished in {_duration(summary['elapsed_seconds'])}"]
+    return "\n".join([*lines, *(f"  {label:<{width}}  {value}" for label, value in rows.items())])
 
 
 def _duration(seconds: float) -> str:
@@ -523,24 +482,10 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {seconds:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _now() -> str:
-    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+def _on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
-def _start_record(devices: dict[str, Any] | None) -> dict[str, Any]:
-    """What config.json keeps of each start; git is null where this file is in no git repository."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        commit = {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
-    except (OSError, subprocess.SubprocessError):
-        commit = None
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    command = shlex.join(sys.orig_argv)
-    return {"time": _now(), "command": command, "devices": devices, "versions": versions, "git": commit}
+def _finite(value: float) -> float | None:
+    """Returns None for NaN and infinity, which JSON does not have."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,191 @@
+"""The folder of a run, local or at a URL: its name, its lock, config.json, and files that are whole or not there."""
+
+import contextlib
+import datetime
+import fcntl
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from typing import Any
+
+import fsspec
+
+from errors import InputError
+
+PACKAGES = ("torch", "torch_xla", "torchvision", "libtpu", "numpy", "timm", "datasets", "transformers", "safetensors")
+
+
+class RunFolder:
+    """The folder of a run below `runs`, a root folder or fsspec URL, and the files in it.
+
+    `fields` is the run's config; its "name" is the folder's, or "" for the first of default_name, default_name-2, …
+    that is new, or unfinished with the same config (but for the fields in `free`). `path` is the folder or URL; `local`
+    is where `write` writes: for a URL a temporary folder, which `upload` copies. `stored` and `summary` are its
+    config.json and its summary.json, or None. Raises InputError where the folder cannot be used.
+    """
+
+    def __init__(self, runs: str, fields: dict[str, Any], default_name: str, free: set[str]):
+        self.root = os.path.expanduser(runs.removeprefix("file://")).rstrip("/") or "/"
+        self.remote = "://" in self.root
+        self.local = self._lock = None
+        self.failed = self.uploaded = False
+        self.safe_step = 0
+        try:
+            self.files = fsspec.core.url_to_fs(self.root)[0]
+        except (ImportError, ValueError) as error:
+            raise InputError(f"cannot use --runs {runs}: {error}") from error
+        self.files.invalidate_cache()
+        self.name, self.stored, self.summary, self.reason = self._choose(fields, default_name, {"runs", "name", *free})
+        self.path = os.path.join(self.root, self.name)
+
+    def _choose(self, fields: dict, default_name: str, free: set[str]) -> tuple[str, dict | None, dict | None, str]:
+        """Returns (name, config.json or None, summary.json or None, why a number was added to the name)."""
+        if "/" in fields["name"] or fields["name"] in (".", ".."):
+            raise InputError(f"--name {fields['name']} is not the name of one folder; use --runs for the root folder")
+        reason = ""
+        for number in itertools.count(1):
+            name = fields["name"] or (default_name if number == 1 else f"{default_name}-{number}")
+            path = os.path.join(self.root, name)
+            stored, summary = self._read_json(f"{path}/config.json", "config"), None
+            changed = []
+            if stored is not None:
+                old, summary = stored["config"], self._read_json(f"{path}/summary.json", "metrics")
+                both = {key: (old.get(key, "absent"), fields.get(key, "absent")) for key in [*fields, *old]}
+                changed = [key for key, (was, now) in both.items() if was != now and key not in free]
+            if fields["name"] and changed:
+                values = ", ".join(f"{key} was {both[key][0]}, now {both[key][1]}" for key in changed)
+                raise InputError(
+                    f"{path} was started with other values ({values}); use another --name or the old values"
+                )
+            if fields["name"] or not (changed or summary):
+                return name, stored, summary, reason
+            reason = f" ({name} {'was trained with another ' + ', '.join(changed) if changed else 'is finished'})"
+
+    def open(self, fields: dict[str, Any], devices: dict[str, Any]) -> None:
+        """Creates and locks the folder, and adds this start to its config.json."""
+        self.local = self.path
+        try:
+            if self.remote:
+                self.local = tempfile.mkdtemp(prefix=f"{self.name}-")
+            else:
+                os.makedirs(self.local, exist_ok=True)
+                self._lock = open(os.path.join(self.local, ".lock"), "a+")  # noqa: SIM115 - held as long as the run
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it, even after kill -9
+                self._lock.truncate(0)
+                self._lock.write(str(os.getpid()))
+                self._lock.flush()
+        except BlockingIOError as error:
+            self._lock.seek(0)
+            owner = self._lock.read()
+            raise InputError(f"{self.path} is being trained by process {owner}; use another --name") from error
+        except OSError as error:
+            raise self.unwritable(self.local, error) from error
+        stored = self.stored or {"config": fields, "starts": []}
+        starts = [*stored.get("starts", []), _start_record(devices)]
+        self.write("config.json", to_json({**stored, "starts": starts}, indent=2))
+        self.upload()
+
+    def fingerprint(self) -> int:
+        """Returns a number for config.json as this host sees it, and for whether the run is finished."""
+        with contextlib.suppress(InputError):  # a host that failed here alone would leave the others waiting
+            return 2 * zlib.crc32(self.read("config.json") or b"") + (self.summary is not None)
+        return -1
+
+    def read(self, name: str) -> bytes | None:
+        """Returns the content of a file of the run, None where there is none."""
+        return self._read(f"{self.path}/{name}")
+
+    def _read(self, path: str) -> bytes | None:
+        try:
+            return self.files.cat_file(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except Exception as error:  # every store has exceptions of its own
+            raise InputError(f"cannot read {path}: {error}") from error
+
+    def _read_json(self, path: str, key: str) -> dict[str, Any] | None:
+        content = self._read(path)
+        try:
+            parsed = None if content is None else json.loads(content)
+            if parsed is None or isinstance(parsed[key], dict):
+                return parsed
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise InputError(f"{path} is damaged; remove {os.path.dirname(path)} to start again, or use another --name")
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file aside and renames it, so that a kill leaves the old file or the new one, never a part."""
+        target = os.path.join(self.local, name)
+        try:
+            with open(f"{target}.tmp", "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(f"{target}.tmp", target)
+        except OSError as error:
+            raise self.unwritable(target, error) from error
+
+    def upload(self) -> None:
+        """Copies all files to a remote run's URL, whole (object stores cannot append), summary.json last."""
+        if not self.remote or self.local is None:
+            return
+        self.uploaded = False
+        try:
+            files = [os.path.join(folder, file) for folder, _, names in os.walk(self.local) for file in names]
+            for file in sorted(files, key=lambda file: file.endswith("summary.json")):
+                self.files.put_file(file, f"{self.path}/{os.path.relpath(file, self.local)}")
+        except Exception as error:  # every store has exceptions of its own
+            raise InputError(f"cannot write to {self.path}: {error}; the files are in {self.local}") from error
+        self.uploaded = True
+
+    def unwritable(self, target: str, error: OSError) -> InputError:
+        """Returns the InputError for a failed write; nothing more is written afterwards."""
+        self.failed = True
+        advice = "use another folder with --runs"
+        if self.safe_step:
+            advice = f"all up to step {self.safe_step} is safe, the same command resumes from the last checkpoint"
+        return InputError(f"cannot write {target}: {error.strerror or error}; {advice}")
+
+    def release(self) -> None:
+        """Unlocks the folder; removes the local copy of a remote run that is uploaded."""
+        if self._lock is not None:
+            self._lock.close()
+        if self.uploaded:
+            shutil.rmtree(self.local, ignore_errors=True)
+
+
+def to_json(content: Any, indent: int | None = None) -> bytes:
+    """Returns JSON without NaN and infinity; what JSON does not know becomes its string."""
+    return json.dumps(content, indent=indent, allow_nan=False, default=str).encode()
+
+
+def now() -> str:
+    """Returns the local time with its zone, to the second."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _start_record(devices: dict[str, Any]) -> dict[str, Any]:
+    """Returns what config.json keeps of each start; git is null where this file is in no git repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        commit = {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        commit = None
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    command = shlex.join(sys.orig_argv)
+    return {"time": now(), "command": command, "devices": devices, "versions": versions, "git": commit}
