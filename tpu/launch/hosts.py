@@ -26,6 +26,10 @@ from errors import InputError
 # A connection that is dead is noticed within a minute, and one that cannot be made within 15 s.
 SSH_OPTIONS = ("-oConnectTimeout=15", "-oServerAliveInterval=15", "-oServerAliveCountMax=3")
 DESCRIBE_SECONDS = 120
+GET_PYTHON = (
+    "CPython 3.11 with venv and ensurepip is needed, on Ubuntu `sudo add-apt-repository -y ppa:deadsnakes/ppa && sudo"
+    " apt-get install -y python3.11 python3.11-venv`, or give make PYTHON=/path/to/python3.11"
+)
 
 
 @dataclass
