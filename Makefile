@@ -28,7 +28,7 @@ LIBTPU := .libtpu
 SITE := lib/python3.11/site-packages
 
 .DEFAULT_GOAL := help
-.PHONY: help install train translate data compile compile-all logs stop status doctor test test-all bench lint clean fairseq fairseq-golden \
+.PHONY: help install train copy translate data compile compile-all logs stop status doctor test test-all bench lint clean fairseq fairseq-golden \
 	check-model check-data check-translate check-bench
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo 'make data DATASET=criteo DATA=/data/kaggle   text files to arrays, once before training: $(DATASETS)'
 	@echo 'make translate MODEL_DIR=runs/x/export <in >out  text through a trained Transformer, a sentence a line'
 	@echo 'make train MODEL=bert DATA=… TPU=my-tpu      on all workers of that Cloud TPU; logs, stop, status TPU=my-tpu'
+	@echo 'make copy MODEL=resnet50 TO=../mine          that script with exactly the files that it needs'
 	@echo 'make doctor                                  what is here, what is missing: each line ok, or what to do'
 	@echo 'make compile MODEL=bert TOPOLOGY=v5e:2x4     does it fit that TPU? by its own compiler, on this machine'
 	@echo 'make test                                    all tests, 15 minutes on two CPU cores'
@@ -97,6 +98,11 @@ logs stop status:
 	@test -n '$(TPU)' || { echo 'error: TPU is missing; give the TPU that the run is on: make $@ TPU=my-tpu' >&2; exit 2; }
 	@python3 -m tpu.launch $@ --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
 		$(if $(RUN),--run "$$RUN") $(LAUNCH_ARGS)
+
+# A script with the files that it needs, in a folder of its own. It needs no environment.
+copy: check-model
+	@test -n '$(TO)' || { echo 'error: TO is missing; give a new folder: make copy MODEL=$(MODEL) TO=../mine' >&2; exit 2; }
+	@$(PYTHON) copy_model.py '$(MODEL)' $(if $(TASK),--task "$$TASK") --to "$$TO"
 
 # What is here and what is missing, before anything is installed.
 doctor:

@@ -1,0 +1,134 @@
+"""Copies a training script with exactly the files that it needs: `make copy MODEL=resnet50 TO=../mine`.
+
+The files are those that the script imports, directly or through others, and of the files that belong to one --model
+(the tables MODULES in models/) those of this model. Only the standard library is needed.
+"""
+
+import argparse
+import ast
+import re
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+PACKAGES = ("errors", "train", "models", "data")  # what a script may import of this repository
+ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta", "auto")
+SCRIPTS = {"resnet50": "resnet50", "dlrm": "dlrm", "transformer": "transformer"} | dict.fromkeys(ENCODERS, "glue")
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "torch.utils.tensorboard": "tensorboard"}
+WITH = {"fsspec": ["gcsfs"], "datasets": ["pyarrow"]}  # what a package needs for the sake of a user's data
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Returns the dotted names that a file imports, anywhere in it; `from a import b` gives both a and a.b."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def of_model(tree: ast.Module, model: str) -> set[str]:
+    """Returns the modules that a table `MODULES = {model: module}` of a file has for this model."""
+    tables = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "MODULES"
+    ]
+    return {table[model] for table in tables if model in table}
+
+
+def way(script: str, model: str, root: Path = ROOT) -> tuple[list[Path], set[str]]:
+    """Returns the files that a script needs for a model, relative to `root`, and the other modules that they import."""
+    found: set[Path] = set()
+    others: set[str] = set()
+    waiting = {f"train.{script}"}
+    while waiting:
+        name = waiting.pop()
+        if name.split(".")[0] not in PACKAGES:
+            others.add(name)
+            continue
+        path = root / name.replace(".", "/")
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if not path.exists() or path.relative_to(root) in found:  # a name in a module is no file
+            continue
+        found |= {path.relative_to(root)}
+        tree = ast.parse(path.read_text())
+        waiting |= imported(tree) | of_model(tree, model)
+        waiting |= {name.rsplit(".", 1)[0]} if "." in name else set()  # the package's own __init__.py
+    return sorted(found), others
+
+
+def requirements(modules: set[str], root: Path = ROOT) -> tuple[list[str], list[str]]:
+    """Returns the lines of requirements.txt, and those of requirements-torchrec.txt, that these modules need."""
+    wanted = {DISTRIBUTIONS.get(name) or DISTRIBUTIONS.get(name.split(".")[0], name.split(".")[0]) for name in modules}
+    wanted |= {other for name in wanted & WITH.keys() for other in WITH[name]}
+    lines = (root / "requirements.txt").read_text().splitlines()
+    plain = [line for line in lines if re.split("==", line)[0] in wanted]
+    torchrec = (root / "requirements-torchrec.txt").read_text().splitlines() if "torchrec" in wanted else []
+    return plain, torchrec
+
+
+def readme(script: str, model: str, files: list[Path], torchrec: bool) -> str:
+    """Returns the README of a copy: how to install it, how to run it, what is in it."""
+    choice = f" --model {model}" if script in ("glue", "pretrain") else ""
+    install = "pip install -r requirements.txt"
+    install += " && pip install --no-deps -r requirements-torchrec.txt" if torchrec else ""
+    listed = ", ".join(str(file) for file in files if file.name != "__init__.py")
+    return "\n".join(
+        [
+            f"# train/{script}.py{choice}, a copy of the XLA model zoo's",
+            "",
+            f"    python3.11 -m venv .venv && . .venv/bin/activate && {install}",
+            f"    python -m train.{script} tiny{choice}      # a trial on synthetic data, on a CPU",
+            f"    python -m train.{script} --help",
+            "",
+            "On a TPU VM: `pip install libtpu==0.0.21`, then a preset with `--data`; the script says more.",
+            f"Files: {listed}.",
+            "Change train/ and models/ as you like; train/common/run.py says which order of a step's end must stay.",
+            "",
+        ]
+    )
+
+
+def copy(model: str, task: str, to: Path, root: Path = ROOT) -> list[Path]:
+    """Writes the copy; returns its files. Exits with a sentence where that cannot be done."""
+    if model not in SCRIPTS:
+        sys.exit(f"error: MODEL={model} is not known; MODEL is one of: {' '.join(SCRIPTS)}")
+    script = "pretrain" if task == "pretrain" and model in ENCODERS else SCRIPTS[model]
+    if script == "pretrain" and model == "auto":
+        sys.exit("error: MODEL=auto is for fine-tuning; TASK=pretrain needs one of: " + " ".join(ENCODERS[:-1]))
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        sys.exit(f"error: TO={to} is there and not an empty folder; give another, or empty it")
+    files, modules = way(script, model, root)
+    plain, torchrec = requirements(modules, root)
+    try:
+        for file in files:
+            (to / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / file, to / file)
+        (to / "requirements.txt").write_text("\n".join(plain) + "\n")
+        if torchrec:
+            (to / "requirements-torchrec.txt").write_text("\n".join(torchrec) + "\n")
+        (to / "README.md").write_text(readme(script, model, files, bool(torchrec)))
+    except OSError as error:
+        sys.exit(f"error: cannot write to TO={to}: {error.strerror or error}; make room or access, and empty it first")
+    return files
+
+
+def main() -> None:
+    """The command line of `make copy`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help=" ".join(SCRIPTS))
+    parser.add_argument("--task", default="", help="pretrain: train/pretrain.py instead of train/glue.py")
+    parser.add_argument("--to", required=True, type=Path, help="a new or empty folder")
+    options = parser.parse_args()
+    files = copy(options.model, options.task, options.to)
+    lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
+    count = sum(file.name != "__init__.py" for file in files)
+    print(f"{options.to}: {count} files, {lines:,} lines; README.md says how to run it")
+
+
+if __name__ == "__main__":
+    main()

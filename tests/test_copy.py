@@ -1,0 +1,112 @@
+"""copy_model.py: a copy of a script has exactly the files that it needs, and trains where it lies."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import copy_model
+
+ROOT = Path(copy_model.__file__).parent
+TEXT = "--epochs 0.1 --eval-every 1000"
+# What is not of every copy: file -> the copies that have it.
+OF_MODELS = {
+    "models/resnet.py": {"resnet50"},
+    "models/dlrm.py": {"dlrm"},
+    "train/common/embedding/bags.py": {"dlrm"},
+    "models/transformer.py": {"transformer"},
+    "train/translate.py": {"transformer"},
+    "models/xlnet.py": {"xlnet", "xlnet pretrain"},
+    "models/permutation.py": {"xlnet pretrain"},
+    "models/distilbert.py": {"distilbert pretrain"},
+    "models/fairseq_roberta.py": {"fairseq-roberta", "fairseq-roberta pretrain"},
+    "train/common/xla/staging.py": set(),
+}
+ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta")
+COPIES = ["resnet50", "dlrm", "transformer", "auto", *ENCODERS, *(f"{model} pretrain" for model in ENCODERS)]
+TRIALS = {
+    "resnet50": "--epochs 1 --warmup-epochs 0.5 --batch-size 512",
+    "dlrm": "--batch-size 4096",
+    "transformer": "--updates 2 --eval-every 2 --save-every 2",
+}
+
+
+def copied(what: str, to: Path) -> list[str]:
+    model, _, task = what.partition(" ")
+    command = ["make", "copy", f"MODEL={model}", f"TO={to}", *([f"TASK={task}"] if task else [])]
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "ARGS")}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return sorted(str(path.relative_to(to)) for path in to.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("what", COPIES)
+def test_a_copy_has_its_own_files_and_no_other_models(what, tmp_path):
+    files = copied(what, tmp_path / "mine")
+    for file, copies in OF_MODELS.items():
+        assert (file in files) == (what in copies), file
+    assert {"errors.py", "train/common/run.py", "requirements.txt", "README.md"} <= set(files)
+    assert not [file for file in files if file.startswith(("tests", "bench", "tpu"))]
+    written = (tmp_path / "mine/README.md").read_text()
+    assert len(written.splitlines()) <= 10
+    missing = [file for file in files if file.endswith(".py") and "__init__" not in file and file not in written]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    "what", [copy if copy in ("resnet50", "bert") else pytest.param(copy, marks=pytest.mark.slow) for copy in COPIES]
+)
+def test_a_copy_trains_in_an_empty_folder(what, tmp_path):
+    copied(what, tmp_path / "mine")
+    model, _, task = what.partition(" ")
+    script = "pretrain" if task else copy_model.SCRIPTS[model]
+    trial = TRIALS.get(model, "--steps 2 --eval-every 2" if task else TEXT).split()
+    trial += ["--model", model] if script in ("glue", "pretrain") else []
+    hidden = {"PYTHONPATH", "CPU_NUM_DEVICES"}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    command = [sys.executable, "-m", f"train.{script}", "tiny", *trial, "--name", "trial"]
+    result = subprocess.run(command, cwd=tmp_path / "mine", env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    summary = json.loads((tmp_path / "mine/runs/trial/summary.json").read_text())
+    assert summary["report"]["recompilations"] == summary["report"]["fallbacks"] == []
+    assert any((tmp_path / "mine/runs/trial/export").iterdir())
+
+
+def test_a_copy_says_which_file_another_model_needs(tmp_path):
+    copied("bert", tmp_path / "mine")
+    command = [sys.executable, "-m", "train.glue", "tiny", "--model", "xlnet"]
+    result = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "--model xlnet needs models/xlnet.py" in result.stderr and "make copy MODEL=xlnet" in result.stderr
+
+
+def test_a_copy_requires_what_its_files_import(tmp_path):
+    copied("resnet50", tmp_path / "images")
+    copied("dlrm", tmp_path / "clicks")
+    images, clicks = ((tmp_path / name / "requirements.txt").read_text() for name in ("images", "clicks"))
+    assert "torchvision==" in images and "gcsfs==" in images and "tensorboard==" in images
+    assert "transformers" not in images.replace("# ", "") and "torchvision==" not in clicks
+    torchrec = (tmp_path / "clicks/requirements-torchrec.txt").read_text()
+    assert "torchrec==" in torchrec and not (tmp_path / "images/requirements-torchrec.txt").exists()
+
+
+def test_refusals(tmp_path):
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "notes.txt").write_text("mine")
+    cases = {
+        ("MODEL=resnet50",): "TO is missing.*TO=../mine",
+        ("MODEL=vgg", f"TO={tmp_path}/new"): "MODEL=vgg is not known.*resnet50",
+        ("MODEL=resnet50", f"TO={full}"): "is there and not an empty folder",
+        ("MODEL=auto", "TASK=pretrain", f"TO={tmp_path}/new"): "MODEL=auto is for fine-tuning",
+        ("MODEL=resnet50", "TO=/proc/mine"): "cannot write to TO=/proc/mine",
+    }
+    for arguments, sentence in cases.items():
+        result = subprocess.run(["make", "copy", *arguments], cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode != 0, arguments
+        assert re.search(sentence, result.stderr), result.stderr
+    assert (full / "notes.txt").read_text() == "mine" and not (tmp_path / "new").exists()
