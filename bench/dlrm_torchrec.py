@@ -198,7 +198,7 @@ def main(options: Options) -> dict[str, list[dict]]:
     runs: dict[str, list[dict]] = {"torchrec": []} | ({"ours": []} if options.ours else {})
     for seed in integers("seeds", options.seeds):
         config = Config(**{name: getattr(options, name) for name in shared}, **sizes, seed=seed)
-        validate(config)
+        config = validate(config)
         if options.ours:
             runs["ours"].append(train_ours(config))
         runs["torchrec"].append(train(config))

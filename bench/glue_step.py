@@ -35,7 +35,7 @@ import torch
 import tyro
 
 from bench import glue_trainer
-from data import batching, glue, vocabulary
+from data import glue, vocabulary
 from errors import InputError
 from models import encoders
 
@@ -96,22 +96,21 @@ def ours(options: Options, start: str) -> Callable[[int], Block]:
         precision="float32",
         workers=0,
     )
-    config = script.completed(config)
+    config = script.validate(config)
     mesh = device.setup(SEED, config.precision)
-    model, tokenizer = script.open_model(config)
-    train_set = glue.Encoded(glue.read(options.data, options.task, "train"), tokenizer, options.lengths[-1])
-    plan = batching.Buckets(train_set.lengths, [(options.batch_size, length) for length in options.lengths])
-    optimizer = script.build(config, model, mesh)
-    model.train()
+    data = script.open_data(config)
+    train_set, plan = data.train, script.batches(config, data.train)
+    state = script.build(config, data, mesh)
+    state.model.train()
     step_fn = device.compiled(script.train_step, mesh, len(plan.shapes))
     # No learning: the weights stay sound however many steps are made.
-    device.set_lr(optimizer, 0.0)
+    device.set_lr(state.optimizer, 0.0)
     seen = set()
     with loading.parallel_loader(train_set, plan, mesh, train=False) as every:
         for batch in every:
             if batch["input_ids"].shape not in seen:
                 seen.add(batch["input_ids"].shape)
-                step_fn(model, optimizer, batch, config.clip, mesh)
+                step_fn(state, batch, config, mesh)
     loader = loading.parallel_loader(train_set, plan, mesh, train=True, seed=SEED, stop=STEPS)
     made = 0
 
@@ -122,8 +121,8 @@ def ours(options: Options, start: str) -> Callable[[int], Block]:
             made += 1
             batches.append(next(loader))
             device.seed_step(SEED, made)
-            device.set_lr(optimizer, script.learning_rate(config, made, STEPS))
-            metrics = step_fn(model, optimizer, batches[-1], config.clip, mesh)
+            device.set_lr(state.optimizer, script.learning_rate(config, made, STEPS))
+            metrics = step_fn(state, batches[-1], config, mesh)
         device.fetch([metrics["loss"]])
         block = Block(time.perf_counter() - started)
         for batch in batches:

@@ -38,7 +38,7 @@ import tyro
 from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 from bench.glue_trainer import prepare_environment, quiet, spread
-from data import text
+from data import pretraining, text
 from data.pretraining import MaskedText
 from errors import InputError
 from models import encoders, objectives
@@ -321,16 +321,14 @@ def main(options: Options) -> None:
     """Runs both sides for every seed, prints a table and writes the figures."""
     prepare_environment(threads=1)
     quiet()
-    from train.pretrain import Config, open_data
 
     for name in ("updates", "batch_size", "eval_every", "draws"):
         if getattr(options, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
     if options.updates < 2:
         raise InputError("--updates is 1; it must be at least 2, since the first is not timed")
-    train, valid = open_data(Config(model="bert", data=options.data))
-    if train.text.kind != "bert":
-        raise InputError(f"{options.data} was prepared with --kind {train.text.kind}; expected --kind bert")
+    masks = "bert", 0, False, False, (0, 0)  # as train/pretrain.py has them by default
+    train, valid = (pretraining.open_rows(options.data, split, *masks) for split in ("train", "valid"))
     print(f"{len(train):,} rows of {train.length} tokens, {len(valid)} for validation", flush=True)
     settings = trainer_settings(options)
     results: dict[str, list[dict]] = {side: [] for side in SIDES}

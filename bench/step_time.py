@@ -29,13 +29,13 @@ from typing import Literal
 
 import torch
 import tyro
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench.resnet50_eager import eager_model
 from data.imagenet import IMAGENET_MEAN, IMAGENET_STD, SyntheticImages
 from models.resnet import Normalize, resnet
 from train.common import device, loading
-from train.resnet50 import TINY, Config, build, train_step
+from train.resnet50 import TINY, Config, Data, State, build, train_step
 
 CONTENDERS = ("ours, compiled", "ours, eager", "eager", "torch.compile")
 CLASSES = 10
@@ -60,7 +60,7 @@ def make(contender: str, options: Options, mesh: device.Mesh) -> Callable[[int],
     # The seed of all weights: build() makes the same resnet(...) first.
     torch.manual_seed(1)
     if contender == "ours, compiled":
-        model, normalize, optimizer = build(config, CLASSES, mesh)
+        state = build(config, Data(data, data), mesh)
         # A batch that is not sharded as the loader does it would make the first step another graph.
         with loading.parallel_loader(data, batch_size, mesh, train=False) as loader:
             batch = next(loader)
@@ -78,24 +78,18 @@ def make(contender: str, options: Options, mesh: device.Mesh) -> Callable[[int],
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
         if contender == "torch.compile":
             model = torch.compile(model)
-    model.train()
-    device.set_lr(optimizer, 0.01)
-    return lambda steps: run_steps(steps, step, model, normalize, optimizer, batch, config, mesh)
+        state = State(model, normalize, optimizer)
+    state.model.train()
+    device.set_lr(state.optimizer, 0.01)
+    return lambda steps: run_steps(steps, step, state, batch, config, mesh)
 
 
 def run_steps(
-    steps: int,
-    step: Callable,
-    model: nn.Module,
-    normalize: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: dict[str, Tensor],
-    config: Config,
-    mesh: device.Mesh,
+    steps: int, step: Callable, state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh
 ) -> float:
-    """Each step needs the one before, so reading the last loss waits for all of them."""
+    """Runs the steps and returns the last loss: each step needs the one before, so reading it waits for all of them."""
     for _ in range(steps):
-        metrics = step(model, normalize, optimizer, batch, config, mesh)
+        metrics = step(state, batch, config, mesh)
     loss = metrics["loss"]
     return loss.item() if loss.device.type == "cpu" else device.fetch([loss])[0]
 

@@ -77,19 +77,19 @@ class Worker:
 
 def training(config: transformer.Config, mesh: device.Mesh) -> Callable[[int], tuple[float, int]]:
     """A function that makes n updates: (seconds, real target tokens). Every shape is compiled beforehand."""
-    pairs, _ = transformer.open_data(config)
-    plan = transformer.training_plan(config, pairs)
-    model, optimizer = transformer.build(config, pairs, mesh)
-    model.train()
+    data = transformer.open_data(config)
+    pairs, plan = data.train, translate.training_plan(data.train, config)
+    state = transformer.build(config, data, mesh)
+    state.model.train()
     step = device.compiled(transformer.train_step, mesh, len(plan.shapes))
     loader = loading.parallel_loader(pairs, plan, mesh, train=True, start=0, stop=10**6, workers=0)
-    device.set_lr(optimizer, 1e-4)
+    device.set_lr(state.optimizer, 1e-4)
 
     def run(updates: int) -> tuple[float, int]:
         batches, started = [], time.perf_counter()
         for _ in range(updates):
             batches.append(next(loader))
-            metrics = step(model, optimizer, batches[-1], config, mesh)
+            metrics = step(state, batches[-1], config, mesh)
         device.fetch([metrics["loss"]])
         seconds = time.perf_counter() - started
         return seconds, sum(int((batch["target"].cpu() != wmt.PAD).sum()) for batch in batches)
@@ -100,7 +100,7 @@ def training(config: transformer.Config, mesh: device.Mesh) -> Callable[[int], t
         for batch in every:
             if batch["source"].shape not in seen:
                 seen.add(batch["source"].shape)
-                step(model, optimizer, batch, config, mesh)
+                step(state, batch, config, mesh)
     return run
 
 
