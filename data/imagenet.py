@@ -4,7 +4,7 @@ Every example is {"image": uint8 [3, S, S], RGB, "label": int64}. Normalisation 
 standard deviation below: a uint8 image is a quarter of the bytes. Augmentation and evaluation crop are those of the
 reference recipe of torchvision (https://github.com/pytorch/vision/tree/main/references/classification).
 
-A script masks `label < 0` in evaluation: that is how a file passed over by --skip-broken stays out of the accuracy.
+In evaluation a script masks `label < 0`, the label of a file that --skip-broken passed over.
 """
 
 import io
@@ -37,24 +37,23 @@ Split = Literal["train", "eval"]
 
 
 class BrokenImage(Exception):
-    """The bytes are not a whole image; the message says why."""
+    """Bytes that are not a whole image; the message says why."""
 
 
 def decode(encoded: bytes) -> torch.Tensor:
-    """The bytes of an image file to RGB pixels, uint8 [3, H, W] in channels-last memory.
+    """Decodes an image file to RGB pixels, uint8 [3, H, W] in channels-last memory, or raises BrokenImage.
 
     The pixels are those of Pillow's `convert("RGB")`: grey, CMYK, palette and alpha included, EXIF orientation ignored.
-    Raises BrokenImage.
     """
     if not encoded:
         raise BrokenImage("the file is empty")
     if encoded.startswith(b"\xff\xd8\xff"):
-        # The same libjpeg-turbo as Pillow's and equal to the bit, without Pillow's copies. Decoding at a reduced scale
-        # would be faster for large photographs, but changes pixels (by up to 64 of 255, and 1 to 3 on average).
+        # The libjpeg-turbo of Pillow without its copies, equal to the bit. Decoding at a reduced scale would be faster
+        # for large photographs, but changes pixels (by up to 64 of 255, and 1 to 3 on average).
         try:
             return decode_jpeg(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), mode=ImageReadMode.RGB)
         except RuntimeError:
-            pass  # Pillow decides about what torchvision refuses, and says better what is wrong
+            pass  # Pillow may read what torchvision refuses, and says better what is wrong
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
@@ -67,14 +66,14 @@ def decode(encoded: bytes) -> torch.Tensor:
 
 
 def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """[3, H, W] uint8 to [3, height, width], bilinear with antialiasing; within 1 of Pillow's result, and faster."""
+    """Resizes uint8 [3, H, W], bilinear with antialiasing; within 1 of Pillow's result, and faster."""
     if image.shape[1:] == (height, width):
         return image
     return interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]
 
 
 def random_crop(height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Top, left, height and width of torchvision's RandomResizedCrop: area 0.08 to 1, aspect ratio 3/4 to 4/3."""
+    """Draws torchvision's RandomResizedCrop, area 0.08 to 1 and ratio 3/4 to 4/3; returns top, left, height, width."""
     low, high = 3 / 4, 4 / 3
     for _ in range(10):
         area = height * width * rng.uniform(0.08, 1.0)
@@ -82,16 +81,14 @@ def random_crop(height: int, width: int, rng: np.random.Generator) -> tuple[int,
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             return int(rng.integers(height - h + 1)), int(rng.integers(width - w + 1)), h, w
-    w, h = width, height  # too long a picture: its middle, at the nearest allowed ratio
-    if width / height < low:
-        h = round(width / low)
-    elif width / height > high:
-        w = round(height * high)
+    # No crop fits a very long picture: its middle, at the nearest allowed ratio.
+    w = round(height * high) if width / height > high else width
+    h = round(width / low) if width / height < low else height
     return (height - h) // 2, (width - w) // 2, h, w
 
 
 def train_crop(image: torch.Tensor, size: int, rng: np.random.Generator) -> np.ndarray:
-    """RandomResizedCrop and a horizontal flip in half of the cases: [3, H, W] to [3, size, size]."""
+    """Crops [3, H, W] at random to [3, size, size], and mirrors every second one."""
     top, left, height, width = random_crop(image.shape[1], image.shape[2], rng)
     image = resize(image[:, top : top + height, left : left + width], size, size)
     if rng.random() < 0.5:
@@ -100,39 +97,27 @@ def train_crop(image: torch.Tensor, size: int, rng: np.random.Generator) -> np.n
 
 
 def eval_crop(image: torch.Tensor, size: int) -> np.ndarray:
-    """Shorter side to size * 256 / 224, then the middle: [3, H, W] to [3, size, size]."""
-    height, width = image.shape[1:]
-    shorter = round(size * 256 / 224)
-    if height <= width:
-        height, width = shorter, int(shorter * width / height)
-    else:
-        height, width = int(shorter * height / width), shorter
+    """Resizes [3, H, W] to a shorter side of size * 256 / 224 and returns the middle, [3, size, size]."""
+    shorter, least = round(size * 256 / 224), min(image.shape[1:])
+    height, width = (int(shorter * side / least) for side in image.shape[1:])
     top, left = round((height - size) / 2), round((width - size) / 2)
     return resize(image, height, width)[:, top : top + size, left : left + size].contiguous().numpy()
 
 
 class _Images:
-    """What the two real data sets share. A subclass sets `classes` and has `__len__` and `_read`."""
-
-    classes: list[str]
+    """What the real data sets share. A subclass has `classes`, `__len__`, and `_read(index)`, which returns the bytes
+    of a file, its label, and how to name the file to the user."""
 
     def __init__(self, split: Split, image_size: int, skip_broken: bool):
         _check_image_size(image_size)
         self.split, self.image_size, self.skip_broken = split, image_size, skip_broken
 
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def _read(self, index: int) -> tuple[bytes, int, str]:
-        """The file's bytes, the label, and how to name the file to the user."""
-        raise NotImplementedError
-
     def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.integer]:
-        """{"image": uint8 [3, S, S], "label": int64}; a broken file raises InputError.
+        """Returns {"image": uint8 [3, S, S], "label": int64}; a broken file raises InputError.
 
         With skip_broken every example also has "skipped" (int64), the number of broken files met while making it. In
-        training another image, drawn from `rng`, takes the broken one's place, so that all other examples stay what
-        and where they are; in evaluation the image is black and its label is -1, which the script masks out.
+        training another image, drawn from `rng`, takes the broken one's place, so all other examples stay the same; in
+        evaluation the image is black and its label is -1, which the script masks out.
         """
         skipped = 0
         while True:
@@ -145,7 +130,7 @@ class _Images:
                 if not self.skip_broken:
                     raise InputError(f"{broken}; replace the file, or pass --skip-broken to skip such files") from error
             skipped += 1
-            warnings.warn(f"skipped, {broken}", stacklevel=2)  # shown once a file and process
+            warnings.warn(f"skipped, {broken}", stacklevel=2)  # shown once per file and process
             if self.split == "eval":
                 pixels, label = torch.zeros(3, 1, 1, dtype=torch.uint8), -1
                 break
@@ -156,13 +141,11 @@ class _Images:
         train = self.split == "train"
         image = train_crop(pixels, self.image_size, rng) if train else eval_crop(pixels, self.image_size)
         example = {"image": image, "label": np.int64(label)}
-        if self.skip_broken:
-            example["skipped"] = np.int64(skipped)
-        return example
+        return example | {"skipped": np.int64(skipped)} if self.skip_broken else example
 
 
 class ImageFolder(_Images):
-    """ROOT/train/<class>/**/*.jpg, and ROOT/val, ROOT/validation or ROOT/test alike.
+    """Images in ROOT/train/<class>/**/*.jpg, and in ROOT/val, ROOT/validation or ROOT/test alike.
 
     Files, labels and order are those of torchvision.datasets.ImageFolder, except that hidden class folders and files
     (such as .ipynb_checkpoints) are passed over. Raises InputError if the tree is not of this form.
@@ -172,10 +155,8 @@ class ImageFolder(_Images):
         super().__init__(split, image_size, skip_broken)
         found = [entry.name for entry in _entries(root)]
         if "train" not in found:
-            expected = "train/<class>/*.jpg and val/<class>/*.jpg"
-            raise InputError(
-                f"{root} has no train/ folder; expected {expected}, found {', '.join(found[:10]) or 'nothing'}"
-            )
+            what = f"expected train/<class>/*.jpg and val/<class>/*.jpg, found {', '.join(found[:10]) or 'nothing'}"
+            raise InputError(f"{root} has no train/ folder; {what}")
         self.folder = os.path.join(root, "train")
         self.classes = _class_folders(self.folder)
         if split == "eval":
@@ -184,8 +165,7 @@ class ImageFolder(_Images):
             self.folder = os.path.join(root, next(name for name in EVAL_NAMES if name in found))
             _check_classes(self.folder, _class_folders(self.folder), self.classes)
 
-        # The names of a million files as one string of bytes: cheap to send to a worker, and one long name does not
-        # widen all the others.
+        # A million names in one string of bytes: cheap to send to a worker, and a long one does not widen the others.
         files = [_image_files(os.path.join(self.folder, name)) for name in self.classes]
         self._names = b"".join(name for names in files for name in names)
         self._ends = np.cumsum([len(name) for names in files for name in names])
@@ -203,7 +183,7 @@ class ImageFolder(_Images):
 
 
 class HubImages(_Images):
-    """A `datasets` data set: a folder of parquet or arrow files, one written by save_to_disk, or an id on the hub.
+    """A data set of `datasets`: a folder of parquet or arrow files, one written by save_to_disk, or an id on the hub.
 
     The splits are train, and the first of val, validation and test. The columns are found by their features, Image and
     ClassLabel; where there are several, or labels are plain integers, by their usual names. `datasets` copies parquet
@@ -213,11 +193,10 @@ class HubImages(_Images):
     def __init__(self, data: str, split: Split, image_size: int, skip_broken: bool = False):
         super().__init__(split, image_size, skip_broken)
         splits = _load_splits(data)
-        evaluation = next((name for name in EVAL_NAMES if name in splits), None)
-        if "train" not in splits or (split == "eval" and evaluation is None):
+        name = next((name for name in (["train"] if split == "train" else EVAL_NAMES) if name in splits), None)
+        if "train" not in splits or name is None:
             expected = f"train, and one of {', '.join(EVAL_NAMES)}"
             raise InputError(f"{data} has the splits {', '.join(splits)}; expected {expected}")
-        name = "train" if split == "train" else evaluation
         self._source, rows = f"{data}, split {name}", splits[name]
         self._image, self._label, own_classes = _columns(rows, self._source)
         self.classes = _columns(splits["train"], f"{data}, split train")[2]
@@ -243,7 +222,7 @@ class HubImages(_Images):
 
 
 class SyntheticImages:
-    """Images that can be learned, with the same keys, shapes and types as the real ones: class `index % num_classes`.
+    """Images that can be learned, with the keys, shapes and types of the real ones; the class is `index % num_classes`.
 
     A class is a texture: three waves of fixed frequency, with fixed strengths and phases in red, green and blue. An
     example shifts it by any amount (around the edges), mirrors it or not, varies contrast and brightness, adds noise.
@@ -265,7 +244,7 @@ class SyntheticImages:
         return self.size
 
     def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.integer]:
-        """{"image": uint8 [3, S, S], "label": int64}."""
+        """Returns {"image": uint8 [3, S, S], "label": int64}."""
         if self.split == "eval":
             # four numbers, the last not 0: no training example, seeded from (seed, epoch, index), has the same stream
             rng = np.random.default_rng((self.seed, 0, index, 1))
@@ -285,20 +264,21 @@ class SyntheticImages:
 
 
 def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = False) -> ImageFolder | HubImages:
-    """The data set that `data` names: a folder with train/<class>/*.jpg and val/<class>/*.jpg, a folder of parquet or
-    arrow files, or an id on the Hugging Face hub ("owner/name"). Raises InputError."""
+    """Opens a folder with train/<class>/*.jpg and val/<class>/*.jpg, a folder of parquet or arrow files, or an id on
+    the Hugging Face hub ("owner/name"). Raises InputError."""
     path = Path(data).expanduser()
     if path.is_file():
         raise InputError(f"{data} is a file; expected a folder with train/ and val/ (unpack an archive first)")
     if path.is_dir():
         tables = ("*.parquet", "*.arrow", "*/*.parquet", "*/*.arrow", "state.json", "dataset_dict.json")
         class_folders = any(path.glob("train/[!.]*/"))
-        if not class_folders and any(any(path.glob(pattern)) for pattern in tables):
-            return HubImages(str(path), split, image_size, skip_broken)
-        return ImageFolder(path, split, image_size, skip_broken)
-    if re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", data):
-        return HubImages(data, split, image_size, skip_broken)
-    raise InputError(f"there is no folder {data}; expected one with train/ and val/, or an id on the Hugging Face hub")
+        if class_folders or not any(any(path.glob(pattern)) for pattern in tables):
+            return ImageFolder(path, split, image_size, skip_broken)
+        data = str(path)
+    elif not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", data):
+        expected = "expected one with train/ and val/, or an id on the Hugging Face hub"
+        raise InputError(f"there is no folder {data}; {expected}")
+    return HubImages(data, split, image_size, skip_broken)
 
 
 def _check_image_size(image_size: int) -> None:
@@ -316,8 +296,7 @@ def _check_classes(where: str, found: list[str], classes: list[str]) -> None:
 
 
 def _read_file(path: str) -> bytes:
-    # Not taken for a broken image: a file system that fails must stop the run, with --skip-broken too.
-    try:
+    try:  # not a broken image: a file system that fails must stop the run, with --skip-broken too
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
@@ -340,13 +319,13 @@ def _class_folders(folder: str) -> list[str]:
     entries = _entries(folder)
     classes = [entry.name for entry in entries if entry.is_dir()]
     if not classes:
-        what = "images but no class folders" if any(_is_image(entry.name) for entry in entries) else "no class folders"
-        raise InputError(f"{folder} has {what}; expected {folder}/<class>/*.jpg")
+        images = "images but " if any(_is_image(entry.name) for entry in entries) else ""
+        raise InputError(f"{folder} has {images}no class folders; expected {folder}/<class>/*.jpg")
     return classes
 
 
 def _image_files(folder: str) -> list[bytes]:
-    """Paths below a class folder, relative to it, in torchvision's order; there must be at least one."""
+    """Returns the paths below a class folder, relative to it, in torchvision's order; at least one."""
 
     def stop(error: OSError):
         raise InputError(f"folder {error.filename} cannot be read: {error.strerror}") from error
@@ -372,7 +351,7 @@ def _load_splits(data: str) -> dict[str, datasets.Dataset]:
 
 
 def _columns(rows: datasets.Dataset, source: str) -> tuple[str, str, list[str]]:
-    """The image column, the label column, and the class names."""
+    """Returns the image column, the label column, and the class names."""
     kinds = rows.features
     images = [column for column, kind in kinds.items() if isinstance(kind, datasets.Image)]
     labels = [column for column, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)]
