@@ -10,7 +10,7 @@ recipes   kaggle     facebookresearch/dlrm bench/dlrm_s_criteo_kaggle.sh: SGD 0.
 data      Criteo's click logs, prepared by `make data DATASET=criteo DATA=…`, or in torchrec's arrays; MovieLens
 run       python -m train.dlrm tiny                              half a minute on two CPU cores, synthetic data
           python -m train.dlrm kaggle --data /data/kaggle        on a TPU VM
-result    the published recipes: not run yet; tiny and small real data: README
+result    the published recipes: not run yet; tiny and small real data: docs/results.md
 """
 
 import json

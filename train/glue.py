@@ -4,7 +4,7 @@ paper     Wang et al. 2019, GLUE (arXiv:1804.07461); recipes: RECIPES, with thei
 data      a folder of GLUE's own TSV files, the hub id nyu-mll/glue, or a folder of `datasets`
 run       python -m train.glue tiny                                          a minute on two CPU cores, synthetic task
           python -m train.glue full --data nyu-mll/glue --task mrpc          on a TPU VM
-result    of published checkpoints: not run yet (they cannot be had here); small real data: README
+result    of published checkpoints: not run yet (they cannot be had here); small real data: docs/results.md
 """
 
 import math

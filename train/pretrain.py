@@ -5,7 +5,7 @@ objectives  masked words for bert (with --next-sentence, --whole-words) and robe
 data        a folder that `make data DATASET=text DATA=…` makes from text
 run         python -m train.pretrain tiny                              two minutes on two CPU cores, a small language
             python -m train.pretrain full --data /data/text            on a TPU VM
-result      the published recipes: not run yet; tiny and small real text: README
+result      the published recipes: not run yet; tiny and small real text: docs/results.md
 """
 
 import math

@@ -8,7 +8,7 @@ recipe    Goyal et al. 2017 (arXiv:1706.02677): 90 epochs, learning rate 0.1 per
 data      ImageNet (1,281,167 images, 1,000 classes) as a tree of class folders, or any `datasets` set of images
 run       python -m train.resnet50 tiny                          half a minute on two CPU cores, synthetic data
           python -m train.resnet50 full --data /data/imagenet    on a TPU VM
-result    full recipe: not run yet; tiny: README
+result    full recipe: not run yet; tiny: README.md
 """
 
 import json

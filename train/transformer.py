@@ -8,7 +8,7 @@ recipes   base    Vaswani et al., tables 2 and 3: 25,000 source and target token
 data      a folder that `make data DATASET=wmt18 DATA=…` makes from text, or fairseq-preprocess
 run       python -m train.transformer tiny                        a minute on two CPU cores, a synthetic language
           python -m train.transformer base --data /data/wmt18     on a TPU VM
-result    the published recipes: not run yet; tiny and small real data: README
+result    the published recipes: not run yet; tiny and small real data: docs/results.md
 """
 
 import math
