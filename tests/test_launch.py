@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -25,10 +26,11 @@ from pathlib import Path
 import pytest
 
 from errors import InputError
-from tpu.launch import hosts
-from tpu.launch import launcher as launch
+from tpu.launch import bundle as bundles
+from tpu.launch import hosts, launcher, request, watch
 
 ROOT = Path(__file__).parent.parent
+OURS = ("bundle", "connections", "fleet", "hosts", "launcher", "request", "watch")
 FAKE = Path(__file__).with_name("fake_gcloud.py")
 PYTHON = os.path.realpath(sys.executable)
 
@@ -221,7 +223,7 @@ def here(cloud, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["launch", action, *place, *arguments])
         monkeypatch.setenv("PATH", str(cloud.bin))
         monkeypatch.chdir(cloud.project)
-        return launch.main(), *capsys.readouterr()
+        return launcher.main(), *capsys.readouterr()
 
     return call
 
@@ -250,16 +252,16 @@ def test_the_bundle_has_what_git_knows_or_does_not_ignore(cloud):
     (project / "tool").chmod(0o700)
     git(project, "add", "tool")
     (project / "message").unlink()
-    name, content, count = launch.make_bundle(project)
+    name, content, count = bundles.make_bundle(project)
     with tarfile_of(content) as archive:
         members = {member.name: member for member in archive.getmembers()}
     assert sorted(members) == [".gitignore", "Makefile", "link", "new file's.py", "tool", "train.py"] and count == 6
     assert members["tool"].mode == 0o755 and members["train.py"].mode == 0o644
     assert members["link"].issym() and members["link"].linkname == "train.py"
     os.utime(project / "train.py", (1, 1))
-    assert launch.make_bundle(project) == (name, content, count)
+    assert bundles.make_bundle(project) == (name, content, count)
     (project / "train.py").write_text("other")
-    assert launch.make_bundle(project)[0] != name
+    assert bundles.make_bundle(project)[0] != name
 
 
 def tarfile_of(content: bytes):
@@ -272,21 +274,21 @@ def tarfile_of(content: bytes):
 def test_a_tree_that_cannot_be_copied_is_refused(cloud, tmp_path, monkeypatch):
     (tmp_path / "plain").mkdir()
     with pytest.raises(InputError, match="has no Makefile"):
-        launch.make_bundle(tmp_path / "plain")
+        bundles.make_bundle(tmp_path / "plain")
     (tmp_path / "plain/Makefile").touch()
     with pytest.raises(InputError, match="git cannot list the files"):
-        launch.make_bundle(tmp_path / "plain")
+        bundles.make_bundle(tmp_path / "plain")
     with (cloud.project / "weights").open("wb") as file:
         file.truncate(3 << 20)
-    monkeypatch.setattr(launch, "BUNDLE_MEGABYTES", 2)
+    monkeypatch.setattr(bundles, "BUNDLE_MEGABYTES", 2)
     with pytest.raises(InputError, match=r"has 3 MB, more than 2 MB, most of all weights \(3 MB\).*\.gitignore"):
-        launch.make_bundle(cloud.project)
-    monkeypatch.setattr(launch, "BUNDLE_MEGABYTES", 512)
+        bundles.make_bundle(cloud.project)
+    monkeypatch.setattr(bundles, "BUNDLE_MEGABYTES", 512)
     (cloud.project / "inner").mkdir()
     git(cloud.project / "inner", "init", "-q")
     (cloud.project / "inner/file").touch()
     with pytest.raises(InputError, match="inner/ is neither a file nor a link"):
-        launch.make_bundle(cloud.project)
+        bundles.make_bundle(cloud.project)
 
 
 @pytest.mark.parametrize("cloud", [1], indirect=True)
@@ -335,7 +337,7 @@ def test_values_arrive_whole_and_secrets_leave_no_trace(cloud):
     seen = "import os; print({name: len(os.environ.get(name, '')) for name in ('HF_TOKEN', 'WANDB_API_KEY', 'MINE')})"
     (cloud.project / "train.py").write_text(TRAINER + f"\n{seen}\n")
     setting = "a 'b' \"c\" $d;"
-    arguments = train("--secret", "MINE", "--env", f"SETTING={launch.shlex.quote(setting)} B=1", words=words)
+    arguments = train("--secret", "MINE", "--env", f"SETTING={shlex.quote(setting)} B=1", words=words)
     result = cloud.run(*arguments, **secrets, OTHER="x")
     assert result.returncode == 0, result.stderr
     assert f"with {path!r} and {setting!r}" in result.stdout
@@ -401,7 +403,7 @@ def test_workers_without_a_folder_that_they_share_are_refused_before_anything_is
     ],
 )
 def test_the_folder_of_the_runs_is_read_from_the_arguments(arguments, folder):
-    assert launch.runs_folder(["MODEL=tiny", f"ARGS={arguments}"]) == folder
+    assert request.runs_folder(["MODEL=tiny", f"ARGS={arguments}"]) == folder
 
 
 @pytest.mark.parametrize("cloud", [1], indirect=True)
@@ -449,7 +451,7 @@ def test_a_tpu_that_is_not_ready_is_explained_with_the_command(cloud, monkeypatc
     monkeypatch.setenv("PATH", str(cloud.bin))
     machine = hosts.TpuVm("my-tpu", "us-east5-b").describe()
     assert re.search(message, machine.problem), machine.problem
-    assert machine.lost == (code == launch.GONE)
+    assert machine.lost == (code == launcher.GONE)
 
 
 @pytest.mark.parametrize("state, code", [("PREEMPTED", 75), ("CREATING", 2)])
@@ -557,13 +559,13 @@ def test_the_first_worker_that_fails_ends_all(cloud):
         ("open(/dev/vfio/0): Device or resource busy: Device or resource busy", "make stop TPU=my-tpu ZONE=us-east5-b"),
         ("FAILED: Couldn't open /dev/vfio/0: Device or resource busy", "another process on this worker holds"),
         ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 33G of 15G", "a smaller --batch-size"),
-        ("error: CPython 3.11 is needed, python3.11 is not it", "install python3.11 and python3.11-venv on all"),
+        ("error: CPython 3.11 is needed, python3.11 is not it", "CPython 3.11 with venv and ensurepip is needed"),
         ("OSError: [Errno 28] No space left on device", "the disk of this worker is full"),
         ("make: *** [Makefile:2: train] Killed", "ran out of memory (not the TPU's)"),
     ],
 )
 def test_known_messages_are_explained(message, sentence):
-    said = [text for pattern, text in launch.KNOWN_MESSAGES if re.search(pattern, f"a\n{message}\nb", 8)]
+    said = [text for pattern, text in watch.KNOWN_MESSAGES if re.search(pattern, f"a\n{message}\nb", 8)]
     assert len(said) == 1 and sentence in said[0].format(stop="make stop TPU=my-tpu ZONE=us-east5-b")
 
 
@@ -703,7 +705,7 @@ def test_sixteen_workers(cloud):
     begun = time.monotonic()
     result = cloud.run(*train(args="burst=1 fails=15 at=1 steps=1000 pause=0.2"))
     assert result.returncode == 3 and "worker 15 failed with exit code 3" in result.stderr
-    assert result.stdout.count("[worker 15]") == launch.LAST_LINES
+    assert result.stdout.count("[worker 15]") == watch.LAST_LINES
     assert time.monotonic() - begun < 40 and not cloud.alive()
 
 
@@ -773,7 +775,7 @@ def test_detach_logs_status_stop(cloud, here):
     out = read_until(process, "step 2")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 130 and "one goes on" in err and out.startswith("start one at 0")
+    assert process.returncode == 130 and "one continues" in err and out.startswith("start one at 0")
     assert cloud.alive()
     # The same command attaches; another one is refused.
     process = cloud.start(*train(args="steps=100000 pause=0.05 deaf=0"))
@@ -859,7 +861,7 @@ def test_the_shutdown_of_the_machine_lets_the_run_save(cloud):
 @pytest.mark.parametrize("cloud", [1], indirect=True)
 def test_a_start_has_one_token_and_a_worker_one_run(cloud):
     """What tpu/launch/worker.py answers, in orders that connections bring about rarely."""
-    bundle, content, _ = launch.make_bundle(cloud.project)
+    bundle, content, _ = bundles.make_bundle(cloud.project)
     files = cloud.home(0) / "xla-zoo/worker-0/files"
     files.mkdir(parents=True)
     (files / f"{bundle}.tar.gz").write_bytes(content)
@@ -1150,16 +1152,18 @@ def test_a_model_of_this_repository_is_trained_on_two_workers(tmp_path):
         cloud.close()
 
 
-def test_the_programs_need_no_newer_python_than_they_say():
-    for name, version in (("worker.py", (3, 8)), ("launch.py", (3, 9)), ("hosts.py", (3, 9))):
-        tree = ast.parse((ROOT / "tpu" / name).read_text(), feature_version=version)
-        modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        ours = {"data", "tpu", "__future__"} if name != "worker.py" else {"__future__"}
-        assert {module.partition(".")[0] for module in modules} - ours <= sys.stdlib_module_names
-    assert (
-        "--grace"
-        in subprocess.run(
-            ["python3", "tpu/launch/launcher.py", "--help"], cwd=ROOT, capture_output=True, text=True
-        ).stdout
-    )
+@pytest.mark.parametrize("path", ["launch/worker.py", *(f"launch/{name}.py" for name in OURS), "doctor.py"])
+def test_the_programs_need_no_newer_python_and_no_package(path):
+    """The workers' own Python may be 3.8, this machine's 3.9; doctor runs before anything is installed."""
+    tree = ast.parse((ROOT / "tpu" / path).read_text(), feature_version=(3, 8) if "worker" in path else (3, 9))
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    ours = set() if "worker" in path else {"errors", "tpu"}
+    assert {module.partition(".")[0] for module in modules} - ours <= {"__future__", *sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("program", [["-m", "tpu.launch"], ["tpu/launch/launcher.py"], ["-m", "tpu.doctor"]])
+def test_they_start_without_any_package(program):
+    command = [PYTHON, "-S", *program, "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0 and ("--grace" in result.stdout) == ("doctor" not in program[-1]), result.stderr

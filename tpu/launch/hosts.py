@@ -1,7 +1,7 @@
 """How to reach the workers: Cloud TPU VMs through gcloud, or plain ssh hosts.
 
 A backend has a `name`, `describe()`, and the argument lists of two commands, `ssh(worker, command)` and
-`scp(worker, sources, folder)`. Everything else, tpu/launch/launcher.py, is the same for all.
+`scp(worker, sources, folder)`. Everything else is the same for all backends.
 
 Host keys are checked, and nothing here switches that off. gcloud keeps the keys in a file of its own,
 ~/.ssh/google_compute_known_hosts, under names that contain a part of the key that the VM has published; it accepts the
@@ -34,7 +34,7 @@ GET_PYTHON = (
 
 @dataclass
 class Machine:
-    """What there is: number of workers, one line about it, and, if it cannot be used, why and what to do.
+    """The state of a TPU: its workers, one line about it, and, if it cannot be used, why and what to do.
 
     `lost`: it will not come back by itself (preempted, deleted, stopped, in repair).
     """
@@ -47,7 +47,7 @@ class Machine:
 
 @dataclass
 class TpuVm:
-    """A Cloud TPU VM or a slice of several, over `gcloud compute tpus tpu-vm`.
+    """A Cloud TPU VM or a slice of several, reached by `gcloud compute tpus tpu-vm`.
 
     zone, project: "" = gcloud's own configuration. flags: for its ssh and scp, such as --internal-ip.
     """
@@ -58,30 +58,30 @@ class TpuVm:
     flags: list[str] = field(default_factory=list)
 
     def _command(self, verb: str, *arguments: str) -> list[str]:
-        """gcloud asks nothing (--quiet): at its first ssh it makes a key without a passphrase."""
+        """Returns a gcloud command that asks nothing (--quiet): its first ssh makes a key without a passphrase."""
         place = [f"--zone={self.zone}"] if self.zone else []
         place += [f"--project={self.project}"] if self.project else []
         return ["gcloud", "compute", "tpus", "tpu-vm", verb, *arguments, *place, "--quiet"]
 
     def ssh(self, worker: int, command: str) -> list[str]:
-        """Runs a shell command on one worker. gcloud repeats it, without its input, when ssh ends with 255."""
+        """Returns the words that run a shell command on a worker. gcloud repeats it without its input after 255."""
         options = [f"--ssh-flag={option}" for option in SSH_OPTIONS]
         options += [flag for flag in self.flags if not flag.startswith("--scp-flag")]
         return self._command("ssh", self.name, f"--worker={worker}", f"--command={command}", *options)
 
     def scp(self, worker: int, sources: list[str], folder: str) -> list[str]:
-        """Copies files into a folder of one worker's home."""
+        """Returns the words that copy files into a folder of a worker's home."""
         options = [f"--scp-flag={option}" for option in SSH_OPTIONS]
         options += [flag for flag in self.flags if not flag.startswith("--ssh-flag")]
         target = f"{self.name}:{folder}/"
         return self._command("scp", *sources, target, f"--worker={worker}", *options)
 
     def text(self, verb: str, *arguments: str) -> str:
-        """A gcloud command to show."""
+        """Returns a gcloud command to show."""
         return shlex.join(self._command(verb, *arguments)[:-1])
 
     def describe(self) -> Machine:
-        """State, health and number of workers. InputError: gcloud cannot say, and why."""
+        """Returns state, health and number of workers. InputError: gcloud cannot say, and why."""
         if shutil.which("gcloud") is None:
             raise InputError(
                 f"TPU={self.name} needs gcloud, which is not installed here: https://cloud.google.com/sdk/docs/install"
@@ -170,21 +170,21 @@ class SshHosts:
         return [*(["-F", self.config] if self.config else []), "-oBatchMode=yes", *SSH_OPTIONS]
 
     def describe(self) -> Machine:
-        """Nothing is known but the number of hosts."""
+        """Returns the number of hosts; nothing else is known."""
         plural = "worker" if len(self.hosts) == 1 else "workers"
         return Machine(len(self.hosts), f"{self.name}: {len(self.hosts)} {plural}")
 
     def ssh(self, worker: int, command: str) -> list[str]:
-        """Runs a shell command on one host."""
+        """Returns the words that run a shell command on a host."""
         return ["ssh", "-T", *self._options(), "--", self.hosts[worker], command]
 
     def scp(self, worker: int, sources: list[str], folder: str) -> list[str]:
-        """Copies files into a folder of the home on one host."""
+        """Returns the words that copy files into a folder of the home on a host."""
         return ["scp", "-q", *self._options(), "--", *sources, f"{self.hosts[worker]}:{folder}/"]
 
 
 def choose(tpu: str, zone: str, project: str, flags: list[str], config: str) -> TpuVm | SshHosts:
-    """The backend of TPU=name or TPU=ssh:host1,host2. InputError: it is neither."""
+    """Returns the backend of TPU=name or TPU=ssh:host1,host2. InputError: it is neither."""
     if tpu.startswith("ssh:"):
         hosts = tpu[4:].split(",")
         if not all(re.fullmatch(r"[\w.@%\[\]:][\w.@%\[\]:-]*", host) for host in hosts):
@@ -203,7 +203,7 @@ def choose(tpu: str, zone: str, project: str, flags: list[str], config: str) -> 
 
 
 def last_line(text: str) -> str:
-    """What gcloud said in the end, without its advice on how to log in."""
+    """Returns what gcloud said last, without its advice on how to log in."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
     line = (errors or lines or ["no message"])[-1]
@@ -244,13 +244,13 @@ GCLOUD_ERRORS = (
         "your account may not use TPUs in this project, or the zone's name is wrong: look at the zone, and for the role"
         " TPU Admin at gcloud projects get-iam-policy",
     ),
-    (r"INVALID_ARGUMENT|Invalid value", "gcloud takes one of these values for wrong"),
+    (r"INVALID_ARGUMENT|Invalid value", "gcloud rejects one of these values"),
     (r"problem connecting|Unable to find the server|Network is unreachable", "Google's API cannot be reached"),
 )
 
 
 def explain_gcloud(text: str, host: TpuVm) -> str:
-    """One sentence about an error of gcloud, which keeps its own last line."""
+    """Returns one sentence about an error of gcloud, with gcloud's own last line."""
     for pattern, sentence in GCLOUD_ERRORS:
         if re.search(pattern, text):
             return f"TPU={host.name}: {sentence} ({last_line(text)})"
@@ -277,7 +277,7 @@ FINAL_SSH_ERRORS = (
 
 
 def final_ssh_error(text: str, host: str) -> str:
-    """One sentence about an error of ssh or scp after which another attempt is useless, else ""."""
+    """Returns one sentence about an error of ssh or scp after which another attempt is useless, else ""."""
     for pattern, sentence in FINAL_SSH_ERRORS:
         for line in text.splitlines():
             if re.search(pattern, line):
@@ -286,6 +286,6 @@ def final_ssh_error(text: str, host: str) -> str:
 
 
 def why_broken(text: str) -> str:
-    """The line in which ssh says why a connection broke; gcloud's own says only that it did."""
+    """Returns the line in which ssh says why a connection broke; gcloud's own says only that it did."""
     lines = re.findall(r"^(?:ssh: .*|client_loop.*|.*[Cc]onnection .*|nothing heard.*)$", text, re.MULTILINE)
     return lines[-1].strip() if lines else last_line(text)

@@ -58,7 +58,7 @@ def emit(**answer: object) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """The object in a file, {} if there is none. Files are replaced as a whole, so half an object is never seen."""
+    """Returns the object in a file, {} if there is none. Files are replaced as a whole: nobody sees half an object."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -66,14 +66,14 @@ def read_json(path: Path) -> dict:
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Replaces a file as a whole, also for who reads it at this moment."""
+    """Replaces a file as a whole, also for processes that read it at this moment."""
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(value))
     os.replace(new, path)
 
 
 def take_lock(home: Path) -> int | None:
-    """File descriptor of the lock, or None when a run is alive."""
+    """Returns the file descriptor of the lock, or None when a run is alive."""
     descriptor = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     for _ in range(20):  # `running` holds it for a moment
         try:
@@ -91,13 +91,13 @@ def take_lock(home: Path) -> int | None:
 
 
 def write_holder(lock: int, **holder: object) -> None:
-    """Says in the lock whose it is."""
+    """Writes into the lock who holds it."""
     os.ftruncate(lock, 0)
     os.pwrite(lock, json.dumps(dict(holder, pid=os.getpid(), born=born(os.getpid()))).encode(), 0)
 
 
 def running(home: Path) -> dict:
-    """Who holds the lock: run, token, words, bundle, started, pid, born. {} when nobody does."""
+    """Returns who holds the lock: run, token, words, bundle, started, pid, born. {}: nobody does."""
     try:
         descriptor = os.open(home / "lock", os.O_RDWR)
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def running(home: Path) -> dict:
 
 
 def stat_fields(pid: int | str) -> list[str]:
-    """Fields of /proc/<pid>/stat after the name: state, parent, …; the 20th is its birth. [] for one that is gone."""
+    """Returns the fields of /proc/<pid>/stat after the name: state, parent, …, the 20th: birth. []: it is gone."""
     try:
         return Path("/proc", str(pid), "stat").read_text().rpartition(") ")[2].split()
     except OSError:
@@ -125,12 +125,12 @@ def stat_fields(pid: int | str) -> list[str]:
 
 
 def born(pid: int) -> str:
-    """Tells a process from a later one with the same number. "" for one that is gone."""
+    """Returns what tells a process from a later one with the same number. "": it is gone."""
     return (stat_fields(pid)[19:20] or [""])[0]
 
 
 def descendants() -> list[int]:
-    """Processes below this one that are not dead, also those that left their parent's group or session."""
+    """Returns the living processes below this one, also those that left their parent's group or session."""
     below: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -146,7 +146,7 @@ def descendants() -> list[int]:
 
 
 def unpack(bundle: Path, tree: Path, manifest_path: Path) -> None:
-    """Makes the files of `tree` those of the bundle. Files that are equal keep their time, which make goes by."""
+    """Makes the files of `tree` those of the bundle. Equal files keep their time, which make compares."""
     tree.mkdir(exist_ok=True)
     with tarfile.open(bundle) as archive:
         members = archive.getmembers()
@@ -182,7 +182,7 @@ def unpack(bundle: Path, tree: Path, manifest_path: Path) -> None:
 
 
 def exit_code(status: int, log: Path) -> int:
-    """The run's exit code. make's own is 2 for any failure; it says in the log what the program's was."""
+    """Returns the run's exit code. make's own is 2 for any failure; the log says what the program's was."""
     code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
     if code == 2:
         pattern = rb"^make(?:\[\d+\])?: \*\*\* \[.*\] (?:Error (\d+)|(Killed|Terminated|Segmentation fault|Aborted))"
@@ -194,7 +194,7 @@ def exit_code(status: int, log: Path) -> int:
 
 
 def tail(log: Path, start: int, size: int) -> bytes:
-    """The last `size` bytes of the log, none before `start`."""
+    """Returns the last `size` bytes of the log, none before `start`."""
     with log.open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - size))
         return file.read()
@@ -240,6 +240,18 @@ def supervise(home: Path, lock: int, job: dict, command: list[str], environment:
         return
     write_json(folder / "job.json", dict(job, group=process.pid))
     os.close(ready)
+    status, asked, killed = wait_for_end(process.pid, folder / f"stop-{job['token']}", shutdown)
+    code = 137 if killed else exit_code(status, folder / "log")
+    stopped = "shutdown" if shutdown else "asked" if asked else ""
+    result = {"token": job["token"], "code": code, "stopped": stopped, "ended": time.time()}
+    write_json(folder / "exit.json", result)
+
+
+def wait_for_end(leader: int, stop: Path, shutdown: list[int]) -> tuple[int, bool, bool]:
+    """Waits until no descendant is left. The file `stop` or an entry in `shutdown` asks the leader's group to end.
+
+    Returns the leader's wait status, whether it was asked to end, and whether some of its group had to be killed.
+    """
     status, asked_at, grace, killed, alive = None, 0.0, 0.0, False, True
     while alive:
         time.sleep(POLL)
@@ -248,36 +260,32 @@ def supervise(home: Path, lock: int, job: dict, command: list[str], environment:
                 pid, ended = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                if pid == process.pid:
+                if pid == leader:
                     status = ended
-        stop = folder / f"stop-{job['token']}"
         if shutdown or stop.exists():
             seconds = SHUTDOWN_GRACE if shutdown else float(stop.read_text() or 0)
             grace = min(grace or seconds, seconds)
             if not asked_at:
                 asked_at = time.monotonic()
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGTERM)  # to the whole group: a shell does not pass it on
+                    os.killpg(leader, signal.SIGTERM)  # to the whole group: a shell does not pass it on
         if status is None and not asked_at:
             continue
         # make may end before the program that it has started, which is saving. What has left the group saves nothing,
         # nor does what is left when the program has ended by itself.
         left = descendants()
         alive = status is None or bool(left)
-        saving = asked_at and any(stat_fields(pid)[2:3] == [str(process.pid)] for pid in left)
+        saving = asked_at and any(stat_fields(pid)[2:3] == [str(leader)] for pid in left)
         if alive and not (saving and time.monotonic() < asked_at + grace):
             killed = killed or bool(saving)
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-    code = 137 if killed else exit_code(status, folder / "log")
-    stopped = "shutdown" if shutdown else "asked" if asked_at else ""
-    result = {"token": job["token"], "code": code, "stopped": stopped, "ended": time.time()}
-    write_json(folder / "exit.json", result)
+    return status, bool(asked_at), killed
 
 
 def start(home: Path, run: str, token: str, bundle: str) -> None:
-    """Starts the run, unless this start of it was done before. The request, {"words", "environment"}, is on stdin."""
+    """Starts the run, unless this start of it was done before. Reads {"words", "environment"} from standard input."""
     lock = take_lock(home)
     if lock is None:
         holder = running(home)
@@ -302,6 +310,21 @@ def start(home: Path, run: str, token: str, bundle: str) -> None:
     started = time.time()
     identity = {"run": run, "token": token, "words": request["words"], "bundle": bundle, "started": started}
     write_holder(lock, **identity)
+    if not install_bundle(home, folder, bundle):
+        emit(state="failed", message=f"No space left on device: {home} is full on this worker")
+        return
+    log = folder / "log"
+    job = dict(identity, offset=log.stat().st_size if log.exists() else 0)
+    environment = dict(os.environ, PYTHONUNBUFFERED="1", **request["environment"])
+    message = detach(home, lock, job, ["make", "train", *request["words"]], environment)
+    if message:
+        emit(state="failed", message=message)
+    else:
+        emit(state="started")
+
+
+def install_bundle(home: Path, folder: Path, bundle: str) -> bool:
+    """Unpacks a bundle, and removes what is old: bundles, and orders to stop in the run's folder. False: disk full."""
     archive = home / "files" / f"{bundle}.tar.gz"
     try:
         unpack(archive, home / "tree", home / "manifest.json")
@@ -311,15 +334,16 @@ def start(home: Path, run: str, token: str, bundle: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        emit(state="failed", message=f"No space left on device: {home} is full on this worker")
-        return
+        return False
     os.utime(archive)
     bundles = sorted((home / "files").glob("*.tar.gz"), key=lambda path: path.stat().st_mtime)
     for old in bundles[:-KEEP_BUNDLES]:
         old.unlink()
-    log = folder / "log"
-    job = dict(identity, offset=log.stat().st_size if log.exists() else 0)
-    environment = dict(os.environ, PYTHONUNBUFFERED="1", **request["environment"])
+    return True
+
+
+def detach(home: Path, lock: int, job: dict, command: list[str], environment: dict[str, str]) -> str:
+    """Starts the supervisor in a session of its own. Returns "" once the command runs, or why it does not."""
     reader, writer = os.pipe()
     sys.stdout.flush()
     if os.fork() == 0:
@@ -329,7 +353,7 @@ def start(home: Path, run: str, token: str, bundle: str) -> None:
         if os.fork() == 0:
             failed = 1
             try:
-                supervise(home, lock, job, ["make", "train", *request["words"]], environment, writer)
+                supervise(home, lock, job, command, environment, writer)
                 failed = 0
             except Exception:
                 sys.excepthook(*sys.exc_info())
@@ -340,15 +364,11 @@ def start(home: Path, run: str, token: str, bundle: str) -> None:
     os.close(writer)
     os.wait()
     with os.fdopen(reader) as pipe:
-        message = pipe.read()
-    if message:
-        emit(state="failed", message=message)
-    else:
-        emit(state="started")
+        return pipe.read()
 
 
 def follow(home: Path, run: str, token: str, at: int, last: bool) -> None:
-    """Streams the log of a start from byte `at`, then gives the exit code. -1: all of it; -n: its last n bytes.
+    """Streams the log of a start from byte `at`, then its exit code. -1: all of it; -n: its last n bytes.
 
     last: no log, only its end together with the exit code.
     """
@@ -437,7 +457,7 @@ def stop(home: Path, run: str, token: str, grace: float) -> None:
 
 
 def status(home: Path) -> None:
-    """What runs, how the newest runs ended, free disk."""
+    """Answers what runs, how the newest runs ended, and how much disk is free."""
     jobs = []
     folders = [folder for folder in (home / "jobs").glob("*") if (folder / "job.json").exists()]
     for folder in sorted(folders, key=lambda folder: (folder / "job.json").stat().st_mtime)[-5:]:
@@ -448,7 +468,7 @@ def status(home: Path) -> None:
 
 
 def main() -> None:
-    """The command line, for tpu/launch/launcher.py."""
+    """Runs the command line, for tpu/launch/fleet.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("start", "follow", "stop", "status"))
     parser.add_argument("--run", default="")
