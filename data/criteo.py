@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from data import movielens
-from data.prepare.pipeline import read_json
+from data.prepare.files import read_json
 from errors import InputError
 
 NUM_DENSE = 13
@@ -330,7 +330,7 @@ def open_clicks(data: str, split: Split, rows: int | Sequence[int] | None = None
         return ClickLog(folder, split, rows)
     if any((folder / name).exists() for name in movielens.RATING_FILES):
         return movielens.MovieLens(folder, split)
-    if _text_files(folder, ("train.txt", *(f"day_{day}" for day in range(24)))):
+    if text_files(folder, ("train.txt", *(f"day_{day}" for day in range(24)))):
         raise InputError(f"{data} holds Criteo's text files; turn them into arrays first: {command}")
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
     raise InputError(
@@ -339,8 +339,8 @@ def open_clicks(data: str, split: Split, rows: int | Sequence[int] | None = None
     )
 
 
-def _text_files(folder: Path, names: Sequence[str]) -> list[Path]:
-    """Those that are there, plain rather than .gz."""
+def text_files(folder: Path, names: Sequence[str]) -> list[Path]:
+    """Returns the files of these names that are there, plain rather than .gz."""
     candidates = ((folder / name, folder / f"{name}.gz") for name in names)
     return [next(path for path in pair if path.is_file()) for pair in candidates if any(map(Path.is_file, pair))]
 

@@ -31,7 +31,7 @@ from transformers import (
     XLNetTokenizer,
 )
 
-from data.prepare.pipeline import read_json
+from data.prepare.files import read_json
 from data.vocabulary import BERT_SPECIALS, KINDS, LONGEST, ROBERTA_SPECIALS, XLNET_SPECIALS
 from errors import InputError
 

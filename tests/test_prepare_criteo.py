@@ -1,26 +1,16 @@
 """data/prepare/criteo.py on small files that the tests make; plain Python loops are the reference."""
 
-import gzip
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from corpora import contents
 from criteo_text import everything, random_rows, row, write
 
 from data import criteo as cr
 from data.prepare import criteo as pre
 from errors import InputError
-
-ROOT = Path(__file__).parent.parent
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    """Every file of a prepared folder but its description."""
-    return {path.name: path.read_bytes() for path in sorted(out.iterdir()) if path.name != "prepared.json"}
 
 
 @pytest.fixture
@@ -142,17 +132,15 @@ def test_line_ends_of_windows_and_a_last_line_without_end():
 # Preparing
 
 
-@pytest.mark.parametrize("names", [("train.txt", "dev.txt"), ("train.txt",), ("day_0", "day_1", "day_2")])
-def test_gz_and_plain_files_give_the_same_arrays(tmp_path, small_chunks, names):
+@pytest.mark.parametrize(
+    ("names", "rows"),
+    [(["train.txt", "valid.txt"], (70, 70)), (["train.txt"], (60, 10)), (["day_0", "day_1", "day_2"], (140, 70))],
+)
+def test_the_last_file_or_seventh_is_for_evaluation(tmp_path, names, rows):
     for number, name in enumerate(names):
-        lines = random_rows(70, number)
-        write(tmp_path / "plain" / name, lines)
-        write(tmp_path / "gz" / f"{name}.gz", lines)
-    pre.prepare(tmp_path / "gz", threshold=2)
-    plain = pre.prepare(tmp_path / "plain", threshold=2)
-    expected = {1: (60, 10), 2: (70, 70), 3: (140, 70)}[len(names)]
-    assert (plain["rows"]["train"], plain["rows"]["eval"]) == expected
-    assert contents(tmp_path / "plain" / "prepared") == contents(tmp_path / "gz" / "prepared")
+        write(tmp_path / name, random_rows(70, number))
+        write(tmp_path / f"{name}.gz", [])  # the plain file is read
+    assert pre.prepare(tmp_path)["rows"] == dict(zip(("train", "eval"), rows, strict=True))
 
 
 @pytest.mark.parametrize("rows", [28, 5])
@@ -179,92 +167,27 @@ def test_no_line_is_lost_or_read_twice_where_chunks_meet(tmp_path, monkeypatch, 
     assert found == list(range(12))
 
 
-@pytest.mark.parametrize("name", ["train.txt", "train.txt.gz"])
-def test_neither_workers_nor_the_size_of_chunks_change_the_arrays(tmp_path, monkeypatch, name):
-    data = write(tmp_path / name, random_rows(300))
-    write(tmp_path / "dev.txt", random_rows(30, 1))
-    pre.prepare(data, tmp_path / "whole")
-    monkeypatch.setattr(pre, "CHUNK_BYTES", 7001)
-    pre.prepare(data, tmp_path / "one", workers=1)
-    pre.prepare(data, tmp_path / "two", workers=2)
-    assert contents(tmp_path / "whole") == contents(tmp_path / "one") == contents(tmp_path / "two")
+RARE = ["a"] * 5 + ["b"] * 3 + ["c"] * 2 + ["d", "", ""]
+MANY = [f"{value:x}" for value in range(10) for _ in range(20 - value)]
 
 
-@pytest.mark.parametrize("function", ["_save_chunk", "_count", "_write"])
-@pytest.mark.parametrize("name", ["train.txt", "train.txt.gz"])
-def test_a_killed_preparation_goes_on(tmp_path, small_chunks, monkeypatch, capsys, function, name):
-    data = write(tmp_path / name, random_rows(100))
-    calls, killed_at = 0, 0
-    original = getattr(pre, function)
-
-    def kill(*arguments):
-        nonlocal calls
-        calls += 1
-        if calls == killed_at:
-            raise KeyboardInterrupt
-        return original(*arguments)
-
-    monkeypatch.setattr(pre, function, kill)
-    pre.prepare(data, tmp_path / "expected")
-    needed, calls, killed_at = calls, 0, 3
-    assert needed > 4
-    with pytest.raises(KeyboardInterrupt):
-        pre.prepare(data, tmp_path / "out")
-    with pytest.raises(InputError, match="not prepared to its end"):
-        cr.open_clicks(str(tmp_path / "out"), "train")
-    calls, killed_at = 0, 0
-    monkeypatch.setattr(pre, "CHUNK_BYTES", 3000)  # the chunks that are there still fit
-    pre.prepare(data, tmp_path / "out")
-    assert "going on" in capsys.readouterr().out
-    assert calls == needed - 2, "what was finished is done again, or what was not is left out"
-    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
-
-
-def test_a_finished_preparation_is_not_done_again(tmp_path, monkeypatch, capsys):
-    data = write(tmp_path / "train.txt", random_rows(20))
-    first = pre.prepare(data)
-    monkeypatch.setattr(pre, "parse", lambda text: pytest.fail("parsed again"))
-    assert pre.prepare(data) == first
-    assert "already prepared: 18 training and 2 evaluation rows" in capsys.readouterr().out
-
-
-def test_other_flags_or_files_than_before_are_refused(tmp_path):
-    data = write(tmp_path / "train.txt", random_rows(20))
-    pre.prepare(data, threshold=2)
-    with pytest.raises(InputError, match="prepared with other flag threshold: 2, now 3"):
-        pre.prepare(data, threshold=3)
-    write(data, random_rows(21))
-    with pytest.raises(InputError, match="prepared with other source files: train.txt"):
-        pre.prepare(data, threshold=2)
-
-
-def test_rare_values_share_an_id(tmp_path):
-    lines = [row(0, {}, {0: value}) for value in ["a"] * 5 + ["b"] * 3 + ["c"] * 2 + ["d", "", ""]]
+@pytest.mark.parametrize(
+    ("values", "flags", "rows", "seen", "ids"),
+    [
+        (RARE, {"threshold": 3}, [4, *[2] * 25], 4, [2] * 5 + [3] * 3 + [1] * 3 + [0] * 2),
+        (MANY, {"max_rows": 6}, [6, *[2] * 25], 10, [2 + value % 4 for value in range(10) for _ in range(20 - value)]),
+        (["0", "9", "a", "ffffffff", ""], {"hash_rows": 10}, [10] * 26, None, [1, 1, 2, 1 + (2**32 - 1) % 9, 0]),
+    ],
+    ids=["rare values share an id", "larger tables are folded", "hashing needs no vocabulary"],
+)
+def test_values_become_rows_of_tables(tmp_path, values, flags, rows, seen, ids):
+    lines = [row(0, {}, {0: value}) for value in values]
     write(tmp_path / "dev.txt", lines)
-    prepared = pre.prepare(write(tmp_path / "train.txt", lines), threshold=3)
-    assert prepared["table_rows"][0] == 4 and prepared["values_seen"][0] == 4
-    ids = everything(cr.ClickLog(tmp_path / "prepared", "train"))["ids"][:, 0]
-    assert ids.tolist() == [2] * 5 + [3] * 3 + [1] * 3 + [0] * 2
-
-
-def test_larger_tables_are_folded(tmp_path):
-    lines = [row(0, {}, {0: f"{value:x}"}) for value in range(10) for _ in range(20 - value)] + [row()]
-    write(tmp_path / "dev.txt", lines)
-    prepared = pre.prepare(write(tmp_path / "train.txt", lines), max_rows=6)
-    assert prepared["table_rows"][:2] == [6, 2] and prepared["values_seen"][0] == 10
-    ids = everything(cr.ClickLog(tmp_path / "prepared", "train"))["ids"][:, 0]
-    assert list(dict.fromkeys(ids.tolist())) == [2, 3, 4, 5, 0]
-    assert ids[-2] == 2 + 9 % 4, "the rarest value, number 9"
-
-
-def test_hashing_needs_no_vocabulary(tmp_path):
-    lines = [row(0, {}, {0: value}) for value in ("0", "9", "a", "ffffffff", "")]
-    write(tmp_path / "dev.txt", lines)
-    prepared = pre.prepare(write(tmp_path / "train.txt", lines), hash_rows=10)
-    assert prepared["table_rows"] == [10] * 26
-    ids = everything(cr.ClickLog(tmp_path / "prepared", "train"))["ids"][:, 0]
-    assert ids.tolist() == [1, 1, 2, 1 + (2**32 - 1) % 9, 0]
-    assert not list((tmp_path / "prepared").glob("vocabulary*"))
+    prepared = pre.prepare(write(tmp_path / "train.txt", lines), **flags)
+    assert prepared["table_rows"] == rows
+    assert prepared["values_seen"] == (seen and [seen, *[0] * 25])
+    assert everything(cr.ClickLog(tmp_path / "prepared", "train"))["ids"][:, 0].tolist() == ids
+    assert len(list((tmp_path / "prepared").glob("vocabulary*"))) == (26 if seen else 0)
 
 
 def test_counting_merges_many_chunks(tmp_path):
@@ -285,65 +208,70 @@ def test_counting_merges_many_chunks(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["train.txt", "train.txt.gz"])
-def test_malformed_lines_are_counted_and_the_first_is_named(tmp_path, small_chunks, name):
+def test_malformed_lines_are_counted_and_the_first_is_named(tmp_path, small_chunks, capsys, name):
     good = random_rows(100)
     lines = [*good[:77], row(3), *good[77:90], row(0, {0: "x"}), *good[90:]]
     data = write(tmp_path / name, lines)
-    with pytest.raises(InputError, match=r"2 of 102 lines are malformed.*train\.txt\S* line 78: its label is '3'"):
+    write(tmp_path / "dev.txt", random_rows(9))
+    first = rf"{name}\S* line 78: its label is '3'"
+    with pytest.raises(InputError, match=rf"2 of 111 lines are malformed, .*--bad-rows.*{first}"):
         pre.prepare(data, tmp_path / "out")
-    prepared = pre.prepare(data, tmp_path / "out", bad_rows=0.02)  # goes on
-    assert prepared["malformed"]["count"] == 2
+    pre.main(["--data", str(data), "--out", str(tmp_path / "out"), "--bad-rows", "0.02", "--workers", "1"])
+    printed = capsys.readouterr().out
+    assert "resuming" in printed and re.search(f"2 malformed lines of 111 were left out, the first: .*{first}", printed)
+    with pytest.raises(InputError, match="2 of 111 lines are malformed"):
+        pre.prepare(data, tmp_path / "out")  # which is finished
     write(data, good)
     pre.prepare(data, tmp_path / "without")
-    assert contents(tmp_path / "out") == contents(tmp_path / "without")
-
-
-def test_a_malformed_line_of_the_evaluation_file_is_named_too(tmp_path):
-    write(tmp_path / "train.txt", random_rows(50))
+    without, found = contents(tmp_path / "without"), contents(tmp_path / "out")
+    assert found.pop("prepared.json")["malformed"]["count"] == 2 and without.pop("prepared.json")
+    assert found == without
     write(tmp_path / "dev.txt", [*random_rows(3), b"1\t2"])
-    with pytest.raises(InputError, match=r"1 of 54 lines .*dev\.txt line 4: it has 2 columns"):
-        pre.prepare(tmp_path)
+    with pytest.raises(InputError, match=r"1 of 104 lines .*dev\.txt line 4: it has 2 columns"):
+        pre.prepare(data, tmp_path / "eval")
 
 
-def test_input_that_cannot_be_prepared_is_explained(tmp_path):
-    def refused(message: str, data: Path, **flags):
-        with pytest.raises(InputError, match=message):
-            pre.prepare(data, **flags)
-
-    refused("there is no file or folder", tmp_path / "nowhere")
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    refused("neither train.txt nor day_0 to day_23 .*found nothing", folder)
-    refused("train.txt is empty", write(folder / "train.txt", []))
-    write(folder / "train.txt", [line.split(b"\t", 1)[1] for line in random_rows(20)])
-    refused("line 1: it has 39 columns.*label missing", folder)
-    write(folder / "train.txt", [line.replace(b"\t", b",") for line in random_rows(20)])
-    refused("not Criteo's text: 20 of its first 20 lines", folder)
-    write(folder / "train.txt", random_rows(6))
-    refused("6 rows; expected at least 7", folder)
-    write(folder / "day_0", random_rows(6))
-    refused("train.txt as well as day_0", folder)
-    zipped = tmp_path / "broken.gz"
-    zipped.write_bytes(gzip.compress(b"\n".join(random_rows(500)))[:-2000])
-    refused("broken.gz cannot be decompressed", zipped, out=tmp_path / "out")
-    zipped.write_bytes(b"text")
-    refused("broken.gz cannot be read: Not a gzipped file", zipped, out=tmp_path / "out")
-    data = write(tmp_path / "train.txt", random_rows(20))
-    (tmp_path / "file").touch()
-    refused("file cannot be written|file/parts cannot be written", data, out=tmp_path / "file")
-    for flags in ({"threshold": 0}, {"max_rows": 2}, {"hash_rows": -1}, {"bad_rows": 1.0}, {"workers": 0}):
-        name, value = next(iter(flags.items()))
-        refused(f"{name} {value} is out of range", data, **flags)
-    refused("threshold 5 needs a vocabulary", data, threshold=5, hash_rows=100)
+LINES = random_rows(20)
+WITHOUT_LABELS = [line.split(b"\t", 1)[1] for line in LINES]
+COMMAS = [line.replace(b"\t", b",") for line in LINES]
+UNUSABLE = {
+    "there is no file or folder .*nowhere; expected a folder with train.txt": ("nowhere", {}),
+    "neither train.txt nor day_0 to day_23 .*found notes.md": ("", {"notes.md": []}),
+    "train.txt is empty": ("", {"train.txt": []}),
+    "line 1: it has 39 columns.*label missing": ("train.txt", {"train.txt": WITHOUT_LABELS}),
+    "not Criteo's text: 20 of its first 20 lines": ("", {"train.txt": COMMAS}),
+    "has a line of more than 1048576 bytes": ("", {"train.txt": [b"x" * 2**20]}),
+    "6 rows; expected at least 7": ("", {"train.txt": LINES[:6]}),
+    "train.txt as well as day_0": ("", {"train.txt": LINES, "day_0": LINES}),
+}
 
 
-def test_the_command_prepares_and_its_errors_are_one_line(tmp_path, capsys):
-    write(tmp_path / "train.txt", [*random_rows(20), b"broken"])
-    pre.main(["--data", str(tmp_path), "--out", str(tmp_path / "out"), "--bad-rows", "0.1", "--workers", "1"])
-    printed = capsys.readouterr().out
-    assert "18 training and 2 evaluation rows" in printed
-    assert "1 malformed lines of 21" in printed and "train.txt line 21: it has 1 columns" in printed
-    command = [sys.executable, "-m", "data.prepare.criteo", "--data", str(tmp_path / "nowhere")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.startswith("error: there is no file or folder") and result.stderr.count("\n") == 1
+@pytest.mark.parametrize("message", UNUSABLE)
+def test_input_that_cannot_be_prepared_is_explained(tmp_path, message):
+    name, files = UNUSABLE[message]
+    for file, lines in files.items():
+        write(tmp_path / file, lines)
+    with pytest.raises(InputError, match=message):
+        pre.prepare(tmp_path / name, tmp_path / "out")
+
+
+def test_a_gz_file_that_breaks_off_late_is_named(tmp_path):
+    packed = write(tmp_path / "clicks.gz", random_rows(500))
+    packed.write_bytes(packed.read_bytes()[:-2000])
+    with pytest.raises(InputError, match="clicks.gz cannot be decompressed: .*; fetch it again"):
+        pre.prepare(packed)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"threshold": 0}, "--threshold is 0; expected 1"),
+        ({"max_rows": 2}, "--max-rows is 2; expected 0, or 3"),
+        ({"hash_rows": -1}, "--hash-rows is -1; expected 0, or 3"),
+        ({"bad_rows": 1.0}, "--bad-rows is 1.0; expected a share"),
+        ({"threshold": 5, "hash_rows": 100}, "--threshold 5 needs a vocabulary.*drop one"),
+    ],
+)
+def test_flags_out_of_range_are_refused(tmp_path, flags, message):
+    with pytest.raises(InputError, match=message):
+        pre.prepare(write(tmp_path / "train.txt", LINES), **flags)

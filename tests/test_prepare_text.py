@@ -1,14 +1,11 @@
 """data/prepare/text.py on small texts that the tests make."""
 
-import gzip
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from corpora import contents, documents, text_corpus, without_network, written
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.prepare import text as pre
@@ -16,44 +13,9 @@ from data.text import SyntheticText, open_text
 from data.vocabulary import KINDS
 from errors import InputError
 
-ROOT = Path(__file__).parent.parent
-SYLLABLES = ["ba", "di", "lo", "mu", "ne", "ra", "so", "tu", "ga", "hi"]
-
-
-def documents(count: int, seed: int = 0) -> list[list[str]]:
-    """Each of 1 to 4 lines of 1 to 3 sentences; no two are the same."""
-    rng = np.random.default_rng(seed)
-
-    def sentence() -> str:
-        words = ["".join(rng.choice(SYLLABLES, rng.integers(1, 4))) for _ in range(rng.integers(3, 9))]
-        return " ".join(words).capitalize() + "."
-
-    return [
-        [" ".join(sentence() for _ in range(rng.integers(1, 4))) for _ in range(rng.integers(1, 5))]
-        for _ in range(count)
-    ]
-
-
-def written(texts: list[list[str]]) -> bytes:
-    return "\n".join("".join(f"{line}\n" for line in lines) for lines in texts).encode()
-
-
-def corpus(folder: Path, count: int = 60, end: str = "") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    pack = gzip.compress if end else bytes
-    for name, part in (("a", documents(count)), ("b", documents(count, 1)), ("valid", documents(8, 2))):
-        (folder / f"{name}.txt{end}").write_bytes(pack(written(part)))
-    return folder
-
 
 def prepare(data: Path, out: Path, **flags) -> dict:
     return pre.prepare(data, out, **({"length": 32, "vocab_size": 300} | flags))
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    """Every file of a prepared folder but its report."""
-    files = (path for path in sorted(out.rglob("*")) if path.is_file() and path.name != "report.json")
-    return {str(path.relative_to(out)): path.read_bytes() for path in files}
 
 
 def words(texts: list[list[str]], lower: bool) -> str:
@@ -78,9 +40,9 @@ def small_pieces(monkeypatch):
 # End to end
 
 
-@pytest.mark.parametrize(("kind", "end"), [*((kind, "") for kind in KINDS), ("bert", ".gz")])
-def test_text_becomes_rows_with_all_its_words(tmp_path, small_pieces, kind, end):
-    report = prepare(corpus(tmp_path, end=end), tmp_path / "out", kind=kind)
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_becomes_rows_with_all_its_words(tmp_path, small_pieces, kind):
+    report = prepare(text_corpus(tmp_path), tmp_path / "out", kind=kind)
     expected = {"train": [*documents(60), *documents(60, 1)], "valid": documents(8, 2)}
     for split, texts in expected.items():
         text = open_text(tmp_path / "out", split)
@@ -102,7 +64,7 @@ def test_text_becomes_rows_with_all_its_words(tmp_path, small_pieces, kind, end)
 
 
 def test_documents_share_a_row_with_a_separator_between_them_or_do_not(tmp_path):
-    data = corpus(tmp_path)
+    data = text_corpus(tmp_path)
     for pairs in (False, True):
         prepare(data, tmp_path / f"out{pairs}", pairs=pairs, length=64)
         text = open_text(tmp_path / f"out{pairs}", "valid")
@@ -133,7 +95,7 @@ def test_a_sentence_longer_than_a_row_is_cut_and_counted(tmp_path):
 
 
 def test_special_symbols_in_text_are_text_and_what_is_no_text_is_counted(tmp_path):
-    data = corpus(tmp_path / "text", 20)
+    data = text_corpus(tmp_path / "text", 20)
     line = "A [SEP] b [MASK] <s> c </s> <mask> <sep> <cls> [PAD]."
     (data / "c.txt").write_text(f"{line}\n\x01\x02 \n\n\n\x01\n\n{line}\n")
     for kind in KINDS:
@@ -168,7 +130,7 @@ def test_byte_level_text_keeps_the_spaces_between_sentences(tmp_path):
 
 
 def test_a_tokenizer_of_the_users_is_taken(tmp_path):
-    data = corpus(tmp_path / "text")
+    data = text_corpus(tmp_path / "text")
     (data / "c.txt").write_text("Q Y " * 500)
     given = SyntheticText("valid", "bert", 64, rows=5).tokenizer
     given.save_pretrained(tmp_path / "given")
@@ -186,12 +148,8 @@ def test_a_tokenizer_of_the_users_is_taken(tmp_path):
         prepare(data, tmp_path / "none", tokenizer=str(tmp_path / "empty"))
 
 
-def test_the_published_size_is_the_default(tmp_path, monkeypatch):
-    sizes = []
-    learn = pre.learn
-    monkeypatch.setattr(pre, "learn", lambda lines, kind, size: sizes.append(size) or learn(lines, kind, 300))
-    for kind in KINDS:
-        prepare(corpus(tmp_path), tmp_path / kind, kind=kind, vocab_size=0)
+def test_the_published_size_is_the_default():
+    sizes = [pre._completed(pre.Flags("data", kind=kind)).vocab_size for kind in KINDS]
     assert sizes == [30_522, 30_522, 50_265, 32_000]
 
 
@@ -221,7 +179,7 @@ def test_lines_are_cut_where_sentences_end(sentences):
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 100, 1000, 10**9])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_pieces_end_where_documents_end(tmp_path, monkeypatch, piece_bytes, end):
+def test_pieces_end_where_documents_end(tmp_path, piece_bytes, end):
     texts = documents(30)
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + written(texts).replace(b"\n", end))
     (tmp_path / "b").write_bytes(b"\n \t\n\n" + written(texts).replace(b"\n\n", b"\n \n\t\n\n").rstrip())
@@ -269,7 +227,7 @@ def test_the_vocabulary_is_learnt_from_training_text_evenly_spaced(tmp_path, sma
     monkeypatch.setattr(
         pre, "learn", lambda lines, *rest: learn(iter([seen.append(line) or line for line in lines]), *rest)
     )
-    data = corpus(tmp_path / "text", 100)
+    data = text_corpus(tmp_path / "text", 100)
     lines = [line for text in (*documents(100), *documents(100, 1)) for line in text]
     prepare(data, tmp_path / "all")
     assert seen == lines
@@ -282,93 +240,6 @@ def test_the_vocabulary_is_learnt_from_training_text_evenly_spaced(tmp_path, sma
     prepare(data / "a.txt", tmp_path / "held", valid_share=0.1)
     assert seen == [line for text in documents(100) if not pre.is_valid(text, 0.1) for line in text]
     assert len(seen) < sum(map(len, documents(100)))
-
-
-# Kills
-
-
-def test_workers_do_not_change_the_result(tmp_path, small_pieces):
-    data = corpus(tmp_path / "text")
-    prepare(data, tmp_path / "one")
-    prepare(data, tmp_path / "two", workers=2)
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")
-
-
-@pytest.mark.parametrize("function", ["_unpack", "learn", "_encode_piece", "_join"])
-def test_a_killed_preparation_goes_on(tmp_path, small_pieces, monkeypatch, capsys, function):
-    data = corpus(tmp_path / "text", end=".gz")
-    calls, killed_at = 0, 0
-    original = getattr(pre, function)
-
-    def kill(*arguments):
-        nonlocal calls
-        calls += 1
-        if calls == killed_at:
-            raise KeyboardInterrupt
-        return original(*arguments)
-
-    monkeypatch.setattr(pre, function, kill)
-    prepare(data, tmp_path / "expected")
-    needed, calls, killed_at = calls, 0, 1 if function == "learn" else 2
-    first = killed_at
-    with pytest.raises(KeyboardInterrupt):
-        prepare(data, tmp_path / "out")
-    with pytest.raises(InputError, match="not prepared to its end"):
-        open_text(tmp_path / "out", "train")
-    with pytest.raises(InputError, match="prepared with other flag length: 32, now 16"):
-        prepare(data, tmp_path / "out", length=16)
-    calls, killed_at = 0, 0
-    monkeypatch.setattr(pre, "PIECE_BYTES", 800)  # the pieces that are there still fit
-    capsys.readouterr()
-    prepare(data, tmp_path / "out")
-    assert "going on with the unfinished" in capsys.readouterr().out
-    assert calls == needed - (first - 1), "what was finished is done again, or what was not is left out"
-    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
-
-
-KILLED = """
-import os, signal, sys
-import numpy as np
-from data.prepare import text as pre
-pre.PIECE_BYTES, write, calls = 1500, np.savez, 0
-def savez(file, **arrays):
-    global calls
-    calls += 1
-    file.write(b"half of it")
-    file.flush()
-    if calls == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    file.seek(0)
-    write(file, **arrays)
-np.savez = savez
-pre.prepare(sys.argv[1], sys.argv[2], length=32, vocab_size=300)
-"""
-
-
-def test_kill_9_in_the_middle_of_a_file_and_start_again(tmp_path, small_pieces):
-    data = corpus(tmp_path / "text")
-    prepare(data, tmp_path / "expected")
-    for calls in (2, 3):
-        command = [sys.executable, "-c", KILLED, str(data), str(tmp_path / "out"), str(calls)]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert result.returncode == -9, result.stderr
-    assert list((tmp_path / "out" / "parts").glob("*.partial"))
-    (tmp_path / "out" / "tokenizer.1.partial").mkdir()
-    prepare(data, tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
-
-
-def test_a_finished_preparation_is_not_done_again(tmp_path, monkeypatch, capsys):
-    data = corpus(tmp_path / "text")
-    first = pre.prepare(data, length=32, vocab_size=300)
-    monkeypatch.setattr(pre, "_encode_piece", lambda *arguments: pytest.fail("encoded again"))
-    assert pre.prepare(data, length=32, vocab_size=300) == first
-    assert "already prepared" in capsys.readouterr().out
-    with pytest.raises(InputError, match="other flag kind: bert, now roberta; choose another folder or delete"):
-        pre.prepare(data, length=32, vocab_size=300, kind="roberta")
-    (data / "c.txt").write_text("More.\n")
-    with pytest.raises(InputError, match=r"prepared with other text: a\.txt \(\d+ bytes\), .*now .*c\.txt"):
-        pre.prepare(data, length=32, vocab_size=300)
 
 
 # What is read
@@ -391,18 +262,11 @@ def test_one_file_is_prepared_beside_itself(tmp_path):
     assert len(open_text(tmp_path, "train")) and len(open_text(tmp_path / "prepared", "valid"))
 
 
-@pytest.fixture
-def no_network(tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-
-
 @pytest.mark.parametrize("saved", ["parquet", "save_to_disk"])
-def test_data_sets_give_the_same_as_text(tmp_path, no_network, saved):
+def test_data_sets_give_the_same_as_text(tmp_path, monkeypatch, saved):
     import datasets
 
+    without_network(tmp_path, monkeypatch)
     rows = {"train": [*documents(60), *documents(60, 1)], "validation": documents(8, 2)}
     found = {
         split: datasets.Dataset.from_dict({"text": ["\n\n".join(lines) for lines in texts] + ["", "\n"]})
@@ -416,61 +280,51 @@ def test_data_sets_give_the_same_as_text(tmp_path, no_network, saved):
     else:
         datasets.DatasetDict(found).save_to_disk(str(hub))
     first = pre.prepare(hub, length=32, vocab_size=300)
-    prepare(corpus(tmp_path / "text"), tmp_path / "out")
+    prepare(text_corpus(tmp_path / "text"), tmp_path / "out")
     assert contents(hub / "prepared") == contents(tmp_path / "out")
     assert pre.prepare(hub, length=32, vocab_size=300) == first, "the result in the folder of parquet files is no text"
     with pytest.raises(InputError, match="split train, has the columns text; expected a column body, or choose"):
         prepare(hub, tmp_path / "other", column="body")
 
 
-def test_input_that_cannot_be_prepared_is_explained(tmp_path, no_network, small_pieces):
-    def refused(message: str, data, **flags):
-        with pytest.raises(InputError, match=message):
-            prepare(data, tmp_path / "never" / str(len(os.listdir(tmp_path))) / message[:9].replace("/", ""), **flags)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"kind": "gpt2"}, "kind is gpt2"),
+        ({"length": 4}, "length is 4; expected 8 or more"),
+        ({"kind": "roberta", "pairs": True}, "pairs are for bert"),
+        ({"kind": "roberta", "vocab_size": 200}, "--vocab-size is 200; expected at least 261 for roberta"),
+        ({"valid_share": 1}, "--valid-share is 1; expected a share between 0 and 1"),
+        ({"sample": 0}, "--sample is 0; expected at least 1"),
+    ],
+)
+def test_flags_out_of_range_are_refused(tmp_path, flags, message):
+    with pytest.raises(InputError, match=message):
+        prepare(text_corpus(tmp_path), tmp_path / "out", **flags)
 
-    data = corpus(tmp_path / "text")
-    refused("kind is gpt2", data, kind="gpt2")
-    refused("length is 4; expected 8 or more", data, length=4)
-    refused("pairs are for bert", data, kind="roberta", pairs=True)
-    refused("vocab-size 200 is too small; expected 261 or more for roberta", data, kind="roberta", vocab_size=200)
-    refused("valid-share 1 is out of range; expected a share between 0 and 1", data, valid_share=1)
-    refused("sample 0 is out of range", data, sample=0)
-    refused("workers 0 is out of range", data, workers=0)
-    refused("there is no .*nowhere; expected a file or folder of text files", tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    refused("empty has neither text files .* nor parquet files; found nothing", tmp_path / "empty")
-    with pytest.raises(InputError, match="nobody/nothing is neither a file, a folder nor a data set of the hub"):
+
+NOT_UTF8 = written(documents(60, 1)).replace(b"\n", b"\nStra\xdfe", 100).replace(b"\nStra\xdfe", b"\n", 99)
+UNUSABLE = {
+    r"there is no .*nowhere; expected text files \(\*\.txt": ("nowhere", {}),
+    "neither text files .* nor parquet files; found notes.md": ("", {"notes.md": b"x"}),
+    "has only validation text; expected other": ("", {"valid.txt": b"x\n"}),
+    r"a\.txt is empty; expected a sentence or a paragraph per line": ("", {"a.txt": b"", "valid.txt": b"x\n"}),
+    "no documents for the valid split with --valid-share 0.01; .*more text": ("", {"a.txt": b"One document.\n"}),
+    "no documents for the valid split at all": ("", {"a.txt": b"One document.\n", "valid.txt": b"\n\n"}),
+    r"b\.txt line 101 is not UTF-8 \(byte 0xdf: invalid .*\); convert .* or fix": ("", {"b.txt": NOT_UTF8}),
+}
+
+
+@pytest.mark.parametrize("message", UNUSABLE)
+def test_input_that_cannot_be_prepared_is_explained(tmp_path, small_pieces, message):
+    name, files = UNUSABLE[message]
+    for file, data in files.items():
+        (tmp_path / file).write_bytes(data)
+    with pytest.raises(InputError, match=message):
+        prepare(tmp_path / name, tmp_path / "out")
+
+
+def test_a_data_set_that_is_not_there_is_explained(tmp_path, monkeypatch):
+    without_network(tmp_path, monkeypatch)
+    with pytest.raises(InputError, match="nobody/nothing is neither here nor a data set of the hub"):
         pre.prepare("nobody/nothing")
-
-    only = tmp_path / "only"
-    only.mkdir()
-    (only / "valid.txt").write_text("x\n")
-    refused("only has only validation text", only)
-    (only / "a.txt").write_text("")
-    refused(r"a\.txt is empty; expected a sentence or a paragraph a line", only)
-    (only / "valid.txt").unlink()
-    (only / "a.txt").write_text("One document.\n")
-    refused("no documents for the valid split with --valid-share 0.01; expected more text", only)
-
-    broken = corpus(tmp_path / "broken")
-    whole = (broken / "b.txt").read_bytes()
-    lines = whole.split(b"\n")
-    lines[100] = b"Stra\xdfe"
-    (broken / "b.txt").write_bytes(b"\n".join(lines))
-    refused(r"b\.txt line 101 is not UTF-8 \(byte 0xdf: invalid .*\); convert it to UTF-8, or mend", broken)
-    (broken / "b.txt").unlink()
-    (broken / "b.txt.gz").write_bytes(gzip.compress(whole)[:-20])
-    refused(r"b\.txt\.gz cannot be decompressed: .*; fetch it again", broken)
-
-
-def test_the_command_prepares_and_its_errors_are_one_line(tmp_path, capsys):
-    data = corpus(tmp_path)
-    pre.main(["--data", str(data), "--kind", "xlnet", "--length", "24", "--vocab-size", "200", "--workers", "1"])
-    printed = capsys.readouterr().out
-    assert "train: documents 120, sentences " in printed and "valid: documents 8" in printed
-    assert "200 tokens in the vocabulary" in printed or "tokens in the vocabulary; " in printed
-    assert open_text(data, "train").length == 24
-    with pytest.raises(SystemExit) as stopped:
-        pre.main(["--data", str(tmp_path / "nowhere")])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.startswith("error: there is no ") and error.count("\n") == 1

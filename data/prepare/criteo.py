@@ -1,13 +1,13 @@
-"""Prepares Criteo's Kaggle and Terabyte click logs, once before training: text files to arrays.
+"""Turns the text files of Criteo's Kaggle and Terabyte click logs into arrays, once before training.
 
     python -m data.prepare.criteo --data RAW [--out DIR] [--threshold 10]  (make data DATASET=criteo DATA=RAW OUT=DIR)
 
-The arrays are memory-mapped in training, by ClickLog in data/criteo.py.
+Training maps the arrays into memory, see ClickLog in data/criteo.py.
 
-A line of the text is a label, 13 integers and 26 categories of 32 bits in hexadecimal, separated by tabs; a field may
-be empty, which means missing. The integers become log(x + 1), missing and negative ones 0, as in
+A line of the text is a label, 13 integers and 26 categories of 32 bits in hexadecimal, separated by tabs. An empty
+field is a missing value. The integers become log(x + 1), missing and negative ones 0, as in
 https://github.com/facebookresearch/dlrm. The categories become rows of embedding tables: 0 where the value is missing,
-1 where it is rare (or never seen in training), and from 2 on by falling count in the training rows (of equal counts the
+1 where it is rare (or not seen in training), and from 2 on by falling count in the training rows (of equal counts the
 smaller value first).
 """
 
@@ -16,8 +16,6 @@ import dataclasses
 import gzip
 import os
 import re
-import shutil
-import sys
 import zlib
 from binascii import unhexlify
 from collections.abc import Iterator, Sequence
@@ -29,8 +27,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv
 
-from data.criteo import MLPERF_MAX_ROWS, NUM_DENSE, _text_files, map_npz
-from data.prepare.pipeline import read_json, run, whole, write_json
+from data.criteo import MLPERF_MAX_ROWS, NUM_DENSE, map_npz, text_files
+from data.prepare import pipeline
+from data.prepare.files import read_json, write_json
+from data.prepare.pipeline import Preparation, expect, save_arrays
 from errors import InputError
 
 NUM_SPARSE = 26
@@ -38,9 +38,9 @@ COLUMNS = 1 + NUM_DENSE + NUM_SPARSE
 MISSING, RARE, FIRST = 0, 1, 2  # ids; the vocabulary begins with FIRST
 
 EVAL_FILES = ("dev.txt", "valid.txt", "eval.txt")
-CHUNK_BYTES = 64 << 20  # text of one parsed file: what a kill costs at most, and what a worker holds
+CHUNK_BYTES = 64 << 20  # text of one parsed file: the most that a kill costs, and what a worker holds
 PIECE_BYTES = 4 << 20  # text parsed at once; larger pieces leave the processor's caches and are 3 times slower
-MAX_LINE = 1 << 20  # bytes of a line that say that the file is no table
+MAX_LINE = 1 << 20  # bytes; a file with a longer line is no table
 
 INTEGER = "^-?[0-9]{1,18}$"
 
@@ -49,7 +49,7 @@ INTEGER = "^-?[0-9]{1,18}$"
 class Flags:
     """Prepares Criteo's text files for training: parses them, counts their categories, writes arrays.
 
-    The same command again goes on where a killed one stopped. The result depends neither on that nor on --workers.
+    The same command resumes a killed one. The result depends neither on that nor on --workers.
     """
 
     data: str  # folder with train.txt or day_0, day_1, … (each plain or .gz), or one such file
@@ -57,7 +57,7 @@ class Flags:
     threshold: int = 1  # values seen fewer times than this in training rows share the id 1; 1 keeps all of them
     max_rows: int = MLPERF_MAX_ROWS  # larger tables are cut to this many rows, the rarest values folded in; 0: never
     hash_rows: int = 0  # no vocabulary: all tables have this many rows, an id is the remainder of its value; 0: off
-    bad_rows: float = 0.0001  # share of malformed lines that is left out in good faith; more is an error
+    bad_rows: float = 0.0001  # share of malformed lines that may be left out; more are an error
     workers: int = os.cpu_count() or 1  # processes
 
 
@@ -65,7 +65,7 @@ class Flags:
 
 
 def malformed(line: bytes) -> str | None:
-    """Why a line (without its end) is not a row of Criteo, or None. The definition that the fast parser keeps to."""
+    """Returns why a line (without its end) is not a row of Criteo, or None. This defines what `parse` leaves out."""
     try:
         line.decode()
     except UnicodeDecodeError:
@@ -95,7 +95,7 @@ def _shown(field: bytes) -> str:
 
 @dataclasses.dataclass
 class Rows:
-    """Parsed lines: n good rows, and what is known of the others."""
+    """Parsed lines: n good rows, and the number of the others and the first of them."""
 
     dense: np.ndarray  # float32 [n, 13], log(x + 1)
     label: np.ndarray  # uint8 [n]
@@ -108,7 +108,7 @@ class Rows:
 
 
 def parse(text: bytes) -> Rows:
-    """Whole lines of text to Rows, all columns at once; a line is left out exactly if `malformed` says so."""
+    """Parses whole lines, all columns at once; leaves out exactly the lines that `malformed` gives a reason for."""
     text = text.replace(b"\r\n", b"\n")
     if text and not text.endswith(b"\n"):
         text += b"\n"
@@ -116,7 +116,7 @@ def parse(text: bytes) -> Rows:
     ends = np.flatnonzero(data == ord("\n"))
     tabs = np.flatnonzero(data == ord("\t"))
     good = np.diff(np.searchsorted(tabs, ends), prepend=0) == COLUMNS - 1
-    if text.startswith(codecs.BOM_UTF8):  # which pyarrow would pass over
+    if text.startswith(codecs.BOM_UTF8):  # which pyarrow would skip
         good[0] = False
     if b"\r" in text:  # a line end to pyarrow
         good[np.searchsorted(ends, np.flatnonzero(data == ord("\r")))] = False
@@ -158,7 +158,7 @@ def parse(text: bytes) -> Rows:
 
 
 def _read_table(data: np.ndarray, rows: int) -> list[pa.Array]:
-    """The 40 columns of bytes that have 39 tabs in every line, as strings; empty fields are null."""
+    """Returns the 40 columns of lines with 39 tabs each, as strings; empty fields are null."""
     if not rows:
         return [pa.array([], pa.string())] * COLUMNS
     names = [str(column) for column in range(COLUMNS)]
@@ -178,7 +178,7 @@ def _read_table(data: np.ndarray, rows: int) -> list[pa.Array]:
 
 
 def _hexadecimal(strings: pa.Array, there: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The strings that are there as uint32 [m], and bool [m]: not 1 to 8 hexadecimal digits (the value is then 0)."""
+    """Returns the m strings that are `there` as uint32 [m], and bool [m]: not 1 to 8 hexadecimal digits (value 0)."""
     _, offsets, values = strings.buffers()
     offsets = np.frombuffer(offsets, np.int32, len(strings) + 1, strings.offset * 4)
     values = np.frombuffer(values or b"", np.uint8)[offsets[0] : offsets[-1]]
@@ -203,7 +203,7 @@ _IS_HEXADECIMAL = np.isin(np.arange(256), list(b"0123456789abcdefABCDEF"))
 
 
 def _pieces(file: BinaryIO, size: int, name: str) -> Iterator[bytes]:
-    """Whole lines of about PIECE_BYTES, until `size` bytes or more are read: the line that is begun belongs to it."""
+    """Yields whole lines, about PIECE_BYTES at once, until at least `size` bytes are read."""
     while size > 0:
         text = file.read(min(size, PIECE_BYTES))
         if not text:
@@ -222,7 +222,7 @@ def _read_line(file: BinaryIO, name: str) -> bytes:
 
 
 def _save_chunk(pieces: Iterator[bytes], path: Path) -> None:
-    """Parses the pieces into one .npz file, which is there whole or not at all."""
+    """Parses the pieces into one .npz file."""
     parts, lines, bad, first_bad, why = [], 0, 0, -1, ""
     for piece in pieces:
         rows = parse(piece)
@@ -231,18 +231,17 @@ def _save_chunk(pieces: Iterator[bytes], path: Path) -> None:
         lines, bad = lines + rows.lines, bad + rows.bad
         parts.append(rows)
     parts = parts or [parse(b"")]  # one line may cover the whole range of a chunk
-    with whole(path) as file:
-        np.savez(
-            file,
-            dense=np.concatenate([rows.dense for rows in parts]),
-            label=np.concatenate([rows.label for rows in parts]),
-            sparse=np.concatenate([rows.sparse for rows in parts], axis=1),
-            missing=np.concatenate([rows.missing for rows in parts]),
-            lines=lines,
-            bad=bad,
-            first_bad=first_bad,
-            why=why,
-        )
+    save_arrays(
+        path,
+        dense=np.concatenate([rows.dense for rows in parts]),
+        label=np.concatenate([rows.label for rows in parts]),
+        sparse=np.concatenate([rows.sparse for rows in parts], axis=1),
+        missing=np.concatenate([rows.missing for rows in parts]),
+        lines=lines,
+        bad=bad,
+        first_bad=first_bad,
+        why=why,
+    )
 
 
 def _parse_range(path: Path, start: int, stop: int, chunk: Path) -> None:
@@ -250,29 +249,26 @@ def _parse_range(path: Path, start: int, stop: int, chunk: Path) -> None:
     with open(path, "rb") as file:
         if start > 0:
             file.seek(start - 1)
-            _read_line(file, str(path))  # the rest of the line before; just its end, if a line begins at start
+            _read_line(file, str(path))  # the rest of the line before; only its end, if a line begins at start
         _save_chunk(_pieces(file, stop - file.tell(), str(path)), chunk)
 
 
 def _parse_gz(path: Path, parts: Path, source: int, chunk_bytes: int, count: Path) -> None:
-    """Parses a gz file into as many chunks as it needs, and says how many in the file `count`, last of all.
+    """Parses a gz file into as many chunks as it needs, then writes how many into the file `count`.
 
     Chunks that are finished are only decompressed.
     """
     number = 0
-    try:
-        with gzip.open(path, "rb") as file:
-            while file.peek(1):
-                pieces = _pieces(file, chunk_bytes, str(path))
-                chunk = _chunk_path(parts, source, number)
-                if chunk.exists():
-                    for _ in pieces:
-                        pass
-                else:
-                    _save_chunk(pieces, chunk)
-                number += 1
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise InputError(f"{path} cannot be decompressed: {error}; fetch it again") from error
+    with pipeline.reading_gz(path), gzip.open(path, "rb") as file:
+        while file.peek(1):
+            pieces = _pieces(file, chunk_bytes, str(path))
+            chunk = _chunk_path(parts, source, number)
+            if chunk.exists():
+                for _ in pieces:
+                    pass
+            else:
+                _save_chunk(pieces, chunk)
+            number += 1
     write_json(count, {"chunks": number})
 
 
@@ -286,8 +282,8 @@ def _chunk_path(parts: Path, source: int, number: int) -> Path:
 def _count(feature: int, chunks: list[tuple[Path, int]], threshold: int, max_rows: int, path: Path) -> None:
     """Counts a feature's values in the first rows of each chunk and saves its vocabulary, sorted by value.
 
-    Chunks are merged whenever as much has come as is there: memory is bounded by about four vocabularies, and the time
-    is that of sorting all rows once, whatever the number of chunks.
+    Chunks are merged when they hold as many values as the vocabulary so far: memory is bounded by about four
+    vocabularies, and the time is that of sorting all rows once, whatever the number of chunks.
     """
     values, counts = np.empty(0, np.uint32), np.empty(0, np.int64)
     pending, waiting = [], 0
@@ -313,12 +309,11 @@ def _count(feature: int, chunks: list[tuple[Path, int]], threshold: int, max_row
     if max_rows and rows > max_rows:
         ids = FIRST + (ids - FIRST) % (max_rows - FIRST)  # missing and rare keep rows of their own
         rows = max_rows
-    with whole(path) as file:
-        np.savez(file, values=values, ids=ids.astype(np.int32), rows=rows, seen=seen)
+    save_arrays(path, values=values, ids=ids.astype(np.int32), rows=rows, seen=seen)
 
 
 def _write(chunk: Path, offset: int, boundary: int, out: Path, hash_rows: int, mark: Path) -> None:
-    """Turns a chunk's values into ids and writes its rows, which begin with row `offset` of all, into the arrays."""
+    """Turns a chunk's values into ids and writes its rows into the arrays; its first row is row `offset` of all."""
     arrays = map_npz(chunk)
     ids = np.empty((len(arrays["label"]), NUM_SPARSE), np.int32)
     for feature, values in enumerate(arrays["sparse"]):
@@ -351,33 +346,33 @@ def _vocabulary_path(out: Path, feature: int) -> Path:
 
 
 def find_sources(data: str | Path) -> tuple[list[Path], list[Path]]:
-    """The text files with training rows and those with evaluation rows.
+    """Returns the text files with training rows and those with evaluation rows.
 
-    No evaluation files: the evaluation rows are the last seventh of the only training file. Raises InputError.
+    Without evaluation files the last seventh of the only training file is for evaluation. Raises InputError.
     """
     data = Path(data).expanduser()
     if data.is_file():
         folder, train = data.parent, [data]
     elif data.is_dir():
         folder = data
-        train = _text_files(folder, ("train.txt",))[:1]
-        days = _text_files(folder, [f"day_{day}" for day in range(24)])
+        train = text_files(folder, ("train.txt",))[:1]
+        days = text_files(folder, [f"day_{day}" for day in range(24)])
         if train and days:
-            raise InputError(f"{data} has {train[0].name} as well as {days[0].name}; keep them in folders of their own")
+            raise InputError(f"{data} has {train[0].name} as well as {days[0].name}; move one to another folder")
         train = train or days
     else:
         raise InputError(f"there is no file or folder {data}; expected a folder with train.txt or day_0 to day_23")
     if not train:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
         raise InputError(f"{data} has neither train.txt nor day_0 to day_23 (plain or .gz); found {found}")
-    evaluation = [path for path in _text_files(folder, EVAL_FILES) if path not in train][:1]
+    evaluation = [path for path in text_files(folder, EVAL_FILES) if path not in train][:1]
     if not evaluation and len(train) > 1:
         train, evaluation = train[:-1], train[-1:]
     return train, evaluation
 
 
 def _check_head(path: Path, bad_rows: float) -> None:
-    """Stops at once on a file of another kind: empty, without labels, with other separators."""
+    """Raises InputError for a file of another kind: empty, without labels, with other separators."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
             lines = [line for line in (_read_line(file, str(path)) for _ in range(100)) if line]
@@ -395,156 +390,108 @@ def _check_head(path: Path, bad_rows: float) -> None:
         )
 
 
-def prepare(
-    data: str | Path,
-    out: str | Path = "",
-    threshold: int = 1,
-    max_rows: int = MLPERF_MAX_ROWS,
-    hash_rows: int = 0,
-    bad_rows: float = 0.0001,
-    workers: int = 1,
-) -> dict:
-    """Criteo's text files to the arrays that ClickLog reads; the arguments are those of Flags.
+def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -> dict:
+    """Writes Criteo's text files as the arrays that ClickLog reads; the arguments are those of Flags.
 
     Three passes: parse chunks of text, each to a file of its own; count the values of each category; write the arrays
     {train,eval}_{dense,sparse,labels}.npy, vocabulary_C1.npz … (values, ids), prepared.json, and last of all the empty
-    file COMPLETE. Each pass goes on where it was killed. Memory: about 0.3 GB a worker, and in counting four times the
-    vocabulary of one feature. Disk: 160 bytes a row, and the same again in the folder `parts` until it is done. Files
-    are known by their names and sizes: after a change that keeps the size, delete `out`.
+    file COMPLETE. Memory: about 0.3 GB per worker, and four times the vocabulary of one feature while counting. Disk:
+    160 bytes per row, and the same again in the folder `parts` until the end.
 
     Returns: the contents of prepared.json: table_rows, rows, malformed, values_seen, flags, sources.
     Raises InputError: no such files, too many malformed lines, or `out` holds something prepared differently.
     """
-    _check_flags(threshold, max_rows, hash_rows, bad_rows, workers)
+    flags = Flags(str(data), str(out), workers=workers, **flags)
+    _check_flags(flags)
     train, evaluation = find_sources(data)
     texts = train + evaluation
-    out = Path(out).expanduser() if out else train[0].parent / "prepared"
-    flags = {"threshold": threshold, "max_rows": max_rows, "hash_rows": hash_rows}
-    sources = [{"name": path.name, "bytes": path.stat().st_size, "split": "train"} for path in train]
-    sources += [{"name": path.name, "bytes": path.stat().st_size, "split": "eval"} for path in evaluation]
-    plan = {"format": 1, "flags": flags, "sources": sources}
-
-    parts = out / "parts"
-    if (out / "COMPLETE").exists():
-        prepared = read_json(out / "prepared.json")
-        _check_plan(plan, prepared, out)
-        _check_malformed(prepared["malformed"], bad_rows)
-        shutil.rmtree(parts, ignore_errors=True)
-        rows = prepared["rows"]
-        print(f"{out} is already prepared: {rows['train']} training and {rows['eval']} evaluation rows", flush=True)
+    splits = ["train"] * len(train) + ["eval"] * len(evaluation)
+    sources = [
+        {"name": path.name, "bytes": path.stat().st_size, "split": split}
+        for path, split in zip(texts, splits, strict=True)
+    ]
+    job = Preparation(flags, sources, ("bad_rows",), "prepared.json", "COMPLETE", version=1)
+    if prepared := job.finished():
+        _check_malformed(prepared["malformed"], flags.bad_rows)
         return prepared
     for path in texts:
-        _check_head(path, bad_rows)
-    try:
-        parts.mkdir(parents=True, exist_ok=True)
-        if (parts / "plan.json").exists():
-            _check_plan(plan, read_json(parts / "plan.json"), out)
-            print(f"going on with the unfinished preparation in {out}", flush=True)
-        else:
-            write_json(parts / "plan.json", plan | {"chunk_bytes": CHUNK_BYTES})
-    except OSError as error:
-        raise InputError(
-            f"{error.filename} cannot be written: {error.strerror}; choose another folder with --out"
-        ) from error
+        _check_head(path, flags.bad_rows)
 
-    # Chunks are cut where the first call cut them.
-    chunk_bytes = read_json(parts / "plan.json")["chunk_bytes"]
-    chunks = _parse_all(texts, parts, chunk_bytes, workers)
+    chunks = _parse_all(job, texts, job.begin("chunk_bytes", CHUNK_BYTES))
     infos = [[_chunk_info(chunk) for chunk in of_source] for of_source in chunks]
     malformed_rows = _malformed_rows(texts, infos)
-    _check_malformed(malformed_rows, bad_rows)
-
+    _check_malformed(malformed_rows, flags.bad_rows)
     rows = [sum(info["rows"] for info in of_source) for of_source in infos]
     for path, number in zip(texts, rows, strict=True):
         if not number:
             raise InputError(f"{path} has no row that can be used; {malformed_rows['first']}")
-    total, boundary = sum(rows), sum(rows[: len(train)])
-    if not evaluation:
-        boundary = total - total // 7
+    total = sum(rows)
+    boundary = sum(rows[: len(train)]) if evaluation else total - total // 7
     if boundary == total:
         raise InputError(f"{train[0]} has {total} rows; expected at least 7, of which the last is for evaluation")
+
     chunks = [chunk for of_source in chunks for chunk in of_source]
-    sizes = [info["rows"] for of_source in infos for info in of_source]
-    offsets = [0, *np.cumsum(sizes).tolist()][:-1]
-
-    if hash_rows:
-        table_rows, seen = [hash_rows] * NUM_SPARSE, None
-    else:
-        of_training = [(chunk, boundary - at) for chunk, at in zip(chunks, offsets, strict=True) if at < boundary]
-        tasks = [(t, of_training, threshold, max_rows, _vocabulary_path(out, t)) for t in range(NUM_SPARSE)]
-        run(_count, tasks, workers, "counting categories")
-        vocabularies = [map_npz(_vocabulary_path(out, feature)) for feature in range(NUM_SPARSE)]
-        table_rows, seen = ([int(v[key]) for v in vocabularies] for key in ("rows", "seen"))
-
-    if not (parts / "created").exists():
-        for split, number in (("train", boundary), ("eval", total - boundary)):
-            for name, dtype, shape in (
-                ("dense", np.float32, (number, NUM_DENSE)),
-                ("sparse", np.int32, (number, NUM_SPARSE)),
-                ("labels", np.uint8, (number,)),
-            ):
-                np.lib.format.open_memmap(out / f"{split}_{name}.npy", "w+", dtype, shape)
-        (parts / "created").touch()
-    marks = [chunk.with_suffix(".written") for chunk in chunks]
-    tasks = [(c, at, boundary, out, hash_rows, mark) for c, at, mark in zip(chunks, offsets, marks, strict=True)]
-    run(_write, tasks, workers, "writing arrays")
-
-    prepared = plan | {
-        "table_rows": table_rows,
-        "rows": {"train": boundary, "eval": total - boundary},
-        "malformed": malformed_rows,
-        "values_seen": seen,
-    }
-    for partial in out.glob("*.partial"):  # of a call that was killed
-        partial.unlink()
-    write_json(out / "prepared.json", prepared)
-    (out / "COMPLETE").touch()
-    shutil.rmtree(parts)
-    return prepared
+    offsets = [0, *np.cumsum([info["rows"] for of_source in infos for info in of_source]).tolist()][:-1]
+    chunks = list(zip(chunks, offsets, strict=True))
+    table_rows, seen = _count_all(job, flags, chunks, boundary)
+    _write_all(job, flags, chunks, boundary, total)
+    splits = {"train": boundary, "eval": total - boundary}
+    return job.finish({"table_rows": table_rows, "rows": splits, "malformed": malformed_rows, "values_seen": seen})
 
 
-def _check_flags(threshold: int, max_rows: int, hash_rows: int, bad_rows: float, workers: int) -> None:
-    if threshold < 1:
-        raise InputError(f"threshold {threshold} is out of range; expected 1 (keep every value) or more")
-    for name, value in (("max_rows", max_rows), ("hash_rows", hash_rows)):
-        if value and not 3 <= value < 2**31:
-            raise InputError(f"{name} {value} is out of range; expected 0, or 3 to 2147483647")
-    if hash_rows and threshold > 1:
-        raise InputError(f"threshold {threshold} needs a vocabulary, and hash_rows {hash_rows} makes none; drop one")
-    if not 0 <= bad_rows < 1:
-        raise InputError(f"bad_rows {bad_rows} is out of range; expected a share, such as 0.0001")
-    if workers < 1:
-        raise InputError(f"workers {workers} is out of range; expected 1 or more")
+def _check_flags(flags: Flags) -> None:
+    expect(flags, "threshold", flags.threshold >= 1, "1 (keeps every value) or more")
+    for name in ("max_rows", "hash_rows"):
+        expect(flags, name, getattr(flags, name) == 0 or 3 <= getattr(flags, name) < 2**31, "0, or 3 to 2147483647")
+    if flags.hash_rows and flags.threshold > 1:
+        what = f"--threshold {flags.threshold} needs a vocabulary, and --hash-rows {flags.hash_rows} makes none"
+        raise InputError(f"{what}; drop one of them")
+    expect(flags, "bad_rows", 0 <= flags.bad_rows < 1, "a share from 0 to below 1, such as 0.0001")
 
 
-def _check_plan(plan: dict, found: dict, out: Path) -> None:
-    for what, now, before in (
-        *((f"flag {key}", plan["flags"][key], found["flags"][key]) for key in plan["flags"]),
-        ("source files", plan["sources"], found["sources"]),
-    ):
-        if now != before:
-            if what == "source files":
-                now, before = (", ".join(f"{s['name']} ({s['bytes']} bytes)" for s in files) for files in (now, before))
-            raise InputError(
-                f"{out} was prepared with other {what}: {before}, now {now}; choose another folder or delete this one"
-            )
-
-
-def _parse_all(sources: list[Path], parts: Path, chunk_bytes: int, workers: int) -> list[list[Path]]:
-    """Parses what is not parsed yet; the chunks of each source, in its order."""
-    counts = {number: parts / f"{number:02d}.json" for number, path in enumerate(sources) if path.suffix == ".gz"}
-    zipped = [(sources[number], parts, number, chunk_bytes, count) for number, count in counts.items()]
-    run(_parse_gz, zipped, workers, "parsing")
+def _parse_all(job: Preparation, sources: list[Path], chunk_bytes: int) -> list[list[Path]]:
+    """Parses what is not parsed yet; returns the chunks of each source, in its order."""
+    counts = {number: job.parts / f"{number:02d}.json" for number, path in enumerate(sources) if path.suffix == ".gz"}
+    packed = [(sources[number], job.parts, number, chunk_bytes, count) for number, count in counts.items()]
+    job.run(_parse_gz, packed, "parsing")
     plain, chunks = [], []
     for number, path in enumerate(sources):
-        if number in counts:
-            chunks.append([_chunk_path(parts, number, chunk) for chunk in range(read_json(counts[number])["chunks"])])
-        else:
-            starts = range(0, path.stat().st_size, chunk_bytes)
-            chunks.append([_chunk_path(parts, number, chunk) for chunk in range(len(starts))])
+        starts = range(0, path.stat().st_size, chunk_bytes)
+        count = read_json(counts[number])["chunks"] if number in counts else len(starts)
+        chunks.append([_chunk_path(job.parts, number, chunk) for chunk in range(count)])
+        if number not in counts:
             plain += [(path, start, start + chunk_bytes, c) for start, c in zip(starts, chunks[-1], strict=True)]
-    run(_parse_range, plain, workers, "parsing")
+    job.run(_parse_range, plain, "parsing")
     return chunks
+
+
+def _count_all(job: Preparation, flags: Flags, chunks: list[tuple[Path, int]], boundary: int) -> tuple:
+    """Counts the categories of the training rows, which come before `boundary`.
+
+    Returns the rows of each table, and how many values each feature has, None with --hash-rows.
+    """
+    if flags.hash_rows:
+        return [flags.hash_rows] * NUM_SPARSE, None
+    train = [(chunk, boundary - offset) for chunk, offset in chunks if offset < boundary]
+    paths = [_vocabulary_path(job.out, feature) for feature in range(NUM_SPARSE)]
+    tasks = [(feature, train, flags.threshold, flags.max_rows, path) for feature, path in enumerate(paths)]
+    job.run(_count, tasks, "counting categories")
+    vocabularies = [map_npz(path) for path in paths]
+    return tuple([int(vocabulary[key]) for vocabulary in vocabularies] for key in ("rows", "seen"))
+
+
+def _write_all(job: Preparation, flags: Flags, chunks: list[tuple[Path, int]], boundary: int, total: int) -> None:
+    created = job.parts / "created"
+    if not created.exists():
+        for split, rows in (("train", boundary), ("eval", total - boundary)):
+            shapes = {"dense": (rows, NUM_DENSE), "sparse": (rows, NUM_SPARSE), "labels": (rows,)}
+            for name, dtype in (("dense", np.float32), ("sparse", np.int32), ("labels", np.uint8)):
+                np.lib.format.open_memmap(job.out / f"{split}_{name}.npy", "w+", dtype, shapes[name])
+        created.touch()
+    tasks = [
+        (chunk, offset, boundary, job.out, flags.hash_rows, chunk.with_suffix(".written")) for chunk, offset in chunks
+    ]
+    job.run(_write, tasks, "writing arrays")
 
 
 def _chunk_info(chunk: Path) -> dict:
@@ -554,7 +501,7 @@ def _chunk_info(chunk: Path) -> dict:
 
 
 def _malformed_rows(sources: list[Path], infos: list[list[dict]]) -> dict:
-    """How many lines there are, how many of them are malformed, and the first of these with file and line."""
+    """Returns the number of lines and of malformed lines, and the first of these with its file, line and reason."""
     lines = bad = 0
     first = ""
     for path, of_source in zip(sources, infos, strict=True):
@@ -571,25 +518,21 @@ def _malformed_rows(sources: list[Path], infos: list[list[dict]]) -> dict:
 def _check_malformed(rows: dict, bad_rows: float) -> None:
     if rows["count"] > bad_rows * rows["lines"]:
         raise InputError(
-            f"{rows['count']} of {rows['lines']} lines are malformed, more than the share of {bad_rows} that is left "
-            f"out in good faith; mend them or raise --bad-rows. The first is {rows['first']}"
+            f"{rows['count']} of {rows['lines']} lines are malformed, more than the share {bad_rows} that may be left "
+            f"out; fix them or raise --bad-rows. The first is {rows['first']}"
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line: prepares, and says what came of it; an InputError becomes one line and exit code 2."""
-    import tyro
-
-    flags = tyro.cli(Flags, args=arguments)
-    try:
-        prepared = prepare(**dataclasses.asdict(flags))
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+def _summary(prepared: dict) -> None:
     rows, bad, tables = prepared["rows"], prepared["malformed"], prepared["table_rows"]
     if bad["count"]:
         print(f"{bad['count']} malformed lines of {bad['lines']} were left out, the first: {bad['first']}")
     print(f"{rows['train']} training and {rows['eval']} evaluation rows; {sum(tables)} table rows: {tables}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line, see `pipeline.main`."""
+    pipeline.main(Flags, prepare, _summary, arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,33 @@
+"""Reads and writes the files of prepared folders, each of which is whole or not there."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from errors import InputError
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file for writing that gets its name only when it is finished."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with open(partial, "wb") as file:
+        yield file
+    os.replace(partial, path)
+
+
+def write_json(path: Path, contents: dict) -> None:
+    """Writes a JSON file, whole or not at all."""
+    with whole(path) as file:
+        file.write(json.dumps(contents, indent=1).encode())
+
+
+def read_json(path: Path) -> dict:
+    """Reads a JSON file. Raises InputError where that fails."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}; delete the folder and prepare it again") from error

@@ -1,0 +1,258 @@
+"""What the three preparations have in common: plan, passes, resume, report, command line (data/prepare/pipeline.py)."""
+
+import functools
+import json
+import re
+import runpy
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+from corpora import contents, documents, pair_corpus, text_corpus, written
+from criteo_text import random_rows, write
+
+from data.criteo import open_clicks
+from data.prepare import criteo, pipeline, text, wmt
+from data.text import open_text
+from data.wmt import open_pairs
+from errors import InputError
+
+ROOT = Path(__file__).parent.parent
+
+
+def write_clicks(folder: Path, end: str) -> None:
+    """Packs the second of three days."""
+    for day in range(3):
+        write(folder / f"day_{day}{end if day == 1 else ''}", random_rows(70, day))
+
+
+class Program(NamedTuple):
+    module: ModuleType
+    write: Callable[[Path, str], object]  # writes the text to a folder; with ".gz" packed
+    open: Callable[[str, str], object]  # opens a split as training does
+    more: tuple[str, bytes]  # file to append, and what
+    size: tuple[str, int, int]  # setting for chunks, small and smaller
+    any_size: bool  # chunks of any size give the same result
+    flags: dict
+    passes: list[tuple[str, int]]  # functions, and their call that is interrupted
+    kills: tuple[int, ...]  # calls of np.savez that end in SIGKILL, one after another
+    summary: str
+
+
+PROGRAMS = {
+    "criteo": Program(
+        criteo,
+        write_clicks,
+        open_clicks,
+        ("day_0", random_rows(1, 9)[0] + b"\n"),
+        ("CHUNK_BYTES", 5000, 3000),
+        True,
+        {"threshold": 2},
+        [("_save_chunk", 3), ("_save_chunk", 7), ("_count", 3), ("_write", 3)],
+        (3, 8, 4),  # parsing has 10 chunks, counting 26 features
+        "140 training and 70 evaluation rows; ",
+    ),
+    "text": Program(
+        text,
+        lambda folder, end: text_corpus(folder, end=end),
+        open_text,
+        ("c.txt", written(documents(2, 5))),
+        ("PIECE_BYTES", 1500, 800),
+        False,
+        {"length": 32, "vocab_size": 300},
+        [("_unpack", 2), ("learn", 1), ("_encode_piece", 2), ("_join", 2)],
+        (2, 3),
+        r"train: documents 120, sentences \d+, .*\nvalid: documents 8.*\n300 tokens in the vocabulary; ",
+    ),
+    "wmt": Program(
+        wmt,
+        lambda folder, end: pair_corpus(folder, end=end),
+        open_pairs,
+        ("train.en", b"more\n"),
+        ("CHUNK_LINES", 13, 8),
+        True,
+        {"vocabulary": 160},
+        [
+            *(("_unpack", 2), ("_cut", 2), ("_clean_chunk", 2), ("_find_duplicates", 1)),
+            *(("learn_bpe", 1), ("_encode_chunk", 2), ("_join", 2), ("write_mmap", 2)),
+        ],
+        (3, 4, 2),  # cleaning has 5 chunks, and so has encoding
+        "60 training pairs read; dropped: none\ntokens: .*\ntokens per word: .*\n60 training pairs, 7 valid; 160 sym",
+    ),
+}
+
+
+class Made:
+    """What a program makes of packed text in small chunks, and how often it calls each function on the way."""
+
+    def __init__(self, program: Program, folder: Path):
+        self.program, self.text, self.out = program, folder / "text", folder / "prepared"
+        program.write(self.text, ".gz")
+        with pytest.MonkeyPatch.context() as patch:
+            calls = self.counted(patch, {})
+            self.report = self.prepare(self.out)
+        self.calls, self.contents = dict(calls), contents(self.out)
+
+    def prepare(self, out: Path, size: int = 0, **flags) -> dict:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.program.module, self.program.size[0], size or self.program.size[1])
+            return self.program.module.prepare(self.text, out, **self.program.flags | flags)
+
+    def counted(self, patch: pytest.MonkeyPatch, interrupted: dict[str, int]) -> Counter:
+        """Counts the calls of each pass from now on; raises KeyboardInterrupt in the calls `interrupted`."""
+        calls = Counter()
+        for name in {name for name, _ in self.program.passes}:
+            owner = self.program.module if hasattr(self.program.module, name) else pipeline
+            patch.setattr(owner, name, functools.partial(self._call, calls, interrupted, name, getattr(owner, name)))
+        return calls
+
+    @staticmethod
+    def _call(calls: Counter, interrupted: dict[str, int], name: str, original: Callable, *arguments):
+        calls[name] += 1
+        if calls[name] == interrupted.get(name):
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+
+@pytest.fixture(scope="module", params=PROGRAMS)
+def made(request, tmp_path_factory) -> Made:
+    return Made(PROGRAMS[request.param], tmp_path_factory.mktemp(request.param))
+
+
+PASSES = [(name, *interrupted) for name, program in PROGRAMS.items() for interrupted in program.passes]
+
+
+@pytest.mark.parametrize(("made", "function", "at"), PASSES, indirect=["made"])
+def test_an_interrupted_preparation_resumes(tmp_path, monkeypatch, capsys, made, function, at):
+    program, out = made.program, tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        made.counted(patch, {function: at})
+        made.prepare(out)
+    with pytest.raises(InputError, match="not prepared to its end"):
+        program.open(str(out), "train")
+    flag, value = next(iter(program.flags.items()))
+    with pytest.raises(InputError, match=rf"out was prepared with other --{flag}: {value}, now {value + 8}; choose"):
+        made.prepare(out, **{flag: value + 8})
+    calls = made.counted(monkeypatch, {})
+    capsys.readouterr()
+    made.prepare(out, size=program.size[2])  # the chunks that are there still fit
+    assert "resuming the unfinished preparation" in capsys.readouterr().out
+    done = 0 if function == "write_mmap" else at - 1  # the small splits are written anew
+    assert calls[function] == made.calls[function] - done, "finished work is repeated, or unfinished work is left out"
+    assert contents(out) == made.contents
+
+
+KILLED = """
+import importlib, json, os, signal, sys
+import numpy as np
+import transformers  # once for all
+write = np.savez
+def prepare(name, size, value, text, out, flags, killed):
+    calls = 0
+    def savez(file, **arrays):
+        nonlocal calls
+        calls += 1
+        file.write(b"half of it")
+        file.flush()
+        if calls == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        file.seek(0)
+        write(file, **arrays)
+    np.savez = savez
+    module = importlib.import_module(name)
+    setattr(module, size, value)
+    module.prepare(text, out, **flags)
+for task in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        prepare(*task)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, task
+"""
+
+
+def test_kill_9_in_the_middle_of_a_file_and_start_again(tmp_path_factory):
+    """One process for all programs, since it takes seconds to import transformers."""
+    folder, tasks, all_made = tmp_path_factory.mktemp("killed"), [], {}
+    for name, program in PROGRAMS.items():
+        all_made[name] = Made(program, folder / name)
+        task = program.module.__name__, *program.size[:2], str(all_made[name].text), str(folder / name / "out")
+        tasks += [(*task, program.flags, call) for call in program.kills]
+    subprocess.run([sys.executable, "-c", KILLED, json.dumps(tasks)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    for name, made in all_made.items():
+        out = folder / name / "out"
+        assert list((out / "parts").glob("*.partial")), name
+        (out / "tokenizer.1.partial").mkdir()
+        (out / "half.2.partial").touch()
+        made.prepare(out)
+        assert contents(out) == made.contents, name
+
+
+def test_neither_workers_nor_packing_nor_the_size_of_chunks_change_the_result(tmp_path, made):
+    made.prepare(tmp_path / "workers", workers=2)
+    assert contents(tmp_path / "workers") == made.contents
+    plain = Made(made.program._replace(write=lambda folder, _: made.program.write(folder, "")), tmp_path / "plain")
+    assert plain.contents == made.contents
+    if made.program.any_size:
+        made.prepare(tmp_path / "whole", size=10**9)
+        assert contents(tmp_path / "whole") == made.contents
+
+
+def test_a_finished_preparation_is_not_repeated_and_other_flags_or_sources_are_refused(tmp_path, capsys, made):
+    made = Made(made.program, tmp_path)
+    assert made.program.open(str(made.out), "train")
+    before = made.contents
+    (made.out / "parts").mkdir()  # of a call that was killed at its very end
+    for path in made.out.glob("*.npy"):
+        path.write_bytes(b"not written again")
+    with pytest.MonkeyPatch.context() as patch:
+        assert made.counted(patch, {}) == {} and made.prepare(made.out) == made.report
+    assert "prepared is already prepared" in capsys.readouterr().out
+    assert set(contents(made.out)) == set(before) and not (made.out / "parts").exists()
+    flag, value = next(iter(made.program.flags.items()))
+    with pytest.raises(
+        InputError, match=rf"prepared with other --{flag}: {value}, now {value + 8}; choose another --out"
+    ):
+        made.prepare(made.out, **{flag: value + 8})
+    name, more = made.program.more
+    with open(next(made.text.glob(f"{name}*"), made.text / name), "ab") as file:
+        file.write(more)
+    with pytest.raises(
+        InputError, match=rf"prepared with other sources: .* \(\d+ bytes\), now .*{name}\S* \(\d+ bytes\)"
+    ):
+        made.prepare(made.out)
+
+
+def test_what_no_preparation_can_use_is_explained(tmp_path, made):
+    with pytest.raises(InputError, match="--workers is 0; expected at least 1"):
+        made.prepare(tmp_path / "out", workers=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"file\S* cannot be written: .*; choose another folder with --out"):
+        made.prepare(tmp_path / "file")
+    broken = Made(made.program, tmp_path)
+    packed = next(broken.text.glob("*.gz"))
+    for data, message in ((packed.read_bytes()[:-20], "ended before"), (b"text", "Not a gzipped file")):
+        packed.write_bytes(data)
+        with pytest.raises(InputError, match=rf"{packed.name} cannot be (read|decompressed): .*{message}"):
+            broken.prepare(tmp_path / message)
+
+
+def test_the_command_prints_a_summary_and_its_errors_are_one_line(tmp_path, monkeypatch, capsys, made):
+    def command(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["prepare", *arguments, "--workers", "1"])
+        monkeypatch.delitem(sys.modules, made.program.module.__name__, raising=False)  # else runpy warns
+        runpy.run_module(made.program.module.__name__, run_name="__main__")
+
+    flags = [word for name, value in made.program.flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command("--data", str(made.text), *flags, "--out", str(tmp_path / "out"))
+    assert re.search(made.program.summary, capsys.readouterr().out)
+    with pytest.raises(SystemExit) as stopped:
+        command("--data", str(tmp_path / "nowhere"))
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and printed.out == ""
+    assert re.fullmatch(r"error: there is no .*nowhere; expected .*\n", printed.err)
