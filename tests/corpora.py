@@ -54,7 +54,7 @@ def translated(lines: list[str]) -> list[str]:
 
 def write_lines(folder: Path, name: str, lines: list[str], end: str = "") -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    text = "".join(f"{line}\n" for line in lines).encode()
+    text = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
     (folder / f"{name}{end}").write_bytes(gzip.compress(text) if end else text)
 
 

@@ -42,6 +42,7 @@ class Program(NamedTuple):
     passes: list[tuple[str, int]]  # functions, and their call that is interrupted
     kills: tuple[int, ...]  # calls of np.savez that end in SIGKILL, one after another
     summary: str
+    refused: dict[str, dict]  # messages, and the flags that cause them
 
 
 PROGRAMS = {
@@ -56,6 +57,13 @@ PROGRAMS = {
         [("_save_chunk", 3), ("_save_chunk", 7), ("_count", 3), ("_write", 3)],
         (3, 8, 4),  # parsing has 10 chunks, counting 26 features
         "140 training and 70 evaluation rows; ",
+        {
+            "--threshold is 0; expected 1": {"threshold": 0},
+            "--max-rows is 2; expected 0, or 3": {"max_rows": 2},
+            "--hash-rows is -1; expected 0, or 3": {"hash_rows": -1},
+            "--bad-rows is 1.0; expected a share": {"bad_rows": 1.0},
+            "--threshold 5 needs a vocabulary.*drop one": {"threshold": 5, "hash_rows": 100},
+        },
     ),
     "text": Program(
         text,
@@ -68,6 +76,14 @@ PROGRAMS = {
         [("_unpack", 2), ("learn", 1), ("_encode_piece", 2), ("_join", 2)],
         (2, 3),
         r"train: documents 120, sentences \d+, .*\nvalid: documents 8.*\n300 tokens in the vocabulary; ",
+        {
+            "kind is gpt2": {"kind": "gpt2"},
+            "length is 4; expected 8 or more": {"length": 4},
+            "pairs are for bert": {"kind": "roberta", "pairs": True},
+            "--vocab-size is 200; expected at least 261 for roberta": {"kind": "roberta", "vocab_size": 200},
+            "--valid-share is 1; expected a share between 0 and 1": {"valid_share": 1},
+            "--sample is 0; expected at least 1": {"sample": 0},
+        },
     ),
     "wmt": Program(
         wmt,
@@ -83,6 +99,18 @@ PROGRAMS = {
         ],
         (3, 4, 2),  # cleaning has 5 chunks, and so has encoding
         "60 training pairs read; dropped: none\ntokens: .*\ntokens per word: .*\n60 training pairs, 7 valid; 160 sym",
+        {
+            "--source is e n; expected a language": {"source": "e n"},
+            "--target is de; expected another language": {"source": "de"},
+            "--vocabulary is 99; expected 100 to": {"vocabulary": 99},
+            "--vocabulary 100 is too small for the text; expected .* 10[0-9] characters": {"vocabulary": 100},
+            "--max-tokens is 0; expected 1 to": {"max_tokens": 0},
+            "--sample is 0; expected 1 to": {"sample": 0},
+            "--ratio is 0.5; expected at least 1": {"ratio": 0.5},
+            "--letters is 1.1; expected a share": {"letters": 1.1},
+            "--coverage is -0.1; expected a share": {"coverage": -0.1},
+            r"has no newstest2019\.en .* for the valid split": {"valid": "newstest2019"},
+        },
     ),
 }
 
@@ -229,8 +257,10 @@ def test_a_finished_preparation_is_not_repeated_and_other_flags_or_sources_are_r
 
 
 def test_what_no_preparation_can_use_is_explained(tmp_path, made):
-    with pytest.raises(InputError, match="--workers is 0; expected at least 1"):
-        made.prepare(tmp_path / "out", workers=0)
+    refused = {"--workers is 0; expected at least 1": {"workers": 0}} | made.program.refused
+    for message, flags in refused.items():
+        with pytest.raises(InputError, match=message):
+            made.prepare(tmp_path / "flags", **flags)
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"file\S* cannot be written: .*; choose another folder with --out"):
         made.prepare(tmp_path / "file")

@@ -260,18 +260,3 @@ def test_a_gz_file_that_breaks_off_late_is_named(tmp_path):
     packed.write_bytes(packed.read_bytes()[:-2000])
     with pytest.raises(InputError, match="clicks.gz cannot be decompressed: .*; fetch it again"):
         pre.prepare(packed)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"threshold": 0}, "--threshold is 0; expected 1"),
-        ({"max_rows": 2}, "--max-rows is 2; expected 0, or 3"),
-        ({"hash_rows": -1}, "--hash-rows is -1; expected 0, or 3"),
-        ({"bad_rows": 1.0}, "--bad-rows is 1.0; expected a share"),
-        ({"threshold": 5, "hash_rows": 100}, "--threshold 5 needs a vocabulary.*drop one"),
-    ],
-)
-def test_flags_out_of_range_are_refused(tmp_path, flags, message):
-    with pytest.raises(InputError, match=message):
-        pre.prepare(write(tmp_path / "train.txt", LINES), **flags)

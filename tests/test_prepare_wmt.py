@@ -26,94 +26,88 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(pre, "CHUNK_LINES", 13)
 
 
-# End to end
+SPECIAL, BREAKS, RARE = " <s> <pad></s> <unk>", "\x0b und\u2028mehr\x85", " ☃☃"
+ENDS = {0: SPECIAL, 1: BREAKS, 2: RARE, **dict.fromkeys(range(3, 30), " 世界")}
+LINES = [line + ENDS.get(number, "") for number, line in enumerate(sentences(60))]
+VALID = ["", "same same", "1 2 3 4", "ba " * 300, "ba di", "ba di"], ["x", "same same", "5", "ba", "di ba", "di ba"]
+TEST = ["a", ""], ["Ein  Test,\u2028mit Zeichen", "zwei"]
 
 
-def test_text_becomes_a_folder_that_opens(tmp_path, small_chunks):
-    test = ["Ein  Test,\u2028mit Zeichen", "zwei"]
-    report = prepare(pair_corpus(tmp_path, test_en=["a", ""], test_de=test), tmp_path / "prepared")
-    names = [
-        "dict.de.txt",
-        "dict.en.txt",
-        "report.json",
-        "test.de",
-        "test.en",
-        "tokenizer.json",
-        "valid.de",
-        "valid.en",
-    ]
-    names += [f"{s}.en-de.{k}.{e}" for s in ("train", "valid", "test") for k in ("en", "de") for e in ("bin", "idx")]
-    assert sorted(path.name for path in (tmp_path / "prepared").iterdir()) == sorted(names)
-    assert json.loads((tmp_path / "prepared" / "report.json").read_text()) == report
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """A prepared folder of unusual text."""
+    data = tmp_path_factory.mktemp("wmt")
+    others = {
+        f"{split}_{language}": lines
+        for split, both in (("valid", VALID), ("test", TEST))
+        for language, lines in zip(("en", "de"), both, strict=True)
+    }
+    pair_corpus(data, train_en=LINES, train_de=translated(LINES), **others)
+    (data / "valid.en").write_bytes(("\ufeff" + "\r\n".join([*VALID[0], ""])).encode())  # as Windows has it
+    (data / "test.de").write_bytes("\n".join(TEST[1]).encode())  # the last line has no end
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pre, "CHUNK_LINES", 13)
+        prepare(data, data / "prepared", vocabulary=200, coverage=0.995)
+    return data / "prepared"
 
-    pairs = open_pairs(tmp_path, "train")
-    assert len(pairs) == report["train"]["pairs"] == 60 == report["train"]["lines"]
-    assert pairs.source_dictionary is pairs.target_dictionary
-    assert len(pairs.source_dictionary) == report["vocabulary"] == 160
-    lines = sentences(60)
-    everything = pairs.batch(np.arange(60), (60, 60))
-    assert [pairs.decode(row) for row in everything["target"]] == translated(lines)
-    assert [row[row > 2].tolist() for row in everything["source"]] == [ids[:-1].tolist() for ids in pairs.encode(lines)]
+
+def test_text_becomes_a_folder_that_opens(prepared):
+    report = json.loads((prepared / "report.json").read_text())
+    names = {"report.json", "tokenizer.json", *(f"{name}.{k}" for name in ("valid", "test") for k in ("en", "de"))}
+    names |= {"dict.en.txt", "dict.de.txt"}
+    names |= {f"{s}.en-de.{k}.{e}" for s in ("train", "valid", "test") for k in ("en", "de") for e in ("bin", "idx")}
+    assert {path.name for path in prepared.iterdir()} == names
+    pairs = open_pairs(prepared, "train")
+    assert len(pairs) == report["train"]["pairs"] == 60 == report["train"]["lines"], "only \\n ends a line"
+    dictionary = pairs.source_dictionary
+    assert dictionary is pairs.target_dictionary and len(dictionary) == report["vocabulary"] == 200
+    everything = pairs.batch(np.arange(60), (200, 200))
+    assert [pairs.decode(row) for row in everything["target"]][3:] == translated(LINES)[3:]
+    assert [row[row > 2].tolist() for row in everything["source"]] == [ids[:-1].tolist() for ids in pairs.encode(LINES)]
     # The counts of the dictionary are those of the training text, specials apart.
     tokens = np.concatenate([everything["source"].ravel(), everything["target"].ravel()])
-    counts = np.bincount(tokens, minlength=160)
-    assert pairs.source_dictionary.counts[4:] == counts[4:].tolist() and counts[UNK] == 0
-    assert report["train"]["tokens"] == {"en": int(pairs.lengths[:, 0].sum()), "de": int(pairs.lengths[:, 1].sum())}
-    words = sum(len(line.split()) for line in lines)
-    assert report["train"]["tokens_per_word"]["en"] == round((report["train"]["tokens"]["en"] - 60) / words, 4)
+    counts = np.bincount(tokens, minlength=200)
+    assert dictionary.counts[4:] == counts[4:].tolist() and counts[UNK] == 2
+    tokens = report["train"]["tokens"]
+    assert tokens == {"en": int(pairs.lengths[:, 0].sum()), "de": int(pairs.lengths[:, 1].sum())}
+    words = sum(len(line.split()) for line in LINES)
+    assert report["train"]["tokens_per_word"]["en"] == round((tokens["en"] - 60) / words, 4)
 
-    assert open_pairs(tmp_path, "valid").references() == translated(sentences(7, 1))
-    pairs = open_pairs(tmp_path, "test")
-    assert pairs.references() == test, "the text is kept as it is"
-    assert pairs.lengths[1, 0] == 1, "an empty side of the test text is kept"
-
-
-def test_pieces_are_as_fairseq_and_sentencepiece_expect(tmp_path):
-    prepare(pair_corpus(tmp_path), tmp_path / "out")
-    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
-    dictionary = open_pairs(tmp_path / "out", "train").source_dictionary
-    assert [tokenizer.id_to_token(number) for number in range(160)] == dictionary.symbols
-    for text in (
-        "ba diloba  3,5. (ne)",
-        " leading and trailing ",
-        "ﬁne\u00a0\tspaces\u200b½ Ｗｉｄｅ",
-        "a",
-        "",
-        "▁x▁ y",
-    ):
-        expected = " ".join(unicodedata.normalize("NFKC", text).replace("\u200b", " ").replace("▁", " ").split())
-        encoding = tokenizer.encode(text)
-        known = expected.replace("⁄", "")  # of ½, not in the alphabet
-        assert tokenizer.decode(encoding.ids).replace("<unk>", "") == known
-        # What --remove-bpe sentencepiece does.
-        assert "".join(encoding.tokens).replace("▁", " ").strip().replace("<unk>", "") == known
-    pieces = [symbol.lstrip("▁") for symbol in dictionary.symbols[4:]]
-    assert any(len(piece) > 3 for piece in pieces)
-    assert not any(any(map(str.isalpha, piece)) and not piece.isalpha() for piece in pieces), "letters beside others"
-
-
-def test_special_symbols_in_text_are_text(tmp_path):
-    lines = [f"{line} <s> <pad></s> <unk>" for line in sentences(40)]
-    prepare(pair_corpus(tmp_path, train_en=lines, train_de=translated(lines)), tmp_path / "out")
-    pairs = open_pairs(tmp_path / "out", "train")
-    row = pairs.batch(np.array([0]), (200, 200))["source"][0, : pairs.lengths[0, 0]]
-    assert row[-1] == EOS and row[:-1].min() > UNK
-    assert "".join(pairs.source_dictionary.symbols[i] for i in row[:-1]).endswith("▁<s>▁<pad></s>▁<unk>")
-
-
-def test_rare_characters_are_unknown_and_counted(tmp_path):
-    lines = [
-        f"{line} {'☃☃' if number == 3 else ''}{'世界' if number < 30 else ''}"
-        for number, line in enumerate(sentences(60))
-    ]
-    data = pair_corpus(tmp_path, train_en=lines, train_de=translated(lines))
-    report = prepare(data, tmp_path / "out", coverage=0.998)
-    dictionary = open_pairs(tmp_path / "out", "train").source_dictionary
+    special = everything["source"][0, : pairs.lengths[0, 0]]
+    assert special[-1] == EOS and special[:-1].min() > UNK
+    assert "".join(dictionary.symbols[i] for i in special[:-1]).endswith("▁<s>▁<pad></s>▁<unk>")
     assert UNK not in (dictionary.index("世"), dictionary.index("Q")), "frequent, or ASCII"
     assert dictionary.index("☃") == UNK
-    shares = report["train"]["unknown_share"]
-    assert shares["en"] == round(1 / (report["train"]["tokens"]["en"] - 60), 8) and shares["de"] > 0
-    assert report["valid"]["unknown_share"] == {"en": 0.0, "de": 0.0}
+    assert report["train"]["unknown_share"]["en"] == round(1 / (tokens["en"] - 60), 8)
+
+
+def test_validation_and_test_text_is_kept_whole(prepared):
+    report = json.loads((prepared / "report.json").read_text())
+    for split, (lines, others) in {"valid": VALID, "test": TEST}.items():
+        pairs = open_pairs(prepared, split)
+        assert report[split]["pairs"] == len(pairs) == len(lines) and pairs.references() == others
+        assert read_lines(prepared / f"{split}.en") == lines
+        assert report[split]["unknown_share"] == {"en": 0.0, "de": 0.0}
+        assert pairs.lengths[lines.index(""), 0] == 1, "an empty side is kept"
+    assert open_pairs(prepared, "valid").lengths[3, 0] >= 301
+
+
+@pytest.mark.parametrize(
+    "text", ["ba diloba  3,5. (ne)", " leading and trailing ", "ﬁne\u00a0\tspaces\u200b½ Ｗｉｄｅ", "a", "", "▁x▁ y"]
+)
+def test_pieces_are_as_fairseq_and_sentencepiece_expect(prepared, text):
+    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
+    encoding = tokenizer.encode(text)
+    expected = " ".join(unicodedata.normalize("NFKC", text).replace("\u200b", " ").replace("▁", " ").split())
+    known = expected.replace("⁄", "")  # of ½, not in the alphabet
+    assert tokenizer.decode(encoding.ids).replace("<unk>", "") == known
+    # What --remove-bpe sentencepiece does.
+    assert "".join(encoding.tokens).replace("▁", " ").strip().replace("<unk>", "") == known
+    symbols = open_pairs(prepared, "train").source_dictionary.symbols
+    assert [tokenizer.id_to_token(number) for number in range(200)] == symbols
+    pieces = [symbol.lstrip("▁") for symbol in symbols[4:]]
+    assert any(len(piece) > 3 for piece in pieces)
+    assert not any(any(map(str.isalpha, piece)) and not piece.isalpha() for piece in pieces), "letters beside others"
 
 
 def hub_folder(folder: Path, valid: str = "validation", column: str = "translation") -> Path:
@@ -146,17 +140,14 @@ def test_data_sets_that_do_not_fit_are_explained(tmp_path, monkeypatch):
             prepare(data, tmp_path / "out", **flags)
 
     data = hub_folder(tmp_path / "hub")
-    refused(
-        r"split train, has the languages de, en; expected a column .* \"fr\" and \"de\"",
-        data,
-        source="fr",
-        config="de-en",
-    )
+    french = {"source": "fr", "config": "de-en"}
+    refused(r"split train, has the languages de, en; expected a column .* \"fr\" and \"de\"", data, **french)
     refused('has the columns pair; expected a column "translation"', hub_folder(tmp_path / "column", column="pair"))
     refused(r"has the splits \w+, \w+; expected train and validation", hub_folder(tmp_path / "split", valid="more"))
-    (tmp_path / "broken" / "de-en").mkdir(parents=True)
-    (tmp_path / "broken" / "de-en" / "train.parquet").write_bytes(b"no parquet")
+    write_lines(tmp_path / "broken" / "de-en", "train.parquet", ["no parquet"])
     refused("broken cannot be read by datasets", tmp_path / "broken")
+    refused("hub has no folder cs-en; expected one for --config", data, config="cs-en")
+    refused("nobody/nothing is neither here nor a data set of the hub", "nobody/nothing")
 
 
 def test_a_data_set_of_the_hub_is_taken_in_the_configuration_of_the_languages(tmp_path, monkeypatch):
@@ -176,8 +167,6 @@ def test_a_data_set_of_the_hub_is_taken_in_the_configuration_of_the_languages(tm
     message = "wmt/wmt18 has the configurations cs-en, de-en; expected fr-en or en-fr, or choose one with --config"
     with pytest.raises(InputError, match=message):
         prepare("wmt/wmt18", tmp_path / "fr", target="fr")
-    with pytest.raises(InputError, match="hub has no folder cs-en; expected one for --config"):
-        prepare(tmp_path / "hub", tmp_path / "cs", config="cs-en")
 
 
 # Cleaning
@@ -205,10 +194,8 @@ def test_every_reason_is_counted_and_the_right_pairs_stay(tmp_path, small_chunks
 
     flags = {"max_tokens": 1000, "ratio": 0, "letters": 0, "keep_duplicates": True}
     report = prepare(data, tmp_path / "all", **flags)
-    assert {reason: count for reason, count in report["train"]["dropped"].items() if count} == {
-        "empty": 4,
-        "identical": 1,
-    }
+    dropped = {reason: count for reason, count in report["train"]["dropped"].items() if count}
+    assert dropped == {"empty": 4, "identical": 1}
     assert report["train"]["pairs"] == len(train) - 5 == len(open_pairs(tmp_path / "all", "train"))
 
 
@@ -229,15 +216,6 @@ def test_exactly_the_ratio_and_exactly_the_limit_stay(tmp_path):
     assert (dropped["length_ratio"], dropped["too_long"]) == (1, len(lines) - len(pairs) + 3)
 
 
-def test_validation_text_is_never_cleaned(tmp_path):
-    valid = ["", "same same", "1 2 3 4", "ba " * 300, "ba di", "ba di"]
-    other = ["x", "same same", "5", "ba", "di ba", "di ba"]
-    report = prepare(pair_corpus(tmp_path, valid_en=valid, valid_de=other), tmp_path / "out")
-    pairs = open_pairs(tmp_path / "out", "valid")
-    assert report["valid"]["pairs"] == len(pairs) == 6 and pairs.references() == other
-    assert pairs.lengths[3, 0] >= 301 and read_lines(tmp_path / "out" / "valid.en") == valid
-
-
 def test_marks_of_letters_are_letters():
     pair = ("हिन्दी में", "auf Hindi")
     assert pre.clean([pair, ("1 2 a", "b")], 250, 0.95)[0].tolist() == [0, pre.NOT_TEXT]
@@ -256,13 +234,12 @@ def test_hundreds_of_chunks_are_not_as_many_open_files(tmp_path, monkeypatch):
 
 
 def test_byte_pair_encoding_is_learnt_from_an_evenly_spaced_sample(tmp_path, small_chunks, monkeypatch):
-    seen = []
-    original = pre.learn_bpe
+    seen, original = [], pre.learn_bpe
 
     def learn(lines, *arguments):
-        lines = list(lines)
-        seen.extend(line for batch in lines for line in batch)
-        return original(iter(lines), *arguments)
+        batches = list(lines)
+        seen.extend(line for batch in batches for line in batch)
+        return original(iter(batches), *arguments)
 
     monkeypatch.setattr(pre, "learn_bpe", learn)
     report = prepare(pair_corpus(tmp_path), tmp_path / "out", sample=10)
@@ -298,85 +275,49 @@ def test_files_are_found_by_their_names(tmp_path):
     assert pre.find_text(tmp_path, "en", "de") == {}
 
 
-def test_lines_end_with_line_feeds_alone(tmp_path, small_chunks):
-    lines = [f"{line}\x0b und\u2028mehr\x85" for line in sentences(30)]
-    data = pair_corpus(tmp_path, train_en=lines, train_de=translated(lines))
-    text = "\ufeff" + "\r\n".join(sentences(7, 1))  # as Windows has it, and no end of the last line
-    (tmp_path / "valid.en").write_bytes(text.encode())
-    report = prepare(data, tmp_path / "out")
-    assert report["train"]["pairs"] == 30 and report["valid"]["pairs"] == 7
-    assert read_lines(tmp_path / "out" / "valid.en") == sentences(7, 1)
-
-
 @pytest.mark.parametrize("count", [12, 13, 14, 26])
 @pytest.mark.parametrize("last", ["\n", ""])
-def test_no_line_is_lost_where_chunks_meet(tmp_path, small_chunks, count, last):
-    lines = [f"{number} ü" for number in range(count)]
-    path = tmp_path / "text"
+def test_no_line_is_lost_where_chunks_meet(tmp_path, count, last):
+    lines, path = [f"{number} ü" for number in range(count)], tmp_path / "text"
     path.write_bytes(("\n".join(lines) + last).encode())
     pre._cut(path, "text", 13, tmp_path / "cut.json")
     cut = json.loads((tmp_path / "cut.json").read_text())
-    assert cut["lines"] == count and len(cut["bounds"]) == 1 + -(-count // 13)
+    chunks = range(0, count, 13)
+    assert cut["lines"] == count and len(cut["bounds"]) == 1 + len(chunks)
     text = pre.TextFile(path, "text", cut["bounds"], 13)
-    assert [text.lines(chunk) for chunk in range(len(cut["bounds"]) - 1)] == [
-        lines[i : i + 13] for i in range(0, count, 13)
-    ]
+    assert [text.lines(chunk) for chunk in range(len(chunks))] == [lines[start : start + 13] for start in chunks]
 
 
-OUT_OF_RANGE = {"vocabulary": 99, "max_tokens": 0, "sample": 0, "ratio": 0.5, "letters": 1.1, "coverage": -0.1}
+TRAIN = translated(sentences(30))
+UNUSABLE = {
+    "there is no .*nowhere; expected train.en and train.de": ("nowhere", {}),
+    r"train\.en is a file; expected a folder": ("train.en", {}),
+    r"neither train\.en and train\.de \(plain or \.gz\) nor parquet files; found valid": (
+        "",
+        {"train.en": None, "train.de": None},
+    ),
+    r"no validation text; expected valid\.en and valid\.de": ("", {"valid.en": None, "valid.de": None}),
+    r"has no train\.de \(plain or \.gz\); expected it for the train split": ("", {"train.de": None}),
+    r"has no valid\.de": ("", {"valid.de": None}),
+    r"\S+/train\.en has 30 lines and \S+/train\.de 29; expected equal": ("", {"train.de": TRAIN[:29]}),
+    r"valid\.en has 7 lines and .*valid\.de 8": ("", {"valid.de": TRAIN[:8]}),
+    r"test\.(en|de) is empty": ("", {"test.en": [], "test.de": []}),
+    r"train\.de line 21 is not UTF-8 \(byte 0xdf: .*\); convert the file to UTF-8": (
+        "",
+        {"train.de": [*TRAIN[:20], "Stra\udcdfe", *TRAIN[21:]]},
+    ),
+    r"train\.en has no pair that can be used; dropped: 30 identical": ("", {"train.de": sentences(30)}),
+    r"no pair that can be used; dropped: 30 length_ratio": ("", {"train.de": ["di"] * 30}),
+}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        *(({name: value}, f"--{name.replace('_', '-')} is {value}; expected") for name, value in OUT_OF_RANGE.items()),
-        ({"source": "e n"}, "--source is e n; expected a language"),
-        ({"source": "de"}, "--target is de; expected another language"),
-        ({"vocabulary": 100}, "--vocabulary 100 is too small for the text; expected more than its 10[0-9] characters"),
-    ],
-)
-def test_flags_out_of_range_are_refused(tmp_path, flags, message):
+@pytest.mark.parametrize("message", UNUSABLE)
+def test_input_that_cannot_be_prepared_is_explained(tmp_path, small_chunks, message):
+    name, files = UNUSABLE[message]
+    pair_corpus(tmp_path, 30)
+    for file, lines in files.items():
+        (tmp_path / file).unlink(missing_ok=True)
+        if lines is not None:
+            write_lines(tmp_path, file, lines)
     with pytest.raises(InputError, match=message):
-        prepare(pair_corpus(tmp_path), tmp_path / "out", **flags)
-
-
-def test_input_that_cannot_be_prepared_is_explained(tmp_path, monkeypatch):
-    without_network(tmp_path, monkeypatch)
-    number = 0
-
-    def refused(message: str, name: str = "", **files: list[str] | bytes | None):
-        """Prepares the usual corpus with other files; None: without this one."""
-        nonlocal number
-        number += 1
-        data = pair_corpus(tmp_path / f"data{number}", 30)
-        for file, lines in files.items():
-            path = data / file.replace("_", ".")
-            if isinstance(lines, list):
-                write_lines(data, path.name, lines)
-            elif lines is None:
-                path.unlink()
-            else:
-                path.write_bytes(lines)
-        with pytest.raises(InputError, match=message):
-            prepare(data / name, tmp_path / f"out{number}", **flags)
-
-    flags = {}
-    none = {f"{split}_{language}": None for split in ("train", "valid") for language in ("en", "de")}
-    refused("there is no .*nowhere; expected train.en and train.de", "nowhere")
-    refused(r"neither train\.en and train\.de \(plain or \.gz\) nor parquet files; found nothing", **none)
-    refused(r"no validation text; expected valid\.en and valid\.de", valid_en=None, valid_de=None)
-    refused(r"train\.en is a file; expected a folder", "train.en")
-    refused(r"has no train\.de \(plain or \.gz\); expected it for the train split", train_de=None)
-    refused(r"has no valid\.de", valid_de=None)
-    lines = translated(sentences(30))
-    refused(r"data\d+/train\.en has 30 lines and .*data\d+/train\.de 29; expected equal", train_de=lines[:29])
-    refused(r"valid\.en has 7 lines and .*valid\.de 8", valid_de=lines[:8])
-    refused(r"test\.en is empty|test\.de is empty", test_en=[], test_de=[])
-    strange = b"\n".join([*(line.encode() for line in lines[:20]), "Straße".encode("latin-1"), b"x\n" * 9])
-    refused(r"train\.de line 21 is not UTF-8 \(byte 0xdf: .*\); convert the file to UTF-8", train_de=strange)
-    refused(r"train\.en has no pair that can be used; dropped: 30 identical", train_de=sentences(30))
-    refused(r"no pair that can be used; dropped: 30 length_ratio", train_de=["di"] * 30)
-    flags = {"valid": "newstest2019"}
-    refused(r"has no newstest2019\.en .* for the valid split")
-    with pytest.raises(InputError, match="nobody/nothing is neither here nor a data set of the hub"):
-        pre.load_splits("nobody/nothing", "", "en", "de")
+        prepare(tmp_path / name, tmp_path / "out")
