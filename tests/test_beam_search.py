@@ -18,6 +18,7 @@ from models.beam_search import CHUNK, search, top_k
 from models.layers import MASKED
 from models.transformer import EOS, PAD, Architecture, Transformer
 from train.common import device
+from train.common.xla.while_loop import WhileLoop
 
 GOLDEN = Path(__file__).parent / "fairseq_reference/golden"
 SEARCHES = json.loads((GOLDEN / "numbers.json").read_text())["searches"]
@@ -106,7 +107,7 @@ def test_all_hypotheses_and_scores_equal_fairseqs(trained, sources, settings):
 def test_all_hypotheses_and_scores_equal_fairseqs_as_one_program_on_four_devices(mesh, trained, sources, settings):
     model = device.to_device(copy.deepcopy(trained), mesh)
     most, beam, penalty = most_words(settings, sources), settings["beam"], settings["lenpen"]
-    loop = device.WhileLoop(partial(beam_search.step, model, length_penalty=penalty), model)
+    loop = WhileLoop(partial(beam_search.step, model, length_penalty=penalty), model)
 
     def translate(source: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         return search(model, source, limit, beam, most + 1, penalty, loop)
@@ -121,7 +122,7 @@ def test_all_hypotheses_and_scores_equal_fairseqs_as_one_program_on_four_devices
 
 def test_in_bfloat16_the_best_hypotheses_stay_fairseqs(mesh, trained, sources):
     model, settings = device.to_device(copy.deepcopy(trained), mesh), SEARCHES[0]
-    loop = device.WhileLoop(partial(beam_search.step, model, length_penalty=1.0), model)
+    loop = WhileLoop(partial(beam_search.step, model, length_penalty=1.0), model)
 
     def translate(source: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast("xla", dtype=torch.bfloat16):
@@ -140,7 +141,7 @@ def test_in_bfloat16_the_best_hypotheses_stay_fairseqs(mesh, trained, sources):
 
 def test_one_compilation_serves_any_batch_of_a_shape_and_the_loop_ends_with_the_last_sentence(mesh, trained, sources):
     model = device.to_device(copy.deepcopy(trained), mesh)
-    loop = device.WhileLoop(partial(beam_search.step, model, length_penalty=1.0), model)
+    loop = WhileLoop(partial(beam_search.step, model, length_penalty=1.0), model)
     last = {}
 
     def keep(state: dict, reads: dict) -> dict:

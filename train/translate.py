@@ -24,6 +24,7 @@ from errors import InputError
 from models import beam_search, fairseq
 from models.transformer import PAD, Transformer
 from train.common import checkpoint, cli, device, files, loading
+from train.common.xla.while_loop import WhileLoop
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Translator:
     def __init__(self, model: Transformer, mesh: device.Mesh, config):
         self.model, self.mesh, self.config = model, mesh, config
         body = partial(beam_search.step, model, length_penalty=config.length_penalty)
-        self._loop = device.WhileLoop(body, model)
+        self._loop = WhileLoop(body, model)
         self._step = device.compiled(self.translate_step, mesh, MAX_SHAPES)
 
     def translate_step(self, model: Transformer, batch: dict[str, Tensor]) -> dict[str, Tensor]:

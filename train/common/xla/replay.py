@@ -1,17 +1,13 @@
-"""Runs a compiled step again without tracing it, as `jax.jit` does.
+"""Starts a compiled step again without tracing it, as `jax.jit` does.
 
-torch_xla runs a step's Python in every call, only to find that it is the program which it has compiled already. For
-BERT-base's pretraining step that takes longer than the step on a v5e does (README, "The host's time"). `Trace` looks at
-one such call: which of the program's inputs are the arguments' tensors, which of these it replaces, and what it
-returns. A `Program` then starts the compiled program at once on what these tensors are now.
-
-What a step changes without an argument or a result of it showing so cannot be repeated; `Trace.program` raises
-`NotRepeatable` with the reason, and `device.compiled` goes on tracing. It rests on what torch_xla's own bridge to
-torch.compile uses (torch_xla/_dynamo/dynamo_bridge.py).
+torch_xla runs a step's Python in every call, only to find that it has compiled this program already. For BERT-base's
+pretraining step that takes longer than the step on a v5e does (README, "The host's time"). `Trace` looks at one such
+call: which of the program's inputs are the arguments' tensors, which of these it replaces, and what it returns. A
+`Program` then starts the compiled program at once on what these tensors are now. It rests on what torch_xla's own
+bridge to torch.compile uses (torch_xla/_dynamo/dynamo_bridge.py).
 """
 
 import gc
-import itertools
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,29 +17,45 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
 _XLAC = torch_xla._XLAC
 
-# Handles of data that never changes, whenever a step reads it.
-_fixed: set[int] = set()
+_fixed: set[int] = set()  # handles of data that never changes
 
 
 def fix(tensors: list[Tensor]) -> None:
-    """Says of tensors on the device, which live as long as the process, that nothing ever changes them."""
+    """Declares that nothing ever changes these tensors on the device, which live as long as the process."""
     _fixed.update(_XLAC._get_tensors_handle(tensors))
 
 
 class NotRepeatable(Exception):
-    """Why a step must be traced in every call."""
+    """Why a step must be traced in every call, and whether `Trace.undo` can take back all that it changed."""
 
-    can_undo = True
+    def __init__(self, reason: str, can_undo: bool = True):
+        super().__init__(reason)
+        self.can_undo = can_undo
 
 
-class ChangesOthers(NotRepeatable):
-    """It may have changed what nobody can give back."""
+class _Identity:
+    """Compares an object by identity, without keeping it alive."""
 
-    can_undo = False
+    def __init__(self, value: Any):
+        try:
+            self._value = weakref.ref(value)
+        except TypeError:  # a type without weak references
+            self._value = lambda: value
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Identity) and self._value() is other._value() is not None
+
+
+class _Anything:
+    """Equals every fact: in place of one that the step itself changes, such as a count of steps."""
+
+    def __eq__(self, other: Any) -> bool:
+        return True
 
 
 class Arguments:
@@ -51,7 +63,7 @@ class Arguments:
 
     Attributes:
         tensors: all of them, each once: of modules parameters, gradients, buffers and what `on_device()` gives
-            (embedding.py), of optimizers the state.
+            (embedding/bags.py), of optimizers the state.
         facts: everything else that its trace may depend on; two calls with equal facts are the same program.
         groups: the optimizers' parameter groups whose learning rate is a Python number.
         optimizers: the optimizers.
@@ -65,15 +77,12 @@ class Arguments:
         self._places: dict[int, int] = {}
         self._walk(args)
 
-    def _add(self, tensor: Tensor) -> None:
-        place = self._places.setdefault(id(tensor), len(self.tensors))
-        if place == len(self.tensors):
-            self.tensors.append(tensor)
-        self.facts.append((place, tensor.requires_grad, tensor.device))
-
     def _walk(self, value: Any) -> None:
         if isinstance(value, Tensor):
-            self._add(value)
+            place = self._places.setdefault(id(value), len(self.tensors))
+            if place == len(self.tensors):
+                self.tensors.append(value)
+            self.facts.append((place, value.requires_grad, value.device))
         elif isinstance(value, nn.Module):
             self._module(value)
         elif isinstance(value, torch.optim.Optimizer):
@@ -86,26 +95,26 @@ class Arguments:
             self.facts.append(len(value))
             for part in value:
                 self._walk(part)
-        elif isinstance(value, bool | int | float | str):
+        elif value is None or isinstance(value, bool | int | float | str):
             self.facts.append(value)
         else:
-            self.facts.append(_Same(value))
+            self.facts.append(_Identity(value))
 
     def _module(self, module: nn.Module) -> None:
-        self.facts.append(_Same(module))
+        self.facts.append(_Identity(module))
         for part in module.modules():
             self.facts.append(part.training)
             if hasattr(type(part), "on_device"):
                 for tensor in part.on_device().values():
-                    self._add(tensor)
+                    self._walk(tensor)
         for parameter in module.parameters():
-            self._add(parameter)
+            self._walk(parameter)
             self._walk(parameter.grad)
         for buffer in module.buffers():
-            self._add(buffer)
+            self._walk(buffer)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self.facts.append(_Same(optimizer))
+        self.facts.append(_Identity(optimizer))
         self.optimizers.append(optimizer)
         for group in optimizer.param_groups:
             for key, value in group.items():
@@ -114,36 +123,16 @@ class Arguments:
                 elif key != "params":
                     self._state(value)
             for parameter in group["params"]:
-                self._add(parameter)
+                self._walk(parameter)
                 for key, value in optimizer.state.get(parameter, {}).items():
                     self.facts.append(key)
                     self._state(value)
 
     def _state(self, value: Any) -> None:
-        """A count of steps may be on the host; a step that computes with it is found out by the second trace."""
+        """A count of steps may be on the host; the second trace finds a step that computes with it."""
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
-            self.facts.append(value.item())
-        else:
-            self._walk(value)
-
-
-class _Same:
-    """An object that only itself equals; it does not keep it alive."""
-
-    def __init__(self, value: Any):
-        try:
-            self._value = weakref.ref(value)
-        except TypeError:  # of None, say, there are no weak references
-            self._value = value
-
-    def __eq__(self, other: Any) -> bool:
-        if not isinstance(other, _Same):
-            return False
-        if isinstance(self._value, weakref.ref) and isinstance(other._value, weakref.ref):
-            return self._value() is other._value() is not None
-        return self._value is other._value
-
-    __hash__ = None
+            value = value.item()
+        self._walk(value)
 
 
 def _ids(tensors: list[Tensor]) -> list[int]:
@@ -151,54 +140,23 @@ def _ids(tensors: list[Tensor]) -> list[int]:
 
 
 def _put(tensors: list[Tensor], values: list[Tensor]) -> None:
-    """Gives tensors the data of others, without a copy: what torch_xla has below PyTorch's functionalization points to
-    it from now on, and with it all views and detached copies."""
+    """Gives tensors the data of others, without a copy: below PyTorch's functionalization, torch_xla's tensors point to
+    it from now on, and with them all views and detached copies."""
     if tensors:
         below = torch._from_functional_tensor
         torch._foreach_copy_([below(tensor) for tensor in tensors], [below(value) for value in values])
 
 
-def _leaves(result: Any) -> list[Any]:
-    if isinstance(result, Mapping):
-        return [leaf for part in result.values() for leaf in _leaves(part)]
-    if isinstance(result, tuple | list):
-        return [leaf for part in result for leaf in _leaves(part)]
-    return [result]
-
-
-def _rebuilt(result: Any, leaves) -> Any:
-    """The structure of a result with other leaves, an iterator."""
-    if isinstance(result, Mapping):
-        return {key: _rebuilt(part, leaves) for key, part in result.items()}
-    if isinstance(result, tuple) and hasattr(result, "_fields"):
-        return type(result)(*(_rebuilt(part, leaves) for part in result))
-    if isinstance(result, tuple | list):
-        return type(result)(_rebuilt(part, leaves) for part in result)
-    return next(leaves)
-
-
-# What an input of a program is, besides a place among the arguments' tensors and a constant (a tensor).
-@dataclass(frozen=True)
-class _Seed:
-    """The seed of random numbers."""
+_SEED = "the seed of random numbers"
 
 
 @dataclass(frozen=True)
 class _Rate:
-    """A learning rate, of Arguments.groups, with a sign; optimizers subtract."""
+    """A learning rate, of Arguments.groups, with a sign: optimizers subtract."""
 
     group: int
     sign: int
     dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """A leaf of a result: one of the program's outputs, one of the arguments' tensors, or a value."""
-
-    output: int | None = None
-    place: int | None = None
-    value: Any = None
 
 
 @dataclass
@@ -206,35 +164,20 @@ class Program:
     """A compiled step; see `Trace.program`."""
 
     graph: bytes  # torch_xla's name of it
-    inputs: list[int | Tensor | _Seed | _Rate]
+    inputs: list[int | Tensor | _Rate | str]  # a place among the arguments' tensors, a constant, a rate, or _SEED
+    constants: list[Tensor]  # the values of the tensors in `inputs`, on the host
     updated: list[int]  # places of the tensors that its first outputs replace
-    leaves: list[_Leaf]
-    result: Any  # of the traced call, for its structure
+    leaves: list[tuple[str, Any]]  # of its result: ("output", number), ("argument", place) or ("value", value)
+    structure: pytree.TreeSpec  # of its result
     facts: list[Any]
-    moving: frozenset[int]  # places of facts that the step itself changes, such as a count of steps
-    constants: list[Tensor]  # the values of those of `inputs`, on the host
-
-    def fits(self, arguments: Arguments) -> bool:
-        """Whether a call with these arguments is this program."""
-        if self.facts == arguments.facts:
-            return True
-        if len(self.facts) != len(arguments.facts):
-            return False
-        pairs = zip(self.facts, arguments.facts, strict=True)
-        return all(ours == theirs or place in self.moving for place, (ours, theirs) in enumerate(pairs))
 
     def same_as(self, other: "Program") -> bool:
-        """Whether two traces gave one program, with the same numbers in it."""
-        return (
-            self.graph == other.graph
-            and [x for x in self.inputs if not isinstance(x, Tensor)]
-            == [x for x in other.inputs if not isinstance(x, Tensor)]
-            and len(self.constants) == len(other.constants)
-            and all(torch.equal(a, b) for a, b in zip(self.constants, other.constants, strict=True))
-        )
+        """Returns whether two traces of one graph gave one program, with the same numbers in it."""
+        ours, theirs = ([x for x in each.inputs if not isinstance(x, Tensor)] for each in (self, other))
+        return ours == theirs and all(map(torch.equal, self.constants, other.constants))
 
     def start(self, arguments: Arguments, traced: list[Tensor] | None = None) -> list[Tensor]:
-        """Starts it and puts what it replaces in place: all of its outputs, not computed yet.
+        """Starts the program and puts what it replaces in place; returns all of its outputs, not computed yet.
 
         Args:
             traced: the values of `inputs`, right after a trace, when the arguments' tensors are those to be computed.
@@ -247,7 +190,7 @@ class Program:
                 what = torch.tensor(rate, dtype=what.dtype).to(device)
             elif traced is not None:
                 what = traced[place]
-            elif isinstance(what, _Seed):
+            elif what is _SEED:
                 what = _XLAC._get_base_seed_as_tensor(device)
             elif isinstance(what, int):
                 what = arguments.tensors[what]
@@ -259,17 +202,10 @@ class Program:
     def __call__(self, arguments: Arguments) -> Any:
         outputs = self.start(arguments)
         # What torch_xla.sync() does after a step, which would wait for this one to be started.
-        seed = (1012031 + 7012063 * _XLAC._xla_get_rng_seed()) % 2**64
-        xm.set_rng_state(seed)
-        leaves = (
-            outputs[leaf.output]
-            if leaf.output is not None
-            else arguments.tensors[leaf.place]
-            if leaf.place is not None
-            else leaf.value
-            for leaf in self.leaves
-        )
-        return _rebuilt(self.result, leaves)
+        xm.set_rng_state((1012031 + 7012063 * _XLAC._xla_get_rng_seed()) % 2**64)
+        tensors = {"output": outputs, "argument": arguments.tensors}
+        leaves = [tensors[kind][value] if kind in tensors else value for kind, value in self.leaves]
+        return pytree.tree_unflatten(leaves, self.structure)
 
 
 class Trace:
@@ -277,30 +213,30 @@ class Trace:
 
     A learning rate that is a Python number becomes an input of the program, since it changes from step to step: the
     step is traced with numbers that occur nowhere else, others for another `again`.
+
+    Attributes:
+        host_reads: transfers from the device for the values of the program's constants.
     """
 
     def __init__(self, arguments: Arguments, again: int):
-        self.arguments, self.again = arguments, again
+        self.arguments, self.again, self.host_reads = arguments, again, 0
 
     def __enter__(self) -> "Trace":
         tensors, groups = self.arguments.tensors, self.arguments.groups
-        on_device = [place for place, tensor in enumerate(tensors) if tensor.device.type == "xla"]
+        self._on_device = [place for place, tensor in enumerate(tensors) if tensor.device.type == "xla"]
+        on_device = [tensors[place] for place in self._on_device]
         # What `.to(device)` has left on the host is uploaded now, and so has a handle.
-        _XLAC._xla_sync_multi([tensors[i] for i in on_device], devices=[], wait=False, sync_xla_data=True)
-        self._handle = dict(zip(on_device, _XLAC._get_tensors_handle([tensors[i] for i in on_device]), strict=True))
-        self._places: dict[int, list[int]] = {}
-        for place, handle in self._handle.items():
-            self._places.setdefault(handle, []).append(place)
+        _XLAC._xla_sync_multi(on_device, devices=[], wait=False, sync_xla_data=True)
+        self._handle = dict(zip(self._on_device, _XLAC._get_tensors_handle(on_device), strict=True))
         if groups:  # for `undo`
-            data = _XLAC._get_tensors_xla_device_data_node([tensors[i] for i in on_device])[1]
+            data = _XLAC._get_tensors_xla_device_data_node(on_device)[1]
             self._before = dict(zip(_XLAC._get_tensors_handle(data), data, strict=True))
-        self._old_ids = _ids([tensors[i] for i in on_device])
-        self._on_device = on_device
+        self._old_ids = _ids(on_device)
         self._newest = _XLAC._xla_get_tensor_id(torch.zeros((), device=torch_xla.device()))
-        self._rates = [group["lr"] for group in groups]
         self._seed = _XLAC._xla_get_rng_seed()
         self._gradients = [tensor.grad if tensor.requires_grad else None for tensor in tensors]
         self._states = [{p: dict(state) for p, state in o.state.items()} for o in self.arguments.optimizers]
+        self._rates = [group["lr"] for group in groups]
         self._probes = [0.6180339 + 0.0113 * (self.again % 7) + 0.1307 * number for number in range(len(groups))]
         for group, probe in zip(groups, self._probes, strict=True):
             group["lr"] = probe
@@ -312,8 +248,7 @@ class Trace:
 
     def undo(self) -> None:
         """Gives tensors, gradients and the optimizers' state back what they were before the trace."""
-        tensors = self.arguments.tensors
-        changed = self._changed()
+        tensors, changed = self.arguments.tensors, self._changed()
         _put([tensors[place] for place in changed], [self._before[self._handle[place]] for place in changed])
         for place in changed:
             _XLAC._set_buffer_donation(tensors[place], False)
@@ -325,92 +260,121 @@ class Trace:
             optimizer.state.clear()
             optimizer.state.update(states)
 
-    def _changed(self) -> list[int]:
-        tensors = [self.arguments.tensors[place] for place in self._on_device]
-        pending = _XLAC._check_tensor_need_materialization(tensors)  # some operations change a tensor in its place
-        changes = zip(self._on_device, self._old_ids, _ids(tensors), pending, strict=True)
-        return [place for place, old, new, computed in changes if computed or old != new]
-
     def program(self, args: Any, result: Any) -> Program:
-        """The program of the trace, compiled (if it is not yet).
+        """Returns the program of the trace, compiled (if it is not yet).
 
         Raises:
             NotRepeatable: with what to change, as the end of a sentence.
         """
-        tensors = self.arguments.tensors
-        if len(self._on_device) < len(tensors):
-            shape = next(list(t.shape) for t in tensors if t.device.type != "xla")
-            raise NotRepeatable(f"a tensor {shape} among its arguments is not on the device")
-        after = Arguments(args)
-        if len(after.facts) != len(self.arguments.facts) or len(after.tensors) != len(tensors):
-            raise NotRepeatable("it leaves gradients or makes state (device.init_optimizer_state, zero_grad)")
-        facts = zip(self.arguments.facts, after.facts, strict=True)
-        moving = frozenset(place for place, (old, new) in enumerate(facts) if old != new)
-
-        updated = self._changed()
-        needed = _XLAC._check_tensor_need_materialization([tensors[place] for place in updated])
-        if not all(needed):
+        facts, updated = self._facts(Arguments(args)), self._changed()
+        pending = [self.arguments.tensors[place] for place in updated]
+        if not all(_XLAC._check_tensor_need_materialization(pending)):
             raise NotRepeatable("it assigns one of its arguments' tensors to another without computing anything")
-        pending = [tensors[place] for place in updated]
-        outputs = {number: place for place, number in enumerate(_ids(pending))}
-        leaves: list[_Leaf] = []
-        for leaf in _leaves(result):
-            if not isinstance(leaf, Tensor) or leaf.device.type != "xla":
-                leaves.append(_Leaf(value=leaf))
-                continue
-            if leaf.requires_grad:
-                raise NotRepeatable("it returns a tensor with a gradient function (.detach() it)")
-            number = _XLAC._xla_get_tensor_id(leaf)
-            same = [place for place, tensor in enumerate(tensors) if tensor is leaf]
-            if same:
-                leaves.append(_Leaf(place=same[0]))
-            else:
-                if not _XLAC._check_tensor_need_materialization([leaf])[0]:  # a copy: now it is one, of its own memory
-                    _XLAC._xla_optimization_barrier_([leaf])
-                if number not in outputs:
-                    outputs[number] = len(pending)
-                    pending.append(leaf)
-                leaves.append(_Leaf(output=outputs[number]))
-        self._nothing_else_changed(len(outputs))
-
-        numbers, values = _XLAC._get_tensors_xla_device_data_node(pending)
-        inputs: list[int | Tensor | _Seed | _Rate] = []
-        constants = []
-        for number, value, handle in zip(numbers, values, _XLAC._get_tensors_handle(values), strict=True):
-            places = self._places.get(handle, [])
-            if len(places) > 1:
-                raise NotRepeatable("two of its arguments are copies of one tensor")
-            if places:
-                inputs.append(places[0])
-                _XLAC._set_buffer_donation(value, places[0] in updated)
-            elif number == _XLAC._get_seed_info_id():
-                inputs.append(_Seed())
-            elif number == -1 or number > self._newest or handle in _fixed:  # a number, or a tensor made in the step
-                constants.append(len(inputs))
-                inputs.append(value)
-            else:
-                raise NotRepeatable(
-                    f"it reads a tensor {list(value.shape)} that is not among its arguments: pass it, or its module"
-                )
-        on_host = _XLAC._xla_get_cpu_tensors([inputs[place] for place in constants]) if constants else []
-        kept = []
-        for place, value in zip(constants, on_host, strict=True):
-            rate = self._rate(value)
-            if rate is None:
-                kept.append(value)
-            else:
-                inputs[place] = rate
+        results, structure = pytree.tree_flatten(result)
+        leaves = self._leaves(results, pending)
+        numbers, self._values = _XLAC._get_tensors_xla_device_data_node(pending)
+        inputs = self._inputs(numbers, self._values, updated)
+        constants = self._constants(inputs)
         with alias_with_buffer_donor_config():
             graph = _XLAC._get_graph_hash(pending)
             _XLAC._xla_warm_up_cache(pending, [])
-        structure = _rebuilt(result, itertools.repeat(None))
-        self._pending, self._values = pending, values
-        return Program(graph, inputs, updated, leaves, structure, self.arguments.facts, moving, kept)
+        self._pending = pending
+        return Program(graph, inputs, constants, updated, leaves, structure, facts)
 
     def run(self, program: Program) -> None:
         """Runs what was traced; the results of the traced call become its outputs."""
         outputs = program.start(self.arguments, self._values)
         _put(self._pending[len(program.updated) :], outputs[len(program.updated) :])
+
+    def _facts(self, after: Arguments) -> list[Any]:
+        """Returns the arguments' facts without those that the step itself changes."""
+        before, tensors = self.arguments.facts, self.arguments.tensors
+        shapes = [list(tensor.shape) for tensor in tensors if tensor.device.type != "xla"]
+        if shapes:
+            raise NotRepeatable(f"a tensor {shapes[0]} among its arguments is not on the device")
+        if len(after.facts) != len(before) or len(after.tensors) != len(tensors):
+            raise NotRepeatable("it leaves gradients or makes state (device.init_optimizer_state, zero_grad)")
+        return [old if old == new else _Anything() for old, new in zip(before, after.facts, strict=True)]
+
+    def _changed(self) -> list[int]:
+        """Returns the places of the arguments' tensors that the step has changed."""
+        tensors = [self.arguments.tensors[place] for place in self._on_device]
+        pending = _XLAC._check_tensor_need_materialization(tensors)  # some operations change a tensor in its place
+        changes = zip(self._on_device, self._old_ids, _ids(tensors), pending, strict=True)
+        return [place for place, old, new, computed in changes if computed or old != new]
+
+    def _leaves(self, results: list[Any], pending: list[Tensor]) -> list[tuple[str, Any]]:
+        """Returns what each leaf of the result is; adds those to be computed to `pending`, the outputs."""
+        arguments = {id(tensor): place for place, tensor in enumerate(self.arguments.tensors)}
+        outputs = {number: place for place, number in enumerate(_ids(pending))}
+        leaves: list[tuple[str, Any]] = []
+        for leaf in results:
+            if not isinstance(leaf, Tensor) or leaf.device.type != "xla":
+                leaves.append(("value", leaf))
+                continue
+            if leaf.requires_grad:
+                raise NotRepeatable("it returns a tensor with a gradient function (.detach() it)")
+            if id(leaf) in arguments:
+                leaves.append(("argument", arguments[id(leaf)]))
+                continue
+            number = _XLAC._xla_get_tensor_id(leaf)
+            if not _XLAC._check_tensor_need_materialization([leaf])[0]:  # a copy: now it is one, of its own memory
+                _XLAC._xla_optimization_barrier_([leaf])
+            if number not in outputs:
+                outputs[number] = len(pending)
+                pending.append(leaf)
+            leaves.append(("output", outputs[number]))
+        self._nothing_else_changed(len(outputs))
+        return leaves
+
+    def _nothing_else_changed(self, known: int) -> None:
+        device = str(torch_xla.device())
+        others = sum(_XLAC._check_device_tensor_need_materialization(device)) - known
+        if others:
+            gc.collect()  # an autograd graph in a reference cycle may be waiting for the collector
+            others = sum(_XLAC._check_device_tensor_need_materialization(device)) - known
+        if others:
+            others = f"{others} tensors that are neither among its arguments nor among its results"
+            raise NotRepeatable(f"it changes or keeps {others}", can_undo=False)
+
+    def _inputs(self, numbers: list[int], values: list[Tensor], updated: list[int]) -> list[Any]:
+        """Returns what each input of the program is: a place, the seed, or the tensor of a constant."""
+        places: dict[int, list[int]] = {}
+        for place, handle in self._handle.items():
+            places.setdefault(handle, []).append(place)
+        inputs: list[Any] = []
+        for number, value, handle in zip(numbers, values, _XLAC._get_tensors_handle(values), strict=True):
+            known = places.get(handle, [])
+            if len(known) > 1:
+                raise NotRepeatable("two of its arguments are copies of one tensor")
+            if known:
+                inputs.append(known[0])
+                _XLAC._set_buffer_donation(value, known[0] in updated)
+            elif number == _XLAC._get_seed_info_id():
+                inputs.append(_SEED)
+            elif number == -1 or number > self._newest or handle in _fixed:  # a number, or a tensor made in the step
+                inputs.append(value)
+            else:
+                shape = list(value.shape)
+                raise NotRepeatable(
+                    f"it reads a tensor {shape} that is not among its arguments: pass it, or its module"
+                )
+        return inputs
+
+    def _constants(self, inputs: list[Any]) -> list[Tensor]:
+        """Returns the values of the constants among `inputs`, and puts learning rates in place of the probes."""
+        places = [place for place, what in enumerate(inputs) if isinstance(what, Tensor)]
+        if not places:
+            return []
+        constants = []
+        self.host_reads += 1
+        for place, value in zip(places, _XLAC._xla_get_cpu_tensors([inputs[place] for place in places]), strict=True):
+            rate = self._rate(value)
+            if rate is None:
+                constants.append(value)
+            else:
+                inputs[place] = rate
+        return constants
 
     def _rate(self, value: Tensor) -> _Rate | None:
         if value.dim() == 0 and value.is_floating_point():
@@ -419,15 +383,3 @@ class Trace:
                     if value == torch.tensor(sign * probe, dtype=value.dtype):
                         return _Rate(group, sign, value.dtype)
         return None
-
-    def _nothing_else_changed(self, known: int) -> None:
-        device = str(torch_xla.device())
-        for collect in (False, True):  # an autograd graph in a reference cycle may be waiting for the collector
-            if collect:
-                gc.collect()
-            others = sum(_XLAC._check_device_tensor_need_materialization(device)) - known
-            if not others:
-                return
-        raise ChangesOthers(
-            f"it changes or keeps {others} tensors that are neither among its arguments nor among its results"
-        )

@@ -27,7 +27,6 @@ import torch_xla.runtime as xr
 from torch import Tensor, nn
 
 from train.common.device import GraphError, Mesh, annotate
-from train.common.embedding.bags import ShardedEmbeddingBags
 
 MOST_DEVICES = 64  # autograd counts them in 8 bits: with 128 and more, no backward pass begins
 ROOT = Path(__file__).resolve().parents[3]
@@ -182,7 +181,7 @@ def _named(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     inside = path + "." if path else ""
     if isinstance(value, Tensor):
         yield path, value
-    elif isinstance(value, ShardedEmbeddingBags):
+    elif hasattr(type(value), "on_device"):  # ShardedEmbeddingBags
         yield from _named(value.on_device(), path)
     elif isinstance(value, nn.Module):
         yield from _named(dict([*value.named_parameters(), *value.named_buffers()]), path)
@@ -193,6 +192,8 @@ def _named(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _named(group["lr"], f"{inside}{g}.lr")
             for p, parameter in enumerate(group["params"]):
                 yield from _named(value.state.get(parameter, {}), f"{inside}{g}.{p}")
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        yield from _named(value._asdict(), path)
     elif isinstance(value, Mapping | tuple | list):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _named(item, f"{inside}{key}")

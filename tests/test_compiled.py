@@ -1,0 +1,268 @@
+"""The contract of a compiled step (train/common/xla/compiled.py), each on a step of one line."""
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch_xla
+from torch import nn
+
+from train.common import device
+from train.common.xla.compiled import CompiledStep, GraphError, GraphReport, State, compilations
+
+WIDTHS = itertools.count(3)  # each makes graphs that no other test has compiled
+
+
+def make(step_fn, strict: bool = True, **options) -> tuple[CompiledStep, GraphReport]:
+    report = GraphReport()
+    return CompiledStep(step_fn, strict, report, **options), report
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(*shape, dtype=dtype).to(device.torch_xla.device())
+
+
+def states(step: CompiledStep) -> list[State]:
+    return [calls.state for calls in step._known.values()]
+
+
+@pytest.fixture(autouse=True)
+def nothing_pending(mesh):
+    torch_xla.sync()
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_traced_confirmed_and_repeated_for_each_set_of_shapes():
+    step, report = make(lambda x: x * 1.5, max_graphs=2)
+    width = next(WIDTHS)
+    one, other, graphs = ones(4, width), ones(5, width), compilations()
+    found = []
+    for x in (one, one, other, one, other, other):
+        assert step(x).shape == x.shape
+        found.append((states(step), report.traced, report.repeated))
+    traced, confirmed = State.TRACED, State.CONFIRMED
+    assert found == [
+        ([traced], 1, 0),
+        ([confirmed], 2, 0),
+        ([confirmed, traced], 3, 0),
+        ([confirmed, traced], 3, 1),
+        ([confirmed, confirmed], 4, 1),
+        ([confirmed, confirmed], 4, 2),
+    ]
+    assert compilations() == graphs + 2 and report.compile_seconds > 0
+    expected = {"recompilations": [], "fallbacks": [], "traced": 4, "repeated": 2, "not_repeatable": []}
+    summary = report.summary()
+    assert {name: summary[name] for name in expected} == expected and summary["graphs"] == compilations()
+    report.reset()
+    assert report.summary() == GraphReport().summary() | {"host_reads": summary["host_reads"]}
+
+
+def test_a_step_that_is_traced_in_every_call_says_so_once(capsys):
+    outside = ones(4) * 2
+    torch_xla.sync()
+    step, report = make(lambda x: x * outside, max_graphs=2)
+    for size in (4, 4, 1):
+        step(ones(size))
+        assert set(states(step)) == {State.GAVE_UP}  # whatever the shapes
+    (reason,) = report.not_repeatable
+    assert "it reads a tensor [4] that is not among its arguments: pass it" in reason
+    assert capsys.readouterr().out == f"note: {reason}\n" and report.traced == 3
+
+
+def test_a_step_that_is_not_strict_is_traced_in_every_call_and_says_so_once(capsys):
+    """What it reads in its middle would not be read again."""
+    signs = []
+
+    def peeks(x):
+        signs.append(x.sum().item() > 0)
+        return x if signs[-1] else -x
+
+    step, report = make(peeks, strict=False)
+    for sign in (1, -1, 1, -1):
+        assert step(ones(3) * sign).cpu().tolist() == [1, 1, 1]
+    assert signs == [True, False] * 2 and states(step) == [State.GAVE_UP]
+    assert (report.traced, report.repeated, report.not_repeatable) == (4, 0, [])
+    assert capsys.readouterr().out.count("note: peeks is traced in every call: --no-strict lets it read values") == 1
+
+
+def test_a_python_value_that_changes_later_is_found():
+    """Until then the program of before runs, as under jax.jit; the contract says so."""
+    factor, x = [1.5], ones(8)
+    step, report = make(lambda x: (x * factor[0]).sum(), check_every=4)
+    for _ in range(3):
+        step(x)
+    factor[0] = 2.5
+    assert step(x).item() == 12 and states(step) == [State.CONFIRMED]
+    with pytest.raises(GraphError, match="a number or tensor that it makes differs.*4 calls before"):
+        step(x)
+    assert states(step) == [State.GAVE_UP] and len(report.recompilations) == len(report.not_repeatable) == 1
+
+
+# ---- what breaks the contract ----------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    image: torch.Tensor
+    label: torch.Tensor
+
+
+class Broken(NamedTuple):
+    """Calls of a step: the last one breaks the contract, after `compiled` graphs of its own."""
+
+    step_fn: object
+    calls: list
+    match: str
+    compiled: int = 0
+
+
+def labelled(batch):
+    return batch["image"] * 1.7 + batch["label"][:, None]
+
+
+def in_mode(model, batch):
+    return model(batch["x"].float()).detach()
+
+
+def branches():
+    flags = iter([False, True, False])
+    return lambda x: x.sin() if next(flags) else x.cos()
+
+
+def leaves_gradients(model, x):
+    (model(x) * 4.1).mean().backward()
+
+
+BROKEN = {
+    "shape": lambda x, model: Broken(
+        labelled,
+        [({"image": x, "label": ones(4)},), ({"image": ones(6, 3), "label": ones(6)},)],
+        r"\['image'\] is \(\(6, 3\), 'float32'\), compiled for \(\(4, \d+\), 'float32'\); "
+        r"\['label'\] is \(\(6,\), 'float32'\), compiled for \(\(4,\), 'float32'\)",
+    ),
+    "type": lambda x, model: Broken(
+        in_mode,
+        [(model, {"x": x}), (model, {"x": ones(*x.shape, dtype=torch.int32)})],
+        r"\['x'\] is .*'int32'\), compiled for .*'float32'\)",
+    ),
+    "mode": lambda x, model: Broken(
+        lambda model, x: model[0](x).detach(),
+        [(nn.ModuleList([model]), x), (nn.ModuleList([model]).eval(), x)],
+        "argument 0 is evaluation, compiled for training",
+    ),
+    "missing": lambda x, model: Broken(
+        in_mode, [(model, {"x": x, "mask": x}), (model, {"x": x})], r"an input is missing: argument 1\['mask'\]"
+    ),
+    "third shape": lambda x, model: Broken(
+        lambda x: x * 1.9,
+        [(ones(4, 2),), (ones(5, 2),), (ones(4, 2),), (ones(6, 2),)],
+        r"argument 0 is \(\(6, 2\), 'float32'\)",
+    ),
+    "field": lambda x, model: Broken(
+        lambda batch: batch.image * batch.label,
+        [(Batch(x, ones(1)),), (Batch(x, ones(4, 1)),)],
+        r"argument 0.label is \(\(4, 1\), 'float32'\), compiled for \(\(1,\), 'float32'\)",
+    ),
+    # A float is an input of the graph, but 0.0 is a constant in it.
+    "number": lambda x, model: Broken(
+        lambda x, factor: x * factor,
+        [(x, 0.3), (x, 0.7), (x, 0.0)],
+        "the Python number argument 1 from 0.3 to 0.0 changed",
+        1,
+    ),
+    "branch": lambda x, model: Broken(branches(), [(x,), (x,)], "a Python value or branch inside it changed", 1),
+    # They are outputs of the first call and inputs of the second: two graphs.
+    "gradients": lambda x, model: Broken(leaves_gradients, [(model, x), (model, x)], "left gradients alive", 1),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_recompiles_stops_a_strict_step_and_is_a_warning_otherwise(mesh, capsys, case, strict):
+    width = next(WIDTHS)
+    broken = BROKEN[case](ones(4, width), device.to_device(nn.Linear(width, 2), mesh))
+    step, report = make(broken.step_fn, strict, max_graphs=2 if case == "third shape" else 1)
+    *good, last = broken.calls
+    for args in good:
+        step(*args)
+    torch_xla.sync()
+    assert report.recompilations == []
+    graphs = compilations()
+    if strict:
+        with pytest.raises(GraphError, match=f"{broken.match}.*; --no-strict makes this a warning"):
+            step(*last)
+        assert compilations() - graphs <= broken.compiled
+    else:
+        step(*last)
+        assert f"warning: {report.recompilations[0]}\n" in capsys.readouterr().out
+    (sentence,) = report.recompilations
+    assert step.name in sentence
+    step(*good[0])  # the step is still good
+
+
+@pytest.mark.parametrize("step_fn", [lambda x: x if x.sum().item() > 0 else -x, lambda x: x if x.any() else -x])
+def test_reading_a_value_in_a_step_is_stopped(step_fn):
+    x = ones(5)
+    with pytest.raises(GraphError, match=r"<lambda> reads a device value before its end \(.item\(\).*return it"):
+        make(step_fn)[0](x)
+    good, _ = make(lambda x: x * 2.7)  # nothing of it is left behind
+    assert device.fetch([good(x).sum()]) == device.fetch([good(x).sum()]) == pytest.approx([13.5])
+
+
+def test_an_error_of_the_step_itself_is_passed_on():
+    with pytest.raises(RuntimeError) as raised:
+        make(lambda x: x @ ones(3, 3))[0](ones(2, 2))
+    assert not isinstance(raised.value, GraphError)
+    assert device.fetch([ones(3).sum()]) == [3.0]  # execution is allowed again
+
+
+def bag_step(bag, ids):
+    return bag(ids)
+
+
+def test_an_operation_on_the_host_is_named(mesh, capsys):
+    bag = device.to_device(nn.EmbeddingBag(5, 4, mode="sum"), mesh)
+    ids = ones(8, 2, dtype=torch.long)
+    for _ in range(2):  # the second time too, though torch_xla's list of fall-backs has it already
+        step, report = make(bag_step)
+        with pytest.raises(GraphError, match="bag_step runs aten::_embedding_bag on the host.*: replace it"):
+            step(bag, ids)
+        assert report.fallbacks == ["aten::_embedding_bag"]
+    step, report = make(bag_step, strict=False)
+    for _ in range(2):
+        pooled = step(bag, ids)
+    torch.testing.assert_close(pooled.cpu(), 2 * bag.weight[1].detach().cpu().expand(8, 4))
+    assert report.fallbacks == ["aten::_embedding_bag"]
+    assert capsys.readouterr().out.count("warning: bag_step runs aten::_embedding_bag on the host") == 1
+    step, report = make(lambda table, ids: table(ids).sum(1).detach())  # what to write instead
+    step(device.to_device(nn.Embedding(5, 4), mesh), ids)
+    assert report.fallbacks == []
+
+
+def test_operations_outside_of_the_step_that_compile_each_time_are_stopped():
+    step, report = make(lambda x: x * 3.1)
+    x, strays = ones(4), []
+    with pytest.raises(GraphError, match="operations outside of <lambda> .* before three calls in a row: move them"):
+        for size in range(1, 9):
+            strays.append(ones(size, 3, 5).atan())  # no other test's graph
+            step(x)
+    # What comes before the first call (preparing a model) is not counted.
+    assert len(strays) == 4 and len(report.recompilations) == 1
+
+
+def test_operations_outside_of_the_step_with_one_shape_are_fine():
+    step, report = make(lambda x: x * 3.7)
+    x, total = ones(4), torch.zeros(()).to(device.torch_xla.device())
+    for _ in range(6):
+        total = total + step(x).sum()
+    assert device.fetch([total]) == pytest.approx([6 * 4 * 3.7]) and report.recompilations == []
+
+
+def test_the_report_of_the_process_is_reached_through_device(mesh):
+    device.reset_graph_report()
+    step = device.compiled(lambda x: x * 4.3, mesh, 3)
+    step(ones(3))
+    assert isinstance(step, CompiledStep) and device.graph_report()["traced"] == 1
+    assert device.GraphError is GraphError and device.compilations is compilations
