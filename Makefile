@@ -138,7 +138,7 @@ compile: check-model $(INSTALLED) $(LIBTPU)/.installed
 
 # The tables and pictures of docs/tpu: an hour.
 compile-all: $(INSTALLED) $(LIBTPU)/.installed
-	$(RUNS) -m tpu.compiler.tables $(ARGS)
+	$(RUNS) -m tpu.compiler.pages $(ARGS)
 
 # A test process uses little more than one core. Tests of a file share what they have trained.
 SHARED_OUT := -n 2 --dist loadfile

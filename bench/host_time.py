@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bench import usual_cpu
 from tpu.compiler import compile as compiling
-from tpu.compiler.tables import DOCS
+from tpu.compiler.pages import DOCS
 from train.common import device
 
 FLOAT = usual_cpu.FLOAT

@@ -15,7 +15,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 from tpu.compiler.libtpu import GIB
-from tpu.compiler.tables import DOCS, Row, compiled, memory, table
+from tpu.compiler.pages import DOCS, Row, compiled, memory, table
 
 ONE, EIGHT = "v5e:1x1", "v5e:2x4"
 WHOLE = ("--update-every", "1")
@@ -44,7 +44,7 @@ TABLES = (
 
 
 def measure(row: Row, topology: str, known: dict) -> dict:
-    """{"ours": report, "usual": report}, see tpu/compiler/tables.py's `compiled`; `known`: those of them that are."""
+    """{"ours": report, "usual": report}, see tpu/compiler/pages.py's `compiled`; `known`: those of them that are."""
     modules = {"ours": "tpu.compiler.compile", "usual": "bench.stock"}
     return {name: known.get(name) or compiled(row, topology, "full", module) for name, module in modules.items()}
 

@@ -15,7 +15,7 @@ from hlo_modules import installed
 
 from errors import InputError
 from tpu.compiler import compile as compiling
-from tpu.compiler import hlo, tables
+from tpu.compiler import hlo, pages
 
 ROOT = Path(__file__).parent.parent
 
@@ -189,14 +189,14 @@ ACCEPT = 'if that is meant: make compile-all ARGS="guards", and commit docs/tpu/
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Of a row of tables.GUARDS: (its report, its optimised module), each compiled once."""
+    """Of a row of pages.GUARDS: (its report, its optimised module), each compiled once."""
     folder, known = tmp_path_factory.mktemp("compiled"), {}
 
     def get(name: str) -> tuple[dict, hlo.Module]:
         if name not in known:
-            row = next(row for row in tables.GUARDS if row.name == name)
+            row = next(row for row in pages.GUARDS if row.name == name)
             paths = str(folder / f"{name}.json"), str(folder / f"{name}.pb")
-            command = row.command(tables.GUARD_TOPOLOGY, "fast", paths[0])[3:]
+            command = row.command(pages.GUARD_TOPOLOGY, "fast", paths[0])[3:]
             result = run(*command[:2], "--dump", paths[1], *command[2:])
             assert result.returncode == 0, result.stderr[-2000:]
             known[name] = json.loads(Path(paths[0]).read_text()), hlo.parse(Path(paths[1]).read_bytes())
@@ -205,7 +205,7 @@ def reports(tmp_path_factory):
     return get
 
 
-names = [row.name for row in tables.GUARDS]
+names = [row.name for row in pages.GUARDS]
 
 
 @pytest.mark.parametrize("name", names)
@@ -214,7 +214,7 @@ class TestGuards:
 
     def test_memory_bytes_copies_and_collectives_are_what_they_were(self, reports, name):
         report, _ = reports(name)
-        before = json.loads((tables.DOCS / "guards.json").read_text())[name][tables.GUARD_TOPOLOGY]
+        before = json.loads((pages.DOCS / "guards.json").read_text())[name][pages.GUARD_TOPOLOGY]
         if before["libtpu"] != report["libtpu"]:
             pytest.skip(f"the figures are of libtpu {before['libtpu']}, this is {report['libtpu']}")
         counts = [{kind: c["count"] for kind, c in r["collectives"].items()} for r in (before, report)]

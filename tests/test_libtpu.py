@@ -13,6 +13,8 @@ from hlo_modules import (
     installed,
     instruction,
     matmul,
+    message,
+    number,
     packed,
     parameter,
     program,
@@ -20,7 +22,7 @@ from hlo_modules import (
 )
 
 from errors import InputError
-from tpu.compiler import hlo, libtpu
+from tpu.compiler import analysis, hlo, libtpu
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -92,14 +94,10 @@ def test_an_unknown_topology_lists_the_known_ones(name):
 
 
 def test_the_options_are_those_of_a_program_for_all_devices():
-    options = hlo._grouped(libtpu.compile_options([3, 4, 5], effort_level=9))
-    build = hlo._grouped(options[3][0])
-    assert build[1] == [2**64 - 1]
-    assert [build[field] for field in (4, 5, 6, 12, 24)] == [[1], [3], [1], [b"\x01"], [9]]
-    assignment = hlo._grouped(build[9][0])
-    assert (assignment[1], assignment[2]) == ([1], [3])
-    assert assignment[3] == [packed(1, [device]) for device in (3, 4, 5)]
-    assert 24 not in hlo._grouped(hlo._grouped(libtpu.compile_options([0], None))[3][0])
+    assignment = [number(1, 1), number(2, 3), *(message(3, packed(1, [device])) for device in (3, 4, 5))]
+    build = [number(1, -1), number(4, 1), number(5, 3), number(6, 1), message(9, *assignment), packed(12, [1])]
+    assert libtpu.compile_options([3, 4, 5], effort_level=9) == message(3, *build, number(24, 9))
+    assert libtpu.compile_options([3, 4, 5], effort_level=0) == message(3, *build)
 
 
 def test_what_must_fit_counts_an_output_in_an_argument_once():
@@ -255,9 +253,9 @@ def test_a_matmul_is_compiled(chip, effort):
     assert memory.needed == memory.argument + memory.output + memory.temp + memory.generated_code
     assert cost.flops == 2 * 512 * 256 * 1024
     assert cost.bytes_accessed >= memory.argument + memory.output
-    assert [(each.lhs, each.flops) for each in hlo.dots(module)] == [("bf16", cost.flops)]
-    assert hlo.entry_cycles(module).total > 0
-    assert hlo.longest(module, 1)[0].instruction.source == "model.py:3"
+    assert [(each.lhs, each.flops) for each in analysis.dots(module)] == [("bf16", cost.flops)]
+    assert analysis.entry_cycles(module).total > 0
+    assert analysis.longest(module, 1)[0].instruction.source == "model.py:3"
 
 
 @needs_libtpu
@@ -292,10 +290,10 @@ def test_a_sharded_step_has_one_all_reduce_and_keeps_its_donor(host):
         "devices=[8,1]0,1,2,3,4,5,6,7",
         "replicated",
     ]
-    (only,) = hlo.collectives(found)
+    (only,) = analysis.collectives(found)
     assert (only.kind, only.bytes, only.group_size) == ("all-reduce", 2 * 256 * 512, 8)
     assert (only.op_name, only.source) == ("step/dot", "model.py:5")
-    assert hlo.donated(found) == {1}
+    assert analysis.donated(found) == {1}
     assert found.input_output_alias == [(0, 1)]
     assert memory.alias == 4 * 256 * 512
 
@@ -305,7 +303,7 @@ def test_a_step_with_sharded_weights_gathers_and_scatters(host):
     mesh = {"data": host.num_devices}
     shardings = {number: hlo.op_sharding(("data", None), mesh) for number in (0, 1)}
     with host.compile(hlo.with_parameter_shardings(train_step(1024, 256, 512), shardings), "fast") as compiled:
-        found = {each.kind: each for each in hlo.collectives(hlo.parse(compiled.optimized))}
+        found = {each.kind: each for each in analysis.collectives(hlo.parse(compiled.optimized))}
     whole = 2 * 256 * 512
     assert set(found) == {"all-gather", "reduce-scatter"}
     assert (found["all-gather"].bytes, found["all-gather"].result_bytes) == (whole // 8, whole)
@@ -321,7 +319,7 @@ def test_out_of_memory_tells_what_takes_it(chip, capfd):
     assert isinstance(error, InputError)
     assert error.capacity == chip.hbm_bytes
     assert error.needed > 4 * square
-    assert "GiB a device, a device of v5e:1x1 has 15.75 GiB" in str(error)
+    assert "GiB per device, a device of v5e:1x1 has 15.75 GiB" in str(error)
     largest = error.allocations[0]
     assert largest.bytes == pytest.approx(square, rel=0.01)
     assert "bf16[60000,60000]" in largest.shape

@@ -7,8 +7,8 @@
                                             accept a change on purpose
     make compile-all ARGS="recipes --missing"   only what the files do not have yet
 
-Each step is compiled in a process of its own by tpu/compiler/compile.py, two at a time. The figures are kept in
-docs/tpu/*.json, and docs/tpu/README.md is written from them. Estimated cycles on one chip: bench/tpu_cycles.py.
+tpu/compiler/compile.py compiles each step in a process of its own, two at a time. docs/tpu/*.json keeps the figures,
+and docs/tpu/README.md is written from them. Estimated cycles on one chip: bench/tpu_cycles.py.
 """
 
 import argparse

@@ -1,0 +1,406 @@
+"""Answers questions about a module of tpu/compiler/hlo.py: cycles, collectives, products, memory, data movement.
+
+entry_cycles(module) -> Cycles     .total, .unknown_loops (loops counted once: their trip count is not known)
+longest(module, count)             [Timed(instruction, cycles, times)]: the longest operations of a step
+collectives(module)                [Collective], wherever they are; asynchronous pairs once
+dots(module)                       [Dot]: every matmul and convolution, with the types of its operands
+copies(module) -> Copies           copies and transposes of the entry computation: .instructions .bytes .cycles
+largest_buffers(module, count)     [Instruction] of the entry computation with the largest results in HBM
+custom_calls(module)               {target: number of calls in the module}
+host_transfers(module)             [Instruction] that move data to or from the host
+random_bytes(module)               bytes of the random numbers that a step draws
+with_result(module, shape, n)      [Instruction] whose result, divided among n devices, may have this shape
+donated(module)                    {numbers of the parameters whose memory the program may reuse}
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tpu.compiler.hlo import Computation, Instruction, Module, Shape
+from tpu.compiler.hlo_pb2 import WindowDimension
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+# Instructions that give another instruction's buffer another name.
+VIEWS = frozenset({"tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "optimization-barrier"})
+HOST_MEMORY = 5  # memory space of a layout
+CALLS = ("while", "conditional", "call")  # run what they call, one operation after the other
+# The update and the end of an asynchronous operation name the computation of its start again.
+HOLDERS = (*CALLS, "fusion", "async-start")
+
+
+def _walk(module: Module, entered: tuple[str, ...]) -> Iterator[tuple[Computation, Instruction, int]]:
+    """Yields (computation, instruction, how often it runs in a step) from the entry computation on.
+
+    `entered`: opcodes whose computations are walked, too: CALLS for what the TensorCore runs one after the other,
+    HOLDERS for everything. A loop of unknown trip count counts once, and all branches of a conditional count.
+    """
+    pending = [(module.entry, 1)]
+    while pending:
+        computation, times = pending.pop()
+        for instruction in computation.instructions:
+            yield computation, instruction, times
+            if instruction.opcode in entered:
+                inner = times * (instruction.trip_count or 1) if instruction.opcode == "while" else times
+                pending.extend((module.computations[called], inner) for called in instruction.called)
+
+
+# ---- cycles ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """An estimate of one step. `unknown_loops`: names of the loops that were counted once because their trip count is
+    not known; where there are any, `total` is too low."""
+
+    total: int
+    unknown_loops: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An operation, the cycles of one run, and how often it runs in a step."""
+
+    instruction: Instruction
+    cycles: int
+    times: int
+
+
+def entry_cycles(module: Module) -> Cycles:
+    """Returns the compiler's own estimate, summed over what runs one after the other.
+
+    Asynchronous copies, custom calls and collectives carry no estimate and count as nothing. The sum is meaningful only
+    for a module that was compiled at full effort.
+    """
+    total, unknown = 0, []
+    for _, instruction, times in _walk(module, CALLS):
+        total += (instruction.estimated_cycles or 0) * times
+        if instruction.opcode == "while" and instruction.trip_count is None:
+            unknown.append(instruction.name)
+    return Cycles(total, tuple(unknown))
+
+
+def longest(module: Module, count: int = 10) -> list[Timed]:
+    """Returns the operations with the most cycles in a step, the longest first."""
+    found = [
+        Timed(instruction, instruction.estimated_cycles, times)
+        for _, instruction, times in _walk(module, CALLS)
+        if instruction.estimated_cycles
+    ]
+    return sorted(found, key=lambda each: -each.cycles * each.times)[:count]
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An exchange between devices.
+
+    Attributes:
+        kind: one of COLLECTIVES.
+        bytes: of the operands on one device; of all of them where several were combined.
+        result_bytes: of the results; an all-gather's are `group_size` times its operands'.
+        operands: how many there are.
+        group_size: devices per group; None before compilation, where it means all.
+        times: runs in a step.
+    """
+
+    kind: str
+    bytes: int
+    result_bytes: int
+    operands: int
+    group_size: int | None
+    times: int
+    op_name: str
+    source: str
+    name: str
+
+
+def collectives(module: Module) -> list[Collective]:
+    """Returns every collective, also in loops, fusions and asynchronous operations; a start and its end count once.
+
+    Two forms are libtpu's own. A fusion of an all-reduce and the slice of it that is kept counts as a reduce-scatter.
+    A collective that runs during other fusions stands in each of them, between a fusion that calls
+    "AsyncCollectiveStart" and one that calls "AsyncCollectiveDone": only the first is counted.
+    """
+    callers = {
+        called: instruction
+        for computation in module.computations.values()
+        for instruction in computation.instructions
+        for called in instruction.called
+    }
+    found = []
+    for computation, instruction, times in _walk(module, HOLDERS):
+        kind = instruction.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES or not _is_first(computation, instruction):
+            continue
+        operands = computation.operands(instruction)
+        result = instruction.shape
+        if instruction.opcode in ("all-gather-start", "collective-permute-start"):
+            result = result.elements[1]  # the first element is the operands
+        root = computation.root
+        if kind == "all-reduce" and root.opcode == "dynamic-slice" and root.operands[0] == instruction.id:
+            kind, result = "reduce-scatter", root.shape
+        caller = callers.get(computation.id, instruction)
+        found.append(
+            Collective(
+                kind=kind,
+                bytes=sum(operand.bytes for operand in operands),
+                result_bytes=result.bytes,
+                operands=len(operands),
+                group_size=_group_size(instruction) or module.num_partitions,
+                times=times,
+                op_name=instruction.op_name or caller.op_name,
+                source=instruction.source or caller.source,
+                name=instruction.name,
+            )
+        )
+    return found
+
+
+def _is_first(computation: Computation, instruction: Instruction) -> bool:
+    """Returns False for the later parts of a collective that runs during several fusions."""
+    return b'"async_collective_fusion_config"' not in instruction.proto.backend_config or any(
+        user.custom_call_target == "AsyncCollectiveStart" and instruction.id in user.operands
+        for user in computation.instructions
+    )
+
+
+def _group_size(instruction: Instruction) -> int | None:
+    """Returns the devices per group of a collective; None where the instruction does not say, which means all."""
+    proto = instruction.proto
+    if proto.HasField("mesh_axes_replica_group_list"):  # as libtpu 0.0.51 writes it
+        groups = proto.mesh_axes_replica_group_list
+        # A group may span a part of an axis.
+        return math.prod(each.sub_axis_info.size or groups.mesh.axes[each.mesh_axis_index].size for each in groups.axes)
+    if instruction.opcode.startswith("collective-permute"):
+        return len({device for pair in proto.source_target_pairs for device in (pair.source, pair.target)}) or None
+    listed = proto.collective_device_list
+    for iota in (proto.iota_replica_group_list, listed.iota_replica_group_list):
+        if iota.num_devices_per_group:
+            return iota.num_devices_per_group
+    one_by_one = listed.replica_groups or proto.replica_groups
+    return len(one_by_one[0].replica_ids) or None if one_by_one else None
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A matmul or convolution.
+
+    Attributes:
+        lhs, rhs, result: element types; an operand that was widened for the product has the type it had before.
+        flops: two per multiply-add, on one device in an optimized module; None for a convolution too involved to count.
+        times: runs in a step.
+    """
+
+    opcode: str
+    lhs: str
+    rhs: str
+    result: str
+    precision: tuple[str, ...]
+    flops: int | None
+    times: int
+    op_name: str
+    source: str
+    name: str
+
+
+def dots(module: Module) -> list[Dot]:
+    """Returns every matmul and convolution, also in fusions.
+
+    The compiler turns dots into convolutions, and keeps the types of their operands and the precision.
+
+    A TPU multiplies in bf16. At "default" precision f32 operands are rounded on the way into the matrix unit: no more
+    cycles there (a matmul of 4096 on v5e: 1.11M with f32, 1.08M with bf16 operands), but twice the memory and traffic.
+    "high" takes three passes (3.34M) and "highest" six (6.39M).
+    """
+    found = []
+    for computation, instruction, times in _walk(module, HOLDERS):
+        if instruction.opcode not in ("dot", "convolution"):
+            continue
+        operands = computation.operands(instruction)[:2]
+        left, right = (operand.shape for operand in operands)
+        left_type, right_type = (_narrowest(computation, operand) for operand in operands)
+        count = _dot_flops if instruction.opcode == "dot" else _convolution_flops
+        found.append(
+            Dot(
+                opcode=instruction.opcode,
+                lhs=left_type,
+                rhs=right_type,
+                result=instruction.shape.element_type,
+                precision=instruction.precision or ("default", "default"),
+                flops=count(instruction, left, right),
+                times=times,
+                op_name=instruction.op_name,
+                source=instruction.source,
+                name=instruction.name,
+            )
+        )
+    return found
+
+
+def _narrowest(computation: Computation, value: Instruction) -> str:
+    """Returns the element type of a value before it was widened, if it was only widened and moved."""
+    found = value.shape.element_type
+    while value.opcode in ("convert", "transpose", "reshape", "bitcast", "broadcast", "copy"):
+        (value,) = computation.operands(value)
+        if value.shape.element_type in ("bf16", "f16"):
+            return value.shape.element_type
+    return found
+
+
+def _dot_flops(instruction: Instruction, left: Shape, right: Shape) -> int:
+    contracting = instruction.proto.dot_dimension_numbers.lhs_contracting_dimensions
+    return 2 * math.prod(instruction.shape.dimensions) * math.prod(left.dimensions[number] for number in contracting)
+
+
+def _convolution_flops(instruction: Instruction, left: Shape, right: Shape) -> int | None:
+    """Counts as XLA's HloCostAnalysis: only products with elements of the input, not with padding or dilation."""
+    numbers = instruction.proto.convolution_dimension_numbers
+    spatial = zip(
+        numbers.input_spatial_dimensions,
+        numbers.output_spatial_dimensions,
+        instruction.proto.window.dimensions,
+        strict=True,
+    )
+    positions = 1
+    for source, target, window in spatial:
+        counted = _valid_positions(left.dimensions[source], instruction.shape.dimensions[target], window)
+        if counted is None:
+            return None
+        positions *= counted
+    batch = left.dimensions[numbers.input_batch_dimension] // (instruction.proto.batch_group_count or 1)
+    inputs = right.dimensions[numbers.kernel_input_feature_dimension]
+    outputs = right.dimensions[numbers.kernel_output_feature_dimension]
+    return 2 * positions * batch * inputs * outputs
+
+
+def _valid_positions(size: int, outputs: int, window: WindowDimension) -> int | None:
+    """Counts pairs of output and kernel element, along one dimension, that meet an element of the input."""
+    kernel, dilation = window.size or 1, window.base_dilation or 1
+    if kernel * outputs > 10**8:
+        return None
+    starts = np.arange(outputs, dtype=np.int64)[:, None] * (window.stride or 1) - window.padding_low
+    places = starts + np.arange(kernel, dtype=np.int64)[None] * (window.window_dilation or 1)
+    inside = (places >= 0) & (places <= (size - 1) * dilation) & (places % dilation == 0)
+    return int(inside.sum())
+
+
+# ---- memory and data movement ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Instructions of a step that only move data within HBM; `bytes` are those of their results."""
+
+    instructions: tuple[Instruction, ...]
+    bytes: int
+    cycles: int
+
+
+MOVES = frozenset({"copy", "transpose", "parameter", "bitcast", "reshape", "tuple", "get-tuple-element", "fusion"})
+
+
+def copies(module: Module) -> Copies:
+    """Returns copies and transposes of the entry computation, also as fusions of nothing else.
+
+    Asynchronous copies (copy-start) are left out: they mostly fetch into on-chip memory while something else runs.
+    """
+    found = [each for each in module.entry.instructions if _moves_only(module, each)]
+    return Copies(tuple(found), sum(each.bytes for each in found), sum(each.estimated_cycles or 0 for each in found))
+
+
+def _moves_only(module: Module, instruction: Instruction) -> bool:
+    if instruction.opcode in ("copy", "transpose"):
+        return True
+    if instruction.opcode != "fusion":
+        return False
+    inside = [each for called in instruction.called for each in module.computations[called].instructions]
+    moves = [each for each in inside if each.opcode in ("copy", "transpose", "fusion")]
+    rest_is_views = all(each.opcode in MOVES for each in inside)
+    return rest_is_views and any(_moves_only(module, each) for each in moves)
+
+
+def largest_buffers(module: Module, count: int = 10) -> list[Instruction]:
+    """Returns the entry computation's instructions with the largest results in HBM (`hbm_bytes`), the largest first.
+
+    Parameters are among them. Left out are instructions that only rename a buffer, and starts of asynchronous
+    operations, whose result is that of their end.
+    """
+    found = [
+        instruction
+        for instruction in module.entry.instructions
+        if instruction.opcode not in VIEWS and not instruction.opcode.endswith(("-start", "-update"))
+    ]
+    return sorted(found, key=lambda each: -each.hbm_bytes)[:count]
+
+
+def custom_calls(module: Module) -> dict[str, int]:
+    """Returns the number of custom calls by target, the most frequent first.
+
+    Calls in loops and fusions count, too, each once however often it runs.
+    """
+    calls = [each for _, each, _ in _walk(module, HOLDERS) if each.opcode == "custom-call"]
+    return dict(Counter(each.custom_call_target for each in calls).most_common())
+
+
+def host_transfers(module: Module) -> list[Instruction]:
+    """Returns infeeds, outfeeds, sends and receives to the host, and results that lie in the host's memory."""
+    return [
+        instruction
+        for _, instruction, _ in _walk(module, HOLDERS)
+        if instruction.opcode in ("infeed", "outfeed")
+        or instruction.proto.is_host_transfer
+        or _in_host_memory(instruction.shape)
+    ]
+
+
+def _in_host_memory(shape: Shape) -> bool:
+    return shape.memory_space == HOST_MEMORY or any(_in_host_memory(element) for element in shape.elements)
+
+
+def random_bytes(module: Module) -> int:
+    """Returns the size of all random numbers that a module draws, before optimization.
+
+    SPMD divides none of these draws: each device makes the numbers of all.
+    """
+    drawn = [each for _, each, _ in _walk(module, HOLDERS) if each.opcode in ("rng-bit-generator", "rng")]
+    return sum(instruction.bytes for instruction in drawn)
+
+
+def with_result(module: Module, shape: str, devices: int = 1) -> list[Instruction]:
+    """Returns the entry computation's instructions whose result may have this shape ("bf16[128,1024]").
+
+    The result has it whole or, with one dimension divided, on each of `devices`. This finds, in the module before
+    compilation, what the compiler names only by its shape. Parameters, constants and instructions that only rename or
+    reshape are left out.
+    """
+    match = re.match(r"(?:\d+×)?(\w+)\[([\d,]*)\]", shape)
+    if not match:
+        return []
+    wanted = tuple(int(size) for size in match[2].split(",") if size)
+    skipped = VIEWS | {"parameter", "constant", "broadcast", "iota", "reshape", "custom-call"}
+    found = []
+    for instruction in module.entry.instructions:
+        result = instruction.shape
+        if instruction.opcode in skipped or result.element_type != match[1] or len(result.dimensions) != len(wanted):
+            continue
+        ratios = [whole / part for whole, part in zip(result.dimensions, wanted, strict=True) if whole != part]
+        if ratios in ([], [devices]):
+            found.append(instruction)
+    return found
+
+
+def donated(module: Module) -> set[int]:
+    """Returns the numbers of the parameters whose memory is taken over: donors before compilation, aliases after."""
+    return set(module.buffer_donors) | {parameter for _, parameter in module.input_output_alias}

@@ -1,0 +1,149 @@
+"""The report of a compiled step: figures of its program, and the same for people."""
+
+from tpu.compiler import analysis, hlo, libtpu
+from tpu.compiler.libtpu import GIB
+from train.common.xla import staging
+
+
+def figures(staged: staging.Staged, program: libtpu.Program, generation: libtpu.Generation, effort: str) -> dict:
+    """Returns what the compiler says of a step; cycles only where they are meaningful, at effort "full"."""
+    module, before = hlo.parse(program.optimized), hlo.parse(staged.module)
+    memory, cost = program.memory, program.cost
+    copies, products = analysis.copies(module), analysis.dots(before)
+    roofline = {
+        "flops": cost.flops / generation.peak_flops,
+        "bytes": cost.bytes_accessed / generation.hbm_bytes_per_second,
+    }
+    found = {
+        "memory": {name: getattr(memory, name) for name in ("needed", "peak", "argument", "output", "alias", "temp")},
+        "flops": cost.flops,
+        "bytes_accessed": cost.bytes_accessed,
+        "roofline_seconds": roofline,
+        "parameters": len(staged.parameters),
+        "to_donate": len(staged.donated),
+        "donated": len(analysis.donated(module)),
+        "collectives": _collectives(module),
+        "custom_calls": analysis.custom_calls(module),
+        "copies": {"count": len(copies.instructions), "bytes": copies.bytes},
+        "largest_buffers": _largest(module),
+        "random_bytes": analysis.random_bytes(before),
+        "host_transfers": len(analysis.host_transfers(module)),
+        "float32_products": len([dot for dot in products if "f32" in (dot.lhs, dot.rhs)]),
+        "products": len(products),
+    }
+    if effort == "full":
+        cycles = analysis.entry_cycles(module)
+        found["cycles"] = cycles.total
+        found["loops_counted_once"] = len(cycles.unknown_loops)
+        found["estimated_seconds"] = cycles.total / generation.clock_hz if generation.clock_hz else None
+        found["longest"] = _longest(module)
+    return found
+
+
+def _longest(module: hlo.Module) -> list[dict]:
+    """Returns the operations that take most of the step, those of the same line and shape together."""
+    found: dict[tuple, dict] = {}
+    for timed in analysis.longest(module, 10_000):
+        each = timed.instruction
+        key = each.opcode, each.shape.text, each.op_name.rsplit("/", 1)[-1], _line(each.source)
+        names = dict(zip(("operation", "shape", "name", "source"), key, strict=True))
+        entry = found.setdefault(key, {"cycles": 0, "count": 0} | names)
+        entry["cycles"] += timed.cycles * timed.times
+        entry["count"] += timed.times
+    return sorted(found.values(), key=lambda entry: -entry["cycles"])[:12]
+
+
+def _largest(module: hlo.Module) -> list[dict]:
+    """Returns the largest results of single operations, those of the same line and shape together."""
+    found: dict[tuple, dict] = {}
+    for each in analysis.largest_buffers(module, 1_000):
+        key = each.shape.text, _line(each.source)
+        entry = found.setdefault(key, {"bytes": each.shape.bytes, "count": 0, "shape": key[0], "source": key[1]})
+        entry["count"] += 1
+    return sorted(found.values(), key=lambda entry: -entry["bytes"] * entry["count"])[:12]
+
+
+def _line(source: str) -> str:
+    """Returns "file:line" without the path to the repository or to the package."""
+    return source.removeprefix(f"{staging.ROOT}/").rpartition("site-packages/")[2]
+
+
+def _collectives(module: hlo.Module) -> dict[str, dict]:
+    """Returns {kind: {"count", "bytes" per device, "largest": bytes of its largest result, "lines" of origin}}."""
+    found: dict[str, dict] = {}
+    for each in analysis.collectives(module):
+        entry = found.setdefault(each.kind, {"count": 0, "bytes": 0, "largest": 0, "lines": []})
+        entry["count"] += each.times
+        entry["bytes"] += each.bytes * each.times
+        entry["largest"] = max(entry["largest"], each.result_bytes)
+        line = _line(each.source) or each.op_name.rsplit("/", 1)[-1]
+        if line not in entry["lines"]:
+            entry["lines"].append(line)
+    return found
+
+
+def describe(report: dict) -> str:
+    """Returns the report for people."""
+    devices, batch, unit = report["devices"], report["batch"], report["unit"]
+    memory, roofline = report["memory"], report["roofline_seconds"]
+    lines = [
+        f"{report['what']}: {batch:,} {unit} per device, {batch * devices:,} per step",
+        f"{report['topology']}, {devices} x {report['kind']}; libtpu {report['libtpu']}, effort {report['effort']}, "
+        f"compiled in {report['compile_seconds']:.0f} s",
+        f"memory       fits: {memory['needed'] / GIB:.2f} of {report['hbm_bytes'] / GIB:.2f} GiB per device "
+        f"(arguments {memory['argument'] / GIB:.2f}, temporaries {memory['temp'] / GIB:.2f}; live at once "
+        f"{memory['peak'] / GIB:.2f})",
+        f"donated      {report['donated']} of {report['to_donate']} tensors that the step updates",
+        f"work         {report['flops'] / 1e12:.2f} TFLOP and {report['bytes_accessed'] / 1e9:.1f} GB per device",
+        f"roofline     {1e3 * roofline['flops']:.1f} ms by its flops, {1e3 * roofline['bytes']:.1f} ms by its bytes; "
+        "no step is shorter than either",
+    ]
+    if report["effort"] == "full":
+        line = f"estimate     {report['cycles'] / 1e6:.1f}M cycles"
+        if report["estimated_seconds"]:
+            seconds = report["estimated_seconds"]
+            line += f", {1e3 * seconds:.1f} ms per step, {batch / seconds:,.0f} {unit} per second and device"
+        lines.append(line + "; without asynchronous copies, custom calls and waiting for other devices")
+        if report["loops_counted_once"]:
+            lines.append(f"             {report['loops_counted_once']} loops of unknown length are counted once")
+    for kind, entry in sorted(report["collectives"].items()):
+        amount = f"{entry['count']}, {entry['bytes'] / 1e6:.1f} MB per device"
+        # A combined one names only one of its lines.
+        lines.append(f"{kind:<12} {amount}: {', '.join(entry['lines'][:4])}")
+    if not report["collectives"]:
+        lines.append("collectives  none")
+    calls = ", ".join(f"{name} {count}" for name, count in sorted(report["custom_calls"].items()))
+    lines.append(f"custom calls {calls or 'none'}; transfers to the host {report['host_transfers']}")
+    lines.append(f"copies       {report['copies']['count']}, {report['copies']['bytes'] / 1e6:.1f} MB")
+    lines.append(f"random       {report['random_bytes'] / 1e6:.1f} MB of numbers drawn, by each device for all")
+    lines.append(f"products     {report['products']}, {report['float32_products']} of them of float32")
+    if "longest" in report:
+        lines.append("longest operations, of one line together:")
+    for entry in report.get("longest", []):
+        share = f"{entry['cycles'] / 1e6:7.2f}M {entry['cycles'] / report['cycles']:6.1%}  {entry['count']:3} x"
+        lines.append(
+            f"{share} {entry['operation']:<12} {entry['shape'][:50]:<50} {entry['name'][:30]} {entry['source']}"
+        )
+    return "\n".join(lines)
+
+
+def describe_buffers(report: dict) -> str:
+    """Returns the largest results of operations, for people."""
+    lines = ["largest results of operations, of one line together (not all exist at once):"]
+    for entry in report["largest_buffers"]:
+        lines.append(
+            f"  {entry['count']:4} x {entry['bytes'] / 2**20:8.1f} MiB  {entry['shape'][:60]:<60} {entry['source']}"
+        )
+    return "\n".join(lines)
+
+
+def describe_shortage(error: libtpu.OutOfMemory) -> str:
+    """Returns what takes the memory, for people."""
+    amounts = f"{error.needed / GIB:.2f} of {error.capacity / GIB:.2f} GiB per device"
+    lines = [f"memory       does NOT fit: {amounts}; largest:"]
+    for entry in error.allocations[:10]:
+        places = [_line(entry.source)] if entry.source else [_line(source) for _, source in entry.candidates]
+        lines.append(
+            f"  {entry.bytes / 2**20:8.0f} MiB  {entry.shape[:70]:<70} {', '.join(dict.fromkeys(places))}".rstrip()
+        )
+    return "\n".join(lines)
