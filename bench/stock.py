@@ -39,16 +39,16 @@ class Images:
     train_step = resnet50.train_step
 
     @staticmethod
-    def build(config: resnet50.Config, num_classes: int, mesh: device.Mesh):
-        """As train/resnet50.py's."""
-        model = device.to_device(eager_model(config.model, num_classes), mesh)
+    def build(config: resnet50.Config, data: resnet50.Data, mesh: device.Mesh) -> resnet50.State:
+        """Does what train/resnet50.py's does."""
+        model = device.to_device(eager_model(config.model, len(data.train.classes)), mesh)
         normalize = device.to_device(Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD), mesh)
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() == 1]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=False)
         device.init_optimizer_state(optimizer, mesh)
-        return model, normalize, optimizer
+        return resnet50.State(model, normalize, optimizer)
 
 
 def four_dimensions(attention_mask: Tensor) -> Tensor:
@@ -69,29 +69,31 @@ class Sentences:
     """transformers' classifiers."""
 
     @staticmethod
-    def build(config: glue.Config, model, mesh: device.Mesh) -> torch.optim.Optimizer:
-        """As train/glue.py's."""
+    def build(config: glue.Config, data: glue.Data, mesh: device.Mesh) -> glue.State:
+        """Does what train/glue.py's does."""
         beta2 = glue.RECIPES[config.model].beta2
-        return adamw(model, config.lr, config.weight_decay, beta2, glue.ADAM_EPS, mesh)
+        return glue.State(data.model, adamw(data.model, config.lr, config.weight_decay, beta2, glue.ADAM_EPS, mesh))
 
     @staticmethod
-    def train_step(model, optimizer, batch: dict[str, Tensor], clip: float, mesh) -> dict[str, Tensor]:
-        """As train/glue.py's."""
-        if model.config.model_type != "xlnet":
+    def train_step(state: glue.State, batch: dict[str, Tensor], config: glue.Config, mesh) -> dict[str, Tensor]:
+        """Does what train/glue.py's does."""
+        if state.model.config.model_type != "xlnet":
             batch = batch | {"attention_mask": four_dimensions(batch["attention_mask"])}
-        return glue.train_step(model, optimizer, batch, clip, mesh)
+        return glue.train_step(state, batch, config, mesh)
 
 
 class Text:
     """transformers' pretraining heads, which score every place, predicted or not."""
 
     @staticmethod
-    def build(config: pretrain.Config, model, mesh: device.Mesh) -> torch.optim.Optimizer:
-        """As train/pretrain.py's, with AdamW."""
+    def build(config: pretrain.Config, data: pretrain.Data, mesh: device.Mesh) -> pretrain.State:
+        """Does what train/pretrain.py's does, with AdamW."""
         if config.optimizer != "adamw":
             raise InputError(f"--optimizer is {config.optimizer}; the usual step has adamw")
         recipe = pretrain.RECIPES[config.model]
-        return adamw(model, config.lr, recipe.weight_decay, recipe.beta2, pretrain.ADAM_EPS, mesh)
+        optimizer = adamw(data.model, config.lr, recipe.weight_decay, recipe.beta2, pretrain.ADAM_EPS, mesh)
+        teacher = device.to_device(data.teacher, mesh) if data.teacher is not None else None
+        return pretrain.State(data.model, teacher, optimizer)
 
     @staticmethod
     def losses(model, teacher, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -128,14 +130,15 @@ class Text:
         return {"loss": loss, "words": result.loss, "soft": soft, "cosine": cosine}
 
     @staticmethod
-    def train_step(model, teacher, optimizer, batch: dict[str, Tensor], clip: float, mesh) -> dict[str, Tensor]:
-        """As train/pretrain.py's."""
+    def train_step(state: pretrain.State, batch: dict[str, Tensor], config: pretrain.Config, mesh) -> dict[str, Tensor]:
+        """Does what train/pretrain.py's does."""
         with mesh.autocast():
-            parts = Text.losses(model, teacher, batch)
+            parts = Text.losses(state.model, state.teacher, batch)
         parts["loss"].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=False)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        clip = pretrain.RECIPES[config.model].clip
+        torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip, foreach=False)
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
         return {name: part.detach() for name, part in parts.items()}
 
 
@@ -175,23 +178,25 @@ class Translation:
     """torch's Transformer; pairs that are packed into a row are taken for one pair."""
 
     @staticmethod
-    def build(config: transformer.Config, pairs, mesh: device.Mesh):
-        """As train/transformer.py's."""
-        model = device.to_device(UsualTransformer(config, len(pairs.source_dictionary)), mesh)
+    def build(config: transformer.Config, data: transformer.Data, mesh: device.Mesh) -> transformer.State:
+        """Does what train/transformer.py's does."""
+        model = device.to_device(UsualTransformer(config, len(data.train.source_dictionary)), mesh)
         optimizer = torch.optim.Adam(model.parameters(), config.lr, foreach=False, **transformer.ADAM)
         device.init_optimizer_state(optimizer, mesh)
-        return model, optimizer
+        return transformer.State(model, optimizer)
 
     @staticmethod
-    def train_step(model, optimizer, batch: dict[str, Tensor], config: transformer.Config, mesh) -> dict[str, Tensor]:
-        """As train/transformer.py's."""
+    def train_step(
+        state: transformer.State, batch: dict[str, Tensor], config: transformer.Config, mesh
+    ) -> dict[str, Tensor]:
+        """Does what train/transformer.py's does."""
         with mesh.autocast():
-            logits = model(batch["source"], batch["previous"]).flatten(0, 1)
+            logits = state.model(batch["source"], batch["previous"]).flatten(0, 1)
             labels = batch["target"].long().flatten()
             loss = F.cross_entropy(logits, labels, ignore_index=PAD, label_smoothing=config.label_smoothing)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
         return {"loss": loss.detach()}
 
 
@@ -224,8 +229,9 @@ class Clicks:
     train_step = dlrm.train_step
 
     @staticmethod
-    def build(config: dlrm.Config, dataset, mesh: device.Mesh):
-        """As train/dlrm.py's."""
+    def build(config: dlrm.Config, data: dlrm.Data, mesh: device.Mesh) -> dlrm.State:
+        """Does what train/dlrm.py's does."""
+        dataset = data.train
         if config.optimizer != "sgd" or max(dataset.lookups) > 1:
             raise InputError(f"{config.optimizer}, {max(dataset.lookups)} ids a bag: the usual step has sgd and one id")
         tables = DenseTables([table.rows for table in dlrm.table_list(config, dataset)], config.dim, mesh)
@@ -234,7 +240,7 @@ class Clicks:
         device.to_device(model, mesh)
         # Without state, none of which has to be made: device.init_optimizer_state does a step on the host.
         optimizer = torch.optim.SGD([*model.parameters(), *tables.parameters()], config.lr, foreach=False)
-        return model, tables, optimizer
+        return dlrm.State(model, tables, optimizer)
 
 
 FUNCTIONS = {resnet50: Images, glue: Sentences, pretrain: Text, transformer: Translation, dlrm: Clicks}

@@ -80,12 +80,11 @@ def make(job: compiling.Job, usual: bool, mesh: device.Mesh) -> Callable[[], Ten
     script = stock.FUNCTIONS[job.script] if usual else job.script
     options = {"tokens": TEXT_TOKENS} if job.script is pretrain else {}
     step = compiling.MAKERS[job.script](job.config(1), mesh, script, **options)
-    batch = next(a for a in step.arguments if isinstance(a, dict))
+    state, batch = step.arguments[:2]
     for name, tensor in batch.items():
         batch[name] = values(name, tensor.shape, tensor.dtype, job).to(mesh.device)
         device.annotate(batch[name], mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
-    optimizer = next(a for a in step.arguments if isinstance(a, torch.optim.Optimizer))
-    device.set_lr(optimizer, 1e-3)
+    device.set_lr(state.optimizer, 1e-3)
     eager = mesh.device.type == "cpu"
     function = step.function if eager else device.compiled(step.function, mesh)
     return lambda: function(*step.arguments)["loss"]

@@ -1,11 +1,11 @@
 """The train step of each script, with inputs of the right shapes, for tpu/compiler/compile.py.
 
-Config, `build` and `train_step` are the script's own. What a data set or a checkpoint would say (classes, words, rows
-of tables) is that of the published recipe.
+Config, `build` and `train_step` are the script's own. The published recipe stands for what a data set or a checkpoint
+would say: classes, words, rows of tables.
 
-Each function takes a script's Config, whose batch is that of all devices, and a mesh of train/common/xla/staging.py;
-and the script, or another object with functions of the same names (bench/stock.py). A test compares names, shapes and
-types of the inputs with what the data sets give.
+Each function takes a script's Config, whose batch is that of all devices; a mesh of train/common/xla/staging.py; and
+the script, or another object with functions of the same names (bench/stock.py). A test compares names, shapes and types
+of the inputs with what the data sets give.
 """
 
 from collections import namedtuple
@@ -30,7 +30,7 @@ from errors import InputError
 from models import encoders
 from train import dlrm, pretrain, resnet50, transformer
 from train import glue as glue_script
-from train.common import device
+from train.common import accumulate, device
 from train.common.xla import staging
 from train.translate import rows
 
@@ -54,16 +54,29 @@ class Step:
     unit: str
 
 
+def step(script: Any, config: Any, data: Any, batch: dict, mesh: device.Mesh, what: str, unit: str, sums=()) -> Step:
+    """Returns the script's step on this batch; of an update in parts, the step of one part, which adds to `sums`."""
+    state = script.build(config, data, mesh)
+    state.model.train()
+    examples = next(iter(batch.values())).shape[0]
+    parts = getattr(config, "update_every", 1)
+    if parts == 1:
+        return Step(script.train_step, (state, batch, config, mesh), what, examples, unit)
+    totals = accumulate.gradient_buffers(state.model, sums, mesh)
+    arguments = state, batch, totals, config, mesh
+    return Step(script.gradient_step, arguments, f"{what}, 1/{parts} of an update", examples, unit)
+
+
 def images(config: resnet50.Config, mesh: device.Mesh, script: Any = resnet50) -> Step:
-    """ResNet on ImageNet's 1,000 classes."""
-    model, normalize, optimizer = script.build(config, 1000, mesh)
-    batch = image_batch(config, mesh)
-    arguments = model.train(), normalize, optimizer, batch, config, mesh
-    return Step(script.train_step, arguments, f"{config.model}, {config.image_size} px", config.batch_size, "images")
+    """Returns ResNet's step on ImageNet's 1,000 classes."""
+    data = resnet50.Data(SimpleNamespace(classes=range(1000)), None)
+    return step(
+        script, config, data, image_batch(config, mesh), mesh, f"{config.model}, {config.image_size} px", "images"
+    )
 
 
 def image_batch(config: resnet50.Config, mesh: device.Mesh) -> dict:
-    """See data/imagenet.py."""
+    """Returns a batch of data/imagenet.py."""
     size, count = config.image_size, config.batch_size
     return staging.inputs({"image": ((count, 3, size, size), U8), "label": ((count,), I64)}, mesh)
 
@@ -81,14 +94,14 @@ PUBLISHED["fairseq-roberta"] = PUBLISHED["roberta"]
 
 
 def published(model: str) -> PreTrainedConfig:
-    """A copy, to be changed."""
+    """Returns the configuration of a published model, as a copy that may be changed."""
     if model not in PUBLISHED:
         raise InputError(f"the shapes of --model {model} are not known; it is one of {', '.join(PUBLISHED)}")
     return type(PUBLISHED[model]).from_dict(PUBLISHED[model].to_dict())
 
 
 class Vocabulary:
-    """In a tokenizer's place: how many tokens there are, and which are special."""
+    """The stand-in for a tokenizer: how many tokens there are, and which are special."""
 
     def __init__(self, config: PreTrainedConfig):
         self.size = config.vocab_size
@@ -103,19 +116,18 @@ class Vocabulary:
 
 
 def sentences(config: glue_script.Config, mesh: device.Mesh, script: Any = glue_script) -> Step:
-    """Fine-tuning on a task of GLUE, on a batch of the longest bucket."""
-    config = glue_script.completed(replace(config, data=config.data or "nyu-mll/glue"))
+    """Returns the step of fine-tuning on a task of GLUE, on a batch of the longest bucket."""
+    config = glue_script.validate(replace(config, data=config.data or "nyu-mll/glue"))
     settings = published(config.model)
     settings.num_labels = max(len(glue.TASKS[config.task].labels), 1)
     model = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
-    optimizer = script.build(config, model, mesh)
-    arguments = model.train(), optimizer, sentence_batch(config, mesh), config.clip, mesh
     what = f"{config.model}-base on {config.task}, {config.lengths[-1]} tokens"
-    return Step(script.train_step, arguments, what, config.batch_size, "sequences")
+    data = glue_script.Data(None, None, model, None)
+    return step(script, config, data, sentence_batch(config, mesh), mesh, what, "sequences")
 
 
 def sentence_batch(config: glue_script.Config, mesh: device.Mesh) -> dict:
-    """See data/glue.py."""
+    """Returns a batch of data/glue.py."""
     count, tokens = config.batch_size, config.lengths[-1]
     shapes = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ((count, tokens), I32))
     labels = I32 if glue.TASKS[config.task].labels else F32
@@ -123,32 +135,26 @@ def sentence_batch(config: glue_script.Config, mesh: device.Mesh) -> dict:
 
 
 def text(config: pretrain.Config, mesh: device.Mesh, script: Any = pretrain, tokens: int = 512) -> Step:
-    """Pretraining on rows of `tokens`; of an update in parts, one part."""
+    """Returns the step of pretraining on rows of `tokens`."""
     given = replace(config, data=config.data or "text", teacher=config.teacher or "google-bert/bert-base-uncased")
-    config = pretrain.completed(given)
+    config = pretrain.validate(given)
     auto_class = AutoModelForPreTraining if config.next_sentence or config.model == "xlnet" else AutoModelForMaskedLM
     kind = pretrain.ARCHITECTURE[config.model]
     settings = encoders.configuration(kind, config.size, Vocabulary(published(kind)), tokens)
     model = auto_class.from_config(settings, dtype=torch.float32)
-    optimizer, clip = script.build(config, model, mesh), pretrain.RECIPES[config.model].clip
     teacher = None
     if config.model == "distilbert":
         settings = encoders.configuration("bert", config.size, Vocabulary(published("bert")), tokens)
         teacher = AutoModelForMaskedLM.from_config(settings, dtype=torch.float32).eval()
         teacher.requires_grad_(False)
-        device.to_device(encoders.fast_layers(teacher) if script is pretrain else teacher, mesh)
-    batch, count = text_batch(config, mesh, tokens), config.batch_size // config.update_every
+    batch = text_batch(config, mesh, tokens)
     what = f"{config.model}-{config.size}, {tokens} tokens, {batch['positions'].shape[1]} predicted"
-    if config.update_every == 1:
-        arguments = model.train(), teacher, optimizer, batch, clip, mesh
-        return Step(script.train_step, arguments, what, count, "sequences")
-    totals = device.gradient_buffers(model, ("loss", "words"), mesh)
-    arguments = model.train(), teacher, batch, totals, config.update_every, mesh
-    return Step(script.gradient_step, arguments, f"{what}, 1/{config.update_every} of an update", count, "sequences")
+    data = pretrain.Data(None, None, model, teacher)
+    return step(script, config, data, batch, mesh, what, "sequences", ("loss", "words"))
 
 
 def text_batch(config: pretrain.Config, mesh: device.Mesh, tokens: int) -> dict:
-    """See data/pretraining.py."""
+    """Returns a batch of data/pretraining.py; of an update in parts, one part."""
     count = config.batch_size // config.update_every
     predictions = config.predictions or -(-tokens * (17 if config.model == "xlnet" else 16) // 100)
     names = ["input_ids", "attention_mask", "token_type_ids", *(["order"] if config.model == "xlnet" else [])]
@@ -166,23 +172,16 @@ LONGEST = 256  # tokens of a row where the recipe takes them from the data
 
 
 def translation(config: transformer.Config, mesh: device.Mesh, script: Any = transformer) -> Step:
-    """The Transformer with one dictionary, on a batch of its longest shape; of an update in parts, one part."""
+    """Returns the Transformer's step with one dictionary, on a batch of its longest shape."""
     dictionary = range(WORDS)
-    pairs = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    model, optimizer = script.build(config, pairs, mesh)
+    data = transformer.Data(SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary), None)
     batch = translation_batch(config, mesh)
-    count, tokens = batch["source"].shape
-    what = f"{config.arch}, {tokens} tokens, {WORDS:,} words{', packed' if config.pack else ''}"
-    if config.update_every == 1:
-        arguments = model.train(), optimizer, batch, config, mesh
-        return Step(script.train_step, arguments, what, count, "rows")
-    totals = device.gradient_buffers(model, ("loss", "nll", "tokens"), mesh)
-    arguments = model.train(), batch, totals, config, mesh
-    return Step(script.gradient_step, arguments, f"{what}, 1/{config.update_every} of an update", count, "rows")
+    what = f"{config.arch}, {batch['source'].shape[1]} tokens, {WORDS:,} words{', packed' if config.pack else ''}"
+    return step(script, config, data, batch, mesh, what, "rows", ("loss", "nll", "tokens"))
 
 
 def translation_batch(config: transformer.Config, mesh: device.Mesh) -> dict:
-    """See data/wmt.py."""
+    """Returns a batch of data/wmt.py."""
     tokens = config.lengths[-1] if config.lengths else LONGEST
     names = ["source", "previous", "target", *(["source_segment", "target_segment"] if config.pack else [])]
     return staging.inputs(dict.fromkeys(names, ((rows(config.batch_tokens, tokens), tokens), I32)), mesh)
@@ -207,7 +206,7 @@ MULTI_HOT_LOOKUPS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12
 
 
 def clicks(config: dlrm.Config, mesh: device.Mesh, script: Any = dlrm) -> Step:
-    """DLRM with the tables of Criteo Kaggle or Terabyte, by its width."""
+    """Returns DLRM's step with the tables of Criteo Kaggle or Terabyte, by its width."""
     tables, lookups, name = KAGGLE_ROWS, (1,) * 26, "Criteo Kaggle"
     if config.interaction == "dcn":
         tables, lookups, name = MULTI_HOT_ROWS, MULTI_HOT_LOOKUPS, "Criteo Terabyte, multi-hot"
@@ -215,17 +214,15 @@ def clicks(config: dlrm.Config, mesh: device.Mesh, script: Any = dlrm) -> Step:
         tables, name = TERABYTE_ROWS, "Criteo Terabyte"
     if config.hash_rows:
         tables = tuple(min(count, config.hash_rows) for count in tables)
-    dataset = Clicks(tables, lookups, 13, [f"c{i}" for i in range(26)])
-    model, embeddings, optimizer = script.build(config, dataset, mesh)
-    batch = click_batch(config, mesh, sum(lookups))
-    arguments = model.train(), embeddings, optimizer, batch, mesh
-    plans = ", ".join(f"{count} {plan}" for plan, count in embeddings.plan.counts().items())
-    what = f"dlrm, {name}, {sum(tables):,} rows of {config.dim} ({plans})"
-    return Step(script.train_step, arguments, what, config.batch_size, "examples")
+    data = dlrm.Data(Clicks(tables, lookups, 13, [f"c{i}" for i in range(26)]), None)
+    what = f"dlrm, {name}, {sum(tables):,} rows of {config.dim}"
+    found = step(script, config, data, click_batch(config, mesh, sum(lookups)), mesh, what, "examples")
+    plans = ", ".join(f"{count} {plan}" for plan, count in found.arguments[0].embeddings.plan.counts().items())
+    return replace(found, what=f"{what} ({plans})")
 
 
 def click_batch(config: dlrm.Config, mesh: device.Mesh, lookups: int) -> dict:
-    """See data/criteo.py."""
+    """Returns a batch of data/criteo.py."""
     count = config.batch_size
     shapes = {"dense": ((count, 13), F32), "ids": ((count, lookups), I32), "label": ((count,), F32)}
     return staging.inputs(shapes, mesh)
