@@ -58,9 +58,9 @@ def test_a_batch_is_that_of_a_device_and_the_recipes_otherwise(arguments, batch_
 def test_the_transformers_batch_is_in_rows():
     _, job = compiling.parse(["transformer", "tpu", "--batch", "256"])
     assert job.config(8).batch_tokens == 256 * 64 * 8
-    assert compiling.a_device(job, 8) == 256
+    assert compiling.per_device(job, 8) == 256
     _, job = compiling.parse(["transformer", "base"])
-    assert compiling.a_device(job, 8) == 13
+    assert compiling.per_device(job, 8) == 13
 
 
 def test_what_cannot_be_is_refused():

@@ -4,94 +4,99 @@
 # source: tpu/compiler/hlo.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
-_runtime_version.ValidateProtobufRuntimeVersion(_runtime_version.Domain.PUBLIC, 7, 35, 1, "", "tpu/compiler/hlo.proto")
+_runtime_version.ValidateProtobufRuntimeVersion(
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'tpu/compiler/hlo.proto'
+)
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x16tpu/compiler/hlo.proto\x12\x0ctpu.compiler";\n\x0bLayoutProto\x12\x16\n\x0eminor_to_major\x18\x01 \x03(\x03\x12\x14\n\x0cmemory_space\x18\x08 \x01(\x03"\xae\x01\n\nShapeProto\x12\x31\n\x0c\x65lement_type\x18\x02 \x01(\x0e\x32\x1b.tpu.compiler.PrimitiveType\x12\x12\n\ndimensions\x18\x03 \x03(\x03\x12.\n\x0ctuple_shapes\x18\x04 \x03(\x0b\x32\x18.tpu.compiler.ShapeProto\x12)\n\x06layout\x18\x05 \x01(\x0b\x32\x19.tpu.compiler.LayoutProto"\x84\x01\n\x11ProgramShapeProto\x12,\n\nparameters\x18\x01 \x03(\x0b\x32\x18.tpu.compiler.ShapeProto\x12(\n\x06result\x18\x02 \x01(\x0b\x32\x18.tpu.compiler.ShapeProto\x12\x17\n\x0fparameter_names\x18\x03 \x03(\t"G\n\nOpMetadata\x12\x0f\n\x07op_name\x18\x02 \x01(\t\x12\x13\n\x0bsource_file\x18\x03 \x01(\t\x12\x13\n\x0bsource_line\x18\x04 \x01(\x05"t\n\x0fWindowDimension\x12\x0c\n\x04size\x18\x01 \x01(\x03\x12\x0e\n\x06stride\x18\x02 \x01(\x03\x12\x13\n\x0bpadding_low\x18\x03 \x01(\x03\x12\x17\n\x0fwindow_dilation\x18\x05 \x01(\x03\x12\x15\n\rbase_dilation\x18\x06 \x01(\x03";\n\x06Window\x12\x31\n\ndimensions\x18\x01 \x03(\x0b\x32\x1d.tpu.compiler.WindowDimension"\xd2\x01\n\x1b\x43onvolutionDimensionNumbers\x12&\n\x1ekernel_input_feature_dimension\x18\x03 \x01(\x03\x12\'\n\x1fkernel_output_feature_dimension\x18\x04 \x01(\x03\x12\x1d\n\x15input_batch_dimension\x18\x07 \x01(\x03\x12 \n\x18input_spatial_dimensions\x18\x0b \x03(\x03\x12!\n\x19output_spatial_dimensions\x18\x0c \x03(\x03"]\n\x13\x44otDimensionNumbers\x12"\n\x1alhs_contracting_dimensions\x18\x01 \x03(\x03\x12"\n\x1arhs_contracting_dimensions\x18\x02 \x03(\x03"\x86\x01\n\x0fPrecisionConfig\x12\x42\n\x11operand_precision\x18\x01 \x03(\x0e\x32\'.tpu.compiler.PrecisionConfig.Precision"/\n\tPrecision\x12\x0b\n\x07\x44\x45\x46\x41ULT\x10\x00\x12\x08\n\x04HIGH\x10\x01\x12\x0b\n\x07HIGHEST\x10\x02"\x84\x02\n\nOpSharding\x12+\n\x04type\x18\x01 \x01(\x0e\x32\x1d.tpu.compiler.OpSharding.Type\x12"\n\x1atile_assignment_dimensions\x18\x03 \x03(\x03\x12\x1f\n\x17tile_assignment_devices\x18\x04 \x03(\x03\x12"\n\x1areplicate_on_last_tile_dim\x18\x06 \x01(\x08\x12\x19\n\x11iota_reshape_dims\x18\t \x03(\x03"E\n\x04Type\x12\x0e\n\nREPLICATED\x10\x00\x12\x0b\n\x07MAXIMAL\x10\x01\x12\t\n\x05TUPLE\x10\x02\x12\t\n\x05OTHER\x10\x03\x12\n\n\x06MANUAL\x10\x04"#\n\x0cReplicaGroup\x12\x13\n\x0breplica_ids\x18\x01 \x03(\x03".\n\x0cSourceTarget\x12\x0e\n\x06source\x18\x01 \x01(\x03\x12\x0e\n\x06target\x18\x02 \x01(\x03"V\n\x19IotaReplicaGroupListProto\x12\x1a\n\x12num_replica_groups\x18\x01 \x01(\x03\x12\x1d\n\x15num_devices_per_group\x18\x02 \x01(\x03"\x99\x01\n\x19\x43ollectiveDeviceListProto\x12\x32\n\x0ereplica_groups\x18\x01 \x03(\x0b\x32\x1a.tpu.compiler.ReplicaGroup\x12H\n\x17iota_replica_group_list\x18\x02 \x01(\x0b\x32\'.tpu.compiler.IotaReplicaGroupListProto"c\n\tMeshProto\x12.\n\x04\x61xes\x18\x01 \x03(\x0b\x32 .tpu.compiler.MeshProto.MeshAxis\x1a&\n\x08MeshAxis\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x03"\x95\x01\n\x0c\x41xisRefProto\x12\x17\n\x0fmesh_axis_index\x18\x01 \x01(\x03\x12=\n\rsub_axis_info\x18\x02 \x01(\x0b\x32&.tpu.compiler.AxisRefProto.SubAxisInfo\x1a-\n\x0bSubAxisInfo\x12\x10\n\x08pre_size\x18\x01 \x01(\x03\x12\x0c\n\x04size\x18\x02 \x01(\x03"p\n\x1dMeshAxesReplicaGroupListProto\x12%\n\x04mesh\x18\x01 \x01(\x0b\x32\x17.tpu.compiler.MeshProto\x12(\n\x04\x61xes\x18\x02 \x03(\x0b\x32\x1a.tpu.compiler.AxisRefProto"\xce\x01\n\x15\x44\x65viceAssignmentProto\x12\x15\n\rreplica_count\x18\x01 \x01(\x05\x12\x19\n\x11\x63omputation_count\x18\x02 \x01(\x05\x12R\n\x13\x63omputation_devices\x18\x03 \x03(\x0b\x32\x35.tpu.compiler.DeviceAssignmentProto.ComputationDevice\x1a/\n\x11\x43omputationDevice\x12\x1a\n\x12replica_device_ids\x18\x01 \x03(\x03"\xbe\x07\n\x13HloInstructionProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06opcode\x18\x02 \x01(\t\x12\'\n\x05shape\x18\x03 \x01(\x0b\x32\x18.tpu.compiler.ShapeProto\x12*\n\x08metadata\x18\x07 \x01(\x0b\x32\x18.tpu.compiler.OpMetadata\x12\x18\n\x10parameter_number\x18\t \x01(\x03\x12$\n\x06window\x18\x0f \x01(\x0b\x32\x14.tpu.compiler.Window\x12P\n\x1d\x63onvolution_dimension_numbers\x18\x10 \x01(\x0b\x32).tpu.compiler.ConvolutionDimensionNumbers\x12\x1a\n\x12\x63ustom_call_target\x18\x1c \x01(\t\x12@\n\x15\x64ot_dimension_numbers\x18\x1e \x01(\x0b\x32!.tpu.compiler.DotDimensionNumbers\x12\n\n\x02id\x18# \x01(\x03\x12\x13\n\x0boperand_ids\x18$ \x03(\x03\x12\x1e\n\x16\x63\x61lled_computation_ids\x18& \x03(\x03\x12*\n\x08sharding\x18( \x01(\x0b\x32\x18.tpu.compiler.OpSharding\x12\x16\n\x0e\x62\x61\x63kend_config\x18+ \x01(\x0c\x12\x18\n\x10is_host_transfer\x18/ \x01(\x08\x12\x32\n\x0ereplica_groups\x18\x31 \x03(\x0b\x32\x1a.tpu.compiler.ReplicaGroup\x12\x37\n\x10precision_config\x18\x33 \x01(\x0b\x32\x1d.tpu.compiler.PrecisionConfig\x12\x37\n\x13source_target_pairs\x18\x34 \x03(\x0b\x32\x1a.tpu.compiler.SourceTarget\x12\x19\n\x11\x62\x61tch_group_count\x18: \x01(\x03\x12G\n\x16\x63ollective_device_list\x18W \x01(\x0b\x32\'.tpu.compiler.CollectiveDeviceListProto\x12H\n\x17iota_replica_group_list\x18\\ \x01(\x0b\x32\'.tpu.compiler.IotaReplicaGroupListProto\x12Q\n\x1cmesh_axes_replica_group_list\x18] \x01(\x0b\x32+.tpu.compiler.MeshAxesReplicaGroupListProto"\xb1\x01\n\x13HloComputationProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x37\n\x0cinstructions\x18\x02 \x03(\x0b\x32!.tpu.compiler.HloInstructionProto\x12\x36\n\rprogram_shape\x18\x04 \x01(\x0b\x32\x1f.tpu.compiler.ProgramShapeProto\x12\n\n\x02id\x18\x05 \x01(\x03\x12\x0f\n\x07root_id\x18\x06 \x01(\x03"\xac\x01\n\x18HloInputOutputAliasProto\x12G\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x36.tpu.compiler.HloInputOutputAliasProto.AliasEntryProto\x1aG\n\x0f\x41liasEntryProto\x12\x1a\n\x12output_shape_index\x18\x01 \x03(\x03\x12\x18\n\x10parameter_number\x18\x02 \x01(\x03"\x92\x01\n\x13HloBufferDonorProto\x12H\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x37.tpu.compiler.HloBufferDonorProto.BufferDonorEntryProto\x1a\x31\n\x15\x42ufferDonorEntryProto\x12\x18\n\x10parameter_number\x18\x01 \x01(\x03"\xcc\x03\n\x0eHloModuleProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1e\n\x16\x65ntry_computation_name\x18\x02 \x01(\t\x12\x37\n\x0c\x63omputations\x18\x03 \x03(\x0b\x32!.tpu.compiler.HloComputationProto\x12;\n\x12host_program_shape\x18\x04 \x01(\x0b\x32\x1f.tpu.compiler.ProgramShapeProto\x12\x1c\n\x14\x65ntry_computation_id\x18\x06 \x01(\x03\x12\x42\n\x12input_output_alias\x18\x08 \x01(\x0b\x32&.tpu.compiler.HloInputOutputAliasProto\x12;\n\x19spmd_parameters_shardings\x18\x0e \x03(\x0b\x32\x18.tpu.compiler.OpSharding\x12>\n\x11\x64\x65vice_assignment\x18\x0f \x01(\x0b\x32#.tpu.compiler.DeviceAssignmentProto\x12\x37\n\x0c\x62uffer_donor\x18\x12 \x01(\x0b\x32!.tpu.compiler.HloBufferDonorProto".\n\x18HloModuleProtoWithConfig\x12\x12\n\nhlo_module\x18\x01 \x01(\x0c"\x91\x02\n\x1b\x45xecutableBuildOptionsProto\x12\x16\n\x0e\x64\x65vice_ordinal\x18\x01 \x01(\x03\x12\x14\n\x0cnum_replicas\x18\x04 \x01(\x03\x12\x16\n\x0enum_partitions\x18\x05 \x01(\x03\x12\x1d\n\x15use_spmd_partitioning\x18\x06 \x01(\x08\x12>\n\x11\x64\x65vice_assignment\x18\t \x01(\x0b\x32#.tpu.compiler.DeviceAssignmentProto\x12\x31\n)allow_spmd_sharding_propagation_to_output\x18\x0c \x03(\x08\x12\x1a\n\x12optimization_level\x18\x18 \x01(\x05"b\n\x13\x43ompileOptionsProto\x12K\n\x18\x65xecutable_build_options\x18\x03 \x01(\x0b\x32).tpu.compiler.ExecutableBuildOptionsProto*\xb2\x02\n\rPrimitiveType\x12\x1a\n\x16PRIMITIVE_TYPE_INVALID\x10\x00\x12\x08\n\x04PRED\x10\x01\x12\x06\n\x02S8\x10\x02\x12\x07\n\x03S16\x10\x03\x12\x07\n\x03S32\x10\x04\x12\x07\n\x03S64\x10\x05\x12\x06\n\x02U8\x10\x06\x12\x07\n\x03U16\x10\x07\x12\x07\n\x03U32\x10\x08\x12\x07\n\x03U64\x10\t\x12\x07\n\x03\x46\x31\x36\x10\n\x12\x07\n\x03\x46\x33\x32\x10\x0b\x12\x07\n\x03\x46\x36\x34\x10\x0c\x12\t\n\x05TUPLE\x10\r\x12\n\n\x06OPAQUE\x10\x0e\x12\x07\n\x03\x43\x36\x34\x10\x0f\x12\x08\n\x04\x42\x46\x31\x36\x10\x10\x12\t\n\x05TOKEN\x10\x11\x12\x08\n\x04\x43\x31\x32\x38\x10\x12\x12\n\n\x06\x46\x38\x45\x35M2\x10\x13\x12\x0c\n\x08\x46\x38\x45\x34M3FN\x10\x14\x12\x06\n\x02S4\x10\x15\x12\x06\n\x02U4\x10\x16\x12\x11\n\rF8E4M3B11FNUZ\x10\x17\x12\x0e\n\nF8E5M2FNUZ\x10\x18\x12\x0e\n\nF8E4M3FNUZ\x10\x19\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tpu/compiler/hlo.proto\x12\x0ctpu.compiler\";\n\x0bLayoutProto\x12\x16\n\x0eminor_to_major\x18\x01 \x03(\x03\x12\x14\n\x0cmemory_space\x18\x08 \x01(\x03\"\xae\x01\n\nShapeProto\x12\x31\n\x0c\x65lement_type\x18\x02 \x01(\x0e\x32\x1b.tpu.compiler.PrimitiveType\x12\x12\n\ndimensions\x18\x03 \x03(\x03\x12.\n\x0ctuple_shapes\x18\x04 \x03(\x0b\x32\x18.tpu.compiler.ShapeProto\x12)\n\x06layout\x18\x05 \x01(\x0b\x32\x19.tpu.compiler.LayoutProto\"\x84\x01\n\x11ProgramShapeProto\x12,\n\nparameters\x18\x01 \x03(\x0b\x32\x18.tpu.compiler.ShapeProto\x12(\n\x06result\x18\x02 \x01(\x0b\x32\x18.tpu.compiler.ShapeProto\x12\x17\n\x0fparameter_names\x18\x03 \x03(\t\"G\n\nOpMetadata\x12\x0f\n\x07op_name\x18\x02 \x01(\t\x12\x13\n\x0bsource_file\x18\x03 \x01(\t\x12\x13\n\x0bsource_line\x18\x04 \x01(\x05\"t\n\x0fWindowDimension\x12\x0c\n\x04size\x18\x01 \x01(\x03\x12\x0e\n\x06stride\x18\x02 \x01(\x03\x12\x13\n\x0bpadding_low\x18\x03 \x01(\x03\x12\x17\n\x0fwindow_dilation\x18\x05 \x01(\x03\x12\x15\n\rbase_dilation\x18\x06 \x01(\x03\";\n\x06Window\x12\x31\n\ndimensions\x18\x01 \x03(\x0b\x32\x1d.tpu.compiler.WindowDimension\"\xd2\x01\n\x1b\x43onvolutionDimensionNumbers\x12&\n\x1ekernel_input_feature_dimension\x18\x03 \x01(\x03\x12\'\n\x1fkernel_output_feature_dimension\x18\x04 \x01(\x03\x12\x1d\n\x15input_batch_dimension\x18\x07 \x01(\x03\x12 \n\x18input_spatial_dimensions\x18\x0b \x03(\x03\x12!\n\x19output_spatial_dimensions\x18\x0c \x03(\x03\"]\n\x13\x44otDimensionNumbers\x12\"\n\x1alhs_contracting_dimensions\x18\x01 \x03(\x03\x12\"\n\x1arhs_contracting_dimensions\x18\x02 \x03(\x03\"\x86\x01\n\x0fPrecisionConfig\x12\x42\n\x11operand_precision\x18\x01 \x03(\x0e\x32\'.tpu.compiler.PrecisionConfig.Precision\"/\n\tPrecision\x12\x0b\n\x07\x44\x45\x46\x41ULT\x10\x00\x12\x08\n\x04HIGH\x10\x01\x12\x0b\n\x07HIGHEST\x10\x02\"\x84\x02\n\nOpSharding\x12+\n\x04type\x18\x01 \x01(\x0e\x32\x1d.tpu.compiler.OpSharding.Type\x12\"\n\x1atile_assignment_dimensions\x18\x03 \x03(\x03\x12\x1f\n\x17tile_assignment_devices\x18\x04 \x03(\x03\x12\"\n\x1areplicate_on_last_tile_dim\x18\x06 \x01(\x08\x12\x19\n\x11iota_reshape_dims\x18\t \x03(\x03\"E\n\x04Type\x12\x0e\n\nREPLICATED\x10\x00\x12\x0b\n\x07MAXIMAL\x10\x01\x12\t\n\x05TUPLE\x10\x02\x12\t\n\x05OTHER\x10\x03\x12\n\n\x06MANUAL\x10\x04\"#\n\x0cReplicaGroup\x12\x13\n\x0breplica_ids\x18\x01 \x03(\x03\".\n\x0cSourceTarget\x12\x0e\n\x06source\x18\x01 \x01(\x03\x12\x0e\n\x06target\x18\x02 \x01(\x03\"V\n\x19IotaReplicaGroupListProto\x12\x1a\n\x12num_replica_groups\x18\x01 \x01(\x03\x12\x1d\n\x15num_devices_per_group\x18\x02 \x01(\x03\"\x99\x01\n\x19\x43ollectiveDeviceListProto\x12\x32\n\x0ereplica_groups\x18\x01 \x03(\x0b\x32\x1a.tpu.compiler.ReplicaGroup\x12H\n\x17iota_replica_group_list\x18\x02 \x01(\x0b\x32\'.tpu.compiler.IotaReplicaGroupListProto\"c\n\tMeshProto\x12.\n\x04\x61xes\x18\x01 \x03(\x0b\x32 .tpu.compiler.MeshProto.MeshAxis\x1a&\n\x08MeshAxis\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x03\"\x95\x01\n\x0c\x41xisRefProto\x12\x17\n\x0fmesh_axis_index\x18\x01 \x01(\x03\x12=\n\rsub_axis_info\x18\x02 \x01(\x0b\x32&.tpu.compiler.AxisRefProto.SubAxisInfo\x1a-\n\x0bSubAxisInfo\x12\x10\n\x08pre_size\x18\x01 \x01(\x03\x12\x0c\n\x04size\x18\x02 \x01(\x03\"p\n\x1dMeshAxesReplicaGroupListProto\x12%\n\x04mesh\x18\x01 \x01(\x0b\x32\x17.tpu.compiler.MeshProto\x12(\n\x04\x61xes\x18\x02 \x03(\x0b\x32\x1a.tpu.compiler.AxisRefProto\"\xce\x01\n\x15\x44\x65viceAssignmentProto\x12\x15\n\rreplica_count\x18\x01 \x01(\x05\x12\x19\n\x11\x63omputation_count\x18\x02 \x01(\x05\x12R\n\x13\x63omputation_devices\x18\x03 \x03(\x0b\x32\x35.tpu.compiler.DeviceAssignmentProto.ComputationDevice\x1a/\n\x11\x43omputationDevice\x12\x1a\n\x12replica_device_ids\x18\x01 \x03(\x03\"\xbe\x07\n\x13HloInstructionProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06opcode\x18\x02 \x01(\t\x12\'\n\x05shape\x18\x03 \x01(\x0b\x32\x18.tpu.compiler.ShapeProto\x12*\n\x08metadata\x18\x07 \x01(\x0b\x32\x18.tpu.compiler.OpMetadata\x12\x18\n\x10parameter_number\x18\t \x01(\x03\x12$\n\x06window\x18\x0f \x01(\x0b\x32\x14.tpu.compiler.Window\x12P\n\x1d\x63onvolution_dimension_numbers\x18\x10 \x01(\x0b\x32).tpu.compiler.ConvolutionDimensionNumbers\x12\x1a\n\x12\x63ustom_call_target\x18\x1c \x01(\t\x12@\n\x15\x64ot_dimension_numbers\x18\x1e \x01(\x0b\x32!.tpu.compiler.DotDimensionNumbers\x12\n\n\x02id\x18# \x01(\x03\x12\x13\n\x0boperand_ids\x18$ \x03(\x03\x12\x1e\n\x16\x63\x61lled_computation_ids\x18& \x03(\x03\x12*\n\x08sharding\x18( \x01(\x0b\x32\x18.tpu.compiler.OpSharding\x12\x16\n\x0e\x62\x61\x63kend_config\x18+ \x01(\x0c\x12\x18\n\x10is_host_transfer\x18/ \x01(\x08\x12\x32\n\x0ereplica_groups\x18\x31 \x03(\x0b\x32\x1a.tpu.compiler.ReplicaGroup\x12\x37\n\x10precision_config\x18\x33 \x01(\x0b\x32\x1d.tpu.compiler.PrecisionConfig\x12\x37\n\x13source_target_pairs\x18\x34 \x03(\x0b\x32\x1a.tpu.compiler.SourceTarget\x12\x19\n\x11\x62\x61tch_group_count\x18: \x01(\x03\x12G\n\x16\x63ollective_device_list\x18W \x01(\x0b\x32\'.tpu.compiler.CollectiveDeviceListProto\x12H\n\x17iota_replica_group_list\x18\\ \x01(\x0b\x32\'.tpu.compiler.IotaReplicaGroupListProto\x12Q\n\x1cmesh_axes_replica_group_list\x18] \x01(\x0b\x32+.tpu.compiler.MeshAxesReplicaGroupListProto\"\xb1\x01\n\x13HloComputationProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x37\n\x0cinstructions\x18\x02 \x03(\x0b\x32!.tpu.compiler.HloInstructionProto\x12\x36\n\rprogram_shape\x18\x04 \x01(\x0b\x32\x1f.tpu.compiler.ProgramShapeProto\x12\n\n\x02id\x18\x05 \x01(\x03\x12\x0f\n\x07root_id\x18\x06 \x01(\x03\"\xac\x01\n\x18HloInputOutputAliasProto\x12G\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x36.tpu.compiler.HloInputOutputAliasProto.AliasEntryProto\x1aG\n\x0f\x41liasEntryProto\x12\x1a\n\x12output_shape_index\x18\x01 \x03(\x03\x12\x18\n\x10parameter_number\x18\x02 \x01(\x03\"\x92\x01\n\x13HloBufferDonorProto\x12H\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x37.tpu.compiler.HloBufferDonorProto.BufferDonorEntryProto\x1a\x31\n\x15\x42ufferDonorEntryProto\x12\x18\n\x10parameter_number\x18\x01 \x01(\x03\"\xcc\x03\n\x0eHloModuleProto\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1e\n\x16\x65ntry_computation_name\x18\x02 \x01(\t\x12\x37\n\x0c\x63omputations\x18\x03 \x03(\x0b\x32!.tpu.compiler.HloComputationProto\x12;\n\x12host_program_shape\x18\x04 \x01(\x0b\x32\x1f.tpu.compiler.ProgramShapeProto\x12\x1c\n\x14\x65ntry_computation_id\x18\x06 \x01(\x03\x12\x42\n\x12input_output_alias\x18\x08 \x01(\x0b\x32&.tpu.compiler.HloInputOutputAliasProto\x12;\n\x19spmd_parameters_shardings\x18\x0e \x03(\x0b\x32\x18.tpu.compiler.OpSharding\x12>\n\x11\x64\x65vice_assignment\x18\x0f \x01(\x0b\x32#.tpu.compiler.DeviceAssignmentProto\x12\x37\n\x0c\x62uffer_donor\x18\x12 \x01(\x0b\x32!.tpu.compiler.HloBufferDonorProto\".\n\x18HloModuleProtoWithConfig\x12\x12\n\nhlo_module\x18\x01 \x01(\x0c\"\x91\x02\n\x1b\x45xecutableBuildOptionsProto\x12\x16\n\x0e\x64\x65vice_ordinal\x18\x01 \x01(\x03\x12\x14\n\x0cnum_replicas\x18\x04 \x01(\x03\x12\x16\n\x0enum_partitions\x18\x05 \x01(\x03\x12\x1d\n\x15use_spmd_partitioning\x18\x06 \x01(\x08\x12>\n\x11\x64\x65vice_assignment\x18\t \x01(\x0b\x32#.tpu.compiler.DeviceAssignmentProto\x12\x31\n)allow_spmd_sharding_propagation_to_output\x18\x0c \x03(\x08\x12\x1a\n\x12optimization_level\x18\x18 \x01(\x05\"b\n\x13\x43ompileOptionsProto\x12K\n\x18\x65xecutable_build_options\x18\x03 \x01(\x0b\x32).tpu.compiler.ExecutableBuildOptionsProto*\xb2\x02\n\rPrimitiveType\x12\x1a\n\x16PRIMITIVE_TYPE_INVALID\x10\x00\x12\x08\n\x04PRED\x10\x01\x12\x06\n\x02S8\x10\x02\x12\x07\n\x03S16\x10\x03\x12\x07\n\x03S32\x10\x04\x12\x07\n\x03S64\x10\x05\x12\x06\n\x02U8\x10\x06\x12\x07\n\x03U16\x10\x07\x12\x07\n\x03U32\x10\x08\x12\x07\n\x03U64\x10\t\x12\x07\n\x03\x46\x31\x36\x10\n\x12\x07\n\x03\x46\x33\x32\x10\x0b\x12\x07\n\x03\x46\x36\x34\x10\x0c\x12\t\n\x05TUPLE\x10\r\x12\n\n\x06OPAQUE\x10\x0e\x12\x07\n\x03\x43\x36\x34\x10\x0f\x12\x08\n\x04\x42\x46\x31\x36\x10\x10\x12\t\n\x05TOKEN\x10\x11\x12\x08\n\x04\x43\x31\x32\x38\x10\x12\x12\n\n\x06\x46\x38\x45\x35M2\x10\x13\x12\x0c\n\x08\x46\x38\x45\x34M3FN\x10\x14\x12\x06\n\x02S4\x10\x15\x12\x06\n\x02U4\x10\x16\x12\x11\n\rF8E4M3B11FNUZ\x10\x17\x12\x0e\n\nF8E5M2FNUZ\x10\x18\x12\x0e\n\nF8E4M3FNUZ\x10\x19\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "tpu.compiler.hlo_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tpu.compiler.hlo_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_PRIMITIVETYPE"]._serialized_start = 4631
-    _globals["_PRIMITIVETYPE"]._serialized_end = 4937
-    _globals["_LAYOUTPROTO"]._serialized_start = 40
-    _globals["_LAYOUTPROTO"]._serialized_end = 99
-    _globals["_SHAPEPROTO"]._serialized_start = 102
-    _globals["_SHAPEPROTO"]._serialized_end = 276
-    _globals["_PROGRAMSHAPEPROTO"]._serialized_start = 279
-    _globals["_PROGRAMSHAPEPROTO"]._serialized_end = 411
-    _globals["_OPMETADATA"]._serialized_start = 413
-    _globals["_OPMETADATA"]._serialized_end = 484
-    _globals["_WINDOWDIMENSION"]._serialized_start = 486
-    _globals["_WINDOWDIMENSION"]._serialized_end = 602
-    _globals["_WINDOW"]._serialized_start = 604
-    _globals["_WINDOW"]._serialized_end = 663
-    _globals["_CONVOLUTIONDIMENSIONNUMBERS"]._serialized_start = 666
-    _globals["_CONVOLUTIONDIMENSIONNUMBERS"]._serialized_end = 876
-    _globals["_DOTDIMENSIONNUMBERS"]._serialized_start = 878
-    _globals["_DOTDIMENSIONNUMBERS"]._serialized_end = 971
-    _globals["_PRECISIONCONFIG"]._serialized_start = 974
-    _globals["_PRECISIONCONFIG"]._serialized_end = 1108
-    _globals["_PRECISIONCONFIG_PRECISION"]._serialized_start = 1061
-    _globals["_PRECISIONCONFIG_PRECISION"]._serialized_end = 1108
-    _globals["_OPSHARDING"]._serialized_start = 1111
-    _globals["_OPSHARDING"]._serialized_end = 1371
-    _globals["_OPSHARDING_TYPE"]._serialized_start = 1302
-    _globals["_OPSHARDING_TYPE"]._serialized_end = 1371
-    _globals["_REPLICAGROUP"]._serialized_start = 1373
-    _globals["_REPLICAGROUP"]._serialized_end = 1408
-    _globals["_SOURCETARGET"]._serialized_start = 1410
-    _globals["_SOURCETARGET"]._serialized_end = 1456
-    _globals["_IOTAREPLICAGROUPLISTPROTO"]._serialized_start = 1458
-    _globals["_IOTAREPLICAGROUPLISTPROTO"]._serialized_end = 1544
-    _globals["_COLLECTIVEDEVICELISTPROTO"]._serialized_start = 1547
-    _globals["_COLLECTIVEDEVICELISTPROTO"]._serialized_end = 1700
-    _globals["_MESHPROTO"]._serialized_start = 1702
-    _globals["_MESHPROTO"]._serialized_end = 1801
-    _globals["_MESHPROTO_MESHAXIS"]._serialized_start = 1763
-    _globals["_MESHPROTO_MESHAXIS"]._serialized_end = 1801
-    _globals["_AXISREFPROTO"]._serialized_start = 1804
-    _globals["_AXISREFPROTO"]._serialized_end = 1953
-    _globals["_AXISREFPROTO_SUBAXISINFO"]._serialized_start = 1908
-    _globals["_AXISREFPROTO_SUBAXISINFO"]._serialized_end = 1953
-    _globals["_MESHAXESREPLICAGROUPLISTPROTO"]._serialized_start = 1955
-    _globals["_MESHAXESREPLICAGROUPLISTPROTO"]._serialized_end = 2067
-    _globals["_DEVICEASSIGNMENTPROTO"]._serialized_start = 2070
-    _globals["_DEVICEASSIGNMENTPROTO"]._serialized_end = 2276
-    _globals["_DEVICEASSIGNMENTPROTO_COMPUTATIONDEVICE"]._serialized_start = 2229
-    _globals["_DEVICEASSIGNMENTPROTO_COMPUTATIONDEVICE"]._serialized_end = 2276
-    _globals["_HLOINSTRUCTIONPROTO"]._serialized_start = 2279
-    _globals["_HLOINSTRUCTIONPROTO"]._serialized_end = 3237
-    _globals["_HLOCOMPUTATIONPROTO"]._serialized_start = 3240
-    _globals["_HLOCOMPUTATIONPROTO"]._serialized_end = 3417
-    _globals["_HLOINPUTOUTPUTALIASPROTO"]._serialized_start = 3420
-    _globals["_HLOINPUTOUTPUTALIASPROTO"]._serialized_end = 3592
-    _globals["_HLOINPUTOUTPUTALIASPROTO_ALIASENTRYPROTO"]._serialized_start = 3521
-    _globals["_HLOINPUTOUTPUTALIASPROTO_ALIASENTRYPROTO"]._serialized_end = 3592
-    _globals["_HLOBUFFERDONORPROTO"]._serialized_start = 3595
-    _globals["_HLOBUFFERDONORPROTO"]._serialized_end = 3741
-    _globals["_HLOBUFFERDONORPROTO_BUFFERDONORENTRYPROTO"]._serialized_start = 3692
-    _globals["_HLOBUFFERDONORPROTO_BUFFERDONORENTRYPROTO"]._serialized_end = 3741
-    _globals["_HLOMODULEPROTO"]._serialized_start = 3744
-    _globals["_HLOMODULEPROTO"]._serialized_end = 4204
-    _globals["_HLOMODULEPROTOWITHCONFIG"]._serialized_start = 4206
-    _globals["_HLOMODULEPROTOWITHCONFIG"]._serialized_end = 4252
-    _globals["_EXECUTABLEBUILDOPTIONSPROTO"]._serialized_start = 4255
-    _globals["_EXECUTABLEBUILDOPTIONSPROTO"]._serialized_end = 4528
-    _globals["_COMPILEOPTIONSPROTO"]._serialized_start = 4530
-    _globals["_COMPILEOPTIONSPROTO"]._serialized_end = 4628
+  DESCRIPTOR._loaded_options = None
+  _globals['_PRIMITIVETYPE']._serialized_start=4631
+  _globals['_PRIMITIVETYPE']._serialized_end=4937
+  _globals['_LAYOUTPROTO']._serialized_start=40
+  _globals['_LAYOUTPROTO']._serialized_end=99
+  _globals['_SHAPEPROTO']._serialized_start=102
+  _globals['_SHAPEPROTO']._serialized_end=276
+  _globals['_PROGRAMSHAPEPROTO']._serialized_start=279
+  _globals['_PROGRAMSHAPEPROTO']._serialized_end=411
+  _globals['_OPMETADATA']._serialized_start=413
+  _globals['_OPMETADATA']._serialized_end=484
+  _globals['_WINDOWDIMENSION']._serialized_start=486
+  _globals['_WINDOWDIMENSION']._serialized_end=602
+  _globals['_WINDOW']._serialized_start=604
+  _globals['_WINDOW']._serialized_end=663
+  _globals['_CONVOLUTIONDIMENSIONNUMBERS']._serialized_start=666
+  _globals['_CONVOLUTIONDIMENSIONNUMBERS']._serialized_end=876
+  _globals['_DOTDIMENSIONNUMBERS']._serialized_start=878
+  _globals['_DOTDIMENSIONNUMBERS']._serialized_end=971
+  _globals['_PRECISIONCONFIG']._serialized_start=974
+  _globals['_PRECISIONCONFIG']._serialized_end=1108
+  _globals['_PRECISIONCONFIG_PRECISION']._serialized_start=1061
+  _globals['_PRECISIONCONFIG_PRECISION']._serialized_end=1108
+  _globals['_OPSHARDING']._serialized_start=1111
+  _globals['_OPSHARDING']._serialized_end=1371
+  _globals['_OPSHARDING_TYPE']._serialized_start=1302
+  _globals['_OPSHARDING_TYPE']._serialized_end=1371
+  _globals['_REPLICAGROUP']._serialized_start=1373
+  _globals['_REPLICAGROUP']._serialized_end=1408
+  _globals['_SOURCETARGET']._serialized_start=1410
+  _globals['_SOURCETARGET']._serialized_end=1456
+  _globals['_IOTAREPLICAGROUPLISTPROTO']._serialized_start=1458
+  _globals['_IOTAREPLICAGROUPLISTPROTO']._serialized_end=1544
+  _globals['_COLLECTIVEDEVICELISTPROTO']._serialized_start=1547
+  _globals['_COLLECTIVEDEVICELISTPROTO']._serialized_end=1700
+  _globals['_MESHPROTO']._serialized_start=1702
+  _globals['_MESHPROTO']._serialized_end=1801
+  _globals['_MESHPROTO_MESHAXIS']._serialized_start=1763
+  _globals['_MESHPROTO_MESHAXIS']._serialized_end=1801
+  _globals['_AXISREFPROTO']._serialized_start=1804
+  _globals['_AXISREFPROTO']._serialized_end=1953
+  _globals['_AXISREFPROTO_SUBAXISINFO']._serialized_start=1908
+  _globals['_AXISREFPROTO_SUBAXISINFO']._serialized_end=1953
+  _globals['_MESHAXESREPLICAGROUPLISTPROTO']._serialized_start=1955
+  _globals['_MESHAXESREPLICAGROUPLISTPROTO']._serialized_end=2067
+  _globals['_DEVICEASSIGNMENTPROTO']._serialized_start=2070
+  _globals['_DEVICEASSIGNMENTPROTO']._serialized_end=2276
+  _globals['_DEVICEASSIGNMENTPROTO_COMPUTATIONDEVICE']._serialized_start=2229
+  _globals['_DEVICEASSIGNMENTPROTO_COMPUTATIONDEVICE']._serialized_end=2276
+  _globals['_HLOINSTRUCTIONPROTO']._serialized_start=2279
+  _globals['_HLOINSTRUCTIONPROTO']._serialized_end=3237
+  _globals['_HLOCOMPUTATIONPROTO']._serialized_start=3240
+  _globals['_HLOCOMPUTATIONPROTO']._serialized_end=3417
+  _globals['_HLOINPUTOUTPUTALIASPROTO']._serialized_start=3420
+  _globals['_HLOINPUTOUTPUTALIASPROTO']._serialized_end=3592
+  _globals['_HLOINPUTOUTPUTALIASPROTO_ALIASENTRYPROTO']._serialized_start=3521
+  _globals['_HLOINPUTOUTPUTALIASPROTO_ALIASENTRYPROTO']._serialized_end=3592
+  _globals['_HLOBUFFERDONORPROTO']._serialized_start=3595
+  _globals['_HLOBUFFERDONORPROTO']._serialized_end=3741
+  _globals['_HLOBUFFERDONORPROTO_BUFFERDONORENTRYPROTO']._serialized_start=3692
+  _globals['_HLOBUFFERDONORPROTO_BUFFERDONORENTRYPROTO']._serialized_end=3741
+  _globals['_HLOMODULEPROTO']._serialized_start=3744
+  _globals['_HLOMODULEPROTO']._serialized_end=4204
+  _globals['_HLOMODULEPROTOWITHCONFIG']._serialized_start=4206
+  _globals['_HLOMODULEPROTOWITHCONFIG']._serialized_end=4252
+  _globals['_EXECUTABLEBUILDOPTIONSPROTO']._serialized_start=4255
+  _globals['_EXECUTABLEBUILDOPTIONSPROTO']._serialized_end=4528
+  _globals['_COMPILEOPTIONSPROTO']._serialized_start=4530
+  _globals['_COMPILEOPTIONSPROTO']._serialized_end=4628
 # @@protoc_insertion_point(module_scope)
