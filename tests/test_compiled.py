@@ -139,7 +139,7 @@ BROKEN = {
     "shape": lambda x, model: Broken(
         labelled,
         [({"image": x, "label": ones(4)},), ({"image": ones(6, 3), "label": ones(6)},)],
-        r"\['image'\] is \(\(6, 3\), 'float32'\), compiled for \(\(4, \d+\), 'float32'\); "
+        r"\['image'\] is \(\(6, 3\), 'float32'\), compiled for \(\(4, \d+\), 'float32'\); argument 0"
         r"\['label'\] is \(\(6,\), 'float32'\), compiled for \(\(4,\), 'float32'\)",
     ),
     "type": lambda x, model: Broken(
