@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ("errors", "train", "models", "data")  # what a script may import of this repository
 ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta", "auto")
+TASKS = ("pretrain", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli")  # of the encoders
 SCRIPTS = {"resnet50": "resnet50", "dlrm": "dlrm", "transformer": "transformer"} | dict.fromkeys(ENCODERS, "glue")
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "torch.utils.tensorboard": "tensorboard"}
 WITH = {"fsspec": ["gcsfs"], "datasets": ["pyarrow"]}  # what a package needs for the sake of a user's data
@@ -73,6 +74,8 @@ def requirements(modules: set[str], root: Path = ROOT) -> tuple[list[str], list[
 
 def readme(script: str, model: str, files: list[Path], torchrec: bool) -> str:
     """Returns the README of a copy: how to install it, how to run it, what is in it."""
+    pins = (ROOT / "requirements-tpu.txt").read_text().splitlines()
+    libtpu = next(line.split()[0] for line in pins if not line.startswith("#"))
     choice = f" --model {model}" if script in ("glue", "pretrain") else ""
     install = "pip install -r requirements.txt"
     install += " && pip install --no-deps -r requirements-torchrec.txt" if torchrec else ""
@@ -85,7 +88,7 @@ def readme(script: str, model: str, files: list[Path], torchrec: bool) -> str:
             f"    python -m train.{script} tiny{choice}      # a trial on synthetic data, on a CPU",
             f"    python -m train.{script} --help",
             "",
-            "On a TPU VM: `pip install libtpu==0.0.21`, then a preset with `--data`; the script says more.",
+            f"On a TPU VM: `pip install {libtpu}`, then a preset with `--data`; the script says more.",
             f"Files: {listed}.",
             "Change train/ and models/ as you like; train/common/run.py says which order of a step's end must stay.",
             "",
@@ -97,7 +100,9 @@ def copy(model: str, task: str, to: Path, root: Path = ROOT) -> list[Path]:
     """Writes the copy; returns its files. Exits with a sentence where that cannot be done."""
     if model not in SCRIPTS:
         sys.exit(f"error: MODEL={model} is not known; MODEL is one of: {' '.join(SCRIPTS)}")
-    script = "pretrain" if task == "pretrain" and model in ENCODERS else SCRIPTS[model]
+    if task and (model not in ENCODERS or task not in TASKS):
+        sys.exit(f"error: TASK={task} is not one of MODEL={model}; the encoders have {' '.join(TASKS)}, others none")
+    script = "pretrain" if task == "pretrain" else SCRIPTS[model]
     if script == "pretrain" and model == "auto":
         sys.exit("error: MODEL=auto is for fine-tuning; TASK=pretrain needs one of: " + " ".join(ENCODERS[:-1]))
     if to.exists() and (not to.is_dir() or any(to.iterdir())):

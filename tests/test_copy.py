@@ -103,6 +103,8 @@ def test_refusals(tmp_path):
         ("MODEL=vgg", f"TO={tmp_path}/new"): "MODEL=vgg is not known.*resnet50",
         ("MODEL=resnet50", f"TO={full}"): "is there and not an empty folder",
         ("MODEL=auto", "TASK=pretrain", f"TO={tmp_path}/new"): "MODEL=auto is for fine-tuning",
+        ("MODEL=bert", "TASK=pretain", f"TO={tmp_path}/new"): "TASK=pretain is not one of MODEL=bert.*pretrain",
+        ("MODEL=dlrm", "TASK=pretrain", f"TO={tmp_path}/new"): "TASK=pretrain is not one of MODEL=dlrm",
         ("MODEL=resnet50", "TO=/proc/mine"): "cannot write to TO=/proc/mine",
     }
     for arguments, sentence in cases.items():
