@@ -140,8 +140,9 @@ compile: check-model $(INSTALLED) $(LIBTPU)/.installed
 compile-all: $(INSTALLED) $(LIBTPU)/.installed
 	$(RUNS) -m tpu.compiler.pages $(ARGS)
 
-# A test process uses little more than one core. Tests of a file share what they have trained.
-SHARED_OUT := -n 2 --dist loadfile
+# A test process uses little more than one core. Tests of a script, or else of a file, share what they have trained: see
+# tests/conftest.py, which also brings the longest groups to the front.
+SHARED_OUT := -n 2 --dist loadgroup --no-loadscope-reorder
 
 test: $(INSTALLED)
 	$(RUNS) -m pytest $(SHARED_OUT) -m 'not slow' $(ARGS)

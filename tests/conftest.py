@@ -5,6 +5,7 @@ The variables must be set before torch_xla is imported. Runs on other numbers of
 
 import os
 import signal
+from dataclasses import replace
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("CPU_NUM_DEVICES", "4")
@@ -19,6 +20,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 
+pytest.register_assert_rewrite("helpers")
+
+# The groups that take minutes. They come first, so that no process is left with one of them at the end.
+SLOW = ("transformer", "pretrain", "glue", "resnet50", "dlrm")
+
+
+def pytest_configure(config):
+    """Registers the mark where pytest-xdist, which knows it, is switched off."""
+    config.addinivalue_line("markers", "xdist_group(name): tests that one process runs, since they share runs")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Groups tests for processes: those of one script share its runs, the others those of their file."""
+    groups = {}
+    for item in items:
+        mark = item.get_closest_marker("xdist_group")
+        groups[item] = mark.args[0] if mark else item.path.stem
+        if not mark:
+            item.add_marker(pytest.mark.xdist_group(groups[item]))
+    items.sort(key=lambda item: SLOW.index(groups[item]) if groups[item] in SLOW else len(SLOW))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def mesh():
@@ -26,3 +49,36 @@ def mesh():
     from train.common import device
 
     return device.setup(0, "float32")
+
+
+@pytest.fixture(scope="session")
+def run_of(mesh, tmp_path_factory):
+    """Trains a configuration of trials.py once: run_of("glue", "short") is (its folder, its metrics, its config)."""
+    from trials import TRIALS
+
+    from train.common import device
+
+    made = {}
+
+    def get(name: str, which: str = "learns"):
+        if (name, which) not in made:
+            trial = TRIALS[name]
+            config = replace(getattr(trial, which), runs=str(tmp_path_factory.mktemp(name)), name=which)
+            device.reset_graph_report()
+            made[name, which] = f"{config.runs}/{which}", trial.script.main(config), config
+        return made[name, which]
+
+    return get
+
+
+@pytest.fixture
+def refused(capsys, tmp_path):
+    """Asserts that a script refuses a command line: refused(glue, "tiny --lr -1", "--lr is -1.*at least 0")."""
+    from helpers import assert_refused
+
+    def check(script, arguments, pattern, presets=None):
+        words = arguments.split() if isinstance(arguments, str) else [str(word) for word in arguments]
+        runs = [] if "--runs" in words or presets else ["--runs", tmp_path / "refused"]
+        assert_refused([*words, *runs], pattern, script, capsys, presets)
+
+    return check

@@ -8,8 +8,10 @@ waits for one that has ended, or is somewhere else, fails instead of waiting for
 data sets, plans, loader, evaluation, checkpoints, run folder, export.
 """
 
+import functools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -29,7 +31,7 @@ import torch
 import torch_xla.distributed.spmd as xs
 from fsspec.implementations.memory import MemoryFileSystem
 
-from data import batching, text, wmt
+from data import batching, criteo, text, wmt
 from data import glue as glue_data
 from errors import InputError
 from train import dlrm, glue, pretrain, resnet50, transformer, translate
@@ -37,6 +39,7 @@ from train.common import averaging, checkpoint, device, embedding, files, loadin
 from train.common import run as tracking
 from train.common.embedding import storage
 from train.common.loading import PADDING
+from train.common.run_folder import RunFolder
 
 DEVICES = 8  # of all hosts together, however many hosts there are
 HOSTS = [2, 4]
@@ -91,10 +94,10 @@ class Pod:
         outcomes: of each host, what its work returned or raised.
     """
 
-    def __init__(self, hosts: int, folder, results: Callable, devices: int = DEVICES, stop: dict | None = None):
+    def __init__(self, hosts: int, folder, results: Callable, devices: int = DEVICES, stop=None, every: int | None = 1):
         self.hosts, self.devices, self.folder, self.results = hosts, devices, str(folder), results
         self.stop = stop or {}  # host -> SIGTERM comes after so many training batches
-        self.every = 1  # calls in which hosts agree about a signal; None: as many as the script says
+        self.every = every  # calls in which hosts agree about a signal; None: as many as the script says
         self.turn = threading.Condition(threading.Lock())
         self.round, self.arrived, self.met, self.gone = 0, {}, [], set()
         self.steps, self.written, self.loaders = [], [], {}
@@ -166,6 +169,12 @@ class Pod:
             raise errors[0]
         return self
 
+    def refused(self, pattern: str) -> "Pod":
+        """Itself, after bad input: no host has trained, and each has ended in a sentence that the pattern finds."""
+        assert all(isinstance(outcome, InputError) for outcome in self.outcomes), self.outcomes
+        assert all(re.search(pattern, str(outcome)) for outcome in self.outcomes), self.outcomes
+        return self
+
     def stopped(self) -> "Pod":
         """Itself, after a signal: every host has ended with its exit code."""
         for outcome in self.outcomes:
@@ -196,8 +205,8 @@ class Pod:
         def send(local, target, sharding=None):
             return [torch.cat(pod.meet(("upload", tuple(local.shape)), local))]
 
-        def stop_requested(mesh, **options):
-            return real_stop(mesh, **({"every": pod.every} if pod.every else options))
+        def stop_requested(mesh, *every, **options):
+            return real_stop(mesh, pod.every) if pod.every else real_stop(mesh, *every, **options)
 
         def handle(number, handler):
             previous = pod.handlers[this_host()].get(number, signal.SIG_DFL)
@@ -379,9 +388,6 @@ class Script:
     patch: Callable
     stops: tuple[int, int]
 
-    def work(self, runs, **changes) -> Callable:
-        return lambda: self.module.main(replace(self.config, runs=str(runs), **changes))
-
 
 def images(monkeypatch, sizes) -> None:
     monkeypatch.setattr(resnet50, "SYNTHETIC_TRAIN", sizes[0])
@@ -441,24 +447,28 @@ SCRIPTS = {
 }
 
 
-def pod_of(name: str, hosts: int, folder, stop: dict[int, int] | None = None) -> Pod:
-    """The script's training on so many hosts. `stop`: host -> training batches after which it gets SIGTERM."""
+def train(name: str, hosts: int, folder, stop=None, every=1, devices=DEVICES, patch=None, **changes) -> Pod:
+    """Trains a script on so many hosts. `stop`: host -> training batches after which it gets SIGTERM. A change that is
+    a function is called on each host."""
     script = SCRIPTS[name]
-    pod = Pod(hosts, folder, script.results, stop=stop)
-    return pod.run(script.work(f"{folder}/runs"), lambda monkeypatch: script.patch(monkeypatch, script.sizes))
+    pod = Pod(hosts, folder, script.results, devices, stop, every)
+
+    def patches(monkeypatch) -> None:
+        script.patch(monkeypatch, script.sizes)
+        if patch is not None:
+            patch(monkeypatch, pod)
+
+    def work():
+        made = {key: value() if callable(value) else value for key, value in changes.items()}
+        return script.module.main(replace(script.config, **{"runs": f"{folder}/runs", **made}))
+
+    return pod.run(work, patches)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Callable[[str, int], Pod]:
     """A whole training on so many hosts, made once."""
-    pods: dict[tuple[str, int], Pod] = {}
-
-    def get(name: str, hosts: int) -> Pod:
-        if (name, hosts) not in pods:
-            pods[name, hosts] = pod_of(name, hosts, tmp_path_factory.mktemp(f"{name}-{hosts}")).succeeded()
-        return pods[name, hosts]
-
-    return get
+    return functools.cache(lambda name, hosts: train(name, hosts, tmp_path_factory.mktemp("pod")).succeeded())
 
 
 every_script = pytest.mark.parametrize("name", SCRIPTS)
@@ -574,9 +584,9 @@ def test_a_resumed_run_goes_on_with_the_rest_on_any_number_of_hosts(trained, nam
     per_epoch = sum(1 for epoch, _ in whole.reads[0][0] if epoch == 0)
     assert per_epoch < first < second < 2 * per_epoch
     parts = [
-        pod_of(name, 1, tmp_path, {0: first}).stopped(),
-        pod_of(name, 2, tmp_path, dict.fromkeys(range(2), second - first)).stopped(),
-        pod_of(name, 4, tmp_path).succeeded(),
+        train(name, 1, tmp_path, {0: first}).stopped(),
+        train(name, 2, tmp_path, dict.fromkeys(range(2), second - first)).stopped(),
+        train(name, 4, tmp_path).succeeded(),
     ]
     assert [len(training(part)) for part in parts] == [first, second - first, len(training(whole)) - second]
     assert_equal([batch for part in parts for batch in training(part)], training(whole))
@@ -601,30 +611,24 @@ def test_metrics_are_those_of_all_hosts_on_every_host(trained, name, hosts):
     assert summaries[0]["metrics"] == summaries[1]["metrics"] == alone.outcomes[0]
 
 
-@pytest.mark.parametrize("task", ["cola", "stsb", "mnli"])
-def test_glue_metrics_that_the_host_computes_are_of_all_hosts(task, tmp_path):
+@pytest.mark.parametrize(("task", "count"), [("cola", 2), ("stsb", 3), ("mnli", 4)])
+def test_glue_metrics_that_the_host_computes_are_of_all_hosts(task, count, tmp_path, monkeypatch):
     """Matthews' correlation, Pearson's and Spearman's, and both splits of MNLI."""
-    labels = max(len(glue_data.TASKS[task].labels), 1)
-    config = replace(GLUE, task=task, epochs=1)
-    outcomes = []
-    for hosts in (1, 4):
-        pod = Pod(hosts, tmp_path, of_glue(labels))
-        work = lambda hosts=hosts: glue.main(replace(config, runs=f"{tmp_path}/{hosts}"))  # noqa: E731
-        pod.run(work, lambda monkeypatch: sentences(monkeypatch, (61, 45))).succeeded()
-        outcomes.append(pod.outcomes)
-    assert outcomes[1] == outcomes[0] * 4
-    metrics = outcomes[0][0]
-    assert all(value not in (0.0, 1.0) for value in metrics.values()), metrics
-    assert len(metrics) == {"cola": 2, "stsb": 3, "mnli": 4}[task]
+    results = of_glue(max(len(glue_data.TASKS[task].labels), 1))
+    monkeypatch.setitem(SCRIPTS, "glue", replace(SCRIPTS["glue"], results=results))
+    alone, pod = (train("glue", hosts, tmp_path / str(hosts), task=task, epochs=1).succeeded() for hosts in (1, 4))
+    assert pod.outcomes == alone.outcomes * 4
+    metrics = alone.outcomes[0]
+    assert len(metrics) == count and all(value not in (0.0, 1.0) for value in metrics.values()), metrics
 
 
 @every_pod
 def test_the_auc_of_dlrm_is_that_of_its_examples_without_the_padding(trained, monkeypatch, hosts):
     clicks(monkeypatch, SCRIPTS["dlrm"].sizes)
-    evaluation = dlrm.open_data(DLRM)[1]
+    evaluation = dlrm.open_data(DLRM).eval
     examples = evaluation.batch(np.arange(len(evaluation)))
     logits = torch.from_numpy(examples["dense"]).sum(1).numpy()
-    assert trained("dlrm", hosts).outcomes[0] == dlrm.click_metrics(logits, examples["label"])
+    assert trained("dlrm", hosts).outcomes[0] == criteo.click_metrics(logits, examples["label"])
 
 
 class Answer(torch.nn.Module):
@@ -647,8 +651,13 @@ def test_what_the_host_reads_of_an_evaluation_is_on_every_device(monkeypatch):
     searched = torch.ones(4, 2, 8), torch.ones(4, 2)
     monkeypatch.setattr(translate.beam_search, "search", lambda *_: searched)
     results = [
-        glue.eval_step(Answer(), {"input_ids": ones, "attention_mask": ones}, mesh),
-        dlrm.eval_step(Answer(), lambda *_: ones, {"dense": ones, "ids": ones, "label": ones, "mask": ones}, mesh),
+        glue.eval_step(glue.State(Answer(), None), {"input_ids": ones, "attention_mask": ones}, GLUE, mesh),
+        dlrm.eval_step(
+            dlrm.State(Answer(), lambda *_: ones, None),
+            {"dense": ones, "ids": ones, "label": ones, "mask": ones},
+            DLRM,
+            mesh,
+        ),
         *translate.Translator(Answer(), mesh, transformer.TINY)
         .translate_step(Answer(), {"source": torch.ones(4, 8)})
         .values(),
@@ -706,9 +715,7 @@ def test_the_main_process_alone_writes_to_a_bucket(monkeypatch, trained):
         return opened(self, path, mode, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "_open", recorded)
-    pod = Pod(2, tempfile.gettempdir(), of_dlrm)
-    config = replace(DLRM, runs="memory://multi-host", name="run")
-    pod.run(lambda: dlrm.main(config), lambda monkeypatch: clicks(monkeypatch, (61, 23))).succeeded()
+    pod = train("dlrm", 2, tempfile.gettempdir(), runs="memory://multi-host", name="run").succeeded()
     assert pod.outcomes == trained("dlrm", 1).outcomes * 2
     names = {(host, os.path.basename(path)) for host, path in written}
     assert {name for host, name in names if host != 0} == {"tables-00001.safetensors", "tables-00001.json"}
@@ -717,25 +724,23 @@ def test_the_main_process_alone_writes_to_a_bucket(monkeypatch, trained):
 
 
 def test_the_mean_of_checkpoints_waits_for_the_last_of_the_main_process(tmp_path):
-    pod, steps = Pod(2, tmp_path, of_transformer), []
-    write, average = checkpoint.Checkpointer._write, averaging.average
-
-    def slow(self, step, *state):  # the last one, until the other host waits for the main process
-        deadline = time.monotonic() + 10
-        while step == TRANSFORMER.updates and not pod.arrived and not pod.gone and time.monotonic() < deadline:
-            time.sleep(0.01)
-        write(self, step, *state)
+    steps, write, average = [], checkpoint.Checkpointer._write, averaging.average
 
     def recorded(*arguments):
         steps.append(average(*arguments))
         return steps[-1]
 
-    def patch(monkeypatch):
-        sentence_pairs(monkeypatch, (77, 29))
-        monkeypatch.setattr(checkpoint.Checkpointer, "_write", slow)
-        monkeypatch.setattr(averaging, "average", recorded)
+    def patch(patched, pod):
+        def slow(self, step, *state):  # the last one, until the other host waits for the main process
+            deadline = time.monotonic() + 10
+            while step == TRANSFORMER.updates and not (pod.arrived or pod.gone) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            write(self, step, *state)
 
-    pod.run(lambda: transformer.main(replace(TRANSFORMER, runs=str(tmp_path))), patch).succeeded()
+        patched.setattr(checkpoint.Checkpointer, "_write", slow)
+        patched.setattr(averaging, "average", recorded)
+
+    train("transformer", 2, tmp_path, patch=patch).succeeded()
     assert steps == [[20, 21]] * 2
 
 
@@ -748,14 +753,8 @@ def test_a_host_that_does_not_see_the_last_checkpoint_yet_has_no_mean_of_its_own
         checkpoints.complete_steps = lambda: known
         return average(checkpoints, *arguments)
 
-    def patch(monkeypatch):
-        sentence_pairs(monkeypatch, (77, 29))
-        monkeypatch.setattr(averaging, "average", behind)
-
-    pod = Pod(2, tmp_path, of_transformer)
-    pod.run(lambda: transformer.main(replace(TRANSFORMER, runs=str(tmp_path))), patch)
-    assert all(isinstance(outcome, InputError) for outcome in pod.outcomes), pod.outcomes
-    assert "disagree about the checkpoints to average" in str(pod.outcomes[0])
+    pod = train("transformer", 2, tmp_path, patch=lambda patched, _: patched.setattr(averaging, "average", behind))
+    pod.refused("disagree about the checkpoints to average")
 
 
 def dense():
@@ -800,53 +799,36 @@ def test_the_seeds_of_a_host_do_not_depend_on_its_place(monkeypatch):
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("late", [0, 2, None])
 @every_script
-def test_a_signal_to_all_hosts_at_one_step_stops_them_with_one_checkpoint(name, tmp_path):
-    stop = SCRIPTS[name].stops[0]
-    pod = pod_of(name, 2, tmp_path, {0: stop, 1: stop}).stopped()
-    assert all(meetings == pod.meetings[0] for meetings in pod.meetings)
-    assert pod.trained == [stop] * 2
-    update = stop // getattr(SCRIPTS[name].config, "update_every", 1)
-    assert os.path.exists(f"{run_folder(pod)}/checkpoints/step_{update:08d}/COMPLETE")
-
-
-@pytest.mark.parametrize("late", [2, None])
-@every_script
-def test_a_signal_to_some_hosts_or_in_different_steps_stops_all_in_the_same(name, late, tmp_path):
+def test_a_signal_to_one_or_all_hosts_stops_them_in_the_same_step_with_one_checkpoint(name, late, tmp_path):
+    """late: batches after which the second host gets the signal; None: never."""
     first = SCRIPTS[name].stops[0]
-    pod = pod_of(name, 2, tmp_path, {0: first} | ({1: first + late} if late else {})).stopped()
-    assert pod.trained[0] == pod.trained[1]
-    assert all(meetings == pod.meetings[0] for meetings in pod.meetings)
+    pod = train(name, 2, tmp_path, {0: first} | ({} if late is None else {1: first + late})).stopped()
+    assert pod.trained[0] == pod.trained[1] and pod.meetings[0] == pod.meetings[1]
+    if late == 0:
+        assert pod.trained[0] == first
+    update = pod.trained[0] // getattr(SCRIPTS[name].config, "update_every", 1)
+    assert os.path.exists(f"{run_folder(pod)}/checkpoints/step_{update:08d}/COMPLETE")
 
 
 @pytest.mark.parametrize("late", [2, 12, None])
 @pytest.mark.parametrize("name, every", [("transformer", 10), ("transformer-packed", 5)])
 def test_hosts_agree_about_a_signal_as_rarely_as_the_script_says(name, every, late, tmp_path):
     """Each time waits for the device. A packed update is two batches."""
-    script, first = SCRIPTS[name], 3
-    pod = Pod(2, tmp_path, script.results, stop={1: first} | ({0: first + late} if late else {}))
-    pod.every = None
-    pod.run(script.work(f"{tmp_path}/runs"), lambda monkeypatch: script.patch(monkeypatch, script.sizes)).stopped()
-    assert pod.trained == [10, 10]
+    pod = train(name, 2, tmp_path, {1: 3} | ({0: 3 + late} if late else {}), every=None).stopped()
+    assert pod.trained == [10, 10] and pod.meetings[0] == pod.meetings[1]
     assert os.path.exists(f"{run_folder(pod)}/checkpoints/step_{every:08d}/COMPLETE")
-    assert pod.meetings[0] == pod.meetings[1]
 
 
 def test_a_signal_after_the_last_agreement_does_not_keep_the_hosts_from_finishing(tmp_path, trained):
-    script = SCRIPTS["transformer"]
-    pod = Pod(2, tmp_path, script.results, stop={1: 20 + 1})
-    pod.every = None
-    pod.run(script.work(f"{tmp_path}/runs"), lambda monkeypatch: script.patch(monkeypatch, script.sizes)).succeeded()
+    pod = train("transformer", 2, tmp_path, {1: 20 + 1}, every=None).succeeded()
     assert pod.trained == [21, 21] and pod.outcomes == trained("transformer", 1).outcomes * 2
 
 
 def test_one_host_reacts_to_a_signal_at_once_and_compares_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "_from_hosts", None)
-    script = SCRIPTS["dlrm"]
-    pod = Pod(1, tmp_path, script.results, stop={0: 2})
-    pod.every = None
-    pod.run(script.work(f"{tmp_path}/runs"), lambda monkeypatch: script.patch(monkeypatch, script.sizes)).stopped()
-    assert pod.trained == [2]
+    assert train("dlrm", 1, tmp_path, {0: 2}, every=None).stopped().trained == [2]
 
 
 # ---- rows, and what hosts compare ------------------------------------------------------------------------------------
@@ -901,38 +883,28 @@ def rows_on_devices(monkeypatch, hosts: list[tuple[int, ...]], planned: bool) ->
     return rows
 
 
+@pytest.mark.parametrize("hosts", [[(0, 1, 2, 3), (4, 5, 6, 7)], HOSTS_OF_4X4], ids=["rows", "squares"])
 @pytest.mark.parametrize("planned", [False, True])
-def test_rows_are_in_the_order_of_the_devices(monkeypatch, planned):
-    assert rows_on_devices(monkeypatch, [(0, 1, 2, 3), (4, 5, 6, 7)], planned) == list(range(8))
-
-
-@pytest.mark.parametrize("planned", [False, True])
-def test_rows_are_in_the_order_of_the_devices_where_hosts_have_squares_of_a_slice(monkeypatch, planned):
-    assert rows_on_devices(monkeypatch, HOSTS_OF_4X4, planned) == list(range(16))
+def test_rows_are_in_the_order_of_the_devices(monkeypatch, planned, hosts):
+    assert rows_on_devices(monkeypatch, hosts, planned) == list(range(4 * len(hosts)))
 
 
 @pytest.mark.parametrize("batch_tokens", [256, 384])  # 384 are 24 rows of length 16
 def test_batches_of_sentences_divide_by_the_devices(tmp_path, batch_tokens):
-    config = replace(TRANSFORMER, batch_tokens=batch_tokens, updates=4)
-    pod = Pod(4, tmp_path, of_transformer, devices=16)
-    pod.run(lambda: transformer.main(replace(config, runs=str(tmp_path))), lambda m: sentence_pairs(m, (77, 13)))
-    pod.succeeded()
+    train("transformer", 4, tmp_path, devices=16, batch_tokens=batch_tokens, updates=4).succeeded()
 
 
 def test_a_trial_of_distilbert_waits_for_its_teacher(tmp_path):
-    pod = Pod(2, tmp_path, of_pretrain)
     export = pretrain.export
 
-    def slow(*arguments):  # until the other host waits, or has failed
-        pod.turn.wait_for(lambda: pod.arrived or pod.gone, timeout=10)
-        export(*arguments)
+    def patch(patched, pod):
+        def slow(*arguments):  # until the other host waits, or has failed
+            pod.turn.wait_for(lambda: pod.arrived or pod.gone, timeout=10)
+            export(*arguments)
 
-    def patch(monkeypatch):
-        rows_of_text(monkeypatch, (55, 29))
-        monkeypatch.setattr(pretrain, "export", slow)
+        patched.setattr(pretrain, "export", slow)
 
-    config = replace(PRETRAIN, model="distilbert", steps=3, warmup_steps=1, runs=str(tmp_path))
-    pod.run(lambda: pretrain.main(config), patch).succeeded()
+    train("pretrain", 2, tmp_path, patch=patch, model="distilbert", steps=3, warmup_steps=1).succeeded()
 
 
 def image_folder(folder, broken: bool) -> str:
@@ -956,9 +928,13 @@ def train_on_files(tmp_path, hosts: int, data: str) -> tuple[Pod, list[list[str]
         opened[this_host()].append(path)
         return read_file(path)
 
-    config = replace(RESNET50, data=data, epochs=1, warmup_epochs=0.0, skip_broken=True, runs=f"{tmp_path}/{hosts}")
-    pod = Pod(hosts, tmp_path, of_resnet50)
-    pod.run(lambda: resnet50.main(config), lambda m: m.setattr(resnet50.imagenet, "_read_file", recorded))
+    pod = train(
+        "resnet50",
+        hosts,
+        tmp_path / str(hosts),
+        patch=lambda patched, _: patched.setattr(resnet50.imagenet, "_read_file", recorded),
+        **{"data": data, "epochs": 1, "warmup_epochs": 0.0, "skip_broken": True},
+    )
     return pod.succeeded(), opened
 
 
@@ -1014,69 +990,45 @@ def test_a_damaged_piece_of_one_host_makes_all_hosts_take_the_checkpoint_before(
 
 @every_script
 def test_hosts_with_folders_of_their_own_are_refused_before_the_first_step(name, tmp_path):
-    script = SCRIPTS[name]
-    pod = Pod(2, tmp_path, script.results)
-    config = replace(script.config, name="mine")
-    pod.run(
-        lambda: script.module.main(replace(config, runs=f"{tmp_path}/{this_host()}")),
-        lambda monkeypatch: script.patch(monkeypatch, script.sizes),
-    )
-    assert all(isinstance(outcome, InputError) for outcome in pod.outcomes), pod.outcomes
-    for host, outcome in enumerate(pod.outcomes):
-        assert f"{tmp_path}/{host}/mine" in str(outcome) and "--runs gs://bucket/runs" in str(outcome)
+    pod = train(name, 2, tmp_path, runs=lambda: f"{tmp_path}/{this_host()}", name="mine")
+    pod.refused(f"{tmp_path}/[01]/mine.*--runs gs://bucket/runs")
     assert pod.trained == [0, 0]
 
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_hosts_of_which_one_has_a_finished_run_of_its_own_are_refused(tmp_path, copied):
     """copied: the other has the folder as it was before the end."""
-    script = SCRIPTS["dlrm"]
-    config = replace(script.config, name="mine")
-    work = lambda: dlrm.main(replace(config, runs=f"{tmp_path}/{this_host()}"))  # noqa: E731
-    Pod(1, tmp_path, script.results).run(work, lambda monkeypatch: clicks(monkeypatch, script.sizes)).succeeded()
+    own = {"runs": lambda: f"{tmp_path}/{this_host()}", "name": "mine"}
+    train("dlrm", 1, tmp_path, **own).succeeded()
     if copied:
         shutil.copytree(tmp_path / "0", tmp_path / "1", ignore=shutil.ignore_patterns("summary.json"))
-    pod = Pod(2, tmp_path, script.results).run(work, lambda monkeypatch: clicks(monkeypatch, script.sizes))
-    assert all(isinstance(outcome, InputError) for outcome in pod.outcomes), pod.outcomes
-    assert all("hosts share" in str(outcome) for outcome in pod.outcomes)
+    train("dlrm", 2, tmp_path, **own).refused("hosts share")
 
 
 def test_a_finished_run_is_finished_on_all_hosts(tmp_path):
-    script = SCRIPTS["resnet50"]
-    config = replace(script.config, name="mine", runs=str(tmp_path))
-    outcomes = []
-    for _ in range(2):
-        pod = Pod(2, tmp_path, script.results)
-        pod.run(lambda: resnet50.main(config), lambda monkeypatch: images(monkeypatch, script.sizes)).succeeded()
-        outcomes += pod.outcomes
-    assert outcomes == outcomes[:1] * 4 and pod.trained == [0, 0]
+    pods = [train("resnet50", 2, tmp_path, name="mine").succeeded() for _ in range(2)]
+    assert pods[1].outcomes == pods[0].outcomes and pods[1].trained == [0, 0]
 
 
 def test_a_host_that_sees_the_folder_late_waits_for_it(tmp_path, monkeypatch):
     """A network file system may remember for a while that there was no such file."""
-    script, looks = SCRIPTS["dlrm"], []
-    read = tracking.Run._read
+    looks, read = [], RunFolder.read
 
-    def late(self, path):
-        if this_host() == 1 and path.endswith("config.json"):
-            looks.append(path)
+    def late(self, name):
+        if this_host() == 1 and name == "config.json":
+            looks.append(name)
             if len(looks) < 5:
                 return None
-        return read(self, path)
+        return read(self, name)
 
-    monkeypatch.setattr(tracking.Run, "_read", late)
-    pod = Pod(2, tmp_path, script.results)
-    config = replace(script.config, name="mine", runs=str(tmp_path))
-    pod.run(lambda: dlrm.main(config), lambda monkeypatch: clicks(monkeypatch, script.sizes)).succeeded()
+    monkeypatch.setattr(RunFolder, "read", late)
+    train("dlrm", 2, tmp_path, name="mine").succeeded()
     assert len(looks) >= 5
 
 
 def test_the_trial_of_xlnet_is_refused_on_several_hosts(tmp_path):
     """Its vocabulary is another one whenever it is learnt."""
-    pod = Pod(2, tmp_path, of_glue(2))
-    pod.run(lambda: glue.main(replace(GLUE, model="xlnet", runs=str(tmp_path))))
-    assert all(isinstance(outcome, InputError) for outcome in pod.outcomes), pod.outcomes
-    assert "--model xlnet is for one host, not 2" in str(pod.outcomes[0])
+    train("glue", 2, tmp_path, model="xlnet").refused("--model xlnet is for one host, not 2")
 
 
 @pytest.mark.parametrize("others", [b"", b"w1 w2 w4\n", b"\xff\n"])
@@ -1095,5 +1047,4 @@ def test_translate_refuses_hosts_with_other_lines(tmp_path, others):
         monkeypatch.setattr(translate, "sys", SimpleNamespace(stdin=Input(), stdout=sys.stdout))
 
     pod.run(lambda: translate.main(translate.Config(model_dir="export", lengths=(8,), batch_tokens=64)), patch)
-    assert all(isinstance(outcome, InputError) for outcome in pod.outcomes), pod.outcomes
-    assert all("translation is for one host" in str(outcome) for outcome in pod.outcomes)
+    pod.refused("translation is for one host")

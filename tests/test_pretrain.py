@@ -1,114 +1,32 @@
-"""train/pretrain.py as its users run it: every objective is learned; it gives the same numbers on other devices, after
-a kill and from parts of a batch; keeps its graph contract; its export loads in transformers and in train.glue, all the
-way from a text file to a pipeline; and bad input is refused."""
+"""What is particular to train/pretrain.py: every objective is learned, parts of a batch give the numbers of the whole,
+and the export loads in transformers, fairseq and train.glue. The rest is in test_scripts.py."""
 
 import copy
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
+from helpers import SEED, assert_graph_contract, crash, equal, exported, losses, records, stop_at, terminate
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer, BertConfig, pipeline
+from trials import TRIALS
 
 from data.prepare import text as prepare_text
-from errors import InputError
-from models import distilbert, encoders, fairseq_roberta
+from models import encoders, fairseq_roberta
 from train import glue, pretrain
-from train.common import cli, device, loading
+from train.common import device, loading
 
-LEARNS = replace(pretrain.TINY, steps=160, warmup_steps=40, eval_every=1000)
-# Checkpoints after 4 and 8 of 10 updates.
-SHORT = replace(pretrain.TINY, steps=10, warmup_steps=5, log_every=1, eval_every=4, keep=3)
-
-
-def records(path) -> list[dict]:
-    """The lines of metrics.jsonl without their timings."""
-    return [{**json.loads(line), "timing": None} for line in open(f"{path}/metrics.jsonl")]
+pytestmark = pytest.mark.xdist_group("pretrain")
+LEARNS, SHORT = TRIALS["pretrain"].learns, TRIALS["pretrain"].short
 
 
-def losses(path) -> list[float]:
-    return [record["loss"] for record in records(path) if "loss" in record]
-
-
-def report(path) -> dict:
-    return json.load(open(f"{path}/summary.json"))["report"]
-
-
-def exported(path) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(f"{path}/export/model.safetensors")
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def flags(config) -> list[str]:
-    """The command line that makes this config of the tiny preset."""
-    made = []
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if value != getattr(pretrain.TINY, field.name):
-            name = field.name.replace("_", "-")
-            made += [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
-    return made
-
-
-# A training on the command line that sends itself and its workers a signal before it begins a batch.
-KILLED = """
-import glob, os, signal, time
-from train import pretrain
-from train.common import cli, device
-
-seed_step = device.seed_step
-
-def seed_or_die(seed, number):
-    if number == {batch}:
-        while not glob.glob("{runs}/*/checkpoints/step_00000004/COMPLETE"):  # another thread writes it
-            time.sleep(0.02)
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    seed_step(seed, number)
-
-device.seed_step = seed_or_die
-cli.run(pretrain.main, pretrain.PRESETS)
-"""
-
-
-def run(config, program: tuple[str, ...] = ("-m", "train.pretrain"), devices: int = 4) -> tuple[int, str]:
-    """Trains in a process of its own, with a worker process: (exit code, output)."""
-    process = subprocess.run(
-        [sys.executable, *program, "tiny", *flags(replace(config, workers=1))],
-        env={**os.environ, "CPU_NUM_DEVICES": str(devices)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        start_new_session=True,
-    )
-    return process.returncode, process.stdout
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A BERT that has learned something: (its folder, the metrics that main returned, its config)."""
-    config = replace(LEARNS, runs=str(tmp_path_factory.mktemp("runs")), name="learns")
-    return f"{config.runs}/learns", pretrain.main(config), config
-
-
-@pytest.fixture(scope="module")
-def short(trained):
-    """A shorter one, for comparisons bit for bit: (its folder, its config)."""
-    config = replace(SHORT, runs=trained[2].runs, name="short")
-    pretrain.main(config)
-    return f"{config.runs}/short", config
+@pytest.fixture
+def trained(run_of):
+    return run_of("pretrain")
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +38,7 @@ def fairseq(tmp_path_factory):
 
 def guess(config) -> float:
     """Accuracy of always naming the commonest token."""
-    valid_set = pretrain.open_data(pretrain.completed(config))[1]
+    valid_set = pretrain.open_data(pretrain.validate(config)).eval
     examples = [valid_set.example(row, np.random.default_rng(row)) for row in range(len(valid_set))]
     labels = np.concatenate([example["labels"][example["weights"] > 0] for example in examples])
     return np.bincount(labels).max() / len(labels)
@@ -129,18 +47,8 @@ def guess(config) -> float:
 # ---- it learns -------------------------------------------------------------------------------------------------------
 
 
-def test_masked_words_are_learned(trained):
-    _, metrics, config = trained
-    assert 0.05 < guess(config) < 0.15
-    assert metrics["accuracy"] > 0.33
-    assert metrics["loss"] < 2.3
-
-
-def test_without_a_learning_rate_they_are_not(tmp_path):
-    # Weights that do not move are the same after 2 updates and after all.
-    metrics = pretrain.main(replace(LEARNS, lr=0.0, steps=2, runs=str(tmp_path)))
-    assert metrics["accuracy"] < 0.1
-    assert metrics["loss"] > 4.5
+def test_the_trial_learns_more_than_which_words_are_common(trained):
+    assert 0.05 < guess(trained[2]) < 0.15 < TRIALS["pretrain"].learned["accuracy"][0]
 
 
 def test_fairseqs_roberta_learns(fairseq):
@@ -164,8 +72,8 @@ def test_a_permutation_is_learned(tmp_path):
     metrics = pretrain.main(config)
     assert losses(tmp_path / "run")[0] > 4.5
     assert metrics["loss"] < 3.6 and metrics["accuracy"] > 1.5 * guess(config)
-    contract = report(tmp_path / "run")
-    assert contract["recompilations"] == contract["fallbacks"] == [] and device.compilations() - before <= 4
+    assert_graph_contract(tmp_path / "run")
+    assert device.compilations() - before <= 4
     model = AutoModelForPreTraining.from_pretrained(tmp_path / "run/export")
     assert type(model).__name__ == "XLNetLMHeadModel"
 
@@ -178,8 +86,7 @@ def test_a_student_learns_of_the_teacher_that_another_run_exported(trained, tmp_
     assert trained[1]["loss"] < metrics["loss"] < still["loss"] - 0.2 < 4.2
     lines = [record for record in records(tmp_path / "run") if "soft" in record]
     assert lines[-1]["soft"] < 0.6 * lines[0]["soft"] and lines[-1]["cosine"] < 0.8 * lines[0]["cosine"]
-    contract = report(tmp_path / "run")
-    assert contract["recompilations"] == contract["fallbacks"] == []
+    assert_graph_contract(tmp_path / "run")
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "run/export")
     assert type(model).__name__ == "DistilBertForMaskedLM" and model.config.n_layers == 1
 
@@ -202,8 +109,7 @@ def test_the_next_sentence_whole_words_lamb_and_parts_of_a_batch_together(tmp_pa
     assert 0.3 < metrics["next_sentence_accuracy"] < 1
     found = losses(tmp_path / "run")
     assert found[0] > 5.3 and found[-1] < found[0] - 0.5  # log(116 words) + log(2)
-    contract = report(tmp_path / "run")
-    assert contract["recompilations"] == contract["fallbacks"] == []
+    assert_graph_contract(tmp_path / "run")
     weights = exported(tmp_path / "run")
     _, loaded = AutoModelForPreTraining.from_pretrained(tmp_path / "run/export", output_loading_info=True)
     assert "cls.seq_relationship.weight" in weights and not loaded["missing_keys"]
@@ -212,31 +118,34 @@ def test_the_next_sentence_whole_words_lamb_and_parts_of_a_batch_together(tmp_pa
 def test_lamb_moves_each_weight_as_far_as_it_is_long(mesh):
     """You et al. 2020, algorithm 2: the first update of every matrix is lr times its own norm."""
     config = replace(pretrain.TINY, optimizer="lamb", lr=0.01)
-    rows, _ = pretrain.open_data(config)
-    model = pretrain.open_model(config, rows.text)
+    data = pretrain.open_data(config)
+    model = data.model
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = pretrain.build(config, model, mesh)
-    for parameter in model.parameters():
+    state = pretrain.build(config, data, mesh)
+    for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    for name, value in model.state_dict().items():
+    state.optimizer.step()
+    for name, value in state.model.state_dict().items():
         if name.endswith("query.weight"):
             moved = (value.cpu() - before[name]).norm() / before[name].norm()
             assert moved.item() == pytest.approx(0.01, rel=1e-3), name
 
 
 @pytest.mark.parametrize("clip", [0.125, float("inf")])
-def test_an_update_is_the_mean_of_its_parts_clipped(clip, mesh):
+def test_an_update_is_the_mean_of_its_parts_clipped(clip, mesh, monkeypatch):
     """On the host, with plain gradient descent; two parts are the same batch twice."""
-    train_set, _ = pretrain.open_data(pretrain.TINY)
-    batch = loading.stack([train_set.example(row, np.random.default_rng(row)) for row in range(8)])
-    new = pretrain.open_model(pretrain.TINY, train_set.text).eval()  # no dropout
+    config = replace(pretrain.TINY, update_every=2)
+    monkeypatch.setitem(pretrain.RECIPES, "bert", pretrain.RECIPES["bert"]._replace(clip=clip))
+    data = pretrain.open_data(config)
+    batch = loading.stack([data.train.example(row, np.random.default_rng(row)) for row in range(8)])
+    new = data.model.eval()  # no dropout
     one, two = copy.deepcopy(new), copy.deepcopy(new)
-    whole = pretrain.train_step(one, None, torch.optim.SGD(one.parameters(), 1.0), batch, clip, mesh)
+    states = [pretrain.State(model, None, torch.optim.SGD(model.parameters(), 1.0)) for model in (one, two)]
+    whole = pretrain.train_step(states[0], batch, config, mesh)
     totals = {"loss": torch.zeros(()), "words": torch.zeros(())}
     for _ in range(2):
-        pretrain.gradient_step(two, None, batch, totals, 2, mesh)
-    parts = pretrain.update_step(two, torch.optim.SGD(two.parameters(), 1.0), totals, clip)
+        pretrain.gradient_step(states[1], batch, totals, config, mesh)
+    parts = pretrain.update_step(states[1], totals, config)
     torch.testing.assert_close(parts, whole)
     assert whole["loss"] == whole["words"] > 4
     assert totals["loss"] == 0 and not any(parameter.grad.any() for parameter in two.parameters())
@@ -255,17 +164,16 @@ def test_learning_rate_rises_and_falls_linearly():
 
 
 def test_a_models_recipe_fills_what_is_not_given():
-    config = pretrain.completed(pretrain.Config(model="roberta", data="somewhere", lr=1.0))
+    config = pretrain.validate(pretrain.Config(model="roberta", data="somewhere", lr=1.0))
     assert (config.batch_size, config.steps, config.lr, config.warmup_steps) == (8192, 500_000, 1.0, 24_000)
-    assert pretrain.completed(pretrain.Config(data="somewhere")).batch_size == 256
+    assert pretrain.validate(pretrain.Config(data="somewhere")).batch_size == 256
 
 
 def test_the_optimizer_has_its_recipe_and_spares_biases_and_norms(mesh):
     for name, recipe in pretrain.RECIPES.items():
         config = replace(pretrain.TINY, model=name)
-        model = pretrain.open_model(config, pretrain.open_data(config)[0].text)
-        optimizer = pretrain.build(config, model, mesh)
-        decayed, spared = optimizer.param_groups
+        data = pretrain.open_data(replace(config, model="bert") if name == "distilbert" else config)
+        decayed, spared = pretrain.build(config, data, mesh).optimizer.param_groups
         assert (decayed["weight_decay"], spared["weight_decay"]) == (recipe.weight_decay, 0.0)
         assert decayed["betas"] == (0.9, recipe.beta2) and decayed["eps"] == 1e-6
         assert all(parameter.dim() == 1 for parameter in spared["params"] if name != "xlnet")
@@ -275,77 +183,12 @@ def test_the_optimizer_has_its_recipe_and_spares_biases_and_norms(mesh):
 @pytest.mark.parametrize(("model", "length", "expected"), [("bert", 128, 21), ("bert", 512, 82), ("xlnet", 512, 88)])
 def test_places_for_predictions(model, length, expected, monkeypatch):
     monkeypatch.setattr(pretrain, "SYNTHETIC_LENGTH", length)
-    train_set, valid_set = pretrain.open_data(replace(pretrain.TINY, model=model))
-    assert train_set.predictions == valid_set.predictions == expected
-    assert pretrain.open_data(replace(pretrain.TINY, model=model, predictions=7))[0].predictions == 7
-
-
-def test_run_folder_holds_everything_about_the_run(trained, short):
-    path, metrics, _ = trained
-    names = {"config.json", "metrics.jsonl", "curves.png", "summary.json", "tb", "checkpoints", "export"}
-    assert names <= set(os.listdir(path))
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(f"{path}/export"))
-    summary = json.load(open(f"{path}/summary.json"))
-    assert summary["metrics"] == metrics and summary["examples_per_second"] > 0
-    assert sorted(os.listdir(f"{short[0]}/checkpoints")) == ["step_00000004", "step_00000008", "step_00000010"]
-
-
-def test_a_finished_run_is_not_trained_again(trained, capsys):
-    _, metrics, config = trained
-    assert pretrain.main(config) == metrics
-    assert "is finished" in capsys.readouterr().out
-
-
-def test_graph_contract(trained):
-    contract = report(trained[0])
-    assert contract["recompilations"] == contract["fallbacks"] == []
+    data = pretrain.open_data(replace(pretrain.TINY, model=model))
+    assert data.train.predictions == data.eval.predictions == expected
+    assert pretrain.open_data(replace(pretrain.TINY, model=model, predictions=7)).train.predictions == 7
 
 
 # ---- the same numbers ------------------------------------------------------------------------------------------------
-
-
-def test_one_device_gives_the_losses_of_four_and_compiles_two_steps(short, tmp_path):
-    path, config = short
-    code, output = run(replace(config, runs=str(tmp_path), name="one"), devices=1)
-    assert code == 0 and "on 1 CPU device(s)" in output, output
-    one, four = losses(tmp_path / "one"), losses(path)
-    assert one == pytest.approx(four, rel=1e-5)
-    assert four[0] - four[-1] > 0.5
-    contract = report(tmp_path / "one")
-    assert contract["recompilations"] == contract["fallbacks"] == []
-    # Training and evaluation; and tiny ones: Adam's, a number that hosts compare.
-    assert contract["graphs"] <= 2 + 2
-
-
-def at_batch(monkeypatch, wanted: int, act: Callable) -> None:
-    """Acts before that batch begins."""
-    seed_step = device.seed_step
-
-    def seed_or_act(seed, number):
-        if number == wanted:
-            act()
-        seed_step(seed, number)
-
-    monkeypatch.setattr(device, "seed_step", seed_or_act)
-
-
-def terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_killed_and_terminated_it_goes_on_to_the_same_numbers(short, tmp_path, monkeypatch, capsys):
-    path, config = short
-    config = replace(config, runs=str(tmp_path), name="killed")
-    code, output = run(config, ("-c", KILLED.format(batch=7, runs=tmp_path)))
-    assert code == -signal.SIGKILL and "step     5/10" in output, output
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="143"):
-        at_batch(patch, 7, terminate)
-        pretrain.main(config)
-    pretrain.main(config)
-    output = capsys.readouterr().out
-    assert "resuming after step 4" in output and "resuming after step 7" in output
-    assert records(tmp_path / "killed") == records(path)  # every loss and metric, bit for bit
-    assert equal(exported(tmp_path / "killed"), exported(path))
 
 
 @pytest.fixture
@@ -360,21 +203,13 @@ def no_dropout(monkeypatch):
     monkeypatch.setattr(encoders, "configuration", without)
 
 
-def test_parts_of_a_batch_give_the_numbers_of_all_of_it_also_after_a_crash(no_dropout, tmp_path, monkeypatch, capsys):
+def test_parts_of_a_batch_give_the_numbers_of_all_of_it_also_after_a_crash(no_dropout, tmp_path, capsys):
     # One prediction a row: parts of equal weight, so that the mean of their means is that of the batch.
     config = replace(SHORT, predictions=1, steps=6, eval_every=2, runs=str(tmp_path))
     whole = pretrain.main(replace(config, name="one"))
     config = replace(config, name="two", update_every=2)
-
-    def crash():
-        raise ZeroDivisionError
-
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        at_batch(patch, 6, crash)  # the second part of update 3
-        pretrain.main(config)
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="143"):
-        at_batch(patch, 7, terminate)  # the first part of update 4
-        pretrain.main(config)
+    stop_at(6, crash, pretrain.main, config, SEED)  # the second part of update 3
+    stop_at(7, terminate, pretrain.main, config, SEED)  # the first part of update 4
     parts = pretrain.main(config)
     output = capsys.readouterr().out
     assert "resuming after step 2" in output and "resuming after step 4" in output
@@ -393,7 +228,7 @@ def test_parts_of_a_batch_give_the_numbers_of_all_of_it_also_after_a_crash(no_dr
 def test_transformers_loads_the_export_and_finds_the_metrics_of_the_run(trained, mesh):
     path, metrics, config = trained
     model = AutoModelForMaskedLM.from_pretrained(f"{path}/export").eval()
-    _, valid_set = pretrain.open_data(config)
+    valid_set = pretrain.open_data(config).eval
     nll, right, count = 0.0, 0, 0
     with loading.parallel_loader(valid_set, 32, mesh, train=False, seed=config.seed, workers=0) as loader:
         batches = [{name: value.cpu() for name, value in batch.items()} for batch in loader]
@@ -466,10 +301,11 @@ def write_text(path: Path, documents: int = 150) -> str:
     return str(path)
 
 
-def prepared(folder: Path, **options) -> str:
-    """A folder of rows, of text that is made for it."""
-    options = {"kind": "bert", "length": 32, "vocab_size": 120, "valid_share": 0.2} | options
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> str:
+    """A folder of rows, beside the text that they are made from."""
+    folder = tmp_path_factory.mktemp("text")
+    options = {"kind": "bert", "length": 32, "vocab_size": 120, "valid_share": 0.2}
     prepare_text.prepare(write_text(folder / "all.txt"), folder / "rows", **options)
     return str(folder / "rows")
 
@@ -497,89 +333,7 @@ def test_the_whole_way_from_a_text_file_to_a_pipeline(tmp_path):
     assert all(0.5 <= result["score"] <= 1 for result in found)
 
 
-# ---- what the user can get wrong: one sentence, exit code 2, no traceback --------------------------------------------
-
-
-def command(monkeypatch, capsys, *arguments) -> tuple[int, str]:
-    """Exit code and standard error of the script with these arguments."""
-    monkeypatch.setattr(sys, "argv", ["pretrain.py", "tiny", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit:
-        cli.run(pretrain.main, pretrain.PRESETS)
-    return exit.value.code, capsys.readouterr().err
-
-
-def assert_one_sentence(result, *words):
-    code, error = result
-    assert code == 2, error
-    assert error.startswith("error: ") and len(error.splitlines()) == 1 and "Traceback" not in error, error
-    for word in words:
-        assert word in error, error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--lr", "-1"), ("--lr is -1.0", "at least 0")),
-        (("--lr", "nan"), ("--lr is nan", "at least 0")),
-        (("--steps", "0"), ("--steps is 0", "at least 1")),
-        (("--update-every", "0"), ("--update-every is 0", "at least 1")),
-        (("--keep", "0"), ("--keep is 0", "at least 1")),
-        (("--workers", "-2"), ("--workers is -2", "at least -1")),
-        (("--predictions", "-1"), ("--predictions is -1", "at least 0")),
-        (("--predictions", "33"), ("predictions is 33", "1 to 32")),
-        (("--batch-size", "10", "--update-every", "4"), ("--batch-size 10", "--update-every 4")),
-        (("--batch-size", "12", "--update-every", "2"), ("is 6", "4 devices")),
-        (("--batch-size", "4096"), ("batch_size is 4096", "2048 examples")),
-        (("--data", ""), ("--data is missing", "make data", "synthetic")),
-        (("--data", "/nowhere/at/all"), ("/nowhere/at/all", "make data")),
-        (("--model", "roberta", "--next-sentence"), ("--next-sentence", "bert", "roberta")),
-        (("--model", "distilbert", "--data", "/some/text"), ("--teacher is missing", "bert-base-uncased")),
-        (("--model", "distilbert", "--teacher", "/nowhere/bert"), ("/nowhere/bert", "cannot be read")),
-        (("--checkpoint", "/nowhere/bert"), ("/nowhere/bert", "cannot be read")),
-        (("--name", "a/b"), ("--name a/b", "--runs")),
-    ],
-)
-def test_values_that_are_refused(monkeypatch, capsys, tmp_path, arguments, words):
-    assert_one_sentence(command(monkeypatch, capsys, "--runs", tmp_path, *arguments), *words)
-
-
-def test_text_that_is_not_prepared_or_otherwise(monkeypatch, capsys, tmp_path):
-    def refused(*arguments):
-        return command(monkeypatch, capsys, "--runs", tmp_path, *arguments)
-
-    (tmp_path / "text").mkdir()
-    write_text(tmp_path / "text/all.txt")
-    assert_one_sentence(refused("--data", tmp_path / "text"), "text has no report.json", "all.txt", "make data")
-    data = prepared(tmp_path / "made")
-    assert_one_sentence(refused("--data", data, "--next-sentence"), "next-sentence prediction", "--pairs")
-    assert_one_sentence(refused("--data", data, "--model", "xlnet"), "--kind bert", "needs xlnet")
-
-
-def test_a_checkpoint_of_another_architecture_or_vocabulary(monkeypatch, capsys, tmp_path, trained, fairseq):
-    ours, theirs, data = f"{trained[0]}/export", f"{fairseq[0]}/export", prepared(tmp_path / "made")
-
-    def refused(*arguments):
-        return command(monkeypatch, capsys, "--runs", tmp_path, *arguments)
-
-    assert_one_sentence(refused("--checkpoint", theirs), theirs, "is a roberta, not a bert")
-    result = refused("--model", "roberta", "--checkpoint", ours)
-    assert_one_sentence(result, ours, "is a bert, not a roberta")
-    result = refused("--model", "fairseq-roberta", "--checkpoint", theirs)
-    assert_one_sentence(result, theirs, "model.pt")
-    result = refused("--checkpoint", ours, "--data", data)
-    assert_one_sentence(result, ours, "other tokens", data)
-    result = refused("--model", "distilbert", "--teacher", ours, "--data", data)
-    assert_one_sentence(result, ours, "other tokens", data)
-    assert_one_sentence(refused("--model", "distilbert", "--teacher", theirs), theirs, "is a roberta, not a bert")
-
-
-def test_rows_longer_than_the_positions(monkeypatch, capsys, tmp_path, trained):
-    monkeypatch.setattr(pretrain, "SYNTHETIC_LENGTH", 40)
-    result = command(monkeypatch, capsys, "--runs", tmp_path, "--checkpoint", f"{trained[0]}/export")
-    assert_one_sentence(result, "rows have 40 tokens", "32 positions")
-    arguments = ("--runs", tmp_path, "--model", "distilbert", "--teacher", f"{trained[0]}/export")
-    result = command(monkeypatch, capsys, *arguments)
-    assert_one_sentence(result, f"teacher {trained[0]}/export", "32 positions", "40")
+# ---- what the user can get wrong -------------------------------------------------------------------------------------
 
 
 def write_teacher(folder: Path, trained, **settings) -> str:
@@ -590,33 +344,62 @@ def write_teacher(folder: Path, trained, **settings) -> str:
     return str(folder)
 
 
-def test_a_teacher_of_another_size(monkeypatch, capsys, tmp_path, trained):
-    def refused(teacher: str):
-        return command(monkeypatch, capsys, "--runs", tmp_path, "--model", "distilbert", "--teacher", teacher)
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        ("--steps 0", "--steps is 0.*at least 1"),
+        ("--update-every 0", "--update-every is 0.*at least 1"),
+        ("--predictions -1", "--predictions is -1.*at least 0"),
+        ("--predictions 33", "predictions is 33.*1 to 32"),
+        ("--batch-size 10 --update-every 4", "--batch-size 10.*--update-every 4"),
+        ("--batch-size 12 --update-every 2", "is 6.*4 devices"),
+        ("--batch-size 4096", "batch_size is 4096.*2048 examples"),
+        ("--data /nowhere/at/all", "/nowhere/at/all.*make data"),
+        ("--model roberta --next-sentence", "--next-sentence.*bert.*roberta"),
+        ("--model distilbert --data /some/text", "--teacher is missing.*bert-base-uncased"),
+        ("--model distilbert --teacher /nowhere/bert", "/nowhere/bert.*cannot be read"),
+        ("--checkpoint /nowhere/bert", "/nowhere/bert.*cannot be read"),
+        ("--data @text", "@text has no report.json.*all.txt.*make data"),
+        ("--data @rows --next-sentence", "next-sentence prediction.*--pairs"),
+        ("--data @rows --model xlnet", "--kind bert.*needs xlnet"),
+        ("--checkpoint @roberta", "@roberta is a roberta, not a bert"),
+        ("--model roberta --checkpoint @bert", "@bert is a bert, not a roberta"),
+        ("--model fairseq-roberta --checkpoint @roberta", "@roberta.*model.pt"),
+        ("--checkpoint @bert --data @rows", "@bert.*other tokens.*@rows"),
+        ("--model distilbert --teacher @bert --data @rows", "@bert.*other tokens.*@rows"),
+        ("--model distilbert --teacher @roberta", "@roberta.*is a roberta, not a bert"),
+    ],
+)
+def test_values_that_are_refused(refused, trained, fairseq, rows, flags, pattern):
+    folders = {"@bert": f"{trained[0]}/export", "@roberta": f"{fairseq[0]}/export", "@rows": rows}
+    for name, folder in {**folders, "@text": os.path.dirname(rows)}.items():
+        flags, pattern = flags.replace(name, folder), pattern.replace(name, folder)
+    refused(pretrain, f"tiny {flags}", pattern)
 
-    wide = write_teacher(tmp_path / "wide", trained, hidden_size=96)
-    assert_one_sentence(refused(wide), wide, "width of 96", "64")
-    flat = write_teacher(tmp_path / "flat", trained, num_hidden_layers=0)
-    assert_one_sentence(refused(flat), flat, "0 layers", "has 1")
-    padded = write_teacher(tmp_path / "padded", trained, vocab_size=128)
-    assert_one_sentence(refused(padded), padded, "vocabulary of 128", "one of 116")
+
+def test_rows_longer_than_the_positions(monkeypatch, refused, trained):
+    monkeypatch.setattr(pretrain, "SYNTHETIC_LENGTH", 40)
+    refused(pretrain, f"tiny --checkpoint {trained[0]}/export", "rows have 40 tokens.*32 positions")
+    pattern = f"teacher {trained[0]}/export.*32 positions.*40"
+    refused(pretrain, f"tiny --model distilbert --teacher {trained[0]}/export", pattern)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "pattern"),
+    [
+        ("hidden_size", 96, "width of 96.*64"),
+        ("num_hidden_layers", 0, "0 layers.*has 1"),
+        ("vocab_size", 128, "vocabulary of 128.*one of 116"),
+    ],
+)
+def test_a_teacher_of_another_size(refused, tmp_path, trained, setting, value, pattern):
+    teacher = write_teacher(tmp_path / "teacher", trained, **{setting: value})
+    refused(pretrain, f"tiny --model distilbert --teacher {teacher}", f"{teacher}.*{pattern}")
 
 
 def test_a_teacher_may_have_more_positions_than_rows_have_tokens(trained, tmp_path, mesh):
     teacher = write_teacher(tmp_path / "long", trained, max_position_embeddings=50)
     config = replace(pretrain.TINY, model="distilbert", teacher=teacher)
-    rows = pretrain.open_data(config)[0].text
-    student = pretrain.open_model(config, rows)
-    taught = distilbert.open_teacher(teacher, student, rows.tokenizer, config.data, True)
-    theirs, ours = (model.base_model.embeddings.position_embeddings.weight for model in (taught, student))
+    data = pretrain.open_data(config)
+    theirs, ours = (one.base_model.embeddings.position_embeddings.weight for one in (data.teacher, data.model))
     assert len(theirs) == 50 and torch.equal(ours, theirs[:32])
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
-    with pytest.raises(InputError, match="loss is (nan|inf) at step .*the training diverged"):
-        pretrain.main(replace(SHORT, lr=1e30, warmup_steps=1, runs=str(tmp_path)))
-
-
-def test_other_values_for_the_same_name(monkeypatch, capsys, trained):
-    result = command(monkeypatch, capsys, *flags(replace(trained[2], lr=0.1)))
-    assert_one_sentence(result, "lr was 0.003, now 0.1", "another --name")

@@ -1,0 +1,139 @@
+"""The five scripts as the shared tests see them: small configurations, and what is known of their runs."""
+
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+from helpers import Stop
+
+from train import dlrm, glue, pretrain, resnet50, transformer
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A script, and how its shared tests run it.
+
+    Attributes:
+        learns: a trial run that reaches `learned`, the ranges of its final metrics.
+        still: what changes for a run without a learning rate; weights that do not move are the same after a few steps.
+        untrained: the ranges that the run without a learning rate stays in; outside `learned`.
+        short: a run that logs every step, for comparisons bit for bit; `checkpoints` are those it keeps.
+        crash, kill, terminate: steps at which the short run is stopped; the crash is before its first checkpoint.
+        alike: a run that is compared between one and four devices; the short one if None.
+        close: number of first losses -> relative tolerance between one and four devices.
+        moved: how far apart the largest and the smallest of the losses that are compared at least are.
+        graphs: most graphs that a run on one device compiles.
+        reads: most reads of the device by the host in that run, apart from the losses that it logs.
+        diverges: changes that make the loss infinite.
+    """
+
+    script: ModuleType
+    learns: Any
+    learned: dict[str, tuple[float, float]]
+    still: dict[str, Any]
+    untrained: dict[str, tuple[float, float]]
+    short: Any
+    checkpoints: tuple[int, ...]
+    crash: int
+    kill: Stop
+    terminate: int
+    close: dict[int, float]
+    moved: float
+    graphs: int
+    reads: int
+    alike: Any = None
+    diverges: dict[str, Any] = field(default_factory=lambda: {"lr": 1e30})
+
+
+TRANSLATES = replace(transformer.TINY, batch_tokens=2048, updates=260, warmup_updates=80, eval_every=1000, save_every=8)
+MASKS = replace(pretrain.TINY, steps=160, warmup_steps=40, eval_every=1000)
+
+TRIALS = {
+    "resnet50": Trial(
+        resnet50,
+        learns=resnet50.TINY,
+        learned={"top1": (0.9, 1.0), "top5": (0.9, 1.0), "loss": (0.0, 0.6)},  # chance: 0.1 and 2.3
+        still={"epochs": 1, "warmup_epochs": 0.0},
+        untrained={"top1": (0.0, 0.3)},
+        short=replace(resnet50.TINY, epochs=2, log_every=1, save_every=10),
+        checkpoints=(50, 60, 64),
+        crash=5,
+        kill=Stop(45, saved=40),  # in the second epoch
+        terminate=52,
+        alike=replace(resnet50.TINY, epochs=1, warmup_epochs=0.5, lr=0.08, log_every=1),
+        close={1: 1e-5, 10: 1e-4, 20: 1e-3},  # rounding grows from step to step, and with the learning rate
+        moved=0.05,
+        graphs=3,  # of training and evaluation, and of a number that hosts compare
+        reads=8,
+        diverges={"lr": 1e12},
+    ),
+    "dlrm": Trial(
+        dlrm,
+        learns=replace(dlrm.TINY, log_every=16, save_every=48),
+        learned={"auc": (0.78, 0.86), "ne": (0.0, 0.82)},
+        still={},
+        untrained={"auc": (0.4, 0.6)},
+        short=replace(dlrm.TINY, batch_size=2048, epochs=2, log_every=1, save_every=10),
+        checkpoints=(60, 64),
+        crash=5,
+        kill=Stop(45, saved=40),
+        terminate=52,
+        # Adaptive rules turn the last digits of a gradient near 0 into whole steps.
+        alike=replace(dlrm.TINY, optimizer="sgd", lr=0.5, log_every=8),
+        close={33: 1e-5},
+        moved=0.05,
+        graphs=4,  # of the tables' first values, training and evaluation, and of a number that hosts compare
+        reads=8,
+        diverges={"lr": 1e30, "optimizer": "sgd"},
+    ),
+    "glue": Trial(
+        glue,
+        learns=replace(glue.TINY, epochs=1.5, log_every=16),
+        learned={"accuracy": (0.95, 1.0), "loss": (0.0, 0.2)},
+        still={"lengths": (32,), "epochs": 0.1},
+        untrained={"accuracy": (0.4, 0.6), "loss": (0.6, 1.0)},
+        short=replace(glue.TINY, lengths=(32,), epochs=0.25, log_every=1, eval_every=5),
+        checkpoints=(16,),
+        crash=3,
+        kill=Stop(9, saved=5),
+        terminate=12,
+        close={16: 2e-5},
+        moved=0.02,
+        graphs=4,  # of training and evaluation in one length; Adam's, and of a number that hosts compare
+        reads=8,
+    ),
+    "transformer": Trial(
+        transformer,
+        learns=TRANSLATES,
+        learned={"bleu": (25.0, 100.0), "ppl": (1.0, 5.0)},
+        still={"updates": 10},
+        untrained={"bleu": (0.0, 1.0), "ppl": (50.0, 1000.0)},
+        short=replace(TRANSLATES, updates=50, log_every=1, keep=3),  # the export is the mean of all three
+        checkpoints=(40, 48, 50),
+        crash=3,
+        kill=Stop(30, saved=24),
+        terminate=41,  # its checkpoint must not take the place of one that is averaged
+        close={25: 1e-5},  # Adam turns the last digits of a gradient near 0 into whole steps: later the runs part
+        moved=0.5,
+        graphs=9,  # of training, evaluation and translation in two shapes; Adam's, and of a number that hosts compare
+        reads=8,
+        diverges={"lr": 1e30, "warmup_updates": 1},
+    ),
+    "pretrain": Trial(
+        pretrain,
+        learns=MASKS,
+        learned={"accuracy": (0.33, 1.0), "loss": (0.0, 2.3)},
+        still={"steps": 2},
+        untrained={"accuracy": (0.0, 0.1), "loss": (4.5, 10.0)},
+        short=replace(MASKS, steps=10, warmup_steps=5, log_every=1, eval_every=4, keep=3),
+        checkpoints=(4, 8, 10),
+        crash=2,
+        kill=Stop(7, saved=4),
+        terminate=7,
+        close={10: 1e-5},
+        moved=0.5,
+        graphs=4,  # of training and evaluation; Adam's, and of a number that hosts compare
+        reads=8,
+        diverges={"lr": 1e30, "warmup_steps": 1},
+    ),
+}
