@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,13 +38,12 @@ SEEN_SECONDS = 60  # in which other hosts see what the main process writes: NFS 
 class Run:
     """One training run: its folder, its metrics, and its checkpoints in the order that makes a resume exact.
 
-    `path` is its folder or URL. `resumed`: an unfinished run with this config is there. `finished`: nothing is left to
-    train, and `summary` holds the results. `checkpoints` is the Checkpointer, after `resume`.
+    `path` is its folder or URL. `finished`: nothing is left to train, and `summary` holds the results. `checkpoints` is
+    the Checkpointer, after `resume`. On other hosts than the main one nothing is printed or written, but values are
+    read and checked at the same points, so that all hosts run the same graphs and stop together.
 
     Args:
         config: a dataclass with the fields `runs` (root folder or fsspec URL), `name` and `data`.
-        mesh: on other hosts than the main one nothing is printed or written, but values are read and checked at the
-            same points, so that all hosts run the same graphs and stop together.
         name: the folder where config.name is "": the first of name, name-2, … that is new, or unfinished with this
             config.
         free: fields of config that do not change the numbers, so a resumed run may differ in them.
@@ -53,23 +52,11 @@ class Run:
         InputError: the folder cannot be used, or the hosts of a pod do not see the same one.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        mesh: device.Mesh,
-        *,
-        name: str,
-        headline: str,
-        total_steps: int,
-        free: Sequence[str] = (),
-        unit: str = "examples",
-    ) -> None:
+    def __init__(self, config, mesh, *, name: str, headline: str, total_steps: int, free=(), unit="examples") -> None:
         self.mesh, self.total_steps, self._unit, self._main = mesh, total_steps, unit, mesh.main_process
         self._clock, self._terminal = _Clock(), _Terminal(mesh.main_process, total_steps, unit)
-        self.message(
-            f"{headline} on {mesh.num_devices} {mesh.kind} device(s)"
-            + ("; this is a trial, for real training see --help" if config.data == "synthetic" else "")
-        )
+        trial = "; this is a trial, for real training see --help" if config.data == "synthetic" else ""
+        self.message(f"{headline} on {mesh.num_devices} {mesh.kind} device(s){trial}")
         fields = json.loads(to_json(dataclasses.asdict(config)))
         self._folder = RunFolder(config.runs, fields, name, set(free))
         self.name, self.path, self.summary = self._folder.name, self._folder.path, self._folder.summary
@@ -98,9 +85,8 @@ class Run:
             self._folder.files.invalidate_cache()
         if not device.over_hosts(self.mesh, int(fingerprint() == expected)).low:
             raise InputError(
-                f"the {self.mesh.process_count} hosts do not see the same run in {self.path}: what the main process "
-                "wrote there is not there on all of them; give a folder that all hosts share, such as "
-                "--runs gs://bucket/runs"
+                f"the {self.mesh.process_count} hosts do not see the same run in {self.path}: they lack what the main "
+                "process wrote there; give a folder that all hosts share, such as --runs gs://bucket/runs"
             )
 
     # ---- training ----
@@ -108,13 +94,8 @@ class Run:
     def resume(self, model, optimizer, *, examples: int, keep: int, every: int = 1, tables: Any = None) -> int:
         """Restores the newest checkpoint into a model and an optimizer on the device; `checkpoint` saves these.
 
-        Args:
-            examples: size of the training data, which all hosts must agree about.
-            keep, every, tables: see `Checkpointer`.
-        Returns:
-            The step after which it was saved, 0 for a new run.
-        Raises:
-            InputError: the checkpoint is of another model, or the hosts disagree.
+        Returns the step after which it was saved, 0 for a new run. `keep`, `every` and `tables` are Checkpointer's.
+        Raises InputError where it is of another model, or the hosts disagree about it or the number of examples.
         """
         self._saved = model, optimizer
         self.checkpoints = Checkpointer(f"{self.path}/checkpoints", keep, self._main, tables, every)
@@ -163,11 +144,8 @@ class Run:
         """Saves what `resume` restored, if it is due or the run is asked to stop. Call it at the end of every step.
 
         The order makes a resume exact: an evaluation comes before the checkpoint of its step, the upload of metrics
-        before the save, and a process that is asked to stop exits (with 143) only after the save is on disk.
-
-        Raises:
-            InputError: an earlier save failed.
-            SystemExit: the run was asked to stop, and has saved.
+        before the save, and a process that is asked to stop exits (with 143) only after the save is on disk. Raises the
+        InputError of an earlier save that failed.
         """
         stop = self._stop_requested() and step < self.total_steps
         if due or stop:
@@ -198,12 +176,9 @@ class Run:
 
         Tensors on the device are read all in one transfer after the next step has been started; until then they must
         not be changed in place. A loss that is not finite raises an InputError there, which stops the run.
-
-        Args:
-            examples: examples (or what `unit` names) trained so far, in all. Their growth between two calls over the
-                time between them, without pauses, is the speed. A process's first call only starts that clock: make it
-                after the first step, and the compilation is not counted.
-            input_wait: share of the time, 0 to 1, that the loop waited for input.
+        `examples` counts all that were trained so far: their growth between two calls, over the time without pauses, is
+        the speed. The first call only starts that clock, so that compilation does not count. `input_wait` is the share
+        of the time, 0 to 1, that the loop waited for input.
         """
         values = {"examples": examples, "input_wait": input_wait, **metrics}
         self._metrics.log(step, {key: value for key, value in values.items() if value is not None})
@@ -230,11 +205,9 @@ class Run:
         if self._closed:
             raise RuntimeError("finish() after close(): the run's folder is no longer this process's")
         self._metrics.flush()
+        per_second, clock = f"{self._unit}_per_second", self._clock.read()
         timings = [record["timing"] for record in self._metrics.records()]
-        per_second = f"{self._unit}_per_second"
-        rates = [timing[per_second] for timing in timings if per_second in timing]
-        waits = [timing["input_wait"] for timing in timings if "input_wait" in timing]
-        clock = self._clock.read()
+        rates, waits = ([t[key] for t in timings if key in t] for key in (per_second, "input_wait"))
         self.summary = {
             "name": self.name,
             "finished_at": now(),

@@ -27,9 +27,9 @@ class RunFolder:
     """The folder of a run below `runs`, a root folder or fsspec URL, and the files in it.
 
     `fields` is the run's config; its "name" is the folder's, or "" for the first of default_name, default_name-2, …
-    that is new, or unfinished with the same config (but for the fields in `free`). `path` is the folder or URL; `local`
-    is where `write` writes: for a URL a temporary folder, which `upload` copies. `stored` and `summary` are its
-    config.json and its summary.json, or None. Raises InputError where the folder cannot be used.
+    that is new, or unfinished with the same config (but for the fields in `free`). `path` is the folder or URL, `local`
+    where `write` writes: for a URL a temporary folder, which `upload` copies. `stored` and `summary` are its
+    config.json and summary.json, or None. Raises InputError where the folder cannot be used.
     """
 
     def __init__(self, runs: str, fields: dict[str, Any], default_name: str, free: set[str]):
