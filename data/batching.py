@@ -5,9 +5,7 @@
 
 A shape is (batch, length_1, …, length_k): examples of all hosts together, and the places for tokens on each of the k
 sides of an example (a sentence has one, a pair of sentences two). A plan goes to `parallel_loader` in place of a batch
-size. What it offers, besides the attributes below: `len(plan)`, the batches of an epoch, always the same number; and
-`epoch(rng)`, those batches as a sequence of (indices, lengths of the shape), in a new order for each generator, or in
-order for None. The index -1 means that there is no example: in rows of the last batch of a shape, or after the last
+size; see `Plan`. The index -1 means that there is no example: in rows of the last batch of a shape, or after the last
 example of a packed row.
 """
 
@@ -21,15 +19,15 @@ import numpy as np
 from errors import InputError
 
 PADDING = -1  # the index of a place without an example
-# What it costs that a packed row's rest is not the same share of all sides. Measured on pairs of sentences in rows of
-# 64 to 256 places: 0 needs 1 to 3% more rows, 1 up to 1% more.
+# The weight of a rest that is not the same share of all sides of a packed row. Measured on pairs of sentences in rows
+# of 64 to 256 places: 0 needs 1 to 3% more rows, 1 up to 1% more.
 BALANCE = 0.3
 
 Shape = tuple[int, ...]
 
 
 class Plan:
-    """What cuts an epoch into `len(plan)` batches of a few fixed shapes; `parallel_loader` takes one as a batch size.
+    """A way to cut each epoch into `len(plan)` batches of a few fixed shapes.
 
     Attributes:
         shapes: (batch, length_1, …, length_k) of all batches there are.
@@ -65,7 +63,7 @@ class Plan:
 
 
 class Buckets(Plan):
-    """Each example belongs to the shape with the shortest rows (sum of the lengths; ties by order) that holds it.
+    """Puts each example into the shape with the shortest rows (sum of the lengths; ties by order) that holds it.
 
     Memory is 4 bytes an example, and as much again for an epoch in use.
 
@@ -109,10 +107,10 @@ class Buckets(Plan):
         return int(self._ends[-1])
 
     def epoch(self, rng: np.random.Generator | None) -> Sequence[tuple[np.ndarray, Shape]]:
-        """(int64 [batch], (length_1, …, length_k)) each: examples permuted within their bucket, and all batches.
+        """Returns (int64 [batch], lengths) of each batch: examples permuted within their bucket, then all batches.
 
-        Without `rng` bucket by bucket, and within a bucket by length: what runs until the last sentence of a batch is
-        finished wants sentences of like length. The batches are made when they are asked for.
+        Without `rng` they come bucket by bucket, and within a bucket by length: translation runs until the last
+        sentence of a batch is finished, so it wants sentences of like length. Batches are made when asked for.
         """
         order = np.arange(len(self))
         if rng is None:
@@ -154,9 +152,9 @@ class Packed(Plan):
         return -(-self.rows // self.shapes[0][0])
 
     def epoch(self, rng: np.random.Generator | None) -> Sequence[tuple[np.ndarray, Shape]]:
-        """(int64 [batch, most], (length_1, …, length_k)) each; rows permuted, or in order without `rng`.
+        """Returns (int64 [batch, most], lengths) of each batch; rows are permuted, or in order without `rng`.
 
-        A row's examples come first, then -1. The batches are made when they are asked for.
+        A row's examples come first, then -1. Batches are made when asked for.
         """
         size, *longest = self.shapes[0]
         order = np.arange(self.rows, dtype=self._examples.dtype)
@@ -177,9 +175,9 @@ class Packed(Plan):
 def pack(lengths: np.ndarray, shape: Shape, seed: int = 0) -> Packed:
     """Puts several examples into each row, so that on no side a row has more tokens than places.
 
-    The packing is a function of the arguments; epochs permute its rows. It is worked out on the counts of examples of
-    equal lengths, so its time grows with length_1 x … x length_k more than with the examples. Memory is about 25 bytes
-    an example for a moment; later 4, and 8 a row. After Krell et al. 2021, "Efficient Sequence Packing without
+    The packing is a function of the arguments; epochs permute its rows. It works on the counts of examples of equal
+    lengths, so its time grows with length_1 x … x length_k more than with the examples. Memory is about 25 bytes per
+    example at its peak, later 4, and 8 per row. After Krell et al. 2021, "Efficient Sequence Packing without
     Cross-contamination", https://arxiv.org/abs/2107.02027, here with a fit on every side.
 
     Args:
@@ -221,7 +219,7 @@ def pack(lengths: np.ndarray, shape: Shape, seed: int = 0) -> Packed:
 
 
 def _fillings(counts: np.ndarray, longest: Shape) -> Iterator[tuple[list[Shape], int]]:
-    """(the lengths of one row's examples, how many rows have just these), until all of `counts` are in rows.
+    """Yields (lengths of one row's examples, how many rows have these), until all of `counts` are in rows.
 
     A row takes what leaves the smallest rest, again and again until nothing fits, and is then repeated as often as the
     counts allow: at the beginning many times, towards the end once.
@@ -235,7 +233,7 @@ def _fillings(counts: np.ndarray, longest: Shape) -> Iterator[tuple[list[Shape],
     sizes = np.where(counts > 0, sum(shares), 0)  # 0 where no example is left
 
     def scores(rest: Shape, among: Shape) -> np.ndarray:
-        """How well each kind, up to the lengths `among`, fills `rest`; -inf where no example is left."""
+        """Returns how well each kind, up to the lengths `among`, fills `rest`; -inf where no example is left."""
         within = tuple(slice(length + 1) for length in among)
         unused = [places / most - share[within] for places, most, share in zip(rest, longest, shares, strict=True)]
         unequal = functools.reduce(np.maximum, unused) - functools.reduce(np.minimum, unused)
@@ -275,11 +273,11 @@ def propose_shapes(
     multiple_of_batch: int = 8,
     multiple_of_length: int = 8,
 ) -> list[Shape]:
-    """The shapes, at most `max_shapes`, that hold every example with the fewest places in all; the shortest first.
+    """Finds the at most `max_shapes` shapes that hold every example with the fewest places; the shortest first.
 
     Exact (dynamic programming over all lengths), but for the last batch of each shape, which is not counted. Examples
     with k sides get k equal lengths, so what counts is their longest side. One very long example makes a shape of its
-    own worth having: leave out such examples before, as in `lengths[lengths <= 256]`.
+    own worth having: leave out such examples first, as in `lengths[lengths <= 256]`.
 
     Args:
         lengths: tokens of each example, integers [n] or [n, k].
@@ -311,6 +309,21 @@ def propose_shapes(
             f"tokens_per_batch is {tokens_per_batch}, but {multiple_of_batch} examples of the greatest length, "
             f"{lengths.max()}, take {candidates[-1] * multiple_of_batch} places; use more, or leave out long examples"
         )
+    shapes = []
+    end = len(candidates)
+    for choice in reversed(_cheapest(upto, candidates, max_shapes)):
+        length = int(candidates[end - 1])
+        batch = tokens_per_batch // length // multiple_of_batch * multiple_of_batch
+        shapes.append((batch, *(length,) * sides))
+        end = int(choice[end])
+    return shapes[::-1]
+
+
+def _cheapest(upto: np.ndarray, candidates: np.ndarray, max_shapes: int) -> list[np.ndarray]:
+    """Returns, for 1, 2, … shapes, where the last of the best shapes for the first j candidates begins.
+
+    `upto`: examples of the first 0, 1, … candidates, which are lengths.
+    """
     # places[j]: fewest for the first j candidates in the shapes so far; the last of those shapes begins at choice[j].
     places = np.where(upto == 0, 0.0, np.inf)
     choices = []
@@ -323,14 +336,7 @@ def propose_shapes(
             fewest[j] = costs[choice[j]]
         places = fewest
         choices.append(choice)
-    shapes = []
-    end = len(candidates)
-    for choice in reversed(choices):
-        length = int(candidates[end - 1])
-        batch = tokens_per_batch // length // multiple_of_batch * multiple_of_batch
-        shapes.append((batch, *(length,) * sides))
-        end = int(choice[end])
-    return shapes[::-1]
+    return choices
 
 
 class _Epoch(Sequence):
@@ -347,7 +353,7 @@ class _Epoch(Sequence):
 
 
 def _checked_lengths(lengths: np.ndarray) -> np.ndarray:
-    """As [n, k]."""
+    """Returns them as [n, k]."""
     lengths = np.asarray(lengths)
     if lengths.size == 0:
         raise InputError("there are no examples to make batches of")
@@ -388,7 +394,7 @@ def _written(shape: Sequence[int]) -> str:
 
 
 def _fits(lengths: np.ndarray, longest: Sequence[int]) -> np.ndarray:
-    """bool [n]: on every side, at most as long as `longest`."""
+    """Returns, as bool [n], whether an example is on every side at most as long as `longest`."""
     fits = lengths[:, 0] <= longest[0]
     for side in range(1, len(longest)):
         fits &= lengths[:, side] <= longest[side]
@@ -396,7 +402,7 @@ def _fits(lengths: np.ndarray, longest: Sequence[int]) -> np.ndarray:
 
 
 def _tokens(lengths: np.ndarray, which: np.ndarray) -> int:
-    """Of the examples that `which`, bool [n], is true for."""
+    """Counts the tokens of the examples that `which`, bool [n], is true for."""
     return sum(int(lengths[:, side].sum(dtype=np.int64, where=which)) for side in range(lengths.shape[1]))
 
 

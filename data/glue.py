@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,63 +40,46 @@ class Task:
 
     Attributes:
         name: as in --task and on the hub.
+        folder: of GLUE's own files.
         columns: of the sentences, one or two.
         labels: the names of the classes in the order of their numbers; () is regression.
         metrics: the names of what `score` returns.
         evaluation: the splits to evaluate on.
+        own_columns, own_label: names in the header of GLUE's own files.
     """
 
     name: str
+    folder: str
     columns: tuple[str, ...]
     labels: tuple[str, ...]
-    metrics: tuple[str, ...]
+    metrics: tuple[str, ...] = ("accuracy",)
     evaluation: tuple[str, ...] = ("validation",)
+    own_columns: tuple[str, ...] = ("sentence1", "sentence2")
+    own_label: str = "label"
 
 
-_PAIR = ("sentence1", "sentence2")
+_PAIR, _ONE, _QUESTIONS = ("sentence1", "sentence2"), ("sentence",), ("question1", "question2")
+_STRINGS, _QUESTION = ("#1 String", "#2 String"), ("question", "sentence")
+_DUPLICATE, _ENTAILED = ("not_duplicate", "duplicate"), ("entailment", "not_entailment")
+_MNLI = ("validation_matched", "validation_mismatched")
 TASKS = {
     task.name: task
     for task in (
-        Task("cola", ("sentence",), ("unacceptable", "acceptable"), ("mcc",)),
-        Task("sst2", ("sentence",), ("negative", "positive"), ("accuracy",)),
-        Task("mrpc", _PAIR, ("not_equivalent", "equivalent"), ("accuracy", "f1")),
-        Task("stsb", _PAIR, (), ("pearson", "spearman")),
-        Task("qqp", ("question1", "question2"), ("not_duplicate", "duplicate"), ("accuracy", "f1")),
-        Task(
-            "mnli",
-            ("premise", "hypothesis"),
-            ("entailment", "neutral", "contradiction"),
-            ("accuracy",),
-            ("validation_matched", "validation_mismatched"),
-        ),
-        Task("qnli", ("question", "sentence"), ("entailment", "not_entailment"), ("accuracy",)),
-        Task("rte", _PAIR, ("entailment", "not_entailment"), ("accuracy",)),
-        Task("wnli", _PAIR, ("not_entailment", "entailment"), ("accuracy",)),
+        Task("cola", "CoLA", _ONE, ("unacceptable", "acceptable"), ("mcc",), own_columns=_ONE),
+        Task("sst2", "SST-2", _ONE, ("negative", "positive"), own_columns=_ONE),
+        Task("mrpc", "MRPC", _PAIR, ("not_equivalent", "equivalent"), ("accuracy", "f1"), own_columns=_STRINGS,
+             own_label="Quality"),
+        Task("stsb", "STS-B", _PAIR, (), ("pearson", "spearman"), own_label="score"),
+        Task("qqp", "QQP", _QUESTIONS, _DUPLICATE, ("accuracy", "f1"), own_columns=_QUESTIONS,
+             own_label="is_duplicate"),
+        Task("mnli", "MNLI", ("premise", "hypothesis"), ("entailment", "neutral", "contradiction"), evaluation=_MNLI,
+             own_label="gold_label"),
+        Task("qnli", "QNLI", _QUESTION, _ENTAILED, own_columns=_QUESTION),
+        Task("rte", "RTE", _PAIR, _ENTAILED),
+        Task("wnli", "WNLI", _PAIR, ("not_entailment", "entailment")),
     )
-}
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """GLUE's own files of a task: the folder, and the header's names of the sentences and of the label."""
-
-    folder: str
-    sentences: tuple[str, ...]
-    label: str
-
-
-_LAYOUTS = {
-    "cola": _Layout("CoLA", ("sentence",), "label"),  # without a header, see _COLA
-    "sst2": _Layout("SST-2", ("sentence",), "label"),
-    "mrpc": _Layout("MRPC", ("#1 String", "#2 String"), "Quality"),
-    "stsb": _Layout("STS-B", _PAIR, "score"),
-    "qqp": _Layout("QQP", ("question1", "question2"), "is_duplicate"),
-    "mnli": _Layout("MNLI", _PAIR, "gold_label"),
-    "qnli": _Layout("QNLI", ("question", "sentence"), "label"),
-    "rte": _Layout("RTE", _PAIR, "label"),
-    "wnli": _Layout("WNLI", _PAIR, "label"),
-}
-_COLA = ["source", "label", "original_label", "sentence"]
+}  # fmt: skip
+_COLA = ["source", "label", "original_label", "sentence"]  # its file has no header
 
 
 @dataclass(frozen=True)
@@ -119,14 +103,14 @@ class Examples:
 
 
 def find_task(name: str) -> Task:
-    """The task of this name. Raises InputError, which lists the names."""
+    """Returns the task of this name, or raises InputError with the names that there are."""
     if name not in TASKS:
         raise InputError(f"task is {name!r}; expected one of {', '.join(TASKS)}")
     return TASKS[name]
 
 
 def read(data: str | Path, task: str, split: str, seed: int = 0) -> Examples:
-    """The examples of a split, in the order of the file.
+    """Reads the examples of a split, in the order of the file.
 
     Sentences are taken as they stand: nothing is stripped, and quotes mean nothing (GLUE's files have no quoting).
     QQP's broken rows are left out with a warning, as long as they are fewer than QQP_BROKEN of the file.
@@ -151,8 +135,10 @@ def read(data: str | Path, task: str, split: str, seed: int = 0) -> Examples:
         raise InputError(f"{data} is a file; expected the folder that it is in, or GLUE's folder")
     if not folder.is_dir():
         if str(data).count("/") != 1 or str(data).startswith((".", "/", "~")):
-            raise InputError(f"there is no folder {data}; expected GLUE's folder, with {_LAYOUTS[task].folder} in it")
-        return _of_hub(str(data), chosen, split)
+            raise InputError(f"there is no folder {data}; expected GLUE's folder, with {chosen.folder} in it")
+        where = f"{data} is neither a folder nor a data set of the hub with {task} and its split {split}"
+        rows = _loaded(where, "load_dataset", str(data), task, split=split)
+        return _of_rows(rows, f"{data}, split {split}", chosen)
     tables = _tables(folder, chosen, split)
     if tables is not None:
         return _of_rows(tables, f"{data}, split {split}", chosen)
@@ -163,84 +149,70 @@ def read(data: str | Path, task: str, split: str, seed: int = 0) -> Examples:
 
 
 def _tsv_file(folder: Path, task: Task, split: str) -> Path:
-    layout = _LAYOUTS[task.name]
-    plain = {_plain(one.folder): name for name, one in _LAYOUTS.items()}
-    inner = [path for path in sorted(folder.iterdir()) if path.is_dir() and _plain(path.name) == _plain(layout.folder)]
+    plain = {_plain(one.folder): one.name for one in TASKS.values()}
+    inner = [path for path in sorted(folder.iterdir()) if path.is_dir() and _plain(path.name) == _plain(task.folder)]
     name = f"{split.replace('validation', 'dev')}.tsv"
-    candidates = [*inner, folder]
-    for candidate in candidates:
+    for candidate in (*inner, folder):
         if (candidate / name).is_file():
             other = plain.get(_plain(candidate.resolve().name), task.name)
             if other != task.name:
                 raise InputError(f"{candidate} is the folder of {other}, and the task is {task.name}; give one of both")
             return candidate / name
-    found = ", ".join(sorted(path.name for path in candidates[0].iterdir())[:10]) or "nothing"
-    raise InputError(
-        f"{candidates[0]} has no {name} and no parquet files of the split {split}, found {found}; expected GLUE's "
-        f"{layout.folder}/{name}"
-    )
+    first = (*inner, folder)[0]
+    found = ", ".join(sorted(path.name for path in first.iterdir())[:10]) or "nothing"
+    what = f"{first} has no {name} and no parquet files of the split {split}, found {found}"
+    raise InputError(f"{what}; expected GLUE's {task.folder}/{name}")
 
 
 def _plain(name: str) -> str:
-    """Folder names differ in case and hyphens: SST-2, sst2."""
+    """Returns the name of a folder without case and hyphens, which differ: SST-2, sst2."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def _of_tsv(path: Path, task: Task) -> Examples:
-    layout = _LAYOUTS[task.name]
     try:
         text = path.read_bytes().decode("utf-8-sig")  # MRPC begins with a byte order mark
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 (byte {error.start}); convert it") from error
-    # A line ends with \n alone: the sentences have other signs that Python takes for line ends.
+    # Only \n ends a line: the sentences have other signs that Python takes for line ends.
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     while lines and not lines[-1]:
         lines.pop()
+    header, first = (lines[0].split("\t") if lines else []), 1
     if task.name == "cola":
         header, first = _COLA, 0
-    else:
-        header, first = (lines[0].split("\t") if lines else []), 1
-        missing = [name for name in (*layout.sentences, layout.label) if name not in header]
-        if missing:
-            listed = ", ".join(header) or "nothing"
-            raise InputError(
-                f"{path} line 1 has the columns {listed}; expected {', '.join(missing)} among them, as in GLUE's "
-                f"{layout.folder}"
-            )
-    sentences = [header.index(name) for name in layout.sentences]
-    label_at = header.index(layout.label)
-    columns: list[list[str]] = [[] for _ in sentences]
-    labels: list[float] = []
-    numbers = _label_numbers(task)
-    broken: list[InputError] = []
+    missing = [name for name in (*task.own_columns, task.own_label) if name not in header]
+    if missing:
+        what = f"{path} line 1 has the columns {', '.join(header) or 'nothing'}; expected {', '.join(missing)}"
+        raise InputError(f"{what} among them, as in GLUE's {task.folder}")
+    places, label_place = [header.index(name) for name in task.own_columns], header.index(task.own_label)
+    rows, broken, numbers = [], [], _label_numbers(task)
     for number, line in enumerate(lines[first:], start=first + 1):
+        where, fields = f"{path} line {number}", line.split("\t")
         try:
-            fields = line.split("\t")
             if len(fields) != len(header):
-                raise InputError(f"{path} line {number} has {_wrong_fields(fields, header, first)}")
-            for place in sentences:
+                raise InputError(f"{where} has {_wrong_fields(fields, header, first)}")
+            for place in places:
                 if not fields[place].strip():
-                    raise InputError(f"{path} line {number} has an empty {header[place]}; expected a sentence")
-            label = _label(fields[label_at], task, numbers, f"{path} line {number}")
+                    raise InputError(f"{where} has an empty {header[place]}; expected a sentence")
+            label = _label(fields[label_place], task, numbers, where)
+            rows.append((*(fields[place] for place in places), label))
         except InputError as error:
             if task.name != "qqp":
                 raise
             broken.append(error)
-            continue
-        labels.append(label)
-        for column, place in zip(columns, sentences, strict=True):
-            column.append(fields[place])
     if broken:
         if len(broken) > QQP_BROKEN * len(lines):
             raise broken[0]
         warnings.warn(f"{path}: {len(broken)} broken rows are left out, the first: {broken[0]}", stacklevel=3)
-    if not labels:
-        raise InputError(f"{path} has no examples; expected GLUE's {layout.folder}/{path.name}")
+    if not rows:
+        raise InputError(f"{path} has no examples; expected GLUE's {task.folder}/{path.name}")
+    *columns, labels = map(list, zip(*rows, strict=True))
     return _examples(columns, labels, task, len(broken))
 
 
 def _wrong_fields(fields: list[str], header: list[str], header_lines: int) -> str:
-    """What is wrong with a line of another number of fields."""
+    """Says what is wrong with a line of another number of fields."""
     what = f"{len(fields)} fields, separated by tabs; expected {len(header)}: {', '.join(header)}"
     if not header_lines:
         what += " (without a header line)"
@@ -253,7 +225,7 @@ def _wrong_fields(fields: list[str], header: list[str], header_lines: int) -> st
 
 
 def _label_numbers(task: Task) -> dict[str, int]:
-    """What stands for a class in a file: its name, or its number."""
+    """Returns the number of each class by what stands for it in a file: its name, or its number."""
     return {text: number for number, name in enumerate(task.labels) for text in (name, str(number))}
 
 
@@ -280,41 +252,33 @@ def _examples(columns: list[list[str]], labels: Sequence[float], task: Task, ski
 # `datasets`
 
 
-def _of_hub(data: str, task: Task, split: str) -> Examples:
+def _loaded(where: str, function: str, *arguments, **options) -> Any:
+    """Calls a function of `datasets`, whose errors become one sentence that begins with `where`."""
     import datasets  # two seconds, and GLUE's own files do not need it
 
     try:
-        rows = datasets.load_dataset(data, task.name, split=split)
+        return getattr(datasets, function)(*arguments, **options)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise InputError(
-            f"{data} is neither a folder nor a data set of the hub with {task.name} and its split {split}: "
-            f"{str(error).partition(chr(10))[0]}"
-        ) from error
-    return _of_rows(rows, f"{data}, split {split}", task)
+        raise InputError(f"{where}: {str(error).partition(chr(10))[0]}") from error
 
 
 def _tables(folder: Path, task: Task, split: str) -> "datasets.Dataset | None":  # noqa: F821
-    """The split in a folder of save_to_disk, or of parquet or arrow files, or None.
+    """Returns the split in a folder of save_to_disk, or of parquet or arrow files; None if there is nothing of them.
 
     `datasets` itself would take validation_matched-….parquet and validation_mismatched-….parquet for one split.
     """
-    for candidate in (folder / task.name, folder / _LAYOUTS[task.name].folder, folder):
+    for candidate in (folder / task.name, folder / task.folder, folder):
         if (candidate / "state.json").exists():
             raise InputError(f"{candidate} is a single split written by save_to_disk; expected a DatasetDict")
         saved = (candidate / "dataset_dict.json").exists()
         parts = [] if saved else _parts(candidate, split)
         if not saved and not parts:
             continue
-        import datasets
-
-        try:
-            if not saved:
-                kind = parts[0].suffix[1:]
-                files = {split: [str(part) for part in parts if part.suffix == parts[0].suffix]}
-                return datasets.load_dataset(kind, data_files=files, split=split)
-            found = datasets.load_from_disk(str(candidate))
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise InputError(f"{candidate} cannot be read by datasets: {str(error).partition(chr(10))[0]}") from error
+        where = f"{candidate} cannot be read by datasets"
+        if parts:
+            files = {split: [str(part) for part in parts]}
+            return _loaded(where, "load_dataset", parts[0].suffix[1:], data_files=files, split=split)
+        found = _loaded(where, "load_from_disk", str(candidate))
         if split not in found:
             raise InputError(f"{candidate} has the splits {', '.join(found)}; expected {split} for {task.name}")
         return found[split]
@@ -322,7 +286,7 @@ def _tables(folder: Path, task: Task, split: str) -> "datasets.Dataset | None": 
 
 
 def _parts(folder: Path, split: str) -> list[Path]:
-    """train.parquet, train-00000-of-00001.parquet, data/train-….parquet, train/….parquet; or .arrow."""
+    """Finds train.parquet, train-00000-of-00001.parquet, data/train-….parquet or train/….parquet; or .arrow."""
     for suffix in ("parquet", "arrow"):
         for pattern in (f"{split}", f"{split}-*", f"data/{split}-*", f"{split}/*"):
             found = sorted(folder.glob(f"{pattern}.{suffix}"))
@@ -342,8 +306,7 @@ def _of_rows(rows: "datasets.Dataset", where: str, task: Task) -> Examples:  # n
     for name, column in zip(task.columns, columns, strict=True):
         for number, sentence in enumerate(column):
             # QQP has three questions that are empty, also on the hub.
-            empty = not isinstance(sentence, str) or (task.name != "qqp" and not sentence.strip())
-            if empty:
+            if not isinstance(sentence, str) or (task.name != "qqp" and not sentence.strip()):
                 raise InputError(f"{where}, row {number} has {sentence!r} as its {name}; expected a sentence")
     numbers = _label_numbers(task)
     names = getattr(rows.features["label"], "names", None)
@@ -355,10 +318,8 @@ def _of_rows(rows: "datasets.Dataset", where: str, task: Task) -> Examples:  # n
     labels = []
     for number, label in enumerate(rows["label"]):
         if label is None or label == -1:
-            raise InputError(
-                f"{where}, row {number} has the label {label}, which stands for a hidden one; expected a split with "
-                "labels"
-            )
+            hidden = f"{where}, row {number} has the label {label}, which stands for a hidden one"
+            raise InputError(f"{hidden}; expected a split with labels")
         labels.append(_label(str(label), task, numbers, f"{where}, row {number}"))
     return _examples(columns, labels, task)
 
@@ -375,7 +336,7 @@ _NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nin
 
 
 def _synthetic(task: Task, split: str, seed: int) -> Examples:
-    """A task of the same type that a small encoder learns from scratch in a few hundred steps.
+    """Makes a task of the same type that a small encoder learns from scratch in a few hundred steps.
 
     Sentences have 4 to 25 words, most of them fewer than 10. The second, third or fourth word is a number, one to ten;
     all other words are drawn independently.
@@ -497,11 +458,10 @@ class Encoded:
         return len(self.lengths)
 
     def batch(self, indices: np.ndarray, shape: tuple[int]) -> dict[str, np.ndarray]:
-        """These examples as arrays of a fixed length (L,).
+        """Returns these examples as arrays of a fixed length (L,).
 
         Args:
             indices: int [B]; -1 is no example: a row of padding, with label 0.
-
         Returns: "input_ids" int32 [B, L], padded on the tokenizer's padding side; "attention_mask" int32 [B, L], 1 for
         tokens; "token_type_ids" int32 [B, L], the tokenizer's own where it has any (XLNet: <cls> 2, padding 3), else 0;
         "labels" int32 [B], float32 [B] in a regression.
@@ -545,7 +505,7 @@ def _flat(rows: list[list[int]], size: int, dtype: type) -> np.ndarray:
 
 
 def score(task: str, predictions: Sequence[float], labels: Sequence[float]) -> dict[str, float]:
-    """GLUE's metrics of a task, each at most 1.
+    """Computes GLUE's metrics of a task, each at most 1.
 
     Args:
         task: a key of TASKS.
@@ -565,7 +525,7 @@ def score(task: str, predictions: Sequence[float], labels: Sequence[float]) -> d
 
 
 def _metric(name: str, predictions: np.ndarray, labels: np.ndarray) -> float:
-    # Imported where they are used: a second and 60 MB in each worker process, which never scores.
+    # Imported here: a second and 60 MB in each worker process, which never scores.
     if name in ("pearson", "spearman"):
         from scipy import stats
 
