@@ -51,7 +51,7 @@ from train.common.embedding.tables import (
     add_rows,
     check_ids,
     device_bytes_for_tables,
-    plan_tables,
+    place_tables,
     row_bytes,
     rows_in_a_line,
     take_rows,
@@ -748,9 +748,9 @@ def filled(mesh, plan="mixed", optimizer="adagrad", value: float = 1.0, tables=T
     for array in embeddings.arrays:
         for tensor, spec in zip([array.weight, *array.states], [array.spec, *array.state_specs], strict=True):
             tensor.copy_(value + torch.arange(tensor.numel()).reshape(tensor.shape) * 1e-3)
-            xs.mark_sharding(tensor, embeddings.spmd, spec)
+            xs.mark_sharding(tensor, embeddings.sharding.spmd, spec)
     embeddings.step_count.copy_(torch.tensor(1000 * value))
-    embeddings._annotate(embeddings.step_count)
+    embeddings.sharding.annotate_replicated(embeddings.step_count)
     torch_xla.sync()
     return embeddings
 
@@ -1086,7 +1086,7 @@ UNLIMITED = 1e15
 
 def automatic(rows, devices=4, dim=64, optimizer=None, device_bytes=UNLIMITED, lookups=None):
     tables = [Table(f"t{t}", size, n) for t, (size, n) in enumerate(zip(rows, lookups or [1] * len(rows), strict=True))]
-    return plan_tables(tables, dim, devices, optimizer or SGD(), device_bytes)
+    return place_tables(tables, dim, devices, optimizer or SGD(), device_bytes)
 
 
 def test_small_tables_are_copied_and_a_huge_one_is_cut():
@@ -1102,7 +1102,7 @@ def test_small_tables_are_copied_and_a_huge_one_is_cut():
 def test_one_device_shares_nothing():
     assert automatic([10, 100_000, 10_000_000], devices=1).plans == ("data",) * 3
     tables = [Table("a", 1000, plan="row"), Table("b", 1000, plan="column"), Table("c", 1000, plan="table")]
-    assert plan_tables(tables, 64, 1, SGD(), UNLIMITED).plans == ("data",) * 3
+    assert place_tables(tables, 64, 1, SGD(), UNLIMITED).plans == ("data",) * 3
 
 
 def test_whole_tables_are_balanced_by_lookups_as_well_as_rows():
@@ -1119,9 +1119,9 @@ def test_whole_tables_are_balanced_by_lookups_as_well_as_rows():
 
 def test_a_given_plan_is_kept():
     tables = [Table(f"t{i}", rows, plan=plan) for i, (rows, plan) in enumerate(itertools.product([9, 10**7], PLANS))]
-    assert plan_tables(tables, 64, 4, SGD(), UNLIMITED).plans == PLANS * 2
+    assert place_tables(tables, 64, 4, SGD(), UNLIMITED).plans == PLANS * 2
     tables.append(Table("auto", 10))
-    assert plan_tables(tables, 64, 4, SGD(), UNLIMITED).plans == (*PLANS * 2, "data")
+    assert place_tables(tables, 64, 4, SGD(), UNLIMITED).plans == (*PLANS * 2, "data")
 
 
 def test_tables_are_cut_when_whole_ones_do_not_fit():
@@ -1253,7 +1253,9 @@ def test_rows_in_lines_train_as_rows_do(mesh, lanes, optimizer, model_devices):
         losses = [step(embeddings, put(mesh, host_batch(number))).item() for number in range(3)]
         results.append((first, losses, whole(embeddings.pieces())))
         packs = {array.weight.shape[1] // DIM for array in embeddings.arrays}
-        assert packs == ({1} if kind is mesh else {128 // DIM, 128 // DIM * embeddings.parts})  # the latter: by columns
+        assert packs == (
+            {1} if kind is mesh else {128 // DIM, 128 // DIM * embeddings.sharding.parts}
+        )  # the latter: by columns
     (first, losses, last), (packed_first, packed_losses, packed_last) = results
     assert equal(first, packed_first)
     assert packed_losses == pytest.approx(losses, rel=TOLERANCE)

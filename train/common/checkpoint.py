@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import zlib
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import fsspec
 import safetensors.torch
@@ -54,24 +54,37 @@ def named_state(
     return tensors, numbers
 
 
-class Tables(Protocol):
-    """What a Checkpointer asks of state that is spread over hosts; `embedding.TableStorage` implements it."""
-
-    @property
-    def hosts(self) -> int: ...
-    def copy(self) -> Any: ...
-    def write(self, fs: fsspec.AbstractFileSystem, folder: str, copied: Any) -> None: ...
-    def wait(self, fs: fsspec.AbstractFileSystem, folder: str) -> None: ...
-    def load(self, fs: fsspec.AbstractFileSystem, folder: str) -> None: ...
-    def drop_marks(self, fs: fsspec.AbstractFileSystem, folder: str) -> None: ...
-
-
 class Saved(NamedTuple):
     """A checkpoint as it was read: see `named_state` for the first two; `hosts` counts those that wrote tables."""
 
     tensors: dict[str, Tensor]
     numbers: dict[str, Any]
     hosts: int
+
+
+def load_state(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any) -> None:
+    """Copies a checkpoint's dense state into a model and an optimizer.
+
+    Raises:
+        InputError: names or shapes differ; gives the first of them.
+    """
+    tensors, numbers = named_state(model, optimizer)
+    expected = {name: list(tensor.shape) for name, tensor in tensors.items()} | dict.fromkeys(numbers, "a number")
+    found = {name: list(tensor.shape) for name, tensor in saved.tensors.items()}
+    found |= dict.fromkeys(saved.numbers, "a number")
+    differing = [name for name in sorted(expected | found) if expected.get(name) != found.get(name)]
+    if differing:
+        first = [f"{name} is {found.get(name, 'missing')}, not {expected.get(name, 'missing')}" for name in differing]
+        raise InputError(f"{'; '.join(first[:3])}; {len(differing)} in all")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(saved.tensors[name])
+            if tensor.device.type == "xla":
+                replicate(tensor, mesh)
+    for parameter_name, parameter in model.named_parameters():
+        for key in optimizer.state.get(parameter, {}):
+            if f"optimizer.{parameter_name}.{key}" in saved.numbers:
+                optimizer.state[parameter][key] = saved.numbers[f"optimizer.{parameter_name}.{key}"]
 
 
 class Checkpointer:
@@ -81,15 +94,13 @@ class Checkpointer:
         path: folder or fsspec URL; created when needed.
         keep: how many complete checkpoints stay.
         main_process: False on the hosts of a pod that only read.
-        tables: sharded embeddings that belong to the state; every host writes its part of them.
+        tables: an `embedding.TableStorage`, where sharded tables belong to the state; every host writes its part.
         every: `keep` counts only steps that are multiples of it. Others (saved after an evaluation or by a signal) are
             removed when the next one is complete, so that what `averaging.average` takes does not depend on when a run
             was stopped.
     """
 
-    def __init__(
-        self, path: str, keep: int = 3, main_process: bool = True, tables: Tables | None = None, every: int = 1
-    ):
+    def __init__(self, path: str, keep: int = 3, main_process: bool = True, tables: Any = None, every: int = 1):
         self.path = path.rstrip("/")
         self.keep, self.main_process, self.tables, self.every = keep, main_process, tables, every
         self._fs, self._root = fsspec.core.url_to_fs(self.path)
@@ -222,9 +233,15 @@ class Checkpointer:
         damaged = False
         for step in reversed(self._steps()):
             saved = self.read(step)
-            if saved is not None and self._load_tables(step, saved, mesh):
-                self._load(step, saved, model, optimizer, mesh)
-                return step
+            try:
+                if saved is not None and self._load_tables(step, saved, mesh):
+                    load_state(saved, model, optimizer, mesh)
+                    return step
+            except InputError as error:
+                raise InputError(
+                    f"the checkpoint {self.folder(step)} is of another model or optimizer: {error}. "
+                    "Use the settings that it was made with, or another --name"
+                ) from None
             damaged = damaged or saved is not None
             if self.main_process and self.tables is not None:  # the checkpoint may be written again
                 self.tables.drop_marks(self._fs, self._place(step))
@@ -255,45 +272,9 @@ class Checkpointer:
         """Loads the tables, if the model has any; returns whether they were whole on every host."""
         if self.tables is None:
             if saved.hosts:
-                raise InputError(f"the checkpoint {self.folder(step)} has embedding tables, this model has none")
+                raise InputError("it has embedding tables, this model has none")
             return True
-        whole = True
-        try:
-            self.tables.load(self._fs, self._place(step))
-        except InputError as error:
-            raise self._other_model(step, str(error)) from None
-        except ValueError as error:
-            whole = False
-            self._warn(step, str(error))
-        return bool(over_hosts(mesh, int(whole)).low)  # each host reads other pieces; all take the same checkpoint
-
-    def _load(self, step: int, saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any) -> None:
-        tensors, expected_numbers = named_state(model, optimizer)
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        found = {name: tuple(tensor.shape) for name, tensor in saved.tensors.items()}
-        if shapes != found or saved.numbers.keys() != expected_numbers.keys():
-            lacking = sorted(shapes.keys() - found.keys() | expected_numbers.keys() - saved.numbers.keys())
-            extra = sorted(found.keys() - shapes.keys() | saved.numbers.keys() - expected_numbers.keys())
-            differing = [
-                f"{name} {list(found[name])} instead of {list(shapes[name])}"
-                for name in sorted(found.keys() & shapes.keys())
-                if shapes[name] != found[name]
-            ]
-            kinds = {"it lacks": lacking, "it has besides": extra, "of another shape:": differing}
-            parts = [f"{kind} {names[0]} and {len(names) - 1} more" for kind, names in kinds.items() if names]
-            raise self._other_model(step, "; ".join(parts))
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(saved.tensors[name])
-                if tensor.device.type == "xla":
-                    replicate(tensor, mesh)
-        for parameter_name, parameter in model.named_parameters():
-            for key in optimizer.state.get(parameter, {}):
-                if f"optimizer.{parameter_name}.{key}" in saved.numbers:
-                    optimizer.state[parameter][key] = saved.numbers[f"optimizer.{parameter_name}.{key}"]
-
-    def _other_model(self, step: int, difference: str) -> InputError:
-        return InputError(
-            f"the checkpoint {self.folder(step)} is of another model or optimizer: {difference}. "
-            "Use the settings that it was made with, or another --name"
-        )
+        damage = self.tables.load(self._fs, self._place(step))
+        if damage:
+            self._warn(step, damage)
+        return over_hosts(mesh, int(not damage)).low == 1  # each host reads other pieces; all take the same checkpoint

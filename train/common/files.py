@@ -87,9 +87,7 @@ def load_weights(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         tensors = safetensors.torch.load(content)
     except safetensors.SafetensorError as error:
-        raise InputError(
-            f"{path} is not a safetensors file ({error}); pickled weights are not loaded: convert them"
-        ) from None
+        raise InputError(f"{path} is not a safetensors file ({error}); pickles are not loaded: convert it") from None
     header_bytes = int.from_bytes(content[:8], "little")
     return tensors, json.loads(content[8 : 8 + header_bytes]).get("__metadata__", {})
 

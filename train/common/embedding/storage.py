@@ -85,16 +85,23 @@ class TableStorage:
             time.sleep(1)
             fs.invalidate_cache()
 
-    def load(self, fs: fsspec.AbstractFileSystem, folder: str) -> None:
+    def load(self, fs: fsspec.AbstractFileSystem, folder: str) -> str:
         """Fills the tables and their optimizer state from a checkpoint's folder.
 
+        Returns:
+            What is damaged: "" when all was whole; else some numbers may be in the tables already.
         Raises:
             InputError: the pieces are those of other tables or of another optimizer.
-            ValueError: a file is damaged; some of its numbers may be in the tables already.
         """
-        index = _index(fs, folder)
-        shapes = {key: place.shape for key, place in index.items()}
-        self.embeddings.load_pieces(shapes, lambda key: _read_piece(fs, index, key))
+        try:
+            index = _index(fs, folder)
+            shapes = {key: place.shape for key, place in index.items()}
+            self.embeddings.load_pieces(shapes, lambda key: _read_piece(fs, index, key))
+        except ValueError as error:
+            if isinstance(error, InputError):
+                raise
+            return str(error)
+        return ""
 
     def drop_marks(self, fs: fsspec.AbstractFileSystem, folder: str) -> None:
         """Removes the marks of all hosts from a torn checkpoint, so that they cannot pass for those of a new attempt.

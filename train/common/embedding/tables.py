@@ -1,6 +1,6 @@
 """What an embedding table is, where it lies on the devices, and how its rows are updated: no XLA in here.
 
-The module that uses it is embedding.py.
+bags.py uses it.
 """
 
 import math
@@ -36,7 +36,7 @@ class Table:
         rows: number of embeddings; ids are 0 <= id < rows.
         lookups: ids that an example has at most (1: one-hot, more: multi-hot).
         pooling: how an example's embeddings become one vector; an empty bag gives zeros.
-        plan: where it lies, see the top of embedding.py.
+        plan: where it lies, see the top of bags.py.
     """
 
     name: str
@@ -44,6 +44,24 @@ class Table:
     lookups: int = 1
     pooling: Literal["sum", "mean"] = "sum"
     plan: Literal["auto", "row", "table", "column", "data"] = "auto"
+
+
+def check_tables(tables: Sequence[Table], dim: int, devices: int) -> None:
+    """Raises InputError where a table is not possible on that many devices per copy of the tables."""
+    names = [table.name for table in tables]
+    if not names:
+        raise InputError("there are no tables")
+    for table in tables:
+        if table.rows < 1 or table.lookups < 1:
+            raise InputError(f"table {table.name!r} has {table.rows} rows, {table.lookups} lookups; each is at least 1")
+        if names.count(table.name) > 1 or "/" in table.name:
+            raise InputError(f"the name {table.name!r} of a table is not its own, or has a slash")
+        if table.plan not in ("auto", *PLANS):
+            raise InputError(f"table {table.name!r} has the plan {table.plan!r}; it is auto or {', '.join(PLANS)}")
+        if table.pooling not in ("sum", "mean"):
+            raise InputError(f"table {table.name!r} has the pooling {table.pooling!r}; it is sum or mean")
+        if table.plan == "column" and dim % devices:
+            raise InputError(f"table {table.name!r}: {dim} columns do not divide by {devices} devices")
 
 
 # ---- rows of an array ------------------------------------------------------------------------------------------------
@@ -160,7 +178,7 @@ OPTIMIZERS = {"sgd": SGD, "rowwise_adagrad": RowWiseAdagrad, "adagrad": Adagrad,
 
 
 @dataclass(frozen=True)
-class Plan:
+class Placement:
     """Where each table lies: its plan, and for plan "table" the device (of the model axis) that holds it."""
 
     plans: tuple[str, ...]
@@ -177,7 +195,9 @@ def row_bytes(dim: int, optimizer: Optimizer) -> int:
     return 4 * (dim * (1 + kinds.count("full")) + kinds.count("row"))
 
 
-def plan_tables(tables: Sequence[Table], dim: int, devices: int, optimizer: Optimizer, device_bytes: float) -> Plan:
+def place_tables(
+    tables: Sequence[Table], dim: int, devices: int, optimizer: Optimizer, device_bytes: float
+) -> Placement:
     """Chooses the plan of every table that says "auto", and the device of every table of plan "table".
 
     * On one device there is nothing to share: all are "data".
@@ -204,7 +224,7 @@ def plan_tables(tables: Sequence[Table], dim: int, devices: int, optimizer: Opti
         shares = {"row": 1 / devices, "column": 1 / devices, "data": 1, "table": 0}
         needed = size * (most_rows + sum(table.rows * shares[plan] for table, plan in zip(tables, plans, strict=True)))
         if needed <= device_bytes:
-            return Plan(tuple(plans), tuple(owners.get(t, 0) for t in range(len(tables))))
+            return Placement(tuple(plans), tuple(owners.get(t, 0) for t in range(len(tables))))
 
     copied = size * sum(table.rows for table, plan in zip(tables, plans, strict=True) if plan == "data")
     shared = size * sum(table.rows for table in tables) - copied
