@@ -1,25 +1,22 @@
-"""train/common/checkpoint.py: exact, atomic, off the loop, on a local disk and on fsspec's memory://."""
+"""train/common/checkpoint.py, files.py and averaging.py: exact, atomic, off the loop, on a disk and on memory://."""
 
 import errno
-import json
 import multiprocessing
 import os
 import random
 import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
 import uuid
 from pathlib import Path
 
-import fsspec
 import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
 import torch_xla
+from checkpoints import damage, flip, names
 from torch import nn
 
 from errors import InputError
@@ -27,8 +24,6 @@ from train.common import checkpoint, device, files
 from train.common.averaging import average
 from train.common.checkpoint import Checkpointer
 from train.common.files import load_weights, save_weights
-
-ROOT = Path(checkpoint.__file__).parents[2]
 
 
 class Model(nn.Module):
@@ -49,11 +44,10 @@ class Model(nn.Module):
 class Counting(torch.optim.Optimizer):
     """Keeps a number and a string in its state, and a tensor."""
 
-    def __init__(self, parameters):
+    def __init__(self, parameters, count: int = 0, phase: str = "warm"):
         super().__init__(parameters, {"lr": 0.1})
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p] = {"count": 0, "phase": "warm", "mean": torch.zeros_like(p)}
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"count": count, "phase": phase, "mean": torch.zeros_like(p)}
 
 
 def sgd(parameters):
@@ -80,16 +74,13 @@ def train_step(model, optimizer, x, y):
     return loss.detach()
 
 
-def batch(mesh, step: int):
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randint(0, 12, (8,), generator=generator).to(mesh.device) for _ in range(2)]
-
-
 def run(mesh, step_fn, model, optimizer, first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last + 1):
         device.set_lr(optimizer, 0.01 / step)
-        losses.append(step_fn(model, optimizer, *batch(mesh, step)))
+        generator = torch.Generator().manual_seed(step)
+        batch = [torch.randint(0, 12, (8,), generator=generator).to(mesh.device) for _ in range(2)]
+        losses.append(step_fn(model, optimizer, *batch))
     return device.fetch(losses)
 
 
@@ -101,7 +92,7 @@ def snapshot(model, optimizer) -> dict:
 
 def equal(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(
-        (torch.equal(value, other[name]) and value.dtype == other[name].dtype)
+        torch.equal(value, other[name]) and value.dtype == other[name].dtype
         if torch.is_tensor(value)
         else value == other[name]
         for name, value in one.items()
@@ -136,14 +127,15 @@ def place(request, tmp_path) -> str:
     return str(tmp_path / "checkpoints") if request.param == "disk" else f"memory://{uuid.uuid4().hex}/checkpoints"
 
 
-def opened(place: str):
-    return fsspec.core.url_to_fs(place)
-
-
-def save_all(place: str, steps, keep: int = 10) -> None:
-    with Checkpointer(place, keep) as checkpoints:
+def save_all(place: str, steps, keep: int = 10, **options) -> list[list[int]]:
+    """Saves at these steps, each with its own number as value; returns what was complete after each."""
+    complete = []
+    with Checkpointer(place, keep, **options) as checkpoints:
         for step in steps:
             checkpoints.save(step, *on_cpu(step))
+            checkpoints.wait()
+            complete.append(checkpoints.complete_steps())
+    return complete
 
 
 def restored(place: str) -> tuple[int, float]:
@@ -160,8 +152,12 @@ def test_everything_comes_back_bit_for_bit_and_nothing_is_compiled_again(mesh, p
     model, made = build(mesh, optimizer)
     run(mesh, step_fn, model, made, 1, 3)
     saved = snapshot(model, made)
+    torch_xla.sync()
+    reads, graphs = device.host_reads(), device.compilations()
     with Checkpointer(place) as checkpoints:
         checkpoints.save(3, model, made)
+    torch_xla.sync()
+    assert (device.host_reads(), device.compilations()) == (reads + 1, graphs), "saving is one transfer"
     expected = run(mesh, step_fn, model, made, 4, 6)
     after = snapshot(model, made)
     assert not equal(saved, after)
@@ -182,168 +178,70 @@ def test_everything_comes_back_bit_for_bit_and_nothing_is_compiled_again(mesh, p
 def test_a_saved_state_has_every_tensor_by_name(mesh):
     tensors, numbers = checkpoint.named_state(*build(mesh, sgd))
     assert numbers == {}
+    parameters = ("embedding.weight", "norm.weight", "norm.bias", "head.bias")
     assert set(tensors) == {
-        *(f"model.{name}" for name in ("embedding.weight", "norm.weight", "norm.bias", "head.bias", "small")),
+        *(f"model.{name}" for name in (*parameters, "small")),
         *(f"model.norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")),
-        *(
-            f"optimizer.{name}.momentum_buffer"
-            for name in ("embedding.weight", "norm.weight", "norm.bias", "head.bias")
-        ),
+        *(f"optimizer.{name}.momentum_buffer" for name in parameters),
     }
 
 
 def test_numbers_of_the_optimizer_come_back(place):
-    model = nn.Linear(2, 2)
-    optimizer = Counting(model.parameters())
-    for state in optimizer.state.values():
-        state.update(count=17, phase="cold")
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, fresh = Counting(model.parameters(), 17, "cold"), Counting(other.parameters())
     with Checkpointer(place) as checkpoints:
         checkpoints.save(5, model, optimizer)
-    other = nn.Linear(2, 2)
-    fresh = Counting(other.parameters())
     assert Checkpointer(place).restore(other, fresh, None) == 5
     assert equal(snapshot(other, fresh), snapshot(model, optimizer))
     assert [state["count"] for state in fresh.state.values()] == [17, 17]
 
 
-RESUME = """
-import sys
-sys.path[:0] = [sys.argv[2], sys.argv[2] + "/tests"]
-import test_checkpoint as t
-from train.common import device
-mesh = device.setup(0, "float32")
-model, optimizer = t.build(mesh, seed=9)
-start = t.Checkpointer(sys.argv[1]).restore(model, optimizer, mesh)
-graphs = []
-def step(*arguments):
-    t.torch_xla.sync()
-    before = device.compilations()
-    result = compiled(*arguments)
-    graphs.append(device.compilations() - before)
-    return result
-compiled = device.compiled(t.train_step, mesh)
-losses = t.run(mesh, step, model, optimizer, start + 1, 6)
-print(t.json.dumps({"start": start, "losses": losses, "graphs": graphs}))
-"""
-
-
-def test_a_fresh_process_goes_on_with_the_same_losses_and_one_graph(mesh, tmp_path):
-    model, optimizer = build(mesh)
-    step_fn = device.compiled(train_step, mesh)
-    run(mesh, step_fn, model, optimizer, 1, 3)
-    with Checkpointer(str(tmp_path)) as checkpoints:
-        checkpoints.save(3, model, optimizer)
-    expected = run(mesh, step_fn, model, optimizer, 4, 6)
-    result = subprocess.run(
-        [sys.executable, "-c", RESUME, str(tmp_path), str(ROOT)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout.splitlines()[-1]) == {"start": 3, "losses": expected, "graphs": [1, 0, 0]}
-
-
-def test_saving_is_one_transfer_and_compiles_nothing(mesh, tmp_path):
-    model, optimizer = build(mesh)
-    torch_xla.sync()
-    reads, graphs = device.host_reads(), device.compilations()
-    with Checkpointer(str(tmp_path)) as checkpoints:
-        checkpoints.save(1, model, optimizer)
-    assert device.host_reads() == reads + 1
-    torch_xla.sync()
-    assert device.compilations() == graphs
-
-
 # ---- which checkpoint ------------------------------------------------------------------------------------------------
 
 
-def test_nothing_to_restore_is_step_0(place):
-    model, optimizer = on_cpu(3.0)
-    assert Checkpointer(place).restore(model, optimizer, None) == 0
-    assert value_of(model, optimizer) == 3.0
-
-
 def test_the_newest_is_restored_and_the_last_ones_are_kept(place):
+    assert restored(place) == (0, -1.0), "there is nothing yet"
     save_all(place, [1, 2, 10, 9_999, 16_000_000], keep=3)
     assert Checkpointer(place).complete_steps() == [10, 9_999, 16_000_000]
     assert restored(place) == (16_000_000, 16_000_000)
-    fs, root = opened(place)
-    assert len(fs.ls(root)) == 3, "a deleted checkpoint leaves nothing behind"
+    assert len(names(place)) == 3, "a deleted checkpoint leaves nothing behind"
 
 
-def remove_marker(fs, folder):
-    fs.rm(f"{folder}/COMPLETE")
+def test_steps_that_do_not_divide_by_every_go_when_the_next_is_there(place):
+    found = save_all(place, (7, 10, 13, 20, 27, 30, 33, 40), keep=2, every=10)
+    assert found == [[7], [10], [10, 13], [10, 20], [10, 20, 27], [20, 30], [20, 30, 33], [30, 40]]
+    assert restored(place) == (40, 40)
 
 
-def truncate(fs, folder):
-    content = fs.cat_file(f"{folder}/state.safetensors")
-    fs.pipe_file(f"{folder}/state.safetensors", content[:-10])
-
-
-def flip(fs, folder):
-    content = bytearray(fs.cat_file(f"{folder}/state.safetensors"))
-    content[-5] ^= 1
-    fs.pipe_file(f"{folder}/state.safetensors", bytes(content))
-
-
-def flip_json(fs, folder):
-    content = fs.cat_file(f"{folder}/state.json")
-    fs.pipe_file(f"{folder}/state.json", content.replace(b"30", b"31"))
-
-
-def empty_marker(fs, folder):
-    fs.pipe_file(f"{folder}/COMPLETE", b"")
-
-
-def garbage_marker(fs, folder):
-    fs.pipe_file(f"{folder}/COMPLETE", b"\xff\x00 no JSON")
-
-
-def marker_of_nothing(fs, folder):
-    fs.pipe_file(f"{folder}/COMPLETE", b"{}")
-
-
-def marker_of_another_kind(fs, folder):
-    fs.pipe_file(f"{folder}/COMPLETE", b"[1]")
-
-
-def remove_state(fs, folder):
-    fs.rm(f"{folder}/state.safetensors")
-
-
-def remove_json(fs, folder):
-    fs.rm(f"{folder}/state.json")
-
-
-TEARS = [remove_marker, truncate, flip, flip_json, empty_marker, garbage_marker, marker_of_nothing]
-TEARS += [marker_of_another_kind, remove_state, remove_json]
+TEARS = {
+    "no marker": ("COMPLETE", None),
+    "an empty marker": ("COMPLETE", lambda content: b""),
+    "a marker that is no JSON": ("COMPLETE", lambda content: b"\xff\x00 no JSON"),
+    "a marker of nothing": ("COMPLETE", lambda content: b"{}"),
+    "a marker of another kind": ("COMPLETE", lambda content: b"[1]"),
+    "no state": ("state.safetensors", None),
+    "a short state": ("state.safetensors", lambda content: content[:-10]),
+    "a wrong state": ("state.safetensors", lambda content: flip(content, -5)),
+    "no numbers": ("state.json", None),
+    "other numbers": ("state.json", lambda content: content.replace(b"30", b"31")),
+}
 
 
 @pytest.mark.parametrize("tear", TEARS)
 def test_a_torn_checkpoint_is_skipped_with_a_warning(place, tear, capsys):
-    save_all(place, [10, 20, 30])
-    fs, root = opened(place)
-    tear(fs, f"{root}/step_00000030")
+    save_all(place, [20, 30])
+    damage(place, 30, *TEARS[tear])
     assert restored(place) == (20, 20.0)
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1 and f"warning: skipping the torn checkpoint {place}/step_00000030" in warning
-
-
-def test_only_torn_checkpoints_are_step_0(place, capsys):
-    save_all(place, [10, 20])
-    fs, root = opened(place)
-    for step, tear in ((10, truncate), (20, remove_marker)):
-        tear(fs, f"{root}/step_000000{step}")
+    damage(place, 20, *TEARS["a short state"])
     assert restored(place) == (0, -1.0)
     assert capsys.readouterr().err.count("warning: skipping the torn checkpoint") == 2
 
 
 def test_a_torn_checkpoint_of_a_later_step_does_not_push_a_good_one_out(place, capsys):
     save_all(place, [10, 20])
-    fs, root = opened(place)
-    flip(fs, f"{root}/step_00000020")
+    damage(place, 20, *TEARS["a wrong state"])
     save_all(place, [15], keep=1)
     assert restored(place) == (15, 15.0)
     save_all(place, [20], keep=1)  # and is replaced when the run comes to its step again
@@ -360,49 +258,40 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
     Checkpointer(str(tmp_path), main_process=False)
     assert half.exists(), "another host must not remove what the writing one is at"
     assert Checkpointer(str(tmp_path)).complete_steps() == [10]
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000010"]
+    assert names(str(tmp_path)) == {"step_00000010"}
 
 
 def test_other_files_are_left_alone(place):
     save_all(place, [10])
-    fs, root = opened(place)
-    fs.makedirs(f"{root}/step_old")
-    fs.pipe_file(f"{root}/notes.txt", b"mine")
-    fs.pipe_file(f"{root}/step_old/COMPLETE", b"mine")
+    for name in ("notes.txt", "step_old/COMPLETE"):
+        files.write_file(f"{place}/{name}", b"mine")
     save_all(place, [20, 30], keep=1)
     assert restored(place) == (30, 30.0)
-    assert fs.cat_file(f"{root}/notes.txt") == fs.cat_file(f"{root}/step_old/COMPLETE") == b"mine"
+    assert files.read_file(f"{place}/notes.txt") == files.read_file(f"{place}/step_old/COMPLETE") == b"mine"
 
 
-def test_only_the_main_process_writes(place):
-    with Checkpointer(place, main_process=False) as checkpoints:
-        checkpoints.save(10, *on_cpu(10))
-    fs, root = opened(place)
-    assert not fs.exists(root)
-    save_all(place, [10])
-    model, optimizer = on_cpu()
-    assert Checkpointer(place, main_process=False).restore(model, optimizer, None) == 10
+def test_only_the_main_process_writes(tmp_path):
+    assert save_all(f"{tmp_path}/run", [10], main_process=False) == [[]] and not names(str(tmp_path))
+    save_all(f"{tmp_path}/run", [10])
+    assert Checkpointer(f"{tmp_path}/run", main_process=False).restore(*on_cpu(), None) == 10
 
 
 # ---- another model ---------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_of_another_model_is_refused(place, mesh):
-    model, optimizer = build(mesh)
     with Checkpointer(place) as checkpoints:
-        checkpoints.save(7, model, optimizer)
-    checkpoints = Checkpointer(place)
-
+        checkpoints.save(7, *build(mesh))
     other, made = build(mesh, words=13)
     before = snapshot(other, made)
     with pytest.raises(InputError) as raised:
         checkpoints.restore(other, made, mesh)
     message = str(raised.value)
     assert message.startswith(f"the checkpoint {place}/step_00000007 is of another model or optimizer: ")
-    assert "model.embedding.weight [12, 6] instead of [13, 6] and 5 more" in message and "\n" not in message
+    assert "model.embedding.weight is [12, 6], not [13, 6]; " in message and "; 6 in all." in message
+    assert message.endswith("another --name") and "\n" not in message
     assert equal(snapshot(other, made), before), "half of it was loaded"
-
-    with pytest.raises(InputError, match=r"it lacks model\.bias and 3 more; it has besides model\.embedding\.weight"):
+    with pytest.raises(InputError, match=r"model\.bias is missing, not \[64\]; model\.embedding\.weight is .*missing"):
         checkpoints.restore(*on_cpu(), None)
 
 
@@ -411,7 +300,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(place, mesh, saved, wanted
     with Checkpointer(place) as checkpoints:
         checkpoints.save(7, *build(mesh, saved))
     with pytest.raises(InputError, match=rf"is of another model or optimizer: .*optimizer\..*{name}"):
-        Checkpointer(place).restore(*build(mesh, wanted), mesh)
+        checkpoints.restore(*build(mesh, wanted), mesh)
 
 
 def test_a_checkpoint_with_other_numbers_is_refused(place):
@@ -421,8 +310,8 @@ def test_a_checkpoint_with_other_numbers_is_refused(place):
     optimizer = Counting(model.parameters())
     for state in optimizer.state.values():
         del state["count"]
-    with pytest.raises(InputError, match=r"optimizer\.bias\.count"):
-        Checkpointer(place).restore(model, optimizer, None)
+    with pytest.raises(InputError, match=r"optimizer\.bias\.count is a number, not missing"):
+        checkpoints.restore(model, optimizer, None)
 
 
 # ---- writing off the loop --------------------------------------------------------------------------------------------
@@ -430,14 +319,8 @@ def test_a_checkpoint_with_other_numbers_is_refused(place):
 
 def test_save_returns_at_once_and_writes_the_moment_of_save(place, monkeypatch):
     model, optimizer = on_cpu(1.0)
-    gate = threading.Event()
-    write = files.write_synced
-
-    def slow(*arguments):
-        assert gate.wait(30)
-        write(*arguments)
-
-    monkeypatch.setattr(files, "write_synced", slow)
+    gate, write = threading.Event(), files.write_synced
+    monkeypatch.setattr(files, "write_synced", lambda *arguments: gate.wait(30) and write(*arguments))
     checkpoints = Checkpointer(place)
     started = time.perf_counter()
     checkpoints.save(1, model, optimizer)
@@ -451,8 +334,7 @@ def test_save_returns_at_once_and_writes_the_moment_of_save(place, monkeypatch):
 
 
 def test_the_state_on_the_device_is_that_of_the_moment_of_save(mesh, tmp_path, monkeypatch):
-    gate = threading.Event()
-    write = Checkpointer._write
+    gate, write = threading.Event(), Checkpointer._write
     monkeypatch.setattr(Checkpointer, "_write", lambda *arguments: gate.wait(30) and write(*arguments))
     model, optimizer = build(mesh)
     step_fn = device.compiled(train_step, mesh)
@@ -507,8 +389,21 @@ def fill_disk(monkeypatch, checkpoints, room: int) -> None:
     monkeypatch.setattr(checkpoints._fs, "open", lambda *a, **k: FullDisk(opened(*a, **k), room))
 
 
+def leave(checkpoints) -> None:
+    with checkpoints:
+        pass
+
+
+NOTICES = {
+    "raise_failure": Checkpointer.raise_failure,
+    "save": lambda checkpoints: checkpoints.save(30, *on_cpu(30)),
+    "wait": Checkpointer.wait,
+    "exit": leave,
+}
+
+
 @pytest.mark.parametrize("room", [0, 50, 1000])
-@pytest.mark.parametrize("notice", ["raise_failure", "save", "wait", "exit"])
+@pytest.mark.parametrize("notice", NOTICES)
 def test_a_full_disk_is_an_input_error_and_the_last_checkpoint_is_safe(place, monkeypatch, room, notice):
     save_all(place, [10])
     checkpoints = Checkpointer(place)
@@ -517,57 +412,43 @@ def test_a_full_disk_is_an_input_error_and_the_last_checkpoint_is_safe(place, mo
         checkpoints.save(20, *on_cpu(20))
         checkpoints._writer.join()
         with pytest.raises(InputError) as raised:
-            if notice == "exit":
-                with checkpoints:
-                    pass
-            elif notice == "save":
-                checkpoints.save(30, *on_cpu(30))
-            else:
-                getattr(checkpoints, notice)()
+            NOTICES[notice](checkpoints)
     message = str(raised.value)
     assert f"cannot write the checkpoint of step 20 to {place}: No space left on device" in message
     assert "the one of step 10 is complete and safe" in message and "\n" not in message
     checkpoints.raise_failure()  # once is enough
     assert checkpoints.complete_steps() == [10]
     assert restored(place) == (10, 10.0)
-    # With room again, the same command goes on.
-    save_all(place, [20])
+    save_all(place, [20])  # with room again, the same command goes on
     assert restored(place) == (20, 20.0)
-    fs, root = opened(place)
-    assert sorted(Path(entry).name for entry in fs.ls(root, detail=False)) == ["step_00000010", "step_00000020"]
+    assert names(place) == {"step_00000010", "step_00000020"}
 
 
-def test_a_full_disk_before_the_first_checkpoint_says_so(place, monkeypatch):
+def broken(error: Exception):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+def test_failures_are_raised_whatever_they_are(place, monkeypatch):
     checkpoints = Checkpointer(place)
-    fill_disk(monkeypatch, checkpoints, 10)
-    checkpoints.save(20, *on_cpu(20))
-    with pytest.raises(InputError, match="there is no complete one yet"):
-        checkpoints.wait()
 
+    def failure(kind: type, match: str) -> None:
+        checkpoints.save(20, *on_cpu(20))
+        with pytest.raises(kind, match=match):
+            checkpoints.wait()
 
-def test_a_failure_is_raised_though_the_folder_cannot_even_be_listed(place, monkeypatch):
+    with monkeypatch.context() as patch:
+        fill_disk(patch, checkpoints, 10)
+        failure(InputError, "there is no complete one yet")
     save_all(place, [10])
-    checkpoints = Checkpointer(place)
-
-    def broken(*_, **__):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(checkpoints._fs, "open", broken)
-    monkeypatch.setattr(checkpoints._fs, "ls", broken)
-    checkpoints.save(20, *on_cpu(20))
-    with pytest.raises(InputError, match="cannot write the checkpoint of step 20.*Input/output error"):
-        checkpoints.wait()
-
-
-def test_an_error_that_is_no_matter_of_the_disk_keeps_its_type(place, monkeypatch):
-    def broken(*_, **__):
-        raise ArithmeticError("a bug")
-
-    monkeypatch.setattr(checkpoint.safetensors.torch, "save", broken)
-    checkpoints = Checkpointer(place)
-    checkpoints.save(20, *on_cpu(20))
-    with pytest.raises(ArithmeticError, match="a bug"):
-        checkpoints.wait()
+    with monkeypatch.context() as patch:  # not even the folder can be listed
+        for name in ("open", "ls"):
+            patch.setattr(checkpoints._fs, name, broken(OSError(errno.EIO, os.strerror(errno.EIO))))
+        failure(InputError, "cannot write the checkpoint of step 20.*Input/output error")
+    monkeypatch.setattr(checkpoint.safetensors.torch, "save", broken(ArithmeticError("a bug")))
+    failure(ArithmeticError, "a bug")
 
 
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
@@ -579,8 +460,7 @@ def save_without_end(place: str) -> None:
     step = checkpoints.restore(model, optimizer, None)
     while True:
         step += 1
-        fill(model, optimizer, step)
-        checkpoints.save(step, model, optimizer)
+        checkpoints.save(step, *fill(model, optimizer, step))
 
 
 def test_kill_9_at_any_moment_leaves_a_checkpoint_to_restore(tmp_path, capsys):
@@ -611,16 +491,12 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_to_restore(tmp_path, capsys):
     assert half_written, "no kill came in the middle of a write: this test has shown nothing"
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
+# ---- weights and other files -----------------------------------------------------------------------------------------
 
 
 def test_weights_and_metadata_come_back(place):
-    tensors = {
-        "a": torch.randn(3, 4),
-        "b.c": torch.arange(5),
-        "d": torch.randn(4, 3).T.bfloat16(),
-        "e": torch.tensor(2.5),
-    }
+    tensors = {"a": torch.randn(3, 4), "b.c": torch.arange(5), "d": torch.randn(4, 3).T.bfloat16()}
+    tensors["e"] = torch.tensor(2.5)
     path, metadata = f"{place}/export/model.safetensors", {"classes": '["cat", "dög"]', "model": "resnet50"}
     save_weights(path, tensors, metadata)
     loaded, found = load_weights(path)
@@ -629,23 +505,17 @@ def test_weights_and_metadata_come_back(place):
     assert load_weights(path)[0].keys() == {"a"}
 
 
-def test_exported_weights_are_plain_safetensors_that_others_may_read(tmp_path):
+def test_exports_are_plain_files_that_others_may_read_and_a_failed_one_leaves_the_old(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
     save_weights(str(path), {"a": torch.ones(3)}, {})
-    assert torch.equal(safetensors.torch.load_file(path)["a"], torch.ones(3))
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
-
-
-def test_a_failed_export_leaves_the_old_file(tmp_path, monkeypatch):
-    path = str(tmp_path / "model.safetensors")
-    save_weights(path, {"a": torch.ones(3)}, {})
-    fill_disk(monkeypatch, Checkpointer(path), 10)
+    fill_disk(monkeypatch, Checkpointer(str(path)), 10)
     with pytest.raises(InputError, match=r"cannot write .*model\.safetensors: No space left on device"):
-        save_weights(path, {"a": torch.zeros(3)}, {})
-    assert torch.equal(load_weights(path)[0]["a"], torch.ones(3))
+        save_weights(str(path), {"a": torch.zeros(3)}, {})
+    assert torch.equal(safetensors.torch.load_file(path)["a"], torch.ones(3))
+    assert names(str(tmp_path)) == {"model.safetensors"}
 
 
 class Exploit:
@@ -653,19 +523,15 @@ class Exploit:
         return (pytest.fail, ("a pickle was executed",))
 
 
-def test_pickled_weights_are_refused_and_not_executed(tmp_path):
-    path = str(tmp_path / "weights.pt")
-    torch.save({"a": torch.ones(3), "b": Exploit()}, path)
-    with pytest.raises(InputError, match=rf"{path} is not a safetensors file .*pickled weights are not loaded"):
-        load_weights(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 64, b"\x08\0\0\0\0\0\0\0garbage!"])
-def test_a_file_of_something_else_is_refused(tmp_path, content):
-    path = tmp_path / "weights.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(InputError, match="is not a safetensors file"):
+@pytest.mark.parametrize("content", [None, b"", b"1234567", b"\xff" * 64, b"\x08\0\0\0\0\0\0\0garbage!"])
+def test_pickles_and_other_files_are_refused_and_not_executed(tmp_path, content):
+    path = tmp_path / "weights.pt"
+    torch.save({"a": torch.ones(3), "b": Exploit()}, path) if content is None else path.write_bytes(content)
+    with pytest.raises(InputError, match=rf"{path} is not a safetensors file .*pickles are not loaded: convert it"):
         load_weights(str(path))
+    for module in (checkpoint, files):
+        text = Path(module.__file__).read_text()
+        assert "import pickle" not in text and "torch.load(" not in text.replace("safetensors.torch.load(", "")
 
 
 def test_missing_weights_are_an_input_error(place, tmp_path):
@@ -675,32 +541,18 @@ def test_missing_weights_are_an_input_error(place, tmp_path):
         load_weights(str(tmp_path))
 
 
-def test_nothing_here_unpickles():
-    text = Path(checkpoint.__file__).read_text()
-    assert "import pickle" not in text and "torch.load(" not in text.replace("safetensors.torch.load(", "")
+def test_files_come_back_and_a_folder_of_a_url_is_copied(place):
+    for name, content in (("model.pt", b"\x00weights"), ("dict.de.txt", "ä 1\n".encode())):
+        files.write_file(f"{place}/export/{name}", content)
+        files.write_file(f"{place}/export/{name}", content + b"!")  # over the old one
+        assert files.read_file(f"{place}/export/{name}") == content + b"!"
+    folder = files.local_folder(f"{place}/export/")
+    assert sorted(os.listdir(folder)) == ["dict.de.txt", "model.pt"]
+    assert (Path(folder) / "model.pt").read_bytes() == b"\x00weights!"
+    assert ("memory" in place) == (Path(folder).resolve() != Path(f"{place}/export").resolve())
 
 
-# ---- steps that stay, and their mean ---------------------------------------------------------------------------------
-
-
-def test_steps_that_do_not_divide_by_every_go_when_the_next_is_there(place):
-    with Checkpointer(place, keep=2, every=10) as checkpoints:
-        found = []
-        for step in (7, 10, 13, 20, 27, 30, 33, 40):
-            checkpoints.save(step, *on_cpu(step))
-            checkpoints.wait()
-            found.append(checkpoints.complete_steps())
-    assert found == [[7], [10], [10, 13], [10, 20], [10, 20, 27], [20, 30], [20, 30, 33], [30, 40]]
-    assert restored(place) == (40, 40)
-
-
-def random_model(step: int):
-    torch.manual_seed(step)
-    model = Model()
-    optimizer = sgd(model.parameters())
-    for parameter in model.parameters():
-        optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
-    return model, optimizer
+# ---- the mean of the last checkpoints --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -714,17 +566,19 @@ def random_model(step: int):
     ],
 )
 def test_the_mean_of_the_last_regular_checkpoints_and_the_last_of_all(mesh, place, saved, keep, averaged):
+    states = {step: build(mesh, sgd, seed=step) for step in saved}
     with Checkpointer(place, keep=keep, every=10) as checkpoints:
         for step in saved:
-            checkpoints.save(step, *random_model(step))
-    model, _ = random_model(999)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            checkpoints.save(step, *states[step])
+    model, _ = build(mesh, seed=999)
+    buffers = {name: buffer.cpu().clone() for name, buffer in model.named_buffers()}
     assert average(Checkpointer(place, keep=keep, every=10), model, mesh) == averaged
-    models = [dict(random_model(step)[0].named_parameters()) for step in averaged]
+    models = [dict(states[step][0].named_parameters()) for step in averaged]
     for name, parameter in model.named_parameters():
-        mean = sum(each[name].detach().double() for each in models) / len(averaged)
-        assert torch.equal(parameter, mean.float()), name
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+        mean = sum(each[name].detach().cpu().double() for each in models) / len(averaged)
+        assert parameter.device.type == "xla" and torch.equal(parameter.detach().cpu(), mean.float()), name
+        assert torch_xla._XLAC._get_xla_sharding_spec(parameter) == "{replicated}"
+    assert all(torch.equal(buffer.cpu(), buffers[name]) for name, buffer in model.named_buffers())
     assert model.head.weight is model.embedding.weight
 
 
@@ -736,49 +590,11 @@ def test_a_mean_leaves_out_what_no_run_without_a_stop_would_have_saved(mesh, pla
     assert model.weight.unique().tolist() == [pytest.approx(83 / 3)]
 
 
-def test_a_mean_on_the_device_keeps_ties_and_graphs(mesh, tmp_path):
-    model, optimizer = build(mesh)
-    step_fn = device.compiled(train_step, mesh)
-    with Checkpointer(str(tmp_path), keep=2) as checkpoints:
-        weights = []
-        for step in (1, 2):
-            run(mesh, step_fn, model, optimizer, step, step)
-            checkpoints.save(step, model, optimizer)
-            weights.append(model.embedding.weight.detach().cpu().clone())
-        checkpoints.wait()
-        assert average(checkpoints, model, mesh) == [1, 2]
-    assert model.head.weight is model.embedding.weight and model.embedding.weight.device.type == "xla"
-    assert not torch.equal(weights[0], weights[1])
-    assert torch.equal(model.embedding.weight.detach().cpu(), ((weights[0].double() + weights[1]) / 2).float())
-    for parameter in model.parameters():
-        assert torch_xla._XLAC._get_xla_sharding_spec(parameter) == "{replicated}"
-    run(mesh, step_fn, model, optimizer, 3, 4)  # strict: raises when it compiles again
-
-
-@pytest.mark.parametrize("tear", [truncate, flip, remove_state])
+@pytest.mark.parametrize("tear", ["a short state", "a wrong state", "no state"])
 def test_a_damaged_checkpoint_among_those_to_average_is_named(mesh, place, tear):
-    with Checkpointer(place, keep=3, every=10) as checkpoints:
-        for step in (10, 20, 25):
-            checkpoints.save(step, *on_cpu(step))
-    fs, root = opened(place)
-    tear(fs, f"{root}/step_00000020")
+    save_all(place, (10, 20, 25), keep=3, every=10)
+    damage(place, 20, *TEARS[tear])
     model, optimizer = on_cpu(-1.0)
     with pytest.raises(InputError, match="checkpoint of step 20 in .*, one of those to average, is damaged"):
         average(Checkpointer(place, keep=3, every=10), model, mesh)
     assert value_of(model, optimizer) == -1.0
-
-
-# ---- other files -----------------------------------------------------------------------------------------------------
-
-
-def test_files_come_back_and_a_folder_of_a_url_is_copied(place):
-    for name, content in (("model.pt", b"\x00weights"), ("dict.de.txt", "ä 1\n".encode())):
-        files.write_file(f"{place}/export/{name}", content)
-        files.write_file(f"{place}/export/{name}", content + b"!")  # over the old one
-        assert files.read_file(f"{place}/export/{name}") == content + b"!"
-    folder = files.local_folder(f"{place}/export/")
-    assert sorted(os.listdir(folder)) == ["dict.de.txt", "model.pt"]
-    assert (Path(folder) / "model.pt").read_bytes() == b"\x00weights!"
-    assert ("memory" in place) == (Path(folder).resolve() != Path(f"{place}/export").resolve())
-    with pytest.raises(InputError, match=r"there is no weights file .*export/other.pt"):
-        files.read_file(f"{place}/export/other.pt")

@@ -1,4 +1,4 @@
-"""train/common/embedding and tables.py: every plan and optimizer against torch on the CPU, on 1, 4 and 8 devices.
+"""train/common/embedding: every plan and optimizer against torch on the CPU, on 1, 4 and 8 devices.
 
 Tolerance. Both sides compute in float32 (epsilon 1.2e-7), but add the gradients of equal rows, and the loss, in another
 order: a few roundings of numbers of at most 1, some steps long. Where the optimizer divides by a root of few squared
@@ -30,13 +30,15 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
+from checkpoints import damage, flip, names
+from helpers import equal
 from torch import nn
 
+import models.hashing
 from errors import InputError
 from train.common import checkpoint, device
 from train.common.checkpoint import Checkpointer
-from train.common.embedding import TableStorage, storage
-from train.common.embedding.bags import ShardedEmbeddingBags
+from train.common.embedding import ShardedEmbeddingBags, TableStorage, hashing, read_table, storage
 from train.common.embedding.tables import (
     LANES,
     OPTIMIZERS,
@@ -139,7 +141,7 @@ class RowWise:
     """Row-wise Adagrad by the rule of fbgemm's EXACT_ROWWISE_ADAGRAD and facebookresearch/dlrm optim/rwsadagrad.py."""
 
     def __init__(self, weights, lr, eps=1e-8):
-        self.weights, self.lr, self.eps = weights, lr, eps
+        self.weights, self.param_groups, self.eps = weights, [{"lr": lr}], eps
         self.state = {weight: {"sum": torch.zeros(weight.shape[0])} for weight in weights}
 
     def zero_grad(self):
@@ -152,7 +154,7 @@ class RowWise:
             gradient = weight.grad.coalesce()
             rows, values = gradient.indices()[0], gradient.values()
             total[rows] += values.square().mean(1)
-            weight.data[rows] -= self.lr * values / (total[rows].sqrt() + self.eps)[:, None]
+            weight.data[rows] -= self.param_groups[0]["lr"] * values / (total[rows].sqrt() + self.eps)[:, None]
 
 
 REFERENCES = {
@@ -178,11 +180,14 @@ def squared_error(embedded, y):
     return ((embedded - y) ** 2).sum((1, 2)).mean()
 
 
-def train_step(embeddings, batch):
-    loss = squared_error(embeddings(batch["ids"], batch.get("present")), batch["y"])
-    loss.backward()
+def train_step(embeddings, *batches):
+    """One update by the forward passes of all batches."""
+    losses = []
+    for batch in batches:
+        losses.append(squared_error(embeddings(batch["ids"], batch.get("present")), batch["y"]))
+        losses[-1].backward()
     embeddings.step()
-    return loss.detach()
+    return sum(losses).detach()
 
 
 def initial_weights(embeddings, tables=TABLES, dim=DIM):
@@ -190,7 +195,7 @@ def initial_weights(embeddings, tables=TABLES, dim=DIM):
     return [nn.Parameter(weights[table.name, "weight"].clone()) for table in tables]
 
 
-def compare(mesh, plan, optimizer, model_devices=0, ragged=True, tables=TABLES, steps=4) -> dict:
+def compare(mesh, plan, optimizer, model_devices=0, ragged=True, tables=TABLES, steps=4, passes=1, lrs=()) -> dict:
     """Trains on the mesh and on the CPU; how far they are from each other, and how far from the start."""
     embeddings = make(mesh, plan, optimizer, model_devices, tables=tables)
     weights = initial_weights(embeddings, tables)
@@ -199,17 +204,19 @@ def compare(mesh, plan, optimizer, model_devices=0, ragged=True, tables=TABLES, 
     step = device.compiled(train_step, mesh)
     device.reset_graph_report()
     losses, expected, graphs = [], [], 0
-    for number in range(steps):
-        batch = host_batch(number, tables, ragged)
-        losses.append(step(embeddings, put(mesh, batch)))
+    for number, lr in enumerate(lrs or [LR[optimizer]] * steps):
+        device.set_lr(embeddings, lr)
+        reference.param_groups[0]["lr"] = lr
+        batches = [host_batch(passes * number + i, tables, ragged) for i in range(passes)]
+        losses.append(step(embeddings, *(put(mesh, batch) for batch in batches)))
         if number == 0:
             graphs = device.compilations()
-        loss = squared_error(reference_pooled(weights, batch, tables), batch["y"])
+        loss = sum(squared_error(reference_pooled(weights, batch, tables), batch["y"]) for batch in batches)
         reference.zero_grad()
         loss.backward()
         reference.step()
         expected.append(loss.item())
-    report = device.graph_report()
+    report, graphs_at_end = device.graph_report(), device.compilations()
     after = whole(embeddings.pieces(), tables)
     pairs = [(after[table.name, "weight"], weight.data) for table, weight in zip(tables, weights, strict=True)]
     states = [
@@ -224,7 +231,7 @@ def compare(mesh, plan, optimizer, model_devices=0, ragged=True, tables=TABLES, 
         "moved": min((theirs - old).abs().max().item() for (_, theirs), old in zip(pairs, before, strict=True)),
         "plans": embeddings.plan.plans,
         "broken": report["recompilations"] + report["fallbacks"],
-        "graphs_after_first": device.compilations() - graphs,
+        "graphs_after_first": graphs_at_end - graphs,
     }
 
 
@@ -257,17 +264,24 @@ def test_training_equals_torch_on_four_devices(mesh, plan, optimizer):
         assert set(result["plans"]) == {plan}
 
 
-@pytest.mark.parametrize(
-    "plan, optimizer",
-    [("mixed", "rowwise_adagrad"), ("mixed", "lazy_adam"), ("column", "rowwise_adagrad"), ("table", "adagrad")],
-)
-def test_training_equals_torch_on_a_two_dimensional_mesh(mesh, plan, optimizer):
-    assert_parity(compare(mesh, plan, optimizer, model_devices=2))
+ONE_HOT = [dataclasses.replace(table, lookups=1) for table in TABLES]
+OTHER_WAYS = {
+    "2-D mesh, row-wise": ("mixed", "rowwise_adagrad", {"model_devices": 2}),
+    "2-D mesh, Adam": ("mixed", "lazy_adam", {"model_devices": 2}),
+    "2-D mesh, columns": ("column", "rowwise_adagrad", {"model_devices": 2}),
+    "2-D mesh, tables": ("table", "adagrad", {"model_devices": 2}),
+    "bags always full": ("mixed", "adagrad", {"ragged": False}),
+    "one id per bag": ("mixed", "adagrad", {"ragged": False, "tables": ONE_HOT}),
+    "two passes per update": ("mixed", "lazy_adam", {"passes": 2, "steps": 3}),
+    "learning rates": ("row", "sgd", {"lrs": [0.01, 0.0, 0.03, 1.0, 0.02]}),
+    "learning rates of Adam": ("row", "lazy_adam", {"lrs": [0.01, 0.0, 0.005]}),
+}
 
 
-@pytest.mark.parametrize("tables", [TABLES, [dataclasses.replace(table, lookups=1) for table in TABLES]])
-def test_bags_that_are_always_full_need_no_mask(mesh, tables):
-    assert_parity(compare(mesh, "mixed", "adagrad", ragged=False, tables=tables))
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_training_equals_torch_in_other_ways(mesh, way):
+    plan, optimizer, options = OTHER_WAYS[way]
+    assert_parity(compare(mesh, plan, optimizer, **options))
 
 
 def test_arrays_of_one_size_can_live_at_the_same_time(mesh):
@@ -315,43 +329,11 @@ def test_row_wise_adagrad_is_that_of_fbgemm(mesh):
     torch.testing.assert_close(ours, theirs.split_embedding_weights()[0], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("optimizer", ["lazy_adam"])
-def test_two_forward_passes_before_a_step_are_one_update_by_both(mesh, optimizer):
-    embeddings = make(mesh, "mixed", optimizer)
-    weights = initial_weights(embeddings)
-    reference = REFERENCES[optimizer](weights, lr=LR[optimizer])
-
-    def accumulate(embeddings, one, other):
-        losses = []
-        for batch in (one, other):
-            losses.append(squared_error(embeddings(batch["ids"], batch["present"]), batch["y"]))
-            losses[-1].backward()
-        embeddings.step()
-        return sum(losses).detach()
-
-    step = device.compiled(accumulate, mesh)
-    for number in range(3):
-        batches = [host_batch(2 * number), host_batch(2 * number + 1)]
-        loss = step(embeddings, *(put(mesh, batch) for batch in batches))
-        reference.zero_grad()
-        expected = sum(squared_error(reference_pooled(weights, batch), batch["y"]) for batch in batches)
-        expected.backward()
-        reference.step()
-        assert loss.item() == pytest.approx(expected.item(), rel=TOLERANCE)
-    after = whole(embeddings.pieces())
-    for table, weight in zip(TABLES, weights, strict=True):
-        torch.testing.assert_close(after[table.name, "weight"], weight.data, rtol=0, atol=TOLERANCE)
-
-
 def test_evaluation_leaves_nothing_to_update(mesh):
-    embeddings = make(mesh)
+    embeddings, twin = make(mesh), make(mesh)
     weights, batch = initial_weights(embeddings), host_batch(0)
-
-    @torch.no_grad()
-    def evaluate(embeddings, batch):
-        return embeddings(batch["ids"], batch["present"])
-
-    evaluation, uploaded = device.compiled(evaluate, mesh), put(mesh, batch)
+    evaluation = device.compiled(torch.no_grad()(lambda module, batch: module(batch["ids"], batch["present"])), mesh)
+    uploaded = put(mesh, batch)
     for _ in range(2):
         pooled = evaluation(embeddings, uploaded)
     assert not pooled.requires_grad
@@ -363,12 +345,9 @@ def test_evaluation_leaves_nothing_to_update(mesh):
     for number in range(2):
         step(embeddings, put(mesh, host_batch(number)))
         evaluation(embeddings, uploaded)
-    twin = make(mesh)
-    for number in range(2):
         train_step(twin, put(mesh, host_batch(number)))
         torch_xla.sync()
-    ours, theirs = whole(embeddings.pieces()), whole(twin.pieces())
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert equal(whole(embeddings.pieces()), whole(twin.pieces()))
 
 
 def test_a_step_without_a_backward_pass_is_an_error(mesh):
@@ -388,52 +367,27 @@ def test_a_step_without_a_backward_pass_is_an_error(mesh):
         embeddings.step()  # its gradients are used up
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lazy_adam"])
-def test_the_learning_rate_changes_without_another_graph(mesh, optimizer):
-    embeddings = make(mesh, "row", optimizer)
-    weights = initial_weights(embeddings)
-    reference = REFERENCES[optimizer](weights, lr=0.1)
-    step = device.compiled(train_step, mesh)  # strict: a recompilation is an error
-    for number, lr in enumerate([0.01, 0.0, 0.03, 1.0, 0.02] if optimizer == "sgd" else [0.01, 0.0, 0.005]):
-        device.set_lr(embeddings, lr)
-        reference.param_groups[0]["lr"] = lr
-        batch = host_batch(number)
-        step(embeddings, put(mesh, batch))
-        reference.zero_grad()
-        squared_error(reference_pooled(weights, batch), batch["y"]).backward()
-        reference.step()
-    after = whole(embeddings.pieces())
-    for table, weight in zip(TABLES, weights, strict=True):
-        torch.testing.assert_close(after[table.name, "weight"], weight.data, rtol=0, atol=TOLERANCE)
-
-
 # ---- as nn.Embedding -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("plan, optimizer", [("row", "lazy_adam"), ("column", "sgd"), ("auto", "sgd")])
 def test_the_vocabulary_of_a_language_model_equals_nn_embedding(mesh, plan, optimizer):
-    """One table, one id a bag: next words of a Markov chain, an embedding and a linear layer."""
+    """One table, one id per bag: next words of a Markov chain, an embedding and a fixed output layer."""
     words, length, vocabulary = 60, 5, Table("words", 60)
     embeddings = make(mesh, plan, optimizer, tables=[vocabulary])
-    torch.manual_seed(0)
-    head = nn.Linear(DIM, words)
-    cpu_head, cpu_embedding = nn.Linear(DIM, words), nn.Embedding(words, DIM, sparse=True)
-    cpu_head.load_state_dict(head.state_dict())
-    cpu_embedding.weight.data.copy_(initial_weights(embeddings, [vocabulary])[0].data)
-    device.to_device(head, mesh)
-    head_optimizer = torch.optim.SGD(head.parameters(), lr=0.5, foreach=False)
-    cpu_optimizers = [
-        torch.optim.SGD(cpu_head.parameters(), lr=0.5),
-        REFERENCES[optimizer](cpu_embedding.parameters(), lr=LR[optimizer]),
-    ]
+    reference = nn.Embedding(words, DIM, sparse=True, _weight=initial_weights(embeddings, [vocabulary])[0].data)
+    reference_optimizer = REFERENCES[optimizer](reference.parameters(), lr=LR[optimizer])
+    head = torch.randn(DIM, words, generator=torch.Generator().manual_seed(0))
+    head_there = embeddings.sharding.replicated(head)
 
-    def language_step(embeddings, head, optimizer, batch):
+    def loss_of(embedded, head, following):
+        return F.cross_entropy((embedded @ head).flatten(0, 1), following.long().flatten())
+
+    def language_step(embeddings, head, batch):
         embedded = embeddings(batch["ids"].reshape(-1, 1)).reshape(BATCH, length, DIM)
-        loss = F.cross_entropy(head(embedded).flatten(0, 1), batch["next"].long().flatten())
+        loss = loss_of(embedded, head, batch["next"])
         loss.backward()
         embeddings.step()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     step = device.compiled(language_step, mesh)
@@ -444,18 +398,16 @@ def test_the_vocabulary_of_a_language_model_equals_nn_embedding(mesh, plan, opti
         for _ in range(length):
             text.append((3 * text[-1] + 1) % words)
         ids, following = torch.stack(text[:-1], 1), torch.stack(text[1:], 1)
-        losses.append(step(embeddings, head, head_optimizer, put(mesh, {"ids": ids, "next": following})))
-        loss = F.cross_entropy(cpu_head(cpu_embedding(ids)).flatten(0, 1), following.long().flatten())
-        for cpu_optimizer in cpu_optimizers:
-            cpu_optimizer.zero_grad()
+        losses.append(step(embeddings, head_there, put(mesh, {"ids": ids, "next": following})))
+        loss = loss_of(reference(ids), head, following)
+        reference_optimizer.zero_grad()
         loss.backward()
-        for cpu_optimizer in cpu_optimizers:
-            cpu_optimizer.step()
+        reference_optimizer.step()
         expected.append(loss.item())
     assert device.fetch(losses) == pytest.approx(expected, rel=TOLERANCE)
     assert expected[-1] < expected[0]
     ours = whole(embeddings.pieces(), [vocabulary])["words", "weight"]
-    torch.testing.assert_close(ours, cpu_embedding.weight.data, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(ours, reference.weight.data, rtol=0, atol=TOLERANCE)
 
 
 # ---- initial weights -------------------------------------------------------------------------------------------------
@@ -468,6 +420,17 @@ def hash32(x):
     x = x ^ (x >> np.uint32(15))
     x = x * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))
+
+
+def test_tables_and_dropout_have_one_hash():
+    """train/common and models/ each have a copy, since neither imports the other."""
+    numbers = np.random.default_rng(0).integers(-(2**31), 2**31, 10_000).astype(np.int32)
+    expected = torch.from_numpy(hash32(numbers.view(np.uint32)).view(np.int32))
+    for copy in (hashing, models.hashing):
+        assert torch.equal(copy.hash32(torch.from_numpy(numbers)), expected)
+        for bits in (1, 8, 15, 16, 31):
+            shifted = torch.from_numpy((numbers.view(np.uint32) >> np.uint32(bits)).view(np.int32))
+            assert torch.equal(copy.shift_right(torch.from_numpy(numbers), bits), shifted)
 
 
 def expected_initial(seed: int, number: int, rows: int, dim: int) -> np.ndarray:
@@ -672,11 +635,9 @@ def on_devices(place: str) -> dict:
         weights = whole(make(mesh, plan).pieces())
         initial[plan] = [zlib.crc32(weights[table.name, "weight"].numpy()) for table in TABLES]
         embeddings = make(mesh, plan, "adagrad", seed=5)
-        checkpoints = Checkpointer(place, tables=TableStorage(embeddings))
-        assert checkpoints.restore(*dense(mesh), mesh) == 3
+        assert restore(place, embeddings, mesh) == 3
         restored[plan] = [state_sums(embeddings), embeddings.step_count.item()]
-    with Checkpointer(f"{place}-{mesh.num_devices}", tables=TableStorage(embeddings)) as checkpoints:
-        checkpoints.save(7, *dense(mesh))
+    save(f"{place}-{mesh.num_devices}", embeddings, mesh, 7)
     losses = train_both(mesh, device.compiled(step_of_both, mesh), embeddings, *dense(mesh), 3, 5)
     return {"parity": parity, "initial": initial, "restored": restored, "losses": losses}
 
@@ -738,10 +699,6 @@ def place(request, tmp_path) -> str:
     return str(tmp_path / "checkpoints") if request.param == "disk" else f"memory://{uuid.uuid4().hex}/checkpoints"
 
 
-def files(place: str):
-    return fsspec.core.url_to_fs(place)
-
-
 def filled(mesh, plan="mixed", optimizer="adagrad", value: float = 1.0, tables=TABLES):
     """Embeddings whose arrays hold numbers of their own, as after some training, without a step to compile."""
     embeddings = make(mesh, plan, optimizer, tables=tables)
@@ -755,15 +712,14 @@ def filled(mesh, plan="mixed", optimizer="adagrad", value: float = 1.0, tables=T
     return embeddings
 
 
-def equal(one: dict, other: dict) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-
-
 def save(place: str, embeddings, mesh, *steps: int) -> None:
     with Checkpointer(place, tables=TableStorage(embeddings)) as checkpoints:
         for step in steps:
             checkpoints.save(step, *dense(mesh))
-            checkpoints.wait()
+
+
+def restore(place: str, embeddings, mesh, rest=None) -> int:
+    return Checkpointer(place, tables=TableStorage(embeddings)).restore(*(rest or dense(mesh)), mesh)
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "lazy_adam"])
@@ -779,7 +735,7 @@ def test_a_checkpoint_of_one_plan_is_restored_under_every_other(mesh, tmp_path, 
         other = make(mesh, plan, optimizer, model_devices, seed=1)
         assert not equal(whole(other.pieces()), expected)
         model, made = dense(mesh, seed=1)
-        assert Checkpointer(str(tmp_path / before), tables=TableStorage(other)).restore(model, made, mesh) == 7
+        assert restore(str(tmp_path / before), other, mesh, (model, made)) == 7
         assert equal(whole(other.pieces()), expected), (plan, model_devices)
         assert other.step_count.item() == 1000
         assert torch.equal(model.weight.cpu(), dense(mesh)[0].weight.cpu())
@@ -791,10 +747,7 @@ def test_a_checkpoint_is_restored_on_other_numbers_of_devices_and_back(mesh, oth
     for devices in (1, 8):
         assert other_devices[devices]["restored"] == {plan: other_devices["expected"] for plan in (*CUT, "mixed")}
         back = make(mesh, "row", "adagrad", seed=9)
-        assert (
-            Checkpointer(f"{other_devices['place']}-{devices}", tables=TableStorage(back)).restore(*dense(mesh), mesh)
-            == 7
-        )
+        assert restore(f"{other_devices['place']}-{devices}", back, mesh) == 7
         assert [state_sums(back), back.step_count.item()] == other_devices["expected"]
         assert other_devices[devices]["losses"] == pytest.approx(other_devices["losses"], rel=TOLERANCE)
 
@@ -820,7 +773,7 @@ def test_training_goes_on_bit_for_bit_and_nothing_is_compiled_again(mesh, tmp_pa
             del run, checkpoints
             gc.collect()
             run = build(1)
-        assert Checkpointer(place, tables=TableStorage(run[0])).restore(*run[1:], mesh) == 3
+        assert restore(place, run[0], mesh, run[1:]) == 3
         assert equal(whole(run[0].pieces()), saved)
         torch_xla.sync()
         graphs = device.compilations()
@@ -851,74 +804,38 @@ def test_no_host_holds_a_table_that_is_cut(mesh, tmp_path):
 def test_one_table_can_be_taken_out_of_a_checkpoint(mesh, place):
     embeddings = filled(mesh)
     save(place, embeddings, mesh, 5)
-    expected, checkpoints = whole(embeddings.pieces()), Checkpointer(place)
+    expected, folder = whole(embeddings.pieces()), Checkpointer(place).folder(5)
     for table in TABLES:
-        assert torch.equal(storage.read_table(checkpoints.folder(5), table.name), expected[table.name, "weight"])
+        assert torch.equal(read_table(folder, table.name), expected[table.name, "weight"])
+    with pytest.raises(KeyError, match="has no table 'use'"):
+        read_table(folder, "use")
+    head = lambda content: 8 + int.from_bytes(content[:8], "little")  # noqa: E731
+    damage(place, 5, "tables-00000.safetensors", lambda content: flip(content, head(content) + 500))
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        for table in TABLES:
+            read_table(folder, table.name)
 
 
-def truncate(fs, folder):
-    content = fs.cat_file(f"{folder}/tables-00000.safetensors")
-    fs.pipe_file(f"{folder}/tables-00000.safetensors", content[:-3])
-
-
-def flip(fs, folder, at):
-    content = bytearray(fs.cat_file(f"{folder}/tables-00000.safetensors"))
-    content[at(content)] ^= 1
-    fs.pipe_file(f"{folder}/tables-00000.safetensors", bytes(content))
-
-
-def flip_number(fs, folder):
-    flip(fs, folder, lambda content: -500)
-
-
-def flip_step_count(fs, folder):
-    flip(fs, folder, lambda content: -1)
-
-
-def flip_name(fs, folder):
-    flip(fs, folder, lambda content: content.index(b"user/weight"))
-
-
-def flip_shape_key(fs, folder):
-    flip(fs, folder, lambda content: content.index(b'"shape"') + 1)
-
-
-def flip_shape(fs, folder):
-    flip(fs, folder, lambda content: content.index(b'"shape": [') + 10)
-
-
-def flip_header_length(fs, folder):
-    flip(fs, folder, lambda content: 5)
-
-
-def flip_checksum(fs, folder):
-    content = fs.cat_file(f"{folder}/tables-00000.json")
-    fs.pipe_file(f"{folder}/tables-00000.json", re.sub(rb'"user/weight[^,]*": (\d)', rb"\g<0>1", content, count=1))
-
-
-def remove_tables(fs, folder):
-    fs.rm(f"{folder}/tables-00000.safetensors")
-
-
-def remove_mark(fs, folder):
-    fs.rm(f"{folder}/tables-00000.json")
-
-
-def empty_mark(fs, folder):
-    fs.pipe_file(f"{folder}/tables-00000.json", b"")
-
-
-def mark_of_another_kind(fs, folder):
-    fs.pipe_file(f"{folder}/tables-00000.json", b"[1]")
-
-
-TEARS = [truncate, flip_number, flip_step_count, flip_name, flip_shape_key, flip_shape, flip_header_length]
-TEARS += [flip_checksum, remove_tables, remove_mark, empty_mark, mark_of_another_kind]
+PIECES, MARK = "tables-00000.safetensors", "tables-00000.json"
+TEARS = {
+    "short": (PIECES, lambda content: content[:-3]),
+    "another number": (PIECES, lambda content: flip(content, -500)),
+    "another count of steps": (PIECES, lambda content: flip(content, -1)),
+    "another name": (PIECES, lambda content: flip(content, content.index(b"user/weight"))),
+    "another key of a shape": (PIECES, lambda content: flip(content, content.index(b'"shape"') + 1)),
+    "another shape": (PIECES, lambda content: flip(content, content.index(b'"shape": [') + 10)),
+    "another length of the header": (PIECES, lambda content: flip(content, 5)),
+    "another checksum": (MARK, lambda content: re.sub(rb'("user/weight[^,]*": )(\d)', rb"\g<1>1\2", content, count=1)),
+    "no pieces": (PIECES, None),
+    "no mark": (MARK, None),
+    "an empty mark": (MARK, lambda content: b""),
+    "a mark of another kind": (MARK, lambda content: b"[1]"),
+}
 
 
 @pytest.fixture(scope="module")
 def two_checkpoints(mesh, tmp_path_factory):
-    """Of steps 10 and 20: (folder, what is in the first, embeddings and the rest to restore them into)."""
+    """Of steps 10 and 20: (their folder, what is in the first, embeddings and the rest to restore them into)."""
     folder = tmp_path_factory.mktemp("two")
     embeddings = filled(mesh, value=1.0)
     save(str(folder), embeddings, mesh, 10)
@@ -928,11 +845,11 @@ def two_checkpoints(mesh, tmp_path_factory):
 
 @pytest.mark.parametrize("tear", TEARS)
 def test_damaged_tables_are_skipped_with_a_warning(mesh, place, two_checkpoints, tear, capsys):
-    folder, expected, (embeddings, model, optimizer) = two_checkpoints
-    fs, root = files(place)
+    folder, expected, (embeddings, *rest) = two_checkpoints
+    fs, root = fsspec.core.url_to_fs(place)
     fs.put(f"{folder}/", f"{root}/", recursive=True)
-    tear(fs, f"{root}/step_00000020")
-    assert Checkpointer(place, tables=TableStorage(embeddings)).restore(model, optimizer, mesh) == 10
+    damage(place, 20, *TEARS[tear])
+    assert restore(place, embeddings, mesh, rest) == 10
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1 and f"warning: skipping the torn checkpoint {place}/step_00000020" in warning
     assert equal(whole(embeddings.pieces()), expected) and embeddings.step_count.item() == 1000
@@ -940,16 +857,7 @@ def test_damaged_tables_are_skipped_with_a_warning(mesh, place, two_checkpoints,
     # Nothing else to go back to: half of its numbers may be in the tables.
     fs.rm(f"{root}/step_00000010", recursive=True)
     with pytest.raises(InputError, match=f"no checkpoint in {place} has whole tables"):
-        Checkpointer(place, tables=TableStorage(embeddings)).restore(model, optimizer, mesh)
-
-
-def test_a_damaged_piece_is_not_exported(mesh, place):
-    save(place, filled(mesh), mesh, 20)
-    fs, root = files(place)
-    flip(fs, f"{root}/step_00000020", lambda content: 8 + int.from_bytes(content[:8], "little") + 500)
-    with pytest.raises(ValueError, match="does not match its checksum"):
-        for table in TABLES:
-            storage.read_table(f"{place}/step_00000020", table.name)
+        restore(place, embeddings, mesh, rest)
 
 
 OTHER_TABLES = {
@@ -970,20 +878,21 @@ def test_a_checkpoint_of_other_tables_or_another_optimizer_is_refused(mesh, tmp_
     tables, optimizer, message = OTHER_TABLES[change]
     other = make(mesh, "row", optimizer, tables=tables)
     with pytest.raises(InputError, match=message) as raised:
-        Checkpointer(str(tmp_path), tables=TableStorage(other)).restore(*dense(mesh), mesh)
+        restore(str(tmp_path), other, mesh)
     assert f"the checkpoint {tmp_path}/step_00000007 is of another model" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_a_checkpoint_of_another_width_or_without_tables_is_refused(mesh, tmp_path):
+def test_a_checkpoint_of_another_width_or_with_or_without_tables_is_refused(mesh, tmp_path):
     save(str(tmp_path), filled(mesh, "row"), mesh, 7)
     with pytest.raises(InputError, match=r"\[\d+, 16\], which is no part of \[1000, 8\]"):
-        narrow = make(mesh, "row", "adagrad", dim=8)
-        Checkpointer(str(tmp_path), tables=TableStorage(narrow)).restore(*dense(mesh), mesh)
+        restore(str(tmp_path), make(mesh, "row", "adagrad", dim=8), mesh)
     with Checkpointer(str(tmp_path)) as checkpoints:
+        with pytest.raises(InputError, match="step_00000007 .*it has embedding tables, this model has none"):
+            checkpoints.restore(*dense(mesh), mesh)
         checkpoints.save(8, *dense(mesh))
     with pytest.raises(InputError, match="its tables or optimizer differ from these in day/sum"):
-        Checkpointer(str(tmp_path), tables=TableStorage(make(mesh, "row", "adagrad"))).restore(*dense(mesh), mesh)
+        restore(str(tmp_path), make(mesh, "row", "adagrad"), mesh)
 
 
 # ---- checkpoints of several hosts ------------------------------------------------------------------------------------
@@ -1012,71 +921,48 @@ def save_on(host: int, place: str, embeddings, mesh, step: int, **options) -> Ch
 
 def test_every_host_writes_its_part_and_the_main_process_waits_for_all(mesh, place):
     embeddings = filled(mesh)
-    expected, (fs, root) = whole(embeddings.pieces()), files(place)
+    expected, folder = whole(embeddings.pieces()), f"{place}/step_00000010"
     main = save_on(0, place, embeddings, mesh, 10)
     time.sleep(0.3)
     assert main.complete_steps() == [] and main._writer.is_alive()
     save_on(1, place, embeddings, mesh, 10).wait()
     main.wait()
     assert main.complete_steps() == [10]
-    names = {Path(name).name for name in fs.ls(f"{root}/step_00000010", detail=False)}
-    assert {f"tables-0000{host}.{ending}" for host in (0, 1) for ending in ("safetensors", "json")} < names
-    marks = json.loads(fs.cat_file(f"{root}/step_00000010/COMPLETE"))
-    assert marks["hosts"] == 2
-    shares = [set(json.loads(fs.cat_file(f"{root}/step_00000010/tables-0000{host}.json"))["crc32"]) for host in (0, 1)]
+    assert {f"tables-0000{host}.{ending}" for host in (0, 1) for ending in ("safetensors", "json")} < names(folder)
+    marks = [
+        json.loads(fsspec.open(f"{folder}/{name}").open().read()) for name in ("COMPLETE", MARK, "tables-00001.json")
+    ]
+    assert marks[0]["hosts"] == 2
+    shares = [set(mark["crc32"]) for mark in marks[1:]]
     assert shares[0] and shares[1] and not shares[0] & shares[1]
     other = make(mesh, "column", "adagrad")  # one host reads what two have written
-    assert Checkpointer(place, tables=TableStorage(other)).restore(*dense(mesh), mesh) == 10
+    assert restore(place, other, mesh) == 10
     assert equal(whole(other.pieces()), expected)
-    # The part of the second host is as needed as the first's.
-    fs.rm(f"{root}/step_00000010/tables-00001.safetensors")
+    damage(place, 10, "tables-00001.safetensors", None)  # the second host's part is as needed as the first's
     with pytest.raises(InputError, match="has whole tables"):
-        Checkpointer(place, tables=TableStorage(other)).restore(*dense(mesh), mesh)
+        restore(place, other, mesh)
 
 
-def test_a_host_that_never_comes_is_named(mesh, place, monkeypatch):
-    embeddings = filled(mesh)
-    monkeypatch.setattr(storage, "HOSTS_SECONDS", 0)
-    checkpoints = save_on(0, place, embeddings, mesh, 10)
-    with pytest.raises(
-        InputError,
-        match=f"host 1 and 0 more have not written their tables to {files(place)[1]}/.*in 0 minutes; .*--runs gs://",
-    ):
-        checkpoints.wait()
-    assert checkpoints.complete_steps() == []
-
-
-def test_the_mark_of_an_attempt_that_was_cut_off_does_not_count(mesh, place, monkeypatch, capsys):
-    """The second host wrote its part, and the main process was killed. In the next attempt it comes first."""
+@pytest.mark.parametrize("whole_once", [False, True])
+def test_the_marks_of_an_earlier_attempt_do_not_count(mesh, place, monkeypatch, capsys, whole_once):
+    """The second host wrote its part, and the main process was killed; or all was written, and a file of tables is
+    damaged. In the next attempt the main process comes first, and the second host never."""
     embeddings = filled(mesh)
     save(place, embeddings, mesh, 10)
+    main = save_on(0, place, embeddings, mesh, 20) if whole_once else None
     save_on(1, place, embeddings, mesh, 20).wait()
+    if whole_once:
+        main.wait()
+        damage(place, 20, *TEARS["another number"])
     monkeypatch.setattr(storage, "HOSTS_SECONDS", 0)
     main = Checkpointer(place, tables=TableStorage(host_of(embeddings, 0)))
     assert main.restore(*dense(mesh), mesh) == 10
     main.save(20, *dense(mesh))
-    with pytest.raises(InputError, match="host 1"):
+    message = "host 1 and 0 more have not written their tables to .*checkpoints/.*step_00000020 in 0 .*--runs gs://"
+    with pytest.raises(InputError, match=message):
         main.wait()
-    assert main.complete_steps() == [10]
-
-
-def test_the_mark_of_a_damaged_checkpoint_does_not_count(mesh, place, monkeypatch, capsys):
-    """A checkpoint with all its marks is skipped, since a file of tables is damaged, and then written again."""
-    embeddings = filled(mesh)
-    save(place, embeddings, mesh, 10)
-    main = save_on(0, place, embeddings, mesh, 20)
-    save_on(1, place, embeddings, mesh, 20).wait()
-    main.wait()
-    fs, root = files(place)
-    flip_number(fs, f"{root}/step_00000020")
-    monkeypatch.setattr(storage, "HOSTS_SECONDS", 0)
-    main = Checkpointer(place, tables=TableStorage(host_of(embeddings, 0)))
-    assert main.restore(*dense(mesh), mesh) == 10
-    main.save(20, *dense(mesh))
-    with pytest.raises(InputError, match="host 1"):
-        main.wait()
-    other = make(mesh, "row", "adagrad")
-    assert Checkpointer(place, tables=TableStorage(other)).restore(*dense(mesh), mesh) == 10
+    assert whole_once or main.complete_steps() == [10]
+    assert restore(place, make(mesh, "row", "adagrad"), mesh) == 10
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
