@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from errors import InputError
 from train.common import files
-from train.common.device import over_hosts, replicate
+from train.common.device import replicate
 
 STATE, NUMBERS, COMPLETE = "state.safetensors", "state.json", "COMPLETE"
 
@@ -38,20 +38,21 @@ def to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return host | dict(zip(on_device, copies, strict=True))
 
 
-def named_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns every tensor that a step changes, by name ("model.…", "optimizer.<parameter>.<state>"), and the values of
     the optimizer's state that are not tensors. Parameters are taken as they are, not as a `state_dict` hook shows them.
     """
     tensors = {f"model.{name}": tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     numbers: dict[str, Any] = {}
-    if optimizer is not None:
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                (tensors if torch.is_tensor(value) else numbers)[f"optimizer.{names[parameter]}.{key}"] = value
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            (tensors if torch.is_tensor(value) else numbers)[f"optimizer.{names[parameter]}.{key}"] = value
     return tensors, numbers
+
+
+def _mark(content: bytes) -> dict[str, int]:
+    return {"bytes": len(content), "crc32": zlib.crc32(content)}
 
 
 class Saved(NamedTuple):
@@ -108,9 +109,8 @@ class Checkpointer:
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None
         if main_process and self._local:
-            for name in self._names():
-                if name.startswith(".writing-"):  # left by a killed process
-                    self._fs.rm(f"{self._root}/{name}", recursive=True)
+            for step in self._steps(".writing-"):  # left by a killed process
+                self._fs.rm(self._place(step, ".writing-"), recursive=True)
 
     # ---- saving ----
 
@@ -153,9 +153,8 @@ class Checkpointer:
 
     def _write(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any], pieces: Any) -> None:
         """Writes one checkpoint and removes those that `keep` no longer covers; leaves an error in `_failure`."""
-        target = self._place(step)
         # Only a local rename is atomic. Elsewhere the marker alone, written last, makes the files a checkpoint.
-        folder = f"{self._root}/.writing-{os.path.basename(target)}" if self._local else target
+        target, folder = self._place(step), self._place(step, ".writing-" if self._local else "")
         try:
             self._fs.makedirs(folder, exist_ok=True)
             if self.tables is not None:
@@ -167,7 +166,7 @@ class Checkpointer:
                 STATE: safetensors.torch.save({k: v.contiguous() for k, v in tensors.items()}),
                 NUMBERS: json.dumps({"step": step, "numbers": numbers}).encode(),
             }
-            marks = {file: {"bytes": len(content), "crc32": zlib.crc32(content)} for file, content in contents.items()}
+            marks: dict[str, Any] = {file: _mark(content) for file, content in contents.items()}
             marks["hosts"] = self.tables.hosts if self.tables is not None else 0
             for file, content in (contents | {COMPLETE: json.dumps(marks).encode()}).items():
                 files.write_synced(self._fs, f"{folder}/{file}", content)
@@ -201,20 +200,17 @@ class Checkpointer:
 
     # ---- restoring ----
 
-    def _place(self, step: int) -> str:
-        return f"{self._root}/step_{step:08d}"
+    def _place(self, step: int, prefix: str = "") -> str:
+        return f"{self._root}/{prefix}step_{step:08d}"
 
     def folder(self, step: int) -> str:
         """Returns the path or URL of a step's checkpoint."""
         return f"{self.path}/step_{step:08d}"
 
-    def _names(self) -> list[str]:
-        if not self._fs.exists(self._root):
-            return []
-        return sorted(os.path.basename(entry.rstrip("/")) for entry in self._fs.ls(self._root, detail=False))
-
-    def _steps(self) -> list[int]:
-        return sorted(int(match[1]) for name in self._names() if (match := re.fullmatch(r"step_(\d+)", name)))
+    def _steps(self, prefix: str = "") -> list[int]:
+        entries = self._fs.ls(self._root, detail=False) if self._fs.exists(self._root) else []
+        matches = [re.fullmatch(rf"{re.escape(prefix)}step_(\d+)", os.path.basename(e.rstrip("/"))) for e in entries]
+        return sorted(int(match[1]) for match in matches if match)
 
     def complete_steps(self) -> list[int]:
         """Returns the steps whose checkpoint has its marker now, in rising order."""
@@ -232,19 +228,26 @@ class Checkpointer:
         """
         damaged = False
         for step in reversed(self._steps()):
-            saved = self.read(step)
+            saved, folder = self.read(step), self._place(step)
             try:
-                if saved is not None and self._load_tables(step, saved, mesh):
-                    load_state(saved, model, optimizer, mesh)
-                    return step
+                if saved is not None:
+                    damage = ""
+                    if self.tables is not None:
+                        damage = self.tables.load(self._fs, folder)
+                    elif saved.hosts:
+                        raise InputError("it has embedding tables, this model has none")
+                    if not damage:
+                        load_state(saved, model, optimizer, mesh)
+                        return step
+                    self._warn(step, damage)
+                    damaged = True
             except InputError as error:
                 raise InputError(
                     f"the checkpoint {self.folder(step)} is of another model or optimizer: {error}. "
                     "Use the settings that it was made with, or another --name"
                 ) from None
-            damaged = damaged or saved is not None
             if self.main_process and self.tables is not None:  # the checkpoint may be written again
-                self.tables.drop_marks(self._fs, self._place(step))
+                self.tables.drop_marks(self._fs, folder)
         if damaged:
             raise InputError(f"no checkpoint in {self.path} has whole tables; remove the folder to start anew")
         return 0
@@ -256,9 +259,8 @@ class Checkpointer:
             contents = {}
             for name in (STATE, NUMBERS):
                 contents[name] = self._fs.cat_file(f"{self._place(step)}/{name}")
-                size, crc32 = len(contents[name]), zlib.crc32(contents[name])
-                if size != marks[name]["bytes"] or crc32 != marks[name]["crc32"]:
-                    raise ValueError(f"{name} has {size} bytes that do not match its checksum")
+                if _mark(contents[name]) != marks[name]:
+                    raise ValueError(f"{name} has {len(contents[name])} bytes that do not match its checksum")
             numbers = json.loads(contents[NUMBERS])["numbers"]
             return Saved(safetensors.torch.load(contents[STATE]), numbers, marks.get("hosts", 0))
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
@@ -267,14 +269,3 @@ class Checkpointer:
 
     def _warn(self, step: int, reason: str) -> None:
         print(f"warning: skipping the torn checkpoint {self.folder(step)}: {reason}", file=sys.stderr, flush=True)
-
-    def _load_tables(self, step: int, saved: Saved, mesh: Any) -> bool:
-        """Loads the tables, if the model has any; returns whether they were whole on every host."""
-        if self.tables is None:
-            if saved.hosts:
-                raise InputError("it has embedding tables, this model has none")
-            return True
-        damage = self.tables.load(self._fs, self._place(step))
-        if damage:
-            self._warn(step, damage)
-        return over_hosts(mesh, int(not damage)).low == 1  # each host reads other pieces; all take the same checkpoint

@@ -110,7 +110,5 @@ def write_synced(fs: fsspec.AbstractFileSystem, path: str, *contents: bytes | me
 def fsync(folder: str) -> None:
     """Waits until a local folder's entries are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -22,6 +22,7 @@ from torch import Tensor
 from errors import InputError
 from train.common import files
 from train.common.checkpoint import COMPLETE
+from train.common.device import over_hosts
 from train.common.embedding.bags import ShardedEmbeddingBags
 
 HOSTS_SECONDS = 1800  # how long the main process waits for the other hosts' tables
@@ -89,10 +90,11 @@ class TableStorage:
         """Fills the tables and their optimizer state from a checkpoint's folder.
 
         Returns:
-            What is damaged: "" when all was whole; else some numbers may be in the tables already.
+            What is damaged on this or another host, else "". Some numbers may be in the tables already.
         Raises:
             InputError: the pieces are those of other tables or of another optimizer.
         """
+        damage = ""
         try:
             index = _index(fs, folder)
             shapes = {key: place.shape for key, place in index.items()}
@@ -100,8 +102,10 @@ class TableStorage:
         except ValueError as error:
             if isinstance(error, InputError):
                 raise
-            return str(error)
-        return ""
+            damage = str(error)
+        # Each host reads other pieces; all take the same checkpoint.
+        whole = over_hosts(self.embeddings.mesh, int(not damage)).low
+        return damage or ("" if whole else "the tables of another host are damaged")
 
     def drop_marks(self, fs: fsspec.AbstractFileSystem, folder: str) -> None:
         """Removes the marks of all hosts from a torn checkpoint, so that they cannot pass for those of a new attempt.
