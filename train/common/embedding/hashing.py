@@ -1,16 +1,20 @@
-"""Random-looking integers out of places, in plain operations: the same on every device and however a tensor is cut."""
+"""Random-looking integers from positions, in plain operations: the same on every device and however a tensor is cut.
+
+A copy of models/hashing.py, since train/common does not import models; a test compares the two.
+"""
 
 from torch import Tensor
 
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical, of int32. torch_xla 2.9 computes >> as a division, which rounds negatives to 0: none is shifted."""
+    """Shifts int32 logically. torch_xla 2.9 computes >> as a division, which rounds a negative towards 0, so none is
+    shifted."""
     return ((x & 0x7FFFFFFF) >> bits) | ((x < 0).int() << (31 - bits))
 
 
 def hash32(x: Tensor) -> Tensor:
-    """A permutation of the 32-bit integers that looks random ("lowbias32", C. Wellons, nullprogram.com 2018), on int32:
-    products wrap around."""
+    """Permutes the 32-bit integers in a way that looks random ("lowbias32", C. Wellons, nullprogram.com 2018). Works on
+    int32, whose products wrap around."""
     x = x ^ shift_right(x, 16)
     x = x * 0x7FEB352D
     x = x ^ shift_right(x, 15)

@@ -1,7 +1,4 @@
-"""What an embedding table is, where it lies on the devices, and how its rows are updated: no XLA in here.
-
-bags.py uses it.
-"""
+"""What an embedding table is, where it lies on the devices, and how its rows are updated: no XLA in here."""
 
 import math
 import os
@@ -21,7 +18,7 @@ PLANS = ("row", "table", "column", "data")
 # the devices then moves fewer bytes than sending every example's.
 COPIED_BYTES = 1 << 20
 LANES = 128  # of a TPU's vector unit: an array [rows, fewer columns] takes as much memory as one of 128 columns
-# Memory that a program can use on one device, GiB; of "TPU v5" (v5p) estimated from its 95 GB.
+# Memory that a program can use on one device, GiB; that of "TPU v5" (v5p) is estimated from its 95 GB.
 USABLE_GIB = {"TPU v2": 7.48, "TPU v3": 15.48, "TPU v4": 30.75, "TPU v5 lite": 15.75, "TPU v5": 88.0}
 USABLE_GIB |= {"TPU v6 lite": 31.24, "TPU7x": 94.74}
 TABLE_SHARE = 0.75  # of it, for tables and their optimizer state; the rest is for the batch and the network
@@ -70,7 +67,7 @@ def check_tables(tables: Sequence[Table], dim: int, devices: int) -> None:
 
 
 def take_rows(array: Tensor, rows: Tensor | None, dim: int) -> Tensor:
-    """Rows [n] of an array [lines, pack * dim], as [n, dim]; of an array [rows], as [n]. None: all rows, not packed."""
+    """Returns rows [n] of an array [lines, pack * dim], as [n, dim]; of [rows], as [n]. None: all, not packed."""
     if rows is None:
         return array
     if array.dim() == 1 or array.shape[1] == dim:
@@ -80,7 +77,7 @@ def take_rows(array: Tensor, rows: Tensor | None, dim: int) -> Tensor:
 
 
 def add_rows(array: Tensor, rows: Tensor | None, delta: Tensor) -> Tensor:
-    """array with delta [n, dim] (or [n]) added at these rows."""
+    """Returns the array with delta [n, dim] (or [n]) added at these rows."""
     if rows is None:
         return array + delta
     if array.dim() == 1 or array.shape[1] == delta.shape[1]:
@@ -91,7 +88,7 @@ def add_rows(array: Tensor, rows: Tensor | None, delta: Tensor) -> Tensor:
 
 
 def _fold(wide: Tensor, dim: int) -> Tensor:
-    """[..., pack * dim], 0 outside of one row, to that row [..., dim]: the halves added, again and again."""
+    """Turns [..., pack * dim], 0 outside of one row, into that row [..., dim] by adding halves again and again."""
     while wide.shape[-1] > dim:
         half = wide.shape[-1] // 2
         wide = wide[..., :half] + wide[..., half:]
@@ -99,12 +96,12 @@ def _fold(wide: Tensor, dim: int) -> Tensor:
 
 
 def rows_in_a_line(dim: int, lanes: int) -> int:
-    """The largest power of two of rows of `dim` columns that fit."""
+    """Returns the largest power of two of rows of `dim` columns that fit into so many lanes."""
     return 1 << max(0, (lanes // dim).bit_length() - 1)
 
 
 def _place(rows: Tensor, width: int, dim: int) -> tuple[Tensor, Tensor]:
-    """(line [n], whether each column of it belongs to the row [n, width])."""
+    """Returns (line [n], whether each of its columns belongs to the row [n, width])."""
     pack = width // dim  # a power of two: torch_xla 2.9 divides int32 in float32, which is wrong from 2**24 on
     column = torch.arange(width, dtype=rows.dtype, device=rows.device)
     own = (rows & (pack - 1))[:, None] == torch.div(column, dim, rounding_mode="trunc")[None]
@@ -129,7 +126,7 @@ class SGD:
 @dataclass(frozen=True)
 class RowWiseAdagrad:
     """s += mean(g^2) over the columns, w -= lr g / (sqrt(s) + eps): fbgemm's EXACT_ROWWISE_ADAGRAD, the rule of
-    facebookresearch/dlrm optim/rwsadagrad.py. One number of state a row."""
+    facebookresearch/dlrm optim/rwsadagrad.py. One number of state per row."""
 
     eps: float = 1e-8
     states: ClassVar[dict[str, str]] = {"sum": "row"}
@@ -155,7 +152,7 @@ class Adagrad:
 
 @dataclass(frozen=True)
 class LazyAdam:
-    """Adam on the rows of the step alone, bias corrected by the count of all steps: torch.optim.SparseAdam."""
+    """Adam on the rows of the step only, bias corrected by the count of all steps: torch.optim.SparseAdam."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -185,12 +182,12 @@ class Placement:
     owners: tuple[int, ...]
 
     def counts(self) -> dict[str, int]:
-        """How many tables each plan has."""
+        """Returns how many tables each plan has."""
         return {plan: self.plans.count(plan) for plan in PLANS if plan in self.plans}
 
 
 def row_bytes(dim: int, optimizer: Optimizer) -> int:
-    """Bytes of one row of a table with its optimizer state, float32."""
+    """Returns the bytes of one row of a table with its optimizer state, float32."""
     kinds = list(optimizer.states.values())
     return 4 * (dim * (1 + kinds.count("full")) + kinds.count("row"))
 
@@ -200,7 +197,7 @@ def place_tables(
 ) -> Placement:
     """Chooses the plan of every table that says "auto", and the device of every table of plan "table".
 
-    * On one device there is nothing to share: all are "data".
+    * On one device there is nothing to distribute: all are "data".
     * Up to COPIED_BYTES: "data".
     * A table larger than a device's fair share of the others: "column" if each part has LANES columns, else "row".
     * The rest: "table", the largest first, each to the device where the larger of its shares (of rows, of lookups)
@@ -241,7 +238,7 @@ def place_tables(
 
 
 def _assign(tables: Sequence[Table], owned: list[int], devices: int) -> tuple[dict[int, int], int]:
-    """Gives each table of plan "table" a device: (table -> device, most rows that one device gets)."""
+    """Gives each table of plan "table" a device; returns (table -> device, most rows that one device gets)."""
     rows, lookups = [0] * devices, [0] * devices
     all_rows, all_lookups = (sum(getattr(tables[t], name) for t in owned) for name in ("rows", "lookups"))
     owners = {}
@@ -257,7 +254,7 @@ def _assign(tables: Sequence[Table], owned: list[int], devices: int) -> tuple[di
 
 
 def device_bytes_for_tables(mesh: Mesh) -> float:
-    """What one device has for tables: a share of its memory; on the CPU backend, of the machine's."""
+    """Returns the bytes that one device has for tables: a share of its memory; on the CPU backend, of the machine's."""
     if mesh.kind in USABLE_GIB:
         return TABLE_SHARE * USABLE_GIB[mesh.kind] * 2**30
     if mesh.kind != "CPU":
@@ -273,7 +270,7 @@ def check_ids(ids: np.ndarray, tables: Sequence[Table], present: np.ndarray | No
         ids: [n, sum of lookups] integers.
         present: [n, sum of lookups], 0 where there is no id.
     Raises:
-        InputError: with the table, the id and its example.
+        InputError: an id is outside of its table; names table, id and example.
     """
     width = sum(table.lookups for table in tables)
     if ids.ndim != 2 or ids.shape[1] != width:
