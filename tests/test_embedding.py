@@ -190,18 +190,30 @@ def train_step(embeddings, *batches):
     return sum(losses).detach()
 
 
+def vocabulary_step(embeddings, batch):
+    """One id per bag, as in a language model: a row for every place of a sequence, here added up."""
+    embedded = embeddings(batch["ids"].reshape(-1, 1)).reshape(BATCH, -1, 1, DIM).sum(1)
+    loss = squared_error(embedded, batch["y"])
+    loss.backward()
+    embeddings.step()
+    return loss.detach()
+
+
 def initial_weights(embeddings, tables=TABLES, dim=DIM):
     weights = whole(embeddings.pieces(), tables, dim)
     return [nn.Parameter(weights[table.name, "weight"].clone()) for table in tables]
 
 
-def compare(mesh, plan, optimizer, model_devices=0, ragged=True, tables=TABLES, steps=4, passes=1, lrs=()) -> dict:
+def compare(
+    mesh, plan, optimizer, model_devices=0, ragged=True, tables=TABLES, steps=4, passes=1, lrs=(), step_fn=train_step
+):
     """Trains on the mesh and on the CPU; how far they are from each other, and how far from the start."""
-    embeddings = make(mesh, plan, optimizer, model_devices, tables=tables)
+    own = tables if step_fn is train_step else [dataclasses.replace(table, lookups=1) for table in tables]
+    embeddings = make(mesh, plan, optimizer, model_devices, tables=own)
     weights = initial_weights(embeddings, tables)
     before = [weight.detach().clone() for weight in weights]
     reference = REFERENCES[optimizer](weights, lr=LR[optimizer])
-    step = device.compiled(train_step, mesh)
+    step = device.compiled(step_fn, mesh)
     device.reset_graph_report()
     losses, expected, graphs = [], [], 0
     for number, lr in enumerate(lrs or [LR[optimizer]] * steps):
@@ -265,6 +277,7 @@ def test_training_equals_torch_on_four_devices(mesh, plan, optimizer):
 
 
 ONE_HOT = [dataclasses.replace(table, lookups=1) for table in TABLES]
+VOCABULARY = {"tables": [Table("words", 60, 5)], "ragged": False, "step_fn": vocabulary_step}
 OTHER_WAYS = {
     "2-D mesh, row-wise": ("mixed", "rowwise_adagrad", {"model_devices": 2}),
     "2-D mesh, Adam": ("mixed", "lazy_adam", {"model_devices": 2}),
@@ -275,6 +288,9 @@ OTHER_WAYS = {
     "two passes per update": ("mixed", "lazy_adam", {"passes": 2, "steps": 3}),
     "learning rates": ("row", "sgd", {"lrs": [0.01, 0.0, 0.03, 1.0, 0.02]}),
     "learning rates of Adam": ("row", "lazy_adam", {"lrs": [0.01, 0.0, 0.005]}),
+    "nn.Embedding, rows": ("row", "lazy_adam", VOCABULARY),
+    "nn.Embedding, columns": ("column", "sgd", VOCABULARY),
+    "nn.Embedding, auto": ("auto", "sgd", VOCABULARY),
 }
 
 
@@ -302,13 +318,13 @@ def test_training_equals_torch_on_other_numbers_of_devices(other_devices, device
         assert devices > 1 or set(result["plans"]) == {"data"}, name
 
 
-def test_row_wise_adagrad_is_that_of_fbgemm(mesh):
+def test_the_row_wise_reference_is_fbgemm():
     operators = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 
-    table = Table("words", 50, 4)
-    embeddings = make(mesh, "row", "rowwise_adagrad", tables=[table])
+    table, weight = [Table("words", 50, 4)], nn.Parameter(torch.rand(50, DIM))
+    reference = RowWise([weight], LR["rowwise_adagrad"])
     theirs = operators.SplitTableBatchedEmbeddingBagsCodegen(
         [(50, DIM, EmbeddingLocation.HOST, operators.ComputeDevice.CPU)],
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -316,17 +332,16 @@ def test_row_wise_adagrad_is_that_of_fbgemm(mesh):
         eps=RowWiseAdagrad.eps,
         pooling_mode=PoolingMode.SUM,
     )
-    theirs.split_embedding_weights()[0].copy_(initial_weights(embeddings, [table])[0].data)
+    theirs.split_embedding_weights()[0].copy_(weight.data)
     for number in range(4):
-        batch = host_batch(number, [table])
-        loss = train_step(embeddings, put(mesh, batch))
+        batch = host_batch(number, table)
         here = batch["present"] > 0
         pooled = theirs(batch["ids"][here].long(), F.pad(here.sum(1).cumsum(0), (1, 0)))
-        expected = squared_error(pooled[:, None], batch["y"])
-        expected.backward()
-        assert loss.item() == pytest.approx(expected.item(), rel=TOLERANCE)
-    ours = whole(embeddings.pieces(), [table])["words", "weight"]
-    torch.testing.assert_close(ours, theirs.split_embedding_weights()[0], rtol=0, atol=TOLERANCE)
+        squared_error(pooled[:, None], batch["y"]).backward()
+        reference.zero_grad()
+        squared_error(reference_pooled([weight], batch, table), batch["y"]).backward()
+        reference.step()
+    torch.testing.assert_close(weight.data, theirs.split_embedding_weights()[0], rtol=0, atol=TOLERANCE)
 
 
 def test_evaluation_leaves_nothing_to_update(mesh):
@@ -365,49 +380,6 @@ def test_a_step_without_a_backward_pass_is_an_error(mesh):
     assert not any(torch.equal(before[key], after[key]) for key in before)
     with pytest.raises(RuntimeError, match="needs a forward pass"):
         embeddings.step()  # its gradients are used up
-
-
-# ---- as nn.Embedding -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("plan, optimizer", [("row", "lazy_adam"), ("column", "sgd"), ("auto", "sgd")])
-def test_the_vocabulary_of_a_language_model_equals_nn_embedding(mesh, plan, optimizer):
-    """One table, one id per bag: next words of a Markov chain, an embedding and a fixed output layer."""
-    words, length, vocabulary = 60, 5, Table("words", 60)
-    embeddings = make(mesh, plan, optimizer, tables=[vocabulary])
-    reference = nn.Embedding(words, DIM, sparse=True, _weight=initial_weights(embeddings, [vocabulary])[0].data)
-    reference_optimizer = REFERENCES[optimizer](reference.parameters(), lr=LR[optimizer])
-    head = torch.randn(DIM, words, generator=torch.Generator().manual_seed(0))
-    head_there = embeddings.sharding.replicated(head)
-
-    def loss_of(embedded, head, following):
-        return F.cross_entropy((embedded @ head).flatten(0, 1), following.long().flatten())
-
-    def language_step(embeddings, head, batch):
-        embedded = embeddings(batch["ids"].reshape(-1, 1)).reshape(BATCH, length, DIM)
-        loss = loss_of(embedded, head, batch["next"])
-        loss.backward()
-        embeddings.step()
-        return loss.detach()
-
-    step = device.compiled(language_step, mesh)
-    losses, expected = [], []
-    for number in range(5):
-        generator = torch.Generator().manual_seed(number)
-        text = [torch.randint(0, words, (BATCH,), generator=generator, dtype=torch.int32)]
-        for _ in range(length):
-            text.append((3 * text[-1] + 1) % words)
-        ids, following = torch.stack(text[:-1], 1), torch.stack(text[1:], 1)
-        losses.append(step(embeddings, head_there, put(mesh, {"ids": ids, "next": following})))
-        loss = loss_of(reference(ids), head, following)
-        reference_optimizer.zero_grad()
-        loss.backward()
-        reference_optimizer.step()
-        expected.append(loss.item())
-    assert device.fetch(losses) == pytest.approx(expected, rel=TOLERANCE)
-    assert expected[-1] < expected[0]
-    ours = whole(embeddings.pieces(), [vocabulary])["words", "weight"]
-    torch.testing.assert_close(ours, reference.weight.data, rtol=0, atol=TOLERANCE)
 
 
 # ---- initial weights -------------------------------------------------------------------------------------------------
@@ -790,9 +762,8 @@ def test_no_host_holds_a_table_that_is_cut(mesh, tmp_path):
         most = embeddings.arrays[0].local_rows if plan == "row" else max(rows)
         padded = embeddings.arrays[0].local_rows + 64  # states have a few more
         assert max(piece.shape[0] for key, piece in pieces.items() if key != "step") <= most
-        assert {piece.shape[1] for key, piece in pieces.items() if key != "step"} == {
-            DIM if plan == "row" else DIM // parts
-        }
+        columns = {piece.shape[1] for key, piece in pieces.items() if key != "step"}
+        assert columns == {DIM if plan == "row" else DIM // parts}
         assert embeddings.arrays[0].local_rows <= sum(rows) / (parts if plan == "row" else 1) + 64
         for piece in pieces.values():  # nor as a view of a larger tensor
             assert piece.untyped_storage().nbytes() <= 4 * padded * DIM // (parts if plan == "column" else 1)
@@ -985,12 +956,6 @@ def test_small_tables_are_copied_and_a_huge_one_is_cut():
     assert automatic([10_000_000], dim=4 * LANES, devices=8).plans == ("row",)
 
 
-def test_one_device_shares_nothing():
-    assert automatic([10, 100_000, 10_000_000], devices=1).plans == ("data",) * 3
-    tables = [Table("a", 1000, plan="row"), Table("b", 1000, plan="column"), Table("c", 1000, plan="table")]
-    assert place_tables(tables, 64, 1, SGD(), UNLIMITED).plans == ("data",) * 3
-
-
 def test_whole_tables_are_balanced_by_lookups_as_well_as_rows():
     rows, lookups = [50_000] * 8 + [20_000] * 8, [1] * 8 + [20] * 8
     plan = automatic(rows, lookups=lookups)
@@ -1003,11 +968,12 @@ def test_whole_tables_are_balanced_by_lookups_as_well_as_rows():
     assert sorted(plan.owners) == [0, 0, 1, 1]
 
 
-def test_a_given_plan_is_kept():
+def test_a_given_plan_is_kept_and_one_device_shares_nothing():
     tables = [Table(f"t{i}", rows, plan=plan) for i, (rows, plan) in enumerate(itertools.product([9, 10**7], PLANS))]
-    assert place_tables(tables, 64, 4, SGD(), UNLIMITED).plans == PLANS * 2
     tables.append(Table("auto", 10))
     assert place_tables(tables, 64, 4, SGD(), UNLIMITED).plans == (*PLANS * 2, "data")
+    assert place_tables(tables, 64, 1, SGD(), UNLIMITED).plans == ("data",) * 9
+    assert automatic([10, 100_000, 10_000_000], devices=1).plans == ("data",) * 3
 
 
 def test_tables_are_cut_when_whole_ones_do_not_fit():
