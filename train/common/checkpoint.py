@@ -233,7 +233,7 @@ class Checkpointer:
                 if saved is not None:
                     damage = ""
                     if self.tables is not None:
-                        damage = self.tables.load(self._fs, folder)
+                        damage = self.tables.load(self._fs, folder, mesh)
                     elif saved.hosts:
                         raise InputError("it has embedding tables, this model has none")
                     if not damage:

@@ -22,7 +22,7 @@ from torch import Tensor
 from errors import InputError
 from train.common import files
 from train.common.checkpoint import COMPLETE
-from train.common.device import over_hosts
+from train.common.device import Mesh, over_hosts
 from train.common.embedding.bags import ShardedEmbeddingBags
 
 HOSTS_SECONDS = 1800  # how long the main process waits for the other hosts' tables
@@ -86,7 +86,7 @@ class TableStorage:
             time.sleep(1)
             fs.invalidate_cache()
 
-    def load(self, fs: fsspec.AbstractFileSystem, folder: str) -> str:
+    def load(self, fs: fsspec.AbstractFileSystem, folder: str, mesh: Mesh) -> str:
         """Fills the tables and their optimizer state from a checkpoint's folder.
 
         Returns:
@@ -104,7 +104,7 @@ class TableStorage:
                 raise
             damage = str(error)
         # Each host reads other pieces; all take the same checkpoint.
-        whole = over_hosts(self.embeddings.mesh, int(not damage)).low
+        whole = over_hosts(mesh, int(not damage)).low
         return damage or ("" if whole else "the tables of another host are damaged")
 
     def drop_marks(self, fs: fsspec.AbstractFileSystem, folder: str) -> None:
