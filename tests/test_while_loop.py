@@ -1,6 +1,7 @@
 """Loops on the device (train/common/xla/while_loop.py) beside the same loop in Python on the CPU."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -82,12 +83,8 @@ def chain(mesh, optimizer):
     return (reference, optimizer(reference.parameters())), (model, made)
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2, foreach=False)
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.1, betas=(0.9, 0.98), foreach=False)
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-2, foreach=False)
+adam = partial(torch.optim.Adam, lr=0.1, betas=(0.9, 0.98), foreach=False)
 
 
 def test_a_loop_on_sharded_state_gives_the_numbers_of_a_python_loop(mesh):

@@ -34,28 +34,17 @@ graph_report, reset_graph_report, host_reads = _report.summary, _report.reset, _
 
 @dataclass(frozen=True)
 class Mesh:
-    """All devices of the run, and this host's place among them.
+    """All devices of the run, and this host's place among them."""
 
-    Attributes:
-        device: the virtual XLA device that holds every tensor.
-        spmd: 1-D `torch_xla.distributed.spmd.Mesh` with the axis "data".
-        num_devices: devices of all hosts.
-        process_index, process_count: this host, and how many there are.
-        kind: hardware, such as "TPU v5 lite" or "CPU".
-        precision: what `autocast` computes in, "bfloat16" or "float32".
-        strict: a recompilation after warm-up or a host fall-back is an error; otherwise a warning.
-        places: this host's devices on the mesh, in the order in which torch_xla fills them; (): in order of hosts.
-    """
-
-    device: torch.device
-    spmd: xs.Mesh
-    num_devices: int
-    process_index: int
-    process_count: int
-    kind: str
-    precision: str
-    strict: bool
-    places: tuple[int, ...] = ()
+    device: torch.device  # the virtual XLA device that holds every tensor
+    spmd: xs.Mesh  # 1-D, with the axis "data"
+    num_devices: int  # of all hosts
+    process_index: int  # of this host
+    process_count: int  # hosts
+    kind: str  # hardware, such as "TPU v5 lite" or "CPU"
+    precision: str  # what `autocast` computes in, "bfloat16" or "float32"
+    strict: bool  # a recompilation after warm-up or a host fall-back is an error; otherwise a warning
+    places: tuple[int, ...] = ()  # of this host's devices, as torch_xla fills them; (): after those of the hosts before
 
     @property
     def main_process(self) -> bool:
@@ -173,12 +162,6 @@ def annotate(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> None:
         xs.mark_sharding(tensor, spmd, spec)
 
 
-def _replicated_zeros(like: Tensor, mesh: Mesh) -> Tensor:
-    zeros = torch.zeros(like.shape, dtype=like.dtype).to(mesh.device)
-    replicate(zeros, mesh)
-    return zeros
-
-
 def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     """Creates the state that `optimizer.step()` would create in step 1 (momentum, moments), as zeros on the device.
 
@@ -204,7 +187,8 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
                     start = f"its state {name!r} at {value.flatten()[0]}, not 0"
                     raise RuntimeError(f"{type(optimizer).__name__} starts {start}")
                 elif group.get("capturable") or (value.shape == shadow.shape and name != "step"):
-                    state[name] = _replicated_zeros(value, mesh)
+                    state[name] = torch.zeros_like(value).to(mesh.device)
+                    replicate(state[name], mesh)
                 else:  # torch keeps the step counter on the CPU
                     state[name] = torch.zeros_like(value)
             if state:
@@ -329,17 +313,12 @@ def over_hosts(mesh: Mesh, value: int) -> OverHosts:
 
 
 def same_on_all_hosts(mesh: Mesh, name: str, value: int) -> None:
-    """Checks that every host of a pod has the same number, such as the step to resume from or the size of the data:
-    hosts that disagree would wait for each other forever.
-
-    Raises:
-        InputError: with the smallest and the largest value.
-    """
+    """Checks that every host of a pod has the same number, such as the step to resume from or the size of the data;
+    raises InputError otherwise. Hosts that disagree would wait for each other forever."""
     low, high, _ = over_hosts(mesh, value)
     if low != high:
-        raise InputError(
-            f"the hosts disagree about {name}: from {low} to {high}; they must see the same files (use gs://)"
-        )
+        remedy = "they must see the same files (use gs://)"
+        raise InputError(f"the hosts disagree about {name}: from {low} to {high}; {remedy}")
 
 
 @contextlib.contextmanager
@@ -348,9 +327,9 @@ def stop_requested(mesh: Mesh, every: int = 10) -> Iterator[Callable[[], bool]]:
 
     Yields a function that tells whether one has come; call it once in each step. A second Ctrl-C interrupts at once.
 
-    The hosts of a pod leave in the same step, also when the signal reaches them in different ones, or reaches one host
-    alone: those that stay would wait for it forever. They agree in every `every`-th call, each of which waits for the
-    device; until then the answer is no. A single host reacts in the next call, and reads nothing.
+    The hosts of a pod must leave in the same step, also when the signal reaches one of them alone: those that stay
+    would wait for it forever. So they agree in every `every`-th call, which waits for the device; until then the answer
+    is no. A single host reacts in the next call, and reads nothing.
     """
     received: list[int] = []
     calls = itertools.count(1)  # alike on all hosts, since they take the same steps

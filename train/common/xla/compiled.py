@@ -32,11 +32,8 @@ class GraphReport:
 
     def reset(self) -> None:
         """Starts anew; the counts of graphs and host reads, which are of the process, continue."""
-        self.compile_seconds = 0.0
-        self.traced = self.repeated = 0
-        self.recompilations: list[str] = []
-        self.fallbacks: list[str] = []
-        self.not_repeatable: list[str] = []
+        self.compile_seconds, self.traced, self.repeated = 0.0, 0, 0
+        self.recompilations, self.fallbacks, self.not_repeatable = [], [], []
 
     def host_reads(self) -> int:
         """Returns how many transfers from the device to the host there were, without `constant_reads`."""
@@ -70,11 +67,11 @@ class State(Enum):
 
 @dataclass
 class _Calls:
-    """The calls with one set of input shapes so far."""
+    """The calls with one set of input shapes."""
 
     inputs: dict[str, Any]  # of the first
     state: State
-    count: int = 0
+    count: int = 0  # the present one included
     program: replay.Program | None = None
 
 
@@ -117,17 +114,21 @@ class CompiledStep:
         shapes = tuple((name, value) for name, value in inputs.items() if not isinstance(value, float))
         calls = self._known.get(shapes) or self._new_calls(inputs)
         arguments = None if calls.state is State.GAVE_UP else replay.Arguments(args)
-        if (
-            calls.state is State.CONFIRMED
-            and calls.count % self._check_every
-            and calls.program.facts == arguments.facts
-        ):
-            self._report.repeated += 1
-            result = calls.program(arguments)
-        else:
-            result = self._call(args, arguments, calls, inputs)
-            self._known[shapes] = calls
         calls.count += 1
+        confirmed = calls.state is State.CONFIRMED and calls.program.facts == arguments.facts
+        if confirmed and (calls.count - 1) % self._check_every:
+            self._report.repeated += 1
+            return calls.program(arguments)
+        self._report.traced += 1
+        graphs, started = compilations(), time.perf_counter()
+        result = self._run(args) if arguments is None else self._trace(args, arguments, calls)
+        torch_xla.sync()
+        if compilations() > graphs:
+            self._report.compile_seconds += time.perf_counter() - started
+            gave_up_now = arguments is not None and calls.state is State.GAVE_UP  # which compiles once more
+            if shapes in self._known and not gave_up_now:
+                self._compiled_again(calls.inputs, inputs)
+        self._known[shapes] = calls
         return result
 
     def _sync_pending(self) -> None:
@@ -156,21 +157,6 @@ class CompiledStep:
             raise GraphError(message + "; --no-strict makes this a warning")
         print(f"warning: {message}", flush=True)
 
-    def _call(
-        self, args: Sequence[Any], arguments: replay.Arguments | None, calls: _Calls, inputs: dict[str, Any]
-    ) -> Any:
-        """Runs the step's Python and its graph, and checks that known shapes compile nothing."""
-        self._report.traced += 1
-        graphs, started = compilations(), time.perf_counter()
-        result = self._run(args) if arguments is None else self._trace(args, arguments, calls)
-        torch_xla.sync()
-        if compilations() > graphs:
-            self._report.compile_seconds += time.perf_counter() - started
-            gave_up_now = arguments is not None and calls.state is State.GAVE_UP  # which compiles once more
-            if calls.count and not gave_up_now:
-                self._compiled_again(calls.inputs, inputs)
-        return result
-
     def _compiled_again(self, first: dict[str, Any], inputs: dict[str, Any]) -> None:
         changed = [f"{name} from {first[name]} to {value}" for name, value in inputs.items() if first[name] != value]
         if changed:
@@ -185,31 +171,31 @@ class CompiledStep:
 
     def _run(self, args: Sequence[Any], trace: replay.Trace | None = None) -> Any:
         """Runs the step's Python, which makes the graph."""
-        fallbacks, error = _fallback_counts(), None
+        fallbacks = _fallback_counts()
         torch_xla._XLAC._set_allow_execution(not self._strict)
         try:
             with trace or contextlib.nullcontext():
-                result = self._step_fn(*args)
-        except RuntimeError as raised:
-            error = raised
+                return self._step_fn(*args)
+        except RuntimeError as error:
+            if "Unexpected execution" not in str(error):
+                raise
+            raise GraphError(
+                f"{self.name} reads a device value before its end (.item(), float(), print, `if` on a tensor), in the "
+                "line of the step that the traceback above ends with; keep the value a tensor, or return it"
+            ) from error
         finally:
             torch_xla._XLAC._set_allow_execution(True)
-        names = sorted(name for name, count in _fallback_counts().items() if count > fallbacks.get(name, 0))
+            self._check_fallbacks(fallbacks)
+
+    def _check_fallbacks(self, before: dict[str, int]) -> None:
+        names = sorted(name for name, count in _fallback_counts().items() if count > before.get(name, 0))
         names = [name for name in names if self._strict or name not in self._report.fallbacks]
         if names:
             self._report.fallbacks.extend(names)
             message = f"{self.name} runs {', '.join(names)} on the host, since XLA has no lowering for it"
             if self._strict:
-                raise GraphError(message + ": replace it, or use --no-strict") from error
+                raise GraphError(message + ": replace it, or use --no-strict")
             print(f"warning: {message}", flush=True)
-        if error is None:
-            return result
-        if "Unexpected execution" not in str(error):
-            raise error
-        raise GraphError(
-            f"{self.name} reads a device value before its end (.item(), float(), print, `if` on a tensor), in the line "
-            "of the step that the traceback above ends with; keep the value a tensor, or return it"
-        ) from error
 
     def _trace(self, args: Sequence[Any], arguments: replay.Arguments, calls: _Calls) -> Any:
         """Traces the step and runs its program: `calls` become traced, confirmed, or gave up."""
@@ -247,7 +233,7 @@ class CompiledStep:
         self._report.not_repeatable.append(message)
         print(f"note: {message}", flush=True)
         if confirmed:
-            self._recompiled(f"{message}; it was not in the {calls.count} calls before")
+            self._recompiled(f"{message}; it was not in the {calls.count - 1} calls before")
 
 
 def _fallback_counts() -> dict[str, int]:

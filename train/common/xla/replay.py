@@ -59,20 +59,13 @@ class _Anything:
 
 
 class Arguments:
-    """What a step is called with.
-
-    Attributes:
-        tensors: all of them, each once: of modules parameters, gradients, buffers and what `on_device()` gives
-            (embedding/bags.py), of optimizers the state.
-        facts: everything else that its trace may depend on; two calls with equal facts are the same program.
-        groups: the optimizers' parameter groups whose learning rate is a Python number.
-        optimizers: the optimizers.
-    """
+    """What a step is called with; two calls with equal `facts` are the same program."""
 
     def __init__(self, args: Any):
+        # Each once: also a module's parameters, gradients, buffers and `on_device()`, and an optimizer's state.
         self.tensors: list[Tensor] = []
-        self.facts: list[Any] = [torch.is_grad_enabled()]
-        self.groups: list[dict] = []
+        self.facts: list[Any] = [torch.is_grad_enabled()]  # all else that the trace may depend on
+        self.groups: list[dict] = []  # the optimizers' groups whose learning rate is a Python number
         self.optimizers: list[torch.optim.Optimizer] = []
         self._places: dict[int, int] = {}
         self._walk(args)
@@ -213,13 +206,11 @@ class Trace:
 
     A learning rate that is a Python number becomes an input of the program, since it changes from step to step: the
     step is traced with numbers that occur nowhere else, others for another `again`.
-
-    Attributes:
-        host_reads: transfers from the device for the values of the program's constants.
     """
 
     def __init__(self, arguments: Arguments, again: int):
-        self.arguments, self.again, self.host_reads = arguments, again, 0
+        self.arguments, self.again = arguments, again
+        self.host_reads = 0  # transfers of the values of the program's constants
 
     def __enter__(self) -> "Trace":
         tensors, groups = self.arguments.tensors, self.arguments.groups
