@@ -1,11 +1,11 @@
-"""A train step as a program for TPUs that are not there: traced on this machine's CPU, neither compiled nor run.
+"""Traces a train step for TPUs that are not there, on this machine's CPU; it neither compiles nor runs the program.
 
-The script's own `build` and `train_step` make it, with a mesh of as many devices as the TPU has:
+The script's own `build` and `train_step` make the step, with a mesh of as many devices as the TPU has:
 
     mesh = staging.setup(8, "TPU v5 lite", "bfloat16")
-    model, optimizer = script.build(config, mesh)                  # on the meta device: shapes, no numbers
+    state = script.build(config, data, mesh)                       # on the meta device: shapes, no numbers
     batch = staging.inputs({"image": ((1024, 3, 224, 224), torch.uint8)}, mesh)
-    program = staging.stage(script.train_step, model, optimizer, batch, config, mesh)
+    program = staging.stage(script.train_step, state, batch, config, mesh)
 
 A process stages for one number of devices, and trains nothing.
 """
@@ -38,11 +38,11 @@ class Staged:
 
     Attributes:
         module: the serialised HloModuleProto; each device runs its part of it.
-        parameters: name of each parameter of the entry computation, by its number: where the tensor is in the step's
-            arguments. A Python number, or a constant of the host, has none.
-        donated: numbers of the parameters whose memory the step's results take: what it updates in place.
-        shardings: of each parameter, (axis names or None by dimension, {axis: size} of the mesh).
-        outputs: how many tensors the step gives back, updated ones included.
+        parameters: the name of each parameter of the entry computation, by its number: where the tensor is in the
+            step's arguments, such as "state.model.fc.weight". A Python number, or a constant of the host, has "".
+        donated: the numbers of the parameters that the step updates in place: its results take their memory.
+        shardings: for each parameter, (axis names or None by dimension, {axis: size} of the mesh).
+        outputs: how many tensors the step returns, updated ones included.
     """
 
     module: bytes
@@ -53,15 +53,15 @@ class Staged:
 
 
 def setup(num_devices: int, kind: str, precision: str) -> Mesh:
-    """A mesh of `num_devices` of this kind, on which `stage` traces.
+    """Returns a mesh of `num_devices` of this kind, on which `stage` traces.
 
-    Its device is meta, where models, optimizers and tables are made: memory and time do not depend on their size.
+    Its device is meta, where models, optimizers and tables are created: memory and time do not depend on their size.
 
     Raises:
         RuntimeError: this process has devices already.
     """
     if xr.is_spmd():
-        raise RuntimeError("a process stages for one number of devices, before anything else touches a device")
+        raise RuntimeError("a process stages for one number of devices, before anything else uses a device")
     there = min(num_devices, MOST_DEVICES)
     os.environ["PJRT_DEVICE"], os.environ["CPU_NUM_DEVICES"] = "CPU", str(there)
     xr.use_spmd()
@@ -86,7 +86,7 @@ def setup(num_devices: int, kind: str, precision: str) -> Mesh:
 
 
 def inputs(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], mesh: Mesh) -> dict[str, Tensor]:
-    """A batch of these (shape, type), sharded by the first dimension as the loader uploads it."""
+    """Returns a batch of these (shape, type), sharded by the first dimension as the loader uploads it."""
     batch = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
     for tensor in batch.values():
         annotate(tensor, mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
@@ -100,7 +100,7 @@ def stage(step_fn: Callable, *args: Any) -> Staged:
         args: modules, optimizers, dicts of tensors, tensors and anything else that the step takes. Their tensors on the
             meta device become placeholders on the XLA device, in place.
     Raises:
-        GraphError: the step reads a value of the device; with the line that does.
+        GraphError: the step reads a value of the device; the message names the line that does.
     """
     held = dict(_held(dict(zip(inspect.signature(step_fn).parameters, args, strict=True))))
     placeholders = {}
@@ -148,7 +148,7 @@ def stage(step_fn: Callable, *args: Any) -> Staged:
 
 
 def _graph(tensor: Tensor) -> bytes:
-    """What the tensor is to be computed from. Nothing of a sharded one, whose annotation steps repeat."""
+    """Returns a hash of the graph that computes the tensor, or b"" for a sharded one, whose annotation steps repeat."""
     return b"" if torch_xla._XLAC._get_xla_sharding_spec(tensor) else torch_xla._XLAC._get_graph_hash([tensor])
 
 
@@ -169,7 +169,7 @@ def _to_placeholder(tensor: Tensor) -> tuple[int, tuple[tuple, dict[str, int]]]:
 
 
 def _held(args: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor on the meta device that a step can reach, each once."""
+    """Yields (name, tensor) for every tensor on the meta device that a step can reach, each once."""
     seen: set[int] = set()
     for name, tensor in _named(args):
         if tensor.is_meta and id(tensor) not in seen:
@@ -178,6 +178,7 @@ def _held(args: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _named(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, tensor) for every tensor in the arguments or the result of a step."""
     inside = path + "." if path else ""
     if isinstance(value, Tensor):
         yield path, value
