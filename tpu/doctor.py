@@ -222,7 +222,7 @@ def check_data(data: str, remote: bool) -> str:
         home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
         token = os.environ.get("HF_TOKEN")
         kept = f"kept in {home} (HF_HOME, {shutil.disk_usage(existing(home)).free / GB:.0f} GB free)"
-        text = f"data: {data} is no folder, so an id on the hub, {kept}; HF_TOKEN is {'' if token else 'not '}set"
+        text = f"data: {data} is taken for an id on the hub, {kept}; HF_TOKEN is {'' if token else 'not '}set"
         return line(token, text, "export HF_TOKEN=… if it is private or gated", "none")
     if remote:
         return line(False, f"data: {data}", "read on the workers, and not looked for here", "none")
