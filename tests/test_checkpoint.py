@@ -20,7 +20,7 @@ from checkpoints import damage, flip, names
 from torch import nn
 
 from errors import InputError
-from train.common import checkpoint, device, files
+from train.common import checkpoint, device, files, folders
 from train.common.averaging import average
 from train.common.checkpoint import Checkpointer
 from train.common.files import load_weights, save_weights
@@ -546,7 +546,7 @@ def test_files_come_back_and_a_folder_of_a_url_is_copied(place):
         files.write_file(f"{place}/export/{name}", content)
         files.write_file(f"{place}/export/{name}", content + b"!")  # over the old one
         assert files.read_file(f"{place}/export/{name}") == content + b"!"
-    folder = files.local_folder(f"{place}/export/")
+    folder = folders.local_folder(f"{place}/export/")
     assert sorted(os.listdir(folder)) == ["dict.de.txt", "model.pt"]
     assert (Path(folder) / "model.pt").read_bytes() == b"\x00weights!"
     assert ("memory" in place) == (Path(folder).resolve() != Path(f"{place}/export").resolve())

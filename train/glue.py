@@ -20,7 +20,7 @@ from torch import Tensor
 from data import batching, glue, vocabulary
 from errors import InputError
 from models import encoders
-from train.common import checkpoint, cli, device, files, loading
+from train.common import checkpoint, cli, device, folders, loading
 from train.common.run import Run
 
 # checkpoint: a hub id; warmup: the share of the steps in which the learning rate rises.
@@ -111,7 +111,7 @@ def open_data(config: Config) -> Data:
     labels, splits = glue.TASKS[config.task].labels, ("train", *glue.TASKS[config.task].evaluation)
     texts = {split: glue.read(config.data, config.task, split, config.seed) for split in splits}
     if config.checkpoint:
-        folder = files.local_folder(config.checkpoint)
+        folder = folders.local_folder(config.checkpoint)
         settings, weights, tokenizer = encoders.open_checkpoint(folder, config.model)
         source = (folder, weights) if config.pretrained else None
     else:  # a trial
@@ -195,7 +195,7 @@ def evaluate(step, state: State, sets: dict[str, glue.Encoded], config: Config, 
 def export(folder: str, state: State, data: Data) -> None:
     """Writes what transformers' `pipeline("text-classification", model=folder)` loads."""
     weights = checkpoint.to_host(state.model.state_dict())
-    files.write_folder(folder, lambda local: encoders.save(local, state.model, weights, data.tokenizer))
+    folders.write_folder(folder, lambda local: encoders.save(local, state.model, weights, data.tokenizer))
 
 
 def main(config: Config) -> dict[str, float]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from data import pretraining
 from errors import InputError
 from models import encoders, objectives
-from train.common import accumulate, checkpoint, cli, device, files, loading
+from train.common import accumulate, checkpoint, cli, device, folders, loading
 from train.common.run import Run
 
 Recipe = namedtuple("Recipe", "batch_size steps lr warmup_steps weight_decay beta2 clip")  # clip: norm of all gradients
@@ -111,7 +111,7 @@ def open_data(config: Config) -> Data:
     train, valid = (pretraining.open_rows(config.data, split, *options) for split in ("train", "valid"))
     tokenizer, length, source = train.text.tokenizer, train.text.length, None
     if config.checkpoint:
-        folder = files.local_folder(config.checkpoint)
+        folder = folders.local_folder(config.checkpoint)
         settings, weights, own = encoders.open_checkpoint(folder, config.model)
         encoders.same_vocabulary(config.checkpoint, own, tokenizer, config.data)
         source = folder, weights
@@ -123,7 +123,7 @@ def open_data(config: Config) -> Data:
         raise InputError(f"rows have {length} tokens; the model has {encoders.positions(settings)} positions")
     model, teacher = objectives.language_model(settings, config.next_sentence, source), None
     if config.model == "distilbert":
-        folder, own = files.local_folder(config.teacher), encoders.own_module(config.model, objectives.MODULES)
+        folder, own = folders.local_folder(config.teacher), encoders.own_module(config.model, objectives.MODULES)
         teacher = own.open_teacher(folder, model, tokenizer, config.data, not config.checkpoint)
     return Data(train, valid, model, teacher)
 
@@ -195,7 +195,7 @@ def export(folder: str, state: State, data: Data, config: Config) -> None:
     """Writes what transformers and `train.glue --checkpoint` load; of fairseq-roberta also what fairseq loads."""
     weights = checkpoint.to_host(state.model.state_dict())
     options = state.model, weights, data.train.text.tokenizer, config.model == "fairseq-roberta"
-    files.write_folder(folder, lambda local: encoders.save(local, *options))
+    folders.write_folder(folder, lambda local: encoders.save(local, *options))
 
 
 def with_teacher(config: Config, mesh: device.Mesh) -> Config:

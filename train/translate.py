@@ -23,7 +23,7 @@ from data import batching, wmt
 from errors import InputError
 from models import beam_search, fairseq
 from models.transformer import PAD, Transformer
-from train.common import checkpoint, cli, device, files, loading
+from train.common import checkpoint, cli, device, files, folders, loading
 from train.common.xla.while_loop import WhileLoop
 
 
@@ -171,7 +171,7 @@ def load(folder: str, mesh: device.Mesh) -> tuple[Transformer, wmt.Text]:
     languages = [settings.get("source_lang"), settings.get("target_lang")]
     if None in languages:
         raise InputError(f"{path} does not say its languages: its settings have no source_lang and target_lang")
-    text = wmt.Text(files.local_folder(folder), *languages)
+    text = wmt.Text(folders.local_folder(folder), *languages)
     model = Transformer(
         fairseq.architecture(settings, weights, path), len(text.source_dictionary), len(text.target_dictionary)
     )

@@ -3,9 +3,6 @@
 import contextlib
 import json
 import os
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 
 import fsspec
 import safetensors
@@ -51,25 +48,6 @@ def read_file(path: str) -> bytes:
         raise InputError(f"there is no weights file {path}") from None
     except OSError as error:
         raise InputError(f"cannot read the weights file {path}: {error.strerror or error}") from None
-
-
-def write_folder(folder: str, write: Callable[[str], None]) -> None:
-    """Calls `write` with a temporary local folder and copies what it writes there to `folder`, a path or URL."""
-    with tempfile.TemporaryDirectory() as local:
-        write(local)
-        for file in sorted(Path(local).rglob("*")):
-            if file.is_file():
-                write_file(f"{folder.rstrip('/')}/{file.relative_to(local)}", file.read_bytes())
-
-
-def local_folder(folder: str) -> str:
-    """Returns a local path to a folder: the path itself, or a temporary copy of a URL's files."""
-    fs, root = fsspec.core.url_to_fs(folder)
-    if is_local(fs):
-        return folder
-    copy = tempfile.mkdtemp()
-    fs.get(f"{root.rstrip('/')}/", copy, recursive=True)
-    return copy
 
 
 def save_weights(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
