@@ -41,27 +41,21 @@ def describe(tpu: dict) -> int:
     place = f"projects/{tpu['project']}/locations/{tpu['zone']}/nodes/{tpu['name']}"
     if tpu["state"] == "DELETED":
         return error("describe", f"NOT_FOUND: Resource '{place}' was not found")
+    print(json.dumps(make_node(tpu, place)))
+    return 0
+
+
+def make_node(tpu: dict, place: str) -> dict:
+    """The TPU as its API describes it."""
     networks = tpu.get("networks", 1)
-    node = {
-        "acceleratorType": f"v5litepod-{4 * tpu['workers']}",
-        "apiVersion": "V2",
-        "health": tpu["health"],
-        "id": "1234567890",
-        "name": place,
-        "networkEndpoints": [
-            {"accessConfig": {"externalIp": f"34.0.0.{i}"}, "ipAddress": f"10.{net}.0.{i}", "port": 8470}
-            for i in range(tpu["workers"])
-            for net in range(networks)
-        ],
-        "runtimeVersion": "v2-alpha-tpuv5-lite",
-        "schedulingConfig": {"spot": tpu.get("spot", False)},
-        "state": tpu["state"],
-        **tpu.get("node", {}),
-    }
+    node = {"name": place, "id": "1234567890", "apiVersion": "V2", "state": tpu["state"], "health": tpu["health"]}
+    node |= {"acceleratorType": f"v5litepod-{4 * tpu['workers']}", "runtimeVersion": "v2-alpha-tpuv5-lite"}
+    node |= {"schedulingConfig": {"spot": tpu.get("spot", False)}, **tpu.get("node", {})}
     if networks > 1:
         node["networkConfigs"] = [{}] * networks
-    print(json.dumps(node, indent=2))
-    return 0
+    ends = [(f"34.0.0.{worker}", f"10.{net}.0.{worker}") for worker in range(tpu["workers"]) for net in range(networks)]
+    node["networkEndpoints"] = [{"accessConfig": {"externalIp": outer}, "ipAddress": inner} for outer, inner in ends]
+    return node
 
 
 def mishap(tpu: dict, worker: int, text: str) -> dict:
