@@ -1,15 +1,15 @@
 """Beam search of fixed shapes with a key and value cache; equal to fairseq's `SequenceGenerator`, plain PyTorch.
 
-A search is a state (a dict of tensors) and `step`, which makes the next one of the same shapes and reads nothing back.
-`search` runs it with a Python loop; a compiler runs the same step in a loop on the device, so that a batch is one
-program that ends when its last sentence does.
+A search is a state (a dict of tensors) and `step`, which returns the next state in the same shapes and reads nothing
+back from the device. `search` runs it in a Python loop; a compiler runs the same step in a loop on the device, so that
+a batch is one program that ends with its last sentence.
 
-Hypotheses are not copied when beams change places. Slot (t, k) of the cache keeps what beam k wrote at time t, and each
-hypothesis has a list of its ancestors, the slots that its words are in: the others are masked in its attention. A step
-writes one column and moves nothing else (fairseq's generator copies all keys and values in each step).
+Hypotheses are not copied when beams change places. Slot (t, k) of the cache keeps what beam k wrote at time t. Each
+hypothesis lists its ancestors, the slots that hold its words; all others are masked in its attention. A step writes one
+column and moves nothing else (fairseq's generator copies all keys and values in each step).
 
-What a step costs grows with the length of the cache, most of which short sentences never fill: `search` begins with one
-of FIRST_LENGTH words and enlarges it as long as a sentence is not finished; each length is a loop of its own.
+The cost of a step grows with the length of the cache, most of which short sentences never fill. `search` therefore
+starts with a cache of FIRST_LENGTH words and enlarges it while a sentence is unfinished; each length is its own loop.
 """
 
 import math
@@ -22,15 +22,15 @@ from models.layers import MASKED
 from models.transformer import EOS, PAD, Transformer, score_mask
 
 State = dict[str, Tensor]
-FIRST_LENGTH = 16  # words that the cache of a search holds at first
+FIRST_LENGTH = 16  # words in the cache of a search at first
 CHUNK = 128  # scores whose maximum stands for them in `top_k`; a row of a TPU's registers
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row of [B, N], sorted, and their places: exact, without sorting the row.
+    """Returns the k largest of each row of [B, N], sorted, and their places: exact, without sorting the row.
 
-    XLA sorts the whole row for `torch.topk`. The k largest lie in the k chunks with the largest maxima, so that sorting
-    N / 128 maxima and k * 128 scores is enough.
+    XLA sorts the whole row for `torch.topk`. The k largest lie in the k chunks with the largest maxima, so it is enough
+    to sort N / 128 maxima and k * 128 scores.
     """
     batch, size = scores.shape
     if size <= 2 * k * CHUNK:
@@ -42,7 +42,7 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def start(model: Transformer, source: Tensor, beam: int, max_length: int) -> tuple[State, State]:
-    """Encodes source [B, S]: (state of the search before its first step, what its steps only read).
+    """Encodes source [B, S]; returns (state of the search before its first step, tensors that its steps only read).
 
     Args:
         max_length: most words of a hypothesis, its EOS included.
@@ -57,7 +57,7 @@ def start(model: Transformer, source: Tensor, beam: int, max_length: int) -> tup
         "last": torch.full((batch, beam), EOS, dtype=torch.int32, device=device),
         "tokens": torch.full((batch, beam, max_length), PAD, dtype=torch.int32, device=device),
         "ancestors": torch.zeros(batch, beam, max_length, dtype=torch.int32, device=device),
-        # One hypothesis at first: the others would be the same.
+        # One hypothesis at first: the others would be equal to it.
         "scores": torch.full((batch, beam), MASKED, device=device).index_fill(
             1, torch.zeros(1, dtype=torch.int64, device=device), 0.0
         ),
@@ -74,34 +74,25 @@ def start(model: Transformer, source: Tensor, beam: int, max_length: int) -> tup
     return state, reads
 
 
-def step(model: Transformer, state: State, reads: State, length_penalty: float) -> State:
-    """The state one word later.
+def decode_last(model: Transformer, state: State, reads: State, mask: Tensor, column: Tensor) -> tuple[Tensor, State]:
+    """Runs the decoder on the last word of each hypothesis.
 
     Args:
-        reads: what `start` returned, and "limit", int32 [B]: the most words before EOS of each sentence's hypotheses;
-            EOS is the only choice after them.
-        length_penalty: exponent of the length by which a finished hypothesis' log-probability is divided.
-    """
-    time, scores = state["time"], state["scores"]
-    batch, beam, max_length = state["tokens"].shape
-    new = dict(state)
-    now = torch.arange(max_length, device=time.device, dtype=torch.int32) == time
-    column = time.to(torch.int64)[None]
-    beams = torch.arange(beam, device=time.device, dtype=torch.int32)
-    ancestors = torch.where(now, beams[:, None], state["ancestors"])
+        mask: [B, 1, beam, max_length * beam], which slots a hypothesis sees, see `score_mask`.
+        column: int64 [1], the place in the cache that is written.
 
-    # Attention over all slots up to now, of which a hypothesis sees its ancestors': [B, beam, max_length * beam].
-    past = torch.arange(max_length, device=time.device, dtype=torch.int32) <= time
-    allowed = (ancestors[..., None] == beams) & past[:, None]
-    mask = score_mask(allowed.flatten(2))
-    x = model.decoder.embed(state["last"], (time + PAD + 1).expand(batch, beam))
+    Returns:
+        Logits [B, beam, words], float32, and the new keys and values of the state.
+    """
+    time, written = state["time"], {}
+    x = model.decoder.embed(state["last"], (time + PAD + 1).expand(state["last"].shape))
     for i, layer in enumerate(model.decoder.layers):
 
         def attend_to_history(y: Tensor, i: int = i, attention=layer.self_attn) -> Tensor:
             for name, value in zip(("keys", "values"), attention.keys_and_values(y), strict=True):
-                written = value.transpose(1, 2)[:, :, None]
-                new[f"{name}.{i}"] = state[f"{name}.{i}"].index_copy(2, column, written)
-            keys, values = (new[f"{name}.{i}"].flatten(2, 3).transpose(1, 2) for name in ("keys", "values"))
+                own = value.transpose(1, 2)[:, :, None]
+                written[f"{name}.{i}"] = state[f"{name}.{i}"].index_copy(2, column, own)
+            keys, values = (written[f"{name}.{i}"].flatten(2, 3).transpose(1, 2) for name in ("keys", "values"))
             return attention.attend(y, keys, values, mask)
 
         def attend_to_source(y: Tensor, i: int = i, attention=layer.encoder_attn) -> Tensor:
@@ -110,9 +101,31 @@ def step(model: Transformer, state: State, reads: State, length_penalty: float) 
         x = layer.residual(x, layer.self_attn_layer_norm, attend_to_history)
         x = layer.residual(x, layer.encoder_attn_layer_norm, attend_to_source)
         x = layer.feed_forward(x)
-    logits = model.logits(model.decoder.normalized(x)).float()
+    return model.logits(model.decoder.normalized(x)).float(), written
 
-    # Log-probabilities of each hypothesis with each next word. Never PAD; EOS not first, and nothing else at the end.
+
+def step(model: Transformer, state: State, reads: State, length_penalty: float) -> State:
+    """Returns the state one word later.
+
+    Args:
+        reads: tensors of `start`, and "limit", int32 [B]: most words of a sentence's hypotheses before EOS.
+        length_penalty: exponent of the length by which a finished hypothesis' log-probability is divided.
+    """
+    time, scores = state["time"], state["scores"]
+    beam, max_length = state["tokens"].shape[1:]
+    now = torch.arange(max_length, device=time.device, dtype=torch.int32) == time
+    column = time.to(torch.int64)[None]
+    beams = torch.arange(beam, device=time.device, dtype=torch.int32)
+    ancestors = torch.where(now, beams[:, None], state["ancestors"])
+
+    # A hypothesis sees its ancestors among all slots up to now: [B, beam, max_length * beam].
+    past = torch.arange(max_length, device=time.device, dtype=torch.int32) <= time
+    allowed = (ancestors[..., None] == beams) & past[:, None]
+    mask = score_mask(allowed.flatten(2))
+    logits, written = decode_last(model, state, reads, mask, column)
+    new = state | written
+
+    # Log-probabilities of each hypothesis with each next word: never PAD, EOS not first, only EOS at the end.
     words = logits.shape[2]
     word = torch.arange(words, device=time.device)
     last_step = (time >= reads["limit"])[:, None, None]
@@ -128,7 +141,7 @@ def step(model: Transformer, state: State, reads: State, length_penalty: float) 
 
     candidates = torch.where(now, chosen[:, :, None], of_parents(state["tokens"]))
 
-    # Hypotheses that end here, if among the best `beam` candidates and there is room: the first to come stay.
+    # Hypotheses end here if they are among the best `beam` candidates and there is room: earlier ones stay.
     ends = (chosen == EOS) & (candidate_scores > MASKED / 2)
     rank = torch.arange(2 * beam, device=time.device, dtype=torch.int32)
     ending = ends & (rank < beam)
@@ -140,7 +153,7 @@ def step(model: Transformer, state: State, reads: State, length_penalty: float) 
     )
     new["finished"] = state["finished"] + ending.int().sum(1, keepdim=True, dtype=torch.int32)
 
-    # The best `beam` that go on.
+    # The best `beam` that continue.
     alive = (ends.int() * 2 * beam + rank).topk(beam, 1, largest=False).indices
     new["scores"] = torch.where(ends, MASKED, candidate_scores).gather(1, alive)
     new["last"] = chosen.gather(1, alive)
@@ -154,7 +167,7 @@ def step(model: Transformer, state: State, reads: State, length_penalty: float) 
 
 
 def grown(state: State, max_length: int) -> State:
-    """The same state with places for `max_length` words a hypothesis; it runs where a sentence is not finished."""
+    """Returns the state with places for `max_length` words per hypothesis; it runs while a sentence is unfinished."""
     new = dict(state)
     for name, tensor in state.items():
         if name in ("tokens", "finished_tokens", "ancestors") or name.startswith(("keys.", "values.")):
@@ -174,14 +187,17 @@ def search(
     length_penalty: float = 1.0,
     loop: Callable[[State, State], State] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The best hypotheses of source [B, S], best first: (tokens int32 [B, beam, max_length], their EOS included, then
-    PAD; scores [B, beam], log-probability / length ** length_penalty). Where there are fewer than `beam` (a row of PAD
-    has none), the others are PAD only, with the score MASKED.
+    """Finds the best hypotheses of source [B, S].
 
     Args:
-        limit: int32 [B], most words of each sentence's hypotheses before EOS, below max_length.
-        loop: runs `step` with this model and length_penalty until the state no longer is "running"; None: a Python
-            loop, which reads that in every round, for devices that run operation by operation.
+        limit: int32 [B], most words before EOS in the hypotheses of each sentence, below max_length.
+        loop: runs `step` with this model and length_penalty while the state is "running"; None: a Python loop, which
+            reads that flag in every round, for devices that run operation by operation.
+
+    Returns:
+        Best first: tokens int32 [B, beam, max_length], EOS included, then PAD; scores [B, beam], log-probability /
+        length ** length_penalty. Where there are fewer than `beam` hypotheses (a row of PAD has none), the others are
+        PAD only, with the score MASKED.
     """
     if max_length > model.arch.max_positions:  # a compiler would clamp the position and say nothing
         raise ValueError(f"hypotheses of {max_length} words; the model has {model.arch.max_positions} positions")
@@ -196,9 +212,9 @@ def search(
                 state = step(model, state, reads, length_penalty)
         if length == max_length:
             break
-        length = 2 * length if 3 * length < max_length else max_length  # a loop for a few words more is not worth it
+        length = 2 * length if 3 * length < max_length else max_length  # no loop of its own for a few words
         state = grown(state, length)
-    # Candidates carry the words of the place that they took over: past their EOS, and where no hypothesis has ended.
+    # Candidates carry words of the place that they took over: after their EOS, and where no hypothesis has ended.
     tokens, scores = state["finished_tokens"], state["finished_scores"]
     ended = (tokens == EOS).int().cumsum(2) - (tokens == EOS).int() > 0
     return torch.where(ended | (scores == MASKED)[:, :, None], PAD, tokens), scores

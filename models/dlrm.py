@@ -1,10 +1,10 @@
-"""DLRM (Naumov et al. 2019, arXiv:1906.00091), and its DCN-v2 variant (Wang et al. 2020, arXiv:2008.13535), without
-the embedding tables: those are train/common/embedding's.
+"""DLRM (Naumov et al. 2019, arXiv:1906.00091) and its DCN-v2 variant (Wang et al. 2020, arXiv:2008.13535), without
+the embedding tables, which are in train/common/embedding.
 
-The numbers and the `state_dict` are those of torchrec's `DLRM` and `DLRM_DCN` less `sparse_arch.`, so that weights move
-in both directions. The two MLPs and the cross net are torchrec's own modules, which the TPU's compiler takes as well as
-anything written by hand; what joins dense features and embeddings is written again. Forward, backward and SGD of all
-but the tables, in bfloat16 on one v5e chip, as libtpu 0.0.51's compiler estimates it:
+The numbers and the `state_dict` are those of torchrec's `DLRM` and `DLRM_DCN` without `sparse_arch.`, so that weights
+move in both directions. The two MLPs and the cross net are torchrec's own modules, which the TPU's compiler handles as
+well as anything written by hand; the interaction of dense features and embeddings is written anew. Forward, backward
+and SGD of everything except the tables, in bfloat16 on one v5e chip, as libtpu 0.0.51's compiler estimates it:
 
 | shape, batch | all torchrec's | this model |
 |---|---|---|
@@ -13,8 +13,8 @@ but the tables, in bfloat16 on one v5e chip, as libtpu 0.0.51's compiler estimat
 | Kaggle (dot), 16,384 | 6.73M cycles, 321 MiB, 2.90 GB | 4.53M cycles, 312 MiB, 2.29 GB |
 | Kaggle (dot), 2,048 | 0.45M cycles, 53 MiB, 0.32 GB | 0.39M cycles, 51 MiB, 0.26 GB |
 
-(cycles, peak memory, traffic). The estimate leaves out the gather and the scatter of torchrec's dot interaction: the
-compiler gives none for them. This model has neither.
+(cycles, peak memory, traffic). The compiler gives no estimate for the gather and the scatter of torchrec's dot
+interaction, which are left out; this model has neither.
 """
 
 import math
@@ -24,16 +24,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-NATIVE_GATHER_DEVICES = ("cpu", "cuda")  # where PyTorch runs operation by operation, an indexed read is the fastest
+NATIVE_GATHER_DEVICES = ("cpu", "cuda")  # PyTorch runs operation by operation here: an indexed read is the fastest
 
 
 class PairwiseDots(torch.autograd.Function):
     """Dot products of all pairs s < t of x [T, B, D]: [B, T * (T - 1) / 2], in the order of `torch.triu_indices`.
 
-    The usual form reads the products at an index, which makes its backward pass a scatter, and that pass multiplies
-    twice, once for each factor of x x^T. Here a matrix of halves picks the pairs; the gradient of x x^T comes out of it
-    symmetric, so that one product does. On its own: 5.86 -> 5.46 million cycles for Terabyte. (In float32 a TPU rounds
-    what the matrix picks to bfloat16; the layer that reads it would do so, too.)
+    The usual form reads the products at an index, which makes its backward pass a scatter with two products, one for
+    each factor of x x^T. Here a matrix of halves picks the pairs; the gradient of x x^T is then symmetric, and one
+    product is enough: 5.86 -> 5.46 million cycles for Terabyte. (In float32 a TPU rounds the picked numbers to
+    bfloat16, as the layer that reads them would.)
 
     Args:
         half: [T * T, T * (T - 1) / 2], 1/2 in the two places (s, t) and (t, s) of each pair, of x's type.
@@ -52,10 +52,11 @@ class PairwiseDots(torch.autograd.Function):
 
 
 class DotInteraction(nn.Module):
-    """[B, D] and [B, T, D] to [B, D + T + T * (T - 1) / 2]: dense, dense with each table, each pair of tables.
+    """Maps [B, D] and [B, T, D] to [B, D + T + T * (T - 1) / 2]: dense, dense with each table, each pair of tables.
 
-    torchrec's `InteractionArch` joins dense and tables first, which copies them, here and in the backward pass. Apart,
-    and with the tables as [T, B, D]: 5.46 -> 4.40 million cycles for Terabyte. NATIVE_GATHER_DEVICES take torchrec's.
+    torchrec's `InteractionArch` concatenates dense and tables first, a copy in the forward and in the backward pass.
+    Kept apart, and with the tables as [T, B, D]: 5.46 -> 4.40 million cycles for Terabyte. NATIVE_GATHER_DEVICES take
+    torchrec's.
     """
 
     def __init__(self, num_tables: int):
@@ -80,10 +81,10 @@ class DotInteraction(nn.Module):
 
 
 class CrossInteraction(nn.Module):
-    """[B, D] and [B, T, D] to [B, (T + 1) * D]: torchrec's `LowRankCrossNet` over all of them.
+    """Maps [B, D] and [B, T, D] to [B, (T + 1) * D] with torchrec's `LowRankCrossNet` over all of them.
 
-    torchrec's `InteractionDCNArch` joins [B, 1, D] and [B, T, D] in float32 and lays them out again as rows. Joined as
-    rows, in the MLPs' type: 17.32 -> 13.17 million cycles for MLPerf v2.
+    torchrec's `InteractionDCNArch` concatenates [B, 1, D] and [B, T, D] in float32 and then reshapes them to rows.
+    Concatenated as rows, in the MLPs' type: 17.32 -> 13.17 million cycles for MLPerf v2.
     """
 
     def __init__(self, features: int, layers: int, rank: int):
@@ -97,13 +98,14 @@ class CrossInteraction(nn.Module):
 
 
 class DLRM(nn.Module):
-    """Dense features [B, num_dense] and embeddings [B, num_tables, dim] to logits [B], float32 under autocast.
+    """Maps dense features [B, num_dense] and embeddings [B, num_tables, dim] to logits [B], float32 under autocast.
 
     Args:
         bottom: sizes of the layers over the dense features; the last one is `dim`.
         top: sizes of the layers over the interactions; the last one is 1.
         interaction: "dot" (Naumov et al. 2019, section 2.2) or "dcn" (the low-rank cross net of Wang et al. 2020).
-        cross_layers, cross_rank: of "dcn".
+        cross_layers, cross_rank: layers and rank of "dcn".
+
     Raises:
         ValueError: sizes that do not fit together.
     """
@@ -129,7 +131,7 @@ class DLRM(nn.Module):
         for name, values in sizes.items():
             if min(values) < 1:
                 raise ValueError(f"{name} is {', '.join(map(str, values))}; it must be at least 1")
-        # Imported here, not above: it takes some seconds.
+        # Not at the top of the file: this import takes some seconds.
         from torchrec.models.dlrm import DenseArch, OverArch
 
         self.dense_arch = DenseArch(num_dense, list(bottom))
@@ -147,9 +149,9 @@ class DLRM(nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The MLPs of facebookresearch/dlrm (`create_mlp`), as in MLPerf's first DLRM benchmark: normal, weights with
-        variance 2 / (in + out), biases with 1 / out. "dcn" keeps torchrec's own, as MLPerf's recommendation_v2 does:
-        `nn.Linear`'s, and Xavier normal in the cross net."""
+        """Initializes the MLPs as facebookresearch/dlrm (`create_mlp`) and MLPerf's first DLRM benchmark do: normal,
+        weights with variance 2 / (in + out), biases with 1 / out. "dcn" keeps torchrec's initial values, as MLPerf's
+        recommendation_v2 does: those of `nn.Linear`, and Xavier normal in the cross net."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=math.sqrt(2 / (module.in_features + module.out_features)))

@@ -145,22 +145,20 @@ def configuration(kind: str, size: str, tokenizer, max_tokens: int) -> PreTraine
     """
     depth, width, heads = SIZES[size]
     words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    if kind in ("roberta", "xlnet"):
+        words |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    sizes = {"num_hidden_layers": depth, "hidden_size": width, "num_attention_heads": heads}
+    sizes |= {"intermediate_size": 4 * width, "max_position_embeddings": max_tokens}
     if kind == "bert":
-        sizes = {"num_hidden_layers": depth, "hidden_size": width, "num_attention_heads": heads}
-        return BertConfig(**words, **sizes, intermediate_size=4 * width, max_position_embeddings=max_tokens)
+        return BertConfig(**words, **sizes)
+    if kind == "roberta":
+        sizes["max_position_embeddings"] += tokenizer.pad_token_id + 1  # positions start after the padding token's id
+        return RobertaConfig(**words, **sizes, type_vocab_size=1, layer_norm_eps=1e-5)
     if kind == "distilbert":
         sizes = {"n_layers": depth // 2, "dim": width, "n_heads": heads, "hidden_dim": 4 * width}
         return DistilBertConfig(**words, **sizes, max_position_embeddings=max_tokens)
-    if kind == "roberta":
-        sizes = {"num_hidden_layers": depth, "hidden_size": width, "num_attention_heads": heads}
-        sizes |= {"intermediate_size": 4 * width, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
-        words |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-        # Its positions start after the padding token's id.
-        return RobertaConfig(**words, **sizes, max_position_embeddings=max_tokens + tokenizer.pad_token_id + 1)
     if kind == "xlnet":
-        sizes = {"n_layer": depth, "d_model": width, "n_head": heads, "d_inner": 4 * width}
-        words |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-        return XLNetConfig(**words, **sizes)
+        return XLNetConfig(**words, n_layer=depth, d_model=width, n_head=heads, d_inner=4 * width)
     raise ValueError(f"kind is {kind!r}; it must be bert, distilbert, roberta or xlnet")
 
 
@@ -171,8 +169,7 @@ def open_checkpoint(
     and its tokenizer.
 
     Args:
-        model: the architecture that it must have, by transformers' name; "auto": any; "fairseq-roberta": a folder of
-            fairseq, with model.pt.
+        model: the architecture that it must have, or "auto" for any; "fairseq-roberta": fairseq's, with model.pt.
 
     Raises:
         InputError: it cannot be read, is another architecture, or has another model's tokenizer.

@@ -1,6 +1,6 @@
 """Layers in the forms that the TPU's compiler rewards, for the Transformer models; plain PyTorch on any device.
 
-Every layer computes in the type of its input: parameters stay float32 and are cast where they are used, so that a model
+Every layer computes in the type of its input. Parameters stay float32 and are cast where they are used, so that a model
 chooses its precision once, where embeddings or their norm enter (`compute_dtype`). The figures are libtpu 0.0.51's
 estimates of whole training steps on one v5e chip.
 """
@@ -11,21 +11,21 @@ from torch import Tensor, nn
 
 from models.hashing import hash32
 
-NATIVE_DEVICES = ("cpu", "cuda")  # where PyTorch runs operation by operation, its fused kernels are the fastest
-MASKED = -1e9  # added to a score that must not count; finite, so that a row without any key has no NaN
+NATIVE_DEVICES = ("cpu", "cuda")  # PyTorch runs operation by operation here, and its fused kernels are the fastest
+MASKED = -1e9  # added to scores that must not count; finite, so that a row without any key has no NaN
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The type of autocast on the tensor's device where it is on, else the tensor's own."""
+    """Returns the type of autocast on the tensor's device where it is on, else the tensor's type."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [B, T, I] or [B, I] times weight [O, I] transposed, plus bias [O]: [B, T, O] or [B, O] of x's type.
+    """Multiplies x [B, T, I] or [B, I] by weight [O, I] and adds bias [O]; returns [B, T, O] or [B, O] of x's type.
 
-    `F.linear` on three dimensions becomes a product of two, whose reshapes cost a copy each: `torch.einsum` becomes one
-    dot_general, with no copies (21 of the 23 million cycles of copies of a BERT-base step).
+    `F.linear` on three dimensions becomes a product of two, whose reshapes cost a copy each. `torch.einsum` becomes one
+    dot_general without copies (21 of the 23 million cycles of copies of a BERT-base step).
     """
     if x.device.type in NATIVE_DEVICES:
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` on [B, T, I] or [B, I], see `linear`."""
+    """`nn.Linear` on [B, T, I] or [B, I] in the form of `linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -43,10 +43,10 @@ class Linear(nn.Linear):
 class LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` over the last dimension that computes in float32 and returns `compute_dtype`.
 
-    Under autocast the native one returns float32, and the residual stream is kept in it for the backward pass. For a
-    result in bfloat16 the variance is E[x^2] - E[x]^2, so that one reading of x gives both moments: BERT-base on GLUE
-    136.7 -> 123.2 million cycles. As exact as the native one where a row's mean is 20 of its standard deviations; an
-    error 3 % larger at 100, of which bfloat16 can tell few apart.
+    Under autocast the native norm returns float32, so that the residual stream is kept in float32 for the backward
+    pass. For a result in bfloat16 the variance is E[x^2] - E[x]^2: one reading of x gives both moments, BERT-base on
+    GLUE 136.7 -> 123.2 million cycles. It is as exact as the native norm where a row's mean is 20 of its standard
+    deviations; at 100, where bfloat16 has few values left, its error is 3 % larger.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,29 +59,28 @@ class LayerNorm(nn.LayerNorm):
         if dtype == wide.dtype:
             variance = centred.square().mean(-1, keepdim=True)
         else:
-            variance = (wide.square().mean(-1, keepdim=True) - mean.square()).clamp(min=0)  # rounding may go below
+            variance = (wide.square().mean(-1, keepdim=True) - mean.square()).clamp(min=0)  # may round below 0
         return (centred * torch.rsqrt(variance + self.eps) * self.weight + self.bias).to(dtype)
 
 
-DROPOUT_STEPS = 2048  # a probability of dropping is a multiple of 1 / DROPOUT_STEPS
+DROPOUT_STEPS = 2048  # probabilities of dropping are multiples of 1 / DROPOUT_STEPS
 
 
 def drop_share(probability: float) -> float:
-    """The probability that `kept` has in its place: the nearest multiple, and no less than one unless it is 0."""
+    """Returns the probability that `kept` uses: the nearest multiple of 1 / DROPOUT_STEPS, 0 only for 0."""
     return max(1, round(probability * DROPOUT_STEPS)) / DROPOUT_STEPS if probability else 0.0
 
 
 def kept(shape: torch.Size, probability: float, device: torch.device) -> Tensor:
-    """Which numbers of a tensor dropout keeps: bool of `shape`, true with probability 1 - drop_share(probability).
+    """Returns dropout's mask: bool of `shape`, true (kept) with probability 1 - drop_share(probability).
 
-    `torch.rand` of that shape is written to memory and read back; and SPMD does not divide it: each device draws the
-    numbers of all. Here one number is drawn, a seed; each row gets two numbers r1, r2 in [512, 1024) from a hash of its
-    place, each column c1, c2 in [1, 2), and what is compared is the fraction of r1 c1 + r2 c2: a few operations inside
-    of the fusion that needs it. Two rows, or two columns, are as independent as those of `torch.rand`
-    (tests/test_layers.py). BERT-base pretraining, 32 x 512 tokens a chip: on one chip 213 -> 199 million cycles, on
-    eight 11.6 -> 6.7 GiB a chip.
+    `torch.rand` of that shape is written to memory and read back, and SPMD does not shard it: each device draws the
+    numbers of all. Here only a seed is drawn. Each row gets two numbers r1, r2 in [512, 1024) from a hash of its place,
+    each column c1, c2 in [1, 2), and the fraction of r1 c1 + r2 c2 is compared: a few operations inside the fusion that
+    needs them. Two rows, or two columns, are as independent as with `torch.rand` (tests/test_layers.py). BERT-base
+    pretraining, 32 x 512 tokens per chip: on one chip 213 -> 199 million cycles, on eight 11.6 -> 6.7 GiB per chip.
     """
-    # From a range a dimension: torch_xla writes a range into the program, number by number.
+    # One range per dimension: torch_xla writes a range into the program, number by number.
     rows = torch.zeros((), device=device, dtype=torch.int32)
     for size in shape[:-1]:
         rows = (rows * size)[..., None] + torch.arange(size, device=device, dtype=torch.int32)
@@ -100,16 +99,15 @@ class AttentionCore(torch.autograd.Function):
     """softmax(scores + mask), dropout, times v; keeps one tensor of scores for the backward pass.
 
     Usual attention keeps three: the softmax in float32, the dropout mask and the dropped weights. Here the sign of one
-    tensor in v's type says whether dropout kept (+) or dropped (-) a weight. And what the softmax's gradient needs of a
-    row's sum over the keys it gets from the result (Dao et al. 2022, appendix B.2), so that the scores' gradient is
-    written as it is computed: BERT-base pretraining 187.7 -> 180.8 million cycles. Exact in float64 against autograd;
-    where a weight rounds to 0 in bfloat16 its sign is lost, and with it nothing but its share of a gradient that rounds
-    to 0.
+    tensor in v's type says whether dropout kept (+) or dropped (-) a weight. The row sums over the keys that the
+    softmax's gradient needs come from the result (Dao et al. 2022, appendix B.2), so that the scores' gradient is
+    written as it is computed: BERT-base pretraining 187.7 -> 180.8 million cycles. Gradients equal autograd's in
+    float64. A weight that rounds to 0 in bfloat16 loses its sign; its share of the gradient rounds to 0 as well.
     """
 
     @staticmethod
     def forward(ctx, scores: Tensor, v: Tensor, mask: Tensor, dropout: float) -> Tensor:
-        """scores [B, H, Tq, Tk], v [B, Tk, H, D], mask as in `attention`: [B, Tq, H, D]."""
+        """Returns [B, Tq, H, D] for scores [B, H, Tq, Tk], v [B, Tk, H, D] and a mask as in `attention`."""
         weights = torch.softmax(scores.to(torch.promote_types(v.dtype, torch.float32)) + mask, -1)
         if dropout:
             weights = torch.where(kept(weights.shape, dropout, v.device), weights, -weights)
@@ -132,13 +130,13 @@ class AttentionCore(torch.autograd.Function):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
-    """Scaled dot-product attention (Vaswani et al. 2017, section 3.2.1), [B, Tq, H, D].
+    """Computes scaled dot-product attention (Vaswani et al. 2017, section 3.2.1); returns [B, Tq, H, D].
 
     The scores of bfloat16 queries and keys are float32, in which the matrix unit adds up anyway; from 128 keys on they
     are not written to memory.
 
     Args:
-        q: [B, Tq, H, D], scaled already.
+        q: [B, Tq, H, D], already scaled.
         k, v: [B, Tk, H, D].
         mask: added to the scores, float32, broadcastable to [B, H, Tq, Tk]: 0 or MASKED.
         dropout: probability of dropping an attention weight.
@@ -156,7 +154,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.
 class MultiHeadAttention(nn.Module):
     """Attention with fairseq's parameters: q_proj, k_proj, v_proj, out_proj, each [dim, dim] with a bias.
 
-    The projections go straight to [B, T, H, D] and back: 164.9 -> 149.6 million cycles of the base Transformer's step.
+    The projections go directly to [B, T, H, D] and back: 164.9 -> 149.6 million cycles for the base Transformer.
     """
 
     def __init__(self, dim: int, heads: int, dropout: float = 0.0):
@@ -179,11 +177,11 @@ class MultiHeadAttention(nn.Module):
         return torch.einsum("bti,hdi->bthd", x, weight) + bias
 
     def keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, dim] to two times [B, T, H, D]."""
+        """Returns the keys and values [B, T, H, D] of x [B, T, dim]."""
         return self._to_heads(x, self.k_proj), self._to_heads(x, self.v_proj)
 
     def attend(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """x [B, Tq, dim] looks at keys and values [B, Tk, H, D]: [B, Tq, dim]."""
+        """Returns [B, Tq, dim]: the queries of x [B, Tq, dim] attend to keys and values [B, Tk, H, D]."""
         queries = self._to_heads(x, self.q_proj, (x.shape[-1] // self.heads) ** -0.5)
         mixed = attention(queries, keys, values, mask, self.dropout if self.training else 0.0)
         if x.device.type in NATIVE_DEVICES:
@@ -192,14 +190,14 @@ class MultiHeadAttention(nn.Module):
         return torch.einsum("bthd,ohd->bto", mixed, weight) + self.out_proj.bias.to(x.dtype)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        """x [B, Tq, dim] looks at memory [B, Tk, dim]: [B, Tq, dim]; mask as in `attention`."""
+        """Returns [B, Tq, dim]: x [B, Tq, dim] attends to memory [B, Tk, dim]; mask as in `attention`."""
         return self.attend(x, *self.keys_and_values(memory), mask)
 
 
 def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
-    """`F.dropout` with the numbers of `kept`.
+    """Applies `F.dropout` with the mask of `kept`.
 
-    The mask is multiplied as uint8: with `torch.where` the compiler lays out the Transformer's attention another way,
+    The mask is multiplied as uint8: with `torch.where` the compiler gives the Transformer's attention another layout,
     which costs copies (147.2 -> 154.6 million cycles).
     """
     if not probability or not training or x.device.type in NATIVE_DEVICES:
@@ -208,17 +206,17 @@ def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout`, see `dropout`."""
+    """`nn.Dropout` in the form of `dropout`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return dropout(x, self.p, self.training)
 
 
 def take(x: Tensor, positions: Tensor) -> Tensor:
-    """x[b, positions[b, p]]: [B, P, H] of x [B, T, H] and integer positions [B, P].
+    """Returns x[b, positions[b, p]], [B, P, H], of x [B, T, H] and integer positions [B, P].
 
-    As a product with rows of zeros and a one: `torch.gather` compares all T places with each number of the result, as
-    do its backward pass's sums (30 of 238 million cycles of BERT-base's step, 32 x 512 tokens, 79 predicted).
+    It is a product with one-hot rows: `torch.gather` compares all T places with each number of the result, as do the
+    sums of its backward pass (30 of 238 million cycles of BERT-base's step, 32 x 512 tokens, 79 predicted).
     """
     if x.device.type in NATIVE_DEVICES:
         return x.gather(1, positions.long()[..., None].expand(-1, -1, x.shape[2]))
@@ -227,22 +225,22 @@ def take(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def negative_log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
-    """-log softmax(logits)[label] in nats, float32 [B, T], of logits [B, T, words] and integer labels [B, T].
+    """Returns -log softmax(logits)[label] in nats, float32 [B, T], of logits [B, T, words] and integer labels [B, T].
 
-    From the sum and one gathered logit of each token, so that no log_softmax is kept for the backward pass.
+    It takes the sum and one gathered logit of each token, so that no log_softmax is kept for the backward pass.
     """
     own = logits.gather(2, labels.long()[..., None])[..., 0].float()
     return log_normalizer(logits) - own
 
 
 def divergence(logits: Tensor, wanted: Tensor) -> Tensor:
-    """KL(wanted || softmax(logits)) in nats, float32 [B, T]; logits and the distributions wanted: [B, T, words]."""
+    """Returns KL(wanted || softmax(logits)) in nats, float32 [B, T]; both arguments are [B, T, words]."""
     own = (torch.xlogy(wanted, wanted) - wanted * logits.float()).sum(2)
     return log_normalizer(logits) + own
 
 
 def log_normalizer(logits: Tensor) -> Tensor:
-    """log(sum(exp(logits))) over the words, float32 [B, T]."""
+    """Returns log(sum(exp(logits))) over the words, float32 [B, T], of logits [B, T, words]."""
     wide = logits.float()
     largest = wide.amax(2, keepdim=True).detach()
     return (wide - largest).exp().sum(2).log() + largest[..., 0]

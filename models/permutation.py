@@ -1,10 +1,10 @@
-"""What XLNet's two-stream attention may look at, made on the device from integers per token.
+"""Masks of XLNet's two-stream attention, made on the device from integers per token.
 
     targets = is_target(positions, weights, length)
     model(input_ids, perm_mask=perm_mask(order, targets), target_mapping=target_mapping(positions, length), …)
 
-Rows come from data/pretraining.py (`PermutedText`). A mask of T x T numbers a row is T times what the order is, so it
-is the order that is uploaded. Yang et al. 2019, "XLNet: Generalized Autoregressive Pretraining for Language
+Rows come from data/pretraining.py (`PermutedText`). The order is uploaded and not the mask, which has T x T numbers per
+row. Yang et al. 2019, "XLNet: Generalized Autoregressive Pretraining for Language
 Understanding", sections 2.2 and 2.3, https://arxiv.org/abs/1906.08237, and data_utils.py (`_local_perm`) of the
 authors' code. Static shapes, and nothing is read back from the device.
 """
@@ -14,26 +14,26 @@ from torch import Tensor
 
 
 def is_target(positions: Tensor, weights: Tensor, length: int) -> Tensor:
-    """Which tokens are predicted: bool [B, T].
+    """Returns which tokens are predicted, bool [B, T].
 
     Args:
         positions: integers [B, P], the tokens' places in the row.
-        weights: [B, P], 0 for the fillers, which are no predictions.
+        weights: [B, P], 0 for fillers, which are no predictions.
         length: T.
     """
     return (target_mapping(positions, length, weights.dtype) * weights.unsqueeze(-1)).sum(1) > 0
 
 
 def perm_mask(order: Tensor, is_target: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Who must not look at whom: [B, T, T] of `dtype`, 1 at [b, i, j] where token i must not look at token j.
+    """Returns [B, T, T] of `dtype`, 1 at [b, i, j] where token i must not look at token j.
 
-    A token looks at those that come before it in the order. Of the others, a target does not see itself, and a
-    separator (it has a place in the order, but is not predicted) does. Nobody sees padding, padding included.
-    transformers' `perm_mask` is just this (of a float type), and its content stream adds that every token sees itself.
+    A token looks at those before it in the order. A target does not see itself; a separator, which has a place in the
+    order but is not predicted, does. No token sees padding, nor does padding. transformers' `perm_mask` is exactly
+    this (of a float type), and its content stream adds that every token sees itself.
 
     Args:
-        order: integers [B, T], each token's place in the order of prediction, from 0; -1 for tokens that everyone sees
-            and that see each other only; T for padding.
+        order: integers [B, T], each token's place in the order of prediction, from 0; -1 for tokens that all tokens
+            see and that see each other only; T for padding.
         is_target: bool [B, T].
     """
     seen = order.unsqueeze(1)
@@ -42,7 +42,7 @@ def perm_mask(order: Tensor, is_target: Tensor, dtype: torch.dtype = torch.float
 
 
 def target_mapping(positions: Tensor, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """One-hot [B, P, T] of the positions [B, P] to predict, T = `length`; as transformers' `target_mapping`.
+    """Returns transformers' `target_mapping`: one-hot [B, P, T] of the positions [B, P] to predict, T = `length`.
 
     The query stream adds up queries that share a position: a filler must not name the position of a target.
     """

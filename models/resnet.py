@@ -1,14 +1,14 @@
 """ResNet v1.5 (He et al. 2015, arXiv:1512.03385) in the forms that the TPU's compiler rewards.
 
 The numbers and the `state_dict` are torchvision's: the same keys, the same shapes, the same initial distribution, so
-that weights move in both directions. v1.5 means that a bottleneck's stride sits in its 3x3 convolution. Two things
-differ inside, both plain PyTorch:
+that weights move in both directions. v1.5 means that a bottleneck's stride is in its 3x3 convolution. Two things differ
+inside, both plain PyTorch:
 
 * `BatchNorm` computes in float32 and returns the type of its input (bfloat16 under autocast), in plain operations.
 * `PointwiseConv2d` keeps its weight as a matrix.
 
-Together they take ResNet-50's training step (batch 128, one v5e chip, estimate of libtpu 0.0.51's compiler) from 121.8
-to 107.6 million cycles; each docstring says why.
+Together they reduce ResNet-50's training step (batch 128, one v5e chip, estimate of libtpu 0.0.51's compiler) from
+121.8 to 107.6 million cycles; each docstring says why.
 """
 
 import torch
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from errors import InputError
 
-NATIVE_NORM_DEVICES = ("cpu", "cuda")  # where PyTorch runs operation by operation, its own kernel is the fastest
+NATIVE_NORM_DEVICES = ("cpu", "cuda")  # PyTorch runs operation by operation here, and its kernel is the fastest
 
 
 def batch_statistics_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, groups: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalises `groups` equal slices of the batch, each by its own statistics (Ioffe and Szegedy 2015, alg. 1).
+    """Normalizes `groups` equal slices of the batch, each by its own statistics (Ioffe and Szegedy 2015, alg. 1).
 
-    PyTorch's native batch norm keeps a float32 copy of the activations for its backward pass; these plain operations,
+    PyTorch's native batch norm keeps a float32 copy of the activations for its backward pass. These plain operations,
     fused by XLA, keep the input as it is (bfloat16): 121.8 -> 112.6 million cycles, 54.3 -> 50.5 GB of traffic.
     With `groups` a multiple of the number of cores and the batch sharded over them, every sum stays within one core:
     no collective in the forward or the backward pass. With groups=1 the statistics are those of the global batch.
@@ -33,6 +33,7 @@ def batch_statistics_norm(
     Args:
         x: [B, C, H, W], B divisible by groups.
         weight, bias: [C], float32.
+
     Returns:
         y [B, C, H, W] of x's type; mean and (biased) variance [groups, C], float32, detached.
     """
@@ -56,11 +57,11 @@ def batch_statistics_norm(
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Batch norm with statistics of each of `groups` slices of the batch; the published recipe has one a worker.
+    """Batch norm with separate statistics for `groups` slices of the batch; the published recipe has one per worker.
 
     The running statistics are the mean over the groups (the variance unbiased within its group), one small all-reduce
-    under SPMD. Parameters, buffers and evaluation are `nn.BatchNorm2d`'s. On NATIVE_NORM_DEVICES one
-    group takes the native kernel; elsewhere (XLA), and for more groups, it is `batch_statistics_norm`.
+    under SPMD. Parameters, buffers and evaluation are `nn.BatchNorm2d`'s. One group on NATIVE_NORM_DEVICES takes the
+    native kernel; more groups, and other devices (XLA), take `batch_statistics_norm`.
     """
 
     def __init__(self, num_features: int):
@@ -92,8 +93,8 @@ class BatchNorm(nn.BatchNorm2d):
 class PointwiseConv2d(nn.Module):
     """A 1x1 convolution that keeps its weight as a matrix [out, in]; a `state_dict` shows it as [out, in, 1, 1].
 
-    The TPU lays out [out, in, 1, 1] with tiles of one row, and each step copies weight, gradient and momentum to tiles
-    of 8 x 128 and back; a matrix needs no copy: 112.6 -> 107.6 million cycles for ResNet-50.
+    The TPU stores [out, in, 1, 1] in tiles of one row, and each step copies weight, gradient and momentum to tiles of
+    8 x 128 and back. A matrix needs no copy: 112.6 -> 107.6 million cycles for ResNet-50.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1):
@@ -118,7 +119,7 @@ class PointwiseConv2d(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 to `channels`, 3x3 (with the stride: v1.5), 1x1 to 4 * `channels`, and a shortcut (He et al., fig. 5)."""
+    """A block: 1x1 to `channels`, 3x3 with the stride (v1.5), 1x1 to 4 * `channels`, shortcut (He et al., fig. 5)."""
 
     expansion = 4
 
@@ -143,13 +144,13 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Bottleneck ResNet: images [B, 3, H, W] to logits [B, num_classes].
+    """Maps images [B, 3, H, W] to logits [B, num_classes] with bottleneck blocks.
 
     Args:
-        layers: blocks of each of the four stages; (3, 4, 6, 3) is ResNet-50 (He et al. 2015, table 1).
+        layers: number of blocks in each of the four stages; (3, 4, 6, 3) is ResNet-50 (He et al. 2015, table 1).
         num_classes: outputs of the last layer.
         width: channels of the stem and the first stage; 64 in the paper.
-        norm_groups: slices of the batch with batch-norm statistics of their own, see `BatchNorm`.
+        norm_groups: slices of the batch with separate batch-norm statistics, see `BatchNorm`.
     """
 
     def __init__(self, layers: tuple[int, ...], num_classes: int = 1000, width: int = 64, norm_groups: int = 1):
@@ -173,8 +174,8 @@ class ResNet(nn.Module):
                 module.groups = norm_groups
 
     def reset_parameters(self) -> None:
-        """Kaiming-normal convolutions (fan out), and each block's last norm at zero: a block starts as the identity
-        (Goyal et al. 2017, arXiv:1706.02677, section 5.1)."""
+        """Initializes convolutions Kaiming-normal (fan out), and each block's last norm with 0: a block starts as the
+        identity (Goyal et al. 2017, arXiv:1706.02677, section 5.1)."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d | PointwiseConv2d):
                 # [out, in] counts `out` as fan_out, like [out, in, 1, 1].
@@ -186,7 +187,7 @@ class ResNet(nn.Module):
         x = self.maxpool(F.relu(self.bn1(self.conv1(x))))
         for stage in range(self.stages):
             x = getattr(self, f"layer{stage + 1}")(x)
-        # The mean over 7 x 7 in float32: bfloat16 sums would lose what the head reads.
+        # The mean over 7 x 7 is float32: sums in bfloat16 would lose what the head reads.
         return self.fc(x.mean((2, 3), dtype=torch.promote_types(x.dtype, torch.float32)))
 
 
@@ -194,15 +195,15 @@ LAYERS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3), "resnet152": (3,
 
 
 def resnet(name: str, num_classes: int = 1000, norm_groups: int = 1) -> ResNet:
-    """A model of `LAYERS` by name; `resnet_tiny` has one block a stage and 16 channels: for a CPU and small images."""
+    """Returns a model of `LAYERS`; `resnet_tiny` has one block per stage and 16 channels, for small images on a CPU."""
     return ResNet(LAYERS[name], num_classes, width=16 if name == "resnet_tiny" else 64, norm_groups=norm_groups)
 
 
 class Normalize(nn.Module):
-    """uint8 images [B, 3, H, W] to float32, less the mean and over the standard deviation of each channel (0..255).
+    """Maps uint8 images [B, 3, H, W] to float32, with the mean and standard deviation of each channel (0..255).
 
-    On the device, so that a quarter of the bytes cross to it. Its constants are buffers: a tensor made in the step
-    would be sent to the device in every step.
+    It runs on the device, so that a quarter of the bytes cross to it. Its constants are buffers: a tensor created in
+    the step would be sent to the device in every step.
     """
 
     def __init__(self, mean: tuple[float, float, float], std: tuple[float, float, float]):

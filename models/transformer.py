@@ -35,10 +35,10 @@ class Architecture:
 
     Attributes:
         dim, ffn_dim, heads: width of the model, of the feed-forward layers, and number of attention heads.
-        encoder_layers, decoder_layers: how many.
+        encoder_layers, decoder_layers: number of layers.
         dropout: of embeddings and of each sub-layer's output.
         attention_dropout, activation_dropout: of attention weights; after the feed-forward's ReLU.
-        pre_norm: normalise a sub-layer's input (`--encoder-normalize-before`) and not its output plus residual.
+        pre_norm: normalize a sub-layer's input (`--encoder-normalize-before`) and not its output plus residual.
         share_embeddings: "all": source, target and output weights are one matrix; "decoder": target and output;
             "none".
         max_positions: longest source and target, in tokens.
@@ -73,7 +73,7 @@ ARCHITECTURES = {
 
 
 def sinusoids(count: int, dim: int) -> Tensor:
-    """Position encodings [count, dim] as in tensor2tensor and fairseq: sines, then cosines; PAD's row is 0."""
+    """Returns position encodings [count, dim] as in tensor2tensor and fairseq: sines, then cosines; PAD's row is 0."""
     half = dim // 2
     frequency = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / (half - 1)))
     angle = torch.arange(count, dtype=torch.float32)[:, None] * frequency
@@ -84,7 +84,7 @@ def sinusoids(count: int, dim: int) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """What encoder and decoder layers share: the residual connections, fc1, ReLU and fc2, under fairseq's names."""
+    """The common part of encoder and decoder layers: residual connections, fc1, ReLU and fc2, under fairseq's names."""
 
     def __init__(self, arch: Architecture):
         super().__init__()
@@ -93,13 +93,13 @@ class FeedForward(nn.Module):
         self.final_layer_norm = LayerNorm(arch.dim)
 
     def residual(self, x: Tensor, norm: LayerNorm, sublayer) -> Tensor:
-        """x plus sublayer(x), with dropout, normalised before or after."""
+        """Returns x plus sublayer(x), with dropout, normalized before or after."""
         y = sublayer(norm(x) if self.arch.pre_norm else x)
         x = x + dropout(y, self.arch.dropout, self.training)
         return x if self.arch.pre_norm else norm(x)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """fc2(ReLU(fc1(x))) with its residual connection."""
+        """Computes fc2(ReLU(fc1(x))) with its residual connection."""
         return self.residual(
             x,
             self.final_layer_norm,
@@ -108,7 +108,7 @@ class FeedForward(nn.Module):
 
 
 class EncoderLayer(FeedForward):
-    """Self-attention and feed-forward."""
+    """An encoder layer: self-attention and feed-forward."""
 
     def __init__(self, arch: Architecture):
         super().__init__(arch)
@@ -121,7 +121,7 @@ class EncoderLayer(FeedForward):
 
 
 class DecoderLayer(EncoderLayer):
-    """Self-attention, attention to the encoder's output, feed-forward."""
+    """A decoder layer: self-attention, attention to the encoder's output, feed-forward."""
 
     def __init__(self, arch: Architecture):
         super().__init__(arch)
@@ -142,33 +142,33 @@ class Stack(nn.Module):
         self.arch, self.embed_tokens, self.layers = arch, embed_tokens, nn.ModuleList(layers)
         if arch.pre_norm:
             self.layer_norm = LayerNorm(arch.dim)
-        # fairseq numbers positions from PAD + 1 on.
+        # fairseq's positions start at PAD + 1.
         self.register_buffer("positions", sinusoids(arch.max_positions + PAD + 1, arch.dim), persistent=False)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [B, T] at positions [B, T] (PAD for padding) to [B, T, dim] in the type of autocast."""
+        """Embeds tokens [B, T] at positions [B, T] (PAD for padding); returns [B, T, dim] in the type of autocast."""
         if tokens.shape[1] > self.arch.max_positions:
             raise ValueError(f"{tokens.shape[1]} tokens a sentence; the model has {self.arch.max_positions} positions")
         x = math.sqrt(self.arch.dim) * self.embed_tokens(tokens) + F.embedding(positions, self.positions)
         return dropout(x.to(compute_dtype(x)), self.arch.dropout, self.training)
 
     def normalized(self, x: Tensor) -> Tensor:
-        """The last norm of a model that normalises before."""
+        """Applies the last norm of a model that normalizes before its sub-layers."""
         return self.layer_norm(x) if self.arch.pre_norm else x
 
 
 def same_segment(queries: Tensor, keys: Tensor) -> Tensor:
-    """Whether a query [B, Tq] and a key [B, Tk] are of the same sentence of a row, bool [B, Tq, Tk]."""
+    """Returns whether a query [B, Tq] and a key [B, Tk] belong to the same sentence of a row, bool [B, Tq, Tk]."""
     return queries[:, :, None] == keys[:, None, :]
 
 
 def score_mask(allowed: Tensor) -> Tensor:
-    """Float32 mask for `attention` from bool [B, Tq or 1, Tk]: 0 where allowed, else MASKED; [B, 1, Tq or 1, Tk]."""
+    """Returns a float32 mask for `attention`, [B, 1, Tq or 1, Tk], of bool [B, Tq or 1, Tk]: 0 or MASKED."""
     return (~allowed)[:, None].float() * MASKED
 
 
 class Transformer(nn.Module):
-    """Encoder and decoder.
+    """Encoder and decoder with tied or separate embeddings.
 
     Args:
         source_words, target_words: sizes of the dictionaries; equal where share_embeddings is "all".
@@ -197,7 +197,7 @@ class Transformer(nn.Module):
         return embedding
 
     def encode(self, source: Tensor, segment: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Source tokens [B, S], padded on either side: ([B, S, dim], mask of the keys for `attention`).
+        """Encodes source tokens [B, S], padded on either side; returns ([B, S, dim], mask of the keys for `attention`).
 
         Args:
             segment: [B, S], where several sentences share a row: 1, 2, … for their places, 0 for padding.
@@ -222,7 +222,8 @@ class Transformer(nn.Module):
         segment: Tensor | None = None,
         source_segment: Tensor | None = None,
     ) -> Tensor:
-        """Previous target tokens [B, T] and what `encode` returned, to the decoder's last features [B, T, dim]."""
+        """Returns the decoder's last features [B, T, dim] for previous target tokens [B, T] and the results of
+        `encode`."""
         real = previous != PAD
         if segment is None:
             allowed, positions = real[:, None, :].expand(-1, real.shape[1], -1), real.cumsum(1) * real + PAD
@@ -237,7 +238,7 @@ class Transformer(nn.Module):
         return self.decoder.normalized(x)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Decoder features [B, T, dim] to scores of the target words [B, T, words], of the same type."""
+        """Returns scores of the target words [B, T, words] for decoder features [B, T, dim], in the same type."""
         return linear(features, self.decoder.output_projection.weight)
 
     def forward(
@@ -247,7 +248,7 @@ class Transformer(nn.Module):
         source_segment: Tensor | None = None,
         target_segment: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, T, words] of the target's tokens.
+        """Returns logits [B, T, words] of the target's tokens.
 
         Args:
             source: [B, S] tokens, EOS at the end, PAD on either side.
@@ -260,12 +261,12 @@ class Transformer(nn.Module):
 
 
 def label_smoothed(logits: Tensor, target: Tensor, smoothing: float) -> dict[str, Tensor]:
-    """Label-smoothed cross-entropy (Szegedy et al. 2015, arXiv:1512.00567, section 7) with fairseq's numbers.
+    """Computes label-smoothed cross-entropy (Szegedy et al. 2015, arXiv:1512.00567, section 7) with fairseq's numbers.
 
-    Returns sums over the real tokens of target [B, T]: "loss" and "nll", in nats, and "tokens", how many there are.
-    Made from three sums a token over the logits [B, T, words], so that no log_softmax is kept for the backward pass:
-    177.8 -> 164.9 million cycles of the base model's step on one v5e chip (libtpu 0.0.51's estimate). NATIVE_DEVICES
-    take log_softmax, which is faster there.
+    Returns sums over the real tokens of target [B, T]: "loss" and "nll" in nats, and "tokens", their number. Three sums
+    per token over the logits [B, T, words] are enough, so that no log_softmax is kept for the backward pass: 177.8 ->
+    164.9 million cycles of the base model's step on one v5e chip (libtpu 0.0.51's estimate). NATIVE_DEVICES take
+    log_softmax, which is faster there.
     """
     words = logits.shape[2]
     wide = logits.float()

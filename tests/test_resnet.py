@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from model_helpers import assert_all_close
 from torch import nn
 
 from models import resnet
@@ -13,9 +14,8 @@ from train.common import device
 
 def torchvision_model(layers=(1, 1, 1, 1), num_classes=7) -> nn.Module:
     torch.manual_seed(0)
-    model = torchvision.models.resnet.ResNet(
-        torchvision.models.resnet.Bottleneck, list(layers), num_classes=num_classes, zero_init_residual=False
-    )
+    block = torchvision.models.resnet.Bottleneck
+    model = torchvision.models.resnet.ResNet(block, list(layers), num_classes=num_classes, zero_init_residual=False)
     for module in model.modules():  # statistics as after training, so that evaluation tests them
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.uniform_(-0.5, 0.5)
@@ -46,10 +46,9 @@ def use_plain_norm(monkeypatch):
 @pytest.mark.parametrize("name", ["resnet50", "resnet101", "resnet152"])
 def test_state_dict_has_torchvisions_keys_and_shapes(name):
     with torch.device("meta"):
-        ours, theirs = resnet.resnet(name), getattr(torchvision.models, name)()
-    assert [(k, v.shape, v.dtype) for k, v in ours.state_dict().items()] == [
-        (k, v.shape, v.dtype) for k, v in theirs.state_dict().items()
-    ]
+        models = resnet.resnet(name), getattr(torchvision.models, name)()
+    ours, theirs = ([(k, v.shape, v.dtype) for k, v in model.state_dict().items()] for model in models)
+    assert ours == theirs
 
 
 def test_initial_weights_have_torchvisions_distribution_and_the_last_norms_are_zero():
@@ -73,8 +72,7 @@ def test_forward_equals_torchvision_in_float64(monkeypatch, norm, training):
     if norm == "plain":
         use_plain_norm(monkeypatch)
     torch.testing.assert_close(ours(images), expected, rtol=1e-9, atol=1e-9)
-    for name, value in theirs.state_dict().items():  # the running statistics too
-        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-9, atol=1e-9, msg=name)
+    assert_all_close(ours.state_dict(), theirs.state_dict(), rtol=1e-9, share=0, atol=1e-9)  # running statistics too
 
 
 def test_resnet50_equals_torchvision_after_an_sgd_step_in_float64(monkeypatch):
@@ -88,10 +86,7 @@ def test_resnet50_equals_torchvision_after_an_sgd_step_in_float64(monkeypatch):
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-    for name, value in theirs.state_dict().items():
-        torch.testing.assert_close(
-            ours.state_dict()[name], value, rtol=1e-7, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_all_close(ours.state_dict(), theirs.state_dict(), rtol=1e-7, share=0, atol=1e-8)
 
 
 def test_optimizer_step_on_xla_equals_torchvision_on_the_cpu(mesh):
@@ -113,10 +108,7 @@ def test_optimizer_step_on_xla_equals_torchvision_on_the_cpu(mesh):
     torch.testing.assert_close(loss.cpu(), expected, rtol=1e-5, atol=1e-6)
     on_host = {name: tensor.cpu() for name, tensor in [*ours.named_parameters(), *ours.named_buffers()]}
     ours_cpu = our_model(on_host)
-    for name, value in theirs.state_dict().items():
-        torch.testing.assert_close(
-            ours_cpu.state_dict()[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_all_close(ours_cpu.state_dict(), theirs.state_dict(), rtol=1e-3, share=0, atol=1e-4)
     # Evaluation on XLA, on the statistics of that step.
     with torch.no_grad():
         got = device.compiled(lambda model, x: model(x), mesh)(ours.eval(), images.to(mesh.device)).cpu()
@@ -165,10 +157,6 @@ def test_running_statistics_are_the_mean_over_the_groups():
     torch.testing.assert_close(norm.running_mean, torch.stack([r.running_mean for r in each]).mean(0))
     torch.testing.assert_close(norm.running_var, torch.stack([r.running_var for r in each]).mean(0))
     assert norm.num_batches_tracked == 1
-
-
-def test_norm_refuses_a_batch_that_does_not_divide_and_a_single_value():
-    norm = BatchNorm(5)
     norm.groups = 4
     with pytest.raises(ValueError, match="batch of 6 does not divide into 4 groups"):
         norm(torch.randn(6, 5, 2, 2))
@@ -191,7 +179,6 @@ def test_pointwise_convolution_equals_conv2d_and_exchanges_weights_with_it():
 def test_normalize_equals_torchvisions():
     mean, std = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
     images = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
-    expected = torchvision.transforms.functional.normalize(
-        images / 255, [m / 255 for m in mean], [s / 255 for s in std]
-    )
+    of_one = ([value / 255 for value in values] for values in (mean, std))
+    expected = torchvision.transforms.functional.normalize(images / 255, *of_one)
     torch.testing.assert_close(resnet.Normalize(mean, std)(images), expected, rtol=1e-5, atol=1e-5)

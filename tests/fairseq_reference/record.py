@@ -9,14 +9,16 @@ differ. --trained takes the trained checkpoints of another recording and compute
 rounding on any machine.
 
 FOLDER (default: golden, beside this file) then holds:
-    text/                 200 + 20 + 12 sentence pairs, {train,valid,test}.{en,de}
+    text/                 input: 200 + 20 + 12 sentence pairs, {train,valid,test}.{en,de}, of a toy language: word by
+                          word, but the adverb comes first and the verb last; an unknown word ends valid.en and test.en
     joint/                fairseq-preprocess' output with --joined-dictionary: dict.en.txt, dict.de.txt, *.bin, *.idx
     separate/, roberta/   the dictionaries of prenorm.pt and of roberta.pt (its <mask> comes after the file's symbols)
     initial.pt            arch `transformer`, tiny, all embeddings shared, dropout 0; untrained
     trained.pt            the same after 400 updates of fairseq-train with dropout 0.1
     prenorm.pt            pre-norm, three unshared embedding tables, 30 updates
     roberta.pt            RoBERTa of 2 layers, 30 updates
-    roberta_bpe/          encoder.json, vocab.bpe and dict.txt, in the form of the released models but small
+    roberta_bpe/          input: encoder.json, vocab.bpe and dict.txt in the form of the released models: GPT-2's
+                          bytes, 60 merges learnt from train.en, a dictionary filled up to a multiple of 8
     roberta_bpe.pt        RoBERTa of 2 layers for these, its head untied, with a classification head; random weights
     roberta_bpe.npz       sentences, fairseq's ids of them and roberta_bpe.pt's logits; see roberta_bpe()
     arrays.npz            batches and logits; see the functions below for names and shapes
@@ -26,18 +28,15 @@ Checkpoints are fairseq's own, less the optimizer's state and the timings.
 """
 
 import argparse
-import itertools
 import json
 import logging
 import os
-import random
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections import Counter
 from pathlib import Path
 
 # Before torch: one thread sums in one order. fairseq's loader reads its configuration objects from the checkpoint.
@@ -46,32 +45,16 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TORCH_FORCE_NO_WEIGH
 import numpy as np
 import torch
 from fairseq import checkpoint_utils, options, tasks, utils
-from fairseq.data import Dictionary, data_utils
-from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode, get_encoder
+from fairseq.data import data_utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
 from fairseq.models.roberta import RobertaModel
 from fairseq.trainer import Trainer
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).resolve().parent / "golden"
 TRAINED = ("trained.pt", "prenorm.pt", "roberta.pt")
 
-# A toy language: word by word, but the adverb comes first and the verb last.
-DETERMINERS = {"the": "die", "a": "eine"}
-ADJECTIVES = {"small": "kleine", "big": "große", "red": "rote", "old": "alte", "green": "grüne", "quiet": "stille"}
-NOUNS = {"dog": "Hund", "house": "Haus", "tree": "Baum", "bird": "Vogel", "woman": "Frau", "boy": "Junge"}
-NOUNS |= {"table": "Tisch", "door": "Tür", "garden": "Garten", "bridge": "Brücke"}
-VERBS = {
-    "sees": "sieht",
-    "finds": "findet",
-    "paints": "malt",
-    "likes": "mag",
-    "visits": "besucht",
-    "follows": "verfolgt",
-}
-PREPOSITIONS = {"near": "bei", "behind": "hinter", "with": "mit"}
-SIZES = {"train": 200, "valid": 20, "test": 12}
-
+SPLITS = ("train", "valid", "test")
 SIZE = "--{0}-embed-dim 32 --{0}-ffn-embed-dim 64 --{0}-attention-heads 4 --{0}-layers 2"
 # Without it, this fairseq drops the last batch unless its size is a multiple of 8, in training and in generation.
 MULTIPLE = "--required-batch-size-multiple 1"
@@ -94,7 +77,6 @@ TRAIN = {
     f"--max-positions 64 --tokens-per-sample 32 --sample-break-mode complete --adam-eps 1e-6 --batch-size 16 {COMMON} "
     "--warmup-updates 4 --max-update 30",
 }
-BPE_MERGES = 60
 BPE_ROBERTA = (
     "roberta_bpe --task masked_lm --criterion masked_lm --arch roberta_base --untie-weights-roberta "
     "--encoder-embed-dim 12 --encoder-ffn-embed-dim 20 --encoder-attention-heads 3 --encoder-layers 2 "
@@ -114,39 +96,8 @@ BPE_SENTENCES = [
 SEARCHES = [(4, 1.0, 0, 20), (4, 0.6, 1.2, 10), (5, 1.0, 1.2, 10), (5, 0.6, 0, 20), (4, 0.6, 0, 5)]
 
 
-def write_text(folder: Path) -> None:
-    """Write the sentence pairs, all different; the last source of valid and of test has a word unknown to training."""
-    rng = random.Random(1)
-    words = DETERMINERS | ADJECTIVES | NOUNS | VERBS | PREPOSITIONS
-
-    def noun_phrase() -> list[str]:
-        return [
-            rng.choice(list(DETERMINERS)),
-            *rng.sample(list(ADJECTIVES), rng.randint(0, 2)),
-            rng.choice(list(NOUNS)),
-        ]
-
-    pairs = {}
-    while len(pairs) < sum(SIZES.values()):
-        subject, verb, rest = noun_phrase(), rng.choice(list(VERBS)), noun_phrase()
-        for _ in range(rng.randint(0, 2)):
-            rest += [rng.choice(list(PREPOSITIONS)), *noun_phrase()]
-        today, end = rng.random() < 0.3, rng.choice(".?")
-        source = [*subject, verb, *rest, *["today"] * today, end]
-        target = [*["heute"] * today, *(words[word] for word in [*subject, *rest, verb]), end]
-        pairs[" ".join(source)] = " ".join(target)
-    lines = iter(pairs.items())
-    folder.mkdir()
-    for split, size in SIZES.items():
-        sources, targets = zip(*(next(lines) for _ in range(size)), strict=True)
-        if split != "train":
-            sources = (*sources[:-1], re.sub(rf"\b({'|'.join(NOUNS)})\b", "zebra", sources[-1], count=1))
-        (folder / f"{split}.en").write_text("\n".join(sources) + "\n", encoding="utf-8")
-        (folder / f"{split}.de").write_text("\n".join(targets) + "\n", encoding="utf-8")
-
-
 def run(program: str, arguments: str) -> str:
-    """Run one of fairseq's console scripts in the current folder and return what it printed."""
+    """Runs one of fairseq's console scripts in the current folder; returns its output."""
     command = [str(Path(sys.executable).parent / program), *arguments.split()]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
@@ -155,7 +106,7 @@ def run(program: str, arguments: str) -> str:
 
 
 def preprocess() -> None:
-    """Binarise the text, in the three forms that the models need."""
+    """Binarises the text, in the three forms that the models need."""
     files = "--trainpref text/train --validpref text/valid --testpref text/test --dataset-impl mmap --workers 1"
     run("fairseq-preprocess", f"-s en -t de {files} --joined-dictionary --destdir joint")
     run("fairseq-preprocess", f"-s en -t de {files} --nwordssrc 24 --destdir separate")  # sizes that differ
@@ -163,7 +114,7 @@ def preprocess() -> None:
 
 
 def setup(flags: str) -> tuple[Trainer, tasks.FairseqTask]:
-    """fairseq's trainer with its freshly initialised model, made as fairseq-train makes it from these flags."""
+    """Returns fairseq's trainer with a new model, as fairseq-train creates it from these flags, and the task."""
     cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), flags.split()))
     np.random.seed(cfg.common.seed)
     utils.set_torch_seed(cfg.common.seed)
@@ -173,7 +124,7 @@ def setup(flags: str) -> tuple[Trainer, tasks.FairseqTask]:
 
 
 def strip(path: Path) -> None:
-    """Take the optimizer's state and the timings out of a checkpoint; see that it holds no class but a Namespace."""
+    """Removes the optimizer's state and the timings from a checkpoint; checks that its only class is a Namespace."""
     state = torch.load(path)
     state.pop("last_optimizer_state")
     state["extra_state"] = {"train_iterator": state["extra_state"]["train_iterator"]}
@@ -183,12 +134,11 @@ def strip(path: Path) -> None:
 
 
 def make_checkpoints(trained: Path | None) -> None:
-    """Write initial.pt from fairseq's trainer, the others with fairseq-train or from the folder `trained`."""
+    """Writes initial.pt with fairseq's trainer, the others with fairseq-train or from the folder `trained`."""
     trainer, _ = setup(TRAIN["initial.pt"])
     trainer.consolidate_optimizer()
-    trainer.save_checkpoint(
-        "initial.pt", {"train_iterator": {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True}}
-    )
+    position = {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
+    trainer.save_checkpoint("initial.pt", {"train_iterator": position})
     strip(Path("initial.pt"))
     for name in TRAINED:
         if trained:
@@ -201,13 +151,13 @@ def make_checkpoints(trained: Path | None) -> None:
 
 
 def load(name: str) -> tuple[torch.nn.Module, tasks.FairseqTask]:
-    """The model of a checkpoint, as fairseq-generate reads it, and its task."""
+    """Returns the model of a checkpoint, as fairseq-generate reads it, and its task."""
     (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([name])
     return model.eval(), task
 
 
 def ten_steps(arrays: dict[str, np.ndarray]) -> list[dict[str, float]]:
-    """Ten updates from initial.pt on ten fixed batches, by fairseq's trainer, optimizer and schedule; without dropout.
+    """Runs ten updates from initial.pt on ten fixed batches with fairseq's trainer, optimizer and schedule, no dropout.
 
     Adds step<n>.source (padded at the left), step<n>.previous and step<n>.target, int32 [16, length]. Returns for each
     step the sums of the label-smoothed loss and of the negative log-likelihood in nats before the update, the number of
@@ -229,20 +179,13 @@ def ten_steps(arrays: dict[str, np.ndarray]) -> list[dict[str, float]]:
         rate = trainer.get_lr()
         with metrics.aggregate(new_root=True) as meters:
             trainer.train_step([sample])
-        steps.append(
-            {
-                "loss_sum": float(log["loss"]),
-                "nll_sum": float(log["nll_loss"]),
-                "tokens": int(tokens),
-                "gradient_norm": float(meters["gnorm"].avg),
-                "learning_rate": float(rate),
-            }
-        )
+        step = {"loss_sum": float(log["loss"]), "nll_sum": float(log["nll_loss"]), "tokens": int(tokens)}
+        steps.append(step | {"gradient_norm": float(meters["gnorm"].avg), "learning_rate": float(rate)})
     return steps
 
 
 def translation_logits(name: str, arrays: dict[str, np.ndarray]) -> None:
-    """Logits of six test pairs, with the source padded at the left (fairseq's way) and at the right.
+    """Computes logits of six test pairs, with the source padded at the left (fairseq's way) and at the right.
 
     Adds <name>.left.source, <name>.right.source and <name>.previous, int32 [6, length], and <name>.left.logits and
     <name>.right.logits, float32 [6, length, words].
@@ -264,7 +207,7 @@ def translation_logits(name: str, arrays: dict[str, np.ndarray]) -> None:
 
 
 def roberta_logits(arrays: dict[str, np.ndarray]) -> None:
-    """Logits of roberta.pt at masked places of six sentences: <s> words </s>, padded at the right.
+    """Computes logits of roberta.pt at masked places of six sentences: <s> words </s>, padded at the right.
 
     Adds roberta.tokens int32 [6, length], roberta.masked bool of the same shape, roberta.logits float32
     [masked places, words] in the order of the rows, and roberta.all_logits float32 [6, length, words].
@@ -286,64 +229,14 @@ def roberta_logits(arrays: dict[str, np.ndarray]) -> None:
     arrays["roberta.all_logits"] = everywhere.numpy()
 
 
-def write_bpe() -> None:
-    """Write roberta_bpe/: GPT-2's files with merges learnt from the English text, and a dictionary.
-
-    The numbers of encoder.json are GPT-2's (bytes, merges, <|endoftext|>), the dictionary is what fairseq-preprocess
-    makes: most frequent first, filled up with madeupword0000 … to a multiple of 8; but unseen tokens are in it.
-    """
-    folder = Path("roberta_bpe")
-    folder.mkdir()
-    numbers = {symbol: number for number, symbol in enumerate(bytes_to_unicode().values())}
-    text = Path("text/train.en").read_text(encoding="utf-8")
-
-    def save(merges: list[tuple[str, str]]) -> None:
-        (folder / "encoder.json").write_text(json.dumps(numbers))
-        lines = ["#version: 0.2", *(" ".join(pair) for pair in merges), ""]
-        (folder / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")
-
-    merges: list[tuple[str, str]] = []
-    save(merges)
-    bpe = get_encoder(folder / "encoder.json", folder / "vocab.bpe")
-    pieces = ("".join(bpe.byte_encoder[byte] for byte in piece.encode()) for piece in bpe.re.findall(bpe.pat, text))
-    words = {tuple(word): count for word, count in Counter(pieces).items()}
-    while len(merges) < BPE_MERGES:
-        pairs = Counter()
-        for word, count in words.items():
-            for pair in itertools.pairwise(word):
-                pairs[pair] += count
-        best = max(pairs, key=lambda pair: (pairs[pair], pair))
-        merges.append(best)
-        numbers["".join(best)] = len(numbers)
-        merged = {}
-        for word, count in words.items():
-            joined = list(word)
-            for place in range(len(joined) - 2, -1, -1):  # no pair of one symbol twice occurs three times in a row
-                if (joined[place], joined[place + 1]) == best:
-                    joined[place : place + 2] = ["".join(best)]
-            merged[tuple(joined)] = count
-        words = merged
-    numbers["<|endoftext|>"] = len(numbers)
-    save(merges)
-
-    bpe = get_encoder(folder / "encoder.json", folder / "vocab.bpe")
-    counts = Counter(token for line in text.splitlines() for token in bpe.encode(line))
-    dictionary = Dictionary()
-    for number in numbers.values():
-        dictionary.add_symbol(str(number), n=counts[number])
-    dictionary.finalize(padding_factor=8)
-    dictionary.save(str(folder / "dict.txt"))
-
-
 def roberta_bpe(trained: Path | None) -> None:
-    """Write roberta_bpe.pt (or take it from the folder `trained`) and roberta_bpe.npz.
+    """Writes roberta_bpe.pt (or takes it from the folder `trained`) and roberta_bpe.npz.
 
     The latter has sentences and seconds (str [6]; a second is "" where a sentence is alone), tokens int32 [6, length]
     as the hub interface encodes them, padded at the right with <pad>, decoded (str [6], the pair's is its first),
     masked int32 [6], the place of a <mask> that replaces a token (-1: none), logits float32 [33, words] at the real
     tokens of the first two rows with that mask, and head float32 [6, 3], the classification head's logits without it.
     """
-    write_bpe()
     if trained:
         shutil.copy(trained / "roberta_bpe.pt", ".")
     else:
@@ -383,7 +276,7 @@ def roberta_bpe(trained: Path | None) -> None:
 
 
 def beam_search(arrays: dict[str, np.ndarray]) -> list[dict]:
-    """Translations of the test sentences, as one batch, by trained.pt and fairseq's SequenceGenerator.
+    """Translates the test sentences, as one batch, with trained.pt and fairseq's SequenceGenerator.
 
     Adds search.source int32 [12, length], padded at the left, and search.index int32 [12]: which sentences these are.
     Returns for each of SEARCHES its settings and, for each row, the hypotheses, best first: tokens with </s>, score
@@ -400,33 +293,28 @@ def beam_search(arrays: dict[str, np.ndarray]) -> list[dict]:
         settings = {"beam": beam, "lenpen": lenpen, "max_len_a": max_len_a, "max_len_b": max_len_b}
         generator = task.build_generator([model], argparse.Namespace(**settings))
         found = task.inference_step(generator, [model], sample)
-        sentences = [
-            [
-                {
-                    "tokens": hypothesis["tokens"].tolist(),
-                    "score": float(hypothesis["score"]),
-                    "log_probabilities": [round(float(value), 7) for value in hypothesis["positional_scores"]],
-                }
-                for hypothesis in hypotheses
-            ]
-            for hypotheses in found
-        ]
-        searches.append(settings | {"sentences": sentences})
+        searches.append(settings | {"sentences": [[written(one) for one in hypotheses] for hypotheses in found]})
     return searches
 
 
+def written(hypothesis: dict) -> dict:
+    """Returns a hypothesis of fairseq's as numbers.json has it."""
+    each = [round(float(value), 7) for value in hypothesis["positional_scores"]]
+    return {"tokens": hypothesis["tokens"].tolist(), "score": float(hypothesis["score"]), "log_probabilities": each}
+
+
 def record(trained: Path | None) -> None:
-    """Make every file of a recording in the current folder."""
-    write_text(Path("text"))
-    for split in SIZES:  # fairseq-preprocess without a language takes the prefix as the file's name
+    """Creates every file of a recording in the current folder."""
+    for inputs in ("text", "roberta_bpe"):
+        shutil.copytree(GOLDEN / inputs, inputs)
+    for split in SPLITS:  # fairseq-preprocess without a language takes the prefix as the file's name
         shutil.copy(f"text/{split}.en", f"text/en.{split}")
     preprocess()
     make_checkpoints(trained)
     arrays: dict[str, np.ndarray] = {}
     numbers = {"ten_steps": ten_steps(arrays), "searches": beam_search(arrays)}
-    translation_logits("initial", arrays)
-    translation_logits("trained", arrays)
-    translation_logits("prenorm", arrays)
+    for name in ("initial", "trained", "prenorm"):
+        translation_logits(name, arrays)
     roberta_logits(arrays)
     np.savez_compressed("arrays.npz", **arrays)
     roberta_bpe(trained)
@@ -453,20 +341,8 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # hydra's and torch's, about what fairseq's age explains
     logging.disable(logging.WARNING)  # fairseq describes each model at length
-    kept = [
-        "text",
-        "joint",
-        "separate",
-        "roberta",
-        "initial.pt",
-        *TRAINED,
-        "arrays.npz",
-        "numbers.json",
-        "generate.txt",
-        "roberta_bpe",
-        "roberta_bpe.pt",
-        "roberta_bpe.npz",
-    ]
+    kept = ["text", "joint", "separate", "roberta", "initial.pt", *TRAINED, "arrays.npz", "numbers.json"]
+    kept += ["generate.txt", "roberta_bpe", "roberta_bpe.pt", "roberta_bpe.npz"]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # so that no checkpoint holds a path of this machine
         record(trained)
