@@ -123,7 +123,7 @@ def test_ten_steps_give_torchrecs_losses(mesh, tmp_path, monkeypatch, interactio
     assert set(embeddings.plan.plans) == {"row", "table", "data"}, embeddings.plan
     with checkpoint.Checkpointer(str(tmp_path), tables=embedding.TableStorage(embeddings)) as checkpoints:
         checkpoints.save(1, model, own_optimizer)
-    dlrm.export(f"{tmp_path}/export", state, data, config, checkpoints)
+    dlrm.export(f"{tmp_path}/export", state, data, config, checkpoints.folder(1))
     theirs = torchrecs_model(config, dataset)
     theirs.load_state_dict(exported(tmp_path))
     parameters = theirs.parameters()

@@ -30,6 +30,7 @@ import pytest
 import torch
 import torch_xla.distributed.spmd as xs
 from fsspec.implementations.memory import MemoryFileSystem
+from helpers import records, summary
 
 from data import batching, criteo, text, wmt
 from data import glue as glue_data
@@ -447,7 +448,7 @@ SCRIPTS = {
 }
 
 
-def train(name: str, hosts: int, folder, stop=None, every=1, devices=DEVICES, patch=None, **changes) -> Pod:
+def train(name: str, hosts: int, folder, /, stop=None, every=1, devices=DEVICES, patch=None, **changes) -> Pod:
     """Trains a script on so many hosts. `stop`: host -> training batches after which it gets SIGTERM. A change that is
     a function is called on each host."""
     script = SCRIPTS[name]
@@ -480,11 +481,6 @@ def run_folder(pod: Pod) -> str:
     return f"{pod.folder}/runs/{name}"
 
 
-def records(pod: Pod) -> list[dict]:
-    """The lines of metrics.jsonl without their timings."""
-    return [{**json.loads(line), "timing": None} for line in open(f"{run_folder(pod)}/metrics.jsonl")]
-
-
 def training(pod: Pod) -> list[dict]:
     return [batch for name, batch in pod.steps if name in TRAINING]
 
@@ -507,11 +503,18 @@ def assert_equal(batches: list[dict], others: list[dict]) -> None:
 
 @every_pod
 @every_script
-def test_the_hosts_together_have_the_batches_of_one_host(trained, name, hosts):
+def test_the_hosts_together_have_the_batches_of_one_host_and_each_has_its_metrics(trained, name, hosts):
+    """Where one host is missing, or comes with another shape, the pod fails before."""
     alone, pod = trained(name, 1), trained(name, hosts)
     assert [name for name, _ in pod.steps] == [name for name, _ in alone.steps]
     assert_equal([batch for _, batch in pod.steps], [batch for _, batch in alone.steps])
     assert len({digest(batch) for batch in training(alone)}) == len(training(alone)), "all batches are alike"
+    assert all(meetings == pod.meetings[0] for meetings in pod.meetings)
+    shapes = {what for what in pod.meetings[0] if what[0] in TRAINING}
+    assert len(shapes) == (2 if name in ("glue", "transformer") else 1)
+    assert pod.outcomes == alone.outcomes * hosts
+    assert records(run_folder(pod)) == records(run_folder(alone))
+    assert all(summary(run_folder(one))["metrics"] == alone.outcomes[0] for one in (alone, pod))
 
 
 @every_pod
@@ -565,17 +568,6 @@ def test_every_example_is_read_once_an_epoch(trained, name, hosts):
     assert any((mask == 0).any() for mask in masks), "nothing was padded"
 
 
-@every_pod
-@every_script
-def test_every_host_takes_the_same_steps_in_the_same_shapes(trained, name, hosts):
-    """Where one host is missing, or comes with another shape, the pod fails before."""
-    pod = trained(name, hosts)
-    assert all(meetings == pod.meetings[0] for meetings in pod.meetings)
-    assert [what for what in pod.meetings[0] if what[0] != "seed"]
-    shapes = {what for what in pod.meetings[0] if what[0] in TRAINING}
-    assert len(shapes) == (2 if name in ("glue", "transformer") else 1)
-
-
 @every_script
 def test_a_resumed_run_goes_on_with_the_rest_on_any_number_of_hosts(trained, name, tmp_path):
     """1 host, stopped in the second epoch; 2 hosts from there, stopped as well; 4 to the end."""
@@ -594,21 +586,11 @@ def test_a_resumed_run_goes_on_with_the_rest_on_any_number_of_hosts(trained, nam
         epoch, indices = whole.reads[0][0][start]
         shares = [reads[0][0] for reads in part.reads]
         assert [(epoch, [i for _, share in shares for i in share])] == [(epoch, indices)]
-    assert records(parts[2]) == records(whole)
+    assert records(run_folder(parts[2])) == records(run_folder(whole))
     assert parts[2].outcomes == whole.outcomes * 4
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
-
-
-@every_pod
-@every_script
-def test_metrics_are_those_of_all_hosts_on_every_host(trained, name, hosts):
-    alone, pod = trained(name, 1), trained(name, hosts)
-    assert pod.outcomes == alone.outcomes * hosts
-    assert records(pod) == records(alone)
-    summaries = [json.load(open(f"{run_folder(one)}/summary.json")) for one in (alone, pod)]
-    assert summaries[0]["metrics"] == summaries[1]["metrics"] == alone.outcomes[0]
 
 
 @pytest.mark.parametrize(("task", "count"), [("cola", 2), ("stsb", 3), ("mnli", 4)])

@@ -61,15 +61,13 @@ def test_run_folder_holds_everything_about_the_run(name, run_of):
     assert found.get("examples_per_second", found.get("tokens_per_second")) > 0
     assert json.load(open(f"{path}/config.json"))["config"]["lr"] == config.lr
     last = records(path)[-1]
-    assert {name: last[f"eval/{name}"] for name in metrics} == metrics or name == "transformer"  # evaluates the mean
-    path, _, config = run_of(name, "short")
-    assert len(losses(path)) == found_steps(path)
+    assert {
+        name: last[f"eval/{name}"] for name in metrics
+    } == metrics or name == "transformer"  # of the mean of checkpoints
+    path, *_ = run_of(name, "short")
+    assert len(losses(path)) == summary(path)["steps"]
     checkpoints = [f"step_{step:08d}" for step in TRIALS[name].checkpoints]
-    assert sorted(os.listdir(f"{path}/checkpoints")) == checkpoints and len(checkpoints) == config.keep
-
-
-def found_steps(path) -> int:
-    return summary(path)["steps"]
+    assert sorted(os.listdir(f"{path}/checkpoints")) == checkpoints
 
 
 @every_script

@@ -64,7 +64,7 @@ TRIALS = {
         close={1: 1e-5, 10: 1e-4, 20: 1e-3},  # rounding grows from step to step, and with the learning rate
         moved=0.05,
         graphs=3,  # of training and evaluation, and of a number that hosts compare
-        reads=8,
+        reads=3,
         diverges={"lr": 1e12},
     ),
     "dlrm": Trial(
@@ -73,11 +73,11 @@ TRIALS = {
         learned={"auc": (0.78, 0.86), "ne": (0.0, 0.82)},
         still={},
         untrained={"auc": (0.4, 0.6)},
-        short=replace(dlrm.TINY, batch_size=2048, epochs=2, log_every=1, save_every=10),
-        checkpoints=(60, 64),
+        short=replace(dlrm.TINY, warmup_steps=20, log_every=1, save_every=48),
+        checkpoints=(240, 256),
         crash=5,
-        kill=Stop(45, saved=40),
-        terminate=52,
+        kill=Stop(112, saved=96),
+        terminate=150,
         # Adaptive rules turn the last digits of a gradient near 0 into whole steps.
         alike=replace(dlrm.TINY, optimizer="sgd", lr=0.5, log_every=8),
         close={33: 1e-5},
@@ -100,7 +100,7 @@ TRIALS = {
         close={16: 2e-5},
         moved=0.02,
         graphs=4,  # of training and evaluation in one length; Adam's, and of a number that hosts compare
-        reads=8,
+        reads=9,
     ),
     "transformer": Trial(
         transformer,
@@ -108,15 +108,15 @@ TRIALS = {
         learned={"bleu": (25.0, 100.0), "ppl": (1.0, 5.0)},
         still={"updates": 10},
         untrained={"bleu": (0.0, 1.0), "ppl": (50.0, 1000.0)},
-        short=replace(TRANSLATES, updates=50, log_every=1, keep=3),  # the export is the mean of all three
-        checkpoints=(40, 48, 50),
+        short=replace(TRANSLATES, updates=50, log_every=1, keep=3),  # the export is the mean of the last three
+        checkpoints=(32, 40, 48, 50),  # the last one is between two
         crash=3,
         kill=Stop(30, saved=24),
         terminate=41,  # its checkpoint must not take the place of one that is averaged
         close={25: 1e-5},  # Adam turns the last digits of a gradient near 0 into whole steps: later the runs part
         moved=0.5,
         graphs=9,  # of training, evaluation and translation in two shapes; Adam's, and of a number that hosts compare
-        reads=8,
+        reads=12,
         diverges={"lr": 1e30, "warmup_updates": 1},
     ),
     "pretrain": Trial(
@@ -133,7 +133,7 @@ TRIALS = {
         close={10: 1e-5},
         moved=0.5,
         graphs=4,  # of training and evaluation; Adam's, and of a number that hosts compare
-        reads=8,
+        reads=7,
         diverges={"lr": 1e30, "warmup_steps": 1},
     ),
 }
