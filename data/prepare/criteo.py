@@ -14,6 +14,7 @@ smaller value first).
 import codecs
 import dataclasses
 import gzip
+import itertools
 import os
 import re
 import zlib
@@ -405,10 +406,9 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     _check_flags(flags)
     train, evaluation = find_sources(data)
     texts = train + evaluation
-    splits = ["train"] * len(train) + ["eval"] * len(evaluation)
     sources = [
-        {"name": path.name, "bytes": path.stat().st_size, "split": split}
-        for path, split in zip(texts, splits, strict=True)
+        {"name": path.name, "bytes": path.stat().st_size, "split": "train" if path in train else "eval"}
+        for path in texts
     ]
     job = Preparation(flags, sources, ("bad_rows",), "prepared.json", "COMPLETE", version=1)
     if prepared := job.finished():
@@ -418,21 +418,18 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
         _check_head(path, flags.bad_rows)
 
     chunks = _parse_all(job, texts, job.begin("chunk_bytes", CHUNK_BYTES))
-    infos = [[_chunk_info(chunk) for chunk in of_source] for of_source in chunks]
-    malformed_rows = _malformed_rows(texts, infos)
+    malformed_rows = _malformed_rows(texts, chunks)
     _check_malformed(malformed_rows, flags.bad_rows)
-    rows = [sum(info["rows"] for info in of_source) for of_source in infos]
-    for path, number in zip(texts, rows, strict=True):
-        if not number:
+    rows = [[len(map_npz(chunk)["label"]) for chunk in of_source] for of_source in chunks]
+    for path, of_source in zip(texts, rows, strict=True):
+        if not sum(of_source):
             raise InputError(f"{path} has no row that can be used; {malformed_rows['first']}")
-    total = sum(rows)
-    boundary = sum(rows[: len(train)]) if evaluation else total - total // 7
+    *offsets, total = itertools.accumulate(itertools.chain.from_iterable(rows), initial=0)
+    boundary = sum(map(sum, rows[: len(train)])) if evaluation else total - total // 7
     if boundary == total:
         raise InputError(f"{train[0]} has {total} rows; expected at least 7, of which the last is for evaluation")
 
-    chunks = [chunk for of_source in chunks for chunk in of_source]
-    offsets = [0, *np.cumsum([info["rows"] for of_source in infos for info in of_source]).tolist()][:-1]
-    chunks = list(zip(chunks, offsets, strict=True))
+    chunks = list(zip(itertools.chain.from_iterable(chunks), offsets, strict=True))
     table_rows, seen = _count_all(job, flags, chunks, boundary)
     _write_all(job, flags, chunks, boundary, total)
     splits = {"train": boundary, "eval": total - boundary}
@@ -494,24 +491,15 @@ def _write_all(job: Preparation, flags: Flags, chunks: list[tuple[Path, int]], b
     job.run(_write, tasks, "writing arrays")
 
 
-def _chunk_info(chunk: Path) -> dict:
-    arrays = map_npz(chunk)
-    info = {key: arrays[key].item() for key in ("lines", "bad", "first_bad", "why")}
-    return info | {"rows": len(arrays["label"])}
-
-
-def _malformed_rows(sources: list[Path], infos: list[list[dict]]) -> dict:
+def _malformed_rows(sources: list[Path], chunks: list[list[Path]]) -> dict:
     """Returns the number of lines and of malformed lines, and the first of these with its file, line and reason."""
-    lines = bad = 0
-    first = ""
-    for path, of_source in zip(sources, infos, strict=True):
-        line = 0
-        for info in of_source:
-            if info["bad"] and not first:
-                first = f"{path} line {line + info['first_bad'] + 1}: {info['why']}"
-            line += info["lines"]
-            bad += info["bad"]
-        lines += line
+    lines, bad, first = 0, 0, ""
+    for path, of_source in zip(sources, chunks, strict=True):
+        before = lines
+        for chunk in map(map_npz, of_source):
+            if chunk["bad"] and not first:
+                first = f"{path} line {lines - before + chunk['first_bad'] + 1}: {chunk['why']}"
+            lines, bad = lines + int(chunk["lines"]), bad + int(chunk["bad"])
     return {"lines": lines, "count": bad, "first": first}
 
 

@@ -34,6 +34,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from data.prepare import pipeline
 from data.prepare.files import whole
@@ -71,7 +73,7 @@ class Flags:
     config: str = ""  # of a data set: its configuration
     column: str = "text"  # of a data set: the column of text
     valid_share: float = 0.01  # of the documents, for validation, where there is no validation text
-    sample: int = 1_000_000_000  # bytes of text at most from which the vocabulary is learnt
+    sample: int = 1_000_000_000  # characters of text at most from which the vocabulary is learnt
     workers: int = os.cpu_count() or 1  # processes; learning a vocabulary uses threads on all cores
 
 
@@ -205,8 +207,6 @@ def _sampled(pieces: list[list[Stretch]], share: float, sample: int) -> Iterator
 
 def _open_tokenizer(name: str, kind: str):
     """Opens a tokenizer of the user's, which must suit the kind. Raises InputError."""
-    from transformers import AutoTokenizer
-
     folder = Path(name).expanduser()
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
@@ -243,9 +243,6 @@ class _Encoder:
     """Encodes sentences to ids with the tokenizer in a folder."""
 
     def __init__(self, folder: Path):
-        from tokenizers import Tokenizer
-        from transformers import AutoTokenizer
-
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         # Special symbols in the text are text. This is a copy, since transformers would reset the flag.
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -357,8 +354,9 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     ]
     job.run(_encode_piece, tasks, "encoding")
     encoded = [task[-1] for task in tasks]
-    figures = {"vocabulary": _vocabulary(folder)} | {split: _split_report(encoded, split, room) for split in SPLITS}
+    figures = {"vocabulary": len(AutoTokenizer.from_pretrained(folder, local_files_only=True))}
     for split in SPLITS:
+        figures[split] = _split_report(encoded, split, room)
         if not figures[split]["rows"]:
             asked = f"with --valid-share {share}" if split == "valid" and share else "at all"
             raise InputError(
@@ -396,12 +394,6 @@ def _plain_files(job: Preparation, flags: Flags, files: dict[str, list[Path]], s
         if not any(path.stat().st_size for path, _ in paths):
             raise InputError(f"{paths[0][1]} is empty; expected a sentence or a paragraph per line")
     return plain
-
-
-def _vocabulary(folder: Path) -> int:
-    from transformers import AutoTokenizer
-
-    return len(AutoTokenizer.from_pretrained(folder, local_files_only=True))
 
 
 def _split_report(encoded: list[Path], split: str, room: int) -> dict:
