@@ -115,16 +115,12 @@ def test_a_malformed_line_is_left_out_and_explained(kind, place):
     assert rows.sparse[3].tolist() == [0x0BADCAFE] * 2
 
 
-@pytest.mark.parametrize("line", [row(0, {0: "-0"}), row(1, {1: "007"}), row(1, {}, {0: "F"}), row(0, {2: "9" * 18})])
-def test_unusual_but_good_lines_are_kept(line):
-    assert pre.malformed(line) is None
-    rows = pre.parse(b"\n".join([line, GOOD]))
-    assert (rows.bad, len(rows.label)) == (0, 2)
-
-
-def test_line_ends_of_windows_and_a_last_line_without_end():
-    expected = pre.parse(b"\n".join(random_rows(20)) + b"\n")
-    for text in (b"\r\n".join(random_rows(20)) + b"\r\n", b"\n".join(random_rows(20))):
+def test_unusual_but_good_lines_are_kept():
+    unusual = [row(0, {0: "-0"}), row(1, {1: "007"}), row(1, {}, {0: "F"}), row(0, {2: "9" * 18}), *random_rows(20)]
+    assert set(map(pre.malformed, unusual)) == {None}
+    expected = pre.parse(b"\n".join(unusual) + b"\n")
+    assert (expected.bad, len(expected.label)) == (0, 24)
+    for text in (b"\r\n".join(unusual) + b"\r\n", b"\n".join(unusual)):  # as Windows has it; no end of the last line
         rows = pre.parse(text)
         assert rows.bad == 0 and (rows.sparse == expected.sparse).all() and (rows.dense == expected.dense).all()
 

@@ -251,28 +251,30 @@ def test_byte_pair_encoding_is_learnt_from_an_evenly_spaced_sample(tmp_path, sma
 # Files
 
 
-def test_files_are_found_by_their_names(tmp_path):
-    def found(*names: str, **flags) -> dict[str, str]:
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        for name in names:
-            for language in ("en", "de"):
-                stem, dot, end = name.partition(".gz")
-                write_lines(folder, f"{stem}.{language}", ["a"], dot + end)
-        splits = pre.find_text(folder, "en", "de", **flags)
-        assert all(one.name.replace(".en", ".de") == other.name for one, other in splits.values())
-        return {split: paths[0].name.replace(".en", "") for split, paths in splits.items()}
+NEWSTESTS = ["newstest2013", "newstest2017", "newstest2016"]
 
-    assert found("train", "val", "other") == {"train": "train", "valid": "val"}
-    assert found("train.gz", "dev", "valid", "test.gz") == {"train": "train.gz", "valid": "valid", "test": "test.gz"}
-    newstest = {"train": "train", "valid": "newstest2016", "test": "newstest2017"}
-    assert found("train", "train.gz", "newstest2013", "newstest2017", "newstest2016") == newstest
-    assert found("train", "newstest2013") == {"train": "train", "valid": "newstest2013"}
-    assert found("train", "dev", "newstest2013")["test"] == "newstest2013"
-    flags = {"valid": "newstest2012", "test": "test_2016_flickr"}
-    assert (
-        found("train", "dev", "newstest2012", "newstest2013", "test_2016_flickr", **flags) == {"train": "train"} | flags
-    )
-    assert pre.find_text(tmp_path, "en", "de") == {}
+
+@pytest.mark.parametrize(
+    ("names", "chosen", "found"),
+    [
+        (["train", "val", "other"], {}, ["train", "val"]),
+        (["train.gz", "dev", "valid", "test.gz"], {}, ["train.gz", "valid", "test.gz"]),
+        (["train", "train.gz", *NEWSTESTS], {}, ["train", "newstest2016", "newstest2017"]),
+        (["train", "newstest2013"], {}, ["train", "newstest2013"]),
+        (["train", "dev", "newstest2013"], {}, ["train", "dev", "newstest2013"]),
+        (["train", "dev", *NEWSTESTS, "x"], {"valid": "newstest2013", "test": "x"}, ["train", "newstest2013", "x"]),
+        (["dev"], {}, []),
+    ],
+)
+def test_files_are_found_by_their_names(tmp_path, names, chosen, found):
+    for name in names:
+        for language in ("en", "de"):
+            stem, dot, end = name.partition(".gz")
+            write_lines(tmp_path, f"{stem}.{language}", ["a"], dot + end)
+    splits = pre.find_text(tmp_path, "en", "de", **chosen)
+    for language, paths in zip(("en", "de"), zip(*splits.values(), strict=True), strict=bool(found)):
+        assert [path.name.replace(f".{language}", "") for path in paths] == found
+    assert list(splits) == ["train", "valid", "test"][: len(found)]
 
 
 @pytest.mark.parametrize("count", [12, 13, 14, 26])
