@@ -242,8 +242,8 @@ def test_a_torn_checkpoint_is_skipped_with_a_warning(place, tear, capsys):
 def test_a_torn_checkpoint_of_a_later_step_does_not_push_a_good_one_out(place, capsys):
     save_all(place, [10, 20])
     damage(place, 20, *TEARS["a wrong state"])
-    save_all(place, [15], keep=1)
-    assert restored(place) == (15, 15.0)
+    save_all(place, [15], keep=2)
+    assert restored(place) == (15, 15.0) and Checkpointer(place).complete_steps() == [10, 15, 20]
     save_all(place, [20], keep=1)  # and is replaced when the run comes to its step again
     capsys.readouterr()
     assert restored(place) == (20, 20.0) and capsys.readouterr().err == ""
@@ -588,6 +588,16 @@ def test_a_mean_leaves_out_what_no_run_without_a_stop_would_have_saved(mesh, pla
     model, _ = on_cpu(-1.0)
     assert average(Checkpointer(place, keep=3, every=10), model, mesh) == [20, 30, 33]
     assert model.weight.unique().tolist() == [pytest.approx(83 / 3)]
+
+
+def test_training_goes_on_from_a_mean_without_another_graph(mesh, tmp_path):
+    model, optimizer = build(mesh)
+    step_fn = device.compiled(train_step, mesh)
+    run(mesh, step_fn, model, optimizer, 1, 2)
+    with Checkpointer(str(tmp_path)) as checkpoints:
+        checkpoints.save(2, model, optimizer)
+    assert average(checkpoints, model, mesh) == [2]
+    run(mesh, step_fn, model, optimizer, 3, 4)  # strict: raises when it compiles again
 
 
 @pytest.mark.parametrize("tear", ["a short state", "a wrong state", "no state"])
