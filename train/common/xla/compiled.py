@@ -125,8 +125,7 @@ class CompiledStep:
         torch_xla.sync()
         if compilations() > graphs:
             self._report.compile_seconds += time.perf_counter() - started
-            gave_up_now = arguments is not None and calls.state is State.GAVE_UP  # which compiles once more
-            if shapes in self._known and not gave_up_now:
+            if shapes in self._known:
                 self._compiled_again(calls.inputs, inputs)
         self._known[shapes] = calls
         return result
@@ -226,9 +225,8 @@ class CompiledStep:
     def _give_up(self, reason: replay.NotRepeatable, calls: _Calls) -> None:
         """Lets every call be traced from now on, whatever its shapes, and says why."""
         confirmed = calls.state is State.CONFIRMED
-        self._first_state = State.GAVE_UP
-        for each in (calls, *self._known.values()):
-            each.state, each.program = State.GAVE_UP, None
+        calls.state = self._first_state = State.GAVE_UP
+        self._known.clear()  # without a program of its own, a graph is compiled once more
         message = f"{self.name} is traced in every call: {reason}"
         self._report.not_repeatable.append(message)
         print(f"note: {message}", flush=True)
