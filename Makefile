@@ -28,7 +28,7 @@ LIBTPU := .libtpu
 SITE := lib/python3.11/site-packages
 
 .DEFAULT_GOAL := help
-.PHONY: help install train copy translate data compile compile-all logs stop status doctor test test-all bench lint clean fairseq fairseq-golden \
+.PHONY: help install train copy translate data compile compile-all logs stop status doctor test guards test-all bench lint clean fairseq fairseq-golden \
 	check-model check-data check-translate check-bench
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo 'make doctor                                  what is here, what is missing: each line ok, or what to do'
 	@echo 'make compile MODEL=bert TOPOLOGY=v5e:2x4     does it fit that TPU? by its own compiler, on this machine'
 	@echo 'make test                                    all tests, 15 minutes on two CPU cores'
+	@echo 'make guards                                  the steps cost the TPU what they did, by its compiler: 6 minutes'
 	@echo 'make test-all                                and the slow ones'
 	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
 	@echo 'make lint                                    ruff'
@@ -136,7 +137,7 @@ compile: check-model $(INSTALLED) $(LIBTPU)/.installed
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") \
 		$(if $(OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
 
-# The tables and pictures of docs/tpu: an hour.
+# The tables and pictures of docs/tpu: an hour. ARGS=guards: the figures that `make guards` compares.
 compile-all: $(INSTALLED) $(LIBTPU)/.installed
 	$(RUNS) -m tpu.compiler.pages $(ARGS)
 
@@ -146,6 +147,10 @@ SHARED_OUT := -n 2 --dist loadgroup --no-loadscope-reorder
 
 test: $(INSTALLED)
 	$(RUNS) -m pytest $(SHARED_OUT) -m 'not slow' $(ARGS)
+
+# Each test compiles in a process of its own. None is skipped: the compiler is there.
+guards: $(INSTALLED) $(LIBTPU)/.installed
+	$(RUNS) -m pytest -n 2 --maxschedchunk 1 tests/test_compile.py tests/test_libtpu.py $(ARGS)
 
 test-all: $(INSTALLED) $(FAIRSEQ)/.installed $(LIBTPU)/.installed
 	$(RUNS) -m pytest $(SHARED_OUT) $(ARGS)

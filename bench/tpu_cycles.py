@@ -69,17 +69,17 @@ def cells(row: Row, figures: dict) -> list[str]:
 def page(figures: dict) -> str:
     """docs/tpu/stock.md."""
     version = next(report["libtpu"] for pair in figures.values() for report in pair.values() if "libtpu" in report)
-    header = ["step", "batch a chip", "usual, cycles", "ours", "ours / usual"]
+    header = ["step", "batch per chip", "usual, cycles", "ours", "ours / usual"]
     header += ["usual, GiB", "ours", "usual, GB moved", "ours"]
     parts = [
         f"""# The scripts' steps beside the usual ones
 
-Written by `python -m bench.tpu_cycles`; do not edit. Estimates of libtpu {version} (effort full) for v5e, of whole
-train steps: bf16 autocast, float32 parameters and optimizer state, dropout on, update included. "Usual" is
+Written by `python -m bench.tpu_cycles`; do not edit. Estimates of libtpu {version} (effort full) for v5e, for whole
+train steps: bf16 autocast, float32 parameters and optimizer state, dropout on, update included. "Usual" means
 torchvision's ResNet, transformers' models, torch's `nn.Transformer`, and tables as parameters with a dense gradient
 (bench/stock.py), with the same Config, optimizer and batch. Cycles leave out asynchronous copies, custom calls,
-waiting for other chips, and the drawing of random numbers, of which the usual steps draw one for each that dropout
-may drop and ours a seed.
+waiting for other chips, and the drawing of random numbers: the usual steps draw one per value that dropout may drop,
+ours draw a seed.
 """
     ]
     for title, steps in (("Networks, one chip", STEPS), ("DLRM", TABLES)):

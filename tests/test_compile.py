@@ -1,6 +1,6 @@
 """tpu/compiler/compile.py: a script's step, staged without numbers and compiled for TPUs.
 
-What compiles is slow and needs libtpu: `make test-all`. Staging takes a process of its own, since this one has devices.
+Whatever compiles is slow and needs libtpu: `make guards`. Staging takes a process of its own: this one has devices.
 """
 
 import json
@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from hlo_modules import installed
+from hlo_modules import needs_libtpu
 
 from errors import InputError
+from tpu.compiler import analysis, hlo, pages
 from tpu.compiler import compile as compiling
-from tpu.compiler import hlo, pages
 
 ROOT = Path(__file__).parent.parent
+ACCEPT = 'if that is meant, run `make compile-all ARGS="guards"` and commit docs/tpu/guards.json'
 
 
 def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
@@ -39,28 +40,22 @@ def test_the_flags_after_two_dashes_are_the_scripts():
 
 
 @pytest.mark.parametrize(
-    "arguments, batch_size",
+    "arguments, batch_size, each",
     [
-        (["bert", "--task", "mrpc"], 32),
-        (["roberta", "--task", "pretrain"], 8192),
-        (["roberta", "--task", "pretrain", "--batch", "32", "--", "--update-every", "4"], 32 * 8 * 4),
-        (["dlrm", "mlperf_v1"], 2048),
+        (["bert", "--task", "mrpc"], 32, 4),
+        (["roberta", "--task", "pretrain"], 8192, 1024),
+        (["roberta", "--task", "pretrain", "--batch", "32", "--", "--update-every", "4"], 32 * 8 * 4, 32),
+        (["dlrm", "mlperf_v1"], 2048, 256),
+        (["transformer", "tpu", "--batch", "256"], 256 * 64 * 8, 256),  # tokens
+        (["transformer", "base"], 26_624, 13),
     ],
 )
-def test_a_batch_is_that_of_a_device_and_the_recipes_otherwise(arguments, batch_size):
+def test_a_batch_is_that_of_a_device_and_the_recipes_otherwise(arguments, batch_size, each):
     _, job = compiling.parse(arguments)
     config = job.config(8)
-    assert config.batch_size == batch_size
-    if job.script in (compiling.glue, compiling.pretrain):
-        assert config.model == arguments[0]
-
-
-def test_the_transformers_batch_is_in_rows():
-    _, job = compiling.parse(["transformer", "tpu", "--batch", "256"])
-    assert job.config(8).batch_tokens == 256 * 64 * 8
-    assert compiling.per_device(job, 8) == 256
-    _, job = compiling.parse(["transformer", "base"])
-    assert compiling.per_device(job, 8) == 13
+    assert (config.batch_tokens if arguments[0] == "transformer" else config.batch_size) == batch_size
+    assert compiling.per_device(job, 8) == each
+    assert getattr(config, "model", arguments[0]) == arguments[0]
 
 
 def test_what_cannot_be_is_refused():
@@ -102,10 +97,9 @@ staged = staging.stage(train_step, model, bags, optimizer, batch, mesh)
 names = staged.parameters
 print(json.dumps({
     "donated": sorted(names[number] for number in staged.donated),
-    "held": sorted(name for name in names.values() if name),
     "shardings": {names[number]: sharding for number, sharding in staged.shardings.items() if names[number]},
     "outputs": staged.outputs,
-    "shapes": {str(p.shape.text): p.parameter_number for p in hlo.parse(staged.module).parameters},
+    "shapes": [parameter.shape.text for parameter in hlo.parse(staged.module).parameters],
 }))
 
 def reading_step(model, batch):
@@ -124,29 +118,20 @@ def staged(tmp_path_factory):
     return json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{"))), result.stderr
 
 
-def test_a_staged_step_updates_its_parameters_states_and_tables_in_place(staged):
+def test_a_staged_step_updates_in_place_what_it_trains_and_knows_how_it_is_sharded(staged):
     figures, _ = staged
-    parameters = ["model.0.weight", "model.1.bias", "model.1.weight"]
-    statistics = ["model.1.num_batches_tracked", "model.1.running_mean", "model.1.running_var"]
-    states = [f"optimizer.0.{i}.{name}" for i in range(3) for name in ("exp_avg", "exp_avg_sq", "step")]
-    tables_ = ["bags.data.weight", "bags.row.weight", "bags.step_count"]
-    assert set(figures["donated"]) <= set(parameters + statistics + states + tables_)
+    names = ["model.0.weight", "model.1.bias", "model.1.weight", "bags.data.weight", "bags.row.weight"]
+    names += [f"optimizer.0.{i}.{name}" for i in range(3) for name in ("exp_avg", "exp_avg_sq", "step")]
     # The running statistics are changed inside of native batch norm.
-    assert set(parameters + statistics + states + tables_[:2]) <= set(figures["donated"])
+    names += [f"model.1.{name}" for name in ("num_batches_tracked", "running_mean", "running_var")]
+    assert set(names) <= set(figures["donated"]) <= {*names, "bags.step_count"}
     assert figures["outputs"] == len(figures["donated"]) + 1
-    assert "batch.ids" in figures["held"] and "batch.ids" not in figures["donated"]
-
-
-def test_a_staged_step_knows_how_its_tensors_are_sharded_and_makes_no_numbers(staged):
-    figures, _ = staged
-    shardings = figures["shardings"]
+    shardings = figures["shardings"]  # of all that the step reads, the batch among it
     assert shardings["batch.ids"] == [["data", None], {"data": 4}]
     assert shardings["bags.row.weight"] == [["model", None], {"model": 4}]
     assert shardings["model.0.weight"][0] == [None, None]
-    # 30 million rows of 8, in lines of 16 rows: a gigabyte that was never there.
-    assert any(shape.startswith("f32[187") and shape.endswith(",128]") for shape in figures["shapes"]), figures[
-        "shapes"
-    ]
+    # 30 million rows of 8, in lines of 16 rows: a gigabyte that never existed.
+    assert [shape for shape in figures["shapes"] if re.fullmatch(r"f32\[187\d+,128\]", shape)], figures["shapes"]
 
 
 def test_a_value_that_is_read_in_the_middle_of_a_step_is_named_with_its_line(staged):
@@ -178,99 +163,91 @@ print([sharding[1] for sharding in staged.shardings.values()])
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
-
-needs_libtpu = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not installed(), reason="libtpu is not installed: `make test-all` does that"),
-]
-TOLERANCES = {"needed": 0.02, "bytes_accessed": 0.02, "copies": 0.05, "bytes_copied": 0.05}
-ACCEPT = 'if that is meant: make compile-all ARGS="guards", and commit docs/tpu/guards.json'
+# What may differ from docs/tpu/guards.json, as a share of it.
+TOLERANCES = {"cycles": 0.005, "needed": 0.02, "bytes_accessed": 0.02, "copies": 0.05, "bytes_copied": 0.05}
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """Of a row of pages.GUARDS: (its report, its optimised module), each compiled once."""
-    folder, known = tmp_path_factory.mktemp("compiled"), {}
-
-    def get(name: str) -> tuple[dict, hlo.Module]:
-        if name not in known:
-            row = next(row for row in pages.GUARDS if row.name == name)
-            paths = str(folder / f"{name}.json"), str(folder / f"{name}.pb")
-            command = row.command(pages.GUARD_TOPOLOGY, "fast", paths[0])[3:]
-            result = run(*command[:2], "--dump", paths[1], *command[2:])
-            assert result.returncode == 0, result.stderr[-2000:]
-            known[name] = json.loads(Path(paths[0]).read_text()), hlo.parse(Path(paths[1]).read_bytes())
-        return known[name]
-
-    return get
+def figures(report: dict) -> dict[str, float]:
+    """Returns the figures of a report that TOLERANCES names; cycles only where there are any."""
+    copies = report["copies"]
+    found = {"needed": report["memory"]["needed"], "bytes_accessed": report["bytes_accessed"]}
+    found |= {"copies": copies["count"], "bytes_copied": copies["bytes"]}
+    return found | ({"cycles": report["cycles"]} if "cycles" in report else {})
 
 
-names = [row.name for row in pages.GUARDS]
+def changes(before: dict, after: dict) -> list[str]:
+    """Returns a sentence for each figure of a step that is not what it was."""
+    old, new = figures(before), figures(after)
+    changed = [name for name, tolerance in TOLERANCES.items() if name in old]
+    changed = [name for name in changed if abs(new[name] - old[name]) > TOLERANCES[name] * old[name]]
+    sentences = [
+        f"{'lost' if new[name] > old[name] else 'gained'} {abs(new[name] - old[name]):,} {name}: {old[name]:,} became "
+        f"{new[name]:,} ({new[name] / max(old[name], 1) - 1:+.1%})"
+        for name in changed
+    ]
+    counts = [{kind: entry["count"] for kind, entry in each["collectives"].items()} for each in (before, after)]
+    sentences += [f"has other collectives: {counts[0]} became {counts[1]}"] if counts[0] != counts[1] else []
+    donated = before["donated"], after["donated"]
+    return sentences + ([f"donates {donated[1]} buffers instead of {donated[0]}"] if donated[0] != donated[1] else [])
 
 
-@pytest.mark.parametrize("name", names)
-class TestGuards:
-    pytestmark = needs_libtpu
-
-    def test_memory_bytes_copies_and_collectives_are_what_they_were(self, reports, name):
-        report, _ = reports(name)
-        before = json.loads((pages.DOCS / "guards.json").read_text())[name][pages.GUARD_TOPOLOGY]
-        if before["libtpu"] != report["libtpu"]:
-            pytest.skip(f"the figures are of libtpu {before['libtpu']}, this is {report['libtpu']}")
-        counts = [{kind: c["count"] for kind, c in r["collectives"].items()} for r in (before, report)]
-        assert counts[0] == counts[1], f"collectives changed; {ACCEPT}"
-        assert report["donated"] == before["donated"], f"the number of donated buffers changed; {ACCEPT}"
-        figures = [
-            {
-                "needed": r["memory"]["needed"],
-                "bytes_accessed": r["bytes_accessed"],
-                "copies": r["copies"]["count"],
-                "bytes_copied": r["copies"]["bytes"],
-            }
-            for r in (before, report)
-        ]
-        for figure, tolerance in TOLERANCES.items():
-            old, new = (each[figure] for each in figures)
-            assert abs(new - old) <= tolerance * old, f"{figure}: {old:,} became {new:,}; {ACCEPT}"
-
-    def test_everything_that_is_updated_is_donated_and_nothing_goes_to_the_host(self, reports, name):
-        report, module = reports(name)
-        assert report["donated"] == report["to_donate"] > 0
-        assert hlo.host_transfers(module) == []
-
-    def test_products_are_of_bfloat16(self, reports, name):
-        report, _ = reports(name)
-        assert report["products"] > 0 and report["float32_products"] == 0
-
-    def test_no_device_draws_the_random_numbers_of_all(self, reports, name):
-        """A seed of a few bytes a dropout, see models/layers.py: XLA does not divide draws among devices."""
-        report, _ = reports(name)
-        assert report["random_bytes"] < 4096
-
-    def test_gradients_are_added_up_in_few_collectives(self, reports, name):
-        report, _ = reports(name)
-        assert report["collectives"]["all-reduce"]["count"] <= 4
+def broken_promises(name: str, report: dict, module: hlo.Module) -> list[str]:
+    """Returns a sentence for each rule that a step breaks, whatever its figures were."""
+    kinds = {kind: entry["count"] for kind, entry in report["collectives"].items()}
+    rules = {
+        "updates a tensor that it does not donate": report["donated"] != report["to_donate"] or not report["donated"],
+        "moves data to or from the host": analysis.host_transfers(module) != [],
+        "multiplies in float32": report["float32_products"] or not report["products"],
+        # A seed of a few bytes per dropout, see models/layers.py: XLA does not divide draws among devices.
+        "draws the random numbers of all devices on each": report["random_bytes"] >= 4096,
+        "adds gradients in more than 4 collectives": kinds.get("all-reduce", 0) > 4,
+    }
+    if report["devices"] > 1 and name == "resnet50":
+        # Gradients, running statistics, loss and accuracy in two collectives; none in the forward pass.
+        rules["asks another device in the forward pass"] = kinds != {"all-reduce": 2}
+    if report["devices"] > 1 and name == "dlrm":
+        # The largest table of MLPerf v1 has 39,979,771 rows of 128; a device's part of all tables is 12 GB. The batch
+        # of all devices has 2048 rows of 26 lookups.
+        moved = [each.result_bytes for each in analysis.collectives(module)]
+        rules["gathers a table"] = not moved or max(moved) > 2048 * 26 * 128 * 4
+    return [rule for rule, broken in rules.items() if broken]
 
 
-class TestPromises:
-    pytestmark = needs_libtpu
-
-    def test_batch_norm_of_a_step_asks_no_other_device(self, reports):
-        """All collectives together: gradients, running statistics, loss and accuracy, nothing in the forward pass."""
-        report, _ = reports("resnet50")
-        assert set(report["collectives"]) == {"all-reduce"}
-        assert report["collectives"]["all-reduce"]["count"] == 2
-
-    def test_no_table_is_gathered(self, reports):
-        """The largest table of MLPerf v1 has 39,979,771 rows of 128; a device's part of all of them is 12 GB."""
-        _, module = reports("dlrm")
-        rows = 2048  # of the batch of all devices: each has 26 lookups of 128 numbers
-        moved = [c.result_bytes for c in hlo.collectives(module)]
-        assert moved and max(moved) <= rows * 26 * 128 * 4
+# The longest first, so that two processes end at about the same time.
+GUARDED = sorted(pages.wanted("guards"), key=lambda job: job[2] == "fast")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not installed(), reason="libtpu is not installed: `make test-all` does that")
+@needs_libtpu
+@pytest.mark.parametrize("row, topology, effort", GUARDED, ids=[f"{job[0].name} on {job[1]}" for job in GUARDED])
+def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path):
+    before = json.loads((pages.DOCS / "guards.json").read_text())[row.name][topology]
+    paths = tmp_path / "report.json", tmp_path / "module.pb"
+    command = row.command(topology, effort, str(paths[0]))[3:]
+    result = run(*command[:2], "--dump", str(paths[1]), *command[2:])
+    assert result.returncode == 0, result.stderr[-2000:]
+    report = json.loads(paths[0].read_text())
+    found = broken_promises(row.name, report, hlo.parse(paths[1].read_bytes()))
+    if before["libtpu"] == report["libtpu"]:
+        found += changes(before, report)
+    elif not os.environ.get("TPU_LIBRARY_PATH"):  # of another library one knows that it has other figures
+        found.append(f"was compiled by libtpu {report['libtpu']}; the figures are of {before['libtpu']}")
+    assert not found, "\n".join(f"{row.name} on {topology} {each}; {ACCEPT}" for each in found)
+
+
+def test_a_loss_is_told_with_its_step_and_its_size():
+    """What `make guards` says, of a report with more cycles and without a collective."""
+    before = json.loads((pages.DOCS / "guards.json").read_text())["resnet50"]["v5e:1x1"]
+    assert changes(before, before) == []
+    after = before | {"cycles": before["cycles"] * 2, "collectives": {"all-reduce": {"count": 1}}, "donated": 0}
+    said = changes(before, after)
+    assert said[0].startswith(
+        f"lost {before['cycles']:,} cycles: {before['cycles']:,} became {after['cycles']:,} (+100"
+    )
+    assert said[1] == "has other collectives: {} became {'all-reduce': 1}"
+    assert re.fullmatch(r"donates 0 buffers instead of \d+", said[2])
+
+
+@needs_libtpu
 def test_what_does_not_fit_says_what_takes_the_memory_and_what_would_fit(tmp_path):
     arguments = ["bert", "full", "--task", "pretrain", "--batch", "4096", "--topology", "v5e:1x1"]
     result = run(*arguments, "--json", str(tmp_path / "report.json"), "--", "--size", "tiny")
@@ -279,5 +256,5 @@ def test_what_does_not_fit_says_what_takes_the_memory_and_what_would_fit(tmp_pat
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["fits"] is False and report["needed"] > report["capacity"]
     assert 0 < report["largest_batch"] < 4096
-    assert report["report"]["memory"]["needed"] <= report["capacity"]
-    assert report["report"]["memory"]["needed"] > 0.85 * report["capacity"]  # within a sixteenth
+    # Within a sixteenth.
+    assert 0.85 * report["capacity"] < report["report"]["memory"]["needed"] <= report["capacity"]

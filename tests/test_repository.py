@@ -214,5 +214,14 @@ def test_make_data_prepares_what_it_knows():
     assert '-m data.prepare.criteo --data "$DATA" --out "$OUT"' in command
 
 
-def test_continuous_integration_runs_make_test():
-    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "exec make test"
+@pytest.mark.parametrize("failing", ["", "test", "guards"])
+def test_continuous_integration_runs_the_tests_and_the_guards(failing, tmp_path):
+    """With a `make` that stands in for both: both run, each last line is shown, and one that fails is enough."""
+    fake = tmp_path / "make"
+    last = "echo 7 passed in 1.5s '(0:00:01)'; [ $1 = guards ] && echo 3 passed in 2s"
+    fake.write_text(f'#!/bin/sh\n{last}\n[ "$1" != "{failing}" ]\n')
+    fake.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    result = subprocess.run([ROOT / ".ci/run"], env=environment, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-2:] == ["7 passed in 1.5s (0:00:01)", "3 passed in 2s"]
+    assert (result.returncode == 0) == (not failing), result.stdout + result.stderr

@@ -27,9 +27,8 @@ def check(uploaded: dict, described: dict):
 
 def test_images(mesh):
     config = resnet50.TINY
-    check(
-        uploaded(resnet50.open_data(config).train, config.batch_size, mesh), described(steps.image_batch(config, mesh))
-    )
+    images = resnet50.open_data(config).train
+    check(uploaded(images, config.batch_size, mesh), described(steps.image_batch(config, mesh)))
 
 
 @pytest.mark.parametrize("task", ["sst2", "stsb"])
@@ -49,11 +48,9 @@ def test_text(mesh, model, next_sentence):
 @pytest.mark.parametrize("pack", [False, True])
 def test_translation(mesh, pack):
     config = replace(transformer.TINY, lengths=(16,), pack=pack)
-    train_set = transformer.open_data(config).train
-    check(
-        uploaded(train_set, translate.training_plan(train_set, config, mesh.num_devices), mesh),
-        described(steps.translation_batch(config, mesh)),
-    )
+    pairs = transformer.open_data(config).train
+    plan = translate.training_plan(pairs, config, mesh.num_devices)
+    check(uploaded(pairs, plan, mesh), described(steps.translation_batch(config, mesh)))
 
 
 def test_clicks(mesh):

@@ -1,1 +1,1 @@
-"""What concerns Cloud TPUs: starting runs on them from another machine, and looking at what is there."""
+"""Cloud TPUs: compiling for them without one (compiler/), starting runs (launch/), checking a machine (doctor.py)."""

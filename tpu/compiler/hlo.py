@@ -297,7 +297,6 @@ def with_parameter_shardings(data: bytes, shardings: dict[int, OpSharding]) -> b
     for parameter in module.parameters:
         sharding = shardings.get(parameter.parameter_number, parameter.sharding) or OpSharding()
         parameter.proto.sharding.CopyFrom(sharding)
-        parameter.proto.sharding.SetInParent()  # written also where it has no field set: replicated
     return proto.SerializeToString()
 
 

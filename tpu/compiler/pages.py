@@ -1,10 +1,9 @@
-"""The figures of docs/tpu: every recipe compiled for several TPUs, and how it scales.
+"""Writes the figures of docs/tpu: every recipe compiled for several TPUs, and how it scales.
 
     make compile-all                        everything: three quarters of an hour on two cores
     make compile-all ARGS=recipes           memory and collectives of every recipe on four TPUs
     make compile-all ARGS=scaling           three recipes on 8, 32 and 256 chips, with the picture
-    make compile-all ARGS=guards            the small configurations that tests/test_compile.py holds on to: the way to
-                                            accept a change on purpose
+    make compile-all ARGS=guards            the small configurations that `make guards` compares: accepts a change
     make compile-all ARGS="recipes --missing"   only what the files do not have yet
 
 tpu/compiler/compile.py compiles each step in a process of its own, two at a time. docs/tpu/*.json keeps the figures,
@@ -29,7 +28,7 @@ PARTS = ("recipes", "scaling", "guards")
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: what tpu/compiler/compile.py is asked for. `batch`: examples a device."""
+    """A line of a table: the arguments of tpu/compiler/compile.py. `batch`: examples per device."""
 
     name: str
     model: str
@@ -39,7 +38,7 @@ class Row:
     flags: tuple[str, ...] = ()
 
     def command(self, topology: str, effort: str, output: str, module: str = "tpu.compiler.compile") -> list[str]:
-        """Without a search for what fits: the tables say that it does not."""
+        """Returns the command, which does not search for a batch that fits."""
         task = ["--task", self.task] if self.task else []
         options = ["--topology", topology, "--batch", str(self.batch), "--effort", effort, "--json", output]
         flags = ["--", *self.flags] if self.flags else []
@@ -77,17 +76,24 @@ GUARDS = (
     Row("xlnet", "xlnet", "full", 8, "pretrain", ("--size", "mini")),
     Row("dlrm", "dlrm", "mlperf_v1", 256),
 )
-GUARD_TOPOLOGY = "v5e:2x4"
+# On one chip at full effort, which alone estimates cycles. Half of them: the others share their layers.
+CYCLES = (
+    GUARDS[0],
+    GUARDS[1],
+    Row("bert, tiny", "bert", "full", 8, "pretrain", ("--size", "tiny")),
+    Row("xlnet, tiny", "xlnet", "full", 8, "pretrain", ("--size", "tiny")),
+    Row("dlrm, 1M rows", "dlrm", "mlperf_v1", 256, "", ("--hash-rows", "1000000")),
+)
 
 
 def compiled(row: Row, topology: str, effort: str, module: str = "tpu.compiler.compile") -> dict:
-    """The report of tpu/compiler/compile.py, or of another `module` with its command line.
+    """Runs tpu/compiler/compile.py, or another `module` with its command line, and returns its report.
 
-    Where it does not fit: {"fits": False, …}, with "needed", bytes, if it was compiled, and with "reason" if the script
-    refuses it: tables of embeddings that are too large for these chips.
+    A step that does not fit has {"fits": False, …}: with "needed", in bytes, if it was compiled, and with "reason" if
+    the script refuses it because tables of embeddings are too large for these chips.
 
     Raises:
-        RuntimeError: it failed for another reason; with the last lines that it said.
+        RuntimeError: it failed for another reason; with the last lines of its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
@@ -101,16 +107,16 @@ def compiled(row: Row, topology: str, effort: str, module: str = "tpu.compiler.c
 
 
 def wanted(part: str) -> list[tuple[Row, str, str]]:
-    """(row, topology, effort) of everything that a part has."""
+    """Returns (row, topology, effort) of everything in a part."""
     if part == "recipes":
         return [(row, topology, "fast") for row in RECIPES for topology in TOPOLOGIES]
     if part == "scaling":
         return [(row, topology, "full") for row in SCALED for topology in SCALES]
-    return [(row, GUARD_TOPOLOGY, "fast") for row in GUARDS]
+    return [(row, "v5e:2x4", "fast") for row in GUARDS] + [(row, "v5e:1x1", "full") for row in CYCLES]
 
 
 def make(part: str, missing: bool) -> None:
-    """Compiles a part and writes its file after every step, so that it can be broken off."""
+    """Compiles a part and writes its file after every step, so that an interrupted run keeps what it has."""
     path = DOCS / f"{part}.json"
     figures = json.loads(path.read_text()) if missing and path.exists() else {}
 
@@ -119,37 +125,37 @@ def make(part: str, missing: bool) -> None:
         return row.name, topology, compiled(row, topology, effort)
 
     jobs = [job for job in wanted(part) if job[1] not in figures.get(job[0].name, {})]
-    order = {row.name: position for position, (row, _, _) in enumerate(reversed(wanted(part)))}
+    order = list(dict.fromkeys(row.name for row, _, _ in wanted(part)))
     with ThreadPoolExecutor(2) as pool:
         for name, topology, report in pool.map(one, jobs):
             figures.setdefault(name, {})[topology] = report
-            figures = dict(sorted(figures.items(), key=lambda item: -order.get(item[0], 0)))
+            figures = {row: figures[row] for row in order if row in figures}
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(figures, indent=1) + "\n")
             print(f"{name} on {topology}: {memory(report)}", flush=True)
 
 
 def memory(report: dict) -> str:
-    """GiB that a chip needs, and whether it has them."""
+    """Returns the GiB that a chip needs, and whether it has them."""
     if "memory" in report:
         return f"{report['memory']['needed'] / GIB:.2f}"
     return f"does not fit: {report['needed'] / GIB:.2f}" if "needed" in report else "does not fit: the tables"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """In Markdown."""
+    """Returns a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def collectives(report: dict) -> str:
-    """ "2 all-reduce 51.4 MB, …"."""
+    """Returns the collectives for a cell: "2 all-reduce 51.4 MB, …"."""
     found = report["collectives"]
     return ", ".join(f"{c['count']} {kind} {c['bytes'] / 1e6:,.1f} MB" for kind, c in sorted(found.items())) or "none"
 
 
 def recipes_table(figures: dict) -> str:
-    """Memory of every recipe on every TPU, and the collectives of the first."""
+    """Returns the table of every recipe's memory on every TPU, and its collectives on the first."""
     rows = []
     for name, by_topology in figures.items():
         first = by_topology.get(TOPOLOGIES[0], {})
@@ -159,11 +165,11 @@ def recipes_table(figures: dict) -> str:
             cells.append(memory(by_topology[topology]) if topology in by_topology else "not run")
         rows.append([*cells, collectives(first) if "memory" in first else ""])
     columns = [f"{topology}, GiB" for topology in TOPOLOGIES]
-    return table(["step", "batch a chip", *columns, f"collectives on {TOPOLOGIES[0]}, bytes a chip"], rows)
+    return table(["step", "batch per chip", *columns, f"collectives on {TOPOLOGIES[0]}, bytes per chip"], rows)
 
 
 def scaling_table(figures: dict) -> str:
-    """Growth with the number of chips."""
+    """Returns the table of the growth with the number of chips."""
     rows = []
     for name, by_topology in figures.items():
         first = next(iter(by_topology.values()))
@@ -183,8 +189,8 @@ def scaling_table(figures: dict) -> str:
         "step",
         "chips",
         "batch",
-        "memory, GiB a chip",
-        "collectives, bytes a chip",
+        "memory, GiB per chip",
+        "collectives, bytes per chip",
         "cycles",
         "/ those of 8 chips",
     ]
@@ -192,7 +198,7 @@ def scaling_table(figures: dict) -> str:
 
 
 def draw(figures: dict) -> None:
-    """docs/tpu/scaling.png: memory, bytes of collectives and cycles against the number of chips."""
+    """Draws docs/tpu/scaling.png: memory, bytes of collectives and cycles against the number of chips."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -210,7 +216,7 @@ def draw(figures: dict) -> None:
         ]
         for axis, values in zip(axes, series, strict=True):
             axis.plot(chips, values, marker="o", label=name)
-    titles = ("memory, GiB a chip", "collectives, MB a chip and step", "estimated cycles / those of 8 chips")
+    titles = ("memory, GiB per chip", "collectives, MB per chip and step", "estimated cycles / those of 8 chips")
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="chips of v5e", xscale="log", ylim=(0, None))
         axis.set_xticks([8, 32, 256], ["8", "32", "256"])
@@ -220,34 +226,35 @@ def draw(figures: dict) -> None:
     figure.savefig(DOCS / "scaling.png", dpi=110)
 
 
-def write_page() -> None:
-    """docs/tpu/README.md, of the parts that are there."""
+def write_page(redraw: bool) -> None:
+    """Writes docs/tpu/README.md from the parts that are there."""
     parts = {
         part: json.loads((DOCS / f"{part}.json").read_text()) for part in PARTS if (DOCS / f"{part}.json").exists()
     }
     version = next(
         report["libtpu"] for f in parts.values() for t in f.values() for report in t.values() if "libtpu" in report
     )
-    page = f"""# What the TPU's compiler says of every recipe
+    page = f"""# What the TPU's compiler says about every recipe
 
-Written by `make compile-all`; do not edit. No TPU ran any of this: the train step of each script was compiled by
-libtpu {version} on a CPU. Memory is what the program asks for. Cycles, times and rates are the compiler's estimates:
-they leave out random numbers, asynchronous copies, custom calls and waiting for other chips. `make compile MODEL=…
-TOPOLOGY=…` shows more of each. Estimated cycles on one chip, beside the usual steps: [stock.md](stock.md). What was
-learnt: [findings.md](findings.md).
+Written by `make compile-all`; do not edit. No TPU ran any of this: libtpu {version} compiled the train step of each
+script on a CPU. Memory is what the program asks for. Cycles, times and rates are the compiler's estimates: they leave
+out random numbers, asynchronous copies, custom calls and waiting for other chips. `make compile MODEL=… TOPOLOGY=…`
+shows more of each. Estimated cycles on one chip, beside the usual steps: [stock.md](stock.md). Findings:
+[findings.md](findings.md).
 """
     if "recipes" in parts:
-        page += "\n## Does it fit?\n\nMemory that the step needs on a chip, quick compile (effort fast).\n\n"
+        page += "\n## Does it fit?\n\nMemory that the step needs per chip; quick compile (effort fast).\n\n"
         page += recipes_table(parts["recipes"]) + "\n"
     if "scaling" in parts:
-        draw(parts["scaling"])
-        page += "\n## More chips\n\nThe batch a chip stays the same; effort full.\n\n"
+        if redraw:
+            draw(parts["scaling"])
+        page += "\n## More chips\n\nThe batch per chip stays the same; effort full.\n\n"
         page += f"{scaling_table(parts['scaling'])}\n\n![growth with the number of chips](scaling.png)\n"
     (DOCS / "README.md").write_text(page)
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}, or page: only write it anew (default: all)")
     parser.add_argument("--missing", action="store_true", help="keep what the files have")
@@ -258,7 +265,7 @@ def main() -> None:
     for part in options.parts or PARTS:
         if part != "page":
             make(part, options.missing)
-    write_page()
+    write_page(redraw=not options.parts or "scaling" in options.parts)
 
 
 if __name__ == "__main__":
