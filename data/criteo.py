@@ -37,13 +37,13 @@ class ClickLog:
     """A click log in memory-mapped arrays: a prepared folder, or one in torchrec's layout.
 
     torchrec's layout (torchrec.datasets.criteo.BinaryCriteoUtils) is day_K_dense.npy, day_K_sparse.npy [N, 26] and
-    day_K_labels.npy [N, 1] for each day K; the ids are hashes of 32 bits, of which the remainder by the table's rows is
-    taken, or are small already. Instead of the sparse arrays there may be MLPerf's day_K_sparse_multi_hot.npz, whose
+    day_K_labels.npy [N, 1] for each day K; the ids are hashes of 32 bits, taken modulo the table's rows, or small
+    already. Instead of the sparse arrays there may be MLPerf's day_K_sparse_multi_hot.npz, whose
     members "0", "1", … [N, lookups] hold rows of tables, which must be in range. The last day is for evaluation, all of
     it (torchrec validates on its first half and tests on its second).
 
     Args:
-        rows: of torchrec's tables, one number for all or one a feature; 40,000,000 by default, MLPerf's with multi-hot.
+        rows: of torchrec's tables, one for all or one per feature; 40,000,000 by default, MLPerf's with multi-hot.
     """
 
     table_rows: tuple[int, ...]
@@ -108,7 +108,7 @@ class ClickLog:
         self._arrays = {}
 
     def _open(self, part: int) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-        """Memory maps of a day: dense, [sparse] or one array a feature, labels."""
+        """Memory-maps a day: dense, [sparse] or one array per feature, labels."""
         if part not in self._arrays:
             dense, sparse, labels = (self.folder / name for name in self._names[part])
             if self._multi_hot:
@@ -130,7 +130,7 @@ class ClickLog:
         return int(self._ends[-1])
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """{"dense": float32 [n, num_dense], "ids": int32 [n, S], "label": float32 [n]} of the rows with these numbers.
+        """Returns {"dense": float32 [n, num_dense], "ids": int32 [n, S], "label": float32 [n]} of these rows.
 
         Neighbouring rows in order are read as one piece. Raises InputError for a row that cannot be trained on.
         """
@@ -195,7 +195,7 @@ def _map_npy(path: Path) -> np.ndarray:
 
 
 def map_npz(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an uncompressed .npz file (np.savez), memory-mapped where they lie in it: nothing is copied.
+    """Memory-maps the arrays of an uncompressed .npz file (np.savez) where they lie in it: nothing is copied.
 
     Raises InputError if the file is damaged or compressed.
     """
@@ -283,27 +283,27 @@ class SyntheticClicks:
         self._label = (rng.random(size) < self.probability).astype(np.float32)
 
     def __reduce__(self):
-        return SyntheticClicks, self._arguments  # made again in the worker, to the same numbers
+        return SyntheticClicks, self._arguments  # the worker makes the same numbers again
 
     def __len__(self) -> int:
         return len(self._label)
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """{"dense", "ids", "label"}, and "present" if a feature has several lookups, for these examples."""
+        """Returns {"dense", "ids", "label"}, and "present" if a feature has several lookups, for these examples."""
         batch = {"dense": self._dense[indices], "ids": self._ids[indices], "label": self._label[indices]}
         if max(self.lookups) > 1:
             batch["present"] = self._present[indices]
         return batch
 
     def perfect_auc(self) -> float:
-        """AUC of the true probabilities on this split's labels: no model does better, but for luck."""
+        """Returns the AUC of the true probabilities on this split's labels: no model does better, but for luck."""
         from sklearn.metrics import roc_auc_score  # a second to import
 
         return float(roc_auc_score(self._label, self.probability))
 
 
 def _hidden(seed: int, feature: int, part: int, ids: np.ndarray) -> np.ndarray:
-    """Numbers of mean 0 and variance 1, uniform, one for each (seed, feature, part, id): SplitMix64's finaliser."""
+    """Returns uniform numbers of mean 0 and variance 1, by SplitMix64's finaliser of (seed, feature, part, id)."""
     key = np.random.SeedSequence((seed, feature, part)).generate_state(1, np.uint64)[0]
     x = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -313,7 +313,7 @@ def _hidden(seed: int, feature: int, part: int, ids: np.ndarray) -> np.ndarray:
 
 
 def open_clicks(data: str, split: Split, rows: int | Sequence[int] | None = None) -> "ClickLog | movielens.MovieLens":
-    """The click log in a folder: a prepared one (or Criteo's text with the default output `prepared` in it),
+    """Opens the click log in a folder: a prepared one (or Criteo's text with the default output `prepared` in it),
     arrays in torchrec's layout (`rows`: of its tables, see ClickLog), or MovieLens. Raises InputError."""
     folder = Path(data).expanduser()
     command = f"make data DATASET=criteo DATA={data}"

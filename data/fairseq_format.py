@@ -43,7 +43,7 @@ class Dictionary:
         self.symbols = [*SPECIALS, *symbols]
         self.counts = [1] * len(SPECIALS) + ([1] * len(symbols) if counts is None else [int(n) for n in counts])
         assert len(self.counts) == len(self.symbols)
-        # Of symbols that are there twice the later one counts (fairseq's flag #fairseq:overwrite).
+        # The later one of two equal symbols counts (fairseq's flag #fairseq:overwrite).
         self._ids = {symbol: number for number, symbol in enumerate(self.symbols)}
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Dictionary:
     __hash__ = None
 
     def index(self, symbol: str) -> int:
-        """Its id; that of <unk> if it is not in the dictionary."""
+        """Returns its id, or that of <unk> if it is not in the dictionary."""
         return self._ids.get(symbol, UNK)
 
     @classmethod
@@ -88,7 +88,7 @@ class Dictionary:
         return cls(symbols, counts)
 
     def dumps(self) -> bytes:
-        """The content of dict.txt, the specials left out."""
+        """Returns the content of dict.txt, without the specials."""
         seen, lines = set(SPECIALS), []
         for symbol, count in zip(self.symbols[len(SPECIALS) :], self.counts[len(SPECIALS) :], strict=True):
             lines.append(f"{symbol} {count}{' ' + OVERWRITE if symbol in seen else ''}\n")
@@ -149,11 +149,11 @@ class MmapTokens:
         return len(self.sizes)
 
     def starts(self, indices: np.ndarray) -> np.ndarray:
-        """int64: the place in `tokens` of the first token of each of these sentences."""
+        """Returns the places in `tokens`, int64, of the first token of each of these sentences."""
         return self._pointers[indices] // self.tokens.itemsize
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """int64 [tokens] of a sentence."""
+        """Returns a sentence, int64 [tokens]."""
         start = int(self._pointers[index]) // self.tokens.itemsize
         return self.tokens[start : start + int(self.sizes[index])].astype(np.int64)
 
@@ -165,7 +165,7 @@ def _map(path: Path, dtype, offset: int, count: int) -> np.ndarray:
 
 
 def token_dtype(vocabulary: int) -> np.dtype:
-    """The type in which ids below `vocabulary` are written: uint16 where they fit, as fairseq does, else int32."""
+    """Returns the type for ids below `vocabulary`: uint16 where they fit, as fairseq does, else int32."""
     return np.dtype(np.uint16 if vocabulary < 65500 else np.int32)
 
 

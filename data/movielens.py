@@ -104,7 +104,7 @@ class MovieLens:
         return len(self._label)
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """{"dense": float32 [n, num_dense], "ids": int32 [n, S], "label": float32 [n]} of these ratings, and where
+        """Returns {"dense": float32 [n, num_dense], "ids": int32 [n, S], "label": float32 [n]} of ratings, and where
         films have genres "present": float32 [n, S]."""
         user, item = self._user[indices], self._item[indices]
         of_user = self._user_ids[user]
@@ -125,7 +125,7 @@ class MovieLens:
 
 
 def _in_evaluation(user: np.ndarray, item: np.ndarray) -> np.ndarray:
-    """A tenth of the pairs, by SplitMix64's finaliser: the same whatever else the file holds."""
+    """Picks a tenth of the pairs, by SplitMix64's finaliser: the same whatever else the file holds."""
     x = user.astype(np.uint64) << np.uint64(32) ^ item.astype(np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -133,7 +133,7 @@ def _in_evaluation(user: np.ndarray, item: np.ndarray) -> np.ndarray:
 
 
 def _read(path: Path, separator: str, parse: Callable, bad_rows: float, encoding: str = "utf-8", header: int = 0):
-    """`parse(*fields)` of each line; it raises ValueError with the reason for a malformed one."""
+    """Returns `parse(*fields)` of each line; it raises ValueError with the reason for a malformed one."""
     results, bad, lines, first = [], 0, 0, ""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -157,7 +157,7 @@ def _read(path: Path, separator: str, parse: Callable, bad_rows: float, encoding
     if bad > bad_rows * lines:
         raise InputError(
             f"{bad} of {lines} lines of {path.name} are malformed, more than the share of {bad_rows} that is left out "
-            f"in good faith; mend them. The first is {first}"
+            f"in good faith; fix them. The first is {first}"
         )
     if bad:
         warnings.warn(f"{bad} malformed lines of {lines} were left out, the first: {first}", stacklevel=4)
@@ -169,7 +169,7 @@ def _split(line: str, separator: str) -> list[str]:
 
 
 def _read_ratings(path: Path, bad_rows: float) -> np.ndarray:
-    """float64 [N, 3]: user, film, stars. Numbers of users and films are below 2^31, so float64 holds them."""
+    """Reads user, film and stars, float64 [N, 3]; numbers of users and films are below 2^31, so float64 holds them."""
     separator = {".csv": ",", ".dat": "::"}.get(path.suffix, "\t")
     rows = _read(path, separator, _rating, bad_rows, header=int(separator == ","))
     return np.array(rows, np.float64).reshape(-1, 3)

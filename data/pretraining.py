@@ -1,8 +1,8 @@
-"""What a row of text becomes for pretraining: masked tokens (BERT, RoBERTa, DistilBERT), a permutation (XLNet).
+"""Rows of text with tokens to predict: masked tokens (BERT, RoBERTa, DistilBERT), a permutation (XLNet).
 
 Rows come from data/text.py; every epoch masks them anew, since the generator that the loader gives depends on the epoch
 (dynamic masking: Liu et al. 2019, "RoBERTa", section 4.1, https://arxiv.org/abs/1907.11692). Every array has a fixed
-shape: T = text.length places a row, P = `predictions` places for predicted tokens, so that the language-model head
+shape: T = text.length places per row, P = `predictions` places for predicted tokens, so that the language-model head
 runs on P places and not on T. Token type, position and weight of a place are explained at each class.
 """
 
@@ -25,7 +25,7 @@ TRIES = 10  # … or else up to so many rows are searched for one
 
 
 class Rows(Protocol):
-    """What data/text.py offers: `tokenizer`, `length` of a row with its special tokens, and rows without them.
+    """The rows that data/text.py offers: `tokenizer`, `length` of a row with its special tokens, and rows without them.
 
     `pairs` says that a row leaves room for three special tokens, not two. `row` gives tokens [n], unsigned integers,
     and where its sentences start, integers [k], the first of which is 0.
@@ -81,7 +81,7 @@ class MaskedText:
         return len(self.text)
 
     def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """A row, masked; see the class."""
+        """Returns a row, masked; see the class."""
         ids = np.full(self.length, self._pad, np.int32)
         types = np.zeros(self.length, np.int32)
         ids[0] = self._cls
@@ -120,7 +120,7 @@ class MaskedText:
         return example
 
     def _choose(self, ids: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The places to predict, increasing."""
+        """Draws the places to predict, increasing."""
         ordinary = self._ordinary[ids]
         candidates = np.flatnonzero(ordinary)
         count = _share(len(candidates), MASKED, self.predictions, rng)
@@ -185,7 +185,7 @@ class PermutedText:
         return len(self.text)
 
     def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """A row and an order of its tokens; see the class."""
+        """Returns a row and an order of its tokens; see the class."""
         length = self.length
         first, second, _ = segments(self.text, index, rng)
         real = slice(length - len(first) - len(second) - 3, length)
@@ -219,7 +219,7 @@ class PermutedText:
         }
 
     def _choose(self, ids: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The places to predict, increasing: spans, and single tokens for what they fall short."""
+        """Draws the places to predict, increasing: spans, then single tokens for what is missing."""
         size = len(ids)
         ordinary = self._ordinary[ids]
         count = _share(size, 1 / PARTIAL, min(self.predictions, int(ordinary.sum())), rng)
@@ -257,7 +257,7 @@ _SPANS_UPTO = np.cumsum(1 / _SPANS / (1 / _SPANS).sum())[:-1]
 
 
 def segments(text: Rows, index: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Two segments of together at most text.length - 3 tokens, and whether the second is from elsewhere.
+    """Returns two segments of together at most text.length - 3 tokens, and whether the second is from elsewhere.
 
     The row is cut where one of its sentences starts. In half of the cases its second part is replaced by neighbouring
     sentences of other rows drawn at random. They have as nearly the same length as there are, so that neither the
@@ -292,7 +292,7 @@ def segments(text: Rows, index: int, rng: np.random.Generator) -> tuple[np.ndarr
 
 
 def _share(size: int, share: float, most: int, rng: np.random.Generator) -> int:
-    """share x size, rounded up or down at random such that its mean is exact; at least 1 of a few, and at most `most`.
+    """Rounds share x size up or down at random such that its mean is exact; at least 1 of a few, and at most `most`.
 
     fairseq's mask_tokens_dataset.py rounds in this way.
     """
@@ -300,7 +300,7 @@ def _share(size: int, share: float, most: int, rng: np.random.Generator) -> int:
 
 
 def _predictions(places: int, chosen: np.ndarray, ids: np.ndarray, filler: int) -> tuple[np.ndarray, ...]:
-    """(positions, labels, weights) [places] of the chosen places of a row."""
+    """Returns (positions, labels, weights) [places] of the chosen places of a row."""
     count = len(chosen)
     positions = np.full(places, filler, np.int32)
     labels = np.zeros(places, np.int32)
@@ -312,7 +312,7 @@ def _predictions(places: int, chosen: np.ndarray, ids: np.ndarray, filler: int) 
 
 
 def _ordinary(tokenizer) -> np.ndarray:
-    """bool [vocabulary], false for special tokens."""
+    """Returns, as bool [vocabulary], which tokens are not special."""
     ordinary = np.ones(len(tokenizer), bool)
     ordinary[tokenizer.all_special_ids] = False
     if not ordinary.any():

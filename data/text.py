@@ -60,13 +60,13 @@ class Packed(NamedTuple):
         return self.tokens[start:end], self.sentences[first:last]
 
     def upto(self, rows: int) -> "Packed":
-        """The first rows."""
+        """Returns the first rows."""
         tokens, sentences = self.tokens[: self.rows[rows]], self.sentences[: self.row_sentences[rows]]
         return Packed(tokens, self.rows[: rows + 1], sentences, self.row_sentences[: rows + 1])
 
 
 def capacity(length: int, pairs: bool) -> int:
-    """Tokens of a row that are no special ones: <cls> A <sep>, or <cls> A <sep> B <sep>, take `length` places."""
+    """Returns the tokens of a row without the special ones of <cls> A <sep>, or of <cls> A <sep> B <sep>."""
     return length - (3 if pairs else 2)
 
 
@@ -198,7 +198,7 @@ class Text:
         return len(self._packed)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, unsigned integers [n] without the special tokens around them; and where sentences start, int32 [k].
+        """Returns tokens, unsigned [n], without special ones around them; and where sentences start, int32 [k].
 
         n is at most length - 2, or with pairs length - 3. The first sentence starts at 0; it may be the rest of one
         that was cut. Without pairs, a separator token ends the sentence before another document.
@@ -281,7 +281,7 @@ class SyntheticText:
 
 
 def _synthetic_tokenizer(kind: str, first: Sequence[str], second: Sequence[str]) -> PreTrainedTokenizerBase:
-    """Pieces: all syllables, and the words whose second syllable has an even number."""
+    """Makes a tokenizer whose pieces are all syllables, and the words whose second syllable has an even number."""
     whole = [f"{topic}{number}" for topic in first for number in second[::2]]
     if kind == "roberta":
         alphabet = sorted(RobertaTokenizer().backend_tokenizer.pre_tokenizer.alphabet())
@@ -315,7 +315,7 @@ def check_rows(kind: str, length: int, pairs: bool) -> None:
 
 
 def open_text(data: str | Path, split: Split) -> Text:
-    """A split of a folder made by make data (or of the text it was made from, with the default output in it).
+    """Opens a split of a folder made by make data (or of the text it was made from, with the default output in it).
 
     Raises InputError: nothing of the kind is there, or files are missing, damaged or do not belong together.
     """

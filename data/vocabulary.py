@@ -38,7 +38,7 @@ SMALLEST = {"bert": 64, "distilbert": 64, "roberta": len(ROBERTA_SPECIALS) + 1 +
 
 
 def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase:
-    """A tokenizer with a vocabulary for these lines of text. Uses all cores; memory grows with the different words.
+    """Learns a tokenizer for these lines of text. Uses all cores; memory grows with the number of different words.
 
     The same lines give the same vocabulary, but for XLNet: the Unigram trainer adds numbers up in an order that changes
     from run to run, so that pieces of almost equal scores may change places.
@@ -70,7 +70,7 @@ def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase
 
 
 def continues_word(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Which tokens continue the word of the token before them, bool [vocabulary]; special tokens never do.
+    """Returns, as bool [vocabulary], which tokens continue the word of the token before; special ones never do.
 
     WordPiece's have its prefix ("##"); byte-level encoding's have no "Ġ" in front, and sentencepiece's no "▁". (So
     punctuation after a word belongs to the word in these two, and the first word of a text, which has no space in
@@ -128,7 +128,7 @@ def _learn_wordpieces(batches: Iterator[list[str]], size: int) -> list[str]:
 
 
 def _learn_bytes(batches: Iterator[list[str]], size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Ids of the pieces, and the merges."""
+    """Returns the ids of the pieces, and the merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = RobertaTokenizer().backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
@@ -144,7 +144,7 @@ def _learn_bytes(batches: Iterator[list[str]], size: int) -> tuple[dict[str, int
 
 
 def _learn_unigrams(batches: Iterator[list[str]], size: int) -> list[tuple[str, float]]:
-    """Pieces with their logarithmic probabilities, in the order of their ids."""
+    """Returns the pieces with their logarithmic probabilities, in the order of their ids."""
     xlnet = XLNetTokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer, tokenizer.pre_tokenizer = xlnet.normalizer, xlnet.pre_tokenizer

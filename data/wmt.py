@@ -30,11 +30,11 @@ __all__ = [
     "EOS",
     "PAD",
     "UNK",
+    "Codec",
     "Dictionary",
     "MmapTokens",
     "Sentences",
     "SyntheticPairs",
-    "Text",
     "TranslationPairs",
     "open_pairs",
     "write_mmap",
@@ -44,8 +44,8 @@ Split = Literal["train", "valid", "test"]
 PREPARE = "make data DATASET=wmt18 DATA="
 
 
-class Text:
-    """What turns sentences into tokens and tokens into sentences: the dictionaries and the tokenizer of a folder.
+class Codec:
+    """The dictionaries and the tokenizer of a folder: they turn sentences into tokens and tokens into sentences.
 
     Attributes:
         source_language, target_language: such as "en" and "de".
@@ -83,7 +83,7 @@ class Text:
         return {name: value for name, value in self.__dict__.items() if name not in opened}
 
     def encode(self, lines: Sequence[str]) -> list[np.ndarray]:
-        """Text of the source language to tokens, int64 [tokens] each, EOS last.
+        """Turns text of the source language into tokens, int64 [tokens] each, EOS last.
 
         Without a tokenizer (folders of fairseq-preprocess) the lines must be split as the folder's text was, into
         symbols with spaces between; symbols that the dictionary does not have become <unk>.
@@ -96,12 +96,12 @@ class Text:
 
     @cached_property
     def _of_tokenizer(self) -> np.ndarray:
-        """The dictionary's id of each id of the tokenizer: the same in a folder of make data."""
+        """Maps each id of the tokenizer to the dictionary's: the same in a folder of make data."""
         symbols = (self.tokenizer.id_to_token(number) for number in range(self.tokenizer.get_vocab_size()))
         return np.array([self.source_dictionary.index(symbol) for symbol in symbols], np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Tokens of the target language to text, up to the first EOS.
+        """Turns tokens of the target language into text, up to the first EOS.
 
         Pieces are joined as fairseq's --remove-bpe does it: sentencepiece's if the dictionary has any ("▁"), or
         subword-nmt's ("@@"). <s> and <pad> are left out; <unk> is written, as fairseq-generate does.
@@ -116,32 +116,32 @@ class Text:
         return "subword_nmt" if any(symbol.endswith("@@") for symbol in symbols) else ""
 
     def vocabulary_files(self) -> dict[str, bytes]:
-        """The files that `Text` needs in another folder: name -> content."""
+        """Returns the files that a `Codec` needs in another folder: name -> content."""
         names = [f"dict.{language}.txt" for language in (self.source_language, self.target_language)]
         names += ["tokenizer.json"] * (self.folder / "tokenizer.json").exists()
         return {name: (self.folder / name).read_bytes() for name in names}
 
     def sentences(self, lines: Sequence[str]) -> "Sentences":
-        """Text of the source language as a data set of sentences to translate."""
+        """Returns text of the source language as a data set of sentences to translate."""
         return Sentences(self, lines)
 
 
 class Sentences:
     """Sentences of the source language, without translations: `lengths` int32 [n, 1], `batch`, `decode`."""
 
-    def __init__(self, text: Text, lines: Sequence[str]):
-        tokens = text.encode(lines)
+    def __init__(self, codec: Codec, lines: Sequence[str]):
+        tokens = codec.encode(lines)
         sizes = [len(one) for one in tokens]
         self._tokens = np.concatenate([*tokens, np.empty(0, np.int64)])
         self._starts = np.cumsum(sizes, dtype=np.int64) - sizes
         self.lengths = np.array(sizes, np.int32).reshape(-1, 1)
-        self.decode = text.decode
+        self.decode = codec.decode
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def batch(self, indices: np.ndarray, shape: tuple[int]) -> dict[str, np.ndarray]:
-        """{"source": int32 [B, S]}: tokens and EOS, then <pad>; the row of index -1 is empty."""
+        """Returns {"source": int32 [B, S]}: tokens and EOS, then <pad>; the row of index -1 is empty."""
         there = np.asarray(indices) >= 0
         indices = np.asarray(indices)[there]
         return {
@@ -149,8 +149,8 @@ class Sentences:
         }
 
 
-class TranslationPairs(Text):
-    """One split of a folder of binarised sentence pairs: `Text`, and
+class TranslationPairs(Codec):
+    """One split of a folder of binarised sentence pairs, and its `Codec`.
 
     Attributes:
         lengths: int32 [n, 2], tokens of source and target, EOS included.
@@ -184,7 +184,7 @@ class TranslationPairs(Text):
         return self._size
 
     def batch(self, indices: np.ndarray, shape: tuple[int, int]) -> dict[str, np.ndarray]:
-        """These pairs as arrays of a fixed shape (S, T).
+        """Returns these pairs as arrays of a fixed shape (S, T).
 
         Args:
             indices: int [B], a pair a row; or [B, M], several pairs in each row, one after another. -1 is no pair.
@@ -210,7 +210,7 @@ class TranslationPairs(Text):
         return batch
 
     def references(self) -> list[str]:
-        """Target sentences as text, in order, for scoring: <split>.<language> if it is there, else the tokens decoded.
+        """Returns the target sentences, in order, for scoring: <split>.<language> if it is there, else tokens decoded.
 
         Raises InputError if the text has another number of lines.
         """
@@ -230,7 +230,7 @@ def _symbols(dictionary: Dictionary, ids: Sequence[int]) -> list[str]:
 
 
 def join_symbols(symbols: Sequence[str], pieces: str = "") -> str:
-    """Symbols to a sentence, as fairseq's --remove-bpe: pieces "sentencepiece", "subword_nmt", or "" (words)."""
+    """Joins symbols to a sentence, as fairseq's --remove-bpe: pieces "sentencepiece", "subword_nmt", or "" (words)."""
     if pieces == "sentencepiece":
         return "".join(symbols).replace("▁", " ").strip()
     sentence = " ".join(symbols)
@@ -238,7 +238,7 @@ def join_symbols(symbols: Sequence[str], pieces: str = "") -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Lines of a UTF-8 file. A line ends with \\n alone: text has other signs that Python takes for line ends."""
+    """Reads the lines of a UTF-8 file. Only \\n ends a line: text has other signs that Python takes for line ends."""
     try:
         lines = path.read_bytes().decode().split("\n")
     except UnicodeDecodeError as error:
@@ -257,12 +257,12 @@ class _Ragged(NamedTuple):
 
 
 def _rows(side: _Ragged, there: np.ndarray, width: int) -> np.ndarray:
-    """One side of `_batch`, a sentence a row."""
+    """Returns one side of `_batch`, one sentence per row."""
     return _batch(side, side, there, (width, width))["source"]
 
 
 def _batch(source: _Ragged, target: _Ragged, there: np.ndarray, shape: tuple[int, int]) -> dict[str, np.ndarray]:
-    """The sentences in rows, in the order of the places that are `there`, bool [B] or [B, M]. See TranslationPairs."""
+    """Puts sentences into rows, in the order of the places that are `there`, bool [B] or [B, M]."""
     places = np.argwhere(there)
     rows = places[:, 0]
     batch = {}
@@ -331,7 +331,7 @@ class SyntheticPairs:
         self._source[ends] = self._target[ends] = EOS
 
     def __reduce__(self):
-        return SyntheticPairs, self._arguments  # made again in the worker, to the same sentences
+        return SyntheticPairs, self._arguments  # the worker makes the same sentences again
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -346,31 +346,31 @@ class SyntheticPairs:
         return _batch(_Ragged(self._source, starts, sizes), _Ragged(self._target, starts, sizes), there, shape)
 
     def references(self) -> list[str]:
-        """Target sentences as text, in order."""
+        """Returns the target sentences as text, in order."""
         sentences = np.split(self._target, self._starts[1:])
         return [self.decode(sentence) for sentence in sentences]
 
     def encode(self, lines: Sequence[str]) -> list[np.ndarray]:
-        """Text such as "w7 w0" to tokens, int64 [tokens] each, EOS last."""
+        """Turns text such as "w7 w0" into tokens, int64 [tokens] each, EOS last."""
         return [np.array([*map(self.source_dictionary.index, line.split()), EOS], np.int64) for line in lines]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Tokens to text, up to the first EOS; <s> and <pad> are left out."""
+        """Turns tokens into text, up to the first EOS; <s> and <pad> are left out."""
         return join_symbols(_symbols(self.target_dictionary, ids))
 
     def vocabulary_files(self) -> dict[str, bytes]:
-        """See Text.vocabulary_files."""
+        """See Codec.vocabulary_files."""
         return {f"dict.{language}.txt": self.source_dictionary.dumps() for language in "wv"}
 
 
 def has_split(data: str | Path, split: Split) -> bool:
-    """Whether `open_pairs` would find this split in a folder that has a training split."""
+    """Returns whether `open_pairs` would find this split in a folder that has a training split."""
     folder = Path(data).expanduser()
     return any([*folder.glob(f"{split}.*-*.idx"), *folder.glob(f"prepared/{split}.*-*.idx")])
 
 
 def open_pairs(data: str | Path, split: Split) -> TranslationPairs:
-    """A split of the sentence pairs in a folder made by make data (or the text that it was made from, with the default
+    """Opens a split of the sentence pairs in a folder made by make data (or the text it was made from, with the default
     output `prepared` in it) or by fairseq-preprocess. The languages are those of train.<source>-<target>.<source>.idx.
 
     Raises InputError: nothing of the kind is there, or files are missing, damaged or do not belong together.

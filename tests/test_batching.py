@@ -32,7 +32,7 @@ SHAPES = [(8, 64, 64), (16, 32, 32), (4, 128, 100), (32, 16, 16)]
 
 
 @pytest.mark.parametrize("seed", [None, 0])
-def test_an_epoch_has_every_example_that_fits_once(seed):
+def test_an_epoch_has_every_example_that_fits_once_in_the_smallest_shape_that_holds_it(seed):
     lengths = sentences(1000)
     plan = Buckets(lengths, SHAPES)
     epoch = plan.epoch(None if seed is None else np.random.default_rng(seed))
@@ -42,16 +42,10 @@ def test_an_epoch_has_every_example_that_fits_once(seed):
     assert len(plan) == len(epoch) == len(list(epoch))
     for indices, longest in epoch:
         assert indices.dtype == np.int64 and (len(indices), *longest) in SHAPES
-
-
-def test_each_example_is_in_the_smallest_shape_that_holds_it():
-    lengths = sentences(1000)
-    for indices, longest in Buckets(lengths, SHAPES).epoch(np.random.default_rng(1)):
         of_batch = lengths[indices[indices != PADDING]]
         assert (of_batch <= longest).all()
-        for other in SHAPES:
-            if sum(other[1:]) < sum(longest):
-                assert not (of_batch <= other[1:]).all(axis=1).any()
+        smaller = [shape[1:] for shape in SHAPES if sum(shape[1:]) < sum(longest)]
+        assert not any((of_batch <= shape).all(axis=1).any() for shape in smaller)
 
 
 def test_the_first_of_equally_long_shapes_is_taken():
@@ -64,16 +58,25 @@ def test_the_first_of_equally_long_shapes_is_taken():
         assert [taken[index] for index in range(3)] == expected
 
 
-def test_batches_of_many_short_rows_are_for_short_examples():
-    """Shapes of as many places each, the long one first: the rows decide."""
-    plan = Buckets([[10, 10], [40, 40]], [(4, 64, 64), (8, 32, 32)])
-    assert as_lists(plan.epoch(None)) == [([1, -1, -1, -1], (64, 64)), ([0] + [-1] * 7, (32, 32))]
-
-
-def test_without_a_generator_buckets_are_in_order_of_length_and_the_last_batch_is_filled_with_minus_one():
-    plan = Buckets([3, 9, 2, 4, 10, 99, 1], [(2, 10), (3, 4)])
-    assert as_lists(plan.epoch(None)) == [([1, 4], (10,)), ([6, 2, 0], (4,)), ([3, -1, -1], (4,))]
-    assert plan.dropped == 1 and plan.shapes == [(2, 10), (3, 4)]
+@pytest.mark.parametrize(
+    "lengths, shapes, expected",
+    [
+        # Without a generator buckets are in order of length, and the last batch is filled with -1.
+        ([3, 9, 2, 4, 10, 99, 1], [(2, 10), (3, 4)], [([1, 4], (10,)), ([6, 2, 0], (4,)), ([3, -1, -1], (4,))]),
+        # Shapes of as many places each, the long one first: the rows decide.
+        (
+            [[10, 10], [40, 40]],
+            [(4, 64, 64), (8, 32, 32)],
+            [([1, -1, -1, -1], (64, 64)), ([0] + [-1] * 7, (32, 32))],
+        ),
+        # A shape that holds nothing has no batches.
+        ([5, 6, 7], [(2, 8), (2, 4), (2, 100)], [([0, 1], (8,)), ([2, -1], (8,))]),
+    ],
+)
+def test_buckets_are_what_a_hand_makes(lengths, shapes, expected):
+    plan = Buckets(lengths, shapes)
+    assert as_lists(plan.epoch(None)) == expected
+    assert plan.dropped == (99 in lengths) and plan.shapes == shapes
 
 
 def test_padding_is_what_a_hand_counts():
@@ -121,11 +124,6 @@ def test_batches_can_be_asked_for_in_any_order():
         assert (epoch[position][0].tolist(), epoch[position][1]) == batches[position]
     with pytest.raises(IndexError):
         epoch[len(epoch)]
-
-
-def test_a_shape_that_holds_nothing_has_no_batches():
-    plan = Buckets([5, 6, 7], [(2, 8), (2, 4), (2, 100)])
-    assert as_lists(plan.epoch(None)) == [([0, 1], (8,)), ([2, -1], (8,))]
 
 
 # ---- packing ---------------------------------------------------------------------------------------------------------
@@ -232,8 +230,17 @@ def test_proposed_shapes_of_two_sides_hold_the_longer_one():
     assert paddings == sorted(paddings, reverse=True) and paddings[2] < 0.6 * paddings[0]
 
 
-def test_no_shape_is_proposed_that_no_example_needs():
+def test_no_shape_is_proposed_that_no_example_needs_and_bad_numbers_are_named():
     assert propose_shapes([8, 8, 16], 64, 5, multiple_of_batch=1) == [(8, 8), (4, 16)]
+    for arguments, options, message in (
+        (([3, 30], 255, 2), {}, "tokens_per_batch is 255, but 8 examples of the greatest length, 30, take 256"),
+        (([3], 64, 0), {}, "max_shapes is 0; expected 1 or more"),
+        (([3], 0, 1), {}, "tokens_per_batch is 0; expected 1 or more"),
+        (([3], 64, 1), {"multiple_of_length": -8}, "multiple_of_length is -8"),
+        (([], 64, 1), {}, "there are no examples"),
+    ):
+        with pytest.raises(InputError, match=message):
+            propose_shapes(*arguments, **options)
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
@@ -268,17 +275,3 @@ def test_lengths_of_another_type_are_a_bug():
         with pytest.raises(ValueError, match="expected integers") as error:
             Buckets(lengths, [(8, 16)])
         assert not isinstance(error.value, InputError)
-
-
-def test_bad_numbers_for_proposing_are_named():
-    with pytest.raises(
-        InputError, match="tokens_per_batch is 255, but 8 examples of the greatest length, 30, take 256"
-    ):
-        propose_shapes([3, 30], 255, 2)
-    for name, options in (("max_shapes", (64, 0)), ("tokens_per_batch", (0, 1))):
-        with pytest.raises(InputError, match=f"{name} is 0; expected 1 or more"):
-            propose_shapes([3], *options)
-    with pytest.raises(InputError, match="multiple_of_length is -8"):
-        propose_shapes([3], 64, 1, multiple_of_length=-8)
-    with pytest.raises(InputError, match="there are no examples"):
-        propose_shapes([], 64, 1)

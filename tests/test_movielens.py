@@ -1,6 +1,5 @@
 """data/movielens.py on small folders that the tests make, in the three forms that MovieLens has had."""
 
-import math
 import pickle
 from pathlib import Path
 
@@ -54,6 +53,7 @@ def test_values_are_those_worked_out_by_hand(folder):
         "label": (np.float32, (120,)),
         "present": (np.float32, (120, 7)),
     }
+    assert (batch["ids"] >= 0).all() and (batch["ids"] < np.repeat(log.table_rows, log.lookups)).all()
     users = {1: (1, 2, 2, 1), 2: (2, 6, 1, 2), 5: (3, 0, 0, 0)}  # ids of user, age, gender, occupation
     places = {tuple(ids[:2]): number for number, ids in enumerate(batch["ids"].tolist())}
     assert len(places) == 120
@@ -154,8 +154,7 @@ def test_malformed_ratings_are_left_out_and_the_first_is_named(folder, line, rea
     ],
 )
 def test_malformed_films_and_users_are_named(folder, name, line, reason):
-    with open(folder / name, "a") as file:
-        file.write(line + "\n")
+    (folder / name).write_bytes((folder / name).read_bytes() + f"{line}\n".encode())
     with pytest.raises(InputError, match=f"{name} are malformed.*{reason}"):
         ml.MovieLens(folder, "train")
 
@@ -167,20 +166,10 @@ def test_folders_without_ratings_are_refused(tmp_path):
     with pytest.raises(InputError, match="u.data is empty"):
         ml.MovieLens(tmp_path, "train")
     write(tmp_path / "u.data", ["1\t1\t3\t0"])
-    splits = [split for split in ("train", "eval") if _opens(tmp_path, split)]
-    assert len(splits) == 1, "one rating cannot be in both"
-
-
-def _opens(folder: Path, split: str) -> bool:
-    try:
-        return len(ml.MovieLens(folder, split)) > 0
-    except InputError as error:
-        assert f"none of them in the {split} split" in str(error)
-        return False
-
-
-def test_no_number_is_out_of_range(folder):
-    log = ml.MovieLens(folder, "train")
-    batch = both(folder)
-    assert (batch["ids"] >= 0).all() and (batch["ids"] < np.repeat(log.table_rows, log.lookups)).all()
-    assert np.isfinite(batch["dense"]).all() and math.isclose(np.abs(batch["present"]).max(), 1)
+    opened = []
+    for split in ("train", "eval"):  # one rating cannot be in both
+        try:
+            opened.append(len(ml.MovieLens(tmp_path, split)))
+        except InputError as error:
+            assert f"none of them in the {split} split" in str(error)
+    assert opened == [1]

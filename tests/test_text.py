@@ -113,8 +113,13 @@ def test_synthetic_rows(kind, pairs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_synthetic_word_follows_from_the_one_before(kind):
+def test_every_synthetic_word_follows_from_the_one_before_and_half_of_them_have_two_tokens(kind):
     text = SyntheticText("valid", kind, 128, rows=50)
+    tokens = np.concatenate([text.row(index)[0] for index in range(50)])
+    ends = tokens == text.tokenizer.convert_tokens_to_ids(".")
+    continues = continues_word(text.tokenizer)[tokens] & ~ends
+    words = np.count_nonzero(~continues & ~ends & ~np.isin(tokens, text.tokenizer.all_special_ids))
+    assert 0.45 < np.count_nonzero(continues) / words < 0.55
     seen, singles, follows = 0, 0, []
     for index in range(len(text)):
         tokens, starts = text.row(index)
@@ -140,17 +145,6 @@ def test_every_synthetic_word_follows_from_the_one_before(kind):
     assert np.mean(follows) > (0.99 if text.pairs else 0.85)
 
 
-def test_half_of_the_synthetic_words_have_two_tokens():
-    for kind in KINDS:
-        text = SyntheticText("valid", kind, 128, rows=50)
-        tokens = np.concatenate([text.row(index)[0] for index in range(50)])
-        ends = tokens == text.tokenizer.convert_tokens_to_ids(".")
-        continues = continues_word(text.tokenizer)[tokens] & ~ends
-        special = np.isin(tokens, text.tokenizer.all_special_ids)
-        words = np.count_nonzero(~continues & ~ends & ~special)
-        assert 0.45 < np.count_nonzero(continues) / words < 0.55, kind
-
-
 def test_synthetic_text_is_the_same_in_another_process_and_not_with_another_seed():
     for kind in KINDS:
         text = SyntheticText("train", kind, 64, rows=60)
@@ -162,17 +156,6 @@ def test_synthetic_text_is_the_same_in_another_process_and_not_with_another_seed
         for other in (SyntheticText("train", kind, 64, seed=1, rows=60), SyntheticText("valid", kind, 64, rows=60)):
             assert any(other.row(i)[0].tolist() != text.row(i)[0].tolist() for i in range(5))
     assert (len(SyntheticText("train", "bert", 32)), len(SyntheticText("valid", "bert", 32))) == (2048, 256)
-
-
-def test_synthetic_tokenizers_are_saved_and_opened(tmp_path):
-    from transformers import AutoTokenizer
-
-    for kind in KINDS:
-        text = SyntheticText("valid", kind, 64, rows=5)
-        text.tokenizer.save_pretrained(tmp_path / kind)
-        again = AutoTokenizer.from_pretrained(tmp_path / kind)
-        assert again(" bano bapu dewu.").input_ids == text.tokenizer(" bano bapu dewu.").input_ids
-        assert again.unk_token_id not in again(" bano bapu dewu.").input_ids
 
 
 def test_rows_that_cannot_be_are_explained():

@@ -153,37 +153,24 @@ def plain_batch(sentences: dict, indices, shape) -> dict[str, list]:
     return rows
 
 
-@pytest.mark.parametrize("indices", [[0, 1, 2, 3, 4], [4, -1, 0], [3, 3], [-1, -1], []])
-def test_batches_agree_with_a_plain_loop(tmp_path, indices):
-    pairs = open_pairs(write_folder(tmp_path), "train")
-    expected = plain_batch(SENTENCES, [[index] for index in indices], (5, 6))
-    batch = pairs.batch(np.array(indices, np.int64), (5, 6))
-    assert sorted(batch) == ["previous", "source", "target"]
-    for name, array in batch.items():
-        width = 5 if name == "source" else 6
-        assert array.dtype == np.int32 and array.shape == (len(indices), width) and array.flags.writeable
-        assert array.tolist() == expected[name]
+BY_HAND = [[0, 1, 2, 3, 4], [4, -1, 0], [-1, -1], [[0, 1], [4, -1], [-1, -1]], [[2, 1, 4], [3, -1, -1]], [[-1]]]
 
 
-@pytest.mark.parametrize(
-    "indices", [[[0, 1], [4, -1], [-1, -1]], [[2, 1, 4], [3, -1, -1]], [[1, -1, 2]], [[-1]], [[3]]]
-)
-def test_packed_batches_agree_with_a_plain_loop(tmp_path, indices):
-    pairs = open_pairs(write_folder(tmp_path), "train")
-    batch = pairs.batch(np.array(indices), (9, 15))
-    assert {name: array.tolist() for name, array in batch.items()} == plain_batch(SENTENCES, indices, (9, 15))
-    assert all(array.dtype == np.int32 for array in batch.values())
-
-
-def test_random_batches_agree_with_a_plain_loop(tmp_path):
+def test_batches_agree_with_a_plain_loop(tmp_path):
     rng = np.random.default_rng(0)
-    sentences = {k: [rng.integers(4, 18, rng.integers(0, 9)).tolist() for _ in range(200)] for k in ("en", "de")}
-    pairs = open_pairs(write_folder(tmp_path, sentences), "train")
-    for shape in ((30,), (30, 3)):
-        indices = rng.integers(-1, 200, shape)
-        batch = pairs.batch(indices, (40, 30))
-        expected = plain_batch(sentences, indices.reshape(30, -1).tolist(), (40, 30))
-        assert all(batch[name].tolist() == expected[name] for name in batch)
+    random = {k: [rng.integers(4, 18, rng.integers(0, 9)).tolist() for _ in range(200)] for k in ("en", "de")}
+    cases = [(SENTENCES, np.array(indices), (9, 15)) for indices in BY_HAND]
+    cases += [(random, rng.integers(-1, 200, shape), (40, 30)) for shape in ((0,), (30,), (30, 3))]
+    for sentences, indices, shape in cases:
+        pairs = open_pairs(write_folder(tmp_path, sentences), "train")
+        expected = plain_batch(sentences, indices.reshape(len(indices), -1 if len(indices) else 1).tolist(), shape)
+        batch = pairs.batch(indices, shape)
+        segments = ["source_segment", "target_segment"] if indices.ndim == 2 else []
+        assert sorted(batch) == sorted(["previous", "source", "target", *segments])
+        for name, array in batch.items():
+            width = shape[0] if name.startswith("source") else shape[1]
+            assert array.dtype == np.int32 and array.shape == (len(indices), width) and array.flags.writeable
+            assert array.tolist() == expected[name]
 
 
 def test_a_row_that_does_not_fit_and_a_pair_that_is_not_there_are_bugs(tmp_path):

@@ -158,7 +158,7 @@ def bleu(hypotheses: list[str], pairs, mesh: device.Mesh) -> float:
     return score.score
 
 
-def load(folder: str, mesh: device.Mesh) -> tuple[Transformer, wmt.Text]:
+def load(folder: str, mesh: device.Mesh) -> tuple[Transformer, wmt.Codec]:
     """(model on the device, what turns text into its tokens and back) from an export or files of fairseq.
 
     Args:
@@ -171,7 +171,7 @@ def load(folder: str, mesh: device.Mesh) -> tuple[Transformer, wmt.Text]:
     languages = [settings.get("source_lang"), settings.get("target_lang")]
     if None in languages:
         raise InputError(f"{path} does not say its languages: its settings have no source_lang and target_lang")
-    text = wmt.Text(folders.local_folder(folder), *languages)
+    text = wmt.Codec(folders.local_folder(folder), *languages)
     model = Transformer(
         fairseq.architecture(settings, weights, path), len(text.source_dictionary), len(text.target_dictionary)
     )
