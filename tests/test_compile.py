@@ -170,7 +170,7 @@ TOLERANCES = {"cycles": 0.005, "needed": 0.02, "bytes_accessed": 0.02, "copies":
 def figures(report: dict) -> dict[str, float]:
     """Returns the figures of a report that TOLERANCES names; cycles only where there are any."""
     copies = report["copies"]
-    found = {"needed": report["memory"]["needed"], "bytes_accessed": report["bytes_accessed"]}
+    found = {"needed": report["memory"]["needed"], "bytes_accessed": int(report["bytes_accessed"])}
     found |= {"copies": copies["count"], "bytes_copied": copies["bytes"]}
     return found | ({"cycles": report["cycles"]} if "cycles" in report else {})
 
