@@ -99,7 +99,7 @@ TRIALS = {
         terminate=12,
         close={16: 2e-5},
         moved=0.02,
-        graphs=4,  # of training and evaluation in one length; Adam's, and of a number that hosts compare
+        graphs=3,  # of training and evaluation in one length, and Adam's
         reads=9,
     ),
     "transformer": Trial(
@@ -115,7 +115,7 @@ TRIALS = {
         terminate=41,  # its checkpoint must not take the place of one that is averaged
         close={25: 1e-5},  # Adam turns the last digits of a gradient near 0 into whole steps: later the runs part
         moved=0.5,
-        graphs=9,  # of training, evaluation and translation in two shapes; Adam's, and of a number that hosts compare
+        graphs=8,  # of training, evaluation and translation in two shapes, and two tiny ones
         reads=12,
         diverges={"lr": 1e30, "warmup_updates": 1},
     ),
@@ -132,7 +132,7 @@ TRIALS = {
         terminate=7,
         close={10: 1e-5},
         moved=0.5,
-        graphs=4,  # of training and evaluation; Adam's, and of a number that hosts compare
+        graphs=3,  # of training and evaluation, and Adam's
         reads=7,
         diverges={"lr": 1e30, "warmup_steps": 1},
     ),
