@@ -361,7 +361,7 @@ def write_teacher(folder: Path, trained, **settings) -> str:
         ("--checkpoint /nowhere/bert", "/nowhere/bert.*cannot be read"),
         ("--data @text", "@text has no report.json.*all.txt.*make data"),
         ("--data @rows --next-sentence", "next-sentence prediction.*--pairs"),
-        ("--data @rows --model xlnet", "--kind bert.*needs xlnet"),
+        ("--data @rows --model xlnet", "--kind bert.*needs (--kind )?xlnet"),
         ("--checkpoint @roberta", "@roberta is a roberta, not a bert"),
         ("--model roberta --checkpoint @bert", "@bert is a bert, not a roberta"),
         ("--model fairseq-roberta --checkpoint @roberta", "@roberta.*model.pt"),

@@ -60,7 +60,7 @@ TRIALS = {
         crash=5,
         kill=Stop(45, saved=40),  # in the second epoch
         terminate=52,
-        alike=replace(resnet50.TINY, epochs=1, warmup_epochs=0.5, lr=0.08, log_every=1),
+        alike=replace(resnet50.TINY, epochs=1, warmup_epochs=0.5, lr=0.01, log_every=1),
         close={1: 1e-5, 10: 1e-4, 20: 1e-3},  # rounding grows from step to step, and with the learning rate
         moved=0.05,
         graphs=3,  # of training and evaluation, and of a number that hosts compare
