@@ -172,7 +172,7 @@ $(FAIRSEQ)/.installed: requirements-fairseq.txt | $(INSTALLED)
 
 fairseq: $(FAIRSEQ)/.installed
 
-# Records anew what fairseq computes, for the tests: tests/fairseq_reference/golden.
+# Records again what fairseq computes, for the tests: tests/fairseq_reference/golden.
 fairseq-golden: $(FAIRSEQ)/.installed
 	$(FAIRSEQ)/bin/python tests/fairseq_reference/record.py $(ARGS)
 

@@ -123,7 +123,7 @@ def copy(model: str, task: str, to: Path, root: Path = ROOT) -> list[Path]:
 
 
 def main() -> None:
-    """The command line of `make copy`."""
+    """Runs the command line of `make copy`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help=" ".join(SCRIPTS))
     parser.add_argument("--task", default="", help="pretrain: train/pretrain.py instead of train/glue.py")

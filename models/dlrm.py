@@ -3,7 +3,7 @@ the embedding tables, which are in train/common/embedding.
 
 The numbers and the `state_dict` are those of torchrec's `DLRM` and `DLRM_DCN` without `sparse_arch.`, so that weights
 move in both directions. The two MLPs and the cross net are torchrec's own modules, which the TPU's compiler handles as
-well as anything written by hand; the interaction of dense features and embeddings is written anew. Forward, backward
+well as anything written by hand; the interaction of dense features and embeddings is written here. Forward, backward
 and SGD of everything except the tables, in bfloat16 on one v5e chip, as libtpu 0.0.51's compiler estimates it:
 
 | shape, batch | all torchrec's | this model |

@@ -254,7 +254,7 @@ class Transformer(nn.Module):
             source: [B, S] tokens, EOS at the end, PAD on either side.
             previous: [B, T], the target shifted right: EOS, then its tokens.
             source_segment, target_segment: [B, S] and [B, T], for packed rows: 1, 2, … for the places of the first,
-                second, … sentence pair, 0 for padding. Attention stays within a pair and positions start anew.
+                second, … sentence pair, 0 for padding. Attention stays within a pair and positions start again.
         """
         memory, mask = self.encode(source, source_segment)
         return self.logits(self.decode(previous, memory, mask, target_segment, source_segment))

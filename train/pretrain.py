@@ -42,7 +42,7 @@ class Config:
     model: Literal[tuple(RECIPES)] = "bert"  # architecture, and with it the objective
     size: Literal[tuple(encoders.SIZES)] = "base"  # of a new model
     data: str = ""  # folder that `make data DATASET=text` made, or "synthetic"
-    checkpoint: str = ""  # hub id or folder of a model to go on from; "": a new one of --size
+    checkpoint: str = ""  # hub id or folder of a model to start from; "": a new one of --size
     teacher: str = ""  # hub id or folder of the BERT that a DistilBERT learns from
     predictions: int = 0  # places a row for predicted tokens; 0: 16 % of the row, XLNet 17 %
     whole_words: bool = False  # all pieces of a word are masked, or none

@@ -112,7 +112,7 @@ class Translator:
         self._step = device.compiled(self.translate_step, mesh, MAX_SHAPES)
 
     def translate_step(self, model: Transformer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The best hypothesis of each row of batch["source"] [B, S], on every device and so on every host."""
+        """Returns the best hypothesis of each row of batch["source"] [B, S], on every device and so on every host."""
         source, config = batch["source"], self.config
         limit = ((source != PAD).sum(1) * MAX_LENGTH_A + MAX_LENGTH_B).to(torch.int32)
         most = int(source.shape[1] * MAX_LENGTH_A + MAX_LENGTH_B)
@@ -128,7 +128,7 @@ class Translator:
         return best
 
     def __call__(self, sentences) -> list[str]:
-        """The translations of sentences, a data set of data/wmt.py, in its order."""
+        """Returns the translations of sentences, a data set of data/wmt.py, in its order."""
         training = self.model.training
         self.model.eval()
         lengths = sentences.lengths
@@ -159,7 +159,7 @@ def bleu(hypotheses: list[str], pairs, mesh: device.Mesh) -> float:
 
 
 def load(folder: str, mesh: device.Mesh) -> tuple[Transformer, wmt.Codec]:
-    """(model on the device, what turns text into its tokens and back) from an export or files of fairseq.
+    """Returns (model on the device, what turns text into its tokens and back) from an export or files of fairseq.
 
     Args:
         folder: path or URL.

@@ -256,7 +256,7 @@ shows more of each. Estimated cycles on one chip, beside the usual steps: [stock
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}, or page: only write it anew (default: all)")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}, or page: only write it again (default: all)")
     parser.add_argument("--missing", action="store_true", help="keep what the files have")
     options = parser.parse_args()
     unknown = set(options.parts) - {*PARTS, "page"}

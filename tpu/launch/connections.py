@@ -43,7 +43,7 @@ class Patience:
         self.pause = 0.25
 
     def renew(self) -> None:
-        """Starts counting anew: the worker was heard, or nobody can say that it is the worker's fault."""
+        """Starts counting again: the worker was heard, or nobody can say that it is the worker's fault."""
         self.since = time.monotonic()
 
     def wait(self, worker: int, why: str) -> None:

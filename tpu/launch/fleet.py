@@ -41,7 +41,7 @@ class TpuGone(Exception):
 
 
 class Start(NamedTuple):
-    """One start of a run. token: made anew for every start, the same on all workers ("": whatever runs there)."""
+    """One start of a run. token: new for every start, the same on all workers ("": whatever runs there)."""
 
     run: str = ""
     token: str = ""

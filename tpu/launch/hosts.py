@@ -129,7 +129,7 @@ class TpuVm:
         if "queuedResource" in node:
             request = node["queuedResource"].rpartition("/")[2]
             recreate = (
-                f"it belongs to the queued resource {request}, which is deleted and requested anew (gcloud compute tpus"
+                f"it belongs to the queued resource {request}, deleted and requested again (gcloud compute tpus"
                 f" queued-resources delete {request} --force, then queued-resources create)"
             )
         if state in ("PREEMPTED", "TERMINATED"):
@@ -266,7 +266,7 @@ FINAL_SSH_ERRORS = (
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed",
         "{host} is unknown to ssh or shows another host key than before: log in to it once with ssh and look why; a VM"
-        " that was created anew has a new key",
+        " that was created again has a new key",
     ),
     (r"Could not resolve hostname", "{host} is not a name that ssh can resolve"),
     (r"python3: (?:command )?not found", "{host} has no python3"),

@@ -8,7 +8,7 @@ Only the standard library, Python 3.8 or later, Linux: the worker's own python3 
     files/           bundles of the working tree, by hash, and this program
     tree/            the working tree, with its .venv and its runs/. A new bundle replaces the files of the old one that
                      differ and removes those that are gone; what else is there stays, so a run can be resumed, and make
-                     installs anew only when a requirements file differs
+                     installs again only when a requirements file differs
     lock             locked while a run is alive; says which
     jobs/<run>/log   output of all starts of the run; job.json, exit.json: its newest start
 

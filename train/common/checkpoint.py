@@ -249,7 +249,7 @@ class Checkpointer:
             if self.main_process and self.tables is not None:  # the checkpoint may be written again
                 self.tables.drop_marks(self._fs, folder)
         if damaged:
-            raise InputError(f"no checkpoint in {self.path} has whole tables; remove the folder to start anew")
+            raise InputError(f"no checkpoint in {self.path} has whole tables; remove the folder to start again")
         return 0
 
     def read(self, step: int) -> Saved | None:

@@ -64,7 +64,7 @@ class Mesh:
         return np.concatenate([np.arange(place * size, (place + 1) * size) for place in places])
 
     def autocast(self) -> torch.autocast:
-        """Context for the forward pass; parameters, gradients and optimizer state stay float32."""
+        """Returns a context for the forward pass; parameters, gradients and optimizer state stay float32."""
         # torch_xla.amp.autocast crashes on the CPU backend (torch_xla 2.9); torch's own knows "xla".
         return torch.autocast("xla", dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 

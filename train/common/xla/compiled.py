@@ -31,7 +31,7 @@ class GraphReport:
         self.reset()
 
     def reset(self) -> None:
-        """Starts anew; the counts of graphs and host reads, which are of the process, continue."""
+        """Starts again; the counts of graphs and host reads, which are of the process, continue."""
         self.compile_seconds, self.traced, self.repeated = 0.0, 0, 0
         self.recompilations, self.fallbacks, self.not_repeatable = [], [], []
 
