@@ -13,7 +13,7 @@ import os
 import re
 import warnings
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import datasets
 import numpy as np
@@ -57,12 +57,11 @@ def decode(encoded: bytes) -> torch.Tensor:
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-    except Image.UnidentifiedImageError as error:
-        raise BrokenImage("it is not an image in a known format") from error
     except MemoryError:
         raise
     except Exception as error:  # on bad bytes Pillow's readers raise OSError, SyntaxError, struct.error and more
-        raise BrokenImage(str(error) or type(error).__name__) from error
+        unknown = isinstance(error, Image.UnidentifiedImageError)
+        raise BrokenImage("it is not an image in a known format" if unknown else str(error) or repr(error)) from error
 
 
 def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -105,11 +104,12 @@ def eval_crop(image: torch.Tensor, size: int) -> np.ndarray:
 
 
 class _Images:
-    """What the real data sets share. A subclass has `classes`, `__len__`, and `_read(index)`, which returns the bytes
-    of a file, its label, and how to name the file to the user."""
+    """What the data sets share. A real one has `classes`, `__len__`, and `_read(index)`, which returns the bytes of a
+    file, its label, and how to name the file to the user."""
 
-    def __init__(self, split: Split, image_size: int, skip_broken: bool):
-        _check_image_size(image_size)
+    def __init__(self, split: Split, image_size: int, skip_broken: bool = False):
+        if image_size < 1:
+            raise InputError(f"image size {image_size} is out of range; expected a number of pixels, such as 224")
         self.split, self.image_size, self.skip_broken = split, image_size, skip_broken
 
     def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.integer]:
@@ -221,7 +221,7 @@ class HubImages(_Images):
         return image["bytes"], row[self._label], f"row {index} of {self._source}"
 
 
-class SyntheticImages:
+class SyntheticImages(_Images):
     """Images that can be learned, with the keys, shapes and types of the real ones; the class is `index % num_classes`.
 
     A class is a texture: three waves of fixed frequency, with fixed strengths and phases in red, green and blue. An
@@ -231,8 +231,8 @@ class SyntheticImages:
     """
 
     def __init__(self, size: int, image_size: int, num_classes: int, seed: int, split: Split = "train"):
-        _check_image_size(image_size)
-        self.size, self.image_size, self.seed, self.split = size, image_size, seed, split
+        super().__init__(split, image_size)
+        self.size, self.seed = size, seed
         self.classes = [f"texture {label}" for label in range(num_classes)]
         rng = np.random.default_rng(seed)
         waves = 3
@@ -281,11 +281,6 @@ def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = 
     return HubImages(data, split, image_size, skip_broken)
 
 
-def _check_image_size(image_size: int) -> None:
-    if image_size < 1:
-        raise InputError(f"image size {image_size} is out of range; expected a number of pixels, such as 224")
-
-
 def _check_classes(where: str, found: list[str], classes: list[str]) -> None:
     for what, names in (("lacks", set(classes) - set(found)), ("adds", set(found) - set(classes))):
         if names:
@@ -312,7 +307,11 @@ def _entries(folder: str | Path) -> list[os.DirEntry]:
         with os.scandir(folder) as entries:
             return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
     except OSError as error:
-        raise InputError(f"folder {folder} cannot be read: {error.strerror}") from error
+        _unreadable(error)
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise InputError(f"folder {error.filename} cannot be read: {error.strerror}") from error
 
 
 def _class_folders(folder: str) -> list[str]:
@@ -327,11 +326,8 @@ def _class_folders(folder: str) -> list[str]:
 def _image_files(folder: str) -> list[bytes]:
     """Returns the paths below a class folder, relative to it, in torchvision's order; at least one."""
 
-    def stop(error: OSError):
-        raise InputError(f"folder {error.filename} cannot be read: {error.strerror}") from error
-
     start = len(os.path.join(folder, ""))
-    walk = sorted(os.walk(folder, followlinks=True, onerror=stop))
+    walk = sorted(os.walk(folder, followlinks=True, onerror=_unreadable))
     paths = [os.path.join(parent, name) for parent, _, names in walk for name in sorted(names) if _is_image(name)]
     if not paths:
         raise InputError(f"class folder {folder} has no images ({' '.join(EXTENSIONS)}); fill it or remove it")

@@ -92,13 +92,10 @@ def test_official_files_are_read_as_they_stand(tmp_path, task):
             assert len(examples) == 2 and examples.skipped == 0
 
 
-def test_tasks_have_the_hubs_names():
+def test_tasks_have_the_hubs_names_and_folders_may_be_written_otherwise(tmp_path):
     assert list(TASKS) == ["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"]
     assert TASKS["rte"].labels == ("entailment", "not_entailment") == TASKS["wnli"].labels[::-1]
     assert TASKS["mnli"].labels == ("entailment", "neutral", "contradiction")
-
-
-def test_the_folders_name_may_be_written_otherwise(tmp_path):
     write(tmp_path / "sst2/train.tsv", FILES["sst2"][1])
     assert len(read(tmp_path, "sst2", "train")) == 2
 
@@ -234,11 +231,6 @@ def test_a_local_folder_of_datasets_is_read(tmp_path, cache, layout, task):
         assert (examples.second is None) == (task == "sst2")
 
 
-def test_labels_of_a_data_set_go_by_their_names(tmp_path, cache):
-    datasets.DatasetDict({"train": table("rte", ("not_entailment", "entailment"))}).save_to_disk(tmp_path / "rte")
-    assert read(tmp_path, "rte", "train").labels.tolist() == [1, 0, 1]
-
-
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -258,7 +250,9 @@ def test_a_data_set_that_cannot_be_used_is_explained(tmp_path, cache, rows, mess
         read(tmp_path, "rte", "train")
 
 
-def test_folders_of_datasets_that_do_not_fit_are_explained(tmp_path, cache):
+def test_labels_go_by_their_names_and_folders_of_datasets_that_do_not_fit_are_explained(tmp_path, cache):
+    datasets.DatasetDict({"train": table("rte", ("not_entailment", "entailment"))}).save_to_disk(tmp_path / "rte")
+    assert read(tmp_path, "rte", "train").labels.tolist() == [1, 0, 1]
     table("rte").save_to_disk(tmp_path / "one")
     with pytest.raises(InputError, match="is a single split written by save_to_disk"):
         read(tmp_path / "one", "rte", "train")
@@ -423,13 +417,10 @@ def test_what_cannot_be_encoded_is_explained(tokenizer):
             encoded.batch(np.array([index]), (16,))
     with pytest.raises(InputError, match="object is not a fast tokenizer"):
         Encoded(examples, object(), 16)
-
-
-def test_a_tokenizer_without_padding_is_refused():
-    tokenizer = tokenizer_of("bert")
-    tokenizer.pad_token = None
+    without = tokenizer_of("bert")
+    without.pad_token = None
     with pytest.raises(InputError, match="has no padding token"):
-        Encoded(sentences(False), tokenizer, 16)
+        Encoded(sentences(False), without, 16)
 
 
 # Metrics
@@ -449,9 +440,7 @@ def test_scores_are_those_of_the_definitions():
     assert score("stsb", -scores, scores)["pearson"] == pytest.approx(-1)
     for task in TASKS:
         assert tuple(score(task, found, labels)) == TASKS[task].metrics
-
-
-def test_constant_predictions_score_nothing():
+    # Constant predictions score nothing.
     labels = np.array([0, 1, 1, 0])
     assert score("cola", [1, 1, 1, 1], labels) == {"mcc": 0}
     assert score("stsb", np.full(4, 2.5, np.float32), labels.astype(np.float32)) == {"pearson": 0, "spearman": 0}
