@@ -11,16 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla.distributed.spmd as xs
+from model_helpers import assert_all_close
 from torch import nn
 
 from models import dlrm
-from models.dlrm import DLRM, DotInteraction, PairwiseDots
+from models.dlrm import DLRM, DotInteraction
 from train.common import device
 
 NUM_DENSE, DIM, ROWS = 5, 8, (11, 7, 3, 20)
 BOTTOM, TOP, LAYERS, RANK = (16, DIM), (24, 12, 1), 2, 6
 NAMES = [f"f{table}" for table in range(len(ROWS))]
-INTERACTIONS = ["dot", "dcn"]
+every_interaction = pytest.mark.parametrize("interaction", ["dot", "dcn"])
 
 
 def torchrec_model(interaction: str) -> nn.Module:
@@ -47,7 +48,7 @@ def dense_state(theirs: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def our_model(theirs: nn.Module, interaction: str) -> DLRM:
-    """Ours with torchrec's weights; what is not in it is the embeddings."""
+    """Ours with torchrec's weights: strict, so that those of both have the same names and shapes."""
     model = DLRM(NUM_DENSE, len(ROWS), DIM, BOTTOM, TOP, interaction, LAYERS, RANK)
     model.load_state_dict(dense_state(theirs))
     return model.to(next(theirs.parameters()).dtype)
@@ -86,33 +87,18 @@ def lookup(weights: list[torch.Tensor], bags: list[list[list[int]]]) -> torch.Te
     return torch.stack(pooled, 1)
 
 
-def use_compiled_form(monkeypatch):
-    """Takes the compiled devices' form of the interaction in eager PyTorch on the CPU, too."""
+@pytest.fixture
+def compiled(monkeypatch) -> None:
+    """The compiled devices' form of the interaction in eager PyTorch on the CPU, too."""
     monkeypatch.setattr(dlrm, "NATIVE_GATHER_DEVICES", ())
-
-
-@pytest.mark.parametrize("interaction", INTERACTIONS)
-def test_weights_interchange_with_torchrec_in_both_directions(interaction):
-    theirs, other = torchrec_model(interaction), torchrec_model(interaction)
-    ours = DLRM(NUM_DENSE, len(ROWS), DIM, BOTTOM, TOP, interaction, LAYERS, RANK)
-    assert [(k, v.shape) for k, v in ours.state_dict().items()] == [
-        (k, v.shape) for k, v in dense_state(theirs).items()
-    ]
-    ours.load_state_dict(dense_state(theirs), strict=True)
-    tables = {k: v for k, v in other.state_dict().items() if k.startswith("sparse_arch.")}
-    for parameter in other.parameters():
-        nn.init.zeros_(parameter)
-    other.load_state_dict({**ours.state_dict(), **tables}, strict=True)
-    for name, value in dense_state(other).items():
-        assert torch.equal(value, theirs.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("form", ["native", "compiled"])
 @pytest.mark.parametrize("lookups", [1, 3])
-@pytest.mark.parametrize("interaction", INTERACTIONS)
-def test_logits_and_all_gradients_equal_torchrecs_in_float64(monkeypatch, interaction, lookups, form):
+@every_interaction
+def test_logits_and_all_gradients_equal_torchrecs_in_float64(interaction, lookups, form, request):
     if form == "compiled":
-        use_compiled_form(monkeypatch)
+        request.getfixturevalue("compiled")
     theirs = torchrec_model(interaction)
     # torchrec pools in float32 whatever the type of its tables; what follows computes in float64.
     for weight in table_weights(theirs):
@@ -132,27 +118,17 @@ def test_logits_and_all_gradients_equal_torchrecs_in_float64(monkeypatch, intera
     (expected * weights).sum().backward()
     (got * weights).sum().backward()
     torch.testing.assert_close(leaves[1].grad, leaves[0].grad, rtol=1e-9, atol=1e-12)
-    reference = dict(theirs.named_parameters())
-    for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter.grad, reference[name].grad, rtol=1e-9, atol=1e-12, msg=name)
+    found = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters() if name in found}
+    assert_all_close(found, wanted, rtol=1e-9, share=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("lookups", [1, 3])
-@pytest.mark.parametrize("interaction", INTERACTIONS)
-def test_the_whole_of_torchrecs_model_gives_the_same_logits(monkeypatch, interaction, lookups):
-    use_compiled_form(monkeypatch)
-    theirs = torchrec_model(interaction)
-    dense, bags = torch.randn(9, NUM_DENSE), bags_of(9, lookups)
-    got = our_model(theirs, interaction)(dense, lookup(table_weights(theirs), bags))
-    torch.testing.assert_close(got, theirs(dense, keyed(bags)).squeeze(-1), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("interaction", INTERACTIONS)
-def test_ten_sgd_steps_give_the_losses_of_torchrecs_dlrmtrain(monkeypatch, interaction):
+@pytest.mark.usefixtures("compiled")
+@every_interaction
+def test_ten_sgd_steps_give_the_logits_and_losses_of_torchrecs_dlrmtrain(interaction):
     from torchrec.datasets.utils import Batch
     from torchrec.models.dlrm import DLRMTrain
 
-    use_compiled_form(monkeypatch)
     theirs = torchrec_model(interaction)
     ours = our_model(theirs, interaction)
     tables = [nn.Parameter(weight.detach().clone()) for weight in table_weights(theirs)]
@@ -161,10 +137,12 @@ def test_ten_sgd_steps_give_the_losses_of_torchrecs_dlrmtrain(monkeypatch, inter
     our_sgd = torch.optim.SGD([*ours.parameters(), *tables], lr=0.1)
     losses = []
     for step in range(10):
-        dense, bags = torch.randn(16, NUM_DENSE), bags_of(16, 3, seed=step)
+        dense, bags = torch.randn(16, NUM_DENSE), bags_of(16, 1 + 2 * (step % 2), seed=step)
         labels = torch.randint(0, 2, (16,)).float()
-        expected = wrapped(Batch(dense, keyed(bags), labels))[0]
-        loss = F.binary_cross_entropy_with_logits(ours(dense, lookup(tables, bags)), labels)
+        expected, (_, their_logits, _) = wrapped(Batch(dense, keyed(bags), labels))
+        logits = ours(dense, lookup(tables, bags))
+        torch.testing.assert_close(logits, their_logits, rtol=1e-5, atol=1e-6)
+        loss = F.binary_cross_entropy_with_logits(logits, labels)
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6, msg=lambda m, s=step: f"step {s}: {m}")
         for optimizer, value in ((their_sgd, expected), (our_sgd, loss)):
             optimizer.zero_grad()
@@ -172,11 +150,10 @@ def test_ten_sgd_steps_give_the_losses_of_torchrecs_dlrmtrain(monkeypatch, inter
             optimizer.step()
         losses.append(loss.item())
     assert len(set(losses)) == 10
-    for name, parameter in ours.named_parameters():  # what was learned, too
-        torch.testing.assert_close(parameter, dict(theirs.named_parameters())[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert_all_close(ours.state_dict(), dense_state(theirs), rtol=1e-4, share=0, atol=1e-5)  # what was learned, too
 
 
-@pytest.mark.parametrize("interaction", INTERACTIONS)
+@every_interaction
 def test_logits_and_gradients_on_four_xla_devices_equal_the_cpus_and_nothing_falls_back(mesh, interaction):
     ours = our_model(torchrec_model(interaction), interaction)
     dense, embedded, labels = torch.randn(8, NUM_DENSE), torch.randn(8, len(ROWS), DIM), torch.arange(8) % 2
@@ -195,30 +172,22 @@ def test_logits_and_gradients_on_four_xla_devices_equal_the_cpus_and_nothing_fal
     for tensor in inputs:
         xs.mark_sharding(tensor, mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
     got = device.compiled(step, mesh)(on_device, *inputs)  # strict: a fall-back to the host raises
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name].cpu(), value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    assert_all_close(got, expected, rtol=1e-4, share=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("tables", [1, 2, 5])
-def test_compiled_and_native_interaction_agree_for_any_number_of_tables(monkeypatch, tables):
+def test_compiled_and_native_interaction_agree_for_any_number_of_tables(request, tables):
     interaction = DotInteraction(tables).double()
     dense, embedded = torch.randn(3, 4, dtype=torch.double), torch.randn(3, tables, 4, dtype=torch.double)
     native = interaction(dense, embedded)
-    use_compiled_form(monkeypatch)
+    request.getfixturevalue("compiled")
     torch.testing.assert_close(interaction(dense, embedded), native, rtol=1e-12, atol=1e-12)
     assert native.shape == (3, 4 + tables + tables * (tables - 1) // 2)
 
 
-def test_pairwise_dots_gradient_is_that_of_finite_differences():
-    half = DotInteraction(4).half_pairs.double()
-    x = torch.randn(4, 2, 3, dtype=torch.double, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: PairwiseDots.apply(x, half), (x,))
-
-
-@pytest.mark.parametrize("interaction", INTERACTIONS)
-def test_logits_are_float32_under_autocast_and_about_as_exact_as_torchrecs(monkeypatch, interaction):
-    use_compiled_form(monkeypatch)
+@pytest.mark.usefixtures("compiled")
+@every_interaction
+def test_logits_are_float32_under_autocast_and_about_as_exact_as_torchrecs(interaction):
     theirs = torchrec_model(interaction)
     ours = our_model(theirs, interaction)
     dense, embedded = torch.randn(512, NUM_DENSE), torch.randn(512, len(ROWS), DIM)
@@ -264,12 +233,8 @@ def test_sizes_that_do_not_fit_are_refused(change, message):
     sizes = {"num_dense": 5, "num_tables": 4, "dim": 8, "bottom": (16, 8), "top": (24, 1), "interaction": "dot"}
     with pytest.raises(ValueError, match=message):
         DLRM(**{**sizes, **change})
-
-
-def test_embeddings_of_another_shape_are_refused():
-    model = DLRM(NUM_DENSE, len(ROWS), DIM, BOTTOM, TOP, "dot")
     with pytest.raises(ValueError, match=r"embedded is \[2, 3, 8\]; it must be \[batch, 4, 8\]"):
-        model(torch.randn(2, NUM_DENSE), torch.randn(2, 3, DIM))
+        DLRM(**sizes)(torch.randn(2, 5), torch.randn(2, 3, 8))
 
 
 def test_the_yardstick_reads_bags_with_padded_places():
@@ -291,8 +256,7 @@ def test_the_yardstick_learns_and_without_a_learning_rate_does_not(tmp_path):
     from bench import dlrm_torchrec
 
     small = {"data": "synthetic", "batch_size": 256, "bottom": "32,16", "top": "64,32,1", "seeds": "0"}
-    small |= {"optimizer": "adagrad", "out": str(tmp_path / "bench.json")}
-    small["ours"] = False
+    small |= {"optimizer": "adagrad", "out": str(tmp_path / "bench.json"), "ours": False}
     runs = [dlrm_torchrec.main(dlrm_torchrec.Options(**small, lr=lr))["torchrec"] for lr in (0.02, 0.0)]
     auc = [run[0]["epochs"][-1]["auc"] for run in runs]
     assert auc[0] > 0.77 and auc[1] < 0.65

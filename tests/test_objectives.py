@@ -3,11 +3,13 @@ which run their heads on every token, and against torch's own losses; on the CPU
 
 import copy
 import functools
+import itertools
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from model_helpers import assert_all_close, randomized, to_xla, with_gradients
 from torch import Tensor, nn
 from transformers import (
     BertForMaskedLM,
@@ -56,25 +58,12 @@ def batch_of(objective: str, rows=range(ROWS)) -> dict[str, Tensor]:
     return batch
 
 
-def randomised(model: PreTrainedModel) -> PreTrainedModel:
-    """With weights that make it look at everything that it can, biases included; without dropout."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.1)
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.weight.add_(1)
-    return model.eval()
-
-
 def new(objective: str, seed: int = 0) -> PreTrainedModel:
     """transformers' own model."""
     model_class, kind, _ = OBJECTIVES[objective]
     kind = "distilbert" if objective == "distillation" else kind
     torch.manual_seed(seed)
-    return randomised(
-        model_class(encoders.configuration(kind, "tiny", rows_of(objective).text.tokenizer, LONGER)),
-    )
+    return randomized(model_class(encoders.configuration(kind, "tiny", rows_of(objective).text.tokenizer, LONGER)))
 
 
 def teacher_of(objective: str) -> PreTrainedModel | None:
@@ -97,17 +86,12 @@ def two_streams(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """XLNet's masks, one pair of tokens after another."""
     order, positions, weights = (batch[name].tolist() for name in ("order", "positions", "weights"))
     mask = torch.zeros(ROWS, LENGTH, LENGTH)
-    mapping = torch.zeros(ROWS, len(positions[0]), LENGTH)
-    for row in range(ROWS):
+    for row, places in enumerate(order):
         targets = {place for place, weight in zip(positions[row], weights[row], strict=True) if weight}
-        for i in range(LENGTH):
-            for j in range(LENGTH):
-                known = order[row][j] == -1 or order[row][j] < order[row][i]
-                known = known or (i == j and i not in targets)
-                mask[row, i, j] = not known or order[row][j] == LENGTH
-        for number, place in enumerate(positions[row]):
-            mapping[row, number, place] = 1
-    return {"perm_mask": mask, "target_mapping": mapping}
+        for i, j in itertools.product(range(LENGTH), repeat=2):
+            known = places[j] == -1 or places[j] < places[i] or (i == j and i not in targets)
+            mask[row, i, j] = not known or places[j] == LENGTH
+    return {"perm_mask": mask, "target_mapping": F.one_hot(batch["positions"].long(), LENGTH).float()}
 
 
 def plain_losses(objective: str, model, teacher, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -140,17 +124,9 @@ def plain_losses(objective: str, model, teacher, batch: dict[str, Tensor]) -> di
     return {"loss": loss, "words": outputs.loss, "soft": soft, "cosine": cosine}
 
 
-def with_gradients(model: PreTrainedModel, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Losses, and the gradient of each parameter that has one, by its name."""
-    gradients = torch.autograd.grad(parts["loss"], list(model.parameters()), allow_unused=True)
-    named = zip(model.named_parameters(), gradients, strict=True)
-    return {name: part.detach() for name, part in parts.items()} | {
-        name: value for (name, _), value in named if value is not None
-    }
-
-
 def step(model, teacher, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return with_gradients(model, objectives.losses(model, teacher, batch))
+    parts = objectives.losses(model, teacher, batch)
+    return with_gradients(model, parts, parts["loss"])
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
@@ -159,7 +135,8 @@ def step(model, teacher, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 @every_objective
 def test_losses_and_gradients_are_transformers_also_on_xla(objective, mesh):
     batch, model, teacher = batch_of(objective), new(objective), teacher_of(objective)
-    expected = with_gradients(model, plain_losses(objective, model, teacher, batch))
+    plain = plain_losses(objective, model, teacher, batch)
+    expected = with_gradients(model, plain, plain["loss"])
     parts = {"distillation": ("soft", "cosine"), "next sentence": ("related",)}.get(objective, ())
     assert {name for name in expected if "." not in name} == {"loss", "words", *parts}
     assert all(values.any() for values in expected.values())
@@ -168,18 +145,13 @@ def test_losses_and_gradients_are_transformers_also_on_xla(objective, mesh):
 
     on_device = device.to_device(fast(model), mesh)
     theirs = device.to_device(fast(teacher), mesh) if teacher is not None else None
-    uploaded = {name: values.to(mesh.device) for name, values in batch.items()}
-    for values in uploaded.values():
-        device.replicate(values, mesh)
+    uploaded = to_xla(batch, mesh)
     compiled = device.compiled(step, mesh)  # raises where a value is read on the way, or an operation is the host's
     reads = device.host_reads()
     results = [step(fast(model), fast(teacher), batch), compiled(on_device, theirs, uploaded)]
     assert device.host_reads() == reads
     for found in results:
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            atol = 1e-5 * value.abs().max().item() + 1e-6
-            torch.testing.assert_close(found[name].cpu(), value, rtol=1e-4, atol=atol, msg=name)
+        assert_all_close(found, expected, rtol=1e-4, share=1e-5, atol=1e-6)
     graphs = device.compilations()
     compiled(on_device, theirs, uploaded)
     assert device.compilations() == graphs
@@ -193,6 +165,10 @@ def test_a_teacher_gets_no_gradient_and_its_equal_nothing_to_teach():
     parts["loss"].backward()
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in student.parameters())
+
+
+def scores_of(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, float]:
+    return {name: value.item() for name, value in objectives.scores(model, batch).items()}
 
 
 def with_fillers(objective: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -233,13 +209,9 @@ def test_neither_fillers_nor_padding_change_anything(objective, change):
     assert changed["weights"].sum() == batch["weights"].sum()
     assert changed["input_ids"].shape != batch["input_ids"].shape or change is with_fillers
     expected, found = step(model, teacher, batch), step(model, teacher, changed)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6 * value.abs().max().item() + 1e-6, msg=name)
-    mask = torch.ones(ROWS)
-    expected, found = (objectives.scores(model, part | {"mask": mask}) for part in (batch, changed))
-    assert {name: value.item() for name, value in found.items()} == pytest.approx(
-        {name: value.item() for name, value in expected.items()}, rel=1e-5
-    )
+    assert_all_close(found, expected, rtol=1e-5, share=1e-6, atol=1e-6)
+    expected, found = (scores_of(model, part | {"mask": torch.ones(ROWS)}) for part in (batch, changed))
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_batch_without_predictions_has_a_loss_of_nought():
@@ -258,10 +230,8 @@ def test_scores_are_sums_over_the_rows_that_count(objective):
     mask = torch.ones(ROWS)
     mask[[2, 5, 6]] = 0
     kept = {name: values[mask > 0] for name, values in batch.items()}
-    found = objectives.scores(fast(model), batch | {"mask": mask})
-    alone = objectives.scores(fast(model), kept | {"mask": torch.ones(5)})
-    expected = {name: value.item() for name, value in alone.items()}
-    assert {name: value.item() for name, value in found.items()} == pytest.approx(expected, rel=1e-5)
+    expected = scores_of(fast(model), kept | {"mask": torch.ones(5)})
+    assert scores_of(fast(model), batch | {"mask": mask}) == pytest.approx(expected, rel=1e-5)
     assert expected["predicted"] == kept["weights"].sum()
     loss = objectives.losses(fast(model), None, kept)["words"]
     assert expected["loss"] / expected["predicted"] == pytest.approx(loss.item(), rel=1e-5)
@@ -274,7 +244,7 @@ def test_scores_are_sums_over_the_rows_that_count(objective):
     if objective == "next sentence":
         labelled["next_sentence"] = parts["related"].argmax(-1)
         labelled["next_sentence"][[0, 2]] ^= 1  # row 2 does not count
-    found = objectives.scores(fast(model), labelled)
+    found = scores_of(fast(model), labelled)
     assert found["accuracy"] == right[mask > 0].sum() == 5
     if objective == "next sentence":
         assert found["next_sentence_accuracy"] == 4 and found["rows"] == 5
@@ -339,12 +309,10 @@ def encode(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(("depth", "taken"), [(4, [0, 2]), (2, [0, 1]), (6, [0, 3])])
 def test_a_student_begins_as_its_teacher_without_the_layers_between(depth, taken):
-    settings = encoders.configuration("bert", "tiny", rows_of("words").text.tokenizer, LONGER)
-    settings.num_hidden_layers = depth
-    teacher = randomised(BertForMaskedLM(settings))
-    student_settings = encoders.configuration("distilbert", "tiny", rows_of("words").text.tokenizer, LONGER)
-    student_settings.n_layers = 2
-    student = randomised(DistilBertForMaskedLM(student_settings))
+    tokenizer = rows_of("words").text.tokenizer
+    settings = [encoders.configuration(kind, "tiny", tokenizer, LONGER) for kind in ("bert", "distilbert")]
+    settings[0].num_hidden_layers, settings[1].n_layers = depth, 2
+    teacher, student = randomized(BertForMaskedLM(settings[0])), randomized(DistilBertForMaskedLM(settings[1]))
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
     distilbert.begin_with_layers(student, teacher)
     after = teacher.state_dict()
@@ -361,19 +329,6 @@ def test_a_student_begins_as_its_teacher_without_the_layers_between(depth, taken
         student.distilbert.transformer.layer[0].attention.q_lin.weight.zero_()
     torch.testing.assert_close(encode(teacher, batch), expected, **EXACT)
     assert student.vocab_projector.weight is student.distilbert.embeddings.word_embeddings.weight
-
-
-@pytest.mark.parametrize("objective", ["words", "next sentence", "roberta", "distillation"])
-def test_the_head_on_some_places_gives_the_logits_of_the_head_on_all(objective):
-    batch, model = batch_of(objective), new(objective)
-    with torch.no_grad():
-        inputs = {"input_ids": batch["input_ids"].long(), "attention_mask": batch["attention_mask"]}
-        outputs = model(**inputs, output_hidden_states=True)
-        every = outputs.prediction_logits if objective == "next sentence" else outputs.logits
-        at = torch.arange(ROWS)[:, None], batch["positions"].long()
-        found = objectives.predict(model, outputs.hidden_states[-1][at])
-        assert found.shape == (ROWS, 6, model.config.vocab_size)
-        torch.testing.assert_close(found, every[at], **EXACT)
 
 
 def test_the_head_of_another_architecture_is_not_guessed():

@@ -1,26 +1,23 @@
 """models/transformer.py against what fairseq computed (golden files), eagerly and on four XLA devices."""
 
-import copy
 import json
 import re
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch_xla.distributed.spmd as xs
+from model_helpers import GOLDEN, WORDS, arrays, golden_transformer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from data import wmt
-from models import fairseq
-from models.transformer import ARCHITECTURES, EOS, PAD, Architecture, Transformer, label_smoothed, sinusoids
+from models.transformer import ARCHITECTURES, EOS, PAD, Architecture, Transformer, label_smoothed
 from train import transformer
 from train.common import device
 
-GOLDEN = Path(__file__).parent / "fairseq_reference/golden"
-WORDS = {"initial": (64, 64), "trained": (64, 64), "prenorm": (24, 40)}
 STEPS = json.loads((GOLDEN / "numbers.json").read_text())["ten_steps"]
 CONFIG = transformer.Config(lr=5e-3, warmup_updates=4, label_smoothing=0.1, precision="float32")
 ADAM = transformer.ADAM | {"eps": 1e-9}  # of the recording
@@ -29,16 +26,7 @@ SMALL = Architecture(dim=16, ffn_dim=32, heads=2, encoder_layers=2, decoder_laye
 
 @pytest.fixture(scope="module")
 def golden() -> dict[str, np.ndarray]:
-    with np.load(GOLDEN / "arrays.npz") as arrays:
-        return dict(arrays)
-
-
-def load(name: str) -> Transformer:
-    path = GOLDEN / f"{name}.pt"
-    settings, weights = fairseq.read_checkpoint(path.read_bytes(), name)
-    model = Transformer(fairseq.architecture(settings, weights, name), *WORDS[name])
-    fairseq.load_weights(model, weights, name)
-    return model
+    return arrays()
 
 
 def step_batch(golden: dict[str, np.ndarray], number: int) -> dict[str, Tensor]:
@@ -47,32 +35,26 @@ def step_batch(golden: dict[str, np.ndarray], number: int) -> dict[str, Tensor]:
 
 def sides(golden: dict[str, np.ndarray], name: str, side: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(source, previous, fairseq's logits, where previous has a token)."""
+    name = name.removesuffix(".pt")
     previous = torch.from_numpy(golden[f"{name}.previous"])
     source, logits = (torch.from_numpy(golden[f"{name}.{side}.{part}"]) for part in ("source", "logits"))
     return source, previous, logits, previous != PAD
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", WORDS)
-def test_logits_equal_fairseqs(golden, name, side):
-    source, previous, expected, real = sides(golden, name, side)
-    got = load(name).eval()(source, previous)
-    assert got.shape == expected.shape and got.dtype == torch.float32
-    torch.testing.assert_close(got[real], expected[real], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", WORDS)
-def test_logits_on_xla_equal_fairseqs(mesh, golden, name):
-    model = device.to_device(load(name).eval(), mesh)
+def test_logits_equal_fairseqs_also_on_xla(mesh, golden, name):
+    host, model = golden_transformer(name), device.to_device(golden_transformer(name), mesh)
     forward = device.compiled(lambda source, previous: model(source, previous), mesh, 2)
-    for side in ("left", "right"):
-        source, previous, expected, real = sides(golden, name, side)
-        got = forward(source.to(mesh.device), previous.to(mesh.device)).cpu()
-        torch.testing.assert_close(got[real], expected[real], rtol=0, atol=1e-5)
+    for run, place in ((host, torch.device("cpu")), (forward, mesh.device)):
+        for side in ("left", "right"):
+            source, previous, expected, real = sides(golden, name, side)
+            got = run(source.to(place), previous.to(place)).cpu()
+            assert got.shape == expected.shape and got.dtype == torch.float32
+            torch.testing.assert_close(got[real], expected[real], rtol=0, atol=1e-5)
 
 
 def test_ten_steps_give_fairseqs_losses_gradients_and_learning_rates(golden):
-    model = load("initial").train()
+    model = golden_transformer("initial.pt").train()
     optimizer = torch.optim.Adam(model.parameters(), **ADAM)
     for number, expected in enumerate(STEPS):
         batch = step_batch(golden, number)
@@ -95,9 +77,10 @@ def test_ten_steps_give_fairseqs_losses_gradients_and_learning_rates(golden):
 
 def test_ten_compiled_train_steps_on_four_devices_give_fairseqs_losses(mesh, golden):
     assert mesh.num_devices == 4
-    model = device.to_device(load("initial").train(), mesh)
+    model = device.to_device(golden_transformer("initial.pt").train(), mesh)
     optimizer = torch.optim.Adam(model.parameters(), **ADAM, foreach=False)
     device.init_optimizer_state(optimizer, mesh)
+    state = transformer.State(model, optimizer)
     step = device.compiled(transformer.train_step, mesh)  # one shape, strict
     for number, expected in enumerate(STEPS):
         batch = {}
@@ -107,7 +90,7 @@ def test_ten_compiled_train_steps_on_four_devices_give_fairseqs_losses(mesh, gol
             batch[part] = wide.to(mesh.device)
             xs.mark_sharding(batch[part], mesh.spmd, ("data", None))
         device.set_lr(optimizer, transformer.learning_rate(CONFIG, number))
-        means = {key: value.item() for key, value in step(model, optimizer, batch, CONFIG, mesh).items()}
+        means = {key: value.item() for key, value in step(state, batch, CONFIG, mesh).items()}
         assert means["loss"] == pytest.approx(expected["loss_sum"] / expected["tokens"], rel=2e-6)
         assert means["nll"] == pytest.approx(expected["nll_sum"] / expected["tokens"], rel=2e-6)
     weights = (model.encoder.embed_tokens, model.decoder.embed_tokens, model.decoder.output_projection)
@@ -133,62 +116,32 @@ def test_our_reader_gives_fairseqs_batches(golden):
         order = [rows_of.tolist() for rows_of in ours["target"]]
         assert sorted(order) == sorted(expected["target"].tolist())
         assert sorted(ours["previous"].tolist()) == sorted(expected["previous"].tolist())
-
-
-def test_our_reader_gives_fairseqs_sentences_in_the_order_of_their_numbers(golden):
-    pairs = wmt.open_pairs(GOLDEN / "joint", "test")
-    source = golden["search.source"]
-    batch = pairs.batch(golden["search.index"].astype(np.int64), (source.shape[1], 30))
-    for ours, theirs in zip(batch["source"], source, strict=True):
-        assert ours[ours != PAD].tolist() == theirs[theirs != PAD].tolist()
-    lines = (GOLDEN / "text/test.en").read_text(encoding="utf-8").splitlines()
-    encoded = pairs.encode(lines)
-    for index, theirs in zip(golden["search.index"], source, strict=True):
+    test = wmt.open_pairs(GOLDEN / "joint", "test")
+    encoded = test.encode((GOLDEN / "text/test.en").read_text(encoding="utf-8").splitlines())
+    for index, theirs in zip(golden["search.index"], golden["search.source"], strict=True):
         assert encoded[index].tolist() == theirs[theirs != PAD].tolist()
 
 
-@pytest.mark.parametrize("name", ["trained", "prenorm"])
-def test_packed_rows_have_the_logits_of_separate_rows(name):
-    model = load(name).double().eval()
-    generator = np.random.default_rng(0)
-    source_words, target_words = WORDS[name]
-    sizes = [[(3, 5), (4, 2), (6, 6)], [(7, 1), (2, 9)], [(12, 14)]]  # of the pairs in each row, without EOS
-    width = 20
-    packed = {part: torch.full((3, width), PAD) for part in ("source", "previous")}
-    segments = {part: torch.zeros(3, width, dtype=torch.int32) for part in packed}
-    for row, pairs in enumerate(sizes):
-        used = {"source": 0, "previous": 0}
-        for number, (source_size, target_size) in enumerate(pairs, 1):
-            source = [*generator.integers(4, source_words, source_size), EOS]
-            previous = [EOS, *generator.integers(4, target_words, target_size)]
-            for part, tokens in (("source", source), ("previous", previous)):
-                places = slice(used[part], used[part] + len(tokens))
-                packed[part][row, places] = torch.tensor(tokens)
-                segments[part][row, places] = number
-                used[part] = places.stop
-    got = model(packed["source"], packed["previous"], segments["source"], segments["previous"])
-    compared = 0
-    for row, pairs in enumerate(sizes):
-        for number in range(1, len(pairs) + 1):
-            source, previous = (packed[part][row][segments[part][row] == number][None] for part in packed)
-            alone = model(source, previous)[0]
-            torch.testing.assert_close(got[row][segments["previous"][row] == number], alone, rtol=0, atol=1e-10)
-            compared += len(alone)
-    assert compared == (packed["previous"] != PAD).sum()
-    unlike = model(packed["source"], packed["previous"])
-    assert (unlike - got)[packed["previous"] != PAD].abs().max() > 0.1, "segments matter"
+@pytest.mark.parametrize("name", ["trained.pt", "prenorm.pt"])
+def test_packed_rows_have_the_logits_of_separate_rows(golden, name):
+    model = golden_transformer(name).double()
+    source, previous, _, _ = sides(golden, name, "left")
+    pairs = [[row[row != PAD] for row in side] for side in (source, previous)]
 
+    def pack(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Two sentences a row, and which of them each place belongs to."""
+        numbers = [torch.full_like(row, 1 + place % 2) for place, row in enumerate(rows)]
+        joined = ([torch.cat(parts[i : i + 2]) for i in range(0, len(rows), 2)] for parts in (rows, numbers))
+        return tuple(pad_sequence(part, True, value) for part, value in zip(joined, (PAD, 0), strict=True))
 
-def test_a_word_sees_only_the_words_before_it():
-    torch.manual_seed(0)
-    model, source = Transformer(SMALL, 30, 30).eval(), torch.tensor([[5, 6, 7, EOS]])
-    previous = torch.tensor([[EOS, 4, 9, 8, 7, 6]])
-    other = previous.clone()
-    other[0, 3] = 20
-    difference = (model(source, previous) - model(source, other)).abs().amax(2)[0]
-    assert not difference[:3].any() and (difference[3:] > 1e-4).all()
-    source[0, 3] = 9
-    assert ((model(source, previous) - model(torch.tensor([[5, 6, 7, EOS]]), previous)).abs().amax(2) > 1e-4).all()
+    (sources, source_segments), (targets, segments) = (pack(rows) for rows in pairs)
+    got = model(sources, targets, source_segments, segments)
+    for number, (one, other) in enumerate(zip(*pairs, strict=True)):
+        alone = model(one[None], other[None])[0]
+        found = got[number // 2][segments[number // 2] == 1 + number % 2]
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
+    assert (targets == PAD).any() and (sources == PAD).any()
+    assert (model(sources, targets) - got)[targets != PAD].abs().max() > 0.1, "segments matter"
 
 
 def test_a_batch_with_empty_rows_has_finite_losses_and_gradients():
@@ -213,17 +166,6 @@ def test_sentences_longer_than_the_positions_are_refused():
     for source, previous in ((too_long, fits), (fits, too_long)):
         with pytest.raises(ValueError, match="41 tokens a sentence; the model has 40 positions"):
             model(source, previous)
-
-
-def test_positions_are_the_papers():
-    table = sinusoids(50, 8)
-    assert table.shape == (50, 8) and not table[PAD].any()
-    for position in (0, 2, 49):
-        for i in range(4):
-            angle = position / 10000 ** (i / 3)
-            assert table[position, i].item() == pytest.approx(np.sin(angle), abs=1e-5)
-            assert table[position, 4 + i].item() == pytest.approx(np.cos(angle), abs=1e-5)
-    assert sinusoids(5, 7).shape == (5, 7)
 
 
 @pytest.mark.parametrize("native_devices", [("cpu",), ()])  # PyTorch's kernels; the form of compiled devices
@@ -257,44 +199,24 @@ def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(smoothing, dtyp
     assert ours.grad.dtype == dtype and not ours.grad[2].any()
 
 
-def parameters(words: int, dim: int, ffn: int, encoder: int, decoder: int, pre_norm: bool) -> int:
-    """By hand, with all embeddings shared."""
-    attention, feed_forward, norm = 4 * (dim * dim + dim), 2 * dim * ffn + ffn + dim, 2 * dim
-    layers = encoder * (attention + feed_forward + 2 * norm) + decoder * (2 * attention + feed_forward + 3 * norm)
-    return words * dim + layers + 2 * norm * pre_norm
+COUNTS = {  # by hand, with 32,768 words in one dictionary
+    "transformer_iwslt_de_en": 48_320_512,
+    "transformer_wmt_en_de": 60_915_712,
+    "transformer_vaswani_wmt_en_de_big": 209_911_808,
+    "transformer_wmt_en_de_big": 209_911_808,
+    "transformer_wmt_en_de_big_t2t": 209_915_904,
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "count"),
-    [
-        ("transformer_iwslt_de_en", (512, 1024, 6, 6, False), 48_320_512),
-        ("transformer_wmt_en_de", (512, 2048, 6, 6, False), 60_915_712),
-        ("transformer_vaswani_wmt_en_de_big", (1024, 4096, 6, 6, False), 209_911_808),
-        ("transformer_wmt_en_de_big", (1024, 4096, 6, 6, False), 209_911_808),
-        ("transformer_wmt_en_de_big_t2t", (1024, 4096, 6, 6, True), 209_915_904),
-    ],
-)
-def test_sizes_are_fairseqs(name, sizes, count):
-    # 32,768 words in one dictionary.
-    assert parameters(32_768, *sizes) == count
+@pytest.mark.parametrize("name", COUNTS)
+def test_sizes_are_fairseqs(name):
     with torch.device("meta"):
         model = Transformer(ARCHITECTURES[name], 32_768, 32_768)
-    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[name]
 
 
-def test_embeddings_are_shared_as_asked():
-    def tables(model: Transformer) -> list[int]:
-        modules = (model.encoder.embed_tokens, model.decoder.embed_tokens, model.decoder.output_projection)
-        return [id(module.weight) for module in modules]
-
-    for share, different in {"all": 1, "decoder": 2, "none": 3}.items():
-        model = Transformer(replace(SMALL, share_embeddings=share), 30, 30)
-        assert len(set(tables(model))) == different
-        moved = copy.deepcopy(model).double()
-        assert len(set(tables(moved))) == different
-    assert Transformer(replace(SMALL, share_embeddings="decoder"), 30, 20)(
-        torch.tensor([[29, EOS]]), torch.tensor([[EOS, 19]])
-    ).shape == (1, 2, 20)
+def test_two_dictionaries_of_different_sizes_cannot_share_all_embeddings():
+    assert Transformer(replace(SMALL, share_embeddings="decoder"), 30, 20).decoder.embed_tokens.num_embeddings == 20
     with pytest.raises(ValueError, match="dictionaries of 30 and 20 words cannot share embeddings"):
         Transformer(SMALL, 30, 20)
 
@@ -302,7 +224,7 @@ def test_embeddings_are_shared_as_asked():
 def test_weights_start_as_fairseqs():
     # Each kind of tensor, over all layers: mean, spread and largest.
     torch.manual_seed(0)
-    theirs = load("initial")
+    theirs = golden_transformer("initial.pt")
     ours = Transformer(theirs.arch, 64, 64)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     kinds = defaultdict(lambda: ([], []))
@@ -318,10 +240,10 @@ def test_weights_start_as_fairseqs():
     assert not ours.encoder.embed_tokens.weight[PAD].any()
 
 
-@pytest.mark.parametrize("name", ["trained", "prenorm"])
+@pytest.mark.parametrize("name", ["trained.pt", "prenorm.pt"])
 def test_bfloat16_stays_near_float32(golden, name):
     source, previous, expected, real = sides(golden, name, "left")
-    model = load(name).eval()
+    model = golden_transformer(name)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = model(source, previous)
         loss = label_smoothed(got, torch.where(real, 4, PAD), 0.1)["loss"]
