@@ -134,15 +134,9 @@ def ours(options: Options, data: str, start: str, seed: int, folder: str) -> lis
 
 
 def make_trainer(
-    options: Options,
-    data: str,
-    start: str,
-    seed: int,
-    folder: str,
-    padding: bool | str = False,
-    **settings,
+    options: Options, data: str, start: str, seed: int, folder: str, padding: bool | str = False, **settings
 ) -> "transformers.Trainer":
-    """transformers' Trainer, ready to train; it writes to `folder`.
+    """Returns transformers' Trainer, ready to train; it writes to `folder`.
 
     Args:
         start: `prepare`'s folder.

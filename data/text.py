@@ -54,7 +54,7 @@ class Packed(NamedTuple):
         return len(self.rows) - 1
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """See Text.row."""
+        """Returns a row, see Text.row."""
         start, end = self.rows[index : index + 2]
         first, last = self.row_sentences[index : index + 2]
         return self.tokens[start:end], self.sentences[first:last]
@@ -274,7 +274,7 @@ class SyntheticText:
         return len(self._packed)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """See Text.row."""
+        """Returns a row, see Text.row."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         return self._packed.row(index)

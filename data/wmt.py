@@ -337,7 +337,7 @@ class SyntheticPairs:
         return len(self._sizes)
 
     def batch(self, indices: np.ndarray, shape: tuple[int, int]) -> dict[str, np.ndarray]:
-        """See TranslationPairs.batch."""
+        """Returns what TranslationPairs.batch does."""
         indices = np.asarray(indices, np.int64)
         if indices.size and not -1 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"pairs {indices.min()} to {indices.max()} of {len(self)}")
@@ -359,7 +359,7 @@ class SyntheticPairs:
         return join_symbols(_symbols(self.target_dictionary, ids))
 
     def vocabulary_files(self) -> dict[str, bytes]:
-        """See Codec.vocabulary_files."""
+        """Returns the files, see Codec.vocabulary_files."""
         return {f"dict.{language}.txt": self.source_dictionary.dumps() for language in "wv"}
 
 

@@ -376,7 +376,7 @@ class Program:
 
     @functools.cached_property
     def memory(self) -> Memory:
-        """The compiler's account of the memory."""
+        """Returns the compiler's account of the memory."""
         # A library too old to know a peak leaves the field as it is.
         arguments = pjrt.ExecutableGetCompiledMemoryStats(executable=self._open(), peak_memory_in_bytes=-1)
         found = self.library.call("Executable_GetCompiledMemoryStats", arguments)
@@ -388,7 +388,7 @@ class Program:
 
     @functools.cached_property
     def cost(self) -> Cost:
-        """The compiler's count of the work."""
+        """Returns the compiler's count of the work."""
         arguments = pjrt.ExecutableGetCostAnalysis(executable=self._open())
         found = self.library.call("Executable_GetCostAnalysis", arguments)
         counted = pjrt.numbers(found.properties, found.num_properties)
@@ -397,7 +397,7 @@ class Program:
 
     @functools.cached_property
     def optimized(self) -> bytes:
-        """The optimized HloModuleProto, for tpu.compiler.hlo.parse."""
+        """Returns the optimized HloModuleProto, for tpu.compiler.hlo.parse."""
         program = pjrt.ProgramCode()
         arguments = pjrt.ExecutableOptimizedProgram(executable=self._open(), program=ctypes.pointer(program))
         self.library.call("Executable_OptimizedProgram", arguments)  # without a buffer it tells the size

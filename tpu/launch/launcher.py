@@ -149,7 +149,7 @@ class Launcher:
         say(f"{run} has ended; its results are on worker 0: {get}")
 
     def interrupted(self) -> int:
-        """Ctrl-C: stops the run on all workers. A second one leaves at once."""
+        """Stops the run on all workers after Ctrl-C. A second one leaves at once."""
         self.fleet.starting.abort()  # what is still on its way finds that its token was stopped
         say(
             f"stopping {self.start.run} on all workers; it has {self.options.grace:.0f} s to save a checkpoint."
