@@ -96,14 +96,14 @@ train: check-model $(INSTALLED)
 endif
 
 logs stop status:
-	@test -n '$(TPU)' || { echo 'error: TPU is missing; give the TPU that the run is on: make $@ TPU=my-tpu' >&2; exit 2; }
+	@test -n "$$TPU" || { echo 'error: TPU is missing; give the TPU that the run is on: make $@ TPU=my-tpu' >&2; exit 2; }
 	@python3 -m tpu.launch $@ --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
 		$(if $(RUN),--run "$$RUN") $(LAUNCH_ARGS)
 
 # A script with the files that it needs, in a folder of its own. It needs no environment.
 copy: check-model
-	@test -n '$(TO)' || { echo 'error: TO is missing; give a new folder: make copy MODEL=$(MODEL) TO=../mine' >&2; exit 2; }
-	@$(PYTHON) copy_model.py '$(MODEL)' $(if $(TASK),--task "$$TASK") --to "$$TO"
+	@test -n "$$TO" || { echo 'error: TO is missing; give a new folder: make copy MODEL=$(MODEL) TO=../mine' >&2; exit 2; }
+	@$(PYTHON) copy_model.py "$$MODEL" $(if $(TASK),--task "$$TASK") --to="$$TO"
 
 # What is here and what is missing, before anything is installed.
 doctor:
@@ -114,13 +114,13 @@ doctor:
 check-data:
 	@test -n '$(DATASET_$(DATASET))' || \
 		{ echo 'error: DATASET=$(DATASET) is not known; DATASET is one of: $(DATASETS)' >&2; exit 2; }
-	@test -n '$(DATA)' || { echo 'error: DATA is missing; give the folder of the files to prepare' >&2; exit 2; }
+	@test -n "$$DATA" || { echo 'error: DATA is missing; give the folder of the files to prepare' >&2; exit 2; }
 
 data: check-data $(INSTALLED)
 	$(RUNS) -m data.prepare.$(DATASET_$(DATASET)) --data "$$DATA" $(if $(OUT),--out "$$OUT") $(ARGS)
 
 check-translate:
-	@test -n '$(MODEL_DIR)' || { echo 'error: MODEL_DIR is missing; give an export, MODEL_DIR=runs/<name>/export' >&2; exit 2; }
+	@test -n "$$MODEL_DIR" || { echo 'error: MODEL_DIR is missing; give an export, MODEL_DIR=runs/<name>/export' >&2; exit 2; }
 
 # What is not a translation goes to the standard error.
 translate: check-translate

@@ -127,9 +127,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help=" ".join(SCRIPTS))
     parser.add_argument("--task", default="", help="pretrain: train/pretrain.py instead of train/glue.py")
-    parser.add_argument("--to", required=True, type=Path, help="a new or empty folder")
+    parser.add_argument("--to", required=True, help="a new or empty folder")
     options = parser.parse_args()
-    files = copy(options.model, options.task, options.to)
+    if "://" in options.to:
+        sys.exit(f"error: TO={options.to} is a URL; give a folder of this machine")
+    files = copy(options.model, options.task, Path(options.to).expanduser())
     lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
     count = sum(file.name != "__init__.py" for file in files)
     print(f"{options.to}: {count} files, {lines:,} lines; README.md says how to run it")

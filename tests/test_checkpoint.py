@@ -550,6 +550,12 @@ def test_files_come_back_and_a_folder_of_a_url_is_copied(place):
     assert sorted(os.listdir(folder)) == ["dict.de.txt", "model.pt"]
     assert (Path(folder) / "model.pt").read_bytes() == b"\x00weights!"
     assert ("memory" in place) == (Path(folder).resolve() != Path(f"{place}/export").resolve())
+    for missing, sentence in (
+        ("memory://none", "there is no folder memory://none"),
+        ("nope://x", "cannot read .*nope"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            folders.local_folder(missing)
 
 
 # ---- the mean of the last checkpoints --------------------------------------------------------------------------------

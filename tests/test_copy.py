@@ -105,6 +105,8 @@ def test_refusals(tmp_path):
         ("MODEL=auto", "TASK=pretrain", f"TO={tmp_path}/new"): "MODEL=auto is for fine-tuning",
         ("MODEL=bert", "TASK=pretain", f"TO={tmp_path}/new"): "TASK=pretain is not one of MODEL=bert.*pretrain",
         ("MODEL=dlrm", "TASK=pretrain", f"TO={tmp_path}/new"): "TASK=pretrain is not one of MODEL=dlrm",
+        ("MODEL=resnet50", "TO=gs://bucket/mine"): "TO=gs://bucket/mine is a URL",
+        ("MODEL=resnet50", "TO=/proc/it's mine"): "cannot write to TO=/proc/it's mine",
         ("MODEL=resnet50", "TO=/proc/mine"): "cannot write to TO=/proc/mine",
     }
     for arguments, sentence in cases.items():

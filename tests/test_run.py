@@ -543,6 +543,15 @@ def test_a_full_disk_names_the_file_and_says_what_is_safe(start, monkeypatch):
     assert numbers(start(at=7)) == [{"step": 7, "loss": 1.0}]
 
 
+def test_a_failed_checkpoint_is_the_error_that_a_full_disk_shows(start, monkeypatch):
+    run = start(at=0)
+    run.log(7, loss=1.0)
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="the checkpoint of step 8"):
+        patch.setattr(os, "fsync", lambda _: Disk(run._metrics._file).write(b""))
+        with run.training(contextlib.nullcontext()):
+            raise InputError("cannot write the checkpoint of step 8")
+
+
 def test_a_full_disk_under_tensorboard_does_not_keep_the_run_from_closing(start, monkeypatch):
     run = start()
     run.log(7, loss=1.0)

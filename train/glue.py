@@ -94,6 +94,8 @@ def validate(config: Config) -> Config:
     cli.at_least(config, 0, "lr", "warmup", "weight_decay", "eval_every", "save_every", "seed")
     cli.at_least(config, -1, "workers")
     cli.above(config, 0, "epochs", "clip")
+    if math.isinf(config.epochs):
+        raise InputError(f"--epochs is {config.epochs}; it must be a finite number")
     if config.warmup >= 1:
         raise InputError(f"--warmup is {config.warmup}; it must be a share of the steps, below 1")
     if not config.lengths or list(config.lengths) != sorted(set(config.lengths)) or config.lengths[0] < 8:

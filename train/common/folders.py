@@ -6,6 +6,7 @@ from pathlib import Path
 
 import fsspec
 
+from errors import InputError
 from train.common.files import is_local, write_file
 
 
@@ -19,10 +20,19 @@ def write_folder(folder: str, write: Callable[[str], None]) -> None:
 
 
 def local_folder(folder: str) -> str:
-    """Returns a local path to a folder: the path itself, or a temporary copy of a URL's files."""
-    fs, root = fsspec.core.url_to_fs(folder)
-    if is_local(fs):
-        return folder
-    copy = tempfile.mkdtemp()
-    fs.get(f"{root.rstrip('/')}/", copy, recursive=True)
+    """Returns a local path to a folder: the path itself, or a temporary copy of a URL's files.
+
+    Raises:
+        InputError: the URL cannot be read.
+    """
+    try:
+        fs, root = fsspec.core.url_to_fs(folder)
+        if is_local(fs):
+            return folder
+        copy = tempfile.mkdtemp()
+        fs.get(f"{root.rstrip('/')}/", copy, recursive=True)
+    except FileNotFoundError:
+        raise InputError(f"there is no folder {folder}") from None
+    except Exception as error:  # every store has exceptions of its own
+        raise InputError(f"cannot read the folder {folder}: {error}") from error
     return copy

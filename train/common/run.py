@@ -236,11 +236,13 @@ class Run:
         """Ends this process's part of an unfinished run (SIGTERM, an error): the next start resumes. Idempotent."""
         if self._closed:
             return
+        ended = (InputError,) if isinstance(sys.exc_info()[1], Exception) else ()
         try:
-            if not self._folder.failed:  # after a failed write, more of them would only hide its message
-                self._metrics.flush()
-                self._metrics.draw(self.name)
-                self.upload()
+            with contextlib.suppress(*ended):  # the error that ends the run, such as a checkpoint's, is the one to show
+                if not self._folder.failed:  # after a failed write, more of them would only hide its message
+                    self._metrics.flush()
+                    self._metrics.draw(self.name)
+                    self.upload()
         finally:
             self._release()
 
@@ -345,8 +347,7 @@ class _Metrics:
     def draw(self, title: str, at_most_every: float = 0) -> None:
         if time.monotonic() - self._drawn <= at_most_every:
             return
-        records = self.records()
-        if records:
+        if records := self.records():
             self._events.flush()
             self._folder.write("curves.png", draw_curves(records, title))
         self._drawn = time.monotonic()

@@ -175,17 +175,16 @@ def now() -> str:
 def _start_record(devices: dict[str, Any]) -> dict[str, Any]:
     """Returns what config.json keeps of each start; git is null where this file is in no git repository."""
 
-    def git(*arguments: str) -> str:
+    def ask_git(*arguments: str) -> str:
         command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
-        commit = {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+        git = {"commit": ask_git("rev-parse", "HEAD"), "dirty": bool(ask_git("status", "--porcelain", "-uno"))}
     except (OSError, subprocess.SubprocessError):
-        commit = None
+        git = None
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    command = shlex.join(sys.orig_argv)
-    return {"time": now(), "command": command, "devices": devices, "versions": versions, "git": commit}
+    return {"time": now(), "command": shlex.join(sys.orig_argv), "devices": devices, "versions": versions, "git": git}
