@@ -79,7 +79,7 @@ install: $(INSTALLED)
 
 # Checked before anything is installed.
 check-model:
-	@test -n '$(SCRIPT_$(MODEL))' || { echo 'error: MODEL=$(MODEL) is not known; MODEL is one of: $(MODELS)' >&2; exit 2; }
+	@test -n '$(SCRIPT_$(MODEL))' || { echo "error: MODEL=$$MODEL is not known; MODEL is one of: $(MODELS)" >&2; exit 2; }
 
 # What make was given is in the shell's environment, too: "$$DATA" keeps every space and quote in it.
 # With TPU= a run starts on that TPU's workers, each of which does `make train` without it. TPU=local is this machine.
@@ -102,7 +102,7 @@ logs stop status:
 
 # A script with the files that it needs, in a folder of its own. It needs no environment.
 copy: check-model
-	@test -n "$$TO" || { echo 'error: TO is missing; give a new folder: make copy MODEL=$(MODEL) TO=../mine' >&2; exit 2; }
+	@test -n "$$TO" || { echo "error: TO is missing; give a new folder: make copy MODEL=$$MODEL TO=../mine" >&2; exit 2; }
 	@$(PYTHON) copy_model.py "$$MODEL" $(if $(TASK),--task "$$TASK") --to="$$TO"
 
 # What is here and what is missing, before anything is installed.
@@ -113,7 +113,7 @@ doctor:
 # Checked before anything is installed.
 check-data:
 	@test -n '$(DATASET_$(DATASET))' || \
-		{ echo 'error: DATASET=$(DATASET) is not known; DATASET is one of: $(DATASETS)' >&2; exit 2; }
+		{ echo "error: DATASET=$$DATASET is not known; DATASET is one of: $(DATASETS)" >&2; exit 2; }
 	@test -n "$$DATA" || { echo 'error: DATA is missing; give the folder of the files to prepare' >&2; exit 2; }
 
 data: check-data $(INSTALLED)
@@ -156,7 +156,7 @@ test-all: $(INSTALLED) $(FAIRSEQ)/.installed $(LIBTPU)/.installed
 	$(RUNS) -m pytest $(SHARED_OUT) $(ARGS)
 
 check-bench:
-	@test -n '$(filter $(BENCH),$(BENCHES))' || { echo 'error: BENCH=$(BENCH) is not known; BENCH is one of: $(BENCHES)' >&2; exit 2; }
+	@test -n '$(filter $(BENCH),$(BENCHES))' || { echo "error: BENCH=$$BENCH is not known; BENCH is one of: $(BENCHES)" >&2; exit 2; }
 
 bench: check-bench $(INSTALLED)
 	$(RUNS) -m bench.$(BENCH) $(ARGS)

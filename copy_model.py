@@ -88,7 +88,7 @@ def readme(script: str, model: str, files: list[Path], torchrec: bool) -> str:
             f"    python -m train.{script} tiny{choice}      # a trial on synthetic data, on a CPU",
             f"    python -m train.{script} --help",
             "",
-            f"On a TPU VM: `pip install {libtpu}`, then a preset with `--data`; the script says more.",
+            f"On a TPU VM: `pip install {libtpu}`, then a preset with `--data`. `make data` is in the repository.",
             f"Files: {listed}.",
             "Change train/ and models/ as you like; train/common/run.py says which order of a step's end must stay.",
             "",

@@ -9,6 +9,7 @@ stay the same. models/layers.py says what each form is worth.
 
 import importlib
 import math
+import os
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -179,6 +180,8 @@ def open_checkpoint(
     else:
         weights = None
         try:
+            if folder.startswith(("/", ".")) and not os.path.isdir(folder):
+                raise OSError("there is no such folder; give one, or a hub id")
             config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise InputError(f"checkpoint {folder} cannot be read: {str(error).splitlines()[0]}") from error

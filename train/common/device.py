@@ -76,6 +76,8 @@ def setup(seed: int, precision: str = "bfloat16", strict: bool = True) -> Mesh:
     `CPU_NUM_DEVICES=4` gives four virtual devices on the CPU backend. On TPU, compiled programs are cached on disk in
     $XLA_CACHE_DIR (default ~/.cache/xla-zoo); the CPU backend cannot read such a cache back, so it has none.
     """
+    if not 0 <= seed < 2**63:
+        raise InputError(f"--seed is {seed}; it must be at least 0 and below 2**63")
     if precision not in PRECISIONS:
         raise InputError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     kind = xr.device_type() or "CPU"

@@ -33,6 +33,8 @@ class RunFolder:
     """
 
     def __init__(self, runs: str, fields: dict[str, Any], default_name: str, free: set[str]):
+        if not runs:
+            raise InputError("--runs is empty; give the folder or URL of all runs, such as runs")
         self.root = os.path.expanduser(runs.removeprefix("file://")).rstrip("/") or "/"
         self.remote = "://" in self.root
         self.local = self._lock = None

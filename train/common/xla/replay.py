@@ -1,7 +1,7 @@
 """Starts a compiled step again without tracing it, as `jax.jit` does.
 
 torch_xla runs a step's Python in every call, only to find that it has compiled this program already. For BERT-base's
-pretraining step that takes longer than the step on a v5e does (README, "The host's time"). `Trace` looks at one such
+pretraining step that takes longer than the step on a v5e does (docs/compile.md). `Trace` looks at one such
 call: which of the program's inputs are the arguments' tensors, which of these it replaces, and what it returns. A
 `Program` then starts the compiled program at once on what these tensors are now. It rests on what torch_xla's own
 bridge to torch.compile uses (torch_xla/_dynamo/dynamo_bridge.py).
