@@ -2,7 +2,7 @@
 tensors of a checkpoint, the files of a run, the learning rates of a short one. A new flag may come; nothing else may
 change unnoticed.
 
-After a change that is meant, write golden.json anew: WRITE_GOLDEN=1 pytest tests/test_golden.py
+After a change that is meant, write golden.json again: WRITE_GOLDEN=1 pytest tests/test_golden.py
 """
 
 import json
@@ -25,13 +25,18 @@ def presets(script) -> dict[str, dict]:
 
 
 def tensors(folder: Path) -> dict[str, str]:
-    """Returns the names and shapes of all tensors of a checkpoint, from the headers of its files."""
-    found = {}
+    """Returns the names and shapes of all tensors of a checkpoint, from the headers of its files. The pieces of a table
+    count together: where it is cut depends on what else the process holds."""
+    found: dict[str, list[int]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         content = file.read_bytes()
         header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
-        found |= {key: "x".join(map(str, value["shape"])) for key, value in header.items() if key != "__metadata__"}
-    return found
+        for key, value in header.items():
+            if key != "__metadata__":
+                name, pieces = re.subn(r"/\d+/\d+$", "", key)
+                rows = found[name][0] if pieces and name in found else 0
+                found[name] = [rows + value["shape"][0], *value["shape"][1:]] if pieces else value["shape"]
+    return {name: "x".join(map(str, shape)) for name, shape in found.items()}
 
 
 def files(folder: Path) -> list[str]:

@@ -38,7 +38,7 @@ def execute(name: str, folder: Path):
     import nbformat
 
     (folder / "notebooks").mkdir()
-    for part in ("train", "models", "data"):
+    for part in ("train", "models", "data", "errors.py"):
         (folder / part).symlink_to(ROOT / part)
     (folder / ".venv").symlink_to(sys.prefix)
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)

@@ -74,6 +74,13 @@ def test_what_a_copy_carries_keeps_to_its_budget():
     assert sum(common.values()) <= COMMON_LINES, (sum(common.values()), common)
 
 
+def test_the_readme_says_what_a_copy_carries():
+    page = (ROOT / "README.md").read_text()
+    for (script, model), label in {("resnet50", "resnet50"): "ResNet-50", ("glue", "bert"): "BERT on GLUE"}.items():
+        files = [lines(ROOT / file) for file in copy_model.way(script, model)[0] if lines(ROOT / file)]
+        assert f"| {label} | {len(files)} | {sum(files):,} |" in page
+
+
 def test_functions_and_classes_keep_to_their_budget():
     long = []
     for path in CODE:
