@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WAYS = {("resnet50", "resnet50"): (3_344, 14), ("glue", "bert"): (4_500, 19)}
 COMMON_LINES = 2000  # of train/common without its packages
 SCRIPT_LINES, MAIN_LINES, FUNCTION_LINES, CLASS_LINES = 270, 60, 60, 250
-TEST_LINES, README_LINES = 19_060, 200
+TEST_LINES, README_LINES = 18_760, 200
 # The names of a script, in this order.
 CONTRACT = ["Config", "learning_rate", "validate", "open_data", "build", "train_step", "eval_step", "evaluate", "main"]
 
