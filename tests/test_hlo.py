@@ -61,29 +61,17 @@ def test_a_fusion_without_a_name_has_that_of_its_root():
     assert (root.op_name, root.source) == ("step/exponential", "model.py:22")
 
 
-def test_what_is_cut_off_is_refused():
+def test_what_is_no_whole_module_is_refused():
     data = m.matmul(4, 8, 16)
     donated = hlo.with_buffer_donors(data, [0, 1])
     whole = data.rindex(m.number(6, 1))  # from here on there is only the entry computation's id
-    for part in [*(data[:size] for size in range(whole)), *(donated[:size] for size in range(whole + 3, len(donated)))]:
+    cut = [*(data[:size] for size in range(whole)), *(donated[:size] for size in range(whole + 3, len(donated)))]
+    others = [b"PK\x03\x04 an archive", b'{"json": 1}', b"HloModule test, entry", bytes(1000), b"\xff" * 1000]
+    opcodeless = m.message(1, b"without opcode") + m.message(3, m.shape_proto("f32[]"))
+    lacking = [m.module([m.computation(1, [each], 1)]) for each in (opcodeless, m.message(2, b"without-shape"))]
+    for part in [*cut, *others, *lacking]:
         with pytest.raises(ValueError, match=f"these {len(part)} bytes are not a whole HloModuleProto"):
             hlo.parse(part)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        *(b"", b"PK\x03\x04 an archive", b'{"json": 1}', b"HloModule test, entry", bytes(1000), b"\xff" * 1000),
-        m.module([m.computation(1, [m.message(1, b"without opcode") + m.message(3, m.shape_proto("f32[]"))], 1)]),
-        m.module([m.computation(1, [m.message(2, b"without-shape")], 1)]),
-    ],
-)
-def test_another_file_is_refused(data):
-    with pytest.raises(ValueError, match="not a whole HloModuleProto"):
-        hlo.parse(data)
-
-
-def test_random_bytes_raise_nothing_else_than_a_value_error():
     rng = np.random.default_rng(0)
     data = m.train_step()
     for _ in range(500):
@@ -117,23 +105,21 @@ def test_cycles_are_summed_and_loops_multiplied():
     assert longest == [("fusion.41", 101, 10), ("fusion.2", 1000, 1), ("fusion.21", 7, 50)]
 
 
-def test_a_loop_of_unknown_length_counts_once_and_is_named():
-    found = entry(m.arg(1, 0, SCALAR), loop(2, 2, 2), others=[m.computation(2, [work(21, 7)], 21)])
-    assert analysis.entry_cycles(found) == analysis.Cycles(14, ("while.2",))
-
-
-def test_what_has_no_estimate_and_the_inside_of_a_fusion_count_as_nothing():
-    fusion = m.op(2, "fusion", SCALAR, extra=m.cycles(9), called=(2,))
-    found = entry(work(1, 2**63 - 1), fusion, work(3, 5), others=[m.computation(2, [work(21, 50)], 21)])
+def test_a_loop_of_unknown_length_counts_once_and_what_has_no_estimate_not_at_all():
+    body, fused = m.computation(2, [work(21, 7)], 21), m.computation(3, [work(31, 50)], 31)
+    fusion = m.op(3, "fusion", SCALAR, extra=m.cycles(9), called=(3,))  # nor does the inside of a fusion count
+    instructions = m.arg(1, 0, SCALAR), loop(2, 2, 2), fusion, work(4, 5), work(5, 2**63 - 1)
+    found = entry(*instructions, others=[body, fused], root=5)
     assert found.entry.root.estimated_cycles is None
-    assert analysis.entry_cycles(found).total == 14
+    assert analysis.entry_cycles(found) == analysis.Cycles(2 * 7 + 9 + 5, ("while.2",))
 
 
 # ---- collectives
 
 
 AXES = m.message(1, m.message(1, b"a"), m.number(2, 2)), m.message(1, m.message(1, b"b"), m.number(2, 4))
-GROUPS_OF_4 = {
+GROUPS = {
+    "none": b"",
     "one by one": m.message(49, m.packed(1, [0, 1, 2, 3])) + m.message(49, m.packed(1, [4, 5, 6, 7])),
     "list": m.message(87, m.message(1, m.packed(1, [0, 1, 2, 3])), m.message(1, m.packed(1, [4, 5, 6, 7]))),
     "iota in a list": m.message(87, m.message(2, m.number(1, 2), m.number(2, 4))),
@@ -143,27 +129,16 @@ GROUPS_OF_4 = {
 }
 
 
-@pytest.mark.parametrize("groups", GROUPS_OF_4.values(), ids=GROUPS_OF_4)
-def test_the_size_of_a_group(groups):
-    found = entry(m.arg(1, 0, X), m.op(2, "all-reduce", X, (1,), groups))
-    assert [each.group_size for each in analysis.collectives(found)] == [4]
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("partitions", [None, 16])
+def test_the_size_of_a_group(groups, partitions):
+    extra = m.message(15, m.number(1, 1), m.number(2, partitions)) if partitions else b""
+    found = entry(m.arg(1, 0, X), m.op(2, "all-reduce", X, (1,), groups), extra=extra)
+    assert found.num_partitions == partitions
+    assert analysis.collectives(found)[0].group_size == (4 if groups else partitions), "without groups all are one"
 
 
-@pytest.mark.parametrize("extra, size", [(b"", None), (m.message(15, m.number(1, 1), m.number(2, 16)), 16)])
-def test_without_groups_all_devices_are_one(extra, size):
-    found = entry(m.arg(1, 0, X), m.op(2, "all-reduce", X, (1,)), extra=extra)
-    assert found.num_partitions == analysis.collectives(found)[0].group_size == size
-
-
-def test_a_combined_all_reduce_is_one():
-    y = "bf16[3]"
-    both = m.op(3, "all-reduce", f"({X}, {y})", (1, 2))
-    (only,) = analysis.collectives(entry(m.arg(1, 0, X), m.arg(2, 1, y), both))
-    assert (only.kind, only.bytes, only.result_bytes, only.operands) == ("all-reduce", 38, 38, 2)
-    assert (only.op_name, only.source) == ("step/all-reduce", "model.py:3")
-
-
-def test_a_start_and_its_end_are_one_and_so_is_a_wrapped_collective():
+def test_a_combined_all_reduce_a_start_and_its_end_and_a_wrapped_collective_are_one():
     shard, waiting = "f32[2]", f"(({X}), {X}, u32[])"
     found = entry(
         m.arg(1, 0, shard),
@@ -174,10 +149,18 @@ def test_a_start_and_its_end_are_one_and_so_is_a_wrapped_collective():
         m.op(6, "async-start", waiting, (3,), called=(2,)),
         m.op(7, "async-update", waiting, (6,), called=(2,)),
         m.op(8, "async-done", X, (7,), called=(2,)),
+        m.arg(9, 1, "bf16[3]"),
+        m.op(10, "all-reduce", f"({X}, bf16[3])", (8, 9)),
         others=[m.computation(2, [m.arg(21, 0, X), m.op(22, "all-to-all", X, (21,))], 22)],
     )
-    kinds = [(each.kind, each.bytes, each.result_bytes) for each in analysis.collectives(found)]
-    assert kinds == [("all-gather", 8, 32), ("all-reduce", 8, 8), ("all-to-all", 32, 32)]
+    each = analysis.collectives(found)
+    assert [(one.kind, one.bytes, one.result_bytes, one.operands) for one in each] == [
+        ("all-gather", 8, 32, 1),
+        ("all-reduce", 8, 8, 1),
+        ("all-reduce", 38, 38, 2),
+        ("all-to-all", 32, 32, 1),
+    ]
+    assert (each[2].op_name, each[2].source) == ("step/all-reduce", "model.py:10")
 
 
 def test_a_collective_in_a_loop_runs_as_often_as_the_loop():
@@ -236,9 +219,8 @@ def test_dots_tell_types_precision_and_flops():
 
 def test_a_dot_with_a_batch_in_a_fusion_at_highest_precision():
     left, right, product = "f32[3,4,8]", "f32[3,8,5]", "f32[3,4,5]"
-    details = m.message(30, m.packed(1, [2]), m.packed(2, [1]), m.packed(3, [0]), m.packed(4, [0])) + m.message(
-        51, m.packed(1, [2, 1])
-    )
+    details = m.message(30, m.packed(1, [2]), m.packed(2, [1]), m.packed(3, [0]), m.packed(4, [0]))
+    details += m.message(51, m.packed(1, [2, 1]))
     operands = m.arg(21, 0, left), m.arg(22, 1, right)
     fused = m.computation(2, [*operands, m.op(23, "dot", product, (21, 22), details)], 23)
     fusion = m.op(3, "fusion", product, (1, 2), called=(2,))
@@ -372,14 +354,11 @@ def test_a_result_is_found_by_its_shape_whole_or_divided(shape, devices, names):
 # ---- writing
 
 
-def test_donors_are_added_to_those_there_are():
-    once = hlo.with_buffer_donors(m.train_step(), [1])
+def test_donors_and_shardings_are_written_and_the_rest_stays():
+    data = m.train_step()
+    once = hlo.with_buffer_donors(data, [1])
     assert hlo.parse(once).buffer_donors == [1]
     assert sorted(hlo.parse(hlo.with_buffer_donors(once, [0, 1])).buffer_donors) == [0, 1]
-
-
-def test_shardings_are_written_and_the_rest_stays():
-    data = m.train_step()
     written = hlo.with_parameter_shardings(data, {0: ROWS})
     before, after = hlo.parse(data), hlo.parse(written)
     assert [each.sharding for each in before.parameters] == [None, None]
@@ -399,28 +378,21 @@ WRITERS = [
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_what_is_not_read_survives_writing(write):
+def test_what_is_not_read_survives_writing_and_a_parameter_that_is_not_there_is_refused(write):
     kept = m.message(3000, b"kept")
     shape = m.shape_proto("f32[8]") + m.message(5, kept) + kept
     instructions = [m.arg(1, 0, shape, kept + m.message(7, kept)), m.op(2, "copy", shape, (1,), kept)]
     data = m.module([m.computation(1, instructions, 2) + kept], extra=kept)
     assert write(data, [0]).count(kept) == data.count(kept) == 9
     assert hlo.parse(write(data, [])).entry.root == hlo.parse(data).entry.root
-
-
-@pytest.mark.parametrize("write", WRITERS)
-def test_a_parameter_that_is_not_there_is_refused(write):
     with pytest.raises(ValueError, match=r"module 'test' has no parameters \[2\]: it has 2"):
         write(m.train_step(), [0, 2])
 
 
-def test_only_the_entry_computation_is_sharded():
+def test_only_the_entry_computation_is_sharded_and_shardings_kept_only_by_the_module_are_read():
     data = m.module([m.computation(2, [m.arg(21, 0, X)], 21), m.computation(1, [m.arg(1, 0, X)], 1)])
     found = hlo.parse(hlo.with_parameter_shardings(data, {0: ROWS}))
     assert (found.computations[2].root.sharding, found.entry.root.sharding) == (None, ROWS)
-
-
-def test_shardings_kept_only_by_the_module_are_read():
     found = hlo.parse(m.train_step() + m.message(14, ROWS.SerializeToString()) + m.message(14))
     assert [each.sharding for each in found.parameters] == [ROWS, hlo.OpSharding()]
 
@@ -442,13 +414,10 @@ def test_shardings(spec, mesh, expected):
     assert hlo.describe_sharding(hlo.op_sharding(spec, mesh)) == expected
 
 
-def test_the_bytes_of_a_sharding():
+def test_the_bytes_of_a_sharding_and_a_spec_that_does_not_fit_the_mesh():
     # OpSharding {type: OTHER, tile_assignment_dimensions: [300], tile_assignment_devices: 0..299}
     found = hlo.op_sharding(("data",), {"data": 300}).SerializeToString()
     assert found == m.number(1, 3) + m.packed(3, [300]) + m.packed(4, range(300))
-
-
-@pytest.mark.parametrize("spec", [("rows", None), ("data", "data")])
-def test_a_spec_that_does_not_fit_the_mesh_is_refused(spec):
-    with pytest.raises(ValueError, match="must name each axis of the mesh"):
-        hlo.op_sharding(spec, {"data": 4})
+    for spec in (("rows", None), ("data", "data")):
+        with pytest.raises(ValueError, match="must name each axis of the mesh"):
+            hlo.op_sharding(spec, {"data": 4})

@@ -286,19 +286,25 @@ def test_what_is_there_is_not_copied_again_and_what_is_gone_is_removed(cloud):
     (folder / "file.py").touch()
     # A copy that was cut off is not taken for a whole one.
     cloud.set(mishaps=[{"worker": 0, "match": "scp"}])
-    result = cloud.run(*train("--run", "one"))
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "start one at 0 with '' and None\nstep 1\nstep 2\nstep 3\nend\n"
+
+    def trained(args: str, place: str) -> str:
+        """Trains. One worker needs no shared folder, and the place of its results is named."""
+        result = cloud.run("train", "--run", "one", "--", "MODEL=tiny", f"ARGS={args}")
+        assert result.returncode == 0 and place in result.stderr, result.stderr
+        return result.stdout
+
+    out = trained("", "scp --recurse my-tpu:xla-zoo/worker-0/tree/runs/one runs/ --worker=0")
+    assert out == "start one at 0 with '' and None\nstep 1\nstep 2\nstep 3\nend\n"
     wait_for(lambda: not cloud.alive())
     assert (tree / "old/deep/file.py").exists()
     times = [(tree / name).stat().st_mtime_ns for name in ("Makefile", "train.py")]
     assert [len([word for word in copy if "part-" in word]) for copy in cloud.calls("scp")] == [2, 2]
-    assert cloud.run(*train("--run", "one")).returncode == 0
+    trained("--runs=mine", "my-tpu:xla-zoo/worker-0/tree/mine/one runs/")
     assert len(cloud.calls("scp")) == 2
     shutil.rmtree(cloud.project / "old")
     (cloud.project / "train.py").write_text(TRAINER + "\n")
     (tree / "runs/other").mkdir()
-    assert cloud.run(*train("--run", "one")).returncode == 0
+    trained("--runs=gs://bucket/runs", "its results are in gs://bucket/runs/one")
     copies = cloud.calls("scp")
     assert len(copies) == 3 and len([word for word in copies[2] if "part-" in word]) == 1, "the program is there"
     assert not (tree / "old").exists() and (tree / "runs/other").exists()
@@ -372,20 +378,6 @@ def test_the_folder_of_the_runs_is_read_from_the_arguments():
         **dict.fromkeys(("", "--runs", "--runs-of-another-kind x"), ""),
     }
     assert {arguments: request.runs_folder(["MODEL=tiny", f"ARGS={arguments}"]) for arguments in folders} == folders
-
-
-@one_worker
-@pytest.mark.parametrize(
-    "args, place",
-    [
-        ("", "scp --recurse my-tpu:xla-zoo/worker-0/tree/runs/one runs/ --worker=0"),
-        ("--runs=mine", "my-tpu:xla-zoo/worker-0/tree/mine/one runs/"),
-        ("--runs=gs://bucket/runs", "its results are in gs://bucket/runs/one"),
-    ],
-)
-def test_one_worker_needs_no_shared_folder_and_its_results_are_named(cloud, args, place):
-    result = cloud.run("train", "--run", "one", "--", "MODEL=tiny", f"ARGS={args}")
-    assert result.returncode == 0 and place in result.stderr, result.stderr
 
 
 RECREATE = (
@@ -467,18 +459,16 @@ def test_an_error_of_gcloud_is_explained_and_its_own_line_kept(cloud, here, text
     assert code == 2 and re.search(message, last) and f"{ERROR}{text}".splitlines()[0] in last
 
 
-@pytest.mark.parametrize("cloud", [3, slow(16)], indirect=True)
+@pytest.mark.parametrize("cloud", [3], indirect=True)
 def test_the_first_worker_that_fails_ends_all(cloud):
     (cloud.project / "message").write_text("it broke\nFailed to get global TPU topology")
     cloud.set(latency=0.1)
-    last = cloud.tpu["workers"] - 1
     begun = time.monotonic()
-    result = cloud.run(*train("--run", "one", args=f"burst=1 fails={last} steps=100000 pause=0.1"))
-    assert result.returncode == 3 and time.monotonic() - begun < (20 if last == 2 else 40)
-    assert result.stdout.count("[worker ") == result.stdout.count(f"[worker {last}] ") == watch.LAST_LINES
-    for line in ("it broke", "make: *** [Makefile:2: train] Error 3"):
-        assert f"[worker {last}] {line}" in result.stdout.splitlines()
-    assert f"worker {last} failed with exit code 3" in result.stderr
+    result = cloud.run(*train("--run", "one", args="burst=1 fails=2 steps=100000 pause=0.1"))
+    assert result.returncode == 3 and time.monotonic() - begun < 20
+    assert result.stdout.count("[worker ") == result.stdout.count("[worker 2] ") == watch.LAST_LINES
+    assert {"[worker 2] it broke", "[worker 2] make: *** [Makefile:2: train] Error 3"} < {*result.stdout.splitlines()}
+    assert "worker 2 failed with exit code 3" in result.stderr
     assert "what this means: libtpu did not find the chips" in result.stderr
     assert "the same command with RUN=one" in result.stderr
     assert not cloud.alive()
@@ -512,12 +502,9 @@ def test_a_worker_that_fails_is_started_again_from_its_checkpoint(cloud):
     lines = result.stdout.splitlines()
     assert sum(line.startswith("start one at ") for line in lines) == 2 and lines[-1] == "end"
     assert lines.count("step 30") == 1
-
-
-@one_worker
-def test_what_the_user_must_fix_is_not_tried_again(cloud):
-    result = cloud.run(*train("--retries", "2", args="fails=0 code=2"))
-    assert result.returncode == 2 and cloud.starts() == [1]
+    # What the user must fix is not tried again.
+    result = cloud.run(*train("--run", "two", "--retries", "2", args="fails=1 code=2 steps=1000"))
+    assert result.returncode == 2 and cloud.starts() == [3, 3]
 
 
 @pytest.mark.slow  # the launcher looks at most every 3 s; test_the_shutdown_of_the_machine_lets_the_run_save is quick
@@ -540,24 +527,20 @@ def test_a_tpu_or_a_worker_that_is_gone_is_not_tried_again(cloud, lost):
 
 
 @one_worker
-def test_a_connection_that_will_never_work_is_not_tried_again(cloud, here):
+def test_a_worker_that_will_never_work_is_not_tried_again(cloud, here):
     cases = {
         "me@34.0.0.0: Permission denied (publickey).": "does not accept your ssh key",
         "Host key verification failed.": "shows another host key than before",
         "scp: /home/me/x: No space left on device": "the disk of worker 0 is full",
     }
     cloud.set(mishaps=[{"worker": 0, "match": "scp", "message": message} for message in cases])
+    for name in ("sh", "mkdir", "ls", "tr", "mv", "find", "rm"):  # no make
+        (cloud.remote_bin / name).symlink_to(shutil.which(name))
     for message, sentence in cases.items():
         code, _, err = here(*train())
         assert code == 2 and sentence in err and message in err
-
-
-@one_worker
-def test_a_worker_without_python_or_make(cloud, here):
     (cloud.remote_bin / "python3").unlink()
     cloud.set(path=str(cloud.remote_bin))
-    for name in ("sh", "mkdir", "ls", "tr", "mv", "find", "rm"):
-        (cloud.remote_bin / name).symlink_to(shutil.which(name))
     code, _, err = here(*train())
     assert code == 2 and "worker 0 has no python3" in err
     (cloud.remote_bin / "python3").symlink_to(PYTHON)
@@ -567,30 +550,22 @@ def test_a_worker_without_python_or_make(cloud, here):
 
 
 @pytest.mark.parametrize("attempts", [1, slow(9)])
-def test_a_dropped_connection_continues_where_it_was(cloud, attempts):
-    """attempts 9: gcloud itself repeats the command; 1: it gives up."""
+def test_a_dropped_connection_continues_where_it_was_and_a_start_is_done_once(cloud, attempts):
+    """attempts 9: gcloud itself repeats the command, without its input; 1: it gives up."""
     generator = random.Random(attempts)
     mishaps = [{"worker": 0, "match": " follow ", "bytes": generator.randrange(1, 300_000)} for _ in range(3)]
     mishaps += [{"worker": 1, "match": " follow ", "bytes": 10}]
     mishaps += [{"worker": worker, "match": "status", "how": "before"} for worker in range(2)]
+    mishaps += [
+        {"worker": 0, "match": " start ", "how": "answer lost"},
+        {"worker": 1, "match": " start ", "how": "before"},
+    ]
     cloud.set(mishaps=mishaps, attempts=attempts, pause=0.05)
     result = cloud.run(*train("--run", "one", args="burst=1 steps=20"))
     assert result.returncode == 0, result.stderr
     assert result.stdout == cloud.log(0) and cloud.starts() == [1, 1]
     assert result.stdout.count("line 0") == 20000 and "step 20\nend\n" in result.stdout
     assert ("connection broke" in result.stderr) == (attempts == 1)
-
-
-@pytest.mark.parametrize(
-    "how, attempts", [("answer lost", 2), ("before", 1), slow("answer lost", 1), slow("before", 2)]
-)
-@one_worker
-def test_a_start_whose_connection_drops_is_done_once(cloud, how, attempts):
-    """Also when the run is over before the command is repeated."""
-    cloud.set(mishaps=[{"worker": 0, "match": " start ", "how": how}], attempts=attempts)
-    result = cloud.run(*train(args="steps=1"))
-    assert result.returncode == 0, result.stderr
-    assert cloud.starts() == [1] and result.stdout.count("start ") == 1
 
 
 def test_ctrl_c_saves_and_leaves_no_process(cloud):
@@ -741,14 +716,6 @@ def test_a_start_has_one_token_and_a_worker_one_run(cloud):
     assert ask("stop", "b")["state"] == "stopped" and not cloud.alive()
     assert ask("start", "b") == {"state": "attached"}, "it is over, and not begun again"
     assert cloud.starts() == [1]
-    # The supervisor is killed: the trainer holds the lock itself, and the lock goes with it.
-    assert ask("start", "d") == {"state": "started"}
-    wait_for(lambda: cloud.starts() == [2])
-    os.kill(cloud.supervisor(0), signal.SIGKILL)
-    assert ask("start", "e")["state"] == "busy" and cloud.alive()
-    assert ask("stop", "d")["state"] == "stopped" and not cloud.alive()
-    answer = ask("follow", "d")
-    assert answer["state"] == "ended" and answer["code"] is None
 
 
 @pytest.fixture
@@ -792,13 +759,28 @@ def sshd(cloud):
     cloud.server.wait()
 
 
-def break_connections(cloud: Cloud) -> None:
-    """Ends the processes of sshd for the connections that are open."""
-    command = ["pgrep", "-P", str(cloud.server.pid)]
+def check_break_and_ctrl_c(cloud: Cloud, *place: str, **environment: str) -> str:
+    """A run whose connections break, to its end; then one that Ctrl-C stops. Returns the first one's standard error."""
+    data = "/my data/it's"
+    arguments = train("--run", "one", *place, args="steps=300 pause=0.05 burst=1", words=(f"DATA={data}",))
+    process = cloud.start(*arguments, **environment)
+    wait_for(lambda: all(cloud.starts()), 120)
+    cloud.wait_followed()
+    command = ["pgrep", "-P", str(cloud.server.pid)]  # the processes of sshd for the connections that are open
     children = subprocess.run(command, capture_output=True, text=True).stdout.split()
     assert len(children) >= 2
     for pid in children:
         os.kill(int(pid), signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out == cloud.log(0) and cloud.starts() == [1, 1] and out.count("line 0") == 20000
+    assert out.startswith(f"start one at 0 with {data!r} and None\n") and out.endswith("step 300\nend\n")
+    process = cloud.start(*train("--run", "two", *place, args=FOREVER), **environment)
+    wait_for(lambda: cloud.starts() == [2, 2], 120)
+    assert process.stdout.readline()
+    out, stopped = ctrl_c(process)
+    assert "saved" in out and not cloud.alive(), stopped
+    return err
 
 
 def test_ssh_hosts_over_a_real_sshd(cloud, sshd):
@@ -808,36 +790,9 @@ def test_ssh_hosts_over_a_real_sshd(cloud, sshd):
     assert result.returncode == 2 and "Host key verification failed" in result.stderr, result.stderr
     assert re.search(r"\(host[01]\) is unknown to ssh", result.stderr)
     os.replace(sshd / "known", sshd / "known_hosts")
-    data = "/my data/it's"
-    process = cloud.start(*train("--run", "one", *place, args="steps=40 pause=0.05 burst=1", words=(f"DATA={data}",)))
-    cloud.wait_followed()
-    break_connections(cloud)
-    out, err = process.communicate(timeout=40)
-    assert process.returncode == 0, err
+    err = check_break_and_ctrl_c(cloud, *place)
     assert "connection broke" in err and "connected again" in err and "scp -r host0:/shared/one runs/" in err
-    assert out == cloud.log(0) and cloud.starts() == [1, 1]
-    assert f"with {data!r}" in out and out.count("line 0") == 20000 and out.endswith("end\n")
-    process = cloud.start(*train("--run", "two", *place, args=FOREVER))
-    wait_for(lambda: cloud.starts() == [2, 2])
-    assert process.stdout.readline()
-    out, err = ctrl_c(process)
-    assert "saved" in out and not cloud.alive(), err
     assert cloud.calls() == []
-
-
-@pytest.mark.slow
-def test_the_real_gcloud_knows_the_arguments(tmp_path):
-    """Without an account it goes no further than reading them."""
-    if shutil.which("gcloud") is None:
-        pytest.skip("needs gcloud")
-    host = hosts.choose("my-tpu", "us-east5-b", "mine", ["--internal-ip"], "")
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CLOUDSDK_CONFIG": str(tmp_path)}
-    environment["CLOUDSDK_CORE_CHECK_GCE_METADATA"] = "false"
-    describe = [*host._command("describe", "my-tpu"), "--format=json"]
-    for command in (describe, host.ssh(0, "true"), host.scp(0, [__file__], "a")):
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        assert "do not currently have an active account" in result.stderr, result.stderr
-        assert "not logged in" in hosts.explain_gcloud(result.stderr, host)
 
 
 class Api(http.server.BaseHTTPRequestHandler):
@@ -897,23 +852,11 @@ def test_the_real_gcloud_over_a_local_api_and_a_real_sshd(cloud, sshd, tmp_path,
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE": api + "compute/v1/",
     }
     ports = (f"--gcloud-flag=--ssh-flag=-p{cloud.port}", f"--gcloud-flag=--scp-flag=-P{cloud.port}")
-    place, data = ("--project", "mine", *ports), "/my data/it's"
-    arguments = train("--run", "one", *place, args="steps=300 pause=0.05 burst=1", words=(f"DATA={data}",))
-    process = cloud.start(*arguments, **environment)
-    wait_for(lambda: all(cloud.starts()), 120)
-    cloud.wait_followed()
-    break_connections(cloud)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert out == cloud.log(0) and cloud.starts() == [1, 1]
-    assert out.startswith(f"start one at 0 with {data!r} and None\n") and out.endswith("step 300\nend\n")
+    place = ("--project", "mine", *ports)
+    check_break_and_ctrl_c(cloud, *place, **environment)
     # Each worker's key was kept when it was seen first, by the name of the worker.
     known = (sshd / ".ssh/google_compute_known_hosts").read_text()
     assert "tpu.77-0" in known and "tpu.77-1" in known
-    process = cloud.start(*train("--run", "two", *place, args=FOREVER), **environment)
-    assert process.stdout.readline()
-    out, err = ctrl_c(process)
-    assert "saved" in out and not cloud.alive(), err
     cloud.set(state="PREEMPTED")
     result = cloud.run("status", *place, **environment)
     assert result.returncode == 75 and "my-tpu is PREEMPTED" in result.stderr
