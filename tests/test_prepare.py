@@ -126,10 +126,10 @@ class Made:
             self.report = self.prepare(self.out)
         self.calls, self.contents = dict(calls), contents(self.out)
 
-    def prepare(self, out: Path, size: int = 0, **flags) -> dict:
+    def prepare(self, out: Path, size: int = 0, text: Path | None = None, **flags) -> dict:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.program.module, self.program.size[0], size or self.program.size[1])
-            return self.program.module.prepare(self.text, out, **self.program.flags | flags)
+            return self.program.module.prepare(text or self.text, out, **self.program.flags | flags)
 
     def counted(self, patch: pytest.MonkeyPatch, interrupted: dict[str, int]) -> Counter:
         """Counts the calls of each pass from now on; raises KeyboardInterrupt in the calls `interrupted`."""
@@ -147,9 +147,14 @@ class Made:
         return original(*arguments)
 
 
-@pytest.fixture(scope="module", params=PROGRAMS)
-def made(request, tmp_path_factory) -> Made:
-    return Made(PROGRAMS[request.param], tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module")
+def made_by(tmp_path_factory) -> Callable[[str], Made]:
+    return functools.cache(lambda name: Made(PROGRAMS[name], tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(params=PROGRAMS)
+def made(request, made_by) -> Made:
+    return made_by(request.param)
 
 
 PASSES = [(name, *interrupted) for name, program in PROGRAMS.items() for interrupted in program.passes]
@@ -204,31 +209,44 @@ for task in json.loads(sys.argv[1]):
 """
 
 
-def test_kill_9_in_the_middle_of_a_file_and_start_again(tmp_path_factory):
+def test_kill_9_in_the_middle_of_a_file_and_start_again(tmp_path, made_by):
     """One process for all programs, since it takes seconds to import transformers."""
-    folder, tasks, all_made = tmp_path_factory.mktemp("killed"), [], {}
+    tasks = []
     for name, program in PROGRAMS.items():
-        all_made[name] = Made(program, folder / name)
-        task = program.module.__name__, *program.size[:2], str(all_made[name].text), str(folder / name / "out")
+        task = program.module.__name__, *program.size[:2], str(made_by(name).text), str(tmp_path / name)
         tasks += [(*task, program.flags, call) for call in program.kills]
     subprocess.run([sys.executable, "-c", KILLED, json.dumps(tasks)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    for name, made in all_made.items():
-        out = folder / name / "out"
+    for name in PROGRAMS:
+        out = tmp_path / name
         assert list((out / "parts").glob("*.partial")), name
         (out / "tokenizer.1.partial").mkdir()
         (out / "half.2.partial").touch()
-        made.prepare(out)
-        assert contents(out) == made.contents, name
+        made_by(name).prepare(out)
+        assert contents(out) == made_by(name).contents, name
 
 
-def test_neither_workers_nor_packing_nor_the_size_of_chunks_change_the_result(tmp_path, made):
-    made.prepare(tmp_path / "workers", workers=2)
+def test_the_command_and_neither_workers_nor_packing_nor_the_size_of_chunks_change_the_result(
+    tmp_path, monkeypatch, capsys, made
+):
+    def command(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["prepare", *arguments, "--workers", "1"])
+        monkeypatch.delitem(sys.modules, made.program.module.__name__, raising=False)  # else runpy warns
+        runpy.run_module(made.program.module.__name__, run_name="__main__")
+
+    made.program.write(tmp_path / "plain", "")
+    any_size = made.program.any_size
+    made.prepare(tmp_path / "workers", text=None if any_size else tmp_path / "plain", workers=2)
     assert contents(tmp_path / "workers") == made.contents
-    plain = Made(made.program._replace(write=lambda folder, _: made.program.write(folder, "")), tmp_path / "plain")
-    assert plain.contents == made.contents
-    if made.program.any_size:
-        made.prepare(tmp_path / "whole", size=10**9)
-        assert contents(tmp_path / "whole") == made.contents
+    flags = [word for name, value in made.program.flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    capsys.readouterr()
+    command("--data", str(tmp_path / "plain"), *flags, "--out", str(tmp_path / "whole"))
+    assert not any_size or contents(tmp_path / "whole") == made.contents
+    assert re.search(made.program.summary, capsys.readouterr().out)
+    with pytest.raises(SystemExit) as stopped:
+        command("--data", str(tmp_path / "nowhere"))
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and printed.out == ""
+    assert re.fullmatch(r"error: there is no .*nowhere; expected .*\n", printed.err)
 
 
 def test_a_finished_preparation_is_not_repeated_and_other_flags_or_sources_are_refused(tmp_path, capsys, made):
@@ -250,9 +268,8 @@ def test_a_finished_preparation_is_not_repeated_and_other_flags_or_sources_are_r
     name, more = made.program.more
     with open(next(made.text.glob(f"{name}*"), made.text / name), "ab") as file:
         file.write(more)
-    with pytest.raises(
-        InputError, match=rf"prepared with other sources: .* \(\d+ bytes\), now .*{name}\S* \(\d+ bytes\)"
-    ):
+    message = rf"prepared with other sources: .* \(\d+ bytes\), now .*{name}\S* \(\d+ bytes\)"
+    with pytest.raises(InputError, match=message):
         made.prepare(made.out)
 
 
@@ -264,25 +281,9 @@ def test_what_no_preparation_can_use_is_explained(tmp_path, made):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"file\S* cannot be written: .*; choose another folder with --out"):
         made.prepare(tmp_path / "file")
-    broken = Made(made.program, tmp_path)
-    packed = next(broken.text.glob("*.gz"))
+    made.program.write(tmp_path / "text", ".gz")
+    packed = next((tmp_path / "text").glob("*.gz"))
     for data, message in ((packed.read_bytes()[:-20], "ended before"), (b"text", "Not a gzipped file")):
         packed.write_bytes(data)
         with pytest.raises(InputError, match=rf"{packed.name} cannot be (read|decompressed): .*{message}"):
-            broken.prepare(tmp_path / message)
-
-
-def test_the_command_prints_a_summary_and_its_errors_are_one_line(tmp_path, monkeypatch, capsys, made):
-    def command(*arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["prepare", *arguments, "--workers", "1"])
-        monkeypatch.delitem(sys.modules, made.program.module.__name__, raising=False)  # else runpy warns
-        runpy.run_module(made.program.module.__name__, run_name="__main__")
-
-    flags = [word for name, value in made.program.flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command("--data", str(made.text), *flags, "--out", str(tmp_path / "out"))
-    assert re.search(made.program.summary, capsys.readouterr().out)
-    with pytest.raises(SystemExit) as stopped:
-        command("--data", str(tmp_path / "nowhere"))
-    printed = capsys.readouterr()
-    assert stopped.value.code == 2 and printed.out == ""
-    assert re.fullmatch(r"error: there is no .*nowhere; expected .*\n", printed.err)
+            made.prepare(tmp_path / message, text=tmp_path / "text")

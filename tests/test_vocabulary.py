@@ -1,19 +1,16 @@
 """data/vocabulary.py: what is learnt from a page of text, saved, and opened again by transformers."""
 
-import json
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from data.vocabulary import KINDS, continues_word, learn
 from errors import InputError
 
 WORDS = "walk talk jump play look call turn open wait help show move learn start clean paint cross watch visit answer"
 ENDINGS = ("", "s", "ed", "ing", "er")
+BERT_SPECIALS, XLNET_SPECIALS = "[PAD] [UNK] [CLS] [SEP] [MASK]", "<unk> <s> </s> <cls> <sep> <pad> <mask> <eod> <eop>"
 PUZZLE = "Walking, the  CAFÉ's players jumped <sep> [SEP] </s> over 東京 & 17 dogs."
 
 
@@ -48,15 +45,9 @@ def test_transformers_opens_what_is_saved(learnt, tmp_path, monkeypatch, kind, c
 @pytest.mark.parametrize(
     ("kind", "first", "expected", "types"),
     [
-        ("bert", "[PAD] [UNK] [CLS] [SEP] [MASK]", "[CLS] walked [SEP] talks [SEP]", [0, 0, 0, 1, 1]),
-        ("distilbert", "[PAD] [UNK] [CLS] [SEP] [MASK]", "[CLS] walked [SEP] talks [SEP]", [0, 0, 0, 1, 1]),
+        *((kind, BERT_SPECIALS, "[CLS] walked [SEP] talks [SEP]", [0, 0, 0, 1, 1]) for kind in ("bert", "distilbert")),
         ("roberta", "<s> <pad> </s> <unk>", "<s> Ġwalked </s> </s> Ġtalks </s>", [0, 0, 0, 0, 0, 0]),
-        (
-            "xlnet",
-            "<unk> <s> </s> <cls> <sep> <pad> <mask> <eod> <eop>",
-            "▁walked <sep> ▁talks <sep> <cls>",
-            [0, 0, 1, 1, 2],
-        ),
+        ("xlnet", XLNET_SPECIALS, "▁walked <sep> ▁talks <sep> <cls>", [0, 0, 1, 1, 2]),
     ],
 )
 def test_special_tokens_stand_where_the_model_has_them_with_its_ids(learnt, kind, first, expected, types):
@@ -91,30 +82,15 @@ def test_text_keeps_its_words(learnt):
     assert "." in learnt["bert"].get_vocab() and "##." not in learnt["bert"].get_vocab(), "never within a word"
 
 
-def test_bert_pieces_match_those_of_the_wordpiece_rule(learnt):
-    """Longest match first, from the vocabulary alone: Wu et al. 2016, as in BERT's own tokenizer."""
-    vocabulary = learnt["bert"].get_vocab()
-
-    def split(word: str) -> list[str]:
-        pieces, start = [], 0
-        while start < len(word):
-            candidates = (("##" if start else "") + word[start:end] for end in range(len(word), start, -1))
-            piece = next(piece for piece in candidates if piece in vocabulary)
-            pieces.append(piece)
-            start += len(piece.removeprefix("##"))
-        return pieces
-
-    words = {word for line in text(50) for word in line.strip().strip(".").lower().split()}
-    for word in words:
-        assert learnt["bert"].tokenize(word) == split(word)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_vocabulary_is_as_large_as_asked_for_or_as_the_text_allows(kind):
     rng = np.random.default_rng(0)
     words = ["".join(rng.choice(list("abcdefghij"), rng.integers(3, 9))) for _ in range(2000)]
     lines = [" ".join(rng.choice(words, 10)) for _ in range(1000)]
-    assert len(learn(lines, kind, 300)) == 300
+    learnt = learn(lines, kind, 300)
+    assert len(learnt) == 300
+    # Hash maps of tokenizers differ; XLNet's Unigram is as its docstring says.
+    assert kind == "xlnet" or learn(lines, kind, 300).get_vocab() == learnt.get_vocab()
     few = learn(["one two one two"], kind, 30_000)
     assert len(few) < 300
     assert few.unk_token_id not in few("two one", add_special_tokens=False).input_ids
@@ -126,16 +102,6 @@ def test_the_vocabulary_is_as_large_as_asked_for_or_as_the_text_allows(kind):
     if kind == "xlnet":
         with pytest.raises(InputError, match="size is 100, and the text has more different characters"):
             learn([rare, *text(200)], kind, 100)
-
-
-def test_special_tokens_in_text_can_be_kept_apart():
-    for kind in KINDS:
-        tokenizer = learn([*text(), "[](<>) /"], kind, 300)
-        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        backend.encode_special_tokens = True  # as data/prepare/text.py does it
-        specials = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-        ids = backend.encode(" ".join(tokenizer.all_special_tokens) + PUZZLE, add_special_tokens=False).ids
-        assert not specials & set(ids)
 
 
 def test_continuations_of_words(learnt):
@@ -170,22 +136,3 @@ def test_what_cannot_be_learnt_is_explained(arguments, message):
     plain = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     with pytest.raises(InputError, match="marks neither beginnings nor continuations"):
         continues_word(PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="a"))
-
-
-def test_the_same_text_gives_the_same_vocabulary_in_another_process(learnt, tmp_path):
-    """Hash maps of tokenizers differ from process to process; XLNet's Unigram is as its docstring says."""
-    path = tmp_path / "text.txt"
-    path.write_text("".join(text()))
-    program = (
-        "import json, sys; from data.vocabulary import learn; lines = open(sys.argv[1]).readlines(); "
-        "print(json.dumps([learn(lines, kind, 400).get_vocab() for kind in ('bert', 'roberta')]))"
-    )
-    run = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
-    assert json.loads(run.stdout) == [learnt["bert"].get_vocab(), learnt["roberta"].get_vocab()]
-
-
-def test_published_classes_agree_on_a_published_rule():
-    """The normalizer is BERT's own: what it makes of a line is what transformers' tokenizer with this text makes."""
-    published = BertTokenizer(vocab=learn(["naïve cafe"] * 10, "bert", 64).get_vocab())
-    ours = learn(["naïve cafe"] * 10, "bert", 64)
-    assert ours.tokenize("Naïve\u00a0CAFÉ\x00") == published.tokenize("naive cafe")
