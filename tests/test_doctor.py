@@ -70,6 +70,11 @@ def here(tmp_path, monkeypatch) -> Here:
     return here
 
 
+def assert_line(line: str, state: str, *texts: str) -> None:
+    """Asserts what a check has found: ok, none or fix, and parts of its sentence."""
+    assert line.startswith(f"{state:<6}") and all(text in line for text in texts), line
+
+
 def set_free(monkeypatch, gigabytes: float) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: argparse.Namespace(free=gigabytes * 1e9))
 
@@ -112,7 +117,7 @@ def test_a_command_that_hangs_is_given_up(here):
     assert time.monotonic() - begun < 5
 
 
-def test_an_environment_as_pinned(here):
+def test_the_environment_is_as_pinned_and_complete(here):
     complete = "ok    installation: complete"
     assert list(doctor.check_environment([])) == ["ok    packages: all 5 as pinned", complete]
     (missing, *_) = doctor.check_environment(["/dev/accel0"])
@@ -122,52 +127,45 @@ def test_an_environment_as_pinned(here):
     *_, last = doctor.check_environment([])
     assert last == "fix   installation: cut off, or older than requirements-tpu.txt: make install"
     (here.project / ".venv/.installed").unlink()
-    *_, last = doctor.check_environment([])
-    assert last.startswith("fix   installation: cut off")
-
-
-@pytest.mark.parametrize(
-    "changed, text, remedy",
-    [
-        ("torch-2.8.0", "torch 2.8.0 (pinned: 2.9.0)", "make clean, then make install"),
-        ("torch_xla-", "torch_xla missing (pinned: 2.9.0)", "make clean, then make install"),
-        ("torchvision-0.23.0", "torchvision 0.23.0 (pinned: 0.24.0)", "make clean, then make install"),
-        ("torchrec-", "torchrec missing (pinned: 1.4.0)", "touch requirements.txt && make install"),
-    ],
-)
-def test_packages_that_do_not_fit(here, changed, text, remedy):
-    versions = {"torch": "2.9.0", "torch_xla": "2.9.0", "torchvision": "0.24.0", "torchrec": "1.4.0", "numpy": "1.26.4"}
-    name, _, version = changed.partition("-")
-    versions[name] = version
-    here.installed(" ".join(f"{name}-{version}" for name, version in versions.items() if version))
-    line, _ = doctor.check_environment([])
-    assert line.startswith("fix   packages: ") and text in line and "numpy 1.26.4 (pinned: 2.4.6)" in line
-    assert line.endswith(f": {remedy}") and line.count("pinned") == 2
-
-
-def test_no_environment_and_a_broken_one(here):
+    assert_line(list(doctor.check_environment([]))[-1], "fix", "installation: cut off")
     here.command(here.python, "echo 'no module named encodings' >&2; exit 1")
     (line,) = doctor.check_environment([])
     assert line == "fix   environment: no module named encodings: make clean, then make install"
     here.python.unlink()
     (line,) = doctor.check_environment([])
-    assert line.startswith("none  environment: .venv/bin/python: No such file") and "make install" in line
+    assert_line(line, "none", "environment: .venv/bin/python: No such file", "make install")
+
+
+ANEW, AGAIN = "make clean, then make install", "touch requirements.txt && make install"
+
+
+@pytest.mark.parametrize(
+    "versions, text, remedy",
+    [
+        ("torch-2.8.0 torch_xla-2.9.0 torchvision-0.24.0 torchrec-1.4.0", "torch 2.8.0 (pinned: 2.9.0)", ANEW),
+        ("torch-2.9.0 torchvision-0.24.0 torchrec-1.4.0", "torch_xla missing (pinned: 2.9.0)", ANEW),
+        ("torch-2.9.0 torch_xla-2.9.0 torchvision-0.23.0 torchrec-1.4.0", "torchvision 0.23.0 (pinned: 0.24.0)", ANEW),
+        ("torch-2.9.0 torch_xla-2.9.0 torchvision-0.24.0", "torchrec missing (pinned: 1.4.0)", AGAIN),
+    ],
+)
+def test_packages_that_do_not_fit(here, versions, text, remedy):
+    here.installed(f"{versions} numpy-1.26.4")
+    line, _ = doctor.check_environment([])
+    assert_line(line, "fix", "packages: ", text, "numpy 1.26.4 (pinned: 2.4.6)")
+    assert line.endswith(f": {remedy}") and line.count("pinned") == 2
 
 
 def devices(chips: list[str], wanted: bool = False, asked: bool = False) -> list[str]:
     return list(doctor.check_devices(chips, wanted, asked))
 
 
-def test_no_chip_is_an_error_only_when_it_is_wanted(here):
+def test_no_chip_is_an_error_only_when_it_is_wanted_and_chips_are_counted_and_opened(here, monkeypatch):
     (line,) = devices([])
-    assert line.startswith("none  TPU: ")
+    assert_line(line, "none", "TPU: ")
     (line,) = devices([], wanted=True)
-    assert line.startswith("fix   TPU: TPU=local")
+    assert_line(line, "fix", "TPU: TPU=local")
     here.command(here.python, "echo warning; echo '1 devices, CPU'")
     assert devices([], asked=True)[1] == "ok    torch_xla: 1 devices, CPU"
-
-
-def test_chips_are_counted_and_opened(here, monkeypatch):
     here.command(here.python, "echo '4 devices, TPU'")
     chips = here.chips("accel0", "accel1", "vfio/0")
     for user, unseen in ((0, ""), (1, " that you may see; sudo lsof -w /dev/accel* /dev/vfio/* shows all")):
@@ -184,8 +182,9 @@ def test_who_holds_a_chip_is_named_and_torch_xla_left_alone(here):
         (here.root / f"proc/{pid}/fd").mkdir(parents=True)
         (here.root / f"proc/{pid}/fd/3").symlink_to(opened)
     (line,) = devices(here.chips("vfio/0"), asked=True)
-    assert line.startswith("fix   TPU: 1 chips (/dev/vfio/0), held by process 42: a second run cannot start")
-    assert "make stop TPU=" in line and "kill 42" in line and not (here.project / "asked").exists()
+    held = "TPU: 1 chips (/dev/vfio/0), held by process 42: a second run cannot start"
+    assert_line(line, "fix", held, "make stop TPU=", "kill 42")
+    assert not (here.project / "asked").exists()
 
 
 def test_chips_that_torch_xla_does_not_see(here, monkeypatch):
@@ -197,17 +196,16 @@ def test_chips_that_torch_xla_does_not_see(here, monkeypatch):
         ("echo '1 devices, CPU'", "1 devices, CPU: unset PJRT_DEVICE"),
     ):
         here.command(here.python, script)
-        line = devices(here.chips("accel0"))[-1]
-        assert line.startswith("fix   torch_xla: ") and text in line
+        assert_line(devices(here.chips("accel0"))[-1], "fix", "torch_xla: ", text)
 
 
 def test_memory(here, monkeypatch):
     here.meminfo(8.2)
     set_free(monkeypatch, 4.1)
-    assert doctor.check_memory(8).startswith("ok    memory: 8.2 GB available, 4.1 GB in /dev/shm; a recipe takes 2 GB")
-    assert 'give ARGS="--workers 8"; in Docker --shm-size' in doctor.check_memory(9)
+    assert_line(doctor.check_memory(8), "ok", "8.2 GB available, 4.1 GB in /dev/shm; a recipe takes 2 GB")
+    assert_line(doctor.check_memory(9), "fix", 'give ARGS="--workers 8"; in Docker --shm-size')
     set_free(monkeypatch, 2.4)
-    assert doctor.check_memory(8).startswith("fix ") and 'ARGS="--workers 4"' in doctor.check_memory(8)
+    assert_line(doctor.check_memory(8), "fix", 'ARGS="--workers 4"')
     # A container's limit counts.
     here.meminfo(100)
     group = here.root / "sys/fs/cgroup"
@@ -220,7 +218,7 @@ def test_memory(here, monkeypatch):
     assert "end other programs, even a trial does not fit" in doctor.check_memory(1)
     here.meminfo(9)
     (here.root / "dev/shm").rmdir()
-    assert doctor.check_memory(2).startswith("fix ") and 'ARGS="--workers 0"' in doctor.check_memory(2)
+    assert_line(doctor.check_memory(2), "fix", 'ARGS="--workers 0"')
 
 
 def test_disk_is_added_up_for_folders_that_share_one(here, monkeypatch, tmp_path):
@@ -248,36 +246,31 @@ esac
 """
 
 
-def test_gcloud_and_the_state_of_a_tpu_vm(here):
+def test_gcloud_the_state_of_a_tpu_vm_and_plain_hosts(here):
     def check(tpu: str, place: tuple[str, str] = ("", ""), **values: str) -> list[str]:
         core = '"account": "me@x.org", "project": "mine"'
         usual = {"core": core, "zone": '"zone": "us-east5-b"', "state": "READY"}
         here.command("gcloud", GCLOUD.format(**usual | values))
         return list(doctor.check_tpu(tpu, *place, ""))
 
-    assert next(doctor.check_tpu("my-tpu", "", "", "")).startswith(
-        "fix   gcloud: TPU=name needs it: gcloud: No such file"
-    )
-    assert next(doctor.check_tpu("", "", "", "")).startswith("none  gcloud: TPU=name needs it")
+    assert_line(next(doctor.check_tpu("my-tpu", "", "", "")), "fix", "TPU=name needs it: gcloud: No such file")
+    assert_line(next(doctor.check_tpu("", "", "", "")), "none", "gcloud: TPU=name needs it")
     there = "ok    gcloud: account me@x.org, project mine, zone us-east5-b"
     assert check("") == [there]
     assert check("my-tpu") == [there, "ok    TPU VM: my-tpu: TYPE, READY, 1 worker"]
-    assert "fix   TPU VM: my-tpu: TYPE, PREEMPTED" in check("my-tpu", state="PREEMPTED")[1]
-    assert "recreate it: gcloud compute tpus tpu-vm delete" in check("my-tpu", state="PREEMPTED")[1]
+    lost = check("my-tpu", state="PREEMPTED")[1]
+    assert_line(lost, "fix", "TPU VM: my-tpu: TYPE, PREEMPTED", "recreate it: gcloud compute tpus tpu-vm delete")
     (line,) = check("my-tpu", core="", zone="")  # and the TPU VM is not asked for, for the same reason
-    assert line.startswith("fix   gcloud: account None, project None, zone None: gcloud auth login; give PROJECT= and")
-    assert check("", zone="")[0].startswith("none  gcloud: account me@x.org, project mine, zone None")
-    assert (
-        check("my-tpu", ("a", "b"), core='"account": "me"', zone="")[0] == "ok    gcloud: account me, project b, zone a"
-    )
+    assert_line(line, "fix", "gcloud: account None, project None, zone None: gcloud auth login; give PROJECT= and")
+    assert_line(check("", zone="")[0], "none", "gcloud: account me@x.org, project mine, zone None")
+    given = check("my-tpu", ("a", "b"), core='"account": "me"', zone="")
+    assert given[0] == "ok    gcloud: account me, project b, zone a"
     here.command("gcloud", "echo 'ERROR: no python' >&2; exit 1")
-    assert next(doctor.check_tpu("my-tpu", "", "", "")).startswith("fix   gcloud: TPU=name needs it: ERROR: no python")
+    assert_line(next(doctor.check_tpu("my-tpu", "", "", "")), "fix", "gcloud: TPU=name needs it: ERROR: no python")
     problem = "echo 'ERROR: There was a problem connecting' >&2; exit 1"
     lines = check("my-tpu", state=f"'; {problem}; : '")
-    assert "fix   TPU VM: TPU=my-tpu: Google's API cannot be reached" in lines[1]
-
-
-def test_plain_hosts_are_logged_in_to(here):
+    assert_line(lines[1], "fix", "TPU VM: TPU=my-tpu: Google's API cannot be reached")
+    # Plain hosts are logged in to.
     here.command(
         "ssh",
         'case "$*" in *" a "*) echo Python 3.10.12; exit;; *" b "*) echo "b: Permission denied (publickey)." >&2;;'
@@ -285,38 +278,36 @@ def test_plain_hosts_are_logged_in_to(here):
     )
     lines = list(doctor.check_tpu("ssh:a,b,c", "", "", ""))
     assert lines[0] == "ok    worker 0: a: Python 3.10.12"
-    assert lines[1].startswith("fix   worker 1: ") and "does not accept your ssh key" in lines[1]
-    assert lines[2].startswith("fix   worker 2: c: ssh: connect to host c port 22: Connection refused")
+    assert_line(lines[1], "fix", "worker 1: ", "does not accept your ssh key")
+    assert_line(lines[2], "fix", "worker 2: c: ssh: connect to host c port 22: Connection refused")
 
 
 def test_data(here, tmp_path, monkeypatch):
     folder = tmp_path / "it's data"
     folder.mkdir()
-    assert doctor.check_data(str(folder), False).startswith(f"fix   data: {folder} is empty")
+    assert_line(doctor.check_data(str(folder), False), "fix", f"data: {folder} is empty")
     (folder / "file").touch()
     assert doctor.check_data(str(folder), False) == f"ok    data: {folder} can be read"
     missing = doctor.check_data(f"{folder}/missing", False)
-    assert missing.startswith("fix ") and "No such file or directory: give the right path" in missing
+    assert_line(missing, "fix", "No such file or directory: give the right path")
     url = doctor.check_data("gs://bucket/data", True)
-    assert url.startswith("fix ") and "gcloud storage cp -r" in url and "gcsfuse" in url and "every worker" in url
-    assert doctor.check_data("/data", True).startswith("none  data: /data: read on the workers")
+    assert_line(url, "fix", "gcloud storage cp -r", "gcsfuse", "every worker")
+    assert_line(doctor.check_data("/data", True), "none", "data: /data: read on the workers")
 
     def refuse(self):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    closed = doctor.check_data(str(folder), False)
-    assert closed.startswith("fix ") and "Permission denied" in closed and "chmod -R u+rX" in closed
+    assert_line(doctor.check_data(str(folder), False), "fix", "Permission denied", "chmod -R u+rX")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     for remote in (False, True):
         if remote:  # the folder is here, not on the workers
             (here.project / "nyu-mll/glue").mkdir(parents=True)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         line = doctor.check_data("nyu-mll/glue", remote)
-        assert line.startswith("none ") and f"kept in {tmp_path / 'hub'}" in line and "export HF_TOKEN=" in line
+        assert_line(line, "none", f"kept in {tmp_path / 'hub'}", "export HF_TOKEN=")
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
-        line = doctor.check_data("nyu-mll/glue", remote)
-        assert line.startswith("ok ") and line.endswith("HF_TOKEN is set")
+        assert_line(doctor.check_data("nyu-mll/glue", remote), "ok", "HF_TOKEN is set")
 
 
 def test_runs(here):
@@ -324,21 +315,19 @@ def test_runs(here):
     assert doctor.check_runs("runs", False) == "ok    runs: runs can be written"
     assert sorted(here.project.rglob("*")) == before
     (here.project / "runs").touch()
-    assert doctor.check_runs("runs", False).startswith("fix   runs: runs: Not a directory: ")
-    assert doctor.check_runs("/proc/x", False).startswith("fix   runs: /proc: ")
-    assert doctor.check_runs("runs", True).startswith("none  runs: runs is on the TPU and goes with it")
-
-
-def test_runs_in_a_bucket_are_tried_by_the_environments_fsspec(here):
+    assert_line(doctor.check_runs("runs", False), "fix", "runs: runs: Not a directory: ")
+    assert_line(doctor.check_runs("/proc/x", False), "fix", "runs: /proc: ")
+    assert_line(doctor.check_runs("runs", True), "none", "runs: runs is on the TPU and goes with it")
+    # A bucket is tried by the environment's fsspec.
     here.command(here.python, f'exec {sys.executable} "$@"')
     url = "memory://bucket/runs"
     assert doctor.check_runs(url, False) == f"ok    runs: {url}: can be written and read"
     assert doctor.check_runs(url, True).endswith("their service account decides")
     here.command(here.python, "echo 'OSError: Forbidden' >&2; exit 1")
     line = doctor.check_runs("gs://bucket/runs", False)
-    assert line.startswith("fix   runs: gs://bucket/runs: OSError: Forbidden") and "application-default login" in line
+    assert_line(line, "fix", "runs: gs://bucket/runs: OSError: Forbidden", "application-default login")
     here.python.unlink()
-    assert doctor.check_runs("gs://bucket/runs", False).startswith("none  runs: ")
+    assert_line(doctor.check_runs("gs://bucket/runs", False), "none", "runs: ")
 
 
 def test_it_goes_through_without_an_environment_and_says_so_by_its_exit_code(here):
@@ -370,9 +359,8 @@ def test_examine_finds_the_chips_and_tells_local_from_remote(here):
     options = argparse.Namespace(**empty, python="none", runs="runs")
     lines = list(doctor.examine(options))
     assert any("TPU: 2 chips (/dev/accel0, /dev/vfio/7)" in line for line in lines)
-    assert "ok    runs: runs can be written" in lines and any(
-        line.startswith("none  for TPU=: no git") for line in lines
-    )
+    assert "ok    runs: runs can be written" in lines
+    assert any(line.startswith("none  for TPU=: no git") for line in lines)
     options.tpu = "my-tpu"
     lines = list(doctor.examine(options))
     assert any(line.startswith("fix   for TPU=: no git") for line in lines) and lines[-1].startswith("none  runs: ")
