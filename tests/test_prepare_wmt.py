@@ -37,11 +37,7 @@ TEST = ["a", ""], ["Ein  Test,\u2028mit Zeichen", "zwei"]
 def prepared(tmp_path_factory) -> Path:
     """A prepared folder of unusual text."""
     data = tmp_path_factory.mktemp("wmt")
-    others = {
-        f"{split}_{language}": lines
-        for split, both in (("valid", VALID), ("test", TEST))
-        for language, lines in zip(("en", "de"), both, strict=True)
-    }
+    others = {"valid_en": VALID[0], "valid_de": VALID[1], "test_en": TEST[0], "test_de": TEST[1]}
     pair_corpus(data, train_en=LINES, train_de=translated(LINES), **others)
     (data / "valid.en").write_bytes(("\ufeff" + "\r\n".join([*VALID[0], ""])).encode())  # as Windows has it
     (data / "test.de").write_bytes("\n".join(TEST[1]).encode())  # the last line has no end
@@ -174,14 +170,16 @@ def test_a_data_set_of_the_hub_is_taken_in_the_configuration_of_the_languages(tm
 
 def test_every_reason_is_counted_and_the_right_pairs_stay(tmp_path, small_chunks):
     good = sentences(50)
-    pairs = list(zip(good, translated(good), strict=True))
+    # As clean-corpus-n.perl has it, exactly the ratio and exactly the limit stay; pieces are counted without EOS.
+    exactly = [("x y z", "Q W"), (" ".join(["ba"] * 40), " ".join(["BA"] * 40))]
+    pairs = [*zip(good, translated(good), strict=True), *exactly]
     strange = {
         "empty": [("", "eins"), ("one", " \t"), ("", "")],
         "too_long": [("ba " * 41, "di " * 41), (ascii_letters, "ba ba")],  # words; pieces: of a letter each
         "identical": [("ba di lo", " ba  di lo")],
         "not_text": [("12 13 14 ba", "ba di lo mu"), ("ba di lo", "3.1 / 7 -- ||"), ("\u200b", "zwei")],
         "duplicate": [pairs[3], (pairs[3][0].replace(" ", "  "), pairs[3][1]), pairs[49]],
-        "length_ratio": [("ba di lo mu ne ga hi", "ba")],
+        "length_ratio": [("ba di lo mu ne ga hi", "ba"), ("x y z u", "Q W")],
     }
     added = [pair for of_reason in strange.values() for pair in of_reason]
     order = np.random.default_rng(0).permutation(len(added))
@@ -191,29 +189,15 @@ def test_every_reason_is_counted_and_the_right_pairs_stay(tmp_path, small_chunks
     assert report["train"]["dropped"] == {reason: len(of_reason) for reason, of_reason in strange.items()}
     opened = open_pairs(tmp_path / "out", "train")
     assert [opened.decode(opened._sides[1][number]) for number in range(len(opened))] == [one for _, one in pairs]
+    sizes = opened.lengths - 1
+    assert (sizes.max(1) <= 1.5 * sizes.min(1)).all()
+    assert sizes[-2:].tolist() == [[6, 4], [40, 40]], "▁ba and ▁BA are pieces"
 
     flags = {"max_tokens": 1000, "ratio": 0, "letters": 0, "keep_duplicates": True}
     report = prepare(data, tmp_path / "all", **flags)
     dropped = {reason: count for reason, count in report["train"]["dropped"].items() if count}
     assert dropped == {"empty": 4, "identical": 1}
     assert report["train"]["pairs"] == len(train) - 5 == len(open_pairs(tmp_path / "all", "train"))
-
-
-def test_exactly_the_ratio_and_exactly_the_limit_stay(tmp_path):
-    """As clean-corpus-n.perl has it; the pieces of both sides are counted without EOS."""
-    lines = sentences(40)
-    more = [("x y z", "Q W"), ("x y z u", "Q W"), ("ba " * 30, "BA " * 30), ("ba " * 31, "BA " * 31)]
-    train = [*zip(lines, translated(lines), strict=True), *more]
-    data = pair_corpus(tmp_path, train_en=[one for one, _ in train], train_de=[one for _, one in train])
-    report = prepare(data, tmp_path / "out", max_tokens=30)
-    pairs = open_pairs(tmp_path / "out", "train")
-    sizes = pairs.lengths - 1
-    assert (sizes.max(1) <= 1.5 * sizes.min(1)).all()
-    sources = [pairs.decode(pairs._sides[0][number]) for number in range(len(pairs))]
-    kept = [pair[0].strip() in sources for pair in more]
-    assert kept == [True, False, True, False] and sizes[-1].tolist() == [30, 30], "▁ba and ▁BA are pieces"
-    dropped = report["train"]["dropped"]
-    assert (dropped["length_ratio"], dropped["too_long"]) == (1, len(lines) - len(pairs) + 3)
 
 
 def test_marks_of_letters_are_letters():
@@ -291,23 +275,19 @@ def test_no_line_is_lost_where_chunks_meet(tmp_path, count, last):
 
 
 TRAIN = translated(sentences(30))
+NOT_UTF8 = [*TRAIN[:20], "Stra\udcdfe", *TRAIN[21:]]
+NO_TRAIN = {"train.en": None, "train.de": None}
 UNUSABLE = {
     "there is no .*nowhere; expected train.en and train.de": ("nowhere", {}),
     r"train\.en is a file; expected a folder": ("train.en", {}),
-    r"neither train\.en and train\.de \(plain or \.gz\) nor parquet files; found valid": (
-        "",
-        {"train.en": None, "train.de": None},
-    ),
+    r"neither train\.en and train\.de \(plain or \.gz\) nor parquet files; found valid": ("", NO_TRAIN),
     r"no validation text; expected valid\.en and valid\.de": ("", {"valid.en": None, "valid.de": None}),
     r"has no train\.de \(plain or \.gz\); expected it for the train split": ("", {"train.de": None}),
     r"has no valid\.de": ("", {"valid.de": None}),
     r"\S+/train\.en has 30 lines and \S+/train\.de 29; expected equal": ("", {"train.de": TRAIN[:29]}),
     r"valid\.en has 7 lines and .*valid\.de 8": ("", {"valid.de": TRAIN[:8]}),
     r"test\.(en|de) is empty": ("", {"test.en": [], "test.de": []}),
-    r"train\.de line 21 is not UTF-8 \(byte 0xdf: .*\); convert the file to UTF-8": (
-        "",
-        {"train.de": [*TRAIN[:20], "Stra\udcdfe", *TRAIN[21:]]},
-    ),
+    r"train\.de line 21 is not UTF-8 \(byte 0xdf: .*\); convert the file to UTF-8": ("", {"train.de": NOT_UTF8}),
     r"train\.en has no pair that can be used; dropped: 30 identical": ("", {"train.de": sentences(30)}),
     r"no pair that can be used; dropped: 30 length_ratio": ("", {"train.de": ["di"] * 30}),
 }
