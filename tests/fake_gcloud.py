@@ -41,12 +41,6 @@ def describe(tpu: dict) -> int:
     place = f"projects/{tpu['project']}/locations/{tpu['zone']}/nodes/{tpu['name']}"
     if tpu["state"] == "DELETED":
         return error("describe", f"NOT_FOUND: Resource '{place}' was not found")
-    print(json.dumps(make_node(tpu, place)))
-    return 0
-
-
-def make_node(tpu: dict, place: str) -> dict:
-    """The TPU as its API describes it."""
     networks = tpu.get("networks", 1)
     node = {"name": place, "id": "1234567890", "apiVersion": "V2", "state": tpu["state"], "health": tpu["health"]}
     node |= {"acceleratorType": f"v5litepod-{4 * tpu['workers']}", "runtimeVersion": "v2-alpha-tpuv5-lite"}
@@ -55,7 +49,8 @@ def make_node(tpu: dict, place: str) -> dict:
         node["networkConfigs"] = [{}] * networks
     ends = [(f"34.0.0.{worker}", f"10.{net}.0.{worker}") for worker in range(tpu["workers"]) for net in range(networks)]
     node["networkEndpoints"] = [{"accessConfig": {"externalIp": outer}, "ipAddress": inner} for outer, inner in ends]
-    return node
+    print(json.dumps(node))
+    return 0
 
 
 def mishap(tpu: dict, worker: int, text: str) -> dict:

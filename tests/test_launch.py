@@ -354,10 +354,7 @@ SHARE = "error: my-tpu has 2 workers, and "
         # Workers that share no folder for the runs.
         ("train -- MODEL=tiny", SHARE + "ARGS has no --runs, so the run's folder is on each worker's own disk"),
         ("train -- 'ARGS=--lr 0.1'", "the absolute path of a shared folder"),
-        (
-            "train -- 'ARGS=--runs gs://bucket/runs --runs other'",
-            SHARE + "--runs other in ARGS is a folder of each worker's own disk; give one that all of them share,",
-        ),
+        ("train -- 'ARGS=--runs gs://b/runs --runs other'", SHARE + "--runs other in ARGS is a folder of each"),
         ("train -- ARGS=--runs=~/runs", "--runs ~/runs in ARGS is a folder of each worker's own disk"),
     ],
 )
@@ -425,7 +422,9 @@ def test_nothing_is_begun_on_a_tpu_that_is_not_ready(cloud, here):
 
 
 ERROR = "ERROR: (gcloud.compute.tpus.tpu-vm.describe) "
-PARSING = "Error parsing [tpu].\nThe [tpu] resource is not properly specified.\nFailed to find attribute "
+LACKS = "Error parsing [tpu].\nThe [tpu] resource is not properly specified.\nFailed to find attribute "
+WAYS = ". The attribute can be set in the following ways: \n- provide"
+NO_MORE = 'There is no more capacity in the zone \\"us-central1-b\\"'
 
 
 @pytest.mark.parametrize(
@@ -433,21 +432,12 @@ PARSING = "Error parsing [tpu].\nThe [tpu] resource is not properly specified.\n
     [
         ("You do not currently have an active account selected.\nPlease run:\n\n  $ x\n", "not logged in: gcloud auth"),
         ("There was a problem refreshing your current auth tokens: Reauthentication failed.", "not logged in: gcloud"),
-        (
-            "PERMISSION_DENIED: Cloud TPU API has not been used in project 1 before",
-            "services enable tpu.googleapis.com",
-        ),
+        ("PERMISSION_DENIED: Cloud TPU API has not been used in project 1", "services enable tpu.googleapis.com"),
         ("PERMISSION_DENIED: Permission denied on 'locations/us-x' (or it may not exist).", "zone's name"),
-        (PARSING + "[zone]. The attribute can be set in the following ways: \n", "give ZONE="),
-        (
-            PARSING + "[project]. The attribute can be set in the following ways: \n- provide `--project`",
-            "give PROJECT=",
-        ),
+        (f"{LACKS}[zone]{WAYS}", "give ZONE="),
+        (f"{LACKS}[project]{WAYS}", "give PROJECT="),
         ("RESOURCE_EXHAUSTED: Quota limit 'TPUV6EPerProjectPerZone' has been exceeded. Limit: 0.", "quota of this TPU"),
-        (
-            '{\n  "code": 8,\n  "message": "There is no more capacity in the zone \\"us-central1-b\\"; you can try"\n}',
-            "no free TPUs of this type now: .*There is no more capacity",
-        ),
+        (f'{{\n  "code": 8,\n  "message": "{NO_MORE}"\n}}', "no free TPUs of this type now: .*no more capacity"),
         ("There was a problem connecting: [Errno 8]", "cannot be reached"),
         ("Something new.", "gcloud failed: .*Something new"),
     ],

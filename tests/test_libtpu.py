@@ -63,14 +63,8 @@ def test_an_unknown_topology_lists_the_known_ones(name):
 
 def test_the_options_are_those_of_a_program_for_all_devices():
     assignment = [m.number(1, 1), m.number(2, 3), *(m.message(3, m.packed(1, [device])) for device in (3, 4, 5))]
-    build = [
-        m.number(1, -1),
-        m.number(4, 1),
-        m.number(5, 3),
-        m.number(6, 1),
-        m.message(9, *assignment),
-        m.packed(12, [1]),
-    ]
+    build = [m.number(1, -1), m.number(4, 1), m.number(5, 3), m.number(6, 1)]
+    build += [m.message(9, *assignment), m.packed(12, [1])]
     assert libtpu.compile_options([3, 4, 5], effort_level=9) == m.message(3, *build, m.number(24, 9))
     assert libtpu.compile_options([3, 4, 5], effort_level=0) == m.message(3, *build)
 
@@ -122,27 +116,21 @@ SINGLE = """Allocation (size=28815360000) would exceed memory (size=17179869184)
 'bf16[120000,120000]{1,0:T(8,128)(2,1)}', space=hbm, size = 0xffffffffffffffff, tag = 'output of fusion.2@{}']"""
 VMEM = "Ran out of memory in memory space vmem. Used 150.00M of 128.00M vmem. Exceeded vmem capacity by 22.00M."
 TILES = "{1,0:T(8,128)(2,1)}"
+ALLOCATED_21 = [
+    (6.71 * 2**30, f"bf16[60000,60000]{TILES}", "", ""),
+    (512.5 * 2**20, f"bf16[60000,4000]{TILES}", "step/y", "/a/model.py:4"),
+]
+ALLOCATED_51 = [
+    (26.84 * 2**30, "2×bf16[120000,120000]", "", ""),
+    (512, "(bf16[120000,128], bf16[120000,128], u32[])", "", ""),
+]
 
 
 @pytest.mark.parametrize(
     "report, needed, allocations",
     [
-        (
-            REPORT_21,
-            33.54 * 2**30,
-            [
-                (6.71 * 2**30, f"bf16[60000,60000]{TILES}", "", ""),
-                (512.5 * 2**20, f"bf16[60000,4000]{TILES}", "step/y", "/a/model.py:4"),
-            ],
-        ),
-        (
-            REPORT_51,
-            28907536384,
-            [
-                (26.84 * 2**30, "2×bf16[120000,120000]", "", ""),
-                (512, "(bf16[120000,128], bf16[120000,128], u32[])", "", ""),
-            ],
-        ),
+        (REPORT_21, 33.54 * 2**30, ALLOCATED_21),
+        (REPORT_51, 28907536384, ALLOCATED_51),
         (REPORT_51[: REPORT_51.index("E1121")], 26.92 * 2**30, []),  # without its log
         (SINGLE, 28815360000, [(28815360000, f"bf16[120000,120000]{TILES}", "", "")]),
     ],
@@ -151,10 +139,7 @@ TILES = "{1,0:T(8,128)(2,1)}"
 def test_an_out_of_memory_report_is_understood(report, needed, allocations):
     expected = [libtpu.Allocation(round(size), *rest) for size, *rest in allocations]
     assert libtpu.parse_out_of_memory(report) == (round(needed), expected)
-
-
-def test_too_little_of_another_memory_is_not_about_hbm():
-    assert libtpu.parse_out_of_memory(VMEM) is None
+    assert libtpu.parse_out_of_memory(VMEM) is None, "of another memory"
 
 
 # ---- with the library
@@ -262,9 +247,8 @@ def chain(size: int) -> bytes:
 
 @m.needs_libtpu
 def test_out_of_memory_tells_what_takes_it(chip, capfd):
-    with pytest.raises(
-        libtpu.OutOfMemory, match="per device, a device of v5e:1x1 has 15.75 GiB; use a smaller"
-    ) as caught:
+    sentence = "per device, a device of v5e:1x1 has 15.75 GiB; use a smaller"
+    with pytest.raises(libtpu.OutOfMemory, match=sentence) as caught:
         chip.compile(chain(60_000), "fast")
     error, square = caught.value, 2 * 60_000**2
     assert isinstance(error, InputError)
@@ -273,16 +257,12 @@ def test_out_of_memory_tells_what_takes_it(chip, capfd):
     assert largest.bytes == pytest.approx(square, rel=0.01) and "bf16[60000,60000]" in largest.shape
     assert largest.source.startswith("model.py:") or ("step/dot", "model.py:3") in largest.candidates
     assert "Used" in error.report
-    output = capfd.readouterr()
-    assert output.err == "" and output.out == ""
-
-
-@m.needs_libtpu
-def test_arguments_and_results_count_too(chip):
-    with pytest.raises(libtpu.OutOfMemory) as caught:
+    with pytest.raises(libtpu.OutOfMemory) as caught:  # arguments and results count, too
         chip.compile(m.matmul(100_000, 128, 100_000), "fast")
     assert caught.value.needed >= 2 * 100_000**2
     assert "bf16[100000,100000]" in caught.value.allocations[0].shape
+    output = capfd.readouterr()
+    assert output.err == "" and output.out == ""
 
 
 @m.needs_libtpu
