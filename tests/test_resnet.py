@@ -80,7 +80,7 @@ def test_resnet50_equals_torchvision_after_an_sgd_step_in_float64(monkeypatch):
     theirs = torchvision.models.resnet50(num_classes=10).double().train()
     ours = our_model(theirs.state_dict(), (3, 4, 6, 3), 10).double().train()
     use_plain_norm(monkeypatch)
-    images, labels = torch.randn(8, 3, 64, 64, dtype=torch.double), torch.arange(8)
+    images, labels = torch.randn(8, 3, 32, 32, dtype=torch.double), torch.arange(8)
     for model in (theirs, ours):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         loss = F.cross_entropy(model(images), labels)

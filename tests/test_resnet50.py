@@ -57,15 +57,6 @@ def test_weights_start_from_torchvisions_with_a_new_head_for_other_classes():
         load_weights(resnet("resnet101", 10), theirs.state_dict(), "theirs")
 
 
-def test_learning_rate_warms_up_linearly_and_falls_as_a_cosine():
-    config = replace(resnet50.Config(), epochs=90, batch_size=1024, lr=0.1, warmup_epochs=5)
-    rates = [resnet50.learning_rate(config, step, 100) for step in range(9000)]
-    assert rates[0] == pytest.approx(0.4 / 500)
-    assert rates[499] == pytest.approx(0.4) and max(rates) == pytest.approx(0.4)
-    assert rates[500 + 4250] == pytest.approx(0.2, rel=1e-3)
-    assert 0 < rates[-1] < 1e-6
-
-
 def test_norms_and_biases_have_no_weight_decay(mesh):
     model, _, optimizer = resnet50.build(resnet50.TINY, resnet50.open_data(resnet50.TINY), mesh)
     decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
@@ -102,14 +93,13 @@ class ByPixel(torch.nn.Module):
         return torch.where(pixel[:, None] == 6, torch.full_like(logits, float("nan")), logits)
 
 
+class Cast(torch.nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
 def test_evaluation_counts_every_readable_example_once(mesh, capsys):
-    step = device.compiled(resnet50.eval_step, mesh)
-
-    class Cast(torch.nn.Module):
-        def forward(self, x):
-            return x.float()
-
-    state = resnet50.State(ByPixel(), Cast(), None)
+    state, step = resnet50.State(ByPixel(), Cast(), None), device.compiled(resnet50.eval_step, mesh)
     metrics = resnet50.evaluate(step, state, Ten(), replace(resnet50.TINY, batch_size=8), mesh)
     # 0 to 4 right; 5, 8 (class 2) wrong, 9 (class 0) right by order among equals; 6 NaN: wrong; 7 does not count.
     assert metrics["top1"] == pytest.approx(6 / 9)
@@ -185,9 +175,7 @@ def test_norm_per_device_needs_no_collective_in_the_forward_and_backward_pass(co
     assert counts["other"] == 0
     # Gradients, running statistics, loss and accuracy.
     assert counts["all-reduce"] <= len(list(model.parameters())) + statistics + 2
-
-
-def test_norm_over_the_whole_batch_would(compiled):
+    # Norm over the whole batch does need them.
     assert collectives(compiled / "1")["heavy after all-reduce"] > 40
 
 
@@ -213,37 +201,24 @@ def test_values_that_are_refused(refused, flags, pattern):
     refused(resnet50, f"tiny {flags}", pattern)
 
 
-@pytest.fixture
-def images(tmp_path):
-    """A folder with two classes of four training and two evaluation images."""
+def test_broken_images_stop_the_run_or_are_replaced_and_reported(refused, capsys, tmp_path):
     rng = np.random.default_rng(0)
     for split, count in (("train", 4), ("val", 2)):
         for name in ("cat", "dog"):
-            folder = tmp_path / "images" / split / name
-            folder.mkdir(parents=True)
+            (tmp_path / split / name).mkdir(parents=True)
             for i in range(count):
-                PIL.Image.fromarray(rng.integers(0, 255, (40, 40, 3), np.uint8)).save(folder / f"{i}.jpg")
-    return tmp_path / "images"
-
-
-def test_folders_without_classes_or_images_and_a_truncated_image(refused, images):
-    refused(resnet50, f"tiny --data {images}/train/cat", "train.*class|class.*train")
+                image = PIL.Image.fromarray(rng.integers(0, 255, (40, 40, 3), np.uint8))
+                image.save(tmp_path / split / name / f"{i}.jpg")
+    broken = tmp_path / "train/dog/2.jpg"
+    broken.write_bytes(broken.read_bytes()[:300])
     # From a worker process.
-    broken = images / "train/dog/2.jpg"
-    broken.write_bytes(broken.read_bytes()[:300])
-    flags = f"--data {images} --batch-size 8 --norm-groups 4 --workers 1 --epochs 2"
+    flags = f"--data {tmp_path} --batch-size 8 --norm-groups 4 --workers 1 --epochs 2"
     refused(resnet50, f"tiny {flags}", "dog/2.jpg.*--skip-broken")
-    (images / "train/empty").mkdir()
-    refused(resnet50, f"tiny --data {images}", "empty")
-
-
-def test_skip_broken_replaces_and_reports(capsys, tmp_path, images):
-    broken = images / "train/dog/2.jpg"
-    broken.write_bytes(broken.read_bytes()[:300])
-    (images / "val/dog/0.jpg").write_bytes(b"")
-    small = replace(resnet50.TINY, data=str(images), batch_size=8, norm_groups=4, epochs=2, runs=str(tmp_path))
-    resnet50.main(replace(small, skip_broken=True))
-    assert re.search(r"[12] training images could not be decoded", capsys.readouterr().out)
+    (tmp_path / "val/dog/0.jpg").write_bytes(b"")
+    config = replace(resnet50.TINY, data=str(tmp_path), batch_size=8, norm_groups=4, epochs=2, skip_broken=True)
+    resnet50.main(replace(config, runs=str(tmp_path / "runs")))
+    output = capsys.readouterr().out
+    assert re.search(r"[12] training images could not be decoded", output) and "evaluated 3 of 4 images" in output
 
 
 def test_full_disk_ends_the_run_and_the_checkpoint_before_stays(monkeypatch, refused, tmp_path):
