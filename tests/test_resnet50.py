@@ -66,7 +66,7 @@ def test_norms_and_biases_have_no_weight_decay(mesh):
 
 
 def test_lars_trains(tmp_path):
-    metrics = resnet50.main(replace(resnet50.TINY, optimizer="lars", lr=40.0, epochs=3, runs=str(tmp_path)))
+    metrics = resnet50.main(replace(resnet50.TINY, optimizer="lars", lr=40.0, epochs=2, runs=str(tmp_path)))
     assert metrics["top1"] > 0.3
 
 
