@@ -13,12 +13,13 @@ from errors import InputError
 
 WORDS, PIECES = 60, 40
 PAD, UNK, CLS, SEP, MASK = range(5)  # of the BERT tokenizer below
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 FIRST = 5  # its first ordinary token
 
 
 def bert_tokenizer() -> BertTokenizer:
     """Special tokens 0 to 4, then whole words, then pieces that continue a word."""
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokens = [*SPECIAL]
     tokens += [f"w{number}" for number in range(WORDS)] + [f"##p{number}" for number in range(PIECES)]
     return BertTokenizer(vocab={token: number for number, token in enumerate(tokens)})
 
@@ -35,13 +36,10 @@ class Rows:
 
     def __init__(self, tokenizer, length: int, rows: list[list[list[int]]], pairs: bool = False):
         self.tokenizer, self.length, self.pairs = tokenizer, length, pairs
-        self.rows = [
-            (
-                np.concatenate([np.array(sentence, np.uint16) for sentence in row]),
-                np.cumsum([0, *map(len, row[:-1])], dtype=np.int32),
-            )
-            for row in rows
-        ]
+        self.rows = []
+        for row in rows:
+            starts = np.cumsum([0, *map(len, row[:-1])], dtype=np.int32)
+            self.rows.append((np.concatenate(row).astype(np.uint16), starts))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -80,10 +78,14 @@ def predicted(example: dict[str, np.ndarray]) -> np.ndarray:
     return example["positions"][example["weights"] > 0]
 
 
+def labels_of(example: dict[str, np.ndarray]) -> np.ndarray:
+    return example["labels"][example["weights"] > 0]
+
+
 def unmasked(example: dict[str, np.ndarray]) -> np.ndarray:
     """The row before it was masked, by the labels."""
     ids = example["input_ids"].copy()
-    ids[predicted(example)] = example["labels"][example["weights"] > 0]
+    ids[predicted(example)] = labels_of(example)
     return ids
 
 
@@ -106,7 +108,7 @@ def test_a_row_is_laid_out_and_its_labels_are_what_was_there():
         assert not example["positions"][count:].any() and not example["labels"][count:].any()
 
 
-def test_shapes_and_types_are_fixed():
+def test_shapes_and_types_are_fixed_the_generator_decides_and_epochs_differ():
     text = Sentences(bert_tokenizer(), 64, 20, pairs=True)
     integers = {"input_ids": (64,), "attention_mask": (64,), "token_type_ids": (64,), "positions": (11,)}
     masked = {**integers, "labels": (11,)}
@@ -116,10 +118,13 @@ def test_shapes_and_types_are_fixed():
         (MaskedText(text, 11, True, True), {**masked, "next_sentence": ()}),
         (PermutedText(permuted, 11), {**masked, "order": (64,)}),
     ):
-        for example in examples(dataset):
-            assert example.pop("weights").dtype == np.float32
-            assert {name: array.shape for name, array in example.items()} == shapes
-            assert {array.dtype for array in example.values()} == {np.dtype(np.int32)}
+        copy = pickle.loads(pickle.dumps(dataset))
+        for first, again, other in zip(examples(dataset), examples(copy), examples(dataset, 2)[20:], strict=True):
+            assert all((first[name] == again[name]).all() for name in first)
+            assert (first["positions"] != other["positions"]).any()
+            assert first.pop("weights").dtype == np.float32
+            assert {name: array.shape for name, array in first.items()} == shapes
+            assert {array.dtype for array in first.values()} == {np.dtype(np.int32)}
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
@@ -127,7 +132,7 @@ def test_fifteen_percent_are_predicted_and_split_80_10_10(whole_words):
     dataset = MaskedText(Sentences(bert_tokenizer(), 128), 24, whole_words, False)
     made = examples(dataset, epochs=5)
     tokens = sum(int(example["attention_mask"].sum()) - 2 for example in made)
-    labels = np.concatenate([example["labels"][example["weights"] > 0] for example in made])
+    labels = np.concatenate([labels_of(example) for example in made])
     found = np.concatenate([example["input_ids"][predicted(example)] for example in made])
     # About 18,000 predictions: the standard deviation of a share of 80 % is 0.3 %, of 10 % 0.2 %.
     assert len(labels) / tokens == pytest.approx(0.15, abs=0.002)
@@ -145,9 +150,7 @@ def test_fifteen_percent_are_predicted_and_split_80_10_10(whole_words):
 
 def test_every_token_of_a_row_is_predicted_about_as_often():
     dataset = MaskedText(Rows(bert_tokenizer(), 32, [[[*range(10, 40)]]]), 8, False, False)
-    counts = np.zeros(32)
-    for example in examples(dataset, epochs=3000):
-        counts[predicted(example)] += 1
+    counts = np.bincount(np.concatenate([predicted(one) for one in examples(dataset, epochs=3000)]), minlength=32)
     assert counts[0] == counts[31] == 0
     assert counts[1:31] / 3000 == pytest.approx(np.full(30, 0.15), abs=0.03)  # 4.5 standard deviations
 
@@ -158,48 +161,40 @@ def test_special_tokens_are_neither_predicted_nor_put_in():
     seen = set()
     for example in examples(dataset, epochs=300):
         assert unmasked(example)[:12].tolist() == [CLS, *row[0], *row[1], SEP]
-        labels = example["labels"][example["weights"] > 0]
-        assert len(labels) >= 1 and labels.min() >= 10
-        seen |= set(labels.tolist())
+        labels = labels_of(example).tolist()
+        assert min(labels) >= 10
+        seen |= set(labels)
         assert not set(example["input_ids"][predicted(example)].tolist()) & {PAD, UNK, CLS, SEP}
     assert seen == {*range(10, 16)}
 
 
-def test_a_row_without_ordinary_tokens_has_no_prediction():
-    for whole_words in (False, True):
-        (example,) = examples(MaskedText(Rows(bert_tokenizer(), 8, [[[UNK, UNK]]]), 3, whole_words, False))
-        assert not example["weights"].any() and example["input_ids"][:4].tolist() == [CLS, UNK, UNK, SEP]
-
-
-def test_no_more_than_the_places_are_predicted():
+@pytest.mark.parametrize("whole_words", [False, True])
+def test_a_row_without_ordinary_tokens_has_no_prediction_and_none_more_than_the_places(whole_words):
+    (example,) = examples(MaskedText(Rows(bert_tokenizer(), 8, [[[UNK, UNK]]]), 3, whole_words, False))
+    assert not example["weights"].any() and example["input_ids"][:4].tolist() == [CLS, UNK, UNK, SEP]
     text = Rows(bert_tokenizer(), 128, 20 * [[[*range(10, 60), *range(10, 60)]]])  # 15 % would be 15
-    for whole_words in (False, True):
-        for example in examples(MaskedText(text, 6, whole_words, False)):
-            assert example["weights"].sum() == 6
+    for example in examples(MaskedText(text, 6, whole_words, False)):
+        assert example["weights"].sum() == 6
 
 
 def test_whole_words_are_predicted_whole():
-    tokenizer = bert_tokenizer()
+    tokenizer, piece = bert_tokenizer(), FIRST + WORDS
     text = Sentences(tokenizer, 64, 100)
     # A row that begins within a word, one with a special token within a word.
-    piece = FIRST + WORDS
     text.rows += Rows(tokenizer, 64, [[[piece, piece, *range(10, 50)]], [[piece, UNK, piece, *range(10, 50)]]]).rows
     partly = 0
     for whole_words in (True, False):
         for example in examples(MaskedText(text, 12, whole_words, False), epochs=10):
-            ids = unmasked(example)
-            chosen = np.zeros(64, bool)
-            chosen[predicted(example)] = True
-            word = -1
-            words: dict[int, list[bool]] = {}
-            for place, token in enumerate(ids):
+            chosen = np.isin(np.arange(64), predicted(example))
+            word, words = -1, {}
+            for place, token in enumerate(unmasked(example)):
                 if token < FIRST:
                     word = -1
                     continue
                 if token < piece or word < 0:
                     word = place
-                words.setdefault(word, []).append(bool(chosen[place]))
-            broken = sum(any(pieces) and not all(pieces) for pieces in words.values())
+                words.setdefault(word, set()).add(bool(chosen[place]))
+            broken = sum(len(kinds) == 2 for kinds in words.values())
             assert not (whole_words and broken)
             partly += broken
     assert partly > 1000  # the other way of masking does break words
@@ -222,39 +217,20 @@ def test_a_word_longer_than_the_share_is_skipped():
     for epoch in range(50):
         # 15 % of 35: 5 or 6 of the other words.
         example = dataset.example(0, generator(0, epoch))
-        assert example["weights"].sum() in (5, 6) and example["labels"][example["weights"] > 0].min() > 10
+        assert example["weights"].sum() in (5, 6) and labels_of(example).min() > 10
         assert not dataset.example(1, generator(1, epoch))["weights"].any()
-
-
-def test_the_generator_decides_and_epochs_differ():
-    for dataset in (
-        MaskedText(Sentences(bert_tokenizer(), 64, 10, pairs=True), 11, True, True),
-        PermutedText(Sentences(xlnet_tokenizer(), 64, 10, pairs=True), 11),
-    ):
-        copy = pickle.loads(pickle.dumps(dataset))
-        for first, again, other in zip(examples(dataset), examples(copy), examples(dataset, 2)[10:], strict=True):
-            assert all((first[name] == again[name]).all() for name in first)
-            assert (first["positions"] != other["positions"]).any()
 
 
 # Two segments
 
 
-def packed(count: int, length: int, seed: int = 0) -> Rows:
-    return Sentences(bert_tokenizer(), length, count, pairs=True, seed=seed)
-
-
 def test_a_pair_is_a_row_cut_between_sentences_or_has_sentences_of_another_row():
-    text = packed(200, 64)
+    text = Sentences(bert_tokenizer(), 64, 200, pairs=True)
     rows = [(row.tolist(), [*starts.tolist(), len(row)]) for row, starts in text.rows]
-    spans = {
-        tuple(row[start:end]): number
-        for number, (row, starts) in enumerate(rows)
-        for start in starts[:-1]
-        for end in starts[1:]
-    }
-    unrelated = 0
-    cuts = set()
+    spans = {}
+    for number, (row, starts) in enumerate(rows):
+        spans |= {tuple(row[start:end]): number for start in starts[:-1] for end in starts[1:]}
+    unrelated, cuts = 0, set()
     made = examples(MaskedText(text, 11, False, True), epochs=5)
     for number, example in enumerate(made):
         row, starts = rows[number % 200]
@@ -278,7 +254,7 @@ def test_a_pair_is_a_row_cut_between_sentences_or_has_sentences_of_another_row()
 
 
 def test_the_lengths_of_a_pair_do_not_tell_which_it_is():
-    text = packed(500, 128)
+    text = Sentences(bert_tokenizer(), 128, 500, pairs=True)
     made = [segments(text, index, generator(index, epoch)) for epoch in range(6) for index in range(500)]
     unrelated = np.array([pair[2] for pair in made])
     first, second = (np.array([len(pair[side]) for pair in made]) for side in (0, 1))
@@ -344,7 +320,7 @@ def test_a_sixth_is_predicted_and_no_more_than_the_places():
     places = tokens = predictions = 0
     orders = []
     for example in examples(PermutedText(text, 21), epochs=5):
-        assert example["labels"][example["weights"] > 0].min() > 8
+        assert labels_of(example).min() > 8
         tokens += example["attention_mask"].sum()
         predictions += example["weights"].sum()
         places = max(places, example["weights"].sum())
@@ -369,20 +345,16 @@ def sample_mask(begins: np.ndarray, goal: int, rng: np.random.Generator) -> np.n
     predict = current = 0
     shares = 1.0 / np.arange(1, 6)
     shares /= shares.sum()
-    while current < size:
-        if predict >= goal:
-            break
+    while current < size and predict < goal:
         n = min(rng.choice(np.arange(1, 6), p=shares), goal - predict)
-        context = n * 6
-        left = rng.choice(context)
-        right = context - left
+        left = rng.choice(n * 6)
+        right = n * 6 - left
         begin = current + left
         while begin < size and not begins[begin]:
             begin += 1
         if begin >= size:
             break
-        end = begin + 1
-        count = 1
+        end, count = begin + 1, 1
         while end < size:
             if begins[begin]:
                 count += 1
@@ -396,9 +368,8 @@ def sample_mask(begins: np.ndarray, goal: int, rng: np.random.Generator) -> np.n
         current = end + right
     while predict < goal:
         place = rng.integers(size)
-        if not mask[place]:
-            mask[place] = True
-            predict += 1
+        predict += not mask[place]
+        mask[place] = True
     return mask
 
 
@@ -410,24 +381,18 @@ def runs(chosen: np.ndarray) -> np.ndarray:
 
 def test_spans_are_those_of_xlnets_authors():
     tokenizer = xlnet_tokenizer()
-    starts = np.array(
-        [
-            piece.startswith(("▁", "<")) or piece in set(string.punctuation) - set("<=>'")
-            for piece in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-        ]
-    )
+    marks, pieces = set(string.punctuation) - set("<=>'"), tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    starts = np.array([piece.startswith(("▁", "<")) or piece in marks for piece in pieces])
     text = Sentences(tokenizer, 256, 100, pairs=True)
     dataset = PermutedText(text, 42)
     rng = np.random.default_rng(0)
     found, expected = [], []
     for example in examples(dataset, epochs=6):
         real = example["attention_mask"] > 0
-        ordinary = example["input_ids"][real] > 8
-        ours = np.zeros(256, bool)
-        ours[predicted(example)] = True
-        theirs = sample_mask(starts[example["input_ids"][real]], int(ours.sum()), rng) & ordinary
+        ids = example["input_ids"][real]
+        ours = np.isin(np.arange(256), predicted(example))
+        theirs = sample_mask(starts[ids], int(ours.sum()), rng) & (ids > 8)
         for lists, mask in ((found, ours[real]), (expected, theirs)):
-            ids = example["input_ids"][real]
             first = mask & ~np.append(False, mask[:-1])
             places = np.flatnonzero(mask)
             lists.append([*runs(mask), starts[ids[first]].sum(), places.mean() / len(mask), places[0]])
@@ -444,16 +409,12 @@ def test_what_does_not_fit_is_explained():
     bert, xlnet = bert_tokenizer(), xlnet_tokenizer()
     roberta = RobertaTokenizer(vocab={"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4, "<mask>": 5}, merges=[])
     single, pairs = Sentences(bert, 32, 3), Sentences(bert, 32, 3, pairs=True)
-    no_mask = BertTokenizer(vocab={"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "a": 5})
+    no_mask, empty = bert_tokenizer(), BertTokenizer(vocab={name: n for n, name in enumerate(SPECIAL)})
     no_mask.mask_token = None
-    empty = BertTokenizer(vocab={"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4})
     for message, make in (
         ("predictions is 0; expected 1 to 32", lambda: MaskedText(single, 0, False, False)),
         ("predictions is 33; expected 1 to 32", lambda: MaskedText(single, 33, False, False)),
-        (
-            "next-sentence prediction needs rows with room for two .* --pairs",
-            lambda: MaskedText(single, 5, False, True),
-        ),
+        ("next-sentence prediction needs .*room for two .* --pairs", lambda: MaskedText(single, 5, False, True)),
         ("has no mask token", lambda: MaskedText(Rows(no_mask, 8, [[[5]]]), 2, False, False)),
         ("special tokens only", lambda: MaskedText(Rows(empty, 8, [[[1]]]), 2, False, False)),
         ("pads on the left.*--kind", lambda: MaskedText(Sentences(xlnet, 32, 3), 5, False, False)),
