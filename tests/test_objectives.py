@@ -84,10 +84,9 @@ def whole_row_labels(batch: dict[str, Tensor]) -> Tensor:
 
 def two_streams(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """XLNet's masks, one pair of tokens after another."""
-    order, positions, weights = (batch[name].tolist() for name in ("order", "positions", "weights"))
     mask = torch.zeros(ROWS, LENGTH, LENGTH)
-    for row, places in enumerate(order):
-        targets = {place for place, weight in zip(positions[row], weights[row], strict=True) if weight}
+    for row, places in enumerate(batch["order"].tolist()):
+        targets = batch["positions"][row, batch["weights"][row] > 0].tolist()
         for i, j in itertools.product(range(LENGTH), repeat=2):
             known = places[j] == -1 or places[j] < places[i] or (i == j and i not in targets)
             mask[row, i, j] = not known or places[j] == LENGTH
@@ -113,11 +112,8 @@ def plain_losses(objective: str, model, teacher, batch: dict[str, Tensor]) -> di
         return {"loss": outputs.loss, "words": outputs.loss}
     taught = teacher(**inputs, output_hidden_states=True)  # of type 0 all, as the batch has it
     chosen, real = labels >= 0, batch["attention_mask"].bool()
-    soft = 2.0**2 * F.kl_div(
-        F.log_softmax(outputs.logits[chosen] / 2.0, -1),
-        F.softmax(taught.logits[chosen] / 2.0, -1),
-        reduction="batchmean",
-    )
+    wanted, found = F.softmax(taught.logits[chosen] / 2.0, -1), F.log_softmax(outputs.logits[chosen] / 2.0, -1)
+    soft = 2.0**2 * F.kl_div(found, wanted, reduction="batchmean")
     states = outputs.hidden_states[-1][real], taught.hidden_states[-1][real]
     cosine = F.cosine_embedding_loss(*states, torch.ones(len(states[0])))
     loss = 5 * soft + 2 * outputs.loss + 1 * cosine
@@ -173,12 +169,13 @@ def scores_of(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, flo
 
 def with_fillers(objective: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Two more predictions a row that do not count, and other labels for those that did not."""
-    place = LENGTH - 1 if objective == "permutation" else 3
     batch = dict(batch)
-    fillers = {"positions": place, "labels": 20, "weights": 0}
-    for name, value in fillers.items():
-        more = torch.full((ROWS, 2), value, dtype=batch[name].dtype)
-        batch[name] = torch.cat([more, batch[name]], 1)
+    for name, value in {
+        "positions": LENGTH - 1 if objective == "permutation" else 3,
+        "labels": 20,
+        "weights": 0,
+    }.items():
+        batch[name] = F.pad(batch[name], (2, 0), value=value)
     batch["labels"] = torch.where(batch["weights"] > 0, batch["labels"], 7)
     return batch
 
@@ -216,8 +213,7 @@ def test_neither_fillers_nor_padding_change_anything(objective, change):
 
 def test_a_batch_without_predictions_has_a_loss_of_nought():
     batch = batch_of("words")
-    batch["weights"].zero_()
-    found = step(fast(new("words")), None, batch)
+    found = step(fast(new("words")), None, batch | {"weights": torch.zeros_like(batch["weights"])})
     assert found["loss"] == 0 and not any(value.any() for value in found.values())
 
 
@@ -279,8 +275,7 @@ PRECISIONS = [(torch.float64, 1e-6), (torch.float32, 1e-6), (torch.bfloat16, 0.0
 @pytest.mark.parametrize(("dtype", "atol"), PRECISIONS)
 def test_negative_log_likelihood_is_torchs(dtype, atol, spread):
     logits, labels = logits_and_labels(dtype, spread)
-    wide = logits.double()
-    expected = F.cross_entropy(wide.flatten(0, 1), labels.long().flatten(), reduction="none").view(3, 5)
+    expected = F.cross_entropy(logits.double().transpose(1, 2), labels.long(), reduction="none")
     found = layers.negative_log_likelihood(logits, labels)
     assert expected.min() > 0.1 and found.isfinite().all()
     assert_loss_and_gradient(found, expected, logits, atol)
@@ -293,26 +288,24 @@ def test_divergence_is_torchs_also_where_a_word_is_impossible(dtype, atol):
     wanted[..., 7] = -torch.inf
     wanted = wanted.softmax(-1)
     expected = F.kl_div(F.log_softmax(logits.double(), -1), wanted.double(), reduction="none").sum(2)
-    found = layers.divergence(logits, wanted)
     assert expected.min() > 0.5 and (wanted == 0).any()
-    assert_loss_and_gradient(found, expected, logits, atol)
-    same = layers.divergence(logits, logits.detach().float().softmax(-1))
-    assert same.abs().max() < 1e-5
+    assert_loss_and_gradient(layers.divergence(logits, wanted), expected, logits, atol)
+    assert layers.divergence(logits, logits.detach().float().softmax(-1)).abs().max() < 1e-5
 
 
 # ---- students and heads ----------------------------------------------------------------------------------------------
 
 
-def encode(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    return model(input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"]).logits
-
-
 @pytest.mark.parametrize(("depth", "taken"), [(4, [0, 2]), (2, [0, 1]), (6, [0, 3])])
 def test_a_student_begins_as_its_teacher_without_the_layers_between(depth, taken):
-    tokenizer = rows_of("words").text.tokenizer
+    tokenizer, batch = rows_of("words").text.tokenizer, batch_of("words")
     settings = [encoders.configuration(kind, "tiny", tokenizer, LONGER) for kind in ("bert", "distilbert")]
     settings[0].num_hidden_layers, settings[1].n_layers = depth, 2
     teacher, student = randomized(BertForMaskedLM(settings[0])), randomized(DistilBertForMaskedLM(settings[1]))
+
+    def encode(model: PreTrainedModel) -> Tensor:
+        return model(input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"]).logits
+
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
     distilbert.begin_with_layers(student, teacher)
     after = teacher.state_dict()
@@ -320,14 +313,13 @@ def test_a_student_begins_as_its_teacher_without_the_layers_between(depth, taken
     # The teacher as the student: of these layers alone, and without types of tokens.
     teacher.bert.encoder.layer = nn.ModuleList(teacher.bert.encoder.layer[i] for i in taken)
     teacher.bert.embeddings.token_type_embeddings.weight.data.zero_()
-    batch = batch_of("words")
-    expected = encode(teacher, batch)
+    expected = encode(teacher)
     assert expected.std() > 0.1
-    torch.testing.assert_close(encode(student, batch), expected, **EXACT)
+    torch.testing.assert_close(encode(student), expected, **EXACT)
     # Copies: what the student learns is not the teacher's.
     with torch.no_grad():
         student.distilbert.transformer.layer[0].attention.q_lin.weight.zero_()
-    torch.testing.assert_close(encode(teacher, batch), expected, **EXACT)
+    torch.testing.assert_close(encode(teacher), expected, **EXACT)
     assert student.vocab_projector.weight is student.distilbert.embeddings.word_embeddings.weight
 
 
