@@ -22,10 +22,6 @@ SEARCHES = json.loads((GOLDEN / "numbers.json").read_text())["searches"]
 TINY = Architecture(dim=16, ffn_dim=32, heads=2, encoder_layers=2, decoder_layers=2, dropout=0.0)
 
 
-def name_of(settings: dict) -> str:
-    return f"beam{settings['beam']}-lenpen{settings['lenpen']}-a{settings['max_len_a']}-b{settings['max_len_b']}"
-
-
 @pytest.fixture(scope="module")
 def trained() -> Transformer:
     return golden_transformer("trained.pt")
@@ -36,18 +32,13 @@ def sources() -> Tensor:
     return torch.from_numpy(arrays()["search.source"])
 
 
-def random_model(words: int, arch: Architecture = TINY, seed: int = 0) -> Transformer:
+def random_model(words: int) -> Transformer:
     """Untrained, with sharper distributions than usual, so that beams differ."""
-    torch.manual_seed(seed)
-    model = Transformer(arch, words, words).eval()
+    torch.manual_seed(0)
+    model = Transformer(TINY, words, words).eval()
     with torch.no_grad():
         model.decoder.output_projection.weight.mul_(3)
     return model
-
-
-def most_words(settings: dict, source: Tensor) -> int:
-    """fairseq's limit: one number for a batch, from its padded width."""
-    return int(settings["max_len_a"] * source.shape[1] + settings["max_len_b"])
 
 
 def limits(source: Tensor, most: int) -> Tensor:
@@ -69,30 +60,33 @@ def compare(tokens: Tensor, scores: Tensor, settings: dict) -> float:
 
 
 class Counted:
-    """The Python loop of `search`, which keeps the last state."""
+    """The Python loop of `search`, which counts its rounds."""
 
-    def __init__(self, model: Transformer, length_penalty: float = 1.0):
-        self.model, self.length_penalty, self.state = model, length_penalty, {}
+    def __init__(self, model: Transformer):
+        self.model, self.rounds = model, 0
 
     def __call__(self, state: dict, reads: dict) -> dict:
         while bool(state["running"]):
-            state = beam_search.step(self.model, state, reads, self.length_penalty)
-        self.state = state
+            state = beam_search.step(self.model, state, reads, 1.0)
+        self.rounds = int(state["time"])
         return state
 
-    @property
-    def rounds(self) -> int:
-        return int(self.state["time"])
+
+def loop_on(mesh, trained: Transformer, length_penalty: float = 1.0) -> tuple[Transformer, WhileLoop]:
+    """A copy of the model on the devices, and its loop as one program."""
+    model = device.to_device(copy.deepcopy(trained), mesh)
+    return model, WhileLoop(partial(beam_search.step, model, length_penalty=length_penalty), model)
 
 
-@pytest.mark.parametrize("settings", SEARCHES, ids=name_of)
+@pytest.mark.parametrize("settings", SEARCHES, ids=lambda one: f"beam{one['beam']}-{one['lenpen']}-{one['max_len_b']}")
 def test_all_hypotheses_and_scores_equal_fairseqs_also_as_one_program_on_four_devices(mesh, trained, sources, settings):
-    most, beam, penalty = most_words(settings, sources), settings["beam"], settings["lenpen"]
+    # fairseq's limit: one number for a batch, from its padded width.
+    most = int(settings["max_len_a"] * sources.shape[1] + settings["max_len_b"])
+    beam, penalty = settings["beam"], settings["lenpen"]
     tokens, scores = search(trained, sources, limits(sources, most), beam, most + 1, penalty)
     assert compare(tokens, scores, settings) < 1e-5
 
-    model = device.to_device(copy.deepcopy(trained), mesh)
-    loop = WhileLoop(partial(beam_search.step, model, length_penalty=penalty), model)
+    model, loop = loop_on(mesh, trained, penalty)
 
     def translate(source: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         return search(model, source, limit, beam, most + 1, penalty, loop)
@@ -106,8 +100,7 @@ def test_all_hypotheses_and_scores_equal_fairseqs_also_as_one_program_on_four_de
 
 
 def test_in_bfloat16_the_best_hypotheses_stay_fairseqs(mesh, trained, sources):
-    model, settings = device.to_device(copy.deepcopy(trained), mesh), SEARCHES[0]
-    loop = WhileLoop(partial(beam_search.step, model, length_penalty=1.0), model)
+    (model, loop), settings = loop_on(mesh, trained), SEARCHES[0]
 
     def translate(source: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast("xla", dtype=torch.bfloat16):
@@ -125,8 +118,7 @@ def test_in_bfloat16_the_best_hypotheses_stay_fairseqs(mesh, trained, sources):
 
 
 def test_one_compilation_serves_any_batch_of_a_shape_and_the_loop_ends_with_the_last_sentence(mesh, trained, sources):
-    model = device.to_device(copy.deepcopy(trained), mesh)
-    loop = WhileLoop(partial(beam_search.step, model, length_penalty=1.0), model)
+    model, loop = loop_on(mesh, trained)
     last = {}
 
     def keep(state: dict, reads: dict) -> dict:

@@ -78,10 +78,8 @@ def test_the_binarised_data_is_the_text(split, language):
 
 
 def test_fairseq_generate_prints_the_recorded_hypotheses():
-    search = next(
-        one for one in numbers()["searches"] if (one["beam"], one["lenpen"], one["max_len_b"]) == (4, 0.6, 10)
-    )
-    hypotheses = printed("H")
+    searches = {(one["beam"], one["lenpen"], one["max_len_b"]): one for one in numbers()["searches"]}
+    hypotheses, search = printed("H"), searches[4, 0.6, 10]
     assert set(hypotheses) == set(range(12)), "fairseq-generate drops the last batch without the right flag"
     for index, row in zip(arrays()["search.index"].tolist(), search["sentences"], strict=True):
         score, sentence = hypotheses[index]
@@ -134,11 +132,9 @@ def test_fairseq_train_learns_the_toy_language_anew(tmp_path):
     record("--out", tmp_path)
     for name in ("trained.pt", "prenorm.pt", "roberta.pt"):
         ours, theirs = checkpoint(name, tmp_path), checkpoint(name)
-        assert {key: value.shape for key, value in ours["model"].items()} == {
-            key: value.shape for key, value in theirs["model"].items()
-        }
-        assert ours["cfg"] == theirs["cfg"]
-        assert ours["optimizer_history"] == theirs["optimizer_history"]
+        shapes = [{key: value.shape for key, value in one["model"].items()} for one in (ours, theirs)]
+        assert shapes[0] == shapes[1]
+        assert ours["cfg"] == theirs["cfg"] and ours["optimizer_history"] == theirs["optimizer_history"]
     assert bleu(tmp_path) > 70
 
 
