@@ -168,44 +168,40 @@ def test_a_wide_beam_finds_the_best_of_all_sentences():
     words, most = 7, 3
     model, source = random_model(words), torch.tensor([[4, 5, EOS], [6, EOS, PAD]], dtype=torch.int32)
     choices = [word for word in range(words) if word not in (PAD, EOS)]
-    # A first word, up to three in all, then EOS.
-    every = [(*some, EOS) for length in range(1, most + 1) for some in itertools.product(choices, repeat=length)]
     memory, mask = model.encode(source)
     for row in range(len(source)):
         scored = []
-        for hypothesis in every:
-            previous = torch.tensor([[EOS, *hypothesis[:-1]]])
-            logits = model.logits(model.decode(previous, memory[row : row + 1], mask[row : row + 1])).detach()
-            each = logits.log_softmax(2)[0, range(len(hypothesis)), list(hypothesis)]
-            scored.append((each.sum().item() / len(hypothesis), hypothesis))
+        for length in range(1, most + 1):  # a first word, up to three in all, then EOS
+            every = torch.tensor([(*some, EOS) for some in itertools.product(choices, repeat=length)])
+            previous = torch.cat([torch.full_like(every[:, :1], EOS), every[:, :-1]], 1)
+            own = [value[row : row + 1].repeat_interleave(len(every), 0) for value in (memory, mask)]
+            each = model.logits(model.decode(previous, *own)).detach().log_softmax(2).gather(2, every[..., None])
+            scored += zip((each.sum((1, 2)) / (length + 1)).tolist(), every.tolist(), strict=True)
         scored.sort(reverse=True)
-        tokens, scores = search(model, source, limits(source, most), len(every), most + 1)
+        tokens, scores = search(model, source, limits(source, most), len(scored), most + 1)
         for place, (score, hypothesis) in enumerate(scored[:20]):
-            found = tokens[row, place].tolist()
-            assert tuple(found[: len(hypothesis)]) == hypothesis
+            assert tokens[row, place, : len(hypothesis)].tolist() == hypothesis
             assert scores[row, place].item() == pytest.approx(score, abs=1e-5)
 
 
-def test_padding_on_the_other_side_and_other_sentences_of_the_batch_change_nothing(trained, sources):
+def test_padding_on_the_other_side_changes_nothing(trained, sources):
     expected, expected_scores = search(trained, sources, limits(sources, 20), 4, 21)
-    rows = [row[row != PAD] for row in sources]
-    right = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+    right = torch.nn.utils.rnn.pad_sequence([row[row != PAD] for row in sources], batch_first=True, padding_value=PAD)
     assert (right != sources).any()
     assert (expected_scores.diff(dim=1) <= 0).all()
-    for source, which in ((right, range(12)), *((row[None], [number]) for number, row in enumerate(rows[:4]))):
-        tokens, scores = search(trained, source, limits(source, 20), 4, 21)
-        assert torch.equal(tokens, expected[which])
-        torch.testing.assert_close(scores, expected_scores[which], rtol=0, atol=1e-5)
+    tokens, scores = search(trained, right, limits(right, 20), 4, 21)
+    assert torch.equal(tokens, expected)
+    torch.testing.assert_close(scores, expected_scores, rtol=0, atol=1e-5)
 
 
-def test_each_sentence_has_its_own_limit(trained, sources):
+def test_each_sentence_has_its_own_limit_and_others_of_the_batch_change_nothing(trained, sources):
     limit = torch.tensor([3, 20, 1, 7, 20, 5, 2, 8, 9, 4, 6, 20], dtype=torch.int32)
     tokens, scores = search(trained, sources, limit, 4, 21)
     lengths = (tokens != PAD).sum(2)
     assert (lengths <= limit[:, None] + 1).all()
     assert (lengths[limit < 7] == limit[limit < 7, None] + 1).all(), "cut off"
-    for row in range(len(sources)):
-        alone, alone_scores = search(trained, sources[row : row + 1], limit[row : row + 1], 4, 21)
+    for row, source in enumerate(sources):
+        alone, alone_scores = search(trained, source[source != PAD][None], limit[row : row + 1], 4, 21)
         assert torch.equal(alone[0], tokens[row])
         torch.testing.assert_close(alone_scores[0], scores[row], rtol=0, atol=1e-5)
 

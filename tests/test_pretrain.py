@@ -14,8 +14,9 @@ from helpers import SEED, assert_graph_contract, crash, equal, exported, losses,
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer, BertConfig, pipeline
 from trials import TRIALS
 
+from data import pretraining
 from data.prepare import text as prepare_text
-from models import encoders, fairseq_roberta
+from models import encoders
 from train import glue, pretrain
 from train.common import device, loading
 
@@ -163,12 +164,11 @@ def test_the_optimizer_has_its_recipe_and_spares_biases_and_norms(mesh):
         assert all(parameter.dim() > 1 for parameter in decayed["params"])
 
 
-@pytest.mark.parametrize(("model", "length", "expected"), [("bert", 128, 21), ("bert", 512, 82), ("xlnet", 512, 88)])
-def test_places_for_predictions(model, length, expected, monkeypatch):
-    monkeypatch.setattr(pretrain, "SYNTHETIC_LENGTH", length)
-    data = pretrain.open_data(replace(pretrain.TINY, model=model))
-    assert data.train.predictions == data.eval.predictions == expected
-    assert pretrain.open_data(replace(pretrain.TINY, model=model, predictions=7)).train.predictions == 7
+@pytest.mark.parametrize(("kind", "length", "expected"), [("bert", 128, 21), ("bert", 512, 82), ("xlnet", 512, 88)])
+def test_places_for_predictions(kind, length, expected):
+    for predictions, places in ((0, expected), (7, 7)):
+        rows = pretraining.open_rows("synthetic", "valid", kind, predictions, False, False, (length, 0))
+        assert rows.predictions == places
 
 
 # ---- the same numbers ------------------------------------------------------------------------------------------------
@@ -233,23 +233,6 @@ def test_transformers_loads_the_export_and_finds_the_metrics_of_the_run(trained,
     assert {"token_str", "score"} <= set(fill("bano [MASK] bara base.")[0])
 
 
-def test_fairseqs_export_is_read_back_with_the_same_weights_and_tokens(fairseq):
-    path, _, _ = fairseq
-    settings, weights, tokenizer = fairseq_roberta.read_folder(f"{path}/export/fairseq")
-    model = AutoModelForMaskedLM.from_pretrained(f"{path}/export")
-    expected = model.state_dict()
-    # fairseq has no types of tokens: what the only one adds to every token is in the positions.
-    kind, places = (f"roberta.embeddings.{name}_embeddings.weight" for name in ("token_type", "position"))
-    assert expected[kind].any() and not weights[kind].any()
-    expected[places][2:] += expected[kind]
-    expected[kind] = weights[kind]
-    assert equal(weights, expected) and settings.vocab_size == model.config.vocab_size
-    made = AutoTokenizer.from_pretrained(f"{path}/export")
-    assert tokenizer.get_vocab() == made.get_vocab()
-    line = "bano bapu bara dewu."
-    assert tokenizer(line).input_ids == made(line).input_ids
-
-
 @pytest.mark.parametrize("of", ["trained", "fairseq"])
 def test_pretraining_goes_on_from_an_export(of, tmp_path, request):
     path, metrics, config = request.getfixturevalue(of)
@@ -282,7 +265,7 @@ def rows(tmp_path_factory) -> str:
     lines = [line for line, _ in sentences(750, seed=0)]
     text = "\n\n".join("\n".join(lines[i : i + 5]) for i in range(0, len(lines), 5))
     (folder / "all.txt").write_text(text + "\n")
-    options = "--kind bert --length 32 --vocab-size 120 --valid-share 0.2 --workers 1"
+    options = "--kind bert --length 32 --vocab-size 116 --valid-share 0.2 --workers 1"
     prepare_text.main(["--data", f"{folder}/all.txt", "--out", f"{folder}/rows", *options.split()])
     return str(folder / "rows")
 

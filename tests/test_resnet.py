@@ -67,7 +67,7 @@ def test_initial_weights_have_torchvisions_distribution_and_the_last_norms_are_z
 def test_forward_equals_torchvision_in_float64(monkeypatch, norm, training):
     theirs = torchvision_model().double().train(training)
     ours = our_model(theirs.state_dict()).double().train(training)
-    images = torch.randn(4, 3, 64, 64, dtype=torch.double)
+    images = torch.randn(4, 3, 32, 32, dtype=torch.double)
     expected = theirs(images)
     if norm == "plain":
         use_plain_norm(monkeypatch)

@@ -57,12 +57,6 @@ def test_it_learns_words_and_their_order(trained):
     assert untrained[1] < sacrebleu.corpus_bleu(any_order, [references]).score < learned[0] < trained[1]["bleu"]
 
 
-def test_learning_rate_is_fairseqs_inverse_square_root():
-    config = replace(transformer.TINY, lr=0.4, warmup_updates=4)
-    rates = [transformer.learning_rate(config, step) for step in (0, 1, 2, 4, 16)]
-    assert rates == pytest.approx([1e-7, 0.1, 0.2, 0.4, 0.2], rel=1e-5)
-
-
 # ---- the same numbers ------------------------------------------------------------------------------------------------
 
 

@@ -78,21 +78,20 @@ def test_ten_steps_give_fairseqs_losses_gradients_and_learning_rates(golden):
 def test_ten_compiled_train_steps_on_four_devices_give_fairseqs_losses(mesh, golden):
     assert mesh.num_devices == 4
     model = device.to_device(golden_transformer("initial.pt").train(), mesh)
-    optimizer = torch.optim.Adam(model.parameters(), **ADAM, foreach=False)
-    device.init_optimizer_state(optimizer, mesh)
-    state = transformer.State(model, optimizer)
+    state = transformer.State(model, torch.optim.Adam(model.parameters(), **ADAM, foreach=False))
+    device.init_optimizer_state(state.optimizer, mesh)
     step = device.compiled(transformer.train_step, mesh)  # one shape, strict
     for number, expected in enumerate(STEPS):
         batch = {}
         for part, value in step_batch(golden, number).items():
             extra = 24 - value.shape[1]
-            wide = torch.nn.functional.pad(value, (extra, 0) if part == "source" else (0, extra), value=PAD)
+            wide = F.pad(value, (extra, 0) if part == "source" else (0, extra), value=PAD)
             batch[part] = wide.to(mesh.device)
             xs.mark_sharding(batch[part], mesh.spmd, ("data", None))
-        device.set_lr(optimizer, transformer.learning_rate(CONFIG, number))
-        means = {key: value.item() for key, value in step(state, batch, CONFIG, mesh).items()}
-        assert means["loss"] == pytest.approx(expected["loss_sum"] / expected["tokens"], rel=2e-6)
-        assert means["nll"] == pytest.approx(expected["nll_sum"] / expected["tokens"], rel=2e-6)
+        device.set_lr(state.optimizer, transformer.learning_rate(CONFIG, number))
+        means = step(state, batch, CONFIG, mesh)
+        for ours, theirs in (("loss", "loss_sum"), ("nll", "nll_sum")):
+            assert means[ours].item() == pytest.approx(expected[theirs] / expected["tokens"], rel=2e-6)
     weights = (model.encoder.embed_tokens, model.decoder.embed_tokens, model.decoder.output_projection)
     assert len({id(module.weight) for module in weights}) == 1
 
@@ -101,21 +100,19 @@ def test_our_reader_gives_fairseqs_batches(golden):
     pairs = wmt.open_pairs(GOLDEN / "joint", "train")
     assert len(pairs) == 200 and len(pairs.source_dictionary) == 64
     assert pairs.source_dictionary is pairs.target_dictionary
+
+    def rows(batch: dict) -> list:
+        # fairseq sorts a batch by length and pads the source at the left.
+        parts = [np.asarray(batch[part]) for part in ("source", "previous", "target")]
+        return sorted([part[part != PAD].tolist() for part in row] for row in zip(*parts, strict=True))
+
     for number in range(10):
         expected = step_batch(golden, number)
-        source, target = expected["source"].shape[1], expected["target"].shape[1]
-        ours = pairs.batch(np.arange(16 * number, 16 * number + 16), (source, target))
-
-        def rows(batch: dict) -> list:
-            # fairseq sorts a batch by length and pads the source at the left.
-            parts = [np.asarray(batch[part]) for part in ("source", "previous", "target")]
-            return sorted([part[part != PAD].tolist() for part in row] for row in zip(*parts, strict=True))
-
+        shape = expected["source"].shape[1], expected["target"].shape[1]
+        ours = pairs.batch(np.arange(16 * number, 16 * number + 16), shape)
         assert rows(ours) == rows(expected)
-        # Without the sorting, place by place.
-        order = [rows_of.tolist() for rows_of in ours["target"]]
-        assert sorted(order) == sorted(expected["target"].tolist())
-        assert sorted(ours["previous"].tolist()) == sorted(expected["previous"].tolist())
+        for side in ("target", "previous"):  # without the sorting, place by place
+            assert sorted(ours[side].tolist()) == sorted(expected[side].tolist())
     test = wmt.open_pairs(GOLDEN / "joint", "test")
     encoded = test.encode((GOLDEN / "text/test.en").read_text(encoding="utf-8").splitlines())
     for index, theirs in zip(golden["search.index"], golden["search.source"], strict=True):
@@ -257,11 +254,9 @@ def test_bfloat16_stays_near_float32(golden, name):
 def test_dropout_is_where_fairseq_has_it():
     torch.manual_seed(0)
     source, previous = torch.tensor([[5, 6, 7, EOS]]), torch.tensor([[EOS, 4, 9]])
-    for kind in ("dropout", "attention_dropout", "activation_dropout"):
-        arch = replace(SMALL, **{kind: 0.5})
-        model = Transformer(arch, 30, 30)
-        assert (model(source, previous) - model(source, previous)).abs().max() > 1e-3
+    for kind in (None, "dropout", "attention_dropout", "activation_dropout"):
+        model = Transformer(replace(SMALL, **{kind: 0.5}) if kind else SMALL, 30, 30).train()
+        difference = (model(source, previous) - model(source, previous)).abs().max()
+        assert difference > 1e-3 if kind else difference == 0
         model.eval()
         assert torch.equal(model(source, previous), model(source, previous))
-    model = Transformer(SMALL, 30, 30).train()
-    assert torch.equal(model(source, previous), model(source, previous))
