@@ -30,7 +30,7 @@ import pytest
 
 from errors import InputError
 from tpu.launch import bundle as bundles
-from tpu.launch import hosts, launcher, request, watch
+from tpu.launch import launcher, request, watch
 
 ROOT = Path(__file__).parent.parent
 OURS = ("bundle", "connections", "fleet", "hosts", "launcher", "request", "watch")
@@ -396,26 +396,19 @@ QUEUED = {"queuedResource": "projects/p/locations/z/queuedResources/wish"}
         ({"health": "UNHEALTHY_MAINTENANCE"}, True, f"a maintenance event: wait until .* or recreate it: {RECREATE}"),
         ({"health": "UNHEALTHY_TPU", "node": {"healthDescription": "chip 3"}}, True, "UNHEALTHY_TPU .chip 3."),
         ({"state": "DELETED"}, True, "there is no TPU VM my-tpu .*create my-tpu .*NOT_FOUND: Resource"),
-        ({"networks": 3}, False, None),
     ],
 )
-def test_a_tpu_that_is_not_ready_is_explained_with_the_command(cloud, monkeypatch, state, lost, message):
+def test_a_tpu_that_is_not_ready_is_explained_with_the_command_and_nothing_is_begun(cloud, here, state, lost, message):
     cloud.set(**state)
-    monkeypatch.setenv("PATH", str(cloud.bin))
-    machine = hosts.TpuVm("my-tpu", "us-east5-b").describe()
-    if message:
-        assert re.search(message, machine.problem), machine.problem
-    else:  # a worker with several networks counts once
-        assert not machine.problem and "READY, HEALTHY, 2 workers" in machine.line
-    assert machine.lost == lost
+    code, _, err = here("train")
+    last = err.splitlines()[-1]
+    assert code == (75 if lost else 2) and last.startswith("error: ") and re.search(message, last), err
+    assert len(cloud.calls()) == 1
 
 
-def test_nothing_is_begun_on_a_tpu_that_is_not_ready(cloud, here):
-    for number, (state, code) in enumerate({"PREEMPTED": 75, "CREATING": 2}.items(), 1):
-        cloud.set(state=state)
-        result, _, err = here("train")
-        assert result == code and len(cloud.calls()) == number
-        assert err.splitlines()[-1].startswith(f"error: my-tpu is {state}")
+def test_a_worker_with_several_networks_counts_once_and_gcloud_is_needed(cloud, here):
+    cloud.set(networks=3)
+    assert "my-tpu: v5litepod-8, READY, HEALTHY, 2 workers" in here("status")[2]
     (cloud.bin / "gcloud").unlink()
     code, _, err = here("train")
     assert code == 2 and "needs gcloud, which is not installed here" in err
@@ -749,10 +742,10 @@ def sshd(cloud):
     cloud.server.wait()
 
 
-def check_break_and_ctrl_c(cloud: Cloud, *place: str, **environment: str) -> str:
+def check_break_and_ctrl_c(cloud: Cloud, steps: int, *place: str, **environment: str) -> str:
     """A run whose connections break, to its end; then one that Ctrl-C stops. Returns the first one's standard error."""
     data = "/my data/it's"
-    arguments = train("--run", "one", *place, args="steps=300 pause=0.05 burst=1", words=(f"DATA={data}",))
+    arguments = train("--run", "one", *place, args=f"steps={steps} pause=0.05 burst=1", words=(f"DATA={data}",))
     process = cloud.start(*arguments, **environment)
     wait_for(lambda: all(cloud.starts()), 120)
     cloud.wait_followed()
@@ -764,7 +757,7 @@ def check_break_and_ctrl_c(cloud: Cloud, *place: str, **environment: str) -> str
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert out == cloud.log(0) and cloud.starts() == [1, 1] and out.count("line 0") == 20000
-    assert out.startswith(f"start one at 0 with {data!r} and None\n") and out.endswith("step 300\nend\n")
+    assert out.startswith(f"start one at 0 with {data!r} and None\n") and out.endswith(f"step {steps}\nend\n")
     process = cloud.start(*train("--run", "two", *place, args=FOREVER), **environment)
     wait_for(lambda: cloud.starts() == [2, 2], 120)
     assert process.stdout.readline()
@@ -780,7 +773,7 @@ def test_ssh_hosts_over_a_real_sshd(cloud, sshd):
     assert result.returncode == 2 and "Host key verification failed" in result.stderr, result.stderr
     assert re.search(r"\(host[01]\) is unknown to ssh", result.stderr)
     os.replace(sshd / "known", sshd / "known_hosts")
-    err = check_break_and_ctrl_c(cloud, *place)
+    err = check_break_and_ctrl_c(cloud, 40, *place)
     assert "connection broke" in err and "connected again" in err and "scp -r host0:/shared/one runs/" in err
     assert cloud.calls() == []
 
@@ -843,7 +836,7 @@ def test_the_real_gcloud_over_a_local_api_and_a_real_sshd(cloud, sshd, tmp_path,
     }
     ports = (f"--gcloud-flag=--ssh-flag=-p{cloud.port}", f"--gcloud-flag=--scp-flag=-P{cloud.port}")
     place = ("--project", "mine", *ports)
-    check_break_and_ctrl_c(cloud, *place, **environment)
+    check_break_and_ctrl_c(cloud, 300, *place, **environment)
     # Each worker's key was kept when it was seen first, by the name of the worker.
     known = (sshd / ".ssh/google_compute_known_hosts").read_text()
     assert "tpu.77-0" in known and "tpu.77-1" in known
