@@ -199,6 +199,10 @@ def test_folders_that_cannot_be_opened_are_explained(folder, tmp_path):
             text = open_text(path, "train")
             text.tokenizer  # noqa: B018
 
+    SyntheticText("valid", "bert", 64, rows=5).tokenizer.save_pretrained(folder / "tokenizer")
+    refused(r"tokenizer has \d+ tokens, and the text was prepared with \d+")
+    shutil.rmtree(folder / "tokenizer")
+    refused("has no tokenizer that transformers can read")
     path = folder / "train.rows.npy"
     before = path.read_bytes()
     path.write_bytes(before[:-3])
@@ -226,13 +230,3 @@ def test_folders_that_cannot_be_opened_are_explained(folder, tmp_path):
     refused("there is no folder .*nowhere", tmp_path / "nowhere")
     (tmp_path / "file").write_text("a")
     refused("file is a file", tmp_path / "file")
-
-
-def test_a_tokenizer_that_does_not_belong_to_the_rows_is_explained(folder):
-    SyntheticText("valid", "bert", 64, rows=5).tokenizer.save_pretrained(folder / "tokenizer")
-    text = open_text(folder, "train")
-    with pytest.raises(InputError, match=r"tokenizer has \d+ tokens, and the text was prepared with \d+"):
-        text.tokenizer  # noqa: B018
-    shutil.rmtree(folder / "tokenizer")
-    with pytest.raises(InputError, match="has no tokenizer that transformers can read"):
-        text.__class__(folder, "train").tokenizer  # noqa: B018
