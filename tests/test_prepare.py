@@ -183,7 +183,6 @@ def test_an_interrupted_preparation_resumes(tmp_path, monkeypatch, capsys, made,
 KILLED = """
 import importlib, json, os, signal, sys
 import numpy as np
-import transformers  # once for all
 write = np.savez
 def prepare(name, size, value, text, out, flags, killed):
     calls = 0
@@ -200,7 +199,10 @@ def prepare(name, size, value, text, out, flags, killed):
     module = importlib.import_module(name)
     setattr(module, size, value)
     module.prepare(text, out, **flags)
-for task in json.loads(sys.argv[1]):
+tasks = json.loads(sys.argv[1])
+for name, *_ in tasks:  # once for all, with transformers
+    importlib.import_module(name)
+for task in tasks:
     child = os.fork()
     if child == 0:
         prepare(*task)
