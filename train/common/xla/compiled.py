@@ -170,7 +170,7 @@ class CompiledStep:
 
     def _run(self, args: Sequence[Any], trace: replay.Trace | None = None) -> Any:
         """Runs the step's Python, which makes the graph."""
-        fallbacks = _fallback_counts()
+        fallbacks = fallback_counts()
         torch_xla._XLAC._set_allow_execution(not self._strict)
         try:
             with trace or contextlib.nullcontext():
@@ -187,7 +187,7 @@ class CompiledStep:
             self._check_fallbacks(fallbacks)
 
     def _check_fallbacks(self, before: dict[str, int]) -> None:
-        names = sorted(name for name, count in _fallback_counts().items() if count > before.get(name, 0))
+        names = sorted(name for name, count in fallback_counts().items() if count > before.get(name, 0))
         names = [name for name in names if self._strict or name not in self._report.fallbacks]
         if names:
             self._report.fallbacks.extend(names)
@@ -234,9 +234,9 @@ class CompiledStep:
             self._recompiled(f"{message}; it was not in the {calls.count - 1} calls before")
 
 
-def _fallback_counts() -> dict[str, int]:
-    """Returns how often each operation has run on the host, without .item(), which is a read."""
-    names = [name for name in met.counter_names() if name.startswith("aten::") and name != "aten::_local_scalar_dense"]
+def fallback_counts() -> dict[str, int]:
+    """Returns how often each operation has run on the host, torchvision's too, without .item(), which is a read."""
+    names = [name for name in met.executed_fallback_ops() if name != "aten::_local_scalar_dense"]
     return {name: met.counter_value(name) for name in names}
 
 
