@@ -112,7 +112,7 @@ def test_autocast_decides_the_type_of_matrix_products(mesh, precision, kind):
     assert model.weight.dtype == torch.float32
 
 
-def test_to_device_keeps_parameter_objects_and_ties(mesh):
+def test_to_device_keeps_parameter_objects_and_ties_and_annotates_all_as_replicated(mesh):
     model, optimizer, _, _ = make(sgd)
     before = list(model.parameters())
     assert device.to_device(model, mesh) is model
@@ -122,11 +122,8 @@ def test_to_device_keeps_parameter_objects_and_ties(mesh):
         assert new is old is held
     plain = Tied().to(mesh.device)  # the trap; if this fails, torch_xla has fixed it
     assert plain.head.weight is not plain.embedding.weight
-
-
-def test_moved_tensors_are_annotated_as_replicated(mesh):
-    model = device.to_device(nn.BatchNorm1d(4), mesh)
-    assert {sharding(tensor) for tensor in [*model.parameters(), *model.buffers()]} == {"{replicated}"}
+    moved = device.to_device(nn.BatchNorm1d(4), mesh)
+    assert {sharding(tensor) for tensor in [*moved.parameters(), *moved.buffers()]} == {"{replicated}"}
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
@@ -340,12 +337,8 @@ def test_a_number_is_compared_over_hosts(mesh, monkeypatch, numbers, devices):
     refused = pytest.raises(InputError, match=f"disagree about the step: from {low} to {high}; .* the same files")
     with refused if low < high else nullcontext():
         device.same_on_all_hosts(hosts, "the step", numbers[0])
-
-
-def test_one_host_compares_nothing(mesh):
     reads = device.host_reads()
-    assert device.over_hosts(mesh, 2**60) == (2**60,) * 3
-    device.same_on_all_hosts(mesh, "the step", 300)
+    assert device.over_hosts(mesh, 2**60) == (2**60,) * 3, "one host compares nothing"
     assert device.host_reads() == reads
 
 

@@ -13,10 +13,11 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from trials import TRIALS
 
+from bench import dlrm_torchrec
 from data import criteo
 from errors import InputError
 from train import dlrm
-from train.common import checkpoint, device, embedding, files, loading
+from train.common import checkpoint, device, embedding, loading
 from train.common.embedding import tables
 
 pytestmark = pytest.mark.xdist_group("dlrm")
@@ -60,51 +61,17 @@ def test_terminated_with_its_worker_it_goes_on_on_other_devices_and_with_another
     assert auc == pytest.approx(metrics["auc"], abs=5e-3)
 
 
-def test_remote_run_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(dlrm, "SYNTHETIC_TRAIN", 4096)
-    config = replace(LEARNS, runs="memory://zoo", name="clicks")
-    metrics = dlrm.main(config)
-    assert dlrm.main(config) == metrics
-    table, _ = files.load_weights("memory://zoo/clicks/export/tables/C8.safetensors")
-    assert table[dlrm.TABLE_KEY.format("C8")].shape == (30_000, config.dim)
-
-
 # ---- torchrec is the oracle ----
-
-
-def jagged(batch: dict[str, np.ndarray], dataset):
-    """A batch of ours as torchrec's KeyedJaggedTensor."""
-    from torchrec import KeyedJaggedTensor
-
-    values, lengths, first = [], [], 0
-    for lookups in dataset.lookups:
-        ids, present = (batch[name][:, first : first + lookups] for name in ("ids", "present"))
-        values.append(torch.from_numpy(ids[present > 0].astype(np.int64)))
-        lengths.append(torch.from_numpy((present > 0).sum(1)))
-        first += lookups
-    return KeyedJaggedTensor(list(dataset.features), torch.cat(values), lengths=torch.cat(lengths))
-
-
-def torchrecs_model(config, dataset):
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-    from torchrec.models.dlrm import DLRM, DLRM_DCN
-
-    configs = [
-        EmbeddingBagConfig(name=f"t_{name}", embedding_dim=config.dim, num_embeddings=rows, feature_names=[name])
-        for name, rows in zip(dataset.features, dataset.table_rows, strict=True)
-    ]
-    sizes = (EmbeddingBagCollection(tables=configs), dataset.num_dense, list(config.bottom), list(config.top))
-    return DLRM(*sizes) if config.interaction == "dot" else DLRM_DCN(*sizes, *config.cross)
 
 
 def test_torchrec_loads_the_export_and_gives_the_same_auc(trained):
     path, metrics, config = trained
     dataset = dlrm.open_data(config).eval
-    theirs = torchrecs_model(config, dataset)
+    theirs = dlrm_torchrec.build(config, dataset)
     theirs.load_state_dict(exported(path))
     batch = dataset.batch(np.arange(len(dataset)))
     with torch.no_grad():
-        logits = theirs(torch.from_numpy(batch["dense"]), jagged(batch, dataset)).squeeze(1).numpy()
+        logits = theirs(torch.from_numpy(batch["dense"]), dlrm_torchrec.keyed(batch, dataset)).squeeze(1).numpy()
     assert criteo.click_metrics(logits, batch["label"]) == pytest.approx(metrics, rel=1e-5)
 
 
@@ -125,24 +92,21 @@ def test_ten_steps_give_torchrecs_losses(mesh, tmp_path, monkeypatch, interactio
     with checkpoint.Checkpointer(str(tmp_path), tables=embedding.TableStorage(embeddings)) as checkpoints:
         checkpoints.save(1, model, own_optimizer)
     dlrm.export(f"{tmp_path}/export", state, data, config, checkpoints.folder(1))
-    theirs = torchrecs_model(config, dataset)
+    theirs = dlrm_torchrec.build(config, dataset)
     theirs.load_state_dict(exported(tmp_path))
-    parameters = theirs.parameters()
-    if optimizer == "sgd":
-        their_optimizer = torch.optim.SGD(parameters, config.lr)
-    else:
-        their_optimizer = torch.optim.Adagrad(parameters, config.lr, eps=dlrm.ADAGRAD_EPS)
+    their_optimizers = dlrm_torchrec.optimizers(theirs, config)
     step = device.compiled(dlrm.train_step, mesh)
     ours, expected = [], []
     with loading.parallel_loader(dataset, 128, mesh, train=True, stop=10, shuffle="batches") as loader:
         for batch in loader:
             on_host = {name: value.cpu().numpy() for name, value in batch.items()}
             ours.append(step(state, batch, config, mesh)["loss"].item())
-            logits = theirs(torch.from_numpy(on_host["dense"]), jagged(on_host, dataset)).squeeze(1)
+            logits = theirs(torch.from_numpy(on_host["dense"]), dlrm_torchrec.keyed(on_host, dataset)).squeeze(1)
             loss = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(on_host["label"]))
-            their_optimizer.zero_grad()
+            theirs.zero_grad()
             loss.backward()
-            their_optimizer.step()
+            for their_optimizer in their_optimizers:
+                their_optimizer.step()
             expected.append(loss.item())
     assert abs(expected[0] - expected[-1]) > 0.01  # it does train
     assert ours == pytest.approx(expected, rel=2e-5)  # float32, sums in another order, over ten updates
@@ -178,21 +142,17 @@ def test_evaluation_has_every_example_once_whatever_the_batch(mesh, monkeypatch)
         monkeypatch.setattr(dlrm, "EVAL_BATCH", batch)
         step = device.compiled(dlrm.eval_step, mesh)
         results.append(dlrm.evaluate(step, state, dataset, config, mesh))
-    assert results[1] == pytest.approx(results[0], rel=1e-6)
-    assert results[2] == pytest.approx(results[0], rel=1e-6)
+    assert results[1:] == [pytest.approx(results[0], rel=1e-6)] * 2
     assert state.embeddings._pending == []
 
 
 def test_the_schedule_reaches_tables_and_network(tmp_path, monkeypatch):
     monkeypatch.setattr(dlrm, "SYNTHETIC_TRAIN", 1024)
-    weights = []
-    for name, lr, warmup in (("still", 0.0, 0), ("slow", 0.02, 10**9), ("fast", 0.02, 0)):
+    for name, lr, warmup in (("still", 0.0, 0), ("slow", 0.02, 10**9)):  # that 0.02 moves them shows in all others
         dlrm.main(replace(LEARNS, lr=lr, warmup_steps=warmup, runs=str(tmp_path), name=name))
-        weights.append(exported(tmp_path / name))
-    still, slow, fast = weights
+    still, slow = exported(tmp_path / "still"), exported(tmp_path / "slow")
     for name in still:
         torch.testing.assert_close(slow[name], still[name], rtol=0, atol=1e-6)
-        assert (fast[name] - still[name]).abs().max() > 0.01, name
 
 
 def test_torchrecs_arrays_train_with_tables_of_the_given_rows(tmp_path):
@@ -204,10 +164,7 @@ def test_torchrecs_arrays_train_with_tables_of_the_given_rows(tmp_path):
     config = replace(LEARNS, data=str(tmp_path), hash_rows=100, batch_size=64, runs=str(tmp_path / "runs"), name="run")
     assert dlrm.open_data(config).train.table_rows == (100,) * 26
     dlrm.main(config)
-    assert (
-        exported(tmp_path / "runs/run")[dlrm.TABLE_KEY.format(dlrm.open_data(config).train.features[25])].shape[0]
-        == 100
-    )
+    assert exported(tmp_path / "runs/run")[dlrm.TABLE_KEY.format("C26")].shape[0] == 100
 
 
 def test_learning_rate_warms_up_linearly_and_stays():

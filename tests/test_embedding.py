@@ -30,7 +30,6 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 from checkpoints import damage, flip, names
 from helpers import equal
@@ -311,10 +310,12 @@ def test_arrays_of_one_size_can_live_at_the_same_time(mesh):
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_training_equals_torch_on_other_numbers_of_devices(other_devices, devices):
+def test_training_and_initial_weights_equal_the_references_on_other_numbers_of_devices(other_devices, devices):
     for name, result in other_devices[devices]["parity"].items():
         assert_parity(result)
         assert devices > 1 or set(result["plans"]) == {"data"}, name
+    expected = [zlib.crc32(expected_initial(0, t, table.rows, DIM).tobytes()) for t, table in enumerate(TABLES)]
+    assert other_devices[devices]["initial"] == {plan: expected for plan in (*CUT, "mixed")}
 
 
 def test_the_row_wise_reference_is_fbgemm():
@@ -397,9 +398,6 @@ def test_tables_and_dropout_have_one_hash():
     expected = torch.from_numpy(hash32(numbers.view(np.uint32)).view(np.int32))
     for copy in (hashing, models.hashing):
         assert torch.equal(copy.hash32(torch.from_numpy(numbers)), expected)
-        for bits in (1, 8, 15, 16, 31):
-            shifted = torch.from_numpy((numbers.view(np.uint32) >> np.uint32(bits)).view(np.int32))
-            assert torch.equal(copy.shift_right(torch.from_numpy(numbers), bits), shifted)
 
 
 def expected_initial(seed: int, number: int, rows: int, dim: int) -> np.ndarray:
@@ -416,56 +414,6 @@ def test_initial_weights_depend_on_the_seed_alone(mesh, plan, model_devices):
         for number, table in enumerate(TABLES):
             expected = expected_initial(seed, number, table.rows, DIM)
             assert np.array_equal(weights[table.name, "weight"].numpy(), expected), table.name
-
-
-@pytest.mark.parametrize("devices", [1, 8])
-def test_initial_weights_do_not_depend_on_the_devices(other_devices, devices):
-    expected = [zlib.crc32(expected_initial(0, t, table.rows, DIM).tobytes()) for t, table in enumerate(TABLES)]
-    assert other_devices[devices]["initial"] == {plan: expected for plan in (*CUT, "mixed")}
-
-
-def test_initial_weights_are_uniform_and_uncorrelated():
-    """Bounds are five standard deviations of the statistic, for independent uniform numbers."""
-    rows, dim = 8000, 32
-    numbers = itertools.product((0, 1), repeat=2)  # seed, table
-    drawn = [expected_initial(seed, table, rows, dim).astype(float) * rows**0.5 for seed, table in numbers]
-    for x in drawn:
-        assert x.min() >= -1 and x.max() < 1 and x.min() < -0.9999 and x.max() > 0.9999
-        assert abs(x.mean()) < 5 * (1 / 3) ** 0.5 / x.size**0.5
-        assert abs(x.var() - 1 / 3) < 5 * (4 / 45) ** 0.5 / x.size**0.5
-        bins = np.histogram(x, 64, (-1, 1))[0]
-        assert abs(bins - x.size / 64).max() < 5 * (x.size / 64) ** 0.5
-        columns = np.corrcoef(x.T) - np.eye(dim)
-        assert abs(columns).max() < 5 / rows**0.5
-        for distance in (1, 2, rows // 4):  # rows: neighbours, and those of the next device
-            assert abs(np.corrcoef(x[distance:].ravel(), x[:-distance].ravel())[0, 1]) < 5 / x.size**0.5
-        assert len(np.unique(x, axis=0)) == rows
-    for one, other in itertools.combinations(drawn, 2):
-        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 5 / one.size**0.5
-
-
-def transferred() -> float:
-    """Bytes that have gone to the devices so far."""
-    data = met.metric_data("OutboundData")
-    return data[1] if data else 0.0
-
-
-def test_tables_never_pass_through_the_host(mesh):
-    tables = [Table("one", 30_000), Table("other", 20_000)]
-    table_bytes = 4 * DIM * 20_000
-    reads, before = device.host_reads(), transferred()
-    embeddings = make(mesh, "row", "adagrad", tables=tables)
-    xm.wait_device_ops()
-    assert device.host_reads() == reads
-    small = transferred() - before
-    assert small < table_bytes / 100
-    # The count would show it.
-    put(mesh, {"table": torch.zeros(20_000, DIM)})
-    assert transferred() - before - small >= table_bytes
-    step = device.compiled(train_step, mesh)
-    for number in range(2):
-        step(embeddings, put(mesh, host_batch(number, tables)))
-    assert device.host_reads() == reads
 
 
 # ---- the compiled module ---------------------------------------------------------------------------------------------
@@ -761,11 +709,6 @@ def test_one_table_can_be_taken_out_of_a_checkpoint(mesh, place):
         assert torch.equal(storage.read_table(folder, table.name), expected[table.name, "weight"])
     with pytest.raises(KeyError, match="has no table 'use'"):
         storage.read_table(folder, "use")
-    head = lambda content: 8 + int.from_bytes(content[:8], "little")  # noqa: E731
-    damage(place, 5, "tables-00000.safetensors", lambda content: flip(content, head(content) + 500))
-    with pytest.raises(ValueError, match="does not match its checksum"):
-        for table in TABLES:
-            storage.read_table(folder, table.name)
 
 
 PIECES, MARK = "tables-00000.safetensors", "tables-00000.json"
@@ -946,14 +889,6 @@ def test_whole_tables_are_balanced_by_lookups_as_well_as_rows():
     # By rows alone, the last three would be together: 30 of 40 lookups.
     plan = automatic([40_000, 20_000, 10_000, 10_000], devices=2, lookups=[10] * 4)
     assert sorted(plan.owners) == [0, 0, 1, 1]
-
-
-def test_a_given_plan_is_kept_and_one_device_shares_nothing():
-    tables = [Table(f"{rows} {plan}", rows, plan=plan) for rows, plan in itertools.product([9, 10**7], emb.PLANS)]
-    tables.append(Table("auto", 10))
-    assert emb.place_tables(tables, 64, 4, SGD(), UNLIMITED).plans == (*emb.PLANS * 2, "data")
-    assert emb.place_tables(tables, 64, 1, SGD(), UNLIMITED).plans == ("data",) * 9
-    assert automatic([10, 100_000, 10_000_000], devices=1).plans == ("data",) * 3
 
 
 def test_tables_are_cut_when_whole_ones_do_not_fit():

@@ -33,7 +33,7 @@ from checkpoints import damage, flip
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers import records, summary
 
-from data import batching, criteo, text, wmt
+from data import batching, text, wmt
 from data import glue as glue_data
 from errors import InputError
 from train import dlrm, glue, pretrain, resnet50, transformer, translate
@@ -599,14 +599,6 @@ def test_glue_metrics_that_the_host_computes_are_of_all_hosts(task, count, tmp_p
     assert len(metrics) == count and all(value not in (0.0, 1.0) for value in metrics.values()), metrics
 
 
-def test_the_auc_of_dlrm_is_that_of_its_examples_without_the_padding(trained, monkeypatch):
-    clicks(monkeypatch, SCRIPTS["dlrm"].sizes)
-    evaluation = dlrm.open_data(DLRM).eval
-    examples = evaluation.batch(np.arange(len(evaluation)))
-    logits = torch.from_numpy(examples["dense"]).sum(1).numpy()
-    assert trained("dlrm").outcomes[0] == criteo.click_metrics(logits, examples["label"])
-
-
 class Answer(torch.nn.Module):
     """Stands for a model."""
 
@@ -668,15 +660,6 @@ def test_the_main_process_alone_writes(trained, name):
     assert os.listdir(f"{run_folder(pod)}/export")
 
 
-def test_a_checkpoint_of_sharded_tables_has_the_pieces_of_all_hosts(trained):
-    folder = run_folder(trained("dlrm"))
-    for step in os.listdir(f"{folder}/checkpoints"):
-        pieces = [name for name in os.listdir(f"{folder}/checkpoints/{step}") if name.endswith(".safetensors")]
-        assert sorted(pieces) == ["state.safetensors", *(f"tables-{host:05d}.safetensors" for host in range(HOSTS))]
-    exported = files.load_weights(f"{folder}/export/tables/C4.safetensors")[0]
-    assert torch.equal(next(iter(exported.values())), table_rows("C4", 0, 400))
-
-
 def test_a_damaged_piece_of_one_host_makes_all_hosts_take_the_checkpoint_before(trained, tmp_path):
     stopped = train("dlrm", 2, tmp_path, {0: 5, 1: 5}).stopped()
     damage(f"{run_folder(stopped)}/checkpoints", 5, "tables-00001.safetensors", lambda content: flip(content, -1))
@@ -701,6 +684,10 @@ def test_the_main_process_alone_writes_to_a_bucket(monkeypatch, trained):
     assert {name for host, name in names if host != 0} == {"tables-00001.safetensors", "tables-00001.json"}
     assert {(0, name) for name in (*ONCE, "COMPLETE")} < names
     assert {host for host, _, _ in pod.written} <= {0, None}
+    exported = files.load_weights("memory://multi-host/run/export/tables/C4.safetensors")[0]
+    assert torch.equal(exported[dlrm.TABLE_KEY.format("C4")], table_rows("C4", 0, 400))
+    again = train("dlrm", 2, tempfile.gettempdir(), runs="memory://multi-host", name="run").succeeded()
+    assert again.outcomes == pod.outcomes and again.trained == [0, 0]
 
 
 def test_the_mean_of_checkpoints_waits_for_the_last_of_the_main_process(tmp_path):
@@ -870,11 +857,6 @@ def test_hosts_of_which_one_has_a_finished_run_of_its_own_are_refused(tmp_path, 
     if copied:
         shutil.copytree(tmp_path / "0", tmp_path / "1", ignore=shutil.ignore_patterns("summary.json"))
     train("dlrm", 2, tmp_path, **own).refused("hosts share")
-
-
-def test_a_finished_run_is_finished_on_all_hosts(tmp_path):
-    pods = [train("resnet50", 2, tmp_path, name="mine").succeeded() for _ in range(2)]
-    assert pods[1].outcomes == pods[0].outcomes and pods[1].trained == [0, 0]
 
 
 def test_a_host_that_sees_the_folder_late_waits_for_it(tmp_path, monkeypatch):

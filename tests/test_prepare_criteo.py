@@ -12,13 +12,6 @@ from data import criteo as cr
 from data.prepare import criteo as pre
 from errors import InputError
 
-
-@pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(pre, "CHUNK_BYTES", 5000)
-    monkeypatch.setattr(pre, "PIECE_BYTES", 1500)
-
-
 # Parsing
 
 
@@ -204,7 +197,9 @@ def test_counting_merges_many_chunks(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["train.txt", "train.txt.gz"])
-def test_malformed_lines_are_counted_and_the_first_is_named(tmp_path, small_chunks, capsys, name):
+def test_malformed_lines_are_counted_and_the_first_is_named(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setattr(pre, "CHUNK_BYTES", 5000)
+    monkeypatch.setattr(pre, "PIECE_BYTES", 1500)
     good = random_rows(100)
     lines = [*good[:77], row(3), *good[77:90], row(0, {0: "x"}), *good[90:]]
     data = write(tmp_path / name, lines)
