@@ -44,12 +44,6 @@ def lines(path: str, folder: Path = GOLDEN) -> list[str]:
     return (folder / path).read_text(encoding="utf-8").splitlines()
 
 
-def words(tokens: list[int]) -> str:
-    """The sentence that joint tokens, </s> last, stand for."""
-    known = symbols("joint/dict.de.txt")
-    return " ".join(known[token] for token in tokens[:-1])
-
-
 def printed(kind: str, folder: Path = GOLDEN) -> dict[int, list[str]]:
     """Lines of one kind (S, T, H, D or P) that fairseq-generate printed: sentence number -> further columns."""
     rows = [line.split("\t") for line in lines("generate.txt", folder) if line.startswith(f"{kind}-")]
@@ -79,11 +73,11 @@ def test_the_binarised_data_is_the_text(split, language):
 
 def test_fairseq_generate_prints_the_recorded_hypotheses():
     searches = {(one["beam"], one["lenpen"], one["max_len_b"]): one for one in numbers()["searches"]}
-    hypotheses, search = printed("H"), searches[4, 0.6, 10]
+    hypotheses, search, known = printed("H"), searches[4, 0.6, 10], symbols("joint/dict.de.txt")
     assert set(hypotheses) == set(range(12)), "fairseq-generate drops the last batch without the right flag"
     for index, row in zip(arrays()["search.index"].tolist(), search["sentences"], strict=True):
         score, sentence = hypotheses[index]
-        assert sentence == words(row[0]["tokens"])
+        assert sentence == " ".join(known[token] for token in row[0]["tokens"][:-1])  # without </s>
         assert float(score) == pytest.approx(row[0]["score"] / math.log(2), abs=1e-4), "it prints base 2"
         assert printed("T")[index] == [lines("text/test.de")[index]]
     assert bleu() > 75, "they are translations"

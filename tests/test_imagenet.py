@@ -38,17 +38,17 @@ def generator(epoch: int, index: int) -> np.random.Generator:
 @pytest.fixture
 def tree(tmp_path) -> Path:
     """Two classes, three pictures each for training and two each for evaluation."""
-    for label, name in enumerate(("cat", "dog")):
-        for number in range(3):
-            save(tmp_path / "tree" / "train" / name / f"{number}.jpg", picture(60, 80, 10 * label + number))
-        for number in range(2):
-            save(tmp_path / "tree" / "val" / name / f"{number}.jpg", picture(60, 80, 50 + 10 * label + number))
+    for split, count, seed in (("train", 3, 0), ("val", 2, 50)):
+        for label, name in enumerate(("cat", "dog")):
+            for number in range(count):
+                image = picture(60, 80, seed + 10 * label + number)
+                save(tmp_path / "tree" / split / name / f"{number}.jpg", image)
     return tmp_path / "tree"
 
 
-def encoded(mode: str, form: str, **options) -> bytes:
+def encoded(mode: str, form: str, image: Image.Image | None = None, **options) -> bytes:
     file = io.BytesIO()
-    picture(33, 47).convert(mode).save(file, form, **options)
+    (image or picture(33, 47)).convert(mode).save(file, form, **options)
     return file.getvalue()
 
 
@@ -56,9 +56,8 @@ def encoded(mode: str, form: str, **options) -> bytes:
 
 
 def with_alpha() -> bytes:
-    alpha, file = np.random.default_rng(0).integers(0, 256, (33, 47, 1), dtype=np.uint8), io.BytesIO()
-    Image.fromarray(np.concatenate([np.asarray(picture(33, 47)), alpha], -1)).save(file, "PNG")
-    return file.getvalue()
+    alpha = np.random.default_rng(0).integers(0, 256, (33, 47, 1), dtype=np.uint8)
+    return encoded("RGBA", "PNG", Image.fromarray(np.concatenate([np.asarray(picture(33, 47)), alpha], -1)))
 
 
 def rotated() -> bytes:
@@ -228,9 +227,9 @@ def test_the_first_evaluation_folder_is_used(tree, present):
 def test_a_million_names_travel_in_few_bytes(tmp_path):
     for label in ("n01440764", "n01443537"):
         (tmp_path / "train" / label).mkdir(parents=True)
-        for number in range(1000):
-            (tmp_path / "train" / label / f"{label}_{number}.JPEG").touch()
-        (tmp_path / "train" / label / ("long" * 50 + ".jpg")).touch()  # one long name must not widen the others
+        # One long name must not widen the others.
+        for name in [f"{label}_{number}.JPEG" for number in range(1000)] + ["long" * 50 + ".jpg"]:
+            (tmp_path / "train" / label / name).touch()
     dataset = im.open_imagenet(str(tmp_path), "train", 224)
     assert len(pickle.dumps(dataset)) / len(dataset) < 40
 
@@ -380,11 +379,8 @@ def cache(tmp_path, monkeypatch):
 
 def rows(count: int, labels: list | None = None, image="image", label="label", kind=None, cut=()) -> datasets.Dataset:
     """Pictures with labels 0, 1, 0, … in a table; those of the rows `cut` are truncated."""
-    files = []
-    for number in range(count):
-        file = io.BytesIO()
-        picture(60, 80, number).save(file, "JPEG")
-        files.append({"bytes": file.getvalue()[: -100 if number in cut else None], "path": None})
+    files = [encoded("RGB", "JPEG", picture(60, 80, number)) for number in range(count)]
+    files = [{"bytes": file[:-100] if row in cut else file, "path": None} for row, file in enumerate(files)]
     labels = labels or [number % 2 for number in range(count)]
     features = datasets.Features({image: datasets.Image(), label: kind or datasets.ClassLabel(names=["cat", "dog"])})
     return datasets.Dataset.from_dict({image: files, label: labels}, features=features)
