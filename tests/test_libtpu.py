@@ -29,30 +29,24 @@ def host():
 # ---- without the library
 
 
-def test_a_library_that_is_not_there_says_what_to_do(monkeypatch, tmp_path):
+def test_the_package_is_found_or_what_to_do_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(libtpu, "INSTALLED", tmp_path / "not there")
-    monkeypatch.setattr(libtpu.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with pytest.raises(InputError, match=r"`make compile` installs it"):
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"`make compile` installs it"):
+        patch.setattr(libtpu.importlib.util, "find_spec", lambda name: None)
         libtpu.find()
-    monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
-    with pytest.raises(InputError, match=r"TPU_LIBRARY_PATH=.*libtpu.so is not a file"):
-        libtpu.find()
-
-
-def test_the_package_is_found(monkeypatch, tmp_path):
     information = tmp_path / "libtpu-9.8.7.dist-info"
-    for folder, files in ((tmp_path / "libtpu", ("__init__.py", "libtpu.so")), (information, ("METADATA",))):
-        folder.mkdir()
-        for file in files:
-            (folder / file).touch()
+    for file in (tmp_path / "libtpu/__init__.py", tmp_path / "libtpu/libtpu.so", information / "METADATA"):
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: libtpu\nVersion: 9.8.7\n")
-    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    monkeypatch.setattr(libtpu, "INSTALLED", tmp_path / "not there")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "libtpu", raising=False)
     assert libtpu.find() == tmp_path / "libtpu/libtpu.so"
     assert libtpu.version() == "9.8.7"
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
+    with pytest.raises(InputError, match=r"TPU_LIBRARY_PATH=.*libtpu.so is not a file"):
+        libtpu.find()
 
 
 @pytest.mark.parametrize("name", ["v5e", "v5e:0x0", "v5e:3x5", "v9:2x2", "v5litepod-8", ""])

@@ -110,7 +110,7 @@ def test_every_synthetic_word_follows_from_the_one_before_and_half_of_them_have_
     continues = continues_word(text.tokenizer)[tokens] & ~ends
     words = np.count_nonzero(~continues & ~ends & ~np.isin(tokens, text.tokenizer.all_special_ids))
     assert 0.45 < np.count_nonzero(continues) / words < 0.55
-    seen, singles, follows = 0, 0, []
+    seen, follows = 0, []
     for index in range(len(text)):
         tokens, starts = text.row(index)
         ends = [*starts[1:], len(tokens)]
@@ -129,8 +129,7 @@ def test_every_synthetic_word_follows_from_the_one_before_and_half_of_them_have_
                 follows.append((topic, (numbers[0] - 1) % 12) == previous)
             previous = (topic, numbers[-1])
             seen += len(words)
-            singles += sum(name.replace("Ġ", "").replace("▁", "") == word for word in words for name in names) > 0
-    assert seen > 1000 and singles
+    assert seen > 1000
     # Sentences go on where the one before ended, but for those that begin a document.
     assert np.mean(follows) > (0.99 if text.pairs else 0.85)
 
