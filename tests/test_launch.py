@@ -30,7 +30,7 @@ import pytest
 
 from errors import InputError
 from tpu.launch import bundle as bundles
-from tpu.launch import launcher, request, watch
+from tpu.launch import hosts, launcher, request, watch
 
 ROOT = Path(__file__).parent.parent
 OURS = ("bundle", "connections", "fleet", "hosts", "launcher", "request", "watch")
@@ -776,6 +776,21 @@ def test_ssh_hosts_over_a_real_sshd(cloud, sshd):
     err = check_break_and_ctrl_c(cloud, 40, *place)
     assert "connection broke" in err and "connected again" in err and "scp -r host0:/shared/one runs/" in err
     assert cloud.calls() == []
+
+
+@pytest.mark.slow
+def test_the_real_gcloud_knows_the_arguments(tmp_path):
+    """Without an account it goes no further than reading them."""
+    if shutil.which("gcloud") is None:
+        pytest.skip("needs gcloud")
+    host = hosts.choose("my-tpu", "us-east5-b", "mine", ["--internal-ip"], "")
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CLOUDSDK_CONFIG": str(tmp_path)}
+    environment["CLOUDSDK_CORE_CHECK_GCE_METADATA"] = "false"
+    describe = [*host._command("describe", "my-tpu"), "--format=json"]
+    for command in (describe, host.ssh(0, "true"), host.scp(0, [__file__], "a")):
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert "do not currently have an active account" in result.stderr, result.stderr
+        assert "not logged in" in hosts.explain_gcloud(result.stderr, host)
 
 
 class Api(http.server.BaseHTTPRequestHandler):
