@@ -33,7 +33,6 @@ from tpu.launch import bundle as bundles
 from tpu.launch import hosts, launcher, request, watch
 
 ROOT = Path(__file__).parent.parent
-OURS = ("bundle", "connections", "fleet", "hosts", "launcher", "request", "watch")
 FAKE = Path(__file__).with_name("fake_gcloud.py")
 PYTHON = os.path.realpath(sys.executable)
 FOREVER = "steps=100000 pause=0.05"
@@ -890,13 +889,16 @@ def test_a_model_of_this_repository_is_trained_on_two_workers(cloud, tmp_path):
     assert cloud.run("train", "--run", "trial", "--", *words).returncode == 0
 
 
-@pytest.mark.parametrize("path", ["launch/worker.py", *(f"launch/{name}.py" for name in OURS), "doctor.py"])
+PROGRAMS = [*sorted((ROOT / "tpu/launch").glob("*.py")), ROOT / "tpu/doctor.py"]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
 def test_the_programs_need_no_newer_python_and_no_package(path):
     """The workers' own Python may be 3.8, this machine's 3.9; doctor runs before anything is installed."""
-    tree = ast.parse((ROOT / "tpu" / path).read_text(), feature_version=(3, 8) if "worker" in path else (3, 9))
+    tree = ast.parse(path.read_text(), feature_version=(3, 8) if path.name == "worker.py" else (3, 9))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    ours = set() if "worker" in path else {"errors", "tpu"}
+    ours = set() if path.name == "worker.py" else {"errors", "tpu"}
     assert {module.partition(".")[0] for module in modules} - ours <= {"__future__", *sys.stdlib_module_names}
 
 
