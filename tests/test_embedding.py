@@ -541,7 +541,7 @@ def on_devices(place: str) -> dict:
 
 
 OTHER_COMBINATIONS = {
-    1: [("mixed", name, 0) for name in ("rowwise_adagrad", "adagrad", "lazy_adam")],
+    1: [("mixed", name, 0) for name in UNLIKE],
     8: [
         ("row", "lazy_adam", 0),
         ("table", "rowwise_adagrad", 4),
