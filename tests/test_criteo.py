@@ -66,6 +66,14 @@ def made_days(folder: Path, sparse: np.ndarray) -> None:
         np.save(folder / f"day_{day}_labels.npy", np.ones((len(sparse), 1), np.int32))
 
 
+def test_hashes_in_int32_count_as_unsigned(tmp_path):
+    hashes = np.array([[0, 2**32 - 1], [2**31, 7]])
+    made_days(tmp_path, hashes.astype(np.uint32).view(np.int32))
+    log = cr.ClickLog(tmp_path, "eval", rows=(1000, 40_000_000))
+    assert log.table_rows == (1000, 40_000_000)
+    assert everything(log)["ids"].tolist() == (hashes % [1000, 40_000_000]).tolist()
+
+
 def multi_hot(folder: Path, highest: int = 2, save=np.savez) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     made_days(folder, np.zeros((9, 26), np.int32))
