@@ -338,9 +338,9 @@ def teacher(trained, tmp_path):
     ],
 )
 def test_values_that_are_refused(refused, trained, fairseq, rows, teacher, flags, pattern):
-    made = {"@short": "max_position_embeddings 31", "@wide": "hidden_size 96", "@flat": "num_hidden_layers 0"}
-    made = {name: setting.split() for name, setting in (made | {"@words": "vocab_size 128"}).items() if name in flags}
-    folders = {name: teacher(**{setting: int(value)}) for name, (setting, value) in made.items()}
+    settings = {"@short": {"max_position_embeddings": 31}, "@wide": {"hidden_size": 96}, "@words": {"vocab_size": 128}}
+    settings |= {"@flat": {"num_hidden_layers": 0}}
+    folders = {name: teacher(**changed) for name, changed in settings.items() if name in flags}
     folders |= {"@bert": f"{trained[0]}/export", "@roberta": f"{fairseq[0]}/export", "@rows": rows}
     for name, folder in {**folders, "@text": os.path.dirname(rows)}.items():
         flags, pattern = flags.replace(name, folder), pattern.replace(name, folder)
