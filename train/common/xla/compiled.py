@@ -210,17 +210,13 @@ class CompiledStep:
             trace.run(program)
             return result
         except replay.NotRepeatable as reason:
-            self._give_up(reason, calls)
-            if not arguments.groups:
-                return result
-            # It was traced with other learning rates.
-            if not reason.can_undo:
+            if arguments.groups:  # its results are those of other learning rates
                 raise GraphError(
-                    f"{self.name} cannot be traced with a learning rate that is a Python number: {reason}; pass what "
-                    "holds them to it, or use --no-strict"
+                    f"{self.name} has a learning rate that is a Python number, and cannot be repeated: {reason}; "
+                    "change that, or use --no-strict"
                 ) from reason
-            trace.undo()
-            return self._run(args)
+            self._give_up(reason, calls)
+            return result
 
     def _give_up(self, reason: replay.NotRepeatable, calls: _Calls) -> None:
         """Lets every call be traced from now on, whatever its shapes, and says why."""

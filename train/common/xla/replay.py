@@ -31,11 +31,7 @@ def fix(tensors: list[Tensor]) -> None:
 
 
 class NotRepeatable(Exception):
-    """Why a step must be traced in every call, and whether `Trace.undo` can take back all that it changed."""
-
-    def __init__(self, reason: str, can_undo: bool = True):
-        super().__init__(reason)
-        self.can_undo = can_undo
+    """Why a step must be traced in every call."""
 
 
 class _Identity:
@@ -66,7 +62,6 @@ class Arguments:
         self.tensors: list[Tensor] = []
         self.facts: list[Any] = [torch.is_grad_enabled()]  # all else that the trace may depend on
         self.groups: list[dict] = []  # the optimizers' groups whose learning rate is a Python number
-        self.optimizers: list[torch.optim.Optimizer] = []
         self._places: dict[int, int] = {}
         self._walk(args)
 
@@ -108,7 +103,6 @@ class Arguments:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self.facts.append(_Identity(optimizer))
-        self.optimizers.append(optimizer)
         for group in optimizer.param_groups:
             for key, value in group.items():
                 if key == "lr" and isinstance(value, float):
@@ -205,7 +199,8 @@ class Trace:
     """One call of a step, traced but not run: `with Trace(arguments, 0) as trace: result = step_fn(*args)`.
 
     A learning rate that is a Python number becomes an input of the program, since it changes from step to step: the
-    step is traced with numbers that occur nowhere else, others for another `again`.
+    step is traced with numbers that occur nowhere else, others for another `again`. (A rate that equals another number
+    of the step would share its input, which makes another graph.)
     """
 
     def __init__(self, arguments: Arguments, again: int):
@@ -219,14 +214,9 @@ class Trace:
         # What `.to(device)` has left on the host is uploaded now, and so has a handle.
         _XLAC._xla_sync_multi(on_device, devices=[], wait=False, sync_xla_data=True)
         self._handle = dict(zip(self._on_device, _XLAC._get_tensors_handle(on_device), strict=True))
-        if groups:  # for `undo`
-            data = _XLAC._get_tensors_xla_device_data_node(on_device)[1]
-            self._before = dict(zip(_XLAC._get_tensors_handle(data), data, strict=True))
         self._old_ids = _ids(on_device)
         self._newest = _XLAC._xla_get_tensor_id(torch.zeros((), device=torch_xla.device()))
         self._seed = _XLAC._xla_get_rng_seed()
-        self._gradients = [tensor.grad if tensor.requires_grad else None for tensor in tensors]
-        self._states = [{p: dict(state) for p, state in o.state.items()} for o in self.arguments.optimizers]
         self._rates = [group["lr"] for group in groups]
         self._probes = [0.6180339 + 0.0113 * (self.again % 7) + 0.1307 * number for number in range(len(groups))]
         for group, probe in zip(groups, self._probes, strict=True):
@@ -236,20 +226,6 @@ class Trace:
     def __exit__(self, *_) -> None:
         for group, rate in zip(self.arguments.groups, self._rates, strict=True):
             group["lr"] = rate
-
-    def undo(self) -> None:
-        """Gives tensors, gradients and the optimizers' state back what they were before the trace."""
-        tensors, changed = self.arguments.tensors, self._changed()
-        _put([tensors[place] for place in changed], [self._before[self._handle[place]] for place in changed])
-        for place in changed:
-            _XLAC._set_buffer_donation(tensors[place], False)
-        xm.set_rng_state(self._seed)
-        for tensor, gradient in zip(tensors, self._gradients, strict=True):
-            if tensor.requires_grad:
-                tensor.grad = gradient
-        for optimizer, states in zip(self.arguments.optimizers, self._states, strict=True):
-            optimizer.state.clear()
-            optimizer.state.update(states)
 
     def program(self, args: Any, result: Any) -> Program:
         """Returns the program of the trace, compiled (if it is not yet).
@@ -326,7 +302,7 @@ class Trace:
             others = sum(_XLAC._check_device_tensor_need_materialization(device)) - known
         if others:
             others = f"{others} tensors that are neither among its arguments nor among its results"
-            raise NotRepeatable(f"it changes or keeps {others}", can_undo=False)
+            raise NotRepeatable(f"it changes or keeps {others}")
 
     def _inputs(self, numbers: list[int], values: list[Tensor], updated: list[int]) -> list[Any]:
         """Returns what each input of the program is: a place, the seed, or the tensor of a constant."""
