@@ -15,6 +15,7 @@ from torch import Tensor
 from torchvision import ops
 
 from train.common import device
+from train.common.xla import backend as xla
 from train.common.xla.compiled import fallback_counts
 
 PAGE = Path(__file__).parent.parent / "docs/operations.md"
@@ -195,7 +196,7 @@ def run(code: str, place: torch.device) -> tuple[list[Tensor], str]:
     used = compile(code, code, "eval").co_names
     inputs = {name: value.clone().to(place) for name, value in INPUTS.items() if name in used}
     reals = [value.requires_grad_() for value in inputs.values() if value.is_floating_point()]
-    before, reads, forward = fallback_counts(), device.host_reads(), ""
+    before, reads, forward = fallback_counts(), xla.host_reads(), ""
     try:
         results = eval(code, globals(), inputs)
         results = [results] if isinstance(results, Tensor) else [*results]
@@ -206,7 +207,7 @@ def run(code: str, place: torch.device) -> tuple[list[Tensor], str]:
     except RuntimeError:
         return [], REFUSES
     gradients = [real.grad.to_dense() if real.grad.is_sparse else real.grad for real in reals if real.grad is not None]
-    backward = BACKWARD if fallback_counts() != before else READS if device.host_reads() != reads else LOWERED
+    backward = BACKWARD if fallback_counts() != before else READS if xla.host_reads() != reads else LOWERED
     return [result.detach() for result in results] + gradients, forward or backward
 
 

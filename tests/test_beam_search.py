@@ -16,6 +16,7 @@ from models.beam_search import CHUNK, search, top_k
 from models.layers import MASKED
 from models.transformer import EOS, PAD, Architecture, Transformer
 from train.common import device
+from train.common.xla import backend as xla
 from train.common.xla.while_loop import WhileLoop
 
 SEARCHES = json.loads((GOLDEN / "numbers.json").read_text())["searches"]
@@ -139,7 +140,7 @@ def test_one_compilation_serves_any_batch_of_a_shape_and_the_loop_ends_with_the_
         counted = Counted(trained)
         expected, expected_scores = search(trained, source, limits(source, 29), 4, 30, 1.0, counted)
         got = step(source.to(mesh.device), limits(source, 29).to(mesh.device))
-        compilations.append(device.compilations())
+        compilations.append(xla.compilations())
         rounds.append(int(got["time"].cpu()))
         assert rounds[-1] == counted.rounds
         assert torch.equal(got["tokens"].cpu(), expected)

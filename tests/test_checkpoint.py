@@ -24,6 +24,7 @@ from train.common import checkpoint, device, files, folders
 from train.common.averaging import average
 from train.common.checkpoint import Checkpointer
 from train.common.files import load_weights, save_weights
+from train.common.xla import backend as xla
 
 
 class Model(nn.Module):
@@ -153,11 +154,11 @@ def test_everything_comes_back_bit_for_bit_and_nothing_is_compiled_again(mesh, p
     run(mesh, step_fn, model, made, 1, 3)
     saved = snapshot(model, made)
     torch_xla.sync()
-    reads, graphs = device.host_reads(), device.compilations()
+    reads, graphs = xla.host_reads(), xla.compilations()
     with Checkpointer(place) as checkpoints:
         checkpoints.save(3, model, made)
     torch_xla.sync()
-    assert (device.host_reads(), device.compilations()) == (reads + 1, graphs), "saving is one transfer"
+    assert (xla.host_reads(), xla.compilations()) == (reads + 1, graphs), "saving is one transfer"
     expected = run(mesh, step_fn, model, made, 4, 6)
     after = snapshot(model, made)
     assert not equal(saved, after)
@@ -169,9 +170,9 @@ def test_everything_comes_back_bit_for_bit_and_nothing_is_compiled_again(mesh, p
         assert equal(snapshot(other_model, other), saved)
         assert other_model.head.weight is other_model.embedding.weight
         torch_xla.sync()
-        graphs = device.compilations()
+        graphs = xla.compilations()
         assert run(mesh, step_fn, other_model, other, 4, 6) == expected  # strict: the step is not compiled again
-        assert device.compilations() == graphs
+        assert xla.compilations() == graphs
         assert equal(snapshot(other_model, other), after)
 
 

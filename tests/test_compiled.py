@@ -9,6 +9,7 @@ import torch_xla
 from torch import nn
 
 from train.common import device
+from train.common.xla import backend as xla
 from train.common.xla.compiled import CompiledStep, GraphError, GraphReport, State, compilations
 
 WIDTHS = itertools.count(3)  # each makes graphs that no other test has compiled
@@ -272,8 +273,8 @@ def test_operations_outside_of_the_step_with_one_shape_are_fine():
 
 
 def test_the_report_of_the_process_is_reached_through_device(mesh):
-    device.reset_graph_report()
+    xla.reset_graph_report()
     step = device.compiled(lambda x: x * 4.3, mesh, 3)
     step(ones(3))
     assert isinstance(step, CompiledStep) and device.graph_report()["traced"] == 1
-    assert device.GraphError is GraphError and device.compilations is compilations
+    assert device.GraphError is GraphError and xla.compilations is compilations

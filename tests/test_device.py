@@ -18,12 +18,13 @@ from torch import nn
 from errors import InputError
 from train.common import device
 from train.common.accumulate import gradient_buffers
+from train.common.xla import backend as xla
 
 
 @pytest.fixture(autouse=True)
 def fresh_report():
     torch_xla.sync()
-    device.reset_graph_report()
+    xla.reset_graph_report()
 
 
 class Tied(nn.Module):
@@ -141,11 +142,11 @@ def test_state_of_a_real_step_one_compilation_and_the_losses_of_eager_pytorch(me
         assert all(not value.cpu().any() for value in ours.values())
     step = device.compiled(train_step, mesh)
     torch_xla.sync()
-    reads, graphs = device.host_reads(), device.compilations()
+    reads, graphs = xla.host_reads(), xla.compilations()
     found = [step(model, made, x, y) for _ in range(4)]
     # The first call may find its graph compiled by a test before; the later calls compile nothing (strict).
-    assert device.compilations() <= graphs + 1
-    assert device.host_reads() == reads, "a step read a device value back"
+    assert xla.compilations() <= graphs + 1
+    assert xla.host_reads() == reads, "a step read a device value back"
     assert device.fetch(found) == pytest.approx(losses, rel=2e-5)
     report = device.graph_report()
     assert report["recompilations"] == report["fallbacks"] == []
@@ -287,9 +288,9 @@ def test_dropout_depends_on_seed_and_step_alone(mesh):
     first = {key: draw(*key) for key in [(0, 1), (0, 2), (1, 1)]}
     torch.rand(5, device="xla").cpu()  # other draws in between
     torch.rand(5)
-    graphs = device.compilations()
+    graphs = xla.compilations()
     assert all(torch.equal(draw(*key), first[key]) for key in [(1, 1), (0, 2), (0, 1)])
-    assert device.compilations() == graphs
+    assert xla.compilations() == graphs
     masks = [tuple((mask > 0).tolist()) for both in first.values() for mask in both]
     assert len(set(masks)) == 6  # two dropouts of a step draw different masks
 
@@ -300,9 +301,9 @@ def test_dropout_depends_on_seed_and_step_alone(mesh):
 def test_fetch_is_one_transfer(mesh):
     x = torch.arange(6.0).to(mesh.device)
     values = [x.sum(), x.max(), x.mean(), x.min()]
-    reads = device.host_reads()
+    reads = xla.host_reads()
     assert device.fetch(values) == [15.0, 5.0, 2.5, 0.0]
-    assert device.host_reads() == reads + 1
+    assert xla.host_reads() == reads + 1
     assert device.fetch(iter([x[1]])) == [1.0]
 
 
@@ -315,7 +316,7 @@ def of_hosts(mesh, monkeypatch, numbers: list[int], devices: int = 1) -> device.
         rows = torch.tensor(numbers, dtype=local.dtype).repeat_interleave(devices)
         return upload(rows, target, sharding)
 
-    monkeypatch.setattr(device.xm, "send_cpu_data_to_device", of_all)
+    monkeypatch.setattr(xm, "send_cpu_data_to_device", of_all)
     return dataclasses.replace(mesh, process_count=len(numbers))
 
 
@@ -337,16 +338,16 @@ def test_a_number_is_compared_over_hosts(mesh, monkeypatch, numbers, devices):
     refused = pytest.raises(InputError, match=f"disagree about the step: from {low} to {high}; .* the same files")
     with refused if low < high else nullcontext():
         device.same_on_all_hosts(hosts, "the step", numbers[0])
-    reads = device.host_reads()
+    reads = xla.host_reads()
     assert device.over_hosts(mesh, 2**60) == (2**60,) * 3, "one host compares nothing"
-    assert device.host_reads() == reads
+    assert xla.host_reads() == reads
 
 
 def test_the_places_of_a_hosts_devices_are_checked_on_the_device(mesh):
-    device._check_places(mesh)
-    assert device._places() == (0, 1, 2, 3), "torch_xla names them in the order in which it fills them"
+    xla._check_places(mesh)
+    assert xla._places() == (0, 1, 2, 3), "torch_xla names them in the order in which it fills them"
     with pytest.raises(RuntimeError, match="fills other rows"):
-        device._check_places(dataclasses.replace(mesh, places=(0, 2, 1, 3)))
+        xla._check_places(dataclasses.replace(mesh, places=(0, 2, 1, 3)))
 
 
 def test_the_rows_of_a_host_follow_its_devices(mesh):

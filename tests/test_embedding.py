@@ -43,6 +43,7 @@ from train.common import checkpoint, device
 from train.common.checkpoint import Checkpointer
 from train.common.embedding import OPTIMIZERS, SGD, ShardedEmbeddingBags, Table, TableStorage, hashing, storage
 from train.common.embedding import tables as emb
+from train.common.xla import backend as xla
 
 ROOT = Path(checkpoint.__file__).parents[2]
 TOLERANCE = 2e-6
@@ -204,7 +205,7 @@ def compare(
     before = [weight.detach().clone() for weight in weights]
     reference = REFERENCES[optimizer](weights, lr=LR[optimizer])
     step = device.compiled(step_fn, mesh)
-    device.reset_graph_report()
+    xla.reset_graph_report()
     losses, expected, graphs = [], [], 0
     for number, lr in enumerate(lrs or [LR[optimizer]] * 4):
         device.set_lr(embeddings, lr)
@@ -212,13 +213,13 @@ def compare(
         batches = [host_batch(passes * number + i, tables, ragged) for i in range(passes)]
         losses.append(step(embeddings, *(put(mesh, batch) for batch in batches)))
         if number == 0:
-            graphs = device.compilations()
+            graphs = xla.compilations()
         loss = sum(squared_error(reference_pooled(weights, batch, tables), batch["y"]) for batch in batches)
         reference.zero_grad()
         loss.backward()
         reference.step()
         expected.append(loss.item())
-    report, graphs_at_end = device.graph_report(), device.compilations()
+    report, graphs_at_end = device.graph_report(), xla.compilations()
     after = whole(embeddings.pieces(), tables)
     pairs = [(after[table.name, "weight"], weight.data) for table, weight in zip(tables, weights, strict=True)]
     states = [
@@ -677,9 +678,9 @@ def test_training_goes_on_bit_for_bit_and_nothing_is_compiled_again(mesh, tmp_pa
         assert restore(place, run[0], mesh, run[1:]) == 3
         assert equal(whole(run[0].pieces()), saved)
         torch_xla.sync()
-        graphs = device.compilations()
+        graphs = xla.compilations()
         assert train_both(mesh, step, *run, 3, 6) == expected
-        assert device.compilations() == graphs
+        assert xla.compilations() == graphs
         assert equal(whole(run[0].pieces()), after)
 
 

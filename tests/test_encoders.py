@@ -27,6 +27,7 @@ from data import glue, vocabulary
 from errors import InputError
 from models import encoders, layers, permutation, xlnet
 from train.common import device
+from train.common.xla import backend as xla
 
 # With the names of the two weights that are one tensor.
 LANGUAGE_MODELS = {
@@ -138,14 +139,14 @@ def test_logits_and_gradients_are_transformers_also_on_xla_and_nothing_leaves_th
         return with_gradients(model, {"logits": logits}, (logits * upstream).sum())
 
     inputs = on_xla(model, mesh), to_xla(batch, mesh), upstream.to(mesh.device)
-    device.reset_graph_report()
-    compiled, reads = device.compiled(step, mesh), device.host_reads()
+    xla.reset_graph_report()
+    compiled, reads = device.compiled(step, mesh), xla.host_reads()
     results = [step(fast(model), batch, upstream), compiled(*inputs)]
-    graphs = device.compilations()
+    graphs = xla.compilations()
     compiled(*inputs)
     report = device.graph_report()
     assert report["recompilations"] == report["fallbacks"] == []
-    assert (device.compilations(), device.host_reads()) == (graphs, reads)
+    assert (xla.compilations(), xla.host_reads()) == (graphs, reads)
     found_logits = [found.pop("logits").cpu() for found in results]
     for attention in ("eager", "sdpa"):
         if kind != "xlnet":

@@ -26,6 +26,7 @@ from data.pretraining import MaskedText, PermutedText
 from data.text import SyntheticText
 from models import distilbert, encoders, layers, objectives
 from train.common import device
+from train.common.xla import backend as xla
 
 # Model, kind of the rows, and places for predictions: more than most rows need, so that there are fillers.
 OBJECTIVES = {
@@ -143,14 +144,14 @@ def test_losses_and_gradients_are_transformers_also_on_xla(objective, mesh):
     theirs = device.to_device(fast(teacher), mesh) if teacher is not None else None
     uploaded = to_xla(batch, mesh)
     compiled = device.compiled(step, mesh)  # raises where a value is read on the way, or an operation is the host's
-    reads = device.host_reads()
+    reads = xla.host_reads()
     results = [step(fast(model), fast(teacher), batch), compiled(on_device, theirs, uploaded)]
-    assert device.host_reads() == reads
+    assert xla.host_reads() == reads
     for found in results:
         assert_all_close(found, expected, rtol=1e-4, share=1e-5, atol=1e-6)
-    graphs = device.compilations()
+    graphs = xla.compilations()
     compiled(on_device, theirs, uploaded)
-    assert device.compilations() == graphs
+    assert xla.compilations() == graphs
 
 
 def test_a_teacher_gets_no_gradient_and_its_equal_nothing_to_teach():

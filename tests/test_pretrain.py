@@ -18,7 +18,8 @@ from data import pretraining
 from data.prepare import text as prepare_text
 from models import encoders
 from train import glue, pretrain
-from train.common import device, loading
+from train.common import loading
+from train.common.xla import backend as xla
 
 pytestmark = pytest.mark.xdist_group("pretrain")
 LEARNS, SHORT = TRIALS["pretrain"].learns, TRIALS["pretrain"].short
@@ -62,12 +63,12 @@ def test_fairseqs_roberta_learns_what_its_twin_does(fairseq, tmp_path):
 
 def test_a_permutation_is_learned(tmp_path):
     config = replace(LEARNS, model="xlnet", steps=60, warmup_steps=20, precision="bfloat16", runs=str(tmp_path))
-    before = device.compilations()
+    before = xla.compilations()
     metrics = pretrain.main(replace(config, name="run"))
     assert losses(tmp_path / "run")[0] > 4.5
     assert metrics["loss"] < 3.6 and metrics["accuracy"] > 1.5 * guess(config)
     assert_graph_contract(tmp_path / "run")
-    assert device.compilations() - before <= 4
+    assert xla.compilations() - before <= 4
     model = AutoModelForPreTraining.from_pretrained(tmp_path / "run/export")
     assert type(model).__name__ == "XLNetLMHeadModel"
 

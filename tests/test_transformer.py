@@ -22,6 +22,7 @@ from models import fairseq
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed
 from train import transformer, translate
 from train.common import averaging, checkpoint, device, files, loading
+from train.common.xla import backend as xla
 
 pytestmark = pytest.mark.xdist_group("transformer")
 LEARNS, SHORT = TRIALS["transformer"].learns, TRIALS["transformer"].short
@@ -114,12 +115,12 @@ def test_an_evaluation_reads_the_device_as_often_whatever_its_batches(mesh):
     step = device.compiled(transformer.eval_step, mesh)
     translator = translate.Translator(state.model, mesh, config)
     transformer.evaluate(step, translator, state, {"valid": few}, config, mesh)
-    reads, graphs = [device.host_reads()], device.compilations()
+    reads, graphs = [xla.host_reads()], xla.compilations()
     for pairs in (few, many, few):
         transformer.evaluate(step, translator, state, {"valid": pairs}, config, mesh)
-        reads.append(device.host_reads())
+        reads.append(xla.host_reads())
     assert np.diff(reads).tolist() == [2, 2, 2]  # the sums, and the tokens
-    assert device.compilations() == graphs
+    assert xla.compilations() == graphs
     assert state.model.training
 
 

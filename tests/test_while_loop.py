@@ -12,6 +12,7 @@ import torch_xla.distributed.spmd as xs
 from torch import nn
 
 from train.common import device
+from train.common.xla import backend as xla
 from train.common.xla.while_loop import WhileLoop
 
 LIMITS = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -96,9 +97,9 @@ def test_a_loop_on_sharded_state_gives_the_numbers_of_a_python_loop(mesh):
         on_cpu, on_device = loop_input(mesh, limits)
         assert "devices=[4" in torch_xla._XLAC._get_xla_sharding_spec(on_device[0]["x"])
         expected = python_loop(reference, *on_cpu)
-        reads, graphs = device.host_reads(), device.compilations()
+        reads, graphs = xla.host_reads(), xla.compilations()
         found = run_loop(*on_device)
-        assert device.compilations() - graphs <= (number == 0) and device.host_reads() == reads
+        assert xla.compilations() - graphs <= (number == 0) and xla.host_reads() == reads
         assert found["time"].item() == expected["time"].item() == max(limits)
         assert not found["running"].item()
         torch.testing.assert_close(found["x"].cpu(), expected["x"])
@@ -127,10 +128,10 @@ def test_a_loop_between_train_steps_has_the_weights_of_the_moment_and_compiles_n
         mean_step(reference, expected_optimizer, on_cpu[0]["x"])
         results.append(python_loop(reference, *on_cpu)["x"])
         torch_xla.sync()
-        graphs = device.compilations()
+        graphs = xla.compilations()
         step(model, made, state["x"])
         found = run_loop(state, reads)
-        assert device.compilations() - graphs <= (2 if number == 0 else 0)
+        assert xla.compilations() - graphs <= (2 if number == 0 else 0)
         torch.testing.assert_close(found["x"].cpu(), results[-1], rtol=1e-4, atol=1e-4)
     assert all((a - b).abs().max() > 0.01 for a, b in itertools.pairwise(results))  # the weights do move
     assert model.head.weight is model.embedding.weight

@@ -49,6 +49,7 @@ class Config:
     warmup_steps: int = 0  # linear from 0; constant after it
     shuffle: Literal["examples", "batches"] = "examples"  # what an epoch permutes; batches: files are read in sequence
     precision: Literal["bfloat16", "float32"] = "bfloat16"  # of the network; tables and parameters are float32
+    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     seed: int = 0  # of the initial weights and the order of the data
     workers: int = -1  # processes a host that read batches; -1: one a core, 0: none
     log_every: int = 100  # steps between lines of metrics
@@ -205,7 +206,7 @@ def export(folder: str, state: State, data: Data, config: Config, checkpoint_fol
 def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports; returns the final metrics: auc, loss and ne of the evaluation split."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict)
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device)
     data = open_data(config)
     per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh)
     total = config.epochs * per_epoch

@@ -56,6 +56,7 @@ class Config:
     weight_decay: float | None = None  # of AdamW; not of biases and norms
     clip: float = 1.0  # largest norm of all gradients
     precision: Literal["bfloat16", "float32"] = "bfloat16"  # of forward and backward pass; parameters are float32
+    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     seed: int = 0  # of new weights, the order of the data and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
     log_every: int = 50  # steps between lines of metrics
@@ -203,7 +204,7 @@ def export(folder: str, state: State, data: Data) -> None:
 def main(config: Config) -> dict[str, float]:
     """Fine-tunes, evaluates and exports; returns the final metrics, MNLI's second split's as mismatched_…."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict)
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device)
     if mesh.process_count > 1 and config.model == "xlnet" and not config.checkpoint:  # see vocabulary.learn
         raise InputError(f"the trial of --model xlnet is for one host, not {mesh.process_count}; give --checkpoint")
     data = open_data(config)

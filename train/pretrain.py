@@ -54,6 +54,7 @@ class Config:
     warmup_steps: int | None = None  # updates in which it rises
     update_every: int = 1  # parts that a batch comes in, where it does not fit into memory; each counts the same
     precision: Literal["bfloat16", "float32"] = "bfloat16"  # of forward and backward pass; parameters are float32
+    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     seed: int = 0  # of new weights, the order of the data, masks and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
     log_every: int = 100  # updates between lines of metrics
@@ -210,7 +211,7 @@ def with_teacher(config: Config, mesh: device.Mesh) -> Config:
 def main(config: Config) -> dict[str, float]:
     """Pretrains and exports; returns the final metrics of the validation rows."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict)
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device)
     if config.model == "distilbert" and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)

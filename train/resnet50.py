@@ -44,6 +44,7 @@ class Config:
     label_smoothing: float = 0.1  # of the training loss
     norm_groups: int = 0  # slices of the batch with their own batch-norm statistics; 0: one a device
     precision: Literal["bfloat16", "float32"] = "bfloat16"  # of the forward and backward pass; parameters are float32
+    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     seed: int = 0  # of the initial weights, the order of the data and the augmentation
     workers: int = -1  # processes a host that decode images; -1: one a core, 0: none
     skip_broken: bool = False  # replace images that cannot be decoded, and count them, instead of stopping
@@ -197,7 +198,7 @@ def export(folder: str, state: State, data: Data, config: Config) -> None:
 def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports; returns the final metrics: top1, top5 and loss of the evaluation split."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict)
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device)
     data = open_data(config)
     per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh)
     total = config.epochs * per_epoch

@@ -46,6 +46,7 @@ class Config:
     beam: int = 4  # hypotheses a sentence in evaluation
     length_penalty: float = 0.6  # exponent of a hypothesis' length, by which its log-probability is divided
     precision: Literal["bfloat16", "float32"] = "bfloat16"  # of forward and backward pass; parameters are float32
+    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     seed: int = 0  # of the initial weights, the order of the data and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
     log_every: int = 100  # updates between lines of metrics
@@ -204,7 +205,7 @@ def export(folder: str, state: State, data: Data, config: Config) -> None:
 def main(config: Config) -> dict[str, float]:
     """Trains, averages the last checkpoints, evaluates, exports; returns bleu, loss and ppl, and test_bleu, …."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict)
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device)
     data = open_data(config)
     plan = translate.training_plan(data.train, config, mesh.num_devices)
     total, every, per_epoch = config.updates, config.update_every, loading.steps_per_epoch(data.train, plan, mesh)

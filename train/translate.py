@@ -24,7 +24,6 @@ from errors import InputError
 from models import beam_search, fairseq
 from models.transformer import PAD, Transformer
 from train.common import checkpoint, cli, device, files, folders, loading
-from train.common.xla.while_loop import WhileLoop
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class Config:
     beam: int = 4  # hypotheses a sentence
     length_penalty: float = 0.6  # exponent of a hypothesis' length, by which its log-probability is divided
     precision: Literal["bfloat16", "float32"] = "bfloat16"  # of the forward pass
+    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     workers: int = 0  # processes that make batches
     strict: bool = True  # a recompilation or a host fall-back stops the run
 
@@ -107,8 +107,11 @@ class Translator:
 
     def __init__(self, model: Transformer, mesh: device.Mesh, config):
         self.model, self.mesh, self.config = model, mesh, config
-        body = partial(beam_search.step, model, length_penalty=config.length_penalty)
-        self._loop = WhileLoop(body, model)
+        self._loop = None  # on plain PyTorch the search's own loop in Python
+        if mesh.spmd is not None:
+            from train.common.xla.while_loop import WhileLoop
+
+            self._loop = WhileLoop(partial(beam_search.step, model, length_penalty=config.length_penalty), model)
         self._step = device.compiled(self.translate_step, mesh, MAX_SHAPES)
 
     def translate_step(self, model: Transformer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -188,7 +191,7 @@ def main(config: Config) -> None:
             raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least 1")
     if list(config.lengths) != sorted(set(config.lengths)) or min(config.lengths, default=2) < 2:
         raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 2")
-    mesh = device.setup(0, config.precision, config.strict)
+    mesh = device.setup(0, config.precision, config.strict, config.device)
     model, text = load(config.model_dir, mesh)
     content = sys.stdin.buffer.read()
     low, high, _ = device.over_hosts(mesh, zlib.crc32(content))

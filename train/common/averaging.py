@@ -36,6 +36,5 @@ def average(checkpoints: Checkpointer, model: nn.Module, mesh: Any) -> list[int]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(sums[name] / len(steps))
-            if parameter.device.type == "xla":
-                replicate(parameter, mesh)
+            replicate(parameter, mesh)
     return steps

@@ -20,21 +20,19 @@ from typing import Any, NamedTuple
 import fsspec
 import safetensors.torch
 import torch
-import torch_xla
 from torch import Tensor, nn
 
 from errors import InputError
-from train.common import files
-from train.common.device import replicate
+from train.common import device, files
 
 STATE, NUMBERS, COMPLETE = "state.safetensors", "state.json", "COMPLETE"
 
 
 def to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies tensors to the host, those on the XLA device in one transfer; waits for the steps that compute them."""
-    on_device = [name for name, tensor in tensors.items() if tensor.device.type == "xla"]
-    copies = torch_xla._XLAC._xla_get_cpu_tensors([tensors[name].detach() for name in on_device])
-    host = {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor.device.type != "xla"}
+    """Copies tensors to the host, those on a device in one transfer; waits for the steps that compute them."""
+    on_device = [name for name, tensor in tensors.items() if tensor.device.type != "cpu"]
+    host = {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor.device.type == "cpu"}
+    copies = device.read([tensors[name].detach() for name in on_device])
     return host | dict(zip(on_device, copies, strict=True))
 
 
@@ -80,8 +78,8 @@ def load_state(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer,
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(saved.tensors[name])
-            if tensor.device.type == "xla":
-                replicate(tensor, mesh)
+            if tensor.device.type != "cpu":
+                device.replicate(tensor, mesh)
     for parameter_name, parameter in model.named_parameters():
         for key in optimizer.state.get(parameter, {}):
             if f"optimizer.{parameter_name}.{key}" in saved.numbers:

@@ -1,43 +1,45 @@
-"""XLA devices: set-up, mesh, precision, moving a model, optimizer state, random numbers, hosts, the compiled step.
+"""The device of a run: set-up, mesh, moving a model, optimizer state, random numbers, hosts, the compiled step.
 
-One program serves one core and a pod (SPMD): `setup` makes a 1-D mesh named "data" over all devices; batches are
-sharded on it, parameters are replicated, and XLA inserts the gradient all-reduce. This package is the only place that
-imports torch_xla.
+One surface over two backends, of which `setup` chooses one for the process:
+
+    xla          xla/backend.py: one program serves one core and a pod (SPMD); a step is one compiled graph
+    cpu, cuda    eager.py: plain PyTorch on one device, operation by operation; torch_xla is not even imported
+
+Nothing else asks which one it is. train/common/xla and train/common/embedding/sharding.py alone import torch_xla.
 """
 
 import contextlib
 import itertools
 import math
-import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from torch import Tensor, nn
 
 from errors import InputError
-from train.common.xla.compiled import CompiledStep, GraphError, GraphReport, compilations  # noqa: F401 - for callers
 
+DEVICES = ("xla", "cpu", "cuda")
 PRECISIONS = ("bfloat16", "float32")
 
-_report = GraphReport()  # one per process, since torch_xla counts compilations and transfers of the process
-graph_report, reset_graph_report, host_reads = _report.summary, _report.reset, _report.host_reads
+_backend: Any = None  # the module that `choose_backend` has chosen
+
+
+class GraphError(RuntimeError):
+    """A compiled step broke its contract: it recompiled after warm-up, or left the device in the middle."""
 
 
 @dataclass(frozen=True)
 class Mesh:
     """All devices of the run, and this host's place among them."""
 
-    device: torch.device  # the virtual XLA device that holds every tensor
-    spmd: xs.Mesh  # 1-D, with the axis "data"
+    device: torch.device  # holds every tensor; on XLA a virtual one, for all devices
+    spmd: Any  # torch_xla's mesh, 1-D, with the axis "data"; None on a single device of plain PyTorch
     num_devices: int  # of all hosts
     process_index: int  # of this host
     process_count: int  # hosts
@@ -66,64 +68,54 @@ class Mesh:
     def autocast(self) -> torch.autocast:
         """Returns a context for the forward pass; parameters, gradients and optimizer state stay float32."""
         # torch_xla.amp.autocast crashes on the CPU backend (torch_xla 2.9); torch's own knows "xla".
-        return torch.autocast("xla", dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
-def setup(seed: int, precision: str = "bfloat16", strict: bool = True) -> Mesh:
-    """Turns SPMD on, seeds every generator and returns the mesh. Call it before anything else touches a device:
-    a CPU `backward()` before it makes later XLA backward passes fail inside autograd.
+def setup(seed: int, precision: str = "bfloat16", strict: bool = True, kind: str = "xla") -> Mesh:
+    """Chooses the backend, seeds every generator and returns the mesh. Call it before anything else touches a device:
+    a CPU `backward()` before it makes XLA's backward passes fail inside autograd.
 
-    `CPU_NUM_DEVICES=4` gives four virtual devices on the CPU backend. On TPU, compiled programs are cached on disk in
-    $XLA_CACHE_DIR (default ~/.cache/xla-zoo); the CPU backend cannot read such a cache back, so it has none.
+    Args:
+        precision: what `Mesh.autocast` computes in, "bfloat16" or "float32".
+        kind: "xla": a TPU where there is one, else XLA's CPU backend (`CPU_NUM_DEVICES=4` gives it four virtual
+            devices); "cpu" or "cuda": plain PyTorch on one device.
+    Raises:
+        InputError: an argument is out of range, or there is no such device.
     """
     if not 0 <= seed < 2**63:
         raise InputError(f"--seed is {seed}; it must be at least 0 and below 2**63")
-    if precision not in PRECISIONS:
-        raise InputError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
-    kind = xr.device_type() or "CPU"
-    if not xr.is_spmd():
-        if kind == "TPU":
-            xr.initialize_cache(os.environ.get("XLA_CACHE_DIR", os.path.expanduser("~/.cache/xla-zoo")))
-        xr.use_spmd()
-    device = torch_xla.device()
-    num_devices = xr.global_runtime_device_count()
+    for name, value, known in (("precision", precision, PRECISIONS), ("device", kind, DEVICES)):
+        if value not in known:
+            raise InputError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+    mesh = choose_backend(kind).setup(precision, strict, kind)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    xm.set_rng_state(seed)
-    mesh = Mesh(
-        device=device,
-        spmd=xs.Mesh(np.arange(num_devices), (num_devices,), ("data",)),
-        num_devices=num_devices,
-        process_index=xr.process_index(),
-        process_count=xr.process_count(),
-        kind=str(xr.global_runtime_device_attributes()[0].get("device_kind", kind)) if kind == "TPU" else kind,
-        precision=precision,
-        strict=strict,
-        places=_places() if xr.process_count() > 1 else (),
-    )
-    if mesh.process_count > 1:
-        _check_places(mesh)
+    _backend.set_seed(seed)
     return mesh
 
 
-def _places() -> tuple[int, ...]:
-    """Returns the numbers of this host's devices in torch_xla's order; "TPU:4" is the fifth device of the mesh."""
-    return tuple(int(name.split(":")[1]) for name in torch_xla._XLAC._xla_get_runtime_devices())
+def choose_backend(kind: str) -> ModuleType:
+    """Makes every function below work on this kind of device; returns the backend, which only `setup` needs."""
+    global _backend
+    if kind == "xla":
+        from train.common.xla import backend as _backend
+    else:
+        from train.common import eager as _backend
+    return _backend
 
 
-def _check_places(mesh: Mesh) -> None:
-    """Checks on the device that `Mesh.rows` fill the mesh in order; otherwise predictions would be taken for those of
-    other examples, so it raises RuntimeError."""
-    rows = _from_hosts(torch.from_numpy(mesh.rows(mesh.num_devices)), mesh)
-    expected = torch.arange(mesh.num_devices).to(mesh.device)
-    if fetch([(rows - expected).abs().max()]) != [0.0]:
-        raise RuntimeError(f"host {mesh.process_index} fills other rows of a batch than {mesh.places}")
+def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1, torch_compile: bool = False) -> Callable:
+    """Returns `step_fn` as one XLA graph per call, held to the contract of `CompiledStep` (xla/compiled.py).
+
+    On plain PyTorch the step runs as it is; with `torch_compile` through `torch.compile`, which XLA does not need.
+    """
+    return _backend.compiled(step_fn, mesh, max_graphs, torch_compile)
 
 
-def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> CompiledStep:
-    """Returns `step_fn` as one XLA graph per call, held to the contract of `CompiledStep` (xla/compiled.py)."""
-    return CompiledStep(step_fn, mesh.strict, _report, max_graphs)
+def graph_report() -> dict[str, Any]:
+    """Returns what the steps of this process have compiled, see `GraphReport.summary`; {} on plain PyTorch."""
+    return _backend.graph_report()
 
 
 def to_device(model: nn.Module, mesh: Mesh) -> nn.Module:
@@ -155,13 +147,16 @@ def replicate(tensor: Tensor, mesh: Mesh) -> None:
     annotate(tensor.data, mesh.spmd, (None,) * tensor.dim())
 
 
-def annotate(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> None:
+def annotate(tensor: Tensor, spmd: Any, spec: tuple) -> None:
     """Annotates a tensor on the device with the axis of `spmd` over which each of its dimensions is split, or None. A
     tensor on the meta device remembers it, as `sharding`, for staging.py."""
-    if tensor.is_meta:
-        tensor.sharding = spmd, spec
-    else:
-        xs.mark_sharding(tensor, spmd, spec)
+    _backend.annotate(tensor, spmd, spec)
+
+
+def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """Copies a host's share of a batch, or of anything with a row per device, to the mesh, cut by its first dimension;
+    the host's memory may be used again at once."""
+    return _backend.upload(tensor, mesh)
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
@@ -169,7 +164,7 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
 
     Without it step 2 has more inputs than step 1, and XLA compiles the whole train step twice. The state's names and
     shapes come from one step of the same optimizer on zeros on the CPU, so it serves any optimizer whose state starts
-    at zero. Adam and AdamW become capturable (`_make_capturable`).
+    at zero. A backend may change a group, see its `prepare_group`: on XLA Adam becomes capturable.
 
     Raises:
         RuntimeError: the optimizer's state does not start at zero, or it corrects bias by a count of its own in Python.
@@ -178,8 +173,7 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         stepped = _stepped_on_zeros(optimizer, group)
         for name in stepped.param_groups[0].keys() - group.keys():  # timm's count of steps, on the host
             group[name] = stepped.param_groups[0][name] * 0
-        if isinstance(optimizer, torch.optim.Adam):  # and AdamW
-            _make_capturable(group, mesh)
+        _backend.prepare_group(optimizer, group, mesh)
         for parameter, shadow in zip(group["params"], stepped.param_groups[0]["params"], strict=True):
             state = {}
             for name, value in stepped.state[shadow].items():
@@ -218,20 +212,6 @@ def _stepped_on_zeros(optimizer: torch.optim.Optimizer, group: dict) -> torch.op
     return stepped
 
 
-def _make_capturable(group: dict, mesh: Mesh) -> None:
-    """Puts Adam's learning rate and count of steps on the device. As Python floats, its bias corrections and
-    lr * weight_decay round to the constants 0.0 and 1.0 in the middle of a run (with beta2 = 0.98 after 823 steps), and
-    the step would be compiled again."""
-    group["capturable"] = True
-    group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32).to(mesh.device)
-    # From its first addcdiv_ on, torch_xla 2.9 traces the views of a tensor in another way (an embedding's step 2 would
-    # be another graph): do one that adds 0, now.
-    with torch.no_grad():
-        for parameter in group["params"]:
-            parameter.addcdiv_(torch.zeros_like(parameter), torch.ones_like(parameter))
-            replicate(parameter, mesh)
-
-
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Gives every parameter group the learning rate of this step, without compiling the step again.
 
@@ -252,14 +232,12 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def seed_step(seed: int, step: int) -> None:
     """Makes the random numbers of the next step on the device (dropout) depend on (seed, step) alone, so that a resumed
     run draws what an uninterrupted one drew, however many graphs ran before."""
-    xm.set_rng_state(int(np.random.SeedSequence((seed, step)).generate_state(1, np.uint32)[0]))
+    _backend.set_seed(int(np.random.SeedSequence((seed, step)).generate_state(1, np.uint32)[0]))
 
 
 def fetch(values: Sequence[Tensor]) -> list[float]:
     """Reads 0-d device tensors, all in one transfer; it waits for what computes them. Not for the training loop."""
-    values = list(values)
-    torch_xla._XLAC._xla_sync_multi(values, devices=[], wait=True, sync_xla_data=False)
-    return [float(value) for value in torch_xla._XLAC._xla_get_cpu_tensors(values)]
+    return _backend.fetch(list(values))
 
 
 def fetch_sums(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
@@ -271,28 +249,22 @@ def fetch_sums(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
 
 def read(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies computed device tensors to the host, all in one transfer, and compiles nothing."""
-    return torch_xla._XLAC._xla_get_cpu_tensors(list(tensors)) if tensors else []
+    return _backend.read(list(tensors)) if tensors else []
 
 
 def after_next_step(function: Callable[[], None]) -> None:
     """Calls `function` when the next step has been started: it may read what was computed before."""
-    xm.add_step_closure(function)
+    _backend.after_next_step(function)
 
 
 def run_pending() -> None:
     """Starts what the device has not been asked to compute yet, and calls what waits for a step."""
-    torch_xla.sync()
+    _backend.run_pending()
 
 
 def wait_for_steps() -> None:
     """Returns when the device has computed all that was started."""
-    xm.wait_device_ops()
-
-
-def _from_hosts(local: Tensor, mesh: Mesh) -> Tensor:
-    """Returns a tensor on the mesh from the parts that the hosts have, one row per device."""
-    sharding = xs.ShardingSpec(mesh.spmd, ("data",), minibatch=mesh.process_count > 1)
-    return xm.send_cpu_data_to_device(local, mesh.device, sharding)[0]
+    _backend.wait_for_steps()
 
 
 class OverHosts(NamedTuple):
@@ -309,7 +281,7 @@ def over_hosts(mesh: Mesh, value: int) -> OverHosts:
     if mesh.process_count == 1:
         return OverHosts(value, value, value)
     devices = mesh.num_devices // mesh.process_count
-    numbers = _from_hosts(torch.full((devices,), value, dtype=torch.int64), mesh)
+    numbers = upload(torch.full((devices,), value, dtype=torch.int64), mesh)
     low, high, total = (int(number) for number in fetch([numbers.min(), numbers.max(), numbers.sum()]))
     return OverHosts(low, high, total // devices)
 

@@ -21,12 +21,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-import torch_xla.core.xla_model as xm
-import torch_xla.distributed.spmd as xs
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from errors import InputError
+from train.common import device
 from train.common.device import Mesh
 
 PADDING = -1  # the index of a padded example
@@ -91,7 +90,6 @@ class Loader(AbstractContextManager, Iterator):
     def __init__(self, batches: DataLoader, mesh: Mesh):
         self.skipped = 0
         self._mesh = mesh
-        self._shardings: dict[int, xs.ShardingSpec] = {}
         self._queue: queue.Queue = queue.Queue(maxsize=DEVICE_BATCHES)
         self._closed = threading.Event()
         self._waited, self._since = 0.0, time.perf_counter()
@@ -132,7 +130,7 @@ class Loader(AbstractContextManager, Iterator):
                 if isinstance(batch, InputError):
                     raise batch
                 self.skipped += int(batch.pop("skipped", torch.zeros(())).sum())
-                self._put(self._upload(batch))
+                self._put({key: device.upload(tensor, self._mesh) for key, tensor in batch.items()})
                 if self._closed.is_set():
                     return
             self._put(StopIteration())
@@ -155,15 +153,6 @@ class Loader(AbstractContextManager, Iterator):
         while not self._closed.is_set():
             with suppress(queue.Full):
                 return self._queue.put(item, timeout=0.1)
-
-    def _upload(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        on_device = {}
-        for key, tensor in batch.items():
-            if tensor.dim() not in self._shardings:  # a spec fits tensors of one rank only
-                spec, minibatch = ("data",) + (None,) * (tensor.dim() - 1), self._mesh.process_count > 1
-                self._shardings[tensor.dim()] = xs.ShardingSpec(self._mesh.spmd, spec, minibatch=minibatch)
-            on_device[key] = xm.send_cpu_data_to_device(tensor, self._mesh.device, self._shardings[tensor.dim()])[0]
-        return on_device
 
 
 def parallel_loader(

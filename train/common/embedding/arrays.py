@@ -11,7 +11,7 @@ from torch import Tensor
 from errors import InputError
 from train.common.device import annotate
 from train.common.embedding.hashing import hash32, shift_right
-from train.common.embedding.sharding import Sharding
+from train.common.embedding.one_device import OneDevice
 from train.common.embedding.tables import LANES, Optimizer, Table, rows_in_a_line
 
 _sizes: dict[int, int] = {}  # bytes per device -> how many live arrays have that size: at most one
@@ -48,7 +48,7 @@ class TableArray:
         tables: Sequence[Table],
         dim: int,
         owners: Sequence[int],
-        sharding: Sharding,
+        sharding: OneDevice,
         optimizer: Optimizer,
     ):
         self.plan, self.tables, self.sharding = plan, positions, sharding

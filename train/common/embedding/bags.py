@@ -32,13 +32,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-import torch_xla
 from torch import Tensor, nn
 
+from train.common import device
 from train.common.device import Mesh
 from train.common.embedding import pieces, regions
 from train.common.embedding.arrays import TableArray
-from train.common.embedding.sharding import Sharding
+from train.common.embedding.one_device import OneDevice
 from train.common.embedding.tables import (
     PLANS,
     Optimizer,
@@ -87,7 +87,7 @@ class ShardedEmbeddingBags(nn.Module):
         self.tables, self.dim, self.mesh, self.optimizer = tuple(tables), dim, mesh, optimizer
         parts = model_devices or mesh.num_devices
         check_tables(self.tables, dim, parts)
-        self.sharding = Sharding(mesh, parts)
+        self.sharding = _sharding(mesh, parts)
         self.plan = place_tables(tables, dim, parts, optimizer, device_bytes or device_bytes_for_tables(mesh))
         self.param_groups = [{"lr": torch.tensor(lr, dtype=torch.float32).to(mesh.device)}]
         self.step_count = self.sharding.replicated(torch.zeros(()))
@@ -108,7 +108,7 @@ class ShardedEmbeddingBags(nn.Module):
             is_mean, lookups = [float(t.pooling == "mean") for t in tables], [float(t.lookups) for t in tables]
             self._is_mean = self.sharding.replicated(torch.tensor(is_mean)[None, :, None])
             self._lookups = self.sharding.replicated(torch.tensor(lookups)[None, :, None])
-        torch_xla.sync()
+        device.run_pending()
 
     def extra_repr(self) -> str:
         return ", ".join(
@@ -187,3 +187,11 @@ class ShardedEmbeddingBags(nn.Module):
     def load_pieces(self, shapes: dict[str, Sequence[int]], read: Callable[[str], Tensor]) -> None:
         """Fills the tables and their optimizer state, see `pieces.load_pieces`."""
         pieces.load_pieces(self, shapes, read)
+
+
+def _sharding(mesh: Mesh, parts: int) -> OneDevice:
+    if mesh.spmd is None:
+        return OneDevice(mesh, parts)
+    from train.common.embedding.sharding import Sharding
+
+    return Sharding(mesh, parts)

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch_xla
-import torch_xla.core.xla_model as xm
 from torch import Tensor
 
 from errors import InputError
+from train.common import device
 from train.common.embedding.arrays import TableArray
 from train.common.embedding.tables import Table
 
@@ -21,7 +20,7 @@ STEP = "step"  # the piece that counts the updates
 
 def _stored(embeddings: Any) -> Iterator[tuple[TableArray, str, Tensor]]:
     """Yields (array, "weight" or the name of a state, tensor) of everything that a checkpoint holds."""
-    xm.wait_device_ops()
+    device.wait_for_steps()
     for array in embeddings.arrays:
         names = ["weight", *embeddings.optimizer.states]
         for name, tensor in zip(names, [array.weight, *array.states], strict=True):
@@ -35,9 +34,8 @@ def copy_pieces(embeddings: Any) -> dict[str, Tensor]:
     """
     pieces = {}
     for array, name, tensor in _stored(embeddings):
-        shards = torch_xla._XLAC._get_local_shards([tensor])[0]
-        places = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])[0]
-        for (data, _), (replica, indices) in zip(shards, places, strict=True):
+        places = embeddings.sharding.places(tensor)
+        for data, (replica, indices) in zip(embeddings.sharding.parts_of(tensor), places, strict=True):
             if replica != 0:
                 continue
             first, last, column = _bounds(array, indices, tensor)
@@ -71,9 +69,8 @@ def load_pieces(embeddings: Any, shapes: dict[str, Sequence[int]], read: Callabl
     if expected != found.keys() or STEP not in shapes:
         differing = sorted(expected ^ found.keys())
         raise InputError(f"its tables or optimizer differ from these in {', '.join(differing[:3]) or STEP}")
-    devices = [device for _, device in torch_xla._XLAC._get_local_shards([embeddings.arrays[0].device_index])[0]]
     for array, name, tensor in _stored(embeddings):
-        places = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])[0]
+        places = embeddings.sharding.places(tensor)
         bounds = [_bounds(array, indices, tensor) for _, indices in places]
         copied = places[0][1] is Ellipsis
         if copied:
@@ -91,7 +88,7 @@ def load_pieces(embeddings: Any, shapes: dict[str, Sequence[int]], read: Callabl
             tensor.copy_(shards[0])
             array.sharding.annotate_replicated(tensor)
         else:
-            torch_xla._XLAC._load_local_shards(tensor, shards, devices)
+            embeddings.sharding.load_parts(tensor, shards, embeddings.arrays[0].device_index)
     embeddings.step_count.copy_(read(STEP))
     embeddings.sharding.annotate_replicated(embeddings.step_count)
 

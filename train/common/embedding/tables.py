@@ -21,6 +21,7 @@ LANES = 128  # of a TPU's vector unit: an array [rows, fewer columns] takes as m
 # Memory that a program can use on one device, GiB; that of "TPU v5" (v5p) is estimated from its 95 GB.
 USABLE_GIB = {"TPU v2": 7.48, "TPU v3": 15.48, "TPU v4": 30.75, "TPU v5 lite": 15.75, "TPU v5": 88.0}
 USABLE_GIB |= {"TPU v6 lite": 31.24, "TPU7x": 94.74}
+IN_PLACE_DEVICES = ("cpu", "cuda")  # PyTorch runs operation by operation here
 TABLE_SHARE = 0.75  # of it, for tables and their optimizer state; the rest is for the batch and the network
 
 
@@ -77,9 +78,12 @@ def take_rows(array: Tensor, rows: Tensor | None, dim: int) -> Tensor:
 
 
 def add_rows(array: Tensor, rows: Tensor | None, delta: Tensor) -> Tensor:
-    """Returns the array with delta [n, dim] (or [n]) added at these rows."""
+    """Returns the array with delta [n, dim] (or [n]) added at these rows; where PyTorch runs operation by operation, it
+    is the array itself, since a copy of a table costs more than the step."""
     if rows is None:
         return array + delta
+    if array.device.type in IN_PLACE_DEVICES:
+        return array.index_add_(0, rows, delta)
     if array.dim() == 1 or array.shape[1] == delta.shape[1]:
         return array.index_add(0, rows, delta)
     line, own = _place(rows, array.shape[1], delta.shape[1])
@@ -257,6 +261,8 @@ def device_bytes_for_tables(mesh: Mesh) -> float:
     """Returns the bytes that one device has for tables: a share of its memory; on the CPU backend, of the machine's."""
     if mesh.kind in USABLE_GIB:
         return TABLE_SHARE * USABLE_GIB[mesh.kind] * 2**30
+    if mesh.device.type == "cuda":
+        return TABLE_SHARE * torch.cuda.mem_get_info()[1]
     if mesh.kind != "CPU":
         raise InputError(f"the memory of a {mesh.kind!r} is not known: give device_bytes")
     devices_here = mesh.num_devices // mesh.process_count

@@ -11,11 +11,8 @@ import torch_xla
 import torch_xla.debug.metrics as met
 from torch import Tensor, nn
 
+from train.common.device import GraphError
 from train.common.xla import replay
-
-
-class GraphError(RuntimeError):
-    """A step broke the graph contract: it recompiled after warm-up, or left the device in the middle."""
 
 
 def compilations() -> int:

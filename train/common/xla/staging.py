@@ -26,7 +26,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor, nn
 
-from train.common.device import GraphError, Mesh, annotate
+from train.common.device import GraphError, Mesh, annotate, choose_backend
 
 MOST_DEVICES = 64  # autograd counts them in 8 bits: with 128 and more, no backward pass begins
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,6 +73,7 @@ def setup(num_devices: int, kind: str, precision: str) -> Mesh:
     # The client is one for the CPU; from here on operations are lowered as they are for a TPU.
     os.environ["PJRT_DEVICE"] = "TPU"
     torch.manual_seed(0)
+    choose_backend("xla")
     return Mesh(
         device=torch.device("meta"),
         spmd=xs.Mesh(np.arange(num_devices), (num_devices,), ("data",)),

@@ -1,0 +1,111 @@
+"""The five scripts on plain PyTorch (train/common/eager.py), in processes where torch_xla cannot be imported: they
+learn what they learn on XLA, resume exactly, and start with XLA's losses."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from eager_runs import without_dropout
+from helpers import equal, exported, losses, records, summary
+from test_scripts import every_script, within
+from trials import TRIALS
+
+from errors import InputError
+from models import encoders
+from train.common import device, eager
+
+ROOT = Path(__file__).parent.parent
+# The sums of a float32 matrix product are taken in another order: 1e-7 in a loss. The steps before it move the weights
+# by as little, but where Adam or a batch norm over few values divides by a number near 0.
+ROUNDING = 2e-5
+
+
+def run(name: str, folder, *runs: str, code: int = 0) -> dict[str, dict[str, float]]:
+    """Runs tests/eager_runs.py; returns each run's final metrics."""
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CPU_NUM_DEVICES": "1"}
+    process = subprocess.run(
+        [sys.executable, ROOT / "tests/eager_runs.py", name, folder, *runs],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert process.returncode == code, process.stdout + process.stderr
+    return {} if code else json.loads(process.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dlrm", "glue", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet50", "transformer", "pretrain"))],
+)
+def test_without_torch_xla_a_trial_learns(name, tmp_path):
+    trial, found = TRIALS[name], run(name, tmp_path, "learns", "still")
+    assert within(found["learns"], trial.learned), found
+    assert within(found["still"], trial.untrained), found
+    assert not any(within(found["still"], {metric: trial.learned[metric]}) for metric in trial.untrained)
+
+
+@every_script
+def test_without_torch_xla_it_resumes_exactly_and_starts_with_xlas_losses(name, run_of, tmp_path, monkeypatch):
+    trial, dropout = TRIALS[name], name in ("glue", "pretrain")
+    run(name, tmp_path, "stopped by a crash", "stopped by kill", code=-9)
+    plain = ["no dropout"] if dropout else []
+    found = run(name, tmp_path, "stopped by terminate", "stopped", "short", *plain, "alike")
+    stopped, short = tmp_path / "stopped/run", tmp_path / "short/run"
+    assert len(json.load(open(stopped / "config.json"))["starts"]) == 4
+    assert records(stopped) == records(short) and found["stopped"] == found["short"]
+    assert equal(exported(stopped), exported(short))
+    assert summary(short)["report"] == {}
+
+    if dropout:
+        monkeypatch.setattr(encoders, "configuration", encoders.configuration)
+        without_dropout(encoders)
+        trial.script.main(replace(trial.short, runs=str(tmp_path), name="xla"))
+        folder = tmp_path / "xla"
+    else:
+        folder = run_of(name, "alike" if trial.alike else "short")[0]
+    ours, xlas = losses(tmp_path / "alike/run"), losses(folder)
+    assert len(ours) == len(xlas) and ours[:5] == pytest.approx(xlas[:5], rel=ROUNDING), (ours[:5], xlas[:5])
+
+
+@pytest.mark.parametrize(
+    ("kind", "variables", "sentence"),
+    [
+        ("cpu", {"CPU_NUM_DEVICES": "4"}, "CPU_NUM_DEVICES is 4.*--device cpu runs on one device.*--device xla"),
+        ("cuda", {"CPU_NUM_DEVICES": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2.*--device cuda.*--device xla"),
+        ("cuda", {"CPU_NUM_DEVICES": "1"}, "--device is cuda, but PyTorch finds no GPU here.*use cpu or xla"),
+        ("tpu", {}, "device is 'tpu'; it must be one of xla, cpu, cuda"),
+    ],
+)
+def test_one_device_that_is_there(kind, variables, sentence, monkeypatch):
+    monkeypatch.setattr(device, "_backend", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=sentence):
+        device.setup(0, "float32", kind=kind)
+
+
+def test_what_waits_for_a_step_is_called_once_the_next_one_has_run(monkeypatch):
+    monkeypatch.setattr(device, "_backend", eager)
+    called = []
+    step = device.compiled(lambda x: called.append("step") or x + 1, None)
+    device.after_next_step(lambda: called.append("read"))
+    assert step(torch.ones(2)).tolist() == [2, 2] and called == ["step", "read"]
+    device.after_next_step(lambda: called.append("flushed"))
+    device.run_pending()
+    step(torch.ones(2))
+    assert called == ["step", "read", "flushed", "step"]
+
+
+@pytest.mark.slow  # the C++ compiler takes its time
+def test_a_step_may_go_through_torch_compile(monkeypatch):
+    monkeypatch.setattr(device, "_backend", eager)
+    x = torch.linspace(0, 1, 8)
+    step = device.compiled(lambda x: (x.sin() * 2).sum(), None, torch_compile=True)
+    torch.testing.assert_close(step(x), (x.sin() * 2).sum())

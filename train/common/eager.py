@@ -1,0 +1,104 @@
+"""The backend of device.py without XLA: plain PyTorch on one CPU or GPU, operation by operation.
+
+A debugger stops inside a step, `print` and `.item()` work there, and the first step starts at once.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from errors import InputError
+from train.common.device import Mesh
+
+_waiting: list[Callable[[], None]] = []  # for the next step
+
+
+def setup(precision: str, strict: bool, kind: str) -> Mesh:
+    """Returns the mesh of one device.
+
+    Raises:
+        InputError: there is no such device, or the environment asks for more than one.
+    """
+    for variable in ("CPU_NUM_DEVICES", "WORLD_SIZE"):  # of XLA's CPU backend; of torchrun
+        if os.environ.get(variable, "1") not in ("", "1"):
+            count = f"{variable} is {os.environ[variable]}"
+            raise InputError(f"{count}, but --device {kind} runs on one device; several need --device xla")
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError("--device is cuda, but PyTorch finds no GPU here (nvidia-smi lists them); use cpu or xla")
+        torch.backends.cudnn.allow_tf32 = False  # float32 convolutions as exact as PyTorch's matrix products
+    name = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
+    return Mesh(
+        device=torch.device(kind),
+        spmd=None,
+        num_devices=1,
+        process_index=0,
+        process_count=1,
+        kind=name,
+        precision=precision,
+        strict=strict,
+    )
+
+
+def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int, torch_compile: bool) -> Callable:
+    step_fn = torch.compile(step_fn) if torch_compile else step_fn
+
+    def step(*args: Any) -> Any:
+        waiting = list(_waiting)
+        result = step_fn(*args)
+        _call(waiting)
+        return result
+
+    return step
+
+
+def graph_report() -> dict[str, Any]:
+    return {}
+
+
+def annotate(tensor: Tensor, spmd: None, spec: tuple) -> None:
+    """Does nothing: one device holds every tensor whole."""
+
+
+def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
+    if mesh.device.type == "cpu":
+        return tensor.clone()  # a worker's shared memory is used again
+    return tensor.pin_memory().to(mesh.device, non_blocking=True)
+
+
+def prepare_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh) -> None:
+    """Does nothing: a learning rate and a count of steps may be Python numbers here."""
+
+
+def set_seed(seed: int) -> None:
+    torch.manual_seed(seed)  # the CPU's generator and the GPU's
+
+
+def fetch(values: list[Tensor]) -> list[float]:
+    return torch.stack([value.double() for value in values]).tolist()
+
+
+def read(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.to("cpu", copy=True) for tensor in tensors]
+
+
+def after_next_step(function: Callable[[], None]) -> None:
+    _waiting.append(function)
+
+
+def run_pending() -> None:
+    _call(list(_waiting))
+
+
+def wait_for_steps() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _call(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        _waiting.remove(function)
+        function()
