@@ -1,7 +1,10 @@
 # Every target creates or refreshes the environment it needs; `make` alone explains them.
 
 PYTHON ?= python3.11
-VENV   ?= .venv
+# Plain PyTorch needs less; an environment that has all serves it, too.
+EAGER  := $(filter cpu cuda,$(DEVICE))
+VENV   ?= $(if $(EAGER),$(if $(wildcard .venv/.installed),.venv,.venv-eager),.venv)
+NEEDED := requirements$(if $(EAGER),$(if $(filter .venv,$(VENV)),,-eager)).txt
 # A model's script, and the arguments that choose it there. MODEL= takes one of these names.
 SCRIPT_resnet50 := resnet50
 SCRIPT_dlrm     := dlrm
@@ -38,7 +41,7 @@ help:
 	@echo 'make data DATASET=criteo DATA=/data/kaggle   text files to arrays, once before training: $(DATASETS)'
 	@echo 'make translate MODEL_DIR=runs/x/export <in >out  text through a trained Transformer, a sentence a line'
 	@echo 'make train MODEL=bert DATA=… TPU=my-tpu      on all workers of that Cloud TPU; logs, stop, status TPU=my-tpu'
-	@echo 'make copy MODEL=resnet50 TO=../mine          that script with exactly the files that it needs'
+	@echo 'make copy MODEL=resnet50 TO=../mine          that script with exactly the files that it needs (for one DEVICE=)'
 	@echo 'make doctor                                  what is here, what is missing: each line ok, or what to do'
 	@echo 'make compile MODEL=bert TOPOLOGY=v5e:2x4     does it fit that TPU? by its own compiler, on this machine'
 	@echo 'make test                                    all tests, 16 minutes on two CPU cores'
@@ -53,6 +56,7 @@ help:
 	@echo 'MODEL    one of: $(MODELS)'
 	@echo 'TASK     of the encoders: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, or pretrain'
 	@echo 'DATA     folder, or id of a data set on the hub (see the docstring of train/<script>.py)'
+	@echo 'DEVICE   xla: a TPU, or XLA on this CPU (default); cpu, cuda: plain PyTorch on one device, without torch_xla'
 	@echo 'PRESET   full (dlrm: kaggle, mlperf_v1, mlperf_v2; transformer: base, big, wmt18, tpu;'
 	@echo '         TASK=pretrain: full, lamb) or tiny'
 	@echo '         (default: the first of these with DATA, tiny without)'
@@ -66,13 +70,13 @@ help:
 	@echo 'PYTHON   interpreter of the environment, CPython 3.11 (default: $(PYTHON))'
 
 # The environment is done when the stamp is there: an install that was cut off starts over.
-$(INSTALLED): requirements.txt requirements-torchrec.txt requirements-tpu.txt
+$(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
 		{ echo 'error: CPython 3.11 is needed, $(PYTHON) is not it; use PYTHON=/path/to/python3.11' >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --disable-pip-version-check --quiet -r requirements.txt
+	$(VENV)/bin/pip install --disable-pip-version-check --quiet -r $(NEEDED)
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps -r requirements-torchrec.txt
-	if [ -n '$(wildcard /dev/accel* /dev/vfio/[0-9]*)' ]; then $(VENV)/bin/pip install --quiet -r requirements-tpu.txt; fi
+	if [ -n '$(if $(findstring eager,$(NEEDED)),,$(wildcard /dev/accel* /dev/vfio/[0-9]*))' ]; then $(VENV)/bin/pip install --quiet -r requirements-tpu.txt; fi
 	touch $@
 
 install: $(INSTALLED)
@@ -80,6 +84,8 @@ install: $(INSTALLED)
 # Checked before anything is installed.
 check-model:
 	@test -n '$(SCRIPT_$(MODEL))' || { echo "error: MODEL=$$MODEL is not known; MODEL is one of: $(MODELS)" >&2; exit 2; }
+	@test -z '$(filter-out xla cpu cuda,$(DEVICE))' || \
+		{ echo "error: DEVICE=$$DEVICE is not known; DEVICE is one of: xla cpu cuda" >&2; exit 2; }
 
 # What make was given is in the shell's environment, too: "$$DATA" keeps every space and quote in it.
 # With TPU= a run starts on that TPU's workers, each of which does `make train` without it. TPU=local is this machine.
@@ -88,11 +94,12 @@ given = $(filter command environment,$(origin $(1)))
 train: check-model
 	@python3 -m tpu.launch train --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
 		$(if $(RUN),--run "$$RUN") $(if $(ENV),--env "$$ENV") $(if $(RETRIES),--retries "$$RETRIES") $(LAUNCH_ARGS) -- \
-		$(foreach name,MODEL TASK PRESET DATA NAME ARGS PYTHON,$(if $(call given,$(name)),"$(name)=$$$(name)"))
+		$(foreach name,MODEL TASK PRESET DATA NAME DEVICE ARGS PYTHON,$(if $(call given,$(name)),"$(name)=$$$(name)"))
 else
 train: check-model $(INSTALLED)
 	$(RUNS) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) \
-		$(if $(filter-out pretrain,$(TASK)),--task $(TASK))) $(if $(DATA),--data "$$DATA") $(if $(NAME),--name "$$NAME") $(ARGS)
+		$(if $(filter-out pretrain,$(TASK)),--task $(TASK))) $(if $(DATA),--data "$$DATA") $(if $(NAME),--name "$$NAME") \
+		$(if $(DEVICE),--device "$$DEVICE") $(ARGS)
 endif
 
 logs stop status:
@@ -103,7 +110,7 @@ logs stop status:
 # A script with the files that it needs, in a folder of its own. It needs no environment.
 copy: check-model
 	@test -n "$$TO" || { echo "error: TO is missing; give a new folder: make copy MODEL=$$MODEL TO=../mine" >&2; exit 2; }
-	@$(PYTHON) copy_model.py "$$MODEL" $(if $(TASK),--task "$$TASK") --to="$$TO"
+	@$(PYTHON) copy_model.py "$$MODEL" $(if $(TASK),--task "$$TASK") $(if $(DEVICE),--device "$$DEVICE") --to="$$TO"
 
 # What is here and what is missing, before anything is installed.
 doctor:
@@ -181,5 +188,5 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 
 clean:
-	rm -rf $(VENV) $(FAIRSEQ) $(LIBTPU) .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-eager $(FAIRSEQ) $(LIBTPU) .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

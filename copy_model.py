@@ -17,6 +17,9 @@ ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta", "auto")
 TASKS = ("pretrain", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli")  # of the encoders
 SCRIPTS = {"resnet50": "resnet50", "dlrm": "dlrm", "transformer": "transformer"} | dict.fromkeys(ENCODERS, "glue")
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "torch.utils.tensorboard": "tensorboard"}
+# What device.py and embedding/bags.py import for one kind of device only.
+ONLY_ON_XLA, NOT_ON_XLA = ("train.common.xla", "train.common.embedding.sharding"), ("train.common.eager",)
+DEVICES = ("xla", "cpu", "cuda")
 WITH = {"fsspec": ["gcsfs"], "datasets": ["pyarrow"]}  # what a package needs for the sake of a user's data
 
 
@@ -41,13 +44,16 @@ def of_model(tree: ast.Module, model: str) -> set[str]:
     return {table[model] for table in tables if model in table}
 
 
-def way(script: str, model: str, root: Path = ROOT) -> tuple[list[Path], set[str]]:
-    """Returns the files that a script needs for a model, relative to `root`, and the other modules that they import."""
+def way(script: str, model: str, device: str = "", root: Path = ROOT) -> tuple[list[Path], set[str]]:
+    """Returns the files that a script needs for a model on a device ("": on all), relative to `root`, and the other
+    modules that they import."""
     found: set[Path] = set()
     others: set[str] = set()
     waiting = {f"train.{script}"}
     while waiting:
         name = waiting.pop()
+        if device and name.startswith(ONLY_ON_XLA if device != "xla" else NOT_ON_XLA):
+            continue
         if name.split(".")[0] not in PACKAGES:
             others.add(name)
             continue
@@ -72,11 +78,12 @@ def requirements(modules: set[str], root: Path = ROOT) -> tuple[list[str], list[
     return plain, torchrec
 
 
-def readme(script: str, model: str, files: list[Path], torchrec: bool) -> str:
+def readme(script: str, model: str, device: str, files: list[Path], torchrec: bool) -> str:
     """Returns the README of a copy: how to install it, how to run it, what is in it."""
     pins = (ROOT / "requirements-tpu.txt").read_text().splitlines()
     libtpu = next(line.split()[0] for line in pins if not line.startswith("#"))
     choice = f" --model {model}" if script in ("glue", "pretrain") else ""
+    choice += f" --device {device}" if device not in ("", "xla") else ""
     install = "pip install -r requirements.txt"
     install += " && pip install --no-deps -r requirements-torchrec.txt" if torchrec else ""
     listed = ", ".join(str(file) for file in files if file.name != "__init__.py")
@@ -88,7 +95,9 @@ def readme(script: str, model: str, files: list[Path], torchrec: bool) -> str:
             f"    python -m train.{script} tiny{choice}      # a trial on synthetic data, on a CPU",
             f"    python -m train.{script} --help",
             "",
-            f"On a TPU VM: `pip install {libtpu}`, then a preset with `--data`. `make data` is in the repository.",
+            f"On a TPU VM: `pip install {libtpu}`, then a preset with `--data`. `make data` is in the repository."
+            if device in ("", "xla")
+            else "For TPUs: copy it with DEVICE=xla. `make data` is in the repository.",
             f"Files: {listed}.",
             "Change train/ and models/ as you like; train/common/run.py says which order of a step's end must stay.",
             "",
@@ -96,18 +105,20 @@ def readme(script: str, model: str, files: list[Path], torchrec: bool) -> str:
     )
 
 
-def copy(model: str, task: str, to: Path, root: Path = ROOT) -> list[Path]:
+def copy(model: str, task: str, to: Path, device: str = "", root: Path = ROOT) -> list[Path]:
     """Writes the copy; returns its files. Exits with a sentence where that cannot be done."""
     if model not in SCRIPTS:
         sys.exit(f"error: MODEL={model} is not known; MODEL is one of: {' '.join(SCRIPTS)}")
     if task and (model not in ENCODERS or task not in TASKS):
         sys.exit(f"error: TASK={task} is not one of MODEL={model}; the encoders have {' '.join(TASKS)}, others none")
+    if device and device not in DEVICES:
+        sys.exit(f"error: DEVICE={device} is not known; DEVICE is one of: {' '.join(DEVICES)}, or left out for all")
     script = "pretrain" if task == "pretrain" else SCRIPTS[model]
     if script == "pretrain" and model == "auto":
         sys.exit("error: MODEL=auto is for fine-tuning; TASK=pretrain needs one of: " + " ".join(ENCODERS[:-1]))
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         sys.exit(f"error: TO={to} is there and not an empty folder; give another, or empty it")
-    files, modules = way(script, model, root)
+    files, modules = way(script, model, device, root)
     plain, torchrec = requirements(modules, root)
     try:
         for file in files:
@@ -116,7 +127,7 @@ def copy(model: str, task: str, to: Path, root: Path = ROOT) -> list[Path]:
         (to / "requirements.txt").write_text("\n".join(plain) + "\n")
         if torchrec:
             (to / "requirements-torchrec.txt").write_text("\n".join(torchrec) + "\n")
-        (to / "README.md").write_text(readme(script, model, files, bool(torchrec)))
+        (to / "README.md").write_text(readme(script, model, device, files, bool(torchrec)))
     except OSError as error:
         sys.exit(f"error: cannot write to TO={to}: {error.strerror or error}; make room or access, and empty it first")
     return files
@@ -127,11 +138,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help=" ".join(SCRIPTS))
     parser.add_argument("--task", default="", help="pretrain: train/pretrain.py instead of train/glue.py")
+    parser.add_argument("--device", default="", help="only for xla, cpu or cuda; left out: for all three")
     parser.add_argument("--to", required=True, help="a new or empty folder")
     options = parser.parse_args()
     if "://" in options.to:
         sys.exit(f"error: TO={options.to} is a URL; give a folder of this machine")
-    files = copy(options.model, options.task, Path(options.to).expanduser())
+    files = copy(options.model, options.task, Path(options.to).expanduser(), options.device)
     lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
     count = sum(file.name != "__init__.py" for file in files)
     print(f"{options.to}: {count} files, {lines:,} lines; README.md says how to run it")

@@ -56,7 +56,7 @@ def run_of(mesh, tmp_path_factory):
     """Trains a configuration of trials.py once: run_of("glue", "short") is (its folder, its metrics, its config)."""
     from trials import TRIALS
 
-    from train.common.xla import backend as xla
+    from train.common import device
 
     made = {}
 
@@ -64,7 +64,7 @@ def run_of(mesh, tmp_path_factory):
         if (name, which) not in made:
             trial = TRIALS[name]
             config = replace(getattr(trial, which), runs=str(tmp_path_factory.mktemp(name)), name=which)
-            xla.reset_graph_report()
+            device.reset_graph_report()
             made[name, which] = f"{config.runs}/{which}", trial.script.main(config), config
         return made[name, which]
 

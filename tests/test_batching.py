@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from data.batching import PADDING, Buckets, pack, propose_shapes
+from data.batching import PADDING, Buckets
+from data.packing import pack, propose_shapes
 from errors import InputError
 
 

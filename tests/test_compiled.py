@@ -21,7 +21,7 @@ def make(step_fn, strict: bool = True, **options) -> tuple[CompiledStep, GraphRe
 
 
 def ones(*shape, dtype=torch.float32):
-    return torch.ones(*shape, dtype=dtype).to(device.torch_xla.device())
+    return torch.ones(*shape, dtype=dtype).to(xla.torch_xla.device())
 
 
 def states(step: CompiledStep) -> list[State]:
@@ -266,14 +266,14 @@ def test_operations_outside_of_the_step_that_compile_each_time_are_stopped():
 
 def test_operations_outside_of_the_step_with_one_shape_are_fine():
     step, report = make(lambda x: x * 3.7)
-    x, total = ones(4), torch.zeros(()).to(device.torch_xla.device())
+    x, total = ones(4), torch.zeros(()).to(xla.torch_xla.device())
     for _ in range(6):
         total = total + step(x).sum()
     assert device.fetch([total]) == pytest.approx([6 * 4 * 3.7]) and report.recompilations == []
 
 
 def test_the_report_of_the_process_is_reached_through_device(mesh):
-    xla.reset_graph_report()
+    device.reset_graph_report()
     step = device.compiled(lambda x: x * 4.3, mesh, 3)
     step(ones(3))
     assert isinstance(step, CompiledStep) and device.graph_report()["traced"] == 1

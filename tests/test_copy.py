@@ -94,6 +94,20 @@ def test_a_copy_requires_what_its_files_import(tmp_path):
     assert "torchrec==" in torchrec and not (tmp_path / "images/requirements-torchrec.txt").exists()
 
 
+def test_a_copy_for_one_kind_of_device_leaves_out_the_other(tmp_path):
+    """Without torch_xla, or without eager.py, the trial runs."""
+    for device, absent in (("cpu", "train/common/xla"), ("xla", "train/common/eager.py")):
+        folder = tmp_path / device
+        files = copy_model.copy("dlrm", "", folder, device)
+        assert not any(str(file).startswith(absent) for file in files) and not (folder / absent).exists()
+        assert ("torch_xla==" in (folder / "requirements.txt").read_text()) == (device == "xla")
+    assert "--device cpu" in (tmp_path / "cpu/README.md").read_text()
+    command = [sys.executable, "-m", "train.dlrm", "tiny", "--device", "cpu", "--name", "trial"]
+    environment = os.environ | {"CPU_NUM_DEVICES": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=tmp_path / "cpu", env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and "auc" in result.stdout, result.stderr[-2000:]
+
+
 def test_refusals(tmp_path):
     full = tmp_path / "full"
     full.mkdir()
@@ -102,6 +116,7 @@ def test_refusals(tmp_path):
         ("MODEL=resnet50",): "TO is missing.*TO=../mine",
         ("MODEL=vgg", f"TO={tmp_path}/new"): "MODEL=vgg is not known.*resnet50",
         ("MODEL=resnet50", f"TO={full}"): "is there and not an empty folder",
+        ("MODEL=resnet50", "DEVICE=gpu", f"TO={tmp_path}/new"): "DEVICE=gpu is not known.*xla cpu cuda",
         ("MODEL=auto", "TASK=pretrain", f"TO={tmp_path}/new"): "MODEL=auto is for fine-tuning",
         ("MODEL=bert", "TASK=pretain", f"TO={tmp_path}/new"): "TASK=pretain is not one of MODEL=bert.*pretrain",
         ("MODEL=dlrm", "TASK=pretrain", f"TO={tmp_path}/new"): "TASK=pretrain is not one of MODEL=dlrm",

@@ -24,7 +24,7 @@ from train.common.xla import backend as xla
 @pytest.fixture(autouse=True)
 def fresh_report():
     torch_xla.sync()
-    xla.reset_graph_report()
+    device.reset_graph_report()
 
 
 class Tied(nn.Module):

@@ -205,7 +205,7 @@ def compare(
     before = [weight.detach().clone() for weight in weights]
     reference = REFERENCES[optimizer](weights, lr=LR[optimizer])
     step = device.compiled(step_fn, mesh)
-    xla.reset_graph_report()
+    device.reset_graph_report()
     losses, expected, graphs = [], [], 0
     for number, lr in enumerate(lrs or [LR[optimizer]] * 4):
         device.set_lr(embeddings, lr)

@@ -139,7 +139,7 @@ def test_logits_and_gradients_are_transformers_also_on_xla_and_nothing_leaves_th
         return with_gradients(model, {"logits": logits}, (logits * upstream).sum())
 
     inputs = on_xla(model, mesh), to_xla(batch, mesh), upstream.to(mesh.device)
-    xla.reset_graph_report()
+    device.reset_graph_report()
     compiled, reads = device.compiled(step, mesh), xla.host_reads()
     results = [step(fast(model), batch, upstream), compiled(*inputs)]
     graphs = xla.compilations()

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch_xla
 
-from data.batching import Buckets, pack
+from data.batching import Buckets
+from data.packing import pack
 from errors import InputError
 from train.common import loading
 from train.common.loading import PADDING, parallel_loader
@@ -439,7 +440,7 @@ def test_an_error_of_the_upload_thread_is_raised(mesh, monkeypatch):
     def broken_upload(*_):
         raise MemoryError("the device is full")
 
-    monkeypatch.setattr(loading.xm, "send_cpu_data_to_device", broken_upload)
+    monkeypatch.setattr(loading.device, "upload", broken_upload)
     with parallel_loader(Numbers(32), 8, mesh, train=False) as loader, pytest.raises(MemoryError) as error:
         next(loader)
     assert "broken_upload" in [entry.name for entry in traceback.extract_tb(error.value.__traceback__)]

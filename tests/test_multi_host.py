@@ -42,6 +42,7 @@ from train.common import run as tracking
 from train.common.embedding import storage
 from train.common.loading import PADDING
 from train.common.run_folder import RunFolder
+from train.common.xla import backend as xla
 
 DEVICES = 8  # of all hosts together, however many hosts there are
 HOSTS = 4  # of a whole training; 2 are tested where a run is stopped
@@ -110,7 +111,7 @@ class Pod:
 
     def mesh(self, host: int) -> device.Mesh:
         with pytest.MonkeyPatch.context() as monkeypatch:  # a mesh has all devices that there are
-            monkeypatch.setattr(device.xr, "global_runtime_device_count", lambda: self.devices)
+            monkeypatch.setattr(xla.xr, "global_runtime_device_count", lambda: self.devices)
             spmd = xs.Mesh(np.arange(self.devices), (self.devices,), ("data",))
         return device.Mesh(torch.device("cpu"), spmd, self.devices, host, self.hosts, "CPU", "float32", True)
 
@@ -204,8 +205,8 @@ class Pod:
 
             return call
 
-        def send(local, target, sharding=None):
-            return [torch.cat(pod.meet(("upload", tuple(local.shape)), local))]
+        def upload(local, mesh):
+            return torch.cat(pod.meet(("upload", tuple(local.shape)), local))
 
         def stop_requested(mesh, *every, **options):
             return real_stop(mesh, pod.every) if pod.every else real_stop(mesh, *every, **options)
@@ -255,11 +256,11 @@ class Pod:
 
         signals = SimpleNamespace(signal=handle, SIGTERM=signal.SIGTERM, SIGINT=signal.SIGINT)
         replacements = [
-            (device, "setup", lambda seed, precision, strict: pod.mesh(this_host())),
+            (device, "setup", lambda seed, precision, strict, kind: pod.mesh(this_host())),
             (device, "compiled", compiled),
             (device, "annotate", lambda tensor, spmd, spec: None),
             (device, "fetch", lambda values: [float(value) for value in values]),
-            (device.xm, "send_cpu_data_to_device", send),
+            (device, "upload", upload),
             (device, "seed_step", lambda *seed: pod.meetings[this_host()].append(("seed", *seed))),
             (device, "signal", signals),
             (device, "stop_requested", stop_requested),
@@ -780,18 +781,18 @@ def test_rows_are_in_the_order_of_the_devices_and_seeds_do_not_depend_on_the_hos
     """Each host's part of a batch is cut in equal pieces for its devices in the order of their numbers (torch_xla's
     GetShardIndicesForMinibatchTensor), and the batch on all devices has them in the order of the mesh."""
     rows, draws, checked = {}, [], []
-    monkeypatch.setattr(device.xr, "global_runtime_device_count", lambda: 16)
-    monkeypatch.setattr(device.xr, "process_count", lambda: len(HOSTS_OF_4X4))
+    monkeypatch.setattr(xla.xr, "global_runtime_device_count", lambda: 16)
+    monkeypatch.setattr(xla.xr, "process_count", lambda: len(HOSTS_OF_4X4))
     monkeypatch.setattr(loading.Loader, "_upload", lambda self, batch: batch)
-    monkeypatch.setattr(device, "_check_places", checked.append)
+    monkeypatch.setattr(xla, "_check_places", checked.append)
     for host, devices in enumerate(HOSTS_OF_4X4):
         names = [f"TPU:{number}" for number in devices]
-        monkeypatch.setattr(device.xr, "process_index", lambda host=host: host)
-        monkeypatch.setattr(device.torch_xla._XLAC, "_xla_get_runtime_devices", lambda names=names: names)
+        monkeypatch.setattr(xla.xr, "process_index", lambda host=host: host)
+        monkeypatch.setattr(xla.torch_xla._XLAC, "_xla_get_runtime_devices", lambda names=names: names)
         mesh = device.setup(5, "float32")
         assert checked[-1] is mesh
         assert (mesh.process_index, mesh.process_count, mesh.main_process) == (host, 4, host == 0)
-        draws.append((torch.rand(3).tolist(), np.random.rand(3).tolist(), device.xm.get_rng_state()))
+        draws.append((torch.rand(3).tolist(), np.random.rand(3).tolist(), xla.xm.get_rng_state()))
         with loading.parallel_loader(dataset, batches, mesh, train=False) as loader:
             rows |= zip(devices, next(loader)["index"].tolist(), strict=True)
     assert [rows[number] for number in mesh.spmd.device_ids] == list(range(16))

@@ -14,13 +14,12 @@ import torch_xla.debug.metrics as met
 from torch import nn
 
 from train.common import device
-from train.common.xla import backend as xla
 from train.common.xla import replay, staging
 
 
 @pytest.fixture(autouse=True)
 def fresh_report():
-    xla.reset_graph_report()
+    device.reset_graph_report()
 
 
 def batches(mesh, count: int, size: int = 8):
@@ -77,7 +76,7 @@ def traced_and_repeated(mesh, inputs, optimizer, step_of, each=lambda *_: None, 
     returns the report of the other run; `each` is called before each step."""
     found = []
     for one in (dataclasses.replace(mesh, strict=False), mesh):
-        xla.reset_graph_report()
+        device.reset_graph_report()
         model, made = make(one, optimizer)
         device.seed_step(7, 0)
         step, losses = device.compiled(step_of(), one, max_graphs), []

@@ -21,7 +21,6 @@ import PIL.Image
 import pytest
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 from helpers import records
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -109,6 +108,17 @@ def test_without_a_name_finished_and_other_runs_are_passed_over_and_the_reason_i
     run.close()
     assert start(lr=0.2).name == "net-3"
     assert "net-3 (net-2 was trained with another lr)" in capsys.readouterr().out
+
+
+def test_a_field_that_an_older_version_lacks_had_its_default(start, tmp_path):
+    start(name="mine").close()
+    file = tmp_path / "runs/mine/config.json"
+    stored = json.loads(file.read_text())
+    del stored["config"]["lr"]
+    file.write_text(json.dumps(stored))
+    with pytest.raises(InputError, match="lr was 0.1, now 0.2"):
+        start(name="mine", lr=0.2)
+    assert start(name="mine").resumed
 
 
 def test_a_given_name_with_other_values_is_refused_with_both_values(start):
@@ -676,7 +686,7 @@ def test_xla_values_are_read_by_a_step_closure_in_one_transfer(start, monkeypatc
     run.log(4, loss=loss)
     waited = []
     with monkeypatch.context() as patch:
-        patch.setattr(xm, "wait_device_ops", lambda: waited.append(len(numbers(run))))
+        patch.setattr(device, "wait_for_steps", lambda: waited.append(len(numbers(run))))
         with run.pause():
             pass
     assert waited == [5]  # line 4 was read, and the device has finished, before the pause begins

@@ -82,8 +82,7 @@ TINY = Config(
 
 # Fields that a resumed run may change: none of these touches a number.
 FREE = ("workers", "log_every", "strict")
-ADAM = {"betas": (0.9, 0.98), "eps": 1e-8}  # as in fairseq's recipes
-WARMUP_INIT_LR = 1e-7  # fairseq's
+ADAM, WARMUP_INIT_LR = {"betas": (0.9, 0.98), "eps": 1e-8}, 1e-7  # as in fairseq's recipes
 
 Data = namedtuple("Data", "train eval")  # sentence pairs of data/wmt.py; eval: {"valid": …}, and "test" if it is there
 State = namedtuple("State", "model optimizer")  # what a step works on

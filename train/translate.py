@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import batching, wmt
+from data import batching, packing, wmt
 from errors import InputError
 from models import beam_search, fairseq
 from models.transformer import PAD, Transformer
@@ -55,17 +55,17 @@ def rows(batch_tokens: int, length: int, devices: int = 1) -> int:
     return max(batch_tokens // length // multiple, 1) * multiple
 
 
-def training_plan(pairs, config, devices: int = 1) -> batching.Buckets | batching.Packed:
+def training_plan(pairs, config, devices: int = 1) -> batching.Buckets | packing.Packed:
     """Returns which pairs share a training batch, and the batches' shapes."""
     lengths = config.lengths
     if not lengths:
         usual = pairs.lengths[pairs.lengths.max(1) <= AUTO_LONGEST]
         if not len(usual):
             raise InputError(f"{config.data} has no pair of at most {AUTO_LONGEST} tokens a side; give --lengths")
-        lengths = [length for _, length, _ in batching.propose_shapes(usual, 2**30, AUTO_SHAPES)]
+        lengths = [length for _, length, _ in packing.propose_shapes(usual, 2**30, AUTO_SHAPES)]
     shapes = [(rows(config.batch_tokens, length, devices), length, length) for length in lengths]
     if config.pack:
-        return batching.pack(pairs.lengths, shapes[-1], config.seed)
+        return packing.pack(pairs.lengths, shapes[-1], config.seed)
     return batching.Buckets(pairs.lengths, shapes)
 
 

@@ -36,5 +36,6 @@ def average(checkpoints: Checkpointer, model: nn.Module, mesh: Any) -> list[int]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(sums[name] / len(steps))
-            replicate(parameter, mesh)
+            if parameter.device.type != "cpu":
+                replicate(parameter, mesh)
     return steps

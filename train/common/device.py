@@ -118,6 +118,11 @@ def graph_report() -> dict[str, Any]:
     return _backend.graph_report()
 
 
+def reset_graph_report() -> None:
+    """Lets the next report count from here."""
+    _backend.reset_graph_report()
+
+
 def to_device(model: nn.Module, mesh: Mesh) -> nn.Module:
     """Moves a model to the mesh, replicated; returns the same object, with the same Parameter objects.
 

@@ -47,9 +47,8 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int, torch_compile: bool
     step_fn = torch.compile(step_fn) if torch_compile else step_fn
 
     def step(*args: Any) -> Any:
-        waiting = list(_waiting)
         result = step_fn(*args)
-        _call(waiting)
+        run_pending()
         return result
 
     return step
@@ -57,6 +56,10 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int, torch_compile: bool
 
 def graph_report() -> dict[str, Any]:
     return {}
+
+
+def reset_graph_report() -> None:
+    """Does nothing: nothing is compiled."""
 
 
 def annotate(tensor: Tensor, spmd: None, spec: tuple) -> None:
@@ -90,15 +93,10 @@ def after_next_step(function: Callable[[], None]) -> None:
 
 
 def run_pending() -> None:
-    _call(list(_waiting))
+    while _waiting:
+        _waiting.pop(0)()
 
 
 def wait_for_steps() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _call(functions: list[Callable[[], None]]) -> None:
-    for function in functions:
-        _waiting.remove(function)
-        function()

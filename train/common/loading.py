@@ -130,7 +130,7 @@ class Loader(AbstractContextManager, Iterator):
                 if isinstance(batch, InputError):
                     raise batch
                 self.skipped += int(batch.pop("skipped", torch.zeros(())).sum())
-                self._put({key: device.upload(tensor, self._mesh) for key, tensor in batch.items()})
+                self._put(self._upload(batch))
                 if self._closed.is_set():
                     return
             self._put(StopIteration())
@@ -153,6 +153,9 @@ class Loader(AbstractContextManager, Iterator):
         while not self._closed.is_set():
             with suppress(queue.Full):
                 return self._queue.put(item, timeout=0.1)
+
+    def _upload(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {key: device.upload(tensor, self._mesh) for key, tensor in batch.items()}
 
 
 def parallel_loader(
@@ -206,7 +209,7 @@ def data_loader(examples: "_Examples", keys: Iterable, workers: int, **options) 
     return DataLoader(
         examples,
         batch_sampler=keys,
-        num_workers=len(os.sched_getaffinity(0)) if workers < 0 else workers,
+        num_workers=_cores() if workers < 0 else workers,
         collate_fn=_identity,
         multiprocessing_context=_worker_context(examples.dataset) if workers else None,
         prefetch_factor=PREFETCH if workers else None,
@@ -294,6 +297,11 @@ class _Examples:
                 index = max(index, 0)
                 examples.append(self.dataset.example(index, np.random.default_rng((self.seed, epoch, index))))
         return examples
+
+
+def _cores() -> int:
+    """Returns the cores that this process may use; macOS does not tell, and has all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _identity(batch: Any) -> Any:

@@ -58,7 +58,8 @@ class Run:
         trial = "; this is a trial, for real training see --help" if config.data == "synthetic" else ""
         self.message(f"{headline} on {mesh.num_devices} {mesh.kind} device(s){trial}")
         fields = json.loads(to_json(dataclasses.asdict(config)))
-        self._folder = RunFolder(config.runs, fields, name, set(free))
+        defaults = json.loads(to_json(dataclasses.asdict(type(config)())))
+        self._folder = RunFolder(config.runs, fields, defaults, name, set(free))
         self.name, self.path, self.summary = self._folder.name, self._folder.path, self._folder.summary
         self._metrics = _Metrics(self._folder, self._clock, self._terminal, self._main, unit)
         self.finished = self._closed = self.summary is not None

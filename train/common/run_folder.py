@@ -26,13 +26,14 @@ PACKAGES = ("torch", "torch_xla", "torchvision", "libtpu", "numpy", "timm", "dat
 class RunFolder:
     """The folder of a run below `runs`, a root folder or fsspec URL, and the files in it.
 
-    `fields` is the run's config; its "name" is the folder's, or "" for the first of default_name, default_name-2, …
-    that is new, or unfinished with the same config (but for the fields in `free`). `path` is the folder or URL, `local`
-    where `write` writes: for a URL a temporary folder, which `upload` copies. `stored` and `summary` are its
-    config.json and summary.json, or None. Raises InputError where the folder cannot be used.
+    `fields` is the run's config, `defaults` the values of fields that a config.json of an older version lacks. Its
+    "name" is the folder's, or "" for the first of default_name, default_name-2, … that is new, or unfinished with the
+    same config (but for the fields in `free`). `path` is the folder or URL, `local` where `write` writes: for a URL a
+    temporary folder, which `upload` copies. `stored` and `summary` are its config.json and summary.json, or None.
+    Raises InputError where the folder cannot be used.
     """
 
-    def __init__(self, runs: str, fields: dict[str, Any], default_name: str, free: set[str]):
+    def __init__(self, runs: str, fields: dict[str, Any], defaults: dict[str, Any], default_name: str, free: set[str]):
         if not runs:
             raise InputError("--runs is empty; give the folder or URL of all runs, such as runs")
         self.root = os.path.expanduser(runs.removeprefix("file://")).rstrip("/") or "/"
@@ -45,6 +46,7 @@ class RunFolder:
         except (ImportError, ValueError) as error:
             raise InputError(f"cannot use --runs {runs}: {error}") from error
         self.files.invalidate_cache()
+        self._defaults = defaults
         self.name, self.stored, self.summary, self.reason = self._choose(fields, default_name, {"runs", "name", *free})
         self.path = os.path.join(self.root, self.name)
 
@@ -59,7 +61,7 @@ class RunFolder:
             stored, summary = self._read_json(f"{path}/config.json", "config"), None
             changed = []
             if stored is not None:
-                old, summary = stored["config"], self._read_json(f"{path}/summary.json", "metrics")
+                old, summary = self._defaults | stored["config"], self._read_json(f"{path}/summary.json", "metrics")
                 both = {key: (old.get(key, "absent"), fields.get(key, "absent")) for key in [*fields, *old]}
                 changed = [key for key, (was, now) in both.items() if was != now and key not in free]
             if fields["name"] and changed:
