@@ -1,0 +1,118 @@
+"""Runs the pairs of this folder, and writes docs/porting.md from them.
+
+    run      python -m docs.porting.page         what each half and the wrong variant give, then the page
+             python -m docs.porting.page 4       one pair; CPU_NUM_DEVICES=4 gives it the four devices of the tests
+
+A pair is a file with functions eager(), xla(mesh) and wrong(mesh), whose bodies are the listings, and constants:
+WRONG, a part of the wrong variant's message, or what it returns; RIGHT, what the others return, where the text needs
+it; TOLERANCE of the two halves, where it is not float32 rounding; FRESH, where the wrong variant needs a process of its
+own; OURS, files of this repository and a line of each. Its docstring has three paragraphs: title, why, what goes wrong.
+"""
+
+import html
+import importlib.util
+import inspect
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parent / "porting.md"
+INTRODUCTION = """\
+# From PyTorch to TPUs
+
+Written by `python -m docs.porting.page` from the files in [docs/porting](porting), which tests/test_porting.py runs; do
+not edit. The halves of a pair give the same numbers, and every message and number is what the wrong variant gave.
+
+Fifteen differences between a training script in eager PyTorch and one for XLA, in the order in which a port meets them.
+`device`, `loading` and `checkpoint` are those of `train.common`: `make copy MODEL=bert TO=../mine` copies them with a
+script. With `--device cpu` they are plain PyTorch, so that a debugger stops inside the step of a ported script, too.
+Measured on four virtual devices (`CPU_NUM_DEVICES=4`) of XLA's CPU backend with torch 2.9.0 and torch_xla 2.9.0; not
+run on a TPU.
+"""
+
+
+def pairs() -> list[ModuleType]:
+    """Imports every pair, in order."""
+    return [_imported(path) for path in sorted(FOLDER.glob("[0-9][0-9]_*.py"))]
+
+
+def _imported(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"porting_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # worker processes and inspect look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+def outcome(function, *args) -> object:
+    """Returns what a variant returns, or "Error: message" of what it raises."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def fresh_outcome(pair: ModuleType) -> str:
+    """Returns the last line that the wrong variant prints in a process of its own, without set-up."""
+    number = int(Path(pair.__file__).name[:2])
+    code = f"from docs.porting import page; print(page.outcome(page.pairs()[{number - 1}].wrong, None))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=FOLDER.parent.parent, capture_output=True, text=True)
+    return result.stdout
+
+
+def listing(function) -> str:
+    """Returns the body of a function without blank lines, which would end the table."""
+    body = textwrap.dedent(inspect.getsource(function).partition(":\n")[2])
+    return "\n".join(line for line in body.splitlines() if line)
+
+
+def text(pair: ModuleType) -> list[str]:
+    """Returns title, why, and what goes wrong, with the pair's numbers filled in."""
+    values = {name: _code(str(getattr(pair, name, None))) for name in ("WRONG", "RIGHT")}
+    return [" ".join(part.split()).format(**values) for part in pair.__doc__.strip().split("\n\n")]
+
+
+def _code(value: str) -> str:
+    return f"`` {value} ``" if "`" in value else f"`{value}`"
+
+
+def section(number: int, pair: ModuleType) -> str:
+    """Returns the Markdown of one difference."""
+    title, why, wrong = text(pair)
+    cells = [
+        f'<td><pre lang="python">\n{html.escape(listing(f), quote=False)}\n</pre></td>' for f in (pair.eager, pair.xla)
+    ]
+    ours = "; ".join(f"[{file}](../{file}) `{line}`" for file, line in pair.OURS)
+    name = Path(pair.__file__).name
+    paragraphs = [why, f"**Otherwise:** {wrong}", f"Here: {ours}. Pair: [{name}](porting/{name})"]
+    why, *rest = (textwrap.fill(part, 120, break_long_words=False, break_on_hyphens=False) for part in paragraphs)
+    table = "<table><tr><th>eager PyTorch</th><th>XLA</th></tr><tr>\n" + "\n".join(cells) + "\n</tr></table>"
+    return "\n\n".join([f"## {number}. {title}", why, table, *rest]) + "\n"
+
+
+def page() -> str:
+    """Returns the whole page."""
+    return "\n".join([INTRODUCTION, *(section(number, pair) for number, pair in enumerate(pairs(), 1))])
+
+
+def main(numbers: list[str]) -> None:
+    """Runs the pairs, or those of these numbers; without numbers it writes the page."""
+    from train.common import device
+
+    mesh = device.setup(0, "float32")
+    for number, pair in enumerate(pairs(), 1):
+        if not numbers or str(number) in numbers:
+            print(number, Path(pair.__file__).name)
+            print("  eager", outcome(pair.eager))
+            print("  xla  ", outcome(pair.xla, mesh))
+            wrong = fresh_outcome(pair) if hasattr(pair, "FRESH") else outcome(pair.wrong, mesh)
+            print("  wrong", wrong, flush=True)
+    if not numbers:
+        PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
