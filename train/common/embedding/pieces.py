@@ -47,7 +47,7 @@ def copy_pieces(embeddings: Any) -> dict[str, Tensor]:
                     key = f"{embeddings.tables[t].name}/{name}/{a - start}/{column}"
                     pieces[key] = data[a - first : b - first]
     if embeddings.mesh.main_process:
-        pieces[STEP] = embeddings.step_count.cpu()
+        pieces[STEP] = embeddings.step_count.to("cpu", copy=True)  # written while training goes on
     return pieces
 
 
