@@ -67,6 +67,41 @@ def test_what_cannot_be_is_refused():
 
 # ---- staging ---------------------------------------------------------------------------------------------------------
 
+PRECISIONS = """
+import dataclasses, json
+from tpu.compiler import analysis, compile as compiling, hlo
+from train.common.xla import backend, staging
+mesh, found = staging.setup(1, "TPU v5 lite", "float32"), {}
+for precision in ("bfloat16", "float32", "fast_float32"):
+    backend.set_products(precision)
+    for arguments in (
+        ["resnet50", "full", "--batch", "8", "--", "--model", "resnet_tiny", "--image-size", "32"],
+        ["dlrm", "tiny", "--batch", "8", "--"],
+        ["bert", "full", "--batch", "8", "--task", "pretrain", "--", "--size", "tiny"],
+    ):
+        _, job = compiling.parse([*arguments, "--precision", precision])
+        _, staged = compiling.stage(job, dataclasses.replace(mesh, precision=precision), job.script)
+        for dot in analysis.dots(hlo.parse(staged.module)):
+            key = f"{precision} {arguments[0]}"
+            found.setdefault(key, []).append([dot.opcode, dot.lhs, sorted(set(dot.precision))])
+print(json.dumps(found))
+"""
+
+
+def test_float32_products_are_float32_unless_fast_ones_are_asked_for():
+    """The precision of every product of a step, forward and backward: a TPU's own is one pass of bfloat16."""
+    result = run(code=PRECISIONS)
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert {key.split()[1] for key in found} == {"resnet50", "dlrm", "bert"} and len(found) == 9
+    for key, products in found.items():
+        wanted = "highest" if key.startswith("float32") else "default"
+        assert all(precision == [wanted] for _, _, precision in products), (key, products)
+        narrow = {"bf16"} if key.startswith("bfloat16") else {"f32"}
+        assert narrow <= {kind for _, kind, _ in products} and len(products) >= 10, (key, products)
+    assert {opcode for opcode, _, _ in found["float32 resnet50"]} == {"dot", "convolution"}
+
+
 STAGING = """
 import json, torch
 from tpu.compiler import hlo

@@ -48,7 +48,7 @@ class Config:
     lr: float = 0.1  # peak learning rate, of tables and network
     warmup_steps: int = 0  # linear from 0; constant after it
     shuffle: Literal["examples", "batches"] = "examples"  # what an epoch permutes; batches: files are read in sequence
-    precision: Literal["bfloat16", "float32"] = "bfloat16"  # of the network; tables and parameters are float32
+    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the network, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     seed: int = 0  # of the initial weights and the order of the data
     workers: int = -1  # processes a host that read batches; -1: one a core, 0: none

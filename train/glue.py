@@ -55,7 +55,7 @@ class Config:
     warmup: float | None = None  # share of the steps in which the learning rate rises; then it falls linearly to 0
     weight_decay: float | None = None  # of AdamW; not of biases and norms
     clip: float = 1.0  # largest norm of all gradients
-    precision: Literal["bfloat16", "float32"] = "bfloat16"  # of forward and backward pass; parameters are float32
+    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     seed: int = 0  # of new weights, the order of the data and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none

@@ -53,7 +53,7 @@ class Config:
     lr: float | None = None  # peak learning rate; it falls linearly to 0
     warmup_steps: int | None = None  # updates in which it rises
     update_every: int = 1  # parts that a batch comes in, where it does not fit into memory; each counts the same
-    precision: Literal["bfloat16", "float32"] = "bfloat16"  # of forward and backward pass; parameters are float32
+    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     seed: int = 0  # of new weights, the order of the data, masks and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none

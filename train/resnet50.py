@@ -43,7 +43,7 @@ class Config:
     weight_decay: float = 1e-4  # not on norms and biases
     label_smoothing: float = 0.1  # of the training loss
     norm_groups: int = 0  # slices of the batch with their own batch-norm statistics; 0: one a device
-    precision: Literal["bfloat16", "float32"] = "bfloat16"  # of the forward and backward pass; parameters are float32
+    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     seed: int = 0  # of the initial weights, the order of the data and the augmentation
     workers: int = -1  # processes a host that decode images; -1: one a core, 0: none

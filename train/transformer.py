@@ -45,7 +45,7 @@ class Config:
     label_smoothing: float = 0.1  # of the training loss
     beam: int = 4  # hypotheses a sentence in evaluation
     length_penalty: float = 0.6  # exponent of a hypothesis' length, by which its log-probability is divided
-    precision: Literal["bfloat16", "float32"] = "bfloat16"  # of forward and backward pass; parameters are float32
+    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     seed: int = 0  # of the initial weights, the order of the data and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none

@@ -37,7 +37,7 @@ class Config:
     batch_tokens: int = 16_384  # places a batch: sentences of length L come batch_tokens / (L * beam) together
     beam: int = 4  # hypotheses a sentence
     length_penalty: float = 0.6  # exponent of a hypothesis' length, by which its log-probability is divided
-    precision: Literal["bfloat16", "float32"] = "bfloat16"  # of the forward pass
+    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of products, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     workers: int = 0  # processes that make batches
     strict: bool = True  # a recompilation or a host fall-back stops the run

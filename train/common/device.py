@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from errors import InputError
 
 DEVICES = ("xla", "cpu", "cuda")
-PRECISIONS = ("bfloat16", "float32")
+PRECISIONS = ("bfloat16", "float32", "fast_float32")
 
 _backend: Any = None  # the module that `choose_backend` has chosen
 
@@ -44,7 +44,7 @@ class Mesh:
     process_index: int  # of this host
     process_count: int  # hosts
     kind: str  # hardware, such as "TPU v5 lite" or "CPU"
-    precision: str  # what `autocast` computes in, "bfloat16" or "float32"
+    precision: str  # what `autocast` computes in, one of PRECISIONS
     strict: bool  # a recompilation after warm-up or a host fall-back is an error; otherwise a warning
     places: tuple[int, ...] = ()  # of this host's devices, as torch_xla fills them; (): after those of the hosts before
 
@@ -67,8 +67,10 @@ class Mesh:
 
     def autocast(self) -> torch.autocast:
         """Returns a context for the forward pass; parameters, gradients and optimizer state stay float32."""
-        # torch_xla.amp.autocast crashes on the CPU backend (torch_xla 2.9); torch's own knows "xla".
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
+        # torch_xla.amp.autocast crashes on the CPU backend (torch_xla 2.9); torch's own knows "xla". With a mesh it is
+        # that, also where staging.py has tensors on the meta device.
+        kind = self.device.type if self.spmd is None else "xla"
+        return torch.autocast(kind, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
 def setup(seed: int, precision: str = "bfloat16", strict: bool = True, kind: str = "xla") -> Mesh:
@@ -76,7 +78,8 @@ def setup(seed: int, precision: str = "bfloat16", strict: bool = True, kind: str
     a CPU `backward()` before it makes XLA's backward passes fail inside autograd.
 
     Args:
-        precision: what `Mesh.autocast` computes in, "bfloat16" or "float32".
+        precision: what `Mesh.autocast` computes in: "bfloat16"; "float32", whose products are exact to 24 bits on every
+            hardware; or "fast_float32", with the hardware's own products: one pass of bfloat16 on a TPU, TF32 on a GPU.
         kind: "xla": a TPU where there is one, else XLA's CPU backend (`CPU_NUM_DEVICES=4` gives it four virtual
             devices); "cpu" or "cuda": plain PyTorch on one device.
     Raises:

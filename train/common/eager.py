@@ -29,7 +29,8 @@ def setup(precision: str, strict: bool, kind: str) -> Mesh:
     if kind == "cuda":
         if not torch.cuda.is_available():
             raise InputError("--device is cuda, but PyTorch finds no GPU here (nvidia-smi lists them); use cpu or xla")
-        torch.backends.cudnn.allow_tf32 = False  # float32 convolutions as exact as PyTorch's matrix products
+        # By PyTorch's defaults convolutions take TF32, 10 bits, and matrix products do not.
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "fast_float32"
     name = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
     return Mesh(
         device=torch.device(kind),

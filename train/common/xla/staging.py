@@ -73,7 +73,7 @@ def setup(num_devices: int, kind: str, precision: str) -> Mesh:
     # The client is one for the CPU; from here on operations are lowered as they are for a TPU.
     os.environ["PJRT_DEVICE"] = "TPU"
     torch.manual_seed(0)
-    choose_backend("xla")
+    choose_backend("xla").set_products(precision)
     return Mesh(
         device=torch.device("meta"),
         spmd=xs.Mesh(np.arange(num_devices), (num_devices,), ("data",)),
