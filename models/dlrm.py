@@ -24,6 +24,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from models.products import einsum
+
 NATIVE_GATHER_DEVICES = ("cpu", "cuda")  # PyTorch runs operation by operation here: an indexed read is the fastest
 
 
@@ -42,13 +44,13 @@ class PairwiseDots(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, half: Tensor) -> Tensor:
         ctx.save_for_backward(x, half)
-        return torch.einsum("sbd,tbd->bst", x, x).flatten(1) @ half
+        return einsum("sbd,tbd->bst", x, x).flatten(1) @ half
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         x, half = ctx.saved_tensors
         symmetric = (gradient @ half.t()).view(x.shape[1], x.shape[0], x.shape[0])
-        return 2 * torch.einsum("bst,tbd->sbd", symmetric, x), None
+        return 2 * einsum("bst,tbd->sbd", symmetric, x), None
 
 
 class DotInteraction(nn.Module):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.hashing import hash32
+from models.products import einsum
 
 NATIVE_DEVICES = ("cpu", "cuda")  # PyTorch runs operation by operation here, and its fused kernels are the fastest
 MASKED = -1e9  # added to scores that must not count; finite, so that a row without any key has no NaN
@@ -29,7 +30,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if x.device.type in NATIVE_DEVICES:
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    y = torch.einsum("bti,oi->bto" if x.dim() == 3 else "bi,oi->bo", x, weight.to(x.dtype))
+    y = einsum("bti,oi->bto" if x.dim() == 3 else "bi,oi->bo", x, weight.to(x.dtype))
     return y if bias is None else y + bias.to(x.dtype)
 
 
@@ -113,7 +114,7 @@ class AttentionCore(torch.autograd.Function):
             weights = torch.where(kept(weights.shape, dropout, v.device), weights, -weights)
         signed = weights.to(v.dtype)
         ctx.scale = 1 / (1 - drop_share(dropout))
-        mixed = torch.einsum("bhqk,bkhd->bqhd", signed.clamp(min=0) * ctx.scale, v)
+        mixed = einsum("bhqk,bkhd->bqhd", signed.clamp(min=0) * ctx.scale, v)
         ctx.save_for_backward(v, signed, mixed)
         return mixed
 
@@ -121,8 +122,8 @@ class AttentionCore(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         v, signed, mixed = ctx.saved_tensors
         wide = torch.promote_types(v.dtype, torch.float32)
-        to_v = torch.einsum("bhqk,bqhd->bkhd", signed.clamp(min=0) * ctx.scale, gradient)
-        to_weights = torch.einsum("bqhd,bkhd->bhqk", gradient, v).to(wide)
+        to_v = einsum("bhqk,bqhd->bkhd", signed.clamp(min=0) * ctx.scale, gradient)
+        to_weights = einsum("bqhd,bkhd->bhqk", gradient, v).to(wide)
         to_weights = torch.where(signed > 0, to_weights * ctx.scale, torch.zeros((), dtype=wide, device=v.device))
         sums = (gradient.to(wide) * mixed.to(wide)).sum(-1).transpose(1, 2)[..., None]  # of weights * to_weights
         to_scores = (signed.abs().to(wide) * (to_weights - sums)).to(v.dtype)
@@ -147,7 +148,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=1.0).transpose(1, 2)
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        scores = torch.einsum("bqhd,bkhd->bhqk", q.to(wide), k.to(wide))
+        scores = einsum("bqhd,bkhd->bhqk", q.to(wide), k.to(wide))
     return AttentionCore.apply(scores, v, mask, dropout)
 
 
@@ -174,7 +175,7 @@ class MultiHeadAttention(nn.Module):
             return (y if scale == 1 else y * scale).unflatten(-1, (self.heads, -1))
         weight = (projection.weight * scale).to(x.dtype).view(self.heads, -1, projection.in_features)
         bias = (projection.bias * scale).to(x.dtype).view(self.heads, -1)
-        return torch.einsum("bti,hdi->bthd", x, weight) + bias
+        return einsum("bti,hdi->bthd", x, weight) + bias
 
     def keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the keys and values [B, T, H, D] of x [B, T, dim]."""
@@ -187,7 +188,7 @@ class MultiHeadAttention(nn.Module):
         if x.device.type in NATIVE_DEVICES:
             return linear(mixed.flatten(2), self.out_proj.weight, self.out_proj.bias)
         weight = self.out_proj.weight.to(x.dtype).view(-1, self.heads, mixed.shape[-1])
-        return torch.einsum("bthd,ohd->bto", mixed, weight) + self.out_proj.bias.to(x.dtype)
+        return einsum("bthd,ohd->bto", mixed, weight) + self.out_proj.bias.to(x.dtype)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
         """Returns [B, Tq, dim]: x [B, Tq, dim] attends to memory [B, Tk, dim]; mask as in `attention`."""
@@ -221,7 +222,7 @@ def take(x: Tensor, positions: Tensor) -> Tensor:
     if x.device.type in NATIVE_DEVICES:
         return x.gather(1, positions.long()[..., None].expand(-1, -1, x.shape[2]))
     places = torch.arange(x.shape[1], device=x.device, dtype=positions.dtype)
-    return torch.einsum("bpt,bth->bph", (positions[..., None] == places).to(x.dtype), x)
+    return einsum("bpt,bth->bph", (positions[..., None] == places).to(x.dtype), x)
 
 
 def negative_log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
 
 from models import layers
+from models.products import einsum
 
 QUERIES = 128  # per block whose scores are shifted at once
 
@@ -30,7 +31,7 @@ def position_scores(q: Tensor, r: Tensor) -> Tensor:
     queries, distances, parts = q.shape[0], r.shape[0], []
     for first in range(0, queries, QUERIES):
         last = min(first + QUERIES, queries)
-        x = torch.einsum("ibnd,jbnd->bnij", q[first:last], r[queries - last : distances - first])
+        x = einsum("ibnd,jbnd->bnij", q[first:last], r[queries - last : distances - first])
         rows, columns = x.shape[2:]
         x = x.flatten(2)[..., rows:].reshape(*x.shape[:2], rows, columns - 1)
         parts.append(x[..., : distances - queries])
@@ -45,7 +46,7 @@ class RelativeAttention(XLNetRelativeAttention):
 
     def _to_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         x = x.to(layers.compute_dtype(x))
-        return torch.einsum("ibh,hnd->ibnd", x, weight.to(x.dtype))
+        return einsum("ibh,hnd->ibnd", x, weight.to(x.dtype))
 
     def rel_attn_core(
         self, q_head, k_head_h, v_head_h, k_head_r, seg_mat=None, attn_mask=None, output_attentions=False
@@ -59,11 +60,11 @@ class RelativeAttention(XLNetRelativeAttention):
         def biased(bias: Tensor) -> Tensor:
             return (q_head + bias.to(dtype)) * self.scale
 
-        scores = torch.einsum("ibnd,jbnd->bnij", biased(self.r_w_bias), k_head_h)
+        scores = einsum("ibnd,jbnd->bnij", biased(self.r_w_bias), k_head_h)
         scores = scores + position_scores(biased(self.r_r_bias), k_head_r)
         if seg_mat is not None:
             # [B, N, Tq, 2]: the score of the same segment and of another; seg_mat[..., 1] says which of them counts.
-            segments = torch.einsum("ibnd,snd->bnis", biased(self.r_s_bias), self.seg_embed.to(dtype))
+            segments = einsum("ibnd,snd->bnis", biased(self.r_s_bias), self.seg_embed.to(dtype))
             other = seg_mat[..., 1].permute(2, 0, 1)[:, None].to(dtype)
             scores = scores + segments[..., :1] + other * (segments[..., 1:] - segments[..., :1])
         mask = torch.zeros((), device=q_head.device)
@@ -75,7 +76,7 @@ class RelativeAttention(XLNetRelativeAttention):
 
     def post_attention(self, h, attn_vec, residual=True):
         """Projects back to [T, B, H], adds the residual and normalizes."""
-        mixed = self.dropout(torch.einsum("ibnd,hnd->ibh", attn_vec, self.o.to(attn_vec.dtype)))
+        mixed = self.dropout(einsum("ibnd,hnd->ibh", attn_vec, self.o.to(attn_vec.dtype)))
         return self.layer_norm(mixed + h.to(mixed.dtype) if residual else mixed)
 
     def forward(
@@ -92,10 +93,10 @@ class RelativeAttention(XLNetRelativeAttention):
             queries = self._to_heads(g, self.q)
             if target_mapping is not None:
                 mapping = target_mapping.to(queries.dtype)
-                queries = torch.einsum("mbnd,mlb->lbnd", queries, mapping)
+                queries = einsum("mbnd,mlb->lbnd", queries, mapping)
             mixed = self.rel_attn_core(queries, keys, values, attn_mask=attn_mask_g, **context)
             if target_mapping is not None:
-                mixed = torch.einsum("lbnd,mlb->mbnd", mixed, mapping)
+                mixed = einsum("lbnd,mlb->mbnd", mixed, mapping)
             output_g = self.post_attention(g, mixed)
         return output_h, output_g
 

@@ -1,11 +1,14 @@
 """models/layers.py against plain autograd and PyTorch's own layers."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import layers
+from models import layers, products
 from models.layers import MASKED, LayerNorm, Linear, MultiHeadAttention, compute_dtype
 
 BATCH, QUERIES, KEYS, HEADS, DIM = 3, 5, 7, 2, 4
@@ -328,3 +331,24 @@ def test_the_mask_on_xla_is_the_cpus_of_the_same_seed(monkeypatch, mesh):
     got = layers.kept((4, 2, 64, 64), 0.1, mesh.device).cpu()
     # A product and a sum may be rounded once (fused) or twice.
     assert (got == expected).double().mean() > 0.995
+
+
+def test_exact_products_are_einsums_in_every_equation_of_the_models(mesh, monkeypatch):
+    """Where float32 is to be exact, as on a TPU with --precision float32; gradients, too."""
+    text = "".join(path.read_text() for path in Path(layers.__file__).parent.glob("*.py"))
+    equations = set(re.findall(r'(?<!torch\.)einsum\(\s*"([a-z,]+->[a-z]+)"', text))
+    assert len(equations) >= 12
+    precision = torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    for equation in sorted(equations):
+        terms = equation.split("->")[0].split(",")
+        sizes = dict(zip(sorted(set("".join(terms))), (2, 3, 4, 5, 6, 7), strict=False))
+        torch.manual_seed(0)
+        plain = [torch.randn([sizes[i] for i in term]).requires_grad_() for term in terms]
+        moved = [x.detach().to(mesh.device).requires_grad_() for x in plain]
+        expected, found = torch.einsum(equation, *plain), products.einsum(equation, *moved)
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        for one, other in [(found, expected), *((x.grad, y.grad) for x, y in zip(moved, plain, strict=True))]:
+            torch.testing.assert_close(one.cpu(), other.detach(), rtol=1e-5, atol=1e-5)
+    assert precision == "high", "on XLA's CPU backend the forms are the TPU's with fast products"

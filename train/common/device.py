@@ -78,8 +78,9 @@ def setup(seed: int, precision: str = "bfloat16", strict: bool = True, kind: str
     a CPU `backward()` before it makes XLA's backward passes fail inside autograd.
 
     Args:
-        precision: what `Mesh.autocast` computes in: "bfloat16"; "float32", whose products are exact to 24 bits on every
-            hardware; or "fast_float32", with the hardware's own products: one pass of bfloat16 on a TPU, TF32 on a GPU.
+        precision: what `Mesh.autocast` computes in: "bfloat16"; "float32", whose products are those of float32 on
+            every hardware (but the backward pass of convolutions on a TPU, see xla/backend.py); or "fast_float32", with
+            the hardware's own products: one pass of bfloat16 on a TPU, TF32 on a GPU.
         kind: "xla": a TPU where there is one, else XLA's CPU backend (`CPU_NUM_DEVICES=4` gives it four virtual
             devices); "cpu" or "cuda": plain PyTorch on one device.
     Raises:

@@ -30,7 +30,8 @@ def setup(precision: str, strict: bool, kind: str) -> Mesh:
         if not torch.cuda.is_available():
             raise InputError("--device is cuda, but PyTorch finds no GPU here (nvidia-smi lists them); use cpu or xla")
         # By PyTorch's defaults convolutions take TF32, 10 bits, and matrix products do not.
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "fast_float32"
+        torch.backends.cudnn.allow_tf32 = precision == "fast_float32"
+        torch.set_float32_matmul_precision("high" if precision == "fast_float32" else "highest")
     name = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
     return Mesh(
         device=torch.device(kind),

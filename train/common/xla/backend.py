@@ -35,7 +35,7 @@ def setup(precision: str, strict: bool, kind: str) -> Mesh:
     """Turns SPMD on and returns the mesh of all devices. On TPU, compiled programs are cached on disk in
     $XLA_CACHE_DIR (default ~/.cache/xla-zoo); the CPU backend cannot read such a cache back, so it has none."""
     hardware = xr.device_type() or "CPU"
-    set_products(precision)
+    set_products(precision if hardware == "TPU" else "fast_float32")  # a CPU's are float32 in any case
     if not xr.is_spmd():
         if hardware == "TPU":
             xr.initialize_cache(os.environ.get("XLA_CACHE_DIR", os.path.expanduser("~/.cache/xla-zoo")))
@@ -73,9 +73,12 @@ def _check_places(mesh: Mesh) -> None:
 
 
 def set_products(precision: str) -> None:
-    """Chooses how products of float32 matrices are computed in the graphs to come. Unless told otherwise a TPU rounds
-    their operands to bfloat16, 8 bits; "highest" takes six passes."""
-    wanted = "highest" if precision == "float32" else "default"
+    """Chooses how a TPU multiplies float32 matrices in the graphs to come. By default it rounds them to bfloat16, 8
+    bits; "highest" takes six passes. torch_xla 2.9 asks for it neither in einsum, which models/products.py therefore
+    replaces, nor in the backward pass of convolutions, which stays at one pass."""
+    exact = precision == "float32"
+    torch.set_float32_matmul_precision("highest" if exact else "high")  # what models/products.py looks at
+    wanted = "highest" if exact else "default"
     if backends.get_mat_mul_precision() != wanted:  # it warns of a second call
         backends.set_mat_mul_precision(wanted)
 
