@@ -60,7 +60,7 @@ def xla(mesh):
 def wrong(mesh):
     model, optimizer = build()
     device.to_device(model, mesh)
-    device.wait_for_steps()
+    device.run_pending()
     before = device.graph_report()["graphs"]
     for number, x in enumerate(X, 1):
         loss = train_step(model, optimizer, device.upload(x, mesh))

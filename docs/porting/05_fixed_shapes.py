@@ -1,7 +1,7 @@
 """Give batches fixed shapes
 
-Every new shape is a new graph, minutes of compilation for a real model: pad to one of a few lengths (or pack several
-sentences into a row), fill up the last batch with rows of padding, and leave padding out of every mean by a mask.
+Every new shape is a new graph and another compilation: pad to one of a few lengths (or pack several sentences into a
+row), fill up the last batch with rows of padding, and leave padding out of every mean by a mask.
 
 Batches padded to their own longest sentence, as in the eager half: {WRONG}.
 """

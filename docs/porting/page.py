@@ -3,10 +3,10 @@
     run      python -m docs.porting.page         what each half and the wrong variant give, then the page
              python -m docs.porting.page 4       one pair; CPU_NUM_DEVICES=4 gives it the four devices of the tests
 
-A pair is a file with functions eager(), xla(mesh) and wrong(mesh), whose bodies are the listings, and constants:
-WRONG, a part of the wrong variant's message, or what it returns; RIGHT, what the others return, where the text needs
-it; TOLERANCE of the two halves, where it is not float32 rounding; FRESH, where the wrong variant needs a process of its
-own; OURS, files of this repository and a line of each. Its docstring has three paragraphs: title, why, what goes wrong.
+A pair is a file with functions eager() and xla(mesh), whose bodies are the listings, wrong(mesh), and constants: WRONG,
+the first part of the wrong variant's message, or what it returns (WRONG_X for another one, wrong_x); RIGHT, what the
+halves return, where the text needs it; FRESH, where the wrong variant needs a process of its own; OURS, files of this
+repository and a line of each. Its docstring has three paragraphs: title, why, what goes wrong.
 """
 
 import html
@@ -15,6 +15,7 @@ import inspect
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -24,7 +25,8 @@ INTRODUCTION = """\
 # From PyTorch to TPUs
 
 Written by `python -m docs.porting.page` from the files in [docs/porting](porting), which tests/test_porting.py runs; do
-not edit. The halves of a pair give the same numbers, and every message and number is what the wrong variant gave.
+not edit. The halves of a pair give the same numbers (within 1e-6: float32 rounding); every message and number below is
+what the wrong variant in the file gives.
 
 Fifteen differences between a training script in eager PyTorch and one for XLA, in the order in which a port meets them.
 `device`, `loading` and `checkpoint` are those of `train.common`: `make copy MODEL=bert TO=../mine` copies them with a
@@ -63,6 +65,11 @@ def fresh_outcome(pair: ModuleType) -> str:
     return result.stdout
 
 
+def wrongs(pair: ModuleType) -> dict[str, Callable]:
+    """Returns the wrong variants by the names of their constants."""
+    return {name: getattr(pair, name.lower()) for name in vars(pair) if name.startswith("WRONG")}
+
+
 def listing(function) -> str:
     """Returns the body of a function without blank lines, which would end the table."""
     body = textwrap.dedent(inspect.getsource(function).partition(":\n")[2])
@@ -71,7 +78,7 @@ def listing(function) -> str:
 
 def text(pair: ModuleType) -> list[str]:
     """Returns title, why, and what goes wrong, with the pair's numbers filled in."""
-    values = {name: _code(str(getattr(pair, name, None))) for name in ("WRONG", "RIGHT")}
+    values = {name: _code(str(value)) for name, value in vars(pair).items() if name.isupper()}
     return [" ".join(part.split()).format(**values) for part in pair.__doc__.strip().split("\n\n")]
 
 
@@ -82,15 +89,14 @@ def _code(value: str) -> str:
 def section(number: int, pair: ModuleType) -> str:
     """Returns the Markdown of one difference."""
     title, why, wrong = text(pair)
-    cells = [
-        f'<td><pre lang="python">\n{html.escape(listing(f), quote=False)}\n</pre></td>' for f in (pair.eager, pair.xla)
-    ]
-    ours = "; ".join(f"[{file}](../{file}) `{line}`" for file, line in pair.OURS)
+    halves = [html.escape(listing(function), quote=False) for function in (pair.eager, pair.xla)]
+    table = '<table><tr><th>eager PyTorch</th><th>XLA</th></tr><tr><td><pre lang="python">\n'
+    table += '\n</pre></td><td><pre lang="python">\n'.join(halves) + "\n</pre></td></tr></table>"
     name = Path(pair.__file__).name
-    paragraphs = [why, f"**Otherwise:** {wrong}", f"Here: {ours}. Pair: [{name}](porting/{name})"]
-    why, *rest = (textwrap.fill(part, 120, break_long_words=False, break_on_hyphens=False) for part in paragraphs)
-    table = "<table><tr><th>eager PyTorch</th><th>XLA</th></tr><tr>\n" + "\n".join(cells) + "\n</tr></table>"
-    return "\n\n".join([f"## {number}. {title}", why, table, *rest]) + "\n"
+    ours = "; ".join(f"[{file}](../{file}) {_code(line)}" for file, line in pair.OURS)
+    after = f"**Otherwise:** {wrong} **Here:** {ours}. **Pair:** [{name}](porting/{name})"
+    why, after = (textwrap.fill(part, 120, break_long_words=False, break_on_hyphens=False) for part in (why, after))
+    return f"## {number}. {title}\n\n{why}\n\n{table}\n\n{after}\n"
 
 
 def page() -> str:
@@ -108,8 +114,9 @@ def main(numbers: list[str]) -> None:
             print(number, Path(pair.__file__).name)
             print("  eager", outcome(pair.eager))
             print("  xla  ", outcome(pair.xla, mesh))
-            wrong = fresh_outcome(pair) if hasattr(pair, "FRESH") else outcome(pair.wrong, mesh)
-            print("  wrong", wrong, flush=True)
+            for name, function in wrongs(pair).items():
+                found = fresh_outcome(pair) if hasattr(pair, "FRESH") else outcome(function, mesh)
+                print(f"  {name.lower()} {found}", flush=True)
     if not numbers:
         PAGE.write_text(page())
 
