@@ -99,7 +99,7 @@ def ours(options: Options, start: str) -> Callable[[int], Block]:
     config = script.validate(config)
     mesh = device.setup(SEED, config.precision)
     data = script.open_data(config)
-    train_set, plan = data.train, script.batches(config, data.train)
+    train_set, plan = data.train, script.batches(config, data.train, mesh, train=True)
     state = script.build(config, data, mesh)
     state.model.train()
     step_fn = device.compiled(script.train_step, mesh, len(plan.shapes))

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from data.batching import PADDING, Buckets
+from data.batching import PADDING, Buckets, Shuffled
 from data.packing import pack, propose_shapes
 from errors import InputError
 
@@ -255,3 +255,25 @@ def test_bad_input_is_named(lengths, shapes, message):
     if len(shapes) == 1:
         with pytest.raises(InputError, match=message):
             pack(lengths, shapes[0])
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_shuffled_batches_have_every_example_once_in_the_shortest_length_that_holds_them(grouped):
+    lengths = np.random.default_rng(3).integers(3, 100, 1000)
+    plan = Shuffled(lengths, 16, (32, 64, 128), grouped)
+    assert len(plan) == 63 and plan.shapes == [(16, 32), (16, 64), (16, 128)]
+    epochs = [[plan.epoch(np.random.default_rng(seed))[i] for i in range(63)] for seed in (1, 1, 2)]
+    for epoch in epochs:
+        indices = np.concatenate([part for part, _ in epoch])
+        assert sorted(indices[indices != PADDING].tolist()) == list(range(1000)) and (indices == PADDING).sum() == 8
+        for part, (size,) in epoch:
+            assert size == min(each for each in (32, 64, 128) if each >= lengths[part[part >= 0]].max())
+    first, again, other = ([part.tolist() for part, _ in epoch] for epoch in epochs)
+    assert first == again != other
+    # Neighbours in a sorted group are alike; examples drawn at random are not.
+    spreads = [np.ptp(lengths[part[part >= 0]]) for part, _ in epochs[0]]
+    assert (np.mean(spreads) < 8) == grouped and (np.mean(spreads) > 60) != grouped
+    places = sum(16 * size for _, (size,) in plan.epoch(np.random.default_rng(0)))
+    assert plan.padding == pytest.approx(1 - lengths.sum() / places)
+    with pytest.raises(InputError, match="99 tokens; the longest batches have 64"):
+        Shuffled(lengths, 16, (32, 64))

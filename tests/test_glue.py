@@ -86,7 +86,9 @@ def test_a_step_is_that_of_plain_pytorch_on_the_cpu(mesh, tmp_path):
     plain = copy.deepcopy(model)
     dataset = glue_data.Encoded(first(glue_data.read("synthetic", "mrpc", "train"), 6), data.tokenizer, 64)
     state = glue.build(config, data, mesh)
-    with loading.parallel_loader(dataset, glue.batches(config, dataset), mesh, train=False, workers=0) as loader:
+    with loading.parallel_loader(
+        dataset, glue.batches(config, dataset, mesh, train=False), mesh, train=False, workers=0
+    ) as loader:
         (batch,) = list(loader)
     assert batch["mask"].sum().item() == 6 and batch["input_ids"].shape == (8, 64)
     before = {name: value.clone() for name, value in plain.state_dict().items()}

@@ -429,7 +429,9 @@ def rows_of_text(monkeypatch, sizes) -> None:
 
 RESNET50 = replace(resnet50.TINY, batch_size=16, epochs=3, log_every=1, save_every=2)
 DLRM = replace(dlrm.TINY, batch_size=16, epochs=3, log_every=1, save_every=2)
-GLUE = replace(glue.TINY, task="mrpc", batch_size=8, epochs=3, log_every=1, eval_every=5)
+GLUE = replace(
+    glue.TINY, task="mrpc", batch_size=8, lengths=(24, 32), epochs=3, log_every=1, eval_every=5, group_by_length=True
+)
 TRANSFORMER = replace(
     transformer.TINY, batch_tokens=128, updates=21, warmup_updates=5, log_every=1, eval_every=10, save_every=2
 )

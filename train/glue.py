@@ -49,6 +49,7 @@ class Config:
     checkpoint: str = ""  # hub id, or folder with configuration, weights and tokenizer; "": the model's usual one
     pretrained: bool = True  # False: of --checkpoint only configuration and tokenizer, with new weights
     lengths: tuple[int, ...] = (32, 64, 128)  # tokens of a sequence: a compiled shape each; longer ones are cut
+    group_by_length: bool = False  # batches of like length: less padding, so faster, but they learn worse
     batch_size: int = 32  # sequences a step, over all devices
     epochs: float | None = None  # passes over the data; None: the model's recipe, as for the next three
     lr: float | None = None  # peak learning rate
@@ -72,6 +73,7 @@ TINY = Config(**cli.TRIAL, task="sst2", lengths=(16, 32), epochs=6, lr=2e-3, wei
 
 # Fields that a resumed run may change: none of these touches a number.
 FREE = ("workers", "log_every", "save_every", "strict")
+REQUIRED = ("group_by_length",)  # a run from before there was this field has another order of examples
 ADAM_EPS = 1e-6  # as in all four papers
 SYNTHETIC_WORDS, SYNTHETIC_INIT = 400, 0.05  # a trial's largest vocabulary, and the spread of its new weights
 
@@ -130,9 +132,13 @@ def open_data(config: Config) -> Data:
     return Data(sets.pop("train"), sets, model, tokenizer)
 
 
-def batches(config: Config, examples: glue.Encoded) -> batching.Buckets:
-    """Returns which examples share a batch: each belongs to the shortest of --lengths that holds it."""
-    return batching.Buckets(examples.lengths, [(config.batch_size, length) for length in config.lengths])
+def batches(config: Config, examples: glue.Encoded, mesh: device.Mesh, train: bool) -> batching.Plan:
+    """Returns which examples share a batch: in training any, padded to the shortest of --lengths that holds the longest
+    of them; in evaluation those of like length. On plain PyTorch, whose shapes may vary, lengths are multiples of 8."""
+    sizes = config.lengths if mesh.spmd is not None else (*range(8, config.lengths[-1], 8), config.lengths[-1])
+    if train:
+        return batching.Shuffled(examples.lengths, config.batch_size, sizes, config.group_by_length)
+    return batching.Buckets(examples.lengths, [(config.batch_size, size) for size in sizes])
 
 
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:
@@ -180,7 +186,7 @@ def evaluate(step, state: State, sets: dict[str, glue.Encoded], config: Config, 
     state.model.eval()
     state = state._replace(optimizer=None)  # else its counts, which change, would belong to the step's arguments
     for split, examples in sets.items():
-        plan = batches(config, examples)
+        plan = batches(config, examples, mesh, train=False)
         with loading.parallel_loader(examples, plan, mesh, train=False, workers=config.workers) as loader:
             scores = {str(number): step(state, batch, config, mesh) for number, batch in enumerate(loader)}
         logits = torch.cat(list(checkpoint.to_host(scores).values()))
@@ -208,7 +214,7 @@ def main(config: Config) -> dict[str, float]:
     if mesh.process_count > 1 and config.model == "xlnet" and not config.checkpoint:  # see vocabulary.learn
         raise InputError(f"the trial of --model xlnet is for one host, not {mesh.process_count}; give --checkpoint")
     data = open_data(config)
-    plan = batches(config, data.train)
+    plan = batches(config, data.train, mesh, train=True)
     total = math.ceil(config.epochs * loading.steps_per_epoch(data.train, plan, mesh))
     name = f"{config.model}-{config.task}{'-synthetic' if config.data == 'synthetic' else ''}"
     headline = f"{config.model} on {config.task}: {len(data.train):,} examples ({data.train.truncated:,} cut to "
@@ -216,7 +222,7 @@ def main(config: Config) -> dict[str, float]:
         f"{config.lengths[-1]} tokens) in batches of {config.batch_size} x {'|'.join(map(str, config.lengths))} "
     )
     headline += f"with {plan.padding:.1%} padding, {total:,} steps ({config.epochs:g} epochs)"
-    run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total)
+    run = Run(config, mesh, name=name, headline=headline, free=FREE, required=REQUIRED, total_steps=total)
     if run.finished:
         return run.print_summary()
 

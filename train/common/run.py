@@ -47,18 +47,23 @@ class Run:
         name: the folder where config.name is "": the first of name, name-2, … that is new, or unfinished with this
             config.
         free: fields of config that do not change the numbers, so a resumed run may differ in them.
+        required: fields without which a run's config.json is of an older version that trained in another way; others
+            that it lacks had the default of Config.
         unit: what `log` counts as examples.
     Raises:
         InputError: the folder cannot be used, or the hosts of a pod do not see the same one.
     """
 
-    def __init__(self, config, mesh, *, name: str, headline: str, total_steps: int, free=(), unit="examples") -> None:
+    def __init__(
+        self, config, mesh, *, name: str, headline: str, total_steps: int, free=(), required=(), unit="examples"
+    ):
         self.mesh, self.total_steps, self._unit, self._main = mesh, total_steps, unit, mesh.main_process
         self._clock, self._terminal = _Clock(), _Terminal(mesh.main_process, total_steps, unit)
         trial = "; this is a trial, for real training see --help" if config.data == "synthetic" else ""
         self.message(f"{headline} on {mesh.num_devices} {mesh.kind} device(s){trial}")
         fields = json.loads(to_json(dataclasses.asdict(config)))
         defaults = json.loads(to_json(dataclasses.asdict(type(config)())))
+        defaults = {field: value for field, value in defaults.items() if field not in required}
         self._folder = RunFolder(config.runs, fields, defaults, name, set(free))
         self.name, self.path, self.summary = self._folder.name, self._folder.path, self._folder.summary
         self._metrics = _Metrics(self._folder, self._clock, self._terminal, self._main, unit)
