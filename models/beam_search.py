@@ -23,6 +23,7 @@ from models.transformer import EOS, PAD, Transformer, score_mask
 
 State = dict[str, Tensor]
 FIRST_LENGTH = 16  # words in the cache of a search at first
+NATIVE_DEVICES = ("cpu", "cuda")  # PyTorch runs operation by operation here
 CHUNK = 128  # scores whose maximum stands for them in `top_k`; a row of a TPU's registers
 
 
@@ -91,7 +92,9 @@ def decode_last(model: Transformer, state: State, reads: State, mask: Tensor, co
         def attend_to_history(y: Tensor, i: int = i, attention=layer.self_attn) -> Tensor:
             for name, value in zip(("keys", "values"), attention.keys_and_values(y), strict=True):
                 own = value.transpose(1, 2)[:, :, None]
-                written[f"{name}.{i}"] = state[f"{name}.{i}"].index_copy(2, column, own)
+                cache = state[f"{name}.{i}"]
+                in_place = cache.device.type in NATIVE_DEVICES  # a copy of the cache would cost more than the step
+                written[f"{name}.{i}"] = (cache.index_copy_ if in_place else cache.index_copy)(2, column, own)
             keys, values = (written[f"{name}.{i}"].flatten(2, 3).transpose(1, 2) for name in ("keys", "values"))
             return attention.attend(y, keys, values, mask)
 
@@ -177,6 +180,37 @@ def grown(state: State, max_length: int) -> State:
     return new
 
 
+class Found:
+    """The finished hypotheses of all sentences of a search, also of those that its state no longer has."""
+
+    def __init__(self, batch: int, beam: int, max_length: int, device: torch.device):
+        self.tokens = torch.full((batch, beam, max_length), PAD, dtype=torch.int32, device=device)
+        self.scores = torch.full((batch, beam), MASKED, device=device)
+        self.rows: Tensor | None = None  # of the sentences in the state; None: all
+
+    def take(self, state: State) -> None:
+        """Takes what the sentences of a state have found so far."""
+        if self.rows is None:
+            length = state["finished_tokens"].shape[2]
+            self.tokens = torch.nn.functional.pad(
+                state["finished_tokens"], [0, self.tokens.shape[2] - length], value=PAD
+            )
+            self.scores = state["finished_scores"]
+        else:
+            self.tokens[self.rows, :, : state["finished_tokens"].shape[2]] = state["finished_tokens"]
+            self.scores[self.rows] = state["finished_scores"]
+
+    def dropped(self, state: State, reads: State) -> tuple[State, State]:
+        """Returns a state and what it reads without the sentences that are finished, once they are an eighth of it:
+        moving the others costs as much as a step."""
+        left = (state["finished"] < state["tokens"].shape[1])[:, 0].nonzero()[:, 0]
+        if 8 * len(left) > 7 * len(state["finished"]):
+            return state, reads
+        self.take(state)
+        self.rows = left if self.rows is None else self.rows[left]
+        return tuple({name: x[left] if x.dim() else x for name, x in each.items()} for each in (state, reads))
+
+
 @torch.no_grad()
 def search(
     model: Transformer,
@@ -191,8 +225,9 @@ def search(
 
     Args:
         limit: int32 [B], most words before EOS in the hypotheses of each sentence, below max_length.
-        loop: runs `step` with this model and length_penalty while the state is "running"; None: a Python loop, which
-            reads that flag in every round, for devices that run operation by operation.
+        loop: runs `step` with this model and length_penalty while the state is "running"; None: a Python loop for
+            devices that run operation by operation: it reads that flag in every round, and drops sentences that have
+            all their hypotheses.
 
     Returns:
         Best first: tokens int32 [B, beam, max_length], EOS included, then PAD; scores [B, beam], log-probability /
@@ -204,17 +239,20 @@ def search(
     length = min(FIRST_LENGTH, max_length)
     state, reads = start(model, source, beam, length)
     reads["limit"] = limit
+    found = Found(len(source), beam, max_length, source.device)
     while True:
         if loop is not None:
             state = loop(state, reads)
         else:
             while bool(state["running"]):
                 state = step(model, state, reads, length_penalty)
+                state, reads = found.dropped(state, reads)
         if length == max_length:
             break
         length = 2 * length if 3 * length < max_length else max_length  # no loop of its own for a few words
         state = grown(state, length)
     # Candidates carry words of the place that they took over: after their EOS, and where no hypothesis has ended.
-    tokens, scores = state["finished_tokens"], state["finished_scores"]
+    found.take(state)
+    tokens, scores = found.tokens, found.scores
     ended = (tokens == EOS).int().cumsum(2) - (tokens == EOS).int() > 0
     return torch.where(ended | (scores == MASKED)[:, :, None], PAD, tokens), scores

@@ -207,6 +207,24 @@ def test_each_sentence_has_its_own_limit_and_others_of_the_batch_change_nothing(
         torch.testing.assert_close(alone_scores[0], scores[row], rtol=0, atol=1e-5)
 
 
+def test_finished_sentences_are_dropped_where_python_loops(trained, sources, monkeypatch):
+    """With hypotheses that equal those of the loop that keeps them."""
+    rows, step = [], beam_search.step
+
+    def counting(model, state, reads, length_penalty):
+        rows.append(len(state["last"]))
+        return step(model, state, reads, length_penalty)
+
+    limit = torch.arange(2, 2 + len(sources), dtype=torch.int32)
+    most = int(limit.max()) + 1
+    kept = search(trained, sources, limit, 2, most, 1.0, Counted(trained))
+    monkeypatch.setattr(beam_search, "step", counting)
+    dropped = search(trained, sources, limit, 2, most)
+    assert torch.equal(dropped[0], kept[0])
+    torch.testing.assert_close(dropped[1], kept[1])
+    assert rows[0] == len(sources) and rows == sorted(rows, reverse=True) and rows[-1] <= len(sources) // 2
+
+
 def test_rows_of_padding_only_end_at_once_and_keep_no_other_waiting(trained, sources):
     padded = torch.cat([sources[:3], torch.full_like(sources[:2], PAD)])
     counted, alone = Counted(trained), Counted(trained)
