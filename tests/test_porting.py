@@ -75,6 +75,7 @@ def test_a_script_of_ones_own_trains_the_same_after_the_port(mesh):
 def test_the_port_changes_few_lines():
     signs = [line[0] for line in page.own_model_diff()]
     assert 0 < signs.count("-") <= DIFF_LINES and 0 < signs.count("+") <= DIFF_LINES
+    assert f"differs in {signs.count('+')} lines" in (ROOT / "README.md").read_text()
 
 
 def test_the_pages_are_what_the_command_writes():

@@ -1,7 +1,7 @@
 """Choose by masks, not by boolean indices; clip without foreach
 
 `x[x > 0]` has as many elements as there are positive values, which only the device knows; a mask keeps the shape.
-XLA has no `foreach` kernels either: pass `foreach=False` to optimizers and to `clip_grad_norm_`.
+XLA has no `foreach` kernels: pass `foreach=False` to optimizers and `clip_grad_norm_` (what torch 2.9 chooses there).
 
 The eager function, compiled: {WRONG}. `clip_grad_norm_(…, foreach=True)`: {WRONG_CLIP}.
 """

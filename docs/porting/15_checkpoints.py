@@ -4,9 +4,11 @@ A tensor on XLA is a handle: copy all of them in one transfer, between two steps
 host, sharded tables on all). A preempted VM gets SIGTERM: `stop_requested` lets all hosts leave after the same step.
 
 `torch.save` of the model as it is writes tensors of XLA, and a machine without torch_xla cannot load them: {WRONG}.
-safetensors does not even write them: {WRONG_SAFETENSORS}.
+safetensors does not even write them: {WRONG_SAFETENSORS}. Without a handler the process ends in step 3, its exit code
+{WRONG_SIGNAL}, and saves nothing.
 """
 
+import inspect
 import io
 import os
 import signal
@@ -22,6 +24,7 @@ from train.common import checkpoint, device
 X = torch.linspace(-1, 1, 32).view(8, 4)
 WRONG = "NotImplementedError: Could not run 'aten::empty.memory_format' with arguments from the 'XLA' backend"
 WRONG_SAFETENSORS = "RuntimeError: Attempted to access the data pointer on an invalid python storage."
+WRONG_SIGNAL = -15
 OURS = [
     ("train/common/checkpoint.py", "def to_host("),
     ("train/common/run.py", "device.stop_requested(self.mesh, stop_every)"),
@@ -80,3 +83,11 @@ def wrong(mesh):
 def wrong_safetensors(mesh):
     model = device.to_device(build(), mesh)
     return len(safetensors.torch.save(model.state_dict()))
+
+
+def wrong_signal(mesh):
+    program = "import os, signal, sys, torch\nfrom torch import nn\nX = torch.linspace(-1, 1, 32).view(8, 4)\n"
+    program += inspect.getsource(build) + inspect.getsource(train)
+    program += "model = build()\nfor step in range(1, 6): train(model, X, step)\nprint('saved')"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    return result.returncode if not result.stdout else result.stdout.decode()

@@ -32,8 +32,7 @@ what the wrong variant in the file gives.
 Fifteen differences between a training script in eager PyTorch and one for XLA, in the order in which a port meets them.
 `device`, `loading` and `checkpoint` are those of `train.common`: `make copy MODEL=bert TO=../mine` copies them with a
 script. With `--device cpu` they are plain PyTorch, so that a debugger stops inside the step of a ported script, too.
-Measured on four virtual devices (`CPU_NUM_DEVICES=4`) of XLA's CPU backend with torch 2.9.0 and torch_xla 2.9.0; not
-run on a TPU.
+Measured on four virtual devices of XLA's CPU backend with torch 2.9.0 and torch_xla 2.9.0; not run on a TPU.
 """
 
 CLOSING = """\
@@ -163,7 +162,7 @@ def main(numbers: list[str]) -> None:
             print("  xla  ", outcome(pair.xla, mesh))
             for name, function in wrongs(pair).items():
                 found = fresh_outcome(pair) if hasattr(pair, "FRESH") else outcome(function, mesh)
-                print(f"  {name.lower()} {found}", flush=True)
+                print(f"  {name.lower()} {str(found).splitlines()[0]}", flush=True)
     if not numbers:
         PAGE.write_text(page())
         OWN_MODEL.write_text(own_model_page())
