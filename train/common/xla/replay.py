@@ -216,7 +216,6 @@ class Trace:
         self._handle = dict(zip(self._on_device, _XLAC._get_tensors_handle(on_device), strict=True))
         self._old_ids = _ids(on_device)
         self._newest = _XLAC._xla_get_tensor_id(torch.zeros((), device=torch_xla.device()))
-        self._seed = _XLAC._xla_get_rng_seed()
         self._rates = [group["lr"] for group in groups]
         self._probes = [0.6180339 + 0.0113 * (self.again % 7) + 0.1307 * number for number in range(len(groups))]
         for group, probe in zip(groups, self._probes, strict=True):
