@@ -60,7 +60,9 @@ def test_flags_checkpoints_and_run_folders_stay(name, run_of):
         for preset, flags in golden[f"{name} presets"].items():
             found = now[f"{name} presets"][preset]
             assert flags.items() <= found.items(), preset
-            assert found.keys() - flags.keys() <= set(trial.script.FREE), "an old run, without that flag, cannot resume"
+            added = found.keys() - flags.keys() - set(trial.script.FREE)
+            defaults = asdict(trial.script.Config())  # what an old run is taken to have had
+            assert all(found[key] == defaults[key] for key in added), f"an old run of {preset} has another {added}"
         assert now[f"{name} checkpoint"] == golden[f"{name} checkpoint"]
         assert now[f"{name} files"] == golden[f"{name} files"]
         assert rates == pytest.approx(golden[f"{name} rates"], rel=1e-9)
