@@ -1,8 +1,8 @@
 # Every target creates or refreshes the environment it needs; `make` alone explains them.
 
 PYTHON ?= python3.11
-# Plain PyTorch needs less; an environment that has all serves it, too.
-EAGER  := $(filter cpu cuda,$(DEVICE))
+# Plain PyTorch needs less; an environment that has all serves it, too. Other targets need XLA, or the tools of tests.
+EAGER  := $(if $(filter-out install train data translate copy,$(MAKECMDGOALS)),,$(filter cpu cuda,$(DEVICE)))
 VENV   ?= $(if $(EAGER),$(if $(wildcard .venv/.installed),.venv,.venv-eager),.venv)
 NEEDED := requirements$(if $(EAGER),$(if $(filter .venv,$(VENV)),,-eager)).txt
 # A model's script, and the arguments that choose it there. MODEL= takes one of these names.
@@ -32,7 +32,7 @@ SITE := lib/python3.11/site-packages
 
 .DEFAULT_GOAL := help
 .PHONY: help install train copy translate data compile compile-all logs stop status doctor test guards test-all bench lint clean fairseq fairseq-golden \
-	check-model check-data check-translate check-bench
+	check-model check-device check-data check-translate check-bench
 
 help:
 	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
@@ -70,7 +70,7 @@ help:
 	@echo 'PYTHON   interpreter of the environment, CPython 3.11 (default: $(PYTHON))'
 
 # The environment is done when the stamp is there: an install that was cut off starts over.
-$(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt
+$(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt | check-device
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
 		{ echo 'error: CPython 3.11 is needed, $(PYTHON) is not it; use PYTHON=/path/to/python3.11' >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
@@ -82,19 +82,23 @@ $(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt
 install: $(INSTALLED)
 
 # Checked before anything is installed.
-check-model:
+check-model: check-device
 	@test -n '$(SCRIPT_$(MODEL))' || { echo "error: MODEL=$$MODEL is not known; MODEL is one of: $(MODELS)" >&2; exit 2; }
-	@test -z '$(filter-out xla cpu cuda,$(DEVICE))' || \
-		{ echo "error: DEVICE=$$DEVICE is not known; DEVICE is one of: xla cpu cuda" >&2; exit 2; }
+
+check-device:
+	@case "$$DEVICE" in ''|xla|cpu|cuda) ;; \
+		*) echo "error: DEVICE=$$DEVICE is not known; DEVICE is one of: xla cpu cuda" >&2; exit 2;; esac
 
 # What make was given is in the shell's environment, too: "$$DATA" keeps every space and quote in it.
 # With TPU= a run starts on that TPU's workers, each of which does `make train` without it. TPU=local is this machine.
 ifneq ($(filter-out local,$(TPU)),)
 given = $(filter command environment,$(origin $(1)))
 train: check-model
+	@test -z '$(EAGER)' || \
+		{ echo "error: DEVICE=$$DEVICE runs on one device of this machine, not on TPU=$$TPU; leave out one of them" >&2; exit 2; }
 	@python3 -m tpu.launch train --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
 		$(if $(RUN),--run "$$RUN") $(if $(ENV),--env "$$ENV") $(if $(RETRIES),--retries "$$RETRIES") $(LAUNCH_ARGS) -- \
-		$(foreach name,MODEL TASK PRESET DATA NAME DEVICE ARGS PYTHON,$(if $(call given,$(name)),"$(name)=$$$(name)"))
+		$(foreach name,MODEL TASK PRESET DATA NAME ARGS PYTHON,$(if $(call given,$(name)),"$(name)=$$$(name)"))
 else
 train: check-model $(INSTALLED)
 	$(RUNS) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) \
@@ -132,7 +136,7 @@ check-translate:
 # What is not a translation goes to the standard error.
 translate: check-translate
 	@$(MAKE) --no-print-directory install >&2
-	@$(RUNS) -m train.translate text --model-dir "$$MODEL_DIR" $(ARGS)
+	@$(RUNS) -m train.translate text --model-dir "$$MODEL_DIR" $(if $(DEVICE),--device "$$DEVICE") $(ARGS)
 
 # The compiler, apart from the environment: training does not need it, and on a TPU VM torch_xla has one of its own.
 $(LIBTPU)/.installed: requirements-compile.txt | $(INSTALLED)

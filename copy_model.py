@@ -92,7 +92,7 @@ def readme(script: str, model: str, device: str, files: list[Path], torchrec: bo
             f"# train/{script}.py{choice}, a copy of the XLA model zoo's",
             "",
             f"    python3.11 -m venv .venv && . .venv/bin/activate && {install}",
-            f"    python -m train.{script} tiny{choice}      # a trial on synthetic data, on a CPU",
+            f"    python -m train.{script} tiny{choice}      # a trial on synthetic data",
             f"    python -m train.{script} --help",
             "",
             f"On a TPU VM: `pip install {libtpu}`, then a preset with `--data`. `make data` is in the repository."

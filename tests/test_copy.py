@@ -102,10 +102,14 @@ def test_a_copy_for_one_kind_of_device_leaves_out_the_other(tmp_path):
         assert not any(str(file).startswith(absent) for file in files) and not (folder / absent).exists()
         assert ("torch_xla==" in (folder / "requirements.txt").read_text()) == (device == "xla")
     assert "--device cpu" in (tmp_path / "cpu/README.md").read_text()
-    command = [sys.executable, "-m", "train.dlrm", "tiny", "--device", "cpu", "--name", "trial"]
     environment = os.environ | {"CPU_NUM_DEVICES": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=tmp_path / "cpu", env=environment, capture_output=True, text=True)
-    assert result.returncode == 0 and "auc" in result.stdout, result.stderr[-2000:]
+    for copy, device in (("cpu", "cpu"), ("cpu", "xla"), ("xla", "cpu")):
+        command = [sys.executable, "-m", "train.dlrm", "tiny", "--device", device, "--name", "trial"]
+        result = subprocess.run(command, cwd=tmp_path / copy, env=environment, capture_output=True, text=True)
+        if copy == device:
+            assert result.returncode == 0 and "auc" in result.stdout, result.stderr[-2000:]
+        else:
+            assert result.returncode == 2 and re.search(f"error: --device is {device}, .*copy with", result.stderr)
 
 
 def test_refusals(tmp_path):

@@ -39,7 +39,7 @@ README_COPIES = [
 ]
 COMMON_LINES = 2_075  # of train/common without its packages, with the backend of plain PyTorch
 SCRIPT_LINES, MAIN_LINES, FUNCTION_LINES, CLASS_LINES = 270, 60, 60, 250
-TEST_LINES, README_LINES = 18_057, 200
+TEST_LINES, README_LINES = 18_073, 200
 # The names of a script, in this order.
 CONTRACT = ["Config", "learning_rate", "validate", "open_data", "build", "train_step", "eval_step", "evaluate", "main"]
 
@@ -237,6 +237,16 @@ def test_make_train_with_a_tpu_hands_what_it_was_given_to_the_launcher():
     assert "train.resnet50 tiny" in make("-n", "train", "MODEL=resnet50", "TPU=local").stdout
     result = make("logs")
     assert result.returncode == 2 and "TPU is missing" in result.stderr
+
+
+def test_make_takes_a_device_where_it_means_something():
+    for target, eager in (("train", True), ("translate", True), ("compile", False), ("lint", False)):
+        variables = make("-pn", target, "MODEL=dlrm", "MODEL_DIR=x", "DEVICE=cpu").stdout
+        assert ("\nEAGER := cpu\n" in variables) == eager, target
+    assert '--model-dir "$MODEL_DIR" --device "$DEVICE"' in make("-n", "translate", "MODEL_DIR=x", "DEVICE=cpu").stdout
+    for arguments in (["install", "DEVICE=gpu"], ["train", "MODEL=dlrm", "DEVICE=cpu", "TPU=my-tpu"]):
+        result = make(*arguments)
+        assert result.returncode == 2 and re.search("DEVICE=gpu is not known|not on TPU=my-tpu", result.stderr)
 
 
 def test_make_data_prepares_what_it_knows():

@@ -102,10 +102,14 @@ def setup(seed: int, precision: str = "bfloat16", strict: bool = True, kind: str
 def choose_backend(kind: str) -> ModuleType:
     """Makes every function below work on this kind of device; returns the backend, which only `setup` needs."""
     global _backend
-    if kind == "xla":
-        from train.common.xla import backend as _backend
-    else:
-        from train.common import eager as _backend
+    try:
+        if kind == "xla":
+            from train.common.xla import backend as _backend
+        else:
+            from train.common import eager as _backend
+    except ImportError as error:
+        remedy = f"install requirements.txt, copy with DEVICE={kind}, or give another --device (cpu needs no torch_xla)"
+        raise InputError(f"--device is {kind}, but what it needs is not here ({error}); {remedy}") from error
     return _backend
 
 
@@ -203,9 +207,7 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
 def _stepped_on_zeros(optimizer: torch.optim.Optimizer, group: dict) -> torch.optim.Optimizer:
     """Returns an optimizer like `optimizer` after one step on zeros of the shapes of `group`, on the CPU."""
     if group.get("momentum") and group.get("dampening"):
-        raise RuntimeError(
-            "dampening does not apply to the first step, so momentum cannot start at zero: use dampening=0"
-        )
+        raise RuntimeError("dampening leaves out the first step, so momentum cannot start at zero: use dampening=0")
     shadows = [nn.Parameter(torch.zeros(p.shape, dtype=p.dtype)) for p in group["params"]]
     for shadow in shadows:
         shadow.grad = torch.zeros_like(shadow)
@@ -214,10 +216,8 @@ def _stepped_on_zeros(optimizer: torch.optim.Optimizer, group: dict) -> torch.op
     stepped = type(optimizer)([options])
     stepped.step()
     if "step" in stepped.param_groups[0] and group.get("bias_correction", True):
-        raise RuntimeError(
-            f"{type(optimizer).__name__} corrects bias by a Python count of steps, which compiles the step again and "
-            "is in no checkpoint: use bias_correction=False"
-        )
+        count = "a Python count of steps, which is in no checkpoint: use bias_correction=False"
+        raise RuntimeError(f"{type(optimizer).__name__} corrects bias by {count}")
     return stepped
 
 

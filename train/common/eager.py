@@ -33,16 +33,8 @@ def setup(precision: str, strict: bool, kind: str) -> Mesh:
         torch.backends.cudnn.allow_tf32 = precision == "fast_float32"
         torch.set_float32_matmul_precision("high" if precision == "fast_float32" else "highest")
     name = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
-    return Mesh(
-        device=torch.device(kind),
-        spmd=None,
-        num_devices=1,
-        process_index=0,
-        process_count=1,
-        kind=name,
-        precision=precision,
-        strict=strict,
-    )
+    only = {"num_devices": 1, "process_index": 0, "process_count": 1}
+    return Mesh(torch.device(kind), None, **only, kind=name, precision=precision, strict=strict)
 
 
 def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int, torch_compile: bool) -> Callable:
