@@ -9,6 +9,7 @@ from dataclasses import replace
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("CPU_NUM_DEVICES", "4")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes share two cores: more threads of PyTorch's wait in turns
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's warnings about its own future
 # A compiled program holds about 90 of the 65,530 memory maps that Linux gives a process: with the programs of all tests
 # (2,048 are kept by default) it ends in a segmentation fault.

@@ -27,7 +27,7 @@ ROUNDING = 2e-5
 
 def run(name: str, folder, *runs: str, code: int = 0) -> dict[str, dict[str, float]]:
     """Runs tests/eager_runs.py; returns each run's final metrics."""
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CPU_NUM_DEVICES": "1"}
+    variables = {"PYTHONPATH": str(ROOT), "CPU_NUM_DEVICES": "1"}
     process = subprocess.run(
         [sys.executable, ROOT / "tests/eager_runs.py", name, folder, *runs],
         env={**os.environ, **variables},
