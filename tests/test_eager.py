@@ -76,7 +76,11 @@ def test_without_torch_xla_it_resumes_exactly_and_starts_with_xlas_losses(name, 
 @pytest.mark.parametrize(
     ("kind", "variables", "sentence"),
     [
-        ("cpu", {"CPU_NUM_DEVICES": "4"}, "CPU_NUM_DEVICES is 4.*--device cpu runs on one device.*--device xla"),
+        (
+            "cpu",
+            {"CPU_NUM_DEVICES": "4"},
+            "CPU_NUM_DEVICES is 4.*--device cpu runs on one device: unset it.*--device xla",
+        ),
         ("cuda", {"CPU_NUM_DEVICES": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2.*--device cuda.*--device xla"),
         ("cuda", {"CPU_NUM_DEVICES": "1"}, "--device is cuda, but PyTorch finds no GPU here.*use cpu or xla"),
         ("tpu", {}, "device is 'tpu'; it must be one of xla, cpu, cuda"),

@@ -25,7 +25,7 @@ def setup(precision: str, strict: bool, kind: str) -> Mesh:
     for variable in ("CPU_NUM_DEVICES", "WORLD_SIZE"):  # of XLA's CPU backend; of torchrun
         if os.environ.get(variable, "1") not in ("", "1"):
             count = f"{variable} is {os.environ[variable]}"
-            raise InputError(f"{count}, but --device {kind} runs on one device; several need --device xla")
+            raise InputError(f"{count}, but --device {kind} runs on one device: unset it, or use --device xla")
     if kind == "cuda":
         if not torch.cuda.is_available():
             raise InputError("--device is cuda, but PyTorch finds no GPU here (nvidia-smi lists them); use cpu or xla")

@@ -29,7 +29,7 @@ class OneDevice:
 
     def __init__(self, mesh: Mesh, parts: int):
         if parts < 1 or mesh.num_devices % parts:
-            raise InputError(f"model_devices is {parts}; it must divide the {mesh.num_devices} devices")
+            raise InputError(f"model_devices is {parts}; it must divide the {mesh.num_devices} devices, 0 takes all")
         self.mesh, self.parts, self.axis, self.spmd = mesh, parts, "model", mesh.spmd
         shared = parts == mesh.num_devices
         self.batch_axes, self.copies_axis = ("model", None) if shared else (("data", "model"), "data")
