@@ -18,8 +18,10 @@ def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
     Args:
         equation: such as "bqhd,bkhd->bhqk": each index is in two of the three terms, or in all.
     """
-    exact = a.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    if not exact or a.device.type in NATIVE_DEVICES:
+    asks = (
+        a.dtype == torch.float32 and a.device.type not in NATIVE_DEVICES
+    )  # first: the precision warns when it is read
+    if not asks or torch.get_float32_matmul_precision() != "highest":
         return torch.einsum(equation, a, b)
     terms, result = equation.split("->")
     left, right = terms.split(",")
