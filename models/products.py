@@ -5,23 +5,21 @@ import math
 import torch
 from torch import Tensor
 
-NATIVE_DEVICES = ("cpu", "cuda")  # PyTorch's own einsum keeps to torch.set_float32_matmul_precision here
+NATIVE_DEVICES = ("cpu", "cuda")  # PyTorch's own einsum keeps to torch.backends.cuda.matmul here
 
 
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """Returns `torch.einsum(equation, a, b)`, for float32 as exactly as `torch.get_float32_matmul_precision()` asks.
+    """Returns `torch.einsum(equation, a, b)`, for float32 as exactly as PyTorch is asked to multiply.
 
     A TPU multiplies float32 in one pass of bfloat16 unless each product asks for more, and torch_xla 2.9 does not ask
-    in einsum. Where it is to be "highest", this is a `torch.bmm`, which does. That may cost copies; so bfloat16, and
-    float32 that may be fast, keep einsum, the form that the TPU's compiler lays out best.
+    in einsum. Where `torch.backends.cuda.matmul.fp32_precision` is "ieee" this is a `torch.bmm`, which does. That may
+    cost copies; so bfloat16, and float32 that may be fast, keep einsum, the form that the TPU's compiler lays out best.
 
     Args:
         equation: such as "bqhd,bkhd->bhqk": each index is in two of the three terms, or in all.
     """
-    asks = (
-        a.dtype == torch.float32 and a.device.type not in NATIVE_DEVICES
-    )  # first: the precision warns when it is read
-    if not asks or torch.get_float32_matmul_precision() != "highest":
+    exact = a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "ieee"
+    if not exact or a.device.type in NATIVE_DEVICES:
         return torch.einsum(equation, a, b)
     terms, result = equation.split("->")
     left, right = terms.split(",")

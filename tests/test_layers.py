@@ -333,13 +333,14 @@ def test_the_mask_on_xla_is_the_cpus_of_the_same_seed(monkeypatch, mesh):
     assert (got == expected).double().mean() > 0.995
 
 
-def test_exact_products_are_einsums_in_every_equation_of_the_models(mesh, monkeypatch):
+def test_exact_products_are_einsums_in_every_equation_of_the_models(mesh, request):
     """Where float32 is to be exact, as on a TPU with --precision float32; gradients, too."""
     text = "".join(path.read_text() for path in Path(layers.__file__).parent.glob("*.py"))
     equations = set(re.findall(r'(?<!torch\.)einsum\(\s*"([a-z,]+->[a-z]+)"', text))
     assert len(equations) >= 12
-    precision = torch.get_float32_matmul_precision()
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    assert torch.backends.cuda.matmul.fp32_precision == "none", "on XLA's CPU backend the TPU's forms are tested"
+    request.addfinalizer(lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "none"))
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
     for equation in sorted(equations):
         terms = equation.split("->")[0].split(",")
         sizes = dict(zip(sorted(set("".join(terms))), (2, 3, 4, 5, 6, 7), strict=False))
@@ -351,4 +352,3 @@ def test_exact_products_are_einsums_in_every_equation_of_the_models(mesh, monkey
         found.square().sum().backward()
         for one, other in [(found, expected), *((x.grad, y.grad) for x, y in zip(moved, plain, strict=True))]:
             torch.testing.assert_close(one.cpu(), other.detach(), rtol=1e-5, atol=1e-5)
-    assert precision == "high", "on XLA's CPU backend the forms are the TPU's with fast products"

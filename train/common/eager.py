@@ -30,8 +30,8 @@ def setup(precision: str, strict: bool, kind: str) -> Mesh:
         if not torch.cuda.is_available():
             raise InputError("--device is cuda, but PyTorch finds no GPU here (nvidia-smi lists them); use cpu or xla")
         # By PyTorch's defaults convolutions take TF32, 10 bits, and matrix products do not.
-        torch.backends.cudnn.allow_tf32 = precision == "fast_float32"
-        torch.set_float32_matmul_precision("high" if precision == "fast_float32" else "highest")
+        products = "tf32" if precision == "fast_float32" else "ieee"
+        torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = products
     name = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
     only = {"num_devices": 1, "process_index": 0, "process_count": 1}
     return Mesh(torch.device(kind), None, **only, kind=name, precision=precision, strict=strict)
@@ -92,5 +92,5 @@ def run_pending() -> None:
 
 
 def wait_for_steps() -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()

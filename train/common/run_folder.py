@@ -66,8 +66,9 @@ class RunFolder:
                 changed = [key for key, (was, now) in both.items() if was != now and key not in free]
             if fields["name"] and changed:
                 values = ", ".join(f"{key} was {both[key][0]}, now {both[key][1]}" for key in changed)
+                older = "; it is of an older version" if "was absent" in values else ""
                 raise InputError(
-                    f"{path} was started with other values ({values}); use another --name or the old values"
+                    f"{path} was started with other values ({values}){older}; use another --name or the old values"
                 )
             if fields["name"] or not (changed or summary):
                 return name, stored, summary, reason

@@ -77,7 +77,7 @@ def set_products(precision: str) -> None:
     bits; "highest" takes six passes. torch_xla 2.9 asks for it neither in einsum, which models/products.py therefore
     replaces, nor in the backward pass of convolutions, which stays at one pass."""
     exact = precision == "float32"
-    torch.set_float32_matmul_precision("highest" if exact else "high")  # what models/products.py looks at
+    torch.backends.cuda.matmul.fp32_precision = "ieee" if exact else "none"  # what models/products.py looks at
     wanted = "highest" if exact else "default"
     if backends.get_mat_mul_precision() != wanted:  # it warns of a second call
         backends.set_mat_mul_precision(wanted)
