@@ -12,7 +12,7 @@ import pytest
 import torch
 from eager_runs import without_dropout
 from helpers import equal, exported, losses, records, summary
-from test_scripts import every_script, within
+from test_scripts import within
 from trials import TRIALS
 
 from errors import InputError
@@ -39,10 +39,13 @@ def run(name: str, folder, *runs: str, code: int = 0) -> dict[str, dict[str, flo
     return {} if code else json.loads(process.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["dlrm", "glue", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet50", "transformer", "pretrain"))],
-)
+def scripts(slow: tuple[str, ...]):
+    """Runs a test for every script, in the group that shares its runs; those in `slow` in `make test-all`."""
+    marks = {name: [pytest.mark.xdist_group(name), *([pytest.mark.slow] if name in slow else [])] for name in TRIALS}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in TRIALS])
+
+
+@scripts(slow=("resnet50", "transformer", "pretrain"))
 def test_without_torch_xla_a_trial_learns(name, tmp_path):
     trial, found = TRIALS[name], run(name, tmp_path, "learns", "still")
     assert within(found["learns"], trial.learned), found
@@ -50,7 +53,7 @@ def test_without_torch_xla_a_trial_learns(name, tmp_path):
     assert not any(within(found["still"], {metric: trial.learned[metric]}) for metric in trial.untrained)
 
 
-@every_script
+@scripts(slow=("resnet50", "transformer"))
 def test_without_torch_xla_it_resumes_exactly_and_starts_with_xlas_losses(name, run_of, tmp_path, monkeypatch):
     trial, dropout = TRIALS[name], name in ("glue", "pretrain")
     run(name, tmp_path, "stopped by a crash", "stopped by kill", code=-9)
