@@ -18,12 +18,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from models.layers import MASKED
+from models.layers import MASKED, NATIVE_DEVICES
 from models.transformer import EOS, PAD, Transformer, score_mask
 
 State = dict[str, Tensor]
 FIRST_LENGTH = 16  # words in the cache of a search at first
-NATIVE_DEVICES = ("cpu", "cuda")  # PyTorch runs operation by operation here
 CHUNK = 128  # scores whose maximum stands for them in `top_k`; a row of a TPU's registers
 
 

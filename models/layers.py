@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.hashing import hash32
-from models.products import einsum
+from models.products import NATIVE_DEVICES, einsum
 
-NATIVE_DEVICES = ("cpu", "cuda")  # PyTorch runs operation by operation here, and its fused kernels are the fastest
 MASKED = -1e9  # added to scores that must not count; finite, so that a row without any key has no NaN
 
 
