@@ -182,18 +182,15 @@ def grown(state: State, max_length: int) -> State:
 class Found:
     """The finished hypotheses of all sentences of a search, also of those that its state no longer has."""
 
-    def __init__(self, batch: int, beam: int, max_length: int, device: torch.device):
-        self.tokens = torch.full((batch, beam, max_length), PAD, dtype=torch.int32, device=device)
-        self.scores = torch.full((batch, beam), MASKED, device=device)
+    def __init__(self, max_length: int):
+        self.max_length = max_length
         self.rows: Tensor | None = None  # of the sentences in the state; None: all
 
     def take(self, state: State) -> None:
         """Takes what the sentences of a state have found so far."""
         if self.rows is None:
-            length = state["finished_tokens"].shape[2]
-            self.tokens = torch.nn.functional.pad(
-                state["finished_tokens"], [0, self.tokens.shape[2] - length], value=PAD
-            )
+            missing = self.max_length - state["finished_tokens"].shape[2]
+            self.tokens = torch.nn.functional.pad(state["finished_tokens"], [0, missing], value=PAD)
             self.scores = state["finished_scores"]
         else:
             self.tokens[self.rows, :, : state["finished_tokens"].shape[2]] = state["finished_tokens"]
@@ -238,7 +235,7 @@ def search(
     length = min(FIRST_LENGTH, max_length)
     state, reads = start(model, source, beam, length)
     reads["limit"] = limit
-    found = Found(len(source), beam, max_length, source.device)
+    found = Found(max_length)
     while True:
         if loop is not None:
             state = loop(state, reads)
