@@ -1,7 +1,6 @@
 """models/beam_search.py against fairseq's golden hypotheses, eagerly and as one program on four XLA devices."""
 
 import copy
-import itertools
 import json
 from functools import partial
 
@@ -86,6 +85,8 @@ def test_all_hypotheses_and_scores_equal_fairseqs_also_as_one_program_on_four_de
     beam, penalty = settings["beam"], settings["lenpen"]
     tokens, scores = search(trained, sources, limits(sources, most), beam, most + 1, penalty)
     assert compare(tokens, scores, settings) < 1e-5
+    if settings not in (SEARCHES[1], SEARCHES[3]):  # a program for each size of a beam
+        return
 
     model, loop = loop_on(mesh, trained, penalty)
 
@@ -165,39 +166,22 @@ def test_scores_are_those_of_the_forward_pass():
     torch.testing.assert_close(scores.flatten(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_wide_beam_finds_the_best_of_all_sentences():
-    words, most = 7, 3
-    model, source = random_model(words), torch.tensor([[4, 5, EOS], [6, EOS, PAD]], dtype=torch.int32)
-    choices = [word for word in range(words) if word not in (PAD, EOS)]
-    memory, mask = model.encode(source)
-    for row in range(len(source)):
-        scored = []
-        for length in range(1, most + 1):  # a first word, up to three in all, then EOS
-            every = torch.tensor([(*some, EOS) for some in itertools.product(choices, repeat=length)])
-            previous = torch.cat([torch.full_like(every[:, :1], EOS), every[:, :-1]], 1)
-            own = [value[row : row + 1].repeat_interleave(len(every), 0) for value in (memory, mask)]
-            each = model.logits(model.decode(previous, *own)).detach().log_softmax(2).gather(2, every[..., None])
-            scored += zip((each.sum((1, 2)) / (length + 1)).tolist(), every.tolist(), strict=True)
-        scored.sort(reverse=True)
-        tokens, scores = search(model, source, limits(source, most), len(scored), most + 1)
-        for place, (score, hypothesis) in enumerate(scored[:20]):
-            assert tokens[row, place, : len(hypothesis)].tolist() == hypothesis
-            assert scores[row, place].item() == pytest.approx(score, abs=1e-5)
+def test_each_sentence_has_its_own_limit_and_neither_padding_nor_others_of_the_batch_change_it(
+    trained, sources, monkeypatch
+):
+    """Nor does it that finished sentences are dropped."""
+    rows, step = [], beam_search.step
 
+    def counting(model, state, reads, length_penalty):
+        rows.append(len(state["last"]))
+        return step(model, state, reads, length_penalty)
 
-def test_padding_on_the_other_side_changes_nothing(trained, sources):
-    expected, expected_scores = search(trained, sources, limits(sources, 20), 4, 21)
-    right = torch.nn.utils.rnn.pad_sequence([row[row != PAD] for row in sources], batch_first=True, padding_value=PAD)
-    assert (right != sources).any()
-    assert (expected_scores.diff(dim=1) <= 0).all()
-    tokens, scores = search(trained, right, limits(right, 20), 4, 21)
-    assert torch.equal(tokens, expected)
-    torch.testing.assert_close(scores, expected_scores, rtol=0, atol=1e-5)
-
-
-def test_each_sentence_has_its_own_limit_and_others_of_the_batch_change_nothing(trained, sources):
     limit = torch.tensor([3, 20, 1, 7, 20, 5, 2, 8, 9, 4, 6, 20], dtype=torch.int32)
-    tokens, scores = search(trained, sources, limit, 4, 21)
+    right = torch.nn.utils.rnn.pad_sequence([row[row != PAD] for row in sources], batch_first=True, padding_value=PAD)
+    assert (right != sources).any(), "fairseq pads at the left"
+    monkeypatch.setattr(beam_search, "step", counting)
+    tokens, scores = search(trained, right, limit, 4, 21)
+    assert rows[0] == len(sources) and rows == sorted(rows, reverse=True) and rows[-1] <= len(sources) // 2
     lengths = (tokens != PAD).sum(2)
     assert (lengths <= limit[:, None] + 1).all()
     assert (lengths[limit < 7] == limit[limit < 7, None] + 1).all(), "cut off"
@@ -207,37 +191,18 @@ def test_each_sentence_has_its_own_limit_and_others_of_the_batch_change_nothing(
         torch.testing.assert_close(alone_scores[0], scores[row], rtol=0, atol=1e-5)
 
 
-def test_finished_sentences_are_dropped_where_python_loops(trained, sources, monkeypatch):
-    """With hypotheses that equal those of the loop that keeps them."""
-    rows, step = [], beam_search.step
-
-    def counting(model, state, reads, length_penalty):
-        rows.append(len(state["last"]))
-        return step(model, state, reads, length_penalty)
-
-    limit = torch.arange(2, 2 + len(sources), dtype=torch.int32)
-    most = int(limit.max()) + 1
-    kept = search(trained, sources, limit, 2, most, 1.0, Counted(trained))
-    monkeypatch.setattr(beam_search, "step", counting)
-    dropped = search(trained, sources, limit, 2, most)
-    assert torch.equal(dropped[0], kept[0])
-    torch.testing.assert_close(dropped[1], kept[1])
-    assert rows[0] == len(sources) and rows == sorted(rows, reverse=True) and rows[-1] <= len(sources) // 2
-
-
 def test_rows_of_padding_only_end_at_once_and_keep_no_other_waiting(trained, sources):
     padded = torch.cat([sources[:3], torch.full_like(sources[:2], PAD)])
-    counted, alone = Counted(trained), Counted(trained)
+    counted, alone, nothing = (Counted(trained) for _ in range(3))
     tokens, scores = search(trained, padded, limits(padded, 29), 4, 30, 1.0, counted)
     expected, expected_scores = search(trained, sources[:3], limits(sources[:3], 29), 4, 30, 1.0, alone)
     assert counted.rounds == alone.rounds < 30
-    assert torch.equal(tokens[:3], expected) and (tokens[3:] == PAD).all()
+    assert torch.equal(tokens[:3], expected)
     torch.testing.assert_close(scores[:3], expected_scores, rtol=0, atol=1e-5)
-    nothing = Counted(trained)
-    tokens, scores = search(trained, padded[3:], limits(padded[3:], 29), 4, 30, 1.0, nothing)
-    assert nothing.rounds == 0 and (tokens == PAD).all() and (scores == MASKED).all()
-    tokens, scores = search(trained, sources[:2], limits(sources[:2], 0), 2, 1)  # nor do limits of no words
-    assert (tokens == PAD).all() and (scores == MASKED).all()
+    _, found = search(trained, padded[3:], limits(padded[3:], 29), 4, 30, 1.0, nothing)
+    unlimited, none = search(trained, sources[:2], limits(sources[:2], 0), 2, 1)  # nor do limits of no words
+    assert nothing.rounds == 0 and (found == MASKED).all() and (none == MASKED).all()
+    assert (tokens[3:] == PAD).all() and (unlimited == PAD).all()
 
 
 def test_the_search_ends_when_every_sentence_has_its_hypotheses(trained, sources):
@@ -282,12 +247,3 @@ def test_top_k_with_ties_gives_the_same_values_and_different_places(size, kinds)
     assert torch.equal(values, scores.topk(8, 1).values)
     assert torch.equal(scores.gather(1, places), values)
     assert all(len(row.unique()) == 8 for row in places) and 0 <= places.min() <= places.max() < size
-
-
-def test_top_k_finds_the_largest_when_all_lie_in_one_chunk_or_at_the_end():
-    scores = torch.zeros(2, 4000)
-    scores[0, 200:208] = torch.arange(1.0, 9)
-    scores[1, -8:] = torch.arange(8.0, 0, -1)
-    values, places = top_k(scores, 8)
-    assert values.tolist() == [[8.0, 7, 6, 5, 4, 3, 2, 1]] * 2
-    assert places.tolist() == [list(range(207, 199, -1)), list(range(3992, 4000))]

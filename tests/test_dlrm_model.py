@@ -156,16 +156,6 @@ def test_sizes_that_do_not_fit_are_refused(change, message):
         DLRM(**sizes)(torch.randn(2, 5), torch.randn(2, 3, 8))
 
 
-@pytest.fixture
-def one_thread():
-    """Small operations wait for each other's threads forty times as long as they take, where other processes run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_the_yardstick_learns_and_without_a_learning_rate_does_not(tmp_path, monkeypatch):
     small = {"data": "synthetic", "batch_size": 256, "bottom": "32,16", "top": "64,32,1", "seeds": "0"}
     small |= {"optimizer": "adagrad", "out": str(tmp_path / "bench.json"), "ours": False}

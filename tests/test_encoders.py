@@ -25,7 +25,7 @@ from transformers import (
 
 from data import glue, vocabulary
 from errors import InputError
-from models import encoders, layers, permutation, xlnet
+from models import encoders, layers, xlnet
 from train.common import device
 from train.common.xla import backend as xla
 
@@ -41,6 +41,12 @@ ROWS, LENGTH, LONGER = 8, 32, 56
 EXACT = {"rtol": 1e-5, "atol": 1e-5}  # of numbers between 0.1 and 10, in float32
 
 every_kind = pytest.mark.parametrize("kind", LANGUAGE_MODELS)
+
+
+@pytest.fixture(autouse=True)
+def several_blocks_of_queries(monkeypatch) -> None:
+    """In XLNet's attention, the last of them not full."""
+    monkeypatch.setattr(xlnet, "QUERIES", 24)
 
 
 @functools.cache
@@ -195,31 +201,6 @@ def test_bfloat16_is_about_as_exact_as_transformers_under_autocast(kind, mesh):
         assert 0.2 * usual < found < 1.5 * usual
 
 
-# ---- XLNet's two streams ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("left_out", [(), ("token_type_ids", "attention_mask")])
-def test_two_streams_are_transformers_with_all_their_gradients(left_out):
-    """Inputs that pretraining does not use: no types of tokens, a mask of the padding. See test_objectives.py, too."""
-    model, batch = new("xlnet", "language"), batch_of("xlnet")
-    order = torch.stack([torch.randperm(LENGTH) for _ in range(ROWS)]).int()
-    order = torch.where(batch["attention_mask"] > 0, order, -1)
-    positions = order.argsort(1)[:, -5:]
-    targets = permutation.is_target(positions, torch.ones(ROWS, 5), LENGTH)
-    inputs = {name: batch[name] for name in ("input_ids", "token_type_ids", "attention_mask") if name not in left_out}
-    inputs |= {"perm_mask": permutation.perm_mask(order, targets), "use_mems": False}
-    inputs |= {"target_mapping": permutation.target_mapping(positions, LENGTH)}
-    upstream = torch.randn(ROWS, 5, model.config.vocab_size)
-
-    def step(model: PreTrainedModel) -> dict[str, Tensor]:
-        logits = model(**inputs).logits
-        return with_gradients(model, {"logits": logits}, (logits * upstream).sum())
-
-    expected = step(model)
-    assert all(value.any() for value in (expected["logits"], expected["transformer.mask_emb"]))
-    assert_all_close(step(fast(model)), expected, rtol=1e-4, share=1e-5, atol=1e-5)
-
-
 # ---- configurations --------------------------------------------------------------------------------------------------
 
 
@@ -349,16 +330,6 @@ def test_a_causal_mask_and_xlnets_memories_and_attention_weights_are_refused():
         model(input_ids=ids, mems=memories, use_mems=True)
     with pytest.raises(NotImplementedError, match="leave output_attentions off"):
         model(input_ids=ids, output_attentions=True)
-
-
-@pytest.mark.parametrize(("tokens", "block"), [(6, 128), (8, 4), (7, 3), (1, 1)])
-def test_position_scores_are_those_of_the_distances(monkeypatch, tokens, block):
-    monkeypatch.setattr(xlnet, "QUERIES", block)
-    generator = torch.Generator().manual_seed(0)
-    q, r = (torch.randn(length, 2, 3, 4, dtype=torch.double, generator=generator) for length in (tokens, 2 * tokens))
-    distances = torch.arange(tokens)[:, None] - torch.arange(tokens)  # of query i and key j: i - j; r begins with T
-    expected = torch.einsum("ibnd,ijbnd->bnij", q, r[tokens - distances])
-    torch.testing.assert_close(xlnet.position_scores(q, r), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("model", ["xlnet", "fairseq-roberta"])

@@ -1,4 +1,4 @@
-"""fairseq's golden files (tests/fairseq_reference) are whole, agree with each other, and are what fairseq computes.
+"""fairseq's golden files (tests/fairseq_reference) are what fairseq computes.
 Live, where there is .venv-fairseq: fairseq itself loads and reads what we write, and finds what we find.
 
 `make fairseq-golden` rewrites them. It is called for when record.py or requirements-fairseq.txt changes, not when a
@@ -18,11 +18,10 @@ import torch
 from model_helpers import GOLDEN, PYTHON, ROOT, arrays, golden_transformer, live, with_fairseq
 
 from data import wmt
-from data.fairseq_format import MmapTokens
 from models import beam_search, fairseq
 from models.transformer import ARCHITECTURES, Architecture, Transformer
 
-PAD, EOS, UNK = 1, 2, 3
+PAD, EOS = 1, 2
 
 
 def checkpoint(name: str, folder: Path = GOLDEN) -> dict:
@@ -35,21 +34,6 @@ def numbers(folder: Path = GOLDEN) -> dict:
     return json.loads((folder / "numbers.json").read_text())
 
 
-def symbols(path: str) -> list[str]:
-    lines = (GOLDEN / path).read_text(encoding="utf-8").splitlines()
-    return ["<s>", "<pad>", "</s>", "<unk>", *(line.rsplit(" ", 1)[0] for line in lines)]
-
-
-def lines(path: str, folder: Path = GOLDEN) -> list[str]:
-    return (folder / path).read_text(encoding="utf-8").splitlines()
-
-
-def printed(kind: str, folder: Path = GOLDEN) -> dict[int, list[str]]:
-    """Lines of one kind (S, T, H, D or P) that fairseq-generate printed: sentence number -> further columns."""
-    rows = [line.split("\t") for line in lines("generate.txt", folder) if line.startswith(f"{kind}-")]
-    return {int(row[0][2:]): row[1:] for row in rows}
-
-
 def test_the_recording_is_small_and_tells_nothing_of_the_machine():
     files = [path for path in GOLDEN.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 1_500_000
@@ -59,41 +43,9 @@ def test_the_recording_is_small_and_tells_nothing_of_the_machine():
             assert not Path(value).is_absolute()
 
 
-@pytest.mark.parametrize("split", ["train", "valid", "test"])
-@pytest.mark.parametrize("language", ["en", "de"])
-def test_the_binarised_data_is_the_text(split, language):
-    data = MmapTokens(GOLDEN / f"joint/{split}.en-de.{language}")
-    number = {symbol: index for index, symbol in enumerate(symbols(f"joint/dict.{language}.txt"))}
-    text = lines(f"text/{split}.{language}")
-    expected = [[*(number.get(word, UNK) for word in line.split()), EOS] for line in text]
-    assert [sentence.tolist() for sentence in data] == expected and data.tokens.dtype == np.uint16
-    if language == "en":
-        assert (data.tokens == UNK).sum() == (split != "train"), "one unknown word in valid and in test"
-
-
-def test_fairseq_generate_prints_the_recorded_hypotheses():
-    searches = {(one["beam"], one["lenpen"], one["max_len_b"]): one for one in numbers()["searches"]}
-    hypotheses, search, known = printed("H"), searches[4, 0.6, 10], symbols("joint/dict.de.txt")
-    assert set(hypotheses) == set(range(12)), "fairseq-generate drops the last batch without the right flag"
-    for index, row in zip(arrays()["search.index"].tolist(), search["sentences"], strict=True):
-        score, sentence = hypotheses[index]
-        assert sentence == " ".join(known[token] for token in row[0]["tokens"][:-1])  # without </s>
-        assert float(score) == pytest.approx(row[0]["score"] / math.log(2), abs=1e-4), "it prints base 2"
-        assert printed("T")[index] == [lines("text/test.de")[index]]
-    assert bleu() > 75, "they are translations"
-
-
-def bleu(folder: Path = GOLDEN) -> float:
-    return float(re.search(r"BLEU = ([\d.]+)", (folder / "generate.txt").read_text(encoding="utf-8"))[1])
-
-
-def record(*arguments: str | Path) -> None:
-    with_fairseq(PYTHON, ROOT / "tests/fairseq_reference/record.py", *arguments)
-
-
 @live
 def test_fairseq_computes_the_recorded_numbers(tmp_path):
-    record("--out", tmp_path, "--trained", GOLDEN)
+    with_fairseq(PYTHON, ROOT / "tests/fairseq_reference/record.py", "--out", tmp_path, "--trained", GOLDEN)
     names = {str(path.relative_to(GOLDEN)) for path in GOLDEN.rglob("*") if path.is_file()}
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == names
     for name in names:
@@ -103,10 +55,14 @@ def test_fairseq_computes_the_recorded_numbers(tmp_path):
     assert list(ours) == list(theirs)
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, atol=1e-5, rtol=1e-5)
-    found, expected = arrays(folder=tmp_path), arrays()
-    assert set(found) == set(expected)
-    for key, value in expected.items():
-        np.testing.assert_allclose(found[key], value, atol=1e-5, rtol=1e-5, err_msg=key)
+    for name in ("arrays.npz", "roberta_bpe.npz"):
+        found, expected = arrays(name, tmp_path), arrays(name)
+        assert set(found) == set(expected)
+        for key, value in expected.items():
+            if value.dtype.kind == "U":
+                assert found[key].tolist() == value.tolist()
+            else:
+                np.testing.assert_allclose(found[key], value, atol=1e-5, rtol=1e-5, err_msg=key)
     found, expected = numbers(tmp_path), numbers()
     for one, other in zip(found["ten_steps"], expected["ten_steps"], strict=True):
         assert one == pytest.approx(other, rel=1e-5)
@@ -117,19 +73,6 @@ def test_fairseq_computes_the_recorded_numbers(tmp_path):
                 assert hypothesis["score"] == pytest.approx(golden["score"], abs=1e-5)
                 assert hypothesis["log_probabilities"] == pytest.approx(golden["log_probabilities"], abs=1e-5)
         assert one == other
-    assert [row[1] for row in printed("H", tmp_path).values()] == [row[1] for row in printed("H").values()]
-
-
-@live
-def test_fairseq_train_learns_the_toy_language_anew(tmp_path):
-    # The weights are the same again only on one kind of processor; what was learned is, everywhere.
-    record("--out", tmp_path)
-    for name in ("trained.pt", "prenorm.pt", "roberta.pt"):
-        ours, theirs = checkpoint(name, tmp_path), checkpoint(name)
-        shapes = [{key: value.shape for key, value in one["model"].items()} for one in (ours, theirs)]
-        assert shapes[0] == shapes[1]
-        assert ours["cfg"] == theirs["cfg"] and ours["optimizer_history"] == theirs["optimizer_history"]
-    assert bleu(tmp_path) > 70
 
 
 # ---- fairseq on what we write ----------------------------------------------------------------------------------------
@@ -200,8 +143,9 @@ def test_fairseq_generate_finds_our_hypotheses_with_our_checkpoint(tmp_path):
         assert [sentence for _, sentence in theirs[index]] == [pairs.decode(one) for one in tokens[index].tolist()]
         for (theirs_score, _), score in zip(theirs[index], scores[index].tolist(), strict=True):
             assert theirs_score == pytest.approx(score / math.log(2), abs=1e-4)
-    recorded = {index: row[1] for index, row in printed("H").items()}
-    assert any(theirs[index][0][1] != recorded[index] for index in recorded), "the weights are others"
+    recorded = [row[0]["tokens"] for row in numbers()["searches"][1]["sentences"]]
+    best = [theirs[index][0][1] for index in arrays()["search.index"].tolist()]
+    assert best != [pairs.decode(tokens) for tokens in recorded], "the weights are others"
 
 
 THEIR_ARCHITECTURES = """

@@ -1,4 +1,4 @@
-"""models/permutation.py against the paper, the authors' code, and what XLNet lets through: transformers' and ours."""
+"""models/permutation.py against the authors' code, and what XLNet lets through: transformers' and ours."""
 
 import numpy as np
 import pytest
@@ -34,20 +34,13 @@ def local_perm(order: np.ndarray, target: np.ndarray, functional: np.ndarray) ->
     return ((self_rev_index[:, None] <= rev_index[None, :]) & masked_or_func).astype(np.float32)
 
 
-def test_the_mask_is_the_papers_definition_and_the_authors():
-    """Section 2.3: the query stream of a target z_t sees z_<t, the content stream z_<=t."""
+def test_the_mask_is_the_authors():
     orders, targets, functional = random_rows(50, 24)
     found = perm_mask(torch.from_numpy(orders), torch.from_numpy(targets))
     assert found.dtype == torch.float32
     assert perm_mask(torch.from_numpy(orders), torch.from_numpy(targets), torch.bool).equal(found.bool())
     for order, target, special, mask in zip(orders, targets, functional, found, strict=True):
         assert np.array_equal(mask.numpy(), local_perm(order, target, special))
-        visible = {place for place in range(24) if order[place] < 0}  # z_<=c, where the paper cuts the order
-        following = sorted(set(range(24)) - visible, key=lambda place: order[place])
-        for place in range(24):
-            before = set() if place in visible else set(following[: following.index(place)])
-            seen = visible | before | (set() if target[place] else {place})
-            assert {other for other in range(24) if not mask[place, other]} == seen
 
 
 def test_nobody_sees_padding_and_padding_changes_nothing_else():

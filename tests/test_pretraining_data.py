@@ -19,8 +19,7 @@ FIRST = 5  # its first ordinary token
 
 def bert_tokenizer() -> BertTokenizer:
     """Special tokens 0 to 4, then whole words, then pieces that continue a word."""
-    tokens = [*SPECIAL]
-    tokens += [f"w{number}" for number in range(WORDS)] + [f"##p{number}" for number in range(PIECES)]
+    tokens = [*SPECIAL, *(f"w{number}" for number in range(WORDS)), *(f"##p{number}" for number in range(PIECES))]
     return BertTokenizer(vocab={token: number for number, token in enumerate(tokens)})
 
 
@@ -74,18 +73,15 @@ def examples(dataset, epochs: int = 1) -> list[dict[str, np.ndarray]]:
     return [dataset.example(index, generator(index, epoch)) for epoch in range(epochs) for index in range(len(dataset))]
 
 
-def predicted(example: dict[str, np.ndarray]) -> np.ndarray:
-    return example["positions"][example["weights"] > 0]
-
-
-def labels_of(example: dict[str, np.ndarray]) -> np.ndarray:
-    return example["labels"][example["weights"] > 0]
+def predicted(example: dict[str, np.ndarray], name: str = "positions") -> np.ndarray:
+    """The places of the predictions, or their labels."""
+    return example[name][example["weights"] > 0]
 
 
 def unmasked(example: dict[str, np.ndarray]) -> np.ndarray:
     """The row before it was masked, by the labels."""
     ids = example["input_ids"].copy()
-    ids[predicted(example)] = labels_of(example)
+    ids[predicted(example)] = predicted(example, "labels")
     return ids
 
 
@@ -109,10 +105,9 @@ def test_a_row_is_laid_out_and_its_labels_are_what_was_there():
 
 
 def test_shapes_and_types_are_fixed_the_generator_decides_and_epochs_differ():
-    text = Sentences(bert_tokenizer(), 64, 20, pairs=True)
-    integers = {"input_ids": (64,), "attention_mask": (64,), "token_type_ids": (64,), "positions": (11,)}
-    masked = {**integers, "labels": (11,)}
-    permuted = Sentences(xlnet_tokenizer(), 64, 20, pairs=True)
+    text, permuted = (Sentences(make(), 64, 20, pairs=True) for make in (bert_tokenizer, xlnet_tokenizer))
+    per_token, per_place = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (64,)), (11,)
+    masked = {**per_token, "positions": per_place, "labels": per_place}
     for dataset, shapes in (
         (MaskedText(text, 11, True, False), masked),
         (MaskedText(text, 11, True, True), {**masked, "next_sentence": ()}),
@@ -132,7 +127,7 @@ def test_fifteen_percent_are_predicted_and_split_80_10_10(whole_words):
     dataset = MaskedText(Sentences(bert_tokenizer(), 128), 24, whole_words, False)
     made = examples(dataset, epochs=5)
     tokens = sum(int(example["attention_mask"].sum()) - 2 for example in made)
-    labels = np.concatenate([labels_of(example) for example in made])
+    labels = np.concatenate([predicted(example, "labels") for example in made])
     found = np.concatenate([example["input_ids"][predicted(example)] for example in made])
     # About 18,000 predictions: the standard deviation of a share of 80 % is 0.3 %, of 10 % 0.2 %.
     assert len(labels) / tokens == pytest.approx(0.15, abs=0.002)
@@ -146,10 +141,8 @@ def test_fifteen_percent_are_predicted_and_split_80_10_10(whole_words):
     counts = np.bincount(random, minlength=FIRST + WORDS + PIECES)
     assert not counts[:FIRST].any()
     assert counts[FIRST:].min() > 0 and counts.max() < 4 * counts[FIRST:].mean()
-
-
-def test_every_token_of_a_row_is_predicted_about_as_often():
-    dataset = MaskedText(Rows(bert_tokenizer(), 32, [[[*range(10, 40)]]]), 8, False, False)
+    # Every token of a row is predicted about as often.
+    dataset = MaskedText(Rows(bert_tokenizer(), 32, [[[*range(10, 40)]]]), 8, whole_words, False)
     counts = np.bincount(np.concatenate([predicted(one) for one in examples(dataset, epochs=3000)]), minlength=32)
     assert counts[0] == counts[31] == 0
     assert counts[1:31] / 3000 == pytest.approx(np.full(30, 0.15), abs=0.03)  # 4.5 standard deviations
@@ -161,7 +154,7 @@ def test_special_tokens_are_neither_predicted_nor_put_in():
     seen = set()
     for example in examples(dataset, epochs=300):
         assert unmasked(example)[:12].tolist() == [CLS, *row[0], *row[1], SEP]
-        labels = labels_of(example).tolist()
+        labels = predicted(example, "labels").tolist()
         assert min(labels) >= 10
         seen |= set(labels)
         assert not set(example["input_ids"][predicted(example)].tolist()) & {PAD, UNK, CLS, SEP}
@@ -182,10 +175,11 @@ def test_whole_words_are_predicted_whole():
     text = Sentences(tokenizer, 64, 100)
     # A row that begins within a word, one with a special token within a word.
     text.rows += Rows(tokenizer, 64, [[[piece, piece, *range(10, 50)]], [[piece, UNK, piece, *range(10, 50)]]]).rows
-    partly = 0
+    partly = apart = 0
     for whole_words in (True, False):
-        for example in examples(MaskedText(text, 12, whole_words, False), epochs=10):
+        for number, example in enumerate(examples(MaskedText(text, 12, whole_words, False), epochs=10)):
             chosen = np.isin(np.arange(64), predicted(example))
+            apart += whole_words and number % 102 == 101 and chosen[1] != chosen[3]
             word, words = -1, {}
             for place, token in enumerate(unmasked(example)):
                 if token < FIRST:
@@ -197,18 +191,7 @@ def test_whole_words_are_predicted_whole():
             broken = sum(len(kinds) == 2 for kinds in words.values())
             assert not (whole_words and broken)
             partly += broken
-    assert partly > 1000  # the other way of masking does break words
-
-
-def test_a_piece_without_its_word_is_a_word():
-    """A row may be cut within a word, and a special token may stand in one."""
-    piece = FIRST + WORDS
-    dataset = MaskedText(Rows(bert_tokenizer(), 32, [[[piece, piece, UNK, piece, *range(10, 20)]]]), 8, True, False)
-    chosen = np.zeros((500, 32), bool)
-    for epoch in range(500):
-        chosen[epoch, predicted(dataset.example(0, generator(0, epoch)))] = True
-    assert (chosen[:, 1] == chosen[:, 2]).all()
-    assert (chosen[:, 4] & ~chosen[:, 1]).any() and (chosen[:, 1] & ~chosen[:, 4]).any()
+    assert partly > 1000 and apart  # the other way of masking does break words
 
 
 def test_a_word_longer_than_the_share_is_skipped():
@@ -217,7 +200,7 @@ def test_a_word_longer_than_the_share_is_skipped():
     for epoch in range(50):
         # 15 % of 35: 5 or 6 of the other words.
         example = dataset.example(0, generator(0, epoch))
-        assert example["weights"].sum() in (5, 6) and labels_of(example).min() > 10
+        assert example["weights"].sum() in (5, 6) and predicted(example, "labels").min() > 10
         assert not dataset.example(1, generator(1, epoch))["weights"].any()
 
 
@@ -320,7 +303,7 @@ def test_a_sixth_is_predicted_and_no_more_than_the_places():
     places = tokens = predictions = 0
     orders = []
     for example in examples(PermutedText(text, 21), epochs=5):
-        assert labels_of(example).min() > 8
+        assert predicted(example, "labels").min() > 8
         tokens += example["attention_mask"].sum()
         predictions += example["weights"].sum()
         places = max(places, example["weights"].sum())

@@ -8,7 +8,7 @@ from model_helpers import assert_all_close
 from torch import nn
 
 from models import resnet
-from models.resnet import BatchNorm, PointwiseConv2d, ResNet, batch_statistics_norm
+from models.resnet import BatchNorm, ResNet, batch_statistics_norm
 from train.common import device
 
 
@@ -162,18 +162,6 @@ def test_running_statistics_are_the_mean_over_the_groups():
         norm(torch.randn(6, 5, 2, 2))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         norm(torch.randn(4, 5, 1, 1))
-
-
-def test_pointwise_convolution_equals_conv2d_and_exchanges_weights_with_it():
-    for stride in (1, 2):
-        conv = nn.Conv2d(6, 4, 1, stride, bias=False).double()
-        ours = PointwiseConv2d(6, 4, stride).double()
-        ours.load_state_dict(conv.state_dict())
-        assert ours.weight.shape == (4, 6)
-        assert torch.equal(ours.state_dict()["weight"], conv.weight)
-        x = torch.randn(2, 6, 5, 5, dtype=torch.double)
-        torch.testing.assert_close(ours(x), conv(x), rtol=1e-12, atol=1e-12)
-        ours.load_state_dict({"weight": conv.weight[:, :, 0, 0]})  # the form that checkpoints hold
 
 
 def test_normalize_equals_torchvisions():

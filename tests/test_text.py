@@ -3,6 +3,7 @@
 import itertools
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -67,13 +68,9 @@ def test_rows_agree_with_a_plain_loop(separator):
         ]
         assert packed_rows(documents, room, separator) == plain_rows(documents, room, separator)
     assert packed_rows([], 7, separator) == ([], 0)
-
-
-def test_first_rows():
-    packed, _ = pack_rows(np.arange(10), np.array([3, 3, 4]), np.array([1, 2]), 4, None)
-    assert (len(packed), len(packed.upto(2))) == (3, 2)
+    packed, _ = pack_rows(np.arange(10), np.array([3, 3, 4]), np.array([1, 2]), 4, separator)
+    assert (len(packed), len(packed.upto(2)), len(packed.upto(2).tokens)) == (3, 2, 6)
     assert [part.tolist() for part in packed.upto(2).row(1)] == [[3, 4, 5], [0]]
-    assert len(packed.upto(2).tokens) == 6
 
 
 # The made-up language
@@ -116,12 +113,10 @@ def test_every_synthetic_word_follows_from_the_one_before_and_half_of_them_have_
         ends = [*starts[1:], len(tokens)]
         previous = None
         for start, end in zip(starts, ends, strict=True):
-            names = text.tokenizer.convert_ids_to_tokens(tokens[start:end])
-            sentence = "".join(names).replace("##", "").replace("Ġ", "").replace("▁", "")
-            ended = sentence.endswith((".", "</s>", "[SEP]"))
-            words = sentence.removesuffix("</s>").removesuffix("[SEP]").removesuffix(".")
-            words = [words[at : at + 4] for at in range(0, len(words), 4)]
-            assert 4 <= len(words) <= 12 and ended and len({word[:2] for word in words}) == 1
+            names = "".join(text.tokenizer.convert_ids_to_tokens(tokens[start:end]))
+            letters = re.fullmatch(r"([a-z]+)(\.|</s>|\[SEP\])+", re.sub("##|Ġ|▁", "", names))[1]
+            words = [letters[at : at + 4] for at in range(0, len(letters), 4)]
+            assert 4 <= len(words) <= 12 and len({word[:2] for word in words}) == 1
             numbers = [SyntheticText.NUMBERS.index(word[2:]) for word in words]
             assert all((b - a) % 12 == 1 for a, b in itertools.pairwise(numbers))
             topic = words[0][:2]
@@ -148,12 +143,13 @@ def test_synthetic_text_is_the_same_in_another_process_and_not_with_another_seed
 
 
 def test_rows_that_cannot_be_are_explained():
-    with pytest.raises(InputError, match="kind is gpt2; expected one of bert"):
-        SyntheticText("train", "gpt2", 64)
-    with pytest.raises(InputError, match="length is 7; expected 8 or more"):
-        SyntheticText("train", "bert", 7)
-    with pytest.raises(InputError, match="pairs are for bert .* and xlnet; expected rows without for roberta"):
-        SyntheticText("train", "roberta", 64, True)
+    for kind, length, message in (
+        ("gpt2", 64, "kind is gpt2; expected one of bert"),
+        ("bert", 7, "length is 7; expected 8 or more"),
+        ("roberta", 64, "pairs are for bert .* and xlnet; expected rows without for roberta"),
+    ):
+        with pytest.raises(InputError, match=message):
+            SyntheticText("train", kind, length, True)
     for index in (-1, 5):
         with pytest.raises(IndexError):
             SyntheticText("valid", "bert", 64, rows=5).row(index)

@@ -23,7 +23,6 @@ FOLDER (default: golden, beside this file) then holds:
     roberta_bpe.npz       sentences, fairseq's ids of them and roberta_bpe.pt's logits; see roberta_bpe()
     arrays.npz            batches and logits; see the functions below for names and shapes
     numbers.json          losses of ten steps from initial.pt, beam search with trained.pt
-    generate.txt          what fairseq-generate prints with trained.pt: S, T, H, D, P of every sentence, and BLEU
 Checkpoints are fairseq's own, less the optimizer's state and the timings.
 """
 
@@ -31,7 +30,6 @@ import argparse
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -323,13 +321,6 @@ def record(trained: Path | None) -> None:
         rows = ",\n  ".join(json.dumps(value) for value in values)
         lines.append(f' "{key}": [\n  {rows}\n ]' + ("," if key == "ten_steps" else ""))
     Path("numbers.json").write_text("\n".join([*lines, "}"]) + "\n")
-    printed = run(
-        "fairseq-generate",
-        "joint --path trained.pt --gen-subset test --beam 4 --lenpen 0.6 --max-len-a 1.2 --max-len-b 10 "
-        f"--batch-size 12 --cpu --num-workers 0 --no-progress-bar --scoring sacrebleu {MULTIPLE}",
-    )
-    kept = [line for line in printed.splitlines() if re.match(r"[STHDP]-\d|Generate ", line)]
-    Path("generate.txt").write_text("\n".join(kept) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -342,7 +333,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # hydra's and torch's, about what fairseq's age explains
     logging.disable(logging.WARNING)  # fairseq describes each model at length
     kept = ["text", "joint", "separate", "roberta", "initial.pt", *TRAINED, "arrays.npz", "numbers.json"]
-    kept += ["generate.txt", "roberta_bpe", "roberta_bpe.pt", "roberta_bpe.npz"]
+    kept += ["roberta_bpe", "roberta_bpe.pt", "roberta_bpe.npz"]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # so that no checkpoint holds a path of this machine
         record(trained)
