@@ -73,6 +73,15 @@ def run_of(mesh, tmp_path_factory):
 
 
 @pytest.fixture
+def cache(tmp_path, monkeypatch) -> None:
+    """Keeps what `datasets` makes in a folder of the test, and `datasets` from the network."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
 def refused(capsys, tmp_path):
     """Asserts that a script refuses a command line: refused(glue, "tiny --lr -1", "--lr is -1.*at least 0")."""
     from helpers import assert_refused

@@ -75,10 +75,3 @@ def contents(out: Path) -> dict:
         report = json.loads(files[name])
         files[name] = {key: value for key, value in report.items() if key not in ("seconds", "sources")}
     return files
-
-
-def without_network(tmp_path: Path, monkeypatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

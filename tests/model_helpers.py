@@ -1,5 +1,6 @@
 """Helpers of the models' tests: fairseq's golden files, fairseq itself, random models, batches on XLA's devices."""
 
+import argparse
 import os
 import subprocess
 from pathlib import Path
@@ -29,6 +30,24 @@ def live(test):
 def golden(name: str) -> tuple[dict, dict[str, Tensor]]:
     """Settings and weights of a checkpoint that fairseq wrote."""
     return fairseq.read_checkpoint((GOLDEN / name).read_bytes(), name)
+
+
+def checkpoint(name: str, folder: Path = GOLDEN) -> dict:
+    """A checkpoint of fairseq, unpickled with no class allowed but argparse.Namespace."""
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(folder / name, map_location="cpu", weights_only=True)
+
+
+def joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The projections q, k and v as one in_proj, as older versions of fairseq had them."""
+    old: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        if ".q_proj." in name:
+            parts = [weights[name.replace("q_proj", f"{letter}_proj")] for letter in "qkv"]
+            old[name.replace("q_proj.", "in_proj_")] = torch.cat(parts)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            old[name] = value
+    return old
 
 
 def arrays(name: str = "arrays.npz", folder: Path = GOLDEN) -> dict[str, np.ndarray]:

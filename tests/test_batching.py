@@ -98,9 +98,6 @@ def test_epochs_are_permutations_that_depend_on_the_generator_alone(make):
     assert len(set(shapes)) == 1 or changes > len(plan) / 4, "the order of the shapes is permuted, too"
 
 
-# ---- packing ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("longest", [(64, 64), (32, 100), (200, 200)])
 def test_packed_rows_hold_every_example_once_and_none_too_many(longest):
     lengths = sentences(2000)
@@ -151,9 +148,6 @@ def test_epochs_keep_the_rows_and_the_seed_decides_them():
     assert rows(0, None) == rows(0, np.random.default_rng(5)) == rows(0, None) != rows(1, None)
 
 
-# ---- proposing shapes ------------------------------------------------------------------------------------------------
-
-
 def places(lengths: np.ndarray, shapes) -> int:
     """Of all rows, when each example has a row of the shortest shape that holds it."""
     longest = sorted(shape[1] for shape in shapes)
@@ -197,9 +191,6 @@ def test_no_shape_is_proposed_that_no_example_needs_and_bad_numbers_are_named():
     ):
         with pytest.raises(InputError, match=message):
             propose_shapes(*arguments, **options)
-
-
-# ---- bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,6 @@ def run(*arguments: str, code: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
 
 
-# ---- the command line ------------------------------------------------------------------------------------------------
-
-
 def test_the_flags_after_two_dashes_are_the_scripts():
     options, job = compiling.parse(["resnet50", "--batch", "16", "--topology", "v5e:1x1", "--", "--image-size", "64"])
     config = job.config(8)

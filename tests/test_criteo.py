@@ -13,8 +13,6 @@ from data import criteo as cr
 from data.prepare.criteo import prepare
 from errors import InputError
 
-# Reading
-
 
 def test_rows_come_in_the_order_asked_for_and_in_another_process(tmp_path):
     prepare(write(tmp_path / "train.txt", random_rows(80)))
@@ -127,9 +125,6 @@ def test_damaged_arrays_are_named(tmp_path):
     refused("labels of 1 days")
 
 
-# The synthetic log
-
-
 def test_the_synthetic_log_is_the_same_twice_and_its_splits_differ():
     train, evaluation = (cr.SyntheticClicks(split) for split in ("train", "eval"))
     assert (len(train), len(evaluation)) == (16_384, 4_096) and len(pickle.dumps(train)) < 1000
@@ -171,9 +166,6 @@ def test_the_best_score_of_the_synthetic_log_is_known(seed):
     order = np.argsort(evaluation.probability)
     for part in np.array_split(order, 4):
         assert abs(labels[part].mean() - evaluation.probability[part].mean()) < 0.06
-
-
-# Opening
 
 
 def test_open_clicks_finds_what_is_there(tmp_path):

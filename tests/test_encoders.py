@@ -101,9 +101,6 @@ def on_xla(model: PreTrainedModel, mesh) -> PreTrainedModel:
     return device.to_device(fast(model), mesh)
 
 
-# ---- the same model --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("head", ["classifier", "language"])
 @every_kind
 def test_fast_layers_keep_class_parameters_keys_and_files(kind, head, tmp_path):
@@ -127,9 +124,6 @@ def test_fast_layers_keep_class_parameters_keys_and_files(kind, head, tmp_path):
         assert after[f"{embedding}.weight"] is after[f"{output}.weight"]
     left = [type(module) for module in model.modules() if type(module) in encoders.REPLACED | xlnet.REPLACED]
     assert left == [] and any(isinstance(module, layers.LayerNorm) for module in model.modules())
-
-
-# ---- the same numbers ------------------------------------------------------------------------------------------------
 
 
 @every_kind
@@ -201,9 +195,6 @@ def test_bfloat16_is_about_as_exact_as_transformers_under_autocast(kind, mesh):
         assert 0.2 * usual < found < 1.5 * usual
 
 
-# ---- configurations --------------------------------------------------------------------------------------------------
-
-
 @every_kind
 def test_a_sequence_may_have_as_many_tokens_as_there_are_positions(kind):
     settings = encoders.configuration(kind, "tiny", tokenizer_of(kind), 20)
@@ -236,9 +227,6 @@ def test_sizes_are_those_of_the_published_models():
         assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06), kind
     with pytest.raises(ValueError, match="kind is 'gpt2'; it must be bert"):
         encoders.configuration("gpt2", "tiny", Words([0]), 16)
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def write(kind: str, folder: Path, model: PreTrainedModel | None = None) -> str:
@@ -313,9 +301,6 @@ def test_a_tokenizer_of_another_size_is_refused_and_a_padded_vocabulary_is_not(m
         encoders.open_checkpoint(str(folder), "bert")
     BertConfig(vocab_size=words - more + (1 if more > 0 else -1)).save_pretrained(folder)
     assert encoders.open_checkpoint(str(folder), "bert")[0].vocab_size >= words
-
-
-# ---- what is not supported is refused --------------------------------------------------------------------------------
 
 
 def test_a_causal_mask_and_xlnets_memories_and_attention_weights_are_refused():

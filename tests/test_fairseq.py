@@ -5,7 +5,6 @@ Live, where there is .venv-fairseq: fairseq itself loads and reads what we write
 comparison with our own code fails.
 """
 
-import argparse
 import json
 import math
 import re
@@ -15,19 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from model_helpers import GOLDEN, PYTHON, ROOT, arrays, golden_transformer, live, with_fairseq
+from model_helpers import GOLDEN, PYTHON, ROOT, arrays, checkpoint, golden_transformer, live, with_fairseq
 
 from data import wmt
 from models import beam_search, fairseq
 from models.transformer import ARCHITECTURES, Architecture, Transformer
 
 PAD, EOS = 1, 2
-
-
-def checkpoint(name: str, folder: Path = GOLDEN) -> dict:
-    """A checkpoint of fairseq, unpickled with no class allowed but argparse.Namespace."""
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        return torch.load(folder / name, map_location="cpu", weights_only=True)
 
 
 def numbers(folder: Path = GOLDEN) -> dict:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_helpers import GOLDEN, WORDS, transformer_of
+from model_helpers import GOLDEN, WORDS, checkpoint, joined, transformer_of
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
@@ -21,11 +21,6 @@ ARCH = Architecture(dim=12, ffn_dim=20, heads=3, encoder_layers=1, decoder_layer
 NAME = "some/folder/model.pt"
 SWITCHES = ["encoder_learned_pos", "decoder_learned_pos", "no_token_positional_embeddings", "layernorm_embedding"]
 SWITCHES += ["no_scale_embedding", "no_cross_attention", "cross_self_attention", "adaptive_input"]
-
-
-def golden(name: str = "initial.pt") -> dict:
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        return torch.load(GOLDEN / name, weights_only=True)
 
 
 def content(state: object, **options) -> bytes:
@@ -59,7 +54,7 @@ def logits(model: Transformer) -> Tensor:
 def test_fairseqs_files_are_read_with_their_settings(name, arch):
     settings, weights = fairseq.read_checkpoint((GOLDEN / name).read_bytes(), NAME)
     assert fairseq.architecture(settings, weights, NAME) == arch
-    written = golden(name)["model"]
+    written = checkpoint(name)["model"]
     assert weights.keys() == written.keys() - {"encoder.version", "decoder.version"}
     assert all(torch.equal(weights[key], written[key]) for key in weights)
     model = Transformer(arch, *WORDS[name])
@@ -91,21 +86,14 @@ def test_what_is_written_is_read_bit_by_bit(share, pre_norm):
 def old_names(weights: dict[str, Tensor], shared: bool) -> dict[str, Tensor]:
     """A state_dict as fairseq of 2018 wrote it."""
     old: dict[str, Tensor] = {}
-    norms = {
-        "encoder": ["self_attn_layer_norm", "final_layer_norm"],
-        "decoder": ["self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"],
-    }
-    for name, value in weights.items():
-        stack, *_, part, kind = name.split(".")
-        if part in norms[stack]:
-            old[name.replace(part, f"layer_norms.{norms[stack].index(part)}")] = value
-        elif part == "q_proj":
-            parts = [weights[name.replace("q_proj", f"{letter}_proj")] for letter in "qkv"]
-            old[name.replace(f"q_proj.{kind}", f"in_proj_{kind}")] = torch.cat(parts)
-        elif part == "output_projection" and not shared:
-            old["decoder.embed_out"] = value
-        elif part not in ("k_proj", "v_proj", "output_projection"):
+    for name, value in joined(weights).items():
+        norms = ["self_attn_layer_norm", *["encoder_attn_layer_norm"] * name.startswith("decoder."), "final_layer_norm"]
+        for number, norm in enumerate(norms):
+            name = name.replace(norm, f"layer_norms.{number}")
+        if "output_projection" not in name:
             old[name] = value
+        elif not shared:
+            old["decoder.embed_out"] = value
     for stack, version in (("encoder", 2.0), ("decoder", 3.0)):
         old[f"{stack}.version"] = torch.tensor([version])
         old[f"{stack}.embed_positions.weights"] = torch.zeros(1026, 32)
@@ -116,7 +104,7 @@ def old_names(weights: dict[str, Tensor], shared: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "before torch 1.6"])
 @pytest.mark.parametrize("name", ["trained.pt", "prenorm.pt"])
 def test_older_names_give_the_same_logits(name, legacy):
-    state = golden(name)
+    state = checkpoint(name)
     shared = name == "trained.pt"
     weights = {key: value for key, value in state["model"].items() if not key.endswith(".version")}
     old = old_names(weights, shared)
@@ -138,7 +126,7 @@ def test_settings_that_a_file_leaves_out_are_fairseqs_defaults():
 
 
 def test_half_precision_weights_become_float32():
-    state = golden("trained.pt")
+    state = checkpoint("trained.pt")
     state["model"] = {key: value.half() for key, value in state["model"].items()}
     _, weights = fairseq.read_checkpoint(content(state), NAME)
     assert {value.dtype for value in weights.values()} == {torch.float32}
@@ -176,7 +164,7 @@ def test_other_kinds_of_files_and_damaged_ones_are_refused_in_one_sentence(kind)
 
 def test_a_file_that_would_run_code_is_refused_and_runs_nothing(tmp_path):
     marker = tmp_path / "ran"
-    planted = content({**golden(), "extra_state": Planted(marker)})
+    planted = content({**checkpoint("initial.pt"), "extra_state": Planted(marker)})
     with refused(r"holds a (\w+\.)?open"):
         fairseq.read_checkpoint(planted, NAME)
     assert not marker.exists()

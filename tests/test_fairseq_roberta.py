@@ -3,13 +3,14 @@ on what is none. Live, where there is .venv-fairseq: fairseq loads what we write
 
 import argparse
 import json
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from model_helpers import GOLDEN, arrays, golden, live, with_fairseq
+from model_helpers import GOLDEN, arrays, golden, joined, live, with_fairseq
 from tokenizers import AddedToken
 from torch import Tensor
 from transformers import AutoTokenizer, RobertaConfig, RobertaForMaskedLM, RobertaTokenizer
@@ -159,15 +160,11 @@ def test_a_file_of_safetensors_holds_tied_weights_once():
 
 def older(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The names that older versions of fairseq gave, those of several versions at once."""
-    named: dict[str, Tensor] = {}
-    for key, value in weights.items():
-        if ".k_proj." in key or ".v_proj." in key:
-            continue
-        if ".q_proj." in key:
-            value = torch.cat([weights[key.replace("q_proj", f"{part}_proj")] for part in "qkv"])
-        key = key.replace("layernorm_embedding", "emb_layer_norm").replace("self_attn_layer_norm", "layer_norms.0")
-        key = key.replace("final_layer_norm", "layer_norms.1").replace("q_proj.", "in_proj_")
-        named[f"decoder.{key.removeprefix('encoder.')}" if key.startswith("encoder.") else key] = value
+    names = {"layernorm_embedding": "emb_layer_norm", "self_attn_layer_norm": "layer_norms.0"}
+    names |= {"final_layer_norm": "layer_norms.1", r"^encoder\.": "decoder."}
+    named = joined(weights)
+    for new, old in names.items():
+        named = {re.sub(new, old, key): value for key, value in named.items()}
     return named
 
 

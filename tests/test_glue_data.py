@@ -27,9 +27,6 @@ def write(path: Path, text: str | bytes) -> Path:
     return path
 
 
-# GLUE's own files, in the official column layouts
-
-
 def tsv(*rows: str) -> str:
     """Returns lines of the words of these, separated by tabs."""
     return "".join(row.replace(" ", "\t") + "\n" for row in rows)
@@ -152,14 +149,6 @@ def test_what_cannot_be_found_is_explained(tmp_path):
     refused("RTE is the folder of rte, and the task is wnli", tmp_path / "RTE", "wnli")
 
 
-# `datasets`
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
 def table(task: str, names=None, labels=(0, 1, 0), **columns) -> datasets.Dataset:
     chosen = TASKS[task]
     values = {column: [f"{column} {n}" for n in range(len(labels))] for column in chosen.columns}
@@ -233,9 +222,6 @@ def test_a_hub_id_is_given_to_datasets_with_the_task(monkeypatch):
     refused("some/where is neither a folder nor a data set of the hub .*doesn't exist", "some/where", "rte")
 
 
-# The synthetic twins
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_synthetic_examples_follow_their_rule(task):
     for split, size in (("train", 2048), *((split, 512) for split in TASKS[task].evaluation)):
@@ -281,9 +267,6 @@ def test_a_bag_of_words_does_not_solve_the_pair_task(task):
     model.fit(words.fit_transform(known), train.labels)
     found = score(task, model.predict(words.transform(new)), valid.labels)
     assert abs(found["accuracy"] - 0.5 if task == "mrpc" else found["pearson"]) < 0.15
-
-
-# Tokens
 
 
 @pytest.fixture(scope="module", params=["bert", "distilbert", "roberta", "xlnet"])
@@ -370,9 +353,6 @@ def test_what_cannot_be_encoded_is_explained(tokenizer):
     without.pad_token = None
     with pytest.raises(InputError, match="has no padding token"):
         Encoded(sentences(False), without, 16)
-
-
-# Metrics
 
 
 def test_scores_are_those_of_the_definitions():

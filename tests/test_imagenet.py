@@ -366,12 +366,6 @@ def test_a_folder_without_permission_is_named(tree, monkeypatch, unreadable):
 # Data sets of `datasets`
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-
-
 def rows(count: int, labels: list | None = None, image="image", label="label", kind=None, cut=()) -> datasets.Dataset:
     """Pictures with labels 0, 1, 0, … in a table; those of the rows `cut` are truncated."""
     files = [encoded("RGB", "JPEG", picture(60, 80, number)) for number in range(count)]

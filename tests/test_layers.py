@@ -205,6 +205,7 @@ def test_multi_head_attention_equals_pytorchs_in_values_and_gradients(form):
     got = gradients(lambda x, memory: ours(x, memory, mask), [x, memory], gradient)
     expected = gradients(pytorchs, [x, memory], gradient)
     assert_each_close(got, expected)
+    assert not got[2][hidden].any(), "masked keys take no part at all"
     ours(x, memory, mask).backward(gradient)
     pytorchs(x, memory).backward(gradient)
     for kind in ("weight", "bias"):

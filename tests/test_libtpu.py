@@ -26,9 +26,6 @@ def host():
         yield topology
 
 
-# ---- without the library
-
-
 def test_the_package_is_found_or_what_to_do_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(libtpu, "INSTALLED", tmp_path / "not there")
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
@@ -134,9 +131,6 @@ def test_an_out_of_memory_report_is_understood(report, needed, allocations):
     expected = [libtpu.Allocation(round(size), *rest) for size, *rest in allocations]
     assert libtpu.parse_out_of_memory(report) == (round(needed), expected)
     assert libtpu.parse_out_of_memory(VMEM) is None, "of another memory"
-
-
-# ---- with the library
 
 
 @m.needs_libtpu

@@ -92,9 +92,6 @@ def set_up(monkeypatch, folder: Path, **variables: str) -> dict:
     return names
 
 
-# What they are made of
-
-
 @NAMES
 def test_the_files_are_valid_and_normalised_and_have_one_address(name):
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed; see requirements.txt")
@@ -150,19 +147,6 @@ def test_the_full_recipe_in_the_comment_is_one(name):
         assert importlib.util.find_spec(module), module
 
 
-def test_their_code_is_clean(tmp_path):
-    """ruff leaves out cells with a magic that it does not know."""
-    for name in CLAIMS:
-        for part, text in code(name).items():
-            if text.startswith(MAGIC):
-                (tmp_path / f"{name}_{part}.py").write_text(text.removeprefix(MAGIC) + "\n")
-    for command in (["check", "--ignore", "B905"], ["format", "--check"]):
-        arguments = [sys.executable, "-m", "ruff", *command, "--config", ROOT / "pyproject.toml", tmp_path]
-        result = subprocess.run(arguments, capture_output=True, text=True)
-        assert result.returncode == 0, (result.stdout, result.stderr)
-    assert len(list(tmp_path.glob("*.py"))) >= len(CLAIMS)
-
-
 @NAMES
 def test_outputs_are_there_and_small_and_name_no_machine(name):
     path = FOLDER / f"{name}.ipynb"
@@ -180,9 +164,6 @@ def test_outputs_are_there_and_small_and_name_no_machine(name):
             assert not re.search(r"(^|[\s\"'(=])/\w|://|site-packages|[Ww]arning|\bpip\b", text), text
     assert pictures == 1
     assert all(printed(read(name), part) for part in ("devices", "train", "predict"))
-
-
-# The cells that need no training
 
 
 def test_the_zoos_process_gets_no_settings_meant_for_others(monkeypatch, tmp_path):

@@ -116,9 +116,6 @@ def step(model, teacher, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return with_gradients(model, parts, parts["loss"])
 
 
-# ---- losses ----------------------------------------------------------------------------------------------------------
-
-
 @every_objective
 def test_losses_and_gradients_are_transformers_also_on_xla(objective, mesh):
     batch, model, teacher = batch_of(objective), new(objective), teacher_of(objective)
@@ -201,9 +198,6 @@ def test_a_batch_without_predictions_has_a_loss_of_nought():
     assert found["loss"] == 0 and not any(value.any() for value in found.values())
 
 
-# ---- scores ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("objective", ["words", "next sentence", "permutation"])
 def test_scores_are_sums_over_the_rows_that_count(objective):
     batch, model = batch_of(objective), new(objective)
@@ -228,9 +222,6 @@ def test_scores_are_sums_over_the_rows_that_count(objective):
     assert found["accuracy"] == right[mask > 0].sum() == 5
     if objective == "next sentence":
         assert found["next_sentence_accuracy"] == 4 and found["rows"] == 5
-
-
-# ---- the losses of one token -----------------------------------------------------------------------------------------
 
 
 def logits_and_labels(dtype: torch.dtype, spread: float) -> tuple[Tensor, Tensor]:
@@ -275,9 +266,6 @@ def test_divergence_is_torchs_also_where_a_word_is_impossible(dtype, atol):
     assert expected.min() > 0.5 and (wanted == 0).any()
     assert_loss_and_gradient(layers.divergence(logits, wanted), expected, logits, atol)
     assert layers.divergence(logits, logits.detach().float().softmax(-1)).abs().max() < 1e-5
-
-
-# ---- students and heads ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("depth", "taken"), [(4, [0, 2]), (2, [0, 1]), (6, [0, 3])])

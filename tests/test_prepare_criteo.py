@@ -12,8 +12,6 @@ from data import criteo as cr
 from data.prepare import criteo as pre
 from errors import InputError
 
-# Parsing
-
 
 def test_a_hand_written_file_gives_the_values_worked_out_by_hand(tmp_path):
     lines = [
@@ -118,9 +116,6 @@ def test_unusual_but_good_lines_are_kept():
         assert rows.bad == 0 and (rows.sparse == expected.sparse).all() and (rows.dense == expected.dense).all()
 
 
-# Preparing
-
-
 @pytest.mark.parametrize(
     ("names", "rows"),
     [(["train.txt", "valid.txt"], (70, 70)), (["train.txt"], (60, 10)), (["day_0", "day_1", "day_2"], (140, 70))],
@@ -140,20 +135,6 @@ def test_the_last_seventh_is_for_evaluation_and_its_values_are_not_counted(tmp_p
     train, evaluation = (everything(cr.ClickLog(tmp_path / "out", split)) for split in ("train", "eval"))
     assert train["ids"][:, 0].tolist() == [2] * 24
     assert evaluation["ids"][:, 0].tolist() == [1] * 4 and evaluation["label"].tolist() == [1] * 4
-
-
-@pytest.mark.parametrize("piece", [1, 60, 4 << 20])
-@pytest.mark.parametrize("more", [-30, -1, 0, 1, 30])
-def test_no_line_is_lost_or_read_twice_where_chunks_meet(tmp_path, monkeypatch, more, piece):
-    monkeypatch.setattr(pre, "PIECE_BYTES", piece)
-    lines = [row(0, {0: f"{number:02d}"}) for number in range(12)]  # of equal length
-    data = write(tmp_path / "train.txt", lines)
-    size = len(lines[0]) + 1 + more
-    found = []
-    for start in range(0, data.stat().st_size, size):
-        pre._parse_range(data, start, start + size, tmp_path / "chunk.npz")
-        found += np.expm1(cr.map_npz(tmp_path / "chunk.npz")["dense"][:, 0]).round().astype(int).tolist()
-    assert found == list(range(12))
 
 
 RARE = ["a"] * 5 + ["b"] * 3 + ["c"] * 2 + ["d", "", ""]
@@ -228,10 +209,3 @@ def test_input_that_cannot_be_prepared_is_explained(tmp_path, message):
         write(tmp_path / file, lines)
     with pytest.raises(InputError, match=message):
         pre.prepare(tmp_path / name, tmp_path / "out")
-
-
-def test_a_gz_file_that_breaks_off_late_is_named(tmp_path):
-    packed = write(tmp_path / "clicks.gz", random_rows(500))
-    packed.write_bytes(packed.read_bytes()[:-2000])
-    with pytest.raises(InputError, match="clicks.gz cannot be decompressed: .*; fetch it again"):
-        pre.prepare(packed)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import contents, documents, text_corpus, without_network, written
+from corpora import contents, documents, text_corpus, written
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.prepare import text as pre
@@ -143,9 +143,6 @@ def test_the_published_size_is_the_default():
     assert sizes == [30_522, 30_522, 50_265, 32_000]
 
 
-# Sentences, documents, pieces
-
-
 @pytest.mark.parametrize(
     "sentences",
     [
@@ -229,9 +226,6 @@ def test_the_vocabulary_is_learnt_from_training_text_evenly_spaced(tmp_path, sma
     assert len(seen) < sum(map(len, documents(100)))
 
 
-# What is read
-
-
 def test_files_are_found_by_their_names(tmp_path):
     for name in ("b.txt", "a.txt.gz", "a.txt", "sub/c.txt", "valid.txt", "sub/dev-1.txt.gz", "test.txt", "x.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -244,10 +238,9 @@ def test_files_are_found_by_their_names(tmp_path):
 
 
 @pytest.mark.parametrize("saved", ["parquet", "save_to_disk"])
-def test_data_sets_give_the_same_as_text(tmp_path, monkeypatch, saved):
+def test_data_sets_give_the_same_as_text(tmp_path, cache, saved):
     import datasets
 
-    without_network(tmp_path, monkeypatch)
     rows = {"train": [*documents(60), *documents(60, 1)], "validation": documents(8, 2)}
     texts = {split: {"text": ["\n\n".join(lines) for lines in part] + ["", "\n"]} for split, part in rows.items()}
     found, hub = {split: datasets.Dataset.from_dict(part) for split, part in texts.items()}, tmp_path / "hub"

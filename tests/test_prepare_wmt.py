@@ -9,7 +9,7 @@ from string import ascii_letters
 
 import numpy as np
 import pytest
-from corpora import contents, pair_corpus, sentences, translated, without_network, write_lines
+from corpora import contents, pair_corpus, sentences, translated, write_lines
 from tokenizers import Tokenizer
 
 from data.prepare import wmt as pre
@@ -119,8 +119,7 @@ def hub_folder(folder: Path, valid: str = "validation", column: str = "translati
     return folder
 
 
-def test_parquet_files_of_the_hub_give_the_same_as_text(tmp_path, monkeypatch):
-    without_network(tmp_path, monkeypatch)
+def test_parquet_files_of_the_hub_give_the_same_as_text(tmp_path, cache):
     prepare(hub_folder(tmp_path / "hub"), tmp_path / "hub" / "prepared")
     data = pair_corpus(tmp_path / "text", test_en=["a b", "c"], test_de=["A B", "C"])
     prepare(data, tmp_path / "text" / "prepared")
@@ -128,8 +127,7 @@ def test_parquet_files_of_the_hub_give_the_same_as_text(tmp_path, monkeypatch):
     assert open_pairs(tmp_path / "hub", "test").references() == ["A B", "C"], "a line break would shift the lines"
 
 
-def test_data_sets_that_do_not_fit_are_explained(tmp_path, monkeypatch):
-    without_network(tmp_path, monkeypatch)
+def test_data_sets_that_do_not_fit_are_explained(tmp_path, cache):
 
     def refused(message: str, data, **flags):
         with pytest.raises(InputError, match=message):
@@ -146,10 +144,9 @@ def test_data_sets_that_do_not_fit_are_explained(tmp_path, monkeypatch):
     refused("nobody/nothing is neither here nor a data set of the hub", "nobody/nothing")
 
 
-def test_a_data_set_of_the_hub_is_taken_in_the_configuration_of_the_languages(tmp_path, monkeypatch):
+def test_a_data_set_of_the_hub_is_taken_in_the_configuration_of_the_languages(tmp_path, cache, monkeypatch):
     import datasets
 
-    without_network(tmp_path, monkeypatch)
     features = datasets.Features({"translation": datasets.Translation(["de", "en"])})
     splits = datasets.load_dataset(str(hub_folder(tmp_path / "hub") / "de-en")).cast(features)
     loaded = []
@@ -163,9 +160,6 @@ def test_a_data_set_of_the_hub_is_taken_in_the_configuration_of_the_languages(tm
     message = "wmt/wmt18 has the configurations cs-en, de-en; expected fr-en or en-fr, or choose one with --config"
     with pytest.raises(InputError, match=message):
         prepare("wmt/wmt18", tmp_path / "fr", target="fr")
-
-
-# Cleaning
 
 
 def test_every_reason_is_counted_and_the_right_pairs_stay(tmp_path, small_chunks):
@@ -259,19 +253,6 @@ def test_files_are_found_by_their_names(tmp_path, names, chosen, found):
     for language, paths in zip(("en", "de"), zip(*splits.values(), strict=True), strict=bool(found)):
         assert [path.name.replace(f".{language}", "") for path in paths] == found
     assert list(splits) == ["train", "valid", "test"][: len(found)]
-
-
-@pytest.mark.parametrize("count", [12, 13, 14, 26])
-@pytest.mark.parametrize("last", ["\n", ""])
-def test_no_line_is_lost_where_chunks_meet(tmp_path, count, last):
-    lines, path = [f"{number} ü" for number in range(count)], tmp_path / "text"
-    path.write_bytes(("\n".join(lines) + last).encode())
-    pre._cut(path, "text", 13, tmp_path / "cut.json")
-    cut = json.loads((tmp_path / "cut.json").read_text())
-    chunks = range(0, count, 13)
-    assert cut["lines"] == count and len(cut["bounds"]) == 1 + len(chunks)
-    text = pre.TextFile(path, "text", cut["bounds"], 13)
-    assert [text.lines(chunk) for chunk in range(len(chunks))] == [lines[start : start + 13] for start in chunks]
 
 
 TRAIN = translated(sentences(30))

@@ -85,9 +85,6 @@ def unmasked(example: dict[str, np.ndarray]) -> np.ndarray:
     return ids
 
 
-# Masked tokens
-
-
 def test_a_row_is_laid_out_and_its_labels_are_what_was_there():
     tokens = [*range(10, 40)]
     dataset = MaskedText(Rows(bert_tokenizer(), 40, [[tokens[:12], tokens[12:]]]), 8, False, False)
@@ -204,9 +201,6 @@ def test_a_word_longer_than_the_share_is_skipped():
         assert not dataset.example(1, generator(1, epoch))["weights"].any()
 
 
-# Two segments
-
-
 def test_a_pair_is_a_row_cut_between_sentences_or_has_sentences_of_another_row():
     text = Sentences(bert_tokenizer(), 64, 200, pairs=True)
     rows = [(row.tolist(), [*starts.tolist(), len(row)]) for row, starts in text.rows]
@@ -260,9 +254,6 @@ def test_rows_of_one_sentence_and_sentences_that_are_too_long():
     text = Rows(bert_tokenizer(), 32, [[[*range(10, 30)], [5, 5, 5]], [[*range(40, 69)]]], pairs=True)
     seen = {tuple(second.tolist()) for _, second, unrelated in (segments(text, 0, generator(i)) for i in range(20))}
     assert seen == {(5, 5, 5), tuple(range(40, 49))}
-
-
-# A permutation
 
 
 def test_a_permuted_row_is_laid_out():
@@ -383,9 +374,6 @@ def test_spans_are_those_of_xlnets_authors():
     error = np.sqrt((found.var(axis=0) + expected.var(axis=0)) / len(found))
     # The authors' spans may hold <sep> and <cls>, which are no targets: 1 % of the targets.
     assert (np.abs(found.mean(axis=0) - expected.mean(axis=0)) < 4 * error + 0.03 * expected.mean(axis=0)).all()
-
-
-# Bad input
 
 
 def test_what_does_not_fit_is_explained():

@@ -73,9 +73,6 @@ def test_rows_agree_with_a_plain_loop(separator):
     assert [part.tolist() for part in packed.upto(2).row(1)] == [[3, 4, 5], [0]]
 
 
-# The made-up language
-
-
 @pytest.mark.parametrize(("kind", "pairs"), [*((kind, False) for kind in KINDS), ("bert", True)])
 def test_synthetic_rows(kind, pairs):
     text = SyntheticText("train", kind, 64, pairs, rows=200)
@@ -153,9 +150,6 @@ def test_rows_that_cannot_be_are_explained():
     for index in (-1, 5):
         with pytest.raises(IndexError):
             SyntheticText("valid", "bert", 64, rows=5).row(index)
-
-
-# Folders
 
 
 @pytest.fixture(scope="module")

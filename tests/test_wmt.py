@@ -38,9 +38,6 @@ def write_folder(folder: Path, sentences=SENTENCES, splits=("train", "valid"), s
     return folder
 
 
-# fairseq's files
-
-
 @pytest.mark.parametrize("code", DTYPES)
 def test_a_file_that_fairseq_wrote_is_read(tmp_path, code):
     sentences = [[2], [4, 5, 2], [100, 99, 98, 97, 2]]
@@ -123,9 +120,6 @@ def test_a_strange_dictionary_is_explained(tmp_path, text, message):
         Dictionary.load(tmp_path / "nowhere")
 
 
-# Batches
-
-
 def plain_batch(sentences: dict, indices, shape) -> dict[str, list]:
     """The definition: row by row, pair by pair. `indices` are lists of pairs, one a row."""
     rows = {name: [] for name in ("source", "previous", "target", "source_segment", "target_segment")}
@@ -176,9 +170,6 @@ def test_a_row_that_does_not_fit_and_a_pair_that_is_not_there_are_bugs(tmp_path)
         pairs.batch(np.array([0, 3]), (4, 20))
     with pytest.raises(ValueError, match="row 0 of a batch has 8 tokens of target, and the shape has 7 places"):
         pairs.batch(np.array([[0, 1]]), (9, 7))
-
-
-# Folders
 
 
 def test_a_folder_of_fairseq_preprocess_opens(tmp_path):
@@ -253,9 +244,6 @@ def test_folders_that_cannot_be_used_are_explained(tmp_path):
     refused("has the language pairs en-de, en-fr; keep them in folders of their own")
     (tmp_path / "parts").mkdir()
     refused("is not prepared to its end; give the same `make data` command again")
-
-
-# The toy language
 
 
 def test_the_toy_language_is_reversed_and_one_to_one_and_keeps_to_the_interface():
