@@ -61,6 +61,8 @@ class Options:
     lr: float = 2e-5  # peak learning rate
     warmup: float = 0.1  # share of the steps in which it rises
     weight_decay: float = 0.01  # of AdamW
+    device: Literal["xla", "cpu"] = "xla"  # of our side; cpu: plain PyTorch
+    group_by_length: bool = False  # on our side
     seeds: str = "0,1,2"  # one run of each side for every seed
     out: str = "runs/bench/glue_trainer.json"  # where the figures go
 
@@ -123,6 +125,7 @@ def ours(options: Options, data: str, start: str, seed: int, folder: str) -> lis
         "warmup": options.warmup,
         "weight-decay": options.weight_decay,
         "precision": "float32",
+        "device": options.device,
         "seed": seed,
         "workers": 0,
         "eval-every": 10**9,  # after the last step only
@@ -130,6 +133,7 @@ def ours(options: Options, data: str, start: str, seed: int, folder: str) -> lis
         "name": "ours",
     }
     command = [sys.executable, "-m", "train.glue", "full", "--lengths", *map(str, options.lengths)]
+    command += ["--group-by-length"] * options.group_by_length
     return command + [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)]
 
 

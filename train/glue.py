@@ -134,11 +134,9 @@ def open_data(config: Config) -> Data:
 
 def batches(config: Config, examples: glue.Encoded, mesh: device.Mesh, train: bool) -> batching.Plan:
     """Returns which examples share a batch: in training any, padded to the shortest of --lengths that holds the longest
-    of them; in evaluation those of like length. On plain PyTorch, whose shapes may vary, lengths are multiples of 8."""
-    sizes = config.lengths if mesh.spmd is not None else (*range(8, config.lengths[-1], 8), config.lengths[-1])
-    if train:
-        return batching.Shuffled(examples.lengths, config.batch_size, sizes, config.group_by_length)
-    return batching.Buckets(examples.lengths, [(config.batch_size, size) for size in sizes])
+    of them; in evaluation those of like length. On plain PyTorch, whose shapes may vary, they are padded no further."""
+    sizes = config.lengths if mesh.spmd is not None else range(1, config.lengths[-1] + 1)
+    return batching.Shuffled(examples.lengths, config.batch_size, sizes, config.group_by_length or not train)
 
 
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:

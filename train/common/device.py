@@ -195,7 +195,7 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
                 elif name != "step" and value.any():
                     start = f"its state {name!r} at {value.flatten()[0]}, not 0"
                     raise RuntimeError(f"{type(optimizer).__name__} starts {start}")
-                elif group.get("capturable") or (value.shape == shadow.shape and name != "step"):
+                elif group.get("capturable") or group.get("fused") or (value.shape == shadow.shape and name != "step"):
                     state[name] = torch.zeros_like(value).to(mesh.device)
                     replicate(state[name], mesh)
                 else:  # torch keeps the step counter on the CPU

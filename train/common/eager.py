@@ -67,7 +67,9 @@ def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
 
 
 def prepare_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh) -> None:
-    """Does nothing: a learning rate and a count of steps may be Python numbers here."""
+    """Chooses the fused kernel, which updates in one pass; that of single operations was a sixth of a BERT's step."""
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):  # AdamW is an Adam
+        group["fused"] = True
 
 
 def set_seed(seed: int) -> None:
