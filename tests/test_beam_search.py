@@ -133,10 +133,11 @@ def test_one_compilation_serves_any_batch_of_a_shape_and_the_loop_ends_with_the_
         return {"tokens": tokens, "scores": scores, "time": last.pop("time")}
 
     step = device.compiled(translate, mesh)
-    rounds, compilations = [], []
+    rounds, compilations, found = [], [], []
     nothing = torch.full_like(sources, PAD)
     short = torch.where((sources != PAD).sum(1, keepdim=True) < 10, sources, PAD)  # the longer ones left out
-    assert 0 < (short != PAD).any(1).sum() < len(short)
+    kept = (short != PAD).any(1)
+    assert 0 < kept.sum() < len(short)
     for source in (sources, sources.flip(0), short, nothing):
         counted = Counted(trained)
         expected, expected_scores = search(trained, source, limits(source, 29), 4, 30, 1.0, counted)
@@ -146,6 +147,10 @@ def test_one_compilation_serves_any_batch_of_a_shape_and_the_loop_ends_with_the_
         assert rounds[-1] == counted.rounds
         assert torch.equal(got["tokens"].cpu(), expected)
         torch.testing.assert_close(got["scores"].cpu(), expected_scores, rtol=0, atol=1e-5)
+        found.append(expected)
+    # Rows of padding only end at once, and keep no other waiting.
+    assert torch.equal(found[2][kept], found[0][kept]) and (found[2][~kept] == PAD).all()
+    assert (expected == PAD).all() and (expected_scores == MASKED).all()
     assert rounds[0] == rounds[1] > rounds[2] > rounds[3] == 0
     assert rounds[0] <= 25
     assert len(set(compilations[1:])) == 1
@@ -191,20 +196,6 @@ def test_each_sentence_has_its_own_limit_and_neither_padding_nor_others_of_the_b
         torch.testing.assert_close(alone_scores[0], scores[row], rtol=0, atol=1e-5)
 
 
-def test_rows_of_padding_only_end_at_once_and_keep_no_other_waiting(trained, sources):
-    padded = torch.cat([sources[:3], torch.full_like(sources[:2], PAD)])
-    counted, alone, nothing = (Counted(trained) for _ in range(3))
-    tokens, scores = search(trained, padded, limits(padded, 29), 4, 30, 1.0, counted)
-    expected, expected_scores = search(trained, sources[:3], limits(sources[:3], 29), 4, 30, 1.0, alone)
-    assert counted.rounds == alone.rounds < 30
-    assert torch.equal(tokens[:3], expected)
-    torch.testing.assert_close(scores[:3], expected_scores, rtol=0, atol=1e-5)
-    _, found = search(trained, padded[3:], limits(padded[3:], 29), 4, 30, 1.0, nothing)
-    unlimited, none = search(trained, sources[:2], limits(sources[:2], 0), 2, 1)  # nor do limits of no words
-    assert nothing.rounds == 0 and (found == MASKED).all() and (none == MASKED).all()
-    assert (tokens[3:] == PAD).all() and (unlimited == PAD).all()
-
-
 def test_the_search_ends_when_every_sentence_has_its_hypotheses(trained, sources):
     for limit, rounds in ((199, range(30)), (5, [6])):
         counted = Counted(trained)
@@ -216,7 +207,7 @@ def test_the_search_ends_when_every_sentence_has_its_hypotheses(trained, sources
 def test_a_beam_wider_than_what_there_is_to_say_leaves_places_empty(beam):
     # Five words that may stand first, and one word at most: five hypotheses.
     model, source = random_model(7), torch.tensor([[4, 5, EOS], [6, 6, EOS]], dtype=torch.int32)
-    for most, choices in ((1, 5), (2, 30)):
+    for most, choices in ((0, 0), (1, 5), (2, 30)):
         tokens, scores = search(model, source, limits(source, most), beam, most + 1)
         for row in range(2):
             found = [tuple(words) for words in tokens[row, :choices].tolist()]

@@ -3,7 +3,6 @@
 import itertools
 
 import hlo_modules as m
-import numpy as np
 import pytest
 
 from tpu.compiler import analysis, hlo
@@ -72,16 +71,6 @@ def test_what_is_no_whole_module_is_refused():
     for part in [*cut, *others, *lacking]:
         with pytest.raises(ValueError, match=f"these {len(part)} bytes are not a whole HloModuleProto"):
             hlo.parse(part)
-    rng = np.random.default_rng(0)
-    data = m.train_step()
-    for _ in range(500):
-        changed = bytearray(data)
-        for place in rng.integers(0, len(data), 3):
-            changed[place] = rng.integers(0, 256)
-        try:
-            hlo.parse(bytes(changed))
-        except ValueError as error:
-            assert "not a whole HloModuleProto" in str(error)
 
 
 # ---- cycles

@@ -127,10 +127,11 @@ def test_the_last_file_or_seventh_is_for_evaluation(tmp_path, names, rows):
     assert pre.prepare(tmp_path)["rows"] == dict(zip(("train", "eval"), rows, strict=True))
 
 
-@pytest.mark.parametrize("rows", [28, 5])
-def test_the_last_seventh_is_for_evaluation_and_its_values_are_not_counted(tmp_path, monkeypatch, rows):
+@pytest.mark.parametrize(("rows", "more"), [(28, 0), (5, -1), (5, 0), (5, 1)])
+def test_the_last_seventh_is_for_evaluation_and_its_values_are_not_counted(tmp_path, monkeypatch, rows, more):
     lines = [row(0, {}, {0: "a"})] * 24 + [row(1, {}, {0: "b"})] * 4
-    monkeypatch.setattr(pre, "CHUNK_BYTES", rows * (len(lines[0]) + 1))  # of 5: the last has only evaluation rows
+    # Of 5 rows: the last chunk has only evaluation rows. A line that begins at a chunk's last byte belongs to it.
+    monkeypatch.setattr(pre, "CHUNK_BYTES", rows * (len(lines[0]) + 1) + more)
     pre.prepare(write(tmp_path / "clicks.tsv", lines), tmp_path / "out")
     train, evaluation = (everything(cr.ClickLog(tmp_path / "out", split)) for split in ("train", "eval"))
     assert train["ids"][:, 0].tolist() == [2] * 24
