@@ -196,13 +196,6 @@ def test_each_sentence_has_its_own_limit_and_neither_padding_nor_others_of_the_b
         torch.testing.assert_close(alone_scores[0], scores[row], rtol=0, atol=1e-5)
 
 
-def test_the_search_ends_when_every_sentence_has_its_hypotheses(trained, sources):
-    for limit, rounds in ((199, range(30)), (5, [6])):
-        counted = Counted(trained)
-        tokens, _ = search(trained, sources, limits(sources, limit), 4, 200, 1.0, counted)
-        assert (tokens != PAD).sum(2).max() <= counted.rounds and counted.rounds in rounds
-
-
 @pytest.mark.parametrize("beam", [8, 40])
 def test_a_beam_wider_than_what_there_is_to_say_leaves_places_empty(beam):
     # Five words that may stand first, and one word at most: five hypotheses.

@@ -24,9 +24,6 @@ def test_rows_come_in_the_order_asked_for_and_in_another_process(tmp_path):
         batch = one.batch(np.array(indices, np.int64))
         np.testing.assert_equal(batch, {key: values[indices] for key, values in whole.items()})
         assert all(batch[key].dtype == whole[key].dtype and batch[key].flags.writeable for key in whole)
-    for indices in ([-1], [69]):
-        with pytest.raises(IndexError):
-            log.batch(np.array(indices))
 
 
 def torchrec_days(folder: Path, days: int, rows: int = 12) -> list[list[bytes]]:

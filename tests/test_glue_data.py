@@ -84,8 +84,7 @@ def test_official_files_are_read_as_they_stand(tmp_path, task):
             assert len(examples) == 2 and examples.skipped == 0
 
 
-def test_tasks_have_the_hubs_names_and_folders_may_be_written_otherwise(tmp_path):
-    assert list(TASKS) == ["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"]
+def test_classes_are_the_hubs_and_folders_may_be_written_otherwise(tmp_path):
     assert TASKS["rte"].labels == ("entailment", "not_entailment") == TASKS["wnli"].labels[::-1]
     assert TASKS["mnli"].labels == ("entailment", "neutral", "contradiction")
     write(tmp_path / "sst2/train.tsv", FILES["sst2"][1])
@@ -307,18 +306,13 @@ def test_batches_are_what_transformers_pads(tokenizer, pairs):
         assert (batch[name] == want).all(), name
     assert batch["labels"].dtype == np.int32 and batch["labels"].tolist() == examples.labels[indices].tolist()
     whole = np.array([len(ids) for ids in tokenizer(examples.first, examples.second if pairs else None)["input_ids"]])
+    nothing = encoded.batch(np.array([-1]), (40,))
+    assert (nothing["input_ids"] == tokenizer.pad_token_id).all() and not nothing["attention_mask"].any()
+    assert (nothing["token_type_ids"] == (3 if tokenizer.padding_side == "left" else 0)).all()
+    assert nothing["labels"].tolist() == [0]
     assert encoded.lengths.dtype == np.int32 and encoded.lengths.tolist() == np.minimum(whole, 32).tolist()
     assert encoded.truncated == (whole > 32).sum() and (encoded.truncated > 100) == pairs
     assert encoded.tokens == np.minimum(whole, 32).sum() and len(encoded) == 2500
-
-
-def test_a_row_without_an_example_is_padding(tokenizer):
-    examples = Examples(["the dog", "horse"], None, np.array([1.5, 2.5], np.float32))
-    batch = Encoded(examples, tokenizer, 16).batch(np.array([-1, 1, -1]), (8,))
-    assert (batch["input_ids"][[0, 2]] == tokenizer.pad_token_id).all()
-    assert batch["attention_mask"].sum(1).tolist() == [0, len(tokenizer("horse")["input_ids"]), 0]
-    assert (batch["token_type_ids"][0] == (3 if tokenizer.padding_side == "left" else 0)).all()
-    assert batch["labels"].dtype == np.float32 and batch["labels"].tolist() == [0, 2.5, 0]
 
 
 def test_encoded_examples_fill_buckets_and_travel(tokenizer):
@@ -344,9 +338,6 @@ def test_what_cannot_be_encoded_is_explained(tokenizer):
     assert (encoded.truncated, encoded.lengths.tolist()) == (1, [special + 2])
     with pytest.raises(ValueError, match=f"example 0 has {special + 2} tokens, and the shape has {special + 1} places"):
         encoded.batch(np.array([0]), (special + 1,))
-    for index in (1, -2):
-        with pytest.raises(IndexError):
-            encoded.batch(np.array([index]), (16,))
     with pytest.raises(InputError, match="object is not a fast tokenizer"):
         Encoded(examples, object(), 16)
     without = tokenizer_of("bert")
@@ -374,13 +365,5 @@ def test_scores_are_those_of_the_definitions():
     assert score("cola", [1, 1, 1, 1], labels) == {"mcc": 0}
     assert score("stsb", np.full(4, 2.5, np.float32), labels.astype(np.float32)) == {"pearson": 0, "spearman": 0}
     assert score("mrpc", [0, 0, 0, 0], labels) == {"accuracy": 0.5, "f1": 0}
-
-
-def test_scores_need_as_many_predictions_as_labels():
-    for predictions, labels in (([1], [1, 0]), ([], []), ([[1]], [[1]])):
-        with pytest.raises(ValueError, match="expected as many"):
-            score("rte", predictions, labels)
     with pytest.raises(ValueError, match="not finite"):
         score("stsb", [1, float("nan")], [1, 2])
-    with pytest.raises(InputError, match="task is 'x'"):
-        score("x", [1], [1])

@@ -20,6 +20,9 @@ import tempfile
 import threading
 from pathlib import Path
 
+import IPython.core.magic
+import nbclient
+import nbformat
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -32,9 +35,6 @@ MAGIC = "%%zoo\n"
 
 def execute(name: str, folder: Path):
     """The notebook with the outputs of a run in `folder`. It installs nothing: the environment is this one."""
-    import nbclient
-    import nbformat
-
     (folder / "notebooks").mkdir()
     for part in ("train", "models", "data", "errors.py"):
         (folder / part).symlink_to(ROOT / part)
@@ -78,9 +78,6 @@ def printed(notebook: dict, cell: str) -> str:
 
 def set_up(monkeypatch, folder: Path, **variables: str) -> dict:
     """The names that the set-up cell makes, in a folder that is in no clone."""
-    pytest.importorskip("IPython.core.magic", reason="IPython is not installed; it comes with ipykernel")
-    import IPython.core.magic
-
     monkeypatch.setattr(IPython.core.magic, "register_cell_magic", lambda function: function)
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "temporary"))
     (folder / "work").mkdir()
@@ -94,13 +91,10 @@ def set_up(monkeypatch, folder: Path, **variables: str) -> dict:
 
 @NAMES
 def test_the_files_are_valid_and_normalised_and_have_one_address(name):
-    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed; see requirements.txt")
     text = (FOLDER / f"{name}.ipynb").read_text()
     nbformat.validate(json.loads(text))
     notebook = json.loads(text)
     assert text == normalised(notebook), "keys in another order: write it with `python tests/test_notebooks.py`"
-    ids = [cell["id"] for cell in notebook["cells"]]
-    assert len(set(ids)) == len(ids)
     assert {key for cell in notebook["cells"] for key in cell["metadata"]} <= {"tags"}, "timings, or a tool's own notes"
     assert notebook["metadata"]["kernelspec"] == {"display_name": "Python 3", "language": "python", "name": "python3"}
     # The badge and the clone have one address.
@@ -245,8 +239,6 @@ SLOW = ("glue", "resnet50", "transformer")
 
 @pytest.mark.parametrize("name", ["dlrm", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_it_runs_and_reaches_what_it_claims(name, tmp_path):
-    for package in ("nbclient", "ipykernel"):
-        pytest.importorskip(package, reason=f"{package} is not installed; see requirements.txt")
     notebook = execute(name, tmp_path)  # an error in a cell, such as its assertion's, is raised here
     run = tmp_path / f"notebooks/runs/{name}-notebook"
     metric, least = CLAIMS[name]

@@ -8,18 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from model_helpers import assert_all_close, randomized, to_xla, with_gradients
 from torch import Tensor, nn
-from transformers import (
-    BertForMaskedLM,
-    BertForPreTraining,
-    DistilBertForMaskedLM,
-    ElectraConfig,
-    ElectraForMaskedLM,
-    PreTrainedModel,
-    RobertaForMaskedLM,
-    XLNetLMHeadModel,
-)
+from transformers import PreTrainedModel
 
 from data.pretraining import MaskedText, PermutedText
 from data.text import SyntheticText
@@ -29,11 +21,11 @@ from train.common.xla import backend as xla
 
 # Model, kind of the rows, and places for predictions: more than most rows need, so that there are fillers.
 OBJECTIVES = {
-    "words": (BertForMaskedLM, "bert", 6),
-    "next sentence": (BertForPreTraining, "bert", 6),
-    "roberta": (RobertaForMaskedLM, "roberta", 6),
-    "permutation": (XLNetLMHeadModel, "xlnet", 7),
-    "distillation": (DistilBertForMaskedLM, "bert", 6),
+    "words": (transformers.BertForMaskedLM, "bert", 6),
+    "next sentence": (transformers.BertForPreTraining, "bert", 6),
+    "roberta": (transformers.RobertaForMaskedLM, "roberta", 6),
+    "permutation": (transformers.XLNetLMHeadModel, "xlnet", 7),
+    "distillation": (transformers.DistilBertForMaskedLM, "bert", 6),
 }
 ROWS, LENGTH, LONGER = 8, 32, 41
 EXACT = {"rtol": 1e-5, "atol": 1e-5}  # of numbers of about 1, in float32
@@ -273,7 +265,8 @@ def test_a_student_begins_as_its_teacher_without_the_layers_between(depth, taken
     tokenizer, batch = rows_of("words").text.tokenizer, batch_of("words")
     settings = [encoders.configuration(kind, "tiny", tokenizer, LONGER) for kind in ("bert", "distilbert")]
     settings[0].num_hidden_layers, settings[1].n_layers = depth, 2
-    teacher, student = randomized(BertForMaskedLM(settings[0])), randomized(DistilBertForMaskedLM(settings[1]))
+    classes = transformers.BertForMaskedLM, transformers.DistilBertForMaskedLM
+    teacher, student = (randomized(kind(of)) for kind, of in zip(classes, settings, strict=True))
 
     def encode(model: PreTrainedModel) -> Tensor:
         return model(input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"]).logits
@@ -296,6 +289,7 @@ def test_a_student_begins_as_its_teacher_without_the_layers_between(depth, taken
 
 
 def test_the_head_of_another_architecture_is_not_guessed():
-    model = ElectraForMaskedLM(ElectraConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=1, vocab_size=9))
+    settings = transformers.ElectraConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=1, vocab_size=9)
+    model = transformers.ElectraForMaskedLM(settings)
     with pytest.raises(ValueError, match="head of a electra is not known"):
         objectives.predict(model, torch.zeros(1, 2, 16))

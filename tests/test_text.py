@@ -147,9 +147,6 @@ def test_rows_that_cannot_be_are_explained():
     ):
         with pytest.raises(InputError, match=message):
             SyntheticText("train", kind, length, True)
-    for index in (-1, 5):
-        with pytest.raises(IndexError):
-            SyntheticText("valid", "bert", 64, rows=5).row(index)
 
 
 @pytest.fixture(scope="module")
@@ -177,9 +174,6 @@ def test_a_folder_opens_and_travels_without_its_files(folder):
     again = pickle.loads(state)
     assert again.row(3)[0].tolist() == rows[3][0].tolist() and len(again.tokenizer) == len(text.tokenizer)
     assert len(open_text(str(folder.parent), "valid")) > 0  # the folder of the text
-    for index in (-1, len(text)):
-        with pytest.raises(IndexError):
-            text.row(index)
 
 
 def test_folders_that_cannot_be_opened_are_explained(folder, tmp_path):

@@ -159,18 +159,6 @@ def test_batches_agree_with_a_plain_loop(tmp_path):
             assert array.tolist() == expected[name]
 
 
-def test_a_row_that_does_not_fit_and_a_pair_that_is_not_there_are_bugs(tmp_path):
-    for pairs in (open_pairs(write_folder(tmp_path), "train"), SyntheticPairs("valid", 5)):
-        for indices in ([5], [-2], [[0, 5]]):
-            with pytest.raises(IndexError):
-                pairs.batch(np.array(indices), (20, 20))
-    pairs = open_pairs(tmp_path, "train")
-    with pytest.raises(ValueError, match="row 1 of a batch has 5 tokens of source, and the shape has 4 places"):
-        pairs.batch(np.array([0, 3]), (4, 20))
-    with pytest.raises(ValueError, match="row 0 of a batch has 8 tokens of target, and the shape has 7 places"):
-        pairs.batch(np.array([[0, 1]]), (9, 7))
-
-
 def test_a_folder_of_fairseq_preprocess_opens(tmp_path):
     pairs = open_pairs(str(write_folder(tmp_path)), "valid")
     assert (len(pairs), pairs.source_language, pairs.target_language, pairs.tokenizer) == (5, "en", "de", None)
