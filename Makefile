@@ -65,7 +65,8 @@ help:
 	@echo 'OUT      folder that make data writes (default: prepared, in DATA)'
 	@echo 'NAME     folder of the run below runs/; the same command resumes an unfinished run'
 	@echo 'TPU      name of a TPU VM (ZONE=, PROJECT=), ssh:host1,host2, or local; RUN= names the run, ENV="A=b" are its'
-	@echo '         variables, RETRIES= how often it is started again; see python3 -m tpu.launch --help'
+	@echo '         variables, RETRIES= how often it is started again, CREATE=v6e-8 (SPOT=1) asks for the TPU and deletes'
+	@echo '         it after the run; ENGINE=sky leaves all that to SkyPilot; see python3 -m tpu.launch --help'
 	@echo 'ARGS     further flags of the script: ARGS="--epochs 10 --lr 0.05"; ARGS=--help lists them all'
 	@echo 'PYTHON   interpreter of the environment, CPython 3.11 (default: $(PYTHON))'
 
@@ -91,18 +92,29 @@ check-device:
 
 # What make was given is in the shell's environment, too: "$$DATA" keeps every space and quote in it.
 # With TPU= a run starts on that TPU's workers, each of which does `make train` without it. TPU=local is this machine.
+# What shells often have set for something else counts only as an argument of make.
+given = $(and $($(1)),$(filter command $(if $(filter NAME RUN ENV CREATE,$(1)),,environment),$(origin $(1))))
+passed = $(foreach name,$(1),$(if $(call given,$(name)),"$(name)=$$$(name)"))
 ifneq ($(filter-out local,$(TPU)),)
-given = $(filter command environment,$(origin $(1)))
 train: check-model
 	@test -z '$(EAGER)' || \
 		{ echo "error: DEVICE=$$DEVICE runs on one device of this machine, not on TPU=$$TPU; leave out one of them" >&2; exit 2; }
 	@python3 -m tpu.launch train --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
-		$(if $(RUN),--run "$$RUN") $(if $(ENV),--env "$$ENV") $(if $(RETRIES),--retries "$$RETRIES") $(LAUNCH_ARGS) -- \
-		$(foreach name,MODEL TASK PRESET DATA NAME ARGS PYTHON,$(if $(call given,$(name)),"$(name)=$$$(name)"))
+		$(if $(call given,RUN),--run "$$RUN") $(if $(call given,ENV),--env-from ENV) $(if $(RETRIES),--retries "$$RETRIES") \
+		$(if $(call given,CREATE),--create "$$CREATE") $(if $(SPOT),--spot) $(LAUNCH_ARGS) -- \
+		$(call passed,MODEL TASK PRESET DATA NAME ARGS PYTHON)
+else ifeq ($(ENGINE),sky)
+# SkyPilot holds the TPU, in whatever zone has one: see tpu/sky.yaml, which takes these variables.
+train: check-model
+	@test -n "$$BUCKET" -a -n "$$RUN" || \
+		{ echo 'error: ENGINE=sky needs BUCKET=gs://my-bucket for the runs, and RUN= to find the run again' >&2; exit 2; }
+	sky jobs launch tpu/sky.yaml --yes --env NAME="$$RUN" --env BUCKET="$$BUCKET" \
+		$(foreach name,MODEL TASK DATA ARGS,$(if $($(name)),--env "$(name)=$$$(name)")) $(if $(HF_TOKEN),--secret HF_TOKEN) \
+		$(if $(CREATE),--gpus "tpu-$$CREATE") $(LAUNCH_ARGS)
 else
 train: check-model $(INSTALLED)
 	$(RUNS) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) \
-		$(if $(filter-out pretrain,$(TASK)),--task $(TASK))) $(if $(DATA),--data "$$DATA") $(if $(NAME),--name "$$NAME") \
+		$(if $(filter-out pretrain,$(TASK)),--task $(TASK))) $(if $(DATA),--data "$$DATA") $(if $(call given,NAME),--name "$$NAME") \
 		$(if $(DEVICE),--device "$$DEVICE") $(ARGS)
 endif
 

@@ -1,13 +1,13 @@
 """Stands in for gcloud in tests/test_launch.py: a TPU VM whose workers are local processes with a home folder each.
 
 $FAKE_CLOUD/tpu.json says what the TPU is and what goes wrong; $FAKE_CLOUD/calls gets the arguments of each call. What
-is imitated of the real `gcloud compute tpus tpu-vm describe|ssh|scp` (GA, as of 2025):
+is imitated of the real `gcloud compute tpus tpu-vm describe|ssh` and `queued-resources` (GA, as of 2025):
 
     describe    JSON with state, health, acceleratorType, one entry of networkEndpoints for each worker and network;
                 exit code 1 and `ERROR: (gcloud.compute.tpus.tpu-vm.describe) …` for an error
-    ssh, scp    ask the API first: a PREEMPTED or STOPPED TPU is exit code 1, one in maintenance only a warning
-    ssh         the command line is given to the shell of the user's account; what is on standard error there and here
-                is mixed; no variable of this environment arrives; the exit code is the command's
+    ssh         asks the API first: a PREEMPTED or STOPPED TPU is exit code 1, one in maintenance only a warning. The
+                command line is given to the shell of the user's account; what is on standard error there and here is
+                mixed; no variable of this environment arrives; the exit code is the command's
     255         (ssh's own failure) the command is run again, without its input, up to 10 times with 5 s between (here
                 `attempts` and `pause`); then exit code 255
     a drop      cuts the output off after some bytes; the program there notices when it writes next
@@ -34,9 +34,26 @@ def error(verb: str, text: str, code: int = 1) -> int:
     return code
 
 
+def mishap(tpu: dict, verb: str, worker: int, text: str) -> dict:
+    """The next thing that goes wrong with a call like this, once or some `times`."""
+    for number, entry in enumerate(tpu.get("mishaps", [])):
+        if entry.get("verb", "ssh") == verb and entry.get("worker", worker) == worker and entry["match"] in text:
+            for time_ in range(entry.get("times", 1)):
+                try:
+                    (CLOUD / f"mishap-{number}-{time_}").touch(exist_ok=False)
+                    return entry
+                except FileExistsError:
+                    continue
+    return {}
+
+
 def describe(tpu: dict) -> int:
-    if tpu.get("describe_error"):
-        say(tpu["describe_error"])
+    wrong = mishap(tpu, "describe", 0, "")
+    if "out" in wrong:
+        print(wrong["out"])
+        return 0
+    if wrong or tpu.get("describe_error"):
+        say(wrong.get("message") or tpu["describe_error"])
         return 1
     place = f"projects/{tpu['project']}/locations/{tpu['zone']}/nodes/{tpu['name']}"
     if tpu["state"] == "DELETED":
@@ -53,14 +70,23 @@ def describe(tpu: dict) -> int:
     return 0
 
 
-def mishap(tpu: dict, worker: int, text: str) -> dict:
-    """The next thing that goes wrong with a call like this, once."""
-    for number, entry in enumerate(tpu.get("mishaps", [])):
-        used = CLOUD / f"mishap-{number}"
-        if entry["worker"] == worker and entry["match"] in text and not used.exists():
-            used.touch()
-            return entry
-    return {}
+def queued(tpu: dict, verb: str, name: str) -> int:
+    """A request for a TPU, which takes three looks."""
+    request = CLOUD / "request"
+    if verb == "create":
+        request.write_text("0")
+    elif not request.exists():
+        return error(verb, f"NOT_FOUND: Resource '{name}' was not found")
+    elif verb == "delete":
+        request.unlink()
+        tpu["state"] = "DELETED"
+    else:
+        looks = int(request.read_text()) + 1
+        request.write_text(str(looks))
+        tpu["state"] = "READY" if looks > 2 else "DELETED"
+        print(json.dumps({"state": {"state": "ACTIVE" if looks > 2 else "WAITING_FOR_RESOURCES"}}))
+    (CLOUD / "tpu.json").write_text(json.dumps(tpu))
+    return 0
 
 
 def connect(tpu: dict, worker: int, command: str, first: bool) -> int:
@@ -68,15 +94,17 @@ def connect(tpu: dict, worker: int, command: str, first: bool) -> int:
     if worker in tpu.get("unreachable", []):
         say(f"ssh: connect to host 34.0.0.{worker} port 22: Connection timed out")
         return SSH_FAILED
-    wrong = mishap(tpu, worker, command)
+    wrong = mishap(tpu, "ssh", worker, command)
+    time.sleep(wrong.get("late", 0))
     if wrong.get("how") == "before":
-        say("Connection closed by 34.0.0.1 port 22")
+        say(wrong.get("message", "Connection closed by 34.0.0.1 port 22"))
         return SSH_FAILED
     home = CLOUD / f"home-{worker}"
+    environment = {"HOME": str(home), "PATH": tpu["path"], "USER": "me", "XLA_ZOO_RUNTIME": f"{home}/run"}
     process = subprocess.Popen(
         ["/bin/sh", "-c", command],
         cwd=home,
-        env={"HOME": str(home), "PATH": tpu["path"], "USER": "me", **tpu.get("worker_environment", {})},
+        env={**environment, **tpu.get("worker_environment", {})},
         stdin=None if first else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -109,53 +137,31 @@ def ssh(tpu: dict, worker: int, command: str) -> int:
     return error("ssh", "[/usr/bin/ssh] exited with return code [255].", SSH_FAILED)
 
 
-def scp(tpu: dict, worker: int, sources: list[str], target: str) -> int:
-    name, _, folder = target.partition(":")
-    assert name == tpu["name"]
-    say(f"SCP: Attempting to connect to worker {worker}...")
-    wrong = mishap(tpu, worker, "scp")
-    if worker in tpu.get("unreachable", []):
-        say(f"ssh: connect to host 34.0.0.{worker} port 22: Connection timed out")
-        return error("scp", "[/usr/bin/scp] exited with return code [255].", SSH_FAILED)
-    if "message" in wrong:
-        say(wrong["message"])
-        return error("scp", "[/usr/bin/scp] exited with return code [1].")
-    import shutil  # only here: it takes longer to import than most calls last
-
-    for source in sources:
-        copy = CLOUD / f"home-{worker}" / folder / Path(source).name
-        shutil.copy(source, copy)
-        if wrong:
-            os.truncate(copy, copy.stat().st_size // 2)
-            return error("scp", "[/usr/bin/scp] exited with return code [255].", SSH_FAILED)
-    return 0
-
-
 def main() -> int:
     arguments = sys.argv[1:]
     with (CLOUD / "calls").open("a") as calls:
         calls.write(json.dumps(arguments) + "\n")
     tpu = json.loads((CLOUD / "tpu.json").read_text())
     time.sleep(tpu.get("latency", 0))
-    assert arguments[:3] == ["compute", "tpus", "tpu-vm"], arguments
-    verb, *rest = arguments[3:]
+    assert arguments[:2] == ["compute", "tpus"], arguments
+    group, verb, *rest = arguments[2:]
     flags = dict(word[2:].partition("=")[::2] for word in rest if word.startswith("--"))
     names = [word for word in rest if not word.startswith("--")]
-    assert set(flags) <= {"zone", "project", "quiet", "format", "worker", "command", "ssh-flag", "scp-flag"}, flags
+    assert names == [tpu["name"]], names
     if flags.get("zone", tpu["zone"]) != tpu["zone"]:
         return error(verb, f"NOT_FOUND: Resource 'locations/{flags['zone']}/nodes/{names[0]}' was not found")
+    if group == "queued-resources":
+        return queued(tpu, verb, names[0])
+    assert group == "tpu-vm" and set(flags) <= {"zone", "project", "quiet", "format", "worker", "command", "ssh-flag"}
     if verb == "describe":
-        assert names == [tpu["name"]] and flags["format"] == "json"
+        assert flags["format"] == "json"
         return describe(tpu)
     if tpu["state"] in ("PREEMPTED", "TERMINATED"):
         return error(verb, f'This TPU has terminal state "{tpu["state"]}", so it cannot be used anymore.')
     if tpu["state"] != "READY":
         return error(verb, f'This TPU has state "{tpu["state"]}", so it cannot be currently connected to.')
     worker = int(flags["worker"])
-    assert 0 <= worker < tpu["workers"]
-    if verb == "scp":
-        return scp(tpu, worker, names[:-1], names[-1])
-    assert verb == "ssh" and names == [tpu["name"]]
+    assert verb == "ssh" and 0 <= worker < tpu["workers"]
     return ssh(tpu, worker, flags["command"])
 
 

@@ -39,7 +39,7 @@ README_COPIES = [
 ]
 COMMON_LINES = 2_075  # of train/common without its packages, with the backend of plain PyTorch
 SCRIPT_LINES, MAIN_LINES, FUNCTION_LINES, CLASS_LINES = 270, 60, 60, 250
-TEST_LINES, README_LINES = 17_347, 200
+TEST_LINES, README_LINES = 17_595, 200
 # The names of a script, in this order.
 CONTRACT = ["Config", "learning_rate", "validate", "open_data", "build", "train_step", "eval_step", "evaluate", "main"]
 
@@ -229,14 +229,26 @@ def test_make_explains_itself_and_lists_the_models():
     assert "train.dlrm mlperf_v2" in make("-n", "train", "MODEL=dlrm", "DATA=/clicks", "PRESET=mlperf_v2").stdout
 
 
-def test_make_train_with_a_tpu_hands_what_it_was_given_to_the_launcher():
-    given = ["MODEL=bert", "TASK=mrpc", "DATA=/a b", "TPU=my-tpu", "ZONE=z", "RUN=first", "ENV=A=b", "RETRIES=2"]
-    command = " ".join(make("-n", "train", *given).stdout.replace("\\\n", " ").split())
-    assert 'tpu.launch train --tpu "$TPU" --zone "$ZONE" --run "$RUN" --env "$ENV" --retries "$RETRIES"' in command
-    assert command.endswith('-- "MODEL=$MODEL" "TASK=$TASK" "DATA=$DATA"')
+def test_make_train_with_a_tpu_hands_what_it_was_given_to_the_launcher(monkeypatch):
+    def command(*given: str) -> str:
+        return " ".join(make("-n", "train", "MODEL=bert", *given).stdout.replace("\\\n", " ").split())
+
+    given = ["TASK=mrpc", "DATA=/a b", "TPU=my-tpu", "ZONE=z", "RUN=first", "ENV=A=b", "RETRIES=2", "CREATE=v6e-8"]
+    whole = command(*given, "SPOT=1")
+    assert 'tpu.launch train --tpu "$TPU" --zone "$ZONE" --run "$RUN" --env-from ENV --retries "$RETRIES"' in whole
+    assert whole.endswith('--create "$CREATE" --spot -- "MODEL=$MODEL" "TASK=$TASK" "DATA=$DATA"')
     assert "train.resnet50 tiny" in make("-n", "train", "MODEL=resnet50", "TPU=local").stdout
     result = make("logs")
     assert result.returncode == 2 and "TPU is missing" in result.stderr
+    # What shells often have set for something else is not taken from the environment.
+    monkeypatch.setenv("NAME", "me")
+    monkeypatch.setenv("ENV", "production")
+    monkeypatch.setenv("DATA", "/a b")
+    assert command("TPU=my-tpu").endswith('--tpu "$TPU" -- "MODEL=$MODEL" "DATA=$DATA"')
+    assert '--data "$DATA"' in command() and "--name" not in command()
+    sky = command("ENGINE=sky", "BUCKET=gs://b", "RUN=first", "CREATE=v6e-8")
+    assert sky.endswith('--env "MODEL=$MODEL" --env "DATA=$DATA" --gpus "tpu-$CREATE"')
+    assert "needs BUCKET=" in make("train", "MODEL=bert", "ENGINE=sky").stderr
 
 
 def test_make_takes_a_device_where_it_means_something():

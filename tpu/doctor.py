@@ -35,7 +35,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `python3 tpu/doctor.py`
 
 from errors import InputError
-from tpu.launch import hosts
+from tpu.launch import hosts, messages
 
 ROOT, PROJECT = Path("/"), Path(__file__).resolve().parent.parent
 PYTHON, STAMP = Path(".venv/bin/python"), Path(".venv/.installed")
@@ -75,15 +75,15 @@ def run(*command: str | Path, seconds: float = SECONDS) -> tuple[bool, str]:
         if process.poll() is None:  # also after Ctrl-C, which does not reach it
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-    return process.returncode == 0, hosts.last_line(err or out) if process.returncode else out
+    return process.returncode == 0, messages.last_line(err or out) if process.returncode else out
 
 
 def check_programs(python: str, lack: str) -> Iterator[str]:
     """Checks the interpreter that the environment is made with, and the programs that the launcher needs."""
     works, about = run(python, "-c", ABOUT_PYTHON)
-    yield line(works and about.startswith("CPython 3.11."), f"Python: {python}: {about}", hosts.GET_PYTHON)
-    absent = [f"no {name}" for name in ("git", "ssh", "scp") if shutil.which(name) is None]
-    yield line(not absent, f"for TPU=: {', '.join(absent) or 'git, ssh, scp'}", "install git and openssh-client", lack)
+    yield line(works and about.startswith("CPython 3.11."), f"Python: {python}: {about}", messages.GET_PYTHON)
+    absent = [f"no {name}" for name in ("git", "ssh") if shutil.which(name) is None]
+    yield line(not absent, f"for TPU=: {', '.join(absent) or 'git, ssh'}", "install git and openssh-client", lack)
 
 
 def check_environment(chips: list[str]) -> Iterator[str]:
@@ -140,7 +140,7 @@ def check_devices(chips: list[str], wanted: bool, asked: bool) -> Iterator[str]:
             "a slice of several hosts answers only when all of them ask at once, as make train TPU= does; if this is"
             " the only host, restart the VM"
         )
-    yield line(works and (answer.endswith("TPU") or not chips), f"torch_xla: {hosts.last_line(answer)}", remedy)
+    yield line(works and (answer.endswith("TPU") or not chips), f"torch_xla: {messages.last_line(answer)}", remedy)
 
 
 def check_memory(cores: int) -> str:
@@ -191,9 +191,9 @@ def check_tpu(tpu: str, zone: str, project: str, config: str) -> Iterator[str]:
         host = hosts.choose(tpu, zone, project, [], config) if tpu else None
         if isinstance(host, hosts.SshHosts):
             for worker, name in enumerate(host.hosts):
-                works, text = run(*host.ssh(worker, "python3 --version"))
-                remedy = hosts.final_ssh_error(text, name) or "the launcher needs ssh and python3 3.8 there"
-                yield line(works, f"worker {worker}: {name}: {text}", remedy)
+                works, text = run(*host.ssh(worker, "python3 --version && systemctl --version"))
+                remedy = f"{messages.explain_ssh(text, name)[1]}; the launcher needs ssh, python3 3.8 and systemd there"
+                yield line(works, f"worker {worker}: {name}: {text.splitlines()[0]}", remedy)
             return
         lack = "fix" if tpu else "none"
         works, text = run("gcloud", "config", "list", "--format=json", "--quiet")
@@ -208,7 +208,7 @@ def check_tpu(tpu: str, zone: str, project: str, config: str) -> Iterator[str]:
         if host and good:
             machine = host.describe()
             yield line(not machine.problem, f"TPU VM: {machine.line}", machine.problem)
-    except InputError as error:
+    except (InputError, hosts.Transient) as error:
         yield line(False, "TPU VM", str(error))
 
 

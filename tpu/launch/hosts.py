@@ -1,7 +1,6 @@
 """How to reach the workers: Cloud TPU VMs through gcloud, or plain ssh hosts.
 
-A backend has a `name`, `describe()`, and the argument lists of two commands, `ssh(worker, command)` and
-`scp(worker, sources, folder)`. Everything else is the same for all backends.
+Both have a `name`, `describe()`, and `ssh(worker, command)`, the words that run a shell command on a worker.
 
 Host keys are checked, and nothing here switches that off. gcloud keeps the keys in a file of its own,
 ~/.ssh/google_compute_known_hosts, under names that contain a part of the key that the VM has published; it accepts the
@@ -20,36 +19,43 @@ import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass, field
+from typing import Any
 
 from errors import InputError
+from tpu.launch.messages import GCLOUD_ERRORS, last_line
 
 # A connection that is dead is noticed within a minute, and one that cannot be made within 15 s.
 SSH_OPTIONS = ("-oConnectTimeout=15", "-oServerAliveInterval=15", "-oServerAliveCountMax=3")
-DESCRIBE_SECONDS = 120
-GET_PYTHON = (
-    "CPython 3.11 with venv and ensurepip is needed, on Ubuntu `sudo add-apt-repository -y ppa:deadsnakes/ppa && sudo"
-    " apt-get install -y python3.11 python3.11-venv`, or give make PYTHON=/path/to/python3.11"
-)
+CLOUD_SECONDS = 120
+# The software of a TPU VM by what its type begins with.
+VERSIONS = {"v6e": "v2-alpha-tpuv6e", "v5p": "v2-alpha-tpuv5", "v5litepod": "v2-alpha-tpuv5-lite"}
+OLDER_VERSION = "tpu-ubuntu2204-base"
+
+
+class Transient(Exception):
+    """The cloud did not answer, or not as it should; the next attempt may succeed."""
 
 
 @dataclass
 class Machine:
-    """The state of a TPU: its workers, one line about it, and, if it cannot be used, why and what to do.
+    """The state of a TPU: its workers, one line about it, and, if it cannot train now, why and what to do.
 
-    `lost`: it will not come back by itself (preempted, deleted, stopped, in repair).
+    gone: it will not come back by itself (preempted, deleted, stopped, broken). absent: there is none of this name.
+    Neither, with a problem: it will be ready later.
     """
 
     workers: int
     line: str
     problem: str = ""
-    lost: bool = False
+    gone: bool = False
+    absent: bool = False
 
 
 @dataclass
 class TpuVm:
     """A Cloud TPU VM or a slice of several, reached by `gcloud compute tpus tpu-vm`.
 
-    zone, project: "" = gcloud's own configuration. flags: for its ssh and scp, such as --internal-ip.
+    zone, project: "" = gcloud's own configuration. flags: for its ssh, such as --internal-ip.
     """
 
     name: str
@@ -57,63 +63,67 @@ class TpuVm:
     project: str = ""
     flags: list[str] = field(default_factory=list)
 
-    def _command(self, verb: str, *arguments: str) -> list[str]:
+    def command(self, group: str, verb: str, *arguments: str) -> list[str]:
         """Returns a gcloud command that asks nothing (--quiet): its first ssh makes a key without a passphrase."""
         place = [f"--zone={self.zone}"] if self.zone else []
         place += [f"--project={self.project}"] if self.project else []
-        return ["gcloud", "compute", "tpus", "tpu-vm", verb, *arguments, *place, "--quiet"]
+        return ["gcloud", "compute", "tpus", group, verb, *arguments, *place, "--quiet"]
+
+    def text(self, verb: str, *arguments: str, group: str = "tpu-vm") -> str:
+        """Returns a gcloud command to show."""
+        return shlex.join(self.command(group, verb, *arguments)[:-1])
 
     def ssh(self, worker: int, command: str) -> list[str]:
         """Returns the words that run a shell command on a worker. gcloud repeats it without its input after 255."""
-        options = [f"--ssh-flag={option}" for option in SSH_OPTIONS]
-        options += [flag for flag in self.flags if not flag.startswith("--scp-flag")]
-        return self._command("ssh", self.name, f"--worker={worker}", f"--command={command}", *options)
+        flags = [*(f"--ssh-flag={option}" for option in SSH_OPTIONS), *self.flags]
+        return self.command("tpu-vm", "ssh", self.name, f"--worker={worker}", f"--command={command}", *flags)
 
-    def scp(self, worker: int, sources: list[str], folder: str) -> list[str]:
-        """Returns the words that copy files into a folder of a worker's home."""
-        options = [f"--scp-flag={option}" for option in SSH_OPTIONS]
-        options += [flag for flag in self.flags if not flag.startswith("--ssh-flag")]
-        target = f"{self.name}:{folder}/"
-        return self._command("scp", *sources, target, f"--worker={worker}", *options)
-
-    def text(self, verb: str, *arguments: str) -> str:
-        """Returns a gcloud command to show."""
-        return shlex.join(self._command(verb, *arguments)[:-1])
-
-    def describe(self) -> Machine:
-        """Returns state, health and number of workers. InputError: gcloud cannot say, and why."""
+    def ask(self, group: str, verb: str, *arguments: str) -> dict[str, Any]:
+        """Returns what gcloud answers as JSON, {} if there is no such thing. InputError: it never will. Transient."""
         if shutil.which("gcloud") is None:
             raise InputError(
                 f"TPU={self.name} needs gcloud, which is not installed here: https://cloud.google.com/sdk/docs/install"
             )
-        command = self._command("describe", self.name, "--format=json")
+        command = [*self.command(group, verb, self.name, *arguments), "--format=json"]
         try:
             result = subprocess.run(
-                command, capture_output=True, text=True, timeout=DESCRIBE_SECONDS, stdin=subprocess.DEVNULL
+                command, capture_output=True, text=True, timeout=CLOUD_SECONDS, stdin=subprocess.DEVNULL
             )
         except subprocess.TimeoutExpired:
-            raise InputError(f"gcloud did not answer in {DESCRIBE_SECONDS} s; try: {shlex.join(command)}") from None
+            raise Transient(f"gcloud did not answer in {CLOUD_SECONDS} s: {shlex.join(command)}") from None
+        if result.returncode and "NOT_FOUND" in result.stderr:
+            return {}
         if result.returncode:
-            if "NOT_FOUND" in result.stderr:
-                return Machine(0, f"{self.name}: not found", self._not_found(result.stderr), lost=True)
-            raise InputError(explain_gcloud(result.stderr, self))
-        return self._machine(json.loads(result.stdout))
+            for pattern, final, sentence in GCLOUD_ERRORS:
+                if re.search(pattern, result.stderr):
+                    kind = InputError if final else Transient
+                    raise kind(f"TPU={self.name}: {sentence} ({last_line(result.stderr)})")
+            raise Transient(f"TPU={self.name}: gcloud failed: {last_line(result.stderr)}")
+        try:
+            answer = json.loads(result.stdout or "{}")
+        except ValueError:
+            answer = None
+        if isinstance(answer, list) and len(answer) == 1:
+            answer = answer[0]  # what create and delete answer
+        if not isinstance(answer, dict) or (verb == "describe" and not answer):
+            raise Transient(f"TPU={self.name}: gcloud's answer is not JSON: {result.stdout[:60]!r}")
+        return answer
 
-    def _not_found(self, text: str) -> str:
-        zones = "gcloud compute tpus tpu-vm list --zone=-"
-        return (
-            f"there is no TPU VM {self.name} in this zone and project: give ZONE= and PROJECT= ({zones} lists yours),"
-            f" or create it: {self._create()} ({last_line(text)})"
+    def describe(self) -> Machine:
+        """Returns state, health and number of workers. InputError: gcloud never will say, and why. Transient."""
+        node = self.ask("tpu-vm", "describe")
+        if node:
+            return self._machine(node)
+        create = self._create("TYPE", "VERSION")
+        problem = (
+            f"there is no TPU VM {self.name} in this zone and project: give ZONE= and PROJECT= (gcloud compute tpus"
+            f" tpu-vm list --zone=- lists yours), create it ({create}), or let CREATE=v6e-8 ask for it"
         )
+        return Machine(0, f"{self.name}: not found", problem, gone=True, absent=True)
 
-    def _create(self, kind: str = "TYPE", version: str = "VERSION", spot: bool = False) -> str:
-        return self.text(
-            "create",
-            self.name,
-            f"--accelerator-type={kind}",
-            f"--version={version}",
-            *(["--spot"] if spot else []),
-        )
+    def _create(self, kind: str, version: str, spot: bool = False) -> str:
+        words = [self.name, f"--accelerator-type={kind}", f"--version={version}", *(["--spot"] if spot else [])]
+        return self.text("create", *words)
 
     def _machine(self, node: dict) -> Machine:
         state, health = node.get("state", "STATE_UNSPECIFIED"), node.get("health", "")
@@ -124,37 +134,31 @@ class TpuVm:
         line = f"{self.name}: {kind}, {state}{', ' + health if health else ''}, {workers} {plural}"
         scheduling = node.get("schedulingConfig", {})
         spot = scheduling.get("spot", False) or scheduling.get("preemptible", False)
-        delete = self.text("delete", self.name)
-        recreate = f"{delete} && {self._create(kind, node.get('runtimeVersion', 'VERSION'), spot)}"
+        create = self._create(kind, node.get("runtimeVersion", "VERSION"), spot)
+        recreate = f"{self.text('delete', self.name)} && {create}"
         if "queuedResource" in node:
             request = node["queuedResource"].rpartition("/")[2]
-            recreate = (
-                f"it belongs to the queued resource {request}, deleted and requested again (gcloud compute tpus"
-                f" queued-resources delete {request} --force, then queued-resources create)"
-            )
+            recreate = f"{self.text('delete', request, '--force', group='queued-resources')}, then ask for it again"
+        broken = node.get("healthDescription", "no description")
+        wait = f"wait until {self.text('describe', self.name)} says READY and HEALTHY"
+        problem, gone = "", True
         if state in ("PREEMPTED", "TERMINATED"):
-            sentence = f"{self.name} is {state}: the cloud took it back; recreate it: {recreate}"
-            return Machine(workers, line, sentence, True)
-        if state in ("STOPPED", "STOPPING", "HIDDEN", "HIDING", "SUSPENDED", "SUSPENDING"):
-            start = self.text("start", self.name)
-            return Machine(workers, line, f"{self.name} is {state}; start it: {start}", True)
-        if state == "DELETING":
-            create = self._create(kind, node.get("runtimeVersion", "VERSION"), spot)
-            return Machine(workers, line, f"{self.name} is being deleted; create it again: {create}", True)
-        if state == "REPAIRING" or health == "UNHEALTHY_MAINTENANCE":
-            what = "in a maintenance event" if health == "UNHEALTHY_MAINTENANCE" else "in repair"
-            watch = self.text("describe", self.name)
-            sentence = f"{self.name} is {what}: wait until {watch} says READY and HEALTHY, or recreate it: {recreate}"
-            return Machine(workers, line, sentence, True)
-        if state != "READY":
-            watch = self.text("describe", self.name)
-            return Machine(workers, line, f"{self.name} is {state}, not READY yet: wait, and look with {watch}")
-        if health.startswith("UNHEALTHY") or health == "TIMEOUT":
-            why = node.get("healthDescription", "no description")
-            return Machine(workers, line, f"{self.name} is {health} ({why}); recreate it: {recreate}", True)
-        if not workers:
-            return Machine(0, line, f"{self.name} has no network endpoint, so it has no worker that can be reached")
-        return Machine(workers, line)
+            problem = f"{state}: the cloud took it back; recreate it: {recreate}"
+        elif state in ("STOPPED", "STOPPING", "HIDDEN", "HIDING", "SUSPENDED", "SUSPENDING"):
+            problem = f"{state}; start it: {self.text('start', self.name)}"
+        elif state == "DELETING":
+            problem = f"being deleted; create it again: {create}"
+        elif state == "READY" and health != "UNHEALTHY_MAINTENANCE" and re.match("UNHEALTHY|TIMEOUT", health):
+            problem = f"{health} ({broken}); recreate it: {recreate}"
+        else:
+            gone = False
+            if state == "REPAIRING" or health == "UNHEALTHY_MAINTENANCE":
+                problem = f"{'in repair' if state == 'REPAIRING' else 'in a maintenance event'}: {wait}, or {recreate}"
+            elif state != "READY":
+                problem = f"{state}, not READY yet: {wait}"
+            elif not workers:
+                problem = f"without a network endpoint: {wait}"
+        return Machine(workers, line, problem and f"{self.name} is {problem}", gone and bool(problem))
 
 
 @dataclass
@@ -165,22 +169,15 @@ class SshHosts:
     hosts: list[str]
     config: str = ""
 
-    def _options(self) -> list[str]:
-        # Nobody is there to answer a question.
-        return [*(["-F", self.config] if self.config else []), "-oBatchMode=yes", *SSH_OPTIONS]
-
     def describe(self) -> Machine:
         """Returns the number of hosts; nothing else is known."""
-        plural = "worker" if len(self.hosts) == 1 else "workers"
-        return Machine(len(self.hosts), f"{self.name}: {len(self.hosts)} {plural}")
+        return Machine(len(self.hosts), f"{self.name}: {len(self.hosts)} worker{'s' * (len(self.hosts) > 1)}")
 
     def ssh(self, worker: int, command: str) -> list[str]:
         """Returns the words that run a shell command on a host."""
-        return ["ssh", "-T", *self._options(), "--", self.hosts[worker], command]
-
-    def scp(self, worker: int, sources: list[str], folder: str) -> list[str]:
-        """Returns the words that copy files into a folder of the home on a host."""
-        return ["scp", "-q", *self._options(), "--", *sources, f"{self.hosts[worker]}:{folder}/"]
+        config = ["-F", self.config] if self.config else []
+        # Nobody is there to answer a question.
+        return ["ssh", "-T", *config, "-oBatchMode=yes", *SSH_OPTIONS, "--", self.hosts[worker], command]
 
 
 def choose(tpu: str, zone: str, project: str, flags: list[str], config: str) -> TpuVm | SshHosts:
@@ -200,92 +197,3 @@ def choose(tpu: str, zone: str, project: str, flags: list[str], config: str) -> 
             " TPU=ssh:host1,host2"
         )
     return TpuVm(tpu, zone, project, flags)
-
-
-def last_line(text: str) -> str:
-    """Returns what gcloud said last, without its advice on how to log in."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR:")]
-    line = (errors or lines or ["no message"])[-1]
-    message = re.search(r'"message":\s*"((?:[^"\\]|\\.)*)"', text)  # an operation's error is printed as JSON
-    return f"{line} {message[1]}" if message and line.endswith("{") else line
-
-
-# What gcloud's errors contain -> what it means and what to do.
-GCLOUD_ERRORS = (
-    (
-        r"no more capacity|ZONE_RESOURCE_POOL_EXHAUSTED|Insufficient reserved capacity|\"code\": 8\b",
-        "the zone has no free TPUs of this type now: try later, another zone, or a queued resource (gcloud compute tpus"
-        " queued-resources create)",
-    ),
-    (
-        r"(?i)quota (?:limit )?'|quota.{0,40}exceeded|exceeded.{0,40}quota|quota_exceeded",
-        "your project's quota of this TPU type is used up or 0 in this zone: see and raise it at"
-        " https://console.cloud.google.com/iam-admin/quotas",
-    ),
-    (
-        r"active account|Reauthentication|refreshing your current auth tokens|UNAUTHENTICATED|invalid_grant",
-        "gcloud is not logged in: gcloud auth login",
-    ),
-    (
-        r"has not been used in project|SERVICE_DISABLED|is disabled",
-        "the Cloud TPU API is not enabled in this project: gcloud services enable tpu.googleapis.com",
-    ),
-    (
-        r"(?:attribute|property) \[(?:core/)?project\]",
-        "no project is known: give PROJECT=, or gcloud config set project",
-    ),
-    (
-        r"(?:attribute|property) \[(?:compute/)?zone\]",
-        "no zone is known: give ZONE=, or gcloud config set compute/zone",
-    ),
-    (
-        r"PERMISSION_DENIED|Permission denied on",
-        "your account may not use TPUs in this project, or the zone's name is wrong: look at the zone, and for the role"
-        " TPU Admin at gcloud projects get-iam-policy",
-    ),
-    (r"INVALID_ARGUMENT|Invalid value", "gcloud rejects one of these values"),
-    (r"problem connecting|Unable to find the server|Network is unreachable", "Google's API cannot be reached"),
-)
-
-
-def explain_gcloud(text: str, host: TpuVm) -> str:
-    """Returns one sentence about an error of gcloud, with gcloud's own last line."""
-    for pattern, sentence in GCLOUD_ERRORS:
-        if re.search(pattern, text):
-            return f"TPU={host.name}: {sentence} ({last_line(text)})"
-    return f"TPU={host.name}: gcloud failed: {last_line(text)}"
-
-
-# What makes another attempt useless -> what to do. {host} is one worker.
-FINAL_SSH_ERRORS = (
-    (
-        r"Permission denied \(",
-        "{host} does not accept your ssh key: if it has a passphrase, is it in the agent (ssh-add)? are you allowed?",
-    ),
-    (
-        r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed",
-        "{host} is unknown to ssh or shows another host key than before: log in to it once with ssh and look why; a VM"
-        " that was created again has a new key",
-    ),
-    (r"Could not resolve hostname", "{host} is not a name that ssh can resolve"),
-    (r"python3: (?:command )?not found", "{host} has no python3"),
-    (r"future feature annotations", "{host} has a python3 that is older than 3.8"),
-    (r"No space left on device|Disk quota exceeded", "the disk of {host} is full: remove what is not needed there"),
-    (r"gcloud crashed|unrecognized arguments", "gcloud does not understand the command: gcloud components update"),
-)
-
-
-def final_ssh_error(text: str, host: str) -> str:
-    """Returns one sentence about an error of ssh or scp after which another attempt is useless, else ""."""
-    for pattern, sentence in FINAL_SSH_ERRORS:
-        for line in text.splitlines():
-            if re.search(pattern, line):
-                return f"{sentence.format(host=host)} ({line.strip()})"
-    return ""
-
-
-def why_broken(text: str) -> str:
-    """Returns the line in which ssh says why a connection broke; gcloud's own says only that it did."""
-    lines = re.findall(r"^(?:ssh: .*|client_loop.*|.*[Cc]onnection .*|nothing heard.*)$", text, re.MULTILINE)
-    return lines[-1].strip() if lines else last_line(text)

@@ -8,44 +8,83 @@ or, for TPU=ssh:host1,host2, ssh. On every worker it puts the working tree (trac
 ones) into ~/xla-zoo/worker-<i>/tree and starts `make train` there with the words after `--`; that installs first, into
 an environment that stays.
 
-The run is detached: it survives the launcher and the connection, and the same command, or `logs`, attaches to it again.
-There is one connection for each worker (never --worker=all), a dropped one continues where it was, and a start is done
-once however often it is repeated. The first worker that fails ends the run on all, since the others would wait for it
-in a collective. Ctrl-C stops the run on all workers; it saves a checkpoint first.
+The run is a systemd unit on each worker: it survives the launcher and the connection, and the same command, or `logs`,
+attaches to it again. The workers end and repeat it together, whether a launcher looks on or not: see keeper.py. Three
+verbs that share no path: start (all workers, or none), watch (only reads, tries for ever), stop (each worker by itself,
+whatever the others and the TPU's health say). Ctrl-C in `train` is `stop`.
 
-    launcher.py      the commands
-    request.py       what the user asks of a run        bundle.py   the copy of the working tree
-    fleet.py         all workers of a TPU               watch.py    a start of a run, followed to its end
-    connections.py   ssh and gcloud processes           hosts.py    how workers are reached; host keys
-    worker.py        what runs on each worker
+    launcher.py   the commands                          worker.py   what runs on each worker for a command
+    request.py    what a run gets from this machine     keeper.py   the main process of a run on each worker
+    workers.py    connections, tried again              hosts.py    gcloud and ssh: states of a TPU, host keys
+    queued.py     CREATE=: ask for the TPU, delete it   messages.py what errors mean, and what to do
 
-HF_TOKEN, WANDB_API_KEY and what --secret names travel from this environment over ssh's standard input to the process
-that they are for; they are in no command line, no file and no log. --env travels in the same way.
+HF_TOKEN, WANDB_API_KEY and what --secret names travel from this environment over ssh's standard input to the memory of
+the workers: they are in no command line, on no disk and in no log. --env travels in the same way.
 
-Exit codes: that of the first worker that failed; 1 when it had none (it was lost); 2 for what you can fix; 75 when the
-TPU is gone (preempted, in maintenance): recreate it and run the same command; 130 after Ctrl-C.
+Exit codes: the run's own, that of the first worker that failed; 1 when a worker was lost or cannot be reached; 2 for
+what you can fix; 75 when the TPU is gone (preempted, stopped): recreate it and run the same command; 143 when the run
+was stopped; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import contextlib
+import json
+import os
 import secrets
 import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python3 tpu/launch/launcher.py`
 
 from errors import InputError
-from tpu.launch import hosts
-from tpu.launch.bundle import make_bundle
-from tpu.launch.connections import WorkerLost
-from tpu.launch.fleet import Fleet, Start, TpuGone, say
-from tpu.launch.request import read_environment, read_words, runs_folder
-from tpu.launch.watch import RECENT, Outcome, watch
+from tpu.launch import hosts, messages, queued
+from tpu.launch.request import make_bundle, read_environment, read_words, runs_folder
+from tpu.launch.workers import PRINTING, TpuGone, WorkerLost, Workers, parallel, say
 
 GONE = 75  # exit code: the TPU is gone; EX_TEMPFAIL of sysexits.h
+INTERRUPTED = 130  # exit code after Ctrl-C
+LEFT = -1  # the same, and the run may go on
+RECENT = 32 * 1024  # bytes of the log so far that are shown when attaching
+ASK_AGAIN = 15  # seconds between two looks at a TPU that is not ready
+KEEPER = Path(__file__).with_name("keeper.py")
+
+
+def watch(workers: Workers, run: str, token: str, at: int) -> int:
+    """Streams the log of worker 0, where the workers also say what ends the run, until it has ended.
+
+    at: byte to begin at; -1: the beginning of this start; -n: the last n bytes. Returns the run's exit code.
+    """
+
+    def hear(answer: dict[str, Any]) -> None:
+        """Prints what an answer brings of the log, without what a repeated command repeats."""
+        nonlocal at
+        if "data" in answer:
+            data = base64.b64decode(answer["data"])
+            known = max(0, at - answer["at"]) if at >= 0 else 0
+            at = max(at, answer["at"] + len(data))
+            with PRINTING:
+                sys.stdout.buffer.write(data[known:])
+                sys.stdout.buffer.flush()
+
+    while True:
+        answer = workers.call(0, "follow", *("--run", run, "--token", token, "--at", at), hear=hear, forever=True)
+        if answer["state"] == "ended":
+            break
+        if answer["state"] == "unknown":
+            say(f"{workers.label(0)} knows no {run} any more: the machine was restarted or replaced")
+            return 1
+    code = answer["code"]
+    if code:
+        say(answer["why"] or f"the run ended with exit code {code} ({answer['result']})")
+        end = base64.b64decode(answer["tail"]).decode(errors="replace")
+        say(*(f"what this means: {sentence}" for sentence in messages.explain_log(end)))
+    return code
 
 
 class Launcher:
@@ -54,172 +93,238 @@ class Launcher:
     def __init__(self, options: argparse.Namespace) -> None:
         host = hosts.choose(options.tpu, options.zone, options.project, options.gcloud_flag, options.ssh_config)
         place = {"TPU": host.name, "ZONE": options.zone, "PROJECT": options.project}
-        words = [f"{name}={value}" for name, value in place.items() if value]
-        self.options, self.fleet = options, Fleet(host, words, options.lost_after)
-        self.start = Start()
+        self.place = [f"{name}={value}" for name, value in place.items() if value]
+        self.options, self.host, self.workers = options, host, Workers(host, options.lost_after)
+        self.run = ""
 
-    def attach(self, statuses: dict[int, dict], words: list[str], bundle: str) -> bool:
-        """Tells whether this run is alive already, and takes over its token. InputError: another run is alive."""
-        alive = [status["running"] for status in statuses.values() if status["running"]]
-        if not alive:
-            return False
-        holder, run, name = alive[0], self.start.run, self.fleet.host.name
-        if {other["token"] for other in alive} != {holder["token"]}:
-            runs = ", ".join(sorted({other["run"] for other in alive}))
-            raise InputError(
-                f"the workers of {name} run different starts ({runs}); end them: {self.fleet.make('stop')}"
-            )
-        theirs = [word for word in holder["words"] if not word.startswith("NAME=")]
-        if (run and run != holder["run"]) or sorted(theirs) != sorted(words):
-            raise InputError(f"{name} is busy: {self.fleet.busy(holder)}")
-        self.start = Start(holder["run"], holder["token"])
-        changed = "" if holder["bundle"] == bundle else ", with the files of that time: what changed since is not in it"
+    def make(self, target: str) -> str:
+        """Returns the command of make to show, for this TPU."""
+        return shlex.join(["make", target, *self.place])
+
+    def describe_run(self, holder: dict) -> str:
+        """Returns what runs, in half a sentence."""
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(holder["started"]))
-        say(f"{self.start.run} runs already, since {since}{changed}; attaching to it")
-        return True
+        return f"{holder['run']} ({shlex.join(holder['words'])}), since {since}"
+
+    def ready(self) -> None:
+        """Waits until the TPU is ready, and says what it is. TpuGone: it never will be."""
+        said = ""
+        while True:
+            machine = self.workers.describe()
+            if machine.gone:
+                raise TpuGone(machine.problem)
+            if said != (machine.problem or machine.line):
+                said = machine.problem or machine.line
+                say(f"{said}; Ctrl-C gives up" if machine.problem else said)
+            if not machine.problem:
+                return
+            time.sleep(ASK_AGAIN)
 
     def train(self) -> int:
-        """Starts the run, or attaches to it, and watches it to its end; starts it again when a worker fails."""
-        fleet, options = self.fleet, self.options
-        words, run = read_words(options.words, options.run)
-        self.start = Start(run)
-        environment = read_environment(options.env, options.secret)
+        """Starts the run, or attaches to it, and watches it to its end."""
+        options = self.options
+        words, self.run = read_words(options.words, options.run)
+        environment = read_environment(options.env or os.environ.get(options.env_from, ""), options.secret)
         bundle, content, files = make_bundle(Path.cwd())
-        fleet.describe()
+        request = queued.Request(self.workers, options) if options.create else None
+        if request:
+            request.make(runs_folder(words))
+        self.ready()
         self.check_runs(words)
         say(f"working tree: {files} files, {len(content) / 1e6:.1f} MB, {bundle[:12]}")
-        statuses = fleet.prepare_all({f"{bundle}.tar.gz": content})
-        attached = self.attach(statuses, words, bundle)
+        try:
+            token, attached = self.start(words, environment, bundle, content)
+            if options.detach:
+                say(f"{self.run} runs; {self.make('logs')} watches it, {self.make('stop')} ends it")
+                return 0
+            if not attached:
+                say(f"{self.run} runs on {self.workers.count} workers; Ctrl-C stops it everywhere")
+            code = watch(self.workers, self.run, token, -RECENT if attached else -1)
+        except KeyboardInterrupt:
+            code = self.interrupted()
+        if code == 0:
+            self.finished(words)
+        elif code != LEFT:
+            say(f"to resume from the newest checkpoint: the same command with RUN={self.run}")
+        if request and code != LEFT:
+            request.delete()
+        return code if code != LEFT else INTERRUPTED
+
+    # ---- start ----
+
+    def start(self, words: list[str], environment: dict, bundle: str, content: bytes) -> tuple[str, bool]:
+        """Starts the run on all workers, or finds it there. Returns its token, and whether it ran already."""
+        call, options = self.workers.call, self.options
+
+        def prepare(worker: int) -> dict[str, Any]:
+            while not (status := call(worker, "status", "--bundle", bundle))["whole"]:
+                say(f"{self.workers.label(worker)}: copying the working tree")
+                call(worker, "receive", "--bundle", bundle, data=content)
+            return status
+
+        statuses = {0: prepare(0)}  # the first connection of a fresh home makes a key: not several at once
+        statuses.update(parallel(prepare, range(1, self.workers.count)))
+        alive = [status["running"] for status in statuses.values() if status["running"]]
+        token, attached = self.attach(alive, words, bundle), bool(alive)
         if not attached:
             model = next((word[6:] for word in words if word.startswith("MODEL=")), "run")
-            self.start = Start(run or time.strftime(f"{model}-%Y%m%d-%H%M%S"), secrets.token_hex(8))
-        run = self.start.run
-        for attempt in range(options.retries + 1):
-            if attempt:
-                fleet.prepare_all({f"{bundle}.tar.gz": content})
-                self.start = Start(run, secrets.token_hex(8))
-                say(f"starting {run} again, retry {attempt} of {options.retries}; it resumes from its checkpoint")
-            try:
-                # On all workers also when attaching: the launcher may have died before it had started them all.
-                fleet.start_all(self.start, words, environment, bundle)
-                if options.detach:
-                    say(f"{run} runs; {fleet.make('logs')} watches it, {fleet.make('stop')} ends it")
-                    return 0
-                if not attached and not attempt:
-                    say(f"{run} runs on {len(fleet.workers)} workers; Ctrl-C stops it everywhere")
-                outcome = watch(fleet, self.start, -RECENT if attached and not attempt else -1, options.grace)
-            except KeyboardInterrupt:
-                return self.interrupted()
-            except WorkerLost as lost:
-                say(str(lost))
-                outcome = Outcome(1)
-            if outcome.code == 0:
-                self.finished(words)
-                return 0
-            if outcome.final:
-                break
-            fleet.describe()  # is it the TPU itself?
-        say(f"to resume from the newest checkpoint: the same command with RUN={run}")
-        return outcome.code
+            self.run = self.run or time.strftime(f"{model}-%Y%m%d-%H%M%S")
+        key, retries = secrets.token_hex(16), max(options.retries, 0)
+        request = {"command": ["make", "train", *words, f"NAME={self.run}"], "words": words, "environment": environment}
+        request |= {"keeper": KEEPER.read_text(), "workers": self.workers.count, "retries": retries}
+        request |= {"grace": options.grace, "key": key}
+
+        def start_one(worker: int) -> dict[str, Any]:
+            data = json.dumps({**request, "worker": worker}).encode()
+            marks = ("--run", self.run, "--token", token, "--bundle", bundle, "--epoch", statuses[worker]["epoch"])
+            return call(worker, "start", *marks, data=data)
+
+        begun = False
+        try:
+            answer = start_one(0)  # of two launchers at the same time one is first here, and the other attaches
+            if answer["state"] == "busy":
+                token, attached = self.attach([answer["holder"]], words, bundle), True
+                answer = start_one(0)
+            begun = True
+            request |= {name: answer[name] for name in ("addresses", "port", "key")}
+            # On all workers also when attaching: the launcher may have died before it had started them all.
+            for worker, answer in sorted(parallel(start_one, range(1, self.workers.count)).items()):
+                if answer["state"] == "busy":
+                    raise InputError(f"{self.workers.label(worker)} is busy: {self.describe_run(answer['holder'])}")
+        except Exception as error:
+            if not attached and (begun or isinstance(error, WorkerLost)):
+                say(f"{error}; stopping it on the others")
+                self.stop_all(self.run)
+            raise
+        return token, attached
+
+    def attach(self, alive: list[dict], words: list[str], bundle: str) -> str:
+        """Returns the token of the run that is alive, if it is this one; a new one if none is. InputError: another."""
+        if not alive:
+            return secrets.token_hex(8)
+        holder, name = alive[0], self.host.name
+        if {other["token"] for other in alive} != {holder["token"]}:
+            runs = ", ".join(sorted({other["run"] for other in alive}))
+            raise InputError(f"the workers of {name} run different starts ({runs}); end them: {self.make('stop')}")
+        if (self.run and self.run != holder["run"]) or sorted(holder["words"]) != sorted(words):
+            raise InputError(
+                f"{name} is busy: {self.describe_run(holder)}: watch it with {self.make('logs')}, end it with"
+                f" {self.make('stop')}"
+            )
+        self.run = holder["run"]
+        changed = "" if holder["bundle"] == bundle else ", with the files of that time: what changed since is not in it"
+        say(f"{self.describe_run(holder)} runs already{changed}; attaching to it")
+        return holder["token"]
 
     def check_runs(self, words: list[str]) -> None:
         """Checks that all workers share the run's folder. InputError: no checkpoint would ever be whole."""
         folder = runs_folder(words)
-        workers = len(self.fleet.workers)
-        if workers == 1 or "://" in folder or folder.startswith("/"):
+        if self.workers.count == 1 or "://" in folder or folder.startswith("/"):
             return
         what = f"--runs {folder} in ARGS is a folder of" if folder else "ARGS has no --runs, so the run's folder is on"
         raise InputError(
-            f"{self.fleet.host.name} has {workers} workers, and {what} each worker's own disk; give one that all"
+            f"{self.host.name} has {self.workers.count} workers, and {what} each worker's own disk; give one that all"
             " of them share, ARGS='--runs gs://bucket/runs', or the absolute path of a shared folder"
         )
 
     def finished(self, words: list[str]) -> None:
         """Says where the results are."""
-        run, host = self.start.run, self.fleet.host
-        folder = f"{runs_folder(words) or 'runs'}/{run}"
+        folder = f"{runs_folder(words) or 'runs'}/{self.run}"
         if "://" in folder:
-            say(f"{run} has ended; its results are in {folder}")
+            say(f"{self.run} has ended; its results are in {folder}")
             return
         folder = folder if folder.startswith("/") else f"xla-zoo/worker-0/tree/{folder}"
-        if isinstance(host, hosts.TpuVm):
-            get = host.text("scp", "--recurse", f"{host.name}:{folder}", "runs/", "--worker=0")
+        if isinstance(self.host, hosts.TpuVm):
+            get = self.host.text("scp", "--recurse", f"{self.host.name}:{folder}", "runs/", "--worker=0")
         else:
-            get = shlex.join(["scp", "-r", f"{host.hosts[0]}:{folder}", "runs/"])
-        say(f"{run} has ended; its results are on worker 0: {get}")
-
-    def interrupted(self) -> int:
-        """Stops the run on all workers after Ctrl-C. A second one leaves at once."""
-        self.fleet.starting.abort()  # what is still on its way finds that its token was stopped
-        say(
-            f"stopping {self.start.run} on all workers; it has {self.options.grace:.0f} s to save a checkpoint."
-            " Ctrl-C again leaves at once"
-        )
-        try:
-            unsure = self.fleet.stop_all(self.start, self.options.grace)
-        except KeyboardInterrupt:
-            say(f"left before all workers had answered, so the run may go on: {self.fleet.make('stop')} ends it")
-            return 130
-        time.sleep(0.5)  # the last lines of the log
-        if not unsure:
-            say(f"stopped; no process of the run is left. To resume: the same command with RUN={self.start.run}")
-        else:
-            say(f"end it with {self.fleet.make('stop')}")
-        return 130
+            get = shlex.join(["scp", "-r", f"{self.host.hosts[0]}:{folder}", "runs/"])
+        say(f"{self.run} has ended; its results are on worker 0: {get}")
 
     def logs(self) -> int:
         """Attaches to the run, or shows the end of one that is over. Ctrl-C leaves, and the run continues."""
-        self.fleet.describe()
-        statuses = self.fleet.prepare_all({})
-        alive = [status["running"] for status in statuses.values() if status["running"]]
-        jobs = alive + sorted(
-            (job for status in statuses.values() for job in status["jobs"]), key=lambda job: -job["started"]
-        )
-        jobs = [job for job in jobs if self.options.run in ("", job["run"])]
-        if not jobs:
+        machine = self.workers.describe()
+        if machine.gone:
+            raise TpuGone(machine.problem)
+        status = self.workers.call(0, "status", forever=True)
+        runs = [status["running"]] if status["running"] else []
+        runs += sorted(status["ended"], key=lambda record: -record["started"])
+        runs = [run for run in runs if self.options.run in ("", run["run"])]
+        if not runs:
             wanted = f"RUN={self.options.run}" if self.options.run else "a run"
-            raise InputError(
-                f"{self.fleet.host.name} does not know of {wanted}; {self.fleet.make('status')} lists what it knows"
-            )
-        self.start = Start(jobs[0]["run"], jobs[0]["token"])
-        run = self.start.run
-        say(f"{run}, the newest part of its log; all of it is on worker 0, xla-zoo/worker-0/jobs/{run}/log")
+            raise InputError(f"{self.host.name} does not know of {wanted}; {self.make('status')} lists what it knows")
+        self.run = runs[0]["run"]
+        say(f"{self.run}, the newest part of its log; all of it is on worker 0, xla-zoo/worker-0/jobs/{self.run}/log")
         try:
-            return watch(self.fleet, self.start, -RECENT, self.options.grace).code
+            return watch(self.workers, self.run, runs[0]["token"], -RECENT)
         except KeyboardInterrupt:
-            say(f"left; {run} continues, {self.fleet.make('stop')} ends it")
-            return 130
-
-    def stop(self) -> int:
-        """Ends whatever runs on the workers."""
-        self.fleet.describe()
-        statuses = self.fleet.prepare_all({})
-        if self.options.run:
-            other = [s["running"]["run"] for s in statuses.values() if s["running"]]
-            if any(run != self.options.run for run in other):
-                raise InputError(
-                    f"RUN={self.options.run} does not run on {self.fleet.host.name}, but {', '.join(set(other))}"
-                )
-        if not any(status["running"] for status in statuses.values()):
-            say("no run of ours is alive there")
-            return 0
-        say(f"it has {self.options.grace:.0f} s to save a checkpoint")
-        return 1 if self.fleet.stop_all(Start(), self.options.grace) else 0
+            say(f"left; {self.run} continues, {self.make('stop')} ends it")
+            return INTERRUPTED
 
     def status(self) -> int:
         """Prints what the TPU is, what runs there and how the newest runs ended."""
-        self.fleet.describe()
-        for worker, status in sorted(self.fleet.prepare_all({}).items()):
-            holder = status["running"]
-            now = self.fleet.busy(holder).partition(":")[0].replace("runs there", "runs") if holder else "idle"
-            ended = [
-                f"{job['run']} {'vanished' if job['code'] is None else 'exit code ' + str(job['code'])}"
-                for job in status["jobs"]
-                if job["token"] != holder.get("token")
-            ]
+        say(self.workers.describe().line)
+        lost = 0
+        for worker in range(self.workers.count):
+            try:
+                status = self.workers.call(worker, "status")
+            except (InputError, WorkerLost) as error:
+                print(f"{self.workers.label(worker)}: {error}")
+                lost = 1
+                continue
+            now = f"runs {self.describe_run(status['running'])}" if status["running"] else "idle"
+            ended = [f"{record['run']} exit code {record['code']}" for record in status["ended"]]
             free = f"{status['free'] / 1e9:.0f} GB free"
-            print(f"{self.fleet.label(worker)}: {now}; {free}; ended: {', '.join(ended) or 'none'}")
+            print(f"{self.workers.label(worker)}: {now}; {free}; ended: {', '.join(ended) or 'none'}", flush=True)
+        return lost
+
+    # ---- stop ----
+
+    def stop(self) -> int:
+        """Ends whatever runs on the workers."""
+        machine = self.workers.describe()
+        if machine.gone and not machine.workers:
+            raise TpuGone(machine.problem)
+        say(machine.line, f"a run has {self.options.grace:.0f} s to save a checkpoint")
+        return self.stop_all(self.options.run)
+
+    def stop_all(self, run: str) -> int:
+        """Stops every worker by itself, and lists how it went. Returns 1 if one may still run something."""
+
+        def stop_one(worker: int) -> tuple[bool, str]:
+            try:
+                answer = self.workers.call(worker, "stop", *("--run", run, "--grace", self.options.grace), heed=False)
+            except Exception as error:
+                return False, f"not reached: {error}"
+            if answer["state"] == "idle":
+                return True, "nothing ran"
+            if answer["state"] == "other":
+                return False, f"left alone, since RUN={run} does not run there, but {answer['holder']['run']}"
+            code = answer.get("trainer", "unknown")
+            how = {143: "stopped and saved", 0: "had just ended", None: "stopped before it trained"}
+            return True, f"{how.get(code, 'stopped unsaved')}: {answer['run']}, exit code {code}"
+
+        answers = parallel(stop_one, range(self.workers.count))
+        for worker, (_, text) in sorted(answers.items()):
+            say(f"{self.workers.label(worker)}: {text}")
+        if not all(done for done, _ in answers.values()):
+            say(f"not all workers have stopped; the same again: {self.make('stop')}")
+            return 1
         return 0
+
+    def interrupted(self) -> int:
+        """Stops the run on all workers after Ctrl-C. A second one leaves at once. LEFT: something may still run."""
+        self.workers.connections.abort()
+        say(
+            f"stopping {self.run} on all workers; it has {self.options.grace:.0f} s to save a checkpoint."
+            " Ctrl-C again leaves at once"
+        )
+        try:
+            if self.stop_all(self.run) == 0:
+                say("no process of the run is left")
+                return INTERRUPTED
+        except KeyboardInterrupt:
+            say(f"left before all workers had answered, so the run may go on: {self.make('stop')} ends it")
+        return LEFT
 
 
 def read_options(arguments: list[str]) -> argparse.Namespace:
@@ -230,25 +335,25 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("action", choices=("train", "logs", "stop", "status"))
-    parser.add_argument("--tpu", required=True, help="name of a TPU VM, or ssh:host1,host2")
-    parser.add_argument("--zone", default="", help="default: gcloud's")
-    parser.add_argument("--project", default="", help="default: gcloud's")
-    parser.add_argument("--run", default="", help="name of the run; the same name resumes it (default: model and time)")
-    parser.add_argument("--env", default="", help="variables for the run: --env \"A=b C='d e'\"")
-    parser.add_argument("--secret", action="append", default=[], metavar="NAME", help="a variable of this environment")
-    parser.add_argument("--retries", type=int, default=0, help="starts again when a worker fails and the TPU is READY")
-    parser.add_argument(
-        "--detach", action="store_true", help="leave when it runs; nobody stops the others if one fails"
-    )
-    parser.add_argument(
-        "--grace", type=float, default=60, help="seconds to save a checkpoint when stopped (default: 60)"
-    )
-    parser.add_argument(
-        "--lost-after", type=float, default=180, help="seconds after which a worker without connection is lost"
-    )
-    parser.add_argument("--gcloud-flag", action="append", default=[], help="for gcloud's ssh and scp, as --internal-ip")
-    parser.add_argument("--ssh-config", default="", help="for ssh: hosts, a file for ssh's -F (default: your own)")
+    add = parser.add_argument
+    add("action", choices=("train", "logs", "stop", "status"))
+    add("--tpu", required=True, help="name of a TPU VM, or ssh:host1,host2")
+    add("--zone", default="", help="default: gcloud's")
+    add("--project", default="", help="default: gcloud's")
+    add("--run", default="", help="name of the run; the same name resumes it (default: model and time)")
+    add("--env", default="", help="variables for the run: --env \"A=b C='d e'\"")
+    add("--env-from", default="", metavar="NAME", help="the variable of this environment that has them (make's ENV)")
+    add("--secret", action="append", default=[], metavar="NAME", help="a variable of this environment")
+    add("--retries", type=int, default=0, help="starts all trainers again when one fails; the workers do, not you")
+    add("--detach", action="store_true", help="leave when it runs")
+    add("--grace", type=float, default=60, help="seconds to save a checkpoint when stopped (default: 60)")
+    add("--lost-after", type=float, default=180, help="seconds after which a worker that is never reached is given up")
+    add("--create", default="", metavar="TYPE", help="ask for the TPU (v6e-8, …) as a queued resource; delete it after")
+    add("--spot", action="store_true", help="with --create: a spot TPU")
+    add("--keep", action="store_true", help="with --create: do not delete it")
+    add("--runtime-version", default="", help="with --create: the VM's software (default: the one for its type)")
+    add("--gcloud-flag", action="append", default=[], help="for gcloud's ssh, as --internal-ip")
+    add("--ssh-config", default="", help="for ssh: hosts, a file for ssh's -F (default: your own)")
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:end])
     options.words = arguments[end + 1 :]
@@ -258,30 +363,29 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
 def main() -> int:
     """Runs the command line. Returns the exit code."""
     options, launcher = read_options(sys.argv[1:]), None
+    sys.stderr.reconfigure(errors="backslashreplace")  # a terminal that has only ASCII
+    sys.stdout.reconfigure(errors="backslashreplace")
     try:
         launcher = Launcher(options)
         return getattr(launcher, options.action)()
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except TpuGone as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        if launcher.start.run:
-            say(
-                f"then the same command with RUN={launcher.start.run} resumes from its newest checkpoint, if that is in"
-                " a bucket (--runs gs://bucket/runs in ARGS): the disks of a deleted TPU are gone"
-            )
-        return GONE
-    except WorkerLost as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+    except (InputError, TpuGone, WorkerLost) as error:
+        with contextlib.suppress(OSError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            if isinstance(error, TpuGone) and launcher.run:
+                say(
+                    f"then the same command with RUN={launcher.run} resumes from its newest checkpoint, if that is in a"
+                    " bucket (--runs gs://bucket/runs in ARGS): the disks of a deleted TPU are gone"
+                )
+        return {InputError: 2, TpuGone: GONE, WorkerLost: 1}[type(error)]
     except KeyboardInterrupt:
         say("left; nothing was started")
-        return 130
+        return INTERRUPTED
+    except BrokenPipeError:  # `make logs | head` has seen enough; the run continues
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
     finally:
         if launcher is not None:
-            launcher.fleet.connections.abort()
-            launcher.fleet.starting.abort()
+            launcher.workers.connections.abort()
 
 
 if __name__ == "__main__":

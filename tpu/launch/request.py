@@ -1,17 +1,77 @@
-"""What the user asks of a run: the arguments of `make train` on the workers, and the run's variables.
+"""What a run gets from this machine: the working tree, the arguments of `make train`, and the run's variables.
 
 Only the standard library, Python 3.9 or later.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
 import os
 import re
 import shlex
+import stat
+import subprocess
+import tarfile
+from pathlib import Path
 
 from errors import InputError
 
+BUNDLE_MEGABYTES = 512
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
+
+
+def make_bundle(folder: Path) -> tuple[str, bytes, int]:
+    """Packs the working tree: tracked and untracked files, not the ignored and the deleted ones.
+
+    Returns the hash (the bundle's name), the tar.gz and the number of files. The same tree gives the same bytes.
+    InputError: not a git repository with a Makefile, a submodule, more than BUNDLE_MEGABYTES.
+    """
+    if not (folder / "Makefile").exists():
+        raise InputError(f"{folder} has no Makefile; start a run from the project's folder")
+    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=folder, capture_output=True)
+    if listed.returncode:
+        raise InputError(
+            f"git cannot list the files of {folder}, and only files that git does not ignore are copied"
+            f" ({listed.stderr.decode(errors='replace').strip()})"
+        )
+    names = sorted({os.fsdecode(name) for name in listed.stdout.split(b"\0") if name})
+    names = [name for name in names if os.path.lexists(folder / name)]
+    sizes = {name: (folder / name).lstat().st_size for name in names}
+    if sum(sizes.values()) > BUNDLE_MEGABYTES << 20:
+        largest = max(names, key=sizes.__getitem__)
+        raise InputError(
+            f"the working tree has {sum(sizes.values()) >> 20} MB, more than {BUNDLE_MEGABYTES} MB, most of all"
+            f" {largest} ({sizes[largest] >> 20} MB): put data and outputs into .gitignore"
+        )
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile(filename="", mode="wb", fileobj=packed, mtime=0) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        for name in names:
+            add_file(archive, folder / name, name)
+    content = packed.getvalue()
+    return hashlib.sha256(content).hexdigest(), content, len(names)
+
+
+def add_file(archive: tarfile.TarFile, path: Path, name: str) -> None:
+    """Adds a file or a symbolic link without what differs between machines: owner, time, mode except x."""
+    info = tarfile.TarInfo(name)
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
+        archive.addfile(info)
+    elif stat.S_ISREG(mode):
+        content = path.read_bytes()
+        info.size, info.mode = len(content), 0o755 if mode & 0o100 else 0o644
+        archive.addfile(info, io.BytesIO(content))
+    else:
+        raise InputError(
+            f"{name} is neither a file nor a link; submodules and other repositories inside are not copied"
+        )
 
 
 def read_words(words: list[str], run: str) -> tuple[list[str], str]:
@@ -55,7 +115,7 @@ def runs_folder(words: list[str]) -> str:
 def read_environment(assignments: str, names: list[str]) -> dict[str, str]:
     """Returns the run's variables: those of ENV="A=b C='d e'", and the secrets that are set here.
 
-    InputError: ENV is not a list of assignments; a secret named by --secret is not set here.
+    InputError: ENV is not a list of assignments, or has a secret; a secret named by --secret is not set here.
     """
     try:
         parts = shlex.split(assignments)
@@ -70,5 +130,10 @@ def read_environment(assignments: str, names: list[str]) -> dict[str, str]:
         name, equals, value = part.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise InputError(f"{part} in ENV is not an assignment; write ENV=\"A=b C='d e'\"")
+        if re.search(r"TOKEN|KEY|SECRET|PASSWORD", name):
+            raise InputError(
+                f"{name} in ENV would stand in this machine's list of processes: export it here instead, and"
+                f" {'it travels by itself' if name in SECRETS else 'give --secret ' + name}"
+            )
         environment[name] = value
     return environment

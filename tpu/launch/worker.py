@@ -1,24 +1,23 @@
-"""What runs on each worker of a TPU: starts a run detached, streams its log, stops it.
+"""What a worker of a TPU does for the launcher: keeps the copy of the project, starts a run, streams its log, stops it.
 
-tpu/launch/launcher.py copies it there.
+The launcher sends this file over ssh's standard input with every command, followed by the command's own input, so a
+worker never has an old or a damaged one. Only the standard library, Python 3.8 or later; systemd; root, or sudo without
+a password.
 
-Only the standard library, Python 3.8 or later, Linux: the worker's own python3 starts it. The file lies in
-~/xla-zoo/worker-<i>/files, and everything is kept in ~/xla-zoo/worker-<i> (readable by its owner alone):
+A run is the transient unit xla-zoo.service, whose main process is tpu/launch/keeper.py. A machine has one unit of this
+name, so systemd itself refuses a second run, kills whatever is left of one that has ended, and knows how it ended.
 
-    files/           bundles of the working tree, by hash, and this program
-    tree/            the working tree, with its .venv and its runs/. A new bundle replaces the files of the old one that
-                     differ and removes those that are gone; what else is there stays, so a run can be resumed, and make
-                     installs again only when a requirements file differs
-    lock             locked while a run is alive; says which
-    jobs/<run>/log   output of all starts of the run; job.json, exit.json: its newest start
+    ~/xla-zoo/worker-<i>/bundles/   the working tree as it was sent, by hash
+    ~/xla-zoo/worker-<i>/tree/      the working tree, with its .venv and runs/. A new bundle replaces the files that
+                                    differ and removes those that are gone; what else is there stays, so a run can be
+                                    resumed, and make installs again only when a requirements file differs
+    ~/xla-zoo/worker-<i>/jobs/<run>/log    output of all starts of the run
+    /run/xla-zoo/                   in memory, for its owner alone: keeper.py; start.json: the newest start with its
+                                    variables; ended/<run>.json: how it ended; epoch: changes with every stop
 
-A chip can be used by one process, so a worker has at most one run at a time. The lock is an flock of the supervisor,
-which is detached from the connection, and of the processes that it starts: it vanishes with them, whatever ends them.
-Every start has a token, made by the launcher and the same on all workers. gcloud repeats a command when its connection
-drops; with the same token `start` is done once, however often it is asked for.
-
-Answers are lines `@xla-zoo {json}`. A line that was cut off by a dropped connection is not valid, so it is ignored; log
-data carries its offset, so a repeated part is recognized.
+Every start has a token, the same on all workers: with the same token it is done once, however often it is asked for.
+A start that was asked for before a stop is refused after it (epoch). Answers are lines `@xla-zoo {json}`; log data
+carries its offset, so a repeated part is recognized.
 """
 
 from __future__ import annotations
@@ -26,150 +25,147 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
-import ctypes
-import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 
-MARK = b"@xla-zoo "
+UNIT = "xla-zoo.service"
+RUNTIME = Path(os.environ.get("XLA_ZOO_RUNTIME", "/run/xla-zoo"))  # set by tests alone
+ROOT = [] if os.geteuid() == 0 else ["sudo", "-n"]
 CHUNK = 48 * 1024  # bytes of log in an answer
-TAIL = 64 * 1024  # bytes of log that come with the exit code: what went wrong is looked for there
+TAIL = 64 * 1024  # bytes of log that come with the end: what went wrong is looked for there
 HEARTBEAT = 5  # seconds; the launcher takes a long silence for a dead connection
 POLL = 0.1  # seconds
-SHUTDOWN_GRACE = 60  # seconds that the run has to save when the machine is shut down
 KEEP_BUNDLES = 3
-PR_SET_CHILD_SUBREAPER = 36  # prctl: orphaned descendants become children of this process
-SIGNAL_CODES = {b"Killed": 137, b"Terminated": 143, b"Segmentation fault": 139, b"Aborted": 134}
+SPEAKING = threading.Lock()
+STRANGER = "a run of another user"
+NEEDED = (
+    "a run is a systemd unit, started as root or through sudo without a password; this host says: {}. Use a machine"
+    " with both, or run make train there by hand"
+)
+
+
+class Failure(Exception):
+    """What keeps a command from being done; the message is one sentence."""
 
 
 def emit(**answer: object) -> None:
     """Writes one answer, a line of its own even after half a line."""
-    sys.stdout.buffer.write(b"\n" + MARK + json.dumps(answer).encode() + b"\n")
-    sys.stdout.buffer.flush()
+    with SPEAKING:
+        sys.stdout.buffer.write(b"\n@xla-zoo " + json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
 
 
 def read_json(path: Path) -> dict:
-    """Returns the object in a file, {} if there is none. Files are replaced as a whole: nobody sees half an object."""
+    """Returns the object in a file, {} if there is none."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return {}
 
 
-def write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: object) -> None:
     """Replaces a file as a whole, also for processes that read it at this moment."""
     new = path.with_name(path.name + ".new")
     new.write_text(json.dumps(value))
     os.replace(new, path)
 
 
-def take_lock(home: Path) -> int | None:
-    """Returns the file descriptor of the lock, or None when a run is alive."""
-    descriptor = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    for _ in range(20):  # `running` holds it for a moment
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with contextlib.suppress(ValueError):
-                holder = json.loads(os.pread(descriptor, 1 << 20, 0))
-                if born(holder["pid"]) == holder["born"]:
-                    break
-            time.sleep(0.05)
-        else:
-            return descriptor
-    os.close(descriptor)
-    return None
+def system(*words: object) -> None:
+    """Runs a command as root. Failure: it failed."""
+    result = subprocess.run([*ROOT, *map(str, words)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if result.returncode:
+        raise Failure(NEEDED.format((result.stderr.strip() or f"{words[0]} failed").splitlines()[-1]))
 
 
-def write_holder(lock: int, **holder: object) -> None:
-    """Writes into the lock who holds it."""
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, json.dumps(dict(holder, pid=os.getpid(), born=born(os.getpid()))).encode(), 0)
-
-
-def running(home: Path) -> dict:
-    """Returns who holds the lock: run, token, words, bundle, started, pid, born. {}: nobody does."""
+def running() -> dict:
+    """Returns the start that is alive on this machine: run, token, words, bundle, started. {}: none is."""
     try:
-        descriptor = os.open(home / "lock", os.O_RDWR)
+        command = ["systemctl", "show", UNIT, "--property=ActiveState"]
+        shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     except FileNotFoundError:
+        raise Failure(NEEDED.format("no systemctl")) from None
+    if shown.returncode:
+        raise Failure(NEEDED.format(shown.stderr.strip() or "systemctl failed"))
+    if shown.stdout.strip() in ("ActiveState=inactive", "ActiveState=failed"):
         return {}
+    unknown = {"run": "?", "token": "?", "words": [], "bundle": "?", "started": 0}
     try:
-        for _ in range(20):  # the holder may be about to write
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return {}
-            except BlockingIOError:
-                with contextlib.suppress(ValueError):
-                    return json.loads(os.pread(descriptor, 1 << 20, 0))
-            time.sleep(0.05)
-        return {"run": "?", "token": "?", "words": [], "bundle": "?", "started": 0, "pid": 0, "born": ""}
-    finally:
-        os.close(descriptor)
+        start = read_json(RUNTIME / "start.json")
+    except PermissionError:
+        return dict(unknown, run=STRANGER)
+    return {name: start.get(name, other) for name, other in unknown.items()}
 
 
-def stat_fields(pid: int | str) -> list[str]:
-    """Returns the fields of /proc/<pid>/stat after the name: state, parent, …, the 20th: birth. []: it is gone."""
+def own_runtime() -> None:
+    """Makes /run/xla-zoo ours."""
+    if not RUNTIME.exists() or RUNTIME.stat().st_uid != os.geteuid():
+        system("rm", "-rf", RUNTIME)
+        system("install", "-d", "-m", "700", "-o", os.geteuid(), "-g", os.getegid(), RUNTIME)
+    (RUNTIME / "ended").mkdir(exist_ok=True)
+
+
+def epoch() -> str:
+    """Returns what changes with every stop."""
     try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(") ")[2].split()
+        return (RUNTIME / "epoch").read_text()
     except OSError:
-        return []
+        return ""
 
 
-def born(pid: int) -> str:
-    """Returns what tells a process from a later one with the same number. "": it is gone."""
-    return (stat_fields(pid)[19:20] or [""])[0]
+def ended(run: str, token: str) -> dict:
+    """Returns how a start of a run ended, {} if nothing is known of it."""
+    try:
+        record = read_json(RUNTIME / "ended" / f"{run}.json")
+    except PermissionError:
+        return {}
+    return record if token in ("", record.get("token")) else {}
 
 
-def descendants() -> list[int]:
-    """Returns the living processes below this one, also those that left their parent's group or session."""
-    below: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            fields = stat_fields(entry)
-            if fields:
-                below.setdefault(int(fields[1]), []).append(int(entry))
-    found: list[int] = []
-    new = [os.getpid()]
-    while new:
-        new = [child for parent in new for child in below.get(parent, [])]
-        found += new
-    return [pid for pid in found if stat_fields(pid)[:1] not in ([], ["Z"])]
+def move_aside(path: Path) -> None:
+    """Keeps what stands in the way of a file or a folder of the bundle, under another name."""
+    os.replace(path, f"{path}.old-{time.time():.0f}")
 
 
-def unpack(bundle: Path, tree: Path, manifest_path: Path) -> None:
+def unpack(bundle: Path, tree: Path, manifest: Path) -> None:
     """Makes the files of `tree` those of the bundle. Equal files keep their time, which make compares."""
-    tree.mkdir(exist_ok=True)
+    tree.mkdir(parents=True, exist_ok=True)
     with tarfile.open(bundle) as archive:
         members = archive.getmembers()
         names = [member.name for member in members]
-        for name in names:
-            if name.startswith("/") or ".." in name.split("/"):
-                raise ValueError(f"{name} in {bundle} is outside the tree")
-        for name in set(read_json(manifest_path).get("files", [])) - set(names):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        outside = [name for name in names if name.startswith("/") or ".." in name.split("/")]
+        if outside:
+            raise Failure(f"{outside[0]} in the bundle is outside the tree")
+        for name in set(read_json(manifest).get("files", [])) - set(names):
+            with contextlib.suppress(OSError):
                 (tree / name).unlink()
-                for folder in list((tree / name).parents)[: name.count("/")]:
-                    folder.rmdir()  # ends at the first that is not empty
+            for folder in list((tree / name).parents)[: name.count("/")]:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # if it is empty
         # Before the files: an unpacking that is cut off leaves no file that nobody knows.
-        write_json(manifest_path, {"files": names})
+        write_json(manifest, {"files": names})
         for member in members:
             path = tree / member.name
+            for folder in list(path.parents)[: member.name.count("/")]:
+                if os.path.lexists(folder) and not folder.is_dir():
+                    move_aside(folder)
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir() and not path.is_symlink():
+                move_aside(path)
             new = path.with_name(path.name + ".new")
             if os.path.lexists(new):
                 new.unlink()
             if member.issym():
-                if path.is_symlink() and os.readlink(path) == member.linkname:
-                    continue
                 os.symlink(member.linkname, new)
             else:
                 content = archive.extractfile(member).read()
@@ -181,312 +177,197 @@ def unpack(bundle: Path, tree: Path, manifest_path: Path) -> None:
             os.replace(new, path)
 
 
-def exit_code(status: int, log: Path) -> int:
-    """Returns the run's exit code. make's own is 2 for any failure; the log says what the program's was."""
-    code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-    if code == 2:
-        pattern = rb"^make(?:\[\d+\])?: \*\*\* \[.*\] (?:Error (\d+)|(Killed|Terminated|Segmentation fault|Aborted))"
-        found = re.findall(pattern, tail(log, 0, 4096), re.MULTILINE)
-        if found:
-            number, name = found[-1]
-            code = int(number) if number else SIGNAL_CODES[name]
-    return code
-
-
-def tail(log: Path, start: int, size: int) -> bytes:
-    """Returns the last `size` bytes of the log, none before `start`."""
-    with log.open("rb") as file:
-        file.seek(max(start, file.seek(0, os.SEEK_END) - size))
-        return file.read()
-
-
-def supervise(home: Path, lock: int, job: dict, command: list[str], environment: dict[str, str], ready: int) -> None:
-    """Runs the command, in a session of its own, to its end or until it is told to stop; then nothing of it is left.
-
-    ready: descriptor of a pipe, which gets the sentence of an error, or "" once the command runs.
-    """
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    folder = home / "jobs" / job["run"]
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    # ssh waits for whoever holds its pipes. What this process itself has to say, a bug's traceback, goes to the log.
-    for number, target in ((0, nothing), (1, log), (2, log)):
-        os.dup2(target, number)
-    write_holder(lock, **{key: job[key] for key in ("run", "token", "words", "bundle", "started")})
-    shutdown: list[int] = []
-    signal.signal(signal.SIGTERM, lambda *_: shutdown.append(1))
-    for number in (signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    write_json(folder / "job.json", job)
-    try:
-        # The lock is inherited: should this process be killed, the run still holds it, and no second one can start.
-        process = subprocess.Popen(
-            command,
-            cwd=home / "tree",
-            env=environment,
-            stdin=nothing,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            pass_fds=[lock],
-            preexec_fn=lambda: [
-                signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-            ],
-        )
-    except OSError as error:
-        sentence = f"{command[0]} could not be started on the worker: {error.strerror}"
-        write_json(folder / "exit.json", {"token": job["token"], "code": 127, "stopped": "", "ended": time.time()})
-        os.write(ready, sentence.encode())
-        return
-    write_json(folder / "job.json", dict(job, group=process.pid))
-    os.close(ready)
-    status, asked, killed = wait_for_end(process.pid, folder / f"stop-{job['token']}", shutdown)
-    code = 137 if killed else exit_code(status, folder / "log")
-    stopped = "shutdown" if shutdown else "asked" if asked else ""
-    result = {"token": job["token"], "code": code, "stopped": stopped, "ended": time.time()}
-    write_json(folder / "exit.json", result)
-
-
-def wait_for_end(leader: int, stop: Path, shutdown: list[int]) -> tuple[int, bool, bool]:
-    """Waits until no descendant is left. The file `stop` or an entry in `shutdown` asks the leader's group to end.
-
-    Returns the leader's wait status, whether it was asked to end, and whether some of its group had to be killed.
-    """
-    status, asked_at, grace, killed, alive = None, 0.0, 0.0, False, True
-    while alive:
-        time.sleep(POLL)
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, ended = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    break
-                if pid == leader:
-                    status = ended
-        if shutdown or stop.exists():
-            seconds = SHUTDOWN_GRACE if shutdown else float(stop.read_text() or 0)
-            grace = min(grace or seconds, seconds)
-            if not asked_at:
-                asked_at = time.monotonic()
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(leader, signal.SIGTERM)  # to the whole group: a shell does not pass it on
-        if status is None and not asked_at:
-            continue
-        # make may end before the program that it has started, which is saving. What has left the group saves nothing,
-        # nor does what is left when the program has ended by itself.
-        left = descendants()
-        alive = status is None or bool(left)
-        saving = asked_at and any(stat_fields(pid)[2:3] == [str(leader)] for pid in left)
-        if alive and not (saving and time.monotonic() < asked_at + grace):
-            killed = killed or bool(saving)
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-    return status, bool(asked_at), killed
-
-
-def start(home: Path, run: str, token: str, bundle: str) -> None:
-    """Starts the run, unless this start of it was done before. Reads {"words", "environment"} from standard input."""
-    lock = take_lock(home)
-    if lock is None:
-        holder = running(home)
-        if holder and holder["token"] == token:
-            emit(state="attached")
-        else:
-            emit(state="busy", holder=holder)
-        return
-    folder = home / "jobs" / run
+def receive(home: Path, options: argparse.Namespace) -> dict:
+    """Stores the bundle that follows on standard input, if it is whole."""
+    folder = home / "bundles"
     folder.mkdir(parents=True, exist_ok=True)
-    if read_json(folder / "job.json").get("token") == token:
-        emit(state="attached")
-        return
-    if (folder / f"stop-{token}").exists():  # the launcher was interrupted, and its `stop` overtook this
-        emit(state="stopped")
-        return
+    part = folder / f"part-{os.getpid()}"
+    digest = hashlib.sha256()
+    try:
+        with part.open("wb") as file:
+            for chunk in iter(lambda: sys.stdin.buffer.read(1 << 20), b""):
+                file.write(chunk)
+                digest.update(chunk)
+        if digest.hexdigest() != options.bundle:  # gcloud repeats a command whose connection dropped without its input
+            return {"state": "incomplete"}
+        os.replace(part, folder / options.bundle)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
+    with contextlib.suppress(FileNotFoundError):  # another command does the same
+        for old in sorted(folder.glob("[!p]*"), key=lambda path: path.stat().st_mtime)[:-KEEP_BUNDLES]:
+            old.unlink()
+        for part in folder.glob("part-*"):
+            if part.stat().st_mtime < time.time() - 86400:
+                part.unlink()
+    return {"state": "received"}
+
+
+def start(home: Path, options: argparse.Namespace) -> dict:
+    """Starts the run, unless this start was done before. Standard input: {"words", "environment", "keeper", …}."""
     try:
         request = json.loads(sys.stdin.buffer.read())
-    except ValueError:  # gcloud repeats a command whose connection dropped, but not its input
-        emit(state="incomplete")
-        return
-    started = time.time()
-    identity = {"run": run, "token": token, "words": request["words"], "bundle": bundle, "started": started}
-    write_holder(lock, **identity)
-    if not install_bundle(home, folder, bundle):
-        emit(state="failed", message=f"No space left on device: {home} is full on this worker")
-        return
-    log = folder / "log"
-    job = dict(identity, offset=log.stat().st_size if log.exists() else 0)
-    environment = dict(os.environ, PYTHONUNBUFFERED="1", **request["environment"])
-    message = detach(home, lock, job, ["make", "train", *request["words"]], environment)
-    if message:
-        emit(state="failed", message=message)
-    else:
-        emit(state="started")
+    except ValueError:
+        return {"state": "incomplete"}
+    holder = running()
+    if holder.get("run") == STRANGER:
+        return {"state": "busy", "holder": holder}
+    own_runtime()
+    with (RUNTIME / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        holder = running()
+        if options.token == holder.get("token") or ended(options.run, options.token):
+            return dict(state="attached", **meeting_place())
+        if holder:
+            return {"state": "busy", "holder": holder}
+        if options.epoch != epoch():
+            raise Failure("the run was stopped while it was being started")
+        unpack(home / "bundles" / options.bundle, home / "tree", home / "manifest.json")
+        folder = home / "jobs" / options.run
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / "log"
+        log.touch()
+        identity = {"run": options.run, "token": options.token, "bundle": options.bundle, "started": time.time()}
+        environment = dict(os.environ, PYTHONUNBUFFERED="1", **request.pop("environment"))
+        (RUNTIME / "keeper.py").write_text(request.pop("keeper"))
+        write_json(
+            RUNTIME / "start.json",
+            dict(request, **identity, log=str(log), offset=log.stat().st_size, environment=environment),
+        )
+        start_unit(home / "tree", options.token, request["grace"])
+        return dict(state="started", **meeting_place())
 
 
-def install_bundle(home: Path, folder: Path, bundle: str) -> bool:
-    """Unpacks a bundle, and removes what is old: bundles, and orders to stop in the run's folder. False: disk full."""
-    archive = home / "files" / f"{bundle}.tar.gz"
-    try:
-        unpack(archive, home / "tree", home / "manifest.json")
-        for stale in folder.glob("stop-*"):
-            if stale.stat().st_mtime < time.time() - 86400:
-                stale.unlink()
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        return False
-    os.utime(archive)
-    bundles = sorted((home / "files").glob("*.tar.gz"), key=lambda path: path.stat().st_mtime)
-    for old in bundles[:-KEEP_BUNDLES]:
-        old.unlink()
-    return True
-
-
-def detach(home: Path, lock: int, job: dict, command: list[str], environment: dict[str, str]) -> str:
-    """Starts the supervisor in a session of its own. Returns "" once the command runs, or why it does not."""
-    reader, writer = os.pipe()
-    sys.stdout.flush()
-    if os.fork() == 0:
-        # Detached: a session of its own, and no child of who was started by sshd.
-        os.close(reader)
-        os.setsid()
-        if os.fork() == 0:
-            failed = 1
-            try:
-                supervise(home, lock, job, command, environment, writer)
-                failed = 0
-            except Exception:
-                sys.excepthook(*sys.exc_info())
-                sys.stderr.flush()
-            finally:
-                os._exit(failed)
-        os._exit(0)
-    os.close(writer)
-    os.wait()
-    with os.fdopen(reader) as pipe:
-        return pipe.read()
-
-
-def follow(home: Path, run: str, token: str, at: int, last: bool) -> None:
-    """Streams the log of a start from byte `at`, then its exit code. -1: all of it; -n: its last n bytes.
-
-    last: no log, only its end together with the exit code.
-    """
-    folder = home / "jobs" / run
-    job = read_json(folder / "job.json")
-    while job.get("token") != token:  # its bundle is being unpacked, or it was never here
-        alive = running(home).get("token") == token
-        job = read_json(folder / "job.json")
-        if not alive and job.get("token") != token:
-            emit(state="unknown")
-            return
-        emit(alive=True)
+def start_unit(tree: Path, token: str, grace: float) -> None:
+    """Starts the unit, and waits until its keeper is ready. Failure: it ended before."""
+    keeper = RUNTIME / "keeper.py"
+    properties = {
+        "Type": "exec",
+        "KillMode": "mixed",  # SIGTERM to the keeper, which passes it on; SIGKILL to all that is left
+        "TimeoutStopSec": f"{grace + 15:.0f}s",
+        "SuccessExitStatus": "143",
+        "ExecStopPost": f"{sys.executable} {keeper} ended",
+        "LimitMEMLOCK": "infinity",  # a chip's driver pins memory
+        "WorkingDirectory": tree,
+    }
+    with contextlib.suppress(Failure):
+        system("systemctl", "reset-failed", UNIT)  # a start of before that failed
+    words = [f"--property={name}={value}" for name, value in properties.items()]
+    words += [f"--uid={os.geteuid()}", f"--gid={os.getegid()}", f"--unit={UNIT}", "--quiet"]
+    system("systemd-run", *words, "--", sys.executable, keeper, "keep")
+    while read_json(RUNTIME / "port.json").get("token") != token:
+        if not running():
+            raise Failure(f"the run ended at once: journalctl -u {UNIT} on the worker says why")
         time.sleep(POLL)
-    log = folder / "log"
-    if at < 0:
-        recent = log.stat().st_size + at if at < -1 else 0
-        at = max(job["offset"], recent)
-        if at > job["offset"]:
-            at += log.read_bytes()[at:].find(b"\n") + 1  # not half a line
-    sent = 0.0
+
+
+def meeting_place() -> dict:
+    """Returns where and with which key this machine's keeper hears those of the other workers."""
+    found = re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", Path("/proc/net/fib_trie").read_text())
+    start = read_json(RUNTIME / "start.json")
+    port = read_json(RUNTIME / "port.json").get("port", 0)
+    found = sorted(set(found), key=lambda address: address.startswith("127."))
+    return {"addresses": found, "port": port, "key": start.get("key", "")}
+
+
+def follow(home: Path, options: argparse.Namespace) -> dict:
+    """Streams the log of a start from byte `at`, then how it ended. -1: all of it; -n: its last n bytes."""
+    log, at, offset = home / "jobs" / options.run / "log", options.at, None
     while True:
         # In this order: what was written before the end is read after it is known.
-        alive = running(home).get("token") == token
-        result = read_json(folder / "exit.json")
-        ended = result.get("token") == token
-        while not last:
-            with log.open("rb") as file:
-                file.seek(at)
+        holder = running()
+        record = ended(options.run, options.token)
+        alive = holder.get("token") == options.token and not record
+        if not alive and not record:
+            return {"state": "unknown"}
+        if offset is None:
+            offset = (record or read_json(RUNTIME / "start.json"))["offset"]
+            if at < 0:
+                at = max(offset, log.stat().st_size + at if at < -1 else 0)
+                at += log.read_bytes()[at:].find(b"\n") + 1 if at > offset else 0  # not half a line
+        with log.open("rb") as file:
+            file.seek(at)
+            while True:
                 data = file.read(CHUNK)
-            if not data:
-                break
-            emit(at=at, data=base64.b64encode(data).decode())
-            at += len(data)
-            sent = time.monotonic()
-        if ended or not alive:
-            code = result["code"] if ended else None
-            end = base64.b64encode(tail(log, job["offset"], TAIL)).decode()
-            emit(state="ended", code=code, stopped=result["stopped"] if ended else "", tail=end)
-            return
-        if time.monotonic() > sent + HEARTBEAT:
-            emit(alive=True)
-            sent = time.monotonic()
+                if not data:
+                    break
+                emit(at=at, data=base64.b64encode(data).decode())
+                at += len(data)
+            if not alive:
+                file.seek(max(offset, at - TAIL))
+                return dict(record, state="ended", tail=base64.b64encode(file.read()).decode())
         time.sleep(POLL)
 
 
-def stop(home: Path, run: str, token: str, grace: float) -> None:
-    """Ends a start of a run ("": whatever runs): SIGTERM, after `grace` seconds SIGKILL. Returns when all is gone."""
-    holder = running(home)
-    if token and holder.get("token") != token:
-        # A start that is still on its way finds this.
-        (home / "jobs" / run).mkdir(parents=True, exist_ok=True)
-        (home / "jobs" / run / f"stop-{token}").write_text(str(grace))
-        time.sleep(2 * POLL)
-        holder = running(home)
-    if not holder or (token and holder["token"] != token):
-        emit(state="idle")
-        return
-    folder = home / "jobs" / holder["run"]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"stop-{holder['token']}").write_text(str(grace))
+def stop(home: Path, options: argparse.Namespace) -> dict:
+    """Stops what runs ("" or --run: only this run), and every start that is on its way. Returns when all is gone."""
+    holder = running()
+    if holder and options.run not in ("", holder["run"]):
+        return {"state": "other", "holder": holder}
+    if holder.get("run") != STRANGER:
+        own_runtime()
+        (RUNTIME / "epoch").write_text(secrets.token_hex(8))
+    if not holder:
+        return {"state": "idle"}
     begun = time.monotonic()
-    sent = 0.0
-    while running(home).get("token") == holder["token"]:
-        seconds = time.monotonic() - begun
-        now = running(home) or holder
-        if born(now["pid"]) != now["born"]:
-            # The supervisor was killed. What it started is in one session, whose first process is the group's leader.
-            job = read_json(folder / "job.json")
-            for entry in os.listdir("/proc"):
-                fields = stat_fields(entry) if entry.isdigit() else []
-                if fields and int(fields[3]) == job.get("group"):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(entry), signal.SIGTERM if seconds < grace else signal.SIGKILL)
-            time.sleep(1)
-        if seconds > grace + 30:
-            emit(state="stuck", holder=holder)
-            return
-        if time.monotonic() > sent + HEARTBEAT:
+    for words, seconds in ((("stop", "--no-block"), options.grace), (("kill", "--signal=SIGKILL"), 30)):
+        try:
+            system("systemctl", *words, UNIT)
+        except Failure:
+            if running():  # else it has ended by itself
+                raise
+        while running():
+            if time.monotonic() > begun + seconds:
+                break
+            time.sleep(POLL)
+        else:
+            return {"run": holder["run"], **ended(holder["run"], holder["token"]), "state": "stopped"}
+    raise Failure(f"the processes of {holder['run']} do not end; restart the machine")
+
+
+def status(home: Path, options: argparse.Namespace) -> dict:
+    """Returns what runs, how the newest runs ended, how much disk is free, and whether the bundle is here and whole."""
+    records = []
+    with contextlib.suppress(PermissionError):
+        paths = (RUNTIME / "ended").glob("*.json")
+        records = sorted((read_json(path) for path in paths), key=lambda record: record["ended"])[-5:]
+    bundle = home / "bundles" / (options.bundle or "none")
+    whole = bundle.exists() and hashlib.sha256(bundle.read_bytes()).hexdigest() == options.bundle
+    free = shutil.disk_usage(str(Path.home())).free
+    return dict(state="status", running=running(), ended=records, free=free, whole=whole, epoch=epoch())
+
+
+def heartbeats(action: str) -> None:
+    """Shows that the connection is alive. Without it, what only looks on has nothing left to do."""
+    while True:
+        time.sleep(HEARTBEAT)
+        try:
             emit(alive=True)
-            sent = time.monotonic()
-        time.sleep(POLL)
-    result = read_json(folder / "exit.json")
-    emit(
-        state="stopped", run=holder["run"], code=result.get("code") if result.get("token") == holder["token"] else None
-    )
-
-
-def status(home: Path) -> None:
-    """Answers what runs, how the newest runs ended, and how much disk is free."""
-    jobs = []
-    folders = [folder for folder in (home / "jobs").glob("*") if (folder / "job.json").exists()]
-    for folder in sorted(folders, key=lambda folder: (folder / "job.json").stat().st_mtime)[-5:]:
-        job, result = read_json(folder / "job.json"), read_json(folder / "exit.json")
-        ended = result.get("token") == job["token"]
-        jobs.append(dict(job, ended=ended, code=result["code"] if ended else None))
-    emit(state="status", running=running(home), jobs=jobs, free=shutil.disk_usage(str(home)).free)
+        except OSError:
+            if action in ("follow", "status"):
+                os._exit(1)
 
 
 def main() -> None:
-    """Runs the command line, for tpu/launch/fleet.py."""
+    """Runs the command line, for tpu/launch/workers.py."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("start", "follow", "stop", "status"))
-    parser.add_argument("--run", default="")
-    parser.add_argument("--token", default="")
-    parser.add_argument("--bundle", default="")
+    actions = {"start": start, "follow": follow, "stop": stop, "status": status, "receive": receive}
+    parser.add_argument("action", choices=actions)
+    for name in ("run", "token", "bundle", "epoch"):
+        parser.add_argument(f"--{name}", default="")
+    parser.add_argument("--worker", type=int, required=True)
     parser.add_argument("--at", type=int, default=-1)
-    parser.add_argument("--last", action="store_true")
     parser.add_argument("--grace", type=float, default=60)
     options = parser.parse_args()
-    home = Path(__file__).resolve().parent.parent
-    if options.action == "start":
-        start(home, options.run, options.token, options.bundle)
-    elif options.action == "follow":
-        follow(home, options.run, options.token, options.at, options.last)
-    elif options.action == "stop":
-        stop(home, options.run, options.token, options.grace)
-    else:
-        status(home)
+    os.umask(0o077)
+    threading.Thread(target=heartbeats, args=(options.action,), daemon=True).start()
+    try:
+        answer = actions[options.action](Path.home() / f"xla-zoo/worker-{options.worker}", options)
+    except Failure as error:
+        answer = {"state": "failed", "message": str(error)}
+    except OSError as error:
+        answer = {"state": "failed", "message": f"{error.strerror}: {error.filename}"}
+    emit(**answer)
 
 
 if __name__ == "__main__":

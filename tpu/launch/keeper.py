@@ -1,0 +1,341 @@
+"""The main process of a run's unit on each worker: keeps the trainer, and ends and repeats it together with the others.
+
+The keeper of worker 0 is the owner: it alone decides, and it lives as long as the run, whatever becomes of the client.
+Every keeper tells it each second over the workers' internal network what its trainer does, and gets an order back. (Not
+through the object store: what fails first is often the installation, without which no worker could write there. The
+workers of a slice must reach each other anyway.) The trainers start when all workers have joined. The first that fails
+ends all of them, within a minute; so does a worker that is silent, and the owner's own silence. RETRIES are starts of
+all trainers; after a stop, an exit code of 2 (an input to fix) or a lost worker there are none.
+
+systemd starts it as `keeper.py keep`, and when it has ended `keeper.py ended`, with $SERVICE_RESULT and the like. Only
+the standard library, Python 3.8 or later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+RUNTIME = Path(__file__).resolve().parent
+PULSE = 1.0  # seconds between two reports
+LOST = 40  # seconds of silence after which a worker is lost, for the others also worker 0
+JOIN = 300  # seconds until all workers must have joined
+FAILED_GRACE = 10  # seconds for the others when one has failed: they wait for it, and have nothing to save
+LAST_LINES = 25  # of a failed worker's log, in worker 0's
+STOPPED = 143  # a trainer's exit code after SIGTERM, its checkpoint saved
+SIGNALS = {"Killed": 137, "Terminated": 143, "Segmentation fault": 139, "Aborted": 134}
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replaces a file as a whole, also for processes that read it at this moment."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(value))
+    os.replace(new, path)
+
+
+def exit_code(status: int, log: Path, start: int) -> int:
+    """Returns the trainer's exit code. make's own is 2 for any failure; the log says what the program's was."""
+    if status < 0:
+        return 128 - status
+    with log.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - 4096))
+        end = file.read().decode(errors="replace")
+    pattern = r"^make(?:\[\d+\])?: \*\*\* \[.*\] (?:Error (\d+)|(Killed|Terminated|Segmentation fault|Aborted))"
+    found = re.findall(pattern, end, re.MULTILINE)
+    if status != 2 or not found:
+        return status
+    number, name = found[-1]
+    return int(number) if number else SIGNALS[name]
+
+
+def members(group: int) -> list[int]:
+    """Returns the processes of a process group that have not ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                state, _, its_group = (entry / "stat").read_text().rpartition(") ")[2].split()[:3]
+                if int(its_group) == group and state != "Z":
+                    found.append(int(entry.name))
+    return found
+
+
+class Owner:
+    """Decides for all workers of a run. A report: attempt, running, code (of that attempt), stopped, tail."""
+
+    def __init__(self, workers: int, retries: int, grace: float, say) -> None:
+        self.workers, self.retries, self.grace, self.say = workers, retries, grace, say
+        self.reports: dict[int, dict] = {}
+        self.heard: dict[int, float] = {}
+        self.told: set[int] = set()  # workers that have got the last order
+        self.attempt, self.final, self.code, self.why = 0, False, 0, ""
+        self.order = {"do": "wait", "attempt": 0, "grace": grace}
+        self.begun = time.monotonic()
+        self.guard = threading.Lock()
+
+    def report(self, worker: int, report: dict) -> dict:
+        """Takes a worker's report. Returns the order for it."""
+        with self.guard:
+            self.reports[worker], self.heard[worker] = report, time.monotonic()
+            self.decide()
+            if self.order["do"] == "leave":
+                self.told.add(worker)
+            return dict(self.order)
+
+    def done(self, worker: int) -> bool:
+        """Tells whether a worker has nothing left to end: its trainer has ended, or it is lost."""
+        report = self.reports.get(worker)
+        return report is None or self.lost(worker) or not report["running"]
+
+    def lost(self, worker: int) -> bool:
+        """Tells whether a worker that should report is silent. One that was stopped has left."""
+        return not self.reports[worker]["stopped"] and time.monotonic() > self.heard[worker] + LOST
+
+    def end(self, code: int, why: str, grace: float, final: bool) -> None:
+        """Orders the end of this attempt. final: no other follows, retries or not."""
+        self.code, self.why, self.final = code, why, final or self.attempt > self.retries
+        self.say(why + ("; ending the run on the others" if self.workers > 1 else ""))
+        self.order = {"do": "end", "attempt": self.attempt, "grace": grace}
+
+    def decide(self) -> None:
+        """Moves the run on: wait -> run -> end -> run or leave."""
+        do, reports = self.order["do"], self.reports
+        now = {worker: report for worker, report in reports.items() if report["attempt"] == self.attempt}
+        codes = {worker: r["code"] for worker, r in now.items() if not r["running"] and r["code"] is not None}
+        if do in ("wait", "run"):
+            stopped = [worker for worker, r in reports.items() if r["stopped"] or codes.get(worker) == STOPPED]
+            failed = [worker for worker, code in codes.items() if do == "run" and code]
+            lost = [worker for worker in reports if self.lost(worker)]
+            absent = [str(worker) for worker in range(self.workers) if worker not in reports]
+            if stopped:
+                self.end(STOPPED, f"the run was stopped on worker {stopped[0]}", self.grace, True)
+            elif failed:
+                worker, code = failed[0], codes[failed[0]]
+                for line in reports[worker]["tail"].splitlines() if worker else ():
+                    self.say(line, f"[worker {worker}]")
+                self.end(code, f"worker {worker} failed with exit code {code}", FAILED_GRACE, code == 2)
+            elif lost:
+                self.end(1, f"worker {lost[0]} was not heard for {LOST} s", FAILED_GRACE, True)
+            elif do == "wait" and not absent:
+                self.run()
+            elif do == "wait" and time.monotonic() > self.begun + JOIN:
+                self.end(1, f"worker {', '.join(absent)} did not join in {JOIN} s", FAILED_GRACE, True)
+            elif do == "run" and len(codes) == self.workers:
+                self.order = {"do": "leave", "attempt": self.attempt, "grace": 0}
+        elif do == "end" and all(self.done(worker) for worker in range(self.workers)):
+            if self.final or any(report["stopped"] for report in reports.values()):
+                self.order = {"do": "leave", "attempt": self.attempt, "grace": 0}
+            else:
+                self.say(f"starting again, retry {self.attempt} of {self.retries}; it resumes from its checkpoint")
+                self.run()
+
+    def run(self) -> None:
+        """Orders the next attempt."""
+        self.attempt += 1
+        self.code, self.why = 0, ""
+        self.order = {"do": "run", "attempt": self.attempt, "grace": self.grace}
+
+    def all_told(self) -> bool:
+        """Tells whether every worker that still listens has got the order to leave."""
+        waiting = [worker for worker, report in self.reports.items() if worker and not report["stopped"]]
+        return all(worker in self.told or self.lost(worker) for worker in waiting)
+
+    def serve(self, key: str) -> int:
+        """Answers the other workers in the background. Returns the port."""
+        owner = self
+
+        class Handler(socketserver.StreamRequestHandler):
+            timeout = 10
+
+            def handle(self) -> None:
+                message = json.loads(self.rfile.readline())
+                if message["key"] == key:
+                    self.wfile.write(json.dumps(owner.report(message["worker"], message["report"])).encode() + b"\n")
+
+        class Server(socketserver.ThreadingTCPServer):
+            daemon_threads = True
+
+            def handle_error(self, *_) -> None:
+                """Ignores a broken connection and whoever does not speak this."""
+
+        server = Server(("", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return server.server_address[1]
+
+
+class Keeper:
+    """The trainer of one worker, and what was ordered for it."""
+
+    def __init__(self, start: dict) -> None:
+        self.start, self.worker, self.log = start, start["worker"], Path(start["log"])
+        self.process: subprocess.Popen | None = None
+        self.attempt, self.code, self.tail, self.began = 0, None, "", self.log.stat().st_size
+        self.stopped = False  # SIGTERM has come: make stop, or the machine's shutdown
+        self.killed_at = 0.0  # when the trainer's time to save is over
+        self.order, self.heard = {"do": "wait", "attempt": 0, "grace": start["grace"]}, time.monotonic()
+        self.owner = None if self.worker else Owner(start["workers"], start["retries"], start["grace"], self.say)
+        self.talking = threading.Lock()
+
+    def say(self, text: str, mark: str = "[xla-zoo]") -> None:
+        """Writes a line into the worker's log and the journal."""
+        print(mark, text, flush=True)
+        with contextlib.suppress(OSError), self.log.open("ab") as log:  # the disk may be full
+            log.write(f"{mark} {text}\n".encode())
+
+    def report(self) -> None:
+        """Tells the owner how things stand, and takes its order."""
+        with self.talking:
+            report = {"attempt": self.attempt, "running": self.process is not None, "code": self.code}
+            report.update(stopped=self.stopped, tail=self.tail)
+            order = self.owner.report(self.worker, report) if self.owner else self.ask(report)
+            if order:
+                self.order, self.heard = order, time.monotonic()
+
+    def ask(self, report: dict) -> dict:
+        """Returns the order of worker 0's keeper, {} if it cannot be reached."""
+        message = json.dumps({"key": self.start["key"], "worker": self.worker, "report": report}).encode() + b"\n"
+        addresses = self.start["addresses"]
+        for number, address in enumerate(addresses):
+            try:
+                with socket.create_connection((address, self.start["port"]), timeout=5) as connection:
+                    connection.sendall(message)
+                    order = json.loads(connection.makefile().readline())
+            except (OSError, ValueError):
+                continue
+            addresses.insert(0, addresses.pop(number))
+            return order
+        return {}
+
+    def run(self) -> None:
+        """Starts the trainer, in a session of its own."""
+        self.killed_at, self.began = 0.0, self.log.stat().st_size
+        with self.talking, self.log.open("ab") as log:  # no report between these two
+            self.attempt, self.code, self.tail = self.order["attempt"], None, ""
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            command, environment = self.start["command"], self.start["environment"]
+            try:
+                self.process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+            except OSError as error:
+                self.code, self.tail = 127, f"{command[0]} could not be started on the worker: {error.strerror}"
+                self.say(self.tail)
+
+    def end(self) -> None:
+        """Asks the trainer to save and end, and kills it when its time is over. Of a stop systemd keeps the time."""
+        make = self.process.pid
+        if not self.killed_at:
+            self.killed_at = time.monotonic() + self.order["grace"]
+            # Not to make, which would report its own end instead of the trainer's; a shell does not pass it on.
+            for pid in [pid for pid in members(make) if pid != make] or [make]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+        elif not self.stopped and time.monotonic() > self.killed_at:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kills what is left of the trainer's process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def ended(self, status: int) -> None:
+        """Notes how the trainer ended, and kills what is left of it."""
+        self.code = exit_code(status, self.log, self.began)
+        with self.log.open("rb") as log:
+            log.seek(max(self.began, log.seek(0, os.SEEK_END) - 16384))
+            lines = log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        self.tail = "\n".join(lines) if self.code else ""
+        print(*lines, sep="\n", flush=True)  # the journal has the end, too
+        self.kill()
+        with contextlib.suppress(OSError, IndexError, ValueError):  # also what has left the group; cgroup v2
+            place = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
+            if place.endswith("/xla-zoo.service"):
+                for pid in Path(f"/sys/fs/cgroup{place}/cgroup.procs").read_text().split():
+                    if int(pid) != os.getpid():
+                        os.kill(int(pid), signal.SIGKILL)
+        self.process = None
+
+    def step(self) -> bool:
+        """Does what is to be done now. Returns whether the keeper is needed any longer."""
+        status = self.process.poll() if self.process else None
+        # make may end before the program that it has started, which is saving.
+        if status is not None and not (self.killed_at and members(self.process.pid)):
+            self.ended(status)
+            self.report()
+        lost = not self.owner and time.monotonic() > self.heard + LOST
+        if lost and not self.stopped and self.order["do"] != "end":
+            self.say(f"worker 0 was not heard for {LOST} s (its keeper's port is open to internal traffic?); ending")
+            self.order = {"do": "end", "attempt": self.attempt, "grace": self.start["grace"]}
+        do = self.order["do"]
+        if self.process:
+            if self.stopped or do in ("end", "leave") or self.order["attempt"] > self.attempt:
+                self.end()
+            return True
+        if self.stopped or do == "leave" or (do == "end" and lost):
+            return False
+        if do == "run" and self.order["attempt"] > self.attempt:
+            self.run()
+        return True
+
+
+def keep() -> int:
+    """Runs until the run has ended on this worker. Returns the exit code, on worker 0 the run's."""
+    start = json.loads((RUNTIME / "start.json").read_text())
+    keeper = Keeper(start)
+    signal.signal(signal.SIGTERM, lambda *_: setattr(keeper, "stopped", True))
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    port = keeper.owner.serve(start["key"]) if keeper.owner else 0
+    write_json(RUNTIME / "port.json", {"token": start["token"], "port": port})
+
+    def pulse() -> None:
+        while True:
+            keeper.report()
+            time.sleep(0.1 if keeper.owner else PULSE)
+
+    threading.Thread(target=pulse, daemon=True).start()
+    while keeper.step():
+        time.sleep(0.1)
+    keeper.report()
+    owner = keeper.owner
+    if owner:
+        if keeper.stopped and not owner.code:
+            owner.code, owner.why = STOPPED, "the run was stopped on worker 0"
+        deadline = time.monotonic() + 5
+        while not keeper.stopped and not owner.all_told() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        code, why = owner.code, owner.why
+    else:
+        code, why = 1 if keeper.code is None else keeper.code, ""
+    outcome = {"token": start["token"], "code": code, "why": why, "trainer": keeper.code}
+    write_json(RUNTIME / "outcome.json", outcome)
+    return code
+
+
+def ended() -> None:
+    """Notes how the unit ended: the keeper's own word, or systemd's if it was killed."""
+    start = json.loads((RUNTIME / "start.json").read_text())
+    start.pop("environment")
+    how, status = os.environ.get("EXIT_CODE", ""), os.environ.get("EXIT_STATUS", "")
+    record = dict(start, code=1, why="", result=os.environ.get("SERVICE_RESULT", ""), ended=time.time())
+    with contextlib.suppress(OSError):
+        outcome = json.loads((RUNTIME / "outcome.json").read_text())
+        if outcome["token"] == start["token"]:
+            record.update(outcome)
+    if how in ("killed", "dumped"):
+        record["code"] = record["trainer"] = 128 + getattr(signal, f"SIG{status}", 9)
+    (RUNTIME / "ended").mkdir(exist_ok=True)
+    write_json(RUNTIME / "ended" / f"{start['run']}.json", record)
+    (RUNTIME / "start.json").unlink()  # it has the run's variables
+
+
+if __name__ == "__main__":
+    sys.exit(keep() if sys.argv[1:] == ["keep"] else ended())

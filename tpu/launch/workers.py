@@ -1,0 +1,238 @@
+"""The workers of one TPU: commands for them over ssh and gcloud, tried again until they are answered.
+
+Only the standard library, Python 3.9 or later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from errors import InputError
+from tpu.launch import hosts
+from tpu.launch.messages import explain_ssh
+
+MARK = b"@xla-zoo "  # see tpu/launch/worker.py
+PROGRAM = Path(__file__).with_name("worker.py").read_bytes()
+# What a worker's python3 is told: the program comes first on standard input, and a part of it does nothing.
+READ_PROGRAM = "import sys; exec(compile(sys.stdin.buffer.read({}), 'worker.py', 'exec'))"
+AT_ONCE = 16  # connections that are being made
+SILENCE = 60  # seconds without a sign of life, which comes every 5 s, after which a connection is given up
+LONGEST_PAUSE = 15  # seconds between two attempts
+REMIND = 60  # seconds after which it is said again that a worker cannot be reached
+PRINTING = threading.Lock()
+
+
+def say(*lines: str) -> None:
+    """Prints the launcher's own lines to standard error; standard output is the log of worker 0, as it is."""
+    with PRINTING:
+        sys.stdout.flush()
+        for line in lines:
+            print(f"[launch] {line}", file=sys.stderr, flush=True)
+
+
+class WorkerLost(Exception):
+    """A worker that could not be reached for --lost-after seconds."""
+
+
+class TpuGone(Exception):
+    """A TPU that cannot be used any more; the message says why and what to do."""
+
+
+class Connections:
+    """The ssh and gcloud processes under way, each in a session of its own: Ctrl-C does not reach them."""
+
+    def __init__(self) -> None:
+        self.live: set[subprocess.Popen] = set()
+        self.guard = threading.Lock()
+
+    def run(self, command: list[str], data: bytes, hear: Callable[[dict], None]) -> tuple[dict[str, Any], str]:
+        """Runs a command until it ends, or is silent. Returns the last answer with a `state` ({}: it broke before), and
+        standard error."""
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        with self.guard:
+            self.live.add(process)
+        errors: list[bytes] = []
+
+        def feed() -> None:
+            with contextlib.suppress(OSError):
+                process.stdin.write(data)
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+
+        def collect() -> None:
+            for line in process.stderr:
+                errors[:] = [*errors[-50:], line]
+
+        threads = [threading.Thread(target=work, daemon=True) for work in (feed, collect)]
+        for thread in threads:
+            thread.start()
+        answer: dict[str, Any] = {}
+        rest = b""
+        try:
+            while True:
+                if not select.select([process.stdout], [], [], SILENCE)[0]:
+                    errors.append(f"nothing heard for {SILENCE:.0f} s\n".encode())
+                    break
+                chunk = os.read(process.stdout.fileno(), 1 << 16)
+                if not chunk:
+                    break
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    if line.startswith(MARK):
+                        with contextlib.suppress(ValueError):  # cut off by a dropped connection
+                            found = json.loads(line[len(MARK) :])
+                            answer = found if "state" in found else {}
+                            hear(found)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+        finally:
+            kill(process)
+            process.wait()
+            threads[1].join(2)
+            process.stdout.close()
+            with self.guard:
+                self.live.discard(process)
+        return answer, b"".join(errors).decode(errors="replace")
+
+    def abort(self) -> None:
+        """Kills all processes under way."""
+        with self.guard:
+            for process in self.live:
+                kill(process)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """Kills a process and its children: gcloud and its ssh."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def parallel(function: Callable[[int], Any], workers: Iterable[int]) -> dict[int, Any]:
+    """Calls a function for each worker, 16 at a time. Raises the first exception at once; Ctrl-C interrupts it."""
+    workers = list(workers)
+    done: queue.Queue = queue.Queue()
+    places = threading.Semaphore(AT_ONCE)
+
+    def work(worker: int) -> None:
+        with places:
+            try:
+                done.put((worker, function(worker), None))
+            except BaseException as error:
+                done.put((worker, None, error))
+
+    for worker in workers:
+        threading.Thread(target=work, args=(worker,), daemon=True).start()
+    results = {}
+    for _ in workers:
+        worker, result, error = done.get()
+        if error is not None:
+            raise error
+        results[worker] = result
+    return results
+
+
+class Workers:
+    """All workers of a TPU. lost_after: seconds after which one that is never reached is given up."""
+
+    def __init__(self, host: hosts.TpuVm | hosts.SshHosts, lost_after: float) -> None:
+        self.host, self.lost_after = host, lost_after
+        self.count = 0
+        self.connections = Connections()
+        self.asking = threading.Lock()
+        self.asked = 0.0
+
+    def label(self, worker: int) -> str:
+        """Returns the name of a worker in a sentence."""
+        host = self.host
+        return f"worker {worker} ({host.hosts[worker]})" if isinstance(host, hosts.SshHosts) else f"worker {worker}"
+
+    def patiently(self, ask: Callable[[], Any]) -> Any:
+        """Returns the cloud's answer; asks until it comes. InputError: it never will. WorkerLost: it took too long."""
+        since, pause = time.monotonic(), 1.0
+        while True:
+            try:
+                return ask()
+            except hosts.Transient as error:
+                if time.monotonic() > since + self.lost_after:
+                    raise WorkerLost(str(error)) from None
+                say(f"{error}; asking again")
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def describe(self) -> hosts.Machine:
+        """Returns what the TPU is, see `patiently`."""
+        machine = self.patiently(self.host.describe)
+        self.count = machine.workers
+        return machine
+
+    def check(self) -> None:
+        """Raises TpuGone if the TPU is gone; asks the cloud at most every 15 s, and passes when it does not answer."""
+        with self.asking:
+            if time.monotonic() > self.asked + LONGEST_PAUSE:
+                self.asked = time.monotonic()
+                with contextlib.suppress(hosts.Transient):
+                    machine = self.host.describe()
+                    if machine.gone:
+                        raise TpuGone(machine.problem)
+
+    def call(
+        self,
+        worker: int,
+        action: str,
+        *options: object,
+        data: bytes = b"",
+        hear: Callable[[dict], None] = lambda answer: None,
+        forever: bool = False,
+        heed: bool = True,
+    ) -> dict[str, Any]:
+        """Runs a command of tpu/launch/worker.py on a worker until it answers: connections that break are made again.
+
+        InputError, TpuGone: another attempt is useless (TpuGone only with `heed`). WorkerLost: none has worked for
+        `lost_after` seconds; with `forever` never.
+        """
+        words = ["python3", "-uc", READ_PROGRAM.format(len(PROGRAM)), action, "--worker", worker, *options]
+        command = self.host.ssh(worker, shlex.join(map(str, words)))
+        since, said, pause = time.monotonic(), ("", 0.0), 0.25
+
+        def heard(answer: dict) -> None:
+            nonlocal since, said, pause
+            if said[0]:
+                say(f"{self.label(worker)}: connected again")
+            since, said, pause = time.monotonic(), ("", 0.0), 0.25
+            hear(answer)
+
+        while True:
+            answer, errors = self.connections.run(command, PROGRAM + data, heard)
+            if answer.get("state") == "failed":
+                raise InputError(f"{self.label(worker)}: {answer['message']}")
+            if answer and answer["state"] != "incomplete":
+                return answer
+            if "Traceback" in errors and "worker.py" in errors:
+                raise RuntimeError(f"tpu/launch/worker.py on {self.label(worker)}:\n{errors}")
+            final, why = explain_ssh(errors, self.label(worker))
+            if final:
+                raise InputError(why)
+            if heed:
+                self.check()
+            now = time.monotonic()
+            if now > since + self.lost_after and not forever:
+                raise WorkerLost(f"{self.label(worker)} cannot be reached: {why}")
+            if why != said[0] or now > said[1] + REMIND:
+                say(f"{self.label(worker)} cannot be reached ({why}); connecting again")
+                said = (why, now)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
