@@ -27,8 +27,6 @@ def as_lists(epoch) -> list:
     return [(indices.tolist(), lengths) for indices, lengths in epoch]
 
 
-# ---- buckets ---------------------------------------------------------------------------------------------------------
-
 SHAPES = [(8, 64, 64), (16, 32, 32), (4, 128, 100), (32, 16, 16)]
 
 

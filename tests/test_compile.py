@@ -62,8 +62,6 @@ def test_what_cannot_be_is_refused():
         compiling.parse(["bert", "--batch", "-1"])
 
 
-# ---- staging ---------------------------------------------------------------------------------------------------------
-
 PRECISIONS = """
 import dataclasses, json
 from tpu.compiler import analysis, compile as compiling, hlo
@@ -176,8 +174,6 @@ def test_a_value_that_is_read_in_the_middle_of_a_step_is_named_with_its_line(sta
     assert "GraphError: reading_step reads a value of the device in the middle of the step" in error
     assert re.search(r"stage.py:\d+: if model\(batch", error)
 
-
-# ---- compiled --------------------------------------------------------------------------------------------------------
 
 # What may differ from docs/tpu/guards.json, as a share of it.
 TOLERANCES = {"cycles": 0.005, "needed": 0.02, "bytes_accessed": 0.02, "copies": 0.05, "bytes_copied": 0.05}

@@ -166,28 +166,25 @@ def test_the_best_score_of_the_synthetic_log_is_known(seed):
 
 
 def test_open_clicks_finds_what_is_there(tmp_path):
+    def refused(message: str, folder: Path, split: str = "train", **arguments):
+        with pytest.raises(InputError, match=message):
+            cr.open_clicks(str(folder), split, **arguments)
+
     raw = tmp_path / "raw"
     write(raw / "train.txt", random_rows(20))
-    with pytest.raises(InputError, match=f"Criteo's text files.* make data DATASET=criteo DATA={raw}"):
-        cr.open_clicks(str(raw), "train")
-    with pytest.raises(InputError, match="is a file.*make data DATASET=criteo"):
-        cr.open_clicks(str(raw / "train.txt"), "train")
+    refused(f"Criteo's text files.* make data DATASET=criteo DATA={raw}", raw)
+    refused("is a file.*make data DATASET=criteo", raw / "train.txt")
     prepare(raw)
     for folder in (raw, raw / "prepared"):
         assert len(cr.open_clicks(str(folder), "eval")) == 2
     assert json.loads((raw / "prepared" / "prepared.json").read_text())["rows"] == {"train": 18, "eval": 2}
-    with pytest.raises(InputError, match="tables of its own"):
-        cr.open_clicks(str(raw), "eval", rows=10)
-    with pytest.raises(InputError, match="there is no folder"):
-        cr.open_clicks(str(tmp_path / "nowhere"), "train")
+    refused("tables of its own", raw, "eval", rows=10)
+    refused("there is no folder", tmp_path / "nowhere")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.md").touch()
-    with pytest.raises(InputError, match=r"none of prepared.json .*day_0_labels.npy .*u.data.*found notes.md"):
-        cr.open_clicks(str(tmp_path / "other"), "train")
+    refused(r"none of prepared.json .*day_0_labels.npy .*u.data.*found notes.md", tmp_path / "other")
     out = raw / "prepared"
     (out / "train_sparse.npy").unlink()
-    with pytest.raises(InputError, match="there is no .*train_sparse.npy"):
-        cr.ClickLog(out, "train")
+    refused("there is no .*train_sparse.npy", out)
     (out / "COMPLETE").unlink()
-    with pytest.raises(InputError, match="not prepared to its end"):
-        cr.ClickLog(out, "train")
+    refused("not prepared to its end", out)

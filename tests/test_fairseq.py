@@ -59,8 +59,6 @@ def test_fairseq_computes_the_recorded_numbers(tmp_path):
         assert one == other
 
 
-# ---- fairseq on what we write ----------------------------------------------------------------------------------------
-
 THEIR_LOGITS = """
 import sys
 import numpy as np, torch

@@ -15,9 +15,6 @@ def entry(*instructions: bytes, others: list[bytes] = (), extra: bytes = b"", ro
     return hlo.parse(m.module([*others, m.computation(1, list(instructions), root)], extra=extra))
 
 
-# ---- reading
-
-
 def test_a_module_is_read():
     aliases = m.message(8, m.message(1, m.packed(1, [3]), m.number(2, 1)), m.message(1, m.number(2, 0)))
     donors = m.message(18, m.message(1, m.number(1, 2)), m.message(1))
@@ -73,9 +70,6 @@ def test_what_is_no_whole_module_is_refused():
             hlo.parse(part)
 
 
-# ---- cycles
-
-
 def loop(identifier: int, body: int, condition: int, times: int = 0) -> bytes:
     config = m.backend_config(f'{{"known_trip_count":{{"n":"{times}"}}}}' if times else "{}")
     return m.op(identifier, "while", SCALAR, (1,), config, called=(body, condition))
@@ -101,9 +95,6 @@ def test_a_loop_of_unknown_length_counts_once_and_what_has_no_estimate_not_at_al
     found = entry(*instructions, others=[body, fused], root=5)
     assert found.entry.root.estimated_cycles is None
     assert analysis.entry_cycles(found) == analysis.Cycles(2 * 7 + 9 + 5, ("while.2",))
-
-
-# ---- collectives
 
 
 AXES = m.message(1, m.message(1, b"a"), m.number(2, 2)), m.message(1, m.message(1, b"b"), m.number(2, 4))
@@ -195,9 +186,6 @@ def test_a_collective_that_runs_during_other_fusions_is_one():
     assert gathers == [("all-gather.21", 8, 32), ("all-gather.6", 8, 32)]
 
 
-# ---- products
-
-
 def test_dots_tell_types_precision_and_flops():
     (only,) = analysis.dots(hlo.parse(m.matmul(4, 8, 16, result="f32")))
     assert (only.lhs, only.rhs, only.result, only.precision) == ("bf16", "bf16", "f32", ("default", "default"))
@@ -258,9 +246,6 @@ def test_flops_of_a_convolution_leave_out_padding_and_dilation(
     places = [o * stride - padding + k * kernel_dilation for o, k in itertools.product(range(outputs), range(kernel))]
     met = sum(place in range(0, (size - 1) * input_dilation + 1, input_dilation) for place in places)
     assert only.flops == 2 * 2 * 4 * 8 * met
-
-
-# ---- memory and data movement
 
 
 def test_copies_are_those_that_do_nothing_else():
@@ -338,9 +323,6 @@ def test_host_transfers_and_random_bytes():
 def test_a_result_is_found_by_its_shape_whole_or_divided(shape, devices, names):
     found = analysis.with_result(hlo.parse(m.train_step(batch=256, inputs=64, outputs=32)), shape, devices)
     assert [each.name for each in found] == names
-
-
-# ---- writing
 
 
 def test_donors_and_shardings_are_written_and_the_rest_stays():

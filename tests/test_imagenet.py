@@ -53,9 +53,6 @@ def encoded(mode: str, form: str, image: Image.Image | None = None, **options) -
     return file.getvalue()
 
 
-# Decoding
-
-
 def with_alpha() -> bytes:
     alpha = np.random.default_rng(0).integers(0, 256, (33, 47, 1), dtype=np.uint8)
     return encoded("RGBA", "PNG", Image.fromarray(np.concatenate([np.asarray(picture(33, 47)), alpha], -1)))
@@ -103,9 +100,6 @@ def test_a_truncated_file_is_noticed(kind):
     for size in (0.3 * len(data), 0.6 * len(data), 0.95 * len(data), len(data) - 2 if kind == "rgb jpeg" else 100):
         with pytest.raises(im.BrokenImage, match=r"truncated|Truncated"):
             im.decode(data[: int(size)])
-
-
-# Cropping and resizing
 
 
 def torchvisions_crop(height: int, width: int, least: float) -> tuple[int, int, int, int]:
@@ -175,9 +169,6 @@ def test_the_mean_and_standard_deviation_are_those_of_torchvision_times_255():
     np.testing.assert_allclose(im.IMAGENET_STD, np.array(weights.std) * 255, rtol=1e-6)
 
 
-# A tree of class folders
-
-
 def test_equal_seed_epoch_and_index_give_equal_bytes_and_another_epoch_another_crop_in_training_only(tree):
     for split in ("train", "eval"):
         dataset = im.open_imagenet(str(tree), split, 32)
@@ -231,9 +222,6 @@ def test_a_million_names_travel_in_few_bytes(tmp_path):
             (tmp_path / "train" / label / name).touch()
     dataset = im.open_imagenet(str(tmp_path), "train", 224)
     assert len(pickle.dumps(dataset)) / len(dataset) < 40
-
-
-# Broken files
 
 
 BREAK = {
@@ -301,9 +289,6 @@ def test_skipping_ends_where_everything_is_broken_or_a_file_cannot_be_read(tree)
         dataset.example(0, generator(0, 0))
 
 
-# Wrong paths and trees
-
-
 # The split, what is lost, what is put, and the message.
 WRONG = [
     ("train", ["train"], [], "tree has no train/ folder; expected .*found val"),
@@ -361,9 +346,6 @@ def test_a_folder_without_permission_is_named(tree, monkeypatch, unreadable):
     monkeypatch.setattr(im.os, "scandir", guarded)
     with pytest.raises(InputError, match=f"folder {refused} cannot be read: Permission denied"):
         im.open_imagenet(str(tree), "train", 16)
-
-
-# Data sets of `datasets`
 
 
 def rows(count: int, labels: list | None = None, image="image", label="label", kind=None, cut=()) -> datasets.Dataset:
@@ -497,9 +479,6 @@ def test_a_hub_id_is_loaded_and_one_out_of_reach_gives_one_clear_sentence(monkey
     with pytest.raises(InputError, match=r"owner/away is neither a folder nor a data set of the hub: .*reach") as error:
         im.open_imagenet("owner/away", "train", 16)
     assert "\n" not in str(error.value)
-
-
-# The synthetic twin
 
 
 def batch(dataset, count: int, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -231,9 +231,6 @@ def test_the_install_cell_clones_and_installs_with_uvs_python(monkeypatch, tmp_p
     assert commands == [f"{zoo}/.venv/bin/python -m pip install --quiet -r {zoo}/requirements-tpu.txt"]
 
 
-# The run
-
-
 SLOW = ("glue", "resnet50", "transformer")
 
 

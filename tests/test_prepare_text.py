@@ -37,9 +37,6 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(pre, "PIECE_BYTES", 1500)
 
 
-# End to end
-
-
 SPECIALS = "A [SEP] b [MASK] <s> c </s> <mask> <sep> <cls> [PAD]."
 LONG = "balo " * 100  # longer than a row
 ODD = [[SPECIALS, "\x01\x02"], ["\x01"], [SPECIALS], ["Hi there.", LONG, "Hi again."]]

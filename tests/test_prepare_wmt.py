@@ -226,9 +226,6 @@ def test_byte_pair_encoding_is_learnt_from_an_evenly_spaced_sample(tmp_path, sma
     assert report["train"]["pairs"] == 60
 
 
-# Files
-
-
 NEWSTESTS = ["newstest2013", "newstest2017", "newstest2016"]
 
 
