@@ -73,6 +73,24 @@ def run_of(mesh, tmp_path_factory):
 
 
 @pytest.fixture
+def compiled(monkeypatch) -> None:
+    """Gives models on the CPU the form that they have on devices for which a program is compiled."""
+    from models import dlrm, layers, resnet, transformer
+
+    monkeypatch.setattr(dlrm, "NATIVE_GATHER_DEVICES", ())
+    monkeypatch.setattr(resnet, "NATIVE_NORM_DEVICES", ())
+    for module in (layers, transformer):
+        monkeypatch.setattr(module, "NATIVE_DEVICES", ())
+
+
+@pytest.fixture(params=["native", "compiled"])
+def form(request) -> None:
+    """That of PyTorch's own kernels, or that of compiled devices."""
+    if request.param == "compiled":
+        request.getfixturevalue("compiled")
+
+
+@pytest.fixture
 def cache(tmp_path, monkeypatch) -> None:
     """Keeps what `datasets` makes in a folder of the test, and `datasets` from the network."""
     import datasets

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch_xla.distributed.spmd as xs
 from model_helpers import GOLDEN, arrays, golden_transformer
 from torch import Tensor
 
@@ -97,10 +96,7 @@ def test_all_hypotheses_and_scores_equal_fairseqs_also_as_one_program_on_four_de
         return search(model, source, limit, beam, most + 1, penalty, loop)
 
     step = device.compiled(translate, mesh)  # strict: a fall-back to the host, or a read in the middle, raises
-    source, limit = sources.to(mesh.device), limits(sources, most).to(mesh.device)
-    xs.mark_sharding(source, mesh.spmd, ("data", None))
-    xs.mark_sharding(limit, mesh.spmd, ("data",))
-    tokens, scores = step(source, limit)
+    tokens, scores = step(device.upload(sources, mesh), device.upload(limits(sources, most), mesh))
     assert compare(tokens.cpu(), scores.cpu(), settings) < 1e-5
 
 

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-import torch_xla.distributed.spmd as xs
 from model_helpers import assert_all_close
 from torch import nn
 
 from bench import dlrm_torchrec
-from models import dlrm
 from models.dlrm import DLRM, DotInteraction
 from train import dlrm as train_dlrm
 from train.common import device
@@ -44,17 +42,8 @@ def our_model(theirs: nn.Module, interaction: str) -> DLRM:
     return model.to(next(theirs.parameters()).dtype)
 
 
-@pytest.fixture
-def compiled(monkeypatch) -> None:
-    """The compiled devices' form of the interaction in eager PyTorch on the CPU, too."""
-    monkeypatch.setattr(dlrm, "NATIVE_GATHER_DEVICES", ())
-
-
-@pytest.mark.parametrize("form", ["native", "compiled"])
 @every_interaction
-def test_logits_and_all_gradients_equal_torchrecs_in_float64(interaction, form, request):
-    if form == "compiled":
-        request.getfixturevalue("compiled")
+def test_logits_and_all_gradients_equal_torchrecs_in_float64(interaction, form):
     theirs = torchrec_model(interaction).double()
     ours = our_model(theirs, interaction)
     dense, pooled = torch.randn(9, NUM_DENSE, dtype=torch.double), torch.randn(9, len(ROWS), DIM, dtype=torch.double)
@@ -87,9 +76,7 @@ def test_logits_and_gradients_on_four_xla_devices_equal_the_cpus_and_nothing_fal
 
     on_device = device.to_device(copy.deepcopy(ours), mesh)
     expected = step(ours, dense, embedded, labels.float())
-    inputs = [tensor.to(mesh.device) for tensor in (dense, embedded, labels.float())]
-    for tensor in inputs:
-        xs.mark_sharding(tensor, mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
+    inputs = [device.upload(tensor, mesh) for tensor in (dense, embedded, labels.float())]
     got = device.compiled(step, mesh)(on_device, *inputs)  # strict: a fall-back to the host raises
     assert_all_close(got, expected, rtol=1e-4, share=0, atol=1e-6)
 

@@ -15,20 +15,6 @@ BATCH, QUERIES, KEYS, HEADS, DIM = 3, 5, 7, 2, 4
 every_dtype = pytest.mark.parametrize("dtype", [torch.double, torch.float32, torch.bfloat16])
 
 
-@pytest.fixture
-def compiled(monkeypatch) -> None:
-    """The form of devices for which a program is compiled, on the CPU."""
-    monkeypatch.setattr(layers, "NATIVE_DEVICES", ())
-
-
-@pytest.fixture(params=["native", "compiled"])
-def form(request) -> str:
-    """That of PyTorch's kernels, or that of compiled devices."""
-    if request.param == "compiled":
-        request.getfixturevalue("compiled")
-    return request.param
-
-
 def attention_inputs(dtype: torch.dtype = torch.double) -> tuple[list[Tensor], Tensor, Tensor]:
     """([q, k, v], a mask that hides some keys of each row, a gradient of the result)."""
     generator = torch.Generator().manual_seed(0)

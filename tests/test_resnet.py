@@ -31,18 +31,6 @@ def our_model(state: dict, layers=(1, 1, 1, 1), num_classes=7, norm_groups=1) ->
     return model
 
 
-def use_plain_norm(monkeypatch):
-    """Takes the compiled devices' form of batch norm in eager PyTorch on the CPU, too."""
-    native = nn.BatchNorm2d.forward
-
-    def forbidden(self, x):
-        assert type(self) is not BatchNorm, "the native kernel was used"
-        return native(self, x)
-
-    monkeypatch.setattr(resnet, "NATIVE_NORM_DEVICES", ())
-    monkeypatch.setattr(nn.BatchNorm2d, "forward", forbidden)
-
-
 @pytest.mark.parametrize("name", ["resnet50", "resnet101", "resnet152"])
 def test_state_dict_has_torchvisions_keys_and_shapes(name):
     with torch.device("meta"):
@@ -62,24 +50,20 @@ def test_initial_weights_have_torchvisions_distribution_and_the_last_norms_are_z
             assert torch.equal(weight, theirs[name]), name
 
 
-@pytest.mark.parametrize("norm", ["native", "plain"])
 @pytest.mark.parametrize("training", [True, False])
-def test_forward_equals_torchvision_in_float64(monkeypatch, norm, training):
+def test_forward_equals_torchvision_in_float64(form, training):
     theirs = torchvision_model().double().train(training)
     ours = our_model(theirs.state_dict()).double().train(training)
     images = torch.randn(4, 3, 32, 32, dtype=torch.double)
     expected = theirs(images)
-    if norm == "plain":
-        use_plain_norm(monkeypatch)
     torch.testing.assert_close(ours(images), expected, rtol=1e-9, atol=1e-9)
     assert_all_close(ours.state_dict(), theirs.state_dict(), rtol=1e-9, share=0, atol=1e-9)  # running statistics too
 
 
-def test_resnet50_equals_torchvision_after_an_sgd_step_in_float64(monkeypatch):
+def test_resnet50_equals_torchvision_after_an_sgd_step_in_float64(compiled):
     torch.manual_seed(0)
     theirs = torchvision.models.resnet50(num_classes=10).double().train()
     ours = our_model(theirs.state_dict(), (3, 4, 6, 3), 10).double().train()
-    use_plain_norm(monkeypatch)
     images, labels = torch.randn(8, 3, 32, 32, dtype=torch.double), torch.arange(8)
     for model in (theirs, ours):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

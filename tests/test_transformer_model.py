@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torch_xla.distributed.spmd as xs
 from model_helpers import GOLDEN, WORDS, arrays, golden_transformer
 from torch import Tensor
 
@@ -65,8 +64,7 @@ def test_ten_steps_give_fairseqs_losses_gradients_and_learning_rates_also_compil
         for part, value in batch.items():
             extra = 24 - value.shape[1]
             wide = F.pad(value, (extra, 0) if part == "source" else (0, extra), value=PAD)
-            uploaded[part] = wide.to(mesh.device)
-            xs.mark_sharding(uploaded[part], mesh.spmd, ("data", None))
+            uploaded[part] = device.upload(wide, mesh)
         optimizer.param_groups[0]["lr"] = transformer.learning_rate(CONFIG, number)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(expected["learning_rate"], rel=1e-12)
         device.set_lr(state.optimizer, optimizer.param_groups[0]["lr"])
@@ -159,11 +157,9 @@ def test_sentences_longer_than_the_positions_are_refused():
             model(source, previous)
 
 
-@pytest.mark.parametrize("native_devices", [("cpu",), ()])  # PyTorch's kernels; the form of compiled devices
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(smoothing, dtype, native_devices, monkeypatch):
-    monkeypatch.setattr("models.transformer.NATIVE_DEVICES", native_devices)
+def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(smoothing, dtype, form):
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(3, 6, 11, generator=generator)).to(dtype)
     logits[0] += 1000  # exp would overflow
