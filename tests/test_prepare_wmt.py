@@ -108,14 +108,12 @@ def test_pieces_are_as_fairseq_and_sentencepiece_expect(prepared, text):
 
 def hub_folder(folder: Path, valid: str = "validation", column: str = "translation") -> Path:
     """wmt/wmt18's files, small."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    import datasets
 
     (folder / "de-en").mkdir(parents=True)
     for split, lines in (("train", sentences(60)), (valid, sentences(7, 1)), ("test", ["a\nb", "c"])):
-        rows = [{"de": other, "en": line} for line, other in zip(lines, translated(lines), strict=True)]
-        table = pa.table({column: rows})
-        pq.write_table(table, folder / "de-en" / f"{split}-00000-of-00001.parquet")
+        rows = [{column: {"de": other, "en": line}} for line, other in zip(lines, translated(lines), strict=True)]
+        datasets.Dataset.from_list(rows).to_parquet(folder / "de-en" / f"{split}-00000-of-00001.parquet")
     return folder
 
 
@@ -128,7 +126,6 @@ def test_parquet_files_of_the_hub_give_the_same_as_text(tmp_path, cache):
 
 
 def test_data_sets_that_do_not_fit_are_explained(tmp_path, cache):
-
     def refused(message: str, data, **flags):
         with pytest.raises(InputError, match=message):
             prepare(data, tmp_path / "out", **flags)
