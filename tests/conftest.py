@@ -4,8 +4,11 @@ The variables must be set before torch_xla is imported. Runs on other numbers of
 """
 
 import os
+import re
 import signal
+import uuid
 from dataclasses import replace
+from pathlib import Path
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("CPU_NUM_DEVICES", "4")
@@ -23,25 +26,34 @@ import pytest
 
 pytest.register_assert_rewrite("helpers")
 
-# The groups that take minutes. They come first, so that no process is left with one of them at the end.
-SLOW = ("transformer", "pretrain", "glue", "resnet50", "dlrm")
+# The scripts, those whose tests take longest first, so that no process is left with one of them at the end.
+SCRIPTS = ("transformer", "pretrain", "glue", "resnet50", "dlrm")
 
 
-def pytest_configure(config):
-    """Registers the mark where pytest-xdist, which knows it, is switched off."""
-    config.addinivalue_line("markers", "xdist_group(name): tests that one process runs, since they share runs")
+def shares_runs_with(nodeid: str) -> str:
+    """Returns the script whose runs a test uses, else the test's file."""
+    file, _, test = nodeid.partition("::")
+    of_all = file.endswith(("test_scripts.py", "test_golden.py", "test_eager.py"))
+    name = re.search(r"\[(\w+)|$", test)[1] if of_all else Path(file).stem.removeprefix("test_")
+    return name if name in SCRIPTS else file
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Groups tests for processes: those of one script share its runs, the others those of their file."""
-    groups = {}
-    for item in items:
-        mark = item.get_closest_marker("xdist_group")
-        groups[item] = mark.args[0] if mark else item.path.stem
-        if not mark:
-            item.add_marker(pytest.mark.xdist_group(groups[item]))
-    items.sort(key=lambda item: SLOW.index(groups[item]) if groups[item] in SLOW else len(SLOW))
+    """Begins with the tests of the scripts."""
+    order = {name: place for place, name in enumerate(SCRIPTS)}
+    items.sort(key=lambda item: order.get(shares_runs_with(item.nodeid), len(order)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Runs tests that share runs in one process. The marks of --dist loadgroup do nothing since pytest 9.2."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    scheduling = LoadScopeScheduling(config, log)
+    scheduling._split_scope = shares_runs_with
+    return scheduling
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,6 +62,14 @@ def mesh():
     from train.common import device
 
     return device.setup(0, "float32")
+
+
+@pytest.fixture(autouse=True)
+def fresh_report(mesh):
+    """The report of a process on its graphs, without those of the tests before."""
+    from train.common import device
+
+    device.reset_graph_report()
 
 
 @pytest.fixture(scope="session")
@@ -70,6 +90,12 @@ def run_of(mesh, tmp_path_factory):
         return made[name, which]
 
     return get
+
+
+@pytest.fixture(params=["disk", "memory"])
+def place(request, tmp_path) -> str:
+    """A path on each of two file systems."""
+    return str(tmp_path / "checkpoints") if request.param == "disk" else f"memory://{uuid.uuid4().hex}/checkpoints"
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from data import glue
+from tpu.compiler import hlo
+from tpu.compiler.hlo_pb2 import HloModuleProtoWithConfig
 from train.common import cli, device
 from train.common.run import Run
 
@@ -57,6 +61,19 @@ def exported(path) -> dict[str, torch.Tensor]:
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Tells whether both have the same names and the same values, bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# XLA's flags, with which a process writes its programs into a folder for `largest_program`.
+DUMP = "--xla_dump_to={} --xla_dump_hlo_as_proto --xla_dump_hlo_module_re=SyncTensors.*"
+
+
+def largest_program(folder, seen: set[Path] | None = None) -> hlo.Module:
+    """Returns the largest optimised program in a folder but for the files in `seen`, which then has them all."""
+    new = set(Path(folder).glob("*cpu_after_optimizations.hlo.pb")) - (seen or set())
+    if seen is not None:
+        seen |= new
+    content = max(new, key=lambda path: path.stat().st_size).read_bytes()
+    return hlo.parse(HloModuleProtoWithConfig.FromString(content).hlo_module)  # an HloProto begins as this message does
 
 
 # ---- a script in a process of its own --------------------------------------------------------------------------------
@@ -158,6 +175,26 @@ def stop_at(number: int, act: Callable[[], None], main: Callable, config: Any, o
         with pytest.raises(ZeroDivisionError if act is crash else SystemExit) as stopped:
             main(config)
     assert act is crash or stopped.value.code == 143
+
+
+def fewer_sentences(monkeypatch, sizes: tuple[int, int]) -> None:
+    """Gives the tasks of GLUE so many examples for training and for evaluation."""
+    read = glue.read
+
+    def some(data, task, split, seed=0):
+        examples, size = read(data, task, split, seed), sizes[split != "train"]
+        second = examples.second and examples.second[:size]
+        return replace(examples, first=examples.first[:size], second=second, labels=examples.labels[:size])
+
+    monkeypatch.setattr(glue, "read", some)
+
+
+def update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Takes a step of training; returns the loss."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
 
 
 def command(arguments: str | Sequence[Any], main: Callable, presets: dict, capsys) -> tuple[int, str, str]:

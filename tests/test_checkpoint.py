@@ -8,7 +8,6 @@ import signal
 import stat
 import threading
 import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,8 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 import torch_xla
-from checkpoints import damage, flip, names
+from checkpoints import damage, fill, flip, names, on_cpu, save_without_end
+from helpers import equal, update
 from torch import nn
 
 from errors import InputError
@@ -68,11 +68,7 @@ def build(mesh, optimizer=adamw, seed: int = 0, words: int = 12):
 
 
 def train_step(model, optimizer, x, y):
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+    return update(F.cross_entropy(model(x), y), optimizer)
 
 
 def run(mesh, step_fn, model, optimizer, first: int, last: int) -> list[float]:
@@ -91,41 +87,10 @@ def snapshot(model, optimizer) -> dict:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()} | numbers
 
 
-def equal(one: dict, other: dict) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(value, other[name]) and value.dtype == other[name].dtype
-        if torch.is_tensor(value)
-        else value == other[name]
-        for name, value in one.items()
-    )
-
-
-def on_cpu(value: float = 0.0):
-    """A small model on the CPU, all of whose numbers are `value`: no device is needed to test files."""
-    model = nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for parameter in model.parameters():
-        optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
-    return fill(model, optimizer, value)
-
-
-def fill(model, optimizer, value: float):
-    with torch.no_grad():
-        for tensor in checkpoint.named_state(model, optimizer)[0].values():
-            tensor.fill_(value)
-    return model, optimizer
-
-
 def value_of(model, optimizer) -> float:
     values = {float(v) for t in checkpoint.named_state(model, optimizer)[0].values() for v in t.detach().unique()}
     assert len(values) == 1, "parts of two checkpoints were mixed"
     return values.pop()
-
-
-@pytest.fixture(params=["disk", "memory"])
-def place(request, tmp_path) -> str:
-    """A path on each of the two file systems."""
-    return str(tmp_path / "checkpoints") if request.param == "disk" else f"memory://{uuid.uuid4().hex}/checkpoints"
 
 
 def save_all(place: str, steps, keep: int = 10, **options) -> list[list[int]]:
@@ -148,7 +113,9 @@ def restored(place: str) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
-def test_everything_comes_back_bit_for_bit_and_nothing_is_compiled_again(mesh, place, optimizer):
+def test_everything_comes_back_bit_for_bit_and_nothing_is_compiled_again(mesh, place, optimizer, monkeypatch):
+    gate, write = threading.Event(), Checkpointer._write
+    monkeypatch.setattr(Checkpointer, "_write", lambda *arguments: gate.wait(30) and write(*arguments))
     step_fn = device.compiled(train_step, mesh)
     model, made = build(mesh, optimizer)
     run(mesh, step_fn, model, made, 1, 3)
@@ -157,9 +124,10 @@ def test_everything_comes_back_bit_for_bit_and_nothing_is_compiled_again(mesh, p
     reads, graphs = xla.host_reads(), xla.compilations()
     with Checkpointer(place) as checkpoints:
         checkpoints.save(3, model, made)
-    torch_xla.sync()
-    assert (xla.host_reads(), xla.compilations()) == (reads + 1, graphs), "saving is one transfer"
-    expected = run(mesh, step_fn, model, made, 4, 6)
+        torch_xla.sync()
+        assert (xla.host_reads(), xla.compilations()) == (reads + 1, graphs), "saving is one transfer"
+        expected = run(mesh, step_fn, model, made, 4, 6)  # donates the buffers that were saved
+        gate.set()
     after = snapshot(model, made)
     assert not equal(saved, after)
 
@@ -174,27 +142,6 @@ def test_everything_comes_back_bit_for_bit_and_nothing_is_compiled_again(mesh, p
         assert run(mesh, step_fn, other_model, other, 4, 6) == expected  # strict: the step is not compiled again
         assert xla.compilations() == graphs
         assert equal(snapshot(other_model, other), after)
-
-
-def test_a_saved_state_has_every_tensor_by_name(mesh):
-    tensors, numbers = checkpoint.named_state(*build(mesh, sgd))
-    assert numbers == {}
-    parameters = ("embedding.weight", "norm.weight", "norm.bias", "head.bias")
-    assert set(tensors) == {
-        *(f"model.{name}" for name in (*parameters, "small")),
-        *(f"model.norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")),
-        *(f"optimizer.{name}.momentum_buffer" for name in parameters),
-    }
-
-
-def test_numbers_of_the_optimizer_come_back(place):
-    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer, fresh = Counting(model.parameters(), 17, "cold"), Counting(other.parameters())
-    with Checkpointer(place) as checkpoints:
-        checkpoints.save(5, model, optimizer)
-    assert Checkpointer(place).restore(other, fresh, None) == 5
-    assert equal(snapshot(other, fresh), snapshot(model, optimizer))
-    assert [state["count"] for state in fresh.state.values()] == [17, 17]
 
 
 # ---- which checkpoint ------------------------------------------------------------------------------------------------
@@ -271,48 +218,43 @@ def test_other_files_are_left_alone(place):
     assert files.read_file(f"{place}/notes.txt") == files.read_file(f"{place}/step_old/COMPLETE") == b"mine"
 
 
-def test_only_the_main_process_writes(tmp_path):
-    assert save_all(f"{tmp_path}/run", [10], main_process=False) == [[]] and not names(str(tmp_path))
-    save_all(f"{tmp_path}/run", [10])
-    assert Checkpointer(f"{tmp_path}/run", main_process=False).restore(*on_cpu(), None) == 10
-
-
 # ---- another model ---------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_of_another_model_is_refused(place, mesh):
+@pytest.mark.parametrize(
+    ("wanted", "differing"),
+    [
+        ({"words": 13}, "model.embedding.weight is [12, 6], not [13, 6]; "),
+        ({"optimizer": sgd}, "optimizer.embedding.weight.momentum_buffer is missing, not [12, 6]"),
+    ],
+)
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(place, mesh, wanted, differing):
     with Checkpointer(place) as checkpoints:
         checkpoints.save(7, *build(mesh))
-    other, made = build(mesh, words=13)
+    other, made = build(mesh, **wanted)
     before = snapshot(other, made)
     with pytest.raises(InputError) as raised:
         checkpoints.restore(other, made, mesh)
     message = str(raised.value)
     assert message.startswith(f"the checkpoint {place}/step_00000007 is of another model or optimizer: ")
-    assert "model.embedding.weight is [12, 6], not [13, 6]; " in message and "; 6 in all." in message
+    assert differing in message and " in all." in message
     assert message.endswith("another --name") and "\n" not in message
     assert equal(snapshot(other, made), before), "half of it was loaded"
     with pytest.raises(InputError, match=r"model\.bias is missing, not \[64\]; model\.embedding\.weight is .*missing"):
         checkpoints.restore(*on_cpu(), None)
 
 
-@pytest.mark.parametrize("saved, wanted, name", [(sgd, adamw, "exp_avg"), (adamw, sgd, "momentum_buffer")])
-def test_a_checkpoint_of_another_optimizer_is_refused(place, mesh, saved, wanted, name):
+def test_numbers_of_the_optimizer_come_back_or_are_refused(place):
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    saved, optimizer = Counting(model.parameters(), 17, "cold"), Counting(other.parameters())
     with Checkpointer(place) as checkpoints:
-        checkpoints.save(7, *build(mesh, saved))
-    with pytest.raises(InputError, match=rf"is of another model or optimizer: .*optimizer\..*{name}"):
-        checkpoints.restore(*build(mesh, wanted), mesh)
-
-
-def test_a_checkpoint_with_other_numbers_is_refused(place):
-    model = nn.Linear(2, 2)
-    with Checkpointer(place) as checkpoints:
-        checkpoints.save(5, model, Counting(model.parameters()))
-    optimizer = Counting(model.parameters())
+        checkpoints.save(5, model, saved)
+    checkpoints.restore(other, optimizer, None)
+    assert snapshot(other, optimizer)["optimizer.bias.count"] == snapshot(model, saved)["optimizer.bias.count"] == 17
     for state in optimizer.state.values():
         del state["count"]
     with pytest.raises(InputError, match=r"optimizer\.bias\.count is a number, not missing"):
-        checkpoints.restore(model, optimizer, None)
+        checkpoints.restore(other, optimizer, None)
 
 
 # ---- writing off the loop --------------------------------------------------------------------------------------------
@@ -334,28 +276,10 @@ def test_save_returns_at_once_and_writes_the_moment_of_save(place, monkeypatch):
     assert restored(place) == (1, 1.0)
 
 
-def test_the_state_on_the_device_is_that_of_the_moment_of_save(mesh, tmp_path, monkeypatch):
-    gate, write = threading.Event(), Checkpointer._write
-    monkeypatch.setattr(Checkpointer, "_write", lambda *arguments: gate.wait(30) and write(*arguments))
-    model, optimizer = build(mesh)
-    step_fn = device.compiled(train_step, mesh)
-    run(mesh, step_fn, model, optimizer, 1, 1)
-    saved = snapshot(model, optimizer)
-    with Checkpointer(str(tmp_path)) as checkpoints:
-        checkpoints.save(1, model, optimizer)
-        run(mesh, step_fn, model, optimizer, 2, 4)  # donates the buffers that were saved
-        gate.set()
-    checkpoints.restore(model, optimizer, mesh)
-    assert equal(snapshot(model, optimizer), saved)
-
-
-def test_leaving_the_context_waits_for_the_writer(place, monkeypatch):
+def test_an_error_that_ends_the_run_waits_for_the_writer(place, monkeypatch):
     write = Checkpointer._write
     monkeypatch.setattr(Checkpointer, "_write", lambda *arguments: (time.sleep(0.3), write(*arguments)))
-    with Checkpointer(place) as checkpoints:
-        checkpoints.save(1, *on_cpu(1))
-    assert restored(place) == (1, 1.0)
-    with pytest.raises(ZeroDivisionError), Checkpointer(place) as checkpoints:  # also when an error ends the run
+    with pytest.raises(ZeroDivisionError), Checkpointer(place) as checkpoints:
         checkpoints.save(2, *on_cpu(2))
         raise ZeroDivisionError
     assert restored(place) == (2, 2.0)
@@ -455,20 +379,11 @@ def test_failures_are_raised_whatever_they_are(place, monkeypatch):
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
 
 
-def save_without_end(place: str) -> None:
-    model, optimizer = on_cpu()
-    checkpoints = Checkpointer(place, keep=2)
-    step = checkpoints.restore(model, optimizer, None)
-    while True:
-        step += 1
-        checkpoints.save(step, *fill(model, optimizer, step))
-
-
 def test_kill_9_at_any_moment_leaves_a_checkpoint_to_restore(tmp_path, capsys):
     """Processes of the clean fork server, since each start of torch_xla takes seconds."""
     place, last, moments = str(tmp_path / "checkpoints"), 0, random.Random(0)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train.common.loading", "train.common.checkpoint"])
+    context.set_forkserver_preload(["checkpoints", "torch._dynamo"])  # an optimizer imports the latter
     half_written = 0
     for kills in range(1, 50):
         if kills > 8 and half_written:
@@ -595,16 +510,6 @@ def test_a_mean_leaves_out_what_no_run_without_a_stop_would_have_saved(mesh, pla
     model, _ = on_cpu(-1.0)
     assert average(Checkpointer(place, keep=3, every=10), model, mesh) == [20, 30, 33]
     assert model.weight.unique().tolist() == [pytest.approx(83 / 3)]
-
-
-def test_training_goes_on_from_a_mean_without_another_graph(mesh, tmp_path):
-    model, optimizer = build(mesh)
-    step_fn = device.compiled(train_step, mesh)
-    run(mesh, step_fn, model, optimizer, 1, 2)
-    with Checkpointer(str(tmp_path)) as checkpoints:
-        checkpoints.save(2, model, optimizer)
-    assert average(checkpoints, model, mesh) == [2]
-    run(mesh, step_fn, model, optimizer, 3, 4)  # strict: raises when it compiles again
 
 
 @pytest.mark.parametrize("tear", ["a short state", "a wrong state", "no state"])

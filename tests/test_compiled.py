@@ -270,11 +270,3 @@ def test_operations_outside_of_the_step_with_one_shape_are_fine():
     for _ in range(6):
         total = total + step(x).sum()
     assert device.fetch([total]) == pytest.approx([6 * 4 * 3.7]) and report.recompilations == []
-
-
-def test_the_report_of_the_process_is_reached_through_device(mesh):
-    device.reset_graph_report()
-    step = device.compiled(lambda x: x * 4.3, mesh, 3)
-    step(ones(3))
-    assert isinstance(step, CompiledStep) and device.graph_report()["traced"] == 1
-    assert device.GraphError is GraphError and xla.compilations is compilations

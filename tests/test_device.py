@@ -13,18 +13,17 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
+from helpers import update
 from torch import nn
 
 from errors import InputError
 from train.common import device
-from train.common.accumulate import gradient_buffers
 from train.common.xla import backend as xla
 
 
 @pytest.fixture(autouse=True)
-def fresh_report():
+def nothing_pending():
     torch_xla.sync()
-    device.reset_graph_report()
 
 
 class Tied(nn.Module):
@@ -42,11 +41,7 @@ class Tied(nn.Module):
 
 
 def train_step(model, optimizer, x, y):
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+    return update(F.cross_entropy(model(x), y), optimizer)
 
 
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-2, foreach=False)
@@ -82,24 +77,6 @@ def sharding(tensor) -> str:
 
 
 # ---- set-up and moving a model ---------------------------------------------------------------------------------------
-
-
-def test_mesh_has_all_devices(mesh):
-    assert mesh.num_devices == 4 and mesh.spmd.mesh_shape == (4,) and mesh.spmd.axis_names == ("data",)
-    assert (mesh.process_index, mesh.process_count, mesh.main_process, mesh.kind) == (0, 1, True, "CPU")
-
-
-def test_setup_seeds_every_generator():
-    draws = []
-    for _ in range(2):
-        device.setup(7, "float32")
-        draws.append([torch.rand(3).tolist(), np.random.rand(3).tolist(), torch.rand(3, device="xla").tolist()])
-    assert draws[0] == draws[1]
-
-
-def test_unknown_precision_is_an_input_error():
-    with pytest.raises(InputError, match="precision is 'float16'; it must be one of bfloat16, float32"):
-        device.setup(0, "float16")
 
 
 @pytest.mark.parametrize("precision, kind", [("bfloat16", "bf16"), ("float32", "f32")])
@@ -234,46 +211,6 @@ def test_adam_is_compiled_once_however_many_steps(mesh, optimizer):
     assert device.graph_report()["recompilations"] == []
 
 
-def test_gradients_of_several_batches_add_up_in_their_buffers(mesh):
-    expected, expected_optimizer, _, _ = make(sgd)
-    model, made, _, _ = on_mesh(mesh, sgd)
-    totals = gradient_buffers(model, ("loss", "tokens"), mesh)
-    gradients = [parameter.grad for parameter in model.parameters()]
-    assert {name: total.item() for name, total in totals.items()} == {"loss": 0.0, "tokens": 0.0}
-    assert all(not gradient.cpu().any() for gradient in gradients)
-
-    def add_step(model, x, y, totals):
-        loss = F.cross_entropy(model(x), y, reduction="sum")
-        loss.backward()
-        totals["loss"].add_(loss.detach())
-        totals["tokens"].add_(y.shape[0])
-
-    def apply_step(model, optimizer, totals):
-        for parameter in model.parameters():
-            parameter.grad.div_(totals["tokens"])
-        optimizer.step()
-        mean = totals["loss"] / totals["tokens"]
-        for tensor in [*totals.values(), *(parameter.grad for parameter in model.parameters())]:
-            tensor.zero_()
-        return mean
-
-    add, apply = device.compiled(add_step, mesh), device.compiled(apply_step, mesh)
-    for update in range(3):
-        torch.manual_seed(update)
-        x, y = torch.randint(0, 11, (24,)), torch.randint(0, 11, (24,))
-        loss = train_step(expected, expected_optimizer, x, y)
-        for part in range(3):
-            rows = slice(8 * part, 8 * part + 8)
-            add(model, x[rows].to(mesh.device), y[rows].to(mesh.device), totals)
-        assert device.fetch([apply(model, made, totals)]) == pytest.approx([loss.item()], rel=1e-5)
-        for ours, theirs in zip(host(model.parameters()), expected.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs.detach())
-    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
-    assert {sharding(gradient) for gradient in gradients} == {"{replicated}"}
-    report = device.graph_report()
-    assert report["repeated"] == 7 + 1 and report["recompilations"] == report["not_repeatable"] == []
-
-
 # ---- random numbers --------------------------------------------------------------------------------------------------
 
 
@@ -348,13 +285,6 @@ def test_the_places_of_a_hosts_devices_are_checked_on_the_device(mesh):
     assert xla._places() == (0, 1, 2, 3), "torch_xla names them in the order in which it fills them"
     with pytest.raises(RuntimeError, match="fills other rows"):
         xla._check_places(dataclasses.replace(mesh, places=(0, 2, 1, 3)))
-
-
-def test_the_rows_of_a_host_follow_its_devices(mesh):
-    host = dataclasses.replace(mesh, num_devices=8, process_index=1, process_count=4)
-    assert host.rows(16).tolist() == [4, 5, 6, 7]
-    assert dataclasses.replace(host, places=(6, 1)).rows(16).tolist() == [12, 13, 2, 3]
-    assert mesh.rows(12).tolist() == list(range(12))
 
 
 def test_signals_set_a_flag_and_their_handlers_come_back(mesh):

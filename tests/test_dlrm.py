@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Stop, exported, records, start
+from helpers import Stop, exported, losses, start
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from trials import TRIALS
@@ -20,7 +20,6 @@ from train import dlrm
 from train.common import checkpoint, device, embedding, loading
 from train.common.embedding import tables
 
-pytestmark = pytest.mark.xdist_group("dlrm")
 LEARNS = TRIALS["dlrm"].learns
 
 
@@ -45,20 +44,16 @@ def test_the_cross_network_learns(tmp_path):
 
 
 def test_terminated_with_its_worker_it_goes_on_on_other_devices_and_with_another_plan(trained, tmp_path):
-    path, metrics, config = trained
+    path, _, config = trained
     config = replace(config, runs=str(tmp_path), name="moved")
     # A VM that is shut down signals the worker processes, too.
-    code, output = start(dlrm, config, stop=Stop(112, number=signal.SIGTERM))
-    assert code == 143 and "stopped by a signal at step 112: saved" in output, output
-    code, output = start(dlrm, replace(config, plan="row"), devices=8)
-    assert code == 0 and "resuming after step 112" in output and "tables: 8 row" in output, output
-    (moved, auc), (whole, _) = (
-        ([line["loss"] for line in found if "loss" in line], found[-1]["eval/auc"])
-        for found in (records(tmp_path / "moved"), records(path))
-    )
+    code, output = start(dlrm, config, stop=Stop(48, number=signal.SIGTERM))
+    assert code == 143 and "stopped by a signal at step 48: saved" in output, output
+    code, output = start(dlrm, replace(config, plan="row"), devices=8, stop=Stop(64, number=signal.SIGTERM))
+    assert code == 143 and "resuming after step 48" in output and "tables: 8 row" in output, output
     # Rounding alone differs, and Adam makes it grow: compared soon after the move.
-    assert moved[:9] == pytest.approx(whole[:9], rel=1e-4)  # of steps 1, 16, 32 … 128
-    assert auc == pytest.approx(metrics["auc"], abs=5e-3)
+    moved = losses(tmp_path / "moved")
+    assert len(moved) == 5 and moved == pytest.approx(losses(path)[:5], rel=1e-4)  # of steps 1, 16 … 64
 
 
 # ---- torchrec is the oracle ----
@@ -167,12 +162,6 @@ def test_torchrecs_arrays_train_with_tables_of_the_given_rows(tmp_path):
     assert exported(tmp_path / "runs/run")[dlrm.TABLE_KEY.format("C26")].shape[0] == 100
 
 
-def test_learning_rate_warms_up_linearly_and_stays():
-    config = replace(dlrm.Config(), lr=0.5, warmup_steps=4)
-    assert [dlrm.learning_rate(config, step) for step in range(6)] == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
-    assert dlrm.learning_rate(replace(config, warmup_steps=0), 0) == 0.5
-
-
 # ---- what the user can get wrong ----
 
 
@@ -194,11 +183,7 @@ def test_values_that_are_refused(refused, flags, pattern):
 
 
 class Wrong(criteo.SyntheticClicks):
-    """Clicks with an id that is not in its table, or with a table that fits nowhere."""
-
-    def __init__(self, rows: int):
-        super().__init__("train", 1024, table_rows=(9, 50), lookups=(1, 1))
-        self.table_rows = (9, rows)
+    """Clicks with an id that is not in its table."""
 
     def batch(self, indices):
         batch = super().batch(indices)
@@ -206,13 +191,7 @@ class Wrong(criteo.SyntheticClicks):
         return batch
 
 
-@pytest.mark.parametrize(
-    ("rows", "pattern"),
-    [
-        (50, "id 50 of table 'C2'.*50 rows.*0 to 49"),  # before it trains another row
-        (2_000_000_000, "(?s)'C2'.*2,000,000,000 rows.*What would fit"),
-    ],
-)
-def test_ids_and_tables_that_do_not_fit(monkeypatch, refused, rows, pattern):
-    monkeypatch.setattr(dlrm, "open_data", lambda config: dlrm.Data(Wrong(rows), Wrong(rows)))
-    refused(dlrm, "tiny", pattern)
+def test_an_id_outside_of_its_table_is_refused_before_it_trains_another_row(monkeypatch, refused):
+    clicks = Wrong("train", 1024, table_rows=(9, 50), lookups=(1, 1))
+    monkeypatch.setattr(dlrm, "open_data", lambda config: dlrm.Data(clicks, clicks))
+    refused(dlrm, "tiny", "id 50 of table 'C2'.*50 rows.*0 to 49")

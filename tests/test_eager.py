@@ -40,9 +40,9 @@ def run(name: str, folder, *runs: str, code: int = 0) -> dict[str, dict[str, flo
 
 
 def scripts(slow: tuple[str, ...]):
-    """Runs a test for every script, in the group that shares its runs; those in `slow` in `make test-all`."""
-    marks = {name: [pytest.mark.xdist_group(name), *([pytest.mark.slow] if name in slow else [])] for name in TRIALS}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in TRIALS])
+    """Runs a test for every script; those in `slow` in `make test-all`."""
+    marked = [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in TRIALS]
+    return pytest.mark.parametrize("name", marked)
 
 
 @scripts(slow=("resnet50", "transformer", "pretrain"))
@@ -87,6 +87,7 @@ def test_without_torch_xla_it_resumes_exactly_and_starts_with_xlas_losses(name, 
         ("cuda", {"CPU_NUM_DEVICES": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2.*--device cuda.*--device xla"),
         ("cuda", {"CPU_NUM_DEVICES": "1"}, "--device is cuda, but PyTorch finds no GPU here.*use cpu or xla"),
         ("tpu", {}, "device is 'tpu'; it must be one of xla, cpu, cuda"),
+        ("cpu", {"precision": "float16"}, "precision is 'float16'; it must be one of bfloat16, float32"),
     ],
 )
 def test_one_device_that_is_there(kind, variables, sentence, monkeypatch):
@@ -95,7 +96,7 @@ def test_one_device_that_is_there(kind, variables, sentence, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=sentence):
-        device.setup(0, "float32", kind=kind)
+        device.setup(0, variables.get("precision", "float32"), kind=kind)
 
 
 def test_what_waits_for_a_step_is_called_once_the_next_one_has_run(monkeypatch):

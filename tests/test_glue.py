@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import command, exported
+from helpers import command, exported, fewer_sentences
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trials import TRIALS
@@ -19,28 +19,12 @@ from models import encoders
 from train import glue
 from train.common import device, loading
 
-pytestmark = pytest.mark.xdist_group("glue")
 LEARNS = TRIALS["glue"].learns
 
 
 @pytest.fixture
 def trained(run_of):
     return run_of("glue")
-
-
-def first(examples: glue_data.Examples, size: int) -> glue_data.Examples:
-    second = examples.second and examples.second[:size]
-    return glue_data.Examples(examples.first[:size], second, examples.labels[:size])
-
-
-def fewer(monkeypatch, train: int, validation: int) -> None:
-    """Synthetic tasks of so many examples."""
-    read = glue_data.read
-
-    def read_some(data, task, split, seed=0):
-        return first(read(data, task, split, seed), train if split == "train" else validation)
-
-    monkeypatch.setattr(glue_data, "read", read_some)
 
 
 # ---- it learns -------------------------------------------------------------------------------------------------------
@@ -72,7 +56,7 @@ def test_what_is_not_given_is_the_models_recipe():
 # ---- the same numbers ------------------------------------------------------------------------------------------------
 
 
-def test_a_step_is_that_of_plain_pytorch_on_the_cpu(mesh, tmp_path):
+def test_a_step_is_that_of_plain_pytorch_on_the_cpu(mesh, monkeypatch):
     """Transformers' own model and loss, without the empty rows; clipped, with decay where it belongs."""
     config = replace(glue.validate(glue.TINY), task="mrpc", lengths=(64,), batch_size=8)
     config = replace(config, lr=1e-3, weight_decay=10.0, clip=0.1)
@@ -84,7 +68,8 @@ def test_a_step_is_that_of_plain_pytorch_on_the_cpu(mesh, tmp_path):
             parameter.add_(0.1 * torch.randn(parameter.shape))
     model.eval()  # no dropout
     plain = copy.deepcopy(model)
-    dataset = glue_data.Encoded(first(glue_data.read("synthetic", "mrpc", "train"), 6), data.tokenizer, 64)
+    fewer_sentences(monkeypatch, (6, 0))
+    dataset = glue_data.Encoded(glue_data.read("synthetic", "mrpc", "train"), data.tokenizer, 64)
     state = glue.build(config, data, mesh)
     with loading.parallel_loader(
         dataset, glue.batches(config, dataset, mesh, train=False), mesh, train=False, workers=0
@@ -150,7 +135,7 @@ def plain_metrics(folder: str, task: str, split: str, lengths: int, size: int) -
 
 def test_every_example_of_both_mnli_splits_counts_once_and_long_ones_are_cut(tmp_path, monkeypatch, capsys):
     """77 examples in batches of 32, in two shapes, the longer of which is too short for some of them."""
-    fewer(monkeypatch, 64, 77)
+    fewer_sentences(monkeypatch, (64, 77))
     config = replace(glue.TINY, model="distilbert", task="mnli", lengths=(24, 40), epochs=1)
     metrics = glue.main(replace(config, runs=str(tmp_path), name="mnli"))
     assert set(metrics) == {"accuracy", "loss", "mismatched_accuracy", "mismatched_loss"}
@@ -167,7 +152,7 @@ def test_every_example_of_both_mnli_splits_counts_once_and_long_ones_are_cut(tmp
 
 
 def test_a_regression_learns_and_counts_every_example_once(tmp_path, monkeypatch):
-    fewer(monkeypatch, 2048, 141)
+    fewer_sentences(monkeypatch, (2048, 141))
     config = replace(glue.TINY, task="stsb", lengths=(32,), epochs=3, eval_every=10_000, runs=str(tmp_path))
     metrics = glue.main(replace(config, name="stsb"))
     assert metrics["pearson"] > 0.8 and metrics["spearman"] > 0.8

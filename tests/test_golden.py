@@ -45,7 +45,7 @@ def files(folder: Path) -> list[str]:
     return sorted({re.sub(r"(step_|tfevents)[\w.-]*", r"\1*", name) for name in names})
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in TRIALS])
+@pytest.mark.parametrize("name", TRIALS)
 def test_flags_checkpoints_and_run_folders_stay(name, run_of):
     folder, trial = Path(run_of(name, "short")[0]), TRIALS[name]
     checkpoint = tensors(folder / "checkpoints" / f"step_{trial.checkpoints[-1]:08d}")

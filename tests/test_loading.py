@@ -112,21 +112,11 @@ SHAPES = [(8, 10), (4, 20), (16, 4)]
 PLAN = Buckets(Sentences(90).lengths, SHAPES)
 
 
-class BadPlan(Buckets):
-    """Is not sent to workers, and breaks a plan's promises."""
-
-    def __init__(self, how: str = ""):
-        super().__init__(Sentences(90).lengths, SHAPES)
-        self.how = how
+class Unsent(Buckets):
+    """Is not sent to workers."""
 
     def __reduce__(self):
         raise AssertionError("the plan was sent to a worker")
-
-    def epoch(self, rng):
-        batches = list(super().epoch(rng))
-        if self.how == "longer":
-            return batches + batches[:1]
-        return [(indices, (lengths[0] + (self.how == "wider"),)) for indices, lengths in batches]
 
 
 def take(loader) -> list[dict[str, np.ndarray]]:
@@ -190,17 +180,6 @@ def test_batches_on_the_device_do_not_change_any_more(mesh, workers):
         assert torch.equal(batch["image"].cpu(), expected.expand(8, 3, 128, 128))
 
 
-def test_an_upload_is_a_copy_so_that_workers_may_use_their_memory_again(mesh):
-    host = torch.arange(8 * 3 * 64 * 64, dtype=torch.float32).view(8, 3, 64, 64)
-    expected = host.clone()
-    with parallel_loader(Numbers(8), 8, mesh, train=False) as loader:
-        for _ in range(5):
-            uploaded = loader._upload({"image": host})["image"]
-            host.fill_(-1)
-            assert torch.equal(uploaded.cpu(), expected)
-            host.copy_(expected)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_set_with_batch_has_the_order_of_one_with_example(mesh, uninterrupted, workers):
     batches = train_batches(Rows(27), mesh, stop=10, workers=workers)
@@ -223,7 +202,7 @@ def test_shuffled_batches_keep_their_rows_together_and_epochs_differ(mesh):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_plan_gives_its_batches_epoch_by_epoch(mesh, workers):
     stop = 2 * len(PLAN) + 3
-    batches = train_batches(Sentences(90), mesh, BadPlan(), stop=stop, workers=workers)
+    batches = train_batches(Sentences(90), mesh, Unsent(Sentences(90).lengths, SHAPES), stop=stop, workers=workers)
     epochs = [PLAN.epoch(np.random.default_rng((3, epoch))) for epoch in range(3)]
     for batch, (indices, lengths) in zip(batches, list(itertools.chain(*epochs))[:stop], strict=True):
         assert np.array_equal(batch["index"], indices)
@@ -293,12 +272,8 @@ def test_an_evaluation_by_a_plan_has_every_example_once(mesh, plan, workers):
     assert len(batches) == len(plan) == loading.steps_per_epoch(Sentences(90), plan, mesh)
     indices, mask = (np.concatenate([batch[key].reshape(-1) for batch in batches]) for key in ("index", "mask"))
     assert sorted(indices[mask > 0].tolist()) == list(range(90)) and set(indices[mask == 0].tolist()) == {PADDING}
-    for batch in batches:
-        assert (
-            batch["mask"].shape
-            == batch["index"].shape
-            == ((8, plan.most) if plan is not PLAN else batch["index"].shape)
-        )
+    assert all(batch["mask"].shape == batch["index"].shape for batch in batches)
+    assert plan is PLAN or {batch["mask"].shape for batch in batches} == {(8, plan.most)}
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -323,11 +298,8 @@ def test_a_host_loads_its_part_alone(mesh, monkeypatch, dataset, batch_size, shu
         with parallel_loader(dataset, batch_size, pod, **options) as loader:
             sent[host] = list(loader)
         rows = sum(len(batch["index"]) for batch in sent[host])
-        assert (
-            len(dataset.calls)
-            <= rows
-            == sum(len(batch["index"]) for batch in sent["alone"]) // (1 if host == "alone" else 4)
-        )
+        share = sum(len(batch["index"]) for batch in sent["alone"]) // pod.process_count
+        assert len(dataset.calls) <= rows == share
     for step, batch in enumerate(sent["alone"]):
         parts = [sent[host][step] for host in range(4)]
         assert {len(part["index"]) for part in parts} == {len(batch["index"]) // 4}
@@ -348,7 +320,8 @@ def test_tensors_of_every_rank_and_shape_are_sharded_over_the_batch(mesh):
         for tensor in itertools.chain.from_iterable(batch.values() for batch in batches):
             assert torch_xla._XLAC._get_xla_sharding_spec(tensor).startswith(expected[tensor.dim()])
         if batch_size == 8:
-            assert (batches[0]["image"].dtype, batches[0]["image"].shape) == (torch.uint8, (8, 3, 128, 128))
+            made = {key: (value.dtype, value.shape) for key, value in batches[0].items() if key != "mask"}
+            assert made["image"] == (torch.uint8, (8, 3, 128, 128)) and made["row"] == (torch.float32, (8, 3))
             assert batches[0]["image"].cpu()[:, 0, 0, 0].tolist() == batches[0]["index"].tolist() == list(range(8))
     assert {tuple(batch["tokens"].shape) for batch in batches} == set(SHAPES)
 
@@ -447,14 +420,6 @@ def test_an_error_of_the_upload_thread_is_raised(mesh, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "how, message", [("longer", r"epoch 0 of the plan has \d+ batches"), ("wider", "made a batch of shape .8, 11.")]
-)
-def test_a_plan_that_breaks_its_promise_is_a_bug(mesh, how, message):
-    with pytest.raises(ValueError, match=message):
-        take(parallel_loader(Sentences(90), BadPlan(how), mesh, train=False))
-
-
-@pytest.mark.parametrize(
     "dataset, batch_size, options, kind, message",
     [(Numbers(32), size, {}, InputError, f"batch_size is {size}, which does not divide by the 4 devices; the nearest "
       f"that does is {nearest}") for size, nearest in ((10, 8), (11, 12), (1, 4))]
@@ -476,15 +441,6 @@ def test_what_cannot_be_loaded_is_refused(mesh, dataset, batch_size, options, ki
 
 
 # ---- counting, waiting, closing --------------------------------------------------------------------------------------
-
-
-def test_the_end_is_the_end_each_time(mesh):
-    assert loading.steps_per_epoch(Numbers(17), 8, mesh) == 2
-    with parallel_loader(Numbers(16), 8, mesh, train=False) as loader:
-        assert len(list(loader)) == 2
-        for _ in range(2):
-            with pytest.raises(StopIteration):
-                next(loader)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -545,13 +501,3 @@ def test_workers_start_from_a_clean_process_one_per_core(mesh, monkeypatch):
     cores = len(os.sched_getaffinity(0))
     examples = loading._Examples(Numbers(1), 0, masked=False, collate=loading.stack)
     assert [loading.data_loader(examples, [], workers)["num_workers"] for workers in (-1, 3)] == [cores, 3]
-
-
-def test_stack_keeps_types_and_adds_the_batch():
-    stacked = loading.stack([Pictures(2).example(index, None) for index in range(2)])
-    assert {key: (value.dtype, tuple(value.shape)) for key, value in stacked.items()} == {
-        "index": (torch.int64, (2,)),
-        "row": (torch.float32, (2, 3)),
-        "image": (torch.uint8, (2, 3, 128, 128)),
-    }
-    assert stacked["index"].tolist() == [0, 1]

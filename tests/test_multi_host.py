@@ -31,7 +31,7 @@ import torch
 import torch_xla.distributed.spmd as xs
 from checkpoints import damage, flip
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers import records, summary
+from helpers import fewer_sentences, records, summary
 
 from data import batching, text, wmt
 from data import glue as glue_data
@@ -40,7 +40,6 @@ from train import dlrm, glue, pretrain, resnet50, transformer, translate
 from train.common import averaging, checkpoint, device, embedding, files, loading
 from train.common import run as tracking
 from train.common.embedding import storage
-from train.common.loading import PADDING
 from train.common.run_folder import RunFolder
 from train.common.xla import backend as xla
 
@@ -90,9 +89,6 @@ class Pod:
     Attributes:
         steps: (name, the whole batch) of every compiled step that took one.
         meetings: of each host, what it waited for the others at.
-        reads: of each host and each of its loaders, (epoch, indices) of every batch.
-        calls: of each host and each of its loaders, what it asked the data set for.
-        loaders: of each loader, (size of the data set, whether it is an evaluation).
         written: (host, event, path) of everything that was written below `folder`.
         outcomes: of each host, what its work returned or raised.
     """
@@ -103,9 +99,8 @@ class Pod:
         self.every = every  # calls in which hosts agree about a signal; None: as many as the script says
         self.turn = threading.Condition(threading.Lock())
         self.round, self.arrived, self.met, self.gone = 0, {}, [], set()
-        self.steps, self.written, self.loaders = [], [], {}
+        self.steps, self.written = [], []
         self.meetings = [[] for _ in range(hosts)]
-        self.reads, self.calls = ([{} for _ in range(hosts)] for _ in range(2))
         self.trained, self.handlers = [0] * hosts, [{} for _ in range(hosts)]
         self.outcomes: list = [None] * hosts
 
@@ -201,7 +196,8 @@ class Pod:
                     pod.trained[host] += 1
                     if pod.trained[host] == pod.stop.get(host):
                         pod.handlers[host][signal.SIGTERM](signal.SIGTERM, None)
-                return pod.results(step_fn.__name__, whole)
+                results = trained_on if step_fn.__name__ in (*TRAINING, "update_step") else pod.results
+                return results(step_fn.__name__, whole)
 
             return call
 
@@ -218,7 +214,6 @@ class Pod:
 
         real_stop = device.stop_requested
         real_start, real_wait = threading.Thread.start, checkpoint.Checkpointer.wait
-        real_examples, real_batch = loading._Examples.__init__, loading._Examples.__getitems__
 
         def start(thread):  # the upload thread and the checkpoints' belong to the host that starts them
             thread.host = getattr(thread, "host", this_host())
@@ -230,29 +225,6 @@ class Pod:
                 real_wait(checkpoints)
             finally:
                 pod.turn.acquire()
-
-        def examples(self, dataset, seed, masked, collate):
-            host = this_host()
-            self.number, counted = len(pod.reads[host]), SimpleNamespace()
-            calls = pod.calls[host].setdefault(self.number, [])
-            pod.reads[host][self.number] = []
-            pod.loaders[self.number] = len(dataset), masked
-
-            def example(index, rng):
-                calls.append([index])
-                return dataset.example(index, rng)
-
-            def batch(indices, *lengths):
-                calls.append(indices.ravel().tolist())
-                return dataset.batch(indices, *lengths)
-
-            name, counting = ("batch", batch) if hasattr(dataset, "batch") else ("example", example)
-            setattr(counted, name, counting)
-            real_examples(self, counted, seed, masked, collate)
-
-        def batch_of(self, keys):
-            pod.reads[this_host()][self.number].append((keys[0], keys[1].ravel().tolist()))
-            return real_batch(self, keys)
 
         signals = SimpleNamespace(signal=handle, SIGTERM=signal.SIGTERM, SIGINT=signal.SIGINT)
         replacements = [
@@ -267,8 +239,6 @@ class Pod:
             (tracking, "SEEN_SECONDS", 0.3),
             (tracking, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01))),
             (loading.Loader, "_upload", lambda self, batch: Batch(batch)),
-            (loading._Examples, "__init__", examples),
-            (loading._Examples, "__getitems__", batch_of),
             (threading.Thread, "start", start),
             (checkpoint.Checkpointer, "wait", wait),
             (storage, "HOSTS_SECONDS", 2),
@@ -323,55 +293,44 @@ def digest(batch: dict) -> torch.Tensor:
     return torch.tensor(zlib.crc32(content) / 2**32)
 
 
+def trained_on(name: str, batch) -> dict | None:
+    """What a step of training gives; a script's own `results` are those of its evaluation."""
+    loss = torch.tensor(0.5) if batch is None else digest(batch)
+    return (
+        None if name == "gradient_step" else dict.fromkeys(("loss", "accuracy", "gradient_norm", "nll", "words"), loss)
+    )
+
+
 def of_resnet50(name: str, batch) -> dict:
-    if name == "train_step":
-        return {"loss": digest(batch), "accuracy": torch.tensor(0.5)}
     counts = batch["mask"] * (batch["label"] >= 0)
     brightness = batch["image"].float().mean((1, 2, 3))
     sums = {"loss": brightness, "top1": brightness > 128, "top5": brightness > 100, "count": torch.ones(len(counts))}
     return {key: (value * counts).sum() for key, value in sums.items()}
 
 
-def of_dlrm(name: str, batch):
-    if name == "train_step":
-        return {"loss": digest(batch)}
+def of_dlrm(name: str, batch) -> torch.Tensor:
     return torch.stack([batch["dense"].sum(1), batch["label"], batch["mask"]], 1)
 
 
-def of_glue(labels: int) -> Callable:
-    def results(name: str, batch):
-        if name == "train_step":
-            return {"loss": digest(batch), "gradient_norm": torch.tensor(1.0)}
-        places = torch.arange(1, batch["input_ids"].shape[1] + 1)
-        sums = (batch["input_ids"] * batch["attention_mask"] * places).sum(1)
-        return torch.sin(0.37 * sums[:, None] * torch.arange(1, labels + 1))
-
-    return results
+def of_glue(name: str, batch, labels: int = 2) -> torch.Tensor:
+    places = torch.arange(1, batch["input_ids"].shape[1] + 1)
+    sums = (batch["input_ids"] * batch["attention_mask"] * places).sum(1)
+    return torch.sin(0.37 * sums[:, None] * torch.arange(1, labels + 1))
 
 
-def of_transformer(name: str, batch):
-    if name == "gradient_step":
-        return None
+def of_transformer(name: str, batch) -> dict:
     if name == "translate_step":  # every third sentence wrong
         wrong = batch["source"].sum(1, keepdim=True) % 3 == 0
         return {"tokens": torch.where(wrong, batch["source"], batch["target"]), "score": torch.zeros(len(wrong))}
-    if name == "eval_step":
-        there = batch["target"] != wmt.PAD
-        total = (batch["target"] * there).sum() / 20
-        return {"loss": total, "nll": total / 2, "tokens": there.sum()}
-    loss = torch.tensor(0.5) if batch is None else digest(batch)
-    return {"loss": loss, "nll": loss / 2}
+    there = batch["target"] != wmt.PAD
+    total = (batch["target"] * there).sum() / 20
+    return {"loss": total, "nll": total / 2, "tokens": there.sum()}
 
 
-def of_pretrain(name: str, batch):
-    if name == "gradient_step":
-        return None
-    if name == "eval_step":
-        weights = batch["weights"] * batch["mask"][:, None]
-        sums = {"loss": batch["labels"] / 50, "accuracy": batch["labels"] % 2, "predicted": torch.ones(weights.shape)}
-        return {key: (value * weights).sum() for key, value in sums.items()}
-    loss = torch.tensor(0.5) if batch is None else digest(batch)
-    return {"loss": loss, "words": loss}
+def of_pretrain(name: str, batch) -> dict:
+    weights = batch["weights"] * batch["mask"][:, None]
+    sums = {"loss": batch["labels"] / 50, "accuracy": batch["labels"] % 2, "predicted": torch.ones(weights.shape)}
+    return {key: (value * weights).sum() for key, value in sums.items()}
 
 
 @dataclass(frozen=True)
@@ -404,17 +363,6 @@ def clicks(monkeypatch, sizes) -> None:
     monkeypatch.setattr(dlrm, "EVAL_BATCH", 16)
 
 
-def sentences(monkeypatch, sizes) -> None:
-    read = glue_data.read
-
-    def some(data, task, split, seed=0):
-        examples, size = read(data, task, split, seed), sizes[split != "train"]
-        second = examples.second and examples.second[:size]
-        return replace(examples, first=examples.first[:size], second=second, labels=examples.labels[:size])
-
-    monkeypatch.setattr(glue_data, "read", some)
-
-
 def sentence_pairs(monkeypatch, sizes) -> None:
     made = wmt.SyntheticPairs
     monkeypatch.setattr(wmt, "SyntheticPairs", lambda split, seed: made(split, sizes[split != "train"], seed))
@@ -442,7 +390,7 @@ SCRIPTS = {
     "resnet50": Script(resnet50, RESNET50, of_resnet50, (61, 23), images, (4, 5)),
     "dlrm": Script(dlrm, DLRM, of_dlrm, (61, 23), clicks, (4, 5)),
     "dlrm-batches": Script(dlrm, replace(DLRM, shuffle="batches"), of_dlrm, (55, 29), clicks, (4, 5)),
-    "glue": Script(glue, GLUE, of_glue(2), (61, 45), sentences, (10, 13)),
+    "glue": Script(glue, GLUE, of_glue, (61, 45), fewer_sentences, (10, 13)),
     "transformer": Script(transformer, TRANSFORMER, of_transformer, (77, 29), sentence_pairs, (10, 12)),
     "transformer-packed": Script(transformer, PACKED, of_transformer, (77, 29), sentence_pairs, (8, 10)),
     "pretrain": Script(pretrain, PRETRAIN, of_pretrain, (61, 23), rows_of_text, (4, 5)),
@@ -520,70 +468,18 @@ def test_the_hosts_together_have_the_batches_of_one_host_and_each_has_its_metric
 
 
 @every_script
-def test_a_host_reads_its_share_and_nothing_else(trained, name):
-    alone, pod = trained(name, 1), trained(name)
-    assert all(reads.keys() == alone.reads[0].keys() for reads in pod.reads)
-    for loader, batches in alone.reads[0].items():
-        for step, (epoch, indices) in enumerate(batches):
-            shares = [reads[loader][step] for reads in pod.reads]
-            assert all(share[0] == epoch for share in shares)
-            assert [index for share in shares for index in share[1]] == indices, (loader, step)
-            real = Counter(index for index in indices if index != PADDING)
-            assert max(real.values()) == 1, "an example is read by two hosts"
-            assert all(len(share[1]) == len(indices) // HOSTS for share in shares)
-        for reads, calls in zip(pod.reads, pod.calls, strict=True):
-            assert_reads_no_more(reads[loader], calls[loader])
-
-
-def assert_reads_no_more(reads: list, calls: list) -> None:
-    """The data set was asked for the examples of the share; for padding at most for one example that stands in."""
-    if len(calls) == len(reads):  # together
-        for (_, indices), asked in zip(reads, calls, strict=True):
-            stand_ins = {PADDING, 0} if PADDING in indices else set()
-            assert len(asked) == len(indices) and set(asked) - stand_ins <= set(indices)
-    else:  # one by one
-        expected = [[i for i in indices if i != PADDING] or [0] for _, indices in reads]
-        assert [[index] for indices in expected for index in indices] == calls
-
-
-@every_script
-def test_every_example_is_read_once_an_epoch(trained, name):
-    alone, script = trained(name, 1), SCRIPTS[name]
-    for loader, (size, masked) in alone.loaders.items():
-        assert size == script.sizes[masked]
-        epochs: dict[int, list[int]] = {}
-        for epoch, indices in alone.reads[0][loader]:
-            epochs.setdefault(epoch, []).extend(index for index in indices if index != PADDING)
-        for epoch, indices in epochs.items():
-            assert len(indices) == len(set(indices)) and set(indices) <= set(range(size))
-            if masked or (epoch < max(epochs) and name in ("glue", "transformer", "transformer-packed")):
-                assert sorted(indices) == list(range(size)), (loader, epoch)
-            elif epoch < max(epochs):  # what does not fill a batch waits for another epoch
-                assert len(indices) == 48 < size
-        assert masked or max(epochs) >= 2, "the training is too short for this test"
-    masks = [batch["mask"] for step, batch in alone.steps if step in ("eval_step", "translate_step")]
-    assert sum(mask.sum() for mask in masks) == sum(size for size, masked in alone.loaders.values() if masked)
-    assert any((mask == 0).any() for mask in masks), "nothing was padded"
-
-
-@every_script
 def test_a_resumed_run_goes_on_with_the_rest_on_any_number_of_hosts(trained, name, tmp_path):
-    """1 host, stopped in the second epoch; 2 hosts from there, stopped as well; 4 to the end."""
-    script, whole = SCRIPTS[name], trained(name, 1)
-    first, second = script.stops
-    per_epoch = sum(1 for epoch, _ in whole.reads[0][0] if epoch == 0)
-    assert per_epoch < first < second < 2 * per_epoch
+    """1 host, stopped in the second epoch; 2 hosts from there, both stopped by a signal to one; 4 to the end."""
+    whole = trained(name, 1)
+    first, second = SCRIPTS[name].stops
     parts = [
         train(name, 1, tmp_path, {0: first}).stopped(),
-        train(name, 2, tmp_path, dict.fromkeys(range(2), second - first)).stopped(),
+        train(name, 2, tmp_path, {1: second - first}).stopped(),
         train(name, 4, tmp_path).succeeded(),
     ]
+    assert parts[1].trained == [second - first] * 2 and parts[1].meetings[0] == parts[1].meetings[1]
     assert [len(training(part)) for part in parts] == [first, second - first, len(training(whole)) - second]
     assert_equal([batch for part in parts for batch in training(part)], training(whole))
-    for part, start in zip(parts[1:], (first, second), strict=True):  # nothing of the steps before is read again
-        epoch, indices = whole.reads[0][0][start]
-        shares = [reads[0][0] for reads in part.reads]
-        assert [(epoch, [i for _, share in shares for i in share])] == [(epoch, indices)]
     assert records(run_folder(parts[2])) == records(run_folder(whole))
     assert parts[2].outcomes == whole.outcomes * 4
 
@@ -594,7 +490,7 @@ def test_a_resumed_run_goes_on_with_the_rest_on_any_number_of_hosts(trained, nam
 @pytest.mark.parametrize(("task", "count"), [("cola", 2), ("stsb", 3), ("mnli", 4)])
 def test_glue_metrics_that_the_host_computes_are_of_all_hosts(task, count, tmp_path, monkeypatch):
     """Matthews' correlation, Pearson's and Spearman's, and both splits of MNLI."""
-    results = of_glue(max(len(glue_data.TASKS[task].labels), 1))
+    results = functools.partial(of_glue, labels=max(len(glue_data.TASKS[task].labels), 1))
     monkeypatch.setitem(SCRIPTS, "glue", replace(SCRIPTS["glue"], results=results))
     alone, pod = (train("glue", hosts, tmp_path / str(hosts), task=task, epochs=1).succeeded() for hosts in (1, 4))
     assert pod.outcomes == alone.outcomes * 4
@@ -730,15 +626,6 @@ def test_a_host_that_does_not_see_the_last_checkpoint_yet_has_no_mean_of_its_own
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
 
-@every_script
-def test_a_signal_to_one_host_stops_all_in_the_same_step_with_one_checkpoint(name, tmp_path):
-    first = SCRIPTS[name].stops[0]
-    pod = train(name, 2, tmp_path, {1: first}).stopped()
-    assert pod.trained[0] == pod.trained[1] and pod.meetings[0] == pod.meetings[1]
-    update = pod.trained[0] // getattr(SCRIPTS[name].config, "update_every", 1)
-    assert os.path.exists(f"{run_folder(pod)}/checkpoints/step_{update:08d}/COMPLETE")
-
-
 @pytest.mark.parametrize("late", [2, None])
 @pytest.mark.parametrize("name, every", [("transformer", 10), ("transformer-packed", 5)])
 def test_hosts_agree_about_a_signal_as_rarely_as_the_script_says(name, every, late, tmp_path):
@@ -806,7 +693,7 @@ def test_batches_of_sentences_divide_by_the_devices(tmp_path):
     train("transformer", 4, tmp_path, devices=16, batch_tokens=384, updates=4).succeeded()
 
 
-def test_a_trial_of_distilbert_waits_for_its_teacher(tmp_path):
+def test_a_trial_of_distilbert_makes_its_teacher_and_waits_for_it(tmp_path, capsys):
     export = pretrain.export
 
     def patch(patched, pod):
@@ -816,7 +703,13 @@ def test_a_trial_of_distilbert_waits_for_its_teacher(tmp_path):
 
         patched.setattr(pretrain, "export", slow)
 
-    train("pretrain", 2, tmp_path, patch=patch, model="distilbert", steps=3, warmup_steps=1).succeeded()
+    changes = {"model": "distilbert", "steps": 3, "warmup_steps": 1, "name": "run"}
+    metrics = train("pretrain", 2, tmp_path, patch=patch, **changes).succeeded().outcomes
+    (made,) = set(os.listdir(tmp_path / "runs")) - {"run"}
+    student, teacher = (json.load(open(f"{tmp_path}/runs/{name}/config.json"))["config"] for name in ("run", made))
+    assert teacher["model"] == "bert" and student["teacher"] == f"{tmp_path}/runs/{made}/export"
+    assert train("pretrain", 2, tmp_path, **changes).succeeded().outcomes == metrics
+    assert capsys.readouterr().out.count("is finished") == 2
 
 
 @pytest.mark.filterwarnings("ignore:skipped, ")

@@ -1,11 +1,10 @@
 """What is particular to train/resnet50.py; what it shares with the other scripts is in test_scripts.py."""
 
-import glob
 import json
-import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -13,15 +12,14 @@ import PIL.Image
 import pytest
 import torch
 import torchvision
-from helpers import environment
+from helpers import DUMP, environment, largest_program
 
 from data import imagenet
 from errors import InputError
 from models.resnet import load_weights, resnet
+from tpu.compiler import hlo
 from train import resnet50
-from train.common import checkpoint, device, files
-
-pytestmark = pytest.mark.xdist_group("resnet50")
+from train.common import device, files
 
 
 @pytest.mark.slow
@@ -118,7 +116,7 @@ for groups in (4, 1):
     with loading.parallel_loader(data.train, 64, mesh, train=True, stop=1) as loader:
         device.compiled(script.train_step, mesh)(state, next(loader), config, mesh)["loss"].item()
     os.mkdir(f"{sys.argv[1]}/{groups}")
-    for path in glob.glob(f"{sys.argv[1]}/*cpu_after_optimizations.txt"):
+    for path in glob.glob(f"{sys.argv[1]}/*cpu_after_optimizations.hlo.pb"):
         shutil.move(path, f"{sys.argv[1]}/{groups}")
 """
 
@@ -127,43 +125,35 @@ for groups in (4, 1):
 def compiled(tmp_path_factory):
     """A folder with the optimised modules of the train step on four devices: 4, norm per device, and 1, per batch."""
     folder = tmp_path_factory.mktemp("dumped")
-    flags = environment(XLA_FLAGS=f"--xla_dump_to={folder} --xla_dump_hlo_as_text")
+    flags = environment(XLA_FLAGS=DUMP.format(folder))
     subprocess.run([sys.executable, "-c", COMPILED, folder], env=flags, check=True, capture_output=True)
     return folder
 
 
-def collectives(folder) -> dict[str, int]:
-    """Returns the number of all-reduces in the largest module, of other collectives, and of convolutions and matrix
-    products that need an all-reduce's result."""
-    text = open(max(glob.glob(f"{folder}/*.txt"), key=os.path.getsize)).read()
-    computations, entry = {}, ""
-    for line in text.splitlines():
-        if head := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
-            body = computations[head[2]] = []
-            entry = head[2] if head[1] else entry
-        elif instruction := re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\((.*)", line):
-            body.append((instruction[1], instruction[2], re.findall(r"%([\w.\-]+)", instruction[3])))
+def collectives(module: hlo.Module) -> Counter:
+    """Returns the number of all-reduces, of other collectives, and of convolutions and matrix products that need an
+    all-reduce's result."""
 
-    def heavy(op, names):
-        called = [name for name in names if name in computations]
-        return op in ("convolution", "dot") or any(heavy(o, n) for name in called for _, o, n in computations[name])
+    def heavy(one: hlo.Instruction) -> bool:
+        inside = (each for called in one.called for each in module.computations[called].instructions)
+        return one.opcode in ("convolution", "dot") or any(map(heavy, inside))
 
-    counts, tainted = {"all-reduce": 0, "other": 0, "heavy": 0, "heavy after all-reduce": 0}, set()
-    for name, op, operands in computations[entry]:
-        counts["heavy"] += heavy(op, operands)
-        if op == "all-reduce":
+    counts, tainted = Counter(), set()
+    for one in module.entry.instructions:
+        counts["heavy"] += heavy(one)
+        if one.opcode == "all-reduce":
             counts["all-reduce"] += 1
-            tainted.add(name)
-        elif op.startswith(("all-", "collective-", "reduce-scatter")):
+            tainted.add(one.id)
+        elif one.opcode.startswith(("all-", "collective-", "reduce-scatter")):
             counts["other"] += 1
-        elif tainted & set(operands):
-            tainted.add(name)
-            counts["heavy after all-reduce"] += heavy(op, operands)
+        elif tainted & set(one.operands):
+            tainted.add(one.id)
+            counts["heavy after all-reduce"] += heavy(one)
     return counts
 
 
 def test_norm_per_device_needs_no_collective_in_the_forward_and_backward_pass(compiled):
-    counts = collectives(compiled / "4")
+    counts = collectives(largest_program(compiled / "4"))
     with torch.device("meta"):
         model = resnet("resnet_tiny", 10)
     statistics = 2 * sum(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules())
@@ -173,7 +163,7 @@ def test_norm_per_device_needs_no_collective_in_the_forward_and_backward_pass(co
     # Gradients, running statistics, loss and accuracy.
     assert counts["all-reduce"] <= len(list(model.parameters())) + statistics + 2
     # Norm over the whole batch does need them.
-    assert collectives(compiled / "1")["heavy after all-reduce"] > 40
+    assert collectives(largest_program(compiled / "1"))["heavy after all-reduce"] > 40
 
 
 # ---- what the user can get wrong ----
@@ -216,25 +206,3 @@ def test_broken_images_stop_the_run_or_are_replaced_and_reported(refused, capsys
     output = capsys.readouterr().out
     assert "evaluated 9 of 10 images" in output
     assert re.search(r"\b([2-9]|1\d) training images could not be decoded", output)
-
-
-def test_full_disk_ends_the_run_and_the_checkpoint_before_stays(monkeypatch, refused, tmp_path):
-    write = files.write_synced
-
-    def full(fs, path, content):
-        if "step_00000032" in path:
-            raise OSError(28, "No space left on device")
-        write(fs, path, content)
-
-    monkeypatch.setattr(files, "write_synced", full)
-    flags = f"--runs {tmp_path} --name full --epochs 2 --save-every 20"
-    refused(resnet50, f"tiny {flags}", "checkpoint of step 32.*No space left on device.*step 20 is complete and safe")
-    assert checkpoint.Checkpointer(f"{tmp_path}/full/checkpoints").complete_steps() == [20]
-
-
-def test_checkpoint_of_another_model(refused, tmp_path, mesh):
-    images = imagenet.SyntheticImages(1, 32, 12, 0, "train")
-    model, _, optimizer = resnet50.build(resnet50.TINY, resnet50.Data(images, images), mesh)
-    with checkpoint.Checkpointer(f"{tmp_path}/run/checkpoints") as saved:
-        saved.save(5, model, optimizer)
-    refused(resnet50, f"tiny --runs {tmp_path} --name run", "another model.*step_00000005|step_00000005.*another model")

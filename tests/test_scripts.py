@@ -22,7 +22,7 @@ from helpers import (
 )
 from trials import TRIALS
 
-every_script = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in TRIALS])
+every_script = pytest.mark.parametrize("name", TRIALS)
 
 
 def within(metrics: dict[str, float], ranges: dict[str, tuple[float, float]]) -> bool:
@@ -47,23 +47,15 @@ def test_without_a_learning_rate_it_does_not(name, tmp_path):
 
 
 @every_script
-def test_graphs_are_not_compiled_again(name, run_of):
-    assert_graph_contract(run_of(name)[0])
-
-
-@every_script
-def test_run_folder_holds_everything_about_the_run(name, run_of):
+def test_run_folder_tells_about_the_run_and_that_it_kept_the_graph_contract(name, run_of):
     path, metrics, config = run_of(name)
-    expected = {".lock", "config.json", "metrics.jsonl", "curves.png", "summary.json", "tb", "checkpoints", "export"}
-    assert set(os.listdir(path)) == expected
+    assert_graph_contract(path)
     found = summary(path)
     assert found["metrics"] == metrics and found["training_seconds"] > 0
     assert found.get("examples_per_second", found.get("tokens_per_second")) > 0
     assert json.load(open(f"{path}/config.json"))["config"]["lr"] == config.lr
-    last = records(path)[-1]
-    assert {
-        name: last[f"eval/{name}"] for name in metrics
-    } == metrics or name == "transformer"  # of the mean of checkpoints
+    if name != "transformer":  # whose last evaluation is of the mean of checkpoints
+        assert {f"eval/{metric}": value for metric, value in metrics.items()}.items() <= records(path)[-1].items()
     path, *_ = run_of(name, "short")
     assert len(losses(path)) == summary(path)["steps"]
     checkpoints = [f"step_{step:08d}" for step in TRIALS[name].checkpoints]

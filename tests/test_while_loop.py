@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.distributed.spmd as xs
+from helpers import update
 from torch import nn
 
 from train.common import device
@@ -52,10 +51,7 @@ def loop_input(mesh, limits):
     reads = {"add": torch.randn(8, 6) / 5, "limit": torch.tensor(limits, dtype=torch.int32)}
 
     def upload(tensor):
-        if not tensor.dim():
-            return tensor.to(mesh.device)
-        rows = xs.ShardingSpec(mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
-        return xm.send_cpu_data_to_device(tensor, mesh.device, rows)[0]
+        return device.upload(tensor, mesh) if tensor.dim() else tensor.to(mesh.device)
 
     on_device = [{name: upload(tensor) for name, tensor in each.items()} for each in (state, reads)]
     return (state, reads), tuple(on_device)
@@ -115,11 +111,7 @@ def test_a_loop_between_train_steps_has_the_weights_of_the_moment_and_compiles_n
     (reference, expected_optimizer), (model, made) = chain(mesh, optimizer)
 
     def mean_step(model, optimizer, x):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return update(model(x).square().mean(), optimizer)
 
     (run_loop, _), step = looping(mesh, model), device.compiled(mean_step, mesh)
     results = []

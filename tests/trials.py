@@ -108,11 +108,11 @@ TRIALS = {
         learned={"bleu": (25.0, 100.0), "ppl": (1.0, 5.0)},
         still={"updates": 10},
         untrained={"bleu": (0.0, 1.0), "ppl": (50.0, 1000.0)},
-        short=replace(TRANSLATES, updates=50, log_every=1, keep=3),  # the export is the mean of the last three
-        checkpoints=(32, 40, 48, 50),  # the last one is between two
+        short=replace(TRANSLATES, updates=26, log_every=1, save_every=4, keep=3),  # exports the mean of the last three
+        checkpoints=(16, 20, 24, 26),  # the last one is between two
         crash=3,
-        kill=Stop(30, saved=24),
-        terminate=41,  # its checkpoint must not take the place of one that is averaged
+        kill=Stop(14, saved=12),
+        terminate=21,  # its checkpoint must not take the place of one that is averaged
         close={25: 1e-5},  # Adam turns the last digits of a gradient near 0 into whole steps: later the runs part
         moved=0.5,
         graphs=8,  # of training, evaluation and translation in two shapes, and two tiny ones
