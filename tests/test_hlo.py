@@ -285,26 +285,20 @@ def test_the_largest_buffers_are_named_once():
     assert largest == [("fusion.2", 400, "model.py:2"), ("parameter.1", 40, "model.py:1")]
 
 
-def test_custom_calls_are_counted_by_target():
+def test_custom_calls_host_transfers_and_random_bytes():
     top_k = m.message(28, b"TopK")
-    found = entry(
-        m.op(1, "custom-call", SCALAR, extra=m.message(28, b"Sharding")),
-        m.op(2, "custom-call", SCALAR, extra=top_k),
-        m.op(3, "fusion", SCALAR, called=(2,)),
-        others=[m.computation(2, [m.op(21, "custom-call", SCALAR, extra=top_k)], 21)],
-    )
-    assert analysis.custom_calls(found) == {"TopK": 2, "Sharding": 1}
-
-
-def test_host_transfers_and_random_bytes():
     found = entry(
         m.op(1, "infeed", SCALAR),
         m.op(2, "send", SCALAR, extra=m.number(47, 1)),
         m.op(3, "send", SCALAR),  # to another device
         m.op(4, "copy-start", "(f32[2]@5, f32[2], u32[])"),
-        m.op(5, "fusion", "f32[2]@1"),  # on the chip
+        m.op(5, "fusion", "f32[2]@1", called=(2,)),  # on the chip
         m.op(6, "rng-bit-generator", "(u32[4], u32[8,16])"),
+        m.op(7, "custom-call", SCALAR, extra=m.message(28, b"Sharding")),
+        m.op(8, "custom-call", SCALAR, extra=top_k),
+        others=[m.computation(2, [m.op(21, "custom-call", SCALAR, extra=top_k)], 21)],
     )
+    assert analysis.custom_calls(found) == {"TopK": 2, "Sharding": 1}
     assert [each.name for each in analysis.host_transfers(found)] == ["infeed.1", "send.2", "copy-start.4"]
     assert analysis.random_bytes(found) == 4 * 4 + 8 * 16 * 4
 
