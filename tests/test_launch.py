@@ -717,6 +717,15 @@ def test_a_deaf_trainer_is_killed_and_a_second_ctrl_c_leaves_at_once(cloud, here
     wait_for(lambda: not cloud.alive())
 
 
+def test_ctrl_c_before_the_start_stops_no_other_run(cloud):
+    assert cloud.run(*train("--run", "one", "--detach", args=FOREVER)).returncode == 0
+    cloud.set(mishaps=[{"match": " status ", "late": 30}])
+    process = cloud.start(*train(args="steps=3"))
+    wait_for(lambda: (cloud.folder / "mishap-0-0").exists())
+    _, err = ctrl_c(process)
+    assert "left; nothing was started" in err and len({*cloud.starts()}) == 1 and cloud.alive()
+
+
 def test_a_start_on_its_way_is_refused_after_a_stop(cloud, here):
     """The client is killed while worker 1 is being started; then another one stops all."""
     cloud.set(mishaps=[{"worker": 1, "match": " start ", "late": 2}])
@@ -809,7 +818,11 @@ def test_a_tpu_is_asked_for_and_deleted_after_its_run(cloud, here, monkeypatch):
     assert len(create) == len(delete) == 1 and flags < {*create[0]} and "--force" in delete[0]
     assert cloud.starts() == [1] and json.loads((cloud.folder / "tpu.json").read_text())["state"] == "DELETED"
     code, _, err = here("train", "--keep", *arguments[1:])
-    assert code == 0 and "my-tpu stays, and is billed; delete it: gcloud compute tpus queued-resources delete" in err
+    stays = "my-tpu stays, and is billed; delete it: gcloud compute tpus queued-resources delete"
+    assert code == 0 and stays in err
+    cloud.set(mishaps=[{"match": " start ", "how": "before", "message": "Host key verification failed."}])
+    code, _, err = here(*arguments)
+    assert code == 2 and stays in err, "nothing has run"
 
 
 @pytest.fixture

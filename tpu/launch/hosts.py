@@ -40,8 +40,8 @@ class Transient(Exception):
 class Machine:
     """The state of a TPU: its workers, one line about it, and, if it cannot train now, why and what to do.
 
-    gone: it will not come back by itself (preempted, deleted, stopped, broken). absent: there is none of this name.
-    Neither, with a problem: it will be ready later.
+    gone: it will not come back by itself (preempted, deleted, stopped, broken). Not gone, with a problem: it will be
+    ready later. absent: there is none of this name. up: its workers can be reached, whatever its health.
     """
 
     workers: int
@@ -49,6 +49,7 @@ class Machine:
     problem: str = ""
     gone: bool = False
     absent: bool = False
+    up: bool = True
 
 
 @dataclass
@@ -119,7 +120,7 @@ class TpuVm:
             f"there is no TPU VM {self.name} in this zone and project: give ZONE= and PROJECT= (gcloud compute tpus"
             f" tpu-vm list --zone=- lists yours), create it ({create}), or let CREATE=v6e-8 ask for it"
         )
-        return Machine(0, f"{self.name}: not found", problem, gone=True, absent=True)
+        return Machine(0, f"{self.name}: not found", problem, gone=True, absent=True, up=False)
 
     def _create(self, kind: str, version: str, spot: bool = False) -> str:
         words = [self.name, f"--accelerator-type={kind}", f"--version={version}", *(["--spot"] if spot else [])]
@@ -158,7 +159,7 @@ class TpuVm:
                 problem = f"{state}, not READY yet: {wait}"
             elif not workers:
                 problem = f"without a network endpoint: {wait}"
-        return Machine(workers, line, problem and f"{self.name} is {problem}", gone and bool(problem))
+        return Machine(workers, line, problem and f"{self.name} is {problem}", gone, up=state == "READY")
 
 
 @dataclass

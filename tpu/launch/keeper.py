@@ -77,19 +77,22 @@ class Owner:
         self.workers, self.retries, self.grace, self.say = workers, retries, grace, say
         self.reports: dict[int, dict] = {}
         self.heard: dict[int, float] = {}
-        self.told: set[int] = set()  # workers that have got the last order
         self.attempt, self.final, self.code, self.why = 0, False, 0, ""
-        self.order = {"do": "wait", "attempt": 0, "grace": grace}
+        self.give("wait", grace)
         self.begun = time.monotonic()
         self.guard = threading.Lock()
+
+    def give(self, do: str, grace: float) -> None:
+        """Sets the order for all workers."""
+        self.order = {"do": do, "attempt": self.attempt, "grace": grace, "final": self.final}
+        self.told: set[int] = set()  # workers that have got it
 
     def report(self, worker: int, report: dict) -> dict:
         """Takes a worker's report. Returns the order for it."""
         with self.guard:
             self.reports[worker], self.heard[worker] = report, time.monotonic()
             self.decide()
-            if self.order["do"] == "leave":
-                self.told.add(worker)
+            self.told.add(worker)
             return dict(self.order)
 
     def done(self, worker: int) -> bool:
@@ -105,7 +108,7 @@ class Owner:
         """Orders the end of this attempt. final: no other follows, retries or not."""
         self.code, self.why, self.final = code, why, final or self.attempt > self.retries
         self.say(why + ("; ending the run on the others" if self.workers > 1 else ""))
-        self.order = {"do": "end", "attempt": self.attempt, "grace": grace}
+        self.give("end", grace)
 
     def decide(self) -> None:
         """Moves the run on: wait -> run -> end -> run or leave."""
@@ -131,10 +134,10 @@ class Owner:
             elif do == "wait" and time.monotonic() > self.begun + JOIN:
                 self.end(1, f"worker {', '.join(absent)} did not join in {JOIN} s", FAILED_GRACE, True)
             elif do == "run" and len(codes) == self.workers:
-                self.order = {"do": "leave", "attempt": self.attempt, "grace": 0}
+                self.give("leave", 0)
         elif do == "end" and all(self.done(worker) for worker in range(self.workers)):
             if self.final or any(report["stopped"] for report in reports.values()):
-                self.order = {"do": "leave", "attempt": self.attempt, "grace": 0}
+                self.give("leave", 0)
             else:
                 self.say(f"starting again, retry {self.attempt} of {self.retries}; it resumes from its checkpoint")
                 self.run()
@@ -143,12 +146,13 @@ class Owner:
         """Orders the next attempt."""
         self.attempt += 1
         self.code, self.why = 0, ""
-        self.order = {"do": "run", "attempt": self.attempt, "grace": self.grace}
+        self.give("run", self.grace)
 
     def all_told(self) -> bool:
-        """Tells whether every worker that still listens has got the order to leave."""
-        waiting = [worker for worker, report in self.reports.items() if worker and not report["stopped"]]
-        return all(worker in self.told or self.lost(worker) for worker in waiting)
+        """Tells whether every other worker that still listens has got the present order."""
+        ended = {worker for worker, report in self.reports.items() if self.final and not report["running"]}
+        left = ended | {worker for worker, report in self.reports.items() if report["stopped"]}
+        return all(worker in self.told or worker in left or self.lost(worker) for worker in self.reports if worker)
 
     def serve(self, key: str) -> int:
         """Answers the other workers in the background. Returns the port."""
@@ -182,7 +186,8 @@ class Keeper:
         self.attempt, self.code, self.tail, self.began = 0, None, "", self.log.stat().st_size
         self.stopped = False  # SIGTERM has come: make stop, or the machine's shutdown
         self.killed_at = 0.0  # when the trainer's time to save is over
-        self.order, self.heard = {"do": "wait", "attempt": 0, "grace": start["grace"]}, time.monotonic()
+        self.order = {"do": "wait", "attempt": 0, "grace": start["grace"], "final": False}
+        self.heard = time.monotonic()  # the last order
         self.owner = None if self.worker else Owner(start["workers"], start["retries"], start["grace"], self.say)
         self.talking = threading.Lock()
 
@@ -273,13 +278,13 @@ class Keeper:
         lost = not self.owner and time.monotonic() > self.heard + LOST
         if lost and not self.stopped and self.order["do"] != "end":
             self.say(f"worker 0 was not heard for {LOST} s (its keeper's port is open to internal traffic?); ending")
-            self.order = {"do": "end", "attempt": self.attempt, "grace": self.start["grace"]}
+            self.order = {"do": "end", "attempt": self.attempt, "grace": self.start["grace"], "final": True}
         do = self.order["do"]
         if self.process:
             if self.stopped or do in ("end", "leave") or self.order["attempt"] > self.attempt:
                 self.end()
             return True
-        if self.stopped or do == "leave" or (do == "end" and lost):
+        if self.stopped or do == "leave" or (do == "end" and not self.owner and (self.order["final"] or lost)):
             return False
         if do == "run" and self.order["attempt"] > self.attempt:
             self.run()
@@ -310,8 +315,10 @@ def keep() -> int:
         if keeper.stopped and not owner.code:
             owner.code, owner.why = STOPPED, "the run was stopped on worker 0"
         deadline = time.monotonic() + 5
-        while not keeper.stopped and not owner.all_told() and time.monotonic() < deadline:
+        while not owner.all_told() and time.monotonic() < deadline:
             time.sleep(0.1)
+        if start["workers"] > 1 and not keeper.stopped:
+            time.sleep(2 * PULSE)  # who sees this unit end starts the next run, and the other units end a moment later
         code, why = owner.code, owner.why
     else:
         code, why = 1 if keeper.code is None else keeper.code, ""

@@ -49,7 +49,6 @@ from tpu.launch.workers import PRINTING, TpuGone, WorkerLost, Workers, parallel,
 
 GONE = 75  # exit code: the TPU is gone; EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # exit code after Ctrl-C
-LEFT = -1  # the same, and the run may go on
 RECENT = 32 * 1024  # bytes of the log so far that are shown when attaching
 ASK_AGAIN = 15  # seconds between two looks at a TPU that is not ready
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -95,7 +94,7 @@ class Launcher:
         place = {"TPU": host.name, "ZONE": options.zone, "PROJECT": options.project}
         self.place = [f"{name}={value}" for name, value in place.items() if value]
         self.options, self.host, self.workers = options, host, Workers(host, options.lost_after)
-        self.run = ""
+        self.run, self.begun = "", False  # begun: something was started that Ctrl-C must stop
 
     def make(self, target: str) -> str:
         """Returns the command of make to show, for this TPU."""
@@ -132,6 +131,7 @@ class Launcher:
         self.ready()
         self.check_runs(words)
         say(f"working tree: {files} files, {len(content) / 1e6:.1f} MB, {bundle[:12]}")
+        ended = False
         try:
             token, attached = self.start(words, environment, bundle, content)
             if options.detach:
@@ -139,16 +139,19 @@ class Launcher:
                 return 0
             if not attached:
                 say(f"{self.run} runs on {self.workers.count} workers; Ctrl-C stops it everywhere")
-            code = watch(self.workers, self.run, token, -RECENT if attached else -1)
+            code, ended = watch(self.workers, self.run, token, -RECENT if attached else -1), True
         except KeyboardInterrupt:
-            code = self.interrupted()
+            if not self.begun:
+                raise
+            code, ended = INTERRUPTED, self.interrupted()
+        finally:
+            if request:
+                request.finish(ended)
         if code == 0:
             self.finished(words)
-        elif code != LEFT:
+        elif ended:
             say(f"to resume from the newest checkpoint: the same command with RUN={self.run}")
-        if request and code != LEFT:
-            request.delete()
-        return code if code != LEFT else INTERRUPTED
+        return code
 
     # ---- start ----
 
@@ -179,20 +182,20 @@ class Launcher:
             marks = ("--run", self.run, "--token", token, "--bundle", bundle, "--epoch", statuses[worker]["epoch"])
             return call(worker, "start", *marks, data=data)
 
-        begun = False
+        self.begun, reached = True, False
         try:
             answer = start_one(0)  # of two launchers at the same time one is first here, and the other attaches
             if answer["state"] == "busy":
                 token, attached = self.attach([answer["holder"]], words, bundle), True
                 answer = start_one(0)
-            begun = True
+            reached = True
             request |= {name: answer[name] for name in ("addresses", "port", "key")}
             # On all workers also when attaching: the launcher may have died before it had started them all.
             for worker, answer in sorted(parallel(start_one, range(1, self.workers.count)).items()):
                 if answer["state"] == "busy":
                     raise InputError(f"{self.workers.label(worker)} is busy: {self.describe_run(answer['holder'])}")
         except Exception as error:
-            if not attached and (begun or isinstance(error, WorkerLost)):
+            if not attached and (reached or isinstance(error, WorkerLost)):
                 say(f"{error}; stopping it on the others")
                 self.stop_all(self.run)
             raise
@@ -243,7 +246,7 @@ class Launcher:
     def logs(self) -> int:
         """Attaches to the run, or shows the end of one that is over. Ctrl-C leaves, and the run continues."""
         machine = self.workers.describe()
-        if machine.gone:
+        if machine.gone and not machine.up:
             raise TpuGone(machine.problem)
         status = self.workers.call(0, "status", forever=True)
         runs = [status["running"]] if status["running"] else []
@@ -282,7 +285,7 @@ class Launcher:
     def stop(self) -> int:
         """Ends whatever runs on the workers."""
         machine = self.workers.describe()
-        if machine.gone and not machine.workers:
+        if machine.gone and not machine.up:
             raise TpuGone(machine.problem)
         say(machine.line, f"a run has {self.options.grace:.0f} s to save a checkpoint")
         return self.stop_all(self.options.run)
@@ -292,7 +295,7 @@ class Launcher:
 
         def stop_one(worker: int) -> tuple[bool, str]:
             try:
-                answer = self.workers.call(worker, "stop", *("--run", run, "--grace", self.options.grace), heed=False)
+                answer = self.workers.call(worker, "stop", "--run", run, "--grace", self.options.grace)
             except Exception as error:
                 return False, f"not reached: {error}"
             if answer["state"] == "idle":
@@ -311,8 +314,8 @@ class Launcher:
             return 1
         return 0
 
-    def interrupted(self) -> int:
-        """Stops the run on all workers after Ctrl-C. A second one leaves at once. LEFT: something may still run."""
+    def interrupted(self) -> bool:
+        """Stops the run on all workers after Ctrl-C. A second one leaves at once. Returns whether nothing is left."""
         self.workers.connections.abort()
         say(
             f"stopping {self.run} on all workers; it has {self.options.grace:.0f} s to save a checkpoint."
@@ -321,10 +324,10 @@ class Launcher:
         try:
             if self.stop_all(self.run) == 0:
                 say("no process of the run is left")
-                return INTERRUPTED
+                return True
         except KeyboardInterrupt:
             say(f"left before all workers had answered, so the run may go on: {self.make('stop')} ends it")
-        return LEFT
+        return False
 
 
 def read_options(arguments: list[str]) -> argparse.Namespace:

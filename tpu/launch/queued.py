@@ -67,9 +67,9 @@ class Request:
         """Returns the state of the request, "" if there is none."""
         return self.ask("describe").get("state", {}).get("state", "")
 
-    def delete(self) -> None:
-        """Deletes the TPU: the run has ended everywhere, and its results are in the bucket."""
-        if self.options.keep:
+    def finish(self, ended: bool) -> None:
+        """Deletes the TPU when the run has ended everywhere: its results are in the bucket. Else says how to."""
+        if self.options.keep or not ended:
             say(f"{self.host.name} stays, and is billed; delete it: {self.deletion()}")
             return
         say(f"deleting {self.host.name}")

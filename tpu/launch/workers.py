@@ -186,7 +186,7 @@ class Workers:
                 self.asked = time.monotonic()
                 with contextlib.suppress(hosts.Transient):
                     machine = self.host.describe()
-                    if machine.gone:
+                    if machine.gone and not machine.up:
                         raise TpuGone(machine.problem)
 
     def call(
@@ -197,12 +197,11 @@ class Workers:
         data: bytes = b"",
         hear: Callable[[dict], None] = lambda answer: None,
         forever: bool = False,
-        heed: bool = True,
     ) -> dict[str, Any]:
         """Runs a command of tpu/launch/worker.py on a worker until it answers: connections that break are made again.
 
-        InputError, TpuGone: another attempt is useless (TpuGone only with `heed`). WorkerLost: none has worked for
-        `lost_after` seconds; with `forever` never.
+        InputError, TpuGone: another attempt is useless. WorkerLost: none has worked for `lost_after` seconds; with
+        `forever` never.
         """
         words = ["python3", "-uc", READ_PROGRAM.format(len(PROGRAM)), action, "--worker", worker, *options]
         command = self.host.ssh(worker, shlex.join(map(str, words)))
@@ -226,8 +225,7 @@ class Workers:
             final, why = explain_ssh(errors, self.label(worker))
             if final:
                 raise InputError(why)
-            if heed:
-                self.check()
+            self.check()
             now = time.monotonic()
             if now > since + self.lost_after and not forever:
                 raise WorkerLost(f"{self.label(worker)} cannot be reached: {why}")
