@@ -311,6 +311,7 @@ def test_a_changed_tree_replaces_what_differs_and_keeps_what_is_not_its_own(clou
     assert now[0] == times[0] and now[1] > times[1]
     for bundle in (cloud.zoo(0) / "bundles").iterdir():
         os.truncate(bundle, 100)
+    os.truncate(cloud.zoo(0) / "manifest.json", 0)
     trained("--runs=gs://bucket/runs", "its results", 1)  # a damaged one is sent again
     assert [path.stat().st_mode & 0o777 for path in (cloud.home(0) / "xla-zoo", cloud.zoo(0))] == [0o700, 0o700]
 

@@ -43,13 +43,10 @@ def write_json(path: Path, value: object) -> None:
     os.replace(new, path)
 
 
-def exit_code(status: int, log: Path, start: int) -> int:
-    """Returns the trainer's exit code. make's own is 2 for any failure; the log says what the program's was."""
+def exit_code(status: int, end: str) -> int:
+    """Returns the trainer's exit code. make's own is 2 for any failure; the log's end says what the program's was."""
     if status < 0:
         return 128 - status
-    with log.open("rb") as file:
-        file.seek(max(start, file.seek(0, os.SEEK_END) - 4096))
-        end = file.read().decode(errors="replace")
     pattern = r"^make(?:\[\d+\])?: \*\*\* \[.*\] (?:Error (\d+)|(Killed|Terminated|Segmentation fault|Aborted))"
     found = re.findall(pattern, end, re.MULTILINE)
     if status != 2 or not found:
@@ -181,9 +178,10 @@ class Keeper:
     """The trainer of one worker, and what was ordered for it."""
 
     def __init__(self, start: dict) -> None:
-        self.start, self.worker, self.log = start, start["worker"], Path(start["log"])
+        self.start, self.worker = start, start["worker"]
+        self.log = open(start["log"], "a+b", buffering=0)  # noqa: SIM115 - kept, should the file be removed
         self.process: subprocess.Popen | None = None
-        self.attempt, self.code, self.tail, self.began = 0, None, "", self.log.stat().st_size
+        self.attempt, self.code, self.tail, self.began = 0, None, "", 0
         self.stopped = False  # SIGTERM has come: make stop, or the machine's shutdown
         self.killed_at = 0.0  # when the trainer's time to save is over
         self.order = {"do": "wait", "attempt": 0, "grace": start["grace"], "final": False}
@@ -194,8 +192,8 @@ class Keeper:
     def say(self, text: str, mark: str = "[xla-zoo]") -> None:
         """Writes a line into the worker's log and the journal."""
         print(mark, text, flush=True)
-        with contextlib.suppress(OSError), self.log.open("ab") as log:  # the disk may be full
-            log.write(f"{mark} {text}\n".encode())
+        with contextlib.suppress(OSError):  # the disk may be full
+            self.log.write(f"{mark} {text}\n".encode())
 
     def report(self) -> None:
         """Tells the owner how things stand, and takes its order."""
@@ -223,10 +221,10 @@ class Keeper:
 
     def run(self) -> None:
         """Starts the trainer, in a session of its own."""
-        self.killed_at, self.began = 0.0, self.log.stat().st_size
-        with self.talking, self.log.open("ab") as log:  # no report between these two
+        self.killed_at, self.began = 0.0, os.fstat(self.log.fileno()).st_size
+        with self.talking:  # no report between these two
             self.attempt, self.code, self.tail = self.order["attempt"], None, ""
-            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            streams = {"stdin": subprocess.DEVNULL, "stdout": self.log, "stderr": self.log}
             command, environment = self.start["command"], self.start["environment"]
             try:
                 self.process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
@@ -253,10 +251,11 @@ class Keeper:
 
     def ended(self, status: int) -> None:
         """Notes how the trainer ended, and kills what is left of it."""
-        self.code = exit_code(status, self.log, self.began)
-        with self.log.open("rb") as log:
-            log.seek(max(self.began, log.seek(0, os.SEEK_END) - 16384))
-            lines = log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        size = os.fstat(self.log.fileno()).st_size
+        at = max(self.began, size - 16384)
+        end = os.pread(self.log.fileno(), size - at, at).decode(errors="replace")
+        lines = end.splitlines()[-LAST_LINES:]
+        self.code = exit_code(status, end)
         self.tail = "\n".join(lines) if self.code else ""
         print(*lines, sep="\n", flush=True)  # the journal has the end, too
         self.kill()

@@ -94,6 +94,7 @@ class Launcher:
         place = {"TPU": host.name, "ZONE": options.zone, "PROJECT": options.project}
         self.place = [f"{name}={value}" for name, value in place.items() if value]
         self.options, self.host, self.workers = options, host, Workers(host, options.lost_after)
+        self.grace = [] if options.grace is None else ["--grace", options.grace]
         self.run, self.begun = "", False  # begun: something was started that Ctrl-C must stop
 
     def make(self, target: str) -> str:
@@ -175,7 +176,7 @@ class Launcher:
         key, retries = secrets.token_hex(16), max(options.retries, 0)
         request = {"command": ["make", "train", *words, f"NAME={self.run}"], "words": words, "environment": environment}
         request |= {"keeper": KEEPER.read_text(), "workers": self.workers.count, "retries": retries}
-        request |= {"grace": options.grace, "key": key}
+        request |= {"grace": 60 if options.grace is None else options.grace, "key": key}
 
         def start_one(worker: int) -> dict[str, Any]:
             data = json.dumps({**request, "worker": worker}).encode()
@@ -287,7 +288,7 @@ class Launcher:
         machine = self.workers.describe()
         if machine.gone and not machine.up:
             raise TpuGone(machine.problem)
-        say(machine.line, f"a run has {self.options.grace:.0f} s to save a checkpoint")
+        say(machine.line)
         return self.stop_all(self.options.run)
 
     def stop_all(self, run: str) -> int:
@@ -295,7 +296,7 @@ class Launcher:
 
         def stop_one(worker: int) -> tuple[bool, str]:
             try:
-                answer = self.workers.call(worker, "stop", "--run", run, "--grace", self.options.grace)
+                answer = self.workers.call(worker, "stop", "--run", run, *self.grace)
             except Exception as error:
                 return False, f"not reached: {error}"
             if answer["state"] == "idle":
@@ -317,10 +318,7 @@ class Launcher:
     def interrupted(self) -> bool:
         """Stops the run on all workers after Ctrl-C. A second one leaves at once. Returns whether nothing is left."""
         self.workers.connections.abort()
-        say(
-            f"stopping {self.run} on all workers; it has {self.options.grace:.0f} s to save a checkpoint."
-            " Ctrl-C again leaves at once"
-        )
+        say(f"stopping {self.run} on all workers, which first save a checkpoint; Ctrl-C again leaves at once")
         try:
             if self.stop_all(self.run) == 0:
                 say("no process of the run is left")
@@ -349,7 +347,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     add("--secret", action="append", default=[], metavar="NAME", help="a variable of this environment")
     add("--retries", type=int, default=0, help="starts all trainers again when one fails; the workers do, not you")
     add("--detach", action="store_true", help="leave when it runs")
-    add("--grace", type=float, default=60, help="seconds to save a checkpoint when stopped (default: 60)")
+    add("--grace", type=float, help="seconds to save a checkpoint when stopped (default: the run's, 60)")
     add("--lost-after", type=float, default=180, help="seconds after which a worker that is never reached is given up")
     add("--create", default="", metavar="TYPE", help="ask for the TPU (v6e-8, …) as a queued resource; delete it after")
     add("--spot", action="store_true", help="with --create: a spot TPU")

@@ -67,10 +67,10 @@ def emit(**answer: object) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """Returns the object in a file, {} if there is none."""
+    """Returns the object in a file, {} if there is none: no file, or one that a power cut has left empty."""
     try:
         return json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return {}
 
 
@@ -99,7 +99,7 @@ def running() -> dict:
         raise Failure(NEEDED.format(shown.stderr.strip() or "systemctl failed"))
     if shown.stdout.strip() in ("ActiveState=inactive", "ActiveState=failed"):
         return {}
-    unknown = {"run": "?", "token": "?", "words": [], "bundle": "?", "started": 0}
+    unknown = {"run": "?", "token": "?", "words": [], "bundle": "?", "started": 0, "grace": 60}
     try:
         start = read_json(RUNTIME / "start.json")
     except PermissionError:
@@ -116,11 +116,12 @@ def own_runtime() -> None:
 
 
 def epoch() -> str:
-    """Returns what changes with every stop."""
+    """Returns what changes with every stop and every restart of the machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     try:
-        return (RUNTIME / "epoch").read_text()
+        return boot + (RUNTIME / "epoch").read_text()
     except OSError:
-        return ""
+        return boot
 
 
 def ended(run: str, token: str) -> dict:
@@ -220,8 +221,7 @@ def start(home: Path, options: argparse.Namespace) -> dict:
             return dict(state="attached", **meeting_place())
         if holder:
             return {"state": "busy", "holder": holder}
-        if options.epoch != epoch():
-            raise Failure("the run was stopped while it was being started")
+        check_epoch(options.epoch)
         unpack(home / "bundles" / options.bundle, home / "tree", home / "manifest.json")
         folder = home / "jobs" / options.run
         folder.mkdir(parents=True, exist_ok=True)
@@ -234,8 +234,15 @@ def start(home: Path, options: argparse.Namespace) -> dict:
             RUNTIME / "start.json",
             dict(request, **identity, log=str(log), offset=log.stat().st_size, environment=environment),
         )
+        check_epoch(options.epoch)  # a stop has waited for this lock
         start_unit(home / "tree", options.token, request["grace"])
         return dict(state="started", **meeting_place())
+
+
+def check_epoch(expected: str) -> None:
+    """Checks that no stop has come since the launcher asked. Failure: one has."""
+    if epoch() != expected:
+        raise Failure("the run was stopped while it was being started")
 
 
 def start_unit(tree: Path, token: str, grace: float) -> None:
@@ -272,16 +279,20 @@ def meeting_place() -> dict:
 
 def follow(home: Path, options: argparse.Namespace) -> dict:
     """Streams the log of a start from byte `at`, then how it ended. -1: all of it; -n: its last n bytes."""
-    log, at, offset = home / "jobs" / options.run / "log", options.at, None
+    log, at, offset, looked = home / "jobs" / options.run / "log", options.at, None, 0.0
     while True:
+        if not log.exists():  # somebody has removed it; the keeper knows how the run ends without it
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.touch()
         # In this order: what was written before the end is read after it is known.
-        holder = running()
         record = ended(options.run, options.token)
-        alive = holder.get("token") == options.token and not record
-        if not alive and not record:
-            return {"state": "unknown"}
+        alive = not record
+        if alive and time.monotonic() > looked + 1:
+            looked = time.monotonic()
+            if running().get("token") != options.token and not ended(options.run, options.token):
+                return {"state": "unknown"}
         if offset is None:
-            offset = (record or read_json(RUNTIME / "start.json"))["offset"]
+            offset = (record or read_json(RUNTIME / "start.json")).get("offset", 0)
             if at < 0:
                 at = max(offset, log.stat().st_size + at if at < -1 else 0)
                 at += log.read_bytes()[at:].find(b"\n") + 1 if at > offset else 0  # not half a line
@@ -307,10 +318,13 @@ def stop(home: Path, options: argparse.Namespace) -> dict:
     if holder.get("run") != STRANGER:
         own_runtime()
         (RUNTIME / "epoch").write_text(secrets.token_hex(8))
+        with (RUNTIME / "lock").open("w") as lock:  # a start that is under way sees the new epoch
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    holder = running()
     if not holder:
         return {"state": "idle"}
-    begun = time.monotonic()
-    for words, seconds in ((("stop", "--no-block"), options.grace), (("kill", "--signal=SIGKILL"), 30)):
+    begun, grace = time.monotonic(), holder["grace"] if options.grace is None else options.grace
+    for words, seconds in ((("stop", "--no-block"), grace), (("kill", "--signal=SIGKILL"), grace + 30)):
         try:
             system("systemctl", *words, UNIT)
         except Failure:
@@ -357,7 +371,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--worker", type=int, required=True)
     parser.add_argument("--at", type=int, default=-1)
-    parser.add_argument("--grace", type=float, default=60)
+    parser.add_argument("--grace", type=float)
     options = parser.parse_args()
     os.umask(0o077)
     threading.Thread(target=heartbeats, args=(options.action,), daemon=True).start()
