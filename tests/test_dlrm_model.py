@@ -31,14 +31,11 @@ def torchrec_model(interaction: str) -> nn.Module:
     return model
 
 
-def dense_state(theirs: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in theirs.state_dict().items() if not name.startswith("sparse_arch.")}
-
-
 def our_model(theirs: nn.Module, interaction: str) -> DLRM:
     """Ours with torchrec's weights: strict, so that those of both have the same names and shapes."""
     model = DLRM(NUM_DENSE, len(ROWS), DIM, BOTTOM, TOP, interaction, LAYERS, RANK)
-    model.load_state_dict(dense_state(theirs))
+    state = theirs.state_dict()
+    model.load_state_dict({name: value for name, value in state.items() if not name.startswith("sparse_arch.")})
     return model.to(next(theirs.parameters()).dtype)
 
 

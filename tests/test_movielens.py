@@ -108,14 +108,11 @@ def test_ratings_alone_are_enough(tmp_path):
     assert (log.features, log.table_rows, log.lookups) == (("user", "item"), (4, 41), (1, 1))
     batch = log.batch(np.arange(len(log)))
     assert set(batch) == {"dense", "ids", "label"}
+    for one in (log, pickle.loads(pickle.dumps(log))):  # rows in the order asked for
+        np.testing.assert_equal(
+            one.batch(np.array([5, 2, 2])), {key: values[[5, 2, 2]] for key, values in batch.items()}
+        )
     assert log.num_dense == 1 and batch["dense"].shape == (len(log), 1) and not batch["dense"].any()
-
-
-def test_rows_come_in_the_order_asked_for_and_in_another_process(folder):
-    log = ml.MovieLens(folder, "train")
-    chosen = {key: values[[5, 2, 2]] for key, values in log.batch(np.arange(len(log))).items()}
-    for one in (log, pickle.loads(pickle.dumps(log))):
-        np.testing.assert_equal(one.batch(np.array([5, 2, 2])), chosen)
 
 
 @pytest.mark.parametrize(

