@@ -46,6 +46,9 @@ def test_values_are_those_worked_out_by_hand(folder):
     log = ml.MovieLens(folder, "train")
     assert log.features == ("user", "item", "age", "gender", "occupation", "genres")
     assert log.table_rows == (4, 41, 8, 3, 3, 3) and log.lookups == (1, 1, 1, 1, 1, 2) and log.num_dense == 2
+    chosen = {key: values[[5, 2, 2]] for key, values in log.batch(np.arange(len(log))).items()}
+    for one in (log, pickle.loads(pickle.dumps(log))):
+        np.testing.assert_equal(one.batch(np.array([5, 2, 2])), chosen)
     batch = both(folder)
     assert {key: (array.dtype, array.shape) for key, array in batch.items()} == {
         "dense": (np.float32, (120, 2)),
@@ -108,10 +111,6 @@ def test_ratings_alone_are_enough(tmp_path):
     assert (log.features, log.table_rows, log.lookups) == (("user", "item"), (4, 41), (1, 1))
     batch = log.batch(np.arange(len(log)))
     assert set(batch) == {"dense", "ids", "label"}
-    for one in (log, pickle.loads(pickle.dumps(log))):  # rows in the order asked for
-        np.testing.assert_equal(
-            one.batch(np.array([5, 2, 2])), {key: values[[5, 2, 2]] for key, values in batch.items()}
-        )
     assert log.num_dense == 1 and batch["dense"].shape == (len(log), 1) and not batch["dense"].any()
 
 
