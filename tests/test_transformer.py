@@ -22,7 +22,6 @@ from models import fairseq
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed
 from train import transformer, translate
 from train.common import checkpoint, device
-from train.common.xla import backend as xla
 
 LEARNS, SHORT = TRIALS["transformer"].learns, TRIALS["transformer"].short
 TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "decoder.output_projection.weight")
@@ -104,22 +103,9 @@ def test_a_crash_and_a_signal_within_an_update_change_nothing(no_evaluation, tmp
     assert equal(exported(tmp_path / "stopped"), exported(tmp_path / "whole"))
 
 
-# ---- the contract ----------------------------------------------------------------------------------------------------
-
-
-def test_an_evaluation_reads_the_device_as_often_whatever_its_batches(mesh):
-    config = replace(LEARNS, lengths=(16,), batch_tokens=256)
-    few, many = (wmt.SyntheticPairs("valid", size) for size in (16, 80))
-    state = transformer.build(config, transformer.Data(few, {}), mesh)
-    step = device.compiled(transformer.eval_step, mesh)
-    translator = translate.Translator(state.model, mesh, config)
-    transformer.evaluate(step, translator, state, {"valid": few}, config, mesh)
-    reads, graphs = [xla.host_reads()], xla.compilations()
-    for pairs in (few, many, few):
-        transformer.evaluate(step, translator, state, {"valid": pairs}, config, mesh)
-        reads.append(xla.host_reads())
-    assert np.diff(reads).tolist() == [2, 2, 2]  # the sums, and the tokens
-    assert xla.compilations() == graphs
+def test_an_evaluation_leaves_the_model_in_training():
+    state = transformer.State(torch.nn.Linear(1, 1), None)
+    transformer.evaluate(None, None, state, {}, transformer.TINY, None)
     assert state.model.training
 
 
