@@ -56,9 +56,6 @@ def test_terminated_with_its_worker_it_goes_on_on_other_devices_and_with_another
     assert len(moved) == 5 and moved == pytest.approx(losses(path)[:5], rel=1e-4)  # of steps 1, 16 … 64
 
 
-# ---- torchrec is the oracle ----
-
-
 def test_torchrec_loads_the_export_and_gives_the_same_auc(trained):
     path, metrics, config = trained
     dataset = dlrm.open_data(config).eval
@@ -105,9 +102,6 @@ def test_ten_steps_give_torchrecs_losses(mesh, tmp_path, monkeypatch, interactio
             expected.append(loss.item())
     assert abs(expected[0] - expected[-1]) > 0.01  # it does train
     assert ours == pytest.approx(expected, rel=2e-5)  # float32, sums in another order, over ten updates
-
-
-# ---- evaluation ----
 
 
 def test_click_metrics():
@@ -160,9 +154,6 @@ def test_torchrecs_arrays_train_with_tables_of_the_given_rows(tmp_path):
     assert dlrm.open_data(config).train.table_rows == (100,) * 26
     dlrm.main(config)
     assert exported(tmp_path / "runs/run")[dlrm.TABLE_KEY.format("C26")].shape[0] == 100
-
-
-# ---- what the user can get wrong ----
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,6 @@ def trained(run_of):
     return run_of("glue")
 
 
-# ---- it learns -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model", "task", "metric"),
     [("distilbert", "cola", "mcc"), ("roberta", "sst2", "accuracy"), ("xlnet", "cola", "mcc")],
@@ -51,9 +48,6 @@ def test_what_is_not_given_is_the_models_recipe():
         assert (found.epochs, found.weight_decay, found.checkpoint) == recipe
     given = glue.validate(glue.Config(model="roberta", data="x/y", lr=0.5, warmup=0.0, checkpoint="a/b"))
     assert (given.lr, given.warmup, given.checkpoint, given.weight_decay) == (0.5, 0.0, "a/b", 0.1)
-
-
-# ---- the same numbers ------------------------------------------------------------------------------------------------
 
 
 def test_a_step_is_that_of_plain_pytorch_on_the_cpu(mesh, monkeypatch):
@@ -112,9 +106,6 @@ def test_biases_and_norms_do_not_decay_and_all_else_does(kind):
             assert (id(parameter) in ids) == expected, (type(module), name)
 
 
-# ---- the contract, and the evaluation --------------------------------------------------------------------------------
-
-
 def plain_metrics(folder: str, task: str, split: str, lengths: int, size: int) -> dict[str, float]:
     """The metrics of an export, by transformers alone, an example at a time."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -162,9 +153,6 @@ def test_a_regression_learns_and_counts_every_example_once(tmp_path, monkeypatch
     assert abs(untrained["pearson"]) < 0.3
 
 
-# ---- the export ------------------------------------------------------------------------------------------------------
-
-
 def test_the_export_is_a_pipeline_with_names_of_labels_and_the_runs_accuracy(trained):
     path, metrics, _ = trained
     classify = transformers.pipeline("text-classification", model=f"{path}/export", device="cpu")
@@ -188,9 +176,6 @@ def test_training_goes_on_from_an_export_and_without_its_weights_it_begins_anew(
     model = glue.open_data(replace(config, pretrained=False, model="auto")).model
     assert not torch.equal(model.state_dict()["classifier.weight"], weights["classifier.weight"])
     assert model.config.vocab_size == len(tokenizer)
-
-
-# ---- what the user can get wrong -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

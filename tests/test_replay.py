@@ -85,9 +85,6 @@ def traced_and_repeated(mesh, inputs, optimizer, step_of, each=lambda *_: None, 
     return repeated
 
 
-# ---- the same numbers ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize("seeded", [True, False])
 def test_repeated_steps_are_traced_ones_bit_for_bit(mesh, optimizer, seeded):
@@ -131,9 +128,6 @@ def test_buffers_are_donated(mesh):
     device.compiled(scaled_step, mesh)(model, made, inputs[0])
     state = len(list(model.parameters())) * 2 + len(list(model.buffers()))
     assert met.metric_data("InputOutputAliasCount")[-1][-1][1] == state
-
-
-# ---- what cannot be repeated is traced -------------------------------------------------------------------------------
 
 
 def changes_another(mesh):

@@ -166,9 +166,6 @@ def test_norm_per_device_needs_no_collective_in_the_forward_and_backward_pass(co
     assert collectives(largest_program(compiled / "1"))["heavy after all-reduce"] > 40
 
 
-# ---- what the user can get wrong ----
-
-
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [

@@ -29,9 +29,6 @@ def within(metrics: dict[str, float], ranges: dict[str, tuple[float, float]]) ->
     return all(low <= metrics[name] <= high for name, (low, high) in ranges.items())
 
 
-# ---- it learns -------------------------------------------------------------------------------------------------------
-
-
 @every_script
 def test_a_trial_learns(name, run_of):
     _, metrics, _ = run_of(name)
@@ -71,9 +68,6 @@ def test_a_finished_run_is_not_trained_again(name, run_of, capsys):
     assert before == {entry.path: entry.stat().st_mtime_ns for entry in os.scandir(path) if entry.name != ".lock"}
 
 
-# ---- the same numbers ------------------------------------------------------------------------------------------------
-
-
 @every_script
 def test_one_device_gives_the_losses_of_four_within_its_graphs(name, run_of, tmp_path):
     trial = TRIALS[name]
@@ -111,9 +105,6 @@ def test_crashed_killed_and_terminated_it_resumes_to_the_same_numbers(name, run_
     assert f"resuming after step {trial.terminate}" in output, output
     assert records(folder) == records(path)  # every loss, learning rate and metric, bit for bit
     assert equal(exported(folder), exported(path))
-
-
-# ---- the command line, and what the user can get wrong: one sentence, exit code 2, no traceback ----------------------
 
 
 @every_script

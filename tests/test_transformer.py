@@ -45,18 +45,12 @@ def few_pairs(monkeypatch):
     return pairs
 
 
-# ---- it learns -------------------------------------------------------------------------------------------------------
-
-
 def test_it_learns_words_and_their_order(trained):
     rng = np.random.default_rng(0)
     references = transformer.open_data(trained[2]).eval["valid"].references()
     any_order = [" ".join(rng.permutation(line.split())) for line in references]
     untrained, learned = (ranges["bleu"] for ranges in (TRIALS["transformer"].untrained, TRIALS["transformer"].learned))
     assert untrained[1] < sacrebleu.corpus_bleu(any_order, [references]).score < learned[0] < trained[1]["bleu"]
-
-
-# ---- the same numbers ------------------------------------------------------------------------------------------------
 
 
 def test_the_export_is_the_mean_of_the_last_checkpoints(run_of):
@@ -107,9 +101,6 @@ def test_an_evaluation_leaves_the_model_in_training():
     state = transformer.State(torch.nn.Linear(1, 1), None)
     transformer.evaluate(None, None, state, {}, transformer.TINY, None)
     assert state.model.training
-
-
-# ---- the export ------------------------------------------------------------------------------------------------------
 
 
 def load_export(path) -> Transformer:
@@ -181,9 +172,6 @@ def test_lines_keep_their_order_whatever_is_in_them(trained, monkeypatch, capsys
     process = subprocess.run(command, input="\n".join(lines).encode(), capture_output=True)
     assert process.returncode == 0, process.stderr
     assert process.stdout.decode().split("\n") == [*forward, ""]
-
-
-# ---- what the user can get wrong -------------------------------------------------------------------------------------
 
 
 def write_folder(folder, words) -> None:
