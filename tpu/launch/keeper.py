@@ -259,12 +259,17 @@ class Keeper:
         self.tail = "\n".join(lines) if self.code else ""
         print(*lines, sep="\n", flush=True)  # the journal has the end, too
         self.kill()
-        with contextlib.suppress(OSError, IndexError, ValueError):  # also what has left the group; cgroup v2
-            place = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
-            if place.endswith("/xla-zoo.service"):
-                for pid in Path(f"/sys/fs/cgroup{place}/cgroup.procs").read_text().split():
+        with contextlib.suppress(OSError, ValueError):  # also what has left the group; cgroup v2
+            unit = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2])
+            if unit.name == "xla-zoo.service":
+                for pid in (unit / "cgroup.procs").read_text().split():
                     if int(pid) != os.getpid():
                         os.kill(int(pid), signal.SIGKILL)
+                killed = re.search(r"^oom_kill [1-9]\d*$", (unit / "memory.events").read_text(), re.MULTILINE)
+                if killed and self.code:
+                    self.say(
+                        "the machine ran out of memory (not the TPU's), and the kernel killed a process of the run"
+                    )
         self.process = None
 
     def step(self) -> bool:

@@ -254,6 +254,7 @@ def start_unit(tree: Path, token: str, grace: float) -> None:
         "TimeoutStopSec": f"{grace + 15:.0f}s",
         "SuccessExitStatus": "143",
         "ExecStopPost": f"{sys.executable} {keeper} ended",
+        "OOMPolicy": "continue",  # a process that was killed for memory is the trainer's failure, no stop
         "LimitMEMLOCK": "infinity",  # a chip's driver pins memory
         "WorkingDirectory": tree,
     }
