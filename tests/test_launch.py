@@ -905,8 +905,10 @@ def test_ssh_hosts_over_a_real_sshd(cloud, sshd):
     both = cloud.start(*train("--run", "three", *place, args=FOREVER))
     wait_for(lambda: cloud.starts() == [3, 3])
     one = ("--tpu", "ssh:host1", *place[2:])
-    result = cloud.run(*train("--run", "four", *one))
-    assert result.returncode == 2 and "ssh:host1 is busy: three" in result.stderr
+    for name in ("three", "four"):  # alone it would take itself for worker 0
+        result = cloud.run(*train("--run", name, *one, args=FOREVER))
+        assert result.returncode == 2 and "ssh:host1 is busy: three" in result.stderr
+        assert "worker 1 of 2, since" in result.stderr
     assert "stopped and saved: three" in cloud.run("stop", *one).stderr and both.wait(30) == 143
     assert cloud.calls() == [] and cloud.starts() == [3, 3]
 

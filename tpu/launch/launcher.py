@@ -104,7 +104,8 @@ class Launcher:
     def describe_run(self, holder: dict) -> str:
         """Returns what runs, in half a sentence."""
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(holder["started"]))
-        return f"{holder['run']} ({shlex.join(holder['words'])}), since {since}"
+        place = f", worker {holder['worker']} of {holder['workers']}" if holder["workers"] > 1 else ""
+        return f"{holder['run']} ({shlex.join(holder['words'])}){place}, since {since}"
 
     def ready(self) -> None:
         """Waits until the TPU is ready, and says what it is. TpuGone: it never will be."""
@@ -168,7 +169,7 @@ class Launcher:
 
         statuses = {0: prepare(0)}  # the first connection of a fresh home makes a key: not several at once
         statuses.update(parallel(prepare, range(1, self.workers.count)))
-        alive = [status["running"] for status in statuses.values() if status["running"]]
+        alive = {worker: status["running"] for worker, status in statuses.items() if status["running"]}
         token, attached = self.attach(alive, words, bundle), bool(alive)
         if not attached:
             model = next((word[6:] for word in words if word.startswith("MODEL=")), "run")
@@ -187,7 +188,7 @@ class Launcher:
         try:
             answer = start_one(0)  # of two launchers at the same time one is first here, and the other attaches
             if answer["state"] == "busy":
-                token, attached = self.attach([answer["holder"]], words, bundle), True
+                token, attached = self.attach({0: answer["holder"]}, words, bundle), True
                 answer = start_one(0)
             reached = True
             request |= {name: answer[name] for name in ("addresses", "port", "key")}
@@ -202,15 +203,21 @@ class Launcher:
             raise
         return token, attached
 
-    def attach(self, alive: list[dict], words: list[str], bundle: str) -> str:
-        """Returns the token of the run that is alive, if it is this one; a new one if none is. InputError: another."""
+    def attach(self, alive: dict[int, dict], words: list[str], bundle: str) -> str:
+        """Returns the token of the run that is alive, if it is this one; a new one if none is. InputError: another.
+
+        alive: what runs, by worker.
+        """
         if not alive:
             return secrets.token_hex(8)
-        holder, name = alive[0], self.host.name
-        if {other["token"] for other in alive} != {holder["token"]}:
-            runs = ", ".join(sorted({other["run"] for other in alive}))
+        holder, name = next(iter(alive.values())), self.host.name
+        if {other["token"] for other in alive.values()} != {holder["token"]}:
+            runs = ", ".join(sorted({other["run"] for other in alive.values()}))
             raise InputError(f"the workers of {name} run different starts ({runs}); end them: {self.make('stop')}")
-        if (self.run and self.run != holder["run"]) or sorted(holder["words"]) != sorted(words):
+        places = all(
+            (other["worker"], other["workers"]) == (worker, self.workers.count) for worker, other in alive.items()
+        )
+        if not places or (self.run and self.run != holder["run"]) or sorted(holder["words"]) != sorted(words):
             raise InputError(
                 f"{name} is busy: {self.describe_run(holder)}: watch it with {self.make('logs')}, end it with"
                 f" {self.make('stop')}"

@@ -100,6 +100,7 @@ def running() -> dict:
     if shown.stdout.strip() in ("ActiveState=inactive", "ActiveState=failed"):
         return {}
     unknown = {"run": "?", "token": "?", "words": [], "bundle": "?", "started": 0, "grace": 60}
+    unknown.update(worker=0, workers=0)
     try:
         start = read_json(RUNTIME / "start.json")
     except PermissionError:
@@ -280,11 +281,8 @@ def meeting_place() -> dict:
 
 def follow(home: Path, options: argparse.Namespace) -> dict:
     """Streams the log of a start from byte `at`, then how it ended. -1: all of it; -n: its last n bytes."""
-    log, at, offset, looked = home / "jobs" / options.run / "log", options.at, None, 0.0
+    at, offset, looked = options.at, None, 0.0
     while True:
-        if not log.exists():  # somebody has removed it; the keeper knows how the run ends without it
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.touch()
         # In this order: what was written before the end is read after it is known.
         record = ended(options.run, options.token)
         alive = not record
@@ -292,8 +290,13 @@ def follow(home: Path, options: argparse.Namespace) -> dict:
             looked = time.monotonic()
             if running().get("token") != options.token and not ended(options.run, options.token):
                 return {"state": "unknown"}
+        start = record or read_json(RUNTIME / "start.json")
+        log = Path(start.get("log", home / "jobs" / options.run / "log"))
+        if not log.exists():  # somebody has removed it; the keeper knows how the run ends without it
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.touch()
         if offset is None:
-            offset = (record or read_json(RUNTIME / "start.json")).get("offset", 0)
+            offset = start.get("offset", 0)
             if at < 0:
                 at = max(offset, log.stat().st_size + at if at < -1 else 0)
                 at += log.read_bytes()[at:].find(b"\n") + 1 if at > offset else 0  # not half a line
