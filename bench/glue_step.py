@@ -1,6 +1,7 @@
 """Speed of fine-tuning on a GLUE task on this CPU: `train.glue` against transformers' Trainer.
 
-ours      train.glue's step, compiled, on one XLA CPU device, in length buckets (--lengths), with its loader
+ours      train.glue's step with its loader, with batches drawn at random and with --group-by-length: compiled for one
+          XLA CPU device, where batches are padded to one of --lengths, or on plain PyTorch (--device cpu)
 trainer   transformers.Trainer as it is (fused AdamW, its own loop and loader), three times: every example padded to the
           greatest length, as run_glue does by default (pad_to_max_length); padded to the longest of its batch by
           DataCollatorWithPadding; the same with batches of like length (train_sampling_strategy="group_by_length")
@@ -8,14 +9,14 @@ how       the same initial weights, examples, tokenizer, batch size, dropout (at
           clipping, greatest length; float32; the same cores. One process a side, of which one works at a time: blocks
           of steps in rotating order; ratios within a round, and of all rounds together
 units     training examples a second; real tokens a second, special tokens counted, padding not
-random    numbers of dropout: XLA_RNG_BIT_GENERATOR=three_fry on our side (torch_xla's default on a CPU draws 20 times
-          slower; a TPU has a generator of its own)
+random    dropout on XLA: XLA_RNG_BIT_GENERATOR=three_fry (torch_xla's default on a CPU draws 20 times slower;
+          a TPU has a generator of its own)
 run       pip install accelerate
           python -m bench.glue_step --data FOLDER --task mrpc
-          python -m bench.glue_step --data FOLDER --task mrpc --checkpoint FOLDER
+          python -m bench.glue_step --data FOLDER --task mrpc --device cpu --checkpoint FOLDER
 
-Run it on a machine that does nothing else. All sides meet the lengths at random, the grouped one from long to short
-within 50 batches: let --rounds x --block be an epoch, or some hundred steps.
+Run it on a machine that does nothing else. All sides meet the lengths at random, but Trainer's grouped one from long to
+short within 50 batches: let --rounds x --block be an epoch, or a multiple of 50, and compare all rounds together.
 """
 
 import json
@@ -45,7 +46,7 @@ TRAINERS = {
     "Trainer, padded to the batch's longest": (False, {}),
     "Trainer, batches grouped by length": (False, {"train_sampling_strategy": "group_by_length"}),
 }
-OURS = "ours, length buckets"
+OURS = {"ours": False, "ours, --group-by-length": True}  # name: whether batches are grouped
 SEED = 0
 STEPS = 10**6  # of a training that does not end by itself
 
@@ -58,7 +59,8 @@ class Options:
     kind: Literal[vocabulary.KINDS] = "bert"  # architecture without --checkpoint
     size: Literal[tuple(encoders.SIZES)] = "mini"  # layers and width without --checkpoint, see models/encoders.py
     vocabulary: int = 8000  # tokens learnt from the training text without --checkpoint
-    lengths: tuple[int, ...] = (32, 64, 128)  # our buckets; all sides cut at the last
+    device: Literal["xla", "cpu"] = "xla"  # of our sides
+    lengths: tuple[int, ...] = (32, 64, 128)  # of our batches on XLA; all sides cut at the last
     batch_size: int = 32  # examples a step
     threads: int = 2  # cores of each side
     block: int = 16  # steps between two readings of the clock
@@ -79,8 +81,8 @@ class Block:
         return Block(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-def ours(options: Options, start: str) -> Callable[[int], Block]:
-    """A function that makes n steps. Every shape is compiled beforehand."""
+def ours(options: Options, start: str, grouped: bool, mesh) -> Callable[[int], Block]:
+    """A function that makes n steps. On XLA every shape is compiled beforehand."""
     # Not above: the other sides' processes import this file, and have no use for XLA.
     from train import glue as script
     from train.common import device, loading
@@ -92,12 +94,12 @@ def ours(options: Options, start: str) -> Callable[[int], Block]:
         data=options.data,
         checkpoint=start,
         lengths=options.lengths,
+        group_by_length=grouped,
         batch_size=options.batch_size,
         precision="float32",
         workers=0,
     )
     config = script.validate(config)
-    mesh = device.setup(SEED, config.precision)
     data = script.open_data(config)
     train_set, plan = data.train, script.batches(config, data.train, mesh, train=True)
     state = script.build(config, data, mesh)
@@ -105,12 +107,13 @@ def ours(options: Options, start: str) -> Callable[[int], Block]:
     step_fn = device.compiled(script.train_step, mesh, len(plan.shapes))
     # No learning: the weights stay sound however many steps are made.
     device.set_lr(state.optimizer, 0.0)
-    seen = set()
-    with loading.parallel_loader(train_set, plan, mesh, train=False) as every:
-        for batch in every:
-            if batch["input_ids"].shape not in seen:
-                seen.add(batch["input_ids"].shape)
-                step_fn(state, batch, config, mesh)
+    if options.device == "xla":
+        seen = set()
+        with loading.parallel_loader(train_set, plan, mesh, train=False) as every:
+            for batch in every:
+                if batch["input_ids"].shape not in seen:
+                    seen.add(batch["input_ids"].shape)
+                    step_fn(state, batch, config, mesh)
     loader = loading.parallel_loader(train_set, plan, mesh, train=True, seed=SEED, stop=STEPS)
     made = 0
 
@@ -197,27 +200,16 @@ class Worker:
 
 
 def table(rounds: dict[str, list[Block]]) -> None:
-    """Prints rates, and ours as a multiple of each other side's: in each round, and in all rounds together."""
+    """Prints rates, and ours as a multiple of each other side's in real tokens a second: all rounds together."""
     totals = {name: sum(blocks, Block()) for name, blocks in rounds.items()}
-
-    def examples(block: Block) -> float:
-        return block.examples / block.seconds
-
-    def tokens(block: Block) -> float:
-        return block.tokens / block.seconds
-
-    head = "examples/s, median (min to max) | real tokens/s | padding | ours / this: examples/s, in a round"
-    print(f"\n| | {head} | examples/s, all rounds | tokens/s, all rounds |\n|{'---|' * 7}")
+    rates = {name: total.tokens / total.seconds for name, total in totals.items()}
+    ratios = " | ".join(f"{name} / this" for name in OURS)
+    print(f"\n| | real tokens/s | examples/s, median round (min to max) | padding | {ratios} |\n|{'---|' * 6}")
     for name, blocks in rounds.items():
-        rates, total = sorted(map(examples, blocks)), totals[name]
-        row = [name, f"{statistics.median(rates):,.0f} ({rates[0]:,.0f} to {rates[-1]:,.0f})"]
-        row += [f"{tokens(total):,.0f}", f"{1 - total.tokens / total.places:.0%}"]
-        if name == OURS:
-            row += ["1"] * 3
-        else:
-            ratios = sorted(examples(a) / examples(b) for a, b in zip(rounds[OURS], blocks, strict=True))
-            row += [f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"]
-            row += [f"{rate(totals[OURS]) / rate(total):.2f}" for rate in (examples, tokens)]
+        examples, total = sorted(block.examples / block.seconds for block in blocks), totals[name]
+        row = [name, f"{rates[name]:,.0f}"]
+        row += [f"{statistics.median(examples):,.0f} ({examples[0]:,.0f} to {examples[-1]:,.0f})"]
+        row += [f"{1 - total.tokens / total.places:.0%}", *(f"{rates[own] / rates[name]:.2f}" for own in OURS)]
         print(f"| {' | '.join(row)} |")
 
 
@@ -230,7 +222,13 @@ def main(options: Options) -> None:
     recipe = glue_trainer.Options(**shared)
     with tempfile.TemporaryDirectory() as start:
         glue_trainer.prepare(recipe, options.data, SEED, start)
-        sides: dict[str, Callable[[int], Block]] = {OURS: ours(options, start)}
+        from train.common import device
+
+        mesh = device.setup(SEED, "float32", kind=options.device)
+        torch.set_num_threads(options.threads)
+        sides: dict[str, Callable[[int], Block]] = {}
+        for name, grouped in OURS.items():
+            sides[name] = ours(options, start, grouped, mesh)
         for name in TRAINERS:
             sides[name] = Worker(options, recipe, start, name)
         rounds: dict[str, list[Block]] = {name: [] for name in sides}

@@ -210,7 +210,7 @@ class DenseTables(nn.Module):
         super().__init__()
         count = mesh.num_devices
         with torch.device(mesh.device):
-            self.tables = nn.ParameterList([nn.Parameter(torch.empty(-(-n // count) * count, dim)) for n in rows])
+            self.tables = nn.ParameterList([nn.Parameter(torch.zeros(-(-n // count) * count, dim)) for n in rows])
         for table in self.tables:
             device.annotate(table, mesh.spmd, ("data", None))
         self.plan = SimpleNamespace(counts=lambda: {"by rows, dense gradient": len(rows)})

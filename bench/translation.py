@@ -1,14 +1,14 @@
 """Speed of the Transformer on this CPU: training and beam search, against fairseq.
 
-ours      train.transformer's step, compiled, on one XLA CPU device: in length buckets, and packed; train.translate's
-          beam search
+ours      train.transformer's step, in length buckets and packed, and train.translate's beam search: compiled for one
+          XLA CPU device, or on plain PyTorch (--device cpu)
 fairseq   its Trainer on its own batches (sorted by length, at most --batch-tokens places) and its SequenceGenerator
 how       the same folder, sizes, dictionary, places a batch, float32, the same cores. One process a side, of which one
           works at a time: blocks of updates, or of whole validation splits, in rotating order; ratios within a round
 units     target tokens a second, without padding; sentences a second. Both sides search with the same weights, those
           of --model-dir
 run       make fairseq
-          python -m bench.translation --data FOLDER --model-dir runs/<name>/export
+          python -m bench.translation --data FOLDER --model-dir runs/<name>/export --device cpu
 
 Run it on a machine that does nothing else.
 """
@@ -22,7 +22,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
+import torch
 import tyro
 
 from bench.transformer_fairseq import FAIRSEQ, FAST_RANDOM, fairseq
@@ -37,6 +39,8 @@ from train.common import device, loading
 class Options:
     data: str  # folder that `make data DATASET=wmt18` made
     model_dir: str = ""  # export whose weights both sides search with; "": no search
+    device: Literal["xla", "cpu"] = "xla"  # of our side
+    training: bool = True  # --no-training: the search alone
     arch: str = "transformer_small"  # sizes of the training, see models/transformer.py
     batch_tokens: int = 4096  # places a batch on either side
     length: int = 64  # places of a packed row
@@ -94,6 +98,8 @@ def training(config: transformer.Config, mesh: device.Mesh) -> Callable[[int], t
         seconds = time.perf_counter() - started
         return seconds, sum(int((batch["target"].cpu() != wmt.PAD).sum()) for batch in batches)
 
+    if mesh.spmd is None:
+        return run
     # Compiles every shape.
     seen = set()
     with loading.parallel_loader(pairs, plan, mesh, train=False) as every:
@@ -135,22 +141,14 @@ def table(title: str, rates: dict[str, list[float]], unit: str, reference: str) 
         print(f"| {name} | {statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f}) | {ratio} |")
 
 
-def main(options: Options) -> None:
-    """Measures, prints two tables and writes the figures."""
-    from sacrebleu.metrics import BLEU
-
-    if not (FAIRSEQ / "python").exists():
-        raise InputError("fairseq is not installed; `make fairseq` makes its environment")
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    os.environ |= {"CPU_NUM_DEVICES": "1", "PJRT_DEVICE": "CPU", "XLA_RNG_BIT_GENERATOR": FAST_RANDOM}
-    mesh = device.setup(0, "float32")
-    valid = wmt.open_pairs(options.data, "valid")
-    other = Worker(options, str(valid.folder))
+def compare_training(options: Options, mesh: device.Mesh, other: Worker) -> dict[str, list[float]]:
+    """Target tokens a second of each side in each round."""
     config = replace(
         transformer.Config(),
         data=options.data,
         arch=options.arch,
         batch_tokens=options.batch_tokens,
+        pack=False,
         precision="float32",
         workers=0,
     )
@@ -167,8 +165,25 @@ def main(options: Options) -> None:
                 seconds, tokens = sides[name](options.block)
             if number >= 0:
                 rates[name].append(tokens / seconds)
-    figures = {"options": vars(options), "training": rates}
-    table("training", rates, "target tokens/s", "fairseq")
+    return rates
+
+
+def main(options: Options) -> None:
+    """Measures, prints two tables and writes the figures."""
+    from sacrebleu.metrics import BLEU
+
+    if not (FAIRSEQ / "python").exists():
+        raise InputError("fairseq is not installed; `make fairseq` makes its environment")
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+    os.environ |= {"CPU_NUM_DEVICES": "1", "PJRT_DEVICE": "CPU", "XLA_RNG_BIT_GENERATOR": FAST_RANDOM}
+    torch.set_num_threads(options.threads)
+    mesh = device.setup(0, "float32", kind=options.device)
+    valid = wmt.open_pairs(options.data, "valid")
+    other = Worker(options, str(valid.folder))
+    figures: dict = {"options": vars(options)}
+    if options.training:
+        rates = figures["training"] = compare_training(options, mesh, other)
+        table("training", rates, "target tokens/s", "fairseq")
 
     if options.model_dir:
         search = searching(options, mesh)

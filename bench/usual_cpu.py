@@ -1,14 +1,14 @@
 """Time of the scripts' train steps on this CPU beside the usual ones of bench/stock.py: what is fast on a TPU must not
 be slow here.
 
-    XLA      both steps compiled for one XLA CPU device
-    eager    both steps in eager PyTorch, where our layers take PyTorch's own kernels
+    xla      both steps compiled for one XLA CPU device
+    cpu      both steps on plain PyTorch, where our layers take its own kernels; fused optimizers on both sides
     how      float32, small networks, random batches of the shapes that the scripts have, dropout on; blocks of steps,
              ours and the usual one in turn, in one process; ratios within a round
     random   numbers of dropout on XLA: XLA_RNG_BIT_GENERATOR=three_fry for both sides (torch_xla's default on a CPU
              draws 20 times slower)
     run      python -m bench.usual_cpu
-             python -m bench.usual_cpu --only bert --rounds 15
+             python -m bench.usual_cpu --device cpu --only bert --rounds 15
 
 Run it on a machine that does nothing else.
 """
@@ -18,9 +18,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
+from typing import Literal
 
 import torch
 import tyro
@@ -49,6 +49,7 @@ JOBS = {
 
 @dataclass(frozen=True)
 class Options:
+    device: Literal["xla", "cpu"] = "xla"  # of both sides
     only: str = ""  # part of the name of a model
     rounds: int = 11  # counted blocks of each side
     seconds: float = 1.5  # about as long as a block takes
@@ -85,8 +86,7 @@ def make(job: compiling.Job, usual: bool, mesh: device.Mesh) -> Callable[[], Ten
         batch[name] = values(name, tensor.shape, tensor.dtype, job).to(mesh.device)
         device.annotate(batch[name], mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
     device.set_lr(state.optimizer, 1e-3)
-    eager = mesh.device.type == "cpu"
-    function = step.function if eager else device.compiled(step.function, mesh)
+    function = device.compiled(step.function, mesh)
     return lambda: function(*step.arguments)["loss"]
 
 
@@ -124,30 +124,22 @@ def main(options: Options) -> None:
     """Measures, prints the table and writes --out."""
     os.environ["CPU_NUM_DEVICES"] = "1"
     os.environ.setdefault("XLA_RNG_BIT_GENERATOR", "three_fry")
-    # Before any backward pass on the CPU, which would break XLA's.
-    xla = device.setup(seed=0, precision="float32")
+    mesh = device.setup(seed=0, precision="float32", kind=options.device)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     record: dict[str, dict] = {}
     print("| step | | ours, ms | usual, ms | ours / usual, median (quarter to three quarters) |\n|---|---|---|---|---|")
     for name, job in JOBS.items():
         if options.only.lower() not in name.lower():
             continue
-        found = {"XLA": measure(job, options, xla)}
-        if job.script is not dlrm:  # whose tables are made for XLA
-            # Neither shardings nor an optimizer's state from the beginning mean anything to eager PyTorch.
-            nothing = {"annotate": lambda *_: None, "init_optimizer_state": lambda *_: None}
-            with mock.patch.multiple(device, **nothing):
-                found["eager"] = measure(job, options, replace(xla, device=torch.device("cpu")))
-        for backend, times in found.items():
-            ratios = [own / other for own, other in zip(times["ours"], times["usual"], strict=True)]
-            low, _, high = statistics.quantiles(ratios, n=4)
-            ours, usual = (statistics.median(times[side]) for side in ("ours", "usual"))
-            print(
-                f"| {name} | {backend} | {ours:.1f} | {usual:.1f} "
-                f"| {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}) |",
-                flush=True,
-            )
-        record[name] = found
+        times = record[name] = measure(job, options, mesh)
+        ratios = [own / other for own, other in zip(times["ours"], times["usual"], strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        ours, usual = (statistics.median(times[side]) for side in ("ours", "usual"))
+        print(
+            f"| {name} | {options.device} | {ours:.1f} | {usual:.1f} "
+            f"| {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}) |",
+            flush=True,
+        )
     path = Path(options.out)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"options": vars(options), "step_ms": record}, indent=1) + "\n")

@@ -35,7 +35,9 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     batch, size = scores.shape
     if size <= 2 * k * CHUNK:
         return scores.topk(k, 1)
-    chunks = torch.nn.functional.pad(scores, (0, -size % CHUNK), value=-math.inf).view(batch, -1, CHUNK)
+    if size % CHUNK:
+        scores = torch.nn.functional.pad(scores, (0, -size % CHUNK), value=-math.inf)
+    chunks = scores.view(batch, -1, CHUNK)
     chosen = chunks.amax(2).topk(k, 1).indices
     values, places = chunks.gather(1, chosen[:, :, None].expand(-1, -1, CHUNK)).flatten(1).topk(k, 1)
     return values, chosen.gather(1, places // CHUNK) * CHUNK + places % CHUNK
@@ -78,13 +80,13 @@ def decode_last(model: Transformer, state: State, reads: State, mask: Tensor, co
     """Runs the decoder on the last word of each hypothesis.
 
     Args:
-        mask: [B, 1, beam, max_length * beam], which slots a hypothesis sees, see `score_mask`.
+        mask: [B, 1, beam, times * beam], which slots of the first times a hypothesis sees, see `score_mask`.
         column: int64 [1], the place in the cache that is written.
 
     Returns:
         Logits [B, beam, words], float32, and the new keys and values of the state.
     """
-    time, written = state["time"], {}
+    time, written, times = state["time"], {}, mask.shape[3] // state["last"].shape[1]
     x = model.decoder.embed(state["last"], (time + PAD + 1).expand(state["last"].shape))
     for i, layer in enumerate(model.decoder.layers):
 
@@ -94,7 +96,8 @@ def decode_last(model: Transformer, state: State, reads: State, mask: Tensor, co
                 cache = state[f"{name}.{i}"]
                 in_place = cache.device.type in NATIVE_DEVICES  # a copy of the cache would cost more than the step
                 written[f"{name}.{i}"] = (cache.index_copy_ if in_place else cache.index_copy)(2, column, own)
-            keys, values = (written[f"{name}.{i}"].flatten(2, 3).transpose(1, 2) for name in ("keys", "values"))
+            seen = (written[f"{name}.{i}"][:, :, :times] for name in ("keys", "values"))
+            keys, values = (cache.flatten(2, 3).transpose(1, 2) for cache in seen)
             return attention.attend(y, keys, values, mask)
 
         def attend_to_source(y: Tensor, i: int = i, attention=layer.encoder_attn) -> Tensor:
@@ -104,6 +107,19 @@ def decode_last(model: Transformer, state: State, reads: State, mask: Tensor, co
         x = layer.residual(x, layer.encoder_attn_layer_norm, attend_to_source)
         x = layer.feed_forward(x)
     return model.logits(model.decoder.normalized(x)).float(), written
+
+
+def continued(logits: Tensor, scores: Tensor, time: Tensor, limit: Tensor) -> Tensor:
+    """Returns the log-probability [B, beam, words] of each hypothesis with each next word: never PAD, EOS not first,
+    only EOS at the end."""
+    word = torch.arange(logits.shape[2], device=logits.device)
+    last_step = (time >= limit)[:, None, None]
+    forbidden = (word == PAD) | ((word == EOS) & (time < 1)) | ((word != EOS) & last_step)
+    if logits.device.type in NATIVE_DEVICES:
+        return logits.log_softmax(2).masked_fill_(forbidden, MASKED).add_(scores[:, :, None])
+    largest = logits.amax(2, keepdim=True)
+    normalizer = (logits - largest).exp().sum(2, keepdim=True).log() + largest
+    return torch.where(forbidden, MASKED, logits - normalizer) + scores[:, :, None]
 
 
 def step(model: Transformer, state: State, reads: State, length_penalty: float) -> State:
@@ -120,22 +136,16 @@ def step(model: Transformer, state: State, reads: State, length_penalty: float) 
     beams = torch.arange(beam, device=time.device, dtype=torch.int32)
     ancestors = torch.where(now, beams[:, None], state["ancestors"])
 
-    # A hypothesis sees its ancestors among all slots up to now: [B, beam, max_length * beam].
-    past = torch.arange(max_length, device=time.device, dtype=torch.int32) <= time
-    allowed = (ancestors[..., None] == beams) & past[:, None]
+    # A hypothesis sees its ancestors among all slots up to now: [B, beam, times * beam].
+    times = int(time) + 1 if time.device.type in NATIVE_DEVICES else max_length  # there shapes may vary
+    past = torch.arange(times, device=time.device, dtype=torch.int32) <= time
+    allowed = (ancestors[:, :, :times, None] == beams) & past[:, None]
     mask = score_mask(allowed.flatten(2))
     logits, written = decode_last(model, state, reads, mask, column)
     new = state | written
 
-    # Log-probabilities of each hypothesis with each next word: never PAD, EOS not first, only EOS at the end.
+    candidate_scores, place = top_k(continued(logits, scores, time, reads["limit"]).flatten(1), 2 * beam)
     words = logits.shape[2]
-    word = torch.arange(words, device=time.device)
-    last_step = (time >= reads["limit"])[:, None, None]
-    forbidden = (word == PAD) | ((word == EOS) & (time < 1)) | ((word != EOS) & last_step)
-    largest = logits.amax(2, keepdim=True)
-    normalizer = (logits - largest).exp().sum(2, keepdim=True).log() + largest
-    total = torch.where(forbidden, MASKED, logits - normalizer) + scores[:, :, None]
-    candidate_scores, place = top_k(total.flatten(1), 2 * beam)
     parent, chosen = (place // words).to(torch.int32), (place % words).to(torch.int32)
 
     def of_parents(history: Tensor) -> Tensor:
