@@ -698,7 +698,8 @@ def test_stop_reaches_each_worker_by_itself_and_no_start_follows(cloud, here):
     cloud.set(unreachable=[])
     _, err = process.communicate(timeout=20)
     assert process.returncode == 143 and "the run was stopped on worker 0" in err
-    assert here("stop")[2].count("nothing ran") == 2
+    assert here("stop")[2].count("stopped and saved: one, exit code 143") == 2, "a moment ago"
+    assert here("stop", "--run", "two")[2].count("nothing ran") == 2
 
 
 def test_a_deaf_trainer_is_killed_and_a_second_ctrl_c_leaves_at_once(cloud, here):

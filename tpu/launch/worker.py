@@ -134,6 +134,14 @@ def ended(run: str, token: str) -> dict:
     return record if token in ("", record.get("token")) else {}
 
 
+def newest(count: int) -> list[dict]:
+    """Returns how the newest runs ended, the last one last."""
+    with contextlib.suppress(PermissionError):
+        records = [read_json(path) for path in (RUNTIME / "ended").glob("*.json")]
+        return sorted(records, key=lambda record: record.get("ended", 0))[-count:]
+    return []
+
+
 def move_aside(path: Path) -> None:
     """Keeps what stands in the way of a file or a folder of the bundle, under another name."""
     os.replace(path, f"{path}.old-{time.time():.0f}")
@@ -326,7 +334,10 @@ def stop(home: Path, options: argparse.Namespace) -> dict:
             fcntl.flock(lock, fcntl.LOCK_EX)
     holder = running()
     if not holder:
-        return {"state": "idle"}
+        just = [
+            record for record in newest(1) if time.time() < record["ended"] + 60 and options.run in ("", record["run"])
+        ]
+        return dict(just[0], state="stopped") if just else {"state": "idle"}
     begun, grace = time.monotonic(), holder["grace"] if options.grace is None else options.grace
     for words, seconds in ((("stop", "--no-block"), grace), (("kill", "--signal=SIGKILL"), grace + 30)):
         try:
@@ -345,14 +356,10 @@ def stop(home: Path, options: argparse.Namespace) -> dict:
 
 def status(home: Path, options: argparse.Namespace) -> dict:
     """Returns what runs, how the newest runs ended, how much disk is free, and whether the bundle is here and whole."""
-    records = []
-    with contextlib.suppress(PermissionError):
-        paths = (RUNTIME / "ended").glob("*.json")
-        records = sorted((read_json(path) for path in paths), key=lambda record: record["ended"])[-5:]
     bundle = home / "bundles" / (options.bundle or "none")
     whole = bundle.exists() and hashlib.sha256(bundle.read_bytes()).hexdigest() == options.bundle
     free = shutil.disk_usage(str(Path.home())).free
-    return dict(state="status", running=running(), ended=records, free=free, whole=whole, epoch=epoch())
+    return dict(state="status", running=running(), ended=newest(5), free=free, whole=whole, epoch=epoch())
 
 
 def heartbeats(action: str) -> None:
