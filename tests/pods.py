@@ -1,0 +1,312 @@
+"""Real workers for tests/test_pods.py: containers with systemd and sshd, and a gcloud that only finds the way to them.
+
+A pod is a process tree in namespaces of its own (processes, mounts, network, cgroups): when its keeper's standard input
+ends, as it does however the test ends, nothing of it is left. Each worker is a systemd-nspawn over one shared root file
+system, with a disk of 64 MB that outlives a reboot, the address 10.7.0.1<i>, an account `me` that may use sudo, and
+/shared, which all have. Run as a program, this file stands in for gcloud.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+PACKAGES = "systemd,systemd-sysv,dbus,sudo,python3,openssh-server,make,procps"
+CUSTOMIZE = r"""set -e
+useradd --create-home --shell /bin/bash --password "*" me
+echo "me ALL=(ALL) NOPASSWD: ALL" >/etc/sudoers.d/me
+echo 5b1f6e9c2a7d4c3f8e0a9b8c7d6e5f40 >/etc/machine-id
+rm -f /etc/hostname
+for worker in 0 1 2 3; do echo 10.7.0.1$worker worker-$worker; done >>/etc/hosts
+printf "UsePAM no\nUseDNS no\nMaxStartups 100\n" >/etc/ssh/sshd_config.d/pods.conf
+# Nobody logs in at a console, and nothing is done by the clock.
+systemctl mask getty.target console-getty.service systemd-logind.service timers.target
+install -d -o me -g me -m 700 /home/me/.ssh
+ssh-keygen -q -t ed25519 -N "" -f /root/key
+install -o me -g me -m 600 /root/key.pub /home/me/.ssh/authorized_keys
+"""
+# Process 1 of the pod. $1: its folder, $2: number of workers, $3: the root file system.
+INIT = r"""set -e
+read pid rest </proc/self/stat
+mount --make-rprivate /
+mount -t proc proc /proc
+mount -t tmpfs tmpfs /run
+umount -R /sys/fs/cgroup
+mount -t cgroup2 cgroup2 /sys/fs/cgroup
+mkdir -p /run/netns
+ip link set lo up
+ip link add bridge type bridge
+ip address add 10.7.0.1/24 dev bridge
+ip link set bridge up
+worker=0
+while [ $worker -lt $2 ]; do
+    disk=$1/worker-$worker
+    mkdir -p $disk /sys/fs/cgroup/worker-$worker
+    mount -t tmpfs -o size=64m tmpfs $disk
+    mkdir $disk/upper $disk/work $disk/root
+    mount -t overlay -o lowerdir=$3,upperdir=$disk/upper,workdir=$disk/work overlay $disk/root
+    ip netns add worker-$worker
+    ip link add worker-$worker type veth peer name host0 netns worker-$worker
+    ip link set worker-$worker master bridge up
+    ip -n worker-$worker address add 10.7.0.1$worker/24 dev host0
+    ip -n worker-$worker link set host0 up
+    ip -n worker-$worker link set lo up
+    (echo 0 >/sys/fs/cgroup/worker-$worker/cgroup.procs
+    while :; do
+        systemd-nspawn --quiet --boot --register=no --keep-unit --console=pipe --machine=worker-$worker \
+            --network-namespace-path=/run/netns/worker-$worker --directory=$disk/root --bind=$1/shared:/shared ||
+            sleep 0.2
+    done) </dev/null >>$1/console-$worker 2>&1 &
+    worker=$((worker + 1))
+done
+echo $pid >$1/pid.new
+mv $1/pid.new $1/pid
+while :; do wait || sleep 1; done
+"""
+# Outlives a test that is killed, and cleans up. $1: the pod's cgroup, $2…: the command of its process 1.
+KEEPER = r"""group=$1; shift
+mkdir $group
+(echo 0 >$group/cgroup.procs; exec unshare --mount --net --pid --cgroup --fork --kill-child "$@" </dev/null) &
+cat >/dev/null
+kill -KILL $!
+wait
+while [ -e $group ]; do find $group -depth -type d -exec rmdir {} + 2>/dev/null || sleep 0.1; done
+"""
+
+
+def missing() -> str:
+    """What keeps a pod from being made here, or ""."""
+    if os.geteuid():
+        return "needs root, for containers"
+    programs = ("systemd-nspawn", "mmdebstrap", "ip", "unshare", "nsenter", "ssh")
+    lacking = ", ".join(name for name in programs if not shutil.which(name))
+    return (
+        lacking and f"needs {lacking}: on Debian, apt-get install systemd-container mmdebstrap iproute2 openssh-client"
+    )
+
+
+def root() -> Path:
+    """The root file system, made once (two minutes, and a Debian mirror) and then kept outside of the repository."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME", "/var/tmp"), "xla-zoo-pods")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    made = folder / hashlib.sha256((PACKAGES + CUSTOMIZE).encode()).hexdigest()[:12]
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            new = folder / "new"
+            shutil.rmtree(new, ignore_errors=True)
+            hook = f"--customize-hook=chroot \"$1\" sh -c '{CUSTOMIZE}'"
+            command = ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", hook, "bookworm", str(new)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            new.rename(made)
+    return made
+
+
+def replace(path: Path, value: dict) -> None:
+    """Writes a file as a whole, also for those who read it at this moment."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(json.dumps(value))
+    new.rename(path)
+
+
+class Pod:
+    """Workers, the programs in `bin` that reach them (gcloud, ssh), and what goes wrong on the way: `fault`."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        self.folder, self.workers, self.bin = folder, workers, folder / "bin"
+        for path in (self.bin, folder / "shared", folder / "faults"):
+            path.mkdir(parents=True)
+        (folder / "shared").chmod(0o777)
+        lower = root()
+        shutil.copy(lower / "root/key", folder / "key")
+        self.cgroup = f"xla-zoo-pod-{os.getpid()}-{time.monotonic_ns()}"
+        unified = "/sys/fs/cgroup/unified" if Path("/sys/fs/cgroup/unified").exists() else "/sys/fs/cgroup"
+        init = ["sh", "-c", INIT, "init", str(folder), str(workers), str(lower)]
+        command = ["sh", "-c", KEEPER, "keeper", f"{unified}/{self.cgroup}", *init]
+        log = (folder / "keeper").open("w")
+        self.keeper = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, cwd="/"
+        )
+        self.wait(lambda: (folder / "pid").exists())
+        self.pid = int((folder / "pid").read_text())
+        hosts = "".join(f"Host worker-{worker}\n HostName 10.7.0.1{worker}\n" for worker in range(workers))
+        options = "User me\n StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
+        (folder / "ssh_config").write_text(f"{hosts}Host *\n IdentityFile {folder}/key\n {options}")
+        enter = f"exec nsenter --net=/proc/{self.pid}/ns/net"
+        for name, line in (
+            ("ssh", f"{enter} {shutil.which('ssh')} -F {folder}/ssh_config"),
+            ("gcloud", f"POD={folder} exec {os.path.realpath(sys.executable)} -I -S {__file__}"),
+        ):
+            (self.bin / name).write_text(f'#!/bin/sh\n{line} "$@"\n')
+            (self.bin / name).chmod(0o755)
+        (self.bin / "git").symlink_to(shutil.which("git"))
+        self.tpu(name="my-tpu", zone="us-east5-b", workers=workers, state="READY", health="HEALTHY")
+        for worker in range(workers):
+            self.wait_reachable(worker)
+
+    def wait(self, condition, seconds: float = 60) -> None:
+        """Waits until the condition holds."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert self.keeper.poll() is None, (self.folder / "keeper").read_text()
+            assert time.monotonic() < end, "waited in vain"
+            time.sleep(0.05)
+
+    def wait_reachable(self, worker: int) -> None:
+        """Waits until ssh reaches a worker."""
+        self.wait(lambda: self.ssh(worker, "true", "-oConnectTimeout=2").returncode == 0)
+
+    def ssh(self, worker: int, command: str, *options: str) -> subprocess.CompletedProcess:
+        """Runs a command on a worker, past all faults but those of the network."""
+        words = [str(self.bin / "ssh"), *options, f"worker-{worker}", command]
+        return subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+    def path(self, worker: int, path: str) -> Path:
+        """A path on a worker's disk, also while the worker is down."""
+        return Path(f"/proc/{self.pid}/root{self.folder}/worker-{worker}/root", path.lstrip("/"))
+
+    def processes(self, worker: int, *words: str, unit: str = "") -> list[int]:
+        """The processes on a worker, or of a unit there, that have all these words in their command lines."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError):
+                pid, line, group = int(entry.name), (entry / "cmdline").read_bytes(), (entry / "cgroup").read_text()
+                if f"/{self.cgroup}/worker-{worker}/" in group and unit in group:
+                    found += [pid] * all(word.encode() in line for word in words)
+        return found
+
+    def network(self, worker: int, up: bool) -> None:
+        """Cuts a worker off: packets get lost, and neither side is told."""
+        command = ["nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", "link", "set", f"worker-{worker}"]
+        subprocess.run([*command, "up" if up else "down"], check=True)
+
+    def cut_power(self, worker: int) -> None:
+        """Restarts a worker without asking its processes to end."""
+        self.kill(worker, "/systemd/systemd\0")
+
+    def kill(self, worker: int, *words: str, number: int = signal.SIGKILL) -> int:
+        """Sends a signal to the processes on a worker with these words. Returns how many there were."""
+        found = self.processes(worker, *words)
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return len(found)
+
+    def fault(self, verb: str, worker: int | str = "", **what: object) -> None:
+        """Lets gcloud's `verb` (describe, ssh) fail for a worker; see `mishap`."""
+        replace(self.folder / f"faults/{verb}-{worker}", what)
+
+    def heal(self) -> None:
+        """Removes all faults, and connects all workers."""
+        for path in (self.folder / "faults").iterdir():
+            path.unlink(missing_ok=True)
+        for worker in range(self.workers):
+            self.network(worker, True)
+
+    def end_calls(self) -> None:
+        """Ends the calls of gcloud that outlived who made them."""
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError):
+                if f"POD={self.folder}\0".encode() in (entry / "environ").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+
+    def tpu(self, **changes: object) -> None:
+        """Changes what `describe` says."""
+        path = self.folder / "tpu.json"
+        replace(path, (json.loads(path.read_text()) if path.exists() else {}) | changes)
+
+    def close(self) -> None:
+        """Ends everything."""
+        self.keeper.stdin.close()
+        self.keeper.wait()
+
+
+def fail(text: str, code: int = 1) -> int:
+    """Says an error as gcloud does. Returns the exit code."""
+    print(f"ERROR: (gcloud.compute.tpus.{'.'.join(sys.argv[3:5])}) {text}", file=sys.stderr)
+    return code
+
+
+def mishap(pod: Path, verb: str, worker: str, text: str) -> dict:
+    """Returns what goes wrong with this call, {} if nothing does.
+
+    once: only the next call; match: only calls with this text in the command; hang: seconds before anything happens;
+    refuse: text of an error; say: the cloud's answer; bytes: a connection drops after so many; stall: it drops after so
+    many seconds without the input.
+    """
+    path = pod / f"faults/{verb}-{worker}"
+    with suppress(OSError):
+        what = json.loads(path.read_text())
+        if what.get("match", "") in text:
+            if what.get("once"):
+                path.unlink()  # of several calls at once one gets here without an error
+            time.sleep(what.get("hang", 0))
+            return what
+    return {}
+
+
+def connect(pod: Path, worker: str, command: str, options: list[str], wrong: dict, repeated: bool) -> int:
+    """Connects once. Returns ssh's exit code."""
+    if "refuse" in wrong:
+        print(wrong["refuse"], file=sys.stderr)
+        return 255
+    given = subprocess.DEVNULL if repeated else subprocess.PIPE if "stall" in wrong else None
+    words = [str(pod / "bin/ssh"), *options, f"worker-{worker}", command]
+    process = subprocess.Popen(words, stdin=given, stdout=subprocess.PIPE if "bytes" in wrong else None)
+    if "bytes" in wrong:
+        os.write(1, process.stdout.read(wrong["bytes"]))
+        process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        code = process.wait(wrong.get("stall"))
+        return 255 if code < 0 else code
+    process.kill()
+    return 255
+
+
+def main() -> int:
+    """Stands in for `gcloud compute tpus tpu-vm describe|ssh`."""
+    pod = Path(os.environ["POD"])
+    verb, name, *rest = sys.argv[4:]
+    with (pod / "calls").open("a") as calls:
+        calls.write(" ".join(sys.argv[3:])[:400].replace("\n", " ") + "\n")
+    flags = dict(word[2:].partition("=")[::2] for word in rest if word.startswith("--"))
+    wrong = mishap(pod, verb, flags.get("worker", ""), flags.get("command", ""))
+    tpu = json.loads((pod / "tpu.json").read_text())
+    if verb == "describe":
+        if "refuse" in wrong:
+            return fail(wrong["refuse"])
+        ends = [{"ipAddress": f"10.7.0.1{worker}"} for worker in range(tpu["workers"])]
+        node = dict(tpu, name=name, acceleratorType=f"v5litepod-{4 * tpu['workers']}", networkEndpoints=ends)
+        print(wrong.get("say", json.dumps(node)))
+        return 0
+    if tpu["state"] != "READY":
+        return fail(f'This TPU has state "{tpu["state"]}", so it cannot be currently connected to.')
+    assert verb == "ssh" and int(flags["worker"]) < tpu["workers"], sys.argv
+    key = Path.home() / "key"  # a fresh home has none; gcloud runs ssh-keygen, which fails where another one is at it
+    if not key.exists():
+        with key.with_suffix(".new").open("w") as new:
+            try:
+                fcntl.flock(new, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return fail("[/usr/bin/ssh-keygen] exited with return code [1].")
+            time.sleep(0.5)
+            key.touch()
+    options = [word.partition("=")[2] for word in rest if word.startswith("--ssh-flag=")]
+    for attempt in range(3):  # after ssh's own failure the real one repeats the command, without its input
+        code = connect(pod, flags["worker"], flags["command"], options, wrong, attempt > 0)
+        if code != 255:
+            return code
+        wrong = {} if wrong.get("once") else wrong
+        time.sleep(0.5)
+    return fail("[/usr/bin/ssh] exited with return code [255].", 255)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
