@@ -141,14 +141,14 @@ def gspmd(options: Options, sizes: list[int], mesh: device.Mesh) -> Callable | N
     if options.optimizer == "adagrad":
         xs.mark_sharding(optimizer.state[weight]["sum"], mesh.spmd, ("data", None))
 
-    def train_step(optimizer, batch):
+    def train_step(optimizer, starts, batch):
         loss = squared_error(F.embedding(batch["ids"] + starts, weight), batch["y"])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return waiting(device.compiled(train_step, mesh), optimizer)
+    return waiting(device.compiled(train_step, mesh), optimizer, starts)
 
 
 def eager(options: Options, sizes: list[int], mesh: device.Mesh) -> Callable | None:

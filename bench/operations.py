@@ -16,7 +16,7 @@ from torchvision import ops
 
 from train.common import device
 from train.common.xla import backend as xla
-from train.common.xla.compiled import fallback_counts
+from train.common.xla.backend import fallback_counts
 
 PAGE = Path(__file__).parent.parent / "docs/operations.md"
 INTRODUCTION = """\

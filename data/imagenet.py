@@ -108,8 +108,6 @@ class _Images:
     file, its label, and how to name the file to the user."""
 
     def __init__(self, split: Split, image_size: int, skip_broken: bool = False):
-        if image_size < 1:
-            raise InputError(f"image size {image_size} is out of range; expected a number of pixels, such as 224")
         self.split, self.image_size, self.skip_broken = split, image_size, skip_broken
 
     def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.integer]:
@@ -119,26 +117,22 @@ class _Images:
         training another image, drawn from `rng`, takes the broken one's place, so all other examples stay the same; in
         evaluation the image is black and its label is -1, which the script masks out.
         """
-        skipped = 0
-        while True:
+        train, skipped, pixels = self.split == "train", 0, None
+        while pixels is None:
             encoded, label, name = self._read(index)
             try:
                 pixels = decode(encoded)
-                break
             except BrokenImage as error:
-                broken = f"{name} is broken: {error}"
+                broken, skipped = f"{name} is broken: {error}", skipped + 1
                 if not self.skip_broken:
                     raise InputError(f"{broken}; replace the file, or pass --skip-broken to skip such files") from error
-            skipped += 1
-            warnings.warn(f"skipped, {broken}", stacklevel=2)  # shown once per file and process
-            if self.split == "eval":
-                pixels, label = torch.zeros(3, 1, 1, dtype=torch.uint8), -1
-                break
-            if skipped == MAX_SKIPPED:
-                raise InputError(f"{skipped} images drawn in a row are broken, the last: {broken}")
-            index = int(rng.integers(len(self)))
-
-        train = self.split == "train"
+                if skipped == MAX_SKIPPED:
+                    raise InputError(f"{skipped} images drawn in a row are broken, the last: {broken}") from error
+                warnings.warn(f"skipped, {broken}", stacklevel=2)  # shown once per file and process
+                if train:
+                    index = int(rng.integers(len(self)))
+                else:
+                    pixels, label = torch.zeros(3, 1, 1, dtype=torch.uint8), -1
         image = train_crop(pixels, self.image_size, rng) if train else eval_crop(pixels, self.image_size)
         example = {"image": image, "label": np.int64(label)}
         return example | {"skipped": np.int64(skipped)} if self.skip_broken else example
@@ -153,16 +147,17 @@ class ImageFolder(_Images):
 
     def __init__(self, root: str | Path, split: Split, image_size: int, skip_broken: bool = False):
         super().__init__(split, image_size, skip_broken)
-        found = [entry.name for entry in _entries(root)]
+        found, _ = _listed(root)
         if "train" not in found:
             what = f"expected train/<class>/*.jpg and val/<class>/*.jpg, found {', '.join(found[:10]) or 'nothing'}"
             raise InputError(f"{root} has no train/ folder; {what}")
         self.folder = os.path.join(root, "train")
         self.classes = _class_folders(self.folder)
         if split == "eval":
-            if not set(EVAL_NAMES) & set(found):
+            name = next((name for name in EVAL_NAMES if name in found), None)
+            if name is None:
                 raise InputError(f"{root} has no folder to evaluate on; expected one of {', '.join(EVAL_NAMES)}")
-            self.folder = os.path.join(root, next(name for name in EVAL_NAMES if name in found))
+            self.folder = os.path.join(root, name)
             _check_classes(self.folder, _class_folders(self.folder), self.classes)
 
         # A million names in one string of bytes: cheap to send to a worker, and a long one does not widen the others.
@@ -271,8 +266,7 @@ def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = 
         raise InputError(f"{data} is a file; expected a folder with train/ and val/ (unpack an archive first)")
     if path.is_dir():
         tables = ("*.parquet", "*.arrow", "*/*.parquet", "*/*.arrow", "state.json", "dataset_dict.json")
-        class_folders = any(path.glob("train/[!.]*/"))
-        if class_folders or not any(any(path.glob(pattern)) for pattern in tables):
+        if any(path.glob("train/[!.]*/")) or not any(any(path.glob(pattern)) for pattern in tables):
             return ImageFolder(path, split, image_size, skip_broken)
         data = str(path)
     elif not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", data):
@@ -292,8 +286,7 @@ def _check_classes(where: str, found: list[str], classes: list[str]) -> None:
 
 def _read_file(path: str) -> bytes:
     try:  # not a broken image: a file system that fails must stop the run, with --skip-broken too
-        with open(path, "rb") as file:
-            return file.read()
+        return Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -302,30 +295,26 @@ def _is_image(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
 
 
-def _entries(folder: str | Path) -> list[os.DirEntry]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
-    except OSError as error:
-        _unreadable(error)
-
-
 def _unreadable(error: OSError) -> NoReturn:
     raise InputError(f"folder {error.filename} cannot be read: {error.strerror}") from error
 
 
+def _listed(folder: str | Path) -> tuple[list[str], list[str]]:
+    """Returns the names of the folders and of the files in a folder, without hidden ones."""
+    _, folders, files = next(os.walk(folder, onerror=_unreadable))
+    return sorted(name for name in folders if not name.startswith(".")), files
+
+
 def _class_folders(folder: str) -> list[str]:
-    entries = _entries(folder)
-    classes = [entry.name for entry in entries if entry.is_dir()]
+    classes, files = _listed(folder)
     if not classes:
-        images = "images but " if any(_is_image(entry.name) for entry in entries) else ""
+        images = "images but " if any(map(_is_image, files)) else ""
         raise InputError(f"{folder} has {images}no class folders; expected {folder}/<class>/*.jpg")
     return classes
 
 
 def _image_files(folder: str) -> list[bytes]:
     """Returns the paths below a class folder, relative to it, in torchvision's order; at least one."""
-
     start = len(os.path.join(folder, ""))
     walk = sorted(os.walk(folder, followlinks=True, onerror=_unreadable))
     paths = [os.path.join(parent, name) for parent, _, names in walk for name in sorted(names) if _is_image(name)]

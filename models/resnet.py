@@ -75,15 +75,12 @@ class BatchNorm(nn.BatchNorm2d):
             scale = self.weight * torch.rsqrt(self.running_var + self.eps)
             shift = self.bias - self.running_mean * scale
             return (x.to(scale.dtype) * scale[:, None, None] + shift[:, None, None]).to(x.dtype)
-        if x.shape[0] % self.groups:
-            raise ValueError(
-                f"a batch of {x.shape[0]} does not divide into {self.groups} groups of batch-norm statistics"
-            )
+        count = x.numel() // (x.shape[1] * self.groups)
+        if x.shape[0] % self.groups or count < 2:
+            sliced = f"{self.groups} groups of at least 2 values per channel"
+            raise ValueError(f"batch norm: an input {list(x.shape)} does not divide into {sliced}")
         y, mean, variance = batch_statistics_norm(x, self.weight, self.bias, self.eps, self.groups)
         with torch.no_grad():
-            count = x.numel() // (x.shape[1] * self.groups)
-            if count < 2:
-                raise ValueError(f"batch norm needs more than 1 value per channel and group, got input {list(x.shape)}")
             self.running_mean.lerp_(mean.mean(0), self.momentum)
             self.running_var.lerp_(variance.mean(0) * (count / (count - 1)), self.momentum)
             self.num_batches_tracked.add_(1)
@@ -217,16 +214,13 @@ class Normalize(nn.Module):
 
 def load_weights(model: ResNet, weights: dict[str, Tensor], path: str) -> None:
     """Loads torchvision's or our exported weights; a head for another number of classes stays as it was initialised.
-
-    Raises:
-        InputError: they are of another model; `path` is where they come from.
-    """
+    Raises InputError where they are of another model; `path` is where they come from."""
     own = model.state_dict()
     for name in ("fc.weight", "fc.bias"):
         if name in weights and weights[name].shape[0] != own[name].shape[0]:
             weights[name] = own[name]
-    wrong = sorted(own.keys() ^ weights.keys())
-    wrong += [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
+    shapes, found = ({name: tensor.shape for name, tensor in each.items()} for each in (own, weights))
+    wrong = sorted(name for name in shapes | found if shapes.get(name) != found.get(name))
     if wrong:
         raise InputError(f"--weights {path} does not fit --model: {wrong[0]} and {len(wrong) - 1} more tensors differ")
     model.load_state_dict(weights)

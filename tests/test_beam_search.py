@@ -92,11 +92,11 @@ def test_all_hypotheses_and_scores_equal_fairseqs_also_as_one_program_on_four_de
     monkeypatch.setattr(beam_search, "FIRST_LENGTH", 32)  # one loop: in the program below caches grow
     model, loop = loop_on(mesh, trained, penalty)
 
-    def translate(source: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+    def translate(model: Transformer, source: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         return search(model, source, limit, beam, most + 1, penalty, loop)
 
     step = device.compiled(translate, mesh)  # strict: a fall-back to the host, or a read in the middle, raises
-    tokens, scores = step(device.upload(sources, mesh), device.upload(limits(sources, most), mesh))
+    tokens, scores = step(model, device.upload(sources, mesh), device.upload(limits(sources, most), mesh))
     assert compare(tokens.cpu(), scores.cpu(), settings) < 1e-5
 
 
@@ -104,12 +104,14 @@ def test_in_bfloat16_the_best_hypotheses_stay_fairseqs(mesh, trained, sources, m
     monkeypatch.setattr(beam_search, "FIRST_LENGTH", 32)
     (model, loop), settings = loop_on(mesh, trained), SEARCHES[0]
 
-    def translate(source: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+    def translate(model: Transformer, source: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast("xla", dtype=torch.bfloat16):
             return search(model, source, limit, 4, 21, 1.0, loop)
 
     step = device.compiled(translate, mesh)
-    tokens, scores = (value.cpu() for value in step(sources.to(mesh.device), limits(sources, 20).to(mesh.device)))
+    tokens, scores = (
+        value.cpu() for value in step(model, sources.to(mesh.device), limits(sources, 20).to(mesh.device))
+    )
     best = [hypotheses[0] for hypotheses in settings["sentences"]]
     found = [row[row != PAD].tolist() for row in tokens[:, 0]]
     # A tie could turn out otherwise in another version of XLA; here all 12 are the same, scores 0.003 off.
@@ -128,7 +130,7 @@ def test_one_compilation_serves_any_batch_of_a_shape_and_the_loop_ends_with_the_
         last["time"] = state["time"]
         return state
 
-    def translate(source: Tensor, limit: Tensor) -> dict[str, Tensor]:
+    def translate(model: Transformer, source: Tensor, limit: Tensor) -> dict[str, Tensor]:
         tokens, scores = search(model, source, limit, 4, 30, 1.0, keep)
         return {"tokens": tokens, "scores": scores, "time": last.pop("time")}
 
@@ -141,7 +143,7 @@ def test_one_compilation_serves_any_batch_of_a_shape_and_the_loop_ends_with_the_
     for source in (sources, sources.flip(0), short, nothing):
         counted = Counted(trained)
         expected, expected_scores = search(trained, source, limits(source, 29), 4, 30, 1.0, counted)
-        got = step(source.to(mesh.device), limits(source, 29).to(mesh.device))
+        got = step(model, source.to(mesh.device), limits(source, 29).to(mesh.device))
         compilations.append(xla.compilations())
         rounds.append(int(got["time"].cpu()))
         assert rounds[-1] == counted.rounds

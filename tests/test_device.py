@@ -166,6 +166,14 @@ def test_special_learning_rates_do_not_recompile_and_are_exact(mesh, optimizer, 
     assert device.graph_report()["recompilations"] == []
 
 
+@pytest.mark.parametrize("lr", [1e38, float("nan")])
+def test_a_learning_rate_beyond_float32_is_a_sentence(lr):
+    """On the CPU Adam would end with: value cannot be converted to type float without overflow."""
+    made = torch.optim.Adam(nn.Linear(1, 1).parameters())
+    with pytest.raises(InputError, match="learning rate of this step is (1e.38|nan); .* lower --lr"):
+        device.set_lr(made, lr)
+
+
 @pytest.mark.parametrize("optimizer", [adam, sgd], ids=["adam at 0", "sgd at 1"])
 def test_the_neighbours_of_special_learning_rates_are_exact(mesh, optimizer):
     """Capturable Adam divides by the learning rate: 0 / 0 where the second moment is 0. And a rate of 1 subtracts the
@@ -282,7 +290,8 @@ def test_a_number_is_compared_over_hosts(mesh, monkeypatch, numbers, devices):
 
 def test_the_places_of_a_hosts_devices_are_checked_on_the_device(mesh):
     xla._check_places(mesh)
-    assert xla._places() == (0, 1, 2, 3), "torch_xla names them in the order in which it fills them"
+    named = [f"CPU:{number}" for number in range(4)]
+    assert torch_xla._XLAC._xla_get_runtime_devices() == named, "in the order in which it fills them"
     with pytest.raises(RuntimeError, match="fills other rows"):
         xla._check_places(dataclasses.replace(mesh, places=(0, 2, 1, 3)))
 

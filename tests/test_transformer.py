@@ -125,7 +125,7 @@ def test_the_export_read_back_has_the_logits_and_the_loss_of_the_run(trained, me
     assert (sums["loss"] / sums["tokens"]).item() == pytest.approx(metrics["loss"], rel=1e-5)
     text_model, text = translate.load(f"{path}/export", mesh)
     assert text.source_dictionary == pairs.source_dictionary and text.target_dictionary is text.source_dictionary
-    on_device = device.compiled(lambda model, source, previous: model(source, previous), mesh)(
+    on_device = device.compiled(lambda model, source, previous: model(source, previous).detach(), mesh)(
         text_model, batch["source"][:8].to(mesh.device), batch["previous"][:8].to(mesh.device)
     )
     torch.testing.assert_close(on_device.cpu(), logits[:8], rtol=1e-4, atol=1e-4)

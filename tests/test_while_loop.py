@@ -66,7 +66,8 @@ def looping(mesh, model):
         return round_of(model, state, reads)
 
     loop = WhileLoop(body, model)
-    return device.compiled(torch.no_grad()(lambda state, reads: loop(state, reads)), mesh), rounds
+    step = device.compiled(torch.no_grad()(lambda model, state, reads: loop(state, reads)), mesh)
+    return partial(step, model), rounds
 
 
 def chain(mesh, optimizer):

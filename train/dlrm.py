@@ -181,7 +181,6 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
 def evaluate(step, state: State, clicks: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns AUC, loss and normalised entropy over every example once; `step` is the compiled eval_step."""
     state.model.eval()
-    state = state._replace(optimizer=None)  # else its counts, which change, would belong to the step's arguments
     batch_size = -(-min(EVAL_BATCH, len(clicks)) // mesh.num_devices) * mesh.num_devices
     options = {"collate": partial(collate, table_list(config, clicks)), "workers": config.workers}
     with loading.parallel_loader(clicks, batch_size, mesh, train=False, **options) as loader:

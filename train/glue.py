@@ -182,7 +182,6 @@ def evaluate(step, state: State, sets: dict[str, glue.Encoded], config: Config, 
     """Returns the task's metrics and the mean loss over each split; `step` is the compiled eval_step."""
     metrics = {}
     state.model.eval()
-    state = state._replace(optimizer=None)  # else its counts, which change, would belong to the step's arguments
     for split, examples in sets.items():
         plan = batches(config, examples, mesh, train=False)
         with loading.parallel_loader(examples, plan, mesh, train=False, workers=config.workers) as loader:

@@ -181,7 +181,6 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
 def evaluate(step, state: State, rows: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns mean loss (nats) and accuracy on the same masks each time; `step` is the compiled eval_step."""
     state.model.eval()
-    state = state._replace(optimizer=None, teacher=None)  # else its counts, which change, would be the step's arguments
     options = {"seed": config.seed, "workers": config.workers}
     with loading.parallel_loader(
         rows, config.batch_size // config.update_every, mesh, train=False, **options

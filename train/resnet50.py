@@ -175,7 +175,6 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
 def evaluate(step, state: State, images: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns top-1 and top-5 accuracy and mean loss over every image once; `step` is the compiled eval_step."""
     state.model.eval()
-    state = state._replace(optimizer=None)  # else its counts, which change, would belong to the step's arguments
     with loading.parallel_loader(images, config.batch_size, mesh, train=False, workers=config.workers) as loader:
         totals = device.fetch_sums([step(state, batch, config, mesh) for batch in loader])
     state.model.train()

@@ -179,7 +179,6 @@ def evaluate(step, translator, state: State, sets: dict, config: Config, mesh: d
     """Returns BLEU, loss and perplexity per token, the test split's as test_…; `step` is the compiled eval_step."""
     metrics = {}
     state.model.eval()
-    state = state._replace(optimizer=None)  # else its counts, which change, would belong to the step's arguments
     for split, pairs in sets.items():
         plan = translate.evaluation_plan(pairs.lengths, config.lengths, config.batch_tokens, state.model, mesh)
         with loading.parallel_loader(pairs, plan, mesh, train=False, workers=config.workers) as loader:

@@ -16,8 +16,8 @@ X = torch.linspace(-1, 1, 32).view(8, 4)
 RATES = [0.0, 0.1, 0.2, 1.0]
 WRONG = [3, 1]
 WRONG_NUMBER = (
-    "GraphError: scaled was compiled again for known input shapes: the Python number argument 1 from 0.0 to 0.25 "
-    "changed (give a tensor on the device)"
+    "GraphError: scaled would be compiled again: argument 1 is 0.25, compiled for 0.0 (give a changing number as a "
+    "tensor on the device)"
 )
 OURS = [("train/resnet50.py", "device.set_lr(state.optimizer, lr)"), ("train/common/device.py", "def set_lr(")]
 

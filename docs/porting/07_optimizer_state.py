@@ -13,8 +13,8 @@ from train.common import device
 
 X = torch.linspace(-1, 1, 32).view(8, 4)
 WRONG = (
-    "GraphError: train_step has a learning rate that is a Python number, and cannot be repeated: it leaves gradients "
-    "or makes state (device.init_optimizer_state, zero_grad)"
+    "GraphError: call 1 of train_step cannot be repeated: it leaves gradients, makes state, or changes a Python value "
+    "among its arguments (device.init_optimizer_state, zero_grad)"
 )
 OURS = [("train/resnet50.py", "device.init_optimizer_state(optimizer, mesh)")]
 

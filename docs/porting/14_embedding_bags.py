@@ -17,7 +17,7 @@ WRONG_SPARSE = (
     "NotImplementedError: Could not run 'aten::_sparse_coo_tensor_with_dims_and_tensors' with arguments from the "
     "'SparseXLA' backend"
 )
-OURS = [("train/dlrm.py", "ShardedEmbeddingBags("), ("train/common/xla/compiled.py", "def _check_fallbacks(")]
+OURS = [("train/dlrm.py", "ShardedEmbeddingBags("), ("train/common/xla/backend.py", "def _check_fallbacks(")]
 
 
 def train_step(model, optimizer, ids):

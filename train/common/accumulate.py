@@ -39,8 +39,7 @@ class AccumulatedStep:
         self, state: Any, batch: dict[str, Tensor], config: Any, mesh: device.Mesh
     ) -> dict[str, Tensor] | None:
         """Returns the metrics of an update, None where more batches are to come before it."""
-        # Without the optimizer, whose counts change: they would belong to the step's arguments, and it be traced again.
-        self._gradient_step(state._replace(optimizer=None), batch, self._totals, config, mesh)
+        self._gradient_step(state, batch, self._totals, config, mesh)
         self._batches += 1
         return None if self._batches % self._every else self._update_step(state, self._totals, config)
 

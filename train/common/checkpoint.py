@@ -9,6 +9,7 @@ disk the folder is also written aside and renamed. Nothing is ever unpickled. Em
 hosts add files of their own, see embedding/storage.py.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -30,10 +31,7 @@ STATE, NUMBERS, COMPLETE = "state.safetensors", "state.json", "COMPLETE"
 
 def to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies tensors to the host, those on a device in one transfer; waits for the steps that compute them."""
-    on_device = [name for name, tensor in tensors.items() if tensor.device.type != "cpu"]
-    host = {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor.device.type == "cpu"}
-    copies = device.read([tensors[name].detach() for name in on_device])
-    return host | dict(zip(on_device, copies, strict=True))
+    return dict(zip(tensors, device.read([tensor.detach() for tensor in tensors.values()]), strict=True))
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -62,11 +60,8 @@ class Saved(NamedTuple):
 
 
 def load_state(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any) -> None:
-    """Copies a checkpoint's dense state into a model and an optimizer.
-
-    Raises:
-        InputError: names or shapes differ; gives the first of them.
-    """
+    """Copies a checkpoint's dense state into a model and an optimizer; raises InputError with the first names or shapes
+    that differ."""
     tensors, numbers = named_state(model, optimizer)
     expected = {name: list(tensor.shape) for name, tensor in tensors.items()} | dict.fromkeys(numbers, "a number")
     found = {name: list(tensor.shape) for name, tensor in saved.tensors.items()}
@@ -100,7 +95,7 @@ class Checkpointer:
     """
 
     def __init__(self, path: str, keep: int = 3, main_process: bool = True, tables: Any = None, every: int = 1):
-        self.path = path.rstrip("/")
+        self.path = path.removeprefix("file://").rstrip("/")
         self.keep, self.main_process, self.tables, self.every = keep, main_process, tables, every
         self._fs, self._root = fsspec.core.url_to_fs(self.path)
         self._local = files.is_local(self._fs)
@@ -123,10 +118,7 @@ class Checkpointer:
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Copies the state to the host, which is all that the training loop waits for, and writes it in the background.
-
-        Raises:
-            InputError: the save before this one failed (disk full, no permission); names the checkpoint that is safe.
-        """
+        Raises the InputError of the save before this one, which names the checkpoint that is safe."""
         if not self.main_process and self.tables is None:
             return
         self.wait()
@@ -181,20 +173,15 @@ class Checkpointer:
                 self._fs.rm(f"{self._place(old)}/{COMPLETE}")
                 self._fs.rm(self._place(old), recursive=True)
         except OSError as error:
-            self._failure = self._cannot_write(step, error)
+            known = "there is no complete one yet"
+            with contextlib.suppress(OSError, IndexError):
+                known = f"the one of step {self.complete_steps()[-1]} is complete and safe"
+            self._failure = InputError(
+                f"cannot write the checkpoint of step {step} to {self.path}: {error.strerror or error}; {known}"
+                "; make room or access, then run the same command again: it resumes from there"
+            )
         except Exception as error:
             self._failure = error
-
-    def _cannot_write(self, step: int, error: OSError) -> InputError:
-        try:
-            safe = self.complete_steps()
-            known = f"the one of step {safe[-1]} is complete and safe" if safe else "there is no complete one yet"
-        except OSError:
-            known = "nor can the folder be listed"
-        return InputError(
-            f"cannot write the checkpoint of step {step} to {self.path}: {error.strerror or error}; {known}"
-            "; make room or access, then run the same command again: it resumes from there"
-        )
 
     # ---- restoring ----
 
@@ -216,29 +203,21 @@ class Checkpointer:
         return [step for step in self._steps() if self._fs.exists(f"{self._place(step)}/{COMPLETE}")]
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any) -> int:
-        """Loads the newest complete checkpoint into a model and an optimizer (whose state exists) on the device.
-
-        Returns:
-            The step after which it was saved; 0 when there is none.
-        Raises:
-            InputError: the checkpoint is of another model or optimizer, with the names that differ; or the tables of
-                every checkpoint are damaged.
-        """
-        damaged = False
+        """Loads the newest complete checkpoint into a model and an optimizer (whose state exists) on the device, and
+        returns the step after which it was saved; 0 when there is none. Raises InputError where it is of another model
+        or optimizer, or the tables of every checkpoint are damaged."""
+        damage = ""
         for step in reversed(self._steps()):
             saved, folder = self.read(step), self._place(step)
             try:
                 if saved is not None:
-                    damage = ""
-                    if self.tables is not None:
-                        damage = self.tables.load(self._fs, folder, mesh)
-                    elif saved.hosts:
+                    if self.tables is None and saved.hosts:
                         raise InputError("it has embedding tables, this model has none")
+                    damage = self.tables.load(self._fs, folder, mesh) if self.tables is not None else ""
                     if not damage:
                         load_state(saved, model, optimizer, mesh)
                         return step
                     self._warn(step, damage)
-                    damaged = True
             except InputError as error:
                 raise InputError(
                     f"the checkpoint {self.folder(step)} is of another model or optimizer: {error}. "
@@ -246,7 +225,7 @@ class Checkpointer:
                 ) from None
             if self.main_process and self.tables is not None:  # the checkpoint may be written again
                 self.tables.drop_marks(self._fs, folder)
-        if damaged:
+        if damage:
             raise InputError(f"no checkpoint in {self.path} has whole tables; remove the folder to start again")
         return 0
 

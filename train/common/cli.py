@@ -1,7 +1,7 @@
 """The command line of a script: presets and flags from its Config, one sentence for what the user can fix."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tyro
@@ -30,24 +30,23 @@ def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None
 
 def at_least(config: Any, low: float, *fields: str) -> None:
     """Raises an InputError that names the first of the config's fields whose value is below `low`, or is NaN."""
-    for field in fields:
-        if not getattr(config, field) >= low:
-            raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least {low}")
+    _check(config, fields, lambda value: value >= low, f"at least {low}")
 
 
 def above(config: Any, low: float, *fields: str) -> None:
     """Raises an InputError that names the first of the config's fields whose value is not above `low`."""
-    for field in fields:
-        if not getattr(config, field) > low:
-            raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be above {low}")
+    _check(config, fields, lambda value: value > low, f"above {low}")
 
 
 def below_one(config: Any, *fields: str) -> None:
     """Raises an InputError that names the first of the config's fields whose value is not in [0, 1)."""
+    _check(config, fields, lambda value: 0 <= value < 1, "at least 0 and below 1")
+
+
+def _check(config: Any, fields: Iterable[str], fits: Callable[[Any], bool], expected: str) -> None:
     for field in fields:
-        if not 0 <= getattr(config, field) < 1:
-            value = getattr(config, field)
-            raise InputError(f"--{field.replace('_', '-')} is {value}; it must be at least 0 and below 1")
+        if not fits(getattr(config, field)):
+            raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be {expected}")
 
 
 def need_data(config: Any, what: str) -> None:

@@ -13,67 +13,56 @@ def draw_curves(records: list[dict[str, Any]], title: str) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    keys = dict.fromkeys(key for record in records for key in record if key.startswith("eval/") and key != "eval/loss")
-    series = {key: _points(records, key) for key in ["loss", "lr", "eval/loss", *keys]}
-    keys = [key for key in keys if series[key][0]]
-    size = {key: max(map(abs, series[key][1])) for key in keys}
+    points: dict[str, tuple[list[int], list[float]]] = {}  # steps and values
+    for record in records:
+        for key, value in record.items():
+            if value is not None and (key in ("loss", "lr") or key.startswith("eval/")):
+                steps, values = points.setdefault(key, ([], []))
+                steps.append(record["step"])
+                values.append(value)
+    size = {key: max(map(abs, points[key][1])) for key in points if key not in ("loss", "lr", "eval/loss")}
     # Accuracy and F1 share a panel; accuracy and perplexity do not.
-    near = [key for key in keys if 0.1 * size[keys[0]] <= size[key] <= 10 * size[keys[0]]]
-    groups = [group for group in (near, [key for key in keys if key not in near]) if group]
+    near = [key for key in size if 0.1 * next(iter(size.values())) <= size[key] <= 10 * next(iter(size.values()))]
+    groups = [group for group in (near, [key for key in size if key not in near]) if group]
 
     figure = Figure(figsize=(10, 4.6), dpi=100, layout="constrained")
-    columns = figure.add_gridspec(1, 2 if groups else 1, wspace=0.06)
-    heights = [3, 1] if series["lr"][0] else [1]
-    left = columns[0].subgridspec(len(heights), 1, height_ratios=heights)
-    right = columns[-1].subgridspec(max(len(groups), 1), 1)
-    loss = figure.add_subplot(left[0], ylabel="loss")
-    rates = [figure.add_subplot(left[1], ylabel="learning rate", sharex=loss)] if series["lr"][0] else []
-    panels = [figure.add_subplot(right[row], ylabel="evaluation", sharex=loss) for row in range(len(groups))]
-
-    _draw_loss(loss, *series["loss"])
-    if series["eval/loss"][0]:
-        loss.plot(*series["eval/loss"], color="tab:orange", label="evaluation", **DOTS)
-    for rate in rates:
-        rate.plot(*series["lr"], color="tab:gray", **(DOTS if len(series["loss"][0]) <= 10 else {}))
-        rate.ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=True)
-        rate.set_ylim(bottom=0)
+    columns = [["loss"] * 6 + ["lr" if "lr" in points else "loss"] * 2]
+    columns += [["0"] * 4 + [str(len(groups) - 1)] * 4] if groups else []
+    panels = figure.subplot_mosaic([list(row) for row in zip(*columns, strict=True)], sharex=True)
+    loss, few = panels["loss"], len(points.get("loss", ((), ()))[0]) <= 10
+    if "loss" in points:
+        steps, values = points["loss"]
+        if not few:  # a running mean, narrow where the loss falls fast
+            loss.plot(steps, values, color="tab:blue", alpha=0.4, linewidth=1)
+            widths = [min(i, len(values) // 30) for i in range(len(values))]
+            values = [statistics.fmean(values[i - width : i + width + 1]) for i, width in enumerate(widths)]
+        loss.plot(steps, values, color="tab:blue", linewidth=2, label="training", **(DOTS if few else {}))
+    if "eval/loss" in points:
+        loss.plot(*points["eval/loss"], color="tab:orange", label="evaluation", **DOTS)
+    if "lr" in points:
+        panels["lr"].plot(*points["lr"], color="tab:gray", **(DOTS if few else {}))
+        panels["lr"].ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=True)
+        panels["lr"].set_ylim(bottom=0)
     colors = itertools.cycle(["tab:orange", "tab:green", "tab:purple", "tab:red", "tab:brown", "tab:cyan"])
-    for panel, group in zip(panels, groups, strict=True):
+    for number, group in enumerate(groups):
         for key in group:
-            label = f"{key.removeprefix('eval/').replace('_', ' ')} {format_number(series[key][1][-1])}"
-            panel.plot(*series[key], color=next(colors), linewidth=2, label=label, **DOTS)
-            if len(series[key][0]) == 1:  # one value fills no axis: show it against zero
-                panel.set_ylim(bottom=0)
+            label = f"{key.removeprefix('eval/').replace('_', ' ')} {format_number(points[key][1][-1])}"
+            panels[str(number)].plot(*points[key], color=next(colors), linewidth=2, label=label, **DOTS)
+            if len(points[key][0]) == 1:  # one value fills no axis: show it against zero
+                panels[str(number)].set_ylim(bottom=0)
     loss.xaxis.get_major_locator().set_params(integer=True)
-    for column in ([loss, *rates], panels):
-        for panel in column:
-            if panel.lines and panel not in rates:
-                panel.legend(frameon=False)
-            panel.grid(alpha=0.25)
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.tick_params(labelbottom=panel is column[-1])
-            panel.set_xlabel("step" if panel is column[-1] else "")
+    for name, panel in panels.items():
+        lowest = name in [column[-1] for column in columns]
+        panel.set(ylabel={"loss": "loss", "lr": "learning rate"}.get(name, "evaluation"), xlabel="step" * lowest)
+        panel.tick_params(labelbottom=lowest)
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+        if panel.lines and name != "lr":
+            panel.legend(frameon=False)
     figure.suptitle(title, fontsize=12, fontweight="bold")
     image = io.BytesIO()
     FigureCanvasAgg(figure).print_png(image)
     return image.getvalue()
-
-
-def _points(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Returns the steps and values of the records that have a key."""
-    pairs = [(record["step"], record[key]) for record in records if record.get(key) is not None]
-    return [step for step, _ in pairs], [value for _, value in pairs]
-
-
-def _draw_loss(panel: Any, steps: list[int], values: list[float]) -> None:
-    """Draws a running mean over the training loss, narrow where it falls fast; a few values as dots."""
-    few = len(values) <= 10
-    if not few:
-        panel.plot(steps, values, color="tab:blue", alpha=0.4, linewidth=1)
-        widths = [min(i, len(values) // 30) for i in range(len(values))]
-        values = [statistics.fmean(values[i - width : i + width + 1]) for i, width in enumerate(widths)]
-    if steps:
-        panel.plot(steps, values, color="tab:blue", linewidth=2, label="training", **(DOTS if few else {}))
 
 
 def format_number(value: float | None) -> str:

@@ -113,12 +113,10 @@ def choose_backend(kind: str) -> ModuleType:
     return _backend
 
 
-def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1, torch_compile: bool = False) -> Callable:
-    """Returns `step_fn` as one XLA graph per call, held to the contract of `CompiledStep` (xla/compiled.py).
-
-    On plain PyTorch the step runs as it is; with `torch_compile` through `torch.compile`, which XLA does not need.
-    """
-    return _backend.compiled(step_fn, mesh, max_graphs, torch_compile)
+def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
+    """Returns `step_fn` as one XLA graph per call, held to the contract of `CompiledStep` (xla/backend.py); on plain
+    PyTorch as it is."""
+    return _backend.compiled(step_fn, mesh, max_graphs)
 
 
 def graph_report() -> dict[str, Any]:
@@ -137,26 +135,20 @@ def to_device(model: nn.Module, mesh: Mesh) -> nn.Module:
     Plain `module.to(xla)` makes new parameters, and with them silently unties shared ones (tied embeddings become two
     that train apart). Here each tensor is swapped in place, so ties, and optimizers made before, stay valid.
     """
-    before = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     swap = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model.to(mesh.device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
-    if before != [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]:
-        raise RuntimeError("moving the model to the device replaced parameters: tied weights would be untied")
     for tensor in [*model.parameters(), *model.buffers()]:
         replicate(tensor, mesh)
     return model
 
 
 def replicate(tensor: Tensor, mesh: Mesh) -> None:
-    """Annotates a tensor on the device as held whole by every device of the mesh.
-
-    A tensor without annotation is replicated too, but what the first step returns carries one, so that the second step
-    would be another graph: the whole step would be compiled twice.
-    """
+    """Annotates a tensor on the device as held whole by every device of the mesh. Without an annotation it is so, too,
+    but what the first step returns carries one, so that the second step would be another graph."""
     annotate(tensor.data, mesh.spmd, (None,) * tensor.dim())
 
 
@@ -228,8 +220,11 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     constants: a warm-up from 0 would compile the step twice. So these two are replaced by neighbours that give the same
     float32 update. (A tensor on the device will not do: torch's and timm's SGD and LARS read it back in each step.)
     Where `init_optimizer_state` put it on the device, a new tensor replaces it; again not 0, since capturable Adam
-    divides by it: a parameter whose gradient has always been 0 would become NaN.
+    divides by it: a parameter whose gradient has always been 0 would become NaN. Raises InputError above 1e30, since
+    Adam's lr / (1 - beta1) would not be a float32.
     """
+    if not lr <= 1e30:
+        raise InputError(f"the learning rate of this step is {lr:g}; float32 takes at most 1e30: give a lower --lr")
     number = 1e-30 if lr == 0.0 else lr
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
@@ -257,8 +252,10 @@ def fetch_sums(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
 
 
 def read(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies computed device tensors to the host, all in one transfer, and compiles nothing."""
-    return _backend.read(list(tensors)) if tensors else []
+    """Copies computed tensors to the host, those on the device all in one transfer, and compiles nothing."""
+    on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    copies = iter(_backend.read(on_device) if on_device else ())
+    return [tensor.clone() if tensor.device.type == "cpu" else next(copies) for tensor in tensors]
 
 
 def after_next_step(function: Callable[[], None]) -> None:
@@ -309,10 +306,8 @@ def stop_requested(mesh: Mesh, every: int = 10) -> Iterator[Callable[[], bool]]:
     """Turns SIGTERM (what a preempted VM gets) and Ctrl-C into a flag, so that a loop can save and leave.
 
     Yields a function that tells whether one has come; call it once in each step. A second Ctrl-C interrupts at once.
-
-    The hosts of a pod must leave in the same step, also when the signal reaches one of them alone: those that stay
-    would wait for it forever. So they agree in every `every`-th call, which waits for the device; until then the answer
-    is no. A single host reacts in the next call, and reads nothing.
+    The hosts of a pod must leave in the same step, or those that stay would wait forever: they agree in every
+    `every`-th call, which waits for the device; until then the answer is no. A single host reads nothing.
     """
     received: list[int] = []
     calls = itertools.count(1)  # alike on all hosts, since they take the same steps

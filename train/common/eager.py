@@ -37,9 +37,7 @@ def setup(precision: str, strict: bool, kind: str) -> Mesh:
     return Mesh(torch.device(kind), None, **only, kind=name, precision=precision, strict=strict)
 
 
-def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int, torch_compile: bool) -> Callable:
-    step_fn = torch.compile(step_fn) if torch_compile else step_fn
-
+def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int) -> Callable:
     def step(*args: Any) -> Any:
         result = step_fn(*args)
         run_pending()
@@ -81,7 +79,7 @@ def fetch(values: list[Tensor]) -> list[float]:
 
 
 def read(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.to("cpu", copy=True) for tensor in tensors]
+    return [tensor.to("cpu") for tensor in tensors]
 
 
 def after_next_step(function: Callable[[], None]) -> None:

@@ -13,34 +13,39 @@ from errors import InputError
 
 
 def write_file(path: str, content: bytes) -> None:
-    """Writes a file to a path or URL. On a local disk it is written aside and renamed, so no half file is ever seen.
-
-    Raises:
-        InputError: the disk is full, or there is no access.
-    """
+    """Writes a file to a path or URL, see `write_synced`; raises InputError where the disk is full or access lacks."""
     fs, root = fsspec.core.url_to_fs(path)
-    # Not fsspec's transaction: it writes to the temporary folder, which may be on another disk, and it would hold back
-    # what another thread writes in the meantime.
-    aside = f"{root}.writing" if is_local(fs) else root
     try:
         fs.makedirs(os.path.dirname(root), exist_ok=True)
-        with fs.open(aside, "wb") as file:
-            file.write(content)
-        if aside != root:
-            os.replace(aside, root)
+        write_synced(fs, root, content)
     except OSError as error:
-        if aside != root:
-            with contextlib.suppress(OSError):
-                os.remove(aside)
         raise InputError(f"cannot write {path}: {error.strerror or error}; make room or access") from None
 
 
-def read_file(path: str) -> bytes:
-    """Returns the content of a weights file at a path or URL.
+def write_synced(fs: fsspec.AbstractFileSystem, path: str, *contents: bytes | memoryview) -> None:
+    """Writes `contents` one after the other into a file. On a local disk it is written aside and renamed when it is on
+    the disk, so that a kill or an error leaves the old file or the new one, never a part."""
+    # Not fsspec's transaction: it writes to the temporary folder, which may be on another disk, and it would hold back
+    # what another thread writes in the meantime.
+    aside = f"{path}.writing" if is_local(fs) else path
+    try:
+        with fs.open(aside, "wb") as file:
+            for content in contents:
+                file.write(content)
+            if aside != path:
+                file.flush()
+                os.fsync(file.fileno())
+        if aside != path:
+            os.replace(aside, path)
+    except OSError:
+        if aside != path:
+            with contextlib.suppress(OSError):
+                os.remove(aside)
+        raise
 
-    Raises:
-        InputError: there is no such file, or it cannot be read.
-    """
+
+def read_file(path: str) -> bytes:
+    """Returns the content of a weights file at a path or URL; raises InputError where it is not there or unreadable."""
     try:
         with fsspec.open(path, "rb") as file:
             return file.read()
@@ -56,11 +61,8 @@ def save_weights(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]
 
 
 def load_weights(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Reads a safetensors file at a path or URL and returns (tensors by name, metadata).
-
-    Raises:
-        InputError: there is no such file, or it is not a safetensors file.
-    """
+    """Reads a safetensors file at a path or URL and returns (tensors by name, metadata); raises InputError where there
+    is none."""
     content = read_file(path)
     try:
         tensors = safetensors.torch.load(content)
@@ -73,16 +75,6 @@ def load_weights(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
 def is_local(fs: fsspec.AbstractFileSystem) -> bool:
     """Returns whether a file system is the local disk."""
     return "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
-
-
-def write_synced(fs: fsspec.AbstractFileSystem, path: str, *contents: bytes | memoryview) -> None:
-    """Writes `contents` one after the other into a file; on a local disk returns only when they are on the disk."""
-    with fs.open(path, "wb") as file:
-        for content in contents:
-            file.write(content)
-        if is_local(fs):
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def fsync(folder: str) -> None:

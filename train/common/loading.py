@@ -60,30 +60,26 @@ def steps_per_epoch(dataset: Dataset, batch_size: Any, mesh: Mesh, train: bool =
 
     Raises InputError: a batch does not divide by the devices; the data set is empty, or smaller than a batch.
     """
-    sizes = {"batch_size": batch_size}
-    if planned := hasattr(batch_size, "shapes"):
-        sizes = {f"the batch of shape {'x'.join(map(str, shape))}": shape[0] for shape in batch_size.shapes}
-    for name, size in sizes.items():
-        if size % mesh.num_devices:
-            nearest = max(1, round(size / mesh.num_devices)) * mesh.num_devices
-            unfit = f"{name} is {size}, which does not divide by the {mesh.num_devices} devices"
+    planned, examples = hasattr(batch_size, "shapes"), len(dataset)
+    for shape in batch_size.shapes if planned else [(batch_size,)]:
+        if shape[0] % mesh.num_devices:
+            name = f"the batch of shape {'x'.join(map(str, shape))}" if planned else "batch_size"
+            nearest = max(1, round(shape[0] / mesh.num_devices)) * mesh.num_devices
+            unfit = f"{name} is {shape[0]}, which does not divide by the {mesh.num_devices} devices"
             raise InputError(f"{unfit}; the nearest that does is {nearest}")
-    if len(dataset) == 0:
+    if examples == 0:
         raise InputError("the data set is empty")
     if planned:
         return len(batch_size)
-    if not train:
-        return -(-len(dataset) // batch_size)
-    if len(dataset) < batch_size:
-        found = len(dataset)
-        raise InputError(f"batch_size is {batch_size}, but the data set has {found} examples; use a smaller batch")
-    return len(dataset) // batch_size
+    if train and examples < batch_size:
+        raise InputError(f"batch_size is {batch_size}, but the data set has {examples} examples; use a smaller batch")
+    return examples // batch_size if train else -(-examples // batch_size)
 
 
 class Loader(AbstractContextManager, Iterator):
     """Iterates over device batches: dicts of tensors [batch, ...], sharded over the mesh by their first dimension.
 
-    Use it as a context manager (or call `close`): it owns a thread and worker processes. `skipped` is the sum of the
+    Use it as a context manager: it owns a thread and worker processes. `skipped` is the sum of the
     examples' "skipped" entries so far (files that a data set could not read and replaced), which stay on the host.
     """
 
@@ -99,7 +95,10 @@ class Loader(AbstractContextManager, Iterator):
         self._thread.start()
 
     def __exit__(self, *_) -> None:
-        self.close()
+        """Stops the thread and the worker processes."""
+        self._closed.set()
+        self._thread.join()
+        self._batches = None  # a DataLoader's workers end when its iterator does
 
     def __next__(self) -> dict[str, Tensor]:
         started = time.perf_counter()
@@ -117,12 +116,6 @@ class Loader(AbstractContextManager, Iterator):
         share = self._waited / max(now - self._since, 1e-9)
         self._waited, self._since = 0.0, now
         return min(share, 1.0)
-
-    def close(self) -> None:
-        """Stops the thread and the worker processes."""
-        self._closed.set()
-        self._thread.join()
-        self._batches = None  # a DataLoader's workers end when its iterator does
 
     def _upload_all(self) -> None:
         try:
@@ -190,8 +183,6 @@ def parallel_loader(
         workers: processes on this host; 0 loads in the upload thread, -1 takes one per core.
     Raises InputError as `steps_per_epoch` does.
     """
-    if train and stop is None:
-        raise ValueError("training needs `stop`, the number of steps")
     per_epoch = steps_per_epoch(dataset, batch_size, mesh, train)
     span = (seed, start, stop) if train else (None, 0, per_epoch)
     if not hasattr(batch_size, "shapes"):
@@ -278,11 +269,9 @@ class _Examples:
         else:
             batch = self.collate(self._examples(epoch, indices.tolist()))
         for key, tensor in batch.items():
-            if tensor.dim() == 0 or len(tensor) != len(indices):
-                raise ValueError(
-                    f"batch[{key!r}] has shape {list(tensor.shape)}; its first dimension must be the {len(indices)} "
-                    "examples that this host loads, since batches are sharded by it"
-                )
+            if tensor.shape[:1] != (len(indices),):
+                own = f"the {len(indices)} examples that this host loads, since batches are sharded by it"
+                raise ValueError(f"batch[{key!r}] has shape {list(tensor.shape)}; its first dimension must be {own}")
         mask = torch.from_numpy((indices != PADDING).astype(np.float32))
         if self.masked and "skipped" in batch:
             batch["skipped"] = batch["skipped"] * mask.to(batch["skipped"].dtype)
@@ -293,8 +282,8 @@ class _Examples:
         for index in indices:
             if index == PADDING and examples:
                 examples.append(examples[0])
-            else:  # a host whose whole share is padding still needs an example of the right shapes
-                index = max(index, 0)
+            else:
+                index = max(index, 0)  # where a host has nothing but padding, this gives it the right shapes
                 examples.append(self.dataset.example(index, np.random.default_rng((self.seed, epoch, index))))
         return examples
 

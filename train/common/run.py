@@ -11,7 +11,6 @@ runs/<name>/ (a local folder, or a URL such as gs://bucket/runs) holds
 """
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -23,7 +22,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from errors import InputError
 from train.common import device
@@ -32,6 +30,12 @@ from train.common.curves import draw_curves, format_number
 from train.common.run_folder import RunFolder, now, to_json
 
 DRAW_EVERY = 60  # seconds between two drawings of curves.png
+REPORTED = {  # of device.graph_report() in the table of a finished run
+    "graphs": "graphs compiled",
+    "recompilations": "recompilations",
+    "fallbacks": "fall-backs",
+    "host_reads": "host reads",
+}
 SEEN_SECONDS = 60  # in which other hosts see what the main process writes: NFS may remember that there was nothing
 
 
@@ -44,11 +48,9 @@ class Run:
 
     Args:
         config: a dataclass with the fields `runs` (root folder or fsspec URL), `name` and `data`.
-        name: the folder where config.name is "": the first of name, name-2, … that is new, or unfinished with this
-            config.
+        name: the folder where config.name is "", or the first of name-2, … that is new, or unfinished with this config.
         free: fields of config that do not change the numbers, so a resumed run may differ in them.
-        required: fields without which a run's config.json is of an older version that trained in another way; others
-            that it lacks had the default of Config.
+        required: fields that a run's config.json must have; others that an older version lacked had Config's default.
         unit: what `log` counts as examples.
     Raises:
         InputError: the folder cannot be used, or the hosts of a pod do not see the same one.
@@ -58,15 +60,12 @@ class Run:
         self, config, mesh, *, name: str, headline: str, total_steps: int, free=(), required=(), unit="examples"
     ):
         self.mesh, self.total_steps, self._unit, self._main = mesh, total_steps, unit, mesh.main_process
-        self._clock, self._terminal = _Clock(), _Terminal(mesh.main_process, total_steps, unit)
         trial = "; this is a trial, for real training see --help" if config.data == "synthetic" else ""
         self.message(f"{headline} on {mesh.num_devices} {mesh.kind} device(s){trial}")
-        fields = json.loads(to_json(dataclasses.asdict(config)))
-        defaults = json.loads(to_json(dataclasses.asdict(type(config)())))
-        defaults = {field: value for field, value in defaults.items() if field not in required}
-        self._folder = RunFolder(config.runs, fields, defaults, name, set(free))
+        self._folder = RunFolder(config, name, free, required)
         self.name, self.path, self.summary = self._folder.name, self._folder.path, self._folder.summary
-        self._metrics = _Metrics(self._folder, self._clock, self._terminal, self._main, unit)
+        self._clock = _Clock()
+        self._metrics = _Metrics(self._folder, self._clock, self._main, f"/{total_steps}", unit)
         self.finished = self._closed = self.summary is not None
         self.resumed = self._folder.stored is not None and not self.finished
         if self.finished:
@@ -76,7 +75,7 @@ class Run:
             self.message(f"{kind} {self.path}{self._folder.reason}")
             if self._main:
                 devices = {"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count}
-                self._folder.open(fields, devices)
+                self._folder.open(devices)
         self._check_hosts()
 
     def _check_hosts(self) -> None:
@@ -98,11 +97,9 @@ class Run:
     # ---- training ----
 
     def resume(self, model, optimizer, *, examples: int, keep: int, every: int = 1, tables: Any = None) -> int:
-        """Restores the newest checkpoint into a model and an optimizer on the device; `checkpoint` saves these.
-
-        Returns the step after which it was saved, 0 for a new run. `keep`, `every` and `tables` are Checkpointer's.
-        Raises InputError where it is of another model, or the hosts disagree about it or the number of examples.
-        """
+        """Restores the newest checkpoint into a model and an optimizer on the device, which `checkpoint` saves, and
+        returns its step, 0 for a new run; see Checkpointer. Raises InputError where it is of another model, or hosts
+        disagree about it or the number of examples."""
         self._saved = model, optimizer
         self.checkpoints = Checkpointer(f"{self.path}/checkpoints", keep, self._main, tables, every)
         start = self.checkpoints.restore(model, optimizer, self.mesh)
@@ -167,9 +164,6 @@ class Run:
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Counts the time inside (evaluation, checkpoints) neither as training nor for examples per second."""
-        if self._clock.paused:
-            yield
-            return
         self._metrics.flush()
         device.wait_for_steps()  # steps still running on the device are training, not pause
         with self._clock.pause():
@@ -181,13 +175,11 @@ class Run:
         """Records training metrics: numbers, or 0-d tensors on any device, which this call does not read.
 
         Tensors on the device are read all in one transfer after the next step has been started; until then they must
-        not be changed in place. A loss that is not finite raises an InputError there, which stops the run.
-        `examples` counts all that were trained so far: their growth between two calls, over the time without pauses, is
-        the speed. The first call only starts that clock, so that compilation does not count. `input_wait` is the share
-        of the time, 0 to 1, that the loop waited for input.
+        not be changed in place. A loss that is not finite raises an InputError there, which stops the run. `examples`
+        counts all so far: their growth between two calls, over the time without pauses, is the speed. `input_wait` is
+        the share of the time, 0 to 1, that the loop waited for input.
         """
-        values = {"examples": examples, "input_wait": input_wait, **metrics}
-        self._metrics.log(step, {key: value for key, value in values.items() if value is not None})
+        self._metrics.log(step, metrics, examples, input_wait)
 
     def evaluation(self, step: int, **metrics: float) -> None:
         """Records and prints evaluation metrics, which are numbers already. The time this takes is a pause."""
@@ -203,8 +195,9 @@ class Run:
                 self.message(f"warning: {error}; the next evaluation tries again")
 
     def message(self, text: str) -> None:
-        """Prints one line on the terminal of the main process and leaves the progress bar whole."""
-        self._terminal.print(text)
+        """Prints one line on the terminal of the main process."""
+        if self._main:
+            print(text, flush=True)
 
     def finish(self, metrics: dict[str, float]) -> None:
         """Ends the run: writes curves.png and summary.json with the final metrics, prints the table, uploads."""
@@ -253,9 +246,8 @@ class Run:
             self._release()
 
     def _release(self) -> None:
-        self._closed = self._metrics.closed = True
+        self._closed = True
         self._metrics.close()
-        self._terminal.close()
         self._folder.release()
 
     def upload(self) -> None:
@@ -268,10 +260,10 @@ class Run:
 class _Metrics:
     """The lines of metrics.jsonl, the same numbers as TensorBoard events and on the terminal, and curves.png."""
 
-    def __init__(self, folder: RunFolder, clock: "_Clock", terminal: "_Terminal", main: bool, unit: str):
-        self._folder, self._clock, self._terminal, self._main, self._unit = folder, clock, terminal, main, unit
-        self._file, self._events, self._drawn, self.closed = None, None, -math.inf, False
-        self._pending: list[tuple[int, dict[str, Any]]] = []
+    def __init__(self, folder: RunFolder, clock: "_Clock", main: bool, of: str, unit: str):
+        self._folder, self._clock, self._main, self._of, self._unit = folder, clock, main, of, unit
+        self._file, self._events, self._drawn = None, None, -math.inf
+        self._pending: list[tuple[int, dict[str, Any], float | None, float | None]] = []
         self._rate_start: tuple[float, float] | None = None  # examples and training seconds at the last line
 
     def open(self, mode: str, purge_step: int | None = None) -> None:
@@ -287,9 +279,9 @@ class _Metrics:
         except OSError as error:
             raise self._folder.unwritable(path, error) from error
 
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        self._pending.append((step, values))
-        if any(_on_device(value) for value in values.values()):
+    def log(self, step: int, values: dict[str, Any], examples: float | None, input_wait: float | None) -> None:
+        self._pending.append((step, values, examples, input_wait))
+        if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values.values()):
             device.after_next_step(self._write_pending)
         elif len(self._pending) == 1:  # else it waits behind an earlier line
             self._write_pending()
@@ -301,21 +293,23 @@ class _Metrics:
 
     def _write_pending(self) -> None:
         pending, self._pending = self._pending, []
-        host = iter(device.read([value for _, values in pending for value in values.values() if _on_device(value)]))
+        tensors = [value for _, values, *_ in pending for value in values.values() if isinstance(value, torch.Tensor)]
+        numbers = iter(device.read(tensors))
         clock = self._clock.read()  # after the read, which waits for the device
-        for step, values in pending:
-            values = {key: next(host) if _on_device(value) else value for key, value in values.items()}
+        for step, values, examples, input_wait in pending:
+            values = {key: next(numbers) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
             values = {key: value.item() if hasattr(value, "item") else value for key, value in values.items()}
             timing = dict(clock)
-            if "examples" in values:
-                now = values.pop("examples"), clock["training"]
+            if examples is not None:
+                now = examples, clock["training"]
                 before, self._rate_start = self._rate_start or now, now
                 if now[1] > before[1]:
                     timing[f"{self._unit}_per_second"] = (now[0] - before[0]) / (now[1] - before[1])
-            if "input_wait" in values:
-                timing["input_wait"] = values.pop("input_wait")
+            if input_wait is not None:
+                timing["input_wait"] = input_wait
             self.write_line(step, values, timing)
-            self._terminal.show(step, values, timing)
+            if self._main:
+                self._print(step, values, timing)
 
     def write_line(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
         for key, value in values.items():
@@ -326,11 +320,7 @@ class _Metrics:
                 )
         if not self._main:
             return
-        if self.closed:
-            raise RuntimeError("log() or evaluation() of a run that is closed or finished")
         if self._file is None:
-            if self._folder.stored:
-                raise RuntimeError("a resumed run logs only after resume()")
             self.open("xb")
         values = {key: _finite(value) for key, value in values.items()}
         try:
@@ -343,6 +333,15 @@ class _Metrics:
         except OSError as error:
             raise self._folder.unwritable(self._file.name, error) from error
         self._folder.safe_step = step
+
+    def _print(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
+        words = [f"step {step:>5}{self._of}"]
+        words += [f"{key} {format_number(values[key])}" for key in sorted(values, key=lambda key: key != "loss")]
+        if (rate := timing.get(f"{self._unit}_per_second")) is not None:
+            words.append(f"{format_number(rate)} {self._unit}/s")
+        if (wait := timing.get("input_wait")) is not None:
+            words.append(f"input wait {100 * wait:.0f} %")
+        print("  ".join(words), flush=True)
 
     def records(self) -> list[dict[str, Any]]:
         if self._file is None:
@@ -387,69 +386,29 @@ class _Clock:
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         self.read()
-        self.paused = True
+        before, self.paused = self.paused, True
         try:
             yield
         finally:
             self.read()
-            self.paused = False
-
-
-class _Terminal:
-    """Lines on the main process' terminal, and a progress bar where the standard error is a terminal."""
-
-    def __init__(self, main: bool, total_steps: int, unit: str):
-        self._main, self._total_steps, self._unit, self._bar = main, total_steps, unit, None
-
-    def print(self, text: str) -> None:
-        if self._main and self._bar is not None:
-            self._bar.write(text)
-        elif self._main:
-            print(text, flush=True)
-
-    def show(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
-        shown = {key: format_number(values[key]) for key in sorted(values, key=lambda key: key != "loss")}
-        rate, wait = timing.get(f"{self._unit}_per_second"), timing.get("input_wait")
-        if self._main and sys.stderr.isatty():
-            if self._bar is None:
-                form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-                self._bar = tqdm(total=self._total_steps, initial=step, bar_format=form, dynamic_ncols=True)
-            shown = {key: shown[key] for key in ("loss", "lr") if key in shown}
-            shown |= {} if rate is None else {f"{self._unit}/s": format_number(rate)}
-            self._bar.set_postfix(shown | ({} if wait is None else {"wait": f"{wait:.0%}"}), refresh=False)
-            self._bar.n = step
-            self._bar.refresh()
-        else:
-            words = [f"step {step:>5}/{self._total_steps}", *(f"{key} {value}" for key, value in shown.items())]
-            words += [] if rate is None else [f"{format_number(rate)} {self._unit}/s"]
-            words += [] if wait is None else [f"input wait {100 * wait:.0f} %"]
-            self.print("  ".join(words))
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._bar = None
+            self.paused = before
 
 
 def _summary_text(summary: dict[str, Any], unit: str) -> str:
     """Returns the table of a finished run."""
-    report = dict(summary["report"])
+    report, rate, wait = summary["report"], summary[f"{unit}_per_second"], summary["input_wait"]
     rows = {key.replace("_", " "): format_number(value) for key, value in summary["metrics"].items()}
     rows["training time"] = _duration(summary["training_seconds"])
     if "compile_seconds" in report:
-        rows["compile time"] = _duration(report.pop("compile_seconds"))
-    rate = summary[f"{unit}_per_second"]
+        rows["compile time"] = _duration(report["compile_seconds"])
     if rate is not None:
         rows[f"{unit}/s"] = format_number(rate)
-    if summary["input_wait"] is not None:
-        rows["input wait"] = f"{100 * summary['input_wait']:.0f} %"
-    for key in ("traced", "repeated"):
-        report.pop(key, None)
-    if not report.get("not_repeatable", True):  # a step that is traced in every call costs time: say so
-        del report["not_repeatable"]
-    for key, value in report.items():
-        label = {"graphs": "graphs compiled", "fallbacks": "fall-backs"}.get(key, key.replace("_", " "))
-        rows[label] = "; ".join([str(len(value)), *value]) if isinstance(value, list) else str(value)
+    if wait is not None:
+        rows["input wait"] = f"{100 * wait:.0f} %"
+    for key, label in REPORTED.items():
+        if key in report:
+            value = report[key]
+            rows[label] = "; ".join([str(len(value)), *value]) if isinstance(value, list) else str(value)
     width = max(map(len, rows))
     lines = [f"finished in {_duration(summary['elapsed_seconds'])}"]
     return "\n".join([*lines, *(f"  {label:<{width}}  {value}" for label, value in rows.items())])
@@ -460,10 +419,6 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes} min {seconds:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def _on_device(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 def _finite(value: float) -> float | None:

@@ -1,6 +1,7 @@
 """The folder of a run, local or at a URL: its name, its lock, config.json, and files that are whole or not there."""
 
 import contextlib
+import dataclasses
 import datetime
 import fcntl
 import importlib.metadata
@@ -14,11 +15,13 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import fsspec
 
 from errors import InputError
+from train.common.files import write_synced
 
 PACKAGES = ("torch", "torch_xla", "torchvision", "libtpu", "numpy", "timm", "datasets", "transformers", "safetensors")
 
@@ -26,17 +29,15 @@ PACKAGES = ("torch", "torch_xla", "torchvision", "libtpu", "numpy", "timm", "dat
 class RunFolder:
     """The folder of a run below `runs`, a root folder or fsspec URL, and the files in it.
 
-    `fields` is the run's config, `defaults` the values of fields that a config.json of an older version lacks. Its
-    "name" is the folder's, or "" for the first of default_name, default_name-2, … that is new, or unfinished with the
-    same config (but for the fields in `free`). `path` is the folder or URL, `local` where `write` writes: for a URL a
-    temporary folder, which `upload` copies. `stored` and `summary` are its config.json and summary.json, or None.
-    Raises InputError where the folder cannot be used.
+    The arguments are those of `Run`. `path` is the folder or URL, `local` where `write` writes: for a URL a temporary
+    folder, which `upload` copies. `stored` and `summary` are its config.json and summary.json, or None; `reason` says
+    why a number was added to the name. Raises InputError where the folder cannot be used.
     """
 
-    def __init__(self, runs: str, fields: dict[str, Any], defaults: dict[str, Any], default_name: str, free: set[str]):
-        if not runs:
+    def __init__(self, config: Any, default_name: str, free: Iterable[str] = (), required: Iterable[str] = ()):
+        if not config.runs:
             raise InputError("--runs is empty; give the folder or URL of all runs, such as runs")
-        self.root = os.path.expanduser(runs.removeprefix("file://")).rstrip("/") or "/"
+        self.root = os.path.expanduser(config.runs.removeprefix("file://")).rstrip("/") or "/"
         self.remote = "://" in self.root
         self.local = self._lock = None
         self.failed = self.uploaded = False
@@ -44,37 +45,40 @@ class RunFolder:
         try:
             self.files = fsspec.core.url_to_fs(self.root)[0]
         except (ImportError, ValueError) as error:
-            raise InputError(f"cannot use --runs {runs}: {error}") from error
+            raise InputError(f"cannot use --runs {config.runs}: {error}") from error
         self.files.invalidate_cache()
-        self._defaults = defaults
-        self.name, self.stored, self.summary, self.reason = self._choose(fields, default_name, {"runs", "name", *free})
-        self.path = os.path.join(self.root, self.name)
+        self._fields, defaults = (json.loads(to_json(dataclasses.asdict(each))) for each in (config, type(config)()))
+        defaults = {field: value for field, value in defaults.items() if field not in required}
+        self._choose(config.name, default_name, defaults, {"runs", "name", *free})
 
-    def _choose(self, fields: dict, default_name: str, free: set[str]) -> tuple[str, dict | None, dict | None, str]:
-        """Returns (name, config.json or None, summary.json or None, why a number was added to the name)."""
-        if "/" in fields["name"] or fields["name"] in (".", ".."):
-            raise InputError(f"--name {fields['name']} is not the name of one folder; use --runs for the root folder")
-        reason = ""
+    def _choose(self, given: str, default_name: str, defaults: dict[str, Any], free: set[str]) -> None:
+        """Finds the run's name and reads what its folder has."""
+        if "/" in given or given in (".", ".."):
+            raise InputError(f"--name {given} is not the name of one folder; use --runs for the root folder")
+        self.reason = ""
         for number in itertools.count(1):
-            name = fields["name"] or (default_name if number == 1 else f"{default_name}-{number}")
-            path = os.path.join(self.root, name)
-            stored, summary = self._read_json(f"{path}/config.json", "config"), None
-            changed = []
-            if stored is not None:
-                old, summary = self._defaults | stored["config"], self._read_json(f"{path}/summary.json", "metrics")
-                both = {key: (old.get(key, "absent"), fields.get(key, "absent")) for key in [*fields, *old]}
-                changed = [key for key, (was, now) in both.items() if was != now and key not in free]
-            if fields["name"] and changed:
-                values = ", ".join(f"{key} was {both[key][0]}, now {both[key][1]}" for key in changed)
+            self.name = given or (default_name if number == 1 else f"{default_name}-{number}")
+            self.path = os.path.join(self.root, self.name)
+            self.stored, self.summary = self._read_json("config.json", "config"), None
+            changed = {}
+            if self.stored is not None:
+                self.summary = self._read_json("summary.json", "metrics")
+                old, new = defaults | self.stored["config"], self._fields
+                both = {
+                    key: (old.get(key, "absent"), new.get(key, "absent")) for key in [*new, *old] if key not in free
+                }
+                changed = {key: f"{key} was {was}, now {now}" for key, (was, now) in both.items() if was != now}
+            if given and changed:
+                values = ", ".join(changed.values())
                 older = "; it is of an older version" if "was absent" in values else ""
-                raise InputError(
-                    f"{path} was started with other values ({values}){older}; use another --name or the old values"
-                )
-            if fields["name"] or not (changed or summary):
-                return name, stored, summary, reason
-            reason = f" ({name} {'was trained with another ' + ', '.join(changed) if changed else 'is finished'})"
+                remedy = "use another --name or the old values"
+                raise InputError(f"{self.path} was started with other values ({values}){older}; {remedy}")
+            if given or not (changed or self.summary):
+                return
+            why = f"was trained with another {', '.join(changed)}" if changed else "is finished"
+            self.reason = f" ({self.name} {why})"
 
-    def open(self, fields: dict[str, Any], devices: dict[str, Any]) -> None:
+    def open(self, devices: dict[str, Any]) -> None:
         """Creates and locks the folder, and adds this start to its config.json."""
         self.local = self.path
         try:
@@ -93,9 +97,9 @@ class RunFolder:
             raise InputError(f"{self.path} is being trained by process {owner}; use another --name") from error
         except OSError as error:
             raise self.unwritable(self.local, error) from error
-        stored = self.stored or {"config": fields, "starts": []}
-        starts = [*stored.get("starts", []), _start_record(devices)]
-        self.write("config.json", to_json({**stored, "starts": starts}, indent=2))
+        stored = {"config": self._fields, "starts": []} | (self.stored or {})
+        stored["starts"] = [*stored["starts"], _start_record(devices)]
+        self.write("config.json", to_json(stored, indent=2))
         self.upload()
 
     def fingerprint(self) -> int:
@@ -106,35 +110,27 @@ class RunFolder:
 
     def read(self, name: str) -> bytes | None:
         """Returns the content of a file of the run, None where there is none."""
-        return self._read(f"{self.path}/{name}")
-
-    def _read(self, path: str) -> bytes | None:
         try:
-            return self.files.cat_file(path)
+            return self.files.cat_file(f"{self.path}/{name}")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # every store has exceptions of its own
-            raise InputError(f"cannot read {path}: {error}") from error
+            raise InputError(f"cannot read {self.path}/{name}: {error}") from error
 
-    def _read_json(self, path: str, key: str) -> dict[str, Any] | None:
-        content = self._read(path)
-        try:
+    def _read_json(self, name: str, key: str) -> dict[str, Any] | None:
+        content = self.read(name)
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             parsed = None if content is None else json.loads(content)
             if parsed is None or isinstance(parsed[key], dict):
                 return parsed
-        except (ValueError, KeyError, TypeError):
-            pass
-        raise InputError(f"{path} is damaged; remove {os.path.dirname(path)} to start again, or use another --name")
+        damaged = f"{self.path}/{name} is damaged"
+        raise InputError(f"{damaged}; remove {self.path} to start again, or use another --name")
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a file aside and renames it, so that a kill leaves the old file or the new one, never a part."""
+        """Writes a file, whole or not at all."""
         target = os.path.join(self.local, name)
         try:
-            with open(f"{target}.tmp", "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(f"{target}.tmp", target)
+            write_synced(fsspec.filesystem("file"), target, content)
         except OSError as error:
             raise self.unwritable(target, error) from error
 

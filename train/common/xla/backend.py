@@ -1,34 +1,41 @@
-"""The XLA backend of device.py: one program serves one core and a pod (SPMD).
+"""The XLA backend of device.py: one program serves one core and a pod (SPMD), and a step is one compiled graph.
 
 `setup` makes a 1-D mesh named "data" over all devices; batches are sharded on it, parameters are replicated, and XLA
 inserts the gradient all-reduce.
 """
 
+import copy
 import functools
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla import backends
 
-from train.common.device import Mesh, replicate
-from train.common.xla.compiled import CompiledStep, GraphReport, compilations  # noqa: F401 - for tests and benches
-
-_report = GraphReport()  # one per process, since torch_xla counts compilations and transfers of the process
-graph_report, reset_graph_report, host_reads = _report.summary, _report.reset, _report.host_reads
+from train.common.device import GraphError, Mesh, replicate
+from train.common.xla import replay
 
 set_seed = xm.set_rng_state
 after_next_step = xm.add_step_closure
 run_pending = torch_xla.sync
 wait_for_steps = xm.wait_device_ops
 read = torch_xla._XLAC._xla_get_cpu_tensors
+
+AGAIN = (
+    "a Python value or branch inside it changed, or the step itself created state in its first call "
+    "(device.init_optimizer_state creates the optimizer's beforehand) or left gradients alive (zero_grad), or an input "
+    "was not uploaded by the loader"
+)
 
 
 def setup(precision: str, strict: bool, kind: str) -> Mesh:
@@ -40,27 +47,23 @@ def setup(precision: str, strict: bool, kind: str) -> Mesh:
         if hardware == "TPU":
             xr.initialize_cache(os.environ.get("XLA_CACHE_DIR", os.path.expanduser("~/.cache/xla-zoo")))
         xr.use_spmd()
-    num_devices = xr.global_runtime_device_count()
+    num_devices, hosts = xr.global_runtime_device_count(), xr.process_count()
     names = xr.global_runtime_device_attributes()[0] if hardware == "TPU" else {}
+    local = torch_xla._XLAC._xla_get_runtime_devices()  # in torch_xla's order; "TPU:4" is the fifth device of the mesh
     mesh = Mesh(
         device=torch_xla.device(),
         spmd=xs.Mesh(np.arange(num_devices), (num_devices,), ("data",)),
         num_devices=num_devices,
         process_index=xr.process_index(),
-        process_count=xr.process_count(),
+        process_count=hosts,
         kind=str(names.get("device_kind", hardware)),
         precision=precision,
         strict=strict,
-        places=_places() if xr.process_count() > 1 else (),
+        places=tuple(int(name.split(":")[1]) for name in local) if hosts > 1 else (),
     )
-    if mesh.process_count > 1:
+    if hosts > 1:
         _check_places(mesh)
     return mesh
-
-
-def _places() -> tuple[int, ...]:
-    """Returns the numbers of this host's devices in torch_xla's order; "TPU:4" is the fifth device of the mesh."""
-    return tuple(int(name.split(":")[1]) for name in torch_xla._XLAC._xla_get_runtime_devices())
 
 
 def _check_places(mesh: Mesh) -> None:
@@ -81,10 +84,6 @@ def set_products(precision: str) -> None:
     wanted = "highest" if exact else "default"
     if backends.get_mat_mul_precision() != wanted:  # it warns of a second call
         backends.set_mat_mul_precision(wanted)
-
-
-def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int, torch_compile: bool) -> CompiledStep:
-    return CompiledStep(step_fn, mesh.strict, _report, max_graphs)
 
 
 def annotate(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> None:
@@ -124,3 +123,193 @@ def prepare_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh:
         for parameter in group["params"]:
             parameter.addcdiv_(torch.zeros_like(parameter), torch.ones_like(parameter))
             replicate(parameter, mesh)
+
+
+def compilations() -> int:
+    """Returns how many graphs this process has compiled."""
+    return met.counter_value("UncachedCompile") or 0
+
+
+def host_reads() -> int:
+    """Returns how many transfers from the device to the host this process made, without those that look at a new
+    program's constants."""
+    data = met.metric_data("TransferFromDeviceTime")
+    return (data[0] if data else 0) - replay.Trace.host_reads
+
+
+class GraphReport:
+    """What the steps of a process have compiled, as `summary` lists it."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts again; the counts of graphs and host reads, which are of the process, continue."""
+        self.compile_seconds = 0.0  # of the calls that compiled
+        self.traced, self.repeated = 0, 0  # calls
+        self.recompilations: list[str] = []  # a sentence each
+        self.fallbacks: list[str] = []  # operations that ran on the host
+
+    def summary(self) -> dict[str, Any]:
+        """Returns these, `graphs` and `host_reads`."""
+        return copy.deepcopy(vars(self)) | {"graphs": compilations(), "host_reads": host_reads()}
+
+
+_report = GraphReport()  # one per process, since torch_xla counts compilations and transfers of the process
+graph_report, reset_graph_report = _report.summary, _report.reset
+
+
+def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int) -> "CompiledStep":
+    return CompiledStep(step_fn, mesh.strict, _report, max_graphs)
+
+
+@dataclass
+class _Calls:
+    """The calls with one set of input shapes and numbers."""
+
+    inputs: dict[str, Any]  # of the first
+    count: int = 0
+    program: replay.Program | None = None  # of the last trace
+    confirmed: bool = False  # two traces gave this program: it starts without a trace
+
+
+class CompiledStep:
+    """A step that is one XLA graph per call, held to its contract.
+
+    The first call with new input shapes or numbers traces and compiles; the second must trace the same program, which
+    from then on starts at once, without running `step_fn` (replay.py): as under `jax.jit`, what its Python does besides
+    is not repeated. Every `check_every`-th call traces it again, and so does each call with other modules or optimizers
+    among its arguments. What breaks the contract stops a strict step, because each makes a TPU crawl unnoticed:
+
+    * more than `max_graphs` different input shapes or numbers: stops before it compiles, names the input and both;
+    * another graph although these are known: names what can cause it;
+    * a value read in the middle of the step (`.item()`, `if tensor:`), or an operation that falls back to the host;
+    * a program that cannot be started again: the step reads or changes tensors that are not among its arguments, or
+      computes with a Python number that differs from call to call.
+
+    A step that is not strict warns instead. It may read values in its middle, so it is traced in every call.
+
+    Args:
+        step_fn: takes modules, optimizers, tensors, dicts of tensors and numbers; returns tensors or a dict of them.
+            Gradients must not outlive it (`zero_grad(set_to_none=True)`): live tensors are outputs of the graph.
+        max_graphs: how many are expected: 1, or the number of length buckets.
+    Raises:
+        GraphError: a call breaks the contract.
+    """
+
+    def __init__(
+        self, step_fn: Callable, strict: bool, report: GraphReport, max_graphs: int = 1, check_every: int = 1000
+    ):
+        self.name = getattr(step_fn, "__name__", "step")
+        self._step_fn, self._strict, self._report = step_fn, strict, report
+        self._max_graphs, self._check_every = max_graphs, check_every
+        self._known: dict[tuple, _Calls] = {}
+        self._strays = 0  # calls in a row before which something else was compiled
+
+    def __call__(self, *args: Any) -> Any:
+        self._sync_pending()
+        arguments = replay.Arguments(args)
+        inputs = tuple(arguments.inputs.items())
+        calls = self._known.get(inputs) or self._new_calls(arguments.inputs)
+        calls.count += 1
+        confirmed = calls.confirmed and calls.program.facts == arguments.facts
+        if confirmed and (calls.count - 1) % self._check_every:
+            self._report.repeated += 1
+            return calls.program(arguments)
+        self._report.traced += 1
+        graphs, started = compilations(), time.perf_counter()
+        result = self._trace(args, arguments, calls) if self._strict else self._run(args)
+        torch_xla.sync()
+        if compilations() > graphs:
+            self._report.compile_seconds += time.perf_counter() - started
+            if inputs in self._known:
+                self._recompiled(f"{self.name} was compiled again for known input shapes: {AGAIN}")
+        self._known[inputs] = calls
+        return result
+
+    def _sync_pending(self) -> None:
+        """Runs pending operations, which must not become part of the step's graph."""
+        graphs = compilations()
+        torch_xla.sync()
+        self._strays = self._strays + 1 if self._known and compilations() > graphs else 0
+        if self._strays == 3:
+            self._recompiled(
+                f"operations outside of {self.name} were compiled before three calls in a row: move them into it, or "
+                "give them inputs of a constant shape"
+            )
+
+    def _new_calls(self, inputs: dict[str, Any]) -> _Calls:
+        if len(self._known) >= self._max_graphs:
+            known = [calls.inputs for calls in self._known.values()]
+            self._recompiled(f"{self.name} would be compiled again: {_difference(inputs, known)}")
+        if not self._strict and not self._known:
+            reason = "--no-strict lets it read values in its middle, which a repeated program would not do"
+            print(f"note: {self.name} is traced in every call: {reason}", flush=True)
+        return _Calls(inputs)
+
+    def _recompiled(self, message: str) -> None:
+        self._report.recompilations.append(message)
+        if self._strict:
+            raise GraphError(message + "; --no-strict makes this a warning")
+        print(f"warning: {message}", flush=True)
+
+    def _run(self, args: Sequence[Any]) -> Any:
+        """Runs the step's Python, which makes the graph."""
+        fallbacks = fallback_counts()
+        torch_xla._XLAC._set_allow_execution(not self._strict)
+        try:
+            return self._step_fn(*args)
+        except RuntimeError as error:
+            if "Unexpected execution" not in str(error):
+                raise
+            raise GraphError(
+                f"{self.name} reads a device value before its end (.item(), float(), print, `if` on a tensor), in the "
+                "line of the step that the traceback above ends with; keep the value a tensor, or return it"
+            ) from error
+        finally:
+            torch_xla._XLAC._set_allow_execution(True)
+            self._check_fallbacks(fallbacks)
+
+    def _check_fallbacks(self, before: dict[str, int]) -> None:
+        names = sorted(name for name, count in fallback_counts().items() if count > before.get(name, 0))
+        names = [name for name in names if self._strict or name not in self._report.fallbacks]
+        if names:
+            self._report.fallbacks.extend(names)
+            message = f"{self.name} runs {', '.join(names)} on the host, since XLA has no lowering for it"
+            if self._strict:
+                raise GraphError(message + ": replace it, or use --no-strict")
+            print(f"warning: {message}", flush=True)
+
+    def _trace(self, args: Sequence[Any], arguments: replay.Arguments, calls: _Calls) -> Any:
+        """Traces the step and runs its program, which a second trace confirms."""
+        try:
+            trace = replay.Trace(args, arguments, calls.count)
+            (program, result), known = trace.start(trace.run(self._run)), calls.program
+            calls.confirmed = known is not None and (known.graph, known.facts) == (program.graph, program.facts)
+            if calls.confirmed and not known.same_as(program):
+                raise replay.NotRepeatable("a number or tensor that it makes differs from call to call")
+        except replay.NotRepeatable as reason:
+            raise GraphError(
+                f"call {calls.count} of {self.name} cannot be repeated: {reason}; change that, or use --no-strict, "
+                "which traces every call"
+            ) from reason
+        calls.program = program
+        return result
+
+
+def fallback_counts() -> dict[str, int]:
+    """Returns how often each operation has run on the host, torchvision's too, without .item(), which is a read."""
+    names = [name for name in met.executed_fallback_ops() if name != "aten::_local_scalar_dense"]
+    return {name: met.counter_value(name) for name in names}
+
+
+def _difference(inputs: dict[str, Any], known: list[dict[str, Any]]) -> str:
+    """Names the inputs that no known call had, and what the most similar call had in their place."""
+    nearest = max(known, key=lambda other: sum(other.get(name) == value for name, value in inputs.items()))
+    changes = [
+        f"{name} is {value}, compiled for {nearest.get(name)}"
+        + (" (give a changing number as a tensor on the device)" if isinstance(value, int | float) else "")
+        for name, value in inputs.items()
+        if nearest.get(name) != value
+    ]
+    return "; ".join(changes[:3]) or "an input is missing: " + ", ".join(sorted(set(nearest) - set(inputs)))

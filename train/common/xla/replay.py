@@ -8,8 +8,7 @@ bridge to torch.compile uses (torch_xla/_dynamo/dynamo_bridge.py).
 """
 
 import gc
-import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,110 +30,88 @@ def fix(tensors: list[Tensor]) -> None:
 
 
 class NotRepeatable(Exception):
-    """Why a step must be traced in every call."""
-
-
-class _Identity:
-    """Compares an object by identity, without keeping it alive."""
-
-    def __init__(self, value: Any):
-        try:
-            self._value = weakref.ref(value)
-        except TypeError:  # a type without weak references
-            self._value = lambda: value
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Identity) and self._value() is other._value() is not None
-
-
-class _Anything:
-    """Equals every fact: in place of one that the step itself changes, such as a count of steps."""
-
-    def __eq__(self, other: Any) -> bool:
-        return True
+    """Why a step cannot be started again without a trace, and what to change, as the end of a sentence."""
 
 
 class Arguments:
-    """What a step is called with; two calls with equal `facts` are the same program."""
+    """What a step is called with; two calls with equal `inputs` and `facts` are the same program."""
 
-    def __init__(self, args: Any):
+    def __init__(self, args: Sequence[Any]):
         # Each once: also a module's parameters, gradients, buffers and `on_device()`, and an optimizer's state.
         self.tensors: list[Tensor] = []
-        self.facts: list[Any] = [torch.is_grad_enabled()]  # all else that the trace may depend on
+        self.inputs: dict[str, Any] = {}  # what a user has given, by name: shapes and types, modes, numbers
+        self.facts: list[Any] = [torch.is_grad_enabled()]  # what else the trace may depend on
         self.groups: list[dict] = []  # the optimizers' groups whose learning rate is a Python number
         self._places: dict[int, int] = {}
-        self._walk(args)
+        for place, value in enumerate(args):
+            self._walk(value, f"argument {place}")
 
-    def _walk(self, value: Any) -> None:
+    def _walk(self, value: Any, name: str) -> None:
         if isinstance(value, Tensor):
-            place = self._places.setdefault(id(value), len(self.tensors))
-            if place == len(self.tensors):
-                self.tensors.append(value)
-            self.facts.append((place, value.requires_grad, value.device))
+            self.inputs[name] = (tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            self._add(value)
         elif isinstance(value, nn.Module):
+            self.inputs[name] = "training" if value.training else "evaluation"
             self._module(value)
         elif isinstance(value, torch.optim.Optimizer):
             self._optimizer(value)
         elif isinstance(value, Mapping):
             for key, part in value.items():
                 self.facts.append(key)
-                self._walk(part)
+                self._walk(part, f"{name}[{key!r}]")
         elif isinstance(value, tuple | list):
-            self.facts.append(len(value))
-            for part in value:
-                self._walk(part)
-        elif value is None or isinstance(value, bool | int | float | str):
-            self.facts.append(value)
+            fields = [f".{field}" for field in getattr(value, "_fields", ())]
+            for field, part in zip(fields or [f"[{place}]" for place in range(len(value))], value, strict=True):
+                self._walk(part, name + field)
+        elif isinstance(value, bool | int | float | str):
+            self.inputs[name] = value
         else:
-            self.facts.append(_Identity(value))
+            self.facts.append(value)
+
+    def _add(self, tensor: Tensor | None) -> None:
+        if tensor is None:
+            self.facts.append(None)
+            return
+        place = self._places.setdefault(id(tensor), len(self.tensors))
+        if place == len(self.tensors):
+            self.tensors.append(tensor)
+        self.facts.append((place, tensor.requires_grad, tensor.device))
 
     def _module(self, module: nn.Module) -> None:
-        self.facts.append(_Identity(module))
+        self.facts.append(module)
         for part in module.modules():
             self.facts.append(part.training)
             if hasattr(type(part), "on_device"):
                 for tensor in part.on_device().values():
-                    self._walk(tensor)
+                    self._add(tensor)
         for parameter in module.parameters():
-            self._walk(parameter)
-            self._walk(parameter.grad)
+            self._add(parameter)
+            self._add(parameter.grad)
         for buffer in module.buffers():
-            self._walk(buffer)
+            self._add(buffer)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self.facts.append(_Identity(optimizer))
+        self.facts.append(optimizer)
         for group in optimizer.param_groups:
-            for key, value in group.items():
-                if key == "lr" and isinstance(value, float):
-                    self.groups.append(group)
-                elif key != "params":
-                    self._state(value)
+            if isinstance(group["lr"], float):
+                self.groups.append(group)
             for parameter in group["params"]:
-                self._walk(parameter)
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    self.facts.append(key)
-                    self._state(value)
+                self._add(parameter)
+            for state in (group, *(optimizer.state.get(parameter, {}) for parameter in group["params"])):
+                self._state(state)
 
-    def _state(self, value: Any) -> None:
-        """A count of steps may be on the host; the second trace finds a step that computes with it."""
-        if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
-            value = value.item()
-        self._walk(value)
+    def _state(self, state: dict[str, Any]) -> None:
+        """Adds an optimizer's values without its counts of steps on the host: the second trace finds a step that
+        computes with them."""
+        for key, value in state.items():
+            if isinstance(value, Tensor) and (key != "step" or value.device.type == "xla"):
+                self._add(value)
+            elif key not in ("params", "step") and not (key == "lr" and isinstance(value, float)):
+                self.facts.append((key, value))
 
 
 def _ids(tensors: list[Tensor]) -> list[int]:
     return [_XLAC._xla_get_tensor_id(tensor) for tensor in tensors]
-
-
-def _put(tensors: list[Tensor], values: list[Tensor]) -> None:
-    """Gives tensors the data of others, without a copy: below PyTorch's functionalization, torch_xla's tensors point to
-    it from now on, and with them all views and detached copies."""
-    if tensors:
-        below = torch._from_functional_tensor
-        torch._foreach_copy_([below(tensor) for tensor in tensors], [below(value) for value in values])
-
-
-_SEED = "the seed of random numbers"
 
 
 @dataclass(frozen=True)
@@ -148,10 +125,10 @@ class _Rate:
 
 @dataclass
 class Program:
-    """A compiled step; see `Trace.program`."""
+    """A compiled step; see `Trace.start`."""
 
     graph: bytes  # torch_xla's name of it
-    inputs: list[int | Tensor | _Rate | str]  # a place among the arguments' tensors, a constant, a rate, or _SEED
+    inputs: list[int | _Rate | Tensor | None]  # a place among the arguments, a rate, a constant; None: the seed
     constants: list[Tensor]  # the values of the tensors in `inputs`, on the host
     updated: list[int]  # places of the tensors that its first outputs replace
     leaves: list[tuple[str, Any]]  # of its result: ("output", number), ("argument", place) or ("value", value)
@@ -161,14 +138,12 @@ class Program:
     def same_as(self, other: "Program") -> bool:
         """Returns whether two traces of one graph gave one program, with the same numbers in it."""
         ours, theirs = ([x for x in each.inputs if not isinstance(x, Tensor)] for each in (self, other))
-        return ours == theirs and all(map(torch.equal, self.constants, other.constants))
+        pairs = zip(self.constants, other.constants, strict=False)
+        return ours == theirs and all(torch.isclose(*pair, rtol=0, atol=0, equal_nan=True).all() for pair in pairs)
 
-    def start(self, arguments: Arguments, traced: list[Tensor] | None = None) -> list[Tensor]:
-        """Starts the program and puts what it replaces in place; returns all of its outputs, not computed yet.
-
-        Args:
-            traced: the values of `inputs`, right after a trace, when the arguments' tensors are those to be computed.
-        """
+    def start(self, arguments: Arguments, traced: list[Tensor] | None = None) -> Any:
+        """Starts the program and puts what it replaces in place; returns the step's result, not computed yet. `traced`
+        are the values of `inputs` right after a trace, when the arguments' tensors are those to be computed."""
         device = str(torch_xla.device())
         inputs = []
         for place, what in enumerate(self.inputs):
@@ -177,104 +152,100 @@ class Program:
                 what = torch.tensor(rate, dtype=what.dtype).to(device)
             elif traced is not None:
                 what = traced[place]
-            elif what is _SEED:
+            elif what is None:
                 what = _XLAC._get_base_seed_as_tensor(device)
             elif isinstance(what, int):
                 what = arguments.tensors[what]
             inputs.append(what)
         outputs = _XLAC._run_cached_graph(self.graph, inputs)
-        _put([arguments.tensors[place] for place in self.updated], outputs[: len(self.updated)])
-        return outputs
-
-    def __call__(self, arguments: Arguments) -> Any:
-        outputs = self.start(arguments)
-        # What torch_xla.sync() does after a step, which would wait for this one to be started.
-        xm.set_rng_state((1012031 + 7012063 * _XLAC._xla_get_rng_seed()) % 2**64)
+        # Below PyTorch's functionalization, torch_xla's tensors point to the outputs from now on, without a copy, and
+        # with them all views and detached copies.
+        replaced = zip((arguments.tensors[place] for place in self.updated), outputs, strict=False)
+        below = [[torch._from_functional_tensor(tensor) for tensor in pair] for pair in replaced]
+        if below:
+            torch._foreach_copy_(*zip(*below, strict=True))
         tensors = {"output": outputs, "argument": arguments.tensors}
         leaves = [tensors[kind][value] if kind in tensors else value for kind, value in self.leaves]
         return pytree.tree_unflatten(leaves, self.structure)
 
+    def __call__(self, arguments: Arguments) -> Any:
+        result = self.start(arguments)
+        # What torch_xla.sync() does after a step, which would wait for this one to be started.
+        xm.set_rng_state((1012031 + 7012063 * _XLAC._xla_get_rng_seed()) % 2**64)
+        return result
+
 
 class Trace:
-    """One call of a step, traced but not run: `with Trace(arguments, 0) as trace: result = step_fn(*args)`.
+    """One call of a step, traced but not run, and then started: `trace.start(trace.run(step))`.
 
     A learning rate that is a Python number becomes an input of the program, since it changes from step to step: the
     step is traced with numbers that occur nowhere else, others for another `again`. (A rate that equals another number
     of the step would share its input, which makes another graph.)
     """
 
-    def __init__(self, arguments: Arguments, again: int):
-        self.arguments, self.again = arguments, again
-        self.host_reads = 0  # transfers of the values of the program's constants
+    host_reads = 0  # of the process: transfers of the values of programs' constants
 
-    def __enter__(self) -> "Trace":
-        tensors, groups = self.arguments.tensors, self.arguments.groups
-        self._on_device = [place for place, tensor in enumerate(tensors) if tensor.device.type == "xla"]
-        on_device = [tensors[place] for place in self._on_device]
+    def __init__(self, args: Sequence[Any], arguments: Arguments, again: int):
+        self.args, self.arguments = args, arguments
+        for tensor in arguments.tensors:
+            if tensor.device.type != "xla":
+                raise NotRepeatable(f"a tensor {list(tensor.shape)} among its arguments is not on the device")
         # What `.to(device)` has left on the host is uploaded now, and so has a handle.
-        _XLAC._xla_sync_multi(on_device, devices=[], wait=False, sync_xla_data=True)
-        self._handle = dict(zip(self._on_device, _XLAC._get_tensors_handle(on_device), strict=True))
-        self._old_ids = _ids(on_device)
+        _XLAC._xla_sync_multi(arguments.tensors, devices=[], wait=False, sync_xla_data=True)
+        self._handles, self._old_ids = _XLAC._get_tensors_handle(arguments.tensors), _ids(arguments.tensors)
         self._newest = _XLAC._xla_get_tensor_id(torch.zeros((), device=torch_xla.device()))
-        self._rates = [group["lr"] for group in groups]
-        self._probes = [0.6180339 + 0.0113 * (self.again % 7) + 0.1307 * number for number in range(len(groups))]
-        for group, probe in zip(groups, self._probes, strict=True):
-            group["lr"] = probe
-        return self
+        self._probes = [0.6180339 + 0.0113 * (again % 7) + 0.1307 * number for number in range(len(arguments.groups))]
 
-    def __exit__(self, *_) -> None:
-        for group, rate in zip(self.arguments.groups, self._rates, strict=True):
+    def run(self, step: Callable[[Sequence[Any]], Any]) -> Any:
+        """Returns what `step` returns for the arguments, with the probes as learning rates."""
+        rates, set_seed = [group["lr"] for group in self.arguments.groups], _XLAC._xla_set_rng_seed
+        try:
+            self._set_rates(self._probes)
+            _XLAC._xla_set_rng_seed = _refuse_seed
+            return step(self.args)
+        finally:
+            self._set_rates(rates)
+            _XLAC._xla_set_rng_seed = set_seed
+
+    def _set_rates(self, rates: list[float]) -> None:
+        for group, rate in zip(self.arguments.groups, rates, strict=True):
             group["lr"] = rate
 
-    def program(self, args: Any, result: Any) -> Program:
-        """Returns the program of the trace, compiled (if it is not yet).
+    def start(self, result: Any) -> tuple[Program, Any]:
+        """Compiles (if it is not yet) and starts what was traced; returns the program and the step's result.
 
         Raises:
             NotRepeatable: with what to change, as the end of a sentence.
         """
-        facts, updated = self._facts(Arguments(args)), self._changed()
-        pending = [self.arguments.tensors[place] for place in updated]
+        tensors = self.arguments.tensors
+        if Arguments(self.args).facts != self.arguments.facts:
+            made = "it leaves gradients, makes state, or changes a Python value among its arguments"
+            raise NotRepeatable(f"{made} (device.init_optimizer_state, zero_grad)")
+        # Some operations change a tensor in its place, others give it another id.
+        computed = zip(_XLAC._check_tensor_need_materialization(tensors), _ids(tensors), self._old_ids, strict=True)
+        updated = [place for place, (pending, new, old) in enumerate(computed) if pending or new != old]
+        pending = [tensors[place] for place in updated]
         if not all(_XLAC._check_tensor_need_materialization(pending)):
             raise NotRepeatable("it assigns one of its arguments' tensors to another without computing anything")
         results, structure = pytree.tree_flatten(result)
+        del result
         leaves = self._leaves(results, pending)
-        numbers, self._values = _XLAC._get_tensors_xla_device_data_node(pending)
-        inputs = self._inputs(numbers, self._values, updated)
+        numbers, values = _XLAC._get_tensors_xla_device_data_node(pending)
+        inputs = self._inputs(numbers, values, updated)
         constants = self._constants(inputs)
         with alias_with_buffer_donor_config():
             graph = _XLAC._get_graph_hash(pending)
             _XLAC._xla_warm_up_cache(pending, [])
-        self._pending = pending
-        return Program(graph, inputs, constants, updated, leaves, structure, facts)
-
-    def run(self, program: Program) -> None:
-        """Runs what was traced; the results of the traced call become its outputs."""
-        outputs = program.start(self.arguments, self._values)
-        _put(self._pending[len(program.updated) :], outputs[len(program.updated) :])
-
-    def _facts(self, after: Arguments) -> list[Any]:
-        """Returns the arguments' facts without those that the step itself changes."""
-        before, tensors = self.arguments.facts, self.arguments.tensors
-        shapes = [list(tensor.shape) for tensor in tensors if tensor.device.type != "xla"]
-        if shapes:
-            raise NotRepeatable(f"a tensor {shapes[0]} among its arguments is not on the device")
-        if len(after.facts) != len(before) or len(after.tensors) != len(tensors):
-            raise NotRepeatable("it leaves gradients or makes state (device.init_optimizer_state, zero_grad)")
-        return [old if old == new else _Anything() for old, new in zip(before, after.facts, strict=True)]
-
-    def _changed(self) -> list[int]:
-        """Returns the places of the arguments' tensors that the step has changed."""
-        tensors = [self.arguments.tensors[place] for place in self._on_device]
-        pending = _XLAC._check_tensor_need_materialization(tensors)  # some operations change a tensor in its place
-        changes = zip(self._on_device, self._old_ids, _ids(tensors), pending, strict=True)
-        return [place for place, old, new, computed in changes if computed or old != new]
+        program = Program(graph, inputs, constants, updated, leaves, structure, self.arguments.facts)
+        return program, program.start(self.arguments, values)
 
     def _leaves(self, results: list[Any], pending: list[Tensor]) -> list[tuple[str, Any]]:
-        """Returns what each leaf of the result is; adds those to be computed to `pending`, the outputs."""
+        """Returns what each leaf of the result is; moves those to be computed to `pending`, the outputs."""
         arguments = {id(tensor): place for place, tensor in enumerate(self.arguments.tensors)}
         outputs = {number: place for place, number in enumerate(_ids(pending))}
         leaves: list[tuple[str, Any]] = []
-        for leaf in results:
+        while results:
+            leaf = results.pop(0)
             if not isinstance(leaf, Tensor) or leaf.device.type != "xla":
                 leaves.append(("value", leaf))
                 continue
@@ -283,6 +254,8 @@ class Trace:
             if id(leaf) in arguments:
                 leaves.append(("argument", arguments[id(leaf)]))
                 continue
+            torch._sync(leaf)
+            leaf = torch._from_functional_tensor(leaf)  # without what it is a view of
             number = _XLAC._xla_get_tensor_id(leaf)
             if not _XLAC._check_tensor_need_materialization([leaf])[0]:  # a copy: now it is one, of its own memory
                 _XLAC._xla_optimization_barrier_([leaf])
@@ -290,41 +263,30 @@ class Trace:
                 outputs[number] = len(pending)
                 pending.append(leaf)
             leaves.append(("output", outputs[number]))
-        self._nothing_else_changed(len(outputs))
+        if _others(len(outputs)):
+            gc.collect()  # an autograd graph in a reference cycle may be waiting for the collector
+        if others := _others(len(outputs)):
+            unknown = "tensors that are neither among its arguments nor among its results"
+            raise NotRepeatable(f"it changes or keeps {others} {unknown}")
         return leaves
 
-    def _nothing_else_changed(self, known: int) -> None:
-        device = str(torch_xla.device())
-        others = sum(_XLAC._check_device_tensor_need_materialization(device)) - known
-        if others:
-            gc.collect()  # an autograd graph in a reference cycle may be waiting for the collector
-            others = sum(_XLAC._check_device_tensor_need_materialization(device)) - known
-        if others:
-            others = f"{others} tensors that are neither among its arguments nor among its results"
-            raise NotRepeatable(f"it changes or keeps {others}")
-
     def _inputs(self, numbers: list[int], values: list[Tensor], updated: list[int]) -> list[Any]:
-        """Returns what each input of the program is: a place, the seed, or the tensor of a constant."""
-        places: dict[int, list[int]] = {}
-        for place, handle in self._handle.items():
-            places.setdefault(handle, []).append(place)
+        """Returns what each input of the program is: a place, None for the seed, or the tensor of a constant."""
         inputs: list[Any] = []
         for number, value, handle in zip(numbers, values, _XLAC._get_tensors_handle(values), strict=True):
-            known = places.get(handle, [])
+            known = [place for place, other in enumerate(self._handles) if other == handle]
             if len(known) > 1:
                 raise NotRepeatable("two of its arguments are copies of one tensor")
             if known:
                 inputs.append(known[0])
                 _XLAC._set_buffer_donation(value, known[0] in updated)
             elif number == _XLAC._get_seed_info_id():
-                inputs.append(_SEED)
+                inputs.append(None)
             elif number == -1 or number > self._newest or handle in _fixed:  # a number, or a tensor made in the step
                 inputs.append(value)
             else:
-                shape = list(value.shape)
-                raise NotRepeatable(
-                    f"it reads a tensor {shape} that is not among its arguments: pass it, or its module"
-                )
+                unknown = f"a tensor {list(value.shape)} that is not among its arguments"
+                raise NotRepeatable(f"it reads {unknown}: pass it, or its module")
         return inputs
 
     def _constants(self, inputs: list[Any]) -> list[Tensor]:
@@ -332,15 +294,11 @@ class Trace:
         places = [place for place, what in enumerate(inputs) if isinstance(what, Tensor)]
         if not places:
             return []
-        constants = []
-        self.host_reads += 1
-        for place, value in zip(places, _XLAC._xla_get_cpu_tensors([inputs[place] for place in places]), strict=True):
-            rate = self._rate(value)
-            if rate is None:
-                constants.append(value)
-            else:
-                inputs[place] = rate
-        return constants
+        Trace.host_reads += 1
+        constants = _XLAC._xla_get_cpu_tensors([inputs[place] for place in places])
+        for place, value in zip(places, constants, strict=True):
+            inputs[place] = self._rate(value) or inputs[place]
+        return [value for place, value in zip(places, constants, strict=True) if isinstance(inputs[place], Tensor)]
 
     def _rate(self, value: Tensor) -> _Rate | None:
         if value.dim() == 0 and value.is_floating_point():
@@ -349,3 +307,15 @@ class Trace:
                     if value == torch.tensor(sign * probe, dtype=value.dtype):
                         return _Rate(group, sign, value.dtype)
         return None
+
+
+def _others(known: int) -> int:
+    """Returns how many tensors are to be computed besides `known` ones."""
+    return sum(_XLAC._check_device_tensor_need_materialization(str(torch_xla.device()))) - known
+
+
+def _refuse_seed(*_: Any) -> None:
+    raise NotRepeatable(
+        "it sets the random state, as torch_xla.utils.checkpoint does, so a repeated program would draw the numbers of "
+        "the traced call (recompute in a torch.autograd.Function that keeps dropout's masks or seeds as tensors)"
+    )
