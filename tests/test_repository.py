@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Most lines of what a copy of a script carries, and most files; see copy_model.way. None of these may grow.
 WAYS = {
-    ("resnet50", "resnet50", "xla"): (3_424, 15),
+    ("resnet50", "resnet50", "xla"): (3_198, 14),
     ("resnet50", "resnet50", "cpu"): (3_000, 14),
     ("glue", "bert", "xla"): (4_500, 21),
 }
@@ -37,7 +37,7 @@ README_COPIES = [
     ("fairseq's RoBERTa on GLUE", "glue", "fairseq-roberta"),
     ("BERT pretraining", "pretrain", "bert"),
 ]
-COMMON_LINES = 2_075  # of train/common without its packages, with the backend of plain PyTorch
+COMMON_LINES = 2_000  # of train/common without its packages, with the backend of plain PyTorch
 SCRIPT_LINES, MAIN_LINES, FUNCTION_LINES, CLASS_LINES = 270, 60, 60, 250
 TEST_LINES, README_LINES = 17_687, 200
 # The names of a script, in this order.
