@@ -4,11 +4,12 @@
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
 
 from models import layers
-from models.products import einsum
+from models.products import NATIVE_DEVICES, einsum
 
 QUERIES = 128  # per block whose scores are shifted at once
 
@@ -72,6 +73,9 @@ class RelativeAttention(XLNetRelativeAttention):
             mask = attn_mask.permute(2, 3, 0, 1).to(torch.float32) * layers.MASKED
         dropout = self.dropout.p if self.training else 0.0
         values = v_head_h.transpose(0, 1)
+        if scores.device.type in NATIVE_DEVICES:
+            weights = F.dropout(torch.softmax(scores.to(mask.dtype) + mask, -1), dropout)
+            return einsum("bnij,jbnd->ibnd", weights.to(dtype), v_head_h)
         return layers.AttentionCore.apply(scores, values, mask, dropout).transpose(0, 1)
 
     def post_attention(self, h, attn_vec, residual=True):
