@@ -113,10 +113,12 @@ def choose_backend(kind: str) -> ModuleType:
     return _backend
 
 
-def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
-    """Returns `step_fn` as one XLA graph per call, held to the contract of `CompiledStep` (xla/backend.py); on plain
-    PyTorch as it is."""
-    return _backend.compiled(step_fn, mesh, max_graphs)
+def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1, torch_compile: bool = False) -> Callable:
+    """Returns `step_fn` as one XLA graph per call, held to the contract of `CompiledStep` (xla/backend.py).
+
+    On plain PyTorch the step runs as it is; with `torch_compile` through `torch.compile`, which XLA does not need.
+    """
+    return _backend.compiled(step_fn, mesh, max_graphs, torch_compile)
 
 
 def graph_report() -> dict[str, Any]:

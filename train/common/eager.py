@@ -37,7 +37,9 @@ def setup(precision: str, strict: bool, kind: str) -> Mesh:
     return Mesh(torch.device(kind), None, **only, kind=name, precision=precision, strict=strict)
 
 
-def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int) -> Callable:
+def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int, torch_compile: bool) -> Callable:
+    step_fn = torch.compile(step_fn) if torch_compile else step_fn
+
     def step(*args: Any) -> Any:
         result = step_fn(*args)
         run_pending()

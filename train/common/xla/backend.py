@@ -159,7 +159,7 @@ _report = GraphReport()  # one per process, since torch_xla counts compilations 
 graph_report, reset_graph_report = _report.summary, _report.reset
 
 
-def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int) -> "CompiledStep":
+def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int, torch_compile: bool) -> "CompiledStep":
     return CompiledStep(step_fn, mesh.strict, _report, max_graphs)
 
 
