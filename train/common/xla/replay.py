@@ -8,6 +8,7 @@ bridge to torch.compile uses (torch_xla/_dynamo/dynamo_bridge.py).
 """
 
 import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,7 @@ class Arguments:
         self.facts.append((place, tensor.requires_grad, tensor.device))
 
     def _module(self, module: nn.Module) -> None:
-        self.facts.append(module)
+        self.facts.append(weakref.ref(module))  # a compiled step keeps nothing alive
         for part in module.modules():
             self.facts.append(part.training)
             if hasattr(type(part), "on_device"):
@@ -91,7 +92,7 @@ class Arguments:
             self._add(buffer)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self.facts.append(optimizer)
+        self.facts.append(weakref.ref(optimizer))
         for group in optimizer.param_groups:
             if isinstance(group["lr"], float):
                 self.groups.append(group)
