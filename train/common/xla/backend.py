@@ -284,7 +284,8 @@ class CompiledStep:
         """Traces the step and runs its program, which a second trace confirms."""
         try:
             trace = replay.Trace(args, arguments, calls.count)
-            (program, result), known = trace.start(trace.run(self._run)), calls.program
+            trace.run(self._run)
+            (program, result), known = trace.start(), calls.program
             calls.confirmed = known is not None and (known.graph, known.facts) == (program.graph, program.facts)
             if calls.confirmed and not known.same_as(program):
                 raise replay.NotRepeatable("a number or tensor that it makes differs from call to call")

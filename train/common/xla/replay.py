@@ -8,6 +8,7 @@ bridge to torch.compile uses (torch_xla/_dynamo/dynamo_bridge.py).
 """
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,7 +178,7 @@ class Program:
 
 
 class Trace:
-    """One call of a step, traced but not run, and then started: `trace.start(trace.run(step))`.
+    """One call of a step, traced but not run, and then started: `trace.run(step)`, then `trace.start()`.
 
     A learning rate that is a Python number becomes an input of the program, since it changes from step to step: the
     step is traced with numbers that occur nowhere else, others for another `again`. (A rate that equals another number
@@ -197,13 +198,14 @@ class Trace:
         self._newest = _XLAC._xla_get_tensor_id(torch.zeros((), device=torch_xla.device()))
         self._probes = [0.6180339 + 0.0113 * (again % 7) + 0.1307 * number for number in range(len(arguments.groups))]
 
-    def run(self, step: Callable[[Sequence[Any]], Any]) -> Any:
-        """Returns what `step` returns for the arguments, with the probes as learning rates."""
+    def run(self, step: Callable[[Sequence[Any]], Any]) -> None:
+        """Calls `step` with the arguments and the probes as learning rates, and keeps what it returns."""
         rates, set_seed = [group["lr"] for group in self.arguments.groups], _XLAC._xla_set_rng_seed
         try:
             self._set_rates(self._probes)
             _XLAC._xla_set_rng_seed = _refuse_seed
-            return step(self.args)
+            # Nobody else may hold the results: what they are views of must be free when they are taken one by one.
+            self._results, self._structure = pytree.tree_flatten(step(self.args))
         finally:
             self._set_rates(rates)
             _XLAC._xla_set_rng_seed = set_seed
@@ -212,7 +214,7 @@ class Trace:
         for group, rate in zip(self.arguments.groups, rates, strict=True):
             group["lr"] = rate
 
-    def start(self, result: Any) -> tuple[Program, Any]:
+    def start(self) -> tuple[Program, Any]:
         """Compiles (if it is not yet) and starts what was traced; returns the program and the step's result.
 
         Raises:
@@ -228,16 +230,14 @@ class Trace:
         pending = [tensors[place] for place in updated]
         if not all(_XLAC._check_tensor_need_materialization(pending)):
             raise NotRepeatable("it assigns one of its arguments' tensors to another without computing anything")
-        results, structure = pytree.tree_flatten(result)
-        del result
-        leaves = self._leaves(results, pending)
+        leaves = self._leaves(self._results, pending)
         numbers, values = _XLAC._get_tensors_xla_device_data_node(pending)
         inputs = self._inputs(numbers, values, updated)
         constants = self._constants(inputs)
         with alias_with_buffer_donor_config():
             graph = _XLAC._get_graph_hash(pending)
             _XLAC._xla_warm_up_cache(pending, [])
-        program = Program(graph, inputs, constants, updated, leaves, structure, self.arguments.facts)
+        program = Program(graph, inputs, constants, updated, leaves, self._structure, self.arguments.facts)
         return program, program.start(self.arguments, values)
 
     def _leaves(self, results: list[Any], pending: list[Tensor]) -> list[tuple[str, Any]]:
@@ -264,9 +264,12 @@ class Trace:
                 outputs[number] = len(pending)
                 pending.append(leaf)
             leaves.append(("output", outputs[number]))
-        if _others(len(outputs)):
+        for pause in (0, 0.01, 0.1, 1, 0):
+            if not (others := _others(len(outputs))):
+                break
             gc.collect()  # an autograd graph in a reference cycle may be waiting for the collector
-        if others := _others(len(outputs)):
+            time.sleep(pause)  # and autograd's thread lets go of the last gradients a moment after backward()
+        if others:
             unknown = "tensors that are neither among its arguments nor among its results"
             raise NotRepeatable(f"it changes or keeps {others} {unknown}")
         return leaves
