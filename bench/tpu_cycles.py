@@ -15,7 +15,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 from tpu.compiler.libtpu import GIB
-from tpu.compiler.pages import DOCS, Row, compiled, memory, table
+from tpu.compiler.pages import DOCS, Row, bundle_count, compiled, memory, table
 
 ONE, EIGHT = "v5e:1x1", "v5e:2x4"
 WHOLE = ("--update-every", "1")
@@ -63,13 +63,14 @@ def cells(row: Row, figures: dict) -> list[str]:
     amounts = [f"{report['memory']['needed'] / GIB:.2f}" if "memory" in report else "" for report in (usual, ours)]
     moved = [f"{report['bytes_accessed'] / 1e9:.1f}" if "memory" in report else "" for report in (usual, ours)]
     ratio = f"{ours['cycles'] / usual['cycles']:.2g}" if both else ""
-    return [row.name, f"{row.batch:,}", cycles(usual), cycles(ours), ratio, *amounts, *moved]
+    besides = [bundle_count(usual), bundle_count(ours)]
+    return [row.name, f"{row.batch:,}", cycles(usual), cycles(ours), ratio, *besides, *amounts, *moved]
 
 
 def page(figures: dict) -> str:
     """docs/tpu/stock.md."""
     version = next(report["libtpu"] for pair in figures.values() for report in pair.values() if "libtpu" in report)
-    header = ["step", "batch per chip", "usual, cycles", "ours", "ours / usual"]
+    header = ["step", "batch per chip", "usual, cycles", "ours", "ours / usual", "usual, bundles besides", "ours"]
     header += ["usual, GiB", "ours", "usual, GB moved", "ours"]
     parts = [
         f"""# The scripts' steps beside the usual ones
@@ -79,7 +80,8 @@ train steps: bf16 autocast, float32 parameters and optimizer state, dropout on, 
 torchvision's ResNet, transformers' models, torch's `nn.Transformer`, and tables as parameters with a dense gradient
 (bench/stock.py), with the same Config, optimizer and batch. Cycles leave out asynchronous copies, custom calls,
 waiting for other chips, and the drawing of random numbers: the usual steps draw one per value that dropout may drop,
-ours draw a seed.
+ours draw a seed. Gathers, scatters and sorts carry no cycles either: "bundles besides" counts their code, a cycle or
+more a bundle (tpu/compiler/bundles.py); empty where it was not counted.
 """
     ]
     for title, steps in (("Networks, one chip", STEPS), ("DLRM", TABLES)):

@@ -2,6 +2,7 @@
 
 entry_cycles(module) -> Cycles     .total, .unknown_loops (loops counted once: their trip count is not known)
 longest(module, count)             [Timed(instruction, cycles, times)]: the longest operations of a step
+uncounted(module)                  [Timed] of the operations that have no estimate; their cycles are 0
 collectives(module)                [Collective], wherever they are; asynchronous pairs once
 dots(module)                       [Dot]: every matmul and convolution, with the types of its operands
 copies(module) -> Copies           copies and transposes of the entry computation: .instructions .bytes .cycles
@@ -94,6 +95,27 @@ def longest(module: Module, count: int = 10) -> list[Timed]:
         if instruction.estimated_cycles
     ]
     return sorted(found, key=lambda each: -each.cycles * each.times)[:count]
+
+
+def uncounted(module: Module) -> list[Timed]:
+    """Returns the operations that run one after the other and have no estimate, but for collectives."""
+    found = _walk(module, CALLS)
+    return [
+        Timed(each, 0, times)
+        for _, each, times in found
+        if not each.estimated_cycles and each.opcode not in COLLECTIVES
+    ]
+
+
+def kind(module: Module, instruction: Instruction) -> str:
+    """Returns the opcode of an operation; of a fusion, that of what is hardest in it."""
+    inside, pending = set(), [*instruction.called] if instruction.opcode == "fusion" else []
+    while pending:
+        for each in module.computations[pending.pop()].instructions:
+            inside.add(each.opcode)
+            pending.extend(each.called)
+    hard = (*COLLECTIVES, "scatter", "sort", "gather", "rng-bit-generator", "dynamic-update-slice", "dynamic-slice")
+    return next((opcode for opcode in hard if opcode in inside), instruction.opcode)
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ if __name__ == "__main__":
 import tyro
 
 from errors import InputError
-from tpu.compiler import hlo, libtpu, report, steps
+from tpu.compiler import bundles, hlo, libtpu, report, steps
 from tpu.compiler.libtpu import GIB
 from train import dlrm, glue, pretrain, resnet50, transformer
 from train.common import device
@@ -100,10 +101,12 @@ def stage(job: Job, mesh: device.Mesh, script: Any) -> tuple[steps.Step, staging
 
 
 def compile_step(
-    job: Job, topology: libtpu.Topology, mesh: device.Mesh, effort: str, script: Any
+    job: Job, topology: libtpu.Topology, mesh: device.Mesh, effort: str, script: Any, code: str = ""
 ) -> tuple[dict, bytes]:
     """Returns the report of the compiled step of `script`'s functions, and its optimized module.
 
+    Args:
+        code: the folder into which libtpu writes the code of operations; "": it does not.
     Raises:
         libtpu.OutOfMemory: it does not fit into a device's memory.
     """
@@ -128,6 +131,8 @@ def compile_step(
             "hbm_bytes": topology.hbm_bytes,
         }
         figures = report.figures(staged, program, libtpu.GENERATIONS[topology.generation], effort)
+        if code:
+            figures["uncounted"] = report.uncounted(program, bundles.read(code))
         return identity | figures, program.optimized
 
 
@@ -196,10 +201,19 @@ def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyTy
     """
     options, job = parse(arguments)
     script = functions.get(job.script, job.script)
+    if options.effort != "full" or libtpu.find() != libtpu.INSTALLED:  # another version may not know the flags
+        return compile_job(options, job, script, "")
+    with tempfile.TemporaryDirectory() as code:
+        bundles.dump_to(code)
+        return compile_job(options, job, script, code)
+
+
+def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -> dict:
+    """Compiles, prints and writes the report of a job; returns it. `code`: see compile_step."""
     with libtpu.Topology(options.topology) as topology:
         mesh = staging.setup(topology.num_devices, topology.kind, job.config(topology.num_devices).precision)
         try:
-            found, optimized = compile_step(job, topology, mesh, options.effort, script)
+            found, optimized = compile_step(job, topology, mesh, options.effort, script, code)
             print(report.describe(found), flush=True)
         except libtpu.OutOfMemory as error:
             print(f"{job.model} {job.preset} on {topology.name}", report.describe_shortage(error), sep="\n", flush=True)

@@ -142,6 +142,11 @@ def memory(report: dict) -> str:
     return f"does not fit: {report['needed'] / GIB:.2f}" if "needed" in report else "does not fit: the tables"
 
 
+def bundle_count(report: dict) -> str:
+    """Returns the bundles of operations without an estimate, in millions; "" where they were not counted."""
+    return f"{report['uncounted']['bundles'] / 1e6:.2f}M" if "uncounted" in report else ""
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Returns a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
@@ -183,6 +188,7 @@ def scaling_table(figures: dict) -> str:
                     collectives(report),
                     f"{report['cycles'] / 1e6:.1f}M",
                     f"{report['cycles'] / first['cycles']:.2f}",
+                    bundle_count(report),
                 ]
             )
     header = [
@@ -193,6 +199,7 @@ def scaling_table(figures: dict) -> str:
         "collectives, bytes per chip",
         "cycles",
         "/ those of 8 chips",
+        "bundles besides",
     ]
     return table(header, rows)
 
@@ -238,9 +245,10 @@ def write_page(redraw: bool) -> None:
 
 Written by `make compile-all`; do not edit. No TPU ran any of this: libtpu {version} compiled the train step of each
 script on a CPU. Memory is what the program asks for. Cycles, times and rates are the compiler's estimates: they leave
-out random numbers, asynchronous copies, custom calls and waiting for other chips. `make compile MODEL=… TOPOLOGY=…`
-shows more of each. Estimated cycles on one chip, beside the usual steps: [stock.md](stock.md). Findings:
-[findings.md](findings.md).
+out random numbers, asynchronous copies, custom calls and waiting for other chips. "Bundles besides" are the code of
+operations that the compiler gives no cycles, gathers and scatters above all: a bundle takes a cycle or more. `make
+compile MODEL=… TOPOLOGY=…` shows more of each. Estimated cycles on one chip, beside the usual steps:
+[stock.md](stock.md). Findings: [findings.md](findings.md).
 """
     if "recipes" in parts:
         page += "\n## Does it fit?\n\nMemory that the step needs per chip; quick compile (effort fast).\n\n"

@@ -1,6 +1,6 @@
 """The report of a compiled step: figures of its program, and the same for people."""
 
-from tpu.compiler import analysis, hlo, libtpu
+from tpu.compiler import analysis, bundles, hlo, libtpu
 from tpu.compiler.libtpu import GIB
 from train.common.xla import staging
 
@@ -38,6 +38,32 @@ def figures(staged: staging.Staged, program: libtpu.Program, generation: libtpu.
         found["estimated_seconds"] = cycles.total / generation.clock_hz if generation.clock_hz else None
         found["longest"] = _longest(module)
     return found
+
+
+def uncounted(program: libtpu.Program, code: dict[str, bundles.Bundles]) -> dict:
+    """Returns the bundles of the operations that have no estimate, in all, by kind, and of the longest lines.
+
+    Collectives are left out, which mostly wait: their bytes stand elsewhere. So are asynchronous copies.
+    """
+    module = hlo.parse(program.optimized)
+    kinds: dict[str, int] = {}
+    lines: dict[tuple, dict] = {}
+    loops = 0
+    for timed in analysis.uncounted(module):
+        each, found = timed.instruction, code.get(timed.instruction.name)
+        kind = analysis.kind(module, each)
+        if found is None or kind in analysis.COLLECTIVES:
+            continue
+        count = found.count * timed.times
+        kinds[kind] = kinds.get(kind, 0) + count
+        loops += found.unknown_loops
+        key = kind, each.shape.text, _line(each.source)
+        names = dict(zip(("operation", "shape", "source"), key, strict=True))
+        entry = lines.setdefault(key, {"bundles": 0, "count": 0} | names)
+        entry["bundles"] += count
+        entry["count"] += timed.times
+    longest = sorted(lines.values(), key=lambda entry: -entry["bundles"])[:6]
+    return {"bundles": sum(kinds.values()), "unknown_loops": loops, "kinds": kinds, "longest": longest}
 
 
 def _longest(module: hlo.Module) -> list[dict]:
@@ -104,6 +130,7 @@ def describe(report: dict) -> str:
             seconds = report["estimated_seconds"]
             line += f", {1e3 * seconds:.1f} ms per step, {batch / seconds:,.0f} {unit} per second and device"
         lines.append(line + "; without asynchronous copies, custom calls and waiting for other devices")
+        lines += _describe_uncounted(report["uncounted"]) if "uncounted" in report else []
         if report["loops_counted_once"]:
             lines.append(f"             {report['loops_counted_once']} loops of unknown length are counted once")
     for kind, entry in sorted(report["collectives"].items()):
@@ -125,6 +152,20 @@ def describe(report: dict) -> str:
             f"{share} {entry['operation']:<12} {entry['shape'][:50]:<50} {entry['name'][:30]} {entry['source']}"
         )
     return "\n".join(lines)
+
+
+def _describe_uncounted(found: dict) -> list[str]:
+    """Returns the bundles of what the estimate leaves out, for people; see tpu/compiler/bundles.py."""
+    kinds = sorted(found["kinds"].items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{kind} {count / 1e6:.3f}M" for kind, count in kinds[:6])
+    total = f"{found['bundles'] / 1e6:.3f}M bundles of code, a cycle or more each, which the cycles leave out"
+    lines = [f"no estimate  {total}: {shares}"]
+    if found["unknown_loops"]:
+        lines.append(f"             {found['unknown_loops']} loops of unknown length are counted once")
+    for entry in found["longest"]:
+        what = f"{entry['operation']:<12} {entry['shape'][:50]:<50} {entry['source']}"
+        lines.append(f"{entry['bundles'] / 1e6:9.3f}M  {entry['count']:3} x {what}")
+    return lines
 
 
 def describe_buffers(report: dict) -> str:
