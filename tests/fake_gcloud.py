@@ -1,19 +1,25 @@
-"""Stands in for gcloud in tests/test_launch.py: a TPU VM whose workers are local processes with a home folder each.
+"""Stands in for gcloud: a TPU VM whose workers are local processes with a home folder each, or hosts that ssh reaches.
 
 $FAKE_CLOUD/tpu.json says what the TPU is and what goes wrong; $FAKE_CLOUD/calls gets the arguments of each call. What
 is imitated of the real `gcloud compute tpus tpu-vm describe|ssh` and `queued-resources` (GA, as of 2025):
 
     describe    JSON with state, health, acceleratorType, one entry of networkEndpoints for each worker and network;
                 exit code 1 and `ERROR: (gcloud.compute.tpus.tpu-vm.describe) …` for an error
-    ssh         asks the API first: a PREEMPTED or STOPPED TPU is exit code 1, one in maintenance only a warning. The
-                command line is given to the shell of the user's account; what is on standard error there and here is
-                mixed; no variable of this environment arrives; the exit code is the command's
+    ssh         asks the API first: a PREEMPTED or STOPPED TPU is exit code 1, one in maintenance only a warning. In a
+                fresh home it makes a key first, which fails where another call is at it. The command line is given to
+                the shell of the user's account; what is on standard error there and here is mixed; no variable of this
+                environment arrives; the exit code is the command's
     255         (ssh's own failure) the command is run again, without its input, up to 10 times with 5 s between (here
                 `attempts` and `pause`); then exit code 255
-    a drop      cuts the output off after some bytes; the program there notices when it writes next
-    latency     every call takes its time
+
+What goes wrong, `mishaps`: for a call of `verb` (default ssh) to `worker` with the text `match`, once or some `times`
+(0: always). late: seconds before anything happens; message: what gcloud or ssh says and fails with; out: what describe
+answers; bytes: the connection drops after so many, which the program there notices when it writes next; stall: it drops
+after so many seconds, and the input has not gone through; lost: it drops when the command has ended, before its answer.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import subprocess
@@ -35,15 +41,18 @@ def error(verb: str, text: str, code: int = 1) -> int:
 
 
 def mishap(tpu: dict, verb: str, worker: int, text: str) -> dict:
-    """The next thing that goes wrong with a call like this, once or some `times`."""
-    for number, entry in enumerate(tpu.get("mishaps", [])):
-        if entry.get("verb", "ssh") == verb and entry.get("worker", worker) == worker and entry["match"] in text:
-            for time_ in range(entry.get("times", 1)):
-                try:
-                    (CLOUD / f"mishap-{number}-{time_}").touch(exist_ok=False)
-                    return entry
-                except FileExistsError:
-                    continue
+    """The next thing that goes wrong with a call like this."""
+    for entry in tpu["mishaps"]:
+        if (entry.get("verb", "ssh"), entry.get("worker", worker)) != (verb, worker) or entry.get(
+            "match", ""
+        ) not in text:
+            continue
+        if entry.get("times") == 0:
+            return entry
+        for number in range(entry.get("times", 1)):
+            with contextlib.suppress(FileExistsError):
+                (CLOUD / f"mishap-{entry['id']}-{number}").touch(exist_ok=False)
+                return entry
     return {}
 
 
@@ -52,8 +61,8 @@ def describe(tpu: dict) -> int:
     if "out" in wrong:
         print(wrong["out"])
         return 0
-    if wrong or tpu.get("describe_error"):
-        say(wrong.get("message") or tpu["describe_error"])
+    if wrong:
+        say(wrong["message"])
         return 1
     place = f"projects/{tpu['project']}/locations/{tpu['zone']}/nodes/{tpu['name']}"
     if tpu["state"] == "DELETED":
@@ -89,49 +98,55 @@ def queued(tpu: dict, verb: str, name: str) -> int:
     return 0
 
 
-def connect(tpu: dict, worker: int, command: str, first: bool) -> int:
+def connect(tpu: dict, worker: int, command: str, options: list[str], first: bool) -> int:
     """One ssh: its exit code."""
-    if worker in tpu.get("unreachable", []):
-        say(f"ssh: connect to host 34.0.0.{worker} port 22: Connection timed out")
-        return SSH_FAILED
     wrong = mishap(tpu, "ssh", worker, command)
     time.sleep(wrong.get("late", 0))
-    if wrong.get("how") == "before":
-        say(wrong.get("message", "Connection closed by 34.0.0.1 port 22"))
+    if "message" in wrong:
+        say(wrong["message"])
         return SSH_FAILED
-    home = CLOUD / f"home-{worker}"
-    environment = {"HOME": str(home), "PATH": tpu["path"], "USER": "me", "XLA_ZOO_RUNTIME": f"{home}/run"}
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", command],
-        cwd=home,
-        env={**environment, **tpu.get("worker_environment", {})},
-        stdin=None if first else subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    limit = 0 if wrong.get("how") == "answer lost" else wrong.get("bytes", 1 << 60)
-    while True:
+    if "ssh" in tpu:
+        words, place = [tpu["ssh"], *options, f"worker-{worker}", command], {}
+    else:
+        home = CLOUD / f"home-{worker}"
+        environment = {"HOME": str(home), "PATH": tpu["path"], "USER": "me", "XLA_ZOO_RUNTIME": f"{home}/run"}
+        words, place = ["/bin/sh", "-c", command], {"cwd": home, "env": environment | tpu.get("worker_environment", {})}
+    given = subprocess.PIPE if "stall" in wrong else None if first else subprocess.DEVNULL
+    process = subprocess.Popen(words, stdin=given, stdout=subprocess.PIPE, start_new_session=True, **place)
+    if "stall" in wrong:
+        time.sleep(wrong["stall"])
+        process.stdin.close()
+    limit = 0 if "stall" in wrong or "lost" in wrong else wrong.get("bytes", 1 << 60)
+    while "stall" not in wrong:
         chunk = os.read(process.stdout.fileno(), 1 << 16)
-        if wrong.get("how") == "answer lost" and chunk:
-            continue
-        if not chunk and not (wrong and limit == 0):
+        if not chunk and "lost" not in wrong:
             return process.wait()
         sys.stdout.buffer.write(chunk[:limit])
         sys.stdout.buffer.flush()
-        limit -= len(chunk)
-        if limit <= 0:
-            process.stdout.close()
-            say("client_loop: send disconnect: Broken pipe")
-            return SSH_FAILED
+        limit = max(0, limit - len(chunk))
+        if not chunk or (limit == 0 and "lost" not in wrong):
+            break
+    process.stdout.close()
+    say("client_loop: send disconnect: Broken pipe")
+    return SSH_FAILED
 
 
-def ssh(tpu: dict, worker: int, command: str) -> int:
+def ssh(tpu: dict, worker: int, command: str, options: list[str]) -> int:
+    key = CLOUD / "made-key"
+    if not key.exists():
+        with key.with_suffix(".lock").open("w") as new:
+            try:
+                fcntl.flock(new, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return error("ssh", "[/usr/bin/ssh-keygen] exited with return code [1].")
+            time.sleep(0.2)
+            key.touch()
     for attempt in range(tpu.get("attempts", 2)):
         if attempt:
             say("Retrying: SSH command error: [/usr/bin/ssh] exited with return code [255].")
             time.sleep(tpu.get("pause", 0.2))
         say(f"SSH: Attempting to connect to worker {worker}...")
-        code = connect(tpu, worker, command, attempt == 0)
+        code = connect(tpu, worker, command, options, attempt == 0)
         if code != SSH_FAILED:
             return code
     return error("ssh", "[/usr/bin/ssh] exited with return code [255].", SSH_FAILED)
@@ -162,7 +177,7 @@ def main() -> int:
         return error(verb, f'This TPU has state "{tpu["state"]}", so it cannot be currently connected to.')
     worker = int(flags["worker"])
     assert verb == "ssh" and 0 <= worker < tpu["workers"]
-    return ssh(tpu, worker, flags["command"])
+    return ssh(tpu, worker, flags["command"], [w.partition("=")[2] for w in rest if w.startswith("--ssh-flag=")])
 
 
 if __name__ == "__main__":

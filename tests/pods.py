@@ -1,22 +1,22 @@
-"""Real workers for tests/test_pods.py: containers with systemd and sshd, and a gcloud that only finds the way to them.
+"""Real workers for tests/test_pods.py: containers with systemd and sshd.
 
 A pod is a process tree in namespaces of its own (processes, mounts, network, cgroups): when its keeper's standard input
 ends, as it does however the test ends, nothing of it is left. Each worker is a systemd-nspawn over one shared root file
 system, with a disk of 64 MB that outlives a reboot, the address 10.7.0.1<i>, an account `me` that may use sudo, and
-/shared, which all have. Run as a program, this file stands in for gcloud.
+/shared, which all have.
 """
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+
+from launch_bed import write_programs
 
 PACKAGES = "systemd,systemd-sysv,dbus,sudo,python3,openssh-server,make,procps"
 CUSTOMIZE = r"""set -e
@@ -109,19 +109,12 @@ def root() -> Path:
     return made
 
 
-def replace(path: Path, value: dict) -> None:
-    """Writes a file as a whole, also for those who read it at this moment."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(json.dumps(value))
-    new.rename(path)
-
-
 class Pod:
-    """Workers, the programs in `bin` that reach them (gcloud, ssh), and what goes wrong on the way: `fault`."""
+    """Workers, and the ssh in `bin` that reaches them."""
 
     def __init__(self, folder: Path, workers: int) -> None:
         self.folder, self.workers, self.bin = folder, workers, folder / "bin"
-        for path in (self.bin, folder / "shared", folder / "faults"):
+        for path in (self.bin, folder / "shared"):
             path.mkdir(parents=True)
         (folder / "shared").chmod(0o777)
         lower = root()
@@ -139,15 +132,8 @@ class Pod:
         hosts = "".join(f"Host worker-{worker}\n HostName 10.7.0.1{worker}\n" for worker in range(workers))
         options = "User me\n StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
         (folder / "ssh_config").write_text(f"{hosts}Host *\n IdentityFile {folder}/key\n {options}")
-        enter = f"exec nsenter --net=/proc/{self.pid}/ns/net"
-        for name, line in (
-            ("ssh", f"{enter} {shutil.which('ssh')} -F {folder}/ssh_config"),
-            ("gcloud", f"POD={folder} exec {os.path.realpath(sys.executable)} -I -S {__file__}"),
-        ):
-            (self.bin / name).write_text(f'#!/bin/sh\n{line} "$@"\n')
-            (self.bin / name).chmod(0o755)
-        (self.bin / "git").symlink_to(shutil.which("git"))
-        self.tpu(name="my-tpu", zone="us-east5-b", workers=workers, state="READY", health="HEALTHY")
+        enter = f"exec {shutil.which('nsenter')} --net=/proc/{self.pid}/ns/net {shutil.which('ssh')}"
+        write_programs(self.bin, git="", ssh=f"{enter} -F {folder}/ssh_config")
         for worker in range(workers):
             self.wait_reachable(worker)
 
@@ -199,114 +185,7 @@ class Pod:
                 os.kill(pid, number)
         return len(found)
 
-    def fault(self, verb: str, worker: int | str = "", **what: object) -> None:
-        """Lets gcloud's `verb` (describe, ssh) fail for a worker; see `mishap`."""
-        replace(self.folder / f"faults/{verb}-{worker}", what)
-
-    def heal(self) -> None:
-        """Removes all faults, and connects all workers."""
-        for path in (self.folder / "faults").iterdir():
-            path.unlink(missing_ok=True)
-        for worker in range(self.workers):
-            self.network(worker, True)
-
-    def end_calls(self) -> None:
-        """Ends the calls of gcloud that outlived who made them."""
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError, ValueError):
-                if f"POD={self.folder}\0".encode() in (entry / "environ").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
-
-    def tpu(self, **changes: object) -> None:
-        """Changes what `describe` says."""
-        path = self.folder / "tpu.json"
-        replace(path, (json.loads(path.read_text()) if path.exists() else {}) | changes)
-
     def close(self) -> None:
         """Ends everything."""
         self.keeper.stdin.close()
         self.keeper.wait()
-
-
-def fail(text: str, code: int = 1) -> int:
-    """Says an error as gcloud does. Returns the exit code."""
-    print(f"ERROR: (gcloud.compute.tpus.{'.'.join(sys.argv[3:5])}) {text}", file=sys.stderr)
-    return code
-
-
-def mishap(pod: Path, verb: str, worker: str, text: str) -> dict:
-    """Returns what goes wrong with this call, {} if nothing does.
-
-    once: only the next call; match: only calls with this text in the command; hang: seconds before anything happens;
-    refuse: text of an error; say: the cloud's answer; bytes: a connection drops after so many; stall: it drops after so
-    many seconds without the input.
-    """
-    path = pod / f"faults/{verb}-{worker}"
-    with suppress(OSError):
-        what = json.loads(path.read_text())
-        if what.get("match", "") in text:
-            if what.get("once"):
-                path.unlink()  # of several calls at once one gets here without an error
-            time.sleep(what.get("hang", 0))
-            return what
-    return {}
-
-
-def connect(pod: Path, worker: str, command: str, options: list[str], wrong: dict, repeated: bool) -> int:
-    """Connects once. Returns ssh's exit code."""
-    if "refuse" in wrong:
-        print(wrong["refuse"], file=sys.stderr)
-        return 255
-    given = subprocess.DEVNULL if repeated else subprocess.PIPE if "stall" in wrong else None
-    words = [str(pod / "bin/ssh"), *options, f"worker-{worker}", command]
-    process = subprocess.Popen(words, stdin=given, stdout=subprocess.PIPE if "bytes" in wrong else None)
-    if "bytes" in wrong:
-        os.write(1, process.stdout.read(wrong["bytes"]))
-        process.kill()
-    with suppress(subprocess.TimeoutExpired):
-        code = process.wait(wrong.get("stall"))
-        return 255 if code < 0 else code
-    process.kill()
-    return 255
-
-
-def main() -> int:
-    """Stands in for `gcloud compute tpus tpu-vm describe|ssh`."""
-    pod = Path(os.environ["POD"])
-    verb, name, *rest = sys.argv[4:]
-    with (pod / "calls").open("a") as calls:
-        calls.write(" ".join(sys.argv[3:])[:400].replace("\n", " ") + "\n")
-    flags = dict(word[2:].partition("=")[::2] for word in rest if word.startswith("--"))
-    wrong = mishap(pod, verb, flags.get("worker", ""), flags.get("command", ""))
-    tpu = json.loads((pod / "tpu.json").read_text())
-    if verb == "describe":
-        if "refuse" in wrong:
-            return fail(wrong["refuse"])
-        ends = [{"ipAddress": f"10.7.0.1{worker}"} for worker in range(tpu["workers"])]
-        node = dict(tpu, name=name, acceleratorType=f"v5litepod-{4 * tpu['workers']}", networkEndpoints=ends)
-        print(wrong.get("say", json.dumps(node)))
-        return 0
-    if tpu["state"] != "READY":
-        return fail(f'This TPU has state "{tpu["state"]}", so it cannot be currently connected to.')
-    assert verb == "ssh" and int(flags["worker"]) < tpu["workers"], sys.argv
-    key = Path.home() / "key"  # a fresh home has none; gcloud runs ssh-keygen, which fails where another one is at it
-    if not key.exists():
-        with key.with_suffix(".new").open("w") as new:
-            try:
-                fcntl.flock(new, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return fail("[/usr/bin/ssh-keygen] exited with return code [1].")
-            time.sleep(0.5)
-            key.touch()
-    options = [word.partition("=")[2] for word in rest if word.startswith("--ssh-flag=")]
-    for attempt in range(3):  # after ssh's own failure the real one repeats the command, without its input
-        code = connect(pod, flags["worker"], flags["command"], options, wrong, attempt > 0)
-        if code != 255:
-            return code
-        wrong = {} if wrong.get("once") else wrong
-        time.sleep(0.5)
-    return fail("[/usr/bin/ssh] exited with return code [255].", 255)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -59,6 +59,10 @@ class Failure(Exception):
     """What keeps a command from being done; the message is one sentence."""
 
 
+class Passing(Exception):
+    """What keeps a command from being done now; the launcher tries again."""
+
+
 def emit(**answer: object) -> None:
     """Writes one answer, a line of its own even after half a line."""
     with SPEAKING:
@@ -95,8 +99,10 @@ def running() -> dict:
         shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     except FileNotFoundError:
         raise Failure(NEEDED.format("no systemctl")) from None
-    if shown.returncode:
-        raise Failure(NEEDED.format(shown.stderr.strip() or "systemctl failed"))
+    if "not been booted with systemd" in shown.stderr:
+        raise Failure(NEEDED.format(shown.stderr.strip()))
+    if shown.returncode:  # the machine shuts down, or has just been started
+        raise Passing(shown.stderr.strip() or "systemctl failed")
     if shown.stdout.strip() in ("ActiveState=inactive", "ActiveState=failed"):
         return {}
     unknown = {"run": "?", "token": "?", "words": [], "bundle": "?", "started": 0, "grace": 60}
@@ -110,8 +116,10 @@ def running() -> dict:
 
 def own_runtime() -> None:
     """Makes /run/xla-zoo ours."""
-    if not RUNTIME.exists() or RUNTIME.stat().st_uid != os.geteuid():
+    stranger = RUNTIME.exists() and RUNTIME.stat().st_uid != os.geteuid()
+    if stranger:
         system("rm", "-rf", RUNTIME)
+    if stranger or not RUNTIME.exists():  # of two commands at once both may find nothing: only make it
         system("install", "-d", "-m", "700", "-o", os.geteuid(), "-g", os.getegid(), RUNTIME)
     (RUNTIME / "ended").mkdir(exist_ok=True)
 
@@ -390,6 +398,9 @@ def main() -> None:
         answer = actions[options.action](Path.home() / f"xla-zoo/worker-{options.worker}", options)
     except Failure as error:
         answer = {"state": "failed", "message": str(error)}
+    except Passing as error:
+        print(error, file=sys.stderr)
+        answer = {"state": "incomplete"}
     except OSError as error:
         answer = {"state": "failed", "message": f"{error.strerror}: {error.filename}"}
     emit(**answer)
