@@ -1,6 +1,7 @@
 # Every target creates or refreshes the environment it needs; `make` alone explains them.
 
-PYTHON ?= python3.11
+# The first of these that is there: packages for all three are pinned, see requirements.txt.
+PYTHON ?= $(firstword $(shell for python in python3.11 python3.12 python3.13; do $$python -c 1 2>&- && echo $$python; done) python3.11)
 # Plain PyTorch needs less; an environment that has all serves it, too. Other targets need XLA, or the tools of tests.
 EAGER  := $(if $(filter-out install train data translate copy,$(MAKECMDGOALS)),,$(filter cpu cuda,$(DEVICE)))
 VENV   ?= $(if $(EAGER),$(if $(wildcard .venv/.installed),.venv,.venv-eager),.venv)
@@ -28,7 +29,6 @@ INSTALLED := $(VENV)/.installed
 RUNS := $(VENV)/bin/python
 FAIRSEQ := .venv-fairseq
 LIBTPU := .libtpu
-SITE := lib/python3.11/site-packages
 
 .DEFAULT_GOAL := help
 .PHONY: help install train copy translate data compile compile-all logs stop status doctor test guards test-all bench lint clean fairseq fairseq-golden \
@@ -68,12 +68,12 @@ help:
 	@echo '         variables, RETRIES= how often it is started again, CREATE=v6e-8 (SPOT=1) asks for the TPU and deletes'
 	@echo '         it after the run; ENGINE=sky leaves all that to SkyPilot; see python3 -m tpu.launch --help'
 	@echo 'ARGS     further flags of the script: ARGS="--epochs 10 --lr 0.05"; ARGS=--help lists them all'
-	@echo 'PYTHON   interpreter of the environment, CPython 3.11 (default: $(PYTHON))'
+	@echo 'PYTHON   interpreter of the environment, CPython 3.11, 3.12 or 3.13 (default: the first there)'
 
 # The environment is done when the stamp is there: an install that was cut off starts over.
 $(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt | check-device
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
-		{ echo 'error: CPython 3.11 is needed, $(PYTHON) is not it; use PYTHON=/path/to/python3.11' >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo 'error: CPython 3.11, 3.12 or 3.13 is needed, $(PYTHON) is not it; use PYTHON=/path/to/python3.11' >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet -r $(NEEDED)
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps -r requirements-torchrec.txt
@@ -130,7 +130,7 @@ copy: check-model
 
 # What is here and what is missing, before anything is installed.
 doctor:
-	@python3 -m tpu.doctor $(if $(DATA),--data "$$DATA") $(if $(TPU),--tpu "$$TPU") $(if $(ZONE),--zone "$$ZONE") \
+	@python3 -m tpu.doctor --python "$(PYTHON)" $(if $(DATA),--data "$$DATA") $(if $(TPU),--tpu "$$TPU") $(if $(ZONE),--zone "$$ZONE") \
 		$(if $(PROJECT),--project "$$PROJECT") $(ARGS)
 
 # Checked before anything is installed.
@@ -186,7 +186,10 @@ bench: check-bench $(INSTALLED)
 
 # fairseq's torch is that of $(VENV), by links: a second copy would take 7 GB. Links to torch's own folders, not to all of
 # $(VENV), since fairseq imports torch_xla where it sees it.
+$(FAIRSEQ)/.installed: SITE = lib/python3.11/site-packages
 $(FAIRSEQ)/.installed: requirements-fairseq.txt | $(INSTALLED)
+	@$(RUNS) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+		{ echo 'error: fairseq needs CPython 3.11, and $(VENV) has another; make clean, then PYTHON=python3.11 make fairseq' >&2; exit 2; }
 	$(RUNS) -m venv $(FAIRSEQ)
 	$(FAIRSEQ)/bin/pip install --disable-pip-version-check --quiet --no-deps -r requirements-fairseq.txt
 	ln -sfnt $(FAIRSEQ)/$(SITE) $(foreach folder,torch torchgen functorch nvidia triton,'$(abspath $(VENV))/$(SITE)/$(folder)')

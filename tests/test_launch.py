@@ -390,7 +390,10 @@ def test_the_first_worker_that_fails_ends_all(bed, detach):
         ("open(/dev/vfio/0): Device or resource busy: Device or resource busy", "sudo lsof"),
         ("FAILED: Couldn't open /dev/vfio/0: Device or resource busy", "another process on this worker holds"),
         ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 33G of 15G", "a smaller --batch-size"),
-        ("error: CPython 3.11 is needed, python3.11 is not it", "apt-get install -y python3.11 python3.11-venv"),
+        (
+            "error: CPython 3.11, 3.12 or 3.13 is needed, python3 is not it",
+            "apt-get install -y python3.11 python3.11-venv",
+        ),
         ("OSError: [Errno 28] No space left on device", "the disk of this worker is full"),
         ("make: *** [Makefile:2: train] Killed", "ran out of memory (not the TPU's)"),
         ("[worker 1] make: *** [Makefile:2: train] Error 137", "ran out of memory (not the TPU's)"),  # dash's way

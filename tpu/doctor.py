@@ -9,7 +9,7 @@
     --data, --runs      folder, URL or hub id that is read; folder or URL that runs go to (default: runs)
     --tpu               name of a TPU VM (--zone, --project: default gcloud's); ssh:host1,host2 (--ssh-config); local
     --devices           asks torch_xla for its devices also without a TPU
-    --python            interpreter of the environment (default: $PYTHON, python3.11)
+    --python            interpreter of the environment (default: $PYTHON, python3.11; make gives its own)
 
 It installs and changes nothing; in the runs folder it writes a file and removes it. What only the environment knows, it
 asks .venv/bin/python. Every command has a time limit. Only the standard library, Python 3.9 or later, Linux.
@@ -81,7 +81,7 @@ def run(*command: str | Path, seconds: float = SECONDS) -> tuple[bool, str]:
 def check_programs(python: str, lack: str) -> Iterator[str]:
     """Checks the interpreter that the environment is made with, and the programs that the launcher needs."""
     works, about = run(python, "-c", ABOUT_PYTHON)
-    yield line(works and about.startswith("CPython 3.11."), f"Python: {python}: {about}", messages.GET_PYTHON)
+    yield line(works and re.match(r"CPython 3\.1[123]\.", about), f"Python: {python}: {about}", messages.GET_PYTHON)
     absent = [f"no {name}" for name in ("git", "ssh") if shutil.which(name) is None]
     yield line(not absent, f"for TPU=: {', '.join(absent) or 'git, ssh'}", "install git and openssh-client", lack)
 

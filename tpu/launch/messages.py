@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 
 GET_PYTHON = (
-    "CPython 3.11 with venv and ensurepip is needed, on Ubuntu `sudo add-apt-repository -y ppa:deadsnakes/ppa && sudo"
-    " apt-get install -y python3.11 python3.11-venv`, or give make PYTHON=/path/to/python3.11"
+    "CPython 3.11, 3.12 or 3.13 with venv and ensurepip is needed, on Ubuntu 24.04 `sudo apt-get install -y"
+    " python3.12-venv`, on 22.04 `sudo add-apt-repository -y ppa:deadsnakes/ppa && sudo apt-get install -y python3.11"
+    " python3.11-venv`, or give make PYTHON=/path/to/python3.11"
 )
 # What the log of a failed run contains -> what it means and what to do.
 KNOWN_MESSAGES = (
@@ -29,8 +30,8 @@ KNOWN_MESSAGES = (
         "the program does not fit into the TPU's memory (HBM): a smaller --batch-size in ARGS, or more chips",
     ),
     (
-        r"CPython 3\.11 is needed|python3\.11: (?:command )?not found|ensurepip is not available",
-        f"there is no complete Python 3.11 on this worker: {GET_PYTHON}; install it on all workers",
+        r"CPython 3\.11, 3\.12 or 3\.13 is needed|python3\.1[123]: (?:command )?not found|ensurepip is not available",
+        f"there is no complete Python 3.11, 3.12 or 3.13 on this worker: {GET_PYTHON}; install it on all workers",
     ),
     (
         r"No space left on device|Disk quota exceeded",
