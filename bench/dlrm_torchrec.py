@@ -7,7 +7,7 @@ both      torch's (and torchrec's) optimizers, the same epochs, batches, learnin
           and epoch give the permutation, and the remainder of an epoch is left out. The initial weights are other
           ones: compare medians, not seeds
 measured  AUC and log loss of the whole evaluation split (scikit-learn) after each epoch; the table has the last
-run       python -m bench.dlrm_torchrec --data FOLDER --epochs 3 --batch-size 128 --lr 0.1 --dim 16
+run       python -m bench.dlrm_torchrec --data FOLDER --epochs 3 --batch-size 128 --lr 0.1
           --bottom 512,256,64,16 --top 512,256,1 --optimizer sgd --seeds 0,1,2
 """
 
@@ -40,8 +40,7 @@ class Options:
     batch_size: int = 128  # examples a step
     lr: float = 0.1  # peak learning rate, of tables and network
     warmup_steps: int = 0  # linear from 0; constant after it
-    dim: int = 16  # columns of every embedding table
-    bottom: str = "512,256,64,16"  # layers over the dense features; the last is dim
+    bottom: str = "512,256,64,16"  # layers over the dense features; the last is a table's columns
     top: str = "512,256,1"  # layers over the interactions
     interaction: Literal["dot", "dcn"] = "dot"  # torchrec's DLRM or DLRM_DCN
     cross: str = "3,512"  # layers and rank of the cross net of "dcn"
@@ -164,7 +163,7 @@ def train(config: Config) -> dict:
 
 def train_ours(config: Config) -> dict:
     """The same by `train.dlrm`, in a process of its own."""
-    fields = ("data", "epochs", "batch_size", "lr", "warmup_steps", "dim", "interaction", "optimizer", "seed")
+    fields = ("data", "epochs", "batch_size", "lr", "warmup_steps", "interaction", "optimizer", "seed")
     flags = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in fields]
     for name in ("bottom", "top", "cross"):
         flags += [f"--{name}", *map(str, getattr(config, name))]
@@ -194,7 +193,7 @@ def table(runs: list[dict]) -> str:
 def main(options: Options) -> dict[str, list[dict]]:
     """Runs all seeds, prints the tables and writes --out; returns the figures of each run of each side."""
     sizes = {name: integers(name, getattr(options, name)) for name in ("bottom", "top", "cross")}
-    shared = ("data", "epochs", "batch_size", "lr", "warmup_steps", "dim", "interaction", "optimizer")
+    shared = ("data", "epochs", "batch_size", "lr", "warmup_steps", "interaction", "optimizer")
     runs: dict[str, list[dict]] = {"torchrec": []} | ({"ours": []} if options.ours else {})
     for seed in integers("seeds", options.seeds):
         config = Config(**{name: getattr(options, name) for name in shared}, **sizes, seed=seed)

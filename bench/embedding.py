@@ -37,7 +37,6 @@ import tyro
 from torch import Tensor, nn
 
 from train.common import device
-from train.common.device import xm, xs  # torch_xla has one way in
 from train.common.embedding.bags import ShardedEmbeddingBags
 from train.common.embedding.tables import OPTIMIZERS, Table, row_bytes
 
@@ -53,7 +52,7 @@ class Options:
     batch: int = 2048  # examples a step
     tables: int = 8  # features, with a table each
     optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # the rule of all contenders
-    plan: Literal["", "row", "table", "column", "data"] = ""  # besides the automatic one, for ours
+    plan: Literal["", "exchange", "row", "table", "column", "data"] = ""  # besides the automatic one, for ours
     devices: int = 1  # virtual devices of XLA's CPU backend, over which ours and gspmd shard; the others have one
     steps: int = 20  # counted ones, of each contender in each round; WARM more before them are not
     seconds: float = 60.0  # a slow contender has fewer steps: it stops after so long in a round, not before 3
@@ -96,17 +95,13 @@ def squared_error(embedded: Tensor, y: Tensor) -> Tensor:
 
 
 def on_device(batches: list[dict[str, Tensor]], mesh: device.Mesh) -> list[dict[str, Tensor]]:
-    def put(tensor: Tensor) -> Tensor:
-        spec = xs.ShardingSpec(mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
-        return xm.send_cpu_data_to_device(tensor, mesh.device, spec)[0]
-
-    return [{name: put(tensor) for name, tensor in batch.items()} for batch in batches]
+    return [{name: device.upload(tensor, mesh) for name, tensor in batch.items()} for batch in batches]
 
 
 def waiting(step: Callable, *args) -> Callable[[dict], Tensor]:
     def run(batch: dict[str, Tensor]) -> Tensor:
         loss = step(*args, batch)
-        xm.wait_device_ops()
+        device.wait_for_steps()
         return loss
 
     return run
@@ -133,13 +128,13 @@ def gspmd(options: Options, sizes: list[int], mesh: device.Mesh) -> Callable | N
     rows = -(-sum(sizes) // mesh.num_devices) * mesh.num_devices
     bounds = torch.tensor(sizes).repeat_interleave(torch.tensor(sizes)).float() ** -0.5
     bounds = F.pad(bounds, (0, rows - sum(sizes))).to(mesh.device)
-    xs.mark_sharding(bounds, mesh.spmd, ("data",))
+    device.annotate(bounds, mesh.spmd, ("data",))
     weight = nn.Parameter((torch.rand(rows, options.dim, device=mesh.device) * 2 - 1) * bounds[:, None])
-    xs.mark_sharding(weight, mesh.spmd, ("data", None))
+    device.annotate(weight, mesh.spmd, ("data", None))
     starts = torch.tensor([sum(sizes[:t]) for t in range(len(sizes))], dtype=torch.int32).to(mesh.device)
     optimizer = optimizers[options.optimizer]([weight], lr=LR, foreach=False)
     if options.optimizer == "adagrad":
-        xs.mark_sharding(optimizer.state[weight]["sum"], mesh.spmd, ("data", None))
+        device.annotate(optimizer.state[weight]["sum"], mesh.spmd, ("data", None))
 
     def train_step(optimizer, starts, batch):
         loss = squared_error(F.embedding(batch["ids"] + starts, weight), batch["y"])

@@ -219,8 +219,9 @@ class DenseTables(nn.Module):
         """[B, tables] to [B, tables, dim]."""
         return torch.stack([F.embedding(ids[:, i], table) for i, table in enumerate(self.tables)], 1)
 
-    def step(self) -> None:
-        """Nothing: the optimizer has the tables."""
+    def step(self) -> dict[str, Tensor]:
+        """Does nothing, since the optimizer has the tables; returns no metrics."""
+        return {}
 
 
 class Clicks:

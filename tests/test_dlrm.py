@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Stop, exported, losses, start
+from helpers import Stop, exported, losses, records, start
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from trials import TRIALS
@@ -45,15 +45,27 @@ def test_the_cross_network_learns(tmp_path):
 
 def test_terminated_with_its_worker_it_goes_on_on_other_devices_and_with_another_plan(trained, tmp_path):
     path, _, config = trained
-    config = replace(config, runs=str(tmp_path), name="moved")
+    config = replace(config, runs=str(tmp_path), name="moved", plan="exchange")
     # A VM that is shut down signals the worker processes, too.
     code, output = start(dlrm, config, stop=Stop(48, number=signal.SIGTERM))
     assert code == 143 and "stopped by a signal at step 48: saved" in output, output
-    code, output = start(dlrm, replace(config, plan="row"), devices=8, stop=Stop(64, number=signal.SIGTERM))
-    assert code == 143 and "resuming after step 48" in output and "tables: 8 row" in output, output
+    code, output = start(dlrm, config, devices=8, stop=Stop(64, number=signal.SIGTERM))
+    assert code == 143 and "resuming after step 48" in output and "tables: 8 exchange" in output, output
     # Rounding alone differs, and Adam makes it grow: compared soon after the move.
     moved = losses(tmp_path / "moved")
     assert len(moved) == 5 and moved == pytest.approx(losses(path)[:5], rel=1e-4)  # of steps 1, 16 … 64
+
+
+def test_a_run_that_drops_ids_stops_at_its_first_line_and_resumes_with_more_room(tmp_path, monkeypatch):
+    for name, size in (("TRAIN", 256 * 3), ("EVAL", 256)):
+        monkeypatch.setattr(dlrm, f"SYNTHETIC_{name}", size)
+    config = replace(LEARNS, runs=str(tmp_path), name="run", plan="exchange", log_every=1000)
+    with pytest.raises(InputError, match="ids found no place in the exchange.*--exchange-room .* instead of 0.2 1"):
+        dlrm.main(replace(config, exchange_room=(0.2, 1.0)))
+    assert not list(tmp_path.glob("run/checkpoints/*/COMPLETE"))
+    dlrm.main(config)
+    logged = records(tmp_path / "run")
+    assert all(line["dropped"] == 0 < line["pair_load"] <= 1 for line in logged if "loss" in line)
 
 
 def test_torchrec_loads_the_export_and_gives_the_same_auc(trained):
@@ -160,7 +172,7 @@ def test_torchrecs_arrays_train_with_tables_of_the_given_rows(tmp_path):
     ("flags", "pattern"),
     [
         ("--epochs 0", "--epochs is 0.*at least 1"),
-        ("--dim 8", "--bottom ends with 16.*--dim, 8"),
+        ("--exchange-room 1 0", r"--exchange-room is \(1.0, 0.0\).*above 0"),
         ("--top 4 2", r"--top is \(4, 2\).*end with 1"),
         ("--cross 0 4", r"--cross is \(0, 4\).*at least 1"),
         ("--batch-size 6", "batch_size is 6.*4 devices.*nearest that does is 8"),

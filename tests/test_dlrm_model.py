@@ -24,7 +24,7 @@ every_interaction = pytest.mark.parametrize("interaction", ["dot", "dcn"])
 
 
 def torchrec_model(interaction: str) -> nn.Module:
-    config = train_dlrm.Config(dim=DIM, bottom=BOTTOM, top=TOP, interaction=interaction, cross=(LAYERS, RANK))
+    config = train_dlrm.Config(bottom=BOTTOM, top=TOP, interaction=interaction, cross=(LAYERS, RANK))
     model = dlrm_torchrec.build(config, SimpleNamespace(features=NAMES, table_rows=ROWS, num_dense=NUM_DENSE))
     for bias in model.inter_arch.crossnet.bias if interaction == "dcn" else ():
         nn.init.normal_(bias)  # zero at the start: a sign or a place would not show

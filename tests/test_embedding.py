@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.torch
+import scipy.stats
 import torch
 import torch.nn.functional as F
 import torch_xla
@@ -39,13 +40,23 @@ from errors import InputError
 from tpu.compiler import hlo
 from train.common import checkpoint, device
 from train.common.checkpoint import Checkpointer
-from train.common.embedding import OPTIMIZERS, SGD, ShardedEmbeddingBags, Table, TableStorage, hashing, storage
+from train.common.embedding import (
+    OPTIMIZERS,
+    SGD,
+    ShardedEmbeddingBags,
+    Table,
+    TableStorage,
+    exchange,
+    hashing,
+    storage,
+)
+from train.common.embedding import pieces as pieces_of
 from train.common.embedding import tables as emb
 from train.common.xla import backend as xla
 
 ROOT = Path(checkpoint.__file__).parents[2]
 TOLERANCE = 2e-6
-DIM, BATCH = 16, 32
+DIM, BATCH = 16, 48
 # One-hot and multi-hot, sum and mean, tables smaller than a batch and (with "auto") one that is cut.
 TABLES = (
     Table("user", 1000),
@@ -56,8 +67,9 @@ TABLES = (
     Table("words", 700, 4, "mean"),
     Table("hour", 64),
 )
-MIXED = ("row", "data", "auto", "table", "column", "table", "row")
-CUT = ("row", "table", "column", "data")
+MIXED = ("exchange", "data", "auto", "table", "column", "table", "exchange")
+CUT = ("exchange", "row", "table", "column", "data")
+PLANS_ON = {1: (*CUT, "mixed"), 6: ("row", "exchange"), 8: (*CUT, "mixed")}  # other numbers of devices than 4
 LR = {"sgd": 0.05, "rowwise_adagrad": 0.05, "adagrad": 0.05, "lazy_adam": 0.02}
 
 
@@ -77,11 +89,16 @@ def put(mesh, batch):
     return {key: device.upload(value, mesh) for key, value in batch.items()}
 
 
-def host_batch(step: int, tables=TABLES, ragged: bool = True, dim: int = DIM):
-    """Ids of the first rows of a table, for the most part, so that they come again within and across examples."""
+def host_batch(step: int, tables=TABLES, ragged: bool = True, dim: int = DIM, ids: str = "few"):
+    """Ids of the first rows of a table, for the most part, so that they come again within and across examples; or by a
+    power law, one for all, or with a common divisor."""
     generator = torch.Generator().manual_seed(step)
 
     def draw(table):
+        random = torch.rand(BATCH, table.lookups, generator=generator)
+        if ids != "few":
+            one, eighth = torch.full_like(random, table.rows // 2), (random * table.rows / 8).floor() * 8
+            return {"power law": table.rows**random - 1, "one": one, "eighth": eighth}[ids].int()
         often = torch.randint(0, min(table.rows, 20), (BATCH, table.lookups), generator=generator, dtype=torch.int32)
         any_row = torch.randint(0, table.rows, (BATCH, table.lookups), generator=generator, dtype=torch.int32)
         return torch.where(torch.rand(BATCH, table.lookups, generator=generator) < 0.6, often, any_row)
@@ -101,11 +118,11 @@ def whole(pieces, tables=TABLES, dim: int = DIM) -> dict[tuple[str, str], torch.
     for key, piece in pieces.items():
         if key == "step":
             continue
-        name, kind, row, column = key.split("/")
+        name, kind, _, column = key.split("/")
         rows = next(table.rows for table in tables if table.name == name)
         shape = (rows, dim) if piece.dim() == 2 else (rows,)
         array = found.setdefault((name, kind), torch.full(shape, float("nan")))
-        part = (slice(int(row), int(row) + piece.shape[0]),)
+        part = (pieces_of.Rows.of_piece(key).numbers(0, piece.shape[0]),)
         part += (slice(int(column), int(column) + piece.shape[1]),) if piece.dim() == 2 else ()
         assert array[part].shape == piece.shape and array[part].isnan().all()
         array[part] = piece
@@ -174,10 +191,9 @@ def in_lines(mesh):
     return dataclasses.replace(mesh, kind="TPU v4")
 
 
-def compare(
-    mesh, plan, optimizer, model_devices=0, ragged=True, tables=TABLES, passes=1, lrs=(), step_fn=train_step, pack=False
-):
+def compare(mesh, plan, optimizer, model_devices=0, tables=TABLES, passes=1, lrs=(), step_fn=train_step, **options):
     """Trains on the mesh and on the CPU; how far they are from each other, and how far from the start."""
+    pack = options.pop("pack", False)
     own = tables if step_fn is train_step else [dataclasses.replace(table, lookups=1) for table in tables]
     embeddings = make(in_lines(mesh) if pack else mesh, plan, optimizer, model_devices, tables=own)
     weights = initial_weights(embeddings, tables)
@@ -189,7 +205,7 @@ def compare(
     for number, lr in enumerate(lrs or [LR[optimizer]] * 4):
         device.set_lr(embeddings, lr)
         reference.param_groups[0]["lr"] = lr
-        batches = [host_batch(passes * number + i, tables, ragged) for i in range(passes)]
+        batches = [host_batch(passes * number + i, tables, **options) for i in range(passes)]
         losses.append(step(embeddings, *(put(mesh, batch) for batch in batches)))
         if number == 0:
             graphs = xla.compilations()
@@ -200,6 +216,7 @@ def compare(
         reference.step()
         expected.append(loss.item())
     report, graphs_at_end = device.graph_report(), xla.compilations()
+    embeddings.check()
     after = whole(embeddings.pieces(), tables)
     pairs = [(after[table.name, "weight"], weight.data) for table, weight in zip(tables, weights, strict=True)]
     states = [
@@ -246,18 +263,20 @@ def test_training_equals_torch_on_four_devices(mesh, plan, optimizer):
 ONE_HOT = [dataclasses.replace(table, lookups=1) for table in TABLES]
 VOCABULARY = {"tables": [Table("words", 60, 5, "mean")], "ragged": False, "step_fn": vocabulary_step}
 OTHER_WAYS = {
-    "2-D mesh, row-wise": ("mixed", "rowwise_adagrad", {"model_devices": 2}),
-    "2-D mesh, Adam": ("mixed", "lazy_adam", {"model_devices": 2}),
+    "2-D mesh, exchange": ("exchange", "lazy_adam", {"model_devices": 2}),
     "2-D mesh, columns": ("column", "rowwise_adagrad", {"model_devices": 2}),
     "2-D mesh, tables": ("table", "adagrad", {"model_devices": 2}),
     "bags always full": ("mixed", "adagrad", {"ragged": False}),
     "one id per bag": ("mixed", "adagrad", {"ragged": False, "tables": ONE_HOT}),
     "two passes per update": ("mixed", "lazy_adam", {"passes": 2}),
-    "learning rates": ("row", "sgd", {"lrs": [0.01, 0.0, 0.03, 1.0, 0.02]}),
+    "power law": ("exchange", "sgd", {"ids": "power law"}),
+    "one id for all": ("exchange", "sgd", {"ids": "one"}),
+    "ids with a common divisor": ("exchange", "adagrad", {"ids": "eighth"}),
+    "learning rates": ("exchange", "sgd", {"lrs": [0.01, 0.0, 0.03, 1.0, 0.02]}),
     "learning rates of Adam": ("row", "lazy_adam", {"lrs": [0.01, 0.0, 0.005]}),
     **{f"in lines, {one}": ("mixed", one, {"pack": True}) for one in UNLIKE},
     **{f"2-D mesh, in lines, {one}": ("mixed", one, {"pack": True, "model_devices": 2}) for one in UNLIKE},
-    "nn.Embedding, rows": ("row", "lazy_adam", VOCABULARY),
+    "nn.Embedding, exchange": ("exchange", "lazy_adam", VOCABULARY),
     "nn.Embedding, columns": ("column", "sgd", VOCABULARY),
     "nn.Embedding, auto": ("auto", "sgd", VOCABULARY),
 }
@@ -281,13 +300,13 @@ def test_arrays_of_one_size_can_live_at_the_same_time(mesh):
     assert second.arrays[0].rows > first.arrays[0].rows
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", PLANS_ON)
 def test_training_and_initial_weights_equal_the_references_on_other_numbers_of_devices(other_devices, devices):
     for name, result in other_devices[devices]["parity"].items():
         assert_parity(result)
         assert devices > 1 or set(result["plans"]) == {"data"}, name
     expected = [zlib.crc32(expected_initial(0, t, table.rows, DIM).tobytes()) for t, table in enumerate(TABLES)]
-    assert other_devices[devices]["initial"] == {plan: expected for plan in (*CUT, "mixed")}
+    assert other_devices[devices]["initial"] == dict.fromkeys(PLANS_ON[devices], expected)
 
 
 def test_evaluation_leaves_nothing_to_update(mesh):
@@ -309,6 +328,79 @@ def test_evaluation_leaves_nothing_to_update(mesh):
         train_step(twin, put(mesh, host_batch(number)))
         torch_xla.sync()
     assert equal(whole(embeddings.pieces()), whole(twin.pieces()))
+
+
+# ---- plan exchange: who owns a row, and how many rows there is room for ----------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 6, 8, 256])
+def test_every_row_has_one_owner_and_one_place(mesh, parts):
+    rows = np.concatenate([np.arange(3000), 2**24 + np.arange(-9, 9), 2**31 - 300 + np.arange(290)])
+    on_device = torch.tensor(rows, dtype=torch.int32).to(mesh.device)
+    owner, local = hashing.owner_of(on_device, parts)
+    assert torch.equal(hashing.row_of(owner, local, parts).cpu(), on_device.cpu())
+    owner, local = owner.cpu().numpy(), local.cpu().numpy()
+    assert np.array_equal(local, rows // parts) and owner.min() == 0 and owner.max() == parts - 1
+    blocks = owner[: 3000 - 3000 % parts].reshape(-1, parts)
+    assert np.array_equal(np.sort(blocks, 1), np.broadcast_to(np.arange(parts), blocks.shape))  # each has as many
+    if parts > 1:  # rows with a common divisor are shared out, too
+        counts = np.bincount(owner[:3000:parts], minlength=parts)
+        assert counts.max() < 3000 / parts**2 + 6 * (3000 / parts**2) ** 0.5 + 3
+    for by in (1, 3, 5000, 2**27 + 1):  # numbers that float32 has not
+        quotient, rest = (part.cpu().numpy() for part in hashing.divide(on_device, by))
+        assert np.array_equal(quotient, rows // by) and np.array_equal(rest, rows % by)
+
+
+def test_there_is_room_for_all_ids_of_ten_million_steps():
+    for mean, events in ((0.4, 65_536), (54, 65_536), (512, 64), (4096, 8)):
+        capacity = exchange.planned(mean, events, 1.0, 10**9)
+        assert 1e7 * events * scipy.stats.poisson.sf(capacity, mean) < 1e-6
+        assert 1e7 * events * scipy.stats.poisson.sf(0.9 * capacity - 9, mean) > 1e-6, "more than is needed"
+        assert exchange.planned(mean, events, 1.0, 17) <= 17 <= exchange.planned(mean, events, 1e3, 10**9)
+
+
+def loaded_step(embeddings, batch):
+    pooled = embeddings(batch["ids"])
+    squared_error(pooled, batch["y"]).backward()
+    return {"pooled": pooled.detach() + 0, **embeddings.step()}
+
+
+OVERFLOWS = {
+    "pair": ((0.3, 1.0), r"the fullest pair .* had 1\.[1-9].* give --exchange-room 0\.\d 1 instead of 0.3 1"),
+    "owner": ((1.0, 0.2), r"the fullest device 1\.[1-9].* give --exchange-room 1 0\.\d instead of 1 0.2"),
+}
+
+
+@pytest.mark.parametrize("where", OVERFLOWS)
+def test_ids_without_a_place_stop_the_run_before_anything_is_saved(mesh, tmp_path, where):
+    """What has a place is right. In the second step all ids have one; what was dropped before stays counted."""
+    (room, message), tables = OVERFLOWS[where], with_plan("exchange", [Table("one", 5000), Table("other", 700)])
+    ids = torch.randperm(700)[: 2 * BATCH].reshape(BATCH, 2).int()
+    batch = host_batch(0, tables, ragged=False) | {"ids": ids}
+    few, enough, evaluated = (
+        ShardedEmbeddingBags(tables, DIM, mesh, SGD(), 0.1, 0, room=each) for each in (room, (1.0, 1.0), room)
+    )
+    results, changed = [], []
+    for embeddings in (few, enough):
+        before, step = embeddings.arrays[0].weight.cpu(), device.compiled(loaded_step, mesh)
+        results.append(step(embeddings, put(mesh, batch)))
+        changed.append((embeddings.arrays[0].weight.cpu() != before).any(1).sum().item())
+        step(embeddings, put(mesh, batch | {"ids": ids * 0}))
+    found, expected = results
+    lost, dropped = (found["pooled"] == 0).all(-1), found["dropped"].item()
+    assert torch.equal(found["pooled"][~lost], expected["pooled"][~lost])
+    assert lost.sum().item() == (dropped if where == "pair" else 0)
+    assert changed == [2 * BATCH - dropped, 2 * BATCH] and few.load[0].item() == dropped > 0
+    assert expected["dropped"].item() == 0 and max(expected["pair_load"].item(), expected["update_load"].item()) <= 1
+    with torch.no_grad():
+        evaluated(put(mesh, batch)["ids"])
+    torch_xla.sync()
+    stops = [few.check, lambda: few.check(found["dropped"]), lambda: save(str(tmp_path), few, mesh, 1)]
+    for stop in stops + [evaluated.check] * (where == "pair"):
+        with pytest.raises(InputError, match=message):
+            stop()
+    assert Checkpointer(str(tmp_path)).complete_steps() == []
+    save(str(tmp_path), enough, mesh, 1)
 
 
 # ---- initial weights -------------------------------------------------------------------------------------------------
@@ -349,7 +441,7 @@ def test_initial_weights_depend_on_the_seed_alone(mesh, plan, model_devices):
 
 BIG = (Table("one", 30_000), Table("other", 18_000), Table("tags", 9_000, 3, "mean"), Table("last", 4_000))
 BIG_DIM = 16
-DUMPED = [("row", "adagrad"), *((plan, "lazy_adam") for plan in CUT)]
+DUMPED = [("exchange", "adagrad"), *((plan, "lazy_adam") for plan in CUT)]
 
 
 def elements(shape: hlo.Shape) -> int:
@@ -436,7 +528,13 @@ def test_nothing_in_the_step_is_as_large_as_a_table_but_the_update_in_place(modu
     # Each device makes its own part of the initial weights.
     assert module["part"] <= module["initial"] < 1.01 * module["part"], "more than a part of the table was made"
     everything = sum(table.rows for table in BIG) * BIG_DIM
-    expected = {"row": everything / 4, "table": 30_000 * BIG_DIM, "column": everything / 4, "data": everything}[plan]
+    expected = {
+        "exchange": everything / 4,
+        "row": everything / 4,
+        "table": 30_000 * BIG_DIM,
+        "column": everything / 4,
+        "data": everything,
+    }[plan]
     assert module["part"] == pytest.approx(expected, rel=0.05)
 
 
@@ -453,7 +551,7 @@ def on_devices(place: str) -> dict:
     parity, initial, restored = {}, {}, {}
     for plan, optimizer, model_devices in OTHER_COMBINATIONS[mesh.num_devices]:
         parity[f"{plan} {optimizer} {model_devices}"] = compare(mesh, plan, optimizer, model_devices)
-    for plan in (*CUT, "mixed"):
+    for plan in PLANS_ON[mesh.num_devices]:
         embeddings = make(mesh, plan, "adagrad")
         weights = whole(embeddings.pieces())
         initial[plan] = [zlib.crc32(weights[table.name, "weight"].numpy()) for table in TABLES]
@@ -466,8 +564,9 @@ def on_devices(place: str) -> dict:
 
 OTHER_COMBINATIONS = {
     1: [("mixed", name, 0) for name in UNLIKE],
+    6: [("exchange", "lazy_adam", 0), ("exchange", "adagrad", 3)],
     8: [
-        ("row", "lazy_adam", 0),
+        ("exchange", "lazy_adam", 0),
         ("table", "rowwise_adagrad", 4),
         ("column", "rowwise_adagrad", 2),
         ("mixed", "lazy_adam", 4),
@@ -477,7 +576,7 @@ OTHER_COMBINATIONS = {
 
 @pytest.fixture(scope="module")
 def other_devices(mesh, tmp_path_factory) -> dict[int, dict]:
-    """What `on_devices` gives with 1 and with 8 devices, on a checkpoint that 4 have made."""
+    """What `on_devices` gives with other numbers of devices, on a checkpoint that 4 have made."""
     place = str(tmp_path_factory.mktemp("devices") / "checkpoints")
     embeddings, model, optimizer = make(mesh, "mixed", "adagrad"), *dense(mesh)
     step = device.compiled(step_of_both, mesh)
@@ -487,7 +586,7 @@ def other_devices(mesh, tmp_path_factory) -> dict[int, dict]:
     expected = [state_sums(embeddings), embeddings.step_count.item()]
     fresh = dense(mesh)
     losses = train_both(mesh, step, embeddings, *fresh, 3, 5)
-    processes = {devices: run_here(f"t.on_devices({place!r})", devices) for devices in (1, 8)}
+    processes = {devices: run_here(f"t.on_devices({place!r})", devices) for devices in PLANS_ON}
     answers = {devices: answer(process) for devices, process in processes.items()}
     return answers | {"place": place, "expected": expected, "losses": losses}
 
@@ -567,9 +666,9 @@ def test_a_checkpoint_of_one_plan_is_restored_under_every_other(mesh, tmp_path, 
 
 
 def test_a_checkpoint_is_restored_on_other_numbers_of_devices_and_back(mesh, other_devices):
-    for devices in (1, 8):
-        assert other_devices[devices]["restored"] == {plan: other_devices["expected"] for plan in (*CUT, "mixed")}
-        back = make(mesh, "row", "adagrad", seed=9)
+    for devices, plans in PLANS_ON.items():
+        assert other_devices[devices]["restored"] == {plan: other_devices["expected"] for plan in plans}
+        back = make(mesh, "exchange", "adagrad", seed=9)
         assert restore(f"{other_devices['place']}-{devices}", back, mesh) == 7
         assert [state_sums(back), back.step_count.item()] == other_devices["expected"]
         assert other_devices[devices]["losses"] == pytest.approx(other_devices["losses"], rel=TOLERANCE)
@@ -762,13 +861,15 @@ def test_the_marks_of_an_earlier_attempt_do_not_count(mesh, place, monkeypatch, 
 UNLIMITED = 1e15
 
 
-def automatic(rows, devices=4, dim=64, optimizer=None, device_bytes=UNLIMITED, lookups=None):
+def automatic(rows, devices=4, dim=64, optimizer=None, device_bytes=UNLIMITED, lookups=None, tpu=False):
     tables = [Table(f"t{t}", size, n) for t, (size, n) in enumerate(zip(rows, lookups or [1] * len(rows), strict=True))]
-    return emb.place_tables(tables, dim, devices, optimizer or SGD(), device_bytes)
+    return emb.place_tables(tables, dim, devices, optimizer or SGD(), device_bytes, tpu)
 
 
 def test_small_tables_are_copied_and_a_huge_one_is_cut():
     assert automatic([10, 4096, 4097, 10_000_000]).plans == ("data", "data", "table", "row")  # 1 MiB: 4096 rows of 64
+    assert automatic([10, 4096, 4097, 10_000_000], tpu=True).plans == ("data", "data", "exchange", "exchange")
+    assert set(automatic([10, 10_000_000], devices=1, tpu=True).plans) == {"data"}
     # State counts.
     assert automatic([4096, 100_000], optimizer=emb.Adagrad()).plans[0] != "data"
     # Columns, where each device has whole lanes of them.
@@ -867,7 +968,10 @@ BAD = {
     "table 'a' has 5 rows, 0 lookups": ([Table("a", 5, 0)], {}),
     "the name 'a' of a table is not its own": ([Table("a", 5), Table("b", 5), Table("a", 6)], {}),
     "the name 'a/b' of a table is not its own, or has a slash": ([Table("a/b", 5)], {}),
-    "table 'a' has the plan 'rows'; it is auto or row, table, column, data": ([Table("a", 5, plan="rows")], {}),
+    "table 'a' has the plan 'rows'; it is auto or exchange, row, table, column, data": (
+        [Table("a", 5, plan="rows")],
+        {},
+    ),
     "table 'a' has the pooling 'max'; it is sum or mean": ([Table("a", 5, pooling="max")], {}),
     "table 'b': 6 columns do not divide by 4 devices": ([Table("a", 5), Table("b", 5, plan="column")], {"dim": 6}),
     "model_devices is 3; it must divide the 4 devices": ([Table("a", 5)], {"model_devices": 3}),

@@ -40,6 +40,7 @@ from train import dlrm, glue, pretrain, resnet50, transformer, translate
 from train.common import averaging, checkpoint, device, embedding, files, loading
 from train.common import run as tracking
 from train.common.embedding import storage
+from train.common.embedding.pieces import Rows
 from train.common.run_folder import RunFolder
 from train.common.xla import backend as xla
 
@@ -251,32 +252,31 @@ class Pod:
 
 
 class Tables:
-    """What the checkpoint of sharded tables needs of them; each host holds its part of the rows of every table. Their
+    """What the checkpoint of sharded tables needs of them, with plan exchange: rows are spread over the hosts. Their
     numbers are known, so that wrong pieces show."""
 
-    def __init__(self, tables, dim, mesh, optimizer, lr, seed, model_devices=0):
+    def __init__(self, tables, dim, mesh, optimizer, lr, seed, *_):
         self.tables, self.mesh, self.param_groups = tables, mesh, [{"lr": lr}]
-        self.plan = SimpleNamespace(counts=lambda: {"row": len(tables)})
+        self.plan, self.check = SimpleNamespace(counts=lambda: {"exchange": len(tables)}), lambda dropped=None: None
 
-    def _own(self, rows: int) -> tuple[int, int]:
-        return tuple(rows * host // self.mesh.process_count for host in (self.mesh.process_index + i for i in (0, 1)))
+    def _own(self, table) -> tuple[Rows, torch.Tensor]:
+        own = Rows(0, self.mesh.process_count, self.mesh.process_index, 7)
+        numbers = own.numbers(0, -(-table.rows // own.parts))
+        return own, numbers[numbers < table.rows]
 
     def pieces(self) -> dict[str, torch.Tensor]:
         pieces = {"step": torch.zeros(1)} if self.mesh.main_process else {}
         for table in self.tables:
-            first, last = self._own(table.rows)
-            pieces[f"{table.name}/weight/{first}/0"] = table_rows(table.name, first, last)
+            own, numbers = self._own(table)
+            pieces[f"{table.name}/weight/{own}/0"] = table_rows(table.name, 0, table.rows)[numbers]
         return pieces
 
     def load_pieces(self, shapes, read) -> None:
         for table in self.tables:
-            first, last = self._own(table.rows)
-            found = torch.full((table.rows, 1), -1.0)
+            found, numbers = torch.full((table.rows, 1), -1.0), self._own(table)[1]
             for key, (rows, _) in ((key, shape) for key, shape in shapes.items() if key.startswith(f"{table.name}/")):
-                row = int(key.split("/")[2])
-                if max(first, row) < min(last, row + rows):
-                    found[row : row + rows] = read(key)
-            assert torch.equal(found[first:last], table_rows(table.name, first, last))
+                found[Rows.of_piece(key).numbers(0, rows)] = read(key)
+            assert torch.equal(found[numbers], table_rows(table.name, 0, table.rows)[numbers])
 
 
 def table_rows(name: str, first: int, last: int) -> torch.Tensor:

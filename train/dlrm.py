@@ -35,13 +35,13 @@ from train.common.run import Run
 class Config:
     data: str = ""  # folder that `make data` made, torchrec's day_0_dense.npy …, a MovieLens folder, or "synthetic"
     hash_rows: int = 0  # of each table, where ids are hashes (torchrec's one-hot arrays); 0: 40,000,000, MLPerf's
-    dim: int = 16  # columns of every embedding table
-    bottom: tuple[int, ...] = (512, 256, 64, 16)  # layers over the dense features; the last is dim
+    bottom: tuple[int, ...] = (512, 256, 64, 16)  # layers over the dense features; the last is a table's columns
     top: tuple[int, ...] = (512, 256, 1)  # layers over the interactions
     interaction: Literal["dot", "dcn"] = "dot"  # dot products of all pairs, or the low-rank cross network of DCN-v2
     cross: tuple[int, int] = (3, 512)  # layers and rank of the cross network
-    plan: Literal["auto", "row", "table", "column", "data"] = "auto"  # where tables lie, see train/common/embedding
+    plan: Literal["auto", "exchange", "row", "table", "column", "data"] = "auto"  # of tables, see docs/embeddings.md
     model_devices: int = 0  # devices that share one copy of the tables; 0: all
+    exchange_room: tuple[float, float] = (1.0, 1.0)  # factors on plan exchange's places for ids, and for updated rows
     epochs: int = 1  # passes over the training data; click logs overfit in the second
     batch_size: int = 128  # examples a step, over all devices
     optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # of tables; the network's is its kin
@@ -60,9 +60,12 @@ class Config:
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
 
+    @property
+    def dim(self) -> int:
+        return self.bottom[-1]
+
 
 MLPERF_V1 = Config(
-    dim=128,
     bottom=(512, 256, 128),
     top=(1024, 1024, 512, 256, 1),
     batch_size=2048,
@@ -87,8 +90,8 @@ SYNTHETIC_ROWS = (20, 50, 100, 400, 6_000, 6_000, 8_000, 30_000)  # large enough
 SYNTHETIC_LOOKUPS = (1, 1, 1, 3, 1, 1, 1, 1)
 SYNTHETIC_TRAIN, SYNTHETIC_EVAL = 65_536, 8_192
 
-# Fields that a resumed run may change: none of these touches a number. Tables restore under any plan.
-FREE = ("plan", "model_devices", "workers", "log_every", "save_every", "keep", "strict")
+# Fields that a resumed run may change: none touches a number. Tables restore under any plan. Old runs have dim, too.
+FREE = ("plan", "model_devices", "exchange_room", "dim", "workers", "log_every", "save_every", "keep", "strict")
 EVAL_BATCH = 16_384  # examples per evaluation step, over all devices; facebookresearch/dlrm's, fewer for a small set
 ADAGRAD_EPS = 1e-8  # of MLPerf v2's reference, and of fbgemm
 TABLE_KEY = "sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"  # torchrec's name of a table
@@ -110,8 +113,8 @@ def validate(config: Config) -> Config:
     for field in ("bottom", "top", "cross"):
         if not getattr(config, field) or min(getattr(config, field)) < 1:
             raise InputError(f"--{field} is {getattr(config, field)}; it needs sizes of at least 1")
-    if config.bottom[-1] != config.dim:
-        raise InputError(f"--bottom ends with {config.bottom[-1]}; it must end with --dim, {config.dim}")
+    if min(config.exchange_room) <= 0:
+        raise InputError(f"--exchange-room is {config.exchange_room}; both factors are above 0, 1 is enough for most")
     if config.top[-1] != 1 or len(config.top) < 2:
         raise InputError(f"--top is {config.top}; it must be two sizes or more and end with 1, the logit of a click")
     cli.need_data(config, "a folder of prepared clicks")
@@ -144,7 +147,7 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     every_table = table_list(config, data.train)
     update = embedding.OPTIMIZERS[config.optimizer]
     update = update(eps=ADAGRAD_EPS) if config.optimizer == "adagrad" else update()
-    options = config.lr, config.seed, config.model_devices
+    options = config.lr, config.seed, config.model_devices, config.exchange_room
     embeddings = embedding.ShardedEmbeddingBags(every_table, config.dim, mesh, update, *options)
     sizes = config.dim, config.bottom, config.top, config.interaction, *config.cross
     model = device.to_device(DLRM(data.train.num_dense, len(every_table), *sizes), mesh)
@@ -156,7 +159,7 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
 
 
 def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
-    """Updates once on batch["dense"] [B, num_dense], "ids" [B, lookups] and "label" [B]; returns the mean loss."""
+    """Updates once on batch["dense"] [B, num_dense], "ids" [B, lookups] and "label" [B]; returns the metrics."""
     embedded = state.embeddings(batch["ids"], batch.get("present"))
     with mesh.autocast():
         logits = state.model(batch["dense"], embedded)
@@ -164,9 +167,9 @@ def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: dev
     loss = F.binary_cross_entropy_with_logits(logits, batch["label"], reduction="none").mean()
     loss.backward()
     state.optimizer.step()
-    state.embeddings.step()
+    load = state.embeddings.step()
     state.optimizer.zero_grad(set_to_none=True)
-    return {"loss": loss.detach()}
+    return {"loss": loss.detach(), **load}
 
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> Tensor:
@@ -185,6 +188,7 @@ def evaluate(step, state: State, clicks: loading.Dataset, config: Config, mesh: 
     options = {"collate": partial(collate, table_list(config, clicks)), "workers": config.workers}
     with loading.parallel_loader(clicks, batch_size, mesh, train=False, **options) as loader:
         scores = {str(number): step(state, batch, config, mesh) for number, batch in enumerate(loader)}
+    state.embeddings.check()
     state.model.train()
     logits, labels, mask = torch.cat(list(checkpoint.to_host(scores).values())).numpy().T
     return criteo.click_metrics(logits[mask > 0], labels[mask > 0])
@@ -236,6 +240,7 @@ def main(config: Config) -> dict[str, float]:
             step_metrics = step_fn(state, batch, config, mesh)
             if step == 1 or step % config.log_every == 0 or step == total:
                 run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
+                device.after_next_step(partial(state.embeddings.check, step_metrics.get("dropped")))
             evaluates = step % (config.eval_every or per_epoch) == 0 or step == total
             if evaluates:
                 with run.pause():

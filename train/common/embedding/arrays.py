@@ -10,7 +10,7 @@ from torch import Tensor
 
 from errors import InputError
 from train.common.device import annotate
-from train.common.embedding.hashing import hash32, shift_right
+from train.common.embedding.hashing import divide, hash32, row_of, shift_right
 from train.common.embedding.one_device import OneDevice
 from train.common.embedding.tables import LANES, Optimizer, Table, rows_in_a_line
 
@@ -32,7 +32,8 @@ class TableArray:
 
     Attributes:
         tables: their positions among all tables, in the order in which this array pools them.
-        start: first row of each table in the array.
+        start: first row of each table in the array; where its rows are spread over owners (plan "exchange", see
+            hashing.py), counted as if they lay in order.
         local_rows: rows that one device holds; of these the fullest device uses `used_rows`.
         pack: how many of them lie side by side in a line of the array, see tables.py.
         spec: how the array is cut, a partition spec.
@@ -50,14 +51,15 @@ class TableArray:
         owners: Sequence[int],
         sharding: OneDevice,
         optimizer: Optimizer,
+        room: tuple[float, float] = (1.0, 1.0),
     ):
-        self.plan, self.tables, self.sharding = plan, positions, sharding
+        self.plan, self.tables, self.sharding, self.room = plan, positions, sharding, room
         self.parts, self.dim = sharding.parts, dim
         self.sizes = [tables[t].rows for t in positions]
         self.lookups = [tables[t].lookups for t in positions]
         firsts = np.cumsum([0] + [table.lookups for table in tables])
         self.columns = [c for t in positions for c in range(firsts[t], firsts[t + 1])]  # of the ids that come in
-        by_row, by_column = plan in ("row", "table"), plan == "column"
+        by_row, by_column = plan in ("exchange", "row", "table"), plan == "column"
         self.spec = (sharding.axis if by_row else None, sharding.axis if by_column else None)
         self.local_dim = dim // self.parts if by_column else dim
         self.pack = rows_in_a_line(self.local_dim, LANES if sharding.mesh.kind.startswith("TPU") else 1)
@@ -65,7 +67,7 @@ class TableArray:
         self._lay_out(owners)
         copies = self.parts if by_row else 1
         self.rows = self.local_rows * copies
-        if self.rows >= 2**31:
+        if self.rows + self.parts >= 2**31:
             raise InputError(f"tables of plan {plan!r} have {self.rows:,} rows together; ids have 32 bits")
         self.state_kinds = list(optimizer.states.values())
         self.state_specs = [self.spec if kind == "full" else (self.spec[0],) for kind in self.state_kinds]
@@ -86,6 +88,8 @@ class TableArray:
             own = [[k for k, t in enumerate(self.tables) if owners[t] == d] for d in range(self.parts)]
             own = [sorted(tables, key=lambda k: -self.lookups[k]) for tables in own]
             rows = max(sum(sizes[k] for k in tables) for tables in own)
+        elif self.plan == "exchange":
+            rows = sum(-(-size // self.parts) for size in sizes)
         else:
             rows = -(-sum(sizes) // self.parts) if self.plan == "row" else sum(sizes)
         self.used_rows = rows
@@ -97,7 +101,8 @@ class TableArray:
                     self.start[k] = d * self.local_rows + int(before)
             self._make_slots(own)
         else:
-            self.start = [int(x) for x in np.cumsum([0, *sizes[:-1]])]
+            unit = self.parts if self.plan == "exchange" else 1  # a table starts at a multiple of it
+            self.start = [int(x) for x in np.cumsum([0, *(-(-size // unit) * unit for size in sizes[:-1])])]
 
     def _make_slots(self, own: list[list[int]]) -> None:
         """Gives every device the same number of places for ids, since one program runs on all of them: slot k of every
@@ -139,6 +144,8 @@ class TableArray:
         """Returns the initial weight; each device computes its own part."""
         device = self.sharding.mesh.device
         row = torch.arange(self.rows, dtype=torch.int32, device=device)
+        if self.plan == "exchange":
+            row = row_of(*divide(row, self.local_rows), self.parts)
         own_row, bound, salt = torch.zeros_like(row), torch.zeros_like(row, dtype=torch.float32), torch.zeros_like(row)
         for start, rows, t in zip(self.start, self.sizes, self.tables, strict=True):
             inside = (row >= start) & (row < start + rows)

@@ -12,10 +12,11 @@ ids (sort, segment ids, index_add: static shapes), and changes those rows only.
 
 Tables of one plan lie in one array [rows, dim] (arrays.py, sharding.py; regions.py looks up and updates its rows):
 
-    row     rows cut in equal parts      ids all-gathered, masked local lookup, pooled rows reduce-scattered
-    table   each table on one device     ids and pooled rows exchanged all-to-all; so lookups are distributed, too
-    column  columns cut in equal parts   ids all-gathered, local lookup, pooled rows all-to-all
-    data    a copy on every device       local lookup; the gradient is all-reduced, or all-gathered when it is sparse
+    exchange  rows spread evenly        distinct ids and their rows exchanged all-to-all, see exchange.py
+    row       rows cut in equal parts   ids all-gathered, masked local lookup, pooled rows reduce-scattered
+    table     each table on one device  ids and pooled rows exchanged all-to-all; so lookups are distributed, too
+    column    columns in equal parts    ids all-gathered, local lookup, pooled rows all-to-all
+    data      a copy on every device    local lookup; the gradient is all-reduced, or all-gathered when it is sparse
 
 `auto` chooses a plan for each table (see `place_tables`). With `model_devices` the mesh is 2-D, data x model: tables
 are sharded over groups of that many devices, and every group has a copy.
@@ -36,7 +37,7 @@ from torch import Tensor, nn
 
 from train.common import device
 from train.common.device import Mesh
-from train.common.embedding import pieces, regions
+from train.common.embedding import exchange, pieces, regions
 from train.common.embedding.arrays import TableArray
 from train.common.embedding.one_device import OneDevice
 from train.common.embedding.tables import (
@@ -64,6 +65,8 @@ class ShardedEmbeddingBags(nn.Module):
         optimizer: SGD, RowWiseAdagrad, Adagrad or LazyAdam.
         lr: learning rate; `device.set_lr(embeddings, lr)` changes it.
         model_devices: devices that share a copy of the tables; 0: all.
+        room: factors on the capacities of plan "exchange": the places for ids of a pair of devices, the rows that a
+            device updates in a step. 1 is enough for ids that are all distinct, see exchange.py.
         device_bytes: memory of one device for tables and their state; 0: known from the hardware.
     Attributes:
         plan: the Placement: the plan that was chosen for each table.
@@ -81,6 +84,7 @@ class ShardedEmbeddingBags(nn.Module):
         lr: float,
         seed: int,
         model_devices: int = 0,
+        room: tuple[float, float] = (1.0, 1.0),
         device_bytes: float = 0,
     ):
         super().__init__()
@@ -88,18 +92,21 @@ class ShardedEmbeddingBags(nn.Module):
         parts = model_devices or mesh.num_devices
         check_tables(self.tables, dim, parts)
         self.sharding = _sharding(mesh, parts)
-        self.plan = place_tables(tables, dim, parts, optimizer, device_bytes or device_bytes_for_tables(mesh))
+        device_bytes = device_bytes or device_bytes_for_tables(mesh)
+        self.plan = place_tables(tables, dim, parts, optimizer, device_bytes, mesh.kind.startswith("TPU"))
         self.param_groups = [{"lr": torch.tensor(lr, dtype=torch.float32).to(mesh.device)}]
         self.step_count = self.sharding.replicated(torch.zeros(()))
-        self._pending: list[tuple[list[Tensor], Tensor | None, Tensor]] = []
+        self._pending: list[tuple[list[Tensor | exchange.Route], Tensor | None, Tensor]] = []
         positions = {plan: [t for t, own in enumerate(self.plan.plans) if own == plan] for plan in PLANS}
         self.arrays = [
-            TableArray(plan, own, self.tables, dim, self.plan.owners, self.sharding, optimizer)
+            TableArray(plan, own, self.tables, dim, self.plan.owners, self.sharding, optimizer, room)
             for plan, own in positions.items()
             if own
         ]
         for array in self.arrays:
             array.allocate(seed)
+        self.room = room
+        self.load = self.sharding.replicated(torch.zeros(3))  # of all steps, see exchange.add_load
         # Where each table's pooled rows are, after the arrays' have been put side by side.
         order = [t for array in self.arrays for t in array.tables]
         self._order = None if order == sorted(order) else self.sharding.replicated(torch.tensor(np.argsort(order)))
@@ -133,13 +140,15 @@ class ShardedEmbeddingBags(nn.Module):
             [batch, tables, dim] float32, a leaf: its gradient is what `step` uses.
         """
         with torch.no_grad():
-            rows, pooled = [], []
+            looked_up, pooled = [], []
             for array in self.arrays:
                 row = array.own_columns(ids) + array.offsets
                 if present is not None:
                     row = torch.where(array.own_columns(present) > 0, row, torch.full_like(row, -1))
-                rows.append(row)
-                pooled.append(regions.lookup(array, row))
+                exchanged = array.plan == "exchange"
+                found, kept = exchange.lookup(array, row) if exchanged else (regions.lookup(array, row), row)
+                pooled.append(found)
+                looked_up.append(kept)
             embedded = pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1)
             if self._order is not None:
                 embedded = embedded.index_select(1, self._order)
@@ -148,9 +157,11 @@ class ShardedEmbeddingBags(nn.Module):
                 embedded = embedded / divisor
             embedded = self.sharding.shard(embedded, (self.sharding.batch_axes, None, None))
         if not torch.is_grad_enabled():
+            for load in [kept.load for kept in looked_up if isinstance(kept, exchange.Route)]:
+                exchange.add_load(self.load, [load], self.sharding)
             return embedded
         embedded = embedded.detach().requires_grad_()
-        self._pending.append((rows, divisor, embedded))
+        self._pending.append((looked_up, divisor, embedded))
         return embedded
 
     def _divisor(self, present: Tensor | None) -> Tensor | None:
@@ -164,9 +175,13 @@ class ShardedEmbeddingBags(nn.Module):
         return torch.where(self._is_mean > 0, counts, torch.ones_like(counts))
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> dict[str, Tensor]:
         """Updates the rows that the forward passes since the last step have read, with the gradients of their outputs.
 
+        Returns:
+            With plan "exchange", for the metrics of the step and for `check`: "dropped", the ids so far that found no
+            place, and the shares of the places that the fullest pair of devices ("pair_load") and of the updates that
+            the fullest device ("update_load") had in this step. Otherwise nothing.
         Raises:
             RuntimeError: there was no forward pass, or one of their outputs has no gradient.
         """
@@ -175,10 +190,28 @@ class ShardedEmbeddingBags(nn.Module):
             raise RuntimeError("embeddings.step() needs a forward pass and a backward pass that reaches its output")
         self.step_count += 1
         grads = [embedded.grad if divisor is None else embedded.grad / divisor for _, divisor, embedded in pending]
+        metrics = {}
         for a, array in enumerate(self.arrays):
-            looked_up = [rows[a] for rows, _, _ in pending]
+            looked_up = [kept[a] for kept, _, _ in pending]
             own_grads = grads if len(self.arrays) == 1 else [grad.index_select(1, array.positions) for grad in grads]
-            regions.update(array, looked_up, own_grads, self.optimizer, self.param_groups[0]["lr"], self.step_count)
+            options = own_grads, self.optimizer, self.param_groups[0]["lr"], self.step_count
+            if array.plan == "exchange":
+                metrics = exchange.add_load(self.load, exchange.update(array, looked_up, *options), self.sharding)
+            else:
+                regions.update(array, looked_up, *options)
+        return metrics
+
+    def check(self, dropped: Tensor | None = None) -> None:
+        """Raises InputError where ids found no place in the exchange, so that their rows were not trained. Checkpoints
+        call it before anything is written; it reads from the device.
+
+        Args:
+            dropped: of a step's metrics, if 0 is enough to know; None: the count so far.
+        """
+        if "exchange" in self.plan.plans:
+            load = device.read([self.load if dropped is None else dropped])[0].reshape(-1)
+            if load[0] > 0:
+                exchange.check_load(device.read([self.load])[0].tolist(), self.room)
 
     def pieces(self) -> dict[str, Tensor]:
         """Copies this host's share of tables and optimizer state to its memory, see `pieces.copy_pieces`."""

@@ -71,6 +71,14 @@ class OneDevice:
         """Adds up the parts over the model axis and cuts the sum along dimension 0."""
         return tensor
 
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Sends part i of [parts, ...] to device i of the group, and returns what its devices have sent."""
+        return tensor
+
+    def gather_copies(self, tensor: Tensor) -> Tensor:
+        """Puts the parts [n, ...] of the devices that hold copies of the same rows behind each other."""
+        return tensor
+
     def places(self, tensor: Tensor) -> list[tuple[int, Any]]:
         """Returns for each device of this host the number of its copy and the slices of the tensor that it holds, or
         Ellipsis for the whole."""

@@ -18,14 +18,14 @@ def lookup(array: TableArray, rows: Tensor) -> Tensor:
     if array.plan == "table":
         spec = (sharding.axis, sharding.copies_axis, None)
         local, here = _local(array, sharding.enter(sharding.shard(_in_slots(array, rows), spec), spec))
-        part = _pool(weight, local[0], here[0], array.slots, array.local_dim)[None]
+        part = pool(weight, local[0], here[0], array.slots, array.local_dim)[None]
         shape = (array.parts, batch, len(array.slots), dim)
         part = sharding.leave(part, (*spec, None), shape)
         part = sharding.shard(part, (None, sharding.batch_axes, None, None))  # all-to-all
         return part.transpose(0, 1).reshape(batch, -1, dim).index_select(1, array.from_slots)
     spec = (sharding.batch_axes if array.plan == "data" else sharding.copies_axis, None)
     local, here = _local(array, sharding.enter(sharding.shard(rows, spec), spec))
-    part = _pool(weight, local, here, array.lookups, array.local_dim)
+    part = pool(weight, local, here, array.lookups, array.local_dim)
     if array.plan == "data":
         return sharding.leave(part, by_batch, (batch, tables, dim))
     if array.plan == "row":
@@ -57,10 +57,25 @@ def update(
         rows, g, touched = None, whole[:, :-1], (whole[:, -1:] > 0).float()
     else:
         if optimizer.states:  # without a state, equal rows can be added one after the other
-            rows, g = _sum_equal_rows(rows, g, array.local_rows)
+            rows, g = sum_equal_rows(rows, g, array.local_rows)
         used = rows < array.local_rows
         touched = used[:, None].float()
         rows = torch.where(used, rows, torch.zeros_like(rows))  # g is 0 there, and a sum with 0 changes nothing
+    write(array, rows, g, touched, optimizer, lr, step)
+
+
+def write(
+    array: TableArray,
+    rows: Tensor | None,
+    g: Tensor,
+    touched: Tensor,
+    optimizer: Optimizer,
+    lr: Tensor,
+    step: Tensor,
+) -> None:
+    """Updates distinct local rows [n] with their gradients [n, local dim]; touched [n, 1] is 0 where a place is empty.
+    None: all rows that are in use."""
+    sharding = array.sharding
 
     def mean_square(g: Tensor) -> Tensor:
         total = (g * g).sum(1)
@@ -68,13 +83,13 @@ def update(
 
     arrays, specs = [array.weight, *array.states], [array.spec, *array.state_specs]
     old = [sharding.enter(tensor, spec) for tensor, spec in zip(arrays, specs, strict=True)]
-    if summed:
+    if rows is None:
         shapes = [x.shape for x in old]
         old = [x.reshape(-1, array.local_dim) if x.dim() == 2 else x for x in old]
         old, padding = [x[: array.used_rows] for x in old], [x[array.used_rows :] for x in old]
     weight, states = optimizer.update(old[0], old[1:], rows, g, touched, lr, step, mean_square)
     new = [weight, *states]
-    if summed:
+    if rows is None:
         new = [torch.cat(parts).reshape(shape) for *parts, shape in zip(new, padding, shapes, strict=True)]
     for tensor, local, spec in zip(arrays, new, specs, strict=True):
         tensor.copy_(sharding.leave(local, spec, tensor.shape))
@@ -99,12 +114,17 @@ def _gradient_rows(array: TableArray, rows: Tensor, grad: Tensor, summed: bool) 
         grad = sharding.enter(sharding.shard(grad, spec), spec)
         local, here = _local(array, sharding.enter(sharding.shard(rows, (batch, None)), (batch, None)))
         widths = array.lookups
-    if max(widths) > 1:
-        pieces = [grad[:, k : k + 1].expand(-1, width, -1) for k, width in enumerate(widths)]
-        grad = torch.cat(pieces, 1)
+    grad = by_column(grad, widths)
     grad = torch.where(here[..., None], grad, torch.zeros_like(grad))
     local = torch.where(here, local, torch.full_like(local, array.local_rows))
     return local.reshape(-1), grad.reshape(-1, grad.shape[-1])
+
+
+def by_column(grad: Tensor, widths: list[int]) -> Tensor:
+    """Turns gradients of pooled rows [batch, len(widths), dim] into those of their ids [batch, sum of widths, dim]."""
+    if max(widths) == 1:
+        return grad
+    return torch.cat([grad[:, k : k + 1].expand(-1, width, -1) for k, width in enumerate(widths)], 1)
 
 
 def _in_slots(array: TableArray, rows: Tensor) -> Tensor:
@@ -122,7 +142,7 @@ def _local(array: TableArray, rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows, (rows >= 0) & (rows < array.local_rows)
 
 
-def _pool(weight: Tensor, rows: Tensor, here: Tensor, widths: list[int], dim: int) -> Tensor:
+def pool(weight: Tensor, rows: Tensor, here: Tensor, widths: list[int], dim: int) -> Tensor:
     """Turns rows, here [batch, sum of widths] into sums over each table's columns [batch, len(widths), dim]."""
     safe = torch.where(here, rows, torch.zeros_like(rows))
     found = take_rows(weight, safe.reshape(-1), dim).reshape(*rows.shape, dim)
@@ -132,7 +152,7 @@ def _pool(weight: Tensor, rows: Tensor, here: Tensor, widths: list[int], dim: in
     return torch.stack([part.sum(1) for part in torch.split(found, widths, dim=1)], 1)
 
 
-def _sum_equal_rows(rows: Tensor, g: Tensor, unused: int) -> tuple[Tensor, Tensor]:
+def sum_equal_rows(rows: Tensor, g: Tensor, unused: int) -> tuple[Tensor, Tensor]:
     """Adds up the gradients of equal rows, in static shapes: (distinct rows [n], `unused` in the places left over;
     sums [n, dim], 0 there).
 

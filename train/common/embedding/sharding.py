@@ -60,6 +60,20 @@ class Sharding(OneDevice):
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         return torch_xla._XLAC._xla_spmd_reduce_scatter(xm.REDUCE_SUM, tensor, 1.0, 0, self.parts, self.groups)
 
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        groups, rest = len(self.groups), (None,) * (tensor.dim() - 1)
+        sent, received = ((self.copies_axis, *axes, *rest) for axes in ((self.axis, None), (None, self.axis)))
+        whole = self.leave(tensor[None, None], sent, (groups, self.parts, *tensor.shape))
+        return self.enter(self.shard(whole, received), received).reshape(tensor.shape)
+
+    def gather_copies(self, tensor: Tensor) -> Tensor:
+        if self.copies_axis is None:
+            return tensor
+        rest = (None,) * tensor.dim()
+        cut, whole = (self.copies_axis, self.axis, *rest), (None, self.axis, *rest)
+        every = self.leave(tensor[None, None], cut, (len(self.groups), self.parts, *tensor.shape))
+        return self.enter(self.shard(every, whole), whole).reshape(-1, *tensor.shape[1:])
+
     def places(self, tensor: Tensor) -> list[tuple[int, Any]]:
         return torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])[0]
 

@@ -24,6 +24,7 @@ from train.common import files
 from train.common.checkpoint import COMPLETE
 from train.common.device import Mesh, over_hosts
 from train.common.embedding.bags import ShardedEmbeddingBags
+from train.common.embedding.pieces import Rows
 
 HOSTS_SECONDS = 1800  # how long the main process waits for the other hosts' tables
 
@@ -130,13 +131,12 @@ def read_table(folder: str, name: str) -> Tensor:
     pieces = {key: place.shape for key, place in index.items() if key.startswith(f"{name}/weight/")}
     if not pieces:
         raise KeyError(f"the checkpoint {folder} has no table {name!r}")
-    corners = {key: [int(part) for part in key.split("/")[-2:]] for key in pieces}
-    rows = max(corners[key][0] + shape[0] for key, shape in pieces.items())
-    columns = max(corners[key][1] + shape[1] for key, shape in pieces.items())
-    table = torch.full((rows, columns), float("nan"))
+    numbers = {key: Rows.of_piece(key).numbers(0, shape[0]) for key, shape in pieces.items()}
+    columns = {key: int(key.rsplit("/", 1)[1]) for key in pieces}
+    width = max(columns[key] + shape[1] for key, shape in pieces.items())
+    table = torch.full((1 + max(int(rows[-1]) for rows in numbers.values()), width), float("nan"))
     for key, shape in pieces.items():
-        row, column = corners[key]
-        table[row : row + shape[0], column : column + shape[1]] = _read_piece(fs, index, key)
+        table[numbers[key], columns[key] : columns[key] + shape[1]] = _read_piece(fs, index, key)
     return table
 
 
@@ -156,8 +156,10 @@ def _index(fs: fsspec.AbstractFileSystem, folder: str) -> dict[str, Place]:
             if header.keys() != mark["crc32"].keys():
                 raise ValueError("its header is not the one that was written")
             for key, entry in header.items():
-                offset = 8 + length + entry["data_offsets"][0]
-                index[key] = Place(f"{name}.safetensors", offset, entry["shape"], mark["crc32"][key])
+                first, end = entry["data_offsets"]
+                if 4 * math.prod(entry["shape"]) != end - first:
+                    raise ValueError(f"{key} has another shape than the one that was written")
+                index[key] = Place(f"{name}.safetensors", 8 + length + first, entry["shape"], mark["crc32"][key])
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{os.path.basename(name)} is not whole: {error}") from None
     return index
