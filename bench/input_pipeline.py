@@ -32,6 +32,7 @@ import tyro
 from PIL import Image
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision.datasets import ImageFolder
+from torchvision.transforms.v2.functional import resize
 
 from data import imagenet
 from train.common import device, loading
@@ -100,7 +101,7 @@ def decode_and_resize(indices: list[int], size: int, pillow: bool) -> int:
             with Image.open(io.BytesIO(encoded)) as image:
                 np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
         else:
-            imagenet.resize(imagenet.decode(encoded), size, size)
+            resize(imagenet.decode(encoded), [size, size])
     return len(indices)
 
 

@@ -3,11 +3,10 @@
 Every example is {"image": uint8 [3, S, S], RGB, "label": int64}. Normalisation is left to the device, with the mean and
 standard deviation below: a uint8 image is a quarter of the bytes. Augmentation and evaluation crop are those of the
 reference recipe of torchvision (https://github.com/pytorch/vision/tree/main/references/classification).
-
-In evaluation a script masks `label < 0`, the label of a file that --skip-broken passed over.
 """
 
 import io
+import itertools
 import math
 import os
 import re
@@ -17,17 +16,18 @@ from typing import Literal, NoReturn
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import torch
 from PIL import Image
-from torch.nn.functional import interpolate
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.transforms.v2 import functional as F
 
 from errors import InputError
 
 IMAGENET_MEAN = (123.675, 116.28, 103.53)  # RGB, for pixels 0..255
 IMAGENET_STD = (58.395, 57.12, 57.375)
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's, in any case
 EVAL_NAMES = ("val", "validation", "test")  # folders or splits to evaluate on: the first that is there
 IMAGE_COLUMNS = ("image", "img")  # in a data set with several columns of images; then of labels
 LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target")
@@ -41,10 +41,8 @@ class BrokenImage(Exception):
 
 
 def decode(encoded: bytes) -> torch.Tensor:
-    """Decodes an image file to RGB pixels, uint8 [3, H, W] in channels-last memory, or raises BrokenImage.
-
-    The pixels are those of Pillow's `convert("RGB")`: grey, CMYK, palette and alpha included, EXIF orientation ignored.
-    """
+    """Decodes an image file to uint8 [3, H, W] in channels-last memory, or raises BrokenImage. The pixels are those of
+    Pillow's `convert("RGB")`: grey, CMYK, palette and alpha included, EXIF orientation ignored."""
     if not encoded:
         raise BrokenImage("the file is empty")
     if encoded.startswith(b"\xff\xd8\xff"):
@@ -64,13 +62,6 @@ def decode(encoded: bytes) -> torch.Tensor:
         raise BrokenImage("it is not an image in a known format" if unknown else str(error) or repr(error)) from error
 
 
-def resize(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Resizes uint8 [3, H, W], bilinear with antialiasing; within 1 of Pillow's result, and faster."""
-    if image.shape[1:] == (height, width):
-        return image
-    return interpolate(image[None], size=(height, width), mode="bilinear", antialias=True)[0]
-
-
 def random_crop(height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
     """Draws torchvision's RandomResizedCrop, area 0.08 to 1 and ratio 3/4 to 4/3; returns top, left, height, width."""
     low, high = 3 / 4, 4 / 3
@@ -88,8 +79,7 @@ def random_crop(height: int, width: int, rng: np.random.Generator) -> tuple[int,
 
 def train_crop(image: torch.Tensor, size: int, rng: np.random.Generator) -> np.ndarray:
     """Crops [3, H, W] at random to [3, size, size], and mirrors every second one."""
-    top, left, height, width = random_crop(image.shape[1], image.shape[2], rng)
-    image = resize(image[:, top : top + height, left : left + width], size, size)
+    image = F.resized_crop(image, *random_crop(*image.shape[1:], rng), [size, size])
     if rng.random() < 0.5:
         image = image.flip(-1)
     return image.contiguous().numpy()
@@ -97,10 +87,7 @@ def train_crop(image: torch.Tensor, size: int, rng: np.random.Generator) -> np.n
 
 def eval_crop(image: torch.Tensor, size: int) -> np.ndarray:
     """Resizes [3, H, W] to a shorter side of size * 256 / 224 and returns the middle, [3, size, size]."""
-    shorter, least = round(size * 256 / 224), min(image.shape[1:])
-    height, width = (int(shorter * side / least) for side in image.shape[1:])
-    top, left = round((height - size) / 2), round((width - size) / 2)
-    return resize(image, height, width)[:, top : top + size, left : left + size].contiguous().numpy()
+    return F.center_crop(F.resize(image, [round(size * 256 / 224)]), [size, size]).contiguous().numpy()
 
 
 class _Images:
@@ -114,8 +101,8 @@ class _Images:
         """Returns {"image": uint8 [3, S, S], "label": int64}; a broken file raises InputError.
 
         With skip_broken every example also has "skipped" (int64), the number of broken files met while making it. In
-        training another image, drawn from `rng`, takes the broken one's place, so all other examples stay the same; in
-        evaluation the image is black and its label is -1, which the script masks out.
+        training an image drawn from `rng` takes the broken one's place; in evaluation the image is black and its label
+        is -1, which the script masks out.
         """
         train, skipped, pixels = self.split == "train", 0, None
         while pixels is None:
@@ -142,7 +129,7 @@ class ImageFolder(_Images):
     """Images in ROOT/train/<class>/**/*.jpg, and in ROOT/val, ROOT/validation or ROOT/test alike.
 
     Files, labels and order are those of torchvision.datasets.ImageFolder, except that hidden class folders and files
-    (such as .ipynb_checkpoints) are passed over. Raises InputError if the tree is not of this form.
+    (such as .ipynb_checkpoints) are passed over.
     """
 
     def __init__(self, root: str | Path, split: Split, image_size: int, skip_broken: bool = False):
@@ -160,10 +147,9 @@ class ImageFolder(_Images):
             self.folder = os.path.join(root, name)
             _check_classes(self.folder, _class_folders(self.folder), self.classes)
 
-        # A million names in one string of bytes: cheap to send to a worker, and a long one does not widen the others.
+        # A million names in one buffer: cheap to send to a worker, and a long one does not widen the others.
         files = [_image_files(os.path.join(self.folder, name)) for name in self.classes]
-        self._names = b"".join(name for names in files for name in names)
-        self._ends = np.cumsum([len(name) for names in files for name in names])
+        self._names = pa.array(itertools.chain(*files), pa.large_binary())
         self._labels = np.repeat(np.arange(len(files), dtype=np.int32), [len(names) for names in files])
 
     def __len__(self) -> int:
@@ -171,18 +157,15 @@ class ImageFolder(_Images):
 
     def _read(self, index: int) -> tuple[bytes, int, str]:
         label = int(self._labels[index])
-        start = self._ends[index - 1] if index > 0 else 0
-        name = os.fsdecode(self._names[start : self._ends[index]])
-        path = os.path.join(self.folder, self.classes[label], name)
+        path = os.path.join(self.folder, self.classes[label], os.fsdecode(self._names[index].as_py()))
         return _read_file(path), label, path
 
 
 class HubImages(_Images):
     """A data set of `datasets`: a folder of parquet or arrow files, one written by save_to_disk, or an id on the hub.
 
-    The splits are train, and the first of val, validation and test. The columns are found by their features, Image and
-    ClassLabel; where there are several, or labels are plain integers, by their usual names. `datasets` copies parquet
-    to memory-mapped arrow files in its cache, so it takes the data's size once more on disk. Raises InputError.
+    The columns are found by their features, Image and ClassLabel; where there are several, or labels are integers, by
+    their usual names. `datasets` copies parquet to its cache, so the data takes its size once more on disk.
     """
 
     def __init__(self, data: str, split: Split, image_size: int, skip_broken: bool = False):
@@ -292,7 +275,7 @@ def _read_file(path: str) -> bytes:
 
 
 def _is_image(name: str) -> bool:
-    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+    return name.lower().endswith(IMG_EXTENSIONS) and not name.startswith(".")
 
 
 def _unreadable(error: OSError) -> NoReturn:
@@ -319,7 +302,7 @@ def _image_files(folder: str) -> list[bytes]:
     walk = sorted(os.walk(folder, followlinks=True, onerror=_unreadable))
     paths = [os.path.join(parent, name) for parent, _, names in walk for name in sorted(names) if _is_image(name)]
     if not paths:
-        raise InputError(f"class folder {folder} has no images ({' '.join(EXTENSIONS)}); fill it or remove it")
+        raise InputError(f"class folder {folder} has no images ({' '.join(IMG_EXTENSIONS)}); fill it or remove it")
     return [os.fsencode(path[start:]) for path in paths]
 
 

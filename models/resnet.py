@@ -1,14 +1,9 @@
 """ResNet v1.5 (He et al. 2015, arXiv:1512.03385) in the forms that the TPU's compiler rewards.
 
 The numbers and the `state_dict` are torchvision's: the same keys, the same shapes, the same initial distribution, so
-that weights move in both directions. v1.5 means that a bottleneck's stride is in its 3x3 convolution. Two things differ
-inside, both plain PyTorch:
-
-* `BatchNorm` computes in float32 and returns the type of its input (bfloat16 under autocast), in plain operations.
-* `PointwiseConv2d` keeps its weight as a matrix.
-
-Together they reduce ResNet-50's training step (batch 128, one v5e chip, estimate of libtpu 0.0.51's compiler) from
-121.8 to 107.6 million cycles; each docstring says why.
+that weights move in both directions. v1.5 means that a bottleneck's stride is in its 3x3 convolution. Inside,
+`BatchNorm` and `PointwiseConv2d` differ: they reduce ResNet-50's training step (batch 128, one v5e chip, estimate of
+libtpu 0.0.51's compiler) from 121.8 to 107.6 million cycles; each docstring says why.
 """
 
 import torch
@@ -23,19 +18,14 @@ NATIVE_NORM_DEVICES = ("cpu", "cuda")  # PyTorch runs operation by operation her
 def batch_statistics_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, groups: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalizes `groups` equal slices of the batch, each by its own statistics (Ioffe and Szegedy 2015, alg. 1).
+    """Normalizes `groups` equal slices of x [B, C, H, W], each by its own statistics (Ioffe and Szegedy 2015, alg. 1).
+
+    Returns y [B, C, H, W] of x's type, and mean and (biased) variance [groups, C], float32, detached.
 
     PyTorch's native batch norm keeps a float32 copy of the activations for its backward pass. These plain operations,
     fused by XLA, keep the input as it is (bfloat16): 121.8 -> 112.6 million cycles, 54.3 -> 50.5 GB of traffic.
     With `groups` a multiple of the number of cores and the batch sharded over them, every sum stays within one core:
     no collective in the forward or the backward pass. With groups=1 the statistics are those of the global batch.
-
-    Args:
-        x: [B, C, H, W], B divisible by groups.
-        weight, bias: [C], float32.
-
-    Returns:
-        y [B, C, H, W] of x's type; mean and (biased) variance [groups, C], float32, detached.
     """
     batch, channels, height, width = x.shape
     # One group needs no fifth dimension; the compiler lays out four dimensions better.
@@ -141,14 +131,8 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Maps images [B, 3, H, W] to logits [B, num_classes] with bottleneck blocks.
-
-    Args:
-        layers: number of blocks in each of the four stages; (3, 4, 6, 3) is ResNet-50 (He et al. 2015, table 1).
-        num_classes: outputs of the last layer.
-        width: channels of the stem and the first stage; 64 in the paper.
-        norm_groups: slices of the batch with separate batch-norm statistics, see `BatchNorm`.
-    """
+    """Maps images [B, 3, H, W] to logits [B, num_classes] with stages of `layers` blocks (He et al. 2015, table 1);
+    `width` is the number of channels of the stem and the first stage, `norm_groups` that of `BatchNorm`."""
 
     def __init__(self, layers: tuple[int, ...], num_classes: int = 1000, width: int = 64, norm_groups: int = 1):
         super().__init__()
@@ -197,11 +181,8 @@ def resnet(name: str, num_classes: int = 1000, norm_groups: int = 1) -> ResNet:
 
 
 class Normalize(nn.Module):
-    """Maps uint8 images [B, 3, H, W] to float32, with the mean and standard deviation of each channel (0..255).
-
-    It runs on the device, so that a quarter of the bytes cross to it. Its constants are buffers: a tensor created in
-    the step would be sent to the device in every step.
-    """
+    """Maps uint8 images [B, 3, H, W] to float32, with the mean and standard deviation of each channel (0..255). Its
+    constants are buffers: a tensor created in the step would be sent to the device in every step."""
 
     def __init__(self, mean: tuple[float, float, float], std: tuple[float, float, float]):
         super().__init__()

@@ -46,7 +46,7 @@ def on_cpu(value: float = 0.0):
 
 def fill(model, optimizer, value: float):
     with torch.no_grad():
-        for tensor in checkpoint.named_state(model, optimizer)[0].values():
+        for tensor in checkpoint.named_state(model, optimizer).values():
             tensor.fill_(value)
     return model, optimizer
 

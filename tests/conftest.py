@@ -69,7 +69,7 @@ def fresh_report(mesh):
     """The report of a process on its graphs, without those of the tests before."""
     from train.common import device
 
-    device.reset_graph_report()
+    device.graph_report(reset=True)
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +85,7 @@ def run_of(mesh, tmp_path_factory):
         if (name, which) not in made:
             trial = TRIALS[name]
             config = replace(getattr(trial, which), runs=str(tmp_path_factory.mktemp(name)), name=which)
-            device.reset_graph_report()
+            device.graph_report(reset=True)
             made[name, which] = f"{config.runs}/{which}", trial.script.main(config), config
         return made[name, which]
 

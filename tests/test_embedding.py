@@ -200,7 +200,7 @@ def compare(mesh, plan, optimizer, model_devices=0, tables=TABLES, passes=1, lrs
     before = [weight.detach().clone() for weight in weights]
     reference = REFERENCES[optimizer](weights, lr=LR[optimizer])
     step = device.compiled(step_fn, mesh)
-    device.reset_graph_report()
+    device.graph_report(reset=True)
     losses, expected, graphs = [], [], 0
     for number, lr in enumerate(lrs or [LR[optimizer]] * 4):
         device.set_lr(embeddings, lr)
@@ -821,7 +821,7 @@ def test_every_host_writes_its_part_and_the_main_process_waits_for_all(mesh, pla
     expected, folder = whole(embeddings.pieces()), f"{place}/step_00000010"
     main = save_on(0, place, embeddings, mesh, 10)
     time.sleep(0.3)
-    assert main.complete_steps() == [] and main._writer.is_alive()
+    assert main.complete_steps() == [] and not main._last.done()
     save_on(1, place, embeddings, mesh, 10).wait()
     main.wait()
     assert main.complete_steps() == [10]

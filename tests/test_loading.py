@@ -245,7 +245,7 @@ def test_shared_memory_does_not_grow_with_the_batches(monkeypatch):
     sizes = []
     for epoch in range(12):
         for indices, lengths in PLAN.epoch(np.random.default_rng(epoch)):
-            examples.__getitems__((epoch, indices, lengths))
+            examples[epoch, indices, lengths]
         sizes.append(len(examples.shared))
     turns = loading.PREFETCH + 1
     assert sizes[-1] <= turns * len(SHAPES) * 3  # tokens, index, mask
@@ -485,11 +485,10 @@ def test_batches_are_uploaded_ahead_of_the_loop_but_not_far(mesh):
     with parallel_loader(dataset, 8, mesh, train=True, stop=100) as loader:
         next(loader)
         deadline = time.perf_counter() + 5
-        while len(dataset.calls) < 8 * (1 + loading.DEVICE_BATCHES) and time.perf_counter() < deadline:
+        while len(dataset.calls) < 8 * (1 + loading.AHEAD) and time.perf_counter() < deadline:
             time.sleep(0.01)
         time.sleep(0.2)
-        # One taken, the queue full, one in the thread's hands.
-        assert 8 * (1 + loading.DEVICE_BATCHES) <= len(dataset.calls) <= 8 * (2 + loading.DEVICE_BATCHES)
+        assert len(dataset.calls) == 8 * (1 + loading.AHEAD)  # the one that is taken, and these
 
 
 def test_workers_start_from_a_clean_process_one_per_core(mesh, monkeypatch):

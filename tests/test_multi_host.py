@@ -583,7 +583,7 @@ def test_the_main_process_alone_writes_to_a_bucket(monkeypatch, trained):
     assert {name for host, name in names if host != 0} == {"tables-00001.safetensors", "tables-00001.json"}
     assert {(0, name) for name in (*ONCE, "COMPLETE")} < names
     assert {host for host, _, _ in pod.written} <= {0, None}
-    exported = files.load_weights("memory://multi-host/run/export/tables/C4.safetensors")[0]
+    exported = files.load_weights("memory://multi-host/run/export/tables/C4.safetensors")
     assert torch.equal(exported[dlrm.TABLE_KEY.format("C4")], table_rows("C4", 0, 400))
     again = train("dlrm", 2, tempfile.gettempdir(), runs="memory://multi-host", name="run").succeeded()
     assert again.outcomes == pod.outcomes and again.trained == [0, 0]

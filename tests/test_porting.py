@@ -58,8 +58,7 @@ def test_its_lines_stand_in_our_scripts_and_its_listings_are_short(pair):
 
 def test_a_script_of_ones_own_trains_the_same_after_the_port(mesh):
     losses, accuracy = own_model_before.main()
-    device.reset_graph_report()
-    graphs = device.graph_report()["graphs"]
+    graphs = device.graph_report(reset=True)["graphs"]
     ported, ported_accuracy = own_model_after.main()
     report = device.graph_report()
     # In float32 sums of another order, through 64 updates of AdamW: 7e-6 apart when this was written.

@@ -70,7 +70,7 @@ def traced_and_repeated(mesh, inputs, optimizer, step_of, each=lambda *_: None, 
     returns the report of the other run; `each` is called before each step."""
     found = []
     for one in (dataclasses.replace(mesh, strict=False), mesh):
-        device.reset_graph_report()
+        device.graph_report(reset=True)
         model, made = make(one, optimizer)
         device.seed_step(7, 0)
         step, losses = device.compiled(step_of(), one, max_graphs), []

@@ -96,7 +96,7 @@ def validate(config: Config) -> Config:
     cli.at_least(config, 1, "batch_size", "log_every", "keep")
     cli.at_least(config, 0, "lr", "warmup", "weight_decay", "eval_every", "save_every", "seed")
     cli.at_least(config, -1, "workers")
-    cli.above(config, 0, "epochs", "clip")
+    cli.at_least(config, 0, "epochs", "clip", above=True)
     if math.isinf(config.epochs):
         raise InputError(f"--epochs is {config.epochs}; it must be a finite number")
     if config.warmup >= 1:

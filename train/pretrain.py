@@ -203,7 +203,7 @@ def with_teacher(config: Config, mesh: device.Mesh) -> Config:
     name = f"teacher-{zlib.crc32(repr(config).encode()):08x}"  # one for each set of flags
     main(replace(config, model="bert", name=name))
     device.over_hosts(mesh, 0)  # the main process has written it when all are here
-    device.reset_graph_report()
+    device.graph_report(reset=True)
     return replace(config, teacher=f"{config.runs}/{name}/export")
 
 

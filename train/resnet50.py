@@ -93,7 +93,7 @@ def validate(config: Config) -> Config:
     cli.at_least(config, 0, "lr", "warmup_epochs", "momentum", "weight_decay", "norm_groups", "seed")
     cli.at_least(config, 32, "image_size")
     cli.at_least(config, -1, "workers")
-    cli.below_one(config, "label_smoothing")
+    cli.at_least(config, 0, "label_smoothing", below=1)
     if config.warmup_epochs >= config.epochs:
         raise InputError(f"--warmup-epochs is {config.warmup_epochs}; it must be below --epochs, {config.epochs}")
     if config.norm_groups and (config.batch_size % config.norm_groups or config.batch_size == config.norm_groups):
@@ -121,7 +121,7 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
         raise InputError(f"--norm-groups is {norm_groups}; it must be 1 or a multiple of {mesh.num_devices} devices")
     model = resnet(config.model, len(data.train.classes), norm_groups=norm_groups)
     if config.weights:
-        load_weights(model, files.load_weights(config.weights)[0], config.weights)
+        load_weights(model, files.load_weights(config.weights), config.weights)
     device.to_device(model, mesh)
     normalize = device.to_device(Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD), mesh)
     matrices = [p for p in model.parameters() if p.dim() > 1]

@@ -101,7 +101,7 @@ def validate(config: Config) -> Config:
     cli.at_least(config, 1, "log_every", "eval_every", "save_every", "keep")
     cli.at_least(config, 0, "lr", "seed", "length_penalty")
     cli.at_least(config, -1, "workers")
-    cli.below_one(config, "dropout", "label_smoothing")
+    cli.at_least(config, 0, "dropout", "label_smoothing", below=1)
     positions = ARCHITECTURES[config.arch].max_positions
     if list(config.lengths) != sorted(set(config.lengths)) or not all(2 <= n <= positions for n in config.lengths):
         raise InputError(f"--lengths are {config.lengths}; they must rise and be between 2 and {positions}")

@@ -31,7 +31,7 @@ def average(checkpoints: Checkpointer, model: nn.Module, mesh: Any) -> list[int]
                 f"the checkpoint of step {step} in {checkpoints.path}, one of those to average, is damaged"
             )
         for name, _ in model.named_parameters():
-            weight = saved.tensors[f"model.{name}"]
+            weight = saved[f"model.{name}"]
             sums[name] = sums[name] + weight.double() if name in sums else weight.double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
 """The command line of a script: presets and flags from its Config, one sentence for what the user can fix."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import tyro
@@ -15,10 +15,8 @@ TRIAL = {"data": "synthetic", "precision": "float32", "workers": 0}
 def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None:
     """Runs `main(config)` for `python -m train.<script> PRESET [--flag value …]`; --help shows every field.
 
-    An InputError ends the process with one line, `error: …`, and exit code 2; any other exception keeps its traceback.
-
-    Args:
-        presets: name -> (one line about it, Config); flags override the preset's fields.
+    `presets`: name -> (one line about it, Config). An InputError ends the process with one line, `error: …`, and exit
+    code 2; any other exception keeps its traceback.
     """
     config = tyro.extras.overridable_config_cli(presets)
     try:
@@ -28,25 +26,14 @@ def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None
         sys.exit(2)
 
 
-def at_least(config: Any, low: float, *fields: str) -> None:
-    """Raises an InputError that names the first of the config's fields whose value is below `low`, or is NaN."""
-    _check(config, fields, lambda value: value >= low, f"at least {low}")
-
-
-def above(config: Any, low: float, *fields: str) -> None:
-    """Raises an InputError that names the first of the config's fields whose value is not above `low`."""
-    _check(config, fields, lambda value: value > low, f"above {low}")
-
-
-def below_one(config: Any, *fields: str) -> None:
-    """Raises an InputError that names the first of the config's fields whose value is not in [0, 1)."""
-    _check(config, fields, lambda value: 0 <= value < 1, "at least 0 and below 1")
-
-
-def _check(config: Any, fields: Iterable[str], fits: Callable[[Any], bool], expected: str) -> None:
+def at_least(config: Any, low: float, *fields: str, above: bool = False, below: float | None = None) -> None:
+    """Raises an InputError that names the first of the config's fields whose value is below `low` (or equal, where it
+    must be `above`), not `below` the other bound, or NaN."""
+    expected = f"{'above' if above else 'at least'} {low}" + (f" and below {below}" if below else "")
     for field in fields:
-        if not fits(getattr(config, field)):
-            raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be {expected}")
+        value = getattr(config, field)
+        if not value >= low or (above and value == low) or (below and value >= below):
+            raise InputError(f"--{field.replace('_', '-')} is {value}; it must be {expected}")
 
 
 def need_data(config: Any, what: str) -> None:

@@ -1,6 +1,4 @@
-"""The device of a run: set-up, mesh, moving a model, optimizer state, random numbers, hosts, the compiled step.
-
-One surface over two backends, of which `setup` chooses one for the process:
+"""The device of a run: one surface over two backends, of which `setup` chooses one for the process.
 
     xla          xla/backend.py: one program serves one core and a pod (SPMD); a step is one compiled graph
     cpu, cuda    eager.py: plain PyTorch on one device, operation by operation; torch_xla is not even imported
@@ -56,9 +54,8 @@ class Mesh:
     def rows(self, batch_size: int) -> np.ndarray:
         """Returns the rows of a batch that this host loads, in the order in which it uploads them.
 
-        torch_xla gives the i-th of equal parts to the i-th of the host's devices (GetShardIndicesForMinibatchTensor in
-        torch_xla/csrc/xla_sharding_util.cpp), and the batch on the mesh has the rows in the order of all devices. On a
-        4x4 slice these are counted along its lines, and a host has a square, such as 0, 1, 4 and 5.
+        torch_xla gives the i-th of equal parts to the i-th of the host's devices. On a 4x4 slice devices are counted
+        along its lines, and a host has a square, such as 0, 1, 4 and 5.
         """
         local = self.num_devices // self.process_count
         places = self.places or range(self.process_index * local, (self.process_index + 1) * local)
@@ -67,15 +64,14 @@ class Mesh:
 
     def autocast(self) -> torch.autocast:
         """Returns a context for the forward pass; parameters, gradients and optimizer state stay float32."""
-        # torch_xla.amp.autocast crashes on the CPU backend (torch_xla 2.9); torch's own knows "xla". With a mesh it is
-        # that, also where staging.py has tensors on the meta device.
+        # Not torch_xla 2.9's, which crashes on the CPU backend. "xla" also where staging.py has meta tensors.
         kind = self.device.type if self.spmd is None else "xla"
         return torch.autocast(kind, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
 def setup(seed: int, precision: str = "bfloat16", strict: bool = True, kind: str = "xla") -> Mesh:
-    """Chooses the backend, seeds every generator and returns the mesh. Call it before anything else touches a device:
-    a CPU `backward()` before it makes XLA's backward passes fail inside autograd.
+    """Chooses the backend, seeds every generator and returns the mesh; raises InputError where there is no such device.
+    Call it before anything else touches one: a CPU `backward()` makes XLA's backward passes fail inside autograd.
 
     Args:
         precision: what `Mesh.autocast` computes in: "bfloat16"; "float32", whose products are those of float32 on
@@ -83,8 +79,6 @@ def setup(seed: int, precision: str = "bfloat16", strict: bool = True, kind: str
             the hardware's own products: one pass of bfloat16 on a TPU, TF32 on a GPU.
         kind: "xla": a TPU where there is one, else XLA's CPU backend (`CPU_NUM_DEVICES=4` gives it four virtual
             devices); "cpu" or "cuda": plain PyTorch on one device.
-    Raises:
-        InputError: an argument is out of range, or there is no such device.
     """
     if not 0 <= seed < 2**63:
         raise InputError(f"--seed is {seed}; it must be at least 0 and below 2**63")
@@ -114,29 +108,20 @@ def choose_backend(kind: str) -> ModuleType:
 
 
 def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1, torch_compile: bool = False) -> Callable:
-    """Returns `step_fn` as one XLA graph per call, held to the contract of `CompiledStep` (xla/backend.py).
-
-    On plain PyTorch the step runs as it is; with `torch_compile` through `torch.compile`, which XLA does not need.
-    """
+    """Returns `step_fn` as one XLA graph per call, held to the contract of `CompiledStep` (xla/backend.py). On plain
+    PyTorch it runs as it is; with `torch_compile` through `torch.compile`, which XLA does not need."""
     return _backend.compiled(step_fn, mesh, max_graphs, torch_compile)
 
 
-def graph_report() -> dict[str, Any]:
-    """Returns what the steps of this process have compiled, see `GraphReport.summary`; {} on plain PyTorch."""
-    return _backend.graph_report()
-
-
-def reset_graph_report() -> None:
-    """Lets the next report count from here."""
-    _backend.reset_graph_report()
+def graph_report(reset: bool = False) -> dict[str, Any]:
+    """Returns what the steps of this process have compiled since the last `reset`, see `GraphReport.summary`; {} on
+    plain PyTorch."""
+    return _backend.graph_report(reset)
 
 
 def to_device(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """Moves a model to the mesh, replicated; returns the same object, with the same Parameter objects.
-
-    Plain `module.to(xla)` makes new parameters, and with them silently unties shared ones (tied embeddings become two
-    that train apart). Here each tensor is swapped in place, so ties, and optimizers made before, stay valid.
-    """
+    """Moves a model to the mesh, replicated; returns the same object, with the same Parameter objects. Plain
+    `module.to(xla)` makes new ones, and unties those that were shared: tied embeddings become two that train apart."""
     swap = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -155,8 +140,7 @@ def replicate(tensor: Tensor, mesh: Mesh) -> None:
 
 
 def annotate(tensor: Tensor, spmd: Any, spec: tuple) -> None:
-    """Annotates a tensor on the device with the axis of `spmd` over which each of its dimensions is split, or None. A
-    tensor on the meta device remembers it, as `sharding`, for staging.py."""
+    """Annotates a tensor on the device with the axis of `spmd` over which each of its dimensions is split, or None."""
     _backend.annotate(tensor, spmd, spec)
 
 
@@ -169,12 +153,9 @@ def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
 def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     """Creates the state that `optimizer.step()` would create in step 1 (momentum, moments), as zeros on the device.
 
-    Without it step 2 has more inputs than step 1, and XLA compiles the whole train step twice. The state's names and
-    shapes come from one step of the same optimizer on zeros on the CPU, so it serves any optimizer whose state starts
-    at zero. A backend may change a group, see its `prepare_group`: on XLA Adam becomes capturable.
-
-    Raises:
-        RuntimeError: the optimizer's state does not start at zero, or it corrects bias by a count of its own in Python.
+    Without it step 2 has more inputs than step 1, and XLA compiles the whole train step twice. Names and shapes come
+    from one step of the same optimizer on zeros on the CPU; one whose state does not start at zero raises RuntimeError.
+    A backend may change a group, see its `prepare_group`: on XLA Adam becomes capturable.
     """
     for group in optimizer.param_groups:
         stepped = _stepped_on_zeros(optimizer, group)
@@ -220,10 +201,9 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
     torch_xla sends a Python float to the device as an input of the graph, except 0.0 and 1.0, which it builds in as
     constants: a warm-up from 0 would compile the step twice. So these two are replaced by neighbours that give the same
-    float32 update. (A tensor on the device will not do: torch's and timm's SGD and LARS read it back in each step.)
-    Where `init_optimizer_state` put it on the device, a new tensor replaces it; again not 0, since capturable Adam
-    divides by it: a parameter whose gradient has always been 0 would become NaN. Raises InputError above 1e30, since
-    Adam's lr / (1 - beta1) would not be a float32.
+    float32 update. (On the device SGD and LARS would read it back in each step.) Where `init_optimizer_state` put it
+    there, a new tensor replaces it; again not 0, since capturable Adam divides by it, 0 / 0 where a gradient is always
+    0. Raises InputError above 1e30, since Adam's lr / (1 - beta1) would not be a float32.
     """
     if not lr <= 1e30:
         raise InputError(f"the learning rate of this step is {lr:g}; float32 takes at most 1e30: give a lower --lr")
@@ -305,12 +285,9 @@ def same_on_all_hosts(mesh: Mesh, name: str, value: int) -> None:
 
 @contextlib.contextmanager
 def stop_requested(mesh: Mesh, every: int = 10) -> Iterator[Callable[[], bool]]:
-    """Turns SIGTERM (what a preempted VM gets) and Ctrl-C into a flag, so that a loop can save and leave.
-
-    Yields a function that tells whether one has come; call it once in each step. A second Ctrl-C interrupts at once.
-    The hosts of a pod must leave in the same step, or those that stay would wait forever: they agree in every
-    `every`-th call, which waits for the device; until then the answer is no. A single host reads nothing.
-    """
+    """Yields a function that tells whether SIGTERM (what a preempted VM gets) or Ctrl-C has come, to be called once in
+    each step. A second Ctrl-C interrupts at once. The hosts of a pod must leave in the same step, or those that stay
+    would wait forever: they agree in every `every`-th call, which waits for the device; until then the answer is no."""
     received: list[int] = []
     calls = itertools.count(1)  # alike on all hosts, since they take the same steps
 

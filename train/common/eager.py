@@ -48,12 +48,8 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int, torch_compile: bool
     return step
 
 
-def graph_report() -> dict[str, Any]:
+def graph_report(reset: bool) -> dict[str, Any]:
     return {}
-
-
-def reset_graph_report() -> None:
-    """Does nothing: nothing is compiled."""
 
 
 def annotate(tensor: Tensor, spmd: None, spec: tuple) -> None:

@@ -1,7 +1,6 @@
 """Files at local paths and at fsspec URLs (gs://…): exports, weights, and what a checkpoint is written with."""
 
 import contextlib
-import json
 import os
 
 import fsspec
@@ -60,16 +59,12 @@ def save_weights(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]
     write_file(path, safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))
 
 
-def load_weights(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Reads a safetensors file at a path or URL and returns (tensors by name, metadata); raises InputError where there
-    is none."""
-    content = read_file(path)
+def load_weights(path: str) -> dict[str, Tensor]:
+    """Returns the tensors of a safetensors file at a path or URL; raises InputError where there is none."""
     try:
-        tensors = safetensors.torch.load(content)
+        return safetensors.torch.load(read_file(path))
     except safetensors.SafetensorError as error:
         raise InputError(f"{path} is not a safetensors file ({error}); pickles are not loaded: convert it") from None
-    header_bytes = int.from_bytes(content[:8], "little")
-    return tensors, json.loads(content[8 : 8 + header_bytes]).get("__metadata__", {})
 
 
 def is_local(fs: fsspec.AbstractFileSystem) -> bool:

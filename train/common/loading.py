@@ -1,22 +1,23 @@
 """Parallel loading: worker processes make examples, a background thread uploads batches, sharded over the mesh.
 
-    worker processes (decode, augment, collate)  ->  upload thread  ->  queue of 2 device batches  ->  the training loop
+    worker processes (decode, augment, collate)  ->  upload thread  ->  two device batches  ->  the training loop
 
 torch_xla's own MpDeviceLoader is not used: it ends an epoch early, without a word, when the loader raises, and its
 `input_sharding` silently replicates every tensor whose rank is not that of the spec (torch_xla 2.9.0).
 """
 
+import collections
 import gc
 import multiprocessing
 import os
-import queue
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -30,7 +31,7 @@ from train.common.device import Mesh
 
 PADDING = -1  # the index of a padded example
 PREFETCH = 2  # batches that a worker makes ahead
-DEVICE_BATCHES = 2  # uploaded ahead of the loop: one in use, one ready; more would only hold device memory
+AHEAD = 3  # batches uploaded or under way: two are ready for the loop; more would only hold device memory
 
 
 class Dataset(Protocol):
@@ -56,10 +57,8 @@ def as_tensors(batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def steps_per_epoch(dataset: Dataset, batch_size: Any, mesh: Mesh, train: bool = True) -> int:
-    """Returns the batches in an epoch; in training only those that are full.
-
-    Raises InputError: a batch does not divide by the devices; the data set is empty, or smaller than a batch.
-    """
+    """Returns the batches in an epoch; in training only those that are full. Raises InputError where a batch does not
+    divide by the devices, or the data set is empty or smaller than a batch."""
     planned, examples = hasattr(batch_size, "shapes"), len(dataset)
     for shape in batch_size.shapes if planned else [(batch_size,)]:
         if shape[0] % mesh.num_devices:
@@ -79,36 +78,31 @@ def steps_per_epoch(dataset: Dataset, batch_size: Any, mesh: Mesh, train: bool =
 class Loader(AbstractContextManager, Iterator):
     """Iterates over device batches: dicts of tensors [batch, ...], sharded over the mesh by their first dimension.
 
-    Use it as a context manager: it owns a thread and worker processes. `skipped` is the sum of the
-    examples' "skipped" entries so far (files that a data set could not read and replaced), which stay on the host.
+    Use it as a context manager: it owns a thread and worker processes. `skipped` is the sum of the examples' "skipped"
+    entries so far: files that a data set could not read and replaced.
     """
 
     def __init__(self, batches: DataLoader, mesh: Mesh):
         self.skipped = 0
         self._mesh = mesh
-        self._queue: queue.Queue = queue.Queue(maxsize=DEVICE_BATCHES)
-        self._closed = threading.Event()
         self._waited, self._since = 0.0, time.perf_counter()
         # Starts the workers. Not in the upload thread: the main thread's signal handler notices their death.
         self._batches = iter(batches)
-        self._thread = threading.Thread(target=self._upload_all, name="upload", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "upload")
+        self._ahead = collections.deque(self._thread.submit(self._load) for _ in range(AHEAD))
 
     def __exit__(self, *_) -> None:
         """Stops the thread and the worker processes."""
-        self._closed.set()
-        self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
         self._batches = None  # a DataLoader's workers end when its iterator does
 
     def __next__(self) -> dict[str, Tensor]:
         started = time.perf_counter()
-        item = self._queue.get()
+        batch = self._ahead[0].result()  # an error, or the end, stays there: every later call raises it, too
         self._waited += time.perf_counter() - started
-        if isinstance(item, BaseException):
-            # Put back, so that every later call ends too instead of waiting for a thread that has gone.
-            self._queue.put(item)
-            raise StopIteration if isinstance(item, StopIteration) else item
-        return item
+        self._ahead.popleft()
+        self._ahead.append(self._thread.submit(self._load))
+        return batch
 
     def input_wait(self) -> float:
         """Returns the share of the time since the last call (0 to 1) that the loop waited for a batch."""
@@ -117,20 +111,19 @@ class Loader(AbstractContextManager, Iterator):
         self._waited, self._since = 0.0, now
         return min(share, 1.0)
 
-    def _upload_all(self) -> None:
+    def _load(self) -> dict[str, Tensor]:
         try:
-            for batch in self._batches:
-                if isinstance(batch, InputError):
-                    raise batch
-                self.skipped += int(batch.pop("skipped", torch.zeros(())).sum())
-                self._put(self._upload(batch))
-                if self._closed.is_set():
-                    return
-            self._put(StopIteration())
+            batch = next(self._batches)
+            if isinstance(batch, InputError):
+                raise batch
+            self.skipped += int(batch.pop("skipped", torch.zeros(())).sum())
+            return self._upload(batch)
         except BaseException as error:  # whatever it is, the training loop must see it
             # The error must not keep the DataLoader's iterator alive, and with it the worker processes.
             traceback.clear_frames(error.__traceback__)
-            self._put(self._explained(error))
+            error = self._explained(error)
+            self._batches = iter(())
+            raise error
 
     def _explained(self, error: BaseException) -> BaseException:
         """Returns the error; or, for the broken connection to a worker that died, one that says so."""
@@ -141,11 +134,6 @@ class Loader(AbstractContextManager, Iterator):
                     died = f"DataLoader worker (pid {worker.pid}) exited unexpectedly: out of memory, or killed"
                     return RuntimeError(died).with_traceback(error.__traceback__)
         return error
-
-    def _put(self, item: Any) -> None:
-        while not self._closed.is_set():
-            with suppress(queue.Full):
-                return self._queue.put(item, timeout=0.1)
 
     def _upload(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key: device.upload(tensor, self._mesh) for key, tensor in batch.items()}
@@ -166,13 +154,12 @@ def parallel_loader(
 ) -> Loader:
     """Loads `dataset` in batches onto the mesh.
 
-    Training: steps `start` to `stop`, over as many epochs as it takes; each epoch is a new permutation, its remainder
-    that does not fill a batch is left out. Evaluation: every example once, in order; the last batch is padded, and
-    `batch["mask"]` [batch_size] float32 is 1 for examples and 0 for padding.
+    Training: steps `start` to `stop`; each epoch is a new permutation, its remainder that does not fill a batch is left
+    out. Evaluation: every example once, in order; the last batch is padded, and `batch["mask"]` [batch_size] float32 is
+    1 for examples and 0 for padding.
 
-    The generator that `dataset.example` gets depends on (seed, epoch, index) alone, so the numbers do not depend on
-    `workers`, on the number of hosts, or on where a run was resumed; starting at step n reads nothing of the steps
-    before. An exception anywhere in loading is raised by the next `next(loader)`, a worker's with its own traceback.
+    The generator that `dataset.example` gets depends on (seed, epoch, index) alone, so the numbers depend neither on
+    `workers` nor on hosts or resumes. An exception anywhere in loading is raised by the next `next(loader)`.
 
     Args:
         batch_size: examples (of all hosts together) in a batch; or a plan, which has `shapes`, a length and
@@ -181,7 +168,6 @@ def parallel_loader(
             sequence, and the permutation itself stays small.
         collate: makes a dict of tensors [n, ...] from n examples or from the result of `batch`, in a worker process.
         workers: processes on this host; 0 loads in the upload thread, -1 takes one per core.
-    Raises InputError as `steps_per_epoch` does.
     """
     per_epoch = steps_per_epoch(dataset, batch_size, mesh, train)
     span = (seed, start, stop) if train else (None, 0, per_epoch)
@@ -197,11 +183,13 @@ def parallel_loader(
 
 def data_loader(examples: "_Examples", keys: Iterable, workers: int, **options) -> DataLoader:
     """Returns a DataLoader of the batches of these keys, in host memory."""
+    # The cores that this process may use; macOS does not tell, and has all.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return DataLoader(
         examples,
-        batch_sampler=keys,
-        num_workers=_cores() if workers < 0 else workers,
-        collate_fn=_identity,
+        batch_size=None,  # a key makes a batch
+        sampler=keys,
+        num_workers=cores if workers < 0 else workers,
         multiprocessing_context=_worker_context(examples.dataset) if workers else None,
         prefetch_factor=PREFETCH if workers else None,
         worker_init_fn=_start_worker,
@@ -228,16 +216,16 @@ def _keys(size: int, batch_size: int, seed: int | None, start: int, stop: int, s
 
 
 class _Examples:
-    """Makes collated batches from their keys, in a worker process."""
+    """Makes collated batches, in a worker process, from their keys: an epoch, indices, and a plan's lengths."""
 
     def __init__(self, dataset: Dataset, seed: int, masked: bool, collate: Callable):
         self.dataset, self.seed, self.masked, self.collate = dataset, seed, masked, collate
         self.shared: dict[tuple, Tensor] = {}
         self.turn = 0
 
-    def __getitems__(self, keys: tuple) -> dict[str, Tensor] | InputError:
+    def __getitem__(self, key: tuple) -> dict[str, Tensor] | InputError:
         try:
-            return self._share(self._batch(keys))
+            return self._share(self._batch(*key))
         except InputError as error:
             return error  # DataLoader would wrap it into a worker's traceback; the user needs only the sentence
         except StopIteration as error:
@@ -260,14 +248,19 @@ class _Examples:
             batch[key] = self.shared[place].copy_(tensor)
         return batch
 
-    def _batch(self, keys: tuple) -> dict[str, Tensor]:
-        epoch, indices, *lengths = keys  # lengths: of a plan's batch
+    def _batch(self, epoch: int, indices: np.ndarray, *lengths: tuple[int, ...]) -> dict[str, Tensor]:
+        rows = np.maximum(indices, 0)  # something must stand in the padding
         if lengths:
-            batch = self.collate(self.dataset.batch(indices, *lengths))
+            batch = self.dataset.batch(indices, *lengths)
         elif hasattr(self.dataset, "batch"):
-            batch = self.collate(self.dataset.batch(np.maximum(indices, 0)))
+            batch = self.dataset.batch(rows)
         else:
-            batch = self.collate(self._examples(epoch, indices.tolist()))
+            made = {
+                row: self.dataset.example(row, np.random.default_rng((self.seed, epoch, row)))
+                for row in dict.fromkeys(rows.tolist())
+            }
+            batch = [made[row] for row in rows.tolist()]
+        batch = self.collate(batch)
         for key, tensor in batch.items():
             if tensor.shape[:1] != (len(indices),):
                 own = f"the {len(indices)} examples that this host loads, since batches are sharded by it"
@@ -276,25 +269,6 @@ class _Examples:
         if self.masked and "skipped" in batch:
             batch["skipped"] = batch["skipped"] * mask.to(batch["skipped"].dtype)
         return batch | {"mask": mask} if self.masked or lengths else batch
-
-    def _examples(self, epoch: int, indices: list[int]) -> list[dict[str, Any]]:
-        examples: list[dict[str, Any]] = []
-        for index in indices:
-            if index == PADDING and examples:
-                examples.append(examples[0])
-            else:
-                index = max(index, 0)  # where a host has nothing but padding, this gives it the right shapes
-                examples.append(self.dataset.example(index, np.random.default_rng((self.seed, epoch, index))))
-        return examples
-
-
-def _cores() -> int:
-    """Returns the cores that this process may use; macOS does not tell, and has all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def _identity(batch: Any) -> Any:
-    return batch
 
 
 def _start_worker(_: int) -> None:
@@ -307,8 +281,7 @@ def _start_worker(_: int) -> None:
 
 
 def _worker_context(dataset: Dataset) -> multiprocessing.context.BaseContext:
-    """Returns a context that forks workers from a clean server process: a fork of this one would copy the locks that
-    its XLA client's threads hold, and hang."""
+    """Returns a context that forks workers from a clean process: this one's XLA threads hold locks, and forks hang."""
     context = multiprocessing.get_context("forkserver")
     packages = {__name__.split(".")[0], type(dataset).__module__.split(".")[0]}
     # Each worker runs the imports of the main script; what the server has loaded costs it nothing.

@@ -13,7 +13,6 @@ runs/<name>/ (a local folder, or a URL such as gs://bucket/runs) holds
 import contextlib
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -42,9 +41,9 @@ SEEN_SECONDS = 60  # in which other hosts see what the main process writes: NFS 
 class Run:
     """One training run: its folder, its metrics, and its checkpoints in the order that makes a resume exact.
 
-    `path` is its folder or URL. `finished`: nothing is left to train, and `summary` holds the results. `checkpoints` is
-    the Checkpointer, after `resume`. On other hosts than the main one nothing is printed or written, but values are
-    read and checked at the same points, so that all hosts run the same graphs and stop together.
+    `path` is its folder or URL. `finished`: nothing is left to train, and `summary` holds the results. On other hosts
+    than the main one nothing is printed or written, but values are read and checked at the same points, so that all
+    hosts run the same graphs and stop together. Raises InputError where hosts see different folders, or it is unusable.
 
     Args:
         config: a dataclass with the fields `runs` (root folder or fsspec URL), `name` and `data`.
@@ -52,8 +51,6 @@ class Run:
         free: fields of config that do not change the numbers, so a resumed run may differ in them.
         required: fields that a run's config.json must have; others that an older version lacked had Config's default.
         unit: what `log` counts as examples.
-    Raises:
-        InputError: the folder cannot be used, or the hosts of a pod do not see the same one.
     """
 
     def __init__(
@@ -64,8 +61,11 @@ class Run:
         self.message(f"{headline} on {mesh.num_devices} {mesh.kind} device(s){trial}")
         self._folder = RunFolder(config, name, free, required)
         self.name, self.path, self.summary = self._folder.name, self._folder.path, self._folder.summary
-        self._clock = _Clock()
-        self._metrics = _Metrics(self._folder, self._clock, self._main, f"/{total_steps}", unit)
+        self._metrics = _Metrics(self._folder)
+        self._seconds = {"elapsed": 0.0, "training": 0.0}  # of earlier starts, too; training is without pauses
+        self._running, self._read_at = list(self._seconds), time.monotonic()
+        self._pending: list[tuple[int, dict[str, Any], float | None, float | None]] = []  # arguments of `log`
+        self._rate_start: tuple[float, float] | None = None  # examples and training seconds at the last line
         self.finished = self._closed = self.summary is not None
         self.resumed = self._folder.stored is not None and not self.finished
         if self.finished:
@@ -74,8 +74,7 @@ class Run:
             kind = "resuming the unfinished run" if self.resumed else "new run"
             self.message(f"{kind} {self.path}{self._folder.reason}")
             if self._main:
-                devices = {"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count}
-                self._folder.open(devices)
+                self._folder.open({"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count})
         self._check_hosts()
 
     def _check_hosts(self) -> None:
@@ -108,47 +107,24 @@ class Run:
         if self.resumed:
             self._folder.safe_step = start
             if self._main:
-                self._truncate_metrics(start)
+                for name, seconds in self._metrics.resume(start).items():
+                    self._seconds[name] += seconds
             self.message(f"resuming after step {start}")
         return start
-
-    def _truncate_metrics(self, last: int) -> None:
-        """Drops what metrics.jsonl says of steps after `last`, and a last line torn by a kill; continues the file."""
-        kept, timing = [], {"elapsed": 0.0, "training": 0.0}
-        for number, line in enumerate((self._folder.read("metrics.jsonl") or b"").splitlines(keepends=True), 1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                record = json.loads(line)
-                if record["step"] <= last:
-                    kept.append(line)
-                    timing = {key: float(record["timing"][key]) for key in timing}
-            except (ValueError, KeyError, TypeError) as error:
-                file = f"{self.path}/metrics.jsonl"
-                raise InputError(f"line {number} of {file} is damaged; remove it or use another --name") from error
-        self._clock.elapsed += timing["elapsed"]
-        self._clock.training += timing["training"]
-        self._folder.write("metrics.jsonl", b"".join(kept))
-        self._metrics.open("ab", purge_step=last + 1)
 
     @contextlib.contextmanager
     def training(self, loader: contextlib.AbstractContextManager, stop_every: int = 10) -> Iterator[None]:
         """Holds the training loop: closes loader, checkpoints and run, whatever ends it, and turns SIGTERM and Ctrl-C
         into a stop at the next `checkpoint`. The hosts of a pod agree about it in every `stop_every`-th step."""
-        with (
-            device.stop_requested(self.mesh, stop_every) as self._stop_requested,
-            contextlib.closing(self),
-            self.checkpoints,
-            loader,
-        ):
+        stopping = device.stop_requested(self.mesh, stop_every)
+        with stopping as self._stop_requested, contextlib.closing(self), self.checkpoints, loader:
             yield
 
     def checkpoint(self, step: int, *, due: bool) -> None:
         """Saves what `resume` restored, if it is due or the run is asked to stop. Call it at the end of every step.
 
         The order makes a resume exact: an evaluation comes before the checkpoint of its step, the upload of metrics
-        before the save, and a process that is asked to stop exits (with 143) only after the save is on disk. Raises the
-        InputError of an earlier save that failed.
+        before the save, and a process that is asked to stop exits (with 143) only after the save is on disk.
         """
         stop = self._stop_requested() and step < self.total_steps
         if due or stop:
@@ -164,10 +140,22 @@ class Run:
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Counts the time inside (evaluation, checkpoints) neither as training nor for examples per second."""
-        self._metrics.flush()
+        self._flush()
         device.wait_for_steps()  # steps still running on the device are training, not pause
-        with self._clock.pause():
+        self._read_clock()
+        before, self._running = self._running, ["elapsed"]
+        try:
             yield
+        finally:
+            self._read_clock()
+            self._running = before
+
+    def _read_clock(self) -> dict[str, float]:
+        now = time.monotonic()
+        for name in self._running:
+            self._seconds[name] += now - self._read_at
+        self._read_at = now
+        return {name: round(seconds, 4) for name, seconds in self._seconds.items()}
 
     # ---- metrics ----
 
@@ -176,19 +164,59 @@ class Run:
 
         Tensors on the device are read all in one transfer after the next step has been started; until then they must
         not be changed in place. A loss that is not finite raises an InputError there, which stops the run. `examples`
-        counts all so far: their growth between two calls, over the time without pauses, is the speed. `input_wait` is
-        the share of the time, 0 to 1, that the loop waited for input.
+        counts all so far: their growth over the time without pauses is the speed.
         """
-        self._metrics.log(step, metrics, examples, input_wait)
+        self._pending.append((step, metrics, examples, input_wait))
+        if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in metrics.values()):
+            device.after_next_step(self._write_pending)
+        elif len(self._pending) == 1:  # else it waits behind an earlier line
+            self._write_pending()
+
+    def _flush(self) -> None:
+        """Reads and writes what earlier `log` calls left on the device."""
+        if self._pending:
+            device.run_pending()
+
+    def _write_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        tensors = [value for _, values, *_ in pending for value in values.values() if isinstance(value, torch.Tensor)]
+        numbers = iter(device.read(tensors))
+        clock = self._read_clock()  # after the read, which waits for the device
+        for step, values, examples, input_wait in pending:
+            values = {key: next(numbers) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+            values = {key: value.item() if hasattr(value, "item") else value for key, value in values.items()}
+            words = [f"{key} {format_number(values[key])}" for key in sorted(values, key=lambda key: key != "loss")]
+            timing = dict(clock)
+            if examples is not None:
+                now = examples, clock["training"]
+                before, self._rate_start = self._rate_start or now, now
+                if now[1] > before[1]:
+                    rate = timing[f"{self._unit}_per_second"] = (now[0] - before[0]) / (now[1] - before[1])
+                    words.append(f"{format_number(rate)} {self._unit}/s")
+            if input_wait is not None:
+                timing["input_wait"] = input_wait
+                words.append(f"input wait {100 * input_wait:.0f} %")
+            self._write(step, values, timing, words)
+
+    def _write(self, step: int, values: dict[str, float], timing: dict[str, float], words: list[str]) -> None:
+        """Checks the values of a line of metrics.jsonl, on every host, and writes and prints it on the main one."""
+        for key, value in values.items():
+            if key.endswith("loss") and not math.isfinite(value):
+                raise InputError(
+                    f"{key} is {value} at step {step}: the training diverged; start a run of another --name with a "
+                    "lower --lr or a longer warm-up, and look for bad values in the data"
+                )
+        if self._main:
+            self._metrics.write(step, {key: _finite(value) for key, value in values.items()}, timing)
+            self.message("  ".join([f"step {step:>5}/{self.total_steps}", *words]))
 
     def evaluation(self, step: int, **metrics: float) -> None:
         """Records and prints evaluation metrics, which are numbers already. The time this takes is a pause."""
         with self.pause():
             values = {f"eval/{key}": float(value) for key, value in metrics.items()}
-            self._metrics.write_line(step, values, self._clock.read())
             words = "  ".join(f"{key} {format_number(value)}" for key, value in metrics.items())
-            self.message(f"step {step:>5}/{self.total_steps}  evaluation: {words}")
-            self._metrics.draw(self.name, DRAW_EVERY)
+            self._write(step, values, self._read_clock(), [f"evaluation: {words}"])
+            self._metrics.draw(DRAW_EVERY)
             try:
                 self.upload()
             except InputError as error:  # storage that is away for a moment must not end a long run
@@ -203,8 +231,8 @@ class Run:
         """Ends the run: writes curves.png and summary.json with the final metrics, prints the table, uploads."""
         if self._closed:
             raise RuntimeError("finish() after close(): the run's folder is no longer this process's")
-        self._metrics.flush()
-        per_second, clock = f"{self._unit}_per_second", self._clock.read()
+        self._flush()
+        per_second, clock = f"{self._unit}_per_second", self._read_clock()
         timings = [record["timing"] for record in self._metrics.records()]
         rates, waits = ([t[key] for t in timings if key in t] for key in (per_second, "input_wait"))
         self.summary = {
@@ -219,7 +247,7 @@ class Run:
             "report": device.graph_report(),
         }
         if self._main:
-            self._metrics.draw(self.name)
+            self._metrics.draw()
             self._folder.write("summary.json", to_json(self.summary, indent=2))
             self.print_summary()
             self.upload()
@@ -228,20 +256,22 @@ class Run:
 
     def print_summary(self) -> dict[str, float]:
         """Prints the table of a finished run; returns its final metrics."""
-        self.message(f"{self.path} {_summary_text(self.summary, self._unit)}")
+        self.message(f"{self.path} finished in {_duration(self.summary['elapsed_seconds'])}")
+        rows = _table(self.summary, self._unit)
+        width = max(map(len, rows))
+        self.message("\n".join(f"  {label:<{width}}  {value}" for label, value in rows.items()))
         return self.summary["metrics"]
 
     def close(self) -> None:
         """Ends this process's part of an unfinished run (SIGTERM, an error): the next start resumes. Idempotent."""
         if self._closed:
             return
-        ended = (InputError,) if isinstance(sys.exc_info()[1], Exception) else ()
+        ended = (InputError, OSError) if isinstance(sys.exc_info()[1], Exception) else ()
         try:
             with contextlib.suppress(*ended):  # the error that ends the run, such as a checkpoint's, is the one to show
-                if not self._folder.failed:  # after a failed write, more of them would only hide its message
-                    self._metrics.flush()
-                    self._metrics.draw(self.name)
-                    self.upload()
+                self._flush()
+                self._metrics.draw()
+                self.upload()
         finally:
             self._release()
 
@@ -253,149 +283,81 @@ class Run:
     def upload(self) -> None:
         """Copies all files of a remote run to its URL."""
         if self._main:
-            self._metrics.flush_events()
+            self._metrics.flush()
             self._folder.upload()
 
 
 class _Metrics:
-    """The lines of metrics.jsonl, the same numbers as TensorBoard events and on the terminal, and curves.png."""
+    """What the main process writes of the numbers: metrics.jsonl, TensorBoard events, curves.png."""
 
-    def __init__(self, folder: RunFolder, clock: "_Clock", main: bool, of: str, unit: str):
-        self._folder, self._clock, self._main, self._of, self._unit = folder, clock, main, of, unit
-        self._file, self._events, self._drawn = None, None, -math.inf
-        self._pending: list[tuple[int, dict[str, Any], float | None, float | None]] = []
-        self._rate_start: tuple[float, float] | None = None  # examples and training seconds at the last line
+    def __init__(self, folder: RunFolder):
+        self._folder, self._drawn = folder, -math.inf
+        self._file = self._events = None  # until the first line
 
-    def open(self, mode: str, purge_step: int | None = None) -> None:
+    def resume(self, last: int) -> dict[str, float]:
+        """Drops what metrics.jsonl says of steps after `last`, and a last line torn by a kill; returns the seconds so
+        far, as Run counts them."""
+        kept, seconds = [], {"elapsed": 0.0, "training": 0.0}
+        for number, line in enumerate((self._folder.read("metrics.jsonl") or b"").splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                record = json.loads(line)
+                if record["step"] <= last:
+                    kept.append(line)
+                    seconds = {key: float(record["timing"][key]) for key in seconds}
+            except (ValueError, KeyError, TypeError) as error:
+                file = f"{self._folder.path}/metrics.jsonl"
+                raise InputError(f"line {number} of {file} is damaged; remove it or use another --name") from error
+        self._folder.write("metrics.jsonl", b"".join(kept))
+        self._open("ab", purge_step=last + 1)
+        return seconds
+
+    def _open(self, mode: str, purge_step: int | None = None) -> None:
         # TensorBoard imports tensorflow where it finds one (Colab, Kaggle): slow, and it may take the TPU. An empty
         # module of this name is TensorBoard's own switch to do without.
         sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
         from torch.utils.tensorboard import SummaryWriter
 
-        path = os.path.join(self._folder.local, "metrics.jsonl")
-        try:
-            self._file = open(path, mode, buffering=0)  # noqa: SIM115
-            self._events = SummaryWriter(os.path.join(self._folder.local, "tb"), purge_step=purge_step)
-        except OSError as error:
-            raise self._folder.unwritable(path, error) from error
+        with self._folder.writing("metrics.jsonl") as path:
+            self._file = open(path, mode)  # noqa: SIM115
+            self._events = SummaryWriter(f"{self._folder.local}/tb", purge_step=purge_step)
 
-    def log(self, step: int, values: dict[str, Any], examples: float | None, input_wait: float | None) -> None:
-        self._pending.append((step, values, examples, input_wait))
-        if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values.values()):
-            device.after_next_step(self._write_pending)
-        elif len(self._pending) == 1:  # else it waits behind an earlier line
-            self._write_pending()
-
-    def flush(self) -> None:
-        """Reads and writes what earlier `log` calls left on the device."""
-        if self._pending:
-            device.run_pending()
-
-    def _write_pending(self) -> None:
-        pending, self._pending = self._pending, []
-        tensors = [value for _, values, *_ in pending for value in values.values() if isinstance(value, torch.Tensor)]
-        numbers = iter(device.read(tensors))
-        clock = self._clock.read()  # after the read, which waits for the device
-        for step, values, examples, input_wait in pending:
-            values = {key: next(numbers) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
-            values = {key: value.item() if hasattr(value, "item") else value for key, value in values.items()}
-            timing = dict(clock)
-            if examples is not None:
-                now = examples, clock["training"]
-                before, self._rate_start = self._rate_start or now, now
-                if now[1] > before[1]:
-                    timing[f"{self._unit}_per_second"] = (now[0] - before[0]) / (now[1] - before[1])
-            if input_wait is not None:
-                timing["input_wait"] = input_wait
-            self.write_line(step, values, timing)
-            if self._main:
-                self._print(step, values, timing)
-
-    def write_line(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
-        for key, value in values.items():
-            if key.endswith("loss") and not math.isfinite(value):
-                raise InputError(
-                    f"{key} is {value} at step {step}: the training diverged; start a run of another --name with a "
-                    "lower --lr or a longer warm-up, and look for bad values in the data"
-                )
-        if not self._main:
-            return
+    def write(self, step: int, values: dict[str, float | None], timing: dict[str, float]) -> None:
         if self._file is None:
-            self.open("xb")
-        values = {key: _finite(value) for key, value in values.items()}
-        try:
-            line = to_json({"step": step, **values, "timing": timing}) + b"\n"
-            while line:  # a disk that fills up first writes a part, then fails
-                line = line[self._file.write(line) :]
+            self._open("xb")
+        with self._folder.writing("metrics.jsonl"):
+            self._file.write(to_json({"step": step, **values, "timing": timing}) + b"\n")
+            self._file.flush()
             for key, value in [*values.items(), *((f"timing/{key}", value) for key, value in timing.items())]:
                 if value is not None:
                     self._events.add_scalar(key, value, step)
-        except OSError as error:
-            raise self._folder.unwritable(self._file.name, error) from error
         self._folder.safe_step = step
-
-    def _print(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
-        words = [f"step {step:>5}{self._of}"]
-        words += [f"{key} {format_number(values[key])}" for key in sorted(values, key=lambda key: key != "loss")]
-        if (rate := timing.get(f"{self._unit}_per_second")) is not None:
-            words.append(f"{format_number(rate)} {self._unit}/s")
-        if (wait := timing.get("input_wait")) is not None:
-            words.append(f"input wait {100 * wait:.0f} %")
-        print("  ".join(words), flush=True)
 
     def records(self) -> list[dict[str, Any]]:
         if self._file is None:
             return []
-        with open(self._file.name) as file:
+        with open(f"{self._folder.local}/metrics.jsonl") as file:
             return [json.loads(line) for line in file]
 
-    def draw(self, title: str, at_most_every: float = 0) -> None:
-        if time.monotonic() - self._drawn <= at_most_every:
-            return
-        if records := self.records():
-            self._events.flush()
-            self._folder.write("curves.png", draw_curves(records, title))
-        self._drawn = time.monotonic()
+    def draw(self, at_most_every: float = 0) -> None:
+        if time.monotonic() - self._drawn > at_most_every and (records := self.records()):
+            self.flush()
+            self._folder.write("curves.png", draw_curves(records, self._folder.name))
+            self._drawn = time.monotonic()
 
-    def flush_events(self) -> None:
+    def flush(self) -> None:
         if self._events is not None:
             self._events.flush()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # flushing what a full disk has refused, and reported, before
-            if self._events is not None:
-                self._events.close()
-        if self._file is not None:
-            self._file.close()
+        for file in (self._file, self._events):
+            with contextlib.suppress(OSError):  # flushing what a full disk has refused, and reported, before
+                if file is not None:
+                    file.close()
 
 
-class _Clock:
-    """Seconds of a run, those of earlier starts included: `elapsed` in all, `training` without pauses."""
-
-    def __init__(self) -> None:
-        self.elapsed = self.training = 0.0
-        self.paused, self._read_at = False, time.monotonic()
-
-    def read(self) -> dict[str, float]:
-        now = time.monotonic()
-        self.elapsed += now - self._read_at
-        self.training += 0.0 if self.paused else now - self._read_at
-        self._read_at = now
-        return {"elapsed": round(self.elapsed, 4), "training": round(self.training, 4)}
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        self.read()
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.read()
-            self.paused = before
-
-
-def _summary_text(summary: dict[str, Any], unit: str) -> str:
-    """Returns the table of a finished run."""
+def _table(summary: dict[str, Any], unit: str) -> dict[str, str]:
     report, rate, wait = summary["report"], summary[f"{unit}_per_second"], summary["input_wait"]
     rows = {key.replace("_", " "): format_number(value) for key, value in summary["metrics"].items()}
     rows["training time"] = _duration(summary["training_seconds"])
@@ -409,9 +371,7 @@ def _summary_text(summary: dict[str, Any], unit: str) -> str:
         if key in report:
             value = report[key]
             rows[label] = "; ".join([str(len(value)), *value]) if isinstance(value, list) else str(value)
-    width = max(map(len, rows))
-    lines = [f"finished in {_duration(summary['elapsed_seconds'])}"]
-    return "\n".join([*lines, *(f"  {label:<{width}}  {value}" for label, value in rows.items())])
+    return rows
 
 
 def _duration(seconds: float) -> str:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import fsspec
@@ -39,9 +39,7 @@ class RunFolder:
             raise InputError("--runs is empty; give the folder or URL of all runs, such as runs")
         self.root = os.path.expanduser(config.runs.removeprefix("file://")).rstrip("/") or "/"
         self.remote = "://" in self.root
-        self.local = self._lock = None
-        self.failed = self.uploaded = False
-        self.safe_step = 0
+        self.local, self._lock, self.uploaded, self.safe_step = None, None, False, 0
         try:
             self.files = fsspec.core.url_to_fs(self.root)[0]
         except (ImportError, ValueError) as error:
@@ -81,26 +79,28 @@ class RunFolder:
     def open(self, devices: dict[str, Any]) -> None:
         """Creates and locks the folder, and adds this start to its config.json."""
         self.local = self.path
-        try:
+        with self.writing(""):
             if self.remote:
                 self.local = tempfile.mkdtemp(prefix=f"{self.name}-")
             else:
                 os.makedirs(self.local, exist_ok=True)
-                self._lock = open(os.path.join(self.local, ".lock"), "a+")  # noqa: SIM115 - held as long as the run
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it, even after kill -9
-                self._lock.truncate(0)
-                self._lock.write(str(os.getpid()))
-                self._lock.flush()
-        except BlockingIOError as error:
-            self._lock.seek(0)
-            owner = self._lock.read()
-            raise InputError(f"{self.path} is being trained by process {owner}; use another --name") from error
-        except OSError as error:
-            raise self.unwritable(self.local, error) from error
+                self._take_lock()
         stored = {"config": self._fields, "starts": []} | (self.stored or {})
         stored["starts"] = [*stored["starts"], _start_record(devices)]
         self.write("config.json", to_json(stored, indent=2))
         self.upload()
+
+    def _take_lock(self) -> None:
+        self._lock = open(os.path.join(self.local, ".lock"), "a+")  # noqa: SIM115 - held as long as the run
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it, even after kill -9
+        except BlockingIOError as error:
+            self._lock.seek(0)
+            owner = self._lock.read()
+            raise InputError(f"{self.path} is being trained by process {owner}; use another --name") from error
+        self._lock.truncate(0)
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
 
     def fingerprint(self) -> int:
         """Returns a number for config.json as this host sees it, and for whether the run is finished."""
@@ -126,13 +126,22 @@ class RunFolder:
         damaged = f"{self.path}/{name} is damaged"
         raise InputError(f"{damaged}; remove {self.path} to start again, or use another --name")
 
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[str]:
+        """Yields the local path of a file to write; an OSError becomes an InputError that says what is safe."""
+        path = os.path.join(self.local, name).rstrip("/")
+        try:
+            yield path
+        except OSError as error:
+            advice = "use another folder with --runs"
+            if self.safe_step:
+                advice = f"all up to step {self.safe_step} is safe, the same command resumes from the last checkpoint"
+            raise InputError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
+
     def write(self, name: str, content: bytes) -> None:
         """Writes a file, whole or not at all."""
-        target = os.path.join(self.local, name)
-        try:
-            write_synced(fsspec.filesystem("file"), target, content)
-        except OSError as error:
-            raise self.unwritable(target, error) from error
+        with self.writing(name) as path:
+            write_synced(fsspec.filesystem("file"), path, content)
 
     def upload(self) -> None:
         """Copies all files to a remote run's URL, whole (object stores cannot append), summary.json last."""
@@ -146,14 +155,6 @@ class RunFolder:
         except Exception as error:  # every store has exceptions of its own
             raise InputError(f"cannot write to {self.path}: {error}; the files are in {self.local}") from error
         self.uploaded = True
-
-    def unwritable(self, target: str, error: OSError) -> InputError:
-        """Returns the InputError for a failed write; nothing more is written afterwards."""
-        self.failed = True
-        advice = "use another folder with --runs"
-        if self.safe_step:
-            advice = f"all up to step {self.safe_step} is safe, the same command resumes from the last checkpoint"
-        return InputError(f"cannot write {target}: {error.strerror or error}; {advice}")
 
     def release(self) -> None:
         """Unlocks the folder; removes the local copy of a remote run that is uploaded."""

@@ -1,15 +1,11 @@
-"""The XLA backend of device.py: one program serves one core and a pod (SPMD), and a step is one compiled graph.
+"""The XLA backend of device.py: a 1-D mesh named "data" over all devices, on which batches are sharded and parameters
+replicated, so that XLA inserts the gradient all-reduce; and a step is one compiled graph."""
 
-`setup` makes a 1-D mesh named "data" over all devices; batches are sharded on it, parameters are replicated, and XLA
-inserts the gradient all-reduce.
-"""
-
-import copy
 import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -87,7 +83,7 @@ def set_products(precision: str) -> None:
 
 
 def annotate(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> None:
-    if tensor.is_meta:
+    if tensor.is_meta:  # for staging.py
         tensor.sharding = spmd, spec
     else:
         xs.mark_sharding(tensor, spmd, spec)
@@ -137,26 +133,26 @@ def host_reads() -> int:
     return (data[0] if data else 0) - replay.Trace.host_reads
 
 
+@dataclass
 class GraphReport:
     """What the steps of a process have compiled, as `summary` lists it."""
 
-    def __init__(self):
-        self.reset()
+    compile_seconds: float = 0.0  # of the calls that compiled
+    traced: int = 0  # calls
+    repeated: int = 0  # calls
+    recompilations: list[str] = field(default_factory=list)  # a sentence each
+    fallbacks: list[str] = field(default_factory=list)  # operations that ran on the host
 
-    def reset(self) -> None:
-        """Starts again; the counts of graphs and host reads, which are of the process, continue."""
-        self.compile_seconds = 0.0  # of the calls that compiled
-        self.traced, self.repeated = 0, 0  # calls
-        self.recompilations: list[str] = []  # a sentence each
-        self.fallbacks: list[str] = []  # operations that ran on the host
-
-    def summary(self) -> dict[str, Any]:
-        """Returns these, `graphs` and `host_reads`."""
-        return copy.deepcopy(vars(self)) | {"graphs": compilations(), "host_reads": host_reads()}
+    def summary(self, reset: bool = False) -> dict[str, Any]:
+        """Returns these, `graphs` and `host_reads`, which are of the process; `reset` lets the others start again."""
+        found = asdict(self) | {"graphs": compilations(), "host_reads": host_reads()}
+        if reset:
+            self.__init__()
+        return found
 
 
 _report = GraphReport()  # one per process, since torch_xla counts compilations and transfers of the process
-graph_report, reset_graph_report = _report.summary, _report.reset
+graph_report = _report.summary
 
 
 def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int, torch_compile: bool) -> "CompiledStep":
@@ -167,22 +163,21 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int, torch_compile: bool
 class _Calls:
     """The calls with one set of input shapes and numbers."""
 
-    inputs: dict[str, Any]  # of the first
     count: int = 0
     program: replay.Program | None = None  # of the last trace
     confirmed: bool = False  # two traces gave this program: it starts without a trace
 
 
 class CompiledStep:
-    """A step that is one XLA graph per call, held to its contract.
+    """A step that is one XLA graph per call, held to its contract by a GraphError.
 
     The first call with new input shapes or numbers traces and compiles; the second must trace the same program, which
     from then on starts at once, without running `step_fn` (replay.py): as under `jax.jit`, what its Python does besides
     is not repeated. Every `check_every`-th call traces it again, and so does each call with other modules or optimizers
     among its arguments. What breaks the contract stops a strict step, because each makes a TPU crawl unnoticed:
 
-    * more than `max_graphs` different input shapes or numbers: stops before it compiles, names the input and both;
-    * another graph although these are known: names what can cause it;
+    * more than `max_graphs` (1, or the number of length buckets) different input shapes or numbers;
+    * another graph although these are known;
     * a value read in the middle of the step (`.item()`, `if tensor:`), or an operation that falls back to the host;
     * a program that cannot be started again: the step reads or changes tensors that are not among its arguments, or
       computes with a Python number that differs from call to call.
@@ -192,9 +187,6 @@ class CompiledStep:
     Args:
         step_fn: takes modules, optimizers, tensors, dicts of tensors and numbers; returns tensors or a dict of them.
             Gradients must not outlive it (`zero_grad(set_to_none=True)`): live tensors are outputs of the graph.
-        max_graphs: how many are expected: 1, or the number of length buckets.
-    Raises:
-        GraphError: a call breaks the contract.
     """
 
     def __init__(
@@ -240,12 +232,12 @@ class CompiledStep:
 
     def _new_calls(self, inputs: dict[str, Any]) -> _Calls:
         if len(self._known) >= self._max_graphs:
-            known = [calls.inputs for calls in self._known.values()]
-            self._recompiled(f"{self.name} would be compiled again: {_difference(inputs, known)}")
+            known = _difference(inputs, [dict(inputs) for inputs in self._known])
+            self._recompiled(f"{self.name} would be compiled again: {known}")
         if not self._strict and not self._known:
             reason = "--no-strict lets it read values in its middle, which a repeated program would not do"
             print(f"note: {self.name} is traced in every call: {reason}", flush=True)
-        return _Calls(inputs)
+        return _Calls()
 
     def _recompiled(self, message: str) -> None:
         self._report.recompilations.append(message)
@@ -283,9 +275,8 @@ class CompiledStep:
     def _trace(self, args: Sequence[Any], arguments: replay.Arguments, calls: _Calls) -> Any:
         """Traces the step and runs its program, which a second trace confirms."""
         try:
-            trace = replay.Trace(args, arguments, calls.count)
-            trace.run(self._run)
-            (program, result), known = trace.start(), calls.program
+            program, result = replay.Trace(args, arguments, calls.count).start(self._run)
+            known = calls.program
             calls.confirmed = known is not None and (known.graph, known.facts) == (program.graph, program.facts)
             if calls.confirmed and not known.same_as(program):
                 raise replay.NotRepeatable("a number or tensor that it makes differs from call to call")

@@ -1,10 +1,9 @@
 """Starts a compiled step again without tracing it, as `jax.jit` does.
 
-torch_xla runs a step's Python in every call, only to find that it has compiled this program already. For BERT-base's
-pretraining step that takes longer than the step on a v5e does (docs/compile.md). `Trace` looks at one such
-call: which of the program's inputs are the arguments' tensors, which of these it replaces, and what it returns. A
-`Program` then starts the compiled program at once on what these tensors are now. It rests on what torch_xla's own
-bridge to torch.compile uses (torch_xla/_dynamo/dynamo_bridge.py).
+torch_xla runs a step's Python in every call, only to find that it has compiled this program already: for BERT-base that
+takes longer than the step on a v5e does (docs/compile.md). `Trace` looks at one such call: which of the program's
+inputs are the arguments' tensors, which of these it replaces, and what it returns. A `Program` then starts it at once
+on what these tensors are now. It rests on what torch_xla's own bridge to torch.compile uses (_dynamo/dynamo_bridge.py).
 """
 
 import gc
@@ -23,12 +22,7 @@ from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
 _XLAC = torch_xla._XLAC
 
-_fixed: set[int] = set()  # handles of data that never changes
-
-
-def fix(tensors: list[Tensor]) -> None:
-    """Declares that nothing ever changes these tensors on the device, which live as long as the process."""
-    _fixed.update(_XLAC._get_tensors_handle(tensors))
+fixed: set[int] = set()  # handles of data that nothing ever changes, and that lives as long as the process
 
 
 class NotRepeatable(Exception):
@@ -178,7 +172,7 @@ class Program:
 
 
 class Trace:
-    """One call of a step, traced but not run, and then started: `trace.run(step)`, then `trace.start()`.
+    """One call of a step, traced but not run, and then started: `Trace(args, …).start(step)`.
 
     A learning rate that is a Python number becomes an input of the program, since it changes from step to step: the
     step is traced with numbers that occur nowhere else, others for another `again`. (A rate that equals another number
@@ -198,28 +192,22 @@ class Trace:
         self._newest = _XLAC._xla_get_tensor_id(torch.zeros((), device=torch_xla.device()))
         self._probes = [0.6180339 + 0.0113 * (again % 7) + 0.1307 * number for number in range(len(arguments.groups))]
 
-    def run(self, step: Callable[[Sequence[Any]], Any]) -> None:
-        """Calls `step` with the arguments and the probes as learning rates, and keeps what it returns."""
+    def _set_rates(self, rates: list[float]) -> None:
+        for group, rate in zip(self.arguments.groups, rates, strict=True):
+            group["lr"] = rate
+
+    def start(self, step: Callable[[Sequence[Any]], Any]) -> tuple[Program, Any]:
+        """Calls `step` with the arguments and the probes as learning rates, compiles its program (if it is not yet) and
+        starts it; returns the program and the step's result, or raises NotRepeatable."""
         rates, set_seed = [group["lr"] for group in self.arguments.groups], _XLAC._xla_set_rng_seed
         try:
             self._set_rates(self._probes)
             _XLAC._xla_set_rng_seed = _refuse_seed
             # Nobody else may hold the results: what they are views of must be free when they are taken one by one.
-            self._results, self._structure = pytree.tree_flatten(step(self.args))
+            results, structure = pytree.tree_flatten(step(self.args))
         finally:
             self._set_rates(rates)
             _XLAC._xla_set_rng_seed = set_seed
-
-    def _set_rates(self, rates: list[float]) -> None:
-        for group, rate in zip(self.arguments.groups, rates, strict=True):
-            group["lr"] = rate
-
-    def start(self) -> tuple[Program, Any]:
-        """Compiles (if it is not yet) and starts what was traced; returns the program and the step's result.
-
-        Raises:
-            NotRepeatable: with what to change, as the end of a sentence.
-        """
         tensors = self.arguments.tensors
         if Arguments(self.args).facts != self.arguments.facts:
             made = "it leaves gradients, makes state, or changes a Python value among its arguments"
@@ -230,14 +218,14 @@ class Trace:
         pending = [tensors[place] for place in updated]
         if not all(_XLAC._check_tensor_need_materialization(pending)):
             raise NotRepeatable("it assigns one of its arguments' tensors to another without computing anything")
-        leaves = self._leaves(self._results, pending)
+        leaves = self._leaves(results, pending)
         numbers, values = _XLAC._get_tensors_xla_device_data_node(pending)
         inputs = self._inputs(numbers, values, updated)
         constants = self._constants(inputs)
         with alias_with_buffer_donor_config():
             graph = _XLAC._get_graph_hash(pending)
             _XLAC._xla_warm_up_cache(pending, [])
-        program = Program(graph, inputs, constants, updated, leaves, self._structure, self.arguments.facts)
+        program = Program(graph, inputs, constants, updated, leaves, structure, self.arguments.facts)
         return program, program.start(self.arguments, values)
 
     def _leaves(self, results: list[Any], pending: list[Tensor]) -> list[tuple[str, Any]]:
@@ -265,7 +253,8 @@ class Trace:
                 pending.append(leaf)
             leaves.append(("output", outputs[number]))
         for pause in (0, 0.01, 0.1, 1, 0):
-            if not (others := _others(len(outputs))):
+            others = sum(_XLAC._check_device_tensor_need_materialization(str(torch_xla.device()))) - len(outputs)
+            if not others:
                 break
             gc.collect()  # an autograd graph in a reference cycle may be waiting for the collector
             time.sleep(pause)  # and autograd's thread lets go of the last gradients a moment after backward()
@@ -286,7 +275,7 @@ class Trace:
                 _XLAC._set_buffer_donation(value, known[0] in updated)
             elif number == _XLAC._get_seed_info_id():
                 inputs.append(None)
-            elif number == -1 or number > self._newest or handle in _fixed:  # a number, or a tensor made in the step
+            elif number == -1 or number > self._newest or handle in fixed:  # a number, or a tensor made in the step
                 inputs.append(value)
             else:
                 unknown = f"a tensor {list(value.shape)} that is not among its arguments"
@@ -311,11 +300,6 @@ class Trace:
                     if value == torch.tensor(sign * probe, dtype=value.dtype):
                         return _Rate(group, sign, value.dtype)
         return None
-
-
-def _others(known: int) -> int:
-    """Returns how many tensors are to be computed besides `known` ones."""
-    return sum(_XLAC._check_device_tensor_need_materialization(str(torch_xla.device()))) - known
 
 
 def _refuse_seed(*_: Any) -> None:

@@ -79,7 +79,7 @@ def _lowered(results: list[Tensor], operands: list[Tensor]) -> tuple[Any, list[i
             constants.append(parameters[number])
         arguments.append(place[handle])
     if constants:
-        replay.fix(constants)
+        replay.fixed.update(torch_xla._XLAC._get_tensors_handle(constants))
     return xb.computation_from_module_proto("body", context.hlo()), arguments, constants
 
 
