@@ -157,6 +157,17 @@ def test_a_full_disk(bed):
     bed.begin()
 
 
+def test_hosts_of_ssh(bed):
+    """Their connections break; then both are stopped."""
+    bed.set(workers=2)
+    place = ("--tpu", "ssh:worker-0,worker-1")
+    client = bed.begin(*place)
+    assert bed.pod.kill(0, "sshd: me")
+    bed.wait(lambda: "connected again" in client.err.read_text())
+    bed.stop(0, *place)
+    assert bed.ended(client)[0] == 143 and bed.saved()
+
+
 def test_the_keeper_is_killed(bed):
     """systemd kills what it leaves, and the others end, too."""
     client = bed.begin()

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 RUNTIME = Path(__file__).resolve().parent
@@ -31,6 +32,7 @@ PULSE = 1.0  # seconds between two reports
 LOST = 40  # seconds of silence after which a worker is lost, for the others also worker 0
 JOIN = 300  # seconds until all workers must have joined
 FAILED_GRACE = 10  # seconds for the others when one has failed: they wait for it, and have nothing to save
+KEPT = 20  # starts whose end is known
 LAST_LINES = 25  # of a failed worker's log, in worker 0's
 STOPPED = 143  # a trainer's exit code after SIGTERM, its checkpoint saved
 SIGNALS = {"Killed": 137, "Terminated": 143, "Segmentation fault": 139, "Aborted": 134}
@@ -70,32 +72,21 @@ def members(group: int) -> list[int]:
 class Owner:
     """Decides for all workers of a run. A report: attempt, running, code (of that attempt), stopped, tail."""
 
-    def __init__(self, workers: int, retries: int, grace: float, say) -> None:
+    def __init__(self, workers: int, retries: int, grace: float, say: Callable[..., None]) -> None:
         self.workers, self.retries, self.grace, self.say = workers, retries, grace, say
         self.reports: dict[int, dict] = {}
         self.heard: dict[int, float] = {}
-        self.attempt, self.final, self.code, self.why = 0, False, 0, ""
-        self.give("wait", grace)
+        self.code, self.why = 0, ""
+        self.order = {"do": "wait", "attempt": 0, "grace": grace, "final": False}
         self.begun = time.monotonic()
         self.guard = threading.Lock()
-
-    def give(self, do: str, grace: float) -> None:
-        """Sets the order for all workers."""
-        self.order = {"do": do, "attempt": self.attempt, "grace": grace, "final": self.final}
-        self.told: set[int] = set()  # workers that have got it
 
     def report(self, worker: int, report: dict) -> dict:
         """Takes a worker's report. Returns the order for it."""
         with self.guard:
             self.reports[worker], self.heard[worker] = report, time.monotonic()
             self.decide()
-            self.told.add(worker)
             return dict(self.order)
-
-    def done(self, worker: int) -> bool:
-        """Tells whether a worker has nothing left to end: its trainer has ended, or it is lost."""
-        report = self.reports.get(worker)
-        return report is None or self.lost(worker) or not report["running"]
 
     def lost(self, worker: int) -> bool:
         """Tells whether a worker that should report is silent. One that was stopped has left."""
@@ -103,53 +94,48 @@ class Owner:
 
     def end(self, code: int, why: str, grace: float, final: bool) -> None:
         """Orders the end of this attempt. final: no other follows, retries or not."""
-        self.code, self.why, self.final = code, why, final or self.attempt > self.retries
+        self.code, self.why = code, why
         self.say(why + ("; ending the run on the others" if self.workers > 1 else ""))
-        self.give("end", grace)
+        self.order.update(do="end", grace=grace, final=final or self.order["attempt"] > self.retries)
+
+    def run(self) -> None:
+        """Orders the next attempt."""
+        self.code, self.why = 0, ""
+        self.order.update(do="run", attempt=self.order["attempt"] + 1, grace=self.grace)
 
     def decide(self) -> None:
         """Moves the run on: wait -> run -> end -> run or leave."""
         do, reports = self.order["do"], self.reports
-        now = {worker: report for worker, report in reports.items() if report["attempt"] == self.attempt}
+        if do == "leave":
+            return
+        now = {worker: r for worker, r in reports.items() if r["attempt"] == self.order["attempt"]}
         codes = {worker: r["code"] for worker, r in now.items() if not r["running"] and r["code"] is not None}
-        if do in ("wait", "run"):
-            stopped = [worker for worker, r in reports.items() if r["stopped"] or codes.get(worker) == STOPPED]
-            failed = [worker for worker, code in codes.items() if do == "run" and code]
-            lost = [worker for worker in reports if self.lost(worker)]
-            absent = [str(worker) for worker in range(self.workers) if worker not in reports]
-            if stopped:
-                self.end(STOPPED, f"the run was stopped on worker {stopped[0]}", self.grace, True)
-            elif failed:
-                worker, code = failed[0], codes[failed[0]]
-                for line in reports[worker]["tail"].splitlines() if worker else ():
-                    self.say(line, f"[worker {worker}]")
-                self.end(code, f"worker {worker} failed with exit code {code}", FAILED_GRACE, code == 2)
-            elif lost:
-                self.end(1, f"worker {lost[0]} was not heard for {LOST} s", FAILED_GRACE, True)
-            elif do == "wait" and not absent:
-                self.run()
-            elif do == "wait" and time.monotonic() > self.begun + JOIN:
-                self.end(1, f"worker {', '.join(absent)} did not join in {JOIN} s", FAILED_GRACE, True)
-            elif do == "run" and len(codes) == self.workers:
-                self.give("leave", 0)
-        elif do == "end" and all(self.done(worker) for worker in range(self.workers)):
-            if self.final or any(report["stopped"] for report in reports.values()):
-                self.give("leave", 0)
-            else:
-                self.say(f"starting again, retry {self.attempt} of {self.retries}; it resumes from its checkpoint")
-                self.run()
-
-    def run(self) -> None:
-        """Orders the next attempt."""
-        self.attempt += 1
-        self.code, self.why = 0, ""
-        self.give("run", self.grace)
-
-    def all_told(self) -> bool:
-        """Tells whether every other worker that still listens has got the present order."""
-        ended = {worker for worker, report in self.reports.items() if self.final and not report["running"]}
-        left = ended | {worker for worker, report in self.reports.items() if report["stopped"]}
-        return all(worker in self.told or worker in left or self.lost(worker) for worker in self.reports if worker)
+        stopped = [w for w, r in reports.items() if r["stopped"] or (do != "end" and codes.get(w) == STOPPED)]
+        lost = [worker for worker in reports if self.lost(worker)]
+        if do == "end":
+            if all(worker in lost or not report["running"] for worker, report in reports.items()):
+                if self.order["final"] or stopped:
+                    self.order.update(do="leave", grace=0, final=True)
+                else:
+                    attempt = self.order["attempt"]
+                    self.say(f"starting again, retry {attempt} of {self.retries}; it resumes from its checkpoint")
+                    self.run()
+        elif stopped:
+            self.end(STOPPED, f"the run was stopped on worker {stopped[0]}", self.grace, True)
+        elif failed := [worker for worker, code in codes.items() if code]:
+            worker, code = failed[0], codes[failed[0]]
+            for line in reports[worker]["tail"].splitlines() if worker else ():
+                self.say(line, f"[worker {worker}]")
+            self.end(code, f"worker {worker} failed with exit code {code}", FAILED_GRACE, code == 2)
+        elif lost:
+            self.end(1, f"worker {lost[0]} was not heard for {LOST} s", FAILED_GRACE, True)
+        elif do == "wait" and len(reports) == self.workers:
+            self.run()
+        elif do == "wait" and time.monotonic() > self.begun + JOIN:
+            absent = ", ".join(str(worker) for worker in range(self.workers) if worker not in reports)
+            self.end(1, f"worker {absent} did not join in {JOIN} s", FAILED_GRACE, True)
+        elif do == "run" and len(codes) == self.workers:
+            self.order.update(do="leave", grace=0, final=True)
 
     def serve(self, key: str) -> int:
         """Answers the other workers in the background. Returns the port."""
@@ -259,17 +245,14 @@ class Keeper:
         self.tail = "\n".join(lines) if self.code else ""
         print(*lines, sep="\n", flush=True)  # the journal has the end, too
         self.kill()
-        with contextlib.suppress(OSError, ValueError):  # also what has left the group; cgroup v2
-            unit = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2])
-            if unit.name == "xla-zoo.service":
-                for pid in (unit / "cgroup.procs").read_text().split():
-                    if int(pid) != os.getpid():
-                        os.kill(int(pid), signal.SIGKILL)
-                killed = re.search(r"^oom_kill [1-9]\d*$", (unit / "memory.events").read_text(), re.MULTILINE)
-                if killed and self.code:
-                    self.say(
-                        "the machine ran out of memory (not the TPU's), and the kernel killed a process of the run"
-                    )
+        unit = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2])
+        if unit.name == "xla-zoo.service":
+            with contextlib.suppress(OSError):  # also what has left the group; cgroup v2
+                for pid in map(int, (unit / "cgroup.procs").read_text().split()):
+                    if pid != os.getpid():
+                        os.kill(pid, signal.SIGKILL)
+                if self.code and re.search(r"^oom_kill [1-9]", (unit / "memory.events").read_text(), re.MULTILINE):
+                    self.say("the machine ran out of memory (not the TPU's): the kernel killed a process of the run")
         self.process = None
 
     def step(self) -> bool:
@@ -302,32 +285,23 @@ def keep() -> int:
     signal.signal(signal.SIGTERM, lambda *_: setattr(keeper, "stopped", True))
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    port = keeper.owner.serve(start["key"]) if keeper.owner else 0
+    owner = keeper.owner
+    port = owner.serve(start["key"]) if owner else 0
     write_json(RUNTIME / "port.json", {"token": start["token"], "port": port})
 
     def pulse() -> None:
         while True:
             keeper.report()
-            time.sleep(0.1 if keeper.owner else PULSE)
+            time.sleep(0.1 if owner else PULSE)
 
     threading.Thread(target=pulse, daemon=True).start()
     while keeper.step():
         time.sleep(0.1)
     keeper.report()
-    owner = keeper.owner
-    if owner:
-        if keeper.stopped and not owner.code:
-            owner.code, owner.why = STOPPED, "the run was stopped on worker 0"
-        deadline = time.monotonic() + 5
-        while not owner.all_told() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if start["workers"] > 1 and not keeper.stopped:
-            time.sleep(2 * PULSE)  # who sees this unit end starts the next run, and the other units end a moment later
-        code, why = owner.code, owner.why
-    else:
-        code, why = 1 if keeper.code is None else keeper.code, ""
-    outcome = {"token": start["token"], "code": code, "why": why, "trainer": keeper.code}
-    write_json(RUNTIME / "outcome.json", outcome)
+    if owner and start["workers"] > 1:
+        time.sleep(2 * PULSE)  # the others hear of it, and their units have ended when the next run starts
+    code, why = (owner.code, owner.why) if owner else (1 if keeper.code is None else keeper.code, "")
+    write_json(RUNTIME / "outcome.json", {"token": start["token"], "code": code, "why": why, "trainer": keeper.code})
     return code
 
 
@@ -343,8 +317,9 @@ def ended() -> None:
             record.update(outcome)
     if how in ("killed", "dumped"):
         record["code"] = record["trainer"] = 128 + getattr(signal, f"SIG{status}", 9)
-    (RUNTIME / "ended").mkdir(exist_ok=True)
-    write_json(RUNTIME / "ended" / f"{start['run']}.json", record)
+    records = RUNTIME / "ended.json"
+    before = json.loads(records.read_text()) if records.exists() else []
+    write_json(records, [*before, record][-KEPT:])
     (RUNTIME / "start.json").unlink()  # it has the run's variables
 
 

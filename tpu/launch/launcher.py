@@ -50,6 +50,7 @@ from tpu.launch.workers import PRINTING, TpuGone, WorkerLost, Workers, parallel,
 GONE = 75  # exit code: the TPU is gone; EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # exit code after Ctrl-C
 RECENT = 32 * 1024  # bytes of the log so far that are shown when attaching
+LONGEST_GRACE = 86400  # seconds
 ASK_AGAIN = 15  # seconds between two looks at a TPU that is not ready
 KEEPER = Path(__file__).with_name("keeper.py")
 
@@ -94,6 +95,8 @@ class Launcher:
         place = {"TPU": host.name, "ZONE": options.zone, "PROJECT": options.project}
         self.place = [f"{name}={value}" for name, value in place.items() if value]
         self.options, self.host, self.workers = options, host, Workers(host, options.lost_after)
+        if options.grace is not None and not 0 <= options.grace <= LONGEST_GRACE:
+            raise InputError(f"--grace {options.grace:g} is not a time to save: give 0 to {LONGEST_GRACE} seconds")
         self.grace = [] if options.grace is None else ["--grace", options.grace]
         self.run, self.begun = "", False  # begun: something was started that Ctrl-C must stop
 
@@ -175,12 +178,13 @@ class Launcher:
             model = next((word[6:] for word in words if word.startswith("MODEL=")), "run")
             self.run = self.run or time.strftime(f"{model}-%Y%m%d-%H%M%S")
         key, retries = secrets.token_hex(16), max(options.retries, 0)
-        request = {"command": ["make", "train", *words, f"NAME={self.run}"], "words": words, "environment": environment}
-        request |= {"keeper": KEEPER.read_text(), "workers": self.workers.count, "retries": retries}
+        request = {"keeper": KEEPER.read_text(), "workers": self.workers.count, "retries": retries}
+        request |= {"words": words, "environment": environment}
         request |= {"grace": 60 if options.grace is None else options.grace, "key": key}
 
         def start_one(worker: int) -> dict[str, Any]:
-            data = json.dumps({**request, "worker": worker}).encode()
+            command = ["make", "train", *words, f"NAME={self.run}"]
+            data = json.dumps({**request, "command": command, "worker": worker}).encode()
             marks = ("--run", self.run, "--token", token, "--bundle", bundle, "--epoch", statuses[worker]["epoch"])
             return call(worker, "start", *marks, data=data)
 

@@ -11,7 +11,6 @@ import io
 import os
 import re
 import shlex
-import stat
 import subprocess
 import tarfile
 from pathlib import Path
@@ -52,26 +51,21 @@ def make_bundle(folder: Path) -> tuple[str, bytes, int]:
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
     ):
         for name in names:
-            add_file(archive, folder / name, name)
+            archive.add(folder / name, name, recursive=False, filter=make_anonymous)
     content = packed.getvalue()
     return hashlib.sha256(content).hexdigest(), content, len(names)
 
 
-def add_file(archive: tarfile.TarFile, path: Path, name: str) -> None:
-    """Adds a file or a symbolic link without what differs between machines: owner, time, mode except x."""
-    info = tarfile.TarInfo(name)
-    mode = path.lstat().st_mode
-    if stat.S_ISLNK(mode):
-        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
-        archive.addfile(info)
-    elif stat.S_ISREG(mode):
-        content = path.read_bytes()
-        info.size, info.mode = len(content), 0o755 if mode & 0o100 else 0o644
-        archive.addfile(info, io.BytesIO(content))
-    else:
+def make_anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Takes away what differs between machines: owner, time, mode except x. InputError: neither a file nor a link."""
+    if not (info.isreg() or info.issym() or info.islnk()):
         raise InputError(
-            f"{name} is neither a file nor a link; submodules and other repositories inside are not copied"
+            f"{info.name} is neither a file nor a link; submodules and other repositories inside are not copied"
         )
+    info.uid = info.gid = info.mtime = 0
+    info.uname = info.gname = ""
+    info.mode = 0o755 if info.mode & 0o100 else 0o644
+    return info
 
 
 def read_words(words: list[str], run: str) -> tuple[list[str], str]:
@@ -92,8 +86,10 @@ def read_words(words: list[str], run: str) -> tuple[list[str], str]:
             run = run or value
         elif value:
             kept.append(f"{name}={value}".replace("$", "$$"))
-    if run and not re.fullmatch(r"\w[\w.-]*", run, re.ASCII):
-        raise InputError(f"RUN={run} is not the name of one folder; use letters, digits, points, hyphens, underscores")
+    if run and not re.fullmatch(r"\w[\w.-]{0,99}", run, re.ASCII):
+        raise InputError(
+            f"RUN={run} is not the name of one folder; use up to 100 letters, digits, points, hyphens, underscores"
+        )
     return kept, run
 
 

@@ -7,13 +7,13 @@ a password.
 A run is the transient unit xla-zoo.service, whose main process is tpu/launch/keeper.py. A machine has one unit of this
 name, so systemd itself refuses a second run, kills whatever is left of one that has ended, and knows how it ended.
 
-    ~/xla-zoo/worker-<i>/bundles/   the working tree as it was sent, by hash
+    ~/xla-zoo/worker-<i>/bundle     the working tree as it was sent
     ~/xla-zoo/worker-<i>/tree/      the working tree, with its .venv and runs/. A new bundle replaces the files that
                                     differ and removes those that are gone; what else is there stays, so a run can be
                                     resumed, and make installs again only when a requirements file differs
     ~/xla-zoo/worker-<i>/jobs/<run>/log    output of all starts of the run
     /run/xla-zoo/                   in memory, for its owner alone: keeper.py; start.json: the newest start with its
-                                    variables; ended/<run>.json: how it ended; epoch: changes with every stop
+                                    variables; ended.json: how the newest ones ended; epoch: changes with every stop
 
 Every start has a token, the same on all workers: with the same token it is done once, however often it is asked for.
 A start that was asked for before a stop is refused after it (epoch). Answers are lines `@xla-zoo {json}`; log data
@@ -27,6 +27,7 @@ import base64
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -37,7 +38,9 @@ import sys
 import tarfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 UNIT = "xla-zoo.service"
 RUNTIME = Path(os.environ.get("XLA_ZOO_RUNTIME", "/run/xla-zoo"))  # set by tests alone
@@ -46,9 +49,9 @@ CHUNK = 48 * 1024  # bytes of log in an answer
 TAIL = 64 * 1024  # bytes of log that come with the end: what went wrong is looked for there
 HEARTBEAT = 5  # seconds; the launcher takes a long silence for a dead connection
 POLL = 0.1  # seconds
-KEEP_BUNDLES = 3
 SPEAKING = threading.Lock()
-STRANGER = "a run of another user"
+NOBODY = {"run": "a run that ends, or is another user's", "token": "", "words": [], "bundle": "", "started": 0}
+NOBODY.update(grace=60, worker=0, workers=0)
 NEEDED = (
     "a run is a systemd unit, started as root or through sudo without a password; this host says: {}. Use a machine"
     " with both, or run make train there by hand"
@@ -70,19 +73,23 @@ def emit(**answer: object) -> None:
         sys.stdout.buffer.flush()
 
 
-def read_json(path: Path) -> dict:
-    """Returns the object in a file, {} if there is none: no file, or one that a power cut has left empty."""
+def read_json(path: Path, other: Any = None) -> Any:
+    """Returns what a file holds, else `other`: no file, another user's, or one that a power cut has left empty."""
     try:
         return json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
+    except (OSError, ValueError):
+        return {} if other is None else other
 
 
-def write_json(path: Path, value: object) -> None:
-    """Replaces a file as a whole, also for processes that read it at this moment."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(value))
-    os.replace(new, path)
+def write(path: Path, content: bytes | str) -> None:
+    """Replaces a file as a whole, also for those who read or replace it at this moment."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(new, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # the disk may be full
+            new.unlink()
 
 
 def system(*words: object) -> None:
@@ -93,7 +100,7 @@ def system(*words: object) -> None:
 
 
 def running() -> dict:
-    """Returns the start that is alive on this machine: run, token, words, bundle, started. {}: none is."""
+    """Returns the start that is alive on this machine: run, token, words, bundle, started, …. {}: none is."""
     try:
         command = ["systemctl", "show", UNIT, "--property=ActiveState"]
         shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -105,49 +112,53 @@ def running() -> dict:
         raise Passing(shown.stderr.strip() or "systemctl failed")
     if shown.stdout.strip() in ("ActiveState=inactive", "ActiveState=failed"):
         return {}
-    unknown = {"run": "?", "token": "?", "words": [], "bundle": "?", "started": 0, "grace": 60}
-    unknown.update(worker=0, workers=0)
-    try:
-        start = read_json(RUNTIME / "start.json")
-    except PermissionError:
-        return dict(unknown, run=STRANGER)
-    return {name: start.get(name, other) for name, other in unknown.items()}
+    start = {**NOBODY, **read_json(RUNTIME / "start.json")}
+    return {name: start[name] for name in NOBODY}
 
 
-def own_runtime() -> None:
-    """Makes /run/xla-zoo ours."""
+def own_runtime(holder: dict) -> bool:
+    """Makes /run/xla-zoo ours. Returns False where it belongs to another user, and so does what runs."""
     stranger = RUNTIME.exists() and RUNTIME.stat().st_uid != os.geteuid()
+    if stranger and holder:
+        return False
     if stranger:
         system("rm", "-rf", RUNTIME)
     if stranger or not RUNTIME.exists():  # of two commands at once both may find nothing: only make it
         system("install", "-d", "-m", "700", "-o", os.geteuid(), "-g", os.getegid(), RUNTIME)
-    (RUNTIME / "ended").mkdir(exist_ok=True)
+    return True
+
+
+@contextlib.contextmanager
+def locked() -> Iterator[None]:
+    """Lets one start at a time come here."""
+    with (RUNTIME / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def epoch() -> str:
     """Returns what changes with every stop and every restart of the machine."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    try:
-        return boot + (RUNTIME / "epoch").read_text()
-    except OSError:
-        return boot
+    return f"{boot} {read_json(RUNTIME / 'epoch', '')}"
 
 
-def ended(run: str, token: str) -> dict:
-    """Returns how a start of a run ended, {} if nothing is known of it."""
-    try:
-        record = read_json(RUNTIME / "ended" / f"{run}.json")
-    except PermissionError:
-        return {}
-    return record if token in ("", record.get("token")) else {}
+def history() -> list[dict]:
+    """Returns how the newest starts ended, the last one last."""
+    return read_json(RUNTIME / "ended.json", [])
 
 
-def newest(count: int) -> list[dict]:
-    """Returns how the newest runs ended, the last one last."""
-    with contextlib.suppress(PermissionError):
-        records = [read_json(path) for path in (RUNTIME / "ended").glob("*.json")]
-        return sorted(records, key=lambda record: record.get("ended", 0))[-count:]
-    return []
+def ended(token: str) -> dict:
+    """Returns how a start ended, {} if nothing is known of it."""
+    return next((record for record in history() if record["token"] == token), {})
+
+
+def bundle(home: Path, name: str) -> bytes:
+    """Returns the working tree as it was sent, b"" if it is not here, or not whole."""
+    with contextlib.suppress(FileNotFoundError):
+        content = (home / "bundle").read_bytes()
+        if hashlib.sha256(content).hexdigest() == name:
+            return content
+    return b""
 
 
 def move_aside(path: Path) -> None:
@@ -155,23 +166,20 @@ def move_aside(path: Path) -> None:
     os.replace(path, f"{path}.old-{time.time():.0f}")
 
 
-def unpack(bundle: Path, tree: Path, manifest: Path) -> None:
+def unpack(content: bytes, tree: Path, manifest: Path) -> None:
     """Makes the files of `tree` those of the bundle. Equal files keep their time, which make compares."""
     tree.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(bundle) as archive:
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         members = archive.getmembers()
         names = [member.name for member in members]
-        outside = [name for name in names if name.startswith("/") or ".." in name.split("/")]
-        if outside:
-            raise Failure(f"{outside[0]} in the bundle is outside the tree")
-        for name in set(read_json(manifest).get("files", [])) - set(names):
+        for name in set(read_json(manifest, [])) - set(names):
             with contextlib.suppress(OSError):
                 (tree / name).unlink()
             for folder in list((tree / name).parents)[: name.count("/")]:
                 with contextlib.suppress(OSError):
                     folder.rmdir()  # if it is empty
         # Before the files: an unpacking that is cut off leaves no file that nobody knows.
-        write_json(manifest, {"files": names})
+        write(manifest, json.dumps(names))
         for member in members:
             path = tree / member.name
             for folder in list(path.parents)[: member.name.count("/")]:
@@ -180,44 +188,24 @@ def unpack(bundle: Path, tree: Path, manifest: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir() and not path.is_symlink():
                 move_aside(path)
-            new = path.with_name(path.name + ".new")
-            if os.path.lexists(new):
-                new.unlink()
             if member.issym():
-                os.symlink(member.linkname, new)
-            else:
-                content = archive.extractfile(member).read()
-                if path.is_file() and not path.is_symlink() and path.read_bytes() == content:
-                    path.chmod(member.mode)
-                    continue
-                new.write_bytes(content)
-                new.chmod(member.mode)
-            os.replace(new, path)
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+                os.symlink(member.linkname, path)
+                continue
+            new = archive.extractfile(member).read()
+            if path.is_symlink() or not path.is_file() or path.read_bytes() != new:
+                write(path, new)
+            path.chmod(member.mode)
 
 
 def receive(home: Path, options: argparse.Namespace) -> dict:
     """Stores the bundle that follows on standard input, if it is whole."""
-    folder = home / "bundles"
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"part-{os.getpid()}"
-    digest = hashlib.sha256()
-    try:
-        with part.open("wb") as file:
-            for chunk in iter(lambda: sys.stdin.buffer.read(1 << 20), b""):
-                file.write(chunk)
-                digest.update(chunk)
-        if digest.hexdigest() != options.bundle:  # gcloud repeats a command whose connection dropped without its input
-            return {"state": "incomplete"}
-        os.replace(part, folder / options.bundle)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
-    with contextlib.suppress(FileNotFoundError):  # another command does the same
-        for old in sorted(folder.glob("[!p]*"), key=lambda path: path.stat().st_mtime)[:-KEEP_BUNDLES]:
-            old.unlink()
-        for part in folder.glob("part-*"):
-            if part.stat().st_mtime < time.time() - 86400:
-                part.unlink()
+    content = sys.stdin.buffer.read()
+    if hashlib.sha256(content).hexdigest() != options.bundle:  # gcloud repeats a broken command without its input
+        return {"state": "incomplete"}
+    home.mkdir(parents=True, exist_ok=True)
+    write(home / "bundle", content)
     return {"state": "received"}
 
 
@@ -228,32 +216,30 @@ def start(home: Path, options: argparse.Namespace) -> dict:
     except ValueError:
         return {"state": "incomplete"}
     holder = running()
-    if holder.get("run") == STRANGER:
+    if not own_runtime(holder):
         return {"state": "busy", "holder": holder}
-    own_runtime()
-    with (RUNTIME / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked():
         holder = running()
-        if options.token == holder.get("token") or ended(options.run, options.token):
-            return dict(state="attached", **meeting_place())
+        if options.token == holder.get("token") or ended(options.token):
+            return {"state": "attached", **meeting_place()}
         if holder:
             return {"state": "busy", "holder": holder}
         check_epoch(options.epoch)
-        unpack(home / "bundles" / options.bundle, home / "tree", home / "manifest.json")
-        folder = home / "jobs" / options.run
-        folder.mkdir(parents=True, exist_ok=True)
-        log = folder / "log"
+        content = bundle(home, options.bundle)
+        if not content:
+            raise Failure("the working tree was replaced or damaged while the run was being started; try again")
+        unpack(content, home / "tree", home / "manifest.json")
+        log = home / "jobs" / options.run / "log"
+        log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()
-        identity = {"run": options.run, "token": options.token, "bundle": options.bundle, "started": time.time()}
-        environment = dict(os.environ, PYTHONUNBUFFERED="1", **request.pop("environment"))
         (RUNTIME / "keeper.py").write_text(request.pop("keeper"))
-        write_json(
-            RUNTIME / "start.json",
-            dict(request, **identity, log=str(log), offset=log.stat().st_size, environment=environment),
-        )
+        request["environment"] = dict(os.environ, PYTHONUNBUFFERED="1", **request["environment"])
+        request.update(run=options.run, token=options.token, bundle=options.bundle, started=time.time())
+        request.update(log=str(log), offset=log.stat().st_size)
+        write(RUNTIME / "start.json", json.dumps(request))
         check_epoch(options.epoch)  # a stop has waited for this lock
         start_unit(home / "tree", options.token, request["grace"])
-        return dict(state="started", **meeting_place())
+        return {"state": "started", **meeting_place()}
 
 
 def check_epoch(expected: str) -> None:
@@ -288,43 +274,40 @@ def start_unit(tree: Path, token: str, grace: float) -> None:
 
 def meeting_place() -> dict:
     """Returns where and with which key this machine's keeper hears those of the other workers."""
-    found = re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", Path("/proc/net/fib_trie").read_text())
-    start = read_json(RUNTIME / "start.json")
+    found = set(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", Path("/proc/net/fib_trie").read_text()))
+    addresses = sorted(found, key=lambda address: address.startswith("127."))
     port = read_json(RUNTIME / "port.json").get("port", 0)
-    found = sorted(set(found), key=lambda address: address.startswith("127."))
-    return {"addresses": found, "port": port, "key": start.get("key", "")}
+    return {"addresses": addresses, "port": port, "key": read_json(RUNTIME / "start.json").get("key", "")}
 
 
 def follow(home: Path, options: argparse.Namespace) -> dict:
     """Streams the log of a start from byte `at`, then how it ended. -1: all of it; -n: its last n bytes."""
-    at, offset, looked = options.at, None, 0.0
+    at, looked = options.at, 0.0
     while True:
-        # In this order: what was written before the end is read after it is known.
-        record = ended(options.run, options.token)
-        alive = not record
-        if alive and time.monotonic() > looked + 1:
-            looked = time.monotonic()
-            if running().get("token") != options.token and not ended(options.run, options.token):
-                return {"state": "unknown"}
+        record = ended(options.token)  # first: what was written before the end is read after it is known
         start = record or read_json(RUNTIME / "start.json")
-        log = Path(start.get("log", home / "jobs" / options.run / "log"))
-        if not log.exists():  # somebody has removed it; the keeper knows how the run ends without it
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.touch()
-        if offset is None:
-            offset = start.get("offset", 0)
+        known = start.get("token") == options.token
+        if not record and (not known or time.monotonic() > looked + 1):
+            looked = time.monotonic()
+            if running().get("token") != options.token and not ended(options.token):
+                return {"state": "unknown"}
+            if not known:  # it has ended at this moment
+                continue
+        offset = start["offset"]
+        try:
+            file = open(start["log"], "rb")  # noqa: SIM115 - closed below
+        except FileNotFoundError:  # somebody has removed it; the keeper knows how the run ends without it
+            file = io.BytesIO()
+        with file:
             if at < 0:
-                at = max(offset, log.stat().st_size + at if at < -1 else 0)
-                at += log.read_bytes()[at:].find(b"\n") + 1 if at > offset else 0  # not half a line
-        with log.open("rb") as file:
+                at = max(offset, file.seek(0, os.SEEK_END) + at if at < -1 else 0)
+                file.seek(at)
+                at += len(file.readline()) if at > offset else 0  # not half a line
             file.seek(at)
-            while True:
-                data = file.read(CHUNK)
-                if not data:
-                    break
+            while data := file.read(CHUNK):
                 emit(at=at, data=base64.b64encode(data).decode())
                 at += len(data)
-            if not alive:
+            if record:
                 file.seek(max(offset, at - TAIL))
                 return dict(record, state="ended", tail=base64.b64encode(file.read()).decode())
         time.sleep(POLL)
@@ -335,17 +318,15 @@ def stop(home: Path, options: argparse.Namespace) -> dict:
     holder = running()
     if holder and options.run not in ("", holder["run"]):
         return {"state": "other", "holder": holder}
-    if holder.get("run") != STRANGER:
-        own_runtime()
-        (RUNTIME / "epoch").write_text(secrets.token_hex(8))
-        with (RUNTIME / "lock").open("w") as lock:  # a start that is under way sees the new epoch
-            fcntl.flock(lock, fcntl.LOCK_EX)
-    holder = running()
+    if own_runtime(holder):
+        write(RUNTIME / "epoch", json.dumps(secrets.token_hex(8)))
+        with locked():  # a start that is under way sees the new epoch
+            holder = running()
     if not holder:
-        just = [
-            record for record in newest(1) if time.time() < record["ended"] + 60 and options.run in ("", record["run"])
-        ]
-        return dict(just[0], state="stopped") if just else {"state": "idle"}
+        for record in history()[-1:]:
+            if time.time() < record["ended"] + 60 and options.run in ("", record["run"]):
+                return dict(record, state="stopped")
+        return {"state": "idle"}
     begun, grace = time.monotonic(), holder["grace"] if options.grace is None else options.grace
     for words, seconds in ((("stop", "--no-block"), grace), (("kill", "--signal=SIGKILL"), grace + 30)):
         try:
@@ -353,21 +334,17 @@ def stop(home: Path, options: argparse.Namespace) -> dict:
         except Failure:
             if running():  # else it has ended by itself
                 raise
-        while running():
-            if time.monotonic() > begun + seconds:
-                break
+        while time.monotonic() < begun + seconds:
+            if not running():
+                return {"run": holder["run"], **ended(holder["token"]), "state": "stopped"}
             time.sleep(POLL)
-        else:
-            return {"run": holder["run"], **ended(holder["run"], holder["token"]), "state": "stopped"}
     raise Failure(f"the processes of {holder['run']} do not end; restart the machine")
 
 
 def status(home: Path, options: argparse.Namespace) -> dict:
     """Returns what runs, how the newest runs ended, how much disk is free, and whether the bundle is here and whole."""
-    bundle = home / "bundles" / (options.bundle or "none")
-    whole = bundle.exists() and hashlib.sha256(bundle.read_bytes()).hexdigest() == options.bundle
-    free = shutil.disk_usage(str(Path.home())).free
-    return dict(state="status", running=running(), ended=newest(5), free=free, whole=whole, epoch=epoch())
+    free, whole = shutil.disk_usage(str(Path.home())).free, bool(bundle(home, options.bundle))
+    return dict(state="status", running=running(), ended=history()[-5:], free=free, whole=whole, epoch=epoch())
 
 
 def heartbeats(action: str) -> None:

@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -56,63 +57,50 @@ class Connections:
 
     def __init__(self) -> None:
         self.live: set[subprocess.Popen] = set()
-        self.guard = threading.Lock()
 
     def run(self, command: list[str], data: bytes, hear: Callable[[dict], None]) -> tuple[dict[str, Any], str]:
         """Runs a command until it ends, or is silent. Returns the last answer with a `state` ({}: it broke before), and
-        standard error."""
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-        with self.guard:
+        the end of standard error."""
+        with tempfile.TemporaryFile() as errors:
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True)
             self.live.add(process)
-        errors: list[bytes] = []
 
-        def feed() -> None:
-            with contextlib.suppress(OSError):
-                process.stdin.write(data)
-            with contextlib.suppress(OSError):
-                process.stdin.close()
+            def feed() -> None:
+                with contextlib.suppress(OSError), process.stdin:
+                    process.stdin.write(data)
 
-        def collect() -> None:
-            for line in process.stderr:
-                errors[:] = [*errors[-50:], line]
-
-        threads = [threading.Thread(target=work, daemon=True) for work in (feed, collect)]
-        for thread in threads:
-            thread.start()
-        answer: dict[str, Any] = {}
-        rest = b""
-        try:
-            while True:
-                if not select.select([process.stdout], [], [], SILENCE)[0]:
-                    errors.append(f"nothing heard for {SILENCE:.0f} s\n".encode())
-                    break
-                chunk = os.read(process.stdout.fileno(), 1 << 16)
-                if not chunk:
-                    break
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    if line.startswith(MARK):
-                        with contextlib.suppress(ValueError):  # cut off by a dropped connection
-                            found = json.loads(line[len(MARK) :])
-                            answer = found if "state" in found else {}
-                            hear(found)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5)
-        finally:
-            kill(process)
-            process.wait()
-            threads[1].join(2)
-            process.stdout.close()
-            with self.guard:
+            threading.Thread(target=feed, daemon=True).start()
+            answer: dict[str, Any] = {}
+            rest = b""
+            try:
+                while select.select([process.stdout], [], [], SILENCE)[0]:
+                    chunk = os.read(process.stdout.fileno(), 1 << 16)
+                    if not chunk:
+                        break
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        if line.startswith(MARK + b"{"):
+                            with contextlib.suppress(ValueError):  # cut off by a dropped connection
+                                found = json.loads(line[len(MARK) :])
+                                answer = found if "state" in found else {}
+                                hear(found)
+                else:
+                    errors.write(f"nothing heard for {SILENCE:.0f} s\n".encode())
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
+            finally:
+                kill(process)
+                process.wait()
+                process.stdout.close()
                 self.live.discard(process)
-        return answer, b"".join(errors).decode(errors="replace")
+            errors.seek(0)
+            return answer, errors.read()[-8192:].decode(errors="replace")
 
     def abort(self) -> None:
         """Kills all processes under way."""
-        with self.guard:
-            for process in self.live:
-                kill(process)
+        for process in list(self.live):
+            kill(process)
 
 
 def kill(process: subprocess.Popen) -> None:
