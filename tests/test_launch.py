@@ -658,7 +658,7 @@ def ssh(bed):
         f"#!/bin/sh\n[ ! -e {bed.folder}/unknown ] || {{ echo Host key verification failed. >&2; exit 255; }}\n"
         "while case $1 in *host0|*127.0.0.1) worker=0; false;; *host1|*127.0.0.2) worker=1; false;; esac\n"
         "do shift; done\n"
-        f"shift; [ $1 != -- ] || shift; home={bed.cloud}/home-$worker; cd $home\n"
+        f'shift; [ "$1" != -- ] || shift; home={bed.cloud}/home-$worker; cd $home\n'
         f'exec /usr/bin/env -i HOME=$home PATH={bed.tpu["path"]} XLA_ZOO_RUNTIME=$home/run /bin/sh -c "$*"\n'
     )
     (bed.cloud / "bin/ssh").chmod(0o755)
