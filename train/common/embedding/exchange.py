@@ -83,7 +83,8 @@ def update(
     sharding = array.sharding
     sent = [_gradients(array, route, grad) for route, grad in zip(routes, grads, strict=True)]
     rows, g = (sharding.gather_copies(torch.cat(tensors)) for tensors in zip(*sent, strict=True))
-    # A row in the memory of a TPU costs ten times what one of this list does, and most of the list is empty places.
+    # A row in the memory of a TPU costs ten times what one of this list does, and most of the list is empty places. The
+    # list cannot be cut before equal rows are added up: a frequent id comes from all devices, and to one owner.
     rows, g = regions.sum_equal_rows(rows, g, array.local_rows)
     ids = sum(route.places.numel() for route in routes) * (sharding.mesh.num_devices // array.parts)
     capacity = planned(ids, array.parts, array.room[1], min(rows.numel(), array.used_rows))
