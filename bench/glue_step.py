@@ -8,6 +8,7 @@ trainer   transformers.Trainer as it is (fused AdamW, its own loop and loader), 
 how       the same initial weights, examples, tokenizer, batch size, dropout (attention's included), AdamW, gradient
           clipping, greatest length; float32; the same cores. One process a side, of which one works at a time: blocks
           of steps in rotating order; ratios within a round, and of all rounds together
+clock     the wall's; with --threads 1 the process's CPU time, which other work on the machine does not stretch
 units     training examples a second; real tokens a second, special tokens counted, padding not
 random    dropout on XLA: XLA_RNG_BIT_GENERATOR=three_fry (torch_xla's default on a CPU draws 20 times slower;
           a TPU has a generator of its own)
@@ -16,7 +17,7 @@ run       pip install accelerate
           python -m bench.glue_step --data FOLDER --task mrpc --device cpu --checkpoint FOLDER
 
 Run it on a machine that does nothing else. All sides meet the lengths at random, but Trainer's grouped one from long to
-short within 50 batches: let --rounds x --block be an epoch, or a multiple of 50, and compare all rounds together.
+short within 50 batches: let --rounds x --block be a whole epoch, and compare all rounds together.
 """
 
 import json
@@ -65,7 +66,13 @@ class Options:
     threads: int = 2  # cores of each side
     block: int = 16  # steps between two readings of the clock
     rounds: int = 8  # counted blocks of each side
+    only_grouped: bool = False  # leave out the sides whose batches are drawn at random
     out: str = "runs/bench/glue_step.json"  # where the figures go
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Returns seconds from an arbitrary start."""
+        return time.process_time if self.threads == 1 else time.perf_counter
 
 
 @dataclass
@@ -115,11 +122,11 @@ def ours(options: Options, start: str, grouped: bool, mesh) -> Callable[[int], B
                     seen.add(batch["input_ids"].shape)
                     step_fn(state, batch, config, mesh)
     loader = loading.parallel_loader(train_set, plan, mesh, train=True, seed=SEED, stop=STEPS)
-    made = 0
+    made, clock = 0, options.clock
 
     def run(steps: int) -> Block:
         nonlocal made
-        batches, started = [], time.perf_counter()
+        batches, started = [], clock()
         for _ in range(steps):
             made += 1
             batches.append(next(loader))
@@ -127,7 +134,7 @@ def ours(options: Options, start: str, grouped: bool, mesh) -> Callable[[int], B
             device.set_lr(state.optimizer, script.learning_rate(config, made, STEPS))
             metrics = step_fn(state, batches[-1], config, mesh)
         device.fetch([metrics["loss"]])
-        block = Block(time.perf_counter() - started)
+        block = Block(clock() - started)
         for batch in batches:
             block.examples += int(batch["mask"].cpu().sum())
             block.tokens += int(batch["attention_mask"].cpu().sum())
@@ -143,6 +150,7 @@ def serve(options: Options, recipe: glue_trainer.Options, start: str, name: str,
 
     torch.set_num_threads(options.threads)
     padding, settings = TRAINERS[name]
+    clock = options.clock
     block, left, started = Block(), 0, 0.0
 
     class Clock(TrainerCallback):
@@ -155,7 +163,7 @@ def serve(options: Options, recipe: glue_trainer.Options, start: str, name: str,
             nonlocal left
             left -= 1
             if left == 0:
-                block.seconds = time.perf_counter() - started
+                block.seconds = clock() - started
                 pipe.send(block)
                 wait(control)
 
@@ -165,7 +173,7 @@ def serve(options: Options, recipe: glue_trainer.Options, start: str, name: str,
         if command is None:
             control.should_training_stop = True
             return
-        block, left, started = Block(), command, time.perf_counter()
+        block, left, started = Block(), command, clock()
 
     def count(_, args, inputs) -> None:
         block.examples += len(inputs["input_ids"])
@@ -203,13 +211,15 @@ def table(rounds: dict[str, list[Block]]) -> None:
     """Prints rates, and ours as a multiple of each other side's in real tokens a second: all rounds together."""
     totals = {name: sum(blocks, Block()) for name, blocks in rounds.items()}
     rates = {name: total.tokens / total.seconds for name, total in totals.items()}
-    ratios = " | ".join(f"{name} / this" for name in OURS)
-    print(f"\n| | real tokens/s | examples/s, median round (min to max) | padding | {ratios} |\n|{'---|' * 6}")
+    own = [name for name in OURS if name in rounds]
+    ratios = " | ".join(f"{name} / this" for name in own)
+    print(f"\n| | real tokens/s | examples/s, median round (min to max) | padding | {ratios} |")
+    print(f"|{'---|' * (4 + len(own))}")
     for name, blocks in rounds.items():
         examples, total = sorted(block.examples / block.seconds for block in blocks), totals[name]
         row = [name, f"{rates[name]:,.0f}"]
         row += [f"{statistics.median(examples):,.0f} ({examples[0]:,.0f} to {examples[-1]:,.0f})"]
-        row += [f"{1 - total.tokens / total.places:.0%}", *(f"{rates[own] / rates[name]:.2f}" for own in OURS)]
+        row += [f"{1 - total.tokens / total.places:.0%}", *(f"{rates[mine] / rates[name]:.2f}" for mine in own)]
         print(f"| {' | '.join(row)} |")
 
 
@@ -218,7 +228,9 @@ def main(options: Options) -> None:
     glue_trainer.prepare_environment(options.threads)
     glue_trainer.quiet()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    shared = {name: value for name, value in asdict(options).items() if name not in ("threads", "block", "rounds")}
+    shared = {
+        name: value for name, value in asdict(options).items() if name in glue_trainer.Options.__dataclass_fields__
+    }
     recipe = glue_trainer.Options(**shared)
     with tempfile.TemporaryDirectory() as start:
         glue_trainer.prepare(recipe, options.data, SEED, start)
@@ -228,9 +240,11 @@ def main(options: Options) -> None:
         torch.set_num_threads(options.threads)
         sides: dict[str, Callable[[int], Block]] = {}
         for name, grouped in OURS.items():
-            sides[name] = ours(options, start, grouped, mesh)
-        for name in TRAINERS:
-            sides[name] = Worker(options, recipe, start, name)
+            if grouped or not options.only_grouped:
+                sides[name] = ours(options, start, grouped, mesh)
+        for name, (_, settings) in TRAINERS.items():
+            if settings or not options.only_grouped:
+                sides[name] = Worker(options, recipe, start, name)
         rounds: dict[str, list[Block]] = {name: [] for name in sides}
         names = list(sides)
         for number in range(-1, options.rounds):  # the first is a warm-up
@@ -241,8 +255,9 @@ def main(options: Options) -> None:
                     rounds[name].append(block)
             latest = {name: f"{blocks[-1].seconds:.1f} s" for name, blocks in rounds.items() if blocks}
             print(f"round {number + 1} of {options.rounds}: {latest or 'warm-up'}", flush=True)
-        for name in TRAINERS:
-            sides[name].process.kill()
+        for side in sides.values():
+            if isinstance(side, Worker):
+                side.process.kill()
     table(rounds)
     figures = {name: [vars(block) for block in blocks] for name, blocks in rounds.items()}
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
