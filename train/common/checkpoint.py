@@ -31,7 +31,7 @@ STATE, NUMBERS, COMPLETE = "state.safetensors", "state.json", "COMPLETE"
 def to_host(values: dict[str, Any]) -> dict[str, Any]:
     """Copies the tensors among `values` to the host in one transfer; waits for the steps that compute them."""
     tensors = {name: value.detach() for name, value in values.items() if torch.is_tensor(value)}
-    return values | dict(zip(tensors, device.read([*tensors.values()]), strict=True))
+    return {**values, **dict(zip(tensors, device.read([*tensors.values()]), strict=True))}
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
