@@ -146,7 +146,7 @@ def main(options: Options) -> dict[str, list[float]]:
 
     # The limit has the files of our batches, in its processes' memory before the clock starts.
     dataset = ours.dataset.dataset
-    keys = [indices.tolist() for _, indices in ours.batch_sampler]
+    keys = [indices.tolist() for _, indices in ours.sampler]
     contents = {index: dataset._read(index)[0] for batch in keys for index in batch}
     pool = multiprocessing.get_context("forkserver").Pool(workers, start_limit, (contents,))
 

@@ -173,6 +173,7 @@ def test_torchrecs_arrays_train_with_tables_of_the_given_rows(tmp_path):
     [
         ("--epochs 0", "--epochs is 0.*at least 1"),
         ("--exchange-room 1 0", r"--exchange-room is \(1.0, 0.0\).*above 0"),
+        ("--exchange-room nan 1", r"--exchange-room is \(nan, 1.0\).*above 0"),
         ("--top 4 2", r"--top is \(4, 2\).*end with 1"),
         ("--cross 0 4", r"--cross is \(0, 4\).*at least 1"),
         ("--batch-size 6", "batch_size is 6.*4 devices.*nearest that does is 8"),

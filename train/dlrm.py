@@ -113,8 +113,8 @@ def validate(config: Config) -> Config:
     for field in ("bottom", "top", "cross"):
         if not getattr(config, field) or min(getattr(config, field)) < 1:
             raise InputError(f"--{field} is {getattr(config, field)}; it needs sizes of at least 1")
-    if min(config.exchange_room) <= 0:
-        raise InputError(f"--exchange-room is {config.exchange_room}; both factors are above 0, 1 is enough for most")
+    if not all(0 < room < float("inf") for room in config.exchange_room):
+        raise InputError(f"--exchange-room is {config.exchange_room}; both are factors above 0, 1 is enough for most")
     if config.top[-1] != 1 or len(config.top) < 2:
         raise InputError(f"--top is {config.top}; it must be two sizes or more and end with 1, the logit of a click")
     cli.need_data(config, "a folder of prepared clicks")

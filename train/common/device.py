@@ -1,7 +1,7 @@
 """The device of a run: one surface over two backends, of which `setup` chooses one for the process.
 
     xla          xla/backend.py: one program serves one core and a pod (SPMD); a step is one compiled graph
-    cpu, cuda    eager.py: plain PyTorch on one device, operation by operation; torch_xla is not even imported
+    cpu, cuda    eager.py: plain PyTorch on one device, operation by operation; torch_xla need not be installed
 
 Nothing else asks which one it is. train/common/xla and train/common/embedding/sharding.py alone import torch_xla.
 """

@@ -190,9 +190,11 @@ def check_load(load: Sequence[float], room: tuple[float, float]) -> None:
     dropped, *shares = load
     if dropped:
         needed = [r if share <= 1 else math.ceil(11 * r * share) / 10 for r, share in zip(room, shares, strict=True)]
+        if shares[0] > 1:  # an id without a place is not among the updates, so their share is too low
+            needed[1] = max(needed[1], 1.0)
         raise InputError(
             f"{dropped:,.0f} ids found no place in the exchange of embeddings: the fullest pair of devices had "
             f"{shares[0]:.2f} of the ids that there is room for, the fullest device {shares[1]:.2f} of the updates; "
-            f"give --exchange-room {needed[0]:g} {needed[1]:g} instead of {room[0]:g} {room[1]:g}, and the same "
-            "command resumes from the last checkpoint, before which nothing was dropped"
+            f"give --exchange-room {needed[0]:g} {needed[1]:g} or more instead of {room[0]:g} {room[1]:g}, and the "
+            "same command resumes from the last checkpoint, before which nothing was dropped"
         )
