@@ -172,6 +172,7 @@ def test_torchrecs_arrays_train_with_tables_of_the_given_rows(tmp_path):
     ("flags", "pattern"),
     [
         ("--epochs 0", "--epochs is 0.*at least 1"),
+        ("--bottom", r"--bottom is \(\); it needs sizes of at least 1"),
         ("--exchange-room 1 0", r"--exchange-room is \(1.0, 0.0\).*above 0"),
         ("--exchange-room nan 1", r"--exchange-room is \(nan, 1.0\).*above 0"),
         ("--top 4 2", r"--top is \(4, 2\).*end with 1"),

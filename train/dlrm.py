@@ -107,7 +107,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 def validate(config: Config) -> Config:
     """Returns the config; refuses values outside their range."""
-    cli.at_least(config, 1, "dim", "epochs", "batch_size", "log_every", "save_every", "keep")
+    cli.at_least(config, 1, "epochs", "batch_size", "log_every", "save_every", "keep")
     cli.at_least(config, 0, "lr", "hash_rows", "model_devices", "warmup_steps", "eval_every", "seed")
     cli.at_least(config, -1, "workers")
     for field in ("bottom", "top", "cross"):

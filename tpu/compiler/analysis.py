@@ -99,12 +99,8 @@ def longest(module: Module, count: int = 10) -> list[Timed]:
 
 def uncounted(module: Module) -> list[Timed]:
     """Returns the operations that run one after the other and have no estimate, but for collectives."""
-    found = _walk(module, CALLS)
-    return [
-        Timed(each, 0, times)
-        for _, each, times in found
-        if not each.estimated_cycles and each.opcode not in COLLECTIVES
-    ]
+    found = [Timed(each, 0, times) for _, each, times in _walk(module, CALLS) if not each.estimated_cycles]
+    return [timed for timed in found if kind(module, timed.instruction) not in COLLECTIVES]
 
 
 def kind(module: Module, instruction: Instruction) -> str:

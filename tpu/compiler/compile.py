@@ -130,9 +130,8 @@ def compile_step(
             "compile_seconds": round(seconds, 1),
             "hbm_bytes": topology.hbm_bytes,
         }
-        figures = report.figures(staged, program, libtpu.GENERATIONS[topology.generation], effort)
-        if code:
-            figures["uncounted"] = report.uncounted(program, bundles.read(code))
+        counted = bundles.read(code) if code else None
+        figures = report.figures(staged, program, libtpu.GENERATIONS[topology.generation], effort, counted)
         return identity | figures, program.optimized
 
 

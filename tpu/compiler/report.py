@@ -5,8 +5,18 @@ from tpu.compiler.libtpu import GIB
 from train.common.xla import staging
 
 
-def figures(staged: staging.Staged, program: libtpu.Program, generation: libtpu.Generation, effort: str) -> dict:
-    """Returns what the compiler says of a step; cycles only where they are meaningful, at effort "full"."""
+def figures(
+    staged: staging.Staged,
+    program: libtpu.Program,
+    generation: libtpu.Generation,
+    effort: str,
+    code: dict[str, bundles.Bundles] | None,
+) -> dict:
+    """Returns what the compiler says of a step; cycles only where they are meaningful, at effort "full".
+
+    Args:
+        code: the bundles of each operation by its name; None: they were not counted.
+    """
     module, before = hlo.parse(program.optimized), hlo.parse(staged.module)
     memory, cost = program.memory, program.cost
     copies, products = analysis.copies(module), analysis.dots(before)
@@ -37,23 +47,24 @@ def figures(staged: staging.Staged, program: libtpu.Program, generation: libtpu.
         found["loops_counted_once"] = len(cycles.unknown_loops)
         found["estimated_seconds"] = cycles.total / generation.clock_hz if generation.clock_hz else None
         found["longest"] = _longest(module)
+    if code is not None:
+        found["uncounted"] = _uncounted(module, code)
     return found
 
 
-def uncounted(program: libtpu.Program, code: dict[str, bundles.Bundles]) -> dict:
+def _uncounted(module: hlo.Module, code: dict[str, bundles.Bundles]) -> dict:
     """Returns the bundles of the operations that have no estimate, in all, by kind, and of the longest lines.
 
     Collectives are left out, which mostly wait: their bytes stand elsewhere. So are asynchronous copies.
     """
-    module = hlo.parse(program.optimized)
     kinds: dict[str, int] = {}
     lines: dict[tuple, dict] = {}
     loops = 0
     for timed in analysis.uncounted(module):
         each, found = timed.instruction, code.get(timed.instruction.name)
-        kind = analysis.kind(module, each)
-        if found is None or kind in analysis.COLLECTIVES:
+        if found is None:  # it has no code of its own
             continue
+        kind = analysis.kind(module, each)
         count = found.count * timed.times
         kinds[kind] = kinds.get(kind, 0) + count
         loops += found.unknown_loops
