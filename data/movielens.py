@@ -51,18 +51,15 @@ class MovieLens:
     """
 
     def __init__(self, folder: str | Path, split: Split, bad_rows: float = 0.0001):
-        folder = Path(folder).expanduser()
-        files = [folder / name for name in RATING_FILES if (folder / name).is_file()]
-        if not files:
-            raise InputError(f"{folder} has no ratings; expected {' or '.join(RATING_FILES)}")
-        ratings = _read_ratings(files[0], bad_rows)
+        folder, path = Path(folder).expanduser(), rating_file(folder)
+        ratings = read_ratings(path, bad_rows)
         items, users = _read_items(folder, bad_rows), _read_users(folder, bad_rows)
 
         user_ids, user = np.unique(ratings[:, 0].astype(np.int64), return_inverse=True)
         item_ids, item = np.unique(ratings[:, 1].astype(np.int64), return_inverse=True)
         kept = _in_evaluation(user_ids[user], item_ids[item]) == (split == "eval")
         if not kept.any():
-            raise InputError(f"{files[0]} has {len(ratings)} ratings, none of them in the {split} split; it needs more")
+            raise InputError(f"{path} has {len(ratings)} ratings, none of them in the {split} split; it needs more")
         self.split = split
         self._user, self._item = user[kept].astype(np.int32), item[kept].astype(np.int32)
         self._label = (ratings[kept, 2] >= LIKED).astype(np.float32)
@@ -168,25 +165,33 @@ def _split(line: str, separator: str) -> list[str]:
     return next(csv.reader([line]), []) if separator == "," else line.split(separator)
 
 
-def _read_ratings(path: Path, bad_rows: float) -> np.ndarray:
-    """Reads user, film and stars, float64 [N, 3]; numbers of users and films are below 2^31, so float64 holds them."""
+def rating_file(folder: str | Path) -> Path:
+    """Finds the ratings in a folder; raises InputError where there are none."""
+    files = [path for name in RATING_FILES if (path := Path(folder).expanduser() / name).is_file()]
+    if not files:
+        raise InputError(f"{folder} has no ratings; expected {' or '.join(RATING_FILES)}")
+    return files[0]
+
+
+def read_ratings(path: Path, bad_rows: float) -> np.ndarray:
+    """Reads user, film, stars and time in seconds, float64 [N, 4], which holds all of them exactly."""
     separator = {".csv": ",", ".dat": "::"}.get(path.suffix, "\t")
     rows = _read(path, separator, _rating, bad_rows, header=int(separator == ","))
-    return np.array(rows, np.float64).reshape(-1, 3)
+    return np.array(rows, np.float64).reshape(-1, 4)
 
 
-def _rating(*fields: str) -> tuple[int, int, float]:
+def _rating(*fields: str) -> tuple[int, int, float, int]:
     if len(fields) != 4:
         raise ValueError(f"it has {len(fields)} columns instead of 4: user, film, rating, time")
     user, item, stars = _number(fields[0], "user"), _number(fields[1], "film"), fields[2]
     if not re.fullmatch(r"[0-5](\.\d+)?", stars) or float(stars) > 5:
         raise ValueError(f"its rating is {stars[:20]!r}, expected 0 to 5 stars")
-    return user, item, float(stars)
+    return user, item, float(stars), _number(fields[3], "time", digits=10)
 
 
-def _number(text: str, what: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise ValueError(f"its {what} is {text[:20]!r}, expected a whole number of up to 9 digits")
+def _number(text: str, what: str, digits: int = 9) -> int:
+    if not re.fullmatch(rf"[0-9]{{1,{digits}}}", text):
+        raise ValueError(f"its {what} is {text[:20]!r}, expected a whole number of up to {digits} digits")
     return int(text)
 
 

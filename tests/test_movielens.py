@@ -123,6 +123,7 @@ def test_ratings_alone_are_enough(tmp_path):
         ("1\t2\tnan\t0", "rating is 'nan'"),
         ("a\t2\t3\t0", "user is 'a'"),
         ("1\t-2\t3\t0", "film is '-2'"),
+        ("1\t2\t3\tnoon", "time is 'noon'"),
         ("", "1 columns instead of 4"),
         ("1\t2\t3\udcff\t0", "not UTF-8"),
     ],
