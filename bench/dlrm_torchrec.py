@@ -45,6 +45,7 @@ class Options:
     interaction: Literal["dot", "dcn"] = "dot"  # torchrec's DLRM or DLRM_DCN
     cross: str = "3,512"  # layers and rank of the cross net of "dcn"
     optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # of tables; the network's is its kin
+    plan: Literal["auto", "exchange", "row", "table", "column", "data"] = "auto"  # of our tables
     seeds: str = "0,1,2"  # one run of each side for every seed
     ours: bool = True  # --no-ours: torchrec alone
     out: str = "runs/bench/dlrm_torchrec.json"  # where the figures go
@@ -163,7 +164,7 @@ def train(config: Config) -> dict:
 
 def train_ours(config: Config) -> dict:
     """The same by `train.dlrm`, in a process of its own."""
-    fields = ("data", "epochs", "batch_size", "lr", "warmup_steps", "interaction", "optimizer", "seed")
+    fields = ("data", "epochs", "batch_size", "lr", "warmup_steps", "interaction", "optimizer", "plan", "seed")
     flags = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in fields]
     for name in ("bottom", "top", "cross"):
         flags += [f"--{name}", *map(str, getattr(config, name))]
@@ -193,7 +194,7 @@ def table(runs: list[dict]) -> str:
 def main(options: Options) -> dict[str, list[dict]]:
     """Runs all seeds, prints the tables and writes --out; returns the figures of each run of each side."""
     sizes = {name: integers(name, getattr(options, name)) for name in ("bottom", "top", "cross")}
-    shared = ("data", "epochs", "batch_size", "lr", "warmup_steps", "interaction", "optimizer")
+    shared = ("data", "epochs", "batch_size", "lr", "warmup_steps", "interaction", "optimizer", "plan")
     runs: dict[str, list[dict]] = {"torchrec": []} | ({"ours": []} if options.ours else {})
     for seed in integers("seeds", options.seeds):
         config = Config(**{name: getattr(options, name) for name in shared}, **sizes, seed=seed)

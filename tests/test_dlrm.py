@@ -1,6 +1,7 @@
 """What is particular to train/dlrm.py: it resumes on other devices and with another plan, agrees with torchrec, and
 refuses tables and ids that do not fit. What it shares with the other scripts is in test_scripts.py."""
 
+import re
 import signal
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Stop, exported, losses, records, start
+from helpers import Stop, exported, losses, records, start, summary
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from trials import TRIALS
@@ -43,29 +44,40 @@ def test_the_cross_network_learns(tmp_path):
     assert dlrm.main(replace(config, runs=str(tmp_path)))["auc"] > 0.77
 
 
-def test_terminated_with_its_worker_it_goes_on_on_other_devices_and_with_another_plan(trained, tmp_path):
-    path, _, config = trained
+def test_terminated_with_its_workers_it_goes_from_eight_devices_to_four_and_back(run_of, tmp_path):
+    """With plan exchange, beside the whole run on four devices with plan auto. With SGD: Adam makes rounding grow."""
+    path, metrics, config = run_of("dlrm", "alike")
     config = replace(config, runs=str(tmp_path), name="moved", plan="exchange")
-    # A VM that is shut down signals the worker processes, too.
-    code, output = start(dlrm, config, stop=Stop(48, number=signal.SIGTERM))
-    assert code == 143 and "stopped by a signal at step 48: saved" in output, output
-    code, output = start(dlrm, config, devices=8, stop=Stop(64, number=signal.SIGTERM))
-    assert code == 143 and "resuming after step 48" in output and "tables: 8 exchange" in output, output
-    # Rounding alone differs, and Adam makes it grow: compared soon after the move.
-    moved = losses(tmp_path / "moved")
-    assert len(moved) == 5 and moved == pytest.approx(losses(path)[:5], rel=1e-4)  # of steps 1, 16 … 64
+    for devices, before, last in ((8, 0, 96), (4, 96, 176), (8, 176, 256)):
+        # A VM that is shut down signals the worker processes, too.
+        stop = Stop(last, number=signal.SIGTERM) if last < 256 else None
+        code, output = start(dlrm, config, devices, stop)
+        assert code == (143 if stop else 0) and "tables: 8 exchange" in output, output
+        assert (f"stopped by a signal at step {last}: saved" in output) == bool(stop), output
+        assert (f"resuming after step {before}" in output) == bool(before), output
+    moved, whole = losses(tmp_path / "moved"), losses(path)
+    assert len(moved) == len(whole) == 33 and moved == pytest.approx(whole, rel=2e-6)
+    assert summary(tmp_path / "moved")["metrics"] == pytest.approx(metrics, rel=2e-6)
+    torch.testing.assert_close(exported(tmp_path / "moved"), exported(path), rtol=0, atol=5e-6)  # of 0.08 to 0.7
 
 
-def test_a_run_that_drops_ids_stops_at_its_first_line_and_resumes_with_more_room(tmp_path, monkeypatch):
-    for name, size in (("TRAIN", 256 * 3), ("EVAL", 256)):
-        monkeypatch.setattr(dlrm, f"SYNTHETIC_{name}", size)
-    config = replace(LEARNS, runs=str(tmp_path), name="run", plan="exchange", log_every=1000)
-    with pytest.raises(InputError, match="ids found no place in the exchange.*--exchange-room .* instead of 0.2 1"):
-        dlrm.main(replace(config, exchange_room=(0.2, 1.0)))
+@pytest.mark.parametrize(("where", "batch", "room"), [("training", 256, 0.2), ("evaluation", 16, 0.3)])
+def test_a_run_that_drops_ids_stops_before_a_checkpoint_and_resumes_with_the_room_it_names(
+    tmp_path, monkeypatch, where, batch, room
+):
+    """At the first line of metrics; or, where training has dropped none, before there is a line of the evaluation."""
+    for name, value in (("TRAIN", 3 * batch), ("EVAL", 2048), ("ROWS", (100_000,) * 8)):
+        monkeypatch.setattr(dlrm, f"SYNTHETIC_{name}", value)
+    config = replace(LEARNS, batch_size=batch, runs=str(tmp_path), name="run", plan="exchange", log_every=1000)
+    message = rf"ids found no place in the exchange.*--exchange-room (\S+) (\S+) or more instead of {room} 1"
+    with pytest.raises(InputError, match=message) as raised:
+        dlrm.main(replace(config, exchange_room=(room, 1.0)))
     assert not list(tmp_path.glob("run/checkpoints/*/COMPLETE"))
-    dlrm.main(config)
     logged = records(tmp_path / "run")
-    assert all(line["dropped"] == 0 < line["pair_load"] <= 1 for line in logged if "loss" in line)
+    assert [line["dropped"] > 0 for line in logged] == ([True] if where == "training" else [False, False])
+    named = re.search(message, str(raised.value)).groups()
+    assert "auc" in dlrm.main(replace(config, exchange_room=tuple(map(float, named))))
+    assert all(line["dropped"] == 0 < line["pair_load"] <= 1 for line in records(tmp_path / "run") if "loss" in line)
 
 
 def test_torchrec_loads_the_export_and_gives_the_same_auc(trained):
