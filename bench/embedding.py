@@ -14,6 +14,9 @@
                those that do not fit the memory together get a process of their own. --rounds times all of that
     run        python -m bench.embedding --rows 1e6,4e6,16e6
 
+    fill       python -m bench.embedding --clicks FOLDER --dim 128 times nothing: how full the places of plan "exchange"
+               are with the ids of a click log, a power law's and uniform ones, computed on the host
+
 Tables halve in size from one to the next; every example looks up one id in each. Ratios are taken within a round, and
 their median is printed. Run it on a machine that does nothing else.
 """
@@ -29,20 +32,26 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 
+from data.criteo import ClickLog, open_clicks
+from errors import InputError
 from train.common import device
+from train.common.embedding import exchange
 from train.common.embedding.bags import ShardedEmbeddingBags
-from train.common.embedding.tables import OPTIMIZERS, Table, row_bytes
+from train.common.embedding.hashing import owner_of
+from train.common.embedding.tables import OPTIMIZERS, Table, place_tables, row_bytes
 
 CONTENDERS = ("ours", "ours, --plan", "eager", "fbgemm", "gspmd", "torchrec")
 LR, WARM = 0.05, 2  # learning rate; steps that are not counted
 USED_MEMORY = 0.75  # of the machine's
+SYNTHETIC_ROWS = 40_000_000  # of each table; MLPerf's largest
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class Options:
     steps: int = 20  # counted ones, of each contender in each round; WARM more before them are not
     seconds: float = 60.0  # a slow contender has fewer steps: it stops after so long in a round, not before 3
     rounds: int = 3  # see above
+    clicks: str = ""  # a folder of prepared clicks; see "fill" above
     out: str = "runs/bench/embedding.json"  # where the figures go
     contenders: str = ""  # run these, in this process, for the one number of rows; how the rounds call themselves
 
@@ -261,6 +271,72 @@ def measure(options: Options, names: list[str]) -> dict[str, dict]:
     return results
 
 
+# ---- how full the places of the exchange are -------------------------------------------------------------------------
+
+
+class Fill(NamedTuple):
+    """Places for the ids of a pair of devices and for the rows that a device updates, and the fullest one's share."""
+
+    places: int
+    pair: float
+    updates: int
+    update: float
+
+
+def exchange_fill(rows: Tensor) -> Fill:
+    """Returns what a step's `pair_load` and `update_load` would be; `rows` [devices, ids] are those of one large array,
+    int32."""
+    devices, n = rows.shape
+
+    def fullest(distinct: Tensor) -> int:
+        return int(torch.bincount(owner_of(distinct, devices)[0]).max())
+
+    places = exchange.planned(n / devices, devices**2, 1.0, n)
+    updates = exchange.planned(n, devices, 1.0, devices * places)
+    pair = max(fullest(own.unique()) for own in rows)
+    return Fill(places, pair / places, updates, fullest(rows.unique()) / updates)
+
+
+def drawn_rows(devices: int, examples: int, tables: int, skewed: bool) -> Tensor:
+    """Draws the rows [devices, examples * tables] of one-hot features with SYNTHETIC_ROWS rows each, uniformly or by a
+    power law (density 1 / row)."""
+    random = torch.rand(devices, examples, tables, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ids = SYNTHETIC_ROWS**random - 1 if skewed else random * SYNTHETIC_ROWS
+    return (ids.int() + torch.arange(tables, dtype=torch.int32) * SYNTHETIC_ROWS).reshape(devices, -1)
+
+
+def clicked_rows(clicks: ClickLog, dim: int, devices: int, examples: int) -> Tensor:
+    """Returns the rows [devices, ids] of the first examples of a log, in the tables that `auto` exchanges on TPUs.
+    Raises InputError where there is none, or a feature has several ids."""
+    tables = [Table(name, rows) for name, rows in zip(clicks.features, clicks.table_rows, strict=True)]
+    plans = place_tables(tables, dim, devices, OPTIMIZERS["sgd"](), math.inf, tpu=True).plans
+    exchanged = [t for t, plan in enumerate(plans) if plan == "exchange"]
+    if not exchanged or max(clicks.lookups) > 1:
+        raise InputError(
+            "--clicks needs one id a feature and a table of more than 1 MiB, which a larger --dim may give"
+        )
+    sizes = [-(-tables[t].rows // devices) * devices for t in exchanged]
+    starts = torch.tensor([sum(sizes[:t]) for t in range(len(sizes))], dtype=torch.int32)
+    ids = clicks.batch(np.arange(devices * examples))["ids"][:, exchanged]
+    return (torch.from_numpy(ids) + starts).reshape(devices, -1)
+
+
+def fill_table(clicks: ClickLog, dim: int) -> str:
+    """Markdown: as many examples of the log as 256 devices can share equally are the batch of one step."""
+    lines = ["| devices | ids of a device | | places of a pair | fullest | updates of a device | fullest |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for devices in (8, 64, 256):
+        examples = len(clicks) // 256 * 256 // devices
+        rows = clicked_rows(clicks, dim, devices, examples)
+        drawn = devices, examples, rows.shape[1] // examples
+        kinds = {"uniform": drawn_rows(*drawn, False), "power law": drawn_rows(*drawn, True), "clicks": rows}
+        for kind, rows in kinds.items():
+            fill = exchange_fill(rows)
+            shares = f"{fill.places} | {fill.pair:.2f} | {fill.updates:,} | {fill.update:.2f}"
+            lines.append(f"| {devices} | {rows.shape[1]:,} | {kind} | {shares} |")
+    return "\n".join(lines)
+
+
 # ---- rounds ----------------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +412,9 @@ def main(options: Options) -> dict[int, dict[str, dict]]:
         part = measure(options, options.contenders.split(";"))
         Path(options.out).write_text(json.dumps(part))
         return {}
+    if options.clicks:
+        print(fill_table(open_clicks(options.clicks, "train"), options.dim))
+        return {}
     numbers = [int(float(part)) for part in options.rows.split(",")]
     results: dict[int, dict[str, dict]] = {rows: {} for rows in numbers}
     with tempfile.TemporaryDirectory(prefix="bench-embedding-") as folder:
@@ -363,4 +442,7 @@ def main(options: Options) -> dict[int, dict[str, dict]]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    try:
+        main(tyro.cli(Options, description=__doc__))
+    except InputError as error:
+        sys.exit(f"error: {error}")

@@ -36,6 +36,7 @@ from helpers import DUMP, equal, largest_program
 from torch import nn
 
 import models.hashing
+from bench import embedding as bench
 from errors import InputError
 from tpu.compiler import hlo
 from train.common import checkpoint, device
@@ -359,6 +360,14 @@ def test_there_is_room_for_all_ids_of_ten_million_steps():
         assert exchange.planned(mean, events, 1.0, 17) <= 17 <= exchange.planned(mean, events, 1e3, 10**9)
 
 
+@pytest.mark.parametrize("devices", [8, 64, 256])
+def test_skewed_ids_leave_places_empty(devices):
+    uniform, skewed = (bench.exchange_fill(bench.drawn_rows(devices, 256, 16, kind)) for kind in (False, True))
+    assert (uniform.places, uniform.updates) == (skewed.places, skewed.updates)
+    assert 0.3 < uniform.pair < 1 and 0.85 < uniform.update < 1
+    assert skewed.pair < uniform.pair and skewed.update < 0.75 * uniform.update
+
+
 def loaded_step(embeddings, batch):
     pooled = embeddings(batch["ids"])
     squared_error(pooled, batch["y"]).backward()
@@ -391,7 +400,9 @@ def test_ids_without_a_place_stop_the_run_before_anything_is_saved(mesh, tmp_pat
     assert torch.equal(found["pooled"][~lost], expected["pooled"][~lost])
     assert lost.sum().item() == (dropped if where == "pair" else 0)
     assert changed == [2 * BATCH - dropped, 2 * BATCH] and few.load[0].item() == dropped > 0
-    assert expected["dropped"].item() == 0 and max(expected["pair_load"].item(), expected["update_load"].item()) <= 1
+    fill = bench.exchange_fill((ids + torch.tensor([0, 5000])).int().reshape(4, -1))
+    assert expected["dropped"].item() == 0 and max(fill.pair, fill.update) <= 1
+    assert [expected["pair_load"].item(), expected["update_load"].item()] == pytest.approx([fill.pair, fill.update])
     with torch.no_grad():
         evaluated(put(mesh, batch)["ids"])
     torch_xla.sync()
