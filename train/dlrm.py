@@ -27,7 +27,7 @@ from torch import Tensor
 from data import criteo
 from errors import InputError
 from models.dlrm import DLRM
-from train.common import checkpoint, cli, device, embedding, files, loading
+from train.common import checkpoint, cli, device, embedding, files, loading, many_steps
 from train.common.run import Run
 
 
@@ -51,6 +51,7 @@ class Config:
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the network, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     seed: int = 0  # of the initial weights and the order of the data
+    steps_a_call: int = 1  # steps in one program, where a step is shorter than its start; see docs/embeddings.md
     workers: int = -1  # processes a host that read batches; -1: one a core, 0: none
     log_every: int = 100  # steps between lines of metrics
     eval_every: int = 0  # steps between evaluations; 0: at the end of each epoch
@@ -91,7 +92,8 @@ SYNTHETIC_LOOKUPS = (1, 1, 1, 3, 1, 1, 1, 1)
 SYNTHETIC_TRAIN, SYNTHETIC_EVAL = 65_536, 8_192
 
 # Fields that a resumed run may change: none touches a number. Tables restore under any plan. Old runs have dim, too.
-FREE = ("plan", "model_devices", "exchange_room", "dim", "workers", "log_every", "save_every", "keep", "strict")
+FREE = ("plan", "model_devices", "exchange_room", "dim", "steps_a_call")
+FREE += ("workers", "log_every", "save_every", "keep", "strict")
 EVAL_BATCH = 16_384  # examples per evaluation step, over all devices; facebookresearch/dlrm's, fewer for a small set
 ADAGRAD_EPS = 1e-8  # of MLPerf v2's reference, and of fbgemm
 TABLE_KEY = "sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"  # torchrec's name of a table
@@ -107,7 +109,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 def validate(config: Config) -> Config:
     """Returns the config; refuses values outside their range."""
-    cli.at_least(config, 1, "epochs", "batch_size", "log_every", "save_every", "keep")
+    cli.at_least(config, 1, "epochs", "batch_size", "steps_a_call", "log_every", "save_every", "keep")
     cli.at_least(config, 0, "lr", "hash_rows", "model_devices", "warmup_steps", "eval_every", "seed")
     cli.at_least(config, -1, "workers")
     for field in ("bottom", "top", "cross"):
@@ -214,10 +216,8 @@ def main(config: Config) -> dict[str, float]:
     per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh)
     total = config.epochs * per_epoch
     name = f"dlrm-{'synthetic' if config.data == 'synthetic' else 'clicks'}"
-    headline = f"dlrm on {config.data}: {len(data.train):,} examples, {len(data.train.features)} tables of "
-    headline += (
-        f"{sum(data.train.table_rows):,} rows, {config.epochs} epoch(s) of {per_epoch:,} steps of {config.batch_size}"
-    )
+    size = f"{len(data.train):,} examples, {len(data.train.features)} tables of {sum(data.train.table_rows):,} rows"
+    headline = f"dlrm on {config.data}: {size}, {config.epochs} epoch(s) of {per_epoch:,} steps of {config.batch_size}"
     run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total)
     if run.finished:
         return run.print_summary()
@@ -226,27 +226,27 @@ def main(config: Config) -> dict[str, float]:
     sizes = {"examples": len(data.train), "keep": config.keep}
     start = run.resume(state.model, state.optimizer, tables=embedding.TableStorage(state.embeddings), **sizes)
     run.message("tables: " + ", ".join(f"{n} {plan}" for plan, n in state.embeddings.plan.counts().items()))
-    step_fn, eval_fn = device.compiled(train_step, mesh), device.compiled(eval_step, mesh)
+    step_fn, eval_fn = many_steps.compiled(train_step, mesh, config.steps_a_call), device.compiled(eval_step, mesh)
     state.model.train()
     span = {"seed": config.seed, "start": start, "stop": total, "shuffle": config.shuffle, "workers": config.workers}
     span["collate"] = partial(collate, table_list(config, data.train))
     loader = loading.parallel_loader(data.train, config.batch_size, mesh, train=True, **span)
     metrics: dict[str, float] = {}
-    with run.training(loader, stop_every=100):
-        for step, batch in enumerate(loader, start + 1):
+    with run.training(loader, stop_every=-(-100 // config.steps_a_call)):
+        for step, batches, due in many_steps.calls(loader, start, config.steps_a_call, config.warmup_steps):
             lr = learning_rate(config, step - 1)
             device.set_lr(state.optimizer, lr)
             device.set_lr(state.embeddings, lr)
-            step_metrics = step_fn(state, batch, config, mesh)
-            if step == 1 or step % config.log_every == 0 or step == total:
+            step_metrics = step_fn(state, batches, config, mesh)
+            if step == len(batches) or due(config.log_every) or step == total:
                 run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
                 device.after_next_step(partial(state.embeddings.check, step_metrics.get("dropped")))
-            evaluates = step % (config.eval_every or per_epoch) == 0 or step == total
+            evaluates = due(config.eval_every or per_epoch) or step == total
             if evaluates:
                 with run.pause():
                     metrics = evaluate(eval_fn, state, data.eval, config, mesh)
                 run.evaluation(step, **metrics)
-            run.checkpoint(step, due=evaluates or step % config.save_every == 0)
+            run.checkpoint(step, due=evaluates or due(config.save_every))
         run.checkpoints.wait()
         if not metrics:  # killed after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)

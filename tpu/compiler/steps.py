@@ -32,6 +32,7 @@ from train import dlrm, pretrain, resnet50, transformer
 from train import glue as glue_script
 from train.common import accumulate, device
 from train.common.xla import staging
+from train.common.xla.step_loop import StepLoop
 from train.translate import rows
 
 U8, I32, I64, F32 = torch.uint8, torch.int32, torch.int64, torch.float32
@@ -218,7 +219,21 @@ def clicks(config: dlrm.Config, mesh: device.Mesh, script: Any = dlrm) -> Step:
     what = f"dlrm, {name}, {sum(tables):,} rows of {config.dim}"
     found = step(script, config, data, click_batch(config, mesh, sum(lookups)), mesh, what, "examples")
     plans = ", ".join(f"{count} {plan}" for plan, count in found.arguments[0].embeddings.plan.counts().items())
-    return replace(found, what=f"{what} ({plans})")
+    found = replace(found, what=f"{what} ({plans})")
+    return in_a_loop(found, config.steps_a_call, mesh) if config.steps_a_call > 1 else found
+
+
+def in_a_loop(one: Step, count: int, mesh: device.Mesh) -> Step:
+    """Returns `count` steps in one program, as train/common/many_steps.py calls them."""
+    loop, (state, batch, *rest) = StepLoop(one.function, mesh), one.arguments
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()}
+    batches = tuple(staging.inputs(shapes, mesh) for _ in range(count))
+
+    def train_steps(state, batches, config, mesh):
+        return loop(state, batches, config, mesh)
+
+    what, examples = f"{one.what}, {count} steps", count * one.examples
+    return replace(one, function=train_steps, arguments=(state, batches, *rest), what=what, examples=examples)
 
 
 def click_batch(config: dlrm.Config, mesh: device.Mesh, lookups: int) -> dict:

@@ -45,7 +45,7 @@ class WhileLoop:
 
     def _build(self, state: dict[str, Tensor], reads: dict[str, Tensor], weights: dict[str, Tensor]) -> tuple:
         """Returns the loop as a computation of all operands, and the numbers in the body that became operands."""
-        state_in, reads_in, weights_in = (_placeholders(tensors) for tensors in (state, reads, weights))
+        state_in, reads_in, weights_in = (placeholders(tensors) for tensors in (state, reads, weights))
         operands = [*state_in.values(), *reads_in.values(), *weights_in.values()]
         with torch.no_grad(), _replaced(self.model, {id(weights[name]): weights_in[name] for name in weights}):
             state_out = self.body(dict(state_in), dict(reads_in))
@@ -54,17 +54,17 @@ class WhileLoop:
             changed = sorted(k for k in before | after if before.get(k) != after.get(k))
             before, after = ({k: each.get(k) for k in changed} for each in (before, after))
             raise ValueError(f"the body of a loop must keep names, shapes and types: {before} became {after}")
-        body, arguments, constants = _lowered([state_out[name] for name in state], operands)
+        body, arguments, constants = lowered([state_out[name] for name in state], operands)
         return _loop(body, arguments, [*operands, *constants], list(state)), constants
 
 
-def _placeholders(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def placeholders(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns placeholders for tensors. The lowering takes as operands what has been uploaded, not what is still to be
     computed; and what it takes is no longer updated in place by the next step, which would be another graph."""
     return {name: xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
-def _lowered(results: list[Tensor], operands: list[Tensor]) -> tuple[Any, list[int], list[Tensor]]:
+def lowered(results: list[Tensor], operands: list[Tensor]) -> tuple[Any, list[int], list[Tensor]]:
     """Returns the computation of `results`, the position of each of its arguments in [*operands, *constants], and the
     constants: torch_xla makes operands of Python numbers."""
     place = {handle: index for index, handle in enumerate(torch_xla._XLAC._get_tensors_handle(operands))}
