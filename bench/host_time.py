@@ -7,6 +7,7 @@ before. `device.compiled` starts the program at once instead (train/common/xla/r
              batch is tiny, since a step's size changes nothing here
     traced   a call with --no-strict, which traces every time and then starts the program; the device is idle
     repeated the same call of a strict run, from its third on; in turn with the traced one
+    looped   a repeated call of LOOPED steps in one program (--steps-a-call), a step of it; DLRM alone has that
     time     of the processor for the calling thread: not what it waits for, nor the step itself
     chip     libtpu's estimate for one v5e, of docs/tpu/stock.json (bench/tpu_cycles.py), at that table's batch
     run      python -m bench.host_time
@@ -28,6 +29,7 @@ from torch import Tensor
 from bench import usual_cpu
 from tpu.compiler import compile as compiling
 from tpu.compiler.pages import DOCS
+from train import dlrm
 from train.common import device
 
 FLOAT = usual_cpu.FLOAT
@@ -56,6 +58,8 @@ STEPS = {
     ),
 }
 
+LOOPED = 8
+
 
 @dataclass(frozen=True)
 class Options:
@@ -74,7 +78,7 @@ def call_ms(start: Callable[[], Tensor]) -> float:
 
 
 def measure(job: compiling.Job, rounds: int, mesh: device.Mesh) -> dict[str, list[float]]:
-    """Milliseconds of each call: "usual, traced", "traced" and "repeated"."""
+    """Milliseconds of each call: "usual, traced", "traced", "repeated" and, for DLRM, a step's share of "looped"."""
     lenient = replace(mesh, strict=False)
     kinds = {"usual, traced": (True, lenient), "traced": (False, lenient), "repeated": (False, mesh)}
     times: dict[str, list[float]] = {}
@@ -89,6 +93,9 @@ def measure(job: compiling.Job, rounds: int, mesh: device.Mesh) -> dict[str, lis
                 times[kind].append(call_ms(start))
         del starts, start
         gc.collect()
+    if job.script is dlrm:
+        start = usual_cpu.make(replace(job, flags=(*job.flags, "--steps-a-call", str(LOOPED))), False, mesh)
+        times["looped"] = [call_ms(start) / LOOPED for _ in range(4 + rounds)][4:]
     return times
 
 
@@ -99,13 +106,14 @@ def main(options: Options) -> None:
     mesh = device.setup(seed=0, precision="float32")
     stock = json.loads((DOCS / "stock.json").read_text())
     record = {}
-    print("| step | usual, traced, ms | ours, traced | ours, repeated | the step on a v5e |\n|---|---|---|---|---|")
+    print("| step | usual, traced, ms | ours, traced | ours, repeated | ours, looped | the step on a v5e |\n|---|---|---|---|---|---|")
     for name, (job, row) in STEPS.items():
         if options.only.lower() not in name.lower():
             continue
         times = measure(job, options.rounds, mesh)
         chip = 1000 * stock[row]["ours"]["estimated_seconds"]
-        medians = [f"{statistics.median(times[kind]):.1f}" for kind in ("usual, traced", "traced", "repeated")]
+        kinds = ("usual, traced", "traced", "repeated", "looped")
+        medians = [f"{statistics.median(times[kind]):.2f}" if kind in times else "" for kind in kinds]
         print(f"| {name} | {' | '.join(medians)} | {chip:.1f} |", flush=True)
         record[name] = {"ms": times, "v5e_ms": chip}
     path = Path(options.out)

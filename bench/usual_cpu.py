@@ -81,10 +81,11 @@ def make(job: compiling.Job, usual: bool, mesh: device.Mesh) -> Callable[[], Ten
     script = stock.FUNCTIONS[job.script] if usual else job.script
     options = {"tokens": TEXT_TOKENS} if job.script is pretrain else {}
     step = compiling.MAKERS[job.script](job.config(1), mesh, script, **options)
-    state, batch = step.arguments[:2]
-    for name, tensor in batch.items():
-        batch[name] = values(name, tensor.shape, tensor.dtype, job).to(mesh.device)
-        device.annotate(batch[name], mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
+    state, batches = step.arguments[:2]
+    for batch in batches if isinstance(batches, tuple) else [batches]:
+        for name, tensor in batch.items():
+            batch[name] = values(name, tensor.shape, tensor.dtype, job).to(mesh.device)
+            device.annotate(batch[name], mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
     device.set_lr(state.optimizer, 1e-3)
     function = device.compiled(step.function, mesh)
     return lambda: function(*step.arguments)["loss"]

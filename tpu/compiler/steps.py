@@ -224,7 +224,8 @@ def clicks(config: dlrm.Config, mesh: device.Mesh, script: Any = dlrm) -> Step:
 
 
 def in_a_loop(one: Step, count: int, mesh: device.Mesh) -> Step:
-    """Returns `count` steps in one program, as train/common/many_steps.py calls them."""
+    """Returns `count` steps in one program, as train/common/many_steps.py calls them. The compiler does not tell how
+    often a loop runs, so it is counted once, and the figures are still those of one step."""
     loop, (state, batch, *rest) = StepLoop(one.function, mesh), one.arguments
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()}
     batches = tuple(staging.inputs(shapes, mesh) for _ in range(count))
@@ -232,8 +233,8 @@ def in_a_loop(one: Step, count: int, mesh: device.Mesh) -> Step:
     def train_steps(state, batches, config, mesh):
         return loop(state, batches, config, mesh)
 
-    what, examples = f"{one.what}, {count} steps", count * one.examples
-    return replace(one, function=train_steps, arguments=(state, batches, *rest), what=what, examples=examples)
+    what = f"{one.what}, one of {count} steps in a loop"
+    return replace(one, function=train_steps, arguments=(state, batches, *rest), what=what)
 
 
 def click_batch(config: dlrm.Config, mesh: device.Mesh, lookups: int) -> dict:
