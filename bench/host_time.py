@@ -106,7 +106,8 @@ def main(options: Options) -> None:
     mesh = device.setup(seed=0, precision="float32")
     stock = json.loads((DOCS / "stock.json").read_text())
     record = {}
-    print("| step | usual, traced, ms | ours, traced | ours, repeated | ours, looped | the step on a v5e |\n|---|---|---|---|---|---|")
+    head = ["step", "usual, traced, ms", "ours, traced", "ours, repeated", "ours, looped", "the step on a v5e"]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for name, (job, row) in STEPS.items():
         if options.only.lower() not in name.lower():
             continue

@@ -1,0 +1,130 @@
+"""Several steps in one program (train/common/many_steps.py): the same numbers as single steps, whatever a call has."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import losses, update
+from torch import nn
+
+from train import dlrm
+from train.common import device, loading, many_steps
+
+
+class Net(nn.Module):
+    """Has a weight that is read twice, and a norm whose buffers change."""
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.inner, self.norm, self.dropout = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Dropout(dropout)
+
+    def forward(self, x):
+        return F.linear(self.dropout(torch.relu(self.norm(self.inner(x)))), self.inner.weight.t())
+
+
+def train_step(state, batch, scale):
+    model, optimizer = state
+    return {"loss": update(F.mse_loss(model(batch["x"]), scale * batch["x"]), optimizer), "mean": batch["x"].mean()}
+
+
+def make(mesh, optimizer, dropout=0.0):
+    torch.manual_seed(0)
+    model = device.to_device(Net(dropout), mesh)
+    made = optimizer(model.parameters())
+    device.init_optimizer_state(made, mesh)
+    return model, made
+
+
+def uploaded(mesh, count):
+    torch.manual_seed(1)
+    return [{"x": device.upload(torch.randn(8, 6), mesh)} for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False),  # its rate is a number of the host
+        partial(torch.optim.AdamW, lr=0.1, foreach=False),  # its rate is a tensor on the device
+    ],
+    ids=["sgd", "adamw"],
+)
+def test_calls_of_several_steps_are_the_same_steps(mesh, optimizer):
+    found = []
+    for most in (1, 4):
+        state = make(mesh, optimizer)
+        step_fn, rows = many_steps.compiled(train_step, mesh, most), []
+        for step, batches, due in many_steps.calls(uploaded(mesh, 19), 0, most, single=2):
+            device.set_lr(state[1], 0.1 / (1 + (step - 1) // 4))
+            metrics = step_fn(state, batches, 0.5)
+            if due(4) or step == 19:
+                rows.append((step, *device.fetch(list(metrics.values()))))
+        tensors = [*state[0].state_dict().values(), *(t for each in state[1].state.values() for t in each.values())]
+        found.append((rows, device.read([tensor.detach() for tensor in tensors])))
+    (rows, state), (looped_rows, looped_state) = found
+    assert [row[0] for row in rows] == [4, 8, 12, 16, 19]
+    assert sum(looped_rows, ()) == pytest.approx(sum(rows, ()), rel=1e-5)  # a mean may add up in another order
+    assert all(map(torch.equal, looped_state, state))
+    report = device.graph_report()
+    assert report["recompilations"] == [] and report["traced"] == 6 and report["repeated"] == 17 + (5 + 1), report
+
+
+def test_a_step_that_a_loop_would_change_is_refused(mesh):
+    step_fn, state = many_steps.compiled(train_step, mesh, 2), make(mesh, torch.optim.SGD, dropout=0.5)
+    with pytest.raises(device.GraphError, match="draws random numbers .* would be the same in every round"):
+        step_fn(state, uploaded(mesh, 2), 0.5)
+    kept = []
+    step_fn = many_steps.compiled(lambda state, batch: kept.append(batch["x"] + 1) or {"sum": kept[-1].sum()}, mesh, 2)
+    with pytest.raises(device.GraphError, match="keeps 1 tensors"):
+        step_fn(state, uploaded(mesh, 2))
+
+
+@pytest.mark.parametrize(
+    ("start", "most", "single", "expected"),
+    [
+        (0, 1, 0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (0, 4, 0, [4, 8, 10]),
+        (3, 4, 0, [4, 8, 12, 13]),  # a resumed run
+        (0, 4, 5, [1, 2, 3, 4, 5, 8, 10]),
+    ],
+)
+def test_where_calls_end_and_what_is_due_there(start, most, single, expected):
+    found = [(step, len(batches), due(3)) for step, batches, due in many_steps.calls([{}] * 10, start, most, single)]
+    assert [step for step, *_ in found] == expected
+    step = start
+    for end, taken, due in found:
+        assert taken == end - step and due == any(number % 3 == 0 for number in range(step + 1, end + 1))
+        step = end
+
+
+@pytest.mark.parametrize(
+    ("plan", "model_devices", "optimizer"),
+    [("exchange", 0, "sgd"), ("exchange", 2, "lazy_adam"), ("auto", 2, "adagrad")],
+)
+def test_tables_are_updated_as_by_single_steps(mesh, monkeypatch, plan, model_devices, optimizer):
+    monkeypatch.setattr(dlrm, "SYNTHETIC_TRAIN", 12 * 64)
+    config = replace(dlrm.TINY, plan=plan, model_devices=model_devices, optimizer=optimizer, lr=0.1, batch_size=64)
+    data, found = dlrm.open_data(config), []
+    for most in (1, 4):
+        torch.manual_seed(0)
+        state = dlrm.build(config, data, mesh)
+        step_fn = many_steps.compiled(dlrm.train_step, mesh, most)
+        with loading.parallel_loader(data.train, 64, mesh, train=True, stop=12) as loader:
+            for _, batches, _ in many_steps.calls(loader, 0, most):
+                metrics = step_fn(state, batches, config, mesh)
+        # A table is cut where its array is: put its pieces together again.
+        tables, pieces = {}, {tuple(key.split("/")): piece for key, piece in state.embeddings.pieces().items()}
+        for key in sorted(pieces, key=lambda key: [len(part) for part in key] + list(key)):
+            tables.setdefault(key[:2], []).append(pieces[key].flatten())
+        found.append({key: torch.cat(parts) for key, parts in tables.items()} | dict(state.model.named_parameters()))
+        found[-1]["loss"] = metrics["loss"]
+    one, looped = ({name: tensor.detach().cpu() for name, tensor in tensors.items()} for tensors in found)
+    assert one.keys() == looped.keys() and len(one) > 15
+    assert [name for name in one if not torch.equal(one[name], looped[name])] == []
+
+
+def test_dlrm_logs_and_learns_the_same_in_calls_of_several_steps(run_of, tmp_path):
+    path, metrics, config = run_of("dlrm")
+    assert dlrm.main(replace(config, runs=str(tmp_path), name="looped", steps_a_call=8)) == pytest.approx(metrics)
+    assert losses(tmp_path / "looped")[1:] == losses(path)[1:]  # the first line is of step 8, there of step 1
