@@ -75,6 +75,7 @@ GUARDS = (
     Row("distilbert", "distilbert", "full", 8, "pretrain", ("--size", "mini")),
     Row("xlnet", "xlnet", "full", 8, "pretrain", ("--size", "mini")),
     Row("dlrm", "dlrm", "mlperf_v1", 256),
+    Row("dlrm, 8 steps a call", "dlrm", "mlperf_v1", 256, "", ("--steps-a-call", "8")),
 )
 # On one chip at full effort, which alone estimates cycles. Half of them: the others share their layers.
 CYCLES = (
