@@ -186,6 +186,10 @@ strides: (1) } /* Start region 9 :: Start region 10 */
    0x5   : > { %50 = sbr.rel (!%p4_p6) target = $region11 }
    0x6 LB: >> { %p5_p2 = scmp.ne.s32.totalorder %s8, %s9 } /* Start region 12 */
    0x7   : > { %51 = sbr.rel (!%p5_p2) target = $region12 }
+   0x7   : > { %p6_p1 = scmp.lt.s32.totalorder %s20_s1, 8  ;;  %s21_s1 = smov.u32 (!%p6_p1, %s20_s1), 8 }
+   0x7   : > { %6820 = sst [smem:[#allocation46_spill]] %s21_s1  ;;  %s22_s1 = sld [smem:[#allocation46_spill]] }
+   0x7 LB: >> { %p7_p2 = scmp.ge.s32.totalorder %s8, %s22_s1 } /* Start region 13 */
+   0x7   : > { %51 = sbr.rel (!%p7_p2) target = $region13 }
    0x8   : > { %p8_p5 = scmp.ge.s32.totalorder %s2, 33 /* loop exit test */ } /* Start region 20 */
    0x9   :  { %10 = sbr.rel (!%p8_p5) target = $region9 }
    0xa   :  {}
@@ -193,8 +197,10 @@ strides: (1) } /* Start region 9 :: Start region 10 */
 
 
 def test_the_bundles_of_a_loop_count_as_often_as_it_runs(tmp_path):
-    expected = bundles.Bundles(2 + 33 * (6 + 16 * 3), unknown_loops=1)
-    assert bundles.count(CODE) == expected, "of 11 bundles 9 are in the outer loop, 3 of them in the inner one"
+    expected = bundles.Bundles(2 + 33 * (8 + 16 * 3 + 8 * 2), unknown_loops=1)
+    assert bundles.count(CODE) == expected, "of 15 bundles 13 are in the outer loop, 3 and 2 of them in inner ones"
+    once = bundles.Bundles(2 + 33 * (8 + 16 * 3 + 2), unknown_loops=2)
+    assert bundles.count(CODE.replace("(!%p6_p1, %s20_s1), 8", "(!%p6_p1, %s20_s1), 9")) == once, "it is no minimum"
     (tmp_path / "1795389652-scatter_fusion.1-01-final_bundles.txt").write_text(CODE)
     (tmp_path / "1795389653-scatter_fusion.1-00-schedule-analysis_final_bundles.txt").write_text("no code")
     assert bundles.read(str(tmp_path)) == {"scatter_fusion.1": expected}

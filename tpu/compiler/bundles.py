@@ -2,8 +2,9 @@
 
 libtpu writes the code of each operation into a folder, if it is told so before it is loaded. Its unit is the bundle,
 what a core issues at once: a cycle, or more where it waits. A bundle of a loop counts as often as the loop runs, which
-stands in the loop's exit test. The count is no bound: it knows nothing of waiting (for memory, for other chips), takes
-all code that a branch may skip, and counts a loop once if how often it runs is not in the code.
+stands in the loop's exit test, or as often as it runs at most: a scatter's inner loop over 16 rows at a time ends early
+in the last round of the outer one. The count is no bound: it knows nothing of waiting (for memory, for other chips),
+takes all code that a branch may skip, and counts a loop once if how often it runs is not in the code.
 """
 
 import os
@@ -18,6 +19,12 @@ BUNDLE = re.compile(r" *(?:0x[0-9a-f]+|0) +(?:\w\w)? *: [> ]*\{")
 REGION = re.compile(r"Start region (\d+)")
 EXIT = re.compile(r"(%p\w+) = scmp\.ge\.s32\.totalorder %\w+, (\d+) /\* loop exit test \*/")
 BRANCH = re.compile(r"sbr\.rel \(!?(%p\w+)\) target = \$region(\d+)")
+# What an exit test compares with is min(number, constant), written as a conditional move, and may be spilled.
+TEST = re.compile(r"(%p\w+) = scmp\.ge\.s32\.totalorder %\w+, (%s\w+)")
+BELOW = re.compile(r"(%p\w+) = scmp\.lt\.s32\.totalorder (%s\w+), (\d+)")
+MOVE = re.compile(r"(%s\w+) = smov\.u32 \(!(%p\w+), (%s\w+)\), (\d+)")
+SPILL = re.compile(r"sst \[smem:\[(#\w+_spill)\]\] (%s\w+)")
+RELOAD = re.compile(r"(%s\w+) = sld \[smem:\[(#\w+_spill)\]\]")
 FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 
 
@@ -44,7 +51,7 @@ def read(folder: str) -> dict[str, Bundles]:
 def count(code: str) -> Bundles:
     """Counts the bundles of an operation's code."""
     starts: dict[str, int] = {}  # region -> its first bundle
-    runs: dict[str, int] = {}  # predicate of an exit test -> how often its loop runs
+    runs = _at_most(code)  # predicate of an exit test -> how often its loop runs
     loops: list[tuple[int, int, int | None]] = []  # first bundle, bundle after the last, runs
     bundles = 0
     for line in code.splitlines():
@@ -58,3 +65,14 @@ def count(code: str) -> Bundles:
     for first, end, often in loops:
         times[first:end] = [each * (often or 1) for each in times[first:end]]
     return Bundles(sum(times), sum(often is None for *_, often in loops))
+
+
+def _at_most(code: str) -> dict[str, int]:
+    """Returns {predicate of an exit test: how often its loop runs at most} where the code limits it to a constant."""
+    below = {predicate: (number, most) for predicate, number, most in BELOW.findall(code)}
+    limits = {
+        to: int(most) for to, predicate, number, most in MOVE.findall(code) if below.get(predicate) == (number, most)
+    }
+    spilled = dict(SPILL.findall(code))
+    limits |= {to: limits[spilled[place]] for to, place in RELOAD.findall(code) if spilled.get(place) in limits}
+    return {predicate: limits[register] for predicate, register in TEST.findall(code) if register in limits}

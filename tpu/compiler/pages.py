@@ -3,6 +3,7 @@
     make compile-all                        everything: three quarters of an hour on two cores
     make compile-all ARGS=recipes           memory and collectives of every recipe on four TPUs
     make compile-all ARGS=scaling           three recipes on 8, 32 and 256 chips, with the picture
+    make compile-all ARGS=mlperf            DLRM with the batch of a published run, on 64 chips of two TPUs
     make compile-all ARGS=guards            the small configurations that `make guards` compares: accepts a change
     make compile-all ARGS="recipes --missing"   only what the files do not have yet
 
@@ -19,11 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tpu.compiler.libtpu import GIB
+from tpu.compiler.libtpu import GENERATIONS, GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs/tpu"
-PARTS = ("recipes", "scaling", "guards")
+PARTS = ("recipes", "scaling", "mlperf", "guards")
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,14 @@ RECIPES = (
 TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x1", "v4:2x2x1")
 # Three recipes whose batch grows with the chips; the tables of MLPerf v1 do not fit one chip, and need not be on all.
 COPIES = Row("DLRM, a copy of the tables on every 8 chips", "dlrm", "mlperf_v1", 256, "", ("--model-devices", "8"))
-SCALED = (RECIPES[0], RECIPES[5], RECIPES[10], COPIES)
+# A chip's share of 55,296 on 64 chips: Google's batch in MLPerf Training 1.0 (tpu-v4-128-TF).
+MLPERF = Row("DLRM, MLPerf v1, 864 examples a chip", "dlrm", "mlperf_v1", 864)
+SCALED = (RECIPES[0], RECIPES[5], RECIPES[10], MLPERF, COPIES)
 SCALES = ("v5e:2x4", "v5e:4x8", "v5e:16x16")
+PODS = ("v4:4x4x4", "v5p:4x4x4")
+# Examples a second and chip: mlcommons/training_results_v1.0, Google/results/tpu-v4-128-TF/dlrm/result_0.txt has a
+# twentieth of 4,195,197,692 training examples every 2.54 s (time_ms of block_start from epoch 1.3 to 1.5), on 64 chips.
+PUBLISHED = {"v4:4x4x4": 1.29e6}
 GUARDS = (
     Row("resnet50", "resnet50", "full", 32, "", ("--model", "resnet_tiny", "--image-size", "64")),
     Row("transformer", "transformer", "tiny", 32, "", ("--dropout", "0.1", "--precision", "bfloat16")),
@@ -113,6 +120,8 @@ def wanted(part: str) -> list[tuple[Row, str, str]]:
         return [(row, topology, "fast") for row in RECIPES for topology in TOPOLOGIES]
     if part == "scaling":
         return [(row, topology, "full") for row in SCALED for topology in SCALES]
+    if part == "mlperf":
+        return [(MLPERF, topology, "full") for topology in PODS]
     return [(row, "v5e:2x4", "fast") for row in GUARDS] + [(row, "v5e:1x1", "full") for row in CYCLES]
 
 
@@ -205,6 +214,22 @@ def scaling_table(figures: dict) -> str:
     return table(header, rows)
 
 
+def mlperf_table(figures: dict) -> str:
+    """Returns the table of estimated examples a second and chip, beside the published ones."""
+    rows = []
+    for topology, report in figures[MLPERF.name].items():
+        clock = GENERATIONS[topology.partition(":")[0]].clock_hz
+        both = report["cycles"] + report["uncounted"]["bundles"]
+        rates = [f"{clock * report['batch'] / count / 1e6:.2f}M" for count in (report["cycles"], both)]
+        published = f"{PUBLISHED[topology] / 1e6:.2f}M" if topology in PUBLISHED else ""
+        counts = [f"{report['cycles'] / 1e6:.2f}M", bundle_count(report)]
+        amounts = [f"{report['memory']['needed'] / GIB:.2f}", collectives(report)]
+        rows.append([topology, f"{report['batch'] * report['devices']:,}", *amounts, *counts, *rates, published])
+    header = ["TPU", "batch", "memory, GiB per chip", "collectives, bytes per chip", "cycles", "bundles besides"]
+    rates = ["examples a second and chip, by the cycles", "by cycles and bundles", "published, MLPerf Training 1.0"]
+    return table([*header, *rates], rows)
+
+
 def draw(figures: dict) -> None:
     """Draws docs/tpu/scaling.png: memory, bytes of collectives and cycles against the number of chips."""
     import matplotlib
@@ -259,6 +284,9 @@ compile MODEL=… TOPOLOGY=…` shows more of each. Estimated cycles on one chip
             draw(parts["scaling"])
         page += "\n## More chips\n\nThe batch per chip stays the same; effort full.\n\n"
         page += f"{scaling_table(parts['scaling'])}\n\n![growth with the number of chips](scaling.png)\n"
+    if "mlperf" in parts:
+        page += "\n## DLRM with the batch of a published run\n\n64 chips; effort full.\n\n"
+        page += mlperf_table(parts["mlperf"]) + "\n"
     (DOCS / "README.md").write_text(page)
 
 
