@@ -2,7 +2,7 @@
 
     python -m bench.tpu_cycles                  every row: an hour and a half on two cores; libtpu: `make compile`
     python -m bench.tpu_cycles bert --missing   rows with "bert" in their name that docs/tpu/stock.json does not have
-    python -m bench.tpu_cycles --ours           only our steps; of the usual ones the figures that are there
+    python -m bench.tpu_cycles --only ours      our steps (or: usual); of the others the figures that are there
     python -m bench.tpu_cycles --print          only the tables, of what is there
 
 Each row is two compiles for v5e with effort full, of the same Config and batch: ours (tpu/compiler/compile.py) and the
@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", default="", help="part of the rows' names (default: all)")
     parser.add_argument("--missing", action="store_true", help="keep what docs/tpu/stock.json has")
-    parser.add_argument("--ours", action="store_true", help="keep the usual steps' figures")
+    parser.add_argument("--only", choices=("ours", "usual"), help="compile these steps; keep the others' figures")
     parser.add_argument("--print", action="store_true", help="compile nothing")
     options = parser.parse_args()
     path = DOCS / "stock.json"
@@ -111,9 +111,10 @@ def main() -> None:
     if options.print:
         rows = []
     order = [row.name for row, _ in STEPS + TABLES]
-    usual = {name: {"usual": pair["usual"]} for name, pair in figures.items()} if options.ours else {}
+    kept = {"ours": "usual", "usual": "ours"}.get(options.only)
+    known = {name: {kept: pair[kept]} for name, pair in figures.items()} if kept else {}
     with ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda job: measure(*job, usual.get(job[0].name, {})), rows)
+        results = pool.map(lambda job: measure(*job, known.get(job[0].name, {})), rows)
         for (row, _), result in zip(rows, results, strict=True):
             figures[row.name] = result
             figures = {name: figures[name] for name in order if name in figures}
