@@ -196,7 +196,7 @@ def scaling_table(figures: dict) -> str:
                     f"{report['batch'] * report['devices']:,}",
                     f"{report['memory']['needed'] / GIB:.2f}",
                     collectives(report),
-                    f"{report['cycles'] / 1e6:.1f}M",
+                    f"{report['cycles'] / 1e6:.{1 if report['cycles'] > 1e7 else 3}f}M",
                     f"{report['cycles'] / first['cycles']:.2f}",
                     bundle_count(report),
                 ]
