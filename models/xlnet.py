@@ -45,6 +45,10 @@ class RelativeAttention(XLNetRelativeAttention):
     Activations are time-major as in transformers: h [T, B, H], masks [T, T, B, 1], r [2T, B, H].
     """
 
+    def constrain(self, x: Tensor, *axes: str | None) -> Tensor:
+        """Returns x; train/common/sharding puts in its place what cuts each dimension over an axis of the devices."""
+        return x
+
     def _to_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         x = x.to(layers.compute_dtype(x))
         return einsum("ibh,hnd->ibnd", x, weight.to(x.dtype))
@@ -89,9 +93,10 @@ class RelativeAttention(XLNetRelativeAttention):
         """Returns (h, g) after attention: the content stream and, where there is one, the query stream [P, B, H]."""
         if mems is not None:
             raise NotImplementedError("memories of earlier segments are not kept; leave use_mems off")
-        keys, values = self._to_heads(h, self.k), self._to_heads(h, self.v)
+        content = self.constrain(h, None, "data", None)  # its gradient is that of three products, reduced once
+        keys, values = self._to_heads(content, self.k), self._to_heads(content, self.v)
         context = {"k_head_r": self._to_heads(r, self.r), "seg_mat": seg_mat, "output_attentions": output_attentions}
-        mixed = self.rel_attn_core(self._to_heads(h, self.q), keys, values, attn_mask=attn_mask_h, **context)
+        mixed = self.rel_attn_core(self._to_heads(content, self.q), keys, values, attn_mask=attn_mask_h, **context)
         output_h, output_g = self.post_attention(h, mixed), None
         if g is not None:
             queries = self._to_heads(g, self.q)

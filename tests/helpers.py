@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -114,7 +114,9 @@ def flags(config: Any, preset: Any) -> list[str]:
         name, value = field.name.replace("_", "-"), getattr(config, field.name)
         if value == getattr(preset, field.name):
             continue
-        if isinstance(value, bool):
+        if is_dataclass(value):
+            made += flags(value, getattr(preset, field.name))
+        elif isinstance(value, bool):
             made.append(f"--{name}" if value else f"--no-{name}")
         else:
             made += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]

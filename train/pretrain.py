@@ -20,8 +20,8 @@ from torch import Tensor
 
 from data import pretraining
 from errors import InputError
-from models import encoders, objectives
-from train.common import accumulate, checkpoint, cli, device, folders, loading
+from models import encoders, objectives, partition
+from train.common import accumulate, checkpoint, cli, device, folders, loading, sharding
 from train.common.run import Run
 
 Recipe = namedtuple("Recipe", "batch_size steps lr warmup_steps weight_decay beta2 clip")  # clip: norm of all gradients
@@ -55,6 +55,7 @@ class Config:
     update_every: int = 1  # parts that a batch comes in, where it does not fit into memory; each counts the same
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
+    layout: sharding.Flags = sharding.WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of new weights, the order of the data, masks and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
     log_every: int = 100  # updates between lines of metrics
@@ -73,7 +74,7 @@ TINY = Config(
 )
 
 # Fields that a resumed run may change: none of these touches a number.
-FREE = ("workers", "log_every", "save_every", "strict")
+FREE = ("workers", "log_every", "save_every", "strict", "layout")
 ADAM_EPS = 1e-6  # as in all four papers
 SYNTHETIC_LENGTH, SYNTHETIC_INIT = 32, 0.05  # a trial's tokens per row, and the spread of its new weights
 
@@ -131,22 +132,22 @@ def open_data(config: Config) -> Data:
 
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     """Moves the models to the device and makes the optimizer, whose state exists from the start."""
-    model = device.to_device(encoders.fast_layers(data.model), mesh)
+    model = sharding.to_device(encoders.fast_layers(data.model), mesh, partition.rules)
     recipe = RECIPES[config.model]
     groups = encoders.parameter_groups(model, recipe.weight_decay)
     options = {"lr": config.lr, "betas": (0.9, recipe.beta2), "eps": ADAM_EPS, "foreach": False}
     if config.optimizer == "lamb":  # without bias correction, as in the authors' code: the warm-up does its work
         options |= {"bias_correction": False, "max_grad_norm": None}
     optimizer = (Lamb if config.optimizer == "lamb" else torch.optim.AdamW)(groups, **options)
-    device.init_optimizer_state(optimizer, mesh)
-    teacher = device.to_device(encoders.fast_layers(data.teacher), mesh) if data.teacher is not None else None
+    sharding.init_optimizer_state(optimizer, mesh)
+    teacher = data.teacher and sharding.to_device(encoders.fast_layers(data.teacher), mesh, partition.rules)
     return State(model, teacher, optimizer)
 
 
 def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
     """Updates once from one batch; returns the losses."""
     with mesh.autocast():
-        parts = objectives.losses(state.model, state.teacher, batch)
+        parts = objectives.losses(state.model, state.teacher, sharding.rows(batch, mesh))
     parts["loss"].backward()
     torch.nn.utils.clip_grad_norm_(state.model.parameters(), RECIPES[config.model].clip, foreach=False)
     state.optimizer.step()
@@ -157,7 +158,7 @@ def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: dev
 def gradient_step(state: State, batch: dict[str, Tensor], totals: dict[str, Tensor], config: Config, mesh) -> None:
     """Adds the gradients of a part of a batch to the parameters' `grad`, and its losses to `totals`."""
     with mesh.autocast():
-        parts = objectives.losses(state.model, state.teacher, batch)
+        parts = objectives.losses(state.model, state.teacher, sharding.rows(batch, mesh))
     (parts["loss"] / config.update_every).backward()
     for name, total in totals.items():
         total.add_(parts[name].detach() / config.update_every)
@@ -175,16 +176,14 @@ def update_step(state: State, totals: dict[str, Tensor], config: Config) -> dict
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
     """Returns sums over a batch, see models/objectives.py."""
     with torch.no_grad(), mesh.autocast():
-        return objectives.scores(state.model, batch)
+        return objectives.scores(state.model, sharding.rows(batch, mesh))
 
 
 def evaluate(step, state: State, rows: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns mean loss (nats) and accuracy on the same masks each time; `step` is the compiled eval_step."""
     state.model.eval()
-    options = {"seed": config.seed, "workers": config.workers}
-    with loading.parallel_loader(
-        rows, config.batch_size // config.update_every, mesh, train=False, **options
-    ) as loader:
+    size, options = config.batch_size // config.update_every, {"seed": config.seed, "workers": config.workers}
+    with loading.parallel_loader(rows, size, mesh, train=False, **options) as loader:
         totals = device.fetch_sums([step(state, batch, config, mesh) for batch in loader])
     state.model.train()
     counts = {"loss": "predicted", "accuracy": "predicted", "next_sentence_accuracy": "rows"}
@@ -210,7 +209,7 @@ def with_teacher(config: Config, mesh: device.Mesh) -> Config:
 def main(config: Config) -> dict[str, float]:
     """Pretrains and exports; returns the final metrics of the validation rows."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device)
+    mesh = sharding.arranged(device.setup(config.seed, config.precision, config.strict, config.device), config.layout)
     if config.model == "distilbert" and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)

@@ -32,7 +32,7 @@ from errors import InputError
 from tpu.compiler import bundles, hlo, libtpu, report, steps
 from tpu.compiler.libtpu import GIB
 from train import dlrm, glue, pretrain, resnet50, transformer
-from train.common import device
+from train.common import device, sharding
 from train.common.xla import staging
 
 ENCODERS = tuple(name for name in glue.RECIPES if name != "auto")
@@ -88,7 +88,9 @@ def stage(job: Job, mesh: device.Mesh, script: Any) -> tuple[steps.Step, staging
     Raises:
         InputError: the devices cannot share its batch equally.
     """
-    step = MAKERS[job.script](job.config(mesh.num_devices), mesh, script)
+    config = job.config(mesh.num_devices)
+    mesh = sharding.arranged(mesh, getattr(config, "layout", sharding.WHOLE))
+    step = MAKERS[job.script](config, mesh, script)
     if step.examples % mesh.num_devices:
         raise InputError(
             f"{mesh.num_devices} devices cannot share a step of {step.examples:,} {step.unit} equally; give --batch, "
@@ -130,6 +132,8 @@ def compile_step(
             "compile_seconds": round(seconds, 1),
             "hbm_bytes": topology.hbm_bytes,
         }
+        if getattr(job.config(topology.num_devices), "layout", sharding.WHOLE) != sharding.WHOLE:
+            identity["placement"] = sharding.table(step.arguments[0].model)
         counted = bundles.read(code) if code else None
         figures = report.figures(staged, program, libtpu.GENERATIONS[topology.generation], effort, counted)
         return identity | figures, program.optimized

@@ -78,6 +78,7 @@ GUARDS = (
     Row("transformer", "transformer", "tiny", 32, "", ("--dropout", "0.1", "--precision", "bfloat16")),
     Row("bert on mrpc", "bert", "full", 4, "mrpc"),
     Row("bert", "bert", "full", 8, "pretrain", ("--size", "mini")),
+    Row("bert, two chips a layer", "bert", "full", 8, "pretrain", ("--size", "mini", "--mesh", "data=4,model=2")),
     Row("roberta", "roberta", "full", 8, "pretrain", ("--size", "mini")),
     Row("distilbert", "distilbert", "full", 8, "pretrain", ("--size", "mini")),
     Row("xlnet", "xlnet", "full", 8, "pretrain", ("--size", "mini")),

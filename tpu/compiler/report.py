@@ -106,12 +106,14 @@ def _line(source: str) -> str:
 
 
 def _collectives(module: hlo.Module) -> dict[str, dict]:
-    """Returns {kind: {"count", "bytes" per device, "largest": bytes of its largest result, "lines" of origin}}."""
+    """Returns {kind: {"count", "bytes" per device, "largest": bytes of its largest result, "groups": {devices that take
+    part: bytes}, "lines" of origin}}."""
     found: dict[str, dict] = {}
     for each in analysis.collectives(module):
-        entry = found.setdefault(each.kind, {"count": 0, "bytes": 0, "largest": 0, "lines": []})
+        entry = found.setdefault(each.kind, {"count": 0, "bytes": 0, "largest": 0, "groups": {}, "lines": []})
         entry["count"] += each.times
         entry["bytes"] += each.bytes * each.times
+        entry["groups"][each.group_size] = entry["groups"].get(each.group_size, 0) + each.bytes * each.times
         entry["largest"] = max(entry["largest"], each.result_bytes)
         line = _line(each.source) or each.op_name.rsplit("/", 1)[-1]
         if line not in entry["lines"]:
@@ -146,6 +148,9 @@ def describe(report: dict) -> str:
             lines.append(f"             {report['loops_counted_once']} loops of unknown length are counted once")
     for kind, entry in sorted(report["collectives"].items()):
         amount = f"{entry['count']}, {entry['bytes'] / 1e6:.1f} MB per device"
+        if "placement" in report:
+            parts = (f"{size / 1e6:.1f} among {group}" for group, size in sorted(entry["groups"].items()))
+            amount += f" ({', '.join(parts)})"
         # A combined one names only one of its lines.
         lines.append(f"{kind:<12} {amount}: {', '.join(entry['lines'][:4])}")
     if not report["collectives"]:
@@ -155,6 +160,8 @@ def describe(report: dict) -> str:
     lines.append(f"copies       {report['copies']['count']}, {report['copies']['bytes'] / 1e6:.1f} MB")
     lines.append(f"random       {report['random_bytes'] / 1e6:.1f} MB of numbers drawn, by each device for all")
     lines.append(f"products     {report['products']}, {report['float32_products']} of them of float32")
+    if "placement" in report:
+        lines += ["parameters, the axis that cuts each dimension, and their optimizer's state:", *report["placement"]]
     if "longest" in report:
         lines.append("longest operations, of one line together:")
     for entry in report.get("longest", []):

@@ -50,7 +50,7 @@ def gradient_buffers(model: nn.Module, sums: Sequence[str], mesh: device.Mesh) -
     totals = {name: torch.zeros(()).to(mesh.device) for name in sums}
     for parameter in model.parameters():
         parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(mesh.device)
-        device.replicate(parameter.grad, mesh)
+        device.replicate(parameter.grad, mesh, parameter)
     for total in totals.values():
         device.replicate(total, mesh)
     return totals

@@ -114,14 +114,13 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1, torch_compile: 
 
 
 def graph_report(reset: bool = False) -> dict[str, Any]:
-    """Returns what the steps of this process have compiled since the last `reset`, see `GraphReport.summary`; {} on
-    plain PyTorch."""
+    """Returns `GraphReport.summary` of this process's steps since the last `reset`; {} on plain PyTorch."""
     return _backend.graph_report(reset)
 
 
-def to_device(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """Moves a model to the mesh, replicated; returns the same object, with the same Parameter objects. Plain
-    `module.to(xla)` makes new ones, and unties those that were shared: tied embeddings become two that train apart."""
+def to_device(model: nn.Module, mesh: Mesh, place: Callable | None = None) -> nn.Module:
+    """Moves a model to the mesh, each tensor by `place` or replicated; returns the same object and Parameter objects.
+    Plain `module.to(xla)` makes new ones, and unties those that were shared: tied embeddings become two."""
     swap = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -129,14 +128,16 @@ def to_device(model: nn.Module, mesh: Mesh) -> nn.Module:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
     for tensor in [*model.parameters(), *model.buffers()]:
-        replicate(tensor, mesh)
+        (place or replicate)(tensor, mesh)
     return model
 
 
-def replicate(tensor: Tensor, mesh: Mesh) -> None:
-    """Annotates a tensor on the device as held whole by every device of the mesh. Without an annotation it is so, too,
-    but what the first step returns carries one, so that the second step would be another graph."""
-    annotate(tensor.data, mesh.spmd, (None,) * tensor.dim())
+def replicate(tensor: Tensor, mesh: Mesh, of: Tensor | None = None) -> None:
+    """Annotates a tensor on the device as held whole by every device of the mesh, or as train/common/sharding has cut
+    it or the parameter that it belongs to (`of`); without one, what a first step returns would be another graph's."""
+    if hasattr(of, "state_placement") and tensor.shape == of.shape:
+        tensor.placement = of.state_placement
+    annotate(tensor.data, *getattr(tensor, "placement", (mesh.spmd, (None,) * tensor.dim())))
 
 
 def annotate(tensor: Tensor, spmd: Any, spec: tuple) -> None:
@@ -172,7 +173,7 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
                     raise RuntimeError(f"{type(optimizer).__name__} starts {start}")
                 elif group.get("capturable") or group.get("fused") or (value.shape == shadow.shape and name != "step"):
                     state[name] = torch.zeros_like(value).to(mesh.device)
-                    replicate(state[name], mesh)
+                    replicate(state[name], mesh, parameter)
                 else:  # torch keeps the step counter on the CPU
                     state[name] = torch.zeros_like(value)
             if state:
@@ -216,8 +217,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def seed_step(seed: int, step: int) -> None:
-    """Makes the random numbers of the next step on the device (dropout) depend on (seed, step) alone, so that a resumed
-    run draws what an uninterrupted one drew, however many graphs ran before."""
+    """Makes the next step's random numbers (dropout) depend on (seed, step) alone, so that a resumed run draws them."""
     _backend.set_seed(int(np.random.SeedSequence((seed, step)).generate_state(1, np.uint32)[0]))
 
 

@@ -156,7 +156,7 @@ def _graph(tensor: Tensor) -> bytes:
 def _to_placeholder(tensor: Tensor) -> tuple[int, tuple[tuple, dict[str, int]]]:
     """Turns a tensor of the meta device, in place, into a view of a placeholder without data; returns the placeholder's
     handle and its sharding."""
-    spmd, spec = getattr(tensor, "sharding", (None, (None,) * tensor.dim()))
+    spmd, spec = getattr(tensor, "placement", getattr(tensor, "sharding", (None, (None,) * tensor.dim())))
     placeholder = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
     handle = torch_xla._XLAC._get_tensors_handle([placeholder])[0]
     # A tensor without data cannot be annotated, but the result of an operation can, and this one costs nothing.
@@ -165,7 +165,12 @@ def _to_placeholder(tensor: Tensor) -> tuple[int, tuple[tuple, dict[str, int]]]:
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     if spmd is not None and any(spec):
         xs.mark_sharding(value.data, spmd, spec)
+    kept, hooks = tensor.__dict__, tensor._backward_hooks  # of a parameter that is cut over devices
     torch.utils.swap_tensors(tensor, value)
+    tensor.__dict__.update(kept)
+    tensor._backward_hooks = None
+    for hook in (hooks or {}).values():
+        tensor.register_hook(hook)
     return handle, (spec, dict(spmd.shape()) if spmd is not None else {})
 
 

@@ -1,0 +1,74 @@
+"""Annotations of tensors in the middle of a step, for XLA's partitioner; see sharding/placement.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+from torch import Tensor, nn
+
+
+def mark(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> Tensor:
+    """Returns the same values as a new tensor, cut as `spec` says."""
+    if torch_xla._XLAC._get_xla_sharding_spec(tensor):  # what has an annotation, such as a batch, refuses another
+        tensor = tensor * 1 if tensor.is_floating_point() else tensor + 0
+    else:
+        tensor = tensor.clone()
+    torch_xla._XLAC._xla_mark_sharding(tensor, spmd.get_op_sharding(spec))
+    return tensor
+
+
+class Mark(torch.autograd.Function):
+    """`mark`, of the gradient too."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> Tensor:
+        ctx.spmd, ctx.spec = spmd, spec
+        return mark(tensor, spmd, spec)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return mark(gradient, ctx.spmd, ctx.spec), None, None
+
+
+def constrain(spmd: xs.Mesh) -> Callable[..., Tensor]:
+    """Returns what a module's `constrain(x, *axes)` is on the devices of `spmd`."""
+    return lambda tensor, *axes: Mark.apply(tensor, spmd, axes)
+
+
+def mark_gradient(parameter: nn.Parameter, spmd: xs.Mesh, spec: tuple) -> None:
+    """Cuts the gradients of a parameter as `spec` says, as soon as they are summed up."""
+    parameter.register_hook(lambda gradient: mark(gradient, spmd, spec))
+
+
+def _spec(tensor: Tensor, batch: int, size: int, axis: str | None) -> tuple:
+    """Returns the axes of an activation: "data" for dimension `batch`, and `axis` for the last."""
+    cut = tensor.shape[batch] % size == 0  # embeddings of positions have one row for all
+    return (*("data" if i == batch and cut else None for i in range(tensor.dim() - 1)), axis)
+
+
+def mark_input(module: nn.Module, spmd: xs.Mesh, batch: int, size: int, axis: str | None) -> None:
+    """Annotates a module's input and its gradient. `batch`: the dimension that is cut into `size` parts; `axis` cuts
+    the last one."""
+
+    def hook(_: nn.Module, args: tuple) -> tuple[Any, ...]:
+        return Mark.apply(args[0], spmd, _spec(args[0], batch, size, axis)), *args[1:]
+
+    module.register_forward_pre_hook(hook)
+
+
+def mark_result(module: nn.Module, spmd: xs.Mesh, batch: int, size: int, axis: str | None) -> None:
+    """Annotates a module's result and its gradient, see `mark_input`."""
+
+    def hook(_: nn.Module, args: tuple, result: Tensor) -> Tensor:
+        return Mark.apply(result, spmd, _spec(result, batch, size, axis))
+
+    module.register_forward_hook(hook)
+
+
+def look_up_by_rows(embedding: nn.Embedding) -> None:
+    """Lets an embedding look up time-major ids [T, B] in the order [B, T]. A device that has some rows of each T has no
+    part of T * B ids in line, so that each would look up those of all devices."""
+    embedding.register_forward_pre_hook(lambda _, args: args[0].transpose(0, 1))
+    embedding.register_forward_hook(lambda _, args, result: result.transpose(0, 1))
