@@ -6,6 +6,7 @@ import os
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
+import safetensors.torch
 from helpers import (
     assert_graph_contract,
     command,
@@ -158,8 +159,17 @@ def test_other_values_for_the_same_name(name, run_of, refused):
 
 
 @every_script
-def test_a_loss_that_is_not_finite_stops_the_run(name, refused, tmp_path):
+@pytest.mark.parametrize(
+    ("pattern", "changes"),
+    [
+        ("loss is (nan|inf) at step .*the training diverged.*lower --lr", {}),
+        (r"is not finite at step \d+: .*nothing is saved; .*lower --lr", {"log_every": 10**6, "save_every": 1}),
+    ],
+    ids=["loss", "weights"],
+)
+def test_what_is_not_finite_stops_the_run_and_is_never_saved(name, pattern, changes, refused, tmp_path):
     trial = TRIALS[name]
-    config = replace(trial.short, **trial.diverges, runs=str(tmp_path))
-    pattern = "loss is (nan|inf) at step .*the training diverged.*lower --lr"
+    config = replace(trial.short, **trial.diverges, **changes, runs=str(tmp_path), name="run")
     refused(trial.script, ["tiny", *flags(config, trial.script.TINY)], pattern)
+    for weights in tmp_path.glob("run/checkpoints/*/*.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in safetensors.torch.load_file(weights).values()), weights

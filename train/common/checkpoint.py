@@ -92,11 +92,8 @@ class Checkpointer(contextlib.AbstractContextManager):
     # ---- saving ----
 
     def __exit__(self, error_type: type | None, *_) -> None:
-        try:
+        with contextlib.suppress(*(() if error_type is None else (Exception,))):  # the first error is the one to show
             self.wait()
-        except Exception:
-            if error_type is None:  # else the error that ends the run is the one to show
-                raise
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Copies the state to the host, which is all that the training loop waits for, and writes it in the background.
@@ -123,6 +120,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         """Writes one checkpoint and removes those that `keep` no longer covers, the torn ones before it too."""
         folder = self.folder(step)
         try:
+            for name, value in (state | (pieces or {})).items():
+                if torch.is_tensor(value) and not value.isfinite().all():
+                    diverged = f"{name} is not finite at step {step}: the training diverged, so nothing is saved"
+                    raise InputError(f"{diverged}; {self._known()}; start a run of another --name with a lower --lr")
             self._fs.makedirs(folder, exist_ok=True)
             if self.tables is not None:
                 self.tables.write(self._fs, folder, pieces)
@@ -131,12 +132,10 @@ class Checkpointer(contextlib.AbstractContextManager):
                 self.tables.wait(self._fs, folder)
             tensors = {name: value.contiguous() for name, value in state.items() if torch.is_tensor(value)}
             numbers = {name: value for name, value in state.items() if name not in tensors}
-            contents = {
-                STATE: safetensors.torch.save(tensors),
-                NUMBERS: json.dumps({"step": step, "numbers": numbers}).encode(),
-            }
-            marks: dict[str, Any] = {file: _mark(content) for file, content in contents.items()}
-            marks["hosts"] = self.tables.hosts if self.tables is not None else 0
+            content = json.dumps({"step": step, "numbers": numbers}).encode()
+            contents = {STATE: safetensors.torch.save(tensors), NUMBERS: content}
+            marks = {file: _mark(content) for file, content in contents.items()}
+            marks |= {"hosts": self.tables.hosts if self.tables else 0}
             for file, content in (contents | {COMPLETE: json.dumps(marks).encode()}).items():
                 files.write_synced(self._fs, f"{folder}/{file}", content)
             for place in (folder, self.path) if files.is_local(self._fs) else ():
@@ -149,13 +148,16 @@ class Checkpointer(contextlib.AbstractContextManager):
                         self._fs.rm(f"{self.folder(old)}/{COMPLETE}")
                     self._fs.rm(self.folder(old), recursive=True)
         except OSError as error:
-            known = "there is no complete one yet"
-            with contextlib.suppress(OSError, IndexError):
-                known = f"the one of step {self.complete_steps()[-1]} is complete and safe"
             raise InputError(
-                f"cannot write the checkpoint of step {step} to {self.path}: {error.strerror or error}; {known}"
+                f"cannot write the checkpoint of step {step} to {self.path}: {error.strerror or error}; {self._known()}"
                 "; make room or access, then run the same command again: it resumes from there"
             ) from error
+
+    def _known(self) -> str:
+        """Returns what is known of earlier checkpoints, as a part of a sentence."""
+        with contextlib.suppress(OSError, IndexError):
+            return f"the one of step {self.complete_steps()[-1]} is complete and safe"
+        return "there is no complete one yet"
 
     # ---- restoring ----
 
