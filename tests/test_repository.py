@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WAYS = {
     ("resnet50", "resnet50", "xla"): (2_999, 14),
     ("resnet50", "resnet50", "cpu"): (2_477, 13),
-    ("glue", "bert", "xla"): (4_065, 20),
+    ("glue", "bert", "xla"): (4_066, 20),
 }
 README_COPIES = [
     ("ResNet-50", "resnet50", "resnet50"),
