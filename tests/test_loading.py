@@ -498,3 +498,17 @@ def test_workers_start_from_a_clean_process_one_per_core(mesh, monkeypatch):
     cores = len(os.sched_getaffinity(0))
     examples = loading._Examples(Numbers(1), 0, masked=False, collate=loading.stack)
     assert [loading.data_loader(examples, [], workers)["num_workers"] for workers in (-1, 3)] == [cores, 3]
+
+
+def signalled_worker() -> None:
+    loading._start_worker(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)  # still here: the main process wants batches until it has saved
+
+
+def test_a_worker_survives_sigterm_but_does_not_keep_the_run_from_ending():
+    started = time.monotonic()
+    worker = multiprocessing.get_context("spawn").Process(target=signalled_worker)
+    worker.start()
+    worker.join(30)
+    assert worker.exitcode == 0 and time.monotonic() - started > 0.5

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -277,7 +276,7 @@ def _start_worker(_: int) -> None:
     # Ctrl-C, and the SIGTERM of a VM that is shut down, reach every process, but the main one needs batches until it
     # has saved. A worker that outlives it by a minute ends by itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: threading.Timer(60, os._exit, (1,)).start())
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
 
 
 def _worker_context(dataset: Dataset) -> multiprocessing.context.BaseContext:
