@@ -24,9 +24,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Most lines of what a copy of a script carries, and most files; see copy_model.way. None of these may grow.
 WAYS = {
-    ("resnet50", "resnet50", "xla"): (2_999, 14),
-    ("resnet50", "resnet50", "cpu"): (2_477, 13),
-    ("glue", "bert", "xla"): (4_066, 20),
+    ("resnet50", "resnet50", "xla"): (2_998, 14),
+    ("resnet50", "resnet50", "cpu"): (2_476, 13),
+    ("glue", "bert", "xla"): (4_065, 20),
 }
 README_COPIES = [
     ("ResNet-50", "resnet50", "resnet50"),
