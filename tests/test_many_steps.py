@@ -70,7 +70,8 @@ def test_calls_of_several_steps_are_the_same_steps(mesh, optimizer):
     assert report["recompilations"] == [] and report["traced"] == 6 and report["repeated"] == 17 + (5 + 1), report
 
 
-def test_a_step_that_a_loop_would_change_is_refused(mesh):
+def test_what_a_loop_would_change_or_cannot_hold_is_refused(mesh, refused):
+    refused(dlrm, "tiny --steps-a-call 1001", "--steps-a-call is 1001; at most 1000, since all batches")
     step_fn, state = many_steps.compiled(train_step, mesh, 2), make(mesh, torch.optim.SGD, dropout=0.5)
     with pytest.raises(device.GraphError, match="draws random numbers .* would be the same in every round"):
         step_fn(state, uploaded(mesh, 2), 0.5)

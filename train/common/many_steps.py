@@ -12,7 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from errors import InputError
 from train.common import device
+
+MOST = 1000  # so many batches lie on the device at once
 
 
 def compiled(step_fn: Callable, mesh: device.Mesh, most: int) -> Callable:
@@ -21,7 +24,11 @@ def compiled(step_fn: Callable, mesh: device.Mesh, most: int) -> Callable:
 
     Args:
         step_fn: a step as `device.compiled` takes it, which draws no random numbers.
+    Raises:
+        InputError: `most` is larger than MOST.
     """
+    if most > MOST:
+        raise InputError(f"--steps-a-call is {most}; at most {MOST}, since all batches of a call lie on the device")
     single = looped = device.compiled(step_fn, mesh)
     if mesh.spmd is not None and most > 1:
         from train.common.xla.step_loop import StepLoop
