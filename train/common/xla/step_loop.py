@@ -34,7 +34,7 @@ class StepLoop:
         shardings = {name: _XLAC._get_xla_op_sharding(tensor) for name, tensor in held.items()}
         inputs = placeholders(held | batches[0])
         try:
-            results, structure = self._trace(state, batches[0], rest, held, inputs, shardings)
+            results, leaves, structure = self._trace(state, batches[0], rest, held, inputs, shardings)
         finally:
             _copy(now, held)
         step, order, constants = lowered(list(results.values()), list(inputs.values()))
@@ -59,13 +59,13 @@ class StepLoop:
             _XLAC._xla_mark_sharding(reads[name], self._by_rows(reads[name].dim(), None))
         after = WhileLoop(one_round, nn.Module())(counts | before, reads)
         _copy({name: self._annotated(after[name], shardings[name]) for name in results if name in held}, held)
-        return pytree.tree_unflatten([after[name] for name in results if name not in held], structure)
+        return pytree.tree_unflatten([after.get(f"result {n}", leaf) for n, leaf in enumerate(leaves)], structure)
 
     def _trace(
         self, state: Any, batch: Mapping[str, Tensor], rest: tuple, held: dict, inputs: dict, shardings: dict
-    ) -> tuple[dict[str, Tensor], pytree.TreeSpec]:
+    ) -> tuple[dict[str, Tensor], list[Any], pytree.TreeSpec]:
         """Calls the step with `inputs` in place of the tensors that it holds and of the batch; returns what it makes of
-        those that it updates, by name, and then what it returns."""
+        those that it updates, by name, and the tensors that it returns; and all that it returns, flattened."""
         facts = replay.Arguments((state, *rest)).facts
         traced = {name: place.view(place.shape) for name, place in inputs.items()}  # a placeholder takes no annotation
         _copy(traced, held)
@@ -74,14 +74,14 @@ class StepLoop:
         if replay.Arguments((state, *rest)).facts != facts:
             raise replay.NotRepeatable("it leaves gradients, makes state, or changes a Python value (zero_grad)")
         results = {name: tensor for name, tensor in held.items() if _XLAC._get_graph_hash([tensor]) != graphs[name]}
-        results |= {f"result {n}": leaf for n, leaf in enumerate(leaves)}
+        results |= {f"result {n}": leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         # As copies, since `held` gets its own values back.
         results = {
             name: self._annotated(value.detach().clone(), shardings.get(name)) for name, value in results.items()
         }
         if _XLAC._get_seed_info_id() in _XLAC._get_tensors_xla_device_data_node(list(results.values()))[0]:
             raise replay.NotRepeatable("it draws random numbers (dropout), which would be the same in every round")
-        return results, structure
+        return results, leaves, structure
 
     def _annotated(self, tensor: Tensor, sharding: Any) -> Tensor:
         """Returns the tensor with this sharding; None: whole on every device."""
