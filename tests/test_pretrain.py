@@ -18,7 +18,7 @@ from data import pretraining
 from data.prepare import text as prepare_text
 from models import encoders
 from train import glue, pretrain
-from train.common import loading
+from train.common import loading, sharding
 from train.common.xla import backend as xla
 
 LEARNS, SHORT = TRIALS["pretrain"].learns, TRIALS["pretrain"].short
@@ -319,3 +319,13 @@ def test_a_teacher_may_have_more_positions_than_rows_have_tokens(teacher):
     data = pretrain.open_data(config)
     theirs, ours = (one.base_model.embeddings.position_embeddings.weight for one in (data.teacher, data.model))
     assert len(theirs) == 50 and torch.equal(ours, theirs[:32])
+
+
+def test_a_trials_teacher_is_the_same_whatever_changes_no_number(mesh, monkeypatch):
+    monkeypatch.setattr(pretrain, "main", lambda config: {})
+    config = replace(pretrain.TINY, model="distilbert")
+    others = [
+        replace(config, **change) for change in ({"workers": 2, "layout": sharding.Layout(remat=True)}, {"lr": 1.0})
+    ]
+    first, free, other = (pretrain.with_teacher(each, mesh).teacher for each in (config, *others))
+    assert first == free != other

@@ -11,7 +11,7 @@ result      the published recipes: not run yet; tiny and small real text: docs/r
 import math
 import zlib
 from collections import namedtuple
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -199,7 +199,8 @@ def export(folder: str, state: State, data: Data, config: Config) -> None:
 
 def with_teacher(config: Config, mesh: device.Mesh) -> Config:
     """Pretrains the teacher of a DistilBERT's trial, which has none; returns the config that names it."""
-    name = f"teacher-{zlib.crc32(repr(config).encode()):08x}"  # one for each set of flags
+    own = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in FREE}
+    name = f"teacher-{zlib.crc32(repr(own).encode()):08x}"  # one for each set of flags that change numbers
     main(replace(config, model="bert", name=name))
     device.over_hosts(mesh, 0)  # the main process has written it when all are here
     device.graph_report(reset=True)

@@ -83,8 +83,10 @@ def parse(text: str, devices: int) -> dict[str, int]:
             raise InputError(
                 f"--mesh {text} has {part.strip()!r}; its axes are {' and '.join(AXES)}, each once: {example}"
             )
-        if not size.isdigit() or int(size) < 1:
-            raise InputError(f"--mesh {text} has {name}={size}; the size of an axis is at least 1: {example}")
+        if not size.isdecimal() or int(size) < 1:
+            raise InputError(
+                f"--mesh {text} has {name}={size}; the size of an axis is a number of at least 1: {example}"
+            )
         axes[name] = int(size)
     if math.prod(axes.values()) != devices:
         raise InputError(
