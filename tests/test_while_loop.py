@@ -82,7 +82,7 @@ def chain(mesh, optimizer):
 
 
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-2, foreach=False)
-adam = partial(torch.optim.Adam, lr=0.1, betas=(0.9, 0.98), foreach=False)
+adam = partial(torch.optim.Adam, lr=0.03, betas=(0.9, 0.98), foreach=False)
 
 
 def test_a_loop_on_sharded_state_gives_the_numbers_of_a_python_loop(mesh):

@@ -279,7 +279,7 @@ def same_on_all_hosts(mesh: Mesh, name: str, value: int) -> None:
     raises InputError otherwise. Hosts that disagree would wait for each other forever."""
     low, high, _ = over_hosts(mesh, value)
     if low != high:
-        raise InputError(f"the hosts disagree about {name}: {low} to {high}; they must see the same files (use gs://)")
+        raise InputError(f"hosts disagree about {name}: from {low} to {high}; they must see the same files (use gs://)")
 
 
 @contextlib.contextmanager
