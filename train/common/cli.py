@@ -1,5 +1,6 @@
 """The command line of a script: presets and flags from its Config, one sentence for what the user can fix."""
 
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,10 @@ def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None
     """Runs `main(config)` for `python -m train.<script> PRESET [--flag value …]`; --help shows every field.
 
     `presets`: name -> (one line about it, Config). An InputError ends the process with one line, `error: …`, and exit
-    code 2; any other exception keeps its traceback.
+    code 2; any other exception keeps its traceback. Where train/common/watch is, its flags are there, too.
     """
+    if importlib.util.find_spec("train.common.watch"):
+        main, presets = importlib.import_module("train.common.watch").watched(main, presets)
     config = tyro.extras.overridable_config_cli(presets)
     try:
         main(config)

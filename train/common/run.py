@@ -29,13 +29,9 @@ from train.common.curves import draw_curves, format_number
 from train.common.run_folder import RunFolder, now, to_json
 
 DRAW_EVERY = 60  # seconds between two drawings of curves.png
-REPORTED = {  # of device.graph_report() in the table of a finished run
-    "graphs": "graphs compiled",
-    "recompilations": "recompilations",
-    "fallbacks": "fall-backs",
-    "host_reads": "host reads",
-}
 SEEN_SECONDS = 60  # in which other hosts see what the main process writes: NFS may remember that there was nothing
+# Of device.graph_report(), in the table of a finished run, with its label where that is another word.
+COUNTS = {"graphs": "graphs compiled", "recompilations": "", "fallbacks": "fall-backs", "host_reads": "host reads"}
 
 
 class Run:
@@ -53,40 +49,43 @@ class Run:
         unit: what `log` counts as examples.
     """
 
+    tell = staticmethod(lambda event, *facts: {})  # calls what watches a training
+    watch = staticmethod(lambda run: contextlib.nullcontext(run.tell))  # train/common/watch, where it is, replaces it
+
     def __init__(
         self, config, mesh, *, name: str, headline: str, total_steps: int, free=(), required=(), unit="examples"
     ):
         self.mesh, self.total_steps, self._unit, self._main = mesh, total_steps, unit, mesh.main_process
         trial = "; this is a trial, for real training see --help" if config.data == "synthetic" else ""
         self.message(f"{headline} on {mesh.num_devices} {mesh.kind} device(s){trial}")
-        self._folder = RunFolder(config, name, free, required)
-        self.name, self.path, self.summary = self._folder.name, self._folder.path, self._folder.summary
-        self._metrics = _Metrics(self._folder)
+        self.folder = RunFolder(config, name, free, required)
+        self.name, self.path, self.summary = self.folder.name, self.folder.path, self.folder.summary
+        self._metrics = _Metrics(self.folder)
         self._seconds = {"elapsed": 0.0, "training": 0.0}  # of earlier starts, too; training is without pauses
         self._running, self._read_at = list(self._seconds), time.monotonic()
         self._pending: list[tuple[int, dict[str, Any], float | None, float | None]] = []  # arguments of `log`
         self._rate_start: tuple[float, float] | None = None  # examples and training seconds at the last line
         self.finished = self._closed = self.summary is not None
-        self.resumed = self._folder.stored is not None and not self.finished
+        self.resumed = self.folder.stored is not None and not self.finished
         if self.finished:
             self.message(f"{self.path} is finished, nothing to train; another --name trains again")
         else:
             kind = "resuming the unfinished run" if self.resumed else "new run"
-            self.message(f"{kind} {self.path}{self._folder.reason}")
+            self.message(f"{kind} {self.path}{self.folder.reason}")
             if self._main:
-                self._folder.open({"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count})
+                self.folder.open({"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count})
         self._check_hosts()
 
     def _check_hosts(self) -> None:
         """Raises InputError, on every host, where the hosts of a pod do not see the config.json just written."""
         if self.mesh.process_count == 1:
             return
-        fingerprint = self._folder.fingerprint
+        fingerprint = self.folder.fingerprint
         expected = device.over_hosts(self.mesh, fingerprint() if self._main else 0).high
         deadline = time.monotonic() + SEEN_SECONDS
         while fingerprint() != expected and time.monotonic() < deadline:
             time.sleep(1)
-            self._folder.files.invalidate_cache()
+            self.folder.files.invalidate_cache()
         if not device.over_hosts(self.mesh, int(fingerprint() == expected)).low:
             raise InputError(
                 f"the {self.mesh.process_count} hosts do not see the same run in {self.path}: they lack what the main "
@@ -101,11 +100,11 @@ class Run:
         disagree about it or the number of examples."""
         self._saved = model, optimizer
         self.checkpoints = Checkpointer(f"{self.path}/checkpoints", keep, self._main, tables, every)
-        start = self.checkpoints.restore(model, optimizer, self.mesh)
+        start = self.start = self.checkpoints.restore(model, optimizer, self.mesh)
         device.same_on_all_hosts(self.mesh, "the step to resume from", start)
         device.same_on_all_hosts(self.mesh, "the size of the training data", examples)
         if self.resumed:
-            self._folder.safe_step = start
+            self.folder.safe_step = start
             if self._main:
                 for name, seconds in self._metrics.resume(start).items():
                     self._seconds[name] += seconds
@@ -116,8 +115,8 @@ class Run:
     def training(self, loader: contextlib.AbstractContextManager, stop_every: int = 10) -> Iterator[None]:
         """Holds the training loop: closes loader, checkpoints and run, whatever ends it, and turns SIGTERM and Ctrl-C
         into a stop at the next `checkpoint`. The hosts of a pod agree about it in every `stop_every`-th step."""
-        stopping = device.stop_requested(self.mesh, stop_every)
-        with stopping as self._stop_requested, contextlib.closing(self), self.checkpoints, loader:
+        stop, watch = device.stop_requested(self.mesh, stop_every), self.watch(self)
+        with stop as self._stop_requested, contextlib.closing(self), self.checkpoints, loader, watch as self.tell:
             yield
 
     def checkpoint(self, step: int, *, due: bool) -> None:
@@ -126,9 +125,10 @@ class Run:
         The order makes a resume exact: an evaluation comes before the checkpoint of its step, the upload of metrics
         before the save, and a process that is asked to stop exits (with 143) only after the save is on disk.
         """
+        self.tell("step", step)
         stop = self._stop_requested() and step < self.total_steps
         if due or stop:
-            with self.pause():
+            with self.pause("checkpoints"):
                 self.upload()  # what a resumed run keeps must be there before its checkpoint is
                 self.checkpoints.save(step, *self._saved)
         self.checkpoints.raise_failure()
@@ -138,17 +138,19 @@ class Run:
             raise SystemExit(143)
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self, of: str = "evaluation") -> Iterator[None]:
         """Counts the time inside (evaluation, checkpoints) neither as training nor for examples per second."""
         self._flush()
         device.wait_for_steps()  # steps still running on the device are training, not pause
         self._read_clock()
         before, self._running = self._running, ["elapsed"]
+        self.tell("pause", of)
         try:
             yield
         finally:
             self._read_clock()
             self._running = before
+            self.tell("resume")
 
     def _read_clock(self) -> dict[str, float]:
         now = time.monotonic()
@@ -238,17 +240,18 @@ class Run:
         self.summary = {
             "name": self.name,
             "finished_at": now(),
-            "steps": self._folder.safe_step,
+            "steps": self.folder.safe_step,
             "metrics": {key: _finite(value) for key, value in metrics.items()},
             "elapsed_seconds": clock["elapsed"],
             "training_seconds": clock["training"],
             per_second: statistics.median(rates) if rates else None,
             "input_wait": statistics.fmean(waits) if waits else None,
             "report": device.graph_report(),
+            **self.tell("summary"),
         }
         if self._main:
             self._metrics.draw()
-            self._folder.write("summary.json", to_json(self.summary, indent=2))
+            self.folder.write("summary.json", to_json(self.summary, indent=2))
             self.print_summary()
             self.upload()
         self.finished = True
@@ -278,27 +281,27 @@ class Run:
     def _release(self) -> None:
         self._closed = True
         self._metrics.close()
-        self._folder.release()
+        self.folder.release()
 
     def upload(self) -> None:
         """Copies all files of a remote run to its URL."""
         if self._main:
             self._metrics.flush()
-            self._folder.upload()
+            self.folder.upload()
 
 
 class _Metrics:
     """What the main process writes of the numbers: metrics.jsonl, TensorBoard events, curves.png."""
 
     def __init__(self, folder: RunFolder):
-        self._folder, self._drawn = folder, -math.inf
+        self.folder, self._drawn = folder, -math.inf
         self._file = self._events = None  # until the first line
 
     def resume(self, last: int) -> dict[str, float]:
         """Drops what metrics.jsonl says of steps after `last`, and a last line torn by a kill; returns the seconds so
         far, as Run counts them."""
         kept, seconds = [], {"elapsed": 0.0, "training": 0.0}
-        for number, line in enumerate((self._folder.read("metrics.jsonl") or b"").splitlines(keepends=True), 1):
+        for number, line in enumerate((self.folder.read("metrics.jsonl") or b"").splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):
                 break
             try:
@@ -307,9 +310,9 @@ class _Metrics:
                     kept.append(line)
                     seconds = {key: float(record["timing"][key]) for key in seconds}
             except (ValueError, KeyError, TypeError) as error:
-                file = f"{self._folder.path}/metrics.jsonl"
+                file = f"{self.folder.path}/metrics.jsonl"
                 raise InputError(f"line {number} of {file} is damaged; remove it or use another --name") from error
-        self._folder.write("metrics.jsonl", b"".join(kept))
+        self.folder.write("metrics.jsonl", b"".join(kept))
         self._open("ab", purge_step=last + 1)
         return seconds
 
@@ -319,31 +322,31 @@ class _Metrics:
         sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
         from torch.utils.tensorboard import SummaryWriter
 
-        with self._folder.writing("metrics.jsonl") as path:
+        with self.folder.writing("metrics.jsonl") as path:
             self._file = open(path, mode)  # noqa: SIM115
-            self._events = SummaryWriter(f"{self._folder.local}/tb", purge_step=purge_step)
+            self._events = SummaryWriter(f"{self.folder.local}/tb", purge_step=purge_step)
 
     def write(self, step: int, values: dict[str, float | None], timing: dict[str, float]) -> None:
         if self._file is None:
             self._open("xb")
-        with self._folder.writing("metrics.jsonl"):
+        with self.folder.writing("metrics.jsonl"):
             self._file.write(to_json({"step": step, **values, "timing": timing}) + b"\n")
             self._file.flush()
             for key, value in [*values.items(), *((f"timing/{key}", value) for key, value in timing.items())]:
                 if value is not None:
                     self._events.add_scalar(key, value, step)
-        self._folder.safe_step = step
+        self.folder.safe_step = step
 
     def records(self) -> list[dict[str, Any]]:
         if self._file is None:
             return []
-        with open(f"{self._folder.local}/metrics.jsonl") as file:
+        with open(f"{self.folder.local}/metrics.jsonl") as file:
             return [json.loads(line) for line in file]
 
     def draw(self, at_most_every: float = 0) -> None:
         if time.monotonic() - self._drawn > at_most_every and (records := self.records()):
             self.flush()
-            self._folder.write("curves.png", draw_curves(records, self._folder.name))
+            self.folder.write("curves.png", draw_curves(records, self.folder.name))
             self._drawn = time.monotonic()
 
     def flush(self) -> None:
@@ -351,10 +354,9 @@ class _Metrics:
             self._events.flush()
 
     def close(self) -> None:
-        for file in (self._file, self._events):
+        for file in filter(None, (self._file, self._events)):
             with contextlib.suppress(OSError):  # flushing what a full disk has refused, and reported, before
-                if file is not None:
-                    file.close()
+                file.close()
 
 
 def _table(summary: dict[str, Any], unit: str) -> dict[str, str]:
@@ -367,11 +369,8 @@ def _table(summary: dict[str, Any], unit: str) -> dict[str, str]:
         rows[f"{unit}/s"] = format_number(rate)
     if wait is not None:
         rows["input wait"] = f"{100 * wait:.0f} %"
-    for key, label in REPORTED.items():
-        if key in report:
-            value = report[key]
-            rows[label] = "; ".join([str(len(value)), *value]) if isinstance(value, list) else str(value)
-    return rows
+    counts = {label or key: report[key] for key, label in COUNTS.items() if key in report}
+    return rows | {key: "; ".join([str(len(n)), *n]) if isinstance(n, list) else str(n) for key, n in counts.items()}
 
 
 def _duration(seconds: float) -> str:

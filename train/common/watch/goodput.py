@@ -1,0 +1,179 @@
+"""Goodput, and --price: where the wall time of all starts of a run went, in runs/<name>/goodput.json and summary.json.
+
+    steps         train steps that the result is made of: their share is the goodput
+    input_wait    the training loop waited for a batch
+    start         from the start of the process to the training loop: imports, data, model, checkpoint
+    compile       calls of compiled steps that compiled
+    evaluation, checkpoints    pauses of the training
+    end           after the last step: the last evaluation, export
+    lost          training that a later start repeated, since it was after the checkpoint
+
+Of a start that was killed, what came after the last note is missing, at most a minute. The time between two starts
+counts apart: whether the chips were paid for then, only their owner knows.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from errors import InputError
+from train.common import device, loading
+from train.common.run_folder import to_json
+from train.common.watch import Watcher
+
+NOTE_EVERY = 60.0  # seconds between two writings of goodput.json, besides those after pauses
+FILE = "goodput.json"
+
+
+@dataclass(frozen=True)
+class Flags:
+    price: float = 0.0  # of an hour of one chip, in any currency, for the cost in summary.json; 0: unknown
+
+
+def watcher(flags: Flags) -> Callable[[Any], "Goodput"]:
+    """Returns what makes the clock of a Run. Raises InputError where the price is negative or NaN."""
+    if not 0 <= flags.price < float("inf"):
+        raise InputError(f"--price is {flags.price}; it must be at least 0, the price of a chip for an hour")
+    return lambda run: Goodput(run, flags.price)
+
+
+class Goodput(Watcher):
+    """The clock of one start of a run, and what earlier starts noted. `price`: of a chip-hour, 0 if unknown."""
+
+    def __init__(self, run: Any, price: float):
+        self._run, self._price = run, price
+        self._starts = _earlier(run) if run.mesh.main_process else []
+        self._seconds = dict.fromkeys(
+            ("steps", "input_wait", "start", "compile", "evaluation", "checkpoints", "end", "lost"), 0.0
+        )
+        self._phase, self._read_at, self._compiled, self._waited = "start", _process_started(), 0.0, 0.0
+        self._begun = self._noted_at = time.time() - (time.monotonic() - self._read_at)
+        self._step = run.start
+        self._patched = contextlib.ExitStack()
+
+    def __enter__(self) -> "Goodput":
+        self._patched.enter_context(self._timed_loader())
+        self._enter("steps")
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._patched.close()
+        with contextlib.suppress(InputError):  # the error that ends the run is the one to show
+            self._note()
+
+    def step(self, number: int) -> None:
+        self._step = number
+        if number >= self._run.total_steps:
+            self._enter("end")
+        elif time.time() - self._noted_at > NOTE_EVERY:
+            self._note()
+
+    def pause(self, of: str) -> None:
+        self._enter(of)
+
+    def resume(self) -> None:
+        self._enter("end" if self._step >= self._run.total_steps else "steps")
+        self._note()
+
+    def summary(self) -> dict[str, Any]:
+        """Returns {"goodput": share of steps (0 to 1) in the time of all starts, seconds of each part, starts, seconds
+        between starts, chips, chip-hours, cost}; the terminal gets it in two lines."""
+        self._enter(self._phase)
+        starts = [*self._starts, self._record()]
+        seconds = {name: round(sum(start["seconds"].get(name, 0.0) for start in starts), 3) for name in self._seconds}
+        total, between = sum(seconds.values()), _between(starts)
+        # A device is a chip from v4 on, and one of two cores of a chip before.
+        chips = self._run.mesh.num_devices / (2 if self._run.mesh.kind.startswith(("TPU v2", "TPU v3")) else 1)
+        found = {
+            "share": seconds["steps"] / total,
+            "seconds": seconds,
+            "starts": len(starts),
+            "between_starts": between,
+        }
+        found |= {"chips": chips, "chip_hours": chips * total / 3600}
+        parts = sorted(seconds.items(), key=lambda part: -part[1])
+        words = ", ".join(f"{name.replace('_', ' ')} {100 * part / total:.0f} %" for name, part in parts if part)
+        message = f"goodput {100 * found['share']:.0f} % of {total:.0f} s in {len(starts)} start(s): {words}"
+        if self._price:
+            found["cost"] = found["chip_hours"] * self._price
+            message += f"; {found['chip_hours']:.2f} chip-hours at {self._price:g}: {found['cost']:.2f}"
+        self._run.message(message)
+        return {"goodput": found}
+
+    def _enter(self, phase: str) -> None:
+        """Counts the time since the last call to the part that ends, and what was compiled or waited for in it."""
+        now, compiled = time.monotonic(), device.graph_report().get("compile_seconds", 0.0)
+        spent, compiling = now - self._read_at, max(0.0, compiled - self._compiled)
+        waited, self._waited = min(self._waited, spent - compiling) if self._phase == "steps" else 0.0, 0.0
+        self._seconds[self._phase] += spent - compiling - waited
+        self._seconds["compile"] += compiling
+        self._seconds["input_wait"] += waited
+        self._phase, self._read_at, self._compiled = phase, now, compiled
+
+    def _record(self) -> dict[str, Any]:
+        span = {"begun": self._begun, "noted": time.time(), "from": self._run.start, "to": self._step}
+        return span | {"seconds": {name: round(seconds, 3) for name, seconds in self._seconds.items()}}
+
+    def _note(self) -> None:
+        self._enter(self._phase)
+        self._noted_at = time.time()
+        if self._run.mesh.main_process:
+            self._run.folder.write(FILE, to_json([*self._starts, self._record()], indent=2))
+
+    @contextlib.contextmanager
+    def _timed_loader(self):
+        original = loading.Loader.__next__
+
+        @functools.wraps(original)
+        def timed(loader: loading.Loader) -> Any:
+            started = time.monotonic()
+            try:
+                return original(loader)
+            finally:
+                self._waited += time.monotonic() - started
+
+        loading.Loader.__next__ = timed
+        try:
+            yield
+        finally:
+            loading.Loader.__next__ = original
+
+
+def _earlier(run: Any) -> list[dict[str, Any]]:
+    """Returns what earlier starts of a run noted, their training after its checkpoint as lost."""
+    content = run.folder.read(FILE) if run.resumed else None
+    try:
+        starts = json.loads(content or b"[]")
+        for start in starts:
+            done, useful = start["to"] - start["from"], min(start["to"], run.start) - start["from"]
+            if useful < done:
+                seconds, share = start["seconds"], 1 - max(0, useful) / done
+                for part in ("steps", "input_wait"):
+                    seconds["lost"] += share * seconds[part]
+                    seconds[part] *= 1 - share
+                start["to"] = max(start["from"], run.start)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        run.message(f"warning: {run.path}/{FILE} is damaged: the goodput counts from this start on")
+        return []
+    return starts
+
+
+def _between(starts: list[dict[str, Any]]) -> float:
+    """Returns the seconds between the last note of each start and the beginning of the next."""
+    return sum(max(0.0, after["begun"] - before["noted"]) for before, after in itertools.pairwise(starts))
+
+
+def _process_started() -> float:
+    """Returns when this process began, by the clock of time.monotonic; where the system does not tell, now."""
+    with contextlib.suppress(OSError, AttributeError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # proc(5): starttime is the 22nd
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic() - age
+    return time.monotonic()

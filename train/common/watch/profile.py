@@ -1,0 +1,140 @@
+"""--profile 20:25: a trace of these steps in runs/<name>/profile, for TensorBoard's profile plugin and for Perfetto.
+
+On XLA it is torch_xla's own profiler: the device's operations by the names of the compiled program, and beside them
+the host's threads, where "train" is a step, "wait for a batch" the loader, "start the program" the call of the compiled
+step, "evaluation" and "checkpoints" the pauses, and "upload" the thread that copies batches to the device. With
+--device cpu or cuda it is torch.profiler. docs/profiling.md shows how to read one. On a pod the main process is traced.
+"""
+
+import contextlib
+import functools
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from errors import InputError
+from train.common import loading
+from train.common.watch import Watcher
+
+STEPS = 100  # the most that may be traced: a trace grows by megabytes a step, and TensorBoard reads it whole
+
+
+@dataclass(frozen=True)
+class Flags:
+    profile: str = ""  # first:last step (20:25), both included, that are traced into the run's folder; "": none
+
+
+def watcher(flags: Flags) -> Callable[[Any], "Profile"] | None:
+    """Returns what makes the profiler of a Run. Raises InputError where the flag is not first:last."""
+    if not flags.profile:
+        return None
+    match = re.fullmatch(r"([1-9][0-9]{0,11}):([1-9][0-9]{0,11})", flags.profile)
+    first, last = map(int, match.groups()) if match else (1, 0)
+    if not first <= last < first + STEPS:
+        steps = f"it must be two steps such as 20:25, from 1 up, at most {STEPS} steps"
+        raise InputError(f"--profile is {flags.profile}; {steps}")
+    return lambda run: Profile(run, first, last)
+
+
+class Profile(Watcher):
+    """The trace of the steps `first` to `last` of a run.
+
+    Raises:
+        InputError: the run has not that many steps.
+    """
+
+    def __init__(self, run: Any, first: int, last: int):
+        if last > run.total_steps:
+            raise InputError(f"--profile is {first}:{last}, but the run has {run.total_steps} steps; give earlier ones")
+        self._run, self._first, self._last = run, first, last
+        self._waits = run.mesh.main_process  # for its first step
+        self._trace, self._step, self._pause = (contextlib.ExitStack() for _ in range(3))
+        self._span: Callable[..., contextlib.AbstractContextManager] | None = None  # while it traces
+
+    def __enter__(self) -> "Profile":
+        self._begin(self._run.start + 1)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop()
+
+    def step(self, number: int) -> None:
+        self._begin(number + 1)
+
+    def pause(self, of: str) -> None:
+        if self._span:
+            self._pause.enter_context(self._span(of))
+
+    def resume(self) -> None:
+        self._pause.close()
+
+    def _begin(self, number: int) -> None:
+        """Starts or ends the trace where step `number` is the next."""
+        self._step.close()
+        if self._span and number > self._last:
+            self._stop()
+        if self._waits and number >= self._first:
+            self._waits = False
+            if number > self._last:
+                self._run.message(f"--profile {self._first}:{self._last} traces nothing: the next step is {number}")
+                return
+            self._start()
+        if self._span:
+            self._step.enter_context(self._span("train", step_num=number, _r=1))
+
+    def _start(self) -> None:
+        backend = _Eager if self._run.mesh.spmd is None else importlib.import_module("train.common.xla.profiler")
+        self._trace.enter_context(backend.tracing(f"{self._run.folder.local}/profile"))
+        self._span = backend.span
+        spans = {"wait for a batch": (loading.Loader, "__next__"), "upload": (loading.Loader, "_upload")}
+        for name, method in (spans | backend.SPANS).items():
+            self._trace.enter_context(_named(*method, functools.partial(backend.span, name)))
+
+    def _stop(self) -> None:
+        self._pause.close()
+        self._step.close()
+        if not self._span:
+            return
+        self._span, steps = None, f"steps {self._first} to {self._last}"
+        try:
+            self._trace.close()
+            self._run.message(f"traced {steps} to {self._run.path}/profile; docs/profiling.md says how to read it")
+        except (OSError, RuntimeError) as error:  # a full disk must not end the run
+            self._run.message(f"warning: the trace of {steps} could not be written: {error}")
+
+
+@contextlib.contextmanager
+def _named(owner: type, method: str, span: Callable[[], contextlib.AbstractContextManager]) -> Iterator[None]:
+    """Lets each call of a method be a span."""
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    def call(*args: Any) -> Any:
+        with span():
+            return original(*args)
+
+    setattr(owner, method, call)
+    try:
+        yield
+    finally:
+        setattr(owner, method, original)
+
+
+class _Eager:
+    """What train/common/xla/profiler.py has, by torch.profiler."""
+
+    SPANS: ClassVar[dict] = {}
+
+    @staticmethod
+    @contextlib.contextmanager
+    def tracing(folder: str) -> Iterator[None]:
+        with torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(folder)):
+            yield
+
+    @staticmethod
+    def span(name: str, step_num: int | None = None, _r: int = 1) -> contextlib.AbstractContextManager:
+        return torch.profiler.record_function(name if step_num is None else f"{name} {step_num}")

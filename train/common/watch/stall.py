@@ -1,0 +1,150 @@
+"""--stall-after: ends a run that hangs, with the stacks of all threads, so that it can be started again.
+
+A lost host, a stuck file system or a deadlock leaves a run silent for hours while it is paid for. A thread looks for
+progress: a train step, a call of any compiled step (an evaluation makes many), the start or end of a pause. Without it
+for long, every host writes its stacks to runs/<name>/stacks/host-<index>.txt and to its log, and exits with 75
+(EX_TEMPFAIL of sysexits.h): the launcher's RETRIES starts the run again, from its last checkpoint.
+
+    in training, from the 6th step on    --stall-after times the median step, at least 5 minutes
+    before, after the last, in a pause   an hour: a first batch, an export or a slow store's checkpoint takes its time
+    while a step is compiled             no limit
+"""
+
+import collections
+import faulthandler
+import multiprocessing
+import os
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import fsspec
+
+from errors import InputError
+from train.common import device
+from train.common.watch import Watcher
+
+LEAST, ELSEWHERE = 300.0, 3600.0  # seconds: the least limit in training; the limit elsewhere
+KNOWN = 5  # durations that make a median
+LINGER = 15.0  # seconds before the exit: the other hosts of a pod stall at the same time, and write theirs
+EXIT_CODE = 75
+
+
+@dataclass(frozen=True)
+class Flags:
+    stall_after: float = 20.0  # times the median step without progress (5 minutes at least) that end a run; 0: never
+
+
+def watcher(flags: Flags) -> Callable[[Any], "Stall"] | None:
+    """Returns what makes the watchdog of a Run. Raises InputError where the flag is neither 0 nor at least 1."""
+    if flags.stall_after != 0 and not flags.stall_after >= 1:
+        raise InputError(f"--stall-after is {flags.stall_after}; it must be at least 1, or 0 for no watchdog")
+    return (lambda run: Stall(run, flags.stall_after)) if flags.stall_after else None
+
+
+class Stall(Watcher):
+    """The watchdog of one run; `run` is a Run, `times` the factor of --stall-after."""
+
+    def __init__(self, run: Any, times: float):
+        self._run, self._times = run, times
+        self._durations: collections.deque[float] = collections.deque(maxlen=101)  # of steps without a pause in them
+        self._steps, self._paused, self._whole = 0, False, False
+        self._step_at = self._seen_at = time.monotonic()
+        self._calls: Any = None
+        self._over = threading.Event()
+        self._main_thread = threading.get_ident()
+
+    def __enter__(self) -> "Stall":
+        threading.Thread(target=self._watch, name="stall", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def step(self, number: int) -> None:
+        now = time.monotonic()
+        if self._whole:
+            self._durations.append(now - self._step_at)
+        self._step_at, self._seen_at, self._steps, self._whole = now, now, number, True
+
+    def pause(self, of: str) -> None:
+        self._seen_at, self._paused, self._whole = time.monotonic(), True, False
+
+    def resume(self) -> None:
+        self._seen_at, self._paused = time.monotonic(), False
+
+    def limit(self) -> float:
+        """Returns the seconds without progress that are allowed now."""
+        if self._paused or self._steps >= self._run.total_steps or len(self._durations) < KNOWN:
+            return max(ELSEWHERE, LEAST)
+        return max(LEAST, self._times * statistics.median(self._durations))
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(5.0, LEAST / 10)):
+            # A thread that holds Python's lock for ever stops this one, too; faulthandler's, which needs no lock, then
+            # writes the stacks and exits with 1.
+            faulthandler.dump_traceback_later(self.limit() + LEAST, exit=True)
+            self._look()
+
+    def _look(self) -> None:
+        """Ends the process if it has stalled."""
+        report = device.graph_report()
+        calls = report.get("traced"), report.get("repeated")
+        if calls != self._calls:
+            self._calls, self._seen_at = calls, time.monotonic()
+        silent = time.monotonic() - self._seen_at
+        if silent <= self.limit() or self._over.is_set():
+            return
+        if compiling(sys._current_frames().get(self._main_thread)):
+            self._seen_at = time.monotonic()
+        else:
+            self._end(silent)
+
+    def _end(self, silent: float) -> None:
+        """Writes the stacks of all threads to the log and the run's folder, and exits."""
+        where = "in a pause (evaluation, checkpoint)" if self._paused else "in training"
+        file = f"{self._run.path}/stacks/host-{self._run.mesh.process_index}.txt"
+        sentence = (
+            f"error: no progress for {silent:.0f} s {where} after step {self._steps} (limit {self.limit():.0f} s, "
+            f"--stall-after {self._times:g}): the stacks of all threads follow, and are in {file}; the same command "
+            "resumes from the last checkpoint"
+        )
+        print(sentence, file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        # What hangs may be the storage itself.
+        writing = threading.Thread(target=_write, args=(file, sentence), daemon=True)
+        writing.start()
+        deadline = time.monotonic() + LINGER
+        writing.join(LINGER)
+        if self._run.mesh.process_count > 1:
+            time.sleep(max(0.0, deadline - time.monotonic()))
+        for worker in multiprocessing.active_children():  # of the loader; one that hangs would stay for ever
+            worker.kill()
+        os._exit(EXIT_CODE)
+
+
+def compiling(frame: FrameType | None) -> bool:
+    """Tells whether a thread with this frame is in a call of a compiled step that traces and compiles its program: the
+    first two calls with new input shapes."""
+    while frame is not None:
+        if frame.f_code.co_qualname == "CompiledStep.__call__":
+            calls = frame.f_locals.get("calls")
+            return calls is None or (calls.count <= 2 and not calls.confirmed)
+        frame = frame.f_back
+    return False
+
+
+def _write(file: str, sentence: str) -> None:
+    stacks = [sentence]
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        stacks += [f"\nthread {names.get(ident, ident)}", *traceback.format_stack(frame)]
+    with fsspec.open(file, "w", auto_mkdir=True) as out:
+        out.write("\n".join(stacks) + "\n")
