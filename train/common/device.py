@@ -11,10 +11,11 @@ import itertools
 import math
 import random
 import signal
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -255,12 +256,7 @@ def wait_for_steps() -> None:
     _backend.wait_for_steps()
 
 
-class OverHosts(NamedTuple):
-    """The smallest, the largest and the sum of a number that each host has."""
-
-    low: int
-    high: int
-    total: int
+OverHosts = namedtuple("OverHosts", "low high total")  # the smallest, the largest and the sum of a number of each host
 
 
 def over_hosts(mesh: Mesh, value: int) -> OverHosts:

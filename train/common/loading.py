@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -274,9 +275,10 @@ def _start_worker(_: int) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what was imported need not be searched for garbage again and again
     # Ctrl-C, and the SIGTERM of a VM that is shut down, reach every process, but the main one needs batches until it
-    # has saved. A worker that outlives it by a minute ends by itself.
+    # has saved: a worker ends a minute later, or with the main one, since after a kill -9 its fork server waits for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
+    threading.Thread(target=lambda: multiprocessing.parent_process().join() or os._exit(1), daemon=True).start()
 
 
 def _worker_context(dataset: Dataset) -> multiprocessing.context.BaseContext:

@@ -53,7 +53,8 @@ class Goodput(Watcher):
         self._seconds = dict.fromkeys(
             ("steps", "input_wait", "start", "compile", "evaluation", "checkpoints", "end", "lost"), 0.0
         )
-        self._phase, self._read_at, self._compiled, self._waited = "start", _process_started(), 0.0, 0.0
+        self._phase, self._read_at, self._waited = "start", _process_started(), 0.0
+        self._compiled = _compile_seconds()
         self._begun = self._noted_at = time.time() - (time.monotonic() - self._read_at)
         self._step = run.start
         self._patched = contextlib.ExitStack()
@@ -109,7 +110,7 @@ class Goodput(Watcher):
 
     def _enter(self, phase: str) -> None:
         """Counts the time since the last call to the part that ends, and what was compiled or waited for in it."""
-        now, compiled = time.monotonic(), device.graph_report().get("compile_seconds", 0.0)
+        now, compiled = time.monotonic(), _compile_seconds()
         spent, compiling = now - self._read_at, max(0.0, compiled - self._compiled)
         waited, self._waited = min(self._waited, spent - compiling) if self._phase == "steps" else 0.0, 0.0
         self._seconds[self._phase] += spent - compiling - waited
@@ -163,6 +164,10 @@ def _earlier(run: Any) -> list[dict[str, Any]]:
         run.message(f"warning: {run.path}/{FILE} is damaged: the goodput counts from this start on")
         return []
     return starts
+
+
+def _compile_seconds() -> float:
+    return device.graph_report().get("compile_seconds", 0.0)
 
 
 def _between(starts: list[dict[str, Any]]) -> float:

@@ -8,7 +8,6 @@ step, "evaluation" and "checkpoints" the pauses, and "upload" the thread that co
 
 import contextlib
 import functools
-import importlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from errors import InputError
-from train.common import loading
+from train.common import device, loading
 from train.common.watch import Watcher
 
 STEPS = 100  # the most that may be traced: a trace grows by megabytes a step, and TensorBoard reads it whole
@@ -84,14 +83,14 @@ class Profile(Watcher):
                 return
             self._start()
         if self._span:
-            self._step.enter_context(self._span("train", step_num=number, _r=1))
+            self._step.enter_context(self._span("train", step=number))
 
     def _start(self) -> None:
-        backend = _Eager if self._run.mesh.spmd is None else importlib.import_module("train.common.xla.profiler")
+        backend = _Eager() if self._run.mesh.spmd is None else _Xla()
         self._trace.enter_context(backend.tracing(f"{self._run.folder.local}/profile"))
         self._span = backend.span
         spans = {"wait for a batch": (loading.Loader, "__next__"), "upload": (loading.Loader, "_upload")}
-        for name, method in (spans | backend.SPANS).items():
+        for name, method in (spans | backend.methods).items():
             self._trace.enter_context(_named(*method, functools.partial(backend.span, name)))
 
     def _stop(self) -> None:
@@ -124,17 +123,44 @@ def _named(owner: type, method: str, span: Callable[[], contextlib.AbstractConte
         setattr(owner, method, original)
 
 
-class _Eager:
-    """What train/common/xla/profiler.py has, by torch.profiler."""
+class _Xla:
+    """torch_xla's profiler: .xplane.pb for TensorBoard's plugin, .trace.json.gz for Perfetto."""
 
-    SPANS: ClassVar[dict] = {}
+    def __init__(self) -> None:
+        import torch_xla
+        import torch_xla.debug.profiler as xp
 
-    @staticmethod
+        from train.common.xla import backend
+
+        self._xp, self._trace_me = xp, torch_xla._XLAC.profiler.TraceMe
+        self.methods = {"start the program": (backend.CompiledStep, "__call__")}
+
     @contextlib.contextmanager
-    def tracing(folder: str) -> Iterator[None]:
+    def tracing(self, folder: str) -> Iterator[None]:
+        """Traces into <folder>/plugins/profile/<time>/, until the device has computed what was started."""
+        self._xp.start_trace(folder)
+        try:
+            yield
+            device.wait_for_steps()
+        finally:
+            self._xp.stop_trace()
+
+    def span(self, name: str, step: int | None = None) -> contextlib.AbstractContextManager:
+        """Returns a context that names what this thread does in it; a `step` is a group of the plugin's overview."""
+        # Not torch_xla's Trace and StepTrace: they name the operations of the graph, too, and end with a sync.
+        return self._trace_me(name) if step is None else self._trace_me(name, step_num=step, _r=1)
+
+
+class _Eager:
+    """The same by torch.profiler: .pt.trace.json for TensorBoard's plugin of torch and for Perfetto."""
+
+    methods: ClassVar[dict] = {}  # a step is no program
+
+    @contextlib.contextmanager
+    def tracing(self, folder: str) -> Iterator[None]:
         with torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(folder)):
             yield
+            device.wait_for_steps()
 
-    @staticmethod
-    def span(name: str, step_num: int | None = None, _r: int = 1) -> contextlib.AbstractContextManager:
-        return torch.profiler.record_function(name if step_num is None else f"{name} {step_num}")
+    def span(self, name: str, step: int | None = None) -> contextlib.AbstractContextManager:
+        return torch.profiler.record_function(name if step is None else f"{name} {step}")

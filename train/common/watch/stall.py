@@ -34,6 +34,7 @@ LEAST, ELSEWHERE = 300.0, 3600.0  # seconds: the least limit in training; the li
 KNOWN = 5  # durations that make a median
 LINGER = 15.0  # seconds before the exit: the other hosts of a pod stall at the same time, and write theirs
 EXIT_CODE = 75
+STDERR = 2  # the file descriptor: sys.stderr may be no file
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,12 @@ class Stall(Watcher):
         self._durations: collections.deque[float] = collections.deque(maxlen=101)  # of steps without a pause in them
         self._steps, self._paused, self._whole = 0, False, False
         self._step_at = self._seen_at = time.monotonic()
-        self._calls: Any = None
+        self._calls = _calls()
         self._over = threading.Event()
         self._main_thread = threading.get_ident()
 
     def __enter__(self) -> "Stall":
+        self._arm()
         threading.Thread(target=self._watch, name="stall", daemon=True).start()
         return self
 
@@ -88,15 +90,17 @@ class Stall(Watcher):
 
     def _watch(self) -> None:
         while not self._over.wait(min(5.0, LEAST / 10)):
-            # A thread that holds Python's lock for ever stops this one, too; faulthandler's, which needs no lock, then
-            # writes the stacks and exits with 1.
-            faulthandler.dump_traceback_later(self.limit() + LEAST, exit=True)
+            self._arm()
             self._look()
+
+    def _arm(self) -> None:
+        # A thread that holds Python's lock for ever stops the watchdog, too; faulthandler's, which needs no lock, then
+        # writes the stacks and exits with 1.
+        faulthandler.dump_traceback_later(self.limit() + LEAST, exit=True, file=STDERR)
 
     def _look(self) -> None:
         """Ends the process if it has stalled."""
-        report = device.graph_report()
-        calls = report.get("traced"), report.get("repeated")
+        calls = _calls()
         if calls != self._calls:
             self._calls, self._seen_at = calls, time.monotonic()
         silent = time.monotonic() - self._seen_at
@@ -117,7 +121,7 @@ class Stall(Watcher):
             "resumes from the last checkpoint"
         )
         print(sentence, file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
+        faulthandler.dump_traceback(file=STDERR)
         # What hangs may be the storage itself.
         writing = threading.Thread(target=_write, args=(file, sentence), daemon=True)
         writing.start()
@@ -128,6 +132,12 @@ class Stall(Watcher):
         for worker in multiprocessing.active_children():  # of the loader; one that hangs would stay for ever
             worker.kill()
         os._exit(EXIT_CODE)
+
+
+def _calls() -> tuple:
+    """Returns how often compiled steps have been called; plain PyTorch does not count."""
+    report = device.graph_report()
+    return report.get("traced"), report.get("repeated")
 
 
 def compiling(frame: FrameType | None) -> bool:

@@ -1,0 +1,294 @@
+"""What watches a run (train/common/watch): the trace of --profile, the end of a run that hangs, goodput's clock."""
+
+import contextlib
+import ctypes
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_refused, losses, summary, update
+from torch import nn
+
+from train.common import cli, device
+from train.common.loading import Loader, parallel_loader
+from train.common.run import Run
+from train.common.watch import goodput, stall
+
+STEPS = 12
+
+
+@dataclass(frozen=True)
+class Config:
+    """Of a script that is small, the one below."""
+
+    data: str = "synthetic"
+    device: str = "xla"
+    hang: str = ""  # for ever: "loader", "step", or "lock" for a step that keeps Python's lock
+    workers: int = 0
+    runs: str = "runs"
+    name: str = "run"
+
+
+PRESETS = {"tiny": ("small", Config()), "other": ("the same", Config())}
+THIS = sys.modules[__name__]
+
+
+class Numbers:
+    def __init__(self, hang: str):
+        self.hang = hang
+
+    def __len__(self) -> int:
+        return 8 * STEPS
+
+    def example(self, index: int, rng: np.random.Generator) -> dict:
+        if self.hang == "loader" and index == 17:
+            time.sleep(3600)
+        return {"x": rng.random(4, dtype=np.float32)}
+
+
+def train_step(model, optimizer, batch):
+    return {"loss": update(model(batch["x"]).square().mean(), optimizer)}
+
+
+def main(config: Config) -> None:
+    mesh = device.setup(0, "float32", True, config.device)
+    run = Run(config, mesh, name="run", headline="numbers", total_steps=STEPS, free=("hang",))
+    model = device.to_device(nn.Linear(4, 1), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    start = run.resume(model, optimizer, examples=8 * STEPS, keep=2)
+    numbers, step_fn = Numbers(config.hang), device.compiled(train_step, mesh)
+    loader = parallel_loader(numbers, 8, mesh, train=True, start=start, stop=STEPS, workers=config.workers)
+    with run.training(loader):
+        for step, batch in enumerate(loader, start + 1):
+            metrics = step_fn(model, optimizer, batch)
+            if step == 9 and config.hang in ("step", "lock"):
+                ctypes.PyDLL(None).sleep(3600) if config.hang == "lock" else time.sleep(3600)
+            run.log(step, **metrics)
+            run.checkpoint(step, due=step % 4 == 0)
+        with run.pause():
+            time.sleep(0.01)
+        run.finish({})
+
+
+def test_a_profile_has_the_steps_the_hosts_part_and_the_programs_operations(tmp_path, monkeypatch, capsys):
+    """Also with a checkpoint in its middle; and it changes no number."""
+    methods = Loader.__next__, Loader._upload
+    for name in ("traced", "plain"):
+        flags = ["--profile", "3:5"] if name == "traced" else []
+        monkeypatch.setattr(sys, "argv", ["script.py", "tiny", "--runs", str(tmp_path), "--name", name, *flags])
+        cli.run(main, PRESETS)
+        assert ("traced steps 3 to 5" in capsys.readouterr().out) == bool(flags)
+    assert len(losses(tmp_path / "plain")) == STEPS and losses(tmp_path / "plain") == losses(tmp_path / "traced")
+    assert methods == (Loader.__next__, Loader._upload) and not (tmp_path / "plain/profile").exists()
+    (file,) = (tmp_path / "traced/profile/plugins/profile").glob("*/*.trace.json.gz")
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    assert [event["args"]["step_num"] for event in events if event.get("name") == "train"] == ["3", "4", "5"]
+    names = {event.get("name", "") for event in events}
+    assert {"wait for a batch", "start the program", "upload", "checkpoints"} <= names
+    assert [name for name in names if name.startswith(("dot", "fusion", "reduce", "all-reduce"))]  # of the program
+    assert list(file.parent.glob("*.xplane.pb"))  # which TensorBoard's plugin reads
+
+
+def of_group(group: int) -> list[str]:
+    """Returns the processes of a group that are not over, each with its state."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, process_group = path.read_text().rpartition(")")[2].split()[:3]
+            found += [f"{path} {state}"] if int(process_group) == group and state not in "ZX" else []
+    return found
+
+
+# Watched by a clock that runs 300 times as fast.
+HURRIED = """
+import sys
+sys.path[:0] = [{tests!r}]
+import test_watch
+from train.common import cli
+from train.common.watch import stall
+stall.LEAST, stall.ELSEWHERE, stall.LINGER = 1.0, 3.0, 2.0
+cli.run(test_watch.main, test_watch.PRESETS)
+"""
+
+
+@pytest.mark.parametrize(("hang", "line"), [("loader", "__next__"), ("step", "main"), ("lock", "main")])
+def test_a_run_that_hangs_ends_with_its_stacks_and_resumes(hang, line, tmp_path, monkeypatch):
+    monkeypatch.delenv("CPU_NUM_DEVICES", raising=False)
+    code = 1 if hang == "lock" else 75
+    program = [sys.executable, "-c", HURRIED.format(tests=str(Path(__file__).parent)), "tiny", "--device", "cpu"]
+
+    def start(*flags: str) -> tuple[int, str, str]:
+        words = [*program, "--runs", str(tmp_path), "--workers", "1", *flags]
+        with open(tmp_path / "out", "w+") as out, open(tmp_path / "err", "w+") as err:
+            process = subprocess.Popen(words, stdout=out, stderr=err, process_group=0)
+            try:
+                code = process.wait(timeout=120)
+                for _ in range(100 * len(of_group(process.pid))):  # the loader's, too, end
+                    time.sleep(0.1)
+                    if not of_group(process.pid):
+                        break
+                assert not of_group(process.pid)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            return code, *(Path(file.name).read_text() for file in (out, err))
+
+    found, _, err = start("--hang", hang)
+    assert found == code and "test_watch.py" in err and f"in {line}" in err, err
+    if code == 75:
+        assert "error: no progress for" in err and "--stall-after 20" in err
+        stacks = (tmp_path / "run/stacks/host-0.txt").read_text()
+        assert "thread MainThread" in stacks and f"in {line}" in stacks
+    if hang != "step":
+        return
+    found, out, err = start("--profile", "11:12")
+    assert found == 0 and "resuming after step" in out, err
+    assert summary(tmp_path / "run")["goodput"]["starts"] == 2
+    (file,) = (tmp_path / "run/profile").glob("*.pt.trace.json")
+    names = {event["name"] for event in json.loads(file.read_text())["traceEvents"]}
+    assert {"train 11", "train 12", "wait for a batch", "aten::addmm"} <= names
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time, in clock[0]."""
+    now = [1000.0]
+    for name in ("monotonic", "time"):
+        monkeypatch.setattr(time, name, lambda: now[0])
+    monkeypatch.setattr(goodput, "_process_started", lambda: now[0] - 5)
+    return now
+
+
+class Folder:
+    """Holds the files of a run in memory."""
+
+    def __init__(self):
+        self.files = {}
+        self.read, self.write = self.files.get, self.files.__setitem__
+
+
+def run_from(start: int, folder: Folder | None = None, messages: list | None = None) -> SimpleNamespace:
+    mesh = SimpleNamespace(main_process=True, process_count=1, process_index=0, num_devices=4, kind="TPU v3")
+    run = SimpleNamespace(start=start, total_steps=100, mesh=mesh, path="runs/x", resumed=start > 0, folder=folder)
+    run.message = (messages if messages is not None else []).append
+    return run
+
+
+def test_the_watchdog_waits_as_long_as_a_slow_run_needs(clock, monkeypatch):
+    ended, compiling = [], [False]
+    monkeypatch.setattr(stall, "compiling", lambda frame: compiling[0])
+    dog = stall.Stall(run_from(0), times=20.0)
+    monkeypatch.setattr(dog, "_end", ended.append)
+
+    def silent(seconds: float) -> bool:
+        """Tells whether so long a silence, from now on, ends the run."""
+        dog._seen_at, clock[0] = clock[0], clock[0] + seconds
+        dog._look()
+        found = bool(ended)
+        ended.clear()
+        return found
+
+    assert not silent(3599) and silent(3601)  # the first batch, the first compilation
+    for number in range(1, 8):
+        clock[0] += 30
+        dog.step(number)
+    assert dog.limit() == 600 and not silent(599) and silent(601)
+    dog.pause("evaluation")
+    assert not silent(3599) and silent(3601)
+    clock[0] += 3000
+    dog.resume()
+    clock[0] += 30
+    dog.step(8)
+    assert dog.limit() == 600  # a pause is no step
+    monkeypatch.setattr(device, "graph_report", lambda: {"traced": 1, "repeated": 5})  # another batch of an evaluation
+    assert not silent(601) and silent(601)
+    compiling[0] = True
+    assert not silent(10_000)
+    dog.step(100)
+    assert dog.limit() == 3600  # the export
+
+
+def test_the_watchdog_knows_a_compilation_by_its_frame(mesh):
+    found = []
+
+    def step(x):
+        found.append(stall.compiling(sys._getframe()))
+        return x + 1
+
+    compiled = device.compiled(step, mesh)
+    compiled._check_every = 2
+    for _ in range(4):
+        compiled(torch.ones(4).to(mesh.device))
+    assert found == [True, True, False]  # traced, confirmed, started, looked at again
+    assert not stall.compiling(sys._getframe())
+
+
+def test_goodput_counts_every_second_once_over_all_starts(clock, monkeypatch):
+    folder, report, messages = Folder(), {"compile_seconds": 0.0}, []
+    monkeypatch.setattr(device, "graph_report", lambda: report)
+    monkeypatch.setattr(Loader, "__next__", lambda self: clock.__setitem__(0, clock[0] + 2))
+
+    def spend(seconds: float, watch: goodput.Goodput, step: int, compiling: float = 0.0) -> None:
+        Loader.__next__(None)
+        clock[0] += seconds
+        report["compile_seconds"] += compiling
+        watch.step(step)
+
+    with goodput.Goodput(run_from(0, folder), 3.6) as first:
+        spend(48, first, 1, compiling=30)
+        first.pause("checkpoints")
+        clock[0] += 3
+        first.resume()
+        spend(8, first, 2)
+        spend(58, first, 5)  # over a minute since the last note
+        clock[0] += 40
+        first._note = lambda: None  # killed
+    clock[0] += 100  # nobody trained
+    with goodput.Goodput(run_from(2, folder, messages), 3.6) as second:
+        for step in (3, 99, 100):
+            spend(10, second, step)
+        second.pause("evaluation")
+        clock[0] += 4
+        second.resume()
+        clock[0] += 1
+        found = second.summary()["goodput"]
+    first_steps, first_waits = 18 + 8 + 58, 6
+    lost = 3 / 5  # steps 3 to 5 of 1 to 5
+    expected = {"steps": first_steps * (1 - lost) + 30, "input_wait": first_waits * (1 - lost) + 6, "start": 10}
+    expected |= {"compile": 30, "checkpoints": 3, "evaluation": 4, "end": 1, "lost": lost * (first_steps + first_waits)}
+    assert found["seconds"] == pytest.approx(expected)
+    total = 5 + 50 + 3 + 10 + 60 + 5 + 36 + 4 + 1
+    assert found["share"] == pytest.approx(expected["steps"] / total) and found["starts"] == 2
+    assert found["between_starts"] == 40 + 100 - 5  # since the last note
+    assert found["chips"] == 2 and found["cost"] == pytest.approx(2 * total / 3600 * 3.6)  # two cores a chip
+    assert re.search(r"goodput \d+ % of 174 s in 2 start\(s\): steps .* chip-hours at 3.6: 0.35", messages[-1])
+    folder.files[goodput.FILE] = b'[{"from": 0}]'
+    assert goodput.Goodput(run_from(2, folder, messages), 0.0)._starts == [] and "is damaged" in messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("flag", "pattern"),
+    [
+        ("--profile 5", "--profile is 5; it must be two steps such as 20:25"),
+        ("--profile 5:3", "--profile is 5:3; "),
+        ("--profile 1:999", "--profile is 1:999; .*at most 100 steps"),
+        ("--profile 5:13", "--profile is 5:13, but the run has 12 steps"),
+        ("--stall-after 0.5", "--stall-after is 0.5; it must be at least 1, or 0"),
+        ("--stall-after nan", "--stall-after is nan; "),
+        ("--price -1", "--price is -1.0; it must be at least 0"),
+        ("--price nan", "--price is nan; "),
+    ],
+)
+def test_refusals(flag, pattern, tmp_path, capsys):
+    assert_refused(f"tiny --runs {tmp_path} {flag}", pattern, THIS, capsys)
