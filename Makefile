@@ -26,12 +26,13 @@ PRESET_dlrm := kaggle
 PRESET_transformer := base
 PRESET ?= $(if $(DATA),$(or $(PRESET_$(MODEL)),full),tiny)
 INSTALLED := $(VENV)/.installed
-RUNS := $(VENV)/bin/python
+PY := $(VENV)/bin/python
 FAIRSEQ := .venv-fairseq
 LIBTPU := .libtpu
+BOARD := .venv-board
 
 .DEFAULT_GOAL := help
-.PHONY: help install train copy translate data compile compile-all logs stop status doctor test guards test-all bench lint clean fairseq fairseq-golden \
+.PHONY: help install train copy translate data compile compile-all logs stop status board doctor test guards test-all bench lint clean fairseq fairseq-golden \
 	check-model check-device check-data check-translate check-bench
 
 help:
@@ -42,6 +43,7 @@ help:
 	@echo 'make translate MODEL_DIR=runs/x/export <in >out  text through a trained Transformer, a sentence a line'
 	@echo 'make train MODEL=bert DATA=… TPU=my-tpu      on all workers of that Cloud TPU; logs, stop, status TPU=my-tpu'
 	@echo 'make copy MODEL=resnet50 TO=../mine          that script with exactly the files that it needs (for one DEVICE=)'
+	@echo 'make board                                   all runs in a browser, by TensorBoard (RUNS=gs://bucket/runs, PORT=)'
 	@echo 'make doctor                                  what is here, what is missing: each line ok, or what to do'
 	@echo 'make compile MODEL=bert TOPOLOGY=v5e:2x4     does it fit that TPU? by its own compiler, on this machine'
 	@echo 'make test                                    all tests, 14 minutes on two CPU cores'
@@ -113,7 +115,7 @@ train: check-model
 		$(if $(CREATE),--gpus "tpu-$$CREATE") $(LAUNCH_ARGS)
 else
 train: check-model $(INSTALLED)
-	$(RUNS) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) \
+	$(PY) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) \
 		$(if $(filter-out pretrain,$(TASK)),--task $(TASK))) $(if $(DATA),--data "$$DATA") $(if $(call given,NAME),--name "$$NAME") \
 		$(if $(DEVICE),--device "$$DEVICE") $(ARGS)
 endif
@@ -140,7 +142,7 @@ check-data:
 	@test -n "$$DATA" || { echo 'error: DATA is missing; give the folder of the files to prepare' >&2; exit 2; }
 
 data: check-data $(INSTALLED)
-	$(RUNS) -m data.prepare.$(DATASET_$(DATASET)) --data "$$DATA" $(if $(OUT),--out "$$OUT") $(ARGS)
+	$(PY) -m data.prepare.$(DATASET_$(DATASET)) --data "$$DATA" $(if $(OUT),--out "$$OUT") $(ARGS)
 
 check-translate:
 	@test -n "$$MODEL_DIR" || { echo 'error: MODEL_DIR is missing; give an export, MODEL_DIR=runs/<name>/export' >&2; exit 2; }
@@ -148,7 +150,7 @@ check-translate:
 # What is not a translation goes to the standard error.
 translate: check-translate
 	@$(MAKE) --no-print-directory install >&2
-	@$(RUNS) -m train.translate text --model-dir "$$MODEL_DIR" $(if $(DEVICE),--device "$$DEVICE") $(ARGS)
+	@$(PY) -m train.translate text --model-dir "$$MODEL_DIR" $(if $(DEVICE),--device "$$DEVICE") $(ARGS)
 
 # The compiler, apart from the environment: training does not need it, and on a TPU VM torch_xla has one of its own.
 $(LIBTPU)/.installed: requirements-compile.txt | $(INSTALLED)
@@ -156,41 +158,41 @@ $(LIBTPU)/.installed: requirements-compile.txt | $(INSTALLED)
 	touch $@
 
 compile: check-model $(INSTALLED) $(LIBTPU)/.installed
-	$(RUNS) -m tpu.compiler.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
+	$(PY) -m tpu.compiler.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") \
 		$(if $(OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
 
 # The tables and pictures of docs/tpu: an hour. ARGS=guards: the figures that `make guards` compares.
 compile-all: $(INSTALLED) $(LIBTPU)/.installed
-	$(RUNS) -m tpu.compiler.pages $(ARGS)
+	$(PY) -m tpu.compiler.pages $(ARGS)
 
 # A test process uses little more than one core. Tests of a script, or else of a file, share what they have trained: see
 # tests/conftest.py, which also brings the longest groups to the front.
 SHARED_OUT := -n 2 --dist loadgroup --no-loadscope-reorder
 
 test: $(INSTALLED)
-	$(RUNS) -m pytest $(SHARED_OUT) -m 'not slow' $(ARGS)
+	$(PY) -m pytest $(SHARED_OUT) -m 'not slow' $(ARGS)
 
 # Each test compiles in a process of its own. None is skipped: the compiler is there.
 guards: $(INSTALLED) $(LIBTPU)/.installed
-	$(RUNS) -m pytest -n 2 --maxschedchunk 1 tests/test_compile.py tests/test_libtpu.py $(ARGS)
+	$(PY) -m pytest -n 2 --maxschedchunk 1 tests/test_compile.py tests/test_libtpu.py $(ARGS)
 
 test-all: $(INSTALLED) $(FAIRSEQ)/.installed $(LIBTPU)/.installed
-	$(RUNS) -m pytest $(SHARED_OUT) $(ARGS)
+	$(PY) -m pytest $(SHARED_OUT) $(ARGS)
 
 check-bench:
 	@test -n '$(filter $(BENCH),$(BENCHES))' || { echo "error: BENCH=$$BENCH is not known; BENCH is one of: $(BENCHES)" >&2; exit 2; }
 
 bench: check-bench $(INSTALLED)
-	$(RUNS) -m bench.$(BENCH) $(ARGS)
+	$(PY) -m bench.$(BENCH) $(ARGS)
 
 # fairseq's torch is that of $(VENV), by links: a second copy would take 7 GB. Links to torch's own folders, not to all of
 # $(VENV), since fairseq imports torch_xla where it sees it.
 $(FAIRSEQ)/.installed: SITE = lib/python3.11/site-packages
 $(FAIRSEQ)/.installed: requirements-fairseq.txt | $(INSTALLED)
-	@$(RUNS) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+	@$(PY) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
 		{ echo 'error: fairseq needs CPython 3.11, and $(VENV) has another; make clean, then PYTHON=python3.11 make fairseq' >&2; exit 2; }
-	$(RUNS) -m venv $(FAIRSEQ)
+	$(PY) -m venv $(FAIRSEQ)
 	$(FAIRSEQ)/bin/pip install --disable-pip-version-check --quiet --no-deps -r requirements-fairseq.txt
 	ln -sfnt $(FAIRSEQ)/$(SITE) $(foreach folder,torch torchgen functorch nvidia triton,'$(abspath $(VENV))/$(SITE)/$(folder)')
 	$(FAIRSEQ)/bin/python -W ignore -c 'import fairseq, torch; assert torch.__version__.startswith("2.9.0")'
@@ -202,10 +204,20 @@ fairseq: $(FAIRSEQ)/.installed
 fairseq-golden: $(FAIRSEQ)/.installed
 	$(FAIRSEQ)/bin/python tests/fairseq_reference/record.py $(ARGS)
 
+$(BOARD)/.installed: requirements-board.txt
+	$(PYTHON) -m venv $(BOARD)
+	$(BOARD)/bin/pip install --disable-pip-version-check --quiet -r requirements-board.txt
+	touch $@
+
+board: $(BOARD)/.installed
+	@case "$${RUNS:-runs}" in *://*) ;; *) [ -d "$${RUNS:-runs}" ] || { \
+		echo "error: RUNS=$${RUNS:-runs} is no folder; give that of your runs, or a URL such as gs://bucket/runs" >&2; exit 2; } ;; esac
+	$(BOARD)/bin/tensorboard --logdir "$${RUNS:-runs}" --port $(or $(PORT),6006) $(ARGS)
+
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
 clean:
-	rm -rf $(VENV) .venv-eager $(FAIRSEQ) $(LIBTPU) .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-eager $(FAIRSEQ) $(BOARD) $(LIBTPU) .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

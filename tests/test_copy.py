@@ -25,6 +25,7 @@ OF_MODELS = {
     "models/distilbert.py": {"distilbert pretrain"},
     "models/fairseq_roberta.py": {"fairseq-roberta", "fairseq-roberta pretrain"},
     "train/common/xla/staging.py": set(),
+    "train/common/watch/__init__.py": set(),
 }
 ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta")
 COPIES = ["resnet50", "dlrm", "transformer", "auto", *ENCODERS, *(f"{model} pretrain" for model in ENCODERS)]

@@ -6,10 +6,13 @@ import gzip
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_refused, losses, summary, update
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from train.common import cli, device
@@ -98,6 +102,9 @@ def test_a_profile_has_the_steps_the_hosts_part_and_the_programs_operations(tmp_
     assert {"wait for a batch", "start the program", "upload", "checkpoints"} <= names
     assert [name for name in names if name.startswith(("dot", "fusion", "reduce", "all-reduce"))]  # of the program
     assert list(file.parent.glob("*.xplane.pb"))  # which TensorBoard's plugin reads
+    board = EventAccumulator(str(tmp_path / "plain/tb")).Reload()
+    assert board.Tags()["images"] == ["curves"] and len(board.Scalars("loss")) == STEPS
+    assert {"_hparams_/session_start_info", "_hparams_/session_end_info"} <= set(board.PluginTagToContent("hparams"))
 
 
 def of_group(group: int) -> list[str]:
@@ -292,3 +299,29 @@ def test_goodput_counts_every_second_once_over_all_starts(clock, monkeypatch):
 )
 def test_refusals(flag, pattern, tmp_path, capsys):
     assert_refused(f"tiny --runs {tmp_path} {flag}", pattern, THIS, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium (apt-get install chromium)")
+def test_the_board_shows_all_runs_in_a_browser(tmp_path, monkeypatch):
+    for name, workers in (("one", "0"), ("two", "1")):
+        words = ["script.py", "tiny", "--runs", str(tmp_path / "runs"), "--name", name, "--workers", workers]
+        monkeypatch.setattr(sys, "argv", words)
+        cli.run(main, PRESETS)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    make = ["make", "board", f"RUNS={tmp_path}/runs", f"PORT={port}"]
+    with subprocess.Popen(make, cwd=Path(__file__).parents[1], process_group=0) as board:
+        try:
+            address = f"http://localhost:{port}"
+            for _ in range(600):
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/data/runs") as answer:
+                    if json.load(answer) == ["one/tb", "two/tb"]:
+                        break
+                time.sleep(0.5)
+            browser = ["chromium", "--headless=new", "--no-sandbox", "--virtual-time-budget=30000", "--dump-dom"]
+            page = subprocess.run([*browser, f"{address}/#timeseries"], capture_output=True, text=True, timeout=120).stdout
+        finally:
+            os.killpg(board.pid, signal.SIGTERM)
+    assert "one/tb" in page and "two/tb" in page and "HPARAMS" in page.upper()

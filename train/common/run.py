@@ -74,23 +74,7 @@ class Run:
             self.message(f"{kind} {self.path}{self.folder.reason}")
             if self._main:
                 self.folder.open({"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count})
-        self._check_hosts()
-
-    def _check_hosts(self) -> None:
-        """Raises InputError, on every host, where the hosts of a pod do not see the config.json just written."""
-        if self.mesh.process_count == 1:
-            return
-        fingerprint = self.folder.fingerprint
-        expected = device.over_hosts(self.mesh, fingerprint() if self._main else 0).high
-        deadline = time.monotonic() + SEEN_SECONDS
-        while fingerprint() != expected and time.monotonic() < deadline:
-            time.sleep(1)
-            self.folder.files.invalidate_cache()
-        if not device.over_hosts(self.mesh, int(fingerprint() == expected)).low:
-            raise InputError(
-                f"the {self.mesh.process_count} hosts do not see the same run in {self.path}: they lack what the main "
-                "process wrote there; give a folder that all hosts share, such as --runs gs://bucket/runs"
-            )
+        _check_hosts(mesh, self.folder)
 
     # ---- training ----
 
@@ -288,6 +272,22 @@ class Run:
         if self._main:
             self._metrics.flush()
             self.folder.upload()
+
+
+def _check_hosts(mesh: device.Mesh, folder: RunFolder) -> None:
+    """Raises InputError, on every host, where the hosts of a pod do not see the config.json just written."""
+    if mesh.process_count == 1:
+        return
+    expected = device.over_hosts(mesh, folder.fingerprint() if mesh.main_process else 0).high
+    deadline = time.monotonic() + SEEN_SECONDS
+    while folder.fingerprint() != expected and time.monotonic() < deadline:
+        time.sleep(1)
+        folder.files.invalidate_cache()
+    if not device.over_hosts(mesh, int(folder.fingerprint() == expected)).low:
+        raise InputError(
+            f"the {mesh.process_count} hosts do not see the same run in {folder.path}: they lack what the main "
+            "process wrote there; give a folder that all hosts share, such as --runs gs://bucket/runs"
+        )
 
 
 class _Metrics:

@@ -45,7 +45,7 @@ class RunFolder:
         except (ImportError, ValueError) as error:
             raise InputError(f"cannot use --runs {config.runs}: {error}") from error
         self.files.invalidate_cache()
-        self._fields, defaults = (json.loads(to_json(dataclasses.asdict(each))) for each in (config, type(config)()))
+        self.config, defaults = (json.loads(to_json(dataclasses.asdict(each))) for each in (config, type(config)()))
         defaults = {field: value for field, value in defaults.items() if field not in required}
         self._choose(config.name, default_name, defaults, {"runs", "name", *free})
 
@@ -61,7 +61,7 @@ class RunFolder:
             changed = {}
             if self.stored is not None:
                 self.summary = self._read_json("summary.json", "metrics")
-                old, new = defaults | self.stored["config"], self._fields
+                old, new = defaults | self.stored["config"], self.config
                 both = {
                     key: (old.get(key, "absent"), new.get(key, "absent")) for key in [*new, *old] if key not in free
                 }
@@ -85,7 +85,7 @@ class RunFolder:
             else:
                 os.makedirs(self.local, exist_ok=True)
                 self._take_lock()
-        stored = {"config": self._fields, "starts": []} | (self.stored or {})
+        stored = {"config": self.config, "starts": []} | (self.stored or {})
         stored["starts"] = [*stored["starts"], _start_record(devices)]
         self.write("config.json", to_json(stored, indent=2))
         self.upload()

@@ -34,6 +34,8 @@ FILE = "goodput.json"
 
 @dataclass(frozen=True)
 class Flags:
+    """What a chip costs."""
+
     price: float = 0.0  # of an hour of one chip, in any currency, for the cost in summary.json; 0: unknown
 
 

@@ -24,6 +24,8 @@ STEPS = 100  # the most that may be traced: a trace grows by megabytes a step, a
 
 @dataclass(frozen=True)
 class Flags:
+    """Which steps are traced."""
+
     profile: str = ""  # first:last step (20:25), both included, that are traced into the run's folder; "": none
 
 

@@ -39,6 +39,8 @@ STDERR = 2  # the file descriptor: sys.stderr may be no file
 
 @dataclass(frozen=True)
 class Flags:
+    """When a run counts as hanging."""
+
     stall_after: float = 20.0  # times the median step without progress (5 minutes at least) that end a run; 0: never
 
 
