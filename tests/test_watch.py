@@ -321,7 +321,7 @@ def test_the_board_shows_all_runs_in_a_browser(tmp_path, monkeypatch):
                         break
                 time.sleep(0.5)
             browser = ["chromium", "--headless=new", "--no-sandbox", "--virtual-time-budget=30000", "--dump-dom"]
-            page = subprocess.run([*browser, f"{address}/#timeseries"], capture_output=True, text=True, timeout=120).stdout
+            shown = subprocess.run([*browser, f"{address}/#timeseries"], capture_output=True, text=True, timeout=120)
         finally:
             os.killpg(board.pid, signal.SIGTERM)
-    assert "one/tb" in page and "two/tb" in page and "HPARAMS" in page.upper()
+    assert "one/tb" in shown.stdout and "two/tb" in shown.stdout and "HPARAMS" in shown.stdout.upper()
