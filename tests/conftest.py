@@ -92,6 +92,12 @@ def run_of(mesh, tmp_path_factory):
     return get
 
 
+@pytest.fixture
+def trained(request, run_of):
+    """The run that learns, of the script after which a file of tests is named."""
+    return run_of(request.module.__name__.removeprefix("test_"))
+
+
 @pytest.fixture(params=["disk", "memory"])
 def place(request, tmp_path) -> str:
     """A path on each of two file systems."""

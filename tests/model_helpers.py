@@ -19,12 +19,11 @@ GOLDEN = ROOT / "tests/fairseq_reference/golden"
 PYTHON = ROOT / ".venv-fairseq/bin/python"
 WORDS = {"initial.pt": (64, 64), "trained.pt": (64, 64), "prenorm.pt": (24, 40)}  # of source and target
 
-needs_fairseq = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-fairseq here: `make fairseq` installs it")
-
 
 def live(test):
     """Marks a test that runs fairseq itself: slow, and only where it is installed."""
-    return needs_fairseq(pytest.mark.slow(test))
+    missing = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-fairseq here: `make fairseq` installs it")
+    return missing(pytest.mark.slow(test))
 
 
 def golden(name: str) -> tuple[dict, dict[str, Tensor]]:
@@ -96,10 +95,9 @@ def to_xla(batch: dict[str, Tensor], mesh) -> dict[str, Tensor]:
 def with_gradients(model: nn.Module, parts: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
     """The parts, and the gradient of each parameter that has one, by its name."""
     gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    named = zip(model.named_parameters(), gradients, strict=True)
-    return {name: part.detach() for name, part in parts.items()} | {
-        name: value for (name, _), value in named if value is not None
-    }
+    named = zip([name for name, _ in model.named_parameters()], gradients, strict=True)
+    parts = {name: part.detach() for name, part in parts.items()}
+    return parts | {name: gradient for name, gradient in named if gradient is not None}
 
 
 def assert_all_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, share: float, atol: float):

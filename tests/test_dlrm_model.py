@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_helpers import assert_all_close
-from torch import nn
+from torch import Tensor, nn
 
 from bench import dlrm_torchrec
 from models.dlrm import DLRM, DotInteraction
@@ -31,6 +31,11 @@ def torchrec_model(interaction: str) -> nn.Module:
     return model
 
 
+def forward_of(theirs: nn.Module, dense: Tensor, embedded: Tensor) -> Tensor:
+    """The logits of torchrec's model for embeddings that are looked up."""
+    return theirs.over_arch(theirs.inter_arch(theirs.dense_arch(dense), embedded)).squeeze(-1)
+
+
 def our_model(theirs: nn.Module, interaction: str) -> DLRM:
     """Ours with torchrec's weights: strict, so that those of both have the same names and shapes."""
     model = DLRM(NUM_DENSE, len(ROWS), DIM, BOTTOM, TOP, interaction, LAYERS, RANK)
@@ -39,42 +44,35 @@ def our_model(theirs: nn.Module, interaction: str) -> DLRM:
     return model.to(next(theirs.parameters()).dtype)
 
 
+def step(forward, model: nn.Module, dense: Tensor, embedded: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """The logits, and the gradients of the embeddings and of the parameters but for tables."""
+    embedded = embedded.detach().requires_grad_()
+    logits = forward(dense, embedded)
+    F.binary_cross_entropy_with_logits(logits, labels).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if "sparse_arch" not in name}
+    model.zero_grad(set_to_none=True)
+    return {"logits": logits.detach(), "embedded": embedded.grad, **gradients}
+
+
 @every_interaction
 def test_logits_and_all_gradients_equal_torchrecs_in_float64(interaction, form):
     theirs = torchrec_model(interaction).double()
     ours = our_model(theirs, interaction)
-    dense, pooled = torch.randn(9, NUM_DENSE, dtype=torch.double), torch.randn(9, len(ROWS), DIM, dtype=torch.double)
-    leaves = [pooled.clone().requires_grad_() for _ in range(2)]
-    expected = theirs.over_arch(theirs.inter_arch(theirs.dense_arch(dense), leaves[0])).squeeze(-1)
-    got = ours(dense, leaves[1])
-    assert got.shape == (9,) and got.dtype == torch.double
-    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
-    weights = torch.randn(9, dtype=torch.double)
-    (expected * weights).sum().backward()
-    (got * weights).sum().backward()
-    torch.testing.assert_close(leaves[1].grad, leaves[0].grad, rtol=1e-9, atol=1e-12)
-    found = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters() if name in found}
-    assert_all_close(found, wanted, rtol=1e-9, share=0, atol=1e-12)
+    inputs = [torch.randn(9, NUM_DENSE), torch.randn(9, len(ROWS), DIM), torch.arange(9) % 2]
+    inputs = [each.double() for each in inputs]
+    expected = step(functools.partial(forward_of, theirs), theirs, *inputs)
+    torch.testing.assert_close(step(ours, ours, *inputs), expected, rtol=1e-9, atol=1e-12)
+    assert expected["logits"].shape == (9,)
 
 
 @every_interaction
 def test_logits_and_gradients_on_four_xla_devices_equal_the_cpus_and_nothing_falls_back(mesh, interaction):
     ours = our_model(torchrec_model(interaction), interaction)
-    dense, embedded, labels = torch.randn(8, NUM_DENSE), torch.randn(8, len(ROWS), DIM), torch.arange(8) % 2
-
-    def step(model, dense, embedded, labels):
-        embedded = embedded.detach().requires_grad_()
-        logits = model(dense, embedded)
-        F.binary_cross_entropy_with_logits(logits, labels).backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        model.zero_grad(set_to_none=True)
-        return {"logits": logits.detach(), "embedded": embedded.grad, **gradients}
-
+    inputs = torch.randn(8, NUM_DENSE), torch.randn(8, len(ROWS), DIM), (torch.arange(8) % 2).float()
     on_device = device.to_device(copy.deepcopy(ours), mesh)
-    expected = step(ours, dense, embedded, labels.float())
-    inputs = [device.upload(tensor, mesh) for tensor in (dense, embedded, labels.float())]
-    got = device.compiled(step, mesh)(on_device, *inputs)  # strict: a fall-back to the host raises
+    expected = step(ours, ours, *inputs)
+    uploaded = [device.upload(tensor, mesh) for tensor in inputs]
+    got = device.compiled(step, mesh)(on_device, on_device, *uploaded)  # strict: a fall-back to the host raises
     assert_all_close(got, expected, rtol=1e-4, share=0, atol=1e-6)
 
 
@@ -97,7 +95,7 @@ def test_logits_are_float32_under_autocast_and_about_as_exact_as_torchrecs(inter
     exact = our_model(theirs, interaction).double()(dense.double(), embedded.double())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = ours(dense, embedded)
-        stock = theirs.over_arch(theirs.inter_arch(theirs.dense_arch(dense), embedded)).squeeze(-1)
+        stock = forward_of(theirs, dense, embedded)
     assert got.dtype == torch.float32 and stock.dtype == torch.bfloat16
     error, stock_error = (got - exact).norm(), (stock - exact).norm()
     assert 0 < error < 1.3 * stock_error  # autocast works, and torchrec's DCN keeps the embeddings in float32

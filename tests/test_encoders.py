@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from helpers import equal
 from model_helpers import assert_all_close, randomized, to_xla, with_gradients
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from data import glue, vocabulary
 from errors import InputError
 from models import encoders, layers, xlnet
-from train.common import device
+from train.common import device, loading
 
 # With the names of the two weights that are one tensor.
 LANGUAGE_MODELS = {
@@ -59,36 +60,27 @@ def pairs(kind: str) -> glue.Encoded:
 def batch_of(kind: str, length: int = LENGTH, rows=range(ROWS), least: float = 0.2) -> dict[str, Tensor]:
     batch = pairs(kind).batch(np.array(rows), (length,))
     assert least <= batch["attention_mask"].mean() < 1 or least == batch["attention_mask"].mean() == 1
-    return {name: torch.from_numpy(values) for name, values in batch.items()}
+    return loading.as_tensors(batch)
 
 
 def logits_of(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    if model.config.model_type in ("bert", "xlnet"):
-        inputs["token_type_ids"] = batch["token_type_ids"]
-    if model.config.model_type == "xlnet":
-        inputs["use_mems"] = False
-    return model(**inputs).logits
+    kind, inputs = model.config.model_type, {name: batch[name] for name in ("input_ids", "attention_mask")}
+    types = {"token_type_ids": batch["token_type_ids"]} if kind in ("bert", "xlnet") else {}
+    return model(**inputs, **types, **({"use_mems": False} if kind == "xlnet" else {})).logits
 
 
 def new(kind: str, head: str, tokenizer=None) -> PreTrainedModel:
     """transformers' own model, whose weights make it look at everything that it can, biases included; no dropout."""
     settings = encoders.configuration(kind, "tiny", tokenizer or tokenizer_of(kind), LONGER)
     torch.manual_seed(0)
-    if head == "classifier":
-        settings.num_labels = 3
-        model = transformers.AutoModelForSequenceClassification.from_config(settings)
-    else:
-        model = LANGUAGE_MODELS[kind][0](settings)
-    return randomized(model)
+    if head == "language":
+        return randomized(LANGUAGE_MODELS[kind][0](settings))
+    settings.num_labels = 3
+    return randomized(transformers.AutoModelForSequenceClassification.from_config(settings))
 
 
 def fast(model: PreTrainedModel) -> PreTrainedModel:
     return encoders.fast_layers(copy.deepcopy(model))
-
-
-def on_xla(model: PreTrainedModel, mesh) -> PreTrainedModel:
-    return device.to_device(fast(model), mesh)
 
 
 @pytest.mark.parametrize("head", ["classifier", "language"])
@@ -99,19 +91,16 @@ def test_fast_layers_keep_class_parameters_keys_and_files(kind, head, tmp_path):
     def described(folder: Path):
         model.save_pretrained(folder)
         files = {path.name: path.read_bytes() for path in folder.iterdir()}
-        return type(model), list(model.state_dict()), [module.training for module in model.modules()], files
+        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+        modes, identities = [module.training for module in model.modules()], {name: id(each) for name, each in tensors}
+        return type(model), list(model.state_dict()), modes, identities, files
 
-    def tensors() -> dict[str, Tensor]:
-        return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-
-    expected, before = described(tmp_path / "before"), tensors()
+    expected = described(tmp_path / "before")
     assert encoders.fast_layers(model) is model
-    after = tensors()
-    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
-    assert described(tmp_path / "after") == expected and {"config.json", "model.safetensors"} <= set(expected[3])
+    assert described(tmp_path / "after") == expected and {"config.json", "model.safetensors"} <= set(expected[-1])
     if head == "language":
         _, embedding, output = LANGUAGE_MODELS[kind]
-        assert after[f"{embedding}.weight"] is after[f"{output}.weight"]
+        assert expected[3][f"{embedding}.weight"] == expected[3][f"{output}.weight"]
     left = [type(module) for module in model.modules() if type(module) in encoders.REPLACED | xlnet.REPLACED]
     assert left == [] and any(isinstance(module, layers.LayerNorm) for module in model.modules())
 
@@ -130,7 +119,7 @@ def test_logits_and_gradients_are_transformers_also_on_xla(kind, mesh):
 
     results = [step(fast(model), batch, upstream)]
     if kind in ("bert", "xlnet"):  # with a pooler; with one stream
-        inputs = on_xla(model, mesh), to_xla(batch, mesh), upstream.to(mesh.device)
+        inputs = device.to_device(fast(model), mesh), to_xla(batch, mesh), upstream.to(mesh.device)
         results.append(device.compiled(step, mesh)(*inputs))
     found_logits = [found.pop("logits").cpu() for found in results]
     for attention in ("eager", "sdpa"):
@@ -177,7 +166,10 @@ def test_bfloat16_is_about_as_exact_as_transformers_under_autocast(kind, mesh):
 
     usual = error(model, "cpu", batch)
     assert 1e-3 < usual / exact.std().item() < 0.1
-    for found in (error(fast(model), "cpu", batch), error(on_xla(model, mesh), "xla", to_xla(batch, mesh))):
+    for found in (
+        error(fast(model), "cpu", batch),
+        error(device.to_device(fast(model), mesh), "xla", to_xla(batch, mesh)),
+    ):
         assert 0.2 * usual < found < 1.5 * usual
 
 
@@ -186,10 +178,9 @@ def test_sizes_are_those_of_the_published_models():
         pad_token_id, bos_token_id, eos_token_id = 1, 0, 2
 
     # Devlin et al. 2019, section 3: 110M; Sanh et al. 2019, table 3: 66M; Liu et al. 2019: 125M; Yang et al. 2019.
-    sizes = {"bert": (30_522, 512, 109.5), "distilbert": (30_522, 512, 66.4), "roberta": (50_265, 512, 124.6)}
-    sizes["xlnet"] = (32_000, 512, 116.7)
-    for kind, (words, tokens, millions) in sizes.items():
-        settings = encoders.configuration(kind, "base", Words(range(words)), tokens)
+    published = [("bert", 30_522, 109.5), ("distilbert", 30_522, 66.4), ("roberta", 50_265, 124.6)]
+    for kind, words, millions in [*published, ("xlnet", 32_000, 116.7)]:
+        settings = encoders.configuration(kind, "base", Words(range(words)), 512)
         with torch.device("meta"):
             model = transformers.AutoModel.from_config(settings)
         assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06), kind
@@ -217,9 +208,8 @@ def test_a_checkpoint_gives_its_encoder_to_a_new_classifier(kind, tmp_path):
     settings.num_labels = 3
     model = classifier(settings, folder)
     assert isinstance(model, type(new(kind, "classifier"))) and model.num_labels == 3
-    encoder = new(kind, "language").base_model.state_dict()
-    found = model.base_model.state_dict()
-    assert set(encoder) <= set(found) and all(torch.equal(found[name], encoder[name]) for name in encoder)
+    encoder, found = (each.base_model.state_dict() for each in (new(kind, "language"), model))
+    assert equal({name: found[name] for name in encoder}, encoder)
 
 
 def refused(message: str):
@@ -229,12 +219,11 @@ def refused(message: str):
 def test_a_checkpoint_of_another_architecture_incomplete_or_that_cannot_be_read_is_refused(tmp_path):
     with refused(f"checkpoint {tmp_path}/nowhere cannot be read"):
         encoders.open_checkpoint(f"{tmp_path}/nowhere", "bert")
-    folder = write("bert", tmp_path / "of")  # a masked LM has no pooler
+    folder, path = write("bert", tmp_path / "of"), tmp_path / "of/model.safetensors"  # a masked LM has no pooler
     with refused(f"checkpoint {folder} is a bert, not a roberta"):
         encoders.open_checkpoint(folder, "roberta")
     settings, _, _ = encoders.open_checkpoint(folder, "bert")
     classifier(settings, folder)
-    path = tmp_path / "of/model.safetensors"
     weights = safetensors.torch.load_file(path)
     del weights[DENSE]
     safetensors.torch.save_file(weights, path, {"format": "pt"})

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import equal
 from model_helpers import GOLDEN, arrays, golden, joined, live, with_fairseq
 from tokenizers import AddedToken
 from torch import Tensor
@@ -21,7 +22,8 @@ from models import fairseq_roberta
 
 PAD, MASK = 1, "<mask>"
 WORDS = "roberta.embeddings.word_embeddings.weight"
-HEADS = "ignore:.*classification heads"
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*classification heads")
 
 
 def release(folder: Path) -> Path:
@@ -80,9 +82,9 @@ def test_logits_are_fairseqs_for_a_tied_model_of_words():
     np.testing.assert_allclose(found[data["roberta.masked"]], data["roberta.logits"], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.filterwarnings(HEADS)
 def test_a_released_folder_gives_fairseqs_ids_and_logits(tmp_path):
-    config, state_dict, tokenizer = fairseq_roberta.read_folder(release(tmp_path / "roberta.tiny"))
+    with pytest.warns(UserWarning, match=r"model\.pt has classification heads, which are left out: three"):
+        config, state_dict, tokenizer = fairseq_roberta.read_folder(release(tmp_path / "roberta.tiny"))
     assert not config.tie_word_embeddings and config.classifier_dropout == 0.2
     assert not torch.equal(state_dict["lm_head.decoder.weight"], state_dict[WORDS])
     assert len(tokenizer) == config.vocab_size == 329 and tokenizer.mask_token_id == 328
@@ -96,36 +98,26 @@ def test_a_released_folder_gives_fairseqs_ids_and_logits(tmp_path):
     assert tokenizer("a <mask>")["input_ids"][2:] == [tokenizer.mask_token_id, 2], "the mask takes the space"
     batch = tokenizer([pair[0] for pair in pairs[:5]], padding=True)
     np.testing.assert_array_equal(batch["input_ids"], data["tokens"][:5])
-    tokens = torch.from_numpy(data["tokens"])
-    for row, place in enumerate(data["masked"].tolist()):
-        if place >= 0:
-            tokens[row, place] = tokenizer.mask_token_id
-    found = logits(build(config, state_dict), tokens)[:2][tokens[:2] != PAD].numpy()
+    tokens = torch.from_numpy(data["tokens"][:2])
+    tokens[[0, 1], data["masked"][:2]] = tokenizer.mask_token_id
+    found = logits(build(config, state_dict), tokens)[tokens != PAD].numpy()
     np.testing.assert_allclose(found, data["logits"], atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.filterwarnings(HEADS)
 def test_a_folder_survives_the_way_to_transformers_and_back(tmp_path):
     folders = tmp_path / "ours", release(tmp_path / "theirs")
     first = fairseq_roberta.read_folder(folders[1])
     fairseq_roberta.write_folder(folders[0], *first)
-    for name, read in {
-        "encoder.json": lambda path: json.loads(path.read_text()),
-        "vocab.bpe": Path.read_bytes,
-        "dict.txt": lambda path: Dictionary.load(path).symbols,
-    }.items():
-        assert read(folders[0] / name) == read(folders[1] / name), name
+    for name, read in {"encoder.json": json.loads, "vocab.bpe": bytes}.items():
+        assert read((folders[0] / name).read_bytes()) == read((folders[1] / name).read_bytes()), name
+    assert Dictionary.load(folders[0] / "dict.txt") == Dictionary.load(folders[1] / "dict.txt")
     (ours, written), (settings, theirs) = (golden(str(folder / "model.pt")) for folder in folders)
-    heads = {key for key in theirs if key.startswith("classification_heads.")}
-    assert written.keys() == theirs.keys() - heads
-    assert all(torch.equal(written[key], theirs[key]) for key in written)
+    assert equal(written, {key: value for key, value in theirs.items() if "classification_heads." not in key})
     for key, value in ours.items():
         if key.startswith("encoder_") or key.endswith("dropout") or key in ("max_positions", "activation_fn"):
             assert settings[key] == value, key
     second = fairseq_roberta.read_folder(folders[0])
-    assert first[0].to_dict() == second[0].to_dict()
-    assert first[1].keys() == second[1].keys()
-    assert all(torch.equal(value, second[1][key]) for key, value in first[1].items())
+    assert first[0].to_dict() == second[0].to_dict() and equal(first[1], second[1])
     assert first[2].get_vocab() == second[2].get_vocab()
 
 
@@ -152,7 +144,7 @@ def test_a_file_of_safetensors_holds_tied_weights_once():
     once = {key: value for key, value in whole.items() if not key.startswith("lm_head.decoder.")}
     weights = fairseq_roberta.from_transformers(model.config, once)[1]
     expected = fairseq_roberta.from_transformers(model.config, whole)[1]
-    assert weights.keys() == expected.keys() and all(torch.equal(weights[key], expected[key]) for key in weights)
+    assert equal(weights, expected)
     whole["lm_head.decoder.weight"] = whole["lm_head.decoder.weight"] + 1
     with pytest.raises(InputError, match=r"ties roberta.embeddings.word_embeddings.weight and lm_head.decoder.weight"):
         fairseq_roberta.from_transformers(model.config, whole)
@@ -170,12 +162,10 @@ def older(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_older_names_are_todays():
     settings, weights = golden("roberta.pt")
-    old = older(weights)
-    assert not old.keys() & weights.keys()
+    assert not older(weights).keys() & weights.keys()
     config, expected = fairseq_roberta.to_transformers(weights, settings)
-    upgraded, found = fairseq_roberta.to_transformers(old, argparse.Namespace(**settings))
-    assert upgraded.to_dict() == config.to_dict() and found.keys() == expected.keys()
-    assert all(torch.equal(value, found[key]) for key, value in expected.items())
+    upgraded, found = fairseq_roberta.to_transformers(older(weights), argparse.Namespace(**settings))
+    assert upgraded.to_dict() == config.to_dict() and equal(found, expected)
 
 
 def test_what_settings_leave_out_is_fairseqs_default():
@@ -186,14 +176,6 @@ def test_what_settings_leave_out_is_fairseqs_default():
     config, _ = fairseq_roberta.to_transformers(weights, {"tokens_per_sample": 20, "encoder_layers": 1})
     assert (config.hidden_size, config.num_attention_heads, config.intermediate_size) == (768, 12, 3072)
     assert (config.max_position_embeddings, config.attention_probs_dropout_prob) == (22, 0.1)
-
-
-def test_classification_heads_are_left_out_with_a_warning():
-    settings, weights = golden("roberta_bpe.pt")
-    assert "classification_heads.three.out_proj.weight" in weights
-    with pytest.warns(UserWarning, match=r"some\.pt has classification heads, which are left out: three"):
-        _, state_dict = fairseq_roberta.to_transformers(weights, settings, "some.pt")
-    assert not any("classif" in key or "three" in key for key in state_dict)
 
 
 def test_a_data2vec_checkpoint_gets_a_new_head():
@@ -209,21 +191,16 @@ def test_a_data2vec_checkpoint_gets_a_new_head():
     build(config, state_dict)
 
 
+OTHERS = {"activation_fn": "relu", "encoder_normalize_before": True}
+OTHERS |= {"activation_dropout": 0.1, "quant_noise_pq": 0.1}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"activation_fn": "relu"}, "has activation_fn relu; transformers' RoBERTa has"),
-        ({"encoder_normalize_before": True}, "has encoder_normalize_before True; transformers' RoBERTa has"),
-        ({"activation_dropout": 0.1}, "has activation_dropout 0.1; transformers' RoBERTa has"),
-        ({"quant_noise_pq": 0.1}, "has quant_noise_pq 0.1; transformers' RoBERTa has"),
-        (
-            {"max_positions": 60},
-            r"does not fit .*: roberta\.embeddings\.position_embeddings\.weight and 0 more",
-        ),
-        (
-            {"encoder_layers": 1},
-            r"does not fit .*: encoder\.sentence_encoder\.layers\.1\.fc1\.bias and 15 more",
-        ),
+        *(({name: value}, f"has {name} {value}; transformers' RoBERTa has") for name, value in OTHERS.items()),
+        ({"max_positions": 60}, r"does not fit .*: roberta\.embeddings\.position_embeddings\.weight and 0 more"),
+        ({"encoder_layers": 1}, r"does not fit .*: encoder\.sentence_encoder\.layers\.1\.fc1\.bias and 15 more"),
         ({"encoder_layers": 3}, r"does not fit .*: roberta\.encoder\.layer\.2\.\S+\.bias and 15 more tensors differ"),
         ({}, r"they tie encoder\.lm_head\.weight to .*embed_tokens\.weight"),
     ],
@@ -274,25 +251,18 @@ BREAKAGES = [
 ]
 
 
-def damage(path: Path, change) -> None:
-    if change is None:
-        path.unlink()
-    elif isinstance(change, Path):
-        shutil.copy(change, path)
-    elif isinstance(change, str):
-        path.write_text(change)
-    else:
-        number, text = change
-        lines = path.read_text(encoding="utf-8").split("\n")
-        lines[number - 1 : number] = [] if text is None else [text]
-        path.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
-
-
-@pytest.mark.filterwarnings(HEADS)
 @pytest.mark.parametrize(("name", "change", "message"), BREAKAGES)
 def test_a_broken_folder_is_named(tmp_path, name, change, message):
     folder = release(tmp_path / "model")
-    damage(folder / name, change)
+    path = folder / name
+    if isinstance(change, Path):
+        shutil.copy(change, path)
+    elif isinstance(change, tuple):
+        (number, line), lines = change, path.read_text(encoding="utf-8").split("\n")
+        lines[number - 1 : number] = [] if line is None else [line]
+        path.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+    else:
+        path.unlink() if change is None else path.write_text(change)
     with pytest.raises(InputError, match=message) as raised:
         fairseq_roberta.read_folder(folder)
     assert str(folder) in str(raised.value)
@@ -339,41 +309,27 @@ np.savez(out, **found)
 """
 
 
-def with_hub(folder: Path, sentences: list[str], tokens: Tensor, scratch: Path) -> dict[str, np.ndarray]:
-    """What fairseq's RobertaModel.from_pretrained(folder) computes for these."""
-    np.savez(scratch / "in.npz", sentences=np.array(sentences), tokens=tokens.numpy())
-    with_fairseq("-c", HUB, folder, scratch / "in.npz", scratch / "out.npz")
-    return arrays("out.npz", scratch)
-
-
 @live
-@pytest.mark.parametrize(("tied", "words"), [(True, 322), (False, 336)])
-def test_fairseq_loads_what_we_write_and_has_our_ids_and_logits(tmp_path, tied, words):
+@pytest.mark.parametrize(("tied", "words", "old"), [(True, 322, False), (False, 336, False), (True, 322, True)])
+def test_fairseq_loads_what_we_write_and_has_our_ids_and_logits(tmp_path, tied, words, old):
+    """Under names of older versions, too, which fairseq upgrades as we do."""
     tokenizer = learnt(tmp_path / "tokenizer")
     model = random_model(words, tie_word_embeddings=tied, type_vocab_size=2)
     folder = tmp_path / "model"
     fairseq_roberta.write_folder(folder, model.config, model.state_dict(), tokenizer)
+    if old:
+        args, weights = fairseq_roberta.from_transformers(model.config, model.state_dict())
+        del weights["encoder.sentence_encoder.version"]  # files of those days have none; fairseq adds it
+        (folder / "model.pt").write_bytes(fairseq_roberta.write_checkpoint(args, older(weights)))
     text = arrays("roberta_bpe.npz")["sentences"].tolist()
     tokens = tokenizer(text, padding=True, return_tensors="pt")["input_ids"]
     hidden = tokens.clone()
     hidden[:, 1] = tokenizer.mask_token_id
-    found = with_hub(folder, text, hidden, tmp_path)
+    np.savez(tmp_path / "in.npz", sentences=np.array(text), tokens=hidden.numpy())
+    with_fairseq("-c", HUB, folder, tmp_path / "in.npz", tmp_path / "out.npz")
+    found = arrays("out.npz", tmp_path)
     np.testing.assert_array_equal(found["ids"], tokens)
     assert found["mask"] == tokenizer.mask_token_id == 321
-    real = (hidden != PAD).numpy()
-    np.testing.assert_allclose(found["logits"][real], logits(model, hidden).numpy()[real], rtol=1e-5, atol=1e-5)
-
-
-@live
-def test_fairseq_upgrades_older_names_as_we_do(tmp_path):
-    folder, tokenizer, model = tmp_path / "model", learnt(tmp_path / "tokenizer"), random_model(322)
-    fairseq_roberta.write_folder(folder, model.config, model.state_dict(), tokenizer)
-    args, weights = fairseq_roberta.from_transformers(model.config, model.state_dict())
-    del weights["encoder.sentence_encoder.version"]  # files of those days have none; fairseq adds it
-    (folder / "model.pt").write_bytes(fairseq_roberta.write_checkpoint(args, older(weights)))
-    tokens = tokenizer(["the small dog sees"], return_tensors="pt")["input_ids"]
-    found = with_hub(folder, ["the small dog sees"], tokens, tmp_path)
-    config, state_dict, _ = fairseq_roberta.read_folder(folder)
-    ours = logits(build(config, state_dict), tokens)
-    np.testing.assert_allclose(found["logits"], ours.numpy(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours, logits(model, tokens), rtol=1e-5, atol=1e-5)
+    real = hidden != PAD
+    for ours in (model, build(*fairseq_roberta.read_folder(folder)[:2])):
+        np.testing.assert_allclose(found["logits"][real], logits(ours, hidden)[real], rtol=1e-5, atol=1e-5)

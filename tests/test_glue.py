@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
-from helpers import command, exported, fewer_sentences
+from helpers import command, equal, exported, fewer_sentences
+from model_helpers import randomized
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trials import TRIALS
@@ -17,14 +19,9 @@ from data import glue as glue_data
 from data import vocabulary
 from models import encoders
 from train import glue
-from train.common import device, loading
+from train.common import checkpoint, device, loading
 
 LEARNS = TRIALS["glue"].learns
-
-
-@pytest.fixture
-def trained(run_of):
-    return run_of("glue")
 
 
 @pytest.mark.parametrize(
@@ -52,45 +49,33 @@ def test_what_is_not_given_is_the_models_recipe():
 
 def test_a_step_is_that_of_plain_pytorch_on_the_cpu(mesh, monkeypatch):
     """Transformers' own model and loss, without the empty rows; clipped, with decay where it belongs."""
-    config = replace(glue.validate(glue.TINY), task="mrpc", lengths=(64,), batch_size=8)
-    config = replace(config, lr=1e-3, weight_decay=10.0, clip=0.1)
+    settings = {"task": "mrpc", "lengths": (64,), "batch_size": 8, "lr": 1e-3, "weight_decay": 10.0, "clip": 0.1}
+    config = replace(glue.validate(glue.TINY), **settings)
     torch.manual_seed(0)
     data = glue.open_data(config)
-    model = data.model
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    model.eval()  # no dropout
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(randomized(data.model))
     fewer_sentences(monkeypatch, (6, 0))
     dataset = glue_data.Encoded(glue_data.read("synthetic", "mrpc", "train"), data.tokenizer, 64)
     state = glue.build(config, data, mesh)
-    with loading.parallel_loader(
-        dataset, glue.batches(config, dataset, mesh, train=False), mesh, train=False, workers=0
-    ) as loader:
+    batches = glue.batches(config, dataset, mesh, train=False)
+    with loading.parallel_loader(dataset, batches, mesh, train=False, workers=0) as loader:
         (batch,) = list(loader)
     assert batch["mask"].sum().item() == 6 and batch["input_ids"].shape == (8, 64)
-    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    before = plain.classifier.weight.clone()
     # Adam makes of any gradient a step of lr: its eps must be seen above them, for the clipping to be.
     for group in state.optimizer.param_groups:
         group["eps"] = 1e-2
     found = device.compiled(glue.train_step, mesh)(state, batch, config, mesh)
 
-    rows = {name: torch.from_numpy(value) for name, value in dataset.batch(np.arange(6), (64,)).items()}
-    loss = plain(**{**rows, "labels": rows["labels"].long()}).loss
+    rows = loading.as_tensors(dataset.batch(np.arange(6), (64,)))
+    loss = plain(**rows | {"labels": rows["labels"].long()}).loss
     loss.backward()
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    of_norms = {p for module in plain.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
-    groups = [{"params": [], "weight_decay": 10.0}, {"params": [], "weight_decay": 0.0}]
-    for name, parameter in plain.named_parameters():
-        groups[name.endswith("bias") or parameter in of_norms]["params"].append(parameter)
-    torch.optim.AdamW(groups, 1e-3, (0.9, 0.999), 1e-2).step()
+    torch.optim.AdamW(encoders.parameter_groups(plain, 10.0), 1e-3, (0.9, 0.999), 1e-2).step()
     assert found["loss"].item() == pytest.approx(loss.item(), rel=1e-5)
     assert found["gradient_norm"].item() == pytest.approx(norm.item(), rel=1e-4) and norm > 0.5
-    for name, value in state.model.state_dict().items():
-        torch.testing.assert_close(value.cpu(), plain.state_dict()[name], rtol=1e-6, atol=2e-7, msg=name)
-    moved = plain.state_dict()["classifier.weight"] - before["classifier.weight"]
-    assert moved.abs().max() > 1e-4
+    torch.testing.assert_close(checkpoint.to_host(state.model.state_dict()), plain.state_dict(), rtol=1e-6, atol=2e-7)
+    assert (plain.classifier.weight - before).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("kind", vocabulary.KINDS)
@@ -111,17 +96,18 @@ def plain_metrics(folder: str, task: str, split: str, lengths: int, size: int) -
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     examples = glue_data.read("synthetic", task, split)
-    predictions, sum_of_losses = [], 0.0
     assert len(examples) == size
-    for i in range(size):
-        second = examples.second and examples.second[i]
-        encoded = tokenizer(examples.first[i], second, truncation=True, max_length=lengths, return_tensors="pt")
-        label = torch.tensor([examples.labels[i]])
+    logits = []
+    for first, second in zip(examples.first, examples.second, strict=True):
+        encoded = tokenizer(first, second, truncation=True, max_length=lengths, return_tensors="pt")
         with torch.no_grad():
-            result = model(**encoded, labels=label.float() if model.num_labels == 1 else label)
-        sum_of_losses += result.loss.item()
-        predictions.append(result.logits[0, 0] if model.num_labels == 1 else result.logits[0].argmax())
-    return glue_data.score(task, torch.stack(predictions).numpy(), examples.labels) | {"loss": sum_of_losses / size}
+            logits.append(model(**encoded).logits[0])
+    logits, labels = torch.stack(logits), torch.tensor(examples.labels)
+    if model.num_labels == 1:
+        predictions, loss = logits[:, 0], F.mse_loss(logits[:, 0], labels)
+    else:
+        predictions, loss = logits.argmax(1), F.cross_entropy(logits, labels)
+    return glue_data.score(task, predictions.numpy(), examples.labels) | {"loss": loss.item()}
 
 
 def test_every_example_of_both_mnli_splits_counts_once_and_long_ones_are_cut(tmp_path, monkeypatch, capsys):
@@ -169,7 +155,7 @@ def test_training_goes_on_from_an_export_and_without_its_weights_it_begins_anew(
     config = glue.validate(replace(config, checkpoint=f"{path}/export"))
     weights = exported(path)
     _, _, model, tokenizer = glue.open_data(config)
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items() if name in weights)
+    assert equal({name: model.state_dict()[name] for name in weights}, weights)
     assert len(weights) >= len(list(model.parameters()))
     text = "the dog, one of six."
     assert tokenizer(text)["input_ids"] == AutoTokenizer.from_pretrained(f"{path}/export")(text)["input_ids"]
@@ -204,14 +190,3 @@ def test_values_that_are_refused(refused, trained, flags, pattern):
 def test_an_unknown_task_is_refused_with_the_known_ones(capsys):
     code, _, error = command("tiny --task sst3", glue.main, glue.PRESETS, capsys)
     assert code == 2 and "sst3" in error and all(task in error for task in glue_data.TASKS) and "Traceback" not in error
-
-
-def test_a_checkpoint_whose_tokenizer_is_another_models(refused, tmp_path, trained):
-    folder = tmp_path / "mixed"
-    model = AutoModelForSequenceClassification.from_pretrained(f"{trained[0]}/export")
-    model.save_pretrained(folder)
-    lines = [f"word{i} other{i}" for i in range(300)]
-    vocabulary.learn(lines * 2, "bert", 900).save_pretrained(folder)
-    tokens, words = model.config.vocab_size, len(AutoTokenizer.from_pretrained(folder))
-    assert words > tokens
-    refused(glue, f"tiny --checkpoint {folder}", f"{folder}.*model of {tokens} tokens.*tokenizer of {words}")

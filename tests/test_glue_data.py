@@ -1,11 +1,15 @@
 """data/glue.py on small files that the tests write; plain loops and transformers' own padding are the reference."""
 
+import copy
 import pickle
+import re
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.linear_model import LogisticRegression, Ridge
 
 from data import glue
 from data.batching import Buckets
@@ -14,11 +18,6 @@ from data.vocabulary import learn
 from errors import InputError
 
 PAIR_HEADER, SCORE_HEADER = "index\tsentence1\tsentence2\tlabel\n", "sentence1\tsentence2\tscore\n"
-
-
-def tokenizer_of(kind: str):
-    """One whose vocabulary has all words of the synthetic sentences."""
-    return learn(read("synthetic", "mrpc", "train").first, kind, 400)
 
 
 def write(path: Path, text: str | bytes) -> Path:
@@ -34,11 +33,7 @@ def tsv(*rows: str) -> str:
 
 TWO = [["A", "C"], ["B", "D"]]
 FILES = {  # folder, text, columns
-    "cola": (
-        "CoLA",
-        'gj04\t1\t\tThey came.\ngj04\t0\t*\tCame they yesterday "\n',
-        [["They came.", 'Came they yesterday "']],
-    ),
+    "cola": ("CoLA", 'gj04\t1\t\tHe came.\ngj04\t0\t*\tCame he today "\n', [["He came.", 'Came he today "']]),
     "sst2": ("SST-2", "sentence\tlabel\na fine film \t0\nwell-conceived\t1\n", [["a fine film ", "well-conceived"]]),
     "mrpc": (
         "MRPC",
@@ -55,11 +50,8 @@ FILES = {  # folder, text, columns
     "qqp": ("QQP", tsv("id qid1 qid2 question1 question2 is_duplicate", "1 2 3 A B 0", "4 5 6 C D 1"), TWO),
     "mnli": (
         "MNLI",
-        tsv(
-            "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse "
-            "sentence1 sentence2 label1 gold_label"
-        )
-        + tsv("0 1 1n g ( ( ( ( A B neutral entailment", "1 2 2e g ( ( ( ( C D x neutral"),
+        tsv("index promptID pairID genre sentence1_binary_parse sentence1_parse sentence1 sentence2 label1 gold_label")
+        + tsv("0 1 1n g ( ( A B neutral entailment", "1 2 2e g ( ( C D x neutral"),
         TWO,
     ),
     "qnli": ("QNLI", tsv("index question sentence label", "0 A B entailment", "1 C D not_entailment"), TWO),
@@ -70,6 +62,7 @@ FILES = {  # folder, text, columns
 
 @pytest.mark.parametrize("task", TASKS)
 def test_official_files_are_read_as_they_stand(tmp_path, task):
+    assert TASKS["rte"].labels == ("entailment", "not_entailment") == TASKS["wnli"].labels[::-1]
     folder, text, columns = FILES[task]
     names = {"train": "train.tsv", "validation": "dev.tsv"}
     names |= {f"validation_{kind}": f"dev_{kind}.tsv" for kind in ("matched", "mismatched")}
@@ -82,13 +75,8 @@ def test_official_files_are_read_as_they_stand(tmp_path, task):
             assert examples.labels.tolist() == expected
             assert examples.labels.dtype == (np.float32 if task == "stsb" else np.int64)
             assert len(examples) == 2 and examples.skipped == 0
-
-
-def test_classes_are_the_hubs_and_folders_may_be_written_otherwise(tmp_path):
-    assert TASKS["rte"].labels == ("entailment", "not_entailment") == TASKS["wnli"].labels[::-1]
-    assert TASKS["mnli"].labels == ("entailment", "neutral", "contradiction")
-    write(tmp_path / "sst2/train.tsv", FILES["sst2"][1])
-    assert len(read(tmp_path, "sst2", "train")) == 2
+    write(tmp_path / "otherwise" / task / "train.tsv", text)
+    assert len(read(tmp_path / "otherwise", task, "train")) == 2
 
 
 @pytest.mark.parametrize(
@@ -223,42 +211,37 @@ def test_a_hub_id_is_given_to_datasets_with_the_task(monkeypatch):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_synthetic_examples_follow_their_rule(task):
-    for split, size in (("train", 2048), *((split, 512) for split in TASKS[task].evaluation)):
+    kind = TASKS[task]
+    for split in ("train", *kind.evaluation):
         examples = read("synthetic", task, split)
-        assert len(examples) == len(examples.labels) == size
+        assert len(examples) == len(examples.labels) == (2048 if split == "train" else 512)
         sides = [examples.first] + ([examples.second] if examples.second else [])
-        assert len(sides) == len(TASKS[task].columns)
-        words = [[[word.strip(",.") for word in line.split()] for line in side] for side in sides]
+        assert len(sides) == len(kind.columns)
+        words = [[re.findall(r"[a-z]+", line) for line in side] for side in sides]
+        assert {word for side in words for line in side for word in line} == {*glue._FILLERS, *glue._NUMBERS}
         values = [[[glue._NUMBERS.index(w) for w in line if w in glue._NUMBERS] for line in side] for side in words]
-        assert {w for side in words for line in side for w in line} == {*glue._FILLERS, *glue._NUMBERS}
-        for label, *numbers in zip(examples.labels.tolist(), *values, strict=True):
-            name = TASKS[task].labels[label] if TASKS[task].labels else ""
+        for label, first, second in zip(examples.labels.tolist(), values[0], values[-1], strict=True):
+            name = kind.labels[label] if kind.labels else ""
+            assert len(first) == 1 and len(second) == (name != "neutral")
             if len(sides) == 1:
-                assert (numbers[0][0] >= 5) == (label == 1)
-            elif name == "neutral":
-                assert len(numbers[0]) == 1 and numbers[1] == []
+                assert (first[0] >= 5) == (label == 1)
             elif not name:
-                assert label == pytest.approx(2.5 + 2.5 * (numbers[0][0] - numbers[1][0]) / 9)
-            else:
-                difference = numbers[0][0] - numbers[1][0]
-                assert abs(difference) >= 2 and len(numbers[0]) == len(numbers[1]) == 1
-                assert (difference > 0) == (name in ("entailment", "equivalent", "duplicate"))
-        if TASKS[task].labels:
+                assert label == pytest.approx(2.5 + 2.5 * (first[0] - second[0]) / 9)
+            elif name != "neutral":
+                assert abs(first[0] - second[0]) >= 2
+                assert (first > second) == (name in ("entailment", "equivalent", "duplicate"))
+        if kind.labels:
             counts = np.bincount(examples.labels)
-            assert len(counts) == len(TASKS[task].labels) and np.ptp(counts) <= 1
+            assert len(counts) == len(kind.labels) and np.ptp(counts) <= 1
         lengths = [len(line.split()) for line in examples.first]
         assert min(lengths) == 4 and max(lengths) == 25 and 7 < np.mean(lengths) < 13
-    assert read("synthetic", task, "train").first == read("synthetic", task, "train").first
-    first = read("synthetic", task, "train", seed=0).first
-    assert first != read("synthetic", task, "train", seed=1).first
-    assert not set(first) & set(read("synthetic", task, TASKS[task].evaluation[0]).first)
+    first = read("synthetic", task, "train").first
+    assert read("synthetic", task, "train", seed=0).first == first != read("synthetic", task, "train", seed=1).first
+    assert not set(first) & set(read("synthetic", task, kind.evaluation[0]).first)
 
 
 @pytest.mark.parametrize("task", ["mrpc", "stsb"])
 def test_a_bag_of_words_does_not_solve_the_pair_task(task):
-    from sklearn.feature_extraction.text import CountVectorizer
-    from sklearn.linear_model import LogisticRegression, Ridge
-
     train, valid = (read("synthetic", task, split) for split in ("train", "validation"))
     words = CountVectorizer()
     known, new = ([f"{a} {b}" for a, b in zip(e.first, e.second, strict=True)] for e in (train, valid))
@@ -270,7 +253,8 @@ def test_a_bag_of_words_does_not_solve_the_pair_task(task):
 
 @pytest.fixture(scope="module", params=["bert", "distilbert", "roberta", "xlnet"])
 def tokenizer(request):
-    return tokenizer_of(request.param)
+    """One whose vocabulary has all words of the synthetic sentences."""
+    return learn(read("synthetic", "mrpc", "train").first, request.param, 400)
 
 
 def sentences(pairs: bool) -> Examples:
@@ -305,7 +289,7 @@ def test_batches_are_what_transformers_pads(tokenizer, pairs):
         want = expected[name] if name in expected else np.zeros((6, 40))
         assert (batch[name] == want).all(), name
     assert batch["labels"].dtype == np.int32 and batch["labels"].tolist() == examples.labels[indices].tolist()
-    whole = np.array([len(ids) for ids in tokenizer(examples.first, examples.second if pairs else None)["input_ids"]])
+    whole = np.array([len(ids) for ids in tokenizer(examples.first, examples.second)["input_ids"]])
     nothing = encoded.batch(np.array([-1]), (40,))
     assert (nothing["input_ids"] == tokenizer.pad_token_id).all() and not nothing["attention_mask"].any()
     assert (nothing["token_type_ids"] == (3 if tokenizer.padding_side == "left" else 0)).all()
@@ -340,10 +324,10 @@ def test_what_cannot_be_encoded_is_explained(tokenizer):
         encoded.batch(np.array([0]), (special + 1,))
     with pytest.raises(InputError, match="object is not a fast tokenizer"):
         Encoded(examples, object(), 16)
-    without = tokenizer_of("bert")
+    without = copy.deepcopy(tokenizer)
     without.pad_token = None
     with pytest.raises(InputError, match="has no padding token"):
-        Encoded(sentences(False), without, 16)
+        Encoded(examples, without, 16)
 
 
 def test_scores_are_those_of_the_definitions():
@@ -355,8 +339,8 @@ def test_scores_are_those_of_the_definitions():
     for task in ("sst2", "mnli", "qnli", "rte", "wnli"):
         assert score(task, found.tolist(), labels) == {"accuracy": 0.75}
     scores = np.array([0, 1, 2, 5], np.float32)
-    stsb = score("stsb", np.array([0, 1, 4, 25], np.float32), scores)
-    assert stsb == {"pearson": pytest.approx(np.corrcoef([0, 1, 4, 25], [0, 1, 2, 5])[0, 1]), "spearman": 1.0}
+    expected = {"pearson": pytest.approx(np.corrcoef(scores, scores**2)[0, 1]), "spearman": 1.0}
+    assert score("stsb", scores**2, scores) == expected
     assert score("stsb", -scores, scores)["pearson"] == pytest.approx(-1)
     for task in TASKS:
         assert tuple(score(task, found, labels)) == TASKS[task].metrics

@@ -12,7 +12,7 @@ from models import layers, products
 from models.layers import MASKED, LayerNorm, Linear, MultiHeadAttention, compute_dtype
 
 BATCH, QUERIES, KEYS, HEADS, DIM = 3, 5, 7, 2, 4
-every_dtype = pytest.mark.parametrize("dtype", [torch.double, torch.float32, torch.bfloat16])
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def attention_inputs(dtype: torch.dtype = torch.double) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -29,11 +29,6 @@ def gradients(function, inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
     leaves = [value.clone().requires_grad_() for value in inputs]
     result = function(*leaves)
     return [result.detach(), *torch.autograd.grad(result, leaves, gradient)]
-
-
-def assert_each_close(got: list[Tensor], expected: list[Tensor], rtol: float = 1e-12, atol: float = 1e-12) -> None:
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one.cpu(), other, rtol=rtol, atol=atol)
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kept: Tensor | None, dropout: float) -> Tensor:
@@ -56,12 +51,13 @@ def test_attention_and_all_its_gradients_equal_autograds_in_float64(monkeypatch,
     plain = kept.double() if dropout else None
     expected = gradients(lambda q, k, v: plain_attention(q, k, v, mask, plain, dropout), inputs, gradient)
     got = gradients(lambda q, k, v: layers.attention(q, k, v, mask, dropout), inputs, gradient)
-    assert_each_close(got, expected)  # of equal types, too
+    torch.testing.assert_close(got, expected, **EXACT)  # of equal types, too
     if not dropout:  # PyTorch's kernel, which has no number for a query without any key
         mask[1, :, 2] = mask[2] = 0
         monkeypatch.setattr(layers, "NATIVE_DEVICES", ("cpu",))
         expected = gradients(lambda q, k, v: plain_attention(q, k, v, mask, None, 0.0), inputs, gradient)
-        assert_each_close(gradients(lambda *qkv: layers.attention(*qkv, mask), inputs, gradient), expected)
+        got = gradients(lambda *qkv: layers.attention(*qkv, mask), inputs, gradient)
+        torch.testing.assert_close(got, expected, **EXACT)
 
 
 def test_the_gradient_belongs_to_the_weights_that_the_forward_pass_dropped(form):
@@ -77,7 +73,7 @@ def test_the_gradient_belongs_to_the_weights_that_the_forward_pass_dropped(form)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@every_dtype
+@pytest.mark.parametrize("dtype", [torch.double, torch.float32, torch.bfloat16])
 def test_queries_without_any_key_give_numbers_and_not_nan(form, dtype, dropout):
     inputs, mask, gradient = attention_inputs(dtype)
     mask[1] = MASKED  # every key of a row
@@ -127,10 +123,8 @@ def test_layer_norm_equals_pytorchs_in_values_and_gradients(form, dtype, toleran
     x[0, 0] = 1.5  # no variance: eps decides, and the gradient has a factor of eps ** -0.5
     for one, other in zip(*(gradients(norm, [x], gradient) for norm in (ours, stock)), strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * other.abs().max().item())
-    for norm in (ours, stock):
-        norm(x).backward(gradient)
-    for one, other in zip(ours.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=tolerance, atol=10 * tolerance)
+    found, expected = (torch.autograd.grad(norm(x), list(norm.parameters()), gradient) for norm in (ours, stock))
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=10 * tolerance)
 
 
 def test_layer_norm_in_bfloat16_is_no_less_exact_than_pytorchs(form):
@@ -167,7 +161,7 @@ def test_the_compute_type_is_autocasts_where_it_is_on(mesh):
     on_xla = x.to(mesh.device)
     assert compute_dtype(on_xla) == torch.float32
     with torch.autocast("xla", dtype=torch.bfloat16):
-        assert compute_dtype(on_xla) == torch.bfloat16 and compute_dtype(x) == torch.float32
+        assert (compute_dtype(on_xla), compute_dtype(x)) == (torch.bfloat16, torch.float32)
 
 
 def test_multi_head_attention_equals_pytorchs_in_values_and_gradients(form):
@@ -176,10 +170,9 @@ def test_multi_head_attention_equals_pytorchs_in_values_and_gradients(form):
     for parameter in ours.parameters():
         nn.init.normal_(parameter, std=0.5)
     projections = (ours.q_proj, ours.k_proj, ours.v_proj)
-    with torch.no_grad():
-        stock.in_proj_weight.copy_(torch.cat([projection.weight for projection in projections]))
-        stock.in_proj_bias.copy_(torch.cat([projection.bias for projection in projections]))
-    stock.out_proj.load_state_dict(ours.out_proj.state_dict())
+    joined = {kind: [getattr(each, kind).detach() for each in projections] for kind in ("weight", "bias")}
+    out = {f"out_proj.{name}": value for name, value in ours.out_proj.state_dict().items()}
+    stock.load_state_dict(out | {f"in_proj_{kind}": torch.cat(values) for kind, values in joined.items()})
     x, memory = torch.randn(2, 5, 12, dtype=torch.double), torch.randn(2, 7, 12, dtype=torch.double)
     hidden = torch.zeros(2, 7, dtype=torch.bool)
     hidden[0, :3] = True
@@ -190,17 +183,14 @@ def test_multi_head_attention_equals_pytorchs_in_values_and_gradients(form):
 
     got = gradients(lambda x, memory: ours(x, memory, mask), [x, memory], gradient)
     expected = gradients(pytorchs, [x, memory], gradient)
-    assert_each_close(got, expected)
+    torch.testing.assert_close(got, expected, **EXACT)
     assert not got[2][hidden].any(), "masked keys take no part at all"
     ours(x, memory, mask).backward(gradient)
     pytorchs(x, memory).backward(gradient)
     for kind in ("weight", "bias"):
         joined = torch.cat([getattr(projection, kind).grad for projection in projections])
         wanted = [getattr(stock, f"in_proj_{kind}").grad, getattr(stock.out_proj, kind).grad]
-        assert_each_close([joined, getattr(ours.out_proj, kind).grad], wanted, rtol=1e-11)
-
-
-def test_a_width_that_does_not_divide_into_heads_is_refused():
+        torch.testing.assert_close([joined, getattr(ours.out_proj, kind).grad], wanted, rtol=1e-11, atol=1e-12)
     with pytest.raises(ValueError, match="a width of 10 does not divide into 4 heads"):
         MultiHeadAttention(10, 4)
 
@@ -219,18 +209,15 @@ def test_the_share_that_is_dropped_is_exactly_the_one_that_is_made_up_for(probab
     share = layers.drop_share(probability)
     assert abs(share - probability) <= 1 / 2048 and share > 0
     masks = torch.stack([layers.kept((4, 64, 256), probability, torch.device("cpu")) for _ in range(16)])
-    numbers = masks.numel()
-    deviation = (share * (1 - share) / numbers) ** 0.5
+    deviation = (share * (1 - share) / masks.numel()) ** 0.5
     assert abs((~masks).double().mean().item() - share) < 4 * deviation
     assert not torch.equal(masks[0], masks[1])
 
 
 def correlations(masks: Tensor) -> Tensor:
     """Of any two rows: those of `masks` [N, rows, columns], [N * pairs]."""
-    centred = masks - masks.mean()
-    products = torch.einsum("nij,nkj->nik", centred, centred) / masks.shape[2] / masks.var()
     above = torch.ones(masks.shape[1], masks.shape[1], dtype=torch.bool).triu(1)
-    return products[:, above].flatten()
+    return torch.cat([torch.corrcoef(rows)[above] for rows in masks])
 
 
 def test_rows_columns_and_calls_are_as_independent_as_with_rand():
@@ -238,15 +225,10 @@ def test_rows_columns_and_calls_are_as_independent_as_with_rand():
     size, count = 256, 8
     calls = [layers.kept((count, size, size), 0.1, torch.device("cpu")).float() for _ in range(count)]
     truly = (torch.rand(count, size, size) >= 0.1).float()
-    own = calls[0]
+    own, each = calls[0], truly.flatten(1)[None]
     across = torch.stack([call[0].flatten() for call in calls])[None]  # the same places of several calls
-    heads = own.flatten(1)[None]  # the same places of several heads
-    for kind, ours, usual in (
-        ("rows", own, truly),
-        ("columns", own.transpose(1, 2), truly.transpose(1, 2)),
-        ("calls", across, truly.flatten(1)[None]),
-        ("heads", heads, truly.flatten(1)[None]),
-    ):
+    cases = {"rows": (own, truly), "columns": (own.mT, truly.mT), "calls": (across, each)}
+    for kind, (ours, usual) in (cases | {"heads": (own.flatten(1)[None], each)}).items():
         got, expected = correlations(ours), correlations(usual)
         assert abs(got.mean()) < 4 * expected.std() / len(got) ** 0.5 + 1e-4, kind
         assert abs(got.std() / expected.std() - 1) < (0.02 if len(got) > 1000 else 0.6), kind
@@ -305,4 +287,4 @@ def test_exact_products_are_einsums_in_every_equation_of_the_models(mesh, reques
         expected.square().sum().backward()
         found.square().sum().backward()
         for one, other in [(found, expected), *((x.grad, y.grad) for x, y in zip(moved, plain, strict=True))]:
-            torch.testing.assert_close(one.cpu(), other.detach(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)

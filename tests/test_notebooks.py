@@ -40,15 +40,9 @@ def execute(name: str, folder: Path):
         (folder / part).symlink_to(ROOT / part)
     (folder / ".venv").symlink_to(sys.prefix)
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    client = nbclient.NotebookClient(
-        notebook,
-        timeout=900,
-        kernel_name="python3",
-        skip_cells_with_tag="install",
-        record_timing=False,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(folder / "notebooks")}},
-    )
+    options = {"timeout": 900, "kernel_name": "python3", "record_timing": False, "coalesce_streams": True}
+    options |= {"skip_cells_with_tag": "install", "resources": {"metadata": {"path": str(folder / "notebooks")}}}
+    client = nbclient.NotebookClient(notebook, **options)
     client.execute(env={**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"})
     notebook.metadata.language_info = {"name": "python"}  # not the version of this machine's Python
     return notebook
@@ -62,13 +56,9 @@ def read(name: str) -> dict:
     return json.loads((FOLDER / f"{name}.ipynb").read_text())
 
 
-def cells(name: str, kind: str = "") -> dict[str, str]:
-    """The source of each cell, or of those of a kind, by its id, in order."""
-    return {cell["id"]: "".join(cell["source"]) for cell in read(name)["cells"] if kind in ("", cell["cell_type"])}
-
-
-def code(name: str) -> dict[str, str]:
-    return cells(name, "code")
+def cells(name: str, kinds=("code",)) -> dict[str, str]:
+    """The source of each cell of these kinds, by its id, in order."""
+    return {cell["id"]: "".join(cell["source"]) for cell in read(name)["cells"] if cell["cell_type"] in kinds}
 
 
 def printed(notebook: dict, cell: str) -> str:
@@ -85,7 +75,7 @@ def set_up(monkeypatch, folder: Path, **variables: str) -> dict:
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
     names = {}
-    exec(code("dlrm")["set-up"], names)
+    exec(cells("dlrm")["set-up"], names)
     return names
 
 
@@ -98,19 +88,19 @@ def test_the_files_are_valid_and_normalised_and_have_one_address(name):
     assert {key for cell in notebook["cells"] for key in cell["metadata"]} <= {"tags"}, "timings, or a tool's own notes"
     assert notebook["metadata"]["kernelspec"] == {"display_name": "Python 3", "language": "python", "name": "python3"}
     # The badge and the clone have one address.
-    repository = re.search(r'^REPOSITORY = "([\w.-]+/[\w.-]+)"', cells(name)["set-up"], re.MULTILINE)[1]
-    title = cells(name)["title"]
+    own, others = (cells(which, ("code", "markdown")) for which in (name, "dlrm"))
+    repository, title = re.search(r'^REPOSITORY = "([\w.-]+/[\w.-]+)"', own["set-up"], re.MULTILINE)[1], own["title"]
     assert "colab-badge.svg" in title
     assert f"https://colab.research.google.com/github/{repository}/blob/main/notebooks/{name}.ipynb" in title
     for target in re.findall(r"\]\((\.\.[^)]+)\)", title):
         assert (FOLDER / target).exists(), target
     for part in ("set-up-text", "set-up", "install-text", "install"):  # as all notebooks have it
-        assert cells(name)[part] == cells("dlrm")[part], part
+        assert own[part] == others[part], part
 
 
 @NAMES
-def test_it_installs_pins_first_and_runs_the_script_and_holds_no_training_code(name):
-    notebook, parts = read(name), code(name)
+def test_it_installs_pins_first_and_runs_the_script_and_holds_no_training_cells(name):
+    notebook, parts = read(name), cells(name)
     tagged = [cell["id"] for cell in notebook["cells"] if "install" in cell["metadata"].get("tags", [])]
     assert tagged == ["install"] and list(parts)[:2] == ["set-up", "install"]
     assert '"install", f"PYTHON=' in parts["install"] and "requirements-tpu.txt" in parts["install"]
@@ -129,14 +119,13 @@ def test_it_installs_pins_first_and_runs_the_script_and_holds_no_training_code(n
 
 @NAMES
 def test_the_full_recipe_in_the_comment_is_one(name):
-    text = code(name)["train"].removeprefix(MAGIC)
+    text = cells(name)["train"].removeprefix(MAGIC)
     lines = re.findall(r"^# (config = .+)$", text, re.MULTILINE)
     assert len(lines) == 1
     names = {}
     exec(text[: text.index("config = ")] + lines[0], names)
-    script, config = names[name], names["config"]
+    config = names[name].validate(names["config"])
     assert config.data not in ("", "synthetic") and config.name
-    script.validate(config)
     for module in re.findall(r'run\(PYTHON, "-m", "([\w.]+)"', text):
         assert importlib.util.find_spec(module), module
 
@@ -146,9 +135,7 @@ def test_outputs_are_there_and_small_and_name_no_machine(name):
     path = FOLDER / f"{name}.ipynb"
     assert path.stat().st_size < 100_000
     pictures = 0
-    for cell in read(name)["cells"]:
-        if cell["cell_type"] != "code":
-            continue
+    for cell in [cell for cell in read(name)["cells"] if cell["cell_type"] == "code"]:
         assert (cell["execution_count"] is None) == (cell["id"] == "install")
         for output in cell["outputs"]:
             assert output["output_type"] in ("stream", "display_data"), cell["id"]
@@ -161,15 +148,9 @@ def test_outputs_are_there_and_small_and_name_no_machine(name):
 
 
 def test_the_zoos_process_gets_no_settings_meant_for_others(monkeypatch, tmp_path):
-    variables = {
-        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
-        "PYTHONPATH": "/env/python",
-        "TPU_LIBRARY_PATH": "/lib/libtpu.so",
-        "TPU_PROCESS_ADDRESSES": "local",
-        "TPU_WORKER_HOSTNAMES": "WARNING: could not look up",
-        "TPU_WORKER_ADDRS": "10.0.0.2",
-        "PJRT_DEVICE": "TPU",
-    }
+    variables = {"MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONPATH": "/env/python"}
+    variables |= {"TPU_LIBRARY_PATH": "/lib/libtpu.so", "TPU_PROCESS_ADDRESSES": "local", "PJRT_DEVICE": "TPU"}
+    variables |= {"TPU_WORKER_HOSTNAMES": "WARNING: could not look up", "TPU_WORKER_ADDRS": "10.0.0.2"}
     names = set_up(monkeypatch, tmp_path, **variables)
     assert not names["CLONE"] and names["ZOO"] == tmp_path / "temporary/xla-model-zoo"
     assert names["ENVIRONMENT"]["PYTHONPATH"] == str(names["ZOO"])
@@ -198,28 +179,24 @@ def test_the_stop_button_lets_a_run_save(monkeypatch, tmp_path, capsys):
     names = set_up(monkeypatch, tmp_path)
     child = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(143)))\n"
     child += "print('begun'); time.sleep(60)"
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest-xdist may ignore it
     stop = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
     stop.start()
-    try:
-        with pytest.raises(SystemExit, match="exit code 143"):
-            names["run"](sys.executable, "-c", child)
-    finally:
-        stop.join()
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(SystemExit, match="exit code 143"):
+        names["run"](sys.executable, "-c", child)
+    stop.join()
     assert capsys.readouterr().out.split() == ["begun", "saved"]
 
 
 def test_the_install_cell_clones_and_installs_with_uvs_python(monkeypatch, tmp_path):
     names = set_up(monkeypatch, tmp_path)
     with pytest.raises(SystemExit, match="REPOSITORY in the cell above is not filled in"):
-        exec(code("dlrm")["install"], names)
+        exec(cells("dlrm")["install"], names)
     commands, zoo = [], names["ZOO"]
     names["REPOSITORY"] = "someone/zoo"
     names["run"] = lambda *command, **variables: commands.append(" ".join(map(str, command)))
     found = subprocess.CompletedProcess([], 0, stdout="/uv/python3.11\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **options: found)
-    exec(code("dlrm")["install"], names)
+    exec(cells("dlrm")["install"], names)
     assert commands[0] == f"git clone --quiet --depth 1 https://github.com/someone/zoo.git {zoo}"
     assert "pip install --quiet uv==" in commands[1] and commands[2].endswith("uv python install --quiet 3.11")
     assert commands[3:] == [f"make --quiet -C {zoo} install PYTHON=/uv/python3.11"]
@@ -227,7 +204,7 @@ def test_the_install_cell_clones_and_installs_with_uvs_python(monkeypatch, tmp_p
     (zoo / ".venv").mkdir(parents=True)
     (zoo / ".venv/.installed").touch()
     names["ENVIRONMENT"]["PJRT_DEVICE"] = "TPU"
-    exec(code("dlrm")["install"], names)
+    exec(cells("dlrm")["install"], names)
     assert commands == [f"{zoo}/.venv/bin/python -m pip install --quiet -r {zoo}/requirements-tpu.txt"]
 
 

@@ -1,5 +1,5 @@
-"""models/objectives.py, and what it needs of models/encoders.py and models/layers.py, against transformers' own models,
-which run their heads on every token, and against torch's own losses; on the CPU and as one program of XLA."""
+"""models/objectives.py, and what it needs of models/encoders.py, layers.py and permutation.py, against transformers'
+models, which run their heads on every token, torch's losses and XLNet's code; on the CPU and as one program of XLA."""
 
 import copy
 import functools
@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from helpers import equal
 from model_helpers import assert_all_close, randomized, to_xla, with_gradients
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from data.pretraining import MaskedText, PermutedText
 from data.text import SyntheticText
 from models import distilbert, encoders, layers, objectives, permutation
-from train.common import device
+from train.common import device, loading
 from train.common.xla import backend as xla
 
 # Model, kind of the rows, and places for predictions: more than most rows need, so that there are fillers.
@@ -43,9 +44,8 @@ def rows_of(objective: str) -> MaskedText | PermutedText:
     return MaskedText(rows, predictions, whole_words=False, next_sentence=pairs)
 
 
-def batch_of(objective: str, rows=range(ROWS)) -> dict[str, Tensor]:
-    examples = [rows_of(objective).example(row, np.random.default_rng(row)) for row in rows]
-    batch = {name: torch.from_numpy(np.stack([example[name] for example in examples])) for name in examples[0]}
+def batch_of(objective: str) -> dict[str, Tensor]:
+    batch = loading.stack([rows_of(objective).example(row, np.random.default_rng(row)) for row in range(ROWS)])
     assert 0 < batch["weights"].mean() < 1 and 0 < batch["attention_mask"].float().mean() < 1
     return batch
 
@@ -59,7 +59,7 @@ def new(objective: str, seed: int = 0) -> PreTrainedModel:
 
 
 def teacher_of(objective: str) -> PreTrainedModel | None:
-    return new("words", seed=1).requires_grad_(False) if objective == "distillation" else None
+    return new("words", seed=1) if objective == "distillation" else None
 
 
 def fast(model: PreTrainedModel | None) -> PreTrainedModel | None:
@@ -68,9 +68,9 @@ def fast(model: PreTrainedModel | None) -> PreTrainedModel | None:
 
 def whole_row_labels(batch: dict[str, Tensor]) -> Tensor:
     """What transformers' models take as labels [B, T]: -100 where nothing is predicted."""
-    labels = torch.full(batch["input_ids"].shape, -100)
-    for row, filled in enumerate(batch["weights"] > 0):
-        labels[row, batch["positions"][row, filled].long()] = batch["labels"][row, filled].long()
+    labels = torch.full((ROWS, LENGTH), -100)
+    rows, places = torch.nonzero(batch["weights"], as_tuple=True)
+    labels[rows, batch["positions"][rows, places].long()] = batch["labels"][rows, places].long()
     return labels
 
 
@@ -145,8 +145,7 @@ def scores_of(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, flo
 
 def with_fillers(objective: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Two more predictions a row that do not count, and other labels for those that did not."""
-    batch = dict(batch)
-    place = LENGTH - 1 if objective == "permutation" else 3
+    batch, place = dict(batch), LENGTH - 1 if objective == "permutation" else 3
     for name, value in (("positions", place), ("labels", 20), ("weights", 0)):
         batch[name] = F.pad(batch[name], (2, 0), value=value)
     batch["labels"] = torch.where(batch["weights"] > 0, batch["labels"], 7)
@@ -155,8 +154,7 @@ def with_fillers(objective: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def with_padding(objective: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rows of LONGER places; tokens of all sorts in the new ones and in the padding that was there."""
-    more = LONGER - LENGTH
-    left = objective == "permutation"
+    more, left = LONGER - LENGTH, objective == "permutation"
     batch = {name: values.clone() for name, values in batch.items()}
     if left:
         batch["order"][batch["order"] == LENGTH] = LONGER
@@ -178,8 +176,7 @@ def test_neither_fillers_nor_padding_change_anything(objective, change):
     changed = change(objective, batch)
     assert changed["weights"].sum() == batch["weights"].sum()
     assert changed["input_ids"].shape != batch["input_ids"].shape or change is with_fillers
-    expected, found = step(model, teacher, batch), step(model, teacher, changed)
-    assert_all_close(found, expected, rtol=1e-5, share=1e-6, atol=1e-6)
+    assert_all_close(step(model, teacher, changed), step(model, teacher, batch), rtol=1e-5, share=1e-6, atol=1e-6)
     expected, found = (scores_of(model, part | {"mask": torch.ones(ROWS)}) for part in (batch, changed))
     assert found == pytest.approx(expected, rel=1e-5)
 
@@ -193,8 +190,7 @@ def test_a_batch_without_predictions_has_a_loss_of_nought():
 @pytest.mark.parametrize("objective", ["words", "next sentence", "permutation"])
 def test_scores_are_sums_over_the_rows_that_count(objective):
     batch, model = batch_of(objective), new(objective)
-    mask = torch.ones(ROWS)
-    mask[[2, 5, 6]] = 0
+    mask = torch.tensor([1.0, 1, 0, 1, 1, 0, 0, 1])
     kept = {name: values[mask > 0] for name, values in batch.items()}
     expected = scores_of(fast(model), kept | {"mask": torch.ones(5)})
     assert scores_of(fast(model), batch | {"mask": mask}) == pytest.approx(expected, rel=1e-5)
@@ -251,9 +247,7 @@ def test_negative_log_likelihood_is_torchs(dtype, atol, spread):
 @pytest.mark.parametrize(("dtype", "atol"), PRECISIONS)
 def test_divergence_is_torchs_also_where_a_word_is_impossible(dtype, atol):
     logits, _ = logits_and_labels(dtype, 3.0)
-    wanted = torch.randn(3, 5, 50).mul(3)
-    wanted[..., 7] = -torch.inf
-    wanted = wanted.softmax(-1)
+    wanted = torch.randn(3, 5, 50).mul(3).index_fill(2, torch.tensor(7), -torch.inf).softmax(-1)
     expected = F.kl_div(F.log_softmax(logits.double(), -1), wanted.double(), reduction="none").sum(2)
     assert expected.min() > 0.5 and (wanted == 0).any()
     assert_loss_and_gradient(layers.divergence(logits, wanted), expected, logits, atol)
@@ -271,10 +265,9 @@ def test_a_student_begins_as_its_teacher_without_the_layers_between(depth, taken
     def encode(model: PreTrainedModel) -> Tensor:
         return model(input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"]).logits
 
-    before = {name: value.clone() for name, value in teacher.state_dict().items()}
+    before = copy.deepcopy(teacher.state_dict())
     distilbert.begin_with_layers(student, teacher)
-    after = teacher.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert equal(teacher.state_dict(), before)
     # The teacher as the student: of these layers alone, and without types of tokens.
     teacher.bert.encoder.layer = nn.ModuleList(teacher.bert.encoder.layer[i] for i in taken)
     teacher.bert.embeddings.token_type_embeddings.weight.data.zero_()
@@ -293,3 +286,35 @@ def test_the_head_of_another_architecture_is_not_guessed():
     model = transformers.ElectraForMaskedLM(settings)
     with pytest.raises(ValueError, match="head of a electra is not known"):
         objectives.predict(model, torch.zeros(1, 2, 16))
+
+
+def local_perm(order: np.ndarray, target: np.ndarray, functional: np.ndarray) -> np.ndarray:
+    """XLNet's data_utils._local_perm in numpy, from where it has the permuted indices."""
+    masked_or_func = target | functional
+    rev_index = np.where(masked_or_func, order, -1)
+    self_rev_index = np.where(target, rev_index, rev_index + 1)
+    return ((self_rev_index[:, None] <= rev_index[None, :]) & masked_or_func).astype(np.float32)
+
+
+def test_a_permutations_mask_is_that_of_xlnets_authors_and_nobody_sees_padding():
+    rng, length = np.random.default_rng(0), 24
+    kinds = rng.choice([0, 1, 2], (50, length), p=[0.7, 0.2, 0.1])  # visible; targets; separators
+    placed = np.stack([rng.permutation(length) for _ in kinds])
+    order, targets = torch.from_numpy(np.where(kinds == 0, -1, placed)), torch.from_numpy(kinds == 1)
+    found = permutation.perm_mask(order, targets)
+    assert found.dtype == torch.float32 and permutation.perm_mask(order, targets, torch.bool).equal(found.bool())
+    for mask, places, kind in zip(found, placed, kinds, strict=True):
+        assert np.array_equal(mask, local_perm(places, kind == 1, kind == 2))
+    order, targets = F.pad(order, (4, 0), value=length + 4), F.pad(targets, (4, 0))
+    padded = permutation.perm_mask(order, targets)
+    assert padded[:, :, :4].eq(1).all() and padded[:, 4:, 4:].equal(found)
+    assert padded[:, :4, 4:].eq(0).all()  # rows of padding see something: no softmax over nothing
+
+
+def test_targets_of_a_permutation_and_their_mapping():
+    positions, weights = torch.tensor([[1, 3, 4], [0, 2, 4]], dtype=torch.int32), torch.tensor([[1.0, 1, 0], [1, 0, 0]])
+    targets = permutation.is_target(positions, weights, 5)
+    assert targets.tolist() == [[False, True, False, True, False], [True] + 4 * [False]]
+    mapping = permutation.target_mapping(positions, 5)
+    assert mapping.dtype == torch.float32 and mapping.equal(F.one_hot(positions.long(), 5).float())
+    assert permutation.target_mapping(positions, 5, torch.bfloat16).dtype == torch.bfloat16

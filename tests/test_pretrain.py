@@ -24,11 +24,6 @@ from train.common.xla import backend as xla
 LEARNS, SHORT = TRIALS["pretrain"].learns, TRIALS["pretrain"].short
 
 
-@pytest.fixture
-def trained(run_of):
-    return run_of("pretrain")
-
-
 @pytest.fixture(scope="module")
 def fairseq(tmp_path_factory):
     """A RoBERTa in fairseq's format that has learned something; as `trained`."""
@@ -39,12 +34,8 @@ def fairseq(tmp_path_factory):
 def guess(config) -> float:
     """Accuracy of always naming the commonest token."""
     valid_set = pretrain.open_data(pretrain.validate(config)).eval
-    examples = [valid_set.example(row, np.random.default_rng(row)) for row in range(len(valid_set))]
-    labels = np.concatenate([example["labels"][example["weights"] > 0] for example in examples])
-    return np.bincount(labels).max() / len(labels)
-
-
-# ---- it learns -------------------------------------------------------------------------------------------------------
+    batch = loading.stack([valid_set.example(row, np.random.default_rng(row)) for row in range(len(valid_set))])
+    return batch["labels"][batch["weights"] > 0].bincount().max().item() / batch["weights"].sum().item()
 
 
 def test_the_trial_learns_more_than_which_words_are_common(trained):
@@ -101,15 +92,14 @@ def test_lamb_moves_each_weight_as_far_as_it_is_long(mesh):
     """You et al. 2020, algorithm 2: the first update of every matrix is lr times its own norm."""
     config = replace(pretrain.TINY, optimizer="lamb", lr=0.01)
     data = pretrain.open_data(config)
-    before = {name: value.clone() for name, value in data.model.state_dict().items()}
+    before = copy.deepcopy(data.model.state_dict())
     state = pretrain.build(config, data, mesh)
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     state.optimizer.step()
-    for name, value in state.model.state_dict().items():
-        if name.endswith("query.weight"):
-            moved = (value.cpu() - before[name]).norm() / before[name].norm()
-            assert moved.item() == pytest.approx(0.01, rel=1e-3), name
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    moved = (state.model.state_dict()[name].cpu() - before[name]).norm() / before[name].norm()
+    assert moved.item() == pytest.approx(0.01, rel=1e-3)
 
 
 @pytest.mark.parametrize("clip", [0.125, float("inf")])
@@ -130,20 +120,17 @@ def test_an_update_is_the_mean_of_its_parts_clipped(clip, mesh, monkeypatch):
     torch.testing.assert_close(parts, whole)
     assert whole["loss"] == whole["words"] > 4
     assert totals["loss"] == 0 and not any(parameter.grad.any() for parameter in two.parameters())
-    moved = {name: new.state_dict()[name] - value for name, value in one.state_dict().items()}
-    for name, value in two.state_dict().items():
-        torch.testing.assert_close(new.state_dict()[name] - value, moved[name], rtol=1e-4, atol=1e-6)
-    norm = torch.stack([moved[name].norm() for name, _ in new.named_parameters()]).norm().item()
+    before = dict(new.named_parameters())
+    moves = [{name: before[name] - value for name, value in model.named_parameters()} for model in (one, two)]
+    torch.testing.assert_close(*moves, rtol=1e-4, atol=1e-6)
+    norm = torch.stack([value.norm() for value in moves[0].values()]).norm().item()
     assert norm == pytest.approx(0.125, rel=1e-4) if clip < 1 else norm > 0.5
 
 
-def test_a_models_recipe_fills_what_is_not_given():
+def test_a_models_recipe_fills_what_is_not_given_and_is_its_optimizers(mesh):
     config = pretrain.validate(pretrain.Config(model="roberta", data="somewhere", lr=1.0))
     assert (config.batch_size, config.steps, config.lr, config.warmup_steps) == (8192, 500_000, 1.0, 24_000)
     assert pretrain.validate(pretrain.Config(data="somewhere")).batch_size == 256
-
-
-def test_the_optimizer_has_its_recipe(mesh):
     for name, recipe in pretrain.RECIPES.items():
         config = replace(pretrain.TINY, model=name)
         data = pretrain.open_data(replace(config, model="bert") if name == "distilbert" else config)
@@ -159,9 +146,6 @@ def test_places_for_predictions(kind, length, expected):
         assert rows.predictions == places
 
 
-# ---- the same numbers ------------------------------------------------------------------------------------------------
-
-
 def test_parts_of_a_batch_give_the_numbers_of_all_of_it(monkeypatch, tmp_path):
     monkeypatch.setattr(encoders, "configuration", encoders.configuration)  # which is replaced here
     without_dropout(encoders)
@@ -172,33 +156,26 @@ def test_parts_of_a_batch_give_the_numbers_of_all_of_it(monkeypatch, tmp_path):
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-5) and max(one) - min(one) > 0.05
     assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-4)
-    moved = exported(tmp_path / "two")
-    for name, weight in exported(tmp_path / "one").items():
-        # A weight moves by up to 1e-2 here; where its gradient is rounding alone, Adam makes steps of that.
-        torch.testing.assert_close(moved[name], weight, rtol=0, atol=2e-3)
-
-
-# ---- the export ------------------------------------------------------------------------------------------------------
+    # A weight moves by up to 1e-2 here; where its gradient is rounding alone, Adam makes steps of that.
+    torch.testing.assert_close(exported(tmp_path / "two"), exported(tmp_path / "one"), rtol=0, atol=2e-3)
 
 
 def test_transformers_loads_the_export_and_finds_the_metrics_of_the_run(trained, mesh):
     path, metrics, config = trained
     model = AutoModelForMaskedLM.from_pretrained(f"{path}/export").eval()
     valid_set = pretrain.open_data(config).eval
-    nll, right, count = 0.0, 0, 0
-    with loading.parallel_loader(valid_set, 32, mesh, train=False, seed=config.seed, workers=0) as loader:
-        batches = [{name: value.cpu() for name, value in batch.items()} for batch in loader]
-    for batch in batches:
-        assert batch["mask"].all()
-        with torch.no_grad():
-            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        rows, places = torch.nonzero(batch["weights"], as_tuple=True)
-        logits = logits[rows, batch["positions"][rows, places].long()]
-        labels = batch["labels"][rows, places].long()
-        nll += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
-        right += (logits.argmax(-1) == labels).sum().item()
-        count += len(labels)
-    assert {"loss": nll / count, "accuracy": right / count} == pytest.approx(metrics, rel=1e-5)
+    with loading.parallel_loader(valid_set, len(valid_set), mesh, train=False, seed=config.seed, workers=0) as loader:
+        (batch,) = [{name: value.cpu() for name, value in batch.items()} for batch in loader]
+    assert batch["mask"].all()
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    rows, places = torch.nonzero(batch["weights"], as_tuple=True)
+    logits, labels = logits[rows, batch["positions"][rows, places].long()], batch["labels"][rows, places].long()
+    found = (
+        torch.nn.functional.cross_entropy(logits, labels).item(),
+        (logits.argmax(-1) == labels).float().mean().item(),
+    )
+    assert found == pytest.approx((metrics["loss"], metrics["accuracy"]), rel=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(f"{path}/export")
     assert tokenizer.get_vocab() == valid_set.text.tokenizer.get_vocab()
     # A word has the number after that of the word before it, see data/text.py.
@@ -217,18 +194,12 @@ def test_pretraining_goes_on_from_an_export(of, tmp_path, request):
         assert equal(exported(tmp_path / "on"), exported(path))
 
 
-# ---- the whole way ---------------------------------------------------------------------------------------------------
-
-
 def sentences(count: int, seed: int) -> list[tuple[str, int]]:
     """(a judgement of one thing, 1 where it is good)."""
     rng = np.random.default_rng(seed)
-    made = []
-    for label in rng.integers(0, 2, count).tolist():
-        words = (("awful", "dull", "poor", "grim"), ("fine", "lovely", "great", "bright"))[label]
-        first, second, thing = rng.choice(words), rng.choice(words), rng.choice(["film", "plot", "cast", "song"])
-        made.append((f"The {thing} was {first} and also {second}.", label))
-    return made
+    words = (("awful", "dull", "poor", "grim"), ("fine", "lovely", "great", "bright"))
+    judgements = [(rng.choice(["film", "plot", "cast", "song"]), *rng.choice(words[n % 2], 2)) for n in range(count)]
+    return [("The {} was {} and also {}.".format(*judgement), n % 2) for n, judgement in enumerate(judgements)]
 
 
 @pytest.fixture(scope="module")
@@ -257,9 +228,6 @@ def test_a_prepared_text_is_learned_and_fine_tuning_begins_with_the_export(rows,
     assert len(weights) > 10 and all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
 
 
-# ---- what the user can get wrong -------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def teacher(trained, tmp_path):
     """Writes a new BERT with the tokens of the small language: teacher(hidden_size=96)."""
@@ -276,8 +244,7 @@ def teacher(trained, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [
-        ("--steps 0", "--steps is 0.*at least 1"),
-        ("--update-every 0", "--update-every is 0.*at least 1"),
+        *((f"--{name} 0", f"--{name} is 0.*at least 1") for name in ("steps", "update-every")),
         ("--predictions -1", "--predictions is -1.*at least 0"),
         ("--predictions 33", "predictions is 33.*1 to 32"),
         ("--batch-size 10 --update-every 4", "--batch-size 10.*--update-every 4"),
@@ -324,8 +291,6 @@ def test_a_teacher_may_have_more_positions_than_rows_have_tokens(teacher):
 def test_a_trials_teacher_is_the_same_whatever_changes_no_number(mesh, monkeypatch):
     monkeypatch.setattr(pretrain, "main", lambda config: {})
     config = replace(pretrain.TINY, model="distilbert")
-    others = [
-        replace(config, **change) for change in ({"workers": 2, "layout": sharding.Layout(remat=True)}, {"lr": 1.0})
-    ]
-    first, free, other = (pretrain.with_teacher(each, mesh).teacher for each in (config, *others))
+    changes = {}, {"workers": 2, "layout": sharding.Layout(remat=True)}, {"lr": 1.0}
+    first, free, other = (pretrain.with_teacher(replace(config, **change), mesh).teacher for change in changes)
     assert first == free != other

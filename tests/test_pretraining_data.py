@@ -1,7 +1,7 @@
 """data/pretraining.py on rows that the tests make: what is masked, how often, and what is never touched."""
 
+import itertools
 import pickle
-import string
 
 import numpy as np
 import pytest
@@ -35,10 +35,8 @@ class Rows:
 
     def __init__(self, tokenizer, length: int, rows: list[list[list[int]]], pairs: bool = False):
         self.tokenizer, self.length, self.pairs = tokenizer, length, pairs
-        self.rows = []
-        for row in rows:
-            starts = np.cumsum([0, *map(len, row[:-1])], dtype=np.int32)
-            self.rows.append((np.concatenate(row).astype(np.uint16), starts))
+        starts = [np.cumsum([0, *map(len, row[:-1])], dtype=np.int32) for row in rows]
+        self.rows = [(np.concatenate(row).astype(np.uint16), at) for row, at in zip(rows, starts, strict=True)]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -47,21 +45,16 @@ class Rows:
         return self.rows[index]
 
 
-class Sentences(Rows):
+def random_rows(tokenizer, length: int, rows: int = 200, pairs: bool = False) -> Rows:
     """Random sentences of 4 to 12 tokens, as many in a row as fit; now and then a document's end ends the row."""
-
-    def __init__(self, tokenizer, length: int, rows: int = 200, pairs: bool = False, seed: int = 0):
-        rng = np.random.default_rng(seed)
-        room = length - 2 - pairs
-        ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
-        made, row = [], []
-        while len(made) < rows:
-            sentence = rng.choice(ordinary, rng.integers(4, 13)).tolist()
-            if sum(map(len, row)) + len(sentence) > room or (len(row) > 1 and rng.random() < 0.01):
-                made.append(row)
-                row = []
-            row.append(sentence)
-        super().__init__(tokenizer, length, made, pairs)
+    rng, made = np.random.default_rng(0), [[]]
+    ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+    while len(made) <= rows:
+        sentence = rng.choice(ordinary, rng.integers(4, 13)).tolist()
+        if sum(map(len, made[-1])) + len(sentence) > length - 2 - pairs or (len(made[-1]) > 1 and rng.random() < 0.01):
+            made.append([])
+        made[-1].append(sentence)
+    return Rows(tokenizer, length, made[:rows], pairs)
 
 
 def generator(index: int, epoch: int = 0) -> np.random.Generator:
@@ -89,8 +82,7 @@ def test_a_row_is_laid_out_and_its_labels_are_what_was_there():
     tokens = [*range(10, 40)]
     dataset = MaskedText(Rows(bert_tokenizer(), 40, [[tokens[:12], tokens[12:]]]), 8, False, False)
     assert len(dataset) == 1
-    for epoch in range(20):
-        example = dataset.example(0, generator(0, epoch))
+    for example in examples(dataset, epochs=20):
         assert unmasked(example).tolist() == [CLS, *tokens, SEP] + 8 * [PAD]
         assert example["attention_mask"].tolist() == 32 * [1] + 8 * [0]
         assert not example["token_type_ids"].any()
@@ -102,7 +94,7 @@ def test_a_row_is_laid_out_and_its_labels_are_what_was_there():
 
 
 def test_shapes_and_types_are_fixed_the_generator_decides_and_epochs_differ():
-    text, permuted = (Sentences(make(), 64, 20, pairs=True) for make in (bert_tokenizer, xlnet_tokenizer))
+    text, permuted = (random_rows(make(), 64, 20, pairs=True) for make in (bert_tokenizer, xlnet_tokenizer))
     per_token, per_place = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (64,)), (11,)
     masked = {**per_token, "positions": per_place, "labels": per_place}
     for dataset, shapes in (
@@ -121,7 +113,7 @@ def test_shapes_and_types_are_fixed_the_generator_decides_and_epochs_differ():
 
 @pytest.mark.parametrize("whole_words", [False, True])
 def test_fifteen_percent_are_predicted_and_split_80_10_10(whole_words):
-    dataset = MaskedText(Sentences(bert_tokenizer(), 128), 24, whole_words, False)
+    dataset = MaskedText(random_rows(bert_tokenizer(), 128), 24, whole_words, False)
     made = examples(dataset, epochs=5)
     tokens = sum(int(example["attention_mask"].sum()) - 2 for example in made)
     labels = np.concatenate([predicted(example, "labels") for example in made])
@@ -147,15 +139,11 @@ def test_fifteen_percent_are_predicted_and_split_80_10_10(whole_words):
 
 def test_special_tokens_are_neither_predicted_nor_put_in():
     row = [[10, SEP, 11, UNK], [12, MASK, 13, SEP, 14, 15]]
-    dataset = MaskedText(Rows(bert_tokenizer(), 16, [row]), 4, False, False)
-    seen = set()
-    for example in examples(dataset, epochs=300):
+    made = examples(MaskedText(Rows(bert_tokenizer(), 16, [row]), 4, False, False), epochs=300)
+    for example in made:
         assert unmasked(example)[:12].tolist() == [CLS, *row[0], *row[1], SEP]
-        labels = predicted(example, "labels").tolist()
-        assert min(labels) >= 10
-        seen |= set(labels)
         assert not set(example["input_ids"][predicted(example)].tolist()) & {PAD, UNK, CLS, SEP}
-    assert seen == {*range(10, 16)}
+    assert {label for example in made for label in predicted(example, "labels").tolist()} == {*range(10, 16)}
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
@@ -169,23 +157,18 @@ def test_a_row_without_ordinary_tokens_has_no_prediction_and_none_more_than_the_
 
 def test_whole_words_are_predicted_whole():
     tokenizer, piece = bert_tokenizer(), FIRST + WORDS
-    text = Sentences(tokenizer, 64, 100)
+    text = random_rows(tokenizer, 64, 100)
     # A row that begins within a word, one with a special token within a word.
     text.rows += Rows(tokenizer, 64, [[[piece, piece, *range(10, 50)]], [[piece, UNK, piece, *range(10, 50)]]]).rows
     partly = apart = 0
     for whole_words in (True, False):
         for number, example in enumerate(examples(MaskedText(text, 12, whole_words, False), epochs=10)):
-            chosen = np.isin(np.arange(64), predicted(example))
+            chosen, ids = np.isin(np.arange(64), predicted(example)), unmasked(example)
             apart += whole_words and number % 102 == 101 and chosen[1] != chosen[3]
-            word, words = -1, {}
-            for place, token in enumerate(unmasked(example)):
-                if token < FIRST:
-                    word = -1
-                    continue
-                if token < piece or word < 0:
-                    word = place
-                words.setdefault(word, set()).add(bool(chosen[place]))
-            broken = sum(len(kinds) == 2 for kinds in words.values())
+            # A word begins with a whole word, or with a piece after a special token.
+            begins = (ids < piece) | np.append(True, ids[:-1] < FIRST)
+            words = np.split(chosen, np.flatnonzero(begins)[1:])
+            broken = sum(0 < word.sum() < len(word) for word in words)
             assert not (whole_words and broken)
             partly += broken
     assert partly > 1000 and apart  # the other way of masking does break words
@@ -194,15 +177,15 @@ def test_whole_words_are_predicted_whole():
 def test_a_word_longer_than_the_share_is_skipped():
     word = [10, *[FIRST + WORDS] * 20]
     dataset = MaskedText(Rows(bert_tokenizer(), 40, [[[*word, *range(11, 25)]], [word]]), 8, True, False)
-    for epoch in range(50):
+    made = examples(dataset, epochs=50)
+    for first, second in zip(made[::2], made[1::2], strict=True):
         # 15 % of 35: 5 or 6 of the other words.
-        example = dataset.example(0, generator(0, epoch))
-        assert example["weights"].sum() in (5, 6) and predicted(example, "labels").min() > 10
-        assert not dataset.example(1, generator(1, epoch))["weights"].any()
+        assert first["weights"].sum() in (5, 6) and predicted(first, "labels").min() > 10
+        assert not second["weights"].any()
 
 
 def test_a_pair_is_a_row_cut_between_sentences_or_has_sentences_of_another_row():
-    text = Sentences(bert_tokenizer(), 64, 200, pairs=True)
+    text = random_rows(bert_tokenizer(), 64, 200, pairs=True)
     rows = [(row.tolist(), [*starts.tolist(), len(row)]) for row, starts in text.rows]
     spans = {}
     for number, (row, starts) in enumerate(rows):
@@ -212,11 +195,10 @@ def test_a_pair_is_a_row_cut_between_sentences_or_has_sentences_of_another_row()
     for number, example in enumerate(made):
         row, starts = rows[number % 200]
         ids = unmasked(example).tolist()
-        types = example["token_type_ids"].tolist()
         cut = ids.index(SEP)
         end = ids.index(SEP, cut + 1)
         assert ids[0] == CLS and end <= 63 and not any(ids[end + 1 :])
-        assert types == (cut + 1) * [0] + (end - cut) * [1] + (63 - end) * [0]
+        assert example["token_type_ids"].tolist() == (cut + 1) * [0] + (end - cut) * [1] + (63 - end) * [0]
         assert example["attention_mask"].tolist() == (end + 1) * [1] + (63 - end) * [0]
         first, second = ids[1:cut], ids[cut + 1 : end]
         assert first == row[: len(first)] and len(first) in starts[1:-1]
@@ -231,7 +213,7 @@ def test_a_pair_is_a_row_cut_between_sentences_or_has_sentences_of_another_row()
 
 
 def test_the_lengths_of_a_pair_do_not_tell_which_it_is():
-    text = Sentences(bert_tokenizer(), 128, 500, pairs=True)
+    text = random_rows(bert_tokenizer(), 128, 500, pairs=True)
     made = [segments(text, index, generator(index, epoch)) for epoch in range(6) for index in range(500)]
     unrelated = np.array([pair[2] for pair in made])
     first, second = (np.array([len(pair[side]) for pair in made]) for side in (0, 1))
@@ -244,12 +226,11 @@ def test_the_lengths_of_a_pair_do_not_tell_which_it_is():
 def test_rows_of_one_sentence_and_sentences_that_are_too_long():
     rows = [[[*range(10, 39)]], [[40]], [[*range(10, 20)], [*range(20, 39)]], [[*range(50, 79)]]]
     text = Rows(bert_tokenizer(), 32, rows, pairs=True)
-    for epoch in range(50):
-        for index in range(4):
-            first, second, unrelated = segments(text, index, generator(index, epoch))
-            assert len(first) and len(second) and len(first) + len(second) <= 29
-            assert unrelated or index == 2
-        assert segments(text, 0, generator(0, epoch))[0].tolist() == [*range(10, 24)]
+    for epoch, index in itertools.product(range(50), range(4)):
+        first, second, unrelated = segments(text, index, generator(index, epoch))
+        assert len(first) and len(second) and len(first) + len(second) <= 29
+        assert unrelated or index == 2
+        assert index or first.tolist() == [*range(10, 24)]
     # The only other row has nothing that fits: it is cut.
     text = Rows(bert_tokenizer(), 32, [[[*range(10, 30)], [5, 5, 5]], [[*range(40, 69)]]], pairs=True)
     seen = {tuple(second.tolist()) for _, second, unrelated in (segments(text, 0, generator(i)) for i in range(20))}
@@ -259,10 +240,8 @@ def test_rows_of_one_sentence_and_sentences_that_are_too_long():
 def test_a_permuted_row_is_laid_out():
     first, second = [*range(20, 30)], [*range(30, 45)]
     text = Rows(xlnet_tokenizer(), 32, [[first, second], [[70, 71, 72]]], pairs=True)
-    dataset = PermutedText(text, 6)
     kinds = set()
-    for epoch in range(50):
-        example = dataset.example(0, generator(0, epoch))
+    for example in examples(PermutedText(text, 6), epochs=50)[::2]:
         ids = example["input_ids"].tolist()
         b = second if 30 in ids else [70, 71, 72]
         kinds.add(len(b))
@@ -289,18 +268,14 @@ def test_a_permuted_row_is_laid_out():
 
 
 def test_a_sixth_is_predicted_and_no_more_than_the_places():
-    text = Sentences(xlnet_tokenizer(), 128, pairs=True)
+    text = random_rows(xlnet_tokenizer(), 128, pairs=True)
     text.rows[0] = (np.array([7, 20, 8, 0, 21, 7], np.uint16), np.array([0, 3], np.int32))  # <eod>, <eop>, <unk>
-    places = tokens = predictions = 0
-    orders = []
-    for example in examples(PermutedText(text, 21), epochs=5):
-        assert predicted(example, "labels").min() > 8
-        tokens += example["attention_mask"].sum()
-        predictions += example["weights"].sum()
-        places = max(places, example["weights"].sum())
-        orders.append(example["order"][predicted(example)])
-    assert places == 21
-    assert predictions / tokens == pytest.approx(1 / 6, abs=0.003)
+    made = examples(PermutedText(text, 21), epochs=5)
+    assert min(predicted(example, "labels").min() for example in made) > 8
+    orders = [example["order"][predicted(example)] for example in made]
+    assert max(map(len, orders)) == 21
+    tokens = sum(example["attention_mask"].sum() for example in made)
+    assert sum(map(len, orders)) / tokens == pytest.approx(1 / 6, abs=0.003)
     # Where a token stands in the row says nothing about its place in the order.
     orders = [order for order in orders if len(order) > 10]
     assert np.mean([np.corrcoef(order, np.arange(len(order)))[0, 1] for order in orders]) == pytest.approx(0, abs=0.03)
@@ -309,37 +284,22 @@ def test_a_sixth_is_predicted_and_no_more_than_the_places():
 
 
 def sample_mask(begins: np.ndarray, goal: int, rng: np.random.Generator) -> np.ndarray:
-    """XLNet's data_utils._sample_mask word by word, mask_alpha 6 and mask_beta 1, without `reverse`.
+    """XLNet's data_utils._sample_mask, mask_alpha 6 and mask_beta 1, without `reverse`.
 
-    `begins` is _is_start_piece of each token. That the end of a span is looked for at `beg`, so that an n-gram is n
-    tokens, is the original's.
+    `begins` is _is_start_piece of each token. The original looks for the end of a span at its first token, so that an
+    n-gram is n tokens.
     """
-    size = len(begins)
-    mask = np.zeros(size, bool)
-    predict = current = 0
-    shares = 1.0 / np.arange(1, 6)
-    shares /= shares.sum()
+    size, predict, current = len(begins), 0, 0
+    mask, shares = np.zeros(size, bool), 1.0 / np.arange(1, 6)
     while current < size and predict < goal:
-        n = min(rng.choice(np.arange(1, 6), p=shares), goal - predict)
+        n = min(rng.choice(np.arange(1, 6), p=shares / shares.sum()), goal - predict)
         left = rng.choice(n * 6)
-        right = n * 6 - left
-        begin = current + left
-        while begin < size and not begins[begin]:
-            begin += 1
-        if begin >= size:
+        begin = current + left + np.append(begins[current + left :], True).argmax()
+        if begin + n >= size:
             break
-        end, count = begin + 1, 1
-        while end < size:
-            if begins[begin]:
-                count += 1
-                if count > n:
-                    break
-            end += 1
-        if end >= size:
-            break
-        mask[begin:end] = True
-        predict += end - begin
-        current = end + right
+        mask[begin : begin + n] = True
+        predict += n
+        current = begin + n + n * 6 - left
     while predict < goal:
         place = rng.integers(size)
         predict += not mask[place]
@@ -355,13 +315,10 @@ def runs(chosen: np.ndarray) -> np.ndarray:
 
 def test_spans_are_those_of_xlnets_authors():
     tokenizer = xlnet_tokenizer()
-    marks, pieces = set(string.punctuation) - set("<=>'"), tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    starts = np.array([piece.startswith(("▁", "<")) or piece in marks for piece in pieces])
-    text = Sentences(tokenizer, 256, 100, pairs=True)
-    dataset = PermutedText(text, 42)
-    rng = np.random.default_rng(0)
-    found, expected = [], []
-    for example in examples(dataset, epochs=6):
+    pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    starts = np.array([piece.startswith(("▁", "<")) or piece in ".," for piece in pieces])
+    rng, found, expected = np.random.default_rng(0), [], []
+    for example in examples(PermutedText(random_rows(tokenizer, 256, 100, pairs=True), 42), epochs=6):
         real = example["attention_mask"] > 0
         ids = example["input_ids"][real]
         ours = np.isin(np.arange(256), predicted(example))
@@ -379,21 +336,21 @@ def test_spans_are_those_of_xlnets_authors():
 def test_what_does_not_fit_is_explained():
     bert, xlnet = bert_tokenizer(), xlnet_tokenizer()
     roberta = RobertaTokenizer(vocab={"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4, "<mask>": 5}, merges=[])
-    single, pairs = Sentences(bert, 32, 3), Sentences(bert, 32, 3, pairs=True)
+    single, pairs = random_rows(bert, 32, 3), random_rows(bert, 32, 3, pairs=True)
     no_mask, empty = bert_tokenizer(), BertTokenizer(vocab={name: n for n, name in enumerate(SPECIAL)})
     no_mask.mask_token = None
-    for message, make in (
-        ("predictions is 0; expected 1 to 32", lambda: MaskedText(single, 0, False, False)),
-        ("predictions is 33; expected 1 to 32", lambda: MaskedText(single, 33, False, False)),
-        ("next-sentence prediction needs .*room for two .* --pairs", lambda: MaskedText(single, 5, False, True)),
-        ("has no mask token", lambda: MaskedText(Rows(no_mask, 8, [[[5]]]), 2, False, False)),
-        ("special tokens only", lambda: MaskedText(Rows(empty, 8, [[[1]]]), 2, False, False)),
-        ("pads on the left.*--kind", lambda: MaskedText(Sentences(xlnet, 32, 3), 5, False, False)),
-        ("pads on the right.*XLNet", lambda: PermutedText(pairs, 5)),
-        ("XLNet needs rows with room for two", lambda: PermutedText(Sentences(xlnet, 32, 3), 5)),
-        ("4 special tokens around a pair", lambda: MaskedText(Rows(roberta, 8, 2 * [[[4]]], True), 2, False, True)),
-        ("from other rows, but the text has 1", lambda: PermutedText(Sentences(xlnet, 32, 1, True), 5)),
+    for message, make, *arguments in (
+        ("predictions is 0; expected 1 to 32", MaskedText, single, 0, False, False),
+        ("predictions is 33; expected 1 to 32", MaskedText, single, 33, False, False),
+        ("next-sentence prediction needs .*room for two .* --pairs", MaskedText, single, 5, False, True),
+        ("has no mask token", MaskedText, Rows(no_mask, 8, [[[5]]]), 2, False, False),
+        ("special tokens only", MaskedText, Rows(empty, 8, [[[1]]]), 2, False, False),
+        ("pads on the left.*--kind", MaskedText, random_rows(xlnet, 32, 3), 5, False, False),
+        ("pads on the right.*XLNet", PermutedText, pairs, 5),
+        ("XLNet needs rows with room for two", PermutedText, random_rows(xlnet, 32, 3), 5),
+        ("4 special tokens around a pair", MaskedText, Rows(roberta, 8, 2 * [[[4]]], True), 2, False, True),
+        ("from other rows, but the text has 1", PermutedText, random_rows(xlnet, 32, 1, True), 5),
     ):
         with pytest.raises(InputError, match=message):
-            make()
+            make(*arguments)
     assert len(MaskedText(pairs, 5, False, False)) == 3  # rows of pairs do as rows of one segment

@@ -19,9 +19,8 @@ TINY = {"data": "synthetic", "epochs": 3}
 
 def test_windows_are_those_of_the_ratings_in_time(tmp_path):
     # Film: number. User 4 has too few ratings; two of user 9 have one time.
-    ratings = [(9, 70, 5), (9, 20, 2), (9, 30, 2), (9, 20_000, 1), (4, 70, 1), (4, 20, 2), (2, 30, 3), (2, 20, 4),
-               (2, 70, 5)]  # fmt: skip
-    (tmp_path / "u.data").write_text("".join(f"{user}\t{film}\t3\t{time}\n" for user, film, time in ratings))
+    ratings = ["9 70 5", "9 20 2", "9 30 2", "9 20000 1", "4 70 1", "4 20 2", "2 30 3", "2 20 4", "2 70 5"]
+    (tmp_path / "u.data").write_text("".join("{}\t{}\t3\t{}\n".format(*rating.split()) for rating in ratings))
     data = histories.open_histories(str(tmp_path), last=2)
     assert (data.users, data.films) == (2, 4)
     first, *middle, last = data.held_out.ids[1].tolist(), *data.train.ids[1:].tolist(), data.held_out.ids[0].tolist()

@@ -1,21 +1,21 @@
 """models/resnet.py against torchvision and against torch's own batch norm, in plain PyTorch and on XLA."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from model_helpers import assert_all_close
 from torch import nn
 
 from models import resnet
 from models.resnet import BatchNorm, ResNet, batch_statistics_norm
-from train.common import device
+from train.common import checkpoint, device
 
 
-def torchvision_model(layers=(1, 1, 1, 1), num_classes=7) -> nn.Module:
+def torchvision_model() -> nn.Module:
     torch.manual_seed(0)
-    block = torchvision.models.resnet.Bottleneck
-    model = torchvision.models.resnet.ResNet(block, list(layers), num_classes=num_classes, zero_init_residual=False)
+    model = torchvision.models.resnet.ResNet(torchvision.models.resnet.Bottleneck, [1, 1, 1, 1], num_classes=7)
     for module in model.modules():  # statistics as after training, so that evaluation tests them
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.uniform_(-0.5, 0.5)
@@ -25,8 +25,8 @@ def torchvision_model(layers=(1, 1, 1, 1), num_classes=7) -> nn.Module:
     return model
 
 
-def our_model(state: dict, layers=(1, 1, 1, 1), num_classes=7, norm_groups=1) -> ResNet:
-    model = ResNet(layers, num_classes, norm_groups=norm_groups)
+def our_model(state: dict) -> ResNet:
+    model = ResNet((1, 1, 1, 1), 7)
     model.load_state_dict(state)
     return model
 
@@ -50,53 +50,45 @@ def test_initial_weights_have_torchvisions_distribution_and_the_last_norms_are_z
             assert torch.equal(weight, theirs[name]), name
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_forward_equals_torchvision_in_float64(form, training):
-    theirs = torchvision_model().double().train(training)
-    ours = our_model(theirs.state_dict()).double().train(training)
-    images = torch.randn(4, 3, 32, 32, dtype=torch.double)
-    expected = theirs(images)
-    torch.testing.assert_close(ours(images), expected, rtol=1e-9, atol=1e-9)
-    assert_all_close(ours.state_dict(), theirs.state_dict(), rtol=1e-9, share=0, atol=1e-9)  # running statistics too
+def sgd_step(model, optimizer, images, labels):
+    loss = F.cross_entropy(model(images), labels)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
 
 
-def test_resnet50_equals_torchvision_after_an_sgd_step_in_float64(compiled):
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def test_evaluation_and_a_step_of_training_equal_torchvisions_in_float64(form):
+    theirs = torchvision_model().double()
+    ours = our_model(theirs.state_dict()).double()
+    images, labels = torch.randn(8, 3, 32, 32, dtype=torch.double), torch.arange(8) % 7
+    for _ in range(2):  # with the statistics of the step, too
+        outputs = [model.eval()(images).detach() for model in (ours, theirs)]
+        torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
+        found, expected = (sgd_step(model.train(), sgd(model), images, labels) for model in (ours, theirs))
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-7, atol=1e-8)
+
+
+def test_a_step_and_evaluation_on_xla_equal_the_cpus(mesh):
     torch.manual_seed(0)
-    theirs = torchvision.models.resnet50(num_classes=10).double().train()
-    ours = our_model(theirs.state_dict(), (3, 4, 6, 3), 10).double().train()
-    images, labels = torch.randn(8, 3, 32, 32, dtype=torch.double), torch.arange(8)
-    for model in (theirs, ours):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-    assert_all_close(ours.state_dict(), theirs.state_dict(), rtol=1e-7, share=0, atol=1e-8)
-
-
-def test_optimizer_step_on_xla_equals_torchvision_on_the_cpu(mesh):
-    theirs = torchvision_model().train()
-    ours = device.to_device(our_model(theirs.state_dict()).train(), mesh)
-    images, labels = torch.randn(8, 3, 32, 32), torch.arange(8) % 7
-
-    def step(model, optimizer, images, labels):
-        loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    expected = step(theirs, torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=0.9), images, labels)
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05, momentum=0.9)
+    host = ResNet((1, 1), 7, width=16).train()
+    for module in host.modules():  # no block is the identity
+        if isinstance(module, BatchNorm):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+    model, images, labels = device.to_device(copy.deepcopy(host), mesh), torch.randn(8, 3, 32, 32), torch.arange(8) % 7
+    expected, optimizer = sgd_step(host, sgd(host), images, labels), sgd(model)
     device.init_optimizer_state(optimizer, mesh)
-    loss = device.compiled(step, mesh)(ours, optimizer, images.to(mesh.device), labels.to(mesh.device))
+    loss = device.compiled(sgd_step, mesh)(model, optimizer, images.to(mesh.device), labels.to(mesh.device))
     torch.testing.assert_close(loss.cpu(), expected, rtol=1e-5, atol=1e-6)
-    on_host = {name: tensor.cpu() for name, tensor in [*ours.named_parameters(), *ours.named_buffers()]}
-    ours_cpu = our_model(on_host)
-    assert_all_close(ours_cpu.state_dict(), theirs.state_dict(), rtol=1e-3, share=0, atol=1e-4)
-    # Evaluation on XLA, on the statistics of that step.
+    torch.testing.assert_close(checkpoint.to_host(model.state_dict()), dict(host.state_dict()), rtol=1e-3, atol=1e-4)
     with torch.no_grad():
-        got = device.compiled(lambda model, x: model(x), mesh)(ours.eval(), images.to(mesh.device)).cpu()
-        torch.testing.assert_close(got, ours_cpu.eval()(images), rtol=1e-4, atol=1e-4)
+        got = device.compiled(lambda model, x: model(x), mesh)(model.eval(), images.to(mesh.device)).cpu()
+        torch.testing.assert_close(got, host.eval()(images), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -111,8 +103,7 @@ def test_norm_and_its_gradients_equal_torchs_batch_norm_of_each_group_in_float64
     expected = torch.cat([F.batch_norm(part, None, None, weight, bias, training=True, eps=1e-5) for part in parts])
     wanted = torch.autograd.grad((expected * gradient).sum(), (x, weight, bias))
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    for ours, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(mean, torch.stack([part.mean((0, 2, 3)) for part in parts]))
     torch.testing.assert_close(variance, torch.stack([part.var((0, 2, 3), correction=0) for part in parts]))
 
@@ -142,10 +133,9 @@ def test_running_statistics_are_the_mean_over_the_groups():
     torch.testing.assert_close(norm.running_var, torch.stack([r.running_var for r in each]).mean(0))
     assert norm.num_batches_tracked == 1
     norm.groups = 4
-    with pytest.raises(ValueError, match="does not divide into 4 groups"):
-        norm(torch.randn(6, 5, 2, 2))
-    with pytest.raises(ValueError, match="at least 2 values per channel"):
-        norm(torch.randn(4, 5, 1, 1))
+    for shape, message in (((6, 5, 2, 2), "does not divide into 4"), ((4, 5, 1, 1), "at least 2 values per channel")):
+        with pytest.raises(ValueError, match=message):
+            norm(torch.randn(shape))
 
 
 def test_normalize_equals_torchvisions():

@@ -16,7 +16,7 @@ from torch import Tensor
 from data import wmt
 from models.transformer import ARCHITECTURES, EOS, PAD, Architecture, Transformer, label_smoothed
 from train import transformer
-from train.common import device
+from train.common import device, loading
 
 STEPS = json.loads((GOLDEN / "numbers.json").read_text())["ten_steps"]
 CONFIG = transformer.Config(lr=5e-3, warmup_updates=4, label_smoothing=0.1, precision="float32")
@@ -25,19 +25,18 @@ SMALL = Architecture(dim=16, ffn_dim=32, heads=2, encoder_layers=2, decoder_laye
 
 
 @pytest.fixture(scope="module")
-def golden() -> dict[str, np.ndarray]:
-    return arrays()
+def golden() -> dict[str, Tensor]:
+    return loading.as_tensors(arrays())
 
 
-def step_batch(golden: dict[str, np.ndarray], number: int) -> dict[str, Tensor]:
-    return {part: torch.from_numpy(golden[f"step{number}.{part}"]) for part in ("source", "previous", "target")}
+def step_batch(golden: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    return {part: golden[f"step{number}.{part}"] for part in ("source", "previous", "target")}
 
 
-def sides(golden: dict[str, np.ndarray], name: str, side: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sides(golden: dict[str, Tensor], name: str, side: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(source, previous, fairseq's logits, where previous has a token)."""
     name = name.removesuffix(".pt")
-    previous = torch.from_numpy(golden[f"{name}.previous"])
-    source, logits = (torch.from_numpy(golden[f"{name}.{side}.{part}"]) for part in ("source", "logits"))
+    source, previous, logits = (golden[f"{name}.{part}"] for part in (f"{side}.source", "previous", f"{side}.logits"))
     return source, previous, logits, previous != PAD
 
 
@@ -45,8 +44,7 @@ def sides(golden: dict[str, np.ndarray], name: str, side: str) -> tuple[Tensor, 
 def test_logits_equal_fairseqs_also_on_xla(mesh, golden, name):
     host, model = golden_transformer(name), device.to_device(golden_transformer(name), mesh)
     step = device.compiled(lambda model, source, previous: model(source, previous).detach(), mesh, 2)
-    forward = functools.partial(step, model)
-    for run, place in ((host, torch.device("cpu")), (forward, mesh.device)):
+    for run, place in ((host, torch.device("cpu")), (functools.partial(step, model), mesh.device)):
         for side in ("left", "right"):
             source, previous, expected, real = sides(golden, name, side)
             got = run(source.to(place), previous.to(place)).cpu()
@@ -64,9 +62,8 @@ def test_ten_steps_give_fairseqs_losses_gradients_and_learning_rates_also_compil
     for number, expected in enumerate(STEPS):
         batch, uploaded = step_batch(golden, number), {}
         for part, value in batch.items():
-            extra = 24 - value.shape[1]
-            wide = F.pad(value, (extra, 0) if part == "source" else (0, extra), value=PAD)
-            uploaded[part] = device.upload(wide, mesh)
+            room = (24 - value.shape[1], 0)
+            uploaded[part] = device.upload(F.pad(value, room if part == "source" else room[::-1], value=PAD), mesh)
         optimizer.param_groups[0]["lr"] = transformer.learning_rate(CONFIG, number)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(expected["learning_rate"], rel=1e-12)
         device.set_lr(state.optimizer, optimizer.param_groups[0]["lr"])
@@ -139,16 +136,17 @@ def test_a_batch_with_empty_rows_has_finite_losses_and_gradients():
     source = torch.tensor([[5, 6, EOS], [PAD, PAD, PAD]])
     previous, target = torch.tensor([[EOS, 4], [PAD, PAD]]), torch.tensor([[4, EOS], [PAD, PAD]])
     sums = label_smoothed(model(source, previous), target, 0.1)
-    alone = label_smoothed(model(source[:1], previous[:1]), target[:1], 0.1)
-    for name, value in alone.items():
-        torch.testing.assert_close(sums[name], value)
+    torch.testing.assert_close(sums, label_smoothed(model(source[:1], previous[:1]), target[:1], 0.1))
     sums["loss"].backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
     nothing = label_smoothed(model(source[1:], previous[1:]), target[1:], 0.1)
     assert all(value == 0 for value in nothing.values())
 
 
-def test_sentences_longer_than_the_positions_are_refused():
+def test_sentences_longer_than_the_positions_and_shared_embeddings_of_two_dictionaries_are_refused():
+    assert Transformer(replace(SMALL, share_embeddings="decoder"), 30, 20).decoder.embed_tokens.num_embeddings == 20
+    with pytest.raises(ValueError, match="dictionaries of 30 and 20 words cannot share embeddings"):
+        Transformer(SMALL, 30, 20)
     model = Transformer(SMALL, 30, 30).eval()
     fits, too_long = torch.full((1, 40), 5), torch.full((1, 41), 5)
     assert model(fits, fits).isfinite().all()
@@ -173,8 +171,7 @@ def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(smoothing, dtyp
     shares = (0.0, smoothing * 11 / 10)
     nll, expected = (F.cross_entropy(theirs.double().flatten(0, 1), **flat, label_smoothing=share) for share in shares)
     assert got["tokens"] == 8
-    torch.testing.assert_close(got["loss"].double(), expected, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(got["nll"].double(), nll, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close((got["loss"].double(), got["nll"].double()), (expected, nll), rtol=1e-5, atol=1e-4)
     got["loss"].backward()
     expected.backward()
     tolerance = 1e-4 if dtype == torch.float32 else 2**-8
@@ -198,24 +195,17 @@ def test_sizes_are_fairseqs(name):
     assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[name]
 
 
-def test_two_dictionaries_of_different_sizes_cannot_share_all_embeddings():
-    assert Transformer(replace(SMALL, share_embeddings="decoder"), 30, 20).decoder.embed_tokens.num_embeddings == 20
-    with pytest.raises(ValueError, match="dictionaries of 30 and 20 words cannot share embeddings"):
-        Transformer(SMALL, 30, 20)
-
-
 def test_weights_start_as_fairseqs():
-    # Each kind of tensor, over all layers: mean, spread and largest.
+    """Each kind of tensor, over all layers: mean and spread."""
     torch.manual_seed(0)
     theirs = golden_transformer("initial.pt")
     ours = Transformer(theirs.arch, 64, 64)
     assert list(ours.state_dict()) == list(theirs.state_dict())
-    kinds = defaultdict(lambda: ([], []))
-    for place, model in enumerate((ours, theirs)):
-        for name, value in model.state_dict().items():
-            kinds[re.sub(r"\.layers\.\d+", "", name)][place].append(value.flatten())
-    for name, pair in kinds.items():
-        own, other = (torch.cat(values) for values in pair)
+    kinds = defaultdict(list)
+    for (name, one), two in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        kinds[re.sub(r"\.layers\.\d+", "", name)].append((one.flatten(), two.flatten()))
+    for name, pairs in kinds.items():
+        own, other = map(torch.cat, zip(*pairs, strict=True))
         # 64 values of a uniform distribution, and up to 8,192: 5 standard errors.
         error = 5 / len(own) ** 0.5
         torch.testing.assert_close(own.mean(), other.mean(), rtol=0, atol=2 * error * other.std().item(), msg=name)

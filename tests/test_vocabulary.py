@@ -34,8 +34,7 @@ def test_transformers_opens_what_is_saved(learnt, tmp_path, monkeypatch, kind, c
     if config:
         AutoConfig.for_model(kind).save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
-    assert type(again) is type(tokenizer) and len(again) == len(tokenizer)
-    assert again.get_vocab() == tokenizer.get_vocab()
+    assert type(again) is type(tokenizer) and again.get_vocab() == tokenizer.get_vocab()
     assert (again.model_max_length, again.padding_side) == (512, "left" if kind == "xlnet" else "right")
     for texts in ((PUZZLE,), (PUZZLE, "Played."), *((line,) for line in text(20, seed=1))):
         assert again(*texts).input_ids == tokenizer(*texts).input_ids
@@ -59,11 +58,8 @@ def test_special_tokens_stand_where_the_model_has_them_with_its_ids(learnt, kind
     pair = tokenizer(" walked", " talks", return_token_type_ids=True)
     assert " ".join(tokenizer.convert_ids_to_tokens(pair.input_ids)) == expected
     assert pair.token_type_ids == types
-    padded = tokenizer([" walked", " walked talks"], padding=True, return_token_type_ids=True)
-    if kind == "xlnet":
-        assert padded.attention_mask[0] == [0, 1, 1, 1] and padded.token_type_ids[0][-1] == 2
-    else:
-        assert padded.attention_mask[0][-1] == 0
+    padded = tokenizer([" walked", " walked talks"], padding=True)
+    assert padded.attention_mask[0] == ([0, 1, 1, 1] if kind == "xlnet" else [1, 1, 1, 0])
 
 
 def test_text_keeps_its_words(learnt):
@@ -105,16 +101,13 @@ def test_the_vocabulary_is_as_large_as_asked_for_or_as_the_text_allows(kind):
 
 
 def test_continuations_of_words(learnt):
-    expected = {"bert": "##ing", "distilbert": "##ing", "roberta": "ing", "xlnet": "ing"}
-    for kind, piece in expected.items():
-        tokenizer = learnt[kind]
+    line = " talks walking jumped lookers"
+    for kind, tokenizer in learnt.items():
         continues = continues_word(tokenizer)
         assert continues.dtype == bool and continues.shape == (len(tokenizer),)
-        assert continues[tokenizer.convert_tokens_to_ids(piece)]
+        assert continues[tokenizer.convert_tokens_to_ids("ing" if kind in ("roberta", "xlnet") else "##ing")]
         assert not continues[tokenizer.all_special_ids].any()
-        line = " talks walking jumped lookers"
         ids = np.array(tokenizer(line, add_special_tokens=False).input_ids)
-        assert (~continues[ids]).sum() == 4 and not continues[ids[0]]
         # The beginnings found are those of the text's words.
         words = np.split(ids, np.flatnonzero(~continues[ids])[1:])
         assert [tokenizer.decode(word).strip() for word in words] == line.split()

@@ -4,9 +4,8 @@
     .venv-fairseq/bin/python tests/fairseq_reference/record.py [--out FOLDER] [--trained FOLDER]
 
 Runs in the environment of `make fairseq`, on the CPU with one thread, about a minute. On one machine the numbers are
-the same each time; on another, hundreds of updates enlarge the rounding of its kernels, so that the trained models
-differ. --trained takes the trained checkpoints of another recording and computes all else anew: those numbers agree to
-rounding on any machine.
+the same each time; on another, rounding makes trained models differ: --trained takes the trained checkpoints of another
+recording and computes all else anew, and those numbers agree to rounding on any machine.
 
 FOLDER (default: golden, beside this file) then holds:
     text/                 input: 200 + 20 + 12 sentence pairs, {train,valid,test}.{en,de}, of a toy language: word by
@@ -19,8 +18,7 @@ FOLDER (default: golden, beside this file) then holds:
     roberta.pt            RoBERTa of 2 layers, 30 updates
     roberta_bpe/          input: encoder.json, vocab.bpe and dict.txt in the form of the released models: GPT-2's
                           bytes, 60 merges learnt from train.en, a dictionary filled up to a multiple of 8
-    roberta_bpe.pt        RoBERTa of 2 layers for these, its head untied, with a classification head; random weights
-    roberta_bpe.npz       sentences, fairseq's ids of them and roberta_bpe.pt's logits; see roberta_bpe()
+    roberta_bpe.pt, .npz  RoBERTa of 2 layers for these, see roberta_bpe()
     arrays.npz            batches and logits; see the functions below for names and shapes
     numbers.json          losses of ten steps from initial.pt, beam search with trained.pt
 Checkpoints are fairseq's own, less the optimizer's state and the timings.
@@ -94,13 +92,10 @@ BPE_SENTENCES = [
 SEARCHES = [(4, 1.0, 0, 20), (4, 0.6, 1.2, 10), (5, 1.0, 1.2, 10), (5, 0.6, 0, 20), (4, 0.6, 0, 5)]
 
 
-def run(program: str, arguments: str) -> str:
-    """Runs one of fairseq's console scripts in the current folder; returns its output."""
-    command = [str(Path(sys.executable).parent / program), *arguments.split()]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{result.stdout}{result.stderr}")
-    return result.stdout
+def run(program: str, arguments: str) -> None:
+    """Runs one of fairseq's console scripts in the current folder; it tells of errors on stderr."""
+    command = [Path(sys.executable).parent / program, *arguments.split()]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def preprocess() -> None:
@@ -131,13 +126,17 @@ def strip(path: Path) -> None:
         torch.load(path, weights_only=True)
 
 
-def make_checkpoints(trained: Path | None) -> None:
-    """Writes initial.pt with fairseq's trainer, the others with fairseq-train or from the folder `trained`."""
-    trainer, _ = setup(TRAIN["initial.pt"])
+def save(trainer: Trainer, name: str) -> None:
+    """Writes a checkpoint of a trainer that has not begun."""
     trainer.consolidate_optimizer()
     position = {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
-    trainer.save_checkpoint("initial.pt", {"train_iterator": position})
-    strip(Path("initial.pt"))
+    trainer.save_checkpoint(name, {"train_iterator": position})
+    strip(Path(name))
+
+
+def make_checkpoints(trained: Path | None) -> None:
+    """Writes initial.pt with fairseq's trainer, the others with fairseq-train or from the folder `trained`."""
+    save(setup(TRAIN["initial.pt"])[0], "initial.pt")
     for name in TRAINED:
         if trained:
             shutil.copy(trained / name, name)
@@ -168,9 +167,8 @@ def ten_steps(arrays: dict[str, np.ndarray]) -> list[dict[str, float]]:
     steps = []
     for number in range(10):
         sample = data.collater([data[index] for index in range(16 * number, 16 * number + 16)])
-        arrays[f"step{number}.source"] = sample["net_input"]["src_tokens"].numpy().astype(np.int32)
-        arrays[f"step{number}.previous"] = sample["net_input"]["prev_output_tokens"].numpy().astype(np.int32)
-        arrays[f"step{number}.target"] = sample["target"].numpy().astype(np.int32)
+        for part, name in (("source", "src_tokens"), ("previous", "prev_output_tokens"), ("target", "target")):
+            arrays[f"step{number}.{part}"] = (sample | sample["net_input"])[name].numpy().astype(np.int32)
         trainer.model.train()
         with torch.no_grad():
             _, tokens, log = trainer.criterion(trainer.model, sample)
@@ -197,7 +195,7 @@ def translation_logits(name: str, arrays: dict[str, np.ndarray]) -> None:
     rows = [row[row != task.source_dictionary.pad()] for row in left]
     right = data_utils.collate_tokens(rows, task.source_dictionary.pad(), left_pad=False)
     arrays[f"{name}.previous"] = previous.numpy().astype(np.int32)
-    for side, source in {"left": left, "right": right}.items():
+    for side, source in (("left", left), ("right", right)):
         with torch.no_grad():
             logits, _ = model(source, lengths, previous)
         arrays[f"{name}.{side}.source"] = source.numpy().astype(np.int32)
@@ -244,23 +242,18 @@ def roberta_bpe(trained: Path | None) -> None:
         with torch.no_grad():  # biases and norms that are not 0 and 1: a lost one is noticed
             for parameter in model.parameters():
                 parameter += 0.2 * torch.randn_like(parameter)
-        trainer.consolidate_optimizer()
-        trainer.save_checkpoint("roberta_bpe.pt", {"train_iterator": {"version": 2, "epoch": 1}})
-        strip(Path("roberta_bpe.pt"))
+        save(trainer, "roberta_bpe.pt")
     files = {"gpt2_encoder_json": "roberta_bpe/encoder.json", "gpt2_vocab_bpe": "roberta_bpe/vocab.bpe"}
     hub = RobertaModel.from_pretrained(".", "roberta_bpe.pt", "./roberta_bpe", **files).eval()
     rows = [hub.encode(*sentences) for sentences in BPE_SENTENCES]
     tokens = data_utils.collate_tokens(rows, hub.task.source_dictionary.pad())
     decoded = [hub.decode(row) for row in rows]
     masked = torch.tensor([len(row) // 2 if len(row) > 2 else -1 for row in rows])
-    hidden = tokens.clone()
-    for row, place in enumerate(masked.tolist()):
-        if place >= 0:
-            hidden[row, place] = hub.task.mask_idx
+    hidden = tokens[:2].clone()
+    hidden[[0, 1], masked[:2]] = hub.task.mask_idx
     with torch.no_grad():
         logits, _ = hub.model(hidden)
         head = hub.predict("three", tokens, return_logits=True)
-    real = tokens.ne(hub.task.source_dictionary.pad())
     np.savez_compressed(
         "roberta_bpe.npz",
         sentences=np.array([sentences[0] for sentences in BPE_SENTENCES]),
@@ -268,7 +261,7 @@ def roberta_bpe(trained: Path | None) -> None:
         tokens=tokens.numpy().astype(np.int32),
         decoded=np.array([text if isinstance(text, str) else text[0] for text in decoded]),
         masked=masked.numpy().astype(np.int32),
-        logits=logits[:2][real[:2]].numpy(),
+        logits=logits[hidden.ne(hub.task.source_dictionary.pad())].numpy(),
         head=head.numpy(),
     )
 
@@ -316,11 +309,9 @@ def record(trained: Path | None) -> None:
     roberta_logits(arrays)
     np.savez_compressed("arrays.npz", **arrays)
     roberta_bpe(trained)
-    lines = ["{"]
-    for key, values in numbers.items():
-        rows = ",\n  ".join(json.dumps(value) for value in values)
-        lines.append(f' "{key}": [\n  {rows}\n ]' + ("," if key == "ten_steps" else ""))
-    Path("numbers.json").write_text("\n".join([*lines, "}"]) + "\n")
+    rows = {key: ",\n  ".join(map(json.dumps, values)) for key, values in numbers.items()}
+    parts = ",\n".join(f' "{key}": [\n  {each}\n ]' for key, each in rows.items())
+    Path("numbers.json").write_text(f"{{\n{parts}\n}}\n")
 
 
 def main() -> None:
@@ -337,11 +328,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # so that no checkpoint holds a path of this machine
         record(trained)
-        for stray in [*Path("text").glob("en.*"), *Path().glob("*/preprocess.log")]:
+        strays = [*Path("text").glob("en.*"), *Path().glob("*/preprocess.log")]
+        for stray in (*strays, *(each for name in ("separate", "roberta") for each in Path(name).glob("*.[bi]*"))):
             stray.unlink()
-        for name in ("separate", "roberta"):
-            for binary in [*Path(name).glob("*.bin"), *Path(name).glob("*.idx")]:
-                binary.unlink()
         # Only now: a run that failed leaves the old recording whole.
         for name in kept:
             target = out / name
