@@ -67,13 +67,22 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 DUMP = "--xla_dump_to={} --xla_dump_hlo_as_proto --xla_dump_hlo_module_re=SyncTensors.*"
 
 
-def largest_program(folder, seen: set[Path] | None = None) -> hlo.Module:
-    """Returns the largest optimised program in a folder but for the files in `seen`, which then has them all."""
+def largest_dump(folder, seen: set[Path] | None = None) -> Path:
+    """Returns the largest optimised program's file in a folder but for those in `seen`, which then has them all."""
     new = set(Path(folder).glob("*cpu_after_optimizations.hlo.pb")) - (seen or set())
     if seen is not None:
         seen |= new
-    content = max(new, key=lambda path: path.stat().st_size).read_bytes()
+    return max(new, key=lambda path: path.stat().st_size)
+
+
+def read_program(path) -> hlo.Module:
+    content = Path(path).read_bytes()
     return hlo.parse(HloModuleProtoWithConfig.FromString(content).hlo_module)  # an HloProto begins as this message does
+
+
+def largest_program(folder) -> hlo.Module:
+    """Returns the largest optimised program in a folder."""
+    return read_program(largest_dump(folder))
 
 
 # ---- a script in a process of its own --------------------------------------------------------------------------------
