@@ -1,11 +1,10 @@
 """Every script on a simulated pod of 2 and 4 hosts: the data that each host reads, the points at which hosts wait for
 each other, the files that they write.
 
-A host is a thread that runs the script's own `main` with its own place in the mesh. What needs devices of several hosts
-is replaced: a compiled step waits for all hosts, as the collectives in it would, puts their parts of the batch together
-and gives a result that is a simple function of the whole batch; an upload to all devices waits likewise. A host that
-waits for one that has ended, or is somewhere else, fails instead of waiting forever. Everything on the host is real:
-data sets, plans, loader, evaluation, checkpoints, run folder, export.
+A host is a thread that runs the script's own `main` with its own place in the mesh; what it does on the host is real.
+What needs devices of several hosts is replaced: a compiled step waits for all hosts, as the collectives in it would,
+and gives a simple function of the whole batch; an upload to all devices waits likewise. A host that waits for one that
+has ended, or is somewhere else, fails instead of waiting forever.
 
 DLRM's steps are real, too: its tables, exchanged all-to-all, lie on the four devices of this process. Each host has its
 share of these, and saves and restores nothing else. What this does not show is a collective between processes, which
@@ -38,9 +37,11 @@ import torch_xla.distributed.spmd as xs
 from checkpoints import damage, flip
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers import equal, fewer_sentences, records, summary
+from test_loading import Numbers, Sentences
 
-from data import batching, text, wmt
 from data import glue as glue_data
+from data import text, wmt
+from data.batching import Buckets
 from errors import InputError
 from train import dlrm, glue, pretrain, resnet50, transformer, translate
 from train.common import averaging, checkpoint, device, files, loading
@@ -143,8 +144,8 @@ class Pod:
             raise Apart(f"the hosts are at different places: {[met for met, _ in self.met]}")
         return [value for _, value in self.met]
 
-    def run(self, work: Callable, patch: Callable | None = None) -> "Pod":
-        """`work` on every host."""
+    def run(self, work: Callable, patch: Callable = lambda monkeypatch: None) -> "Pod":
+        """Does `work` on every host; returns itself."""
 
         def of_host(host: int) -> None:
             with self.turn:
@@ -159,8 +160,7 @@ class Pod:
         watched = self.folder, self.written
         with pytest.MonkeyPatch.context() as monkeypatch:
             self._replace_devices(monkeypatch)
-            if patch is not None:
-                patch(monkeypatch)
+            patch(monkeypatch)
             _watched.append(watched)
             try:
                 threads = [threading.Thread(target=of_host, args=(host,)) for host in range(self.hosts)]
@@ -178,22 +178,19 @@ class Pod:
     def succeeded(self) -> "Pod":
         """Itself; raises what a host raised, and if several did, not the consequence."""
         errors = [outcome for outcome in self.outcomes if isinstance(outcome, BaseException)]
-        errors.sort(key=lambda error: isinstance(error, Apart))
-        if errors:
-            raise errors[0]
+        for error in sorted(errors, key=lambda error: isinstance(error, Apart)):
+            raise error
         return self
 
     def refused(self, pattern: str) -> "Pod":
-        """Itself, after bad input: no host has trained, and each has ended in a sentence that the pattern finds."""
-        assert all(isinstance(outcome, InputError) for outcome in self.outcomes), self.outcomes
-        assert all(re.search(pattern, str(outcome)) for outcome in self.outcomes), self.outcomes
+        """Itself, after bad input: each host has ended in a sentence that the pattern finds."""
+        found = [isinstance(outcome, InputError) and re.search(pattern, str(outcome)) for outcome in self.outcomes]
+        assert all(found), self.outcomes
         return self
 
     def stopped(self) -> "Pod":
         """Itself, after a signal: every host has ended with its exit code."""
-        for outcome in self.outcomes:
-            if not (isinstance(outcome, SystemExit) and outcome.code == 143):
-                raise outcome if isinstance(outcome, BaseException) else AssertionError(f"not stopped: {outcome}")
+        assert [getattr(outcome, "code", None) for outcome in self.outcomes] == [143] * self.hosts, self.outcomes
         return self
 
     def _replace_devices(self, monkeypatch) -> None:
@@ -326,10 +323,8 @@ def digest(batch: dict) -> torch.Tensor:
 
 def trained_on(name: str, batch) -> dict | None:
     """What a step of training gives; a script's own `results` are those of its evaluation."""
-    loss = torch.tensor(0.5) if batch is None else digest(batch)
-    return (
-        None if name == "gradient_step" else dict.fromkeys(("loss", "accuracy", "gradient_norm", "nll", "words"), loss)
-    )
+    loss, names = torch.tensor(0.5) if batch is None else digest(batch), "loss accuracy gradient_norm nll words"
+    return None if name == "gradient_step" else dict.fromkeys(names.split(), loss)
 
 
 def of_resnet50(name: str, batch) -> dict:
@@ -378,16 +373,14 @@ class Script:
     stops: tuple[int, int]
 
 
-def images(monkeypatch, sizes) -> None:
-    monkeypatch.setattr(resnet50, "SYNTHETIC_TRAIN", sizes[0])
-    monkeypatch.setattr(resnet50, "SYNTHETIC_EVAL", sizes[1])
+def synthetic(script, **changes) -> Callable:
+    """A patch for a script that makes its own examples."""
 
+    def patch(monkeypatch, sizes) -> None:
+        for name, value in {"SYNTHETIC_TRAIN": sizes[0], "SYNTHETIC_EVAL": sizes[1], **changes}.items():
+            monkeypatch.setattr(script, name, value)
 
-def clicks(monkeypatch, sizes) -> None:
-    monkeypatch.setattr(dlrm, "SYNTHETIC_TRAIN", sizes[0])
-    monkeypatch.setattr(dlrm, "SYNTHETIC_EVAL", sizes[1])
-    monkeypatch.setattr(dlrm, "SYNTHETIC_ROWS", (20, 50, 100, 400, 60, 60, 80, 300))
-    monkeypatch.setattr(dlrm, "EVAL_BATCH", 16)
+    return patch
 
 
 def sentence_pairs(monkeypatch, sizes) -> None:
@@ -397,37 +390,34 @@ def sentence_pairs(monkeypatch, sizes) -> None:
 
 def rows_of_text(monkeypatch, sizes) -> None:
     made = text.SyntheticText
-    monkeypatch.setattr(
-        text, "SyntheticText", lambda split, *options: made(split, *options, rows=sizes[split != "train"])
-    )
+    monkeypatch.setattr(text, "SyntheticText", lambda split, *rest: made(split, *rest, rows=sizes[split != "train"]))
 
 
 RESNET50 = replace(resnet50.TINY, batch_size=16, epochs=3, log_every=1, save_every=2)
 DLRM = replace(dlrm.TINY, plan="exchange", batch_size=16, epochs=3, log_every=1, save_every=2)
-GLUE = replace(
-    glue.TINY, task="mrpc", batch_size=8, lengths=(24, 32), epochs=3, log_every=1, eval_every=5, group_by_length=True
-)
-TRANSFORMER = replace(
-    transformer.TINY, batch_tokens=128, updates=21, warmup_updates=5, log_every=1, eval_every=10, save_every=2
-)
+GLUE = replace(glue.TINY, task="mrpc", batch_size=8, lengths=(24, 32), epochs=3, group_by_length=True)
+GLUE = replace(GLUE, log_every=1, eval_every=5)
+TRANSFORMER = replace(transformer.TINY, batch_tokens=128, updates=21, warmup_updates=5)
+TRANSFORMER = replace(TRANSFORMER, log_every=1, eval_every=10, save_every=2)
 PACKED = replace(TRANSFORMER, pack=True, lengths=(16,), update_every=2, updates=12)
 PRETRAIN = replace(pretrain.TINY, batch_size=16, steps=12, warmup_steps=3, log_every=1, eval_every=5)
+XLNET = replace(PRETRAIN, model="xlnet", update_every=2)
+
+CLICKS = synthetic(dlrm, SYNTHETIC_ROWS=(20, 50, 100, 400, 60, 60, 80, 300), EVAL_BATCH=16)
 
 SCRIPTS = {
-    "resnet50": Script(resnet50, RESNET50, of_resnet50, (61, 23), images, (4, 5)),
-    "dlrm": Script(dlrm, DLRM, None, (61, 23), clicks, (4, 5)),
-    "dlrm-batches": Script(dlrm, replace(DLRM, shuffle="batches", plan="table"), None, (55, 29), clicks, (4, 5)),
+    "resnet50": Script(resnet50, RESNET50, of_resnet50, (61, 23), synthetic(resnet50), (4, 5)),
+    "dlrm": Script(dlrm, DLRM, None, (61, 23), CLICKS, (4, 5)),
+    "dlrm-batches": Script(dlrm, replace(DLRM, shuffle="batches", plan="table"), None, (55, 29), CLICKS, (4, 5)),
     "glue": Script(glue, GLUE, of_glue, (61, 45), fewer_sentences, (10, 13)),
     "transformer": Script(transformer, TRANSFORMER, of_transformer, (77, 29), sentence_pairs, (10, 12)),
     "transformer-packed": Script(transformer, PACKED, of_transformer, (77, 29), sentence_pairs, (8, 10)),
     "pretrain": Script(pretrain, PRETRAIN, of_pretrain, (61, 23), rows_of_text, (4, 5)),
-    "pretrain-xlnet": Script(
-        pretrain, replace(PRETRAIN, model="xlnet", update_every=2), of_pretrain, (55, 29), rows_of_text, (8, 10)
-    ),
+    "pretrain-xlnet": Script(pretrain, XLNET, of_pretrain, (55, 29), rows_of_text, (8, 10)),
 }
 
 
-def train(name: str, hosts: int, folder, /, stop=None, every=1, devices=DEVICES, patch=None, **changes) -> Pod:
+def train(name, hosts: int, folder, /, stop=None, every=1, devices=DEVICES, patch=lambda *_: None, **changes) -> Pod:
     """Trains a script on so many hosts. `stop`: host -> training batches after which it gets SIGTERM. A change that is
     a function is called on each host."""
     script = SCRIPTS[name]
@@ -435,8 +425,7 @@ def train(name: str, hosts: int, folder, /, stop=None, every=1, devices=DEVICES,
 
     def patches(monkeypatch) -> None:
         script.patch(monkeypatch, script.sizes)
-        if patch is not None:
-            patch(monkeypatch, pod)
+        patch(monkeypatch, pod)
 
     def work():
         made = {key: value() if callable(value) else value for key, value in changes.items()}
@@ -544,17 +533,11 @@ def test_what_the_host_reads_of_an_evaluation_is_on_every_device(monkeypatch):
     mesh, ones = Pod(1, "", digest).mesh(0), torch.ones(4)
     searched = torch.ones(4, 2, 8), torch.ones(4, 2)
     monkeypatch.setattr(translate.beam_search, "search", lambda *_: searched)
+    clicks, translator = dlrm.State(Answer(), lambda *_: ones, None), translate.Translator(Answer(), mesh, TRANSFORMER)
     results = [
         glue.eval_step(glue.State(Answer(), None), {"input_ids": ones, "attention_mask": ones}, GLUE, mesh),
-        dlrm.eval_step(
-            dlrm.State(Answer(), lambda *_: ones, None),
-            {"dense": ones, "ids": ones, "label": ones, "mask": ones},
-            DLRM,
-            mesh,
-        ),
-        *translate.Translator(Answer(), mesh, transformer.TINY)
-        .translate_step(Answer(), {"source": torch.ones(4, 8)})
-        .values(),
+        dlrm.eval_step(clicks, dict.fromkeys(("dense", "ids", "label", "mask"), ones), DLRM, mesh),
+        *translator.translate_step(Answer(), {"source": torch.ones(4, 8)}).values(),
     ]
     assert len(results) == len(replicated) == 4
     for result, (tensor, spec) in zip(results, replicated, strict=True):
@@ -570,18 +553,16 @@ ONCE = ("config.json", "metrics.jsonl", "summary.json", "curves.png")
 @every_script
 def test_the_main_process_alone_writes(trained, name):
     pod = trained(name)
-    others = [(host, event, path) for host, event, path in pod.written if host != 0]
+    others, tables = [written for written in pod.written if written[0] != 0], name.startswith("dlrm")
     for host, event, path in others:
-        piece = f"tables-{host:05d}." in path
-        assert name.startswith("dlrm") and (piece or (event == "os.mkdir" and "checkpoints" in path)), (host, path)
-    assert bool(others) == name.startswith("dlrm")
+        assert f"tables-{host:05d}." in path or (event == "os.mkdir" and "checkpoints" in path), (host, path)
+    assert bool(others) == tables
     # Every write was seen, and by whom: each file was written by somebody.
     writers = {os.path.basename(path).removesuffix(".tmp"): host for host, event, path in pod.written}
     assert all(writers[name] == 0 for name in (*ONCE, "COMPLETE", "state.safetensors"))
     assert sum(path.endswith("summary.json") and event == "os.rename" for _, event, path in pod.written) == 1
-    with open(f"{run_folder(pod)}/config.json") as file:
-        stored = json.load(file)
-    assert len(stored["starts"]) == 1 and stored["starts"][0]["devices"]["hosts"] == HOSTS
+    (start,) = json.load(open(f"{run_folder(pod)}/config.json"))["starts"]
+    assert start["devices"]["hosts"] == HOSTS
     assert len(os.listdir(f"{pod.folder}/runs")) == 1, "hosts chose different names"
     assert os.listdir(f"{run_folder(pod)}/export")
 
@@ -682,24 +663,7 @@ def test_a_signal_after_the_last_agreement_does_not_keep_the_hosts_from_finishin
 HOSTS_OF_4X4 = [(0, 1, 4, 5), (2, 3, 6, 7), (8, 9, 12, 13), (10, 11, 14, 15)]
 
 
-class Numbers:
-    """Examples that say which they are."""
-
-    def __len__(self) -> int:
-        return 32
-
-    def example(self, index: int, rng) -> dict:
-        return {"index": np.int64(index)}
-
-
-class Sentences(Numbers):
-    """The same for a plan."""
-
-    def batch(self, indices, lengths) -> dict:
-        return {"index": indices}
-
-
-@pytest.mark.parametrize("dataset, batches", [(Numbers(), 16), (Sentences(), batching.Buckets([4] * 32, [(16, 4)]))])
+@pytest.mark.parametrize("dataset, batches", [(Numbers(32), 16), (Sentences(32), Buckets([4] * 32, [(16, 4)]))])
 def test_rows_are_in_the_order_of_the_devices_and_seeds_do_not_depend_on_the_host(monkeypatch, dataset, batches):
     """Each host's part of a batch is cut in equal pieces for its devices in the order of their numbers (torch_xla's
     GetShardIndicesForMinibatchTensor), and the batch on all devices has them in the order of the mesh."""
@@ -794,11 +758,9 @@ def test_a_host_that_sees_the_folder_late_waits_for_it(tmp_path, monkeypatch):
     looks, read = [], RunFolder.read
 
     def late(self, name):
-        if this_host() == 1 and name == "config.json":
+        if late := this_host() == 1 and name == "config.json":
             looks.append(name)
-            if len(looks) < 5:
-                return None
-        return read(self, name)
+        return None if late and len(looks) < 5 else read(self, name)
 
     monkeypatch.setattr(RunFolder, "read", late)
     train("dlrm", 2, tmp_path, name="mine").succeeded()
@@ -816,14 +778,11 @@ def test_translate_refuses_hosts_with_other_lines(tmp_path, others):
     words = SimpleNamespace(sentences=lambda lines: wmt.Sentences(pairs, lines))
     pod = Pod(2, tmp_path, lambda name, batch: {"tokens": batch["source"]})
 
-    class Input:
-        @property
-        def buffer(self):
-            return SimpleNamespace(read=lambda: b"w1 w2 w3\n" if this_host() == 0 else others)
+    given = SimpleNamespace(buffer=SimpleNamespace(read=lambda: b"w1 w2 w3\n" if this_host() == 0 else others))
 
     def patch(monkeypatch):
         monkeypatch.setattr(translate, "load", lambda folder, mesh: (Answer(), words))
-        monkeypatch.setattr(translate, "sys", SimpleNamespace(stdin=Input(), stdout=sys.stdout))
+        monkeypatch.setattr(translate, "sys", SimpleNamespace(stdin=given, stdout=sys.stdout))
 
     pod.run(lambda: translate.main(translate.Config(model_dir="export", lengths=(8,), batch_tokens=64)), patch)
     pod.refused("translation is for one host")
