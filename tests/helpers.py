@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 import safetensors.torch
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from data import glue
 from tpu.compiler import hlo
@@ -198,6 +200,27 @@ def fewer_sentences(monkeypatch, sizes: tuple[int, int]) -> None:
         return replace(examples, first=examples.first[:size], second=second, labels=examples.labels[:size])
 
     monkeypatch.setattr(glue, "read", some)
+
+
+class Net(nn.Module):
+    """Has what a trained model has: tied weights, dropout, batch norm, whose buffers change."""
+
+    def __init__(self, dropout: float = 0.25):
+        super().__init__()
+        self.inner, self.norm, self.dropout = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Dropout(dropout)
+        self.bias = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x):
+        hidden = self.dropout(torch.relu(self.norm(self.inner(x))))
+        return F.linear(hidden, self.inner.weight.t(), self.bias)
+
+
+def on_mesh(mesh: device.Mesh, model: nn.Module, optimizer: Callable) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Returns the model on the devices and its optimizer, ready for a compiled step."""
+    device.to_device(model, mesh)
+    made = optimizer(model.parameters())
+    device.init_optimizer_state(made, mesh)
+    return model, made
 
 
 def update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:

@@ -10,7 +10,9 @@ import signal
 import stat
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -18,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 from checkpoints import damage, fill, flip, names, on_cpu, save_without_end
-from helpers import equal, update
+from helpers import equal, on_mesh, update
 from torch import nn
 
 from errors import InputError
@@ -53,20 +55,13 @@ class Counting(torch.optim.Optimizer):
             self.state[p] = {"count": count, "phase": phase, "mean": torch.zeros_like(p)}
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=False)
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.01, foreach=False)
+sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=False)
+adamw = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.01, foreach=False)
 
 
 def build(mesh, optimizer=adamw, seed: int = 0, words: int = 12):
     torch.manual_seed(seed)
-    model = device.to_device(Model(words), mesh)
-    made = optimizer(model.parameters())
-    device.init_optimizer_state(made, mesh)
-    return model, made
+    return on_mesh(mesh, Model(words), optimizer)
 
 
 def train_step(model, optimizer, x, y):
@@ -199,37 +194,31 @@ def test_a_torn_checkpoint_of_a_later_step_does_not_push_a_good_one_out(place, c
     assert Checkpointer(place).complete_steps() == [20]
 
 
-def test_what_a_killed_writer_left_goes_with_the_next_checkpoint(place):
+def test_what_a_killed_writer_left_goes_with_the_next_checkpoint_and_other_files_are_left_alone(place):
     save_all(place, [10])
     files.write_file(f"{place}/step_00000020/state.safetensors", b"half")
-    assert Checkpointer(place).complete_steps() == [10] and restored(place) == (10, 10.0)
-    save_all(place, [30])
-    assert names(place) == {"step_00000010", "step_00000030"}
-
-
-def test_other_files_are_left_alone(place):
-    save_all(place, [10])
     for name in ("notes.txt", "step_old/COMPLETE"):
         files.write_file(f"{place}/{name}", b"mine")
-    save_all(place, [20, 30], keep=1)
-    assert restored(place) == (30, 30.0)
+    assert Checkpointer(place).complete_steps() == [10] and restored(place) == (10, 10.0)
+    save_all(place, [30], keep=1)
+    assert names(place) == {"step_00000030", "notes.txt", "step_old"} and restored(place) == (30, 30.0)
     assert files.read_file(f"{place}/notes.txt") == files.read_file(f"{place}/step_old/COMPLETE") == b"mine"
 
 
 # ---- another model ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("wanted", "differing"),
-    [
-        ({"words": 13}, "model.embedding.weight is [12, 6], not [13, 6]; "),
-        ({"optimizer": sgd}, "optimizer.embedding.weight.momentum_buffer is missing, not [12, 6]"),
-    ],
-)
-def test_a_checkpoint_of_another_model_or_optimizer_is_refused(place, mesh, wanted, differing):
+OTHERS = {
+    "model.embedding.weight is [12, 6], not [13, 6]; ": {"words": 13},
+    "optimizer.embedding.weight.momentum_buffer is missing, not [12, 6]": {"optimizer": sgd},
+}
+
+
+@pytest.mark.parametrize("differing", OTHERS)
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(place, mesh, differing):
     with Checkpointer(place) as checkpoints:
         checkpoints.save(7, *build(mesh))
-    other, made = build(mesh, **wanted)
+    other, made = build(mesh, **OTHERS[differing])
     before = snapshot(other, made)
     with pytest.raises(InputError) as raised:
         checkpoints.restore(other, made, mesh)
@@ -286,42 +275,30 @@ def test_an_error_that_ends_the_run_waits_for_the_writer(place, monkeypatch):
 # ---- a full disk -----------------------------------------------------------------------------------------------------
 
 
-class FullDisk:
-    """A file that takes `room` bytes, and then there is no space left."""
-
-    def __init__(self, file, room: int):
-        self.file, self.room = file, room
-
-    def write(self, content):
-        self.file.write(content[: self.room])
-        if len(content) > self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.file.close()
-
-
 def fill_disk(monkeypatch, checkpoints, room: int) -> None:
+    """Lets every write take `room` bytes, and then there is no space left."""
     opened = checkpoints._fs.open
-    monkeypatch.setattr(checkpoints._fs, "open", lambda *a, **k: FullDisk(opened(*a, **k), room))
 
+    def full(*arguments, **options):
+        file = opened(*arguments, **options)
+        write = file.write
 
-def leave(checkpoints) -> None:
-    with checkpoints:
-        pass
+        def some(content):
+            write(content[:room])
+            if len(content) > room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        file.write = some
+        return file
+
+    monkeypatch.setattr(checkpoints._fs, "open", full)
 
 
 NOTICES = {
     "raise_failure": Checkpointer.raise_failure,
     "save": lambda checkpoints: checkpoints.save(30, *on_cpu(30)),
     "wait": Checkpointer.wait,
-    "exit": leave,
+    "exit": lambda checkpoints: checkpoints.__exit__(None),
 }
 
 
@@ -347,15 +324,8 @@ def test_a_full_disk_is_an_input_error_and_the_last_checkpoint_is_safe(place, mo
     assert names(place) == {"step_00000010", "step_00000020"}
 
 
-def broken(error: Exception):
-    def fail(*_, **__):
-        raise error
-
-    return fail
-
-
 def test_failures_are_raised_whatever_they_are(place, monkeypatch):
-    checkpoints = Checkpointer(place)
+    checkpoints, error = Checkpointer(place), OSError(errno.EIO, os.strerror(errno.EIO))
 
     def failure(kind: type, match: str) -> None:
         checkpoints.save(20, *on_cpu(20))
@@ -368,10 +338,10 @@ def test_failures_are_raised_whatever_they_are(place, monkeypatch):
     save_all(place, [10])
     with monkeypatch.context() as patch:  # not even the folder can be listed
         for name in ("open", "ls"):
-            patch.setattr(checkpoints._fs, name, broken(OSError(errno.EIO, os.strerror(errno.EIO))))
+            patch.setattr(checkpoints._fs, name, Mock(side_effect=error))
         failure(InputError, "cannot write the checkpoint of step 20.*Input/output error")
-    monkeypatch.setattr(checkpoint.safetensors.torch, "save", broken(ArithmeticError("a bug")))
-    failure(ArithmeticError, "a bug")
+    monkeypatch.setattr(checkpoint.safetensors.torch, "save", lambda *_: 1 / 0)  # a bug
+    failure(ZeroDivisionError, "division by zero")
 
 
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
@@ -408,7 +378,7 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_to_restore(tmp_path, capsys):
 # ---- weights and other files -----------------------------------------------------------------------------------------
 
 
-def test_weights_and_metadata_come_back(place):
+def test_weights_and_metadata_come_back_and_missing_ones_are_an_input_error(place, tmp_path):
     tensors = {"a": torch.randn(3, 4), "b.c": torch.arange(5), "d": torch.randn(4, 3).T.bfloat16()}
     tensors["e"] = torch.tensor(2.5)
     path, metadata = f"{place}/export/model.safetensors", {"classes": '["cat", "dög"]', "model": "resnet50"}
@@ -418,6 +388,10 @@ def test_weights_and_metadata_come_back(place):
     assert header["__metadata__"] == metadata and equal(load_weights(path), tensors)
     save_weights(path, {"a": tensors["a"]}, {})  # over the old one
     assert load_weights(path).keys() == {"a"}
+    with pytest.raises(InputError, match=f"there is no weights file {place}/none"):
+        load_weights(f"{place}/none")
+    with pytest.raises(InputError, match=f"cannot read the weights file {tmp_path}: Is a directory"):
+        load_weights(str(tmp_path))
 
 
 def test_exports_are_plain_files_that_others_may_read_and_a_failed_one_leaves_the_old(tmp_path, monkeypatch):
@@ -449,13 +423,6 @@ def test_pickles_and_other_files_are_refused_and_not_executed(tmp_path, content)
         assert "import pickle" not in text and "torch.load(" not in text.replace("safetensors.torch.load(", "")
 
 
-def test_missing_weights_are_an_input_error(place, tmp_path):
-    with pytest.raises(InputError, match=f"there is no weights file {place}/none"):
-        load_weights(f"{place}/none")
-    with pytest.raises(InputError, match=f"cannot read the weights file {tmp_path}: Is a directory"):
-        load_weights(str(tmp_path))
-
-
 def test_files_come_back_and_a_folder_of_a_url_is_copied(place):
     for name, content in (("model.pt", b"\x00weights"), ("dict.de.txt", "ä 1\n".encode())):
         files.write_file(f"{place}/export/{name}", content)
@@ -465,10 +432,7 @@ def test_files_come_back_and_a_folder_of_a_url_is_copied(place):
     assert sorted(os.listdir(folder)) == ["dict.de.txt", "model.pt"]
     assert (Path(folder) / "model.pt").read_bytes() == b"\x00weights!"
     assert ("memory" in place) == (Path(folder).resolve() != Path(f"{place}/export").resolve())
-    for missing, sentence in (
-        ("memory://none", "there is no folder memory://none"),
-        ("nope://x", "cannot read .*nope"),
-    ):
+    for missing, sentence in (("memory://none", "no folder memory://none"), ("nope://x", "cannot read .*nope")):
         with pytest.raises(InputError, match=sentence):
             folders.local_folder(missing)
 
@@ -476,16 +440,11 @@ def test_files_come_back_and_a_folder_of_a_url_is_copied(place):
 # ---- the mean of the last checkpoints --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("saved", "keep", "averaged"),
-    [
-        ((10, 20, 30, 40), 3, [20, 30, 40]),
-        ((10, 20, 23, 30, 37, 40), 3, [20, 30, 40]),  # stopped by signals on the way
-        ((10, 20, 30, 33), 2, [30, 33]),  # the last is no multiple
-        ((10, 13), 5, [10, 13]),
-        ((3,), 5, [3]),
-    ],
-)
+STOPPED = (10, 20, 23, 30, 37, 40), 3, [20, 30, 40]  # by signals, on the way
+NO_MULTIPLE = (10, 20, 30, 33), 2, [30, 33]  # is the last
+
+
+@pytest.mark.parametrize("saved, keep, averaged", [STOPPED, NO_MULTIPLE, ((10, 13), 5, [10, 13]), ((3,), 5, [3])])
 def test_the_mean_of_the_last_regular_checkpoints_and_the_last_of_all(mesh, place, saved, keep, averaged):
     states = {step: build(mesh, sgd, seed=step) for step in saved}
     with Checkpointer(place, keep=keep, every=10) as checkpoints:

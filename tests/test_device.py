@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-from helpers import update
+from helpers import on_mesh, update
 from torch import nn
 
 from errors import InputError
@@ -59,13 +59,10 @@ def make(optimizer):
     return model, optimizer(model.parameters()), torch.randint(0, 11, (8,)), torch.randint(0, 11, (8,))
 
 
-def on_mesh(mesh, optimizer):
+def made_on(mesh, optimizer):
     """The same on the device, ready for the compiled step."""
     model, _, x, y = make(optimizer)
-    device.to_device(model, mesh)
-    made = optimizer(model.parameters())
-    device.init_optimizer_state(made, mesh)
-    return model, made, x.to(mesh.device), y.to(mesh.device)
+    return *on_mesh(mesh, model, optimizer), x.to(mesh.device), y.to(mesh.device)
 
 
 def host(tensors) -> list[torch.Tensor]:
@@ -91,7 +88,7 @@ def test_autocast_decides_the_type_of_matrix_products(mesh, precision, kind):
 
 
 def test_to_device_keeps_parameter_objects_and_ties_and_annotates_all_as_replicated(mesh):
-    model, optimizer, _, _ = make(sgd)
+    model, optimizer, *_ = make(sgd)
     before = list(model.parameters())
     assert device.to_device(model, mesh) is model
     assert model.head.weight is model.embedding.weight and model.head.weight.device.type == "xla"
@@ -111,7 +108,7 @@ def test_to_device_keeps_parameter_objects_and_ties_and_annotates_all_as_replica
 def test_state_of_a_real_step_one_compilation_and_the_losses_of_eager_pytorch(mesh, optimizer):
     reference, expected, x, y = make(optimizer)
     losses = [train_step(reference, expected, x, y).item() for _ in range(4)]
-    model, made, x, y = on_mesh(mesh, optimizer)
+    model, made, x, y = made_on(mesh, optimizer)
     assert len(made.state) == len(expected.state) == 2
     for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
         ours, theirs = made.state[parameter], expected.state[other]
@@ -145,7 +142,7 @@ def test_optimizers_whose_first_step_differs_are_refused(mesh, optimizer, messag
 @each_optimizer
 @pytest.mark.parametrize("strict", [True, False])  # otherwise every call is traced, and 0.0 a constant of the graph
 def test_special_learning_rates_do_not_recompile_and_are_exact(mesh, optimizer, strict):
-    model, made, x, y = on_mesh(mesh, optimizer)
+    model, made, x, y = made_on(mesh, optimizer)
     reference, expected, cpu_x, cpu_y = make(optimizer)
     step = device.compiled(train_step, dataclasses.replace(mesh, strict=strict))
     for lr in (0.1, 0.0, 0.1, 1.0, 1e-9, 0.0, 1.0):
@@ -174,17 +171,15 @@ def test_a_learning_rate_beyond_float32_is_a_sentence(lr):
         device.set_lr(made, lr)
 
 
-@pytest.mark.parametrize("optimizer", [adam, sgd], ids=["adam at 0", "sgd at 1"])
-def test_the_neighbours_of_special_learning_rates_are_exact(mesh, optimizer):
+@pytest.mark.parametrize(
+    "optimizer, lr, gradient", [(torch.optim.Adam, 0.0, torch.zeros(64, 1)), (torch.optim.SGD, 1.0, torch.randn(64, 1))]
+)
+def test_the_neighbours_of_special_learning_rates_are_exact(mesh, optimizer, lr, gradient):
     """Capturable Adam divides by the learning rate: 0 / 0 where the second moment is 0. And a rate of 1 subtracts the
     gradient bit for bit."""
-    model = device.to_device(nn.Linear(1, 64, bias=False), mesh)
-    weight, gradient = host(model.parameters())[0], torch.zeros(64, 1)
-    made = torch.optim.Adam(model.parameters(), foreach=False)
-    if optimizer is sgd:
-        gradient, made = torch.randn(64, 1), torch.optim.SGD(model.parameters(), foreach=False)
-    device.init_optimizer_state(made, mesh)
-    device.set_lr(made, 1.0 if optimizer is sgd else 0.0)
+    model, made = on_mesh(mesh, nn.Linear(1, 64, bias=False), partial(optimizer, foreach=False))
+    (weight,) = host(model.parameters())
+    device.set_lr(made, lr)
 
     def step(model, optimizer, gradient):
         model.weight.grad = gradient
@@ -199,7 +194,7 @@ def test_the_neighbours_of_special_learning_rates_are_exact(mesh, optimizer):
 def test_adam_is_compiled_once_however_many_steps(mesh, optimizer):
     """As Python floats, beta2 = 0.98 makes the bias correction exactly 1 in float32 after 823 steps, and a learning
     rate near 0 makes 1 - lr * weight_decay so: either is another graph, in the middle of a run."""
-    model, made, x, y = on_mesh(mesh, optimizer)
+    model, made, x, y = made_on(mesh, optimizer)
     step = device.compiled(train_step, mesh)
 
     def jump(count: float) -> None:
@@ -265,17 +260,13 @@ def of_hosts(mesh, monkeypatch, numbers: list[int], devices: int = 1) -> device.
     return dataclasses.replace(mesh, process_count=len(numbers))
 
 
+LARGE = [4_195_197_692, 1, 2**40, 2**53 - 2**43]  # the days of Criteo Terabyte are 4.2 billion examples
+ODD = [2**31 + 1, 2**31, 2**31, 2**31]
+TWO_EACH = [([7, 5], 2)]  # a host with two devices counts once
+
+
 @pytest.mark.parametrize(
-    ("numbers", "devices"),
-    [
-        ([3, 1, 4, 1], 1),
-        ([4_195_197_692, 1, 2**40, 2**53 - 2**43], 1),  # the days of Criteo Terabyte are 4.2 billion examples
-        ([-7, 0, 0, 0], 1),
-        ([300, 300, 200, 300], 1),
-        ([300] * 4, 1),
-        ([2**31 + 1, 2**31, 2**31, 2**31], 1),
-        ([7, 5], 2),  # a host with two devices counts once
-    ],
+    "numbers, devices", [([3, 1, 4, 1], 1), (LARGE, 1), ([-7, 0, 0, 0], 1), ([300] * 4, 1), (ODD, 1), *TWO_EACH]
 )
 def test_a_number_is_compared_over_hosts(mesh, monkeypatch, numbers, devices):
     hosts, low, high = of_hosts(mesh, monkeypatch, numbers, devices), min(numbers), max(numbers)

@@ -32,7 +32,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from checkpoints import damage, flip, names
-from helpers import DUMP, environment, equal, largest_dump, read_program
+from helpers import DUMP, environment, equal, largest_dump, on_mesh, read_program
 from torch import nn, optim
 
 import models.hashing
@@ -535,10 +535,7 @@ def other_devices(mesh, tmp_path_factory) -> dict[int, dict]:
 def dense(mesh, seed: int = 0):
     """The part of a model that is no table."""
     torch.manual_seed(seed)
-    model = device.to_device(nn.Linear(DIM, 1), mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
-    device.init_optimizer_state(optimizer, mesh)
-    return model, optimizer
+    return on_mesh(mesh, nn.Linear(DIM, 1), partial(optim.SGD, lr=0.05, momentum=0.9, foreach=False))
 
 
 def step_of_both(embeddings, model, optimizer, batch):

@@ -6,22 +6,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import losses, update
-from torch import nn
+from helpers import Net, losses, on_mesh, update
 
 from train import dlrm
 from train.common import device, loading, many_steps
-
-
-class Net(nn.Module):
-    """Has a weight that is read twice, and a norm whose buffers change."""
-
-    def __init__(self, dropout: float):
-        super().__init__()
-        self.inner, self.norm, self.dropout = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Dropout(dropout)
-
-    def forward(self, x):
-        return F.linear(self.dropout(torch.relu(self.norm(self.inner(x)))), self.inner.weight.t())
 
 
 def train_step(state, batch, scale):
@@ -32,10 +20,7 @@ def train_step(state, batch, scale):
 
 def make(mesh, optimizer, dropout=0.0):
     torch.manual_seed(0)
-    model = device.to_device(Net(dropout), mesh)
-    made = optimizer(model.parameters())
-    device.init_optimizer_state(made, mesh)
-    return model, made
+    return on_mesh(mesh, Net(dropout), optimizer)
 
 
 def uploaded(mesh, count):
@@ -43,14 +28,11 @@ def uploaded(mesh, count):
     return [{"x": device.upload(torch.randn(8, 6), mesh)} for _ in range(count)]
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False),  # its rate is a number of the host
-        partial(torch.optim.AdamW, lr=0.1, foreach=False),  # its rate is a tensor on the device
-    ],
-    ids=["sgd", "adamw"],
-)
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)  # its rate is a number of the host
+adamw = partial(torch.optim.AdamW, lr=0.1, foreach=False)  # its rate is a tensor on the device
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw], ids=lambda one: one.func.__name__)
 def test_calls_of_several_steps_are_the_same_steps(mesh, optimizer):
     found = []
     for most in (1, 4):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.debug.metrics as met
-from helpers import update
+from helpers import Net, on_mesh, update
 from torch import nn
 from torch_xla.utils.checkpoint import checkpoint
 
@@ -29,21 +29,6 @@ def batches(mesh, count: int, size: int = 8):
     return made
 
 
-class Net(nn.Module):
-    """Has what a trained model has: tied weights, dropout, batch norm, whose buffers change."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 12)
-        self.norm = nn.BatchNorm1d(12)
-        self.dropout = nn.Dropout(0.25)
-        self.bias = nn.Parameter(torch.zeros(6))
-
-    def forward(self, x):
-        hidden = self.dropout(torch.relu(self.norm(self.inner(x))))
-        return F.linear(hidden, self.inner.weight.t(), self.bias)
-
-
 def sgd(parameters):
     parameters = list(parameters)
     groups = [{"params": parameters[:2], "weight_decay": 0.0}, {"params": parameters[2:]}]
@@ -55,10 +40,7 @@ adamw = partial(torch.optim.AdamW, lr=0.1, weight_decay=1e-2, foreach=False)
 
 def make(mesh, optimizer=sgd):
     torch.manual_seed(0)
-    model = device.to_device(Net(), mesh)
-    made = optimizer(model.parameters())
-    device.init_optimizer_state(made, mesh)
-    return model, made
+    return on_mesh(mesh, Net(), optimizer)
 
 
 def train_step(model, optimizer, x):

@@ -1,5 +1,6 @@
 """Loops on the device (train/common/xla/while_loop.py) beside the same loop in Python on the CPU."""
 
+import copy
 import itertools
 from functools import partial
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla
-from helpers import update
+from helpers import on_mesh, update
 from torch import nn
 
 from train.common import device
@@ -74,11 +75,7 @@ def chain(mesh, optimizer):
     """A model and its optimizer on the CPU, and the same on the device."""
     torch.manual_seed(0)
     reference = Chain()
-    torch.manual_seed(0)
-    model = device.to_device(Chain(), mesh)
-    made = optimizer(model.parameters())
-    device.init_optimizer_state(made, mesh)
-    return (reference, optimizer(reference.parameters())), (model, made)
+    return (reference, optimizer(reference.parameters())), on_mesh(mesh, copy.deepcopy(reference), optimizer)
 
 
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-2, foreach=False)
