@@ -351,7 +351,8 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_to_restore(tmp_path, capsys):
     """Processes of the clean fork server, since each start of torch_xla takes seconds."""
     place, last, moments = str(tmp_path / "checkpoints"), 0, random.Random(0)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["checkpoints", "torch._dynamo"])  # an optimizer imports the latter
+    # An optimizer imports the former; the workers of other tests come from this server, too, and import the latter.
+    context.set_forkserver_preload(["torch._dynamo", "train.common.loading", "train.common.xla.backend"])
     half_written = 0
     for kills in range(1, 50):
         if kills > 8 and half_written:
