@@ -25,9 +25,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from train.common import cli, device
+from train.common.embedding.tables import USABLE_GIB
 from train.common.loading import Loader, parallel_loader
 from train.common.run import Run
-from train.common.watch import goodput, stall
+from train.common.watch import _flops, goodput, stall
 
 STEPS = 12
 
@@ -104,6 +105,11 @@ def test_a_profile_has_the_steps_the_hosts_part_and_the_programs_operations(tmp_
     assert list(file.parent.glob("*.xplane.pb"))  # which TensorBoard's plugin reads
     board = EventAccumulator(str(tmp_path / "plain/tb")).Reload()
     assert board.Tags()["images"] == ["curves"] and len(board.Scalars("loss")) == STEPS
+    clock = (found := summary(tmp_path / "plain")["goodput"])["seconds"]
+    flops = found["model_flops_per_second"] * (
+        clock["steps"] + clock["input_wait"]
+    )  # x times weights, and its gradient
+    assert flops == pytest.approx(STEPS * 2 * (2 * 8 * 4), rel=0.05) and found["mfu"] is None
     assert {"_hparams_/session_start_info", "_hparams_/session_end_info"} <= set(board.PluginTagToContent("hparams"))
 
 
@@ -186,7 +192,7 @@ class Folder:
 
 
 def run_from(start: int, folder: Folder | None = None, messages: list | None = None) -> SimpleNamespace:
-    mesh = SimpleNamespace(main_process=True, process_count=1, process_index=0, num_devices=4, kind="TPU v3")
+    mesh = SimpleNamespace(main_process=True, process_count=1, process_index=0, num_devices=4, kind="TPU v3", spmd=None)
     run = SimpleNamespace(start=start, total_steps=100, mesh=mesh, path="runs/x", resumed=start > 0, folder=folder)
     run.message = (messages if messages is not None else []).append
     return run
@@ -239,6 +245,11 @@ def test_the_watchdog_knows_a_compilation_by_its_frame(mesh):
         compiled(torch.ones(4).to(mesh.device))
     assert found == [True, True, False]  # traced, confirmed, started, looked at again
     assert not stall.compiling(sys._getframe())
+
+
+def test_every_generation_has_a_peak():
+    kinds = {kind: _flops.peak(SimpleNamespace(kind=kind, num_devices=8)) for kind in [*USABLE_GIB, "CPU"]}
+    assert kinds.pop("CPU") is None and kinds["TPU v5 lite"] == 8 * 197e12 and all(kinds.values())
 
 
 def test_goodput_counts_every_second_once_over_all_starts(clock, monkeypatch):

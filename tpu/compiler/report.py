@@ -40,6 +40,7 @@ def figures(
         "host_transfers": len(analysis.host_transfers(module)),
         "float32_products": len([dot for dot in products if "f32" in (dot.lhs, dot.rhs)]),
         "products": len(products),
+        "product_flops": sum(dot.flops * dot.times for dot in products if dot.flops),  # of all devices
     }
     if effort == "full":
         cycles = analysis.entry_cycles(module)
@@ -142,6 +143,8 @@ def describe(report: dict) -> str:
         if report["estimated_seconds"]:
             seconds = report["estimated_seconds"]
             line += f", {1e3 * seconds:.1f} ms per step, {batch / seconds:,.0f} {unit} per second and device"
+            peak = libtpu.GENERATIONS[report["topology"].split(":")[0]].peak_flops * devices
+            line += f", MFU {report['product_flops'] / seconds / peak:.1%}"
         lines.append(line + "; without asynchronous copies, custom calls and waiting for other devices")
         lines += _describe_uncounted(report["uncounted"]) if "uncounted" in report else []
         if report["loops_counted_once"]:

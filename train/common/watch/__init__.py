@@ -2,7 +2,8 @@
 
     profile.py   --profile 20:25     a trace of these steps, for TensorBoard
     stall.py     --stall-after 20    ends a run that hangs, with the stacks of all threads
-    goodput.py   --price 1.20        where the time of all starts went, and what it cost
+    goodput.py   --price 1.20        where the time of all starts went, what it cost, and MFU
+    board.py                         settings and picture for TensorBoard
 
 A copy of a script (`make copy`) goes without; the folder, or any of its files beside this one, brings the flags back.
 
@@ -48,7 +49,8 @@ class Watcher(contextlib.AbstractContextManager):
 
 
 # After Watcher, which they import.
-MODULES = {name: importlib.import_module(f"{__name__}.{name}") for _, name, _ in pkgutil.iter_modules(__path__)}
+NAMES = [name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith("_")]
+MODULES = {name: importlib.import_module(f"{__name__}.{name}") for name in NAMES}
 Presets = dict[str, tuple[str, Any]]
 
 

@@ -8,6 +8,9 @@
     end           after the last step: the last evaluation, export
     lost          training that a later start repeated, since it was after the checkpoint
 
+MFU is model flops a second over the peak (Chowdhery et al. 2022, PaLM, section 4.1), in the training of the last start
+without what was compiled in it.
+
 Of a start that was killed, what came after the last note is missing, at most a minute. The time between two starts
 counts apart: whether the chips were paid for then, only their owner knows.
 """
@@ -26,7 +29,7 @@ from typing import Any
 from errors import InputError
 from train.common import device, loading
 from train.common.run_folder import to_json
-from train.common.watch import Watcher
+from train.common.watch import Watcher, _flops
 
 NOTE_EVERY = 60.0  # seconds between two writings of goodput.json, besides those after pauses
 FILE = "goodput.json"
@@ -59,10 +62,11 @@ class Goodput(Watcher):
         self._compiled = _compile_seconds()
         self._begun = self._noted_at = time.time() - (time.monotonic() - self._read_at)
         self._step = run.start
-        self._patched = contextlib.ExitStack()
+        self._patched, self._flops = contextlib.ExitStack(), _flops.Flops(run.mesh)
 
     def __enter__(self) -> "Goodput":
         self._patched.enter_context(self._timed_loader())
+        self._patched.enter_context(self._flops)
         self._enter("steps")
         return self
 
@@ -87,7 +91,8 @@ class Goodput(Watcher):
 
     def summary(self) -> dict[str, Any]:
         """Returns {"goodput": share of steps (0 to 1) in the time of all starts, seconds of each part, starts, seconds
-        between starts, chips, chip-hours, cost}; the terminal gets it in two lines."""
+        between starts, chips, chip-hours, cost; of this start's training model flops a second, of all devices, and on
+        TPUs MFU: their share of the peak in bfloat16}, and prints it."""
         self._enter(self._phase)
         starts = [*self._starts, self._record()]
         seconds = {name: round(sum(start["seconds"].get(name, 0.0) for start in starts), 3) for name in self._seconds}
@@ -107,6 +112,11 @@ class Goodput(Watcher):
         if self._price:
             found["cost"] = found["chip_hours"] * self._price
             message += f"; {found['chip_hours']:.2f} chip-hours at {self._price:g}: {found['cost']:.2f}"
+        done, spent = self._flops.done, self._seconds["steps"] + self._seconds["input_wait"]
+        if done and spent:
+            rate, peak = done / spent, _flops.peak(self._run.mesh)
+            found |= {"model_flops_per_second": rate, "mfu": peak and rate / peak}
+            message += f"; {rate / 1e12:.3g} TFLOP/s" + (f", MFU {100 * rate / peak:.1f} %" if peak else "")
         self._run.message(message)
         return {"goodput": found}
 
@@ -119,6 +129,7 @@ class Goodput(Watcher):
         self._seconds["compile"] += compiling
         self._seconds["input_wait"] += waited
         self._phase, self._read_at, self._compiled = phase, now, compiled
+        self._flops.counts = phase == "steps"
 
     def _record(self) -> dict[str, Any]:
         span = {"begun": self._begun, "noted": time.time(), "from": self._run.start, "to": self._step}
