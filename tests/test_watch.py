@@ -106,10 +106,8 @@ def test_a_profile_has_the_steps_the_hosts_part_and_the_programs_operations(tmp_
     board = EventAccumulator(str(tmp_path / "plain/tb")).Reload()
     assert board.Tags()["images"] == ["curves"] and len(board.Scalars("loss")) == STEPS
     clock = (found := summary(tmp_path / "plain")["goodput"])["seconds"]
-    flops = found["model_flops_per_second"] * (
-        clock["steps"] + clock["input_wait"]
-    )  # x times weights, and its gradient
-    assert flops == pytest.approx(STEPS * 2 * (2 * 8 * 4), rel=0.05) and found["mfu"] is None
+    flops = found["model_flops_per_second"] * (clock["steps"] + clock["input_wait"])
+    assert flops == pytest.approx(STEPS * 2 * (2 * 8 * 4), rel=0.05) and found["mfu"] is None  # forward, and gradients
     assert {"_hparams_/session_start_info", "_hparams_/session_end_info"} <= set(board.PluginTagToContent("hparams"))
 
 
