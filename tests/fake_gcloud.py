@@ -43,16 +43,14 @@ def error(verb: str, text: str, code: int = 1) -> int:
 def mishap(tpu: dict, verb: str, worker: int, text: str) -> dict:
     """The next thing that goes wrong with a call like this."""
     for entry in tpu["mishaps"]:
-        if (entry.get("verb", "ssh"), entry.get("worker", worker)) != (verb, worker) or entry.get(
-            "match", ""
-        ) not in text:
-            continue
-        if entry.get("times") == 0:
-            return entry
-        for number in range(entry.get("times", 1)):
-            with contextlib.suppress(FileExistsError):
-                (CLOUD / f"mishap-{entry['id']}-{number}").touch(exist_ok=False)
+        entry = {"verb": "ssh", "worker": worker, "match": "", "times": 1, **entry}
+        if (entry["verb"], entry["worker"]) == (verb, worker) and entry["match"] in text:
+            if entry["times"] == 0:
                 return entry
+            for number in range(entry["times"]):
+                with contextlib.suppress(FileExistsError):
+                    (CLOUD / f"mishap-{entry['id']}-{number}").touch(exist_ok=False)
+                    return entry
     return {}
 
 
@@ -67,13 +65,12 @@ def describe(tpu: dict) -> int:
     place = f"projects/{tpu['project']}/locations/{tpu['zone']}/nodes/{tpu['name']}"
     if tpu["state"] == "DELETED":
         return error("describe", f"NOT_FOUND: Resource '{place}' was not found")
-    networks = tpu.get("networks", 1)
+    workers, networks = tpu["workers"], tpu.get("networks", 1)
     node = {"name": place, "id": "1234567890", "apiVersion": "V2", "state": tpu["state"], "health": tpu["health"]}
-    node |= {"acceleratorType": f"v5litepod-{4 * tpu['workers']}", "runtimeVersion": "v2-alpha-tpuv5-lite"}
+    node |= {"acceleratorType": f"v5litepod-{4 * workers}", "runtimeVersion": "v2-alpha-tpuv5-lite"}
     node |= {"schedulingConfig": {"spot": tpu.get("spot", False)}, **tpu.get("node", {})}
-    if networks > 1:
-        node["networkConfigs"] = [{}] * networks
-    ends = [(f"34.0.0.{worker}", f"10.{net}.0.{worker}") for worker in range(tpu["workers"]) for net in range(networks)]
+    node |= {"networkConfigs": [{}] * networks} if networks > 1 else {}
+    ends = [(f"34.0.0.{worker}", f"10.{net}.0.{worker}") for worker in range(workers) for net in range(networks)]
     node["networkEndpoints"] = [{"accessConfig": {"externalIp": outer}, "ipAddress": inner} for outer, inner in ends]
     print(json.dumps(node))
     return 0

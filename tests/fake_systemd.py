@@ -6,6 +6,7 @@ $EXIT_CODE and $EXIT_STATUS; a unit that has failed keeps its name until it is r
 one.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -17,33 +18,20 @@ from pathlib import Path
 UNIT = Path(os.environ["XLA_ZOO_RUNTIME"]).parent / "unit"  # state; a folder: making it is atomic
 
 
-def children() -> list[int]:
-    """The processes below this one, of whatever session."""
-    below: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(") ")[2].split()
-            except OSError:
-                continue
-            if fields[0] != "Z":
-                below.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, new = [], [os.getpid()]
-    while new:
-        new = [child for parent in new for child in below.get(parent, [])]
-        found += new
-    return found
+def kill_children() -> None:
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if int(path.read_text().rpartition(") ")[2].split()[1]) == os.getpid():
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def manage(properties: dict[str, str], command: list[str]) -> None:
     """The unit's life, in a process of its own."""
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # orphans become children of this process
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # orphans, of whatever session, become children of this process
     environment = {name: os.environ[name] for name in ("HOME", "PATH", "XLA_ZOO_RUNTIME")}
-    nothing = subprocess.DEVNULL
     output = (UNIT.parent / "journal").open("ab")
-    main = subprocess.Popen(
-        command, cwd=properties["WorkingDirectory"], env=environment, stdin=nothing, stdout=output, stderr=output
-    )
+    streams = {"env": environment, "stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+    main = subprocess.Popen(command, cwd=properties["WorkingDirectory"], **streams)
     (UNIT / "main").write_text(str(main.pid))
     deadline, result = 0.0, ""
     while main.poll() is None:
@@ -54,16 +42,16 @@ def manage(properties: dict[str, str], command: list[str]) -> None:
             deadline = time.monotonic() + float(properties["TimeoutStopSec"].rstrip("s"))
             main.terminate()
         time.sleep(0.02)
-    while left := children():
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
+    with contextlib.suppress(ChildProcessError):  # until none is left
+        while True:
+            kill_children()
+            os.wait()
     code = main.returncode
     good = code in (0, 143)
     environment["SERVICE_RESULT"] = "success" if good else result or ("exit-code" if code > 0 else "signal")
     environment["EXIT_CODE"] = "exited" if code >= 0 else "killed"
     environment["EXIT_STATUS"] = str(code) if code >= 0 else signal.Signals(-code).name[3:]
-    subprocess.run(properties["ExecStopPost"].split(), env=environment, stdin=nothing, stdout=output, stderr=output)
+    subprocess.run(properties["ExecStopPost"].split(), **streams)
     os.rename(UNIT, UNIT.with_name(f"ended-{time.time_ns()}"))
     if not good:
         UNIT.with_name("failed").mkdir(exist_ok=True)
@@ -81,9 +69,8 @@ def run(words: list[str]) -> int:
         return 1
     if os.fork() == 0:
         os.setsid()
-        null = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
-            os.dup2(null, number)
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
         manage(properties, words[end + 1 :])
         os._exit(0)
     return 0

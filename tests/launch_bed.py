@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -24,8 +25,24 @@ FOREVER = "steps=100000 pause=0.05"
 MAKEFILE = 'train:\n\t@python3 -I -S train.py "$(NAME)" "$(DATA)" $(ARGS)\n'
 
 
-def git(folder: Path, *arguments: str) -> None:
+def git(folder: Path, *arguments: object) -> None:
     subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def processes(mark: str) -> list[tuple[int, bytes]]:
+    """Process ids and command lines of those that have this in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if mark.encode() in (entry / "environ").read_bytes():
+                found.append((int(entry.name), (entry / "cmdline").read_bytes()))
+    return found
+
+
+def kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def write_programs(folder: Path, **lines: str) -> None:
@@ -48,12 +65,11 @@ class Bed:
         self.folder, self.cloud, self.shared, self.launcher = folder, cloud, shared, ROOT
         self.project, self.client_home, self.runs = folder / "project", folder / "client", str(shared)
         write_programs(cloud / "bin", gcloud=f"FAKE_CLOUD={cloud} exec {PYTHON} -I -S {TESTS}/fake_gcloud.py")
-        for path in (self.project, self.client_home):
-            path.mkdir()
+        self.client_home.mkdir()
+        git(folder, "init", "-q", self.project)
         files = {"Makefile": MAKEFILE, "train.py": (TESTS / "fake_trainer.py").read_text()}
         for name, text in {**files, "message": "it broke", ".gitignore": "runs/\n*.tmp\n"}.items():
             (self.project / name).write_text(text)
-        git(self.project, "init", "-q")
         git(self.project, "add", ".")
         self.clients: list[subprocess.Popen] = []
         self.numbers = itertools.count()
@@ -173,10 +189,7 @@ class Bed:
         for client in self.clients:
             client.kill()
             client.wait()
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError, ValueError):
-                if f"FAKE_CLOUD={self.cloud}\0".encode() in (entry / "environ").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
+        kill([pid for pid, _ in processes(f"FAKE_CLOUD={self.cloud}\0")])
 
 
 class Processes(Bed):
@@ -207,17 +220,10 @@ class Processes(Bed):
 
         connections: also those that only look on, and end when they notice that their connection has.
         """
-        mark, found = f"HOME={self.cloud}/home-".encode(), []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError, ValueError):
-                looks_on = re.search(rb"\0(follow|stop|status)\0--worker", (entry / "cmdline").read_bytes())
-                if mark in (entry / "environ").read_bytes() and (connections or not looks_on):
-                    found.append(int(entry.name))
-        return found
+        found = processes(f"HOME={self.cloud}/home-")
+        return [pid for pid, line in found if connections or not re.search(rb"\0(follow|stop|status)\0--worker", line)]
 
     def close(self) -> None:
         super().close()
-        for pid in self.alive(connections=True):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        kill(self.alive(connections=True))
         assert not list(self.shared.rglob("two-trainers"))

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_repository import make
 
 import copy_model
 
-ROOT = Path(copy_model.__file__).parent
 TEXT = "--epochs 0.1 --eval-every 1000"
 # What is not of every copy: file -> the copies that have it.
 OF_MODELS = {
@@ -38,11 +38,17 @@ TRIALS = {
 
 def copied(what: str, to: Path) -> list[str]:
     model, _, task = what.partition(" ")
-    command = ["make", "copy", f"MODEL={model}", f"TO={to}", *([f"TASK={task}"] if task else [])]
-    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "ARGS")}
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    result = make("copy", f"MODEL={model}", f"TO={to}", *([f"TASK={task}"] if task else []))
     assert result.returncode == 0, result.stderr
     return sorted(str(path.relative_to(to)) for path in to.rglob("*") if path.is_file())
+
+
+def train(folder: Path, script: str, *flags: str, **variables: str) -> subprocess.CompletedProcess:
+    """Trains the small preset of a copy."""
+    hidden = {"PYTHONPATH", "CPU_NUM_DEVICES"}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden} | variables
+    command = [sys.executable, "-m", f"train.{script}", "tiny", "--name", "trial", *flags]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("what", COPIES)
@@ -67,10 +73,7 @@ def test_a_copy_trains_in_an_empty_folder(what, tmp_path):
     script = "pretrain" if task else copy_model.SCRIPTS[model]
     trial = TRIALS.get(model, "--steps 2 --eval-every 2" if task else TEXT).split()
     trial += ["--model", model] if script in ("glue", "pretrain") else []
-    hidden = {"PYTHONPATH", "CPU_NUM_DEVICES"}
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    command = [sys.executable, "-m", f"train.{script}", "tiny", *trial, "--name", "trial"]
-    result = subprocess.run(command, cwd=tmp_path / "mine", env=environment, capture_output=True, text=True)
+    result = train(tmp_path / "mine", script, *trial)
     assert result.returncode == 0, result.stderr[-2000:]
     summary = json.loads((tmp_path / "mine/runs/trial/summary.json").read_text())
     assert summary["report"]["recompilations"] == summary["report"]["fallbacks"] == []
@@ -79,8 +82,7 @@ def test_a_copy_trains_in_an_empty_folder(what, tmp_path):
 
 def test_a_copy_says_which_file_another_model_needs(tmp_path):
     copied("bert", tmp_path / "mine")
-    command = [sys.executable, "-m", "train.glue", "tiny", "--model", "xlnet"]
-    result = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, text=True)
+    result = train(tmp_path / "mine", "glue", "--model", "xlnet")
     assert result.returncode == 2
     assert "--model xlnet needs models/xlnet.py" in result.stderr and "make copy MODEL=xlnet" in result.stderr
 
@@ -103,10 +105,8 @@ def test_a_copy_for_one_kind_of_device_leaves_out_the_other(tmp_path):
         assert not any(str(file).startswith(absent) for file in files) and not (folder / absent).exists()
         assert ("torch_xla==" in (folder / "requirements.txt").read_text()) == (device == "xla")
     assert "--device cpu" in (tmp_path / "cpu/README.md").read_text()
-    environment = os.environ | {"CPU_NUM_DEVICES": "1", "OMP_NUM_THREADS": "1"}
     for copy, device in (("cpu", "cpu"), ("cpu", "xla"), ("xla", "cpu")):
-        command = [sys.executable, "-m", "train.dlrm", "tiny", "--device", device, "--name", "trial"]
-        result = subprocess.run(command, cwd=tmp_path / copy, env=environment, capture_output=True, text=True)
+        result = train(tmp_path / copy, "dlrm", "--device", device, CPU_NUM_DEVICES="1", OMP_NUM_THREADS="1")
         if copy == device:
             assert result.returncode == 0 and "auc" in result.stdout, result.stderr[-2000:]
         else:
@@ -130,7 +130,6 @@ def test_refusals(tmp_path):
         ("MODEL=resnet50", "TO=/proc/mine"): "cannot write to TO=/proc/mine",
     }
     for arguments, sentence in cases.items():
-        result = subprocess.run(["make", "copy", *arguments], cwd=ROOT, capture_output=True, text=True)
-        assert result.returncode != 0, arguments
-        assert re.search(sentence, result.stderr), result.stderr
+        result = make("copy", *arguments)
+        assert result.returncode != 0 and re.search(sentence, result.stderr), (arguments, result.stderr)
     assert (full / "notes.txt").read_text() == "mine" and not (tmp_path / "new").exists()

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_bed import FOREVER, PYTHON, ROOT, Processes, git, write_programs
+from launch_bed import FOREVER, PYTHON, ROOT, Processes, git, kill, write_programs
 
 from errors import InputError
 from tpu.launch import hosts, keeper, launcher, messages, request, workers
@@ -53,12 +53,16 @@ def here(bed, monkeypatch, capsys):
     return call
 
 
+def write(texts: dict[Path, str]) -> None:
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
 def test_the_bundle_has_what_git_knows_or_does_not_ignore(bed):
     project = bed.project
-    (project / "new file's.py").write_text("new")
-    (project / "a.tmp").write_text("ignored")
+    write({project / name: "text" for name in ("new file's.py", "a.tmp", "tool")})
     (project / "link").symlink_to("train.py")
-    (project / "tool").write_text("#!/bin/sh\n")
     (project / "tool").chmod(0o700)
     git(project, "add", "tool")
     (project / "message").unlink()
@@ -79,27 +83,21 @@ def test_a_tree_that_cannot_be_copied_is_refused(bed, tmp_path, monkeypatch):
         with pytest.raises(InputError, match=message):
             request.make_bundle(folder)
 
-    (tmp_path / "plain").mkdir()
-    refused("has no Makefile", tmp_path / "plain")
-    (tmp_path / "plain/Makefile").touch()
-    refused("git cannot list the files", tmp_path / "plain")
-    with (bed.project / "weights").open("wb") as file:
-        file.truncate(3 << 20)
-    with monkeypatch.context() as patch:
-        patch.setattr(request, "BUNDLE_MEGABYTES", 2)
-        refused(r"has 3 MB, more than 2 MB, most of all weights \(3 MB\).*\.gitignore")
-    (bed.project / "inner").mkdir()
-    git(bed.project / "inner", "init", "-q")
-    (bed.project / "inner/file").touch()
+    refused("has no Makefile", tmp_path)
+    (tmp_path / "Makefile").touch()
+    refused("git cannot list the files", tmp_path)
+    git(bed.project, "init", "-q", "inner")
+    write({bed.project / "inner/file": "", bed.project / "weights": "x" * (3 << 20)})
     refused("inner/ is neither a file nor a link")
+    shutil.rmtree(bed.project / "inner")
+    monkeypatch.setattr(request, "BUNDLE_MEGABYTES", 2)
+    refused(r"has 3 MB, more than 2 MB, most of all weights \(3 MB\).*\.gitignore")
 
 
 @one_worker
 def test_a_changed_tree_replaces_what_differs_and_keeps_what_is_not_its_own(bed):
     project, tree = bed.project, bed.zoo(0) / "tree"
-    for name in ("old/deep/file.py", "kept/a.py", "kept/b.py", "turns/file.py", "plain"):
-        (project / name).parent.mkdir(parents=True, exist_ok=True)
-        (project / name).write_text(name)
+    write({project / name: name for name in ("old/deep/file.py", "kept/a.py", "kept/b.py", "turns/file.py", "plain")})
 
     def trained(args: str, place: str, copies: int) -> str:
         """Trains. One worker needs no shared folder, and the place of its results is named."""
@@ -115,16 +113,12 @@ def test_a_changed_tree_replaces_what_differs_and_keeps_what_is_not_its_own(bed)
     assert (tree / "old/deep/file.py").exists()
     times = [(tree / name).stat().st_mtime_ns for name in ("Makefile", "train.py")]
     trained("--runs=mine", "my-tpu:xla-zoo/worker-0/tree/mine/one runs/", 0)
-    shutil.rmtree(project / "old")
-    (project / "kept/a.py").unlink()  # from a folder that keeps others
-    shutil.rmtree(project / "turns")
-    (project / "turns").write_text("now a file")
-    (tree / "turns/result").write_text("of the user's own")
-    (project / "plain").unlink()
-    (project / "plain").mkdir()
-    (project / "plain/file").write_text("now a folder")
-    with (project / "train.py").open("a") as program:
-        program.write("\n")
+    for folder in ("old", "turns"):
+        shutil.rmtree(project / folder)
+    for name in ("kept/a.py", "plain"):  # the first from a folder that keeps others
+        (project / name).unlink()
+    new = {"turns": "now a file", "plain/file": "now a folder", "train.py": (project / "train.py").read_text() + "\n"}
+    write({project / name: text for name, text in new.items()} | {tree / "turns/result": "of the user's own"})
     trained("--runs=gs://bucket/runs", "its results are in gs://bucket/runs/one", 1)
     assert not (tree / "old").exists() and (tree / "runs/one").exists()
     assert [path.name for path in (tree / "kept").iterdir()] == ["b.py"]
@@ -391,10 +385,7 @@ def test_the_first_worker_that_fails_ends_all(bed, detach):
         ("open(/dev/vfio/0): Device or resource busy: Device or resource busy", "sudo lsof"),
         ("FAILED: Couldn't open /dev/vfio/0: Device or resource busy", "another process on this worker holds"),
         ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 33G of 15G", "a smaller --batch-size"),
-        (
-            "error: CPython 3.11, 3.12 or 3.13 is needed, python3 is not it",
-            "apt-get install -y python3.11 python3.11-venv",
-        ),
+        ("error: CPython 3.11, 3.12 or 3.13 is needed, python3 is not it", "python3.11 python3.11-venv"),
         ("OSError: [Errno 28] No space left on device", "the disk of this worker is full"),
         ("make: *** [Makefile:2: train] Killed", "ran out of memory (not the TPU's)"),
         ("[worker 1] make: *** [Makefile:2: train] Error 137", "ran out of memory (not the TPU's)"),  # dash's way
@@ -454,10 +445,9 @@ def test_the_owner_decides(monkeypatch, events, retries, order, code, grace):
     owner = keeper.Owner(3, retries, 60, lambda *_: None)
     for event in events:
         if isinstance(event, tuple):
-            report = dict(
-                zip(("running", "code", "stopped"), event[1:], strict=True), attempt=owner.order["attempt"], tail=""
-            )
-            owner.report(event[0], report)
+            worker, running, ended, stopped = event
+            report = {"running": running, "code": ended, "stopped": stopped, "tail": ""}
+            owner.report(worker, report | {"attempt": owner.order["attempt"]})
         else:
             now[0] += event
     assert (owner.order["do"], owner.code, owner.order["grace"]) == (order, code, grace)
@@ -468,8 +458,7 @@ def test_a_tpu_that_is_taken_back_ends_the_watch_and_the_run_saves(bed):
     bed.set(state="PREEMPTED")
     os.kill(bed.keeper(1), signal.SIGTERM)  # what the shutdown of worker 1 does; worker 0 is told
     bed.wait(bed.idle)
-    for pid in bed.alive(connections=True):
-        os.kill(pid, signal.SIGKILL)
+    kill(bed.alive(connections=True))
     code, _, err = bed.ended(client)
     assert bed.saved() and bed.starts() == [1, 1], err
     assert code in (75, 143) and (RECREATE in err) == (code == 75)
@@ -490,17 +479,6 @@ def test_a_dropped_connection_continues_where_it_was_and_a_start_is_done_once(be
     assert code == 0 and out == bed.log(0) and bed.starts() == [1, 1], err
     assert out.count("line 0") == 20000 and "step 20\nend\n" in out
     assert attempts == 9 or "connected again" in err
-
-
-def test_ctrl_c_saves_and_leaves_no_process(bed):
-    client = bed.begin(args="stray=1")
-    err = bed.interrupt(client)
-    assert "no process of the run is left" in err and "RUN=one" in err
-    assert err.count("stopped and saved: one, exit code 143") == 2 and bed.idle(), "also none of another session"
-    steps = bed.steps()
-    assert bed.saved()
-    code, out, _ = bed.run("train", "--run", "one", args=f"steps={steps[0] + 3}")
-    assert code == 0 and f"start one at {steps[0]} with" in out
 
 
 def test_stop_reaches_each_worker_by_itself_and_no_start_follows(bed, here):
@@ -555,9 +533,7 @@ def test_a_start_is_refused_after_a_stop(bed, how):
         begun = bed.cloud / bed.wrong(worker=1, match=" start ", late=2)
     else:
         begun = bed.zoo(1) / "tree/data/50"
-        for number in range(1000):
-            (bed.project / f"data/{number}").parent.mkdir(exist_ok=True)
-            (bed.project / f"data/{number}").write_text(str(number))
+        write({bed.project / f"data/{number}": str(number) for number in range(1000)})
     client = bed.start("train", "--run", "one", args=FOREVER)
     bed.wait(begun.exists)
     slow = [pid for pid in bed.alive() if "\0start\0--worker\x001\0" in Path(f"/proc/{pid}/cmdline").read_text()]
@@ -669,13 +645,14 @@ def check_break_and_ctrl_c(bed: Processes, steps: int, *place: str, **options) -
     args = f"steps={steps} pause=0.05 burst=1"
     client = bed.start("train", "--run", "one", *place, args=args, words=("DATA=/my data/it's",), **options)
     bed.wait(lambda: len(bed.alive(connections=True)) > len(bed.alive()) and all(bed.starts()), 120)
-    for pid in set(bed.alive(connections=True)) - set(bed.alive()):  # the log is followed
-        os.kill(pid, signal.SIGKILL)
+    kill(set(bed.alive(connections=True)) - set(bed.alive()))  # the log is followed
     code, out, err = bed.ended(client, 120)
     assert code == 0 and out == bed.log(0) and bed.starts() == [1, 1] and out.count("line 0") == 20000, err
     assert out.endswith(f"step {steps}\nend\n") and "connecting again" in err and "connected again" in err
-    stopped = bed.interrupt(bed.begin(*place, **options))
-    assert stopped.count("stopped and saved") == 2 and bed.idle() and bed.saved(), stopped
+    stopped = bed.interrupt(bed.begin(*place, args="stray=1", **options))
+    assert "no process of the run is left" in stopped and "RUN=one" in stopped
+    assert stopped.count("stopped and saved: one, exit code 143") == 2 and bed.idle(), "also none of another session"
+    assert bed.saved() and bed.steps()[0] > steps and f"start one at {steps} with" in bed.log(0), "resumed"
     return err
 
 
