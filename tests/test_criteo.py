@@ -62,11 +62,10 @@ def made_days(folder: Path, sparse: np.ndarray) -> None:
 
 
 def test_hashes_in_int32_count_as_unsigned(tmp_path):
-    hashes = np.array([[0, 2**32 - 1], [2**31, 7]])
+    hashes, rows = np.array([[0, 2**32 - 1], [2**31, 7]]), (1000, 40_000_000)
     made_days(tmp_path, hashes.astype(np.uint32).view(np.int32))
-    log = cr.ClickLog(tmp_path, "eval", rows=(1000, 40_000_000))
-    assert log.table_rows == (1000, 40_000_000)
-    assert everything(log)["ids"].tolist() == (hashes % [1000, 40_000_000]).tolist()
+    log = cr.ClickLog(tmp_path, "eval", rows=rows)
+    assert log.table_rows == rows and everything(log)["ids"].tolist() == (hashes % rows).tolist()
 
 
 def multi_hot(folder: Path, highest: int = 2, save=np.savez) -> list[np.ndarray]:
@@ -89,19 +88,14 @@ def test_multi_hot_arrays_are_memory_mapped_inside_their_zip(tmp_path):
     assert (batch["ids"] == np.concatenate(bags, axis=1)).all() and "present" not in batch
 
 
-def test_multi_hot_ids_beyond_their_table_are_named(tmp_path):
-    bags = multi_hot(tmp_path, 50)
-    bags[24][:] = 0
-    with pytest.raises(InputError, match=r"day_1_sparse_multi_hot.npz has the id \d+ for C6, whose table has 3 rows"):
-        everything(cr.ClickLog(tmp_path, "eval"))
-    assert everything(cr.ClickLog(tmp_path, "eval", rows=51))["ids"].max() == 50
-
-
-def test_damaged_arrays_are_named(tmp_path):
+def test_ids_beyond_their_table_and_damaged_arrays_are_named(tmp_path):
     def refused(message: str, **arguments):
         with pytest.raises(InputError, match=message):
             everything(cr.ClickLog(tmp_path, "eval", **arguments))
 
+    multi_hot(tmp_path, 50)
+    refused(r"day_1_sparse_multi_hot.npz has the id \d+ for C6, whose table has 3 rows")
+    assert everything(cr.ClickLog(tmp_path, "eval", rows=51))["ids"].max() == 50
     multi_hot(tmp_path, save=np.savez_compressed)
     refused("day_1_sparse_multi_hot.npz is compressed")
     (tmp_path / "day_1_sparse_multi_hot.npz").write_bytes(b"PK")

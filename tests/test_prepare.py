@@ -131,20 +131,26 @@ class Made:
             patch.setattr(self.program.module, self.program.size[0], size or self.program.size[1])
             return self.program.module.prepare(text or self.text, out, **self.program.flags | flags)
 
+    def refuse_another_flag(self, out: Path) -> None:
+        flag, value = next(iter(self.program.flags.items()))
+        message = rf"{out.name} was prepared with other --{flag}: {value}, now {value + 8}; choose another --out"
+        with pytest.raises(InputError, match=message):
+            self.prepare(out, **{flag: value + 8})
+
     def counted(self, patch: pytest.MonkeyPatch, interrupted: dict[str, int]) -> Counter:
         """Counts the calls of each pass from now on; raises KeyboardInterrupt in the calls `interrupted`."""
         calls = Counter()
+
+        def call(name: str, original: Callable, *arguments):
+            calls[name] += 1
+            if calls[name] == interrupted.get(name):
+                raise KeyboardInterrupt
+            return original(*arguments)
+
         for name in {name for name, _ in self.program.passes}:
             owner = self.program.module if hasattr(self.program.module, name) else pipeline
-            patch.setattr(owner, name, functools.partial(self._call, calls, interrupted, name, getattr(owner, name)))
+            patch.setattr(owner, name, functools.partial(call, name, getattr(owner, name)))
         return calls
-
-    @staticmethod
-    def _call(calls: Counter, interrupted: dict[str, int], name: str, original: Callable, *arguments):
-        calls[name] += 1
-        if calls[name] == interrupted.get(name):
-            raise KeyboardInterrupt
-        return original(*arguments)
 
 
 @pytest.fixture(scope="module")
@@ -168,9 +174,7 @@ def test_an_interrupted_preparation_resumes(tmp_path, monkeypatch, capsys, made,
         made.prepare(out)
     with pytest.raises(InputError, match="not prepared to its end"):
         program.open(str(out), "train")
-    flag, value = next(iter(program.flags.items()))
-    with pytest.raises(InputError, match=rf"out was prepared with other --{flag}: {value}, now {value + 8}; choose"):
-        made.prepare(out, **{flag: value + 8})
+    made.refuse_another_flag(out)
     calls = made.counted(monkeypatch, {})
     capsys.readouterr()
     made.prepare(out, size=program.size[2])  # the chunks that are there still fit
@@ -262,11 +266,7 @@ def test_a_finished_preparation_is_not_repeated_and_other_flags_or_sources_are_r
         assert made.counted(patch, {}) == {} and made.prepare(made.out) == made.report
     assert "prepared is already prepared" in capsys.readouterr().out
     assert set(contents(made.out)) == set(before) and not (made.out / "parts").exists()
-    flag, value = next(iter(made.program.flags.items()))
-    with pytest.raises(
-        InputError, match=rf"prepared with other --{flag}: {value}, now {value + 8}; choose another --out"
-    ):
-        made.prepare(made.out, **{flag: value + 8})
+    made.refuse_another_flag(made.out)
     name, more = made.program.more
     with open(next(made.text.glob(f"{name}*"), made.text / name), "ab") as file:
         file.write(more)
