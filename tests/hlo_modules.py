@@ -61,13 +61,8 @@ def op(identifier: int, opcode: str, shape: str | bytes, operands=(), extra=b"",
     names = message(1, f"{opcode}.{identifier}".encode()) + message(2, opcode.encode())
     metadata = message(7, message(2, f"step/{opcode}".encode()), message(3, b"model.py"), number(4, identifier))
     numbers = number(35, identifier) + packed(36, operands) + packed(38, called)
-    return (
-        names
-        + message(3, shape if isinstance(shape, bytes) else shape_proto(shape))
-        + (metadata if named else b"")
-        + numbers
-        + extra
-    )
+    shape = message(3, shape if isinstance(shape, bytes) else shape_proto(shape))
+    return names + shape + (metadata if named else b"") + numbers + extra
 
 
 def arg(identifier: int, index: int, shape: str, extra: bytes = b"") -> bytes:

@@ -2,11 +2,13 @@
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -79,27 +81,21 @@ def set_free(monkeypatch, gigabytes: float) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: argparse.Namespace(free=gigabytes * 1e9))
 
 
-@pytest.mark.parametrize(
-    "script, about",
-    [
-        ("echo CPython 3.11.7", "CPython 3.11.7"),
-        ("echo CPython 3.13.0", "CPython 3.13.0"),
-        ("echo CPython 3.10.12", "CPython 3.10.12: CPython 3.11, 3.12 or 3.13 with venv and ensurepip is needed"),
-        ("echo PyPy 3.11.7", "PyPy 3.11.7: CPython 3.11,"),
-        ("echo \"No module named 'ensurepip'\" >&2; exit 1", "No module named 'ensurepip': CPython 3.11,"),
-        (f'exec {sys.executable} "$@"', f"CPython {sys.version.split()[0]}"),
-        ("exit 1", "no message: CPython 3.11,"),
-    ],
-)
-def test_the_interpreter(here, script, about):
-    here.command("python3.11", script)
-    line, _ = doctor.check_programs("python3.11", "none")
-    good = ": CPython 3.11," not in about
-    assert line.startswith(f"{'ok ' if good else 'fix'}   Python: python3.11: {about}")
-    assert good or "apt-get install -y python3.11 python3.11-venv" in line
-
-
-def test_the_launchers_programs(here):
+def test_the_interpreter_and_the_launchers_programs(here):
+    needed = ": CPython 3.11, 3.12 or 3.13 with venv and ensurepip is needed"
+    for script, about in {
+        "echo CPython 3.11.7": "CPython 3.11.7",
+        "echo CPython 3.13.0": "CPython 3.13.0",
+        f'exec {sys.executable} "$@"': f"CPython {sys.version.split()[0]}",
+        "echo CPython 3.10.12": f"CPython 3.10.12{needed}",
+        "echo PyPy 3.11.7": f"PyPy 3.11.7{needed}",
+        "echo \"No module named 'ensurepip'\" >&2; exit 1": f"No module named 'ensurepip'{needed}",
+        "exit 1": f"no message{needed}",
+    }.items():
+        here.command("python3.11", script)
+        line, _ = doctor.check_programs("python3.11", "none")
+        assert line.startswith(f"{'fix' if needed in about else 'ok '}   Python: python3.11: {about}")
+        assert needed not in about or "apt-get install -y python3.11 python3.11-venv" in line
     here.command("git", "")
     for lack in ("fix", "none"):
         first, second = doctor.check_programs("x", lack)
@@ -107,52 +103,42 @@ def test_the_launchers_programs(here):
         assert second.startswith(f"{lack:<4}  for TPU=: no ssh: install git and")
     here.command("ssh", "")
     assert list(doctor.check_programs("x", "fix"))[1] == "ok    for TPU=: git, ssh"
-
-
-def test_a_command_that_hangs_is_given_up(here):
-    """Also when its child, as gcloud's Python, holds the output open."""
+    # A command that hangs is given up, also when its child, as gcloud's Python, holds the output open.
     here.command("gcloud", "sleep 9; exit 0")
     begun = time.monotonic()
     assert doctor.run("gcloud", seconds=0.3) == (False, "gcloud did not answer in 0 s")
     assert time.monotonic() - begun < 5
 
 
-def test_the_environment_is_as_pinned_and_complete(here):
-    complete = "ok    installation: complete"
-    assert list(doctor.check_environment([])) == ["ok    packages: all 5 as pinned", complete]
-    (missing, *_) = doctor.check_environment(["/dev/accel0"])
-    assert missing == "fix   packages: libtpu missing (pinned: 0.0.21): touch requirements.txt && make install"
-    os.utime(here.project / "requirements-tpu.txt")
-    os.utime(here.project / ".venv/.installed", (9, 9))
-    *_, last = doctor.check_environment([])
-    assert last == "fix   installation: cut off, or older than requirements-tpu.txt: make install"
-    (here.project / ".venv/.installed").unlink()
-    assert_line(list(doctor.check_environment([]))[-1], "fix", "installation: cut off")
-    here.command(here.python, "echo 'no module named encodings' >&2; exit 1")
-    (line,) = doctor.check_environment([])
-    assert line == "fix   environment: no module named encodings: make clean, then make install"
-    here.python.unlink()
-    (line,) = doctor.check_environment([])
-    assert_line(line, "none", "environment: .venv/bin/python: No such file", "make install")
-
-
 ANEW, AGAIN = "make clean, then make install", "touch requirements.txt && make install"
 
 
-@pytest.mark.parametrize(
-    "versions, text, remedy",
-    [
+def test_the_environment_is_as_pinned_and_complete(here):
+    def check(*chips: str) -> list[str]:
+        return list(doctor.check_environment(list(chips)))
+
+    assert check() == ["ok    packages: all 5 as pinned", "ok    installation: complete"]
+    assert check("/dev/accel0")[0] == f"fix   packages: libtpu missing (pinned: 0.0.21): {AGAIN}"
+    for versions, text, remedy in (
         ("torch-2.8.0 torch_xla-2.9.0 torchvision-0.24.0 torchrec-1.4.0", "torch 2.8.0 (pinned: 2.9.0)", ANEW),
         ("torch-2.9.0 torchvision-0.24.0 torchrec-1.4.0", "torch_xla missing (pinned: 2.9.0)", ANEW),
         ("torch-2.9.0 torch_xla-2.9.0 torchvision-0.23.0 torchrec-1.4.0", "torchvision 0.23.0 (pinned: 0.24.0)", ANEW),
         ("torch-2.9.0 torch_xla-2.9.0 torchvision-0.24.0", "torchrec missing (pinned: 1.4.0)", AGAIN),
-    ],
-)
-def test_packages_that_do_not_fit(here, versions, text, remedy):
-    here.installed(f"{versions} numpy-1.26.4")
-    line, _ = doctor.check_environment([])
-    assert_line(line, "fix", "packages: ", text, "numpy 1.26.4 (pinned: 2.4.6)")
-    assert line.endswith(f": {remedy}") and line.count("pinned") == 2
+    ):
+        here.installed(f"{versions} numpy-1.26.4")
+        line, _ = check()
+        assert_line(line, "fix", "packages: ", text, "numpy 1.26.4 (pinned: 2.4.6)")
+        assert line.endswith(f": {remedy}") and line.count("pinned") == 2
+    os.utime(here.project / "requirements-tpu.txt")
+    os.utime(here.project / ".venv/.installed", (9, 9))
+    assert check()[-1] == "fix   installation: cut off, or older than requirements-tpu.txt: make install"
+    (here.project / ".venv/.installed").unlink()
+    assert_line(check()[-1], "fix", "installation: cut off")
+    here.command(here.python, "echo 'no module named encodings' >&2; exit 1")
+    assert check() == [f"fix   environment: no module named encodings: {ANEW}"]
+    here.python.unlink()
+    (line,) = check()
+    assert_line(line, "none", "environment: .venv/bin/python: No such file", "make install")
 
 
 def devices(chips: list[str], wanted: bool = False, asked: bool = False) -> list[str]:
@@ -160,10 +146,9 @@ def devices(chips: list[str], wanted: bool = False, asked: bool = False) -> list
 
 
 def test_no_chip_is_an_error_only_when_it_is_wanted_and_chips_are_counted_and_opened(here, monkeypatch):
-    (line,) = devices([])
-    assert_line(line, "none", "TPU: ")
-    (line,) = devices([], wanted=True)
-    assert_line(line, "fix", "TPU: TPU=local")
+    for wanted, found in ((False, "none  TPU: "), (True, "fix   TPU: TPU=local")):
+        (line,) = devices([], wanted)
+        assert line.startswith(found)
     here.command(here.python, "echo warning; echo '1 devices, CPU'")
     assert devices([], asked=True)[1] == "ok    torch_xla: 1 devices, CPU"
     here.command(here.python, "echo '4 devices, TPU'")
@@ -246,6 +231,14 @@ esac
 """
 
 
+SSH = """case "$*" in
+*" a "*) echo Python 3.10.12; exit;;
+*" b "*) echo "b: Permission denied (publickey)." >&2;;
+*) echo "ssh: connect to host c port 22: Connection refused" >&2;;
+esac
+exit 255"""
+
+
 def test_gcloud_the_state_of_a_tpu_vm_and_plain_hosts(here):
     def check(tpu: str, place: tuple[str, str] = ("", ""), **values: str) -> list[str]:
         core = '"account": "me@x.org", "project": "mine"'
@@ -253,8 +246,8 @@ def test_gcloud_the_state_of_a_tpu_vm_and_plain_hosts(here):
         here.command("gcloud", GCLOUD.format(**usual | values))
         return list(doctor.check_tpu(tpu, *place, ""))
 
-    assert_line(next(doctor.check_tpu("my-tpu", "", "", "")), "fix", "TPU=name needs it: gcloud: No such file")
-    assert_line(next(doctor.check_tpu("", "", "", "")), "none", "gcloud: TPU=name needs it")
+    for tpu, state in (("my-tpu", "fix"), ("", "none")):
+        assert_line(next(doctor.check_tpu(tpu, "", "", "")), state, "gcloud: TPU=name needs it: gcloud: No such file")
     there = "ok    gcloud: account me@x.org, project mine, zone us-east5-b"
     assert check("") == [there]
     assert check("my-tpu") == [there, "ok    TPU VM: my-tpu: TYPE, READY, 1 worker"]
@@ -267,19 +260,14 @@ def test_gcloud_the_state_of_a_tpu_vm_and_plain_hosts(here):
     assert given[0] == "ok    gcloud: account me, project b, zone a"
     here.command("gcloud", "echo 'ERROR: no python' >&2; exit 1")
     assert_line(next(doctor.check_tpu("my-tpu", "", "", "")), "fix", "gcloud: TPU=name needs it: ERROR: no python")
-    problem = "echo 'ERROR: There was a problem connecting' >&2; exit 1"
-    lines = check("my-tpu", state=f"'; {problem}; : '")
+    lines = check("my-tpu", state="'; echo 'ERROR: There was a problem connecting' >&2; exit 1; : '")
     assert_line(lines[1], "fix", "TPU VM: TPU=my-tpu: Google's API cannot be reached")
     # Plain hosts are logged in to.
-    here.command(
-        "ssh",
-        'case "$*" in *" a "*) echo Python 3.10.12; exit;; *" b "*) echo "b: Permission denied (publickey)." >&2;;'
-        ' *) echo "ssh: connect to host c port 22: Connection refused" >&2;; esac; exit 255',
-    )
-    lines = list(doctor.check_tpu("ssh:a,b,c", "", "", ""))
-    assert lines[0] == "ok    worker 0: a: Python 3.10.12"
-    assert_line(lines[1], "fix", "worker 1: ", "does not accept your ssh key")
-    assert_line(lines[2], "fix", "worker 2: c: ssh: connect to host c port 22: Connection refused")
+    here.command("ssh", SSH)
+    first, second, third = doctor.check_tpu("ssh:a,b,c", "", "", "")
+    assert first == "ok    worker 0: a: Python 3.10.12"
+    assert_line(second, "fix", "worker 1: ", "does not accept your ssh key")
+    assert_line(third, "fix", "worker 2: c: ssh: connect to host c port 22: Connection refused")
 
 
 def test_data(here, tmp_path, monkeypatch):
@@ -288,16 +276,11 @@ def test_data(here, tmp_path, monkeypatch):
     assert_line(doctor.check_data(str(folder), False), "fix", f"data: {folder} is empty")
     (folder / "file").touch()
     assert doctor.check_data(str(folder), False) == f"ok    data: {folder} can be read"
-    missing = doctor.check_data(f"{folder}/missing", False)
-    assert_line(missing, "fix", "No such file or directory: give the right path")
+    assert_line(doctor.check_data(f"{folder}/missing", False), "fix", "No such file or directory: give the right path")
     url = doctor.check_data("gs://bucket/data", True)
     assert_line(url, "fix", "gcloud storage cp -r", "gcsfuse", "every worker")
     assert_line(doctor.check_data("/data", True), "none", "data: /data: read on the workers")
-
-    def refuse(self):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(Path, "iterdir", Mock(side_effect=PermissionError(13, "Permission denied")))
     assert_line(doctor.check_data(str(folder), False), "fix", "Permission denied", "chmod -R u+rX")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     for remote in (False, True):
@@ -324,10 +307,10 @@ def test_runs(here):
     assert doctor.check_runs(url, False) == f"ok    runs: {url}: can be written and read"
     assert doctor.check_runs(url, True).endswith("their service account decides")
     here.command(here.python, "echo 'OSError: Forbidden' >&2; exit 1")
-    line = doctor.check_runs("gs://bucket/runs", False)
-    assert_line(line, "fix", "runs: gs://bucket/runs: OSError: Forbidden", "application-default login")
+    url = "gs://bucket/runs"
+    assert_line(doctor.check_runs(url, False), "fix", f"runs: {url}: OSError: Forbidden", "application-default login")
     here.python.unlink()
-    assert_line(doctor.check_runs("gs://bucket/runs", False), "none", "runs: ")
+    assert_line(doctor.check_runs(url, False), "none", "runs: ")
 
 
 def test_it_goes_through_without_an_environment_and_says_so_by_its_exit_code(here):
@@ -357,11 +340,10 @@ def test_examine_finds_the_chips_and_tells_local_from_remote(here):
     here.command(here.python, "echo '2 devices, TPU'")
     empty = dict.fromkeys(("tpu", "zone", "project", "ssh_config", "data", "devices"), "")
     options = argparse.Namespace(**empty, python="none", runs="runs")
-    lines = list(doctor.examine(options))
-    assert any("TPU: 2 chips (/dev/accel0, /dev/vfio/7)" in line for line in lines)
-    assert "ok    runs: runs can be written" in lines
-    assert any(line.startswith("none  for TPU=: no git") for line in lines)
+    text = "\n".join(doctor.examine(options))
+    assert "TPU: 2 chips (/dev/accel0, /dev/vfio/7)" in text
+    assert "\nok    runs: runs can be written" in text and "\nnone  for TPU=: no git" in text
     options.tpu = "my-tpu"
-    lines = list(doctor.examine(options))
-    assert any(line.startswith("fix   for TPU=: no git") for line in lines) and lines[-1].startswith("none  runs: ")
-    assert not any(line.startswith(("fix   disk", "ok    disk")) and "runs" in line for line in lines)
+    text = "\n".join(doctor.examine(options))
+    assert "\nfix   for TPU=: no git" in text and text.splitlines()[-1].startswith("none  runs: ")
+    assert not re.search("^(fix|ok)  .*disk.*runs", text, re.MULTILINE)
