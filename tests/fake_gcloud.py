@@ -110,19 +110,20 @@ def connect(tpu: dict, worker: int, command: str, options: list[str], first: boo
         words, place = ["/bin/sh", "-c", command], {"cwd": home, "env": environment | tpu.get("worker_environment", {})}
     given = subprocess.PIPE if "stall" in wrong else None if first else subprocess.DEVNULL
     process = subprocess.Popen(words, stdin=given, stdout=subprocess.PIPE, start_new_session=True, **place)
+    left = wrong.get("bytes", 1 << 60)
     if "stall" in wrong:
         time.sleep(wrong["stall"])
         process.stdin.close()
-    limit = 0 if "stall" in wrong or "lost" in wrong else wrong.get("bytes", 1 << 60)
-    while "stall" not in wrong:
-        chunk = os.read(process.stdout.fileno(), 1 << 16)
-        if not chunk and "lost" not in wrong:
-            return process.wait()
-        sys.stdout.buffer.write(chunk[:limit])
-        sys.stdout.buffer.flush()
-        limit = max(0, limit - len(chunk))
-        if not chunk or (limit == 0 and "lost" not in wrong):
-            break
+    elif "lost" in wrong:
+        process.stdout.read()
+    else:
+        while left:
+            chunk = os.read(process.stdout.fileno(), min(left, 1 << 16))
+            if not chunk:
+                return process.wait()
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.flush()
+            left -= len(chunk)
     process.stdout.close()
     say("client_loop: send disconnect: Broken pipe")
     return SSH_FAILED
