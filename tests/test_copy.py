@@ -30,7 +30,7 @@ OF_MODELS = {
 ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta")
 COPIES = ["resnet50", "dlrm", "transformer", "auto", *ENCODERS, *(f"{model} pretrain" for model in ENCODERS)]
 TRIALS = {
-    "resnet50": "--epochs 1 --warmup-epochs 0.5 --batch-size 512 --image-size 16",
+    "resnet50": "--epochs 1 --warmup-epochs 0.5 --batch-size 512",
     "dlrm": "--batch-size 4096",
     "transformer": "--updates 2 --eval-every 2 --save-every 2",
 }
