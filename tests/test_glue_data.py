@@ -159,8 +159,8 @@ def test_a_local_folder_of_datasets_is_read(tmp_path, cache, layout, task):
             rows.to_parquet(folder / f"{split}-00000-of-00001.parquet")
     else:
         tables.save_to_disk(folder)
-        if layout == "arrow":
-            (folder / "dataset_dict.json").unlink()
+    if layout == "arrow":
+        (folder / "dataset_dict.json").unlink()
     for split, values in splits.items():
         examples = read(tmp_path / "data", task, split)
         assert examples.labels.tolist() == list(values)

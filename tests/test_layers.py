@@ -93,10 +93,9 @@ def errors(function, inputs: list[Tensor], gradient: Tensor, exact: list[Tensor]
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_attention_in_bfloat16_is_no_less_exact_than_the_usual_under_autocast(monkeypatch, dropout):
     """Of scores in bfloat16, a softmax in float32, and weights in bfloat16 times a mask."""
-    shape, tokens = (2, 128, 4, 64), 128
     generator = torch.Generator().manual_seed(0)
-    q, k, v, gradient = (torch.randn(shape, generator=generator).bfloat16() for _ in range(4))
-    kept = torch.rand(2, 4, tokens, tokens, generator=generator) >= dropout
+    q, k, v, gradient = (torch.randn(2, 128, 4, 64, generator=generator).bfloat16() for _ in range(4))
+    kept = torch.rand(2, 4, 128, 128, generator=generator) >= dropout
     monkeypatch.setattr(layers, "kept", lambda *_: kept)
     mask, inputs = torch.zeros(1), [q / 4, k, v]  # scores of a standard deviation of 2
     scale = kept / (1 - layers.drop_share(dropout))
