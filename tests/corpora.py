@@ -18,10 +18,10 @@ def documents(count: int, seed: int = 0) -> list[list[str]]:
         words = ["".join(rng.choice(SYLLABLES, rng.integers(1, 4))) for _ in range(rng.integers(3, 9))]
         return " ".join(words).capitalize() + "."
 
-    def line() -> str:
-        return " ".join(sentence() for _ in range(rng.integers(1, 4)))
-
-    return [[line() for _ in range(rng.integers(1, 5))] for _ in range(count)]
+    return [
+        [" ".join(sentence() for _ in range(rng.integers(1, 4))) for _ in range(rng.integers(1, 5))]
+        for _ in range(count)
+    ]
 
 
 def written(texts: list[list[str]]) -> bytes:
@@ -40,11 +40,11 @@ def text_corpus(folder: Path, count: int = 60, end: str = "") -> Path:
 def sentences(count: int, seed: int = 0) -> list[str]:
     """Returns different sentences whose words share syllables, so that there are pieces to learn."""
     rng = np.random.default_rng(seed)
-
-    def word() -> str:
-        return "".join(rng.choice(UMLAUTS, rng.integers(1, 4)))
-
-    return [f"{' '.join(word() for _ in range(rng.integers(4, 9)))} {seed}{number}." for number in range(count)]
+    lines = []
+    for number in range(count):
+        words = ["".join(rng.choice(UMLAUTS, rng.integers(1, 4))) for _ in range(rng.integers(4, 9))]
+        lines.append(f"{' '.join(words)} {seed}{number}.")
+    return lines
 
 
 def translated(lines: list[str]) -> list[str]:

@@ -117,9 +117,9 @@ def test_dot_starts_as_facebookresearchs_dlrm_and_dcn_as_torchrecs():
     assert not any(bias.any() for bias in dcn.inter_arch.crossnet.bias)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_sizes_that_do_not_fit_are_refused():
+    sizes = {"num_dense": 5, "num_tables": 4, "dim": 8, "bottom": (16, 8), "top": (24, 1), "interaction": "dot"}
+    for change, message in (
         ({"bottom": (16, 7)}, r"bottom is \[16, 7\]; its last size must be that of the embeddings, dim=8"),
         ({"bottom": ()}, "dim=8"),
         ({"top": (24, 2)}, r"top is \[24, 2\]; .* the last one 1"),
@@ -128,12 +128,9 @@ def test_dot_starts_as_facebookresearchs_dlrm_and_dcn_as_torchrecs():
         ({"bottom": (0, 8)}, "bottom is"),
         ({"interaction": "cat"}, "interaction is 'cat'; it must be 'dot' or 'dcn'"),
         ({"interaction": "dcn", "cross_rank": 0}, "cross_rank is 0"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(change, message):
-    sizes = {"num_dense": 5, "num_tables": 4, "dim": 8, "bottom": (16, 8), "top": (24, 1), "interaction": "dot"}
-    with pytest.raises(ValueError, match=message):
-        DLRM(**{**sizes, **change})
+    ):
+        with pytest.raises(ValueError, match=message):
+            DLRM(**{**sizes, **change})
     with pytest.raises(ValueError, match=r"embedded is \[2, 3, 8\]; it must be \[batch, 4, 8\]"):
         DLRM(**sizes)(torch.randn(2, 5), torch.randn(2, 3, 8))
 

@@ -219,10 +219,8 @@ def roberta_logits(arrays: dict[str, np.ndarray]) -> None:
     with torch.no_grad():
         logits, _ = model(src_tokens=tokens, masked_tokens=masked)
         everywhere, _ = model(src_tokens=tokens)
-    arrays["roberta.tokens"] = tokens.numpy().astype(np.int32)
-    arrays["roberta.masked"] = masked.numpy()
-    arrays["roberta.logits"] = logits.numpy()
-    arrays["roberta.all_logits"] = everywhere.numpy()
+    found = {"tokens": tokens.int(), "masked": masked, "logits": logits, "all_logits": everywhere}
+    arrays |= {f"roberta.{name}": values.numpy() for name, values in found.items()}
 
 
 def roberta_bpe(trained: Path | None) -> None:
