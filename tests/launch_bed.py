@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -43,6 +43,13 @@ def kill(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def wait(condition: Callable[[], object], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
 
 
 def write_programs(folder: Path, **lines: str) -> None:
@@ -144,14 +151,10 @@ class Bed:
         assert code == 130, err
         return err
 
-    def wait(self, condition, seconds: float = 30) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, "waited in vain"
-            time.sleep(0.05)
+    wait = staticmethod(wait)
 
     def wait_printed(self, client: subprocess.Popen, text: str) -> None:
-        self.wait(lambda: text in client.out.read_text())
+        wait(lambda: text in client.out.read_text())
 
     def calls(self, verb: str = "", text: str = "") -> list[list[str]]:
         path = self.cloud / "calls"

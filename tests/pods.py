@@ -10,13 +10,13 @@ import fcntl
 import hashlib
 import os
 import shutil
-import signal
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from launch_bed import write_programs
+from launch_bed import kill, wait, write_programs
 
 PACKAGES = "systemd,systemd-sysv,dbus,sudo,python3,openssh-server,make,procps"
 CUSTOMIZE = r"""set -e
@@ -87,9 +87,8 @@ def missing() -> str:
         return "needs root, for containers"
     programs = ("systemd-nspawn", "mmdebstrap", "ip", "unshare", "nsenter", "ssh")
     lacking = ", ".join(name for name in programs if not shutil.which(name))
-    return (
-        lacking and f"needs {lacking}: on Debian, apt-get install systemd-container mmdebstrap iproute2 openssh-client"
-    )
+    packages = "systemd-container mmdebstrap iproute2 openssh-client"
+    return lacking and f"needs {lacking}: on Debian, apt-get install {packages}"
 
 
 def root() -> Path:
@@ -123,10 +122,8 @@ class Pod:
         unified = "/sys/fs/cgroup/unified" if Path("/sys/fs/cgroup/unified").exists() else "/sys/fs/cgroup"
         init = ["sh", "-c", INIT, "init", str(folder), str(workers), str(lower)]
         command = ["sh", "-c", KEEPER, "keeper", f"{unified}/{self.cgroup}", *init]
-        log = (folder / "keeper").open("w")
-        self.keeper = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, cwd="/"
-        )
+        streams = {"stdin": subprocess.PIPE, **dict.fromkeys(("stdout", "stderr"), (folder / "keeper").open("w"))}
+        self.keeper = subprocess.Popen(command, **streams, start_new_session=True, cwd="/")
         self.wait(lambda: (folder / "pid").exists())
         self.pid = int((folder / "pid").read_text())
         hosts = "".join(f"Host worker-{worker}\n HostName 10.7.0.1{worker}\n" for worker in range(workers))
@@ -137,17 +134,13 @@ class Pod:
         for worker in range(workers):
             self.wait_reachable(worker)
 
-    def wait(self, condition, seconds: float = 60) -> None:
-        """Waits until the condition holds."""
-        end = time.monotonic() + seconds
-        while not condition():
-            assert self.keeper.poll() is None, (self.folder / "keeper").read_text()
-            assert time.monotonic() < end, "waited in vain"
-            time.sleep(0.05)
-
     def wait_reachable(self, worker: int) -> None:
         """Waits until ssh reaches a worker."""
         self.wait(lambda: self.ssh(worker, "true", "-oConnectTimeout=2").returncode == 0)
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        wait(lambda: self.keeper.poll() is not None or condition(), 60)
+        assert self.keeper.poll() is None, (self.folder / "keeper").read_text()
 
     def ssh(self, worker: int, command: str, *options: str) -> subprocess.CompletedProcess:
         """Runs a command on a worker, past all faults but those of the network."""
@@ -177,12 +170,10 @@ class Pod:
         """Restarts a worker without asking its processes to end."""
         self.kill(worker, "/systemd/systemd\0")
 
-    def kill(self, worker: int, *words: str, number: int = signal.SIGKILL) -> int:
-        """Sends a signal to the processes on a worker with these words. Returns how many there were."""
+    def kill(self, worker: int, *words: str) -> int:
+        """Kills the processes on a worker with these words. Returns how many there were."""
         found = self.processes(worker, *words)
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        kill(found)
         return len(found)
 
     def close(self) -> None:

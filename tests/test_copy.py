@@ -106,7 +106,7 @@ def test_a_copy_for_one_kind_of_device_leaves_out_the_other(tmp_path):
         assert ("torch_xla==" in (folder / "requirements.txt").read_text()) == (device == "xla")
     assert "--device cpu" in (tmp_path / "cpu/README.md").read_text()
     for copy, device in (("cpu", "cpu"), ("cpu", "xla"), ("xla", "cpu")):
-        result = train(tmp_path / copy, "dlrm", "--device", device, CPU_NUM_DEVICES="1", OMP_NUM_THREADS="1")
+        result = train(tmp_path / copy, "dlrm", "--device", device, *TRIALS["dlrm"].split(), CPU_NUM_DEVICES="1")
         if copy == device:
             assert result.returncode == 0 and "auc" in result.stdout, result.stderr[-2000:]
         else:

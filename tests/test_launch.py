@@ -165,42 +165,42 @@ def test_values_arrive_whole_and_secrets_leave_no_trace(bed):
 SHARE = "error: my-tpu has 2 workers, and "
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("train -- --lr", "--lr after -- is not an argument of make train"),
-        ("train -- ZONE=a", "ZONE= is for this machine"),
-        ("train --run a/b", "RUN=a/b is not the name of one folder"),
-        ("train --run " + 101 * "x", "use up to 100 letters"),
-        ("train --run a -- NAME=b", "two names"),
-        ("train --env A", 'A in ENV is not an assignment; write ENV="A=b'),
-        ("train --env 'A=\"b'", "cannot be read"),
-        ("train --env HF_TOKEN=x", "HF_TOKEN in ENV would stand in this machine's list of processes: export it here"),
-        ("train --env MY_KEY=x", "give --secret MY_KEY"),
-        ("train --secret NOT_SET", "--secret NOT_SET: this variable is not set here"),
-        ("train --grace nan", "--grace nan is not a time to save: give 0 to 86400 seconds"),
-        ("stop --grace=-5", "--grace -5 is not a time to save"),
-        ("train --tpu My_Tpu", "is not the name of a TPU VM"),
-        ("train --tpu local", "TPU=local is this machine"),
-        ("train --tpu ssh:a,-oProxyCommand=x", "is not a list of hosts"),
-        ("train --tpu ssh:a,a", "names a host twice"),
-        ("train --tpu ssh:a --create v6e-8", "CREATE=v6e-8 is for a TPU VM"),
-        ("train --create v6e-8", "CREATE=v6e-8 deletes the TPU with its disks when the run has ended"),
-        ("train --create v6e-8 --detach -- ARGS=--runs=gs://b", "leaves nobody to delete the TPU: give --keep"),
-        ("logs", "does not know of a run"),
-        ("logs --run x", "does not know of RUN=x"),
-        # Workers that share no folder for the runs.
-        ("train -- MODEL=tiny", SHARE + "ARGS has no --runs, so the run's folder is on each worker's own disk"),
-        ("train -- 'ARGS=--lr 0.1'", "the absolute path of a shared folder"),
-        ("train -- 'ARGS=--runs gs://b/runs --runs other'", SHARE + "--runs other in ARGS is a folder of each"),
-        ("train -- ARGS=--runs=~/runs", "--runs ~/runs in ARGS is a folder of each worker's own disk"),
-    ],
-)
-def test_what_the_user_can_fix_is_one_sentence(bed, here, arguments, message):
-    code, _, err = here(*shlex.split(arguments))
-    last = err.splitlines()[-1]
-    assert code == 2 and last.startswith("error: ") and message in last
-    assert not any(bed.starts()) and ("logs" in arguments or not bed.calls("ssh"))
+MISTAKES = [
+    ("train -- --lr", "--lr after -- is not an argument of make train"),
+    ("train -- ZONE=a", "ZONE= is for this machine"),
+    ("train --run a/b", "RUN=a/b is not the name of one folder"),
+    ("train --run " + 101 * "x", "use up to 100 letters"),
+    ("train --run a -- NAME=b", "two names"),
+    ("train --env A", 'A in ENV is not an assignment; write ENV="A=b'),
+    ("train --env 'A=\"b'", "cannot be read"),
+    ("train --env HF_TOKEN=x", "HF_TOKEN in ENV would stand in this machine's list of processes: export it here"),
+    ("train --env MY_KEY=x", "give --secret MY_KEY"),
+    ("train --secret NOT_SET", "--secret NOT_SET: this variable is not set here"),
+    ("train --grace nan", "--grace nan is not a time to save: give 0 to 86400 seconds"),
+    ("stop --grace=-5", "--grace -5 is not a time to save"),
+    ("train --tpu My_Tpu", "is not the name of a TPU VM"),
+    ("train --tpu local", "TPU=local is this machine"),
+    ("train --tpu ssh:a,-oProxyCommand=x", "is not a list of hosts"),
+    ("train --tpu ssh:a,a", "names a host twice"),
+    ("train --tpu ssh:a --create v6e-8", "CREATE=v6e-8 is for a TPU VM"),
+    ("train --create v6e-8", "CREATE=v6e-8 deletes the TPU with its disks when the run has ended"),
+    ("train --create v6e-8 --detach -- ARGS=--runs=gs://b", "leaves nobody to delete the TPU: give --keep"),
+    # Workers that share no folder for the runs.
+    ("train -- MODEL=tiny", SHARE + "ARGS has no --runs, so the run's folder is on each worker's own disk"),
+    ("train -- 'ARGS=--lr 0.1'", "the absolute path of a shared folder"),
+    ("train -- 'ARGS=--runs gs://b/runs --runs other'", SHARE + "--runs other in ARGS is a folder of each"),
+    ("train -- ARGS=--runs=~/runs", "--runs ~/runs in ARGS is a folder of each worker's own disk"),
+    ("logs", "does not know of a run"),
+    ("logs --run x", "does not know of RUN=x"),
+]
+
+
+def test_what_the_user_can_fix_is_one_sentence(bed, here):
+    for arguments, message in MISTAKES:
+        code, _, err = here(*shlex.split(arguments))
+        last = err.splitlines()[-1]
+        assert code == 2 and last.startswith("error: ") and message in last, arguments
+        assert not any(bed.starts()) and ("logs" in arguments or not bed.calls("ssh")), arguments
 
 
 def test_the_folder_of_the_runs_is_read_from_the_arguments():
@@ -222,23 +222,23 @@ RECREATE = (
 QUEUED = {"queuedResource": "projects/p/locations/z/queuedResources/wish"}
 
 
-@pytest.mark.parametrize(
-    "state, message",
-    [
-        ({"state": "PREEMPTED", "spot": True}, f"the cloud took it back; recreate it: {RECREATE} --spot"),
-        ({"state": "PREEMPTED", "node": QUEUED}, "queued-resources delete wish --force"),
-        ({"state": "TERMINATED"}, RECREATE),
-        ({"state": "STOPPED"}, "start it: gcloud compute tpus tpu-vm start my-tpu --zone=us-east5-b"),
-        ({"health": "UNHEALTHY_TPU", "node": {"healthDescription": "chip 3"}}, "UNHEALTHY_TPU .chip 3."),
-        ({"state": "DELETED"}, "there is no TPU VM my-tpu .*create my-tpu .*CREATE=v6e-8"),
-    ],
-)
-def test_a_tpu_that_is_gone_is_explained_with_the_command_and_nothing_is_begun(bed, here, state, message):
-    bed.set(**state)
-    code, _, err = here("train")
-    last = err.splitlines()[-1]
-    assert code == 75 and last.startswith("error: ") and re.search(message, last), err
-    assert len(bed.calls()) == 1
+GONE = [
+    ({"state": "PREEMPTED", "spot": True}, f"the cloud took it back; recreate it: {RECREATE} --spot"),
+    ({"state": "PREEMPTED", "node": QUEUED}, "queued-resources delete wish --force"),
+    ({"state": "TERMINATED"}, RECREATE),
+    ({"state": "STOPPED"}, "start it: gcloud compute tpus tpu-vm start my-tpu --zone=us-east5-b"),
+    ({"health": "UNHEALTHY_TPU", "node": {"healthDescription": "chip 3"}}, "UNHEALTHY_TPU .chip 3."),
+    ({"state": "DELETED"}, "there is no TPU VM my-tpu .*create my-tpu .*CREATE=v6e-8"),
+]
+
+
+def test_a_tpu_that_is_gone_is_explained_with_the_command_and_nothing_is_begun(bed, here):
+    for state, message in GONE:
+        bed.set(**{"state": "READY", "health": "HEALTHY", "spot": False, "node": {}, **state})
+        code, _, err = here("train")
+        last = err.splitlines()[-1]
+        assert code == 75 and last.startswith("error: ") and re.search(message, last), err
+    assert len(bed.calls()) == len(GONE)
 
 
 @one_worker
@@ -288,13 +288,13 @@ TRANSIENT = [
 ]
 
 
-@pytest.mark.parametrize("text, message", FINAL)
-def test_an_error_of_gcloud_that_is_final_is_explained_and_its_own_line_kept(bed, here, text, message):
-    text = ERROR + text
-    bed.wrong(verb="describe", message=f"WARNING: Your active project does not match the quota project.\n{text}")
-    code, _, err = here("train")
-    last = err.splitlines()[-1]
-    assert code == 2 and re.search(message, last) and text.splitlines()[0] in last
+def test_an_error_of_gcloud_that_is_final_is_explained_and_its_own_line_kept(bed, here):
+    for text, message in FINAL:
+        warning = "WARNING: Your active project does not match the quota project.\n"
+        bed.wrong(verb="describe", message=f"{warning}{ERROR}{text}")
+        code, _, err = here("train")
+        last = err.splitlines()[-1]
+        assert code == 2 and re.search(message, last) and (ERROR + text).splitlines()[0] in last
 
 
 @one_worker
@@ -373,9 +373,8 @@ def test_the_first_worker_that_fails_ends_all(bed, detach):
     assert bed.idle() and min(bed.steps()) >= 10
 
 
-@pytest.mark.parametrize(
-    "message, sentence",
-    [
+def test_known_messages_are_explained():
+    for message, sentence in (
         ("RuntimeError: Failed to get global TPU topology.", "must be started on all workers"),
         ("ABORTED: The TPU is already in use by process with pid 2718466.", "another process on this worker holds"),
         ("open(/dev/vfio/0): Device or resource busy: Device or resource busy", "sudo lsof"),
@@ -385,11 +384,9 @@ def test_the_first_worker_that_fails_ends_all(bed, detach):
         ("OSError: [Errno 28] No space left on device", "the disk of this worker is full"),
         ("make: *** [Makefile:2: train] Killed", "ran out of memory (not the TPU's)"),
         ("[worker 1] make: *** [Makefile:2: train] Error 137", "ran out of memory (not the TPU's)"),  # dash's way
-    ],
-)
-def test_known_messages_are_explained(message, sentence):
-    (said,) = messages.explain_log(f"a\n{message}\nb")
-    assert sentence in said
+    ):
+        (said,) = messages.explain_log(f"a\n{message}\nb")
+        assert sentence in said
 
 
 def test_a_worker_that_fails_is_started_again_from_its_checkpoint_with_no_client(bed):

@@ -69,7 +69,7 @@ class Containers(Bed):
     def idle(self) -> bool:
         """Whether neither a trainer nor anything of a unit is left."""
         units = [self.pod.processes(worker, unit="/xla-zoo.service") for worker in range(self.tpu["workers"])]
-        return not any(self.trainers()) and not any(units)
+        return not any(self.trainers() + units)
 
     def finish(self, *clients: subprocess.Popen) -> None:
         """Lets the trainers come to their end, and asserts that their clients do."""
@@ -130,10 +130,7 @@ def test_stop_ends_all_that_it_reaches(bed):
 def test_a_machine_restarts(bed, worker, how):
     """The others end, too. With time to save, all have saved."""
     client = bed.begin("--retries", "2", args="saving=4")
-    if how == "shut down":
-        bed.pod.ssh(worker, "sudo systemctl reboot")
-    else:
-        bed.pod.cut_power(worker)
+    bed.pod.ssh(worker, "sudo systemctl reboot") if how == "shut down" else bed.pod.cut_power(worker)
     bed.check_idle(60, stays=3)
     # What worker 0 knew of the end is gone with its memory.
     assert bed.ended(client)[0] == (143 if how == "shut down" and worker else 1), client.err.read_text()
@@ -157,25 +154,19 @@ def test_a_full_disk(bed):
     bed.begin()
 
 
-def test_hosts_of_ssh(bed):
-    """Their connections break; then both are stopped."""
-    bed.set(workers=2)
-    place = ("--tpu", "ssh:worker-0,worker-1")
+def test_hosts_of_ssh_and_a_keeper_that_is_killed(bed):
+    """Connections break. systemd kills what the keeper leaves, and the others end, too. Then all are stopped."""
+    place = ("--tpu", "ssh:worker-0,worker-1,worker-2,worker-3")
     client = bed.begin(*place)
     assert bed.pod.kill(0, "sshd: me")
     bed.wait(lambda: "connected again" in client.err.read_text())
-    bed.stop(0, *place)
-    assert bed.ended(client)[0] == 143 and bed.saved()
-
-
-def test_the_keeper_is_killed(bed):
-    """systemd kills what it leaves, and the others end, too."""
-    client = bed.begin()
     assert bed.pod.kill(0, "keeper.py\0keep") == 1
     assert bed.ended(client)[0] == 137
     bed.check_idle(60)
     assert min(bed.steps()) >= max(bed.steps()) - 10
-    bed.begin()
+    client = bed.begin(*place)
+    bed.stop(0, *place)
+    assert bed.ended(client)[0] == 143 and bed.saved()
 
 
 EARLY = (
