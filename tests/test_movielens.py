@@ -113,9 +113,9 @@ def test_ratings_alone_are_enough(tmp_path):
     assert log.num_dense == 1 and batch["dense"].shape == (len(log), 1) and not batch["dense"].any()
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
+def test_malformed_ratings_are_left_out_and_the_first_is_named(folder):
+    expected, lines = both(folder), (folder / "u.data").read_text().splitlines()
+    for line, reason in (
         ("1\t2\t3", "3 columns instead of 4"),
         ("1\t2\t6\t0", "rating is '6'"),
         ("1\t2\t\t0", "rating is ''"),
@@ -125,18 +125,14 @@ def test_ratings_alone_are_enough(tmp_path):
         ("1\t2\t3\tnoon", "time is 'noon'"),
         ("", "1 columns instead of 4"),
         ("1\t2\t3\udcff\t0", "not UTF-8"),
-    ],
-)
-def test_malformed_ratings_are_left_out_and_the_first_is_named(folder, line, reason):
-    expected = both(folder)
-    lines = (folder / "u.data").read_text().splitlines()
-    text = "\n".join([*lines[:9], line, *lines[9:], "broken"])
-    (folder / "u.data").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(InputError, match=rf"2 of 122 lines of u.data are malformed.*u\.data line 10: .*{reason}"):
-        ml.MovieLens(folder, "train")
-    with pytest.warns(UserWarning, match="2 malformed lines of 122 were left out, the first: .*line 10"):
-        log = ml.MovieLens(folder, "train", bad_rows=0.02)
-    assert (log.batch(np.arange(len(log)))["ids"] == expected["ids"][: len(log)]).all()
+    ):
+        text = "\n".join([*lines[:9], line, *lines[9:], "broken"])
+        (folder / "u.data").write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(InputError, match=rf"2 of 122 lines of u.data are malformed.*u\.data line 10: .*{reason}"):
+            ml.MovieLens(folder, "train")
+        with pytest.warns(UserWarning, match="2 malformed lines of 122 were left out, the first: .*line 10"):
+            log = ml.MovieLens(folder, "train", bad_rows=0.02)
+        assert (log.batch(np.arange(len(log)))["ids"] == expected["ids"][: len(log)]).all()
 
 
 def test_malformed_films_and_users_are_named(folder):
