@@ -25,9 +25,8 @@ from tpu.compiler.hlo_pb2 import HloModuleProtoWithConfig
 from train.common import cli, device
 from train.common.run import Run
 
+
 # ---- a run's folder --------------------------------------------------------------------------------------------------
-
-
 def records(path) -> list[dict]:
     """Returns the lines of metrics.jsonl without their timings."""
     return [{**json.loads(line), "timing": None} for line in open(f"{path}/metrics.jsonl")]
@@ -157,7 +156,6 @@ def start(script: ModuleType, config: Any, devices: int = 4, stop: Stop | None =
 
 
 # ---- a script in this process ----------------------------------------------------------------------------------------
-
 
 # Where `stop_at` acts: functions whose second argument counts steps or batches.
 LOG, SEED = (Run, "log"), (device, "seed_step")

@@ -106,8 +106,6 @@ def restored(place: str) -> tuple[int, float]:
 
 
 # ---- round trip ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_everything_comes_back_bit_for_bit_and_nothing_is_compiled_again(mesh, place, optimizer, monkeypatch):
     gate, write = threading.Event(), Checkpointer._write
@@ -141,8 +139,6 @@ def test_everything_comes_back_bit_for_bit_and_nothing_is_compiled_again(mesh, p
 
 
 # ---- which checkpoint ------------------------------------------------------------------------------------------------
-
-
 def test_the_newest_is_restored_and_the_last_ones_are_kept(place):
     assert restored(place) == (0, -1.0), "there is nothing yet"
     save_all(place, [1, 2, 10, 9_999, 16_000_000], keep=3)
@@ -206,8 +202,6 @@ def test_what_a_killed_writer_left_goes_with_the_next_checkpoint_and_other_files
 
 
 # ---- another model ---------------------------------------------------------------------------------------------------
-
-
 OTHERS = {
     "model.embedding.weight is [12, 6], not [13, 6]; ": {"words": 13},
     "optimizer.embedding.weight.momentum_buffer is missing, not [12, 6]": {"optimizer": sgd},
@@ -245,8 +239,6 @@ def test_numbers_of_the_optimizer_come_back_or_are_refused(place):
 
 
 # ---- writing off the loop --------------------------------------------------------------------------------------------
-
-
 def test_save_returns_at_once_and_writes_the_moment_of_save(place, monkeypatch):
     model, optimizer = on_cpu(1.0)
     gate, write = threading.Event(), files.write_synced
@@ -273,8 +265,6 @@ def test_an_error_that_ends_the_run_waits_for_the_writer(place, monkeypatch):
 
 
 # ---- a full disk -----------------------------------------------------------------------------------------------------
-
-
 def fill_disk(monkeypatch, checkpoints, room: int) -> None:
     """Lets every write take `room` bytes, and then there is no space left."""
     opened = checkpoints._fs.open
@@ -345,8 +335,6 @@ def test_failures_are_raised_whatever_they_are(place, monkeypatch):
 
 
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
-
-
 def test_kill_9_at_any_moment_leaves_a_checkpoint_to_restore(tmp_path, capsys):
     """Processes of the clean fork server, since each start of torch_xla takes seconds."""
     place, last, moments = str(tmp_path / "checkpoints"), 0, random.Random(0)
@@ -377,8 +365,6 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_to_restore(tmp_path, capsys):
 
 
 # ---- weights and other files -----------------------------------------------------------------------------------------
-
-
 def test_weights_and_metadata_come_back_and_missing_ones_are_an_input_error(place, tmp_path):
     tensors = {"a": torch.randn(3, 4), "b.c": torch.arange(5), "d": torch.randn(4, 3).T.bfloat16()}
     tensors["e"] = torch.tensor(2.5)
@@ -439,8 +425,6 @@ def test_files_come_back_and_a_folder_of_a_url_is_copied(place):
 
 
 # ---- the mean of the last checkpoints --------------------------------------------------------------------------------
-
-
 STOPPED = (10, 20, 23, 30, 37, 40), 3, [20, 30, 40]  # by signals, on the way
 NO_MULTIPLE = (10, 20, 30, 33), 2, [30, 33]  # is the last
 

@@ -35,8 +35,6 @@ def nothing_pending(mesh):
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_step_is_traced_confirmed_and_repeated_for_each_set_of_shapes():
     step, report = make(lambda x: x * 1.5, max_graphs=2)
     width = next(WIDTHS)
@@ -45,14 +43,8 @@ def test_a_step_is_traced_confirmed_and_repeated_for_each_set_of_shapes():
     for x in (one, one, other, one, other, other):
         assert step(x).shape == x.shape
         found.append((confirmed(step), report.traced, report.repeated))
-    assert found == [
-        ([False], 1, 0),
-        ([True], 2, 0),
-        ([True, False], 3, 0),
-        ([True, False], 3, 1),
-        ([True, True], 4, 1),
-        ([True, True], 4, 2),
-    ]
+    seen = [[False], [True], [True, False], [True, False], [True, True], [True, True]]
+    assert found == list(zip(seen, (1, 2, 3, 3, 4, 4), (0, 0, 0, 1, 1, 2), strict=True))
     assert compilations() == graphs + 2 and report.compile_seconds > 0
     expected = {"recompilations": [], "fallbacks": [], "traced": 4, "repeated": 2}
     summary = report.summary(reset=True)
@@ -88,20 +80,9 @@ def test_a_python_value_that_changes_later_is_found():
 
 
 # ---- what breaks the contract ----------------------------------------------------------------------------------------
-
-
 class Batch(NamedTuple):
     image: torch.Tensor
     label: torch.Tensor
-
-
-class Broken(NamedTuple):
-    """Calls of a step: the last one breaks the contract, after `compiled` graphs of its own."""
-
-    step_fn: object
-    calls: list
-    match: str
-    compiled: int = 0
 
 
 def labelled(batch):
@@ -117,42 +98,45 @@ def branches():
     return lambda x: x.sin() if next(flags) else x.cos()
 
 
+# A step, calls of which the last one breaks the contract, and what is said of it.
 BROKEN = {
-    "shape": lambda x, model: Broken(
+    "shape": lambda x, model: (
         labelled,
         [({"image": x, "label": ones(4)},), ({"image": ones(6, 3), "label": ones(6)},)],
         r"\['image'\] is \(\(6, 3\), 'float32'\), compiled for \(\(4, \d+\), 'float32'\); argument 0"
         r"\['label'\] is \(\(6,\), 'float32'\), compiled for \(\(4,\), 'float32'\)",
     ),
-    "type": lambda x, model: Broken(
+    "type": lambda x, model: (
         in_mode,
         [(model, {"x": x}), (model, {"x": ones(*x.shape, dtype=torch.int32)})],
         r"\['x'\] is .*'int32'\), compiled for .*'float32'\)",
     ),
-    "mode": lambda x, model: Broken(
+    "mode": lambda x, model: (
         lambda model, x: model[0](x).detach(),
         [(nn.ModuleList([model]), x), (nn.ModuleList([model]).eval(), x)],
         "argument 0 is evaluation, compiled for training",
     ),
-    "missing": lambda x, model: Broken(
-        in_mode, [(model, {"x": x, "mask": x}), (model, {"x": x})], r"an input is missing: argument 1\['mask'\]"
+    "missing": lambda x, model: (
+        in_mode,
+        [(model, {"x": x, "mask": x}), (model, {"x": x})],
+        r"an input is missing: argument 1\['mask'\]",
     ),
-    "third shape": lambda x, model: Broken(
+    "third shape": lambda x, model: (
         lambda x: x * 1.9,
         [(ones(4, 2),), (ones(5, 2),), (ones(4, 2),), (ones(6, 2),)],
         r"argument 0 is \(\(6, 2\), 'float32'\)",
     ),
-    "field": lambda x, model: Broken(
+    "field": lambda x, model: (
         lambda batch: batch.image * batch.label,
         [(Batch(x, ones(1)),), (Batch(x, ones(4, 1)),)],
         r"argument 0.label is \(\(4, 1\), 'float32'\), compiled for \(\(1,\), 'float32'\)",
     ),
-    "number": lambda x, model: Broken(
+    "number": lambda x, model: (
         lambda x, factor: x * factor,
         [(x, 0.3), (x, 0.3), (x, 0.7)],
         "argument 1 is 0.7, compiled for 0.3 .give a changing number as a tensor on the device",
     ),
-    "branch": lambda x, model: Broken(branches(), [(x,), (x,)], "a Python value or branch inside it changed", 1),
+    "branch": lambda x, model: (branches(), [(x,), (x,)], "a Python value or branch inside it changed"),
 }
 
 
@@ -160,18 +144,17 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_recompiles_stops_a_strict_step_and_is_a_warning_otherwise(mesh, capsys, case, strict):
     width = next(WIDTHS)
-    broken = BROKEN[case](ones(4, width), device.to_device(nn.Linear(width, 2), mesh))
-    step, report = make(broken.step_fn, strict, max_graphs=2 if case == "third shape" else 1)
-    *good, last = broken.calls
+    step_fn, (*good, last), match = BROKEN[case](ones(4, width), device.to_device(nn.Linear(width, 2), mesh))
+    step, report = make(step_fn, strict, max_graphs=2 if case == "third shape" else 1)
     for args in good:
         step(*args)
     torch_xla.sync()
     assert report.recompilations == []
     graphs = compilations()
     if strict:
-        with pytest.raises(GraphError, match=f"{broken.match}.*; --no-strict makes this a warning"):
+        with pytest.raises(GraphError, match=f"{match}.*; --no-strict makes this a warning"):
             step(*last)
-        assert compilations() - graphs <= broken.compiled
+        assert compilations() - graphs <= (case == "branch")
     else:
         step(*last)
         assert f"warning: {report.recompilations[0]}\n" in capsys.readouterr().out
@@ -231,8 +214,7 @@ def test_operations_outside_of_the_step_that_compile_each_time_are_stopped():
 
 
 def test_operations_outside_of_the_step_with_one_shape_are_fine():
-    step, report = make(lambda x: x * 3.7)
-    x, total = ones(4), torch.zeros(()).to(xla.torch_xla.device())
+    (step, report), x, total = make(lambda x: x * 3.7), ones(4), ones(1).sum() * 0
     for _ in range(6):
         total = total + step(x).sum()
     assert device.fetch([total]) == pytest.approx([6 * 4 * 3.7]) and report.recompilations == []

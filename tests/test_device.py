@@ -74,8 +74,6 @@ def sharding(tensor) -> str:
 
 
 # ---- set-up and moving a model ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision, kind", [("bfloat16", "bf16"), ("float32", "f32")])
 def test_autocast_decides_the_type_of_matrix_products(mesh, precision, kind):
     model = device.to_device(nn.Linear(8, 4), mesh)
@@ -102,8 +100,6 @@ def test_to_device_keeps_parameter_objects_and_ties_and_annotates_all_as_replica
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
-
-
 @each_optimizer
 def test_state_of_a_real_step_one_compilation_and_the_losses_of_eager_pytorch(mesh, optimizer):
     reference, expected, x, y = make(optimizer)
@@ -215,8 +211,6 @@ def test_adam_is_compiled_once_however_many_steps(mesh, optimizer):
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------------
-
-
 def test_dropout_depends_on_seed_and_step_alone(mesh):
     dropout, x = nn.Dropout(0.5), torch.ones(64).to(mesh.device)
     step = device.compiled(lambda dropout, x: (dropout(x * 5.1), dropout(x * 5.1)), mesh)
@@ -236,8 +230,6 @@ def test_dropout_depends_on_seed_and_step_alone(mesh):
 
 
 # ---- reading, hosts, signals -----------------------------------------------------------------------------------------
-
-
 def test_fetch_is_one_transfer(mesh):
     x = torch.arange(6.0).to(mesh.device)
     values = [x.sum(), x.max(), x.mean(), x.min()]

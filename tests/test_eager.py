@@ -2,7 +2,6 @@
 learn what they learn on XLA, resume exactly, and start with XLA's losses."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from eager_runs import without_dropout
-from helpers import equal, exported, losses, records, summary
+from helpers import environment, equal, exported, losses, records, summary
 from test_scripts import within
 from trials import TRIALS
 
@@ -27,14 +26,9 @@ ROUNDING = 2e-5
 
 def run(name: str, folder, *runs: str, code: int = 0) -> dict[str, dict[str, float]]:
     """Runs tests/eager_runs.py; returns each run's final metrics."""
-    variables = {"PYTHONPATH": str(ROOT), "CPU_NUM_DEVICES": "1"}
-    process = subprocess.run(
-        [sys.executable, ROOT / "tests/eager_runs.py", name, folder, *runs],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, ROOT / "tests/eager_runs.py", name, folder, *runs]
+    variables = environment(1, PYTHONPATH=str(ROOT))
+    process = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
     assert process.returncode == code, process.stdout + process.stderr
     return {} if code else json.loads(process.stdout.splitlines()[-1])
 
@@ -77,26 +71,22 @@ def test_without_torch_xla_it_resumes_exactly_and_starts_with_xlas_losses(name, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "variables", "sentence"),
+    ("kind", "precision", "devices", "processes", "sentence"),
     [
-        (
-            "cpu",
-            {"CPU_NUM_DEVICES": "4"},
-            "CPU_NUM_DEVICES is 4.*--device cpu runs on one device: unset it.*--device xla",
-        ),
-        ("cuda", {"CPU_NUM_DEVICES": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2.*--device cuda.*--device xla"),
-        ("cuda", {"CPU_NUM_DEVICES": "1"}, "--device is cuda, but PyTorch finds no GPU here.*use cpu or xla"),
-        ("tpu", {}, "device is 'tpu'; it must be one of xla, cpu, cuda"),
-        ("cpu", {"precision": "float16"}, "precision is 'float16'; it must be one of bfloat16, float32"),
+        ("cpu", "float32", 4, 1, "CPU_NUM_DEVICES is 4.*--device cpu runs on one device: unset it.*--device xla"),
+        ("cuda", "float32", 1, 2, "WORLD_SIZE is 2.*--device cuda.*--device xla"),
+        ("cuda", "float32", 1, 1, "--device is cuda, but PyTorch finds no GPU here.*use cpu or xla"),
+        ("tpu", "float32", 4, 1, "device is 'tpu'; it must be one of xla, cpu, cuda"),
+        ("cpu", "float16", 1, 1, "precision is 'float16'; it must be one of bfloat16, float32"),
     ],
 )
-def test_one_device_that_is_there(kind, variables, sentence, monkeypatch):
+def test_one_device_that_is_there(kind, precision, devices, processes, sentence, monkeypatch):
     monkeypatch.setattr(device, "_backend", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CPU_NUM_DEVICES", str(devices))
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
     with pytest.raises(InputError, match=sentence):
-        device.setup(0, variables.get("precision", "float32"), kind=kind)
+        device.setup(0, precision, kind=kind)
 
 
 def test_what_waits_for_a_step_is_called_once_the_next_one_has_run(monkeypatch):

@@ -122,8 +122,6 @@ def whole(pieces, tables=TABLES) -> dict[tuple[str, str], torch.Tensor]:
 
 
 # ---- the reference: torch on the CPU ---------------------------------------------------------------------------------
-
-
 def torchrecs(weights, lr):
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -217,8 +215,6 @@ def assert_parity(
 
 
 # ---- parity ----------------------------------------------------------------------------------------------------------
-
-
 UNLIKE = ("rowwise_adagrad", "lazy_adam")  # the others have nothing that one of these has not
 ONE_HOT = [dataclasses.replace(table, lookups=1) for table in TABLES]
 VOCABULARY = {"tables": [Table("words", 60, 5, "mean")], "ragged": False, "step_fn": vocabulary_step}
@@ -293,8 +289,6 @@ def test_evaluation_leaves_nothing_to_update(mesh):
 
 
 # ---- plan exchange: who owns a row, and how many rows there is room for ----------------------------------------------
-
-
 @pytest.mark.parametrize("parts", [1, 2, 3, 6, 8, 256])
 def test_every_row_has_one_owner_and_one_place(mesh, parts):
     rows = np.concatenate([np.arange(3000), 2**24 + np.arange(-9, 9), 2**31 - 300 + np.arange(290)])
@@ -375,8 +369,6 @@ def test_ids_without_a_place_stop_the_run_before_anything_is_saved(mesh, tmp_pat
 
 
 # ---- initial weights -------------------------------------------------------------------------------------------------
-
-
 def hash32(x):
     """lowbias32 in numpy's unsigned integers."""
     x = x ^ (x >> np.uint32(16))
@@ -409,7 +401,6 @@ def test_initial_weights_depend_on_the_seed_alone(mesh, plan, model_devices):
 
 
 # ---- the compiled module ---------------------------------------------------------------------------------------------
-
 BIG = (Table("one", 30_000), Table("other", 18_000), Table("tags", 9_000, 3, "mean"), Table("last", 4_000))
 DUMPED = [("exchange", "adagrad"), *((plan, "lazy_adam") for plan in CUT)]
 
@@ -485,8 +476,6 @@ def test_nothing_in_the_step_is_as_large_as_a_table_but_the_update_in_place(modu
 
 
 # ---- other numbers of devices ----------------------------------------------------------------------------------------
-
-
 def state_sums(embeddings) -> dict[str, int]:
     return {f"{name}/{kind}": zlib.crc32(array.numpy()) for (name, kind), array in whole(embeddings.pieces()).items()}
 
@@ -530,8 +519,6 @@ def other_devices(mesh, tmp_path_factory) -> dict[int, dict]:
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def dense(mesh, seed: int = 0):
     """The part of a model that is no table."""
     torch.manual_seed(seed)
@@ -723,8 +710,6 @@ def test_a_checkpoint_with_or_without_tables_is_refused(mesh, tmp_path):
 
 
 # ---- checkpoints of several hosts ------------------------------------------------------------------------------------
-
-
 def on_host(host: int, place: str, embeddings) -> Checkpointer:
     """Checkpoints of one of two hosts, which has its own place in the mesh, and its own share of the pieces."""
     twin = copy.copy(embeddings)
@@ -778,7 +763,6 @@ def test_the_marks_of_an_earlier_attempt_do_not_count(mesh, place, monkeypatch, 
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
-
 UNLIMITED = 1e15
 
 
@@ -850,7 +834,6 @@ def test_the_memory_of_a_device_is_known_or_asked_for(mesh):
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
-
 FEW = (Table("user", 10), Table("tags", 5, 3), Table("hour", 4))
 
 
@@ -905,8 +888,6 @@ def test_six_columns_are_cut_over_two_devices(mesh):
 
 
 # ---- rows side by side in lines of 128, as on a TPU ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dim", [1, 16, 24, 64, 100, 128, 200])
 def test_rows_of_any_width_are_found_in_their_lines(mesh, dim):
     pack = emb.rows_in_a_line(dim, 128)

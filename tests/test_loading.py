@@ -21,9 +21,8 @@ from errors import InputError
 from train.common import loading
 from train.common.loading import PADDING, parallel_loader
 
+
 # ---- data sets -------------------------------------------------------------------------------------------------------
-
-
 class Numbers:
     """Examples that say which they are, and one draw of their generator; the `calls` of this process are counted."""
 
@@ -124,8 +123,6 @@ def equal(batches, others) -> bool:
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(mesh) -> list[dict[str, np.ndarray]]:
     """Ten steps over three ends of an epoch: 27 examples are 3 batches of 8 an epoch."""
@@ -238,8 +235,6 @@ def test_shared_memory_does_not_grow_with_the_batches(monkeypatch):
 
 
 # ---- evaluation and hosts --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size, workers", [(1, 0), (7, 0), (8, 0), (9, 0), (16, 0), (27, 0), (9, 2), (16, 2)])
 @pytest.mark.parametrize("kind", [Numbers, Rows])
 def test_evaluation_has_every_example_once_in_order(mesh, kind, size, workers):
@@ -306,8 +301,6 @@ def test_tensors_of_every_rank_and_shape_are_sharded_over_the_batch(mesh):
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
-
-
 def bad_collate(examples):
     return 1 / 0
 
@@ -412,8 +405,6 @@ def test_what_cannot_be_loaded_is_refused(mesh, dataset, batch_size, options, ki
 
 
 # ---- counting, waiting, closing --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("size, skipped", [(10, 4), (9, 3), (1, 1)])
 def test_skipped_files_are_counted_on_the_host(mesh, workers, size, skipped):

@@ -88,8 +88,6 @@ sys.addaudithook(_audit)
 
 
 # ---- the pod ---------------------------------------------------------------------------------------------------------
-
-
 class Pod:
     """Hosts as threads that take turns: one runs until it waits for the others.
 
@@ -466,8 +464,6 @@ def assert_equal(batches: list[dict], others: list[dict]) -> None:
 
 
 # ---- what the hosts read ---------------------------------------------------------------------------------------------
-
-
 @every_script
 def test_the_hosts_together_have_the_batches_of_one_host_and_each_has_its_metrics(trained, name):
     """Where one host is missing, or comes with another shape, the pod fails before."""
@@ -501,8 +497,6 @@ def test_a_resumed_run_goes_on_with_the_rest_on_any_number_of_hosts(trained, nam
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("task", "count"), [("cola", 2), ("stsb", 3), ("mnli", 4)])
 def test_glue_metrics_that_the_host_computes_are_of_all_hosts(task, count, tmp_path, monkeypatch):
     """Matthews' correlation, Pearson's and Spearman's, and both splits of MNLI."""
@@ -639,8 +633,6 @@ def test_a_host_that_does_not_see_the_last_checkpoint_yet_has_no_mean_of_its_own
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("late", [2, None])
 @pytest.mark.parametrize("name, every", [("transformer", 10), ("transformer-packed", 5)])
 def test_hosts_agree_about_a_signal_as_rarely_as_the_script_says(name, every, late, tmp_path):

@@ -91,8 +91,6 @@ def scalars(run, name: str) -> list[tuple[int, float]]:
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_new_run_says_what_it_does_and_without_a_name_the_right_one_is_resumed(start, tmp_path, capsys):
     run = start(headline="net: small", data="synthetic")
     assert (run.name, run.path) == ("net", str(tmp_path / "runs/net")) and not run.resumed and not run.finished
@@ -138,8 +136,6 @@ def test_other_hosts_choose_the_same_run_but_write_and_print_nothing(start, tmp_
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-
-
 def test_config_json_says_what_ran_where_and_each_start_adds_to_it(start):
     start().close()
     stored = json.load(open(f"{start().path}/config.json"))
@@ -234,8 +230,6 @@ def test_files_are_replaced_whole_or_not_at_all(start, monkeypatch):
 
 
 # ---- checkpoints and resume ------------------------------------------------------------------------------------------
-
-
 def test_metrics_are_uploaded_before_the_save_and_a_stopped_run_exits_after_it(start, monkeypatch, capsys):
     run, order = start(at=0, total_steps=9), []
     for owner, name in ((run, "upload"), (run.checkpoints, "save"), (run.checkpoints, "wait")):
@@ -301,8 +295,6 @@ def test_times_of_a_resumed_run_include_its_earlier_parts(start):
 
 
 # ---- numbers, progress -----------------------------------------------------------------------------------------------
-
-
 def test_speed_is_measured_between_log_calls_without_pauses_and_without_the_first_step(start, clock):
     run = start()
     clock[0] = 50.0  # the compilation of the first step
@@ -355,8 +347,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_valid_json(start, lo
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
-
-
 def test_curves_are_drawn_from_whatever_points_there_are():
     few, one = [{"step": n, "loss": 1 / n} for n in range(1, 4)], {"step": 9, "loss": 1.0, "lr": 0.0, "other": None}
     for points in (few, [one], [{"step": 9, "eval/accuracy": 0.0, "eval/f1": None}]):
@@ -392,8 +382,6 @@ def test_evaluation_draws_at_most_once_a_minute_and_close_draws(start, monkeypat
 
 
 # ---- what can go wrong with the folder -------------------------------------------------------------------------------
-
-
 def test_a_folder_that_cannot_be_used_is_reported(start, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="cannot write /proc/runs/net: "):
         start(runs="/proc/runs")
@@ -470,8 +458,6 @@ def test_the_same_run_in_two_processes_is_refused_until_the_first_is_killed(star
 
 
 # ---- remote roots ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # what a failed upload keeps
@@ -530,8 +516,6 @@ def test_an_unwritable_store_stops_a_new_run_but_only_warns_in_training(start, m
 
 
 # ---- XLA -------------------------------------------------------------------------------------------------------------
-
-
 def test_xla_values_are_read_by_a_step_closure_in_one_transfer(start, monkeypatch):
     def transfers():
         data = met.metric_data("TransferFromDeviceTime")

@@ -162,8 +162,6 @@ def test_recomputation_refuses_another_dropout(mesh):
 
 
 # ---- the script ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def cut(mesh, tmp_path_factory):
     """The folder, metrics and config of a run with everything cut."""
@@ -231,8 +229,6 @@ def test_several_hosts_are_refused(mesh):
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("rules", "pattern"),
     [

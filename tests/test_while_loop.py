@@ -156,19 +156,18 @@ def test_a_loop_follows_the_mode_and_the_precision(mesh):
         assert (error > 1e-6) == half
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda new: {**new, "x": new["x"][:, :4]}, r"\(8, 6\).* became .*\(8, 4\)"),
-        (lambda new: {**new, "time": new["time"].float()}, r"torch.int32.* became .*torch.float32"),
-        (lambda new: {**new, "more": new["x"]}, r"'more': None.* became .*\(8, 6\)"),
-        (lambda new: {name: new[name] for name in ("running", "x")}, r"'time': .* became \{'time': None\}"),
-    ],
-    ids=["shape", "type", "one more", "one less"],
-)
-def test_a_loop_whose_body_changes_its_state_is_refused(mesh, change, words):
+CHANGES = {
+    r"\(8, 6\).* became .*\(8, 4\)": lambda new: {**new, "x": new["x"][:, :4]},
+    r"torch.int32.* became .*torch.float32": lambda new: {**new, "time": new["time"].float()},
+    r"'more': None.* became .*\(8, 6\)": lambda new: {**new, "more": new["x"]},
+    r"'time': .* became \{'time': None\}": lambda new: {name: new[name] for name in ("running", "x")},
+}
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_a_loop_whose_body_changes_its_state_is_refused(mesh, words):
     _, (model, _) = chain(mesh, sgd)
-    loop = WhileLoop(lambda state, reads: change(round_of(model, state, reads)), model)
+    loop = WhileLoop(lambda state, reads: CHANGES[words](round_of(model, state, reads)), model)
     _, on_device = loop_input(mesh, [2] * 8)
     weight = model.embedding.weight
     with pytest.raises(ValueError, match=f"must keep names, shapes and types: .*{words}"):
