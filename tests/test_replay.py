@@ -207,9 +207,10 @@ def test_another_model_of_the_same_shape_is_its_own(mesh):
 
 
 def test_one_tensor_in_two_places_and_two_tensors_are_not_the_same_call(mesh):
-    step = device.compiled(
-        lambda x, y: {"out": torch.where(x == x, x * 2 + y, torch.nan)}, mesh
-    )  # equal constants, too
+    def constants(x, y):  # equal ones, too
+        return {"out": torch.where(x == x, x * 2 + y, torch.nan)}
+
+    step = device.compiled(constants, mesh)
     a, b = batches(mesh, 2)
     for x, y in ((a, b), (b, a), (a, b)):
         torch.testing.assert_close(step(x, y)["out"].cpu(), x.cpu() * 2 + y.cpu())

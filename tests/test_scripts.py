@@ -144,13 +144,9 @@ def test_an_unknown_flag_suggests_the_right_one(name, capsys):
 
 
 @every_script
-def test_a_run_folder_that_cannot_be_made(name, refused, tmp_path):
+def test_a_run_folder_that_cannot_be_made_and_other_values_for_the_same_name(name, run_of, refused, tmp_path):
     (tmp_path / "file").write_text("in the way")
     refused(TRIALS[name].script, ["tiny", "--runs", tmp_path / "file"], f"cannot write {tmp_path}/file.*--runs")
-
-
-@every_script
-def test_other_values_for_the_same_name(name, run_of, refused):
     script, config = TRIALS[name].script, run_of(name)[2]
     arguments = ["tiny", *flags(replace(config, lr=0.123), script.TINY)]
     refused(script, arguments, f"lr was {config.lr}, now 0.123.*another --name")

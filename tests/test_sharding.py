@@ -1,6 +1,7 @@
 """Layers that are spread over the devices give the numbers of those that are not, whatever is cut and recomputed, and
 their checkpoints do not know how they were cut. Pretraining stands for all: the scripts share train/common/sharding."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ ALL = Layout("data=2,model=2", "full", remat=True)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # sums over devices are of other parts, and Adam divides by small numbers
 STEPS = 4  # two traced, two repeated
 SIZE = (1, 32, 4)  # layers, width, heads
+CPU = device.Mesh(torch.device("cpu"), None, 1, 0, 1, "CPU", "float32", True)
 # The command line of train.pretrain, with that size.
 SMALL = f"""
 from models import encoders
@@ -81,15 +83,7 @@ def taken(mesh, layout: Layout, **changes):
 @pytest.fixture(scope="module")
 def whole(mesh):
     """whole(**changes): the same steps with everything whole on every device, each taken once."""
-    made = {}
-
-    def get(**changes):
-        key = str(sorted(changes.items()))
-        if key not in made:
-            made[key] = taken(mesh, Layout(), **changes)[:2]
-        return made[key]
-
-    return get
+    return functools.cache(lambda **changes: taken(mesh, Layout(), **changes)[:2])
 
 
 def on_each_device(tensor: torch.Tensor) -> list[int]:
@@ -121,9 +115,8 @@ def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight
     if not coarse:
         torch.testing.assert_close(after, expected[1], **CLOSE)
     assert max(found) - min(found) > 0.1
-    names = {"xlnet": "layer.0.ff.layer_1.weight", "distilbert": "layer.0.ffn.lin1.weight"}
-    name = names.get(changes.get("model"), "layer.0.intermediate.dense.weight")
-    parameter = next(value for key, value in state.model.named_parameters() if key.endswith(name))
+    names = ("layer.0.ff.layer_1.weight", "layer.0.ffn.lin1.weight", "layer.0.intermediate.dense.weight")
+    (parameter,) = (value for key, value in state.model.named_parameters() if key.endswith(names))
     assert on_each_device(parameter.data) == weight
     assert on_each_device(state.optimizer.state[parameter]["exp_avg"]) == moment
     if parameter.grad is not None:  # the sums of an update in parts
@@ -145,8 +138,7 @@ def test_recomputation_on_plain_pytorch_changes_no_bit_either():
     batch = loading.stack([data.train.example(row, np.random.default_rng(row)) for row in range(8)])
     for remat in (False, True):
         if remat:
-            cpu = device.Mesh(torch.device("cpu"), None, 1, 0, 1, "CPU", "float32", True)
-            placement.recompute(model, sharding.arranged(cpu, Layout(remat=True)), partition.rules(model))
+            placement.recompute(model, sharding.arranged(CPU, Layout(remat=True)), partition.rules(model))
         torch.manual_seed(1)
         loss = objectives.losses(model, None, batch)["loss"]
         found.append((loss, torch.autograd.grad(loss, [*model.parameters()])))
@@ -215,14 +207,10 @@ def test_values_that_are_refused(refused, flags, pattern, monkeypatch):
     refused(pretrain, f"tiny {flags}", pattern)
 
 
-def test_one_device_of_plain_pytorch_has_nothing_to_cut():
-    cpu = device.Mesh(torch.device("cpu"), None, 1, 0, 1, "CPU", "float32", True)
+def test_one_device_of_plain_pytorch_has_nothing_to_cut_and_several_hosts_are_refused(mesh):
     for layout, flag in ((TWO, "--mesh is data=2,model=2"), (FULL, "--shard-state is full")):
         with pytest.raises(InputError, match=f"{flag}, but --device cpu runs on one device.*--device xla"):
-            sharding.arranged(cpu, layout)
-
-
-def test_several_hosts_are_refused(mesh):
+            sharding.arranged(CPU, layout)
     with pytest.raises(InputError, match="for the devices of one host, not of 2"):
         sharding.arranged(replace(mesh, process_count=2), TWO)
     assert sharding.arranged(replace(mesh, process_count=2), Layout()).process_count == 2
@@ -230,29 +218,25 @@ def test_several_hosts_are_refused(mesh):
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("rules", "pattern"),
+    ("rule", "pattern"),
     [
-        ({r"attention\.query\.weight": partition.OUT}, "fits no parameter of BertForMaskedLM.*partition.py"),
-        ({r"dense\.weight": partition.OUT}, "the rules for .*dense.weight"),
-        ({r"predictions\.transform\.dense\.bias": partition.OUT}, r"\[32\].*one must fit"),
+        (r"attention\.query\.weight", "fits no parameter of BertForMaskedLM.*partition.py"),
+        (r"dense\.weight", "the rules for .*dense.weight"),
+        (r"predictions\.transform\.dense\.bias", r"\[32\].*one must fit"),
     ],
 )
-def test_a_rule_that_does_not_fit_is_an_error(rules, pattern, mesh):
+def test_a_rule_that_does_not_fit_is_an_error(rule, pattern, mesh):
     data = pretrain.open_data(pretrain.validate(pretrain.TINY))
     known = partition.rules(data.model)
-    wrong = replace(known, parameters=known.parameters | rules)
+    wrong = replace(known, parameters=known.parameters | {rule: partition.OUT})
     with pytest.raises(InputError, match=pattern):
         sharding.to_device(data.model, sharding.arranged(mesh, TWO), lambda _: wrong)
 
 
-def test_a_model_without_a_table_is_refused():
+def test_the_table_of_a_model_says_where_its_parameters_lie_and_one_without_is_refused(mesh):
     with pytest.raises(InputError, match="bert, roberta, distilbert, xlnet, not electra.*partition.py"):
         partition.rules(ElectraForMaskedLM(ElectraConfig(num_hidden_layers=0, vocab_size=8)))
-
-
-def test_the_table_of_a_model_says_where_its_parameters_lie(mesh):
-    _, _, _, state = opened(mesh, replace(TWO, shard_state="optimizer"))
-    lines = sharding.table(state.model)
-    line = next(line for line in lines if "*.intermediate.dense.weight" in line)
+    *_, state = opened(mesh, replace(TWO, shard_state="optimizer"))
+    line = next(line for line in sharding.table(state.model) if "*.intermediate.dense.weight" in line)
     assert line.startswith("bert.encoder.layer.*.intermediate.dense.weight ")
     assert " 1 x 128 x 32 " in line and "[model, -]" in line and line.endswith("state [model, data]")
