@@ -37,6 +37,7 @@ from torch import nn, optim
 
 import models.hashing
 from bench import embedding as bench
+from bench.embedding import squared_error
 from errors import InputError
 from tpu.compiler import hlo
 from train.common import checkpoint, device
@@ -140,10 +141,6 @@ def reference_pooled(weights, batch, tables=TABLES, sparse=False):
         offsets = F.pad((here > 0).sum(1).cumsum(0)[:-1], (1, 0))
         pooled.append(F.embedding_bag(ids[here > 0], weight, offsets, mode=table.pooling, sparse=sparse))
     return torch.stack(pooled, 1)
-
-
-def squared_error(embedded, y):
-    return ((embedded - y) ** 2).sum((1, 2)).mean()
 
 
 def train_step(embeddings, *batches):

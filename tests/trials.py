@@ -11,38 +11,24 @@ from train import dlrm, glue, pretrain, resnet50, transformer
 
 @dataclass(frozen=True)
 class Trial:
-    """A script, and how its shared tests run it.
-
-    Attributes:
-        learns: a trial run that reaches `learned`, the ranges of its final metrics.
-        still: what changes for a run without a learning rate; weights that do not move are the same after a few steps.
-        untrained: the ranges that the run without a learning rate stays in; outside `learned`.
-        short: a run that logs every step, for comparisons bit for bit; `checkpoints` are those it keeps.
-        crash, kill, terminate: steps at which the short run is stopped; the crash is before its first checkpoint.
-        alike: a run that is compared between one and four devices; the short one if None.
-        close: number of first losses -> relative tolerance between one and four devices.
-        moved: how far apart the largest and the smallest of the losses that are compared at least are.
-        graphs: most graphs that a run on one device compiles.
-        reads: most reads of the device by the host in that run, apart from the losses that it logs.
-        diverges: changes that make the loss infinite.
-    """
+    """A script, and how its shared tests run it."""
 
     script: ModuleType
-    learns: Any
+    learns: Any  # a trial run that reaches `learned`, the ranges of its final metrics
     learned: dict[str, tuple[float, float]]
-    still: dict[str, Any]
-    untrained: dict[str, tuple[float, float]]
-    short: Any
-    checkpoints: tuple[int, ...]
-    crash: int
+    still: dict[str, Any]  # changes for a run of rate 0; weights that do not move are the same after a few steps
+    untrained: dict[str, tuple[float, float]]  # the ranges that it stays in; outside `learned`
+    short: Any  # a run that logs every step, for comparisons bit for bit
+    checkpoints: tuple[int, ...]  # those that it keeps
+    crash: int  # steps at which it is stopped; this one is before its first checkpoint
     kill: Stop
     terminate: int
-    close: dict[int, float]
-    moved: float
-    graphs: int
-    reads: int
-    alike: Any = None
-    diverges: dict[str, Any] = field(default_factory=lambda: {"lr": 1e30})
+    close: dict[int, float]  # number of first losses -> relative tolerance between one and four devices
+    moved: float  # how far apart the largest and the smallest of the losses that are compared at least are
+    graphs: int  # most graphs that a run on one device compiles
+    reads: int  # most reads of the device by the host in that run, apart from the losses that it logs
+    alike: Any = None  # a run that is compared between one and four devices; the short one if None
+    diverges: dict[str, Any] = field(default_factory=lambda: {"lr": 1e30})  # changes that make the loss infinite
 
 
 TRANSLATES = replace(transformer.TINY, batch_tokens=2048, updates=260, warmup_updates=80, eval_every=1000, save_every=8)
