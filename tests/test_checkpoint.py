@@ -456,10 +456,10 @@ def test_a_mean_leaves_out_what_no_run_without_a_stop_would_have_saved(mesh, pla
 
 
 @pytest.mark.parametrize("tear", ["a short state", "a wrong state", "no state"])
-def test_a_damaged_checkpoint_among_those_to_average_is_named(mesh, place, tear):
+def test_a_damaged_checkpoint_among_those_to_average_is_named(mesh, tmp_path, tear):
+    place, (model, optimizer) = str(tmp_path), on_cpu(-1.0)
     save_all(place, (10, 20, 25), keep=3, every=10)
     damage(place, 20, *TEARS[tear])
-    model, optimizer = on_cpu(-1.0)
     with pytest.raises(InputError, match="checkpoint of step 20 in .*, one of those to average, is damaged"):
         average(Checkpointer(place, keep=3, every=10), model, mesh)
     assert value_of(model, optimizer) == -1.0

@@ -405,8 +405,7 @@ def test_what_cannot_be_loaded_is_refused(mesh, dataset, batch_size, options, ki
 
 
 # ---- counting, waiting, closing --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("size, skipped", [(10, 4), (9, 3), (1, 1)])
+@pytest.mark.parametrize("workers, size, skipped", [(0, 10, 4), (0, 9, 3), (0, 1, 1), (1, 10, 4)])
 def test_skipped_files_are_counted_on_the_host(mesh, workers, size, skipped):
     """Padding, which repeats the first example of its part (a broken one where there is 1), does not count."""
     with parallel_loader(Skipping(size), 8, mesh, train=False, workers=workers) as loader:
@@ -438,9 +437,9 @@ def test_close_in_the_middle_is_quick_and_leaves_nothing(mesh, workers):
     processes = set(multiprocessing.active_children()) - children
     assert len(processes) == workers
     started = time.perf_counter()
-    loader.__exit__()
+    for _ in range(2):  # twice is fine
+        loader.__exit__()
     assert time.perf_counter() - started < 3
-    loader.__exit__()  # twice is fine
     assert_gone(threads, processes)
 
 
