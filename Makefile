@@ -1,7 +1,9 @@
 # Every target creates or refreshes the environment it needs; `make` alone explains them.
 
 # The first of these that is there: packages for all three are pinned, see requirements.txt.
-PYTHON ?= $(firstword $(shell for python in python3.11 python3.12 python3.13; do $$python -c 1 2>&- && echo $$python; done) python3.11)
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(firstword $(shell for python in python3.11 python3.12 python3.13; do $$python -c 1 2>&- && echo $$python; done) python3.11)
+endif
 # Plain PyTorch needs less; an environment that has all serves it, too. Other targets need XLA, or the tools of tests.
 EAGER  := $(if $(filter-out install train data translate copy,$(MAKECMDGOALS)),,$(filter cpu cuda,$(DEVICE)))
 VENV   ?= $(if $(EAGER),$(if $(wildcard .venv/.installed),.venv,.venv-eager),.venv)

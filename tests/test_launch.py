@@ -264,7 +264,7 @@ def test_a_worker_with_several_networks_counts_once_and_gcloud_is_needed(bed, he
     assert code == 2 and "needs gcloud, which is not installed here" in err
 
 
-ERROR = "ERROR: (gbed.compute.tpus.tpu-vm.describe) "
+ERROR = "ERROR: (gcloud.compute.tpus.tpu-vm.describe) "
 LACKS = "Error parsing [tpu].\nThe [tpu] resource is not properly specified.\nFailed to find attribute "
 WAYS = ". The attribute can be set in the following ways: \n- provide"
 NO_MORE = 'There is no more capacity in the zone \\"us-central1-b\\"'

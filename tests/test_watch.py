@@ -217,10 +217,12 @@ def test_the_watchdog_waits_as_long_as_a_slow_run_needs(clock, monkeypatch):
     assert dog.limit() == 600 and not silent(599) and silent(601)
     dog.pause("evaluation")
     assert not silent(3599) and silent(3601)
-    clock[0] += 3000
-    dog.resume()
-    clock[0] += 30
-    dog.step(8)
+    for number in range(8, 40):
+        dog.pause("checkpoints")
+        clock[0] += 3000
+        dog.resume()
+        clock[0] += 30
+        dog.step(number)
     assert dog.limit() == 600  # a pause is no step
     monkeypatch.setattr(device, "graph_report", lambda: {"traced": 1, "repeated": 5})  # another batch of an evaluation
     assert not silent(601) and silent(601)
