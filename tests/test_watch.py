@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import gzip
 import json
 import os
@@ -28,7 +29,7 @@ from train.common import cli, device
 from train.common.embedding.tables import USABLE_GIB
 from train.common.loading import Loader, parallel_loader
 from train.common.run import Run
-from train.common.watch import _flops, goodput, stall
+from train.common.watch import _flops, goodput, profile, stall
 
 STEPS = 12
 
@@ -111,6 +112,19 @@ def test_a_profile_has_the_steps_the_hosts_part_and_the_programs_operations(tmp_
     assert {"_hparams_/session_start_info", "_hparams_/session_end_info"} <= set(board.PluginTagToContent("hparams"))
 
 
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_profile_of_calls_of_four_steps(torn, mesh, tmp_path):
+    (tmp_path / "profile").mkdir()
+    if torn:  # what torch leaves on a full disk
+        (tmp_path / f"profile/vm_{os.getpid()}.1.pt.trace.json.tmp").write_text("{")
+    run = run_from(8, SimpleNamespace(local=tmp_path), messages := [])
+    with profile.Profile(run, 18, 19) as watch:
+        for step in (12, 16, 20, 24):
+            watch.step(step)
+    expected = "the trace of steps 17 to 20 could not be written" if torn else "traced steps 17 to 20 to"
+    assert len(messages) == 1 and expected in messages[0] and not list((tmp_path / "profile").glob("*.tmp"))
+
+
 def of_group(group: int) -> list[str]:
     """Returns the processes of a group that are not over, each with its state."""
     found = []
@@ -142,9 +156,15 @@ def test_a_run_that_hangs_ends_with_its_stacks_and_resumes(hang, line, tmp_path,
     def start(*flags: str) -> tuple[int, str, str]:
         words = [*program, "--runs", str(tmp_path), "--workers", "1", *flags]
         with open(tmp_path / "out", "w+") as out, open(tmp_path / "err", "w+") as err:
-            process = subprocess.Popen(words, stdout=out, stderr=err, process_group=0)
+            end, pipe = os.pipe()  # full, and nobody reads it
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)
+            os.write(pipe, bytes(4096))
+            log = pipe if hang == "loader" else err
+            process = subprocess.Popen(words, stdout=out, stderr=log, process_group=0)
             try:
                 code = process.wait(timeout=120)
+                for each in (end, pipe):  # multiprocessing's tracker waits for it, too
+                    os.close(each)
                 for _ in range(100 * len(of_group(process.pid))):  # the loader's, too, end
                     time.sleep(0.1)
                     if not of_group(process.pid):
@@ -156,11 +176,12 @@ def test_a_run_that_hangs_ends_with_its_stacks_and_resumes(hang, line, tmp_path,
             return code, *(Path(file.name).read_text() for file in (out, err))
 
     found, _, err = start("--hang", hang)
-    assert found == code and "test_watch.py" in err and f"in {line}" in err, err
+    assert found == code, err
+    stacks = (tmp_path / "run/stacks/host-0.txt").read_text() if code == 75 else err
+    assert "test_watch.py" in stacks and f"in {line}" in stacks
     if code == 75:
-        assert "error: no progress for" in err and "--stall-after 20" in err
-        stacks = (tmp_path / "run/stacks/host-0.txt").read_text()
-        assert "thread MainThread" in stacks and f"in {line}" in stacks
+        assert "error: no progress for" in stacks and "--stall-after 20" in stacks and "thread MainThread" in stacks
+        assert hang == "loader" or err.startswith(stacks)
     if hang != "step":
         return
     found, out, err = start("--profile", "11:12")
@@ -178,6 +199,7 @@ def clock(monkeypatch):
     for name in ("monotonic", "time"):
         monkeypatch.setattr(time, name, lambda: now[0])
     monkeypatch.setattr(goodput, "_process_started", lambda: now[0] - 5)
+    monkeypatch.setattr(goodput.Goodput, "counted", 0.0)
     return now
 
 
@@ -232,7 +254,7 @@ def test_the_watchdog_waits_as_long_as_a_slow_run_needs(clock, monkeypatch):
     assert dog.limit() == 3600  # the export
 
 
-def test_the_watchdog_knows_a_compilation_by_its_frame(mesh):
+def test_the_watchdog_knows_a_compilation_by_its_frame(mesh, monkeypatch):
     found = []
 
     def step(x):
@@ -241,9 +263,11 @@ def test_the_watchdog_knows_a_compilation_by_its_frame(mesh):
 
     compiled = device.compiled(step, mesh)
     compiled._check_every = 2
+    sync = compiled._sync_pending  # it may wait for a device that hangs
+    monkeypatch.setattr(compiled, "_sync_pending", lambda: (sync(), found.append(stall.compiling(sys._getframe()))))
     for _ in range(4):
         compiled(torch.ones(4).to(mesh.device))
-    assert found == [True, True, False]  # traced, confirmed, started, looked at again
+    assert found == [False, True, False, True, False, False, False]  # traced, confirmed, started, looked at again
     assert not stall.compiling(sys._getframe())
 
 
@@ -281,6 +305,8 @@ def test_goodput_counts_every_second_once_over_all_starts(clock, monkeypatch):
         second.resume()
         clock[0] += 1
         found = second.summary()["goodput"]
+        assert json.loads(folder.files[goodput.FILE])[-1]["seconds"]["end"] == 1
+    assert goodput.Goodput(run_from(0), 0.0)._read_at == clock[0]  # the next run in this process
     first_steps, first_waits = 18 + 8 + 58, 6
     lost = 3 / 5  # steps 3 to 5 of 1 to 5
     expected = {"steps": first_steps * (1 - lost) + 30, "input_wait": first_waits * (1 - lost) + 6, "start": 10}
@@ -291,7 +317,7 @@ def test_goodput_counts_every_second_once_over_all_starts(clock, monkeypatch):
     assert found["between_starts"] == 40 + 100 - 5  # since the last note
     assert found["chips"] == 2 and found["cost"] == pytest.approx(2 * total / 3600 * 3.6)  # two cores a chip
     assert re.search(r"goodput \d+ % of 174 s in 2 start\(s\): steps .* chip-hours at 3.6: 0.35", messages[-1])
-    folder.files[goodput.FILE] = b'[{"from": 0}]'
+    folder.files[goodput.FILE] = b'[{"from": 0, "to": 1, "seconds": {"steps": "1"}}]'
     assert goodput.Goodput(run_from(2, folder, messages), 0.0)._starts == [] and "is damaged" in messages[-1]
 
 

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from train.common.watch import Watcher, _flops
 
 NOTE_EVERY = 60.0  # seconds between two writings of goodput.json, besides those after pauses
 FILE = "goodput.json"
+PARTS = ("steps", "input_wait", "start", "compile", "evaluation", "checkpoints", "end", "lost")
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,15 @@ def watcher(flags: Flags) -> Callable[[Any], "Goodput"]:
 class Goodput(Watcher):
     """The clock of one start of a run, and what earlier starts noted. `price`: of a chip-hour, 0 if unknown."""
 
+    counted = -math.inf  # until when the runs before this one in the process have counted its time
+
     def __init__(self, run: Any, price: float):
         self._run, self._price = run, price
         self._starts = _earlier(run) if run.mesh.main_process else []
-        self._seconds = dict.fromkeys(
-            ("steps", "input_wait", "start", "compile", "evaluation", "checkpoints", "end", "lost"), 0.0
-        )
-        self._phase, self._read_at, self._waited = "start", _process_started(), 0.0
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._phase, self._read_at, self._waited = "start", max(_process_started(), Goodput.counted), 0.0
         self._compiled = _compile_seconds()
-        self._begun = self._noted_at = time.time() - (time.monotonic() - self._read_at)
+        self._begun, self._noted_at = time.time() - (time.monotonic() - self._read_at), time.monotonic()
         self._step = run.start
         self._patched, self._flops = contextlib.ExitStack(), _flops.Flops(run.mesh)
 
@@ -72,6 +74,7 @@ class Goodput(Watcher):
 
     def __exit__(self, *_: Any) -> None:
         self._patched.close()
+        Goodput.counted = time.monotonic()
         with contextlib.suppress(InputError):  # the error that ends the run is the one to show
             self._note()
 
@@ -79,7 +82,7 @@ class Goodput(Watcher):
         self._step = number
         if number >= self._run.total_steps:
             self._enter("end")
-        elif time.time() - self._noted_at > NOTE_EVERY:
+        elif time.monotonic() - self._noted_at > NOTE_EVERY:
             self._note()
 
     def pause(self, of: str) -> None:
@@ -93,10 +96,10 @@ class Goodput(Watcher):
         """Returns {"goodput": share of steps (0 to 1) in the time of all starts, seconds of each part, starts, seconds
         between starts, chips, chip-hours, cost; of this start's training model flops a second, of all devices, and on
         TPUs MFU: their share of the peak in bfloat16}, and prints it."""
-        self._enter(self._phase)
+        self._note()  # for a remote run the last time
         starts = [*self._starts, self._record()]
-        seconds = {name: round(sum(start["seconds"].get(name, 0.0) for start in starts), 3) for name in self._seconds}
-        total, between = sum(seconds.values()), _between(starts)
+        seconds, between = _sums(starts)
+        total = sum(seconds.values())
         # A device is a chip from v4 on, and one of two cores of a chip before.
         chips = self._run.mesh.num_devices / (2 if self._run.mesh.kind.startswith(("TPU v2", "TPU v3")) else 1)
         found = {
@@ -137,7 +140,7 @@ class Goodput(Watcher):
 
     def _note(self) -> None:
         self._enter(self._phase)
-        self._noted_at = time.time()
+        self._noted_at = time.monotonic()
         if self._run.mesh.main_process:
             self._run.folder.write(FILE, to_json([*self._starts, self._record()], indent=2))
 
@@ -173,6 +176,7 @@ def _earlier(run: Any) -> list[dict[str, Any]]:
                     seconds["lost"] += share * seconds[part]
                     seconds[part] *= 1 - share
                 start["to"] = max(start["from"], run.start)
+        _sums(starts)
     except (ValueError, KeyError, TypeError, AttributeError):
         run.message(f"warning: {run.path}/{FILE} is damaged: the goodput counts from this start on")
         return []
@@ -183,9 +187,10 @@ def _compile_seconds() -> float:
     return device.graph_report().get("compile_seconds", 0.0)
 
 
-def _between(starts: list[dict[str, Any]]) -> float:
-    """Returns the seconds between the last note of each start and the beginning of the next."""
-    return sum(max(0.0, after["begun"] - before["noted"]) for before, after in itertools.pairwise(starts))
+def _sums(starts: list[dict[str, Any]]) -> tuple[dict[str, float], float]:
+    """Returns the seconds of each part, and those between the last note of each start and the beginning of the next."""
+    between = sum(max(0.0, after["begun"] - before["noted"]) for before, after in itertools.pairwise(starts))
+    return {name: round(sum(start["seconds"][name] for start in starts), 3) for name in PARTS}, between
 
 
 def _process_started() -> float:

@@ -8,9 +8,11 @@ step, "evaluation" and "checkpoints" the pauses, and "upload" the thread that co
 
 import contextlib
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -52,6 +54,7 @@ class Profile(Watcher):
         if last > run.total_steps:
             raise InputError(f"--profile is {first}:{last}, but the run has {run.total_steps} steps; give earlier ones")
         self._run, self._first, self._last = run, first, last
+        self._next = self._began = run.start  # steps: the next, and the first that is traced
         self._waits = run.mesh.main_process  # for its first step
         self._trace, self._step, self._pause = (contextlib.ExitStack() for _ in range(3))
         self._span: Callable[..., contextlib.AbstractContextManager] | None = None  # while it traces
@@ -75,14 +78,16 @@ class Profile(Watcher):
 
     def _begin(self, number: int) -> None:
         """Starts or ends the trace where step `number` is the next."""
+        size, self._next = number - self._next, number  # of a call (DLRM's --steps-a-call): the next is as large
         self._step.close()
         if self._span and number > self._last:
             self._stop()
-        if self._waits and number >= self._first:
+        if self._waits and number + size > self._first:
             self._waits = False
             if number > self._last:
                 self._run.message(f"--profile {self._first}:{self._last} traces nothing: the next step is {number}")
                 return
+            self._began = number
             self._start()
         if self._span:
             self._step.enter_context(self._span("train", step=number))
@@ -100,7 +105,7 @@ class Profile(Watcher):
         self._step.close()
         if not self._span:
             return
-        self._span, steps = None, f"steps {self._first} to {self._last}"
+        self._span, steps = None, f"steps {self._began} to {max(self._began, self._next - 1)}"
         try:
             self._trace.close()
             self._run.message(f"traced {steps} to {self._run.path}/profile; docs/profiling.md says how to read it")
@@ -163,6 +168,9 @@ class _Eager:
         with torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(folder)):
             yield
             device.wait_for_steps()
+        for torn in Path(folder).glob(f"*_{os.getpid()}.*.tmp"):  # only torch's log tells
+            torn.unlink()
+            raise OSError(f"{folder} has no room, or no access")
 
     def span(self, name: str, step: int | None = None) -> contextlib.AbstractContextManager:
         return torch.profiler.record_function(name if step is None else f"{name} {step}")

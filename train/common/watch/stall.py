@@ -62,14 +62,16 @@ class Stall(Watcher):
         self._calls = _calls()
         self._over = threading.Event()
         self._main_thread = threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="stall", daemon=True)
 
     def __enter__(self) -> "Stall":
         self._arm()
-        threading.Thread(target=self._watch, name="stall", daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._over.set()
+        self._thread.join()  # it must not arm again
         faulthandler.cancel_dump_traceback_later()
 
     def step(self, number: int) -> None:
@@ -122,13 +124,16 @@ class Stall(Watcher):
             f"--stall-after {self._times:g}): the stacks of all threads follow, and are in {file}; the same command "
             "resumes from the last checkpoint"
         )
-        print(sentence, file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(file=STDERR)
-        # What hangs may be the storage itself.
-        writing = threading.Thread(target=_write, args=(file, sentence), daemon=True)
-        writing.start()
-        deadline = time.monotonic() + LINGER
-        writing.join(LINGER)
+        stacks, deadline = _stacks(sentence), time.monotonic() + LINGER
+        # What hangs may be the log, a pipe that nobody reads, or the storage.
+        writing = [
+            threading.Thread(target=_log, args=(stacks,), daemon=True),
+            threading.Thread(target=_write, args=(file, stacks), daemon=True),
+        ]
+        for thread in writing:
+            thread.start()
+        for thread in writing:
+            thread.join(max(0.0, deadline - time.monotonic()))
         if self._run.mesh.process_count > 1:
             time.sleep(max(0.0, deadline - time.monotonic()))
         for worker in multiprocessing.active_children():  # of the loader; one that hangs would stay for ever
@@ -147,16 +152,28 @@ def compiling(frame: FrameType | None) -> bool:
     first two calls with new input shapes."""
     while frame is not None:
         if frame.f_code.co_qualname == "CompiledStep.__call__":
-            calls = frame.f_locals.get("calls")
-            return calls is None or (calls.count <= 2 and not calls.confirmed)
+            calls = frame.f_locals.get("calls")  # not yet where it waits for what was started before
+            return calls is not None and calls.count <= 2 and not calls.confirmed
         frame = frame.f_back
     return False
 
 
-def _write(file: str, sentence: str) -> None:
-    stacks = [sentence]
+def _stacks(sentence: str) -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():
-        stacks += [f"\nthread {names.get(ident, ident)}", *traceback.format_stack(frame)]
-    with fsspec.open(file, "w", auto_mkdir=True) as out:
-        out.write("\n".join(stacks) + "\n")
+    threads = [(names.get(ident, ident), frame) for ident, frame in sys._current_frames().items()]
+    parts = [f"\n\nthread {name}\n" + "".join(traceback.format_stack(frame)) for name, frame in threads]
+    return "".join([sentence, *parts])
+
+
+def _log(stacks: str) -> None:
+    content = stacks.encode()
+    while content:  # a pipe takes a part
+        content = content[os.write(STDERR, content) :]
+
+
+def _write(file: str, stacks: str) -> None:
+    try:
+        with fsspec.open(file, "w", auto_mkdir=True) as out:
+            out.write(stacks)
+    except Exception as error:  # every store has exceptions of its own
+        _log(f"warning: cannot write {file}: {error}\n")
