@@ -252,6 +252,10 @@ def test_the_watchdog_waits_as_long_as_a_slow_run_needs(clock, monkeypatch):
     assert not silent(10_000)
     dog.step(100)
     assert dog.limit() == 3600  # the export
+    monkeypatch.setattr(device, "graph_report", lambda: {})
+    plain = stall.Stall(run_from(0), times=20.0)
+    plain.pause("evaluation")
+    assert plain.limit() == 86400
 
 
 def test_the_watchdog_knows_a_compilation_by_its_frame(mesh, monkeypatch):

@@ -117,6 +117,7 @@ class Run:
                 self.checkpoints.save(step, *self._saved)
         self.checkpoints.raise_failure()
         if stop:
+            self.tell("pause", "checkpoints")
             self.checkpoints.wait()
             self.message(f"stopped by a signal at step {step}: saved; the same command resumes from here")
             raise SystemExit(143)

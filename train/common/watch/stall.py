@@ -31,6 +31,7 @@ from train.common import device
 from train.common.watch import Watcher
 
 LEAST, ELSEWHERE = 300.0, 3600.0  # seconds: the least limit in training; the limit elsewhere
+UNCOUNTED = 86400.0  # seconds: the limit in a pause on plain PyTorch, whose batches nobody counts
 KNOWN = 5  # durations that make a median
 LINGER = 15.0  # seconds before the exit: the other hosts of a pod stall at the same time, and write theirs
 EXIT_CODE = 75
@@ -89,7 +90,8 @@ class Stall(Watcher):
     def limit(self) -> float:
         """Returns the seconds without progress that are allowed now."""
         if self._paused or self._steps >= self._run.total_steps or len(self._durations) < KNOWN:
-            return max(ELSEWHERE, LEAST)
+            counted = self._calls[0] is not None
+            return max(ELSEWHERE, LEAST) if counted or not self._paused else UNCOUNTED
         return max(LEAST, self._times * statistics.median(self._durations))
 
     def _watch(self) -> None:
