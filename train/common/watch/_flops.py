@@ -46,7 +46,9 @@ class Flops(contextlib.AbstractContextManager):
         def get_graph_hash(tensors: Any) -> bytes:
             graph = original(tensors)
             if graph not in self._programs:
-                self._programs[graph] = count(xla._get_xla_tensors_hlo_proto(tensors))
+                self._programs[graph] = None
+                with contextlib.suppress(Exception):  # a figure that cannot be had must not end a run
+                    self._programs[graph] = count(xla._get_xla_tensors_hlo_proto(tensors))
             return graph
 
         return get_graph_hash
