@@ -276,7 +276,6 @@ class Pod:
             (checkpoint.Checkpointer, "wait", wait),
             (storage, "HOSTS_SECONDS", 2),
             (storage, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01))),
-            (tracking, "draw_curves", lambda records, name: b"a picture"),
         ]
         for target, name, value in replacements:
             monkeypatch.setattr(target, name, value)
@@ -530,7 +529,7 @@ def test_what_the_host_reads_of_an_evaluation_is_on_every_device(monkeypatch):
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 # Files of a run that there is one of.
-ONCE = ("config.json", "metrics.jsonl", "summary.json", "curves.png")
+ONCE = ("config.json", "metrics.jsonl", "summary.json")
 
 
 @every_script

@@ -28,7 +28,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from errors import InputError
 from train.common import device, run_folder
 from train.common import run as tracking
-from train.common.curves import draw_curves
+from train.common.watch import curves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,7 @@ def test_finish_writes_summary_last_and_prints_the_table(start, capsys, monkeypa
     clock[0] = 0.5
     run.log(2, examples=20, input_wait=0.3, loss=1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(tracking, "draw_curves", lambda *_: 1 / 0)
+        patch.setattr(run, "tell", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run.finish({})
     assert not os.path.exists(f"{run.path}/summary.json")
@@ -343,14 +343,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_valid_json(start, lo
     run.log(3, loss=1.0, grad_norm=math.inf)
     assert numbers(run) == [{"step": 1, "loss": 1.0}, {"step": 3, "loss": 1.0, "grad_norm": None}]
     run.close()
-    assert os.path.exists(f"{run.path}/curves.png")
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 def test_curves_are_drawn_from_whatever_points_there_are():
     few, one = [{"step": n, "loss": 1 / n} for n in range(1, 4)], {"step": 9, "loss": 1.0, "lr": 0.0, "other": None}
     for points in (few, [one], [{"step": 9, "eval/accuracy": 0.0, "eval/f1": None}]):
-        image = PIL.Image.open(io.BytesIO(draw_curves(points, "a run")))
+        image = PIL.Image.open(io.BytesIO(curves.draw_curves(points, "a run")))
         assert image.size == (1000, 460), points
         assert (np.asarray(image.convert("L")) < 250).mean() > 0.01, points
 
@@ -359,7 +358,7 @@ def test_a_loss_curve_shows_every_panel(monkeypatch):
     made, figure, evaluated = [], matplotlib.figure.Figure, {"step": 50, "eval/accuracy": 0.1, "eval/loss": 2.0}
     monkeypatch.setattr(matplotlib.figure, "Figure", lambda **options: made.append(figure(**options)) or made[-1])
     points = [{"step": n, "loss": float(n % 2), "lr": 0.1} for n in range(1, 100)]
-    draw_curves([*points, evaluated, {"step": 90, "eval/accuracy": 0.4, "eval/perplexity": 9.0}], "my run")
+    curves.draw_curves([*points, evaluated, {"step": 90, "eval/accuracy": 0.4, "eval/perplexity": 9.0}], "my run")
     panels = {axes.get_ylabel(): axes for axes in made[0].axes}
     assert list(panels["learning rate"].lines[0].get_ydata()) == [0.1] * 99
     found = {name: [text.get_text() for text in getattr(axes.legend_, "texts", ())] for name, axes in panels.items()}
@@ -369,16 +368,18 @@ def test_a_loss_curve_shows_every_panel(monkeypatch):
     assert list(raw) == [float(n % 2) for n in range(1, 100)] and max(smooth[5:]) < 0.7 and len(smooth) == 99
 
 
-def test_evaluation_draws_at_most_once_a_minute_and_close_draws(start, monkeypatch, clock):
+def test_an_evaluation_draws_at_most_once_a_minute_and_so_does_the_end(start, monkeypatch, clock, memory):
     drawn = []
-    monkeypatch.setattr(tracking, "draw_curves", lambda records, title: drawn.append(len(records)) or b"png")
-    run = start()
-    for clock[0] in (0.0, 59.0, 61.0):
-        run.evaluation(1, accuracy=0.5)
-    assert drawn == [1, 3]
-    clock[0] = 62.0
+    monkeypatch.setattr(curves, "draw_curves", lambda records, title: drawn.append(len(records)) or b"png")
+    run = start(runs="memory://bucket/runs")
+    with curves.Curves(run) as drawer:
+        run.tell = lambda event, *facts: getattr(drawer, event)(*facts)
+        for clock[0] in (0.0, 59.0, 61.0):
+            run.evaluation(1, accuracy=0.5)
+            run.log(1, loss=1.0)
+        assert drawn == [1, 5]
     run.close()
-    assert drawn == [1, 3, 3] and Path(run.path, "curves.png").read_bytes() == b"png"
+    assert drawn == [1, 5, 6] and memory.cat_file("/bucket/runs/net/curves.png") == b"png"
 
 
 # ---- what can go wrong with the folder -------------------------------------------------------------------------------
@@ -490,7 +491,7 @@ def test_a_remote_run_is_uploaded_whole_and_resumed_from_there(start, memory, mo
     run.finish({"accuracy": 0.5})
     found = map(json.loads, memory.cat_file("/bucket/runs/net/metrics.jsonl").decode().splitlines())
     assert [(record["step"], record.get("loss")) for record in found] == [(1, 1.0), (1, None), (2, 0.8)]
-    assert order[-1].endswith("/summary.json") and memory.exists("/bucket/runs/net/curves.png")
+    assert order[-1].endswith("/summary.json")
     assert len(memory.glob("/bucket/runs/net/tb/events*")) == 2
     assert not list(tmp_path.glob("net-*"))
     finished = start(**root, name="net")

@@ -5,7 +5,7 @@ runs/<name>/ (a local folder, or a URL such as gs://bucket/runs) holds
     metrics.jsonl  one JSON object a line: {"step": 120, "loss": 1.25, "lr": 0.05, "timing": {...}}; an evaluation's
                    metrics are named eval/...; what a resumed run repeats bit for bit is outside "timing"
     tb/            the same numbers as TensorBoard events
-    curves.png     loss, learning rate and evaluation metrics over the steps
+    curves.png     loss, learning rate and evaluation metrics over the steps, where train/common/watch is
     checkpoints/   see checkpoint.py
     summary.json   written last: a run is finished if, and only if, it has one
 """
@@ -25,10 +25,8 @@ import torch
 from errors import InputError
 from train.common import device
 from train.common.checkpoint import Checkpointer
-from train.common.curves import draw_curves, format_number
 from train.common.run_folder import RunFolder, now, to_json
 
-DRAW_EVERY = 60  # seconds between two drawings of curves.png
 SEEN_SECONDS = 60  # in which other hosts see what the main process writes: NFS may remember that there was nothing
 # Of device.graph_report(), in the table of a finished run, with its label where that is another word.
 COUNTS = {"graphs": "graphs compiled", "recompilations": "", "fallbacks": "fall-backs", "host_reads": "host reads"}
@@ -196,6 +194,7 @@ class Run:
         if self._main:
             self._metrics.write(step, {key: _finite(value) for key, value in values.items()}, timing)
             self.message("  ".join([f"step {step:>5}/{self.total_steps}", *words]))
+        self.tell("line", step, values, timing)
 
     def evaluation(self, step: int, **metrics: float) -> None:
         """Records and prints evaluation metrics, which are numbers already. The time this takes is a pause."""
@@ -203,7 +202,6 @@ class Run:
             values = {f"eval/{key}": float(value) for key, value in metrics.items()}
             words = "  ".join(f"{key} {format_number(value)}" for key, value in metrics.items())
             self._write(step, values, self._read_clock(), [f"evaluation: {words}"])
-            self._metrics.draw(DRAW_EVERY)
             try:
                 self.upload()
             except InputError as error:  # storage that is away for a moment must not end a long run
@@ -215,7 +213,7 @@ class Run:
             print(text, flush=True)
 
     def finish(self, metrics: dict[str, float]) -> None:
-        """Ends the run: writes curves.png and summary.json with the final metrics, prints the table, uploads."""
+        """Ends the run: writes summary.json with the final metrics, prints the table, uploads."""
         if self._closed:
             raise RuntimeError("finish() after close(): the run's folder is no longer this process's")
         self._flush()
@@ -235,7 +233,6 @@ class Run:
             **self.tell("summary"),
         }
         if self._main:
-            self._metrics.draw()
             self.folder.write("summary.json", to_json(self.summary, indent=2))
             self.print_summary()
             self.upload()
@@ -258,7 +255,6 @@ class Run:
         try:
             with contextlib.suppress(*ended):  # the error that ends the run, such as a checkpoint's, is the one to show
                 self._flush()
-                self._metrics.draw()
                 self.upload()
         finally:
             self._release()
@@ -292,10 +288,10 @@ def _check_hosts(mesh: device.Mesh, folder: RunFolder) -> None:
 
 
 class _Metrics:
-    """What the main process writes of the numbers: metrics.jsonl, TensorBoard events, curves.png."""
+    """What the main process writes of the numbers: metrics.jsonl, TensorBoard events."""
 
     def __init__(self, folder: RunFolder):
-        self.folder, self._drawn = folder, -math.inf
+        self.folder = folder
         self._file = self._events = None  # until the first line
 
     def resume(self, last: int) -> dict[str, float]:
@@ -344,12 +340,6 @@ class _Metrics:
         with open(f"{self.folder.local}/metrics.jsonl") as file:
             return [json.loads(line) for line in file]
 
-    def draw(self, at_most_every: float = 0) -> None:
-        if time.monotonic() - self._drawn > at_most_every and (records := self.records()):
-            self.flush()
-            self.folder.write("curves.png", draw_curves(records, self.folder.name))
-            self._drawn = time.monotonic()
-
     def flush(self) -> None:
         if self._events is not None:
             self._events.flush()
@@ -379,6 +369,15 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes} min {seconds:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_number(value: float | None) -> str:
+    """Returns a number as the terminal, legends and the final table show it."""
+    if value is None or isinstance(value, int):
+        return str(value)
+    if value == 0 or 1e-3 <= abs(value) < 100:
+        return f"{value:.4f}"
+    return f"{value:.0f}" if 100 <= abs(value) < 1e7 else f"{value:.2e}"
 
 
 def _finite(value: float) -> float | None:

@@ -3,14 +3,17 @@
     profile.py   --profile 20:25     a trace of these steps, for TensorBoard
     stall.py     --stall-after 20    ends a run that hangs, with the stacks of all threads
     goodput.py   --price 1.20        where the time of all starts went, what it cost, and MFU
+    curves.py                        the picture of a run
     board.py                         settings and picture for TensorBoard
 
-A copy of a script (`make copy`) goes without; the folder, or any of its files beside this one, brings the flags back.
+A copy of a script (`make copy`) goes without it; the folder, or any of its files beside this one (board.py needs
+curves.py), brings the flags back.
 
 A watcher is a context manager around the training loop (it is left whatever ends that) with
     step(number)      after each call of the train step, before a checkpoint of it
     pause(of)         where an evaluation or a checkpoint begins: of is "evaluation" or "checkpoints"
     resume()          where it has ended
+    line(step, values, timing)   after a line of metrics.jsonl is written: the dicts that it consists of
     summary()         what summary.json gets when the run has finished, as a dict
 Its module has `Flags`, a frozen dataclass with a default for each, and `watcher(flags)`, which checks them and returns
 what makes a watcher of a Run, or None where none is wanted.
@@ -42,6 +45,9 @@ class Watcher(contextlib.AbstractContextManager):
         pass
 
     def resume(self) -> None:
+        pass
+
+    def line(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
         pass
 
     def summary(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ one after it, since TensorBoard does not return to an earlier file.
 """
 
 import io
-import json
 import sys
 import types
 from collections.abc import Callable
@@ -15,8 +14,8 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from train.common.curves import draw_curves
 from train.common.watch import Watcher
+from train.common.watch.curves import draw_curves, records
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,8 @@ class Board(Watcher):
 
     def summary(self) -> dict[str, Any]:
         if self._run.mesh.main_process:
-            with self._folder.writing("metrics.jsonl") as path, open(path) as file:
-                records = [json.loads(line) for line in file]
             with self._folder.writing("tb") as path, _writer(path) as writer:
-                picture = PIL.Image.open(io.BytesIO(draw_curves(records, self._run.name))).convert("RGB")
+                picture = PIL.Image.open(io.BytesIO(draw_curves(records(self._run), self._run.name))).convert("RGB")
                 writer.add_image("curves", np.asarray(picture), self._run.total_steps, dataformats="HWC")
         return {}
 

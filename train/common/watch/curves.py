@@ -1,8 +1,65 @@
-"""The picture of a run: curves.png."""
+"""The picture of a run, curves.png: drawn after an evaluation, at most once a minute, and at the end."""
 
+import contextlib
 import io
+import json
+import math
 import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+from errors import InputError
+from train.common.run import format_number
+from train.common.watch import Watcher
+
+DRAW_EVERY = 60  # seconds
+
+
+@dataclass(frozen=True)
+class Flags:
+    """None: it costs little."""
+
+
+def watcher(flags: Flags) -> Callable[[Any], "Curves"]:
+    """Returns what makes the drawer of a Run."""
+    return Curves
+
+
+class Curves(Watcher):
+    """Draws curves.png in the folder of a run."""
+
+    def __init__(self, run: Any):
+        self._run, self._drawn = run, -math.inf
+
+    def line(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
+        if any(key.startswith("eval/") for key in values) and time.monotonic() - self._drawn > DRAW_EVERY:
+            self._draw()
+
+    def summary(self) -> dict[str, Any]:
+        self._draw()
+        return {}
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        ended = kind is not None and issubclass(kind, Exception)
+        with contextlib.suppress(*[InputError] * ended):  # the error that ends the run is the one to show
+            if not self._run.finished:
+                self._draw()
+
+    def _draw(self) -> None:
+        if self._run.mesh.main_process and (lines := records(self._run)):
+            self._run.folder.write("curves.png", draw_curves(lines, self._run.name))
+            self._drawn = time.monotonic()
+
+
+def records(run: Any) -> list[dict[str, Any]]:
+    """Returns the lines of metrics.jsonl of a run that trains."""
+    try:
+        with open(f"{run.folder.local}/metrics.jsonl") as file:
+            return [json.loads(line) for line in file]
+    except FileNotFoundError:  # before the first line
+        return []
 
 
 def draw_curves(records: list[dict[str, Any]], title: str) -> bytes:
@@ -49,12 +106,3 @@ def draw_curves(records: list[dict[str, Any]], title: str) -> bytes:
     image = io.BytesIO()
     FigureCanvasAgg(figure).print_png(image)
     return image.getvalue()
-
-
-def format_number(value: float | None) -> str:
-    """Returns a number as the terminal, the legend and the final table show it."""
-    if value is None or isinstance(value, int):
-        return str(value)
-    if value == 0 or 1e-3 <= abs(value) < 100:
-        return f"{value:.4f}"
-    return f"{value:.0f}" if 100 <= abs(value) < 1e7 else f"{value:.2e}"
