@@ -1,8 +1,9 @@
 # Every target creates or refreshes the environment it needs; `make` alone explains them.
 
-# The first of these that is there: packages for all three are pinned, see requirements.txt.
+# The first of these that is there: packages for all three are pinned, see requirements.txt. true: where the last is not,
+# make takes the shell's 127 for its own failure and drops what it has said.
 ifeq ($(origin PYTHON),undefined)
-PYTHON := $(firstword $(shell for python in python3.11 python3.12 python3.13; do $$python -c 1 2>&- && echo $$python; done) python3.11)
+PYTHON := $(firstword $(shell for python in python3.11 python3.12 python3.13; do $$python -c 1 2>&- && echo $$python; done; true) python3.11)
 endif
 # Plain PyTorch needs less; an environment that has all serves it, too. Other targets need XLA, or the tools of tests.
 EAGER  := $(if $(filter-out install train data translate copy,$(MAKECMDGOALS)),,$(filter cpu cuda,$(DEVICE)))

@@ -37,7 +37,7 @@ README_COPIES = [
 ]
 COMMON_LINES = 1_820  # of train/common without its packages, with the backend of plain PyTorch
 SCRIPT_LINES, MAIN_LINES, FUNCTION_LINES, CLASS_LINES = 270, 60, 60, 250
-TEST_LINES, README_LINES = 17_366, 200
+TEST_LINES, README_LINES = 17_368, 200
 # The names of a script, in this order.
 CONTRACT = ["Config", "learning_rate", "validate", "open_data", "build", "train_step", "eval_step", "evaluate", "main"]
 
@@ -236,14 +236,16 @@ def test_make_takes_a_device_where_it_means_something():
         assert result.returncode == 2 and re.search("DEVICE=gpu is not known|not on TPU=my-tpu", result.stderr)
 
 
-def test_make_takes_the_first_python_that_works_and_refuses_another(tmp_path, monkeypatch):
-    for name, code in (("python3.11", 127), ("python3.12", 1), ("python3.13", 0)):  # as pyenv's, without that version
+@pytest.mark.parametrize("codes", [(127, 1, 0), (127, 0, 127)])  # as pyenv's, without that version; not there
+def test_make_takes_the_first_python_that_works_and_refuses_another(codes, tmp_path, monkeypatch):
+    for name, code in zip(("python3.11", "python3.12", "python3.13"), codes, strict=True):
         (tmp_path / name).write_text(f"#!/bin/sh\nexit {code}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert f"\npython3.13 -m venv {tmp_path}/new\n" in make("-n", "install", f"VENV={tmp_path}/new", python="").stdout
-    result = make("install", f"VENV={tmp_path}/new", "PYTHON=python3.12")
-    assert result.returncode == 2 and "3.13 is needed, python3.12 is not it; use PYTHON=" in result.stderr
+    found = f"python3.{11 + codes.index(0)}"
+    assert f"\n{found} -m venv {tmp_path}/new\n" in make("-n", "install", f"VENV={tmp_path}/new", python="").stdout
+    result = make("install", f"VENV={tmp_path}/new", "PYTHON=false")
+    assert result.returncode == 2 and "3.13 is needed, false is not it; use PYTHON=" in result.stderr
 
 
 def test_make_data_prepares_what_it_knows():
