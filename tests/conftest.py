@@ -77,7 +77,7 @@ def run_of(mesh, tmp_path_factory):
     """Trains a configuration of trials.py once: run_of("glue", "short") is (its folder, its metrics, its config)."""
     from trials import TRIALS
 
-    from train.common import device
+    from train.common import device, watch
 
     made = {}
 
@@ -86,7 +86,8 @@ def run_of(mesh, tmp_path_factory):
             trial = TRIALS[name]
             config = replace(getattr(trial, which), runs=str(tmp_path_factory.mktemp(name)), name=which)
             device.graph_report(reset=True)
-            made[name, which] = f"{config.runs}/{which}", trial.script.main(config), config
+            main, presets = watch.watched(trial.script.main, {which: ("", config)})  # as its command does
+            made[name, which] = f"{config.runs}/{which}", main(presets[which][1]), config
         return made[name, which]
 
     return get

@@ -135,14 +135,14 @@ def of_group(group: int) -> list[str]:
     return found
 
 
-# Watched by a clock that runs 300 times as fast.
+# Watched by a clock that runs 100 times as fast: a busy machine lets a step wait for a second.
 HURRIED = """
 import sys
 sys.path[:0] = [{tests!r}]
 import test_watch
 from train.common import cli
 from train.common.watch import stall
-stall.LEAST, stall.ELSEWHERE, stall.LINGER = 1.0, 3.0, 2.0
+stall.LEAST, stall.ELSEWHERE, stall.LINGER = 3.0, 12.0, 2.0
 cli.run(test_watch.main, test_watch.PRESETS)
 """
 
