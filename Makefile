@@ -45,7 +45,8 @@ help:
 	@echo 'make data DATASET=criteo DATA=/data/kaggle   text files to arrays, once before training: $(DATASETS)'
 	@echo 'make translate MODEL_DIR=runs/x/export <in >out  text through a trained Transformer, a sentence a line'
 	@echo 'make train MODEL=bert DATA=… TPU=my-tpu      on all workers of that Cloud TPU; logs, stop, status TPU=my-tpu'
-	@echo 'make copy MODEL=resnet50 TO=../mine          that script with exactly the files that it needs (for one DEVICE=)'
+	@echo 'make copy MODEL=resnet50 TO=../mine          that script with exactly the files that it needs (for one DEVICE=),'
+	@echo '                                             and with what it can do without: WITH="watch hub_images"'
 	@echo 'make board                                   all runs in a browser, by TensorBoard (RUNS=gs://bucket/runs, PORT=)'
 	@echo 'make doctor                                  what is here, what is missing: each line ok, or what to do'
 	@echo 'make compile MODEL=bert TOPOLOGY=v5e:2x4     does it fit that TPU? by its own compiler, on this machine'
@@ -131,7 +132,7 @@ logs stop status:
 # A script with the files that it needs, in a folder of its own. It needs no environment.
 copy: check-model
 	@test -n "$$TO" || { echo "error: TO is missing; give a new folder: make copy MODEL=$$MODEL TO=../mine" >&2; exit 2; }
-	@$(PYTHON) copy_model.py "$$MODEL" $(if $(TASK),--task "$$TASK") $(if $(DEVICE),--device "$$DEVICE") --to="$$TO"
+	@$(PYTHON) copy_model.py "$$MODEL" $(if $(TASK),--task "$$TASK") $(if $(DEVICE),--device "$$DEVICE") $(if $(WITH),--with "$$WITH") --to="$$TO"
 
 # What is here and what is missing, before anything is installed.
 doctor:

@@ -9,6 +9,7 @@ import ast
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -20,7 +21,9 @@ DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "torch.utils.tensor
 # What device.py and embedding/bags.py import for one kind of device only.
 ONLY_ON_XLA, NOT_ON_XLA = ("train.common.xla", "train.common.embedding.sharding"), ("train.common.eager",)
 DEVICES = ("xla", "cpu", "cuda")
-WITH = {"fsspec": ["gcsfs"], "datasets": ["pyarrow"]}  # what a package needs for the sake of a user's data
+ALONG = {"fsspec": ["gcsfs"], "datasets": ["pyarrow"]}  # what a package needs for the sake of a user's data
+# What a copy can do without, and its modules.
+EXTRAS = {"watch": "train.common.watch", "hub_images": "data.hub_images"}
 
 
 def imported(tree: ast.Module) -> set[str]:
@@ -44,12 +47,18 @@ def of_model(tree: ast.Module, model: str) -> set[str]:
     return {table[model] for table in tables if model in table}
 
 
-def way(script: str, model: str, device: str = "", root: Path = ROOT) -> tuple[list[Path], set[str]]:
+def way(
+    script: str, model: str, device: str = "", extras: Sequence[str] = (), root: Path = ROOT
+) -> tuple[list[Path], set[str]]:
     """Returns the files that a script needs for a model on a device ("": on all), relative to `root`, and the other
     modules that they import."""
     found: set[Path] = set()
     others: set[str] = set()
     waiting = {f"train.{script}"}
+    for name in extras:
+        path = root / EXTRAS[name].replace(".", "/")
+        beside = path.glob("*.py") if path.is_dir() else ()
+        waiting |= {EXTRAS[name], *(f"{EXTRAS[name]}.{file.stem}" for file in beside)}
     while waiting:
         name = waiting.pop()
         if device and name.startswith(ONLY_ON_XLA if device != "xla" else NOT_ON_XLA):
@@ -71,7 +80,7 @@ def way(script: str, model: str, device: str = "", root: Path = ROOT) -> tuple[l
 def requirements(modules: set[str], root: Path = ROOT) -> tuple[list[str], list[str]]:
     """Returns the lines of requirements.txt, and those of requirements-torchrec.txt, that these modules need."""
     wanted = {DISTRIBUTIONS.get(name) or DISTRIBUTIONS.get(name.split(".")[0], name.split(".")[0]) for name in modules}
-    wanted |= {other for name in wanted & WITH.keys() for other in WITH[name]}
+    wanted |= {other for name in wanted & ALONG.keys() for other in ALONG[name]}
     lines = (root / "requirements.txt").read_text().splitlines()
     plain = [line for line in lines if re.split("==", line)[0] in wanted]
     torchrec = (root / "requirements-torchrec.txt").read_text().splitlines() if "torchrec" in wanted else []
@@ -105,7 +114,9 @@ def readme(script: str, model: str, device: str, files: list[Path], torchrec: bo
     )
 
 
-def copy(model: str, task: str, to: Path, device: str = "", root: Path = ROOT) -> list[Path]:
+def copy(
+    model: str, task: str, to: Path, device: str = "", extras: Sequence[str] = (), root: Path = ROOT
+) -> list[Path]:
     """Writes the copy; returns its files. Exits with a sentence where that cannot be done."""
     if model not in SCRIPTS:
         sys.exit(f"error: MODEL={model} is not known; MODEL is one of: {' '.join(SCRIPTS)}")
@@ -113,12 +124,14 @@ def copy(model: str, task: str, to: Path, device: str = "", root: Path = ROOT) -
         sys.exit(f"error: TASK={task} is not one of MODEL={model}; the encoders have {' '.join(TASKS)}, others none")
     if device and device not in DEVICES:
         sys.exit(f"error: DEVICE={device} is not known; DEVICE is one of: {' '.join(DEVICES)}, or left out for all")
+    if unknown := [name for name in extras if name not in EXTRAS]:
+        sys.exit(f"error: WITH={unknown[0]} is not known; WITH is one or several of: {' '.join(EXTRAS)}")
     script = "pretrain" if task == "pretrain" else SCRIPTS[model]
     if script == "pretrain" and model == "auto":
         sys.exit("error: MODEL=auto is for fine-tuning; TASK=pretrain needs one of: " + " ".join(ENCODERS[:-1]))
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         sys.exit(f"error: TO={to} is there and not an empty folder; give another, or empty it")
-    files, modules = way(script, model, device, root)
+    files, modules = way(script, model, device, extras, root)
     plain, torchrec = requirements(modules, root)
     try:
         for file in files:
@@ -139,11 +152,12 @@ def main() -> None:
     parser.add_argument("model", help=" ".join(SCRIPTS))
     parser.add_argument("--task", default="", help="pretrain: train/pretrain.py instead of train/glue.py")
     parser.add_argument("--device", default="", help="only for xla, cpu or cuda; left out: for all three")
+    parser.add_argument("--with", dest="extras", default="", help=f"what it can do without: {' '.join(EXTRAS)}")
     parser.add_argument("--to", required=True, help="a new or empty folder")
     options = parser.parse_args()
     if "://" in options.to:
         sys.exit(f"error: TO={options.to} is a URL; give a folder of this machine")
-    files = copy(options.model, options.task, Path(options.to).expanduser(), options.device)
+    files = copy(options.model, options.task, Path(options.to).expanduser(), options.device, options.extras.split())
     lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
     count = sum(file.name != "__init__.py" for file in files)
     print(f"{options.to}: {count} files, {lines:,} lines; README.md says how to run it")

@@ -5,6 +5,7 @@ standard deviation below: a uint8 image is a quarter of the bytes. Augmentation 
 reference recipe of torchvision (https://github.com/pytorch/vision/tree/main/references/classification).
 """
 
+import importlib
 import io
 import itertools
 import math
@@ -12,9 +13,9 @@ import os
 import re
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Literal, NoReturn
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import torch
@@ -30,8 +31,6 @@ IMAGENET_MEAN = (123.675, 116.28, 103.53)  # RGB, for pixels 0..255
 IMAGENET_STD = (58.395, 57.12, 57.375)
 
 EVAL_NAMES = ("val", "validation", "test")  # folders or splits to evaluate on: the first that is there
-IMAGE_COLUMNS = ("image", "img")  # in a data set with several columns of images; then of labels
-LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target")
 MAX_SKIPPED = 100  # broken files in a row that say the whole data set is broken
 
 Split = Literal["train", "eval"]
@@ -93,7 +92,7 @@ def eval_crop(image: torch.Tensor, size: int) -> np.ndarray:
     return F.center_crop(F.resize(image, [round(size * 256 / 224)]), [size, size]).contiguous().numpy()
 
 
-class _Images:
+class Images:
     """What the data sets share. A real one has `classes`, `__len__`, and `_read(index)`, which returns the bytes of a
     file, its label, and how to name the file to the user."""
 
@@ -128,7 +127,7 @@ class _Images:
         return example | {"skipped": np.int64(skipped)} if self.skip_broken else example
 
 
-class ImageFolder(_Images):
+class ImageFolder(Images):
     """Images in ROOT/train/<class>/**/*.jpg, and in ROOT/val, ROOT/validation or ROOT/test alike.
 
     Files, labels and order are those of torchvision.datasets.ImageFolder, except that hidden class folders and files
@@ -148,7 +147,7 @@ class ImageFolder(_Images):
             if name is None:
                 raise InputError(f"{root} has no folder to evaluate on; expected one of {', '.join(EVAL_NAMES)}")
             self.folder = os.path.join(root, name)
-            _check_classes(self.folder, _class_folders(self.folder), self.classes)
+            check_classes(self.folder, _class_folders(self.folder), self.classes)
 
         # A million names in one buffer: cheap to send to a worker, and a long one does not widen the others.
         files = [_image_files(os.path.join(self.folder, name)) for name in self.classes]
@@ -161,48 +160,10 @@ class ImageFolder(_Images):
     def _read(self, index: int) -> tuple[bytes, int, str]:
         label = int(self._labels[index])
         path = os.path.join(self.folder, self.classes[label], os.fsdecode(self._names[index].as_py()))
-        return _read_file(path), label, path
+        return read_file(path), label, path
 
 
-class HubImages(_Images):
-    """A data set of `datasets`: a folder of parquet or arrow files, one written by save_to_disk, or an id on the hub.
-
-    The columns are found by their features, Image and ClassLabel; where there are several, or labels are integers, by
-    their usual names. `datasets` copies parquet to its cache, so the data takes its size once more on disk.
-    """
-
-    def __init__(self, data: str, split: Split, image_size: int, skip_broken: bool = False):
-        super().__init__(split, image_size, skip_broken)
-        splits = _load_splits(data)
-        name = next((name for name in (["train"] if split == "train" else EVAL_NAMES) if name in splits), None)
-        if "train" not in splits or name is None:
-            expected = f"train, and one of {', '.join(EVAL_NAMES)}"
-            raise InputError(f"{data} has the splits {', '.join(splits)}; expected {expected}")
-        self._source, rows = f"{data}, split {name}", splits[name]
-        self._image, self._label, own_classes = _columns(rows, self._source)
-        self.classes = _columns(splits["train"], f"{data}, split train")[2]
-        if isinstance(rows.features[self._label], datasets.ClassLabel):
-            _check_classes(self._source, own_classes, self.classes)
-        # such as the -1 that hub data sets write into a test split without labels
-        strange = [label for label in rows.unique(self._label) if label not in range(len(self.classes))]
-        if strange:
-            expected = f"expected labels 0 to {len(self.classes) - 1} in {self._label}"
-            raise InputError(f"{self._source} has the label {strange[0]}; {expected}")
-        rows = rows.select_columns([self._image, self._label])
-        self._rows = rows.cast_column(self._image, datasets.Image(decode=False))  # the bytes, for decode() above
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def _read(self, index: int) -> tuple[bytes, int, str]:
-        row = self._rows[index]
-        image = row[self._image] or {"bytes": b""}
-        if image["bytes"] is None:
-            return _read_file(image["path"]), row[self._label], image["path"]
-        return image["bytes"], row[self._label], f"row {index} of {self._source}"
-
-
-class SyntheticImages(_Images):
+class SyntheticImages(Images):
     """Images that can be learned, with the keys, shapes and types of the real ones; the class is `index % num_classes`.
 
     A class is a texture: three waves of fixed frequency, with fixed strengths and phases in red, green and blue. An
@@ -244,7 +205,7 @@ class SyntheticImages(_Images):
         return {"image": np.clip(image, 0, 255, out=image).astype(np.uint8), "label": np.int64(label)}
 
 
-def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = False) -> ImageFolder | HubImages:
+def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = False) -> Images:
     """Opens a folder with train/<class>/*.jpg and val/<class>/*.jpg, a folder of parquet or arrow files, or an id on
     the Hugging Face hub ("owner/name"). Raises InputError."""
     path = Path(data).expanduser()
@@ -258,10 +219,22 @@ def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = 
     elif not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", data):
         expected = "expected one with train/ and val/, or an id on the Hugging Face hub"
         raise InputError(f"there is no folder {data}; {expected}")
-    return HubImages(data, split, image_size, skip_broken)
+    return own_module("hub_images", data).HubImages(data, split, image_size, skip_broken)
 
 
-def _check_classes(where: str, found: list[str], classes: list[str]) -> None:
+def own_module(name: str, data: str) -> ModuleType:
+    """Returns data/<name>.py, which copies of a script are without; raises InputError where it is not there."""
+    try:
+        return importlib.import_module(f"data.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"data.{name}":
+            raise
+        needed = f"{data} needs data/{name}.py, which is not in this copy"
+        raise InputError(f"{needed}: make copy … WITH={name} brings it") from None
+
+
+def check_classes(where: str, found: list[str], classes: list[str]) -> None:
+    """Raises InputError where the classes found are not those of the training images, in their order."""
     for what, names in (("lacks", set(classes) - set(found)), ("adds", set(found) - set(classes))):
         if names:
             listed = ", ".join(sorted(names)[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
@@ -270,7 +243,8 @@ def _check_classes(where: str, found: list[str], classes: list[str]) -> None:
         raise InputError(f"{where} has the classes of train in another order")
 
 
-def _read_file(path: str) -> bytes:
+def read_file(path: str) -> bytes:
+    """Returns the content of an image file; raises InputError where it cannot be read."""
     try:  # not a broken image: a file system that fails must stop the run, with --skip-broken too
         return Path(path).read_bytes()
     except OSError as error:
@@ -307,33 +281,3 @@ def _image_files(folder: str) -> list[bytes]:
     if not paths:
         raise InputError(f"class folder {folder} has no images ({' '.join(IMG_EXTENSIONS)}); fill it or remove it")
     return [os.fsencode(path[start:]) for path in paths]
-
-
-def _load_splits(data: str) -> dict[str, datasets.Dataset]:
-    if os.path.exists(os.path.join(data, "state.json")):
-        raise InputError(f"{data} is a single split written by save_to_disk; expected a DatasetDict with train and val")
-    try:
-        if os.path.exists(os.path.join(data, "dataset_dict.json")):
-            return datasets.load_from_disk(data)
-        return datasets.load_dataset(data)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        what = "cannot be read by datasets" if os.path.isdir(data) else "is neither a folder nor a data set of the hub"
-        raise InputError(f"{data} {what}: {str(error).partition(chr(10))[0]}") from error
-
-
-def _columns(rows: datasets.Dataset, source: str) -> tuple[str, str, list[str]]:
-    """Returns the image column, the label column, and the class names."""
-    kinds = rows.features
-    images = [column for column, kind in kinds.items() if isinstance(kind, datasets.Image)]
-    labels = [column for column, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)]
-    labels = labels or [column for column in LABEL_COLUMNS if "int" in getattr(kinds.get(column), "dtype", "")]
-    if not images or not labels:
-        what = "label column (feature ClassLabel, or integers)" if images else "image column (feature Image)"
-        listed = ", ".join(f"{column} ({getattr(kind, 'dtype', 'nested')})" for column, kind in kinds.items())
-        raise InputError(f"{source} has no {what}; its columns: {listed}")
-    image = next((column for column in IMAGE_COLUMNS if column in images), images[0])
-    label = next((column for column in LABEL_COLUMNS if column in labels), labels[0])
-    if isinstance(kinds[label], datasets.ClassLabel):
-        return image, label, kinds[label].names
-    highest = max((value for value in rows.unique(label) if value is not None), default=-1)
-    return image, label, [str(value) for value in range(highest + 1)]

@@ -113,6 +113,20 @@ def test_a_copy_for_one_kind_of_device_leaves_out_the_other(tmp_path):
             assert result.returncode == 2 and re.search(f"error: --device is {device}, .*copy with", result.stderr)
 
 
+def test_a_copy_brings_what_it_can_do_without(tmp_path):
+    """WITH=watch has its flags; a copy without hub_images says how to get it."""
+    copied("resnet50", tmp_path / "plain")
+    data = ["--data", "uoft-cs/cifar10"]
+    result = train(tmp_path / "plain", "resnet50", *data)
+    assert result.returncode == 2 and "copy: make copy … WITH=hub_images brings it" in result.stderr, result.stderr
+    files = copy_model.copy("resnet50", "", tmp_path / "full", "", ("watch", "hub_images"))
+    watchers = {path.relative_to(copy_model.ROOT) for path in copy_model.ROOT.glob("train/common/watch/*.py")}
+    assert {*watchers, Path("data/hub_images.py")} <= set(files)
+    assert "\ndatasets==" in (tmp_path / "full/requirements.txt").read_text()
+    result = train(tmp_path / "full", "resnet50", *data, "--stall-after", "30", HF_HUB_OFFLINE="1")
+    assert result.returncode == 2 and "cifar10 is neither a folder nor a data set of the hub" in result.stderr
+
+
 def test_refusals(tmp_path):
     full = tmp_path / "full"
     full.mkdir()
@@ -125,6 +139,7 @@ def test_refusals(tmp_path):
         ("MODEL=auto", "TASK=pretrain", f"TO={tmp_path}/new"): "MODEL=auto is for fine-tuning",
         ("MODEL=bert", "TASK=pretain", f"TO={tmp_path}/new"): "TASK=pretain is not one of MODEL=bert.*pretrain",
         ("MODEL=dlrm", "TASK=pretrain", f"TO={tmp_path}/new"): "TASK=pretrain is not one of MODEL=dlrm",
+        ("MODEL=resnet50", "WITH=watch board", f"TO={tmp_path}/new"): "WITH=board is not known.*watch hub_images",
         ("MODEL=resnet50", "TO=gs://bucket/mine"): "TO=gs://bucket/mine is a URL",
         ("MODEL=resnet50", "TO=/proc/it's mine"): "cannot write to TO=/proc/it's mine",
         ("MODEL=resnet50", "TO=/proc/mine"): "cannot write to TO=/proc/mine",

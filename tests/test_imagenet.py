@@ -382,7 +382,7 @@ def test_tables_give_the_same_examples_as_a_tree_of_the_same_files(tmp_path, cac
     data = write(tmp_path / "tables", form, train.sort("label"), evaluation.sort("label"))
     for split, length in (("train", 4), ("eval", 2)):
         dataset, tree = (im.open_imagenet(path, split, 32) for path in (data, str(tmp_path / "tree")))
-        assert isinstance(dataset, im.HubImages) and isinstance(tree, im.ImageFolder)
+        assert type(dataset).__name__ == "HubImages" and isinstance(tree, im.ImageFolder)
         assert len(dataset) == length and dataset.classes == ["cat", "dog"] and dataset.image_size == 32
         pickled = pickle.dumps(dataset)
         assert len(pickled) < sum(len(dataset._read(index)[0]) for index in range(length)), "tables travel along"

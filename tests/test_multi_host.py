@@ -692,7 +692,7 @@ def test_a_trial_of_distilbert_makes_its_teacher_and_waits_for_it(tmp_path, caps
 
 @pytest.mark.filterwarnings("ignore:skipped, ")
 def test_a_host_opens_no_images_of_the_others_and_the_broken_ones_of_all_are_counted(tmp_path, monkeypatch, capsys):
-    rng, read_file, said = np.random.default_rng(0), resnet50.imagenet._read_file, []
+    rng, read_file, said = np.random.default_rng(0), resnet50.imagenet.read_file, []
     for split, size in (("train", 39), ("val", 29)):
         for number in range(size):
             path = tmp_path / "images" / split / f"class {number % 2}" / f"{number}.png"
@@ -709,7 +709,7 @@ def test_a_host_opens_no_images_of_the_others_and_the_broken_ones_of_all_are_cou
                 opened[this_host()][path] += 1
             return read_file(path)
 
-        monkeypatch.setattr(resnet50.imagenet, "_read_file", recorded)
+        monkeypatch.setattr(resnet50.imagenet, "read_file", recorded)
         train("resnet50", hosts, tmp_path / str(hosts), **options).succeeded()
         said.append([line for line in capsys.readouterr().out.splitlines() if "decoded" in line])
         assert max(sum(opened, Counter()).values()) == 1

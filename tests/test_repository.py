@@ -22,8 +22,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Most lines of what a copy of a script carries, and most files; see `carried`. None of these may grow.
 WAYS = {
-    ("resnet50", "resnet50", "xla"): (2_999, 14),
-    ("resnet50", "resnet50", "cpu"): (2_477, 13),
+    ("resnet50", "resnet50", "xla"): (2_882, 13),
+    ("resnet50", "resnet50", "cpu"): (2_360, 12),
     ("glue", "bert", "xla"): (4_066, 20),
 }
 README_COPIES = [
@@ -37,7 +37,7 @@ README_COPIES = [
 ]
 COMMON_LINES = 1_820  # of train/common without its packages, with the backend of plain PyTorch
 SCRIPT_LINES, MAIN_LINES, FUNCTION_LINES, CLASS_LINES = 270, 60, 60, 250
-TEST_LINES, README_LINES = 17_368, 200
+TEST_LINES, README_LINES = 17_384, 200
 # The names of a script, in this order.
 CONTRACT = ["Config", "learning_rate", "validate", "open_data", "build", "train_step", "eval_step", "evaluate", "main"]
 

@@ -56,19 +56,19 @@ class Watcher(contextlib.AbstractContextManager):
 
 # After Watcher, which they import.
 NAMES = [name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith("_")]
-MODULES = {name: importlib.import_module(f"{__name__}.{name}") for name in NAMES}
+WATCHERS = {name: importlib.import_module(f"{__name__}.{name}") for name in NAMES}
 Presets = dict[str, tuple[str, Any]]
 
 
 def watched(main: Callable[[Any], Any], presets: Presets) -> tuple[Callable[[Any], Any], Presets]:
     """Returns a `main` that watches every Run that trains in it, and its presets: those of the script, with the flags
     of all watchers beside those of its Config."""
-    groups = [(name, OmitArgPrefixes[module.Flags], module.Flags()) for name, module in MODULES.items()]
+    groups = [(name, OmitArgPrefixes[module.Flags], module.Flags()) for name, module in WATCHERS.items()]
     config = type(next(iter(presets.values()))[1])
     given = make_dataclass("Given", [("config", OmitArgPrefixes[config]), *groups], frozen=True)
 
     def watched_main(given: Any) -> Any:
-        wanted = [module.watcher(getattr(given, name)) for name, module in MODULES.items()]
+        wanted = [module.watcher(getattr(given, name)) for name, module in WATCHERS.items()]
         before, Run.watch = Run.watch, staticmethod(functools.partial(_watching, [make for make in wanted if make]))
         try:
             return main(given.config)
