@@ -1,0 +1,149 @@
+"""Seconds to copy a bucket's files to the local disk, where each request takes 50 ms: many at once against one by one.
+
+    bucket    a web server on this machine that waits `--latency` before each answer, as a bucket's does
+    ours      data.remote.local_copy, into an empty cache
+    one       the same with a single request at a time
+    disk      shutil.copytree of the same files
+
+    run       python -m bench.bucket
+
+The tests take the same server, which can also fail as networks do.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from unittest import mock
+from urllib.parse import quote, unquote
+
+import numpy as np
+import tyro
+
+from data import remote
+
+
+class Bucket(ThreadingHTTPServer):
+    """A web server of `files`, {path: bytes}, with listings, etags and ranges.
+
+    Attributes:
+        url: of the folder that has all files.
+        latency: seconds before each answer.
+        trouble: {path: [what goes wrong at its next GETs, one after the other]}: a status, "drop" (the connection
+            ends in mid-body), "whole" (the range is not heeded), or a function to call first.
+        requests: (method, path, range) of those so far.
+    """
+
+    daemon_threads, request_queue_size = True, 128
+
+    def __init__(self, files: dict[str, bytes], latency: float = 0.0):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files, self.latency, self.trouble, self.requests = files, latency, {}, []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator["Bucket"]:
+        """Serves in a thread, until the end of the block."""
+        thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.shutdown()
+            thread.join()
+            self.server_close()
+
+    def handle_error(self, request, address) -> None:
+        """Says nothing: clients go away when they have seen enough."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Bucket
+
+    def do_GET(self) -> None:
+        path = unquote(self.path).strip("/")
+        asked = self.headers.get("Range", "")
+        self.server.requests.append((self.command, path, asked))
+        time.sleep(self.server.latency)
+        todo = self.server.trouble.get(path)
+        trouble = todo.pop(0) if todo and self.command == "GET" else None
+        if callable(trouble):
+            trouble = trouble()
+        if isinstance(trouble, int):
+            return self._answer(trouble, b"<html>trouble</html>", {})
+        content = self.server.files.get(path)
+        if content is None:
+            return self._list(path)
+        headers = {"ETag": hashlib.sha256(content).hexdigest()[:16], "Content-Type": "application/octet-stream"}
+        if asked and trouble != "whole":
+            first, last = asked.removeprefix("bytes=").split("-")
+            first, last = int(first), min(int(last or len(content)), len(content) - 1)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+            return self._answer(206, content[first : last + 1], headers, trouble == "drop")
+        return self._answer(200, content, headers, trouble == "drop")
+
+    do_HEAD = do_GET
+
+    def _list(self, path: str) -> None:
+        folder = f"{path}/" * bool(path)
+        inside = {name.removeprefix(folder) for name in self.server.files if name.startswith(folder)}
+        names = sorted({first + "/" * bool(rest) for first, rest, _ in (one.partition("/") for one in inside)})
+        page = "".join(f'<a href="{link}">{link}</a>' for link in ["../", "?C=N;O=D", *map(quote, names)])
+        self._answer(200 if inside else 404, f"<html>{page}</html>".encode(), {"Content-Type": "text/html"})
+
+    def _answer(self, status: int, content: bytes, headers: dict[str, str], drop: bool = False) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content[: len(content) // 2] if drop else content)
+        self.close_connection |= drop
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Args:
+    """Copies files from a local web server that delays every answer."""
+
+    files: int = 100  # how many there are
+    kilobytes: int = 256  # in each
+    latency: float = 0.05  # seconds before each answer
+    rounds: int = 3  # the median counts
+
+
+def main(args: Args) -> None:
+    """Prints the seconds of each way to copy, medians of the rounds."""
+    rng = np.random.default_rng(0)
+    files = {f"rows/{number:04d}.bin": rng.bytes(args.kilobytes << 10) for number in range(args.files)}
+    seconds = {"ours": [], "one": [], "disk": []}
+    with Bucket(files, args.latency).open() as bucket, tempfile.TemporaryDirectory() as folder:
+        for number in range(args.rounds):
+            for name, ahead in (("ours", remote.AHEAD), ("one", 1)):
+                place = f"{folder}/{name}{number}"
+                with mock.patch.dict(os.environ, DATA_CACHE_DIR=place), mock.patch.object(remote, "AHEAD", ahead):
+                    remote.local_copy.cache_clear()
+                    began = time.perf_counter()
+                    copy = remote.local_copy(f"{bucket.url}/rows")
+                    seconds[name].append(time.perf_counter() - began)
+            assert all(Path(copy, Path(name).name).read_bytes() == content for name, content in files.items())
+            began = time.perf_counter()
+            shutil.copytree(copy, f"{folder}/disk{number}")
+            seconds["disk"].append(time.perf_counter() - began)
+    each = f"{args.files} files of {args.kilobytes} kB, {1000 * args.latency:.0f} ms a request"
+    print(each, *(f"{name} {statistics.median(times):.2f} s" for name, times in seconds.items()), sep=", ")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
