@@ -1,0 +1,89 @@
+"""Dockerfile, tpu/entry.py, tpu/jobset.yaml: exit codes, layers, JobSet's schema, and a real image without Docker."""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from tpu.launch.keeper import STOPPED
+from train.common.watch.stall import EXIT_CODE as HUNG
+
+ROOT, INPUT = Path(__file__).parent.parent, 2
+SAVES = """import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), print("saved"), sys.exit(143)))
+print("step", flush=True)
+time.sleep(9)
+"""
+LACKING = [name for name in ("buildah", "mmdebstrap", "unshare", "pkill") if not shutil.which(name)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or bool(LACKING), reason=f"needs root, and on Debian apt-get install {LACKING}")
+def test_an_image_is_built_trains_and_stops_as_process_1(tmp_path):
+    """A quarter of an hour, 40 GB of disk, a Debian mirror and a package index. BUILDAH_ARGS: what the build needs from
+    this machine to reach them, such as --volume=/etc/pip.conf:/etc/pip.conf:ro."""
+    assert subprocess.run(["bash", ROOT / "tests/image.sh", tmp_path, ROOT]).returncode == 0
+
+
+def test_dependencies_have_a_layer_of_their_own_and_only_what_is_listed_goes_in():
+    recipe = (ROOT / "Dockerfile").read_text()
+    order = [
+        "COPY Makefile req",
+        "make install",
+        "COPY . .",
+        "touch .venv/.installed",
+        "USER ${RUN_AS}",
+        '"tpu.entry"]',
+    ]
+    assert sorted(order, key=recipe.index) == order and "ARG RUN_AS=zoo\n" in recipe
+    listed = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] != "#"]
+    assert listed[0] == "*" and listed[-2:] == ["**/.*", "**/__pycache__"] and not any("!." in line for line in listed)
+
+
+def test_the_entry_ends_as_the_trainer_does(tmp_path):
+    """137: killed, while a process that it has started holds its standard error open. 143: by SIGTERM, saved."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    ends = {137: "sleep 60 & kill -9 $$$$", STOPPED: f"{sys.executable} saves.py"}
+    command, environment = [sys.executable, "-m", "tpu.entry", "MODEL=a b"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    for code in (0, INPUT, HUNG, 137, STOPPED):
+        (tmp_path / "Makefile").write_text(f"train:\n\t@echo $(MODEL) >&2; {ends.get(code, f'exit {code}')}\n")
+        with subprocess.Popen(command, cwd=tmp_path, stdout=-1, stderr=-1, text=True, env=environment) as entry:
+            if code == STOPPED:
+                assert entry.stdout.readline() == "step\n"
+                entry.terminate()
+            out, err = entry.communicate(timeout=30)
+        assert entry.returncode == code and err.startswith("a b\n") and out == "saved\n" * (code == STOPPED)
+
+
+def strict(schema: object) -> object:
+    """Makes a schema refuse the keys that it does not know, as kubectl does."""
+    for value in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        strict(value)
+    return schema.setdefault("additionalProperties", False) if "properties" in schema else schema
+
+
+def test_the_jobset_is_one_slice_that_resumes_and_satisfies_the_schema():
+    """JOBSET_CRD: the path of jobset.x-k8s.io_jobsets.yaml, out of kubernetes-sigs/jobset."""
+    jobset = yaml.safe_load((ROOT / "tpu/jobset.yaml").read_text())
+    (slices,) = jobset["spec"]["replicatedJobs"]
+    job, pod = slices["template"]["spec"], slices["template"]["spec"]["template"]["spec"]
+    (container,), (rule,) = pod["containers"], job["podFailurePolicy"]["rules"]
+    chips = math.prod(map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")))
+    assert job["parallelism"] == job["completions"] == chips / container["resources"]["limits"]["google.com/tpu"]
+    ends = {"containerName": container["name"], "operator": "In", "values": [INPUT]}
+    assert rule == {"action": "FailJob", "onExitCodes": ends} and job["backoffLimit"] == 0 == slices["replicas"] - 1
+    assert "command" not in container and f"NAME={jobset['metadata']['name']}" in container["args"]
+    dry = subprocess.run(["make", "-n", "train", *container["args"]], cwd=ROOT, capture_output=True, text=True)
+    assert '--task mrpc --data "$DATA" --name "$NAME"  --runs gs://' in dry.stdout, dry.stderr
+    if "JOBSET_CRD" not in os.environ:
+        pytest.skip("all but the schema was checked; that needs JOBSET_CRD=path of jobset.x-k8s.io_jobsets.yaml")
+    (version,) = yaml.safe_load(Path(os.environ["JOBSET_CRD"]).read_text())["spec"]["versions"]
+    strict(schema := version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {}
+    jsonschema.validate(jobset, schema)
