@@ -18,7 +18,7 @@ within="$root env -i -C $(config .OCIv1.Config.WorkingDir) HOME=/home/zoo $(list
 init="mount --make-rprivate /; for f in dev sys; do mount --rbind /\$f $root/\$f; done; mount -t proc proc $root/proc
 exec chroot --userspec=$(config .OCIv1.Config.User) $within $(list Entrypoint) \"\$@\""
 run() { exec unshare --mount --pid --fork --kill-child sh -c "$init" init "$@" >log 2>&1; }
-(run MODEL=dlrm); grep 'finished in' log; [ -z "$(grep 'preload\\|pip install' log)" ]
+(run MODEL=dlrm); grep 'finished in' log; [ -z "$(grep -E 'preload|pip install' log)" ]
 code=0; (run MODEL=dlrm ARGS='--epochs x') || code=$?; [ $code = 2 ]
 for words in 'new run' 'resuming after'; do
     run MODEL=dlrm NAME=long ARGS='--epochs 500' & sleep 1
