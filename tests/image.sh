@@ -1,5 +1,6 @@
 # Builds the image without Docker, on a base that mmdebstrap has made, and runs it: bash tests/image.sh FOLDER CHECKOUT
-# Each run is process 1 of namespaces of its own, as in a container. BUILDAH_ARGS: see tests/test_image.py.
+# Each run is process 1 of namespaces of its own, as in a container. BUILDAH_ARGS: what the build needs from this machine
+# to reach a package index, such as --volume=/etc/pip.conf:/etc/pip.conf:ro
 set -eux; cd $1
 zoo() { buildah --root=$PWD/store --runroot=$PWD/runroot --storage-driver=overlay "$@"; }
 build() { zoo bud --isolation=chroot --layers --build-arg=BASE=localhost/base --tag=zoo ${BUILDAH_ARGS-} context; }
