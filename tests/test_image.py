@@ -85,8 +85,6 @@ def test_the_jobset_is_one_slice_that_resumes_and_satisfies_the_schema():
     if "JOBSET_CRD" not in os.environ:
         pytest.skip("all but the schema was checked; that needs JOBSET_CRD=path of jobset.x-k8s.io_jobsets.yaml")
     (version,) = yaml.safe_load(Path(os.environ["JOBSET_CRD"]).read_text())["spec"]["versions"]
-    strict(schema := version["schema"]["openAPIV3Schema"])
-    schema["properties"]["metadata"] = {}
-    assert not [
-        (error.json_path, error.message) for error in jsonschema.Draft202012Validator(schema).iter_errors(jobset)
-    ]
+    strict(schema := version["schema"]["openAPIV3Schema"])  # leaves metadata, which has no properties there, as it is
+    errors = jsonschema.Draft202012Validator(schema).iter_errors(jobset)
+    assert not [(error.json_path, error.message) for error in errors]
