@@ -22,7 +22,8 @@ BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard ben
 DATASET_criteo := criteo
 DATASET_wmt18  := wmt
 DATASET_text   := text
-DATASETS := $(patsubst DATASET_%,%,$(filter DATASET_%,$(.VARIABLES)))
+DATASET_images := images
+DATASETS := $(sort $(patsubst DATASET_%,%,$(filter DATASET_%,$(.VARIABLES))))
 
 # Without DATA a run is a trial: the small preset on synthetic data. With it, the recipe that most people can run.
 PRESET_dlrm := kaggle
@@ -42,7 +43,7 @@ help:
 	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
 	@echo 'make train MODEL=resnet50 DATA=/data/images  the published recipe on real data (on a TPU VM: on its chips)'
 	@echo 'make train MODEL=bert TASK=mrpc DATA=/data/glue  fine-tuning on a task of GLUE; TASK=pretrain: on text'
-	@echo 'make data DATASET=criteo DATA=/data/kaggle   text files to arrays, once before training: $(DATASETS)'
+	@echo 'make data DATASET=criteo DATA=/data/kaggle   raw files to what training reads, once: $(DATASETS)'
 	@echo 'make translate MODEL_DIR=runs/x/export <in >out  text through a trained Transformer, a sentence a line'
 	@echo 'make train MODEL=bert DATA=… TPU=my-tpu      on all workers of that Cloud TPU; logs, stop, status TPU=my-tpu'
 	@echo 'make copy MODEL=resnet50 TO=../mine          that script with exactly the files that it needs (for one DEVICE=),'

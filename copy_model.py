@@ -23,7 +23,7 @@ ONLY_ON_XLA, NOT_ON_XLA = ("train.common.xla", "train.common.embedding.sharding"
 DEVICES = ("xla", "cpu", "cuda")
 ALONG = {"fsspec": ["gcsfs"], "datasets": ["pyarrow"]}  # what a package needs for the sake of a user's data
 # What a copy can do without, and its modules.
-EXTRAS = {"watch": "train.common.watch", "hub_images": "data.hub_images"}
+EXTRAS = {"watch": "train.common.watch", "hub_images": "data.hub_images", "shards": "data.shards"}
 
 
 def imported(tree: ast.Module) -> set[str]:

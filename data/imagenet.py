@@ -206,9 +206,11 @@ class SyntheticImages(Images):
 
 
 def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = False) -> Images:
-    """Opens a folder with train/<class>/*.jpg and val/<class>/*.jpg, a folder of parquet or arrow files, or an id on
-    the Hugging Face hub ("owner/name"). Raises InputError."""
+    """Opens a folder with train/<class>/*.jpg and val/<class>/*.jpg, a folder of parquet or arrow files, an id on the
+    Hugging Face hub ("owner/name"), or a folder or URL of shards. Raises InputError."""
     path = Path(data).expanduser()
+    if "://" in data or (path / "shards.json").is_file():
+        return own_module("shards", data).Shards(data, split, image_size, skip_broken)
     if path.is_file():
         raise InputError(f"{data} is a file; expected a folder with train/ and val/ (unpack an archive first)")
     if path.is_dir():

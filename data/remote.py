@@ -102,6 +102,12 @@ def find_files(url: str, *patterns: str) -> dict[str, tuple[str, int, str]]:
     return files
 
 
+def cache_folder(url: str) -> Path:
+    """Returns the local folder for what belongs to a URL; it may not be there yet."""
+    base = os.environ.get("DATA_CACHE_DIR") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/xla-zoo-data"
+    return Path(base).expanduser() / _hash(url.rstrip("/"))
+
+
 @functools.cache  # a run reads one state of the bucket
 def local_copy(url: str, *patterns: str) -> str:
     """Returns a local path to the folder or file at a URL, and a path without "://" as it is.
@@ -114,8 +120,7 @@ def local_copy(url: str, *patterns: str) -> str:
     fs, root = open_store(url)
     if isinstance(fs, LocalFileSystem):
         return root
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    cache = Path(os.environ.get("DATA_CACHE_DIR") or f"{base}/xla-zoo-data").expanduser() / _hash(url.rstrip("/"))
+    cache = cache_folder(url)
     try:
         (cache / "files").mkdir(parents=True, exist_ok=True)
         with open(cache / "lock", "w") as lock:

@@ -249,7 +249,10 @@ def test_make_takes_the_first_python_that_works_and_refuses_another(codes, tmp_p
 
 
 def test_make_data_prepares_what_it_knows():
-    for arguments, word in ((["DATASET=imagenet"], "is one of: criteo text"), (["DATASET=criteo"], "DATA is missing")):
+    for arguments, word in (
+        (["DATASET=imagenet"], "is one of: criteo images text"),
+        (["DATASET=criteo"], "DATA is missing"),
+    ):
         result = make("data", *arguments)
         assert result.returncode != 0 and word in result.stderr
     command = make("-n", "data", "DATASET=criteo", "DATA=/a b", "OUT=/c d").stdout

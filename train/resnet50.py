@@ -5,7 +5,8 @@ recipe    Goyal et al. 2017 (arXiv:1706.02677): 90 epochs, learning rate 0.1 per
           momentum 0.9, weight decay 1e-4, statistics of batch norm per worker, each block's last norm at zero:
           76.4 % top-1 at a batch of 256, 76.3 % at 8,192 (table 1). On top, from He et al. 2018 (arXiv:1812.01187,
           sections 3.1, 5.1, 5.2): no weight decay on norms and biases, cosine decay, label smoothing 0.1.
-data      ImageNet (1,281,167 images, 1,000 classes) as a tree of class folders, or any `datasets` set of images
+data      ImageNet (1,281,167 images, 1,000 classes) as a tree of class folders, any `datasets` set of images,
+          or shards in a folder or a bucket (make data DATASET=images)
 run       python -m train.resnet50 tiny                          half a minute on two CPU cores, synthetic data
           python -m train.resnet50 full --data /data/imagenet    on a TPU VM
 result    full recipe: not run yet; tiny: README.md
@@ -30,7 +31,7 @@ from train.common.run import Run
 
 @dataclass(frozen=True)
 class Config:
-    data: str = ""  # folder with train/ and val/ of class folders, a `datasets` folder or hub id, or "synthetic"
+    data: str = ""  # folder of class folders, of shards (or URL), of `datasets`, or hub id; or "synthetic"
     model: Literal["resnet50", "resnet101", "resnet152", "resnet_tiny"] = "resnet50"  # see models/resnet.py
     weights: str = ""  # safetensors file to start from (fine-tuning); another number of classes gets a new head
     image_size: int = 224  # pixels, square

@@ -39,6 +39,10 @@ class Dataset(Protocol):
 
     A data set without augmentation may have `batch(indices) -> dict of arrays [len(indices), ...]` instead of
     `example`: rows of memory-mapped arrays are read hundreds of times faster together than one by one.
+
+    A data set that is read in sequence may have `order(seed, epoch, batch_size)`, the indices of the epoch's full
+    batches, in place of a permutation; and `ahead(keys)`, which yields what `keys` does, the epoch and the indices of
+    each batch, while it fetches what the next ones need.
     """
 
     def __len__(self) -> int: ...
@@ -172,11 +176,12 @@ def parallel_loader(
     per_epoch = steps_per_epoch(dataset, batch_size, mesh, train)
     span = (seed, start, stop) if train else (None, 0, per_epoch)
     if not hasattr(batch_size, "shapes"):
-        keys = _keys(len(dataset), batch_size, *span, shuffle, mesh)
+        keys = _keys(len(dataset), batch_size, *span, shuffle, mesh, getattr(dataset, "order", None))
     elif shuffle != "examples" or not hasattr(dataset, "batch"):
         raise ValueError("a plan has an order of its own, and needs a data set that has `batch(indices, lengths)`")
     else:
         keys = ((epoch, rows[mesh.rows(len(rows))], lengths) for epoch, rows, lengths in batch_size.steps(*span))
+    keys = dataset.ahead(keys) if hasattr(dataset, "ahead") else keys
     collate = collate or (as_tensors if hasattr(dataset, "batch") else stack)
     return Loader(data_loader(_Examples(dataset, seed, masked=not train, collate=collate), keys, workers), mesh)
 
@@ -198,8 +203,9 @@ def data_loader(examples: "_Examples", keys: Iterable, workers: int, **options) 
     )
 
 
-def _keys(size: int, batch_size: int, seed: int | None, start: int, stop: int, shuffle: str, mesh: Mesh):
-    """Yields each step's epoch and indices of this host's examples; without a seed in order, padded to full batches."""
+def _keys(size: int, batch_size: int, seed: int | None, start: int, stop: int, shuffle: str, mesh: Mesh, own=None):
+    """Yields each step's epoch and indices of this host's examples, in the data set's `own` order if it has one;
+    without a seed in order, padded to full batches."""
     host = mesh.rows(batch_size)
     if seed is None:
         for step in range(start, stop):
@@ -210,8 +216,9 @@ def _keys(size: int, batch_size: int, seed: int | None, start: int, stop: int, s
     for step in range(start, stop):
         epoch, batch = divmod(step, per_epoch)
         if epoch != permuted_epoch:
-            generator = np.random.default_rng((seed, epoch))
-            permuted_epoch, order = epoch, generator.permutation(size if shuffle == "examples" else per_epoch)
+            generator, permuted_epoch = np.random.default_rng((seed, epoch)), epoch
+            permuted = size if shuffle == "examples" else per_epoch
+            order = own(seed, epoch, batch_size) if own else generator.permutation(permuted)
         yield epoch, order[batch * batch_size + host] if shuffle == "examples" else order[batch] * batch_size + host
 
 
