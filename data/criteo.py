@@ -18,6 +18,7 @@ import numpy as np
 
 from data import movielens
 from data.prepare.files import read_json
+from data.remote import FINISHED, local_copy
 from errors import InputError
 
 NUM_DENSE = 13
@@ -29,6 +30,9 @@ MLPERF_MAX_ROWS = 40_000_000
 MLPERF_ROWS = (40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10,
                2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36)
 # fmt: on
+
+# What is copied of a URL: not text, nor the words of the vocabulary.
+FILES = ("*prepared.json", "*complete", "*.npy", "*.npz", "!*vocabulary_*", *FINISHED, *movielens.FILES)
 
 Split = Literal["train", "eval"]
 
@@ -313,9 +317,9 @@ def _hidden(seed: int, feature: int, part: int, ids: np.ndarray) -> np.ndarray:
 
 
 def open_clicks(data: str, split: Split, rows: int | Sequence[int] | None = None) -> "ClickLog | movielens.MovieLens":
-    """Opens the click log in a folder: a prepared one (or Criteo's text with the default output `prepared` in it),
-    arrays in torchrec's layout (`rows`: of its tables, see ClickLog), or MovieLens. Raises InputError."""
-    folder = Path(data).expanduser()
+    """Opens the click log in a folder or at a URL: a prepared one (or Criteo's text with the default output `prepared`
+    in it), arrays in torchrec's layout (`rows`: of its tables, see ClickLog), or MovieLens. Raises InputError."""
+    folder = Path(local_copy(data, *FILES)).expanduser()
     command = f"make data DATASET=criteo DATA={data}"
     if folder.is_file():
         raise InputError(f"{data} is a file; expected a folder. If it is Criteo's text, prepare it first: {command}")

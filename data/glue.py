@@ -8,6 +8,7 @@ twins of them.
 Data is one of
     a folder of GLUE's own files, DATA/MRPC/train.tsv and dev.tsv, or the task's own folder, DATA/train.tsv
     a folder of parquet or arrow files or of save_to_disk, with a folder a task or without: DATA/mrpc/train-….parquet
+    the URL of one of these, such as gs://bucket/glue, see data/remote.py
     an id on the hub, such as nyu-mll/glue
     "synthetic"
 
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from data.remote import local_copy
 from errors import InputError
 
 SCORES = (0.0, 5.0)  # the labels of STS-B, a regression
@@ -116,7 +118,7 @@ def read(data: str | Path, task: str, split: str, seed: int = 0) -> Examples:
     QQP's broken rows are left out with a warning, as long as they are fewer than QQP_BROKEN of the file.
 
     Args:
-        data: a folder, an id on the hub, or "synthetic"; see the top of this file.
+        data: a folder, a URL, an id on the hub, or "synthetic"; see the top of this file.
         task: a key of TASKS.
         split: "train", or one of the task's evaluation splits.
         seed: of the synthetic examples.
@@ -130,7 +132,8 @@ def read(data: str | Path, task: str, split: str, seed: int = 0) -> Examples:
         raise InputError(f"split is {split!r}; expected one of {', '.join(splits)} for {task}{hidden}")
     if str(data) == "synthetic":
         return _synthetic(chosen, split, seed)
-    folder = Path(data).expanduser()
+    others = {f"!{name.lower()}/*" for one in TASKS.values() if one != chosen for name in (one.name, one.folder)}
+    folder = Path(local_copy(str(data), "*", *sorted(others))).expanduser()
     if folder.is_file():
         raise InputError(f"{data} is a file; expected the folder that it is in, or GLUE's folder")
     if not folder.is_dir():

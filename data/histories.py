@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from data import movielens
+from data.remote import local_copy
 from errors import InputError
 
 SHORTEST = 3  # films of a history: one to look back at, one to train on, one that is held out
@@ -16,7 +17,7 @@ GENRES, LIKED = 10, 50  # of synthetic films; how much more often a user takes t
 
 
 def open_histories(data: str, last: int) -> "Histories":
-    """Opens a MovieLens folder, or the twin if `data` is "synthetic"; see Histories."""
+    """Opens a MovieLens folder or URL, or the twin if `data` is "synthetic"; see Histories."""
     made = synthetic_histories(users=2_000, films=500, length=20) if data == "synthetic" else read_histories(data)
     return Histories(*made, last)
 
@@ -26,7 +27,7 @@ def read_histories(folder: str | Path, bad_rows: float = 0.0001) -> tuple[list[n
 
     Users with fewer than SHORTEST films are left out. Raises InputError: see data/movielens.py; or no user is left.
     """
-    path = movielens.rating_file(folder)
+    path = movielens.rating_file(local_copy(str(folder), *movielens.FILES))
     ratings = movielens.read_ratings(path, bad_rows)
     user, time = ratings[:, 0], ratings[:, 3]
     films, film = np.unique(ratings[:, 1], return_inverse=True)

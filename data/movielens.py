@@ -20,6 +20,7 @@ import numpy as np
 from errors import InputError
 
 RATING_FILES = ("u.data", "ua.base", "ratings.dat", "ratings.csv")
+FILES = (*RATING_FILES, "u.item", "u.user", "movies.dat", "users.dat", "movies.csv")
 LIKED = 4  # stars
 AGES = (18, 25, 35, 45, 50, 56)  # where the age groups of the 1M set begin
 YEAR = re.compile(r"\((\d{4})\)\s*$")  # at the end of a title

@@ -34,6 +34,7 @@ AHEAD, BLOCK = 32, 8 << 20  # requests under way, and bytes of each: they hide e
 PAUSES = (0.5, 1, 2, 4, 8)  # seconds before a request is tried again
 TAGS = ("etag", "ETag", "generation", "md5Hash", "blob_id", "mtime", "LastModified", "Last-Modified", "created")
 QUIET = AbstractFileSystem.find, AsyncFileSystem._find  # they leave out what they cannot list
+FINISHED = ("!*parts/*", "*parts/unfinished")  # patterns: of a preparation not its parts, but that it did not end
 
 
 def open_store(url: str) -> tuple[AbstractFileSystem, str]:

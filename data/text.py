@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from data.prepare.files import read_json
+from data.remote import FINISHED, local_copy
 from data.vocabulary import BERT_SPECIALS, KINDS, LONGEST, ROBERTA_SPECIALS, XLNET_SPECIALS
 from errors import InputError
 
@@ -315,11 +316,11 @@ def check_rows(kind: str, length: int, pairs: bool) -> None:
 
 
 def open_text(data: str | Path, split: Split) -> Text:
-    """Opens a split of a folder made by make data (or of the text it was made from, with the default output in it).
+    """Opens a split of a folder or URL made by make data (or of the text it was made from, with `prepared` in it).
 
     Raises InputError: nothing of the kind is there, or files are missing, damaged or do not belong together.
     """
-    folder = Path(data).expanduser()
+    folder = Path(local_copy(str(data), "*report.json", "*.npy", "*tokenizer/*", *FINISHED)).expanduser()
     made = f"expected a folder made by `{PREPARE}…`"
     if not folder.is_dir():
         what = f"{data} is a file" if folder.exists() else f"there is no folder {data}"

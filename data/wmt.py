@@ -23,6 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from data.fairseq_format import BOS, EOS, PAD, UNK, Dictionary, MmapTokens, write_mmap
+from data.remote import FINISHED, local_copy
 from errors import InputError
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
 
 Split = Literal["train", "valid", "test"]
 PREPARE = "make data DATASET=wmt18 DATA="
+FILES = ("*.idx", "*.bin", "*dict.*", "*tokenizer.json", "*report.json", "*valid.*", "*test.*", *FINISHED)  # of a URL
 
 
 class Codec:
@@ -365,17 +367,18 @@ class SyntheticPairs:
 
 def has_split(data: str | Path, split: Split) -> bool:
     """Returns whether `open_pairs` would find this split in a folder that has a training split."""
-    folder = Path(data).expanduser()
+    folder = Path(local_copy(str(data), *FILES)).expanduser()
     return any([*folder.glob(f"{split}.*-*.idx"), *folder.glob(f"prepared/{split}.*-*.idx")])
 
 
 def open_pairs(data: str | Path, split: Split) -> TranslationPairs:
-    """Opens a split of the sentence pairs in a folder made by make data (or the text it was made from, with the default
-    output `prepared` in it) or by fairseq-preprocess. The languages are those of train.<source>-<target>.<source>.idx.
+    """Opens a split of the sentence pairs in a folder, or at a URL, made by make data (or the text it was made from,
+    with the default output `prepared` in it) or by fairseq-preprocess. The languages are those of
+    train.<source>-<target>.<source>.idx.
 
     Raises InputError: nothing of the kind is there, or files are missing, damaged or do not belong together.
     """
-    folder = Path(data).expanduser()
+    folder = Path(local_copy(str(data), *FILES)).expanduser()
     made = f"expected one made by `{PREPARE}…` or by fairseq-preprocess"
     if not folder.is_dir():
         what = f"{data} is a file" if folder.exists() else f"there is no folder {data}"

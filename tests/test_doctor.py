@@ -277,8 +277,13 @@ def test_data(here, tmp_path, monkeypatch):
     (folder / "file").touch()
     assert doctor.check_data(str(folder), False) == f"ok    data: {folder} can be read"
     assert_line(doctor.check_data(f"{folder}/missing", False), "fix", "No such file or directory: give the right path")
-    url = doctor.check_data("gs://bucket/data", True)
-    assert_line(url, "fix", "gcloud storage cp -r", "gcsfuse", "every worker")
+    # A bucket is listed by the environment's fsspec.
+    here.command(here.python, f'exec {sys.executable} "$@"')
+    assert_line(doctor.check_data(f"file://{folder}", True), "ok", "1 files, 0.0 GB, can be read; whether the workers")
+    url = "memory://bucket/none"
+    assert_line(doctor.check_data(url, False), "fix", "there is no memory:///bucket/none; is the name right")
+    here.python.unlink()
+    assert_line(doctor.check_data(url, False), "none", f"data: {url} cannot be tried without an environment")
     assert_line(doctor.check_data("/data", True), "none", "data: /data: read on the workers")
     monkeypatch.setattr(Path, "iterdir", Mock(side_effect=PermissionError(13, "Permission denied")))
     assert_line(doctor.check_data(str(folder), False), "fix", "Permission denied", "chmod -R u+rX")

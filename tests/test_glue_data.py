@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import datasets
+import fsspec
 import numpy as np
 import pytest
 from sklearn.feature_extraction.text import CountVectorizer
@@ -14,6 +15,7 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from data import glue
 from data.batching import Buckets
 from data.glue import TASKS, Encoded, Examples, read, score
+from data.remote import local_copy
 from data.vocabulary import learn
 from errors import InputError
 
@@ -58,6 +60,19 @@ FILES = {  # folder, text, columns
     "rte": ("RTE", PAIR_HEADER + tsv("0 A B entailment", "1 C D not_entailment"), TWO),
     "wnli": ("WNLI", PAIR_HEADER + tsv("0 A B 0", "1 C D 1") + "\n", TWO),
 }
+
+
+def test_at_a_url_other_tasks_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path / "cache"))
+    for folder, text, _ in FILES.values():
+        write(tmp_path / folder / "train.tsv", text)
+        fsspec.filesystem("memory").pipe_file(f"/{tmp_path.name}/{folder}/train.tsv", text.encode())
+    for task in ("sst2", "stsb"):
+        for url in (f"memory://{tmp_path.name}/", f"memory://{tmp_path.name}/{FILES[task][0]}"):
+            assert read(url, task, "train").first == read(tmp_path, task, "train").first
+        assert len(list(Path(local_copy(f"memory://{tmp_path.name}/{FILES[task][0]}")).rglob("*.tsv"))) == 1
+    with pytest.raises(InputError, match="STS-B is the folder of stsb, and the task is rte"):
+        read(f"memory://{tmp_path.name}/STS-B", "rte", "train")
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -3,10 +3,12 @@
 import pickle
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
 from data import criteo as cr
+from data import histories as hs
 from data import movielens as ml
 from errors import InputError
 
@@ -16,9 +18,10 @@ FILMS = {item: (1960 + item if item != 3 else 1995, ((), (1,), (2,), (1, 2))[ite
 USERS = {1: (24, "M", "artist"), 2: (53, "F", "doctor")}  # 5 is not known
 
 
-def write(path: Path, lines: list[str], encoding: str = "utf-8") -> None:
+def write(path: Path, lines: list[str], encoding: str = "utf-8") -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes("".join(line + "\n" for line in lines).encode(encoding))
+    return path
 
 
 @pytest.fixture
@@ -40,6 +43,18 @@ def both(folder: Path) -> dict[str, np.ndarray]:
     logs = [ml.MovieLens(folder, split) for split in ("train", "eval")]
     batches = [log.batch(np.arange(len(log))) for log in logs]
     return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
+
+
+def test_a_url_reads_as_its_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path / "cache"))
+    url, bucket = f"memory://{tmp_path.name}", fsspec.filesystem("memory")
+    for path in (*folder.glob("u.*"), write(folder / "u1.base", ["not needed"])):
+        bucket.pipe_file(f"/{tmp_path.name}/{path.name}", path.read_bytes())
+    for split in ("train", "eval"):
+        logs = [cr.open_clicks(data, split) for data in (url, str(folder))]
+        np.testing.assert_equal(*(log.batch(np.arange(len(log))) for log in logs))
+    np.testing.assert_equal(*(hs.read_histories(data) for data in (url, folder)))
+    assert not [*(tmp_path / "cache").rglob("u1.base")]
 
 
 def test_values_are_those_worked_out_by_hand(folder):

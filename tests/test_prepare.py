@@ -12,12 +12,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import fsspec
 import pytest
 from corpora import contents, documents, pair_corpus, text_corpus, written
 from criteo_text import random_rows, write
 
+from data import remote
 from data.criteo import open_clicks
 from data.prepare import criteo, pipeline, text, wmt
+from data.remote import local_copy
 from data.text import open_text
 from data.wmt import open_pairs
 from errors import InputError
@@ -182,6 +185,38 @@ def test_an_interrupted_preparation_resumes(tmp_path, monkeypatch, capsys, made,
     done = 0 if function == "write_mmap" else at - 1  # the small splits are written anew
     assert calls[function] == made.calls[function] - done, "finished work is repeated, or unfinished work is left out"
     assert contents(out) == made.contents
+
+
+def test_text_at_a_url_becomes_a_folder_at_a_url_whole_or_not_at_all(tmp_path, monkeypatch, capsys, made):
+    program, bucket = made.program, fsspec.filesystem("memory")
+    data, out = f"memory://{tmp_path.name}/text", f"memory://{tmp_path.name}/rows"
+    monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(program.module, program.size[0], program.size[1])
+    bucket.put(f"{made.text}/", data, recursive=True)
+    flags = [word for name, value in program.flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    with pytest.raises(SystemExit):
+        program.module.main(["--data", data])
+    assert "is a URL; name the folder or the URL of the result with --out" in capsys.readouterr().err
+    command = ["--data", data, "--out", out, "--workers", "1", *flags]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):  # all but the last is uploaded
+        put, fails = bucket.put_file, lambda path, to: 1 / 0 if Path(path).name in pipeline.LAST else put(path, to)
+        patch.setattr(remote, "PAUSES", ())
+        patch.setattr(bucket, "put_file", fails)
+        program.module.main(command)
+    assert "; give the same command again" in capsys.readouterr().err
+    with pytest.raises(InputError, match="not prepared to its end"):
+        program.open(out, "train")
+    local_copy.cache_clear()
+    program.module.main(command)
+    assert len(program.open(out, "train")) == len(program.open(str(made.out), "train"))
+    local_copy.cache_clear()
+    assert contents(Path(local_copy(out))) == made.contents
+    uploaded = bucket.ls(out, detail=True)
+    program.module.main(command)
+    assert "is already prepared" in capsys.readouterr().out and bucket.ls(out, detail=True) == uploaded
+    with pytest.raises(SystemExit):
+        program.module.main([*command[:-1], str(int(command[-1]) + 8)])
+    assert f"{out} was prepared with other --" in capsys.readouterr().err
 
 
 KILLED = """

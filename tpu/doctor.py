@@ -53,6 +53,16 @@ fs.pipe_file(path, b"written by make doctor")
 fs.cat_file(path)
 fs.rm_file(path)
 """
+READ_URL = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from data.remote import InputError, find_files
+try:
+    sizes = [size for _, size, _ in find_files(sys.argv[1]).values()]
+except InputError as error:
+    sys.exit(str(error))
+print(f"{len(sizes)} files, {sum(sizes) / 1e9:.1f} GB, can be read")
+"""
 
 
 def line(good: object, text: str, remedy: str, lack: str = "fix") -> str:
@@ -216,8 +226,11 @@ def check_data(data: str, remote: bool) -> str:
     """Checks that the data can be read. remote: by the workers of a TPU, not by this machine."""
     path = Path(data).expanduser()
     if "://" in data:
-        copy = f"copy it (gcloud storage cp -r) or mount it (gcsfuse) {'on every worker' if remote else 'here'}"
-        return line(False, f"data: {data} is a URL, and scripts read folders or the id of a data set on the hub", copy)
+        if not os.access(PYTHON, os.X_OK):
+            return line(False, f"data: {data} cannot be tried without an environment", "make install", "none")
+        works, text = run(PYTHON, "-c", READ_URL, data, Path(__file__).resolve().parent.parent)
+        text += "; whether the workers can, their service account decides" * (works and remote)
+        return line(works, f"data: {data}: {text}", "docs/data.md has a section From a bucket")
     if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", data) and (remote or not path.exists()):
         home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
         token = os.environ.get("HF_TOKEN")

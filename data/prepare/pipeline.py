@@ -7,7 +7,8 @@ are missing. Besides the result, the folder has
     parts/       the files of the passes, deleted at the end; plan.json holds flags, sources and the size of chunks
     report.json  the plan and the figures of the result, written last
 
-Files are known by their names and sizes: after a change that keeps the size, delete the folder.
+Files are known by their names and sizes: after a change that keeps the size, delete the folder. The command line takes
+URLs of fsspec for both: see prepare_urls.
 """
 
 import contextlib
@@ -22,15 +23,18 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from data.prepare.files import read_json, whole, write_json
+from data.remote import cache_folder, find_files, local_copy, open_store, retried
 from errors import InputError
 
+LAST = ("prepared.json", "report.json", "COMPLETE")  # files of a result that are uploaded last, in this order
+UPLOADS = 8  # files uploaded at once
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "val", "dev", "validation"), "test": ("test",)}
 
 
@@ -270,13 +274,76 @@ def expect(flags, name: str, fits: bool, expected: str) -> None:
         raise InputError(f"--{name.replace('_', '-')} is {getattr(flags, name)}; expected {expected}")
 
 
+def prepare_urls(prepare: Callable[..., dict], data: str, out: str, **flags) -> dict:
+    """Prepares a local copy of what is at a URL, and uploads a result that belongs to a URL; returns the report.
+
+    Such a result is prepared on the local disk first, where a killed call resumes, and whole or not there: the files of
+    LAST are uploaded when all others are.
+    """
+    if "://" in data and not out:
+        raise InputError(f"{data} is a URL; name the folder or the URL of the result with --out")
+    data = local_copy(data, "*", "!prepared/*", "!parts/*")
+    if "://" not in out:
+        return prepare(data=data, out=out, **flags)
+    (fs, root), stop, folder = open_store(out), threading.Event(), cache_folder(out) / "prepared"
+    folder.mkdir(parents=True, exist_ok=True)
+    there = []
+    for name in LAST:
+        try:
+            retried(out, stop, fs.get_file, f"{root}/{name}", str(folder / f"{name}.partial"))
+            os.replace(folder / f"{name}.partial", folder / name)
+            there.append(name)
+        except InputError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+    done = bool({"report.json", "COMPLETE"} & {*there})
+    if not done:  # better now than in an hour
+        fs.makedirs(f"{root}/parts", exist_ok=True)
+        retried(out, stop, fs.pipe_file, f"{root}/parts/unfinished", b"give the same `make data` command again")
+    try:
+        report = prepare(data=data, out=str(folder), **flags)
+    except InputError as error:
+        raise InputError(str(error).replace(str(folder), out) if done else str(error)) from error
+    if not done:
+        _upload(folder, out)
+    shutil.rmtree(folder)
+    return report
+
+
+def _upload(folder: Path, out: str) -> None:
+    (fs, root), stop = open_store(out), threading.Event()
+
+    def put(path: Path) -> None:
+        to = f"{root}/{path.relative_to(folder)}"
+        fs.makedirs(to.rpartition("/")[0], exist_ok=True)
+        retried(f"{out}/{path.relative_to(folder)}", stop, fs.put_file, str(path), to)
+
+    last = [folder / name for name in LAST if (folder / name).exists()]
+    first = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in last]
+    print(f"uploading {len(first + last)} files to {out}", flush=True)
+    with ThreadPoolExecutor(UPLOADS) as pool:
+        try:
+            list(pool.map(put, first))
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+    sizes = {path: size for path, (_, size, _) in find_files(out).items()}
+    for path in first:
+        if sizes.get(str(path.relative_to(folder))) != path.stat().st_size:
+            raise InputError(f"{out} did not take {path} whole; give the same `make data` command again")
+    stop.clear()
+    for path in last:
+        put(path)
+    fs.rm_file(f"{root}/parts/unfinished")
+
+
 def main(flags: type, prepare: Callable[..., dict], summary: Callable[[dict], None], arguments: Sequence[str] | None):
     """Runs a program: reads its command line, prepares, prints a summary. InputError: one line and exit code 2."""
     import tyro
 
     parsed = tyro.cli(flags, args=arguments)
     try:
-        report = prepare(**dataclasses.asdict(parsed))
+        report = prepare_urls(prepare, **dataclasses.asdict(parsed))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
