@@ -33,7 +33,7 @@ from train.common.run import Run
 
 @dataclass(frozen=True)
 class Config:
-    data: str = ""  # folder that `make data` made, torchrec's day_0_dense.npy …, a MovieLens folder, or "synthetic"
+    data: str = ""  # folder or URL: from `make data`, torchrec's day_0_dense.npy …, MovieLens'; or "synthetic"
     hash_rows: int = 0  # of each table, where ids are hashes (torchrec's one-hot arrays); 0: 40,000,000, MLPerf's
     bottom: tuple[int, ...] = (512, 256, 64, 16)  # layers over the dense features; the last is a table's columns
     top: tuple[int, ...] = (512, 256, 1)  # layers over the interactions

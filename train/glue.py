@@ -45,7 +45,7 @@ RECIPES["auto"] = RECIPES["bert"]._replace(checkpoint="")  # any architecture, b
 class Config:
     model: Literal[tuple(RECIPES)] = "bert"  # architecture; auto: the one of --checkpoint
     task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
-    data: str = ""  # folder of TSV files, hub id or folder of `datasets`, or "synthetic"
+    data: str = ""  # folder or URL of TSV files or of `datasets`, hub id, or "synthetic"
     checkpoint: str = ""  # hub id, or folder with configuration, weights and tokenizer; "": the model's usual one
     pretrained: bool = True  # False: of --checkpoint only configuration and tokenizer, with new weights
     lengths: tuple[int, ...] = (32, 64, 128)  # tokens of a sequence: a compiled shape each; longer ones are cut

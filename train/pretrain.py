@@ -41,7 +41,7 @@ ARCHITECTURE = {name: name.removeprefix("fairseq-") for name in RECIPES}
 class Config:
     model: Literal[tuple(RECIPES)] = "bert"  # architecture, and with it the objective
     size: Literal[tuple(encoders.SIZES)] = "base"  # of a new model
-    data: str = ""  # folder that `make data DATASET=text` made, or "synthetic"
+    data: str = ""  # folder or URL that `make data DATASET=text` made, or "synthetic"
     checkpoint: str = ""  # hub id or folder of a model to start from; "": a new one of --size
     teacher: str = ""  # hub id or folder of the BERT that a DistilBERT learns from
     predictions: int = 0  # places a row for predicted tokens; 0: 16 % of the row, XLNet 17 %

@@ -30,7 +30,7 @@ from train.common.run import Run
 
 @dataclass(frozen=True)
 class Config:
-    data: str = ""  # folder that `make data` or fairseq-preprocess made, or "synthetic"
+    data: str = ""  # folder or URL that `make data` or fairseq-preprocess made, or "synthetic"
     arch: Literal[tuple(ARCHITECTURES)] = "transformer_wmt_en_de"  # sizes by fairseq's name
     share_embeddings: Literal["all", "decoder", "none"] = "all"  # all: one joint dictionary; decoder: in- and output
     dropout: float = 0.1  # of embeddings and of each sub-layer's output
