@@ -230,8 +230,8 @@ class Run:
             per_second: statistics.median(rates) if rates else None,
             "input_wait": statistics.fmean(waits) if waits else None,
             "report": device.graph_report(),
-            **self.tell("summary"),
         }
+        self.summary |= self.tell("summary")
         if self._main:
             self.folder.write("summary.json", to_json(self.summary, indent=2))
             self.print_summary()

@@ -5,16 +5,18 @@
     goodput.py   --price 1.20        where the time of all starts went, what it cost, and MFU
     curves.py                        the picture of a run
     board.py                         settings and picture for TensorBoard
+    tracker.py   --tracker wandb     the same and all numbers for Weights & Biases
+    card.py                          the model card of an export in transformers' format
 
-A copy of a script (`make copy`) goes without it; the folder, or any of its files beside this one (board.py needs
-curves.py), brings the flags back.
+A copy of a script (`make copy`) goes without it; the folder, or any of its files beside this one (board.py and card.py
+need curves.py), brings the flags back.
 
 A watcher is a context manager around the training loop (it is left whatever ends that) with
     step(number)      after each call of the train step, before a checkpoint of it
     pause(of)         where an evaluation or a checkpoint begins: of is "evaluation" or "checkpoints"
     resume()          where it has ended
     line(step, values, timing)   after a line of metrics.jsonl is written: the dicts that it consists of
-    summary()         what summary.json gets when the run has finished, as a dict
+    summary()         what summary.json gets when the run has finished, as a dict; run.summary has the rest
 Its module has `Flags`, a frozen dataclass with a default for each, and `watcher(flags)`, which checks them and returns
 what makes a watcher of a Run, or None where none is wanted.
 """

@@ -1,0 +1,123 @@
+"""The model card of an export in transformers' format, export/README.md: what the hub shows of it.
+
+It has the data, the metrics of summary.json, the command, versions, hyperparameters and the picture of curves.py, and
+nothing of the environment. It is written before the run counts as finished, by huggingface_hub, which transformers
+needs anyway; nothing is uploaded. docs/tracking.md says how to.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from train.common.files import write_file
+from train.common.run import format_number
+from train.common.watch import Watcher
+from train.common.watch.curves import draw_curves, records
+
+# The hub's name of what a transformers class of this ending is for.
+TASKS = {
+    "ForSequenceClassification": "text-classification",
+    "ForMaskedLM": "fill-mask",
+    "ForPreTraining": "fill-mask",
+    "LMHeadModel": "text-generation",
+}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """None: it costs nothing."""
+
+
+def watcher(flags: Flags) -> Callable[[Any], Watcher]:
+    """Returns what makes the writer of a Run."""
+    return Card
+
+
+class Card(Watcher):
+    """Writes the card of a run that finishes."""
+
+    def __init__(self, run: Any):
+        self._run = run
+
+    def summary(self) -> dict[str, Any]:
+        run, folder = self._run, f"{self._run.path}/export"
+        content = run.folder.read("export/config.json") if run.mesh.main_process else None
+        model = json.loads(content or b"{}")
+        if "model_type" in model:
+            write_file(f"{folder}/curves.png", draw_curves(records(run), run.name))
+            write_file(f"{folder}/README.md", card(run, model).encode())
+            run.message(f"{folder}/README.md is its model card: docs/tracking.md says how to publish the folder")
+        return {}
+
+
+def card(run: Any, model: dict[str, Any]) -> str:
+    """Returns the model card of a Run whose summary has its metrics; `model` is config.json of its export."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    stored = json.loads(run.folder.read("config.json"))
+    config = stored["config"]
+    data, first = _hub_id(config["data"]), _hub_id(config.get("checkpoint", ""))
+    architecture = (model.get("architectures") or [""])[0]
+    task = next((task for ending, task in TASKS.items() if architecture.endswith(ending)), None)
+    name = " ".join(filter(None, (config["data"].rstrip("/").rpartition("/")[2], config.get("task"))))
+    of = {"task_type": task or "other", "dataset_type": data or name, "dataset_name": name}
+    found = [(key, value) for key, value in run.summary["metrics"].items() if value is not None]
+    header = ModelCardData(
+        library_name="transformers",
+        pipeline_tag=task,
+        tags=[model["model_type"]],
+        base_model=first if config.get("pretrained", True) else None,
+        datasets=[data] if data else None,
+        model_name=run.name,
+        eval_results=[EvalResult(metric_type=key, metric_value=value, **of) for key, value in found],
+    )
+    return f"---\n{header.to_yaml()}\n---\n\n{_text(run, stored, name)}"
+
+
+def _text(run: Any, stored: dict[str, Any], data: str) -> str:
+    """Returns what stands below the header; `stored` is the run's config.json."""
+    config, start, summary = stored["config"], stored["starts"][-1], run.summary
+    devices, git = start["devices"], start["git"]
+    trial = ": a trial, of no use but to see that training works" if config["data"] == "synthetic" else ""
+    commit = f", at commit {git['commit']}{' with changes' if git['dirty'] else ''}" if git else ""
+    took = f"{summary['steps']:,} steps in {summary['training_seconds']:,.0f} s without evaluations"
+    flags = {key: value for key, value in _flat(config).items() if key not in ("runs", "name") and value != ""}
+    parts = [
+        f"# {run.name}",
+        f"`{config.get('model', run.name)}`, trained on `{data}`{trial}.",
+        "![loss, learning rate and metrics over the steps](curves.png)",
+        "## Results",
+        _table("metric", "value", {key: format_number(value) for key, value in summary["metrics"].items()}),
+        "## Training",
+        f"{took}, on {devices['devices']} {devices['kind']} device(s), in {len(stored['starts'])} start(s). The last "
+        f"command{commit}:",
+        f"    {start['command']}",
+        "## Versions",
+        _table("package", "version", start["versions"]),
+        "## Settings",
+        _table("flag", "value", {f"`--{key}`": f"`{value}`" for key, value in flags.items()}),
+        "## License",
+        "Not chosen yet: set `license:` at the top, as those of the data and of the first weights allow.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _hub_id(name: str) -> str | None:
+    """Returns a name that is the hub's, such as nyu-mll/glue, and no folder's; otherwise None."""
+    return name if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not os.path.exists(name) else None
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the flags of a config, those of its groups, too."""
+    flags: dict[str, Any] = {}
+    for key, value in config.items():
+        flags |= _flat(value) if isinstance(value, dict) else {key.replace("_", "-"): value}
+    return flags
+
+
+def _table(key: str, value: str, rows: dict[str, Any]) -> str:
+    cells = [(name, str(text).replace("|", "\\|")) for name, text in rows.items()]
+    return "\n".join(f"| {one} | {other} |" for one, other in [(key, value), ("---", "---"), *cells])
