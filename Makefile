@@ -87,6 +87,12 @@ $(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt | check-d
 	if [ -n '$(if $(findstring eager,$(NEEDED)),,$(wildcard /dev/accel* /dev/vfio/[0-9]*))' ]; then $(VENV)/bin/pip install --quiet -r requirements-tpu.txt; fi
 	touch $@
 
+# The client of --tracker wandb, which tests use offline.
+WANDB := $(VENV)/.wandb
+$(WANDB): requirements-wandb.txt | $(INSTALLED)
+	$(VENV)/bin/pip install --disable-pip-version-check --quiet -r requirements-wandb.txt
+	touch $@
+
 install: $(INSTALLED)
 
 # Checked before anything is installed.
@@ -119,7 +125,7 @@ train: check-model
 		$(foreach name,MODEL TASK DATA ARGS,$(if $($(name)),--env "$(name)=$$$(name)")) $(if $(HF_TOKEN),--secret HF_TOKEN) \
 		$(if $(CREATE),--gpus "tpu-$$CREATE") $(LAUNCH_ARGS)
 else
-train: check-model $(INSTALLED)
+train: check-model $(INSTALLED) $(if $(findstring tracker wandb,$(subst =, ,$(ARGS))),$(WANDB))
 	$(PY) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) \
 		$(if $(filter-out pretrain,$(TASK)),--task $(TASK))) $(if $(DATA),--data "$$DATA") $(if $(call given,NAME),--name "$$NAME") \
 		$(if $(DEVICE),--device "$$DEVICE") $(ARGS)
@@ -175,14 +181,14 @@ compile-all: $(INSTALLED) $(LIBTPU)/.installed
 # tests/conftest.py, which also brings the longest groups to the front.
 SHARED_OUT := -n 2 --dist loadgroup --no-loadscope-reorder
 
-test: $(INSTALLED)
+test: $(INSTALLED) $(WANDB)
 	$(PY) -m pytest $(SHARED_OUT) -m 'not slow' $(ARGS)
 
 # Each test compiles in a process of its own. None is skipped: the compiler is there.
 guards: $(INSTALLED) $(LIBTPU)/.installed
 	$(PY) -m pytest -n 2 --maxschedchunk 1 tests/test_compile.py tests/test_libtpu.py $(ARGS)
 
-test-all: $(INSTALLED) $(FAIRSEQ)/.installed $(LIBTPU)/.installed
+test-all: $(INSTALLED) $(WANDB) $(FAIRSEQ)/.installed $(LIBTPU)/.installed
 	$(PY) -m pytest $(SHARED_OUT) $(ARGS)
 
 check-bench:

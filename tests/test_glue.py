@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers import command, equal, exported, fewer_sentences
+from helpers import command, equal, exported, fewer_sentences, summary
+from huggingface_hub import ModelCard
 from model_helpers import randomized
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -148,6 +149,9 @@ def test_the_export_is_a_pipeline_with_names_of_labels_and_the_runs_accuracy(tra
     right = [name == ("negative", "positive")[label] for name, label in zip(names, examples.labels, strict=True)]
     assert np.mean(right) == metrics["accuracy"]
     assert [answer["label"] for answer in classify(["the dog is one of two.", "a dog of ten there."])]
+    page = ModelCard.load(f"{path}/export/README.md").data
+    assert {each.metric_type: each.metric_value for each in page.eval_results} == summary(path)["metrics"] == metrics
+    assert page.pipeline_tag == "text-classification" and page.base_model is page.datasets is None
 
 
 def test_training_goes_on_from_an_export_and_without_its_weights_it_begins_anew(trained, mesh):

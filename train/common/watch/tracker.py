@@ -41,7 +41,7 @@ def watcher(flags: Flags) -> Callable[[Any], Watcher] | None:
     try:
         from wandb import init  # noqa: F401 - wandb alone may be a folder of that name, which its runs leave
     except ImportError as error:
-        remedy = "pip install -r requirements-wandb.txt, or leave the flag out"
+        remedy = "pip install -r requirements-wandb.txt (in a copy: pip install wandb), or leave the flag out"
         raise InputError(f"--tracker is wandb, but its library is not here ({error}); {remedy}") from error
     return lambda run: Tracker(run) if run.mesh.main_process else Watcher()
 
