@@ -15,6 +15,7 @@ from types import ModuleType
 
 import safetensors
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -251,6 +252,13 @@ def logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     if model.config.model_type == "xlnet":
         inputs["use_mems"] = False
     return model(**inputs).logits
+
+
+def losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns each example's cross-entropy, or the squared error of one output: float32 [B] of logits [B, labels]."""
+    if logits.shape[1] == 1:
+        return (logits[:, 0].float() - labels).square()
+    return F.cross_entropy(logits.float(), labels.long(), reduction="none")
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

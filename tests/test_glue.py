@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers import command, equal, exported, fewer_sentences, summary
+from eager_runs import without_dropout
+from helpers import command, equal, exported, fewer_sentences, losses, records, summary
 from huggingface_hub import ModelCard
 from model_helpers import randomized
 from torch import nn
@@ -46,6 +47,20 @@ def test_what_is_not_given_is_the_models_recipe():
         assert (found.epochs, found.weight_decay, found.checkpoint) == recipe
     given = glue.validate(glue.Config(model="roberta", data="x/y", lr=0.5, warmup=0.0, checkpoint="a/b"))
     assert (given.lr, given.warmup, given.checkpoint, given.weight_decay) == (0.5, 0.0, "a/b", 0.1)
+
+
+def test_parts_of_a_batch_give_the_numbers_of_all_of_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(encoders, "configuration", encoders.configuration)  # which is replaced here
+    without_dropout(encoders)
+    fewer_sentences(monkeypatch, (44, 20))  # 16, 16 and 12 an epoch; a part of the last is half empty
+    config = replace(LEARNS, lengths=(32,), batch_size=16, epochs=2, clip=0.1, log_every=1, runs=str(tmp_path))
+    whole = glue.main(replace(config, name="one"))
+    parts = glue.main(replace(config, name="two", update_every=2))
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(one) == 6 and two == pytest.approx(one, rel=1e-4) and max(one) - min(one) > 0.02
+    assert parts == pytest.approx(whole, rel=1e-4)
+    norms = [[line["gradient_norm"] for line in records(tmp_path / name) if "lr" in line] for name in ("one", "two")]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3) and min(norms[0]) > 0.1, "nothing was clipped"
 
 
 def test_a_step_is_that_of_plain_pytorch_on_the_cpu(mesh, monkeypatch):

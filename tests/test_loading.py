@@ -97,6 +97,7 @@ class Sentences(Numbers):
 
 SHAPES = [(8, 10), (4, 20), (16, 4)]
 PLAN = Buckets(Sentences(90).lengths, SHAPES)
+EIGHTS = Buckets(Sentences(90).lengths, [(8, 10), (16, 20)])
 
 
 class Unsent(Buckets):
@@ -159,7 +160,7 @@ def test_batches_on_the_device_do_not_change_any_more(mesh, workers):
     """They must not share memory with what a worker makes later."""
     with parallel_loader(Pictures(200), 8, mesh, train=True, stop=25, workers=workers) as loader:
         batches = list(loader)
-    for batch, (_, indices) in zip(batches, loading._keys(200, 8, 0, 0, 25, "examples", mesh), strict=True):
+    for batch, (_, indices) in zip(batches, loading._batches(200, 8, 0, 0, 25, "examples"), strict=True):
         assert batch["index"].cpu().tolist() == indices.tolist()
         expected = torch.tensor(indices, dtype=torch.uint8)[:, None, None, None]
         assert torch.equal(batch["image"].cpu(), expected.expand(8, 3, 128, 128))
@@ -257,6 +258,14 @@ def test_an_evaluation_by_a_plan_has_every_example_once(mesh, plan, workers):
 
 
 KINDS = [(Numbers(11), 8), (Numbers(32), 8), (Rows(27), 8, "batches"), (Rows(19), 8), (Sentences(90), PLAN)]
+
+
+@pytest.mark.parametrize("dataset, batch_size", [(Numbers(27), 8), (Rows(27), 8), (Sentences(90), EIGHTS)])
+def test_the_parts_of_a_batch_are_all_of_it_in_order(mesh, dataset, batch_size):
+    for train in ({"train": True, "seed": 3, "start": 2, "stop": 30}, {"train": False}):
+        batches, parts = (take(parallel_loader(dataset, batch_size, mesh, parts=n, **train)) for n in (1, 2))
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        assert equal([{key: np.concatenate([one[key], two[key]]) for key in one} for one, two in pairs], batches)
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -391,6 +400,7 @@ def test_an_error_of_the_upload_thread_is_raised(mesh, monkeypatch):
       f"that does is {nearest}") for size, nearest in ((10, 8), (11, 12), (1, 4))]
     + [(Sentences(90), Buckets(Sentences(90).lengths, [(8, 10), (11, 20)]), {}, InputError,
         "the batch of shape 11x20 is 11, which does not divide by the 4 devices; the nearest that does is 12"),
+       (Numbers(90), 20, {"parts": 2}, InputError, r"into 2 parts \(--update-every\) by the 4 devices; .* is 16"),
        (Numbers(0), 8, {}, InputError, "the data set is empty"),
        (Sentences(0), PLAN, {}, InputError, "the data set is empty"),
        (Numbers(7), 8, {"train": True}, InputError, "batch_size is 8, but the data set has 7 examples; use a smaller"),

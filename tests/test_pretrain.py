@@ -18,7 +18,7 @@ from data import pretraining
 from data.prepare import text as prepare_text
 from models import encoders
 from train import glue, pretrain
-from train.common import loading, sharding
+from train.common import accumulate, loading, sharding
 from train.common.xla import backend as xla
 
 LEARNS, SHORT = TRIALS["pretrain"].learns, TRIALS["pretrain"].short
@@ -115,8 +115,8 @@ def test_an_update_is_the_mean_of_its_parts_clipped(clip, mesh, monkeypatch):
     whole = pretrain.train_step(states[0], batch, config, mesh)
     totals = {"loss": torch.zeros(()), "words": torch.zeros(())}
     for _ in range(2):
-        pretrain.gradient_step(states[1], batch, totals, config, mesh)
-    parts = pretrain.update_step(states[1], totals, config)
+        accumulate.gradient_step(pretrain.forward, states[1], batch, totals, config, mesh)
+    parts = accumulate.update_step(pretrain.update, states[1], totals, config, "")
     torch.testing.assert_close(parts, whole)
     assert whole["loss"] == whole["words"] > 4
     assert totals["loss"] == 0 and not any(parameter.grad.any() for parameter in two.parameters())
@@ -247,8 +247,8 @@ def teacher(trained, tmp_path):
         *((f"--{name} 0", f"--{name} is 0.*at least 1") for name in ("steps", "update-every")),
         ("--predictions -1", "--predictions is -1.*at least 0"),
         ("--predictions 33", "predictions is 33.*1 to 32"),
-        ("--batch-size 10 --update-every 4", "--batch-size 10.*--update-every 4"),
-        ("--batch-size 12 --update-every 2", "is 6.*4 devices"),
+        ("--batch-size 10 --update-every 4", "batch_size is 10.*into 4 parts .--update-every"),
+        ("--batch-size 12 --update-every 2", "is 12.*2 parts.*4 devices.*nearest that does is 16"),
         ("--batch-size 4096", "batch_size is 4096.*2048 examples"),
         ("--data /nowhere/at/all", "/nowhere/at/all.*make data"),
         ("--model roberta --next-sentence", "--next-sentence.*bert.*roberta"),

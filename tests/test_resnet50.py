@@ -13,7 +13,7 @@ import pytest
 import safetensors
 import torch
 import torchvision
-from helpers import DUMP, environment, largest_program
+from helpers import DUMP, environment, largest_program, losses
 
 from data import imagenet
 from errors import InputError
@@ -52,6 +52,16 @@ def test_weights_start_from_torchvisions_with_a_new_head_for_other_classes():
         assert torch.equal(ours.fc.weight, theirs.fc.weight if classes == 10 else head)
     with pytest.raises(InputError, match=r"--weights theirs does not fit --model: .* more tensors differ"):
         load_weights(resnet("resnet101", 10), theirs.state_dict(), "theirs")
+
+
+def test_parts_of_a_batch_give_the_numbers_of_all_of_it_with_the_same_groups_of_norms(monkeypatch, tmp_path):
+    monkeypatch.setattr(resnet50, "SYNTHETIC_TRAIN", 200)  # 3 batches of 64
+    monkeypatch.setattr(resnet50, "SYNTHETIC_EVAL", 8)
+    config = replace(resnet50.TINY, epochs=1, warmup_epochs=0.5, log_every=1, runs=str(tmp_path))
+    resnet50.main(replace(config, name="one"))
+    resnet50.main(replace(config, name="two", update_every=2, norm_groups=4))
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(one) == 3 and two == pytest.approx(one, rel=1e-4) and max(one) - min(one) > 0.01
 
 
 def test_norms_and_biases_have_no_weight_decay(mesh):
@@ -171,6 +181,7 @@ def test_norm_per_device_needs_no_collective_in_the_forward_and_backward_pass(tm
         ("--label-smoothing 1", "--label-smoothing is 1.0.*below 1"),
         ("--warmup-epochs 9", "--warmup-epochs is 9.*below --epochs, 8"),
         ("--batch-size 30", "--batch-size 30.*--norm-groups 8"),
+        ("--update-every 8", "--batch-size 64, in --update-every 8, .*--norm-groups 8 of at least 2"),
         ("--batch-size 6 --norm-groups 0", "batch_size is 6.*4 devices.*nearest that does is 8"),
         ("--batch-size 4096", "batch_size is 4096.*2048 examples"),
         ("--norm-groups 2", "--norm-groups is 2.*1 or a multiple of 4 devices"),

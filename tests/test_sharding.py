@@ -68,10 +68,9 @@ def taken(mesh, layout: Layout, **changes):
     config, mesh, data, state = opened(mesh, layout, **changes)
     step, every, found = device.compiled(pretrain.train_step, mesh), config.update_every, []
     if every > 1:
-        functions = pretrain.gradient_step, pretrain.update_step
-        step = accumulate.AccumulatedStep(*functions, state, ("loss", "words"), every, mesh)
-    span = {"seed": 0, "start": 0, "stop": STEPS * every, "workers": 0}
-    with loading.parallel_loader(data.train, config.batch_size // every, mesh, train=True, **span) as loader:
+        step = accumulate.AccumulatedStep(pretrain.forward, pretrain.update, state, ("loss", "words"), mesh)
+    span = {"seed": 0, "start": 0, "stop": STEPS, "parts": every, "workers": 0}
+    with loading.parallel_loader(data.train, config.batch_size, mesh, train=True, **span) as loader:
         for number, batch in enumerate(loader, 1):
             device.seed_step(0, number)
             device.set_lr(state.optimizer, 3e-3)

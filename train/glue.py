@@ -14,13 +14,12 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data import batching, glue, vocabulary
 from errors import InputError
 from models import encoders
-from train.common import checkpoint, cli, device, folders, loading
+from train.common import accumulate, checkpoint, cli, device, folders, loading
 from train.common.run import Run
 
 # checkpoint: a hub id; warmup: the share of the steps in which the learning rate rises.
@@ -50,7 +49,8 @@ class Config:
     pretrained: bool = True  # False: of --checkpoint only configuration and tokenizer, with new weights
     lengths: tuple[int, ...] = (32, 64, 128)  # tokens of a sequence: a compiled shape each; longer ones are cut
     group_by_length: bool = False  # batches of like length: less padding, so faster, but they learn worse
-    batch_size: int = 32  # sequences a step, over all devices
+    batch_size: int = 32  # sequences an update, over all devices
+    update_every: int = 1  # parts that a batch comes in, where it does not fit into memory
     epochs: float | None = None  # passes over the data; None: the model's recipe, as for the next three
     lr: float | None = None  # peak learning rate
     warmup: float | None = None  # share of the steps in which the learning rate rises; then it falls linearly to 0
@@ -93,7 +93,7 @@ def validate(config: Config) -> Config:
     """Returns the config with the model's recipe where a field is None; refuses values outside their range."""
     recipe = RECIPES[config.model]
     config = replace(config, **{k: value for k, value in recipe._asdict().items() if getattr(config, k, "") is None})
-    cli.at_least(config, 1, "batch_size", "log_every", "keep")
+    cli.at_least(config, 1, "batch_size", "update_every", "log_every", "keep")
     cli.at_least(config, 0, "lr", "warmup", "weight_decay", "eval_every", "save_every", "seed")
     cli.at_least(config, -1, "workers")
     cli.at_least(config, 0, "epochs", "clip", above=True)
@@ -148,25 +148,28 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     return State(model, optimizer)
 
 
-def mean_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Returns the cross-entropy, or the squared error of one output; rows without an example do not count."""
-    if logits.shape[1] == 1:
-        losses = (logits[:, 0] - batch["labels"]).square()
-    else:
-        losses = F.cross_entropy(logits, batch["labels"].long(), reduction="none")
-    return (losses * batch["mask"]).sum() / batch["mask"].sum()
+def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
+    """Returns sums over a batch with data/glue.py's entries, or over a part of one; padding does not count."""
+    with mesh.autocast():
+        logits = encoders.logits(state.model, batch)
+    return {"loss": (encoders.losses(logits, batch["labels"]) * batch["mask"]).sum(), "examples": batch["mask"].sum()}
 
 
 def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
-    """Updates once on a batch with data/glue.py's entries; returns the mean loss and the gradients' norm."""
-    with mesh.autocast():
-        logits = encoders.logits(state.model, batch)
-    loss = mean_loss(logits.float(), batch)
+    """Updates once on a batch; returns the mean loss and the gradients' norm."""
+    sums = forward(state, batch, config, mesh)
+    loss = sums["loss"] / sums["examples"]
     loss.backward()
+    metrics = {"loss": loss.detach()} | update(state, config)
+    state.optimizer.zero_grad(set_to_none=True)
+    return metrics
+
+
+def update(state: State, config: Config) -> dict[str, Tensor]:
+    """Updates the parameters from their gradients; returns the norm of these."""
     norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.clip, foreach=False)
     state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
-    return {"loss": loss.detach(), "gradient_norm": norm.detach()}
+    return {"gradient_norm": norm.detach()}
 
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> Tensor:
@@ -184,12 +187,13 @@ def evaluate(step, state: State, sets: dict[str, glue.Encoded], config: Config, 
     state.model.eval()
     for split, examples in sets.items():
         plan = batches(config, examples, mesh, train=False)
-        with loading.parallel_loader(examples, plan, mesh, train=False, workers=config.workers) as loader:
+        options = {"parts": config.update_every, "workers": config.workers}
+        with loading.parallel_loader(examples, plan, mesh, train=False, **options) as loader:
             scores = {str(number): step(state, batch, config, mesh) for number, batch in enumerate(loader)}
         logits = torch.cat(list(checkpoint.to_host(scores).values()))
         order = np.concatenate([indices for indices, _ in plan.epoch(None)])
         logits, labels = logits[order >= 0], torch.from_numpy(examples.labels[order[order >= 0]])
-        loss = mean_loss(logits, {"labels": labels, "mask": torch.ones(len(labels))}).item()
+        loss = (encoders.losses(logits, labels).sum() / len(labels)).item()
         predictions = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
         values = glue.score(config.task, predictions.numpy(), labels.numpy()) | {"loss": loss}
         prefix = "mismatched_" if split.endswith("mismatched") else ""
@@ -211,14 +215,12 @@ def main(config: Config) -> dict[str, float]:
     if mesh.process_count > 1 and config.model == "xlnet" and not config.checkpoint:  # see vocabulary.learn
         raise InputError(f"the trial of --model xlnet is for one host, not {mesh.process_count}; give --checkpoint")
     data = open_data(config)
-    plan = batches(config, data.train, mesh, train=True)
-    total = math.ceil(config.epochs * loading.steps_per_epoch(data.train, plan, mesh))
+    plan, every = batches(config, data.train, mesh, train=True), config.update_every
+    total = math.ceil(config.epochs * loading.steps_per_epoch(data.train, plan, mesh, parts=every))
     name = f"{config.model}-{config.task}{'-synthetic' if config.data == 'synthetic' else ''}"
     headline = f"{config.model} on {config.task}: {len(data.train):,} examples ({data.train.truncated:,} cut to "
-    headline += (
-        f"{config.lengths[-1]} tokens) in batches of {config.batch_size} x {'|'.join(map(str, config.lengths))} "
-    )
-    headline += f"with {plan.padding:.1%} padding, {total:,} steps ({config.epochs:g} epochs)"
+    headline += f"{config.lengths[-1]} tokens) in batches of {config.batch_size} x {'|'.join(map(str, config.lengths))}"
+    headline += f" with {plan.padding:.1%} padding, {total:,} steps ({config.epochs:g} epochs)"
     run = Run(config, mesh, name=name, headline=headline, free=FREE, required=REQUIRED, total_steps=total)
     if run.finished:
         return run.print_summary()
@@ -226,16 +228,21 @@ def main(config: Config) -> dict[str, float]:
     state = build(config, data, mesh)
     start = run.resume(state.model, state.optimizer, examples=len(data.train), keep=config.keep)
     step_fn, eval_fn = (device.compiled(step, mesh, len(plan.shapes)) for step in (train_step, eval_step))
+    if every > 1:
+        step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss",), mesh, "examples", len(plan.shapes))
     state.model.train()
-    span = {"seed": config.seed, "start": start, "stop": total}
-    loader = loading.parallel_loader(data.train, plan, mesh, train=True, workers=config.workers, **span)
+    span = {"seed": config.seed, "start": start, "stop": total, "parts": every, "workers": config.workers}
+    loader = loading.parallel_loader(data.train, plan, mesh, train=True, **span)
     metrics: dict[str, float] = {}
-    with run.training(loader):
-        for step, batch in enumerate(loader, start + 1):
-            device.seed_step(config.seed, step)
+    with run.training(loader, stop_every=max(10 // every, 1)):
+        for number, batch in enumerate(loader, start * every + 1):
+            device.seed_step(config.seed, number)
+            step = -(-number // every)
             lr = learning_rate(config, step - 1, total)
             device.set_lr(state.optimizer, lr)
             step_metrics = step_fn(state, batch, config, mesh)
+            if step_metrics is None:  # more parts are to come before the update
+                continue
             if step == 1 or step % config.log_every == 0 or step == total:
                 examples = step * len(data.train) // len(plan)
                 run.log(step, examples=examples, input_wait=loader.input_wait(), lr=lr, **step_metrics)

@@ -96,8 +96,6 @@ def validate(config: Config) -> Config:
     cli.at_least(config, 1, "batch_size", "steps", "update_every", "log_every", "eval_every", "keep")
     cli.at_least(config, 0, "predictions", "lr", "warmup_steps", "save_every", "seed")
     cli.at_least(config, -1, "workers")
-    if config.batch_size % config.update_every:
-        raise InputError(f"--batch-size {config.batch_size} does not divide by --update-every {config.update_every}")
     cli.need_data(config, "a folder that `make data` made")
     if config.model == "distilbert" and not (config.teacher or config.data == "synthetic"):
         raise InputError("--teacher is missing: give a folder or hub id, such as google-bert/bert-base-uncased")
@@ -144,33 +142,26 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     return State(model, teacher, optimizer)
 
 
+def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
+    """Returns the mean losses over a batch with data/pretraining.py's entries, or over a part of one."""
+    with mesh.autocast():
+        return objectives.losses(state.model, state.teacher, sharding.rows(batch, mesh))
+
+
 def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
     """Updates once from one batch; returns the losses."""
-    with mesh.autocast():
-        parts = objectives.losses(state.model, state.teacher, sharding.rows(batch, mesh))
-    parts["loss"].backward()
-    torch.nn.utils.clip_grad_norm_(state.model.parameters(), RECIPES[config.model].clip, foreach=False)
-    state.optimizer.step()
+    losses = forward(state, batch, config, mesh)
+    losses["loss"].backward()
+    update(state, config)
     state.optimizer.zero_grad(set_to_none=True)
-    return {name: part.detach() for name, part in parts.items()}
+    return {name: loss.detach() for name, loss in losses.items()}
 
 
-def gradient_step(state: State, batch: dict[str, Tensor], totals: dict[str, Tensor], config: Config, mesh) -> None:
-    """Adds the gradients of a part of a batch to the parameters' `grad`, and its losses to `totals`."""
-    with mesh.autocast():
-        parts = objectives.losses(state.model, state.teacher, sharding.rows(batch, mesh))
-    (parts["loss"] / config.update_every).backward()
-    for name, total in totals.items():
-        total.add_(parts[name].detach() / config.update_every)
-
-
-def update_step(state: State, totals: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Updates once from the gradients of all parts; returns the losses."""
+def update(state: State, config: Config) -> dict[str, Tensor]:
+    """Updates the parameters from their gradients."""
     torch.nn.utils.clip_grad_norm_(state.model.parameters(), RECIPES[config.model].clip, foreach=False)
     state.optimizer.step()
-    parts = {name: total.clone() for name, total in totals.items()}
-    accumulate.reset(state.model, totals)
-    return parts
+    return {}
 
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
@@ -182,8 +173,8 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
 def evaluate(step, state: State, rows: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns mean loss (nats) and accuracy on the same masks each time; `step` is the compiled eval_step."""
     state.model.eval()
-    size, options = config.batch_size // config.update_every, {"seed": config.seed, "workers": config.workers}
-    with loading.parallel_loader(rows, size, mesh, train=False, **options) as loader:
+    options = {"parts": config.update_every, "seed": config.seed, "workers": config.workers}
+    with loading.parallel_loader(rows, config.batch_size, mesh, train=False, **options) as loader:
         totals = device.fetch_sums([step(state, batch, config, mesh) for batch in loader])
     state.model.train()
     counts = {"loss": "predicted", "accuracy": "predicted", "next_sentence_accuracy": "rows"}
@@ -215,7 +206,7 @@ def main(config: Config) -> dict[str, float]:
         config = with_teacher(config, mesh)
     data = open_data(config)
     total, every, rows = config.steps, config.update_every, data.train.text
-    epochs = total * every / loading.steps_per_epoch(data.train, config.batch_size // every, mesh)
+    epochs = total / loading.steps_per_epoch(data.train, config.batch_size, mesh, parts=every)
     name = f"{config.model}-{'synthetic' if config.data == 'synthetic' else 'pretraining'}"
     headline = f"{config.model} on {config.data}: {len(rows):,} rows of {rows.length} tokens, "
     headline += f"{data.train.predictions} predicted, {data.model.num_parameters():,} parameters, {total:,} updates of "
@@ -228,10 +219,10 @@ def main(config: Config) -> dict[str, float]:
     start = run.resume(state.model, state.optimizer, examples=len(rows), keep=config.keep)
     step_fn, eval_fn = device.compiled(train_step, mesh), device.compiled(eval_step, mesh)
     if every > 1:
-        step_fn = accumulate.AccumulatedStep(gradient_step, update_step, state, ("loss", "words"), every, mesh)
+        step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "words"), mesh)
     state.model.train()
-    span = {"seed": config.seed, "start": start * every, "stop": total * every, "workers": config.workers}
-    loader = loading.parallel_loader(data.train, config.batch_size // every, mesh, train=True, **span)
+    span = {"seed": config.seed, "start": start, "stop": total, "parts": every, "workers": config.workers}
+    loader = loading.parallel_loader(data.train, config.batch_size, mesh, train=True, **span)
     metrics: dict[str, float] = {}
     with run.training(loader, stop_every=max(10 // every, 1)):
         for number, batch in enumerate(loader, start * every + 1):

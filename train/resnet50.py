@@ -25,7 +25,7 @@ from torch import Tensor
 from data import imagenet
 from errors import InputError
 from models.resnet import Normalize, load_weights, resnet
-from train.common import checkpoint, cli, device, files, loading
+from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.run import Run
 
 
@@ -36,14 +36,15 @@ class Config:
     weights: str = ""  # safetensors file to start from (fine-tuning); another number of classes gets a new head
     image_size: int = 224  # pixels, square
     epochs: int = 90  # passes over the training data
-    batch_size: int = 1024  # examples a step, over all devices
+    batch_size: int = 1024  # examples an update, over all devices
+    update_every: int = 1  # parts that a batch comes in, where it does not fit into memory
     optimizer: Literal["sgd", "lars"] = "sgd"  # lars (You et al. 2017) for batches above 8,192, with its own --lr
     lr: float = 0.1  # peak learning rate per 256 examples: scaled by batch_size / 256
     warmup_epochs: float = 5.0  # linear from 0
     momentum: float = 0.9  # of SGD and LARS
     weight_decay: float = 1e-4  # not on norms and biases
     label_smoothing: float = 0.1  # of the training loss
-    norm_groups: int = 0  # slices of the batch with their own batch-norm statistics; 0: one a device
+    norm_groups: int = 0  # slices of a batch, or of its part, with their own batch-norm statistics; 0: one a device
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     seed: int = 0  # of the initial weights, the order of the data and the augmentation
@@ -90,16 +91,17 @@ def learning_rate(config: Config, step: int, steps_per_epoch: int) -> float:
 
 def validate(config: Config) -> Config:
     """Returns the config; refuses values outside their range."""
-    cli.at_least(config, 1, "epochs", "batch_size", "log_every", "save_every", "eval_every", "keep")
+    cli.at_least(config, 1, "epochs", "batch_size", "update_every", "log_every", "save_every", "eval_every", "keep")
     cli.at_least(config, 0, "lr", "warmup_epochs", "momentum", "weight_decay", "norm_groups", "seed")
     cli.at_least(config, 32, "image_size")
     cli.at_least(config, -1, "workers")
     cli.at_least(config, 0, "label_smoothing", below=1)
     if config.warmup_epochs >= config.epochs:
         raise InputError(f"--warmup-epochs is {config.warmup_epochs}; it must be below --epochs, {config.epochs}")
-    if config.norm_groups and (config.batch_size % config.norm_groups or config.batch_size == config.norm_groups):
-        sizes = f"--batch-size {config.batch_size} does not divide into --norm-groups {config.norm_groups}"
-        raise InputError(f"{sizes} of at least 2 images")
+    part = config.batch_size // config.update_every
+    if config.norm_groups and (part % config.norm_groups or part == config.norm_groups):
+        sizes = f"--batch-size {config.batch_size}, in --update-every {config.update_every},"
+        raise InputError(f"{sizes} does not divide into --norm-groups {config.norm_groups} of at least 2 images")
     cli.need_data(config, "a folder of images or a data set id")
     return config
 
@@ -138,18 +140,29 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     return State(model, normalize, optimizer)
 
 
-def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
-    """Updates once on batch["image"] [B, 3, H, W] uint8 and batch["label"] [B]; returns the mean loss and accuracy."""
+def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
+    """Returns mean loss and accuracy of batch["image"] [B, 3, H, W] uint8 and batch["label"] [B], or of their part."""
     with mesh.autocast():
         logits = state.model(state.normalize(batch["image"]))
     logits = logits.float()
     # The mean outside: inside, torch_xla counts the labels of all devices, a collective before the backward pass.
     loss = F.cross_entropy(logits, batch["label"], reduction="none", label_smoothing=config.label_smoothing).mean()
-    loss.backward()
-    state.optimizer.step()
+    return {"loss": loss, "accuracy": (logits.detach().argmax(1) == batch["label"]).float().mean()}
+
+
+def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
+    """Updates once on a batch; returns the mean loss and accuracy."""
+    means = forward(state, batch, config, mesh)
+    means["loss"].backward()
+    update(state, config)
     state.optimizer.zero_grad(set_to_none=True)
-    accuracy = (logits.detach().argmax(1) == batch["label"]).float().mean()
-    return {"loss": loss.detach(), "accuracy": accuracy}
+    return {name: mean.detach() for name, mean in means.items()}
+
+
+def update(state: State, config: Config) -> dict[str, Tensor]:
+    """Updates the parameters from their gradients."""
+    state.optimizer.step()
+    return {}
 
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
@@ -176,7 +189,8 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
 def evaluate(step, state: State, images: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns top-1 and top-5 accuracy and mean loss over every image once; `step` is the compiled eval_step."""
     state.model.eval()
-    with loading.parallel_loader(images, config.batch_size, mesh, train=False, workers=config.workers) as loader:
+    options = {"parts": config.update_every, "workers": config.workers}
+    with loading.parallel_loader(images, config.batch_size, mesh, train=False, **options) as loader:
         totals = device.fetch_sums([step(state, batch, config, mesh) for batch in loader])
     state.model.train()
     if not totals["count"]:
@@ -200,7 +214,8 @@ def main(config: Config) -> dict[str, float]:
     config = validate(config)
     mesh = device.setup(config.seed, config.precision, config.strict, config.device)
     data = open_data(config)
-    per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh)
+    every = config.update_every
+    per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh, parts=every)
     total = config.epochs * per_epoch
     name = f"{config.model}-{'synthetic' if config.data == 'synthetic' else 'images'}"
     headline = f"{config.model} on {config.data}: {len(data.train)} images of {len(data.train.classes)} classes, "
@@ -212,16 +227,21 @@ def main(config: Config) -> dict[str, float]:
     state = build(config, data, mesh)
     start = run.resume(state.model, state.optimizer, examples=len(data.train), keep=config.keep)
     step_fn, eval_fn = device.compiled(train_step, mesh), device.compiled(eval_step, mesh)
+    if every > 1:
+        step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)
     state.model.train()
-    span = {"seed": config.seed, "start": start, "stop": total}
-    loader = loading.parallel_loader(data.train, config.batch_size, mesh, train=True, workers=config.workers, **span)
+    span = {"seed": config.seed, "start": start, "stop": total, "parts": every, "workers": config.workers}
+    loader = loading.parallel_loader(data.train, config.batch_size, mesh, train=True, **span)
     metrics: dict[str, float] = {}
-    with run.training(loader):
-        for step, batch in enumerate(loader, start + 1):
-            device.seed_step(config.seed, step)
+    with run.training(loader, stop_every=max(10 // every, 1)):
+        for number, batch in enumerate(loader, start * every + 1):
+            device.seed_step(config.seed, number)
+            step = -(-number // every)
             lr = learning_rate(config, step - 1, per_epoch)
             device.set_lr(state.optimizer, lr)
             step_metrics = step_fn(state, batch, config, mesh)
+            if step_metrics is None:  # more parts are to come before the update
+                continue
             if step == 1 or step % config.log_every == 0 or step == total:
                 run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
             evaluates = step % (per_epoch * config.eval_every) == 0 or step == total

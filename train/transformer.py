@@ -146,27 +146,15 @@ def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: dev
     sums = forward(state, batch, config, mesh)
     means = {name: sums[name] / sums["tokens"] for name in ("loss", "nll")}
     means["loss"].backward()
-    state.optimizer.step()
+    update(state, config)
     state.optimizer.zero_grad(set_to_none=True)
     return {name: mean.detach() for name, mean in means.items()}
 
 
-def gradient_step(state: State, batch: dict[str, Tensor], totals: dict[str, Tensor], config: Config, mesh) -> None:
-    """Adds a batch's gradients to the parameters' `grad`, and its sums to `totals`: both stay on the device."""
-    sums = forward(state, batch, config, mesh)
-    sums["loss"].backward()
-    for name, total in totals.items():
-        total.add_(sums[name].detach())
-
-
-def update_step(state: State, totals: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Updates once from the gradients of several batches, each token of which counts the same."""
-    for parameter in state.model.parameters():
-        parameter.grad.div_(totals["tokens"])
+def update(state: State, config: Config) -> dict[str, Tensor]:
+    """Updates the parameters from their gradients; of several batches, each token counts the same."""
     state.optimizer.step()
-    means = {name: totals[name] / totals["tokens"] for name in ("loss", "nll")}
-    accumulate.reset(state.model, totals)
-    return means
+    return {}
 
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
@@ -224,8 +212,8 @@ def main(config: Config) -> dict[str, float]:
     )
     step_fn = device.compiled(train_step, mesh, len(plan.shapes))
     if every > 1:
-        sums = ("loss", "nll", "tokens")
-        step_fn = accumulate.AccumulatedStep(gradient_step, update_step, state, sums, every, mesh, len(plan.shapes))
+        means, shapes = ("loss", "nll"), len(plan.shapes)
+        step_fn = accumulate.AccumulatedStep(forward, update, state, means, mesh, "tokens", shapes)
     eval_fn = device.compiled(eval_step, mesh, translate.MAX_SHAPES)
     translator = translate.Translator(state.model, mesh, config)
     state.model.train()

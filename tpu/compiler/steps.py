@@ -64,8 +64,8 @@ def step(script: Any, config: Any, data: Any, batch: dict, mesh: device.Mesh, wh
     if parts == 1:
         return Step(script.train_step, (state, batch, config, mesh), what, examples, unit)
     totals = accumulate.gradient_buffers(state.model, sums, mesh)
-    arguments = state, batch, totals, config, mesh
-    return Step(script.gradient_step, arguments, f"{what}, 1/{parts} of an update", examples, unit)
+    arguments = script.forward, state, batch, totals, config, mesh
+    return Step(accumulate.gradient_step, arguments, f"{what}, 1/{parts} of an update", examples, unit)
 
 
 def images(config: resnet50.Config, mesh: device.Mesh, script: Any = resnet50) -> Step:

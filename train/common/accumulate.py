@@ -1,4 +1,10 @@
-"""Gradients that several batches add up before an update, where one batch of all their examples does not fit."""
+"""Gradients that several batches, or parts of one, add up before an update, where all their examples do not fit.
+
+    step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)
+    metrics = step_fn(state, part, config, mesh)  # None until the last of config.update_every parts
+
+The numbers are those of all examples in one batch, within rounding; batch norm's are those of its parts.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,44 +13,64 @@ import torch
 from torch import Tensor, nn
 
 from train.common import device
+from train.common.device import Mesh
 
 
 class AccumulatedStep:
-    """`update_step` after every `every`-th batch, on the gradients and sums that `gradient_step` has added up.
+    """`forward` and its backward pass on every part; after each `config.update_every` of them `update`, with the mean
+    of their gradients.
 
     Args:
-        gradient_step: called as (state, batch, totals, config, mesh); adds to the parameters' `grad` and to `totals`.
-        update_step: called as (state, totals, config); returns the metrics, and ends with `reset`.
-        state: what the steps work on, with its `model`.
-        sums: names of the totals.
-        max_graphs: shapes of batches.
+        forward: called as (state, batch, config, mesh); returns scalars, "loss" among them: means over a part, or sums.
+        update: called as (state, config); updates the parameters from their `grad` and returns further metrics.
+        state: what both work on, with its `model`.
+        means: names of forward's scalars whose means over an update are returned.
+        per: the scalar that counts what the sums are over, such as "tokens"; "" where forward returns means, each of
+            which counts the same.
+        max_graphs: shapes of parts.
     """
 
     def __init__(
-        self,
-        gradient_step: Callable,
-        update_step: Callable,
-        state: Any,
-        sums: Sequence[str],
-        every: int,
-        mesh: device.Mesh,
-        max_graphs: int = 1,
+        self, forward: Callable, update: Callable, state: Any, means: Sequence[str], mesh: Mesh, per="", max_graphs=1
     ):
+        self._forward, self._update, self._per = forward, update, per
         self._gradient_step = device.compiled(gradient_step, mesh, max_graphs)
         self._update_step = device.compiled(update_step, mesh)
-        self._totals = gradient_buffers(state.model, sums, mesh)
-        self._every, self._batches = every, 0
+        self._totals = gradient_buffers(state.model, [*means, *([per] if per else [])], mesh)
+        self._parts = 0
 
-    def __call__(
-        self, state: Any, batch: dict[str, Tensor], config: Any, mesh: device.Mesh
-    ) -> dict[str, Tensor] | None:
-        """Returns the metrics of an update, None where more batches are to come before it."""
-        self._gradient_step(state, batch, self._totals, config, mesh)
-        self._batches += 1
-        return None if self._batches % self._every else self._update_step(state, self._totals, config)
+    def __call__(self, state: Any, batch: dict[str, Tensor], config: Any, mesh: Mesh) -> dict[str, Tensor] | None:
+        """Returns the metrics of an update, None where more parts are to come before it."""
+        self._gradient_step(self._forward, state, batch, self._totals, config, mesh)
+        self._parts += 1
+        if self._parts % config.update_every:
+            return None
+        return self._update_step(self._update, state, self._totals, config, self._per)
 
 
-def gradient_buffers(model: nn.Module, sums: Sequence[str], mesh: device.Mesh) -> dict[str, Tensor]:
+def gradient_step(
+    forward: Callable, state: Any, batch: dict[str, Tensor], totals: dict[str, Tensor], config: Any, mesh: Mesh
+) -> None:
+    """Adds a part's gradients to the parameters' `grad`, and its scalars to `totals`: both stay on the device."""
+    found = forward(state, batch, config, mesh)
+    found["loss"].backward()
+    for name, total in totals.items():
+        total.add_(found[name].detach())
+
+
+def update_step(update: Callable, state: Any, totals: dict[str, Tensor], config: Any, per: str) -> dict[str, Tensor]:
+    """Updates once from the mean of the gradients; returns the means of the totals, and sets all to zero."""
+    count = totals[per] if per else config.update_every
+    for parameter in state.model.parameters():
+        parameter.grad.div_(count)
+    means = {name: total / count for name, total in totals.items() if name != per}
+    means |= update(state, config)
+    for tensor in [*totals.values(), *(parameter.grad for parameter in state.model.parameters())]:
+        tensor.zero_()
+    return means
+
+
+def gradient_buffers(model: nn.Module, sums: Sequence[str], mesh: Mesh) -> dict[str, Tensor]:
     """Makes every parameter's `grad` a tensor of zeros on the device, and returns zeros of the given names. Change both
     in place, in compiled steps."""
     totals = {name: torch.zeros(()).to(mesh.device) for name in sums}
@@ -54,9 +80,3 @@ def gradient_buffers(model: nn.Module, sums: Sequence[str], mesh: device.Mesh) -
     for total in totals.values():
         device.replicate(total, mesh)
     return totals
-
-
-def reset(model: nn.Module, totals: dict[str, Tensor]) -> None:
-    """Sets gradients and totals to zero, in place; part of a compiled step."""
-    for tensor in [*totals.values(), *(parameter.grad for parameter in model.parameters())]:
-        tensor.zero_()

@@ -60,15 +60,16 @@ def as_tensors(batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
     return {key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in batch.items()}
 
 
-def steps_per_epoch(dataset: Dataset, batch_size: Any, mesh: Mesh, train: bool = True) -> int:
+def steps_per_epoch(dataset: Dataset, batch_size: Any, mesh: Mesh, train: bool = True, parts: int = 1) -> int:
     """Returns the batches in an epoch; in training only those that are full. Raises InputError where a batch does not
-    divide by the devices, or the data set is empty or smaller than a batch."""
+    divide into the parts, or these by the devices, or the data set is empty or smaller than a batch."""
     planned, examples = hasattr(batch_size, "shapes"), len(dataset)
     for shape in batch_size.shapes if planned else [(batch_size,)]:
-        if shape[0] % mesh.num_devices:
+        if shape[0] % (parts * mesh.num_devices):
             name = f"the batch of shape {'x'.join(map(str, shape))}" if planned else "batch_size"
-            nearest = max(1, round(shape[0] / mesh.num_devices)) * mesh.num_devices
-            unfit = f"{name} is {shape[0]}, which does not divide by the {mesh.num_devices} devices"
+            nearest = max(1, round(shape[0] / (parts * mesh.num_devices))) * parts * mesh.num_devices
+            into = f"into {parts} parts (--update-every) " if parts > 1 else ""
+            unfit = f"{name} is {shape[0]}, which does not divide {into}by the {mesh.num_devices} devices"
             raise InputError(f"{unfit}; the nearest that does is {nearest}")
     if examples == 0:
         raise InputError("the data set is empty")
@@ -152,11 +153,12 @@ def parallel_loader(
     seed: int = 0,
     start: int = 0,
     stop: int | None = None,
+    parts: int = 1,
     shuffle: Literal["examples", "batches"] = "examples",
     collate: Callable[[Any], dict[str, Tensor]] | None = None,
     workers: int = 0,
 ) -> Loader:
-    """Loads `dataset` in batches onto the mesh.
+    """Loads `dataset` in batches onto the mesh, each in `parts` of equal size, one after the other.
 
     Training: steps `start` to `stop`; each epoch is a new permutation, its remainder that does not fill a batch is left
     out. Evaluation: every example once, in order; the last batch is padded, and `batch["mask"]` [batch_size] float32 is
@@ -168,19 +170,23 @@ def parallel_loader(
     Args:
         batch_size: examples (of all hosts together) in a batch; or a plan, which has `shapes`, a length and
             `steps(seed, start, stop)`, an order of its own, and a mask in training too.
+        start, stop: count batches, whatever their parts.
         shuffle: what an epoch permutes. "batches" keeps neighbours together: billions of rows are then read in
             sequence, and the permutation itself stays small.
         collate: makes a dict of tensors [n, ...] from n examples or from the result of `batch`, in a worker process.
         workers: processes on this host; 0 loads in the upload thread, -1 takes one per core.
     """
-    per_epoch = steps_per_epoch(dataset, batch_size, mesh, train)
+    per_epoch = steps_per_epoch(dataset, batch_size, mesh, train, parts)
     span = (seed, start, stop) if train else (None, 0, per_epoch)
     if not hasattr(batch_size, "shapes"):
-        keys = _keys(len(dataset), batch_size, *span, shuffle, mesh, getattr(dataset, "order", None))
+        batches = _batches(len(dataset), batch_size, *span, shuffle, getattr(dataset, "order", None))
     elif shuffle != "examples" or not hasattr(dataset, "batch"):
         raise ValueError("a plan has an order of its own, and needs a data set that has `batch(indices, lengths)`")
     else:
-        keys = ((epoch, rows[mesh.rows(len(rows))], lengths) for epoch, rows, lengths in batch_size.steps(*span))
+        batches = batch_size.steps(*span)
+    keys = (
+        (epoch, part[mesh.rows(len(part))], *size) for epoch, rows, *size in batches for part in np.split(rows, parts)
+    )
     keys = dataset.ahead(keys) if hasattr(dataset, "ahead") else keys
     collate = collate or (as_tensors if hasattr(dataset, "batch") else stack)
     return Loader(data_loader(_Examples(dataset, seed, masked=not train, collate=collate), keys, workers), mesh)
@@ -203,14 +209,14 @@ def data_loader(examples: "_Examples", keys: Iterable, workers: int, **options) 
     )
 
 
-def _keys(size: int, batch_size: int, seed: int | None, start: int, stop: int, shuffle: str, mesh: Mesh, own=None):
-    """Yields each step's epoch and indices of this host's examples, in the data set's `own` order if it has one;
-    without a seed in order, padded to full batches."""
-    host = mesh.rows(batch_size)
+def _batches(size: int, batch_size: int, seed: int | None, start: int, stop: int, shuffle: str, own=None):
+    """Yields each step's epoch and indices of its examples, in the data set's `own` order if it has one; without a seed
+    in order, padded to full batches."""
+    rows = np.arange(batch_size)
     if seed is None:
         for step in range(start, stop):
-            rows = step * batch_size + host
-            yield 0, np.where(rows < size, rows, PADDING)
+            indices = step * batch_size + rows
+            yield 0, np.where(indices < size, indices, PADDING)
         return
     per_epoch, permuted_epoch = size // batch_size, -1
     for step in range(start, stop):
@@ -219,7 +225,7 @@ def _keys(size: int, batch_size: int, seed: int | None, start: int, stop: int, s
             generator, permuted_epoch = np.random.default_rng((seed, epoch)), epoch
             permuted = size if shuffle == "examples" else per_epoch
             order = own(seed, epoch, batch_size) if own else generator.permutation(permuted)
-        yield epoch, order[batch * batch_size + host] if shuffle == "examples" else order[batch] * batch_size + host
+        yield epoch, order[batch * batch_size + rows] if shuffle == "examples" else order[batch] * batch_size + rows
 
 
 class _Examples:
