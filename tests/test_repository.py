@@ -22,8 +22,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Most lines of what a copy of a script carries, and most files; see `carried`. None of these may grow.
 WAYS = {
-    ("resnet50", "resnet50", "xla"): (3_000, 14),
-    ("resnet50", "resnet50", "cpu"): (2_478, 13),
+    ("resnet50", "resnet50", "xla"): (2_999, 14),
+    ("resnet50", "resnet50", "cpu"): (2_477, 13),
     ("glue", "bert", "xla"): (4_324, 21),
 }
 README_COPIES = [

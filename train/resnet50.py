@@ -213,8 +213,7 @@ def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports; returns the final metrics: top1, top5 and loss of the evaluation split."""
     config = validate(config)
     mesh = device.setup(config.seed, config.precision, config.strict, config.device)
-    data = open_data(config)
-    every = config.update_every
+    data, every = open_data(config), config.update_every
     per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh, parts=every)
     total = config.epochs * per_epoch
     name = f"{config.model}-{'synthetic' if config.data == 'synthetic' else 'images'}"
