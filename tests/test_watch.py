@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import gzip
 import json
@@ -29,6 +30,7 @@ from train.common import cli, device
 from train.common.embedding.tables import USABLE_GIB
 from train.common.loading import Loader, parallel_loader
 from train.common.run import Run
+from train.common.run_folder import RunFolder
 from train.common.watch import _flops, goodput, profile, stall
 
 STEPS = 12
@@ -256,6 +258,43 @@ def test_the_watchdog_waits_as_long_as_a_slow_run_needs(clock, monkeypatch):
     plain = stall.Stall(run_from(0), times=20.0)
     plain.pause("evaluation")
     assert plain.limit() == 86400
+
+
+STOPPED = """import os, signal, sys, time
+from types import SimpleNamespace
+from train.common import device
+from train.common.watch import stall
+device.choose_backend("cpu")
+stall.LEAST = stall.ELSEWHERE = 0.8
+run = SimpleNamespace(total_steps=9, path="/dev/null", mesh=SimpleNamespace(process_index=0, process_count=1))
+with stall.Stall(run, 1.0):
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    time.sleep(0.2)
+"""
+
+
+@pytest.mark.parametrize(("number", "seconds"), [("SIGSTOP", 1.0), ("SIGTSTP", 2.0)])
+def test_a_stopped_process_has_not_stalled(number, seconds):
+    command = [sys.executable, "-c", STOPPED, number]
+    with subprocess.Popen(command, cwd=Path(__file__).parent.parent, stderr=-1, text=True) as process:
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+        time.sleep(seconds)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(60) == 0, process.stderr.read()
+
+
+def test_a_full_disk_costs_the_picture_and_the_clock_but_no_run(tmp_path, monkeypatch, capsys):
+    def full(folder: RunFolder, name: str, content: bytes, write=RunFolder.write) -> None:
+        with folder.writing(name):
+            if name in ("curves.png", goodput.FILE):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(folder, name, content)
+
+    monkeypatch.setattr(RunFolder, "write", full)
+    monkeypatch.setattr(sys, "argv", ["test", "tiny", "--runs", str(tmp_path)])
+    cli.run(main, PRESETS)
+    assert summary(tmp_path / "run")["goodput"]["starts"] == 1
+    assert re.findall(r"warning: .*cannot write .*/(curves.png|goodput.json): No space left", capsys.readouterr().out)
 
 
 def test_the_watchdog_knows_a_compilation_by_its_frame(mesh, monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
+from errors import InputError
 from train.common.watch import Watcher
 from train.common.watch.curves import draw_curves, records
 
@@ -49,9 +50,12 @@ class Board(Watcher):
 
     def summary(self) -> dict[str, Any]:
         if self._run.mesh.main_process:
-            with self._folder.writing("tb") as path, _writer(path) as writer:
-                picture = PIL.Image.open(io.BytesIO(draw_curves(records(self._run), self._run.name))).convert("RGB")
-                writer.add_image("curves", np.asarray(picture), self._run.total_steps, dataformats="HWC")
+            try:
+                with self._folder.writing("tb") as path, _writer(path) as writer:
+                    picture = PIL.Image.open(io.BytesIO(draw_curves(records(self._run), self._run.name))).convert("RGB")
+                    writer.add_image("curves", np.asarray(picture), self._run.total_steps, dataformats="HWC")
+            except (InputError, ValueError) as error:  # as in curves.py
+                self._run.message(f"warning: {error}")
         return {}
 
 

@@ -1,6 +1,5 @@
 """The picture of a run, curves.png: drawn after an evaluation, at most once a minute, and at the end."""
 
-import contextlib
 import io
 import json
 import math
@@ -41,16 +40,22 @@ class Curves(Watcher):
         self._draw()
         return {}
 
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        ended = kind is not None and issubclass(kind, Exception)
-        with contextlib.suppress(*[InputError] * ended):  # the error that ends the run is the one to show
-            if not self._run.finished:
-                self._draw()
+    def __exit__(self, *_: Any) -> None:
+        if not self._run.finished:
+            self._draw()
 
     def _draw(self) -> None:
-        if self._run.mesh.main_process and (lines := records(self._run)):
-            self._run.folder.write("curves.png", draw_curves(lines, self._run.name))
-            self._drawn = time.monotonic()
+        if not self._run.mesh.main_process:
+            return
+        self._drawn = time.monotonic()
+        try:
+            if lines := records(self._run):
+                self._run.folder.write("curves.png", draw_curves(lines, self._run.name))
+        except (
+            InputError,
+            ValueError,
+        ) as error:  # a full disk, a line torn by it: no reason to end a run
+            self._run.message(f"warning: no picture: {error}")
 
 
 def records(run: Any) -> list[dict[str, Any]]:

@@ -75,8 +75,7 @@ class Goodput(Watcher):
     def __exit__(self, *_: Any) -> None:
         self._patched.close()
         Goodput.counted = time.monotonic()
-        with contextlib.suppress(InputError):  # the error that ends the run is the one to show
-            self._note()
+        self._note()
 
     def step(self, number: int) -> None:
         self._step = number
@@ -142,7 +141,10 @@ class Goodput(Watcher):
         self._enter(self._phase)
         self._noted_at = time.monotonic()
         if self._run.mesh.main_process:
-            self._run.folder.write(FILE, to_json([*self._starts, self._record()], indent=2))
+            try:
+                self._run.folder.write(FILE, to_json([*self._starts, self._record()], indent=2))
+            except InputError as error:  # a run is not lost for its clock: what it needs is refused elsewhere
+                self._run.message(f"warning: {error}")
 
     @contextlib.contextmanager
     def _timed_loader(self):

@@ -8,12 +8,14 @@ for long, every host writes its stacks to runs/<name>/stacks/host-<index>.txt an
     in training, from the 6th step on    --stall-after times the median step, at least 5 minutes
     before, after the last, in a pause   an hour: a first batch, an export or a slow store's checkpoint takes its time
     while a step is compiled             no limit
+    while the process is stopped         no limit after Ctrl-Z; what `kill -STOP` or `docker pause` stop, 5 minutes more
 """
 
 import collections
 import faulthandler
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import threading
@@ -62,15 +64,21 @@ class Stall(Watcher):
         self._step_at = self._seen_at = time.monotonic()
         self._calls = _calls()
         self._over = threading.Event()
+        self._looking = threading.Lock()
         self._main_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="stall", daemon=True)
 
     def __enter__(self) -> "Stall":
         self._arm()
         self._thread.start()
+        self._catches = threading.current_thread() is threading.main_thread()
+        if self._catches and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+            signal.signal(signal.SIGTSTP, self._suspend)
         return self
 
     def __exit__(self, *_: Any) -> None:
+        if self._catches and signal.getsignal(signal.SIGTSTP) == self._suspend:
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         self._over.set()
         self._thread.join()  # it must not arm again
         faulthandler.cancel_dump_traceback_later()
@@ -95,9 +103,22 @@ class Stall(Watcher):
         return max(LEAST, self._times * statistics.median(self._durations))
 
     def _watch(self) -> None:
-        while not self._over.wait(min(5.0, LEAST / 10)):
+        every, before = min(5.0, LEAST / 10), time.monotonic()
+        while not self._over.wait(every):
+            with self._looking:
+                # What kept this thread from looking, such as a stop of the process, is no silence of the run.
+                now = time.monotonic()
+                self._seen_at, before = min(now, self._seen_at + max(0.0, now - before - every)), now
+                self._arm()
+                self._look()
+
+    def _suspend(self, *_: Any) -> None:
+        """Stops the process, as Ctrl-Z does, without faulthandler's clock, which would end it when it continues."""
+        with self._looking:
+            faulthandler.cancel_dump_traceback_later()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self._seen_at, self._whole = time.monotonic(), False
             self._arm()
-            self._look()
 
     def _arm(self) -> None:
         # A thread that holds Python's lock for ever stops the watchdog, too; faulthandler's, which needs no lock, then
