@@ -55,7 +55,7 @@ class Board(Watcher):
                     picture = PIL.Image.open(io.BytesIO(draw_curves(records(self._run), self._run.name))).convert("RGB")
                     writer.add_image("curves", np.asarray(picture), self._run.total_steps, dataformats="HWC")
             except (InputError, ValueError) as error:  # as in curves.py
-                self._run.message(f"warning: {error}")
+                self._run.message("warning: " + str(error).partition(";")[0])
         return {}
 
 

@@ -55,7 +55,7 @@ class Curves(Watcher):
             InputError,
             ValueError,
         ) as error:  # a full disk, a line torn by it: no reason to end a run
-            self._run.message(f"warning: no picture: {error}")
+            self._run.message("warning: no picture: " + str(error).partition(";")[0])
 
 
 def records(run: Any) -> list[dict[str, Any]]:

@@ -144,7 +144,7 @@ class Goodput(Watcher):
             try:
                 self._run.folder.write(FILE, to_json([*self._starts, self._record()], indent=2))
             except InputError as error:  # a run is not lost for its clock: what it needs is refused elsewhere
-                self._run.message(f"warning: {error}")
+                self._run.message("warning: " + str(error).partition(";")[0])
 
     @contextlib.contextmanager
     def _timed_loader(self):
