@@ -11,6 +11,7 @@ import fcntl
 import functools
 import hashlib
 import itertools
+import logging
 import os
 import posixpath
 import shutil
@@ -31,7 +32,7 @@ from tqdm import tqdm
 from errors import InputError
 
 AHEAD, BLOCK = 32, 8 << 20  # requests under way, and bytes of each: they hide each other's latency, in 256 MB of memory
-PAUSES = (0.5, 1, 2, 4, 8)  # seconds before a request is tried again
+PAUSES = (0.5, 1, 2, 4, 8)  # seconds before a request is tried again; gs:// and others do so by themselves: once more
 TAGS = ("etag", "ETag", "generation", "md5Hash", "blob_id", "mtime", "LastModified", "Last-Modified", "created")
 QUIET = AbstractFileSystem.find, AsyncFileSystem._find  # they leave out what they cannot list
 FINISHED = ("!*parts/*", "*parts/unfinished")  # patterns: of a preparation not its parts, but that it did not end
@@ -39,6 +40,7 @@ FINISHED = ("!*parts/*", "*parts/unfinished")  # patterns: of a preparation not 
 
 def open_store(url: str) -> tuple[AbstractFileSystem, str]:
     """Returns the file system of a URL and the path in it. Raises InputError."""
+    logging.getLogger("gcsfs").addHandler(logging.NullHandler())  # it prints the traceback of what it raises
     try:
         return fsspec.core.url_to_fs(url.rstrip("/"))
     except Exception as error:  # every store has exceptions of its own
@@ -48,7 +50,7 @@ def open_store(url: str) -> tuple[AbstractFileSystem, str]:
 
 def retried(url: str, stop: threading.Event, call: Callable, *arguments, **options):
     """Calls a function of a store, again where the network fails, until `stop`; raises the last error as InputError."""
-    for pause in (*PAUSES, None):
+    for pause in (*(PAUSES if url.startswith("http") else PAUSES[:1]), None):
         try:
             return call(*arguments, **options)
         except InputError:
@@ -114,7 +116,7 @@ def local_copy(url: str, *patterns: str) -> str:
     """Returns a local path to the folder or file at a URL, and a path without "://" as it is.
 
     Copies what is new or has changed, see `find_files`: in one process of this host, while others wait; resumes a
-    killed copy. Raises InputError: nothing is there, no access, a request fails six times, the disk is too small.
+    killed copy. Raises InputError: nothing is there, no access, the network keeps failing, the disk is too small.
     """
     if "://" not in url:
         return url

@@ -33,7 +33,7 @@ from data.prepare.files import read_json, whole, write_json
 from data.remote import cache_folder, find_files, local_copy, open_store, retried
 from errors import InputError
 
-LAST = ("prepared.json", "report.json", "COMPLETE")  # files of a result that are uploaded last, in this order
+LAST = ("prepared.json", "report.json", "shards.json", "COMPLETE")  # what is uploaded last, in this order
 UPLOADS = 8  # files uploaded at once
 SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "val", "dev", "validation"), "test": ("test",)}
 
@@ -296,9 +296,9 @@ def prepare_urls(prepare: Callable[..., dict], data: str, out: str, **flags) -> 
         except InputError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
-    done = bool({"report.json", "COMPLETE"} & {*there})
+    done = bool({*there} - {"prepared.json"})
     if not done:  # better now than in an hour
-        fs.makedirs(f"{root}/parts", exist_ok=True)
+        retried(out, stop, fs.makedirs, f"{root}/parts", exist_ok=True)
         retried(out, stop, fs.pipe_file, f"{root}/parts/unfinished", b"give the same `make data` command again")
     try:
         report = prepare(data=data, out=str(folder), **flags)
@@ -315,7 +315,7 @@ def _upload(folder: Path, out: str) -> None:
 
     def put(path: Path) -> None:
         to = f"{root}/{path.relative_to(folder)}"
-        fs.makedirs(to.rpartition("/")[0], exist_ok=True)
+        retried(out, stop, fs.makedirs, to.rpartition("/")[0], exist_ok=True)
         retried(f"{out}/{path.relative_to(folder)}", stop, fs.put_file, str(path), to)
 
     last = [folder / name for name in LAST if (folder / name).exists()]
@@ -334,7 +334,8 @@ def _upload(folder: Path, out: str) -> None:
     stop.clear()
     for path in last:
         put(path)
-    fs.rm_file(f"{root}/parts/unfinished")
+    with contextlib.suppress(Exception):  # who may not delete leaves it: beside the report it means nothing
+        fs.rm_file(f"{root}/parts/unfinished")
 
 
 def main(flags: type, prepare: Callable[..., dict], summary: Callable[[dict], None], arguments: Sequence[str] | None):
