@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WAYS = {
     ("resnet50", "resnet50", "xla"): (2_999, 14),
     ("resnet50", "resnet50", "cpu"): (2_477, 13),
-    ("glue", "bert", "xla"): (4_324, 21),
+    ("glue", "bert", "xla"): (4_326, 21),
 }
 README_COPIES = [
     ("ResNet-50", "resnet50", "resnet50"),
