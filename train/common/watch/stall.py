@@ -64,7 +64,7 @@ class Stall(Watcher):
         self._step_at = self._seen_at = time.monotonic()
         self._calls = _calls()
         self._over = threading.Event()
-        self._looking = threading.Lock()
+        self._looking = threading.RLock()  # a second Ctrl-Z may come within the first
         self._main_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="stall", daemon=True)
 
