@@ -22,9 +22,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Most lines of what a copy of a script carries, and most files; see `carried`. None of these may grow.
 WAYS = {
-    ("resnet50", "resnet50", "xla"): (2_999, 14),
+    ("resnet50", "resnet50", "xla"): (2_996, 14),
     ("resnet50", "resnet50", "cpu"): (2_477, 13),
-    ("glue", "bert", "xla"): (4_326, 21),
+    ("glue", "bert", "xla"): (4_323, 21),
 }
 README_COPIES = [
     ("ResNet-50", "resnet50", "resnet50"),

@@ -2,7 +2,6 @@
 replicated, so that XLA inserts the gradient all-reduce; and a step is one compiled graph."""
 
 import functools
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -35,13 +34,11 @@ AGAIN = (
 
 
 def setup(precision: str, strict: bool, kind: str) -> Mesh:
-    """Turns SPMD on and returns the mesh of all devices. On TPU, compiled programs are cached on disk in
-    $XLA_CACHE_DIR (default ~/.cache/xla-zoo); the CPU backend cannot read such a cache back, so it has none."""
+    """Turns SPMD on and returns the mesh of all devices. Compiled programs are not kept on disk: torch_xla 2.9 cannot
+    read them back, on no kind of device (docs/tpu.md)."""
     hardware = xr.device_type() or "CPU"
     set_products(precision if hardware == "TPU" else "fast_float32")  # a CPU's are float32 in any case
     if not xr.is_spmd():
-        if hardware == "TPU":
-            xr.initialize_cache(os.environ.get("XLA_CACHE_DIR", os.path.expanduser("~/.cache/xla-zoo")))
         xr.use_spmd()
     num_devices, hosts = xr.global_runtime_device_count(), xr.process_count()
     names = xr.global_runtime_device_attributes()[0] if hardware == "TPU" else {}
