@@ -76,6 +76,7 @@ def test_an_epoch_has_every_image_once_in_an_order_of_seed_and_epoch(folder):
         order = data.order(3, 5, batch)
         assert len(order) == len(set(order)) == 75 // batch * batch and set(order) <= set(range(75))
         assert (order == data.order(3, 5, batch)).all() and (order != data.order(3, 6, batch)).any()
+        assert (order != data.order(4, 5, batch)).any()
         lane = order.reshape(-1, lanes, batch // lanes)[:, 0].ravel()  # the first images of all batches
         assert len(set(np.searchsorted(data._ends, lane, "right"))) <= 1 + -(-8 // lanes)
     keys = list(loading._batches(75, 12, 3, 4, 12, "examples", data.order))
@@ -83,14 +84,20 @@ def test_an_epoch_has_every_image_once_in_an_order_of_seed_and_epoch(folder):
     np.testing.assert_array_equal(second, data.order(3, 1, 12))
 
 
-def test_batches_and_their_resume_depend_neither_on_where_the_shards_are_nor_on_workers(folder, bucket, mesh):
+def test_batches_and_their_resume_depend_neither_on_where_the_shards_are_nor_on_workers(
+    folder, bucket, mesh, monkeypatch
+):
     def batches(data, start=0, workers=0, train=True) -> list[dict[str, np.ndarray]]:
         data = open_imagenet(str(data), "train" if train else "eval", 16)
         return take(loading.parallel_loader(data, 12, mesh, train=train, seed=3, start=start, stop=14, workers=workers))
 
     expected = batches(folder)
-    assert len({image.tobytes() for batch in expected[:6] for image in batch["image"]}) == 72
-    assert equal(batches(bucket.url), expected) and equal(batches(bucket.url, start=8, workers=2), expected[8:])
+    order, own = open_imagenet(str(folder), "train", 16).order(3, 0, 12), contents(folder, "train")
+    assert [own[index][1] for index in order] == np.concatenate([batch["label"] for batch in expected[:6]]).tolist()
+    fetched, fetch = set(), shards.Cache.fetch  # what is fetched ahead, in this process
+    monkeypatch.setattr(shards.Cache, "fetch", lambda *who: fetched.add(who[1]["name"]) or fetch(*who))
+    assert equal(batches(bucket.url, start=8, workers=2), expected[8:]) and len(fetched) == 8
+    assert equal(batches(bucket.url), expected)
     assert equal(batches(bucket.url, train=False), batches(folder, train=False))
     paths = [path for _, path, _ in bucket.requests]  # one cache for all
     assert paths.count("shards.json") == 3 and len(set(paths)) == 1 + 9 and len(paths) == 3 + 9
@@ -105,10 +112,15 @@ def test_faults_of_a_network_pass_or_name_the_file_and_a_cache_is_shared(folder,
             open_imagenet(bucket.url, "train", 16)
     data, expected = open_imagenet(bucket.url, "train", 16), contents(folder, "train")
     starts, content = [0, *data._ends[:-1].tolist()], whole[names[3]]
-    for fault in ("drop", 503, 404, 403, content[:-9], content + b"more", bytes(len(content)), b"<html>sign in"):
+    spoilt = {
+        content[:-9]: " has .* bytes;",
+        bytes(len(content)): " has the SHA-256 ",
+        b"<html>sign in": " has 13 bytes;",
+    }
+    for fault, message in ({"drop": ": ", 503: ": 503", 404: ";", 403: ": 403"} | spoilt).items():
         bucket.trouble[names[3]] = [] if isinstance(fault, bytes) else [fault] * 3
         bucket.files[names[3]] = fault if isinstance(fault, bytes) else content
-        with pytest.raises(InputError, match=rf"{bucket.url}/{names[3]}[:; ].*") as error:
+        with pytest.raises(InputError, match=f"{bucket.url}/{names[3]}{message}") as error:
             data._read(starts[3])
         left = [*bucket.trouble[names[3]], *tmp_path.rglob("*.partial")]
         assert "\n" not in str(error.value) and len(left) == (2 if fault in (404, 403) else 0)
