@@ -3,7 +3,8 @@
     folder = local_copy("gs://bucket/glue", "*.tsv")    # ~/.cache/xla-zoo-data/<hash of the URL>/<hash>/glue
 
 <hash of the URL>/files has each file under a hash of its path, size and etag, whole or not there. Beside it is a folder
-of hard links for each state of the bucket that was copied, so that what a run reads never changes under it.
+of hard links for each state of the bucket that was copied, so that what a run reads never changes under it; the file
+`url` names the URL.
 """
 
 import collections
@@ -100,8 +101,11 @@ def find_files(url: str, *patterns: str) -> dict[str, tuple[str, int, str]]:
         if fits and fits[-1][0] != "!":
             files[path] = name, about["size"], next((str(about[tag]) for tag in TAGS if about.get(tag)), "")
     if not files:
-        listed = ", ".join(name[len(root) :].strip("/") for name in [*found][:10]) or "nothing"
-        raise InputError(f"{url} has no file that is needed; expected {', '.join(patterns) or 'any'}, found {listed}")
+        expected = [pattern for pattern in patterns if pattern[0] != "!" and pattern not in FINISHED]
+        listed = [name[len(root) :].strip("/") or _last(root) for name, one in found.items() if one["type"] == "file"]
+        what = f"expected {', '.join(expected) or 'any'}, found {', '.join(listed[:10]) or 'nothing'}"
+        hint = "; text is prepared first, see make data" if expected and "*" not in expected else ""
+        raise InputError(f"{url} has no file that is needed; {what}{hint}")
     return files
 
 
@@ -126,12 +130,14 @@ def local_copy(url: str, *patterns: str) -> str:
     cache = cache_folder(url)
     try:
         (cache / "files").mkdir(parents=True, exist_ok=True)
-        with open(cache / "lock", "w") as lock:
+        with open(cache / "url", "a+") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 print(f"another process copies {url}; waiting for it", file=sys.stderr, flush=True)
                 fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.truncate(0)
+            lock.write(f"{url}\n")
             files = find_files(url, *patterns)
             blobs = {path: cache / "files" / _hash(path, *about) for path, about in files.items()}
             if missing := {blob: files[path] for path, blob in blobs.items() if not blob.exists()}:
