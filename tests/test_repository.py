@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WAYS = {
     ("resnet50", "resnet50", "xla"): (2_996, 14),
     ("resnet50", "resnet50", "cpu"): (2_477, 13),
-    ("glue", "bert", "xla"): (4_323, 21),
+    ("glue", "bert", "xla"): (4_329, 21),
 }
 README_COPIES = [
     ("ResNet-50", "resnet50", "resnet50"),
@@ -37,7 +37,7 @@ README_COPIES = [
 ]
 COMMON_LINES = 1_853  # of train/common without its packages, with the backend of plain PyTorch
 SCRIPT_LINES, MAIN_LINES, FUNCTION_LINES, CLASS_LINES = 270, 60, 60, 250
-TEST_LINES, README_LINES = 18_050, 200
+TEST_LINES, README_LINES = 18_052, 200
 # The names of a script, in this order.
 CONTRACT = ["Config", "learning_rate", "validate", "open_data", "build", "train_step", "eval_step", "evaluate", "main"]
 
