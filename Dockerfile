@@ -17,13 +17,13 @@ RUN apt-get update \
 WORKDIR /xla-zoo
 ARG LIBTPU=yes
 ARG PIP_EXTRA_INDEX_URL
-COPY Makefile requirements.txt requirements-torchrec.txt requirements-tpu.txt ./
-RUN export PIP_NO_CACHE_DIR=1 && make install PYTHON=python3.11 \
+COPY Makefile requirements.txt requirements-torchrec.txt requirements-tpu.txt requirements-wandb.txt ./
+RUN export PIP_NO_CACHE_DIR=1 && make install .venv/.wandb PYTHON=python3.11 \
     && if [ -n "$LIBTPU" ]; then .venv/bin/pip install --quiet -r requirements-tpu.txt; fi
 
 # A checkout's files may be younger than a cached layer's stamp, and equal: without `touch` every start would install.
 COPY . .
-RUN touch .venv/.installed && useradd --create-home --uid 1000 zoo && install --directory --owner=zoo runs
+RUN touch .venv/.installed .venv/.wandb && useradd --create-home --uid 1000 zoo && install --directory --owner=zoo runs
 
 # Large allocations of the loaders stay with the process, rather than going back to the system and coming as new pages.
 ENV LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4 \
