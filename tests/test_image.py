@@ -34,9 +34,9 @@ def test_dependencies_have_a_layer_of_their_own_and_only_what_is_listed_goes_in(
     recipe = (ROOT / "Dockerfile").read_text()
     order = [
         "COPY Makefile req",
-        "make install",
+        "make install .venv/.wandb",
         "COPY . .",
-        "touch .venv/.installed",
+        "touch .venv/.installed .venv/.wandb",
         "USER ${RUN_AS}",
         '"tpu.entry"]',
     ]
