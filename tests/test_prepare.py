@@ -198,8 +198,8 @@ def test_text_at_a_url_becomes_a_folder_at_a_url_whole_or_not_at_all(tmp_path, m
         program.module.main(["--data", data])
     assert "is a URL; name the folder or the URL of the result with --out" in capsys.readouterr().err
     command = ["--data", data, "--out", out, "--workers", "1", *flags]
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):  # all but the last is uploaded
-        put, fails = bucket.put_file, lambda path, to: 1 / 0 if Path(path).name in pipeline.LAST else put(path, to)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):  # what is uploaded last must not be there
+        put, fails = bucket.put_file, lambda path, to: put(path, to) if Path(path).name in pipeline.LAST else 1 / 0
         patch.setattr(remote, "PAUSES", ())
         patch.setattr(bucket, "put_file", fails)
         program.module.main(command)
