@@ -62,7 +62,7 @@ help:
 	@echo
 	@echo 'MODEL    one of: $(MODELS)'
 	@echo 'TASK     of the encoders: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, or pretrain'
-	@echo 'DATA     folder, or id of a data set on the hub (see the docstring of train/<script>.py)'
+	@echo 'DATA     folder, URL (gs://…), or id of a data set on the hub (see the docstring of train/<script>.py)'
 	@echo 'DEVICE   xla: a TPU, or XLA on this CPU (default); cpu, cuda: plain PyTorch on one device, without torch_xla'
 	@echo 'PRESET   full (dlrm: kaggle, mlperf_v1, mlperf_v2; transformer: base, big, wmt18, tpu;'
 	@echo '         TASK=pretrain: full, lamb) or tiny'
