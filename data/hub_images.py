@@ -52,6 +52,8 @@ class HubImages(Images):
 def _load_splits(data: str) -> dict[str, datasets.Dataset]:
     if os.path.exists(os.path.join(data, "state.json")):
         raise InputError(f"{data} is a single split written by save_to_disk; expected a DatasetDict with train and val")
+    if os.path.exists(os.path.join(data, "parts", "plan.json")):  # shards of data/prepare/images.py, a part of them
+        raise InputError(f"{data} is not prepared to its end; give the same `make data` command again")
     try:
         if os.path.exists(os.path.join(data, "dataset_dict.json")):
             return datasets.load_from_disk(data)

@@ -55,6 +55,8 @@ def test_shards_have_the_images_of_any_source_and_a_stopped_preparation_resumes(
         images.prepare(tree, out)
     done = {path: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
     assert len(done) == 2 and [*out.glob("*.partial")]
+    with pytest.raises(InputError, match="is not prepared to its end; give the same `make data` command again"):
+        contents(out, "train")
     with pytest.raises(InputError, match="other --seed: 0, now 1"):
         images.prepare(tree, out, seed=1)
     images.prepare(tree, out)
