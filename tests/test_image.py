@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
 
@@ -15,6 +14,8 @@ from tpu.launch.keeper import STOPPED
 from train.common.watch.stall import EXIT_CODE as HUNG
 
 ROOT, INPUT = Path(__file__).parent.parent, 2
+# Without what the make that runs these tests says to others.
+BARE = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS")}
 SAVES = """import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), print("saved"), sys.exit(143)))
 print("step", flush=True)
@@ -49,7 +50,7 @@ def test_the_entry_ends_as_the_trainer_does(tmp_path):
     """137: killed, while a process that it has started holds its standard error open. 143: by SIGTERM, saved."""
     (tmp_path / "saves.py").write_text(SAVES)
     ends = {137: "sleep 60 & kill -9 $$$$", STOPPED: f"{sys.executable} saves.py"}
-    command, environment = [sys.executable, "-m", "tpu.entry", "MODEL=a b"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    command, environment = [sys.executable, "-m", "tpu.entry", "MODEL=a b"], BARE | {"PYTHONPATH": str(ROOT)}
     for code in (0, INPUT, HUNG, 137, STOPPED):
         (tmp_path / "Makefile").write_text(f"train:\n\t@echo $(MODEL) >&2; {ends.get(code, f'exit {code}')}\n")
         with subprocess.Popen(command, cwd=tmp_path, stdout=-1, stderr=-1, text=True, env=environment) as entry:
@@ -79,11 +80,13 @@ def test_the_jobset_is_one_slice_that_resumes_and_satisfies_the_schema():
     ends = {"containerName": container["name"], "operator": "In", "values": [INPUT]}
     assert rule == {"action": "FailJob", "onExitCodes": ends} and job["backoffLimit"] == 0 == slices["replicas"] - 1
     assert "command" not in container and f"NAME={jobset['metadata']['name']}" in container["args"]
-    dry = subprocess.run(["make", "-n", "train", *container["args"]], cwd=ROOT, capture_output=True, text=True)
+    command = ["make", "-n", "train", *container["args"]]
+    dry = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=BARE)
     line = " ".join(dry.stdout.replace("\\\n", "").split())
     assert line.endswith('--task mrpc --data "$DATA" --name "$NAME" --runs gs://my-bucket/runs'), dry.stderr
     if "JOBSET_CRD" not in os.environ:
         pytest.skip("all but the schema was checked; that needs JOBSET_CRD=path of jobset.x-k8s.io_jobsets.yaml")
+    jsonschema = pytest.importorskip("jsonschema")
     (version,) = yaml.safe_load(Path(os.environ["JOBSET_CRD"]).read_text())["spec"]["versions"]
     strict(schema := version["schema"]["openAPIV3Schema"])  # leaves metadata, which has no properties there, as it is
     errors = jsonschema.Draft202012Validator(schema).iter_errors(jobset)

@@ -22,7 +22,7 @@ WRONG = (
 OURS = [
     ("data/batching.py", "class Buckets(Plan):"),
     ("data/packing.py", "class Packed(Plan):"),
-    ("train/common/loading.py", "yield 0, np.where(rows < size, rows, PADDING)"),
+    ("train/common/loading.py", "yield 0, np.where(indices < size, indices, PADDING)"),
 ]
 
 
