@@ -101,7 +101,7 @@ def test_a_copy_for_one_kind_of_device_leaves_out_the_other(tmp_path):
     """Without torch_xla, or without eager.py, the trial runs."""
     for device, absent in (("cpu", "train/common/xla"), ("xla", "train/common/eager.py")):
         folder = tmp_path / device
-        files = copy_model.copy("dlrm", "", folder, device)
+        files = copy_model.copy("dlrm", "", folder, device, ("watch",))
         assert not any(str(file).startswith(absent) for file in files) and not (folder / absent).exists()
         assert ("torch_xla==" in (folder / "requirements.txt").read_text()) == (device == "xla")
     assert "--device cpu" in (tmp_path / "cpu/README.md").read_text()

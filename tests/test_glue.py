@@ -21,7 +21,7 @@ from data import glue as glue_data
 from data import vocabulary
 from models import encoders
 from train import glue
-from train.common import checkpoint, device, loading
+from train.common import accumulate, checkpoint, device, loading
 
 LEARNS = TRIALS["glue"].learns
 
@@ -61,6 +61,21 @@ def test_parts_of_a_batch_give_the_numbers_of_all_of_it(monkeypatch, tmp_path):
     assert parts == pytest.approx(whole, rel=1e-4)
     norms = [[line["gradient_norm"] for line in records(tmp_path / name) if "lr" in line] for name in ("one", "two")]
     assert norms[1] == pytest.approx(norms[0], rel=1e-3) and min(norms[0]) > 0.1, "nothing was clipped"
+
+
+def test_parts_change_no_parameter_that_is_not_trained(mesh):
+    """Sinusoidal positions, such as RoFormer's, would decay."""
+    model, forward = nn.Linear(2, 1), lambda state, batch, *_: {"loss": state.model(batch["x"]).sum()}
+    model.weight.requires_grad_(False)
+    before = model.weight.tolist(), model.bias.item()
+    optimizer = torch.optim.AdamW(device.to_device(model, mesh).parameters(), 0.1, weight_decay=0.5, foreach=False)
+    device.init_optimizer_state(optimizer, mesh)
+    state, config = glue.State(model, optimizer), glue.Config(update_every=2)
+    step = accumulate.AccumulatedStep(forward, glue.update, state, ("loss",), mesh)
+    batch = {"x": device.upload(torch.ones(4, 2), mesh)}
+    metrics = [step(state, batch, config, mesh) for _ in range(4)]
+    assert metrics[::2] == [None, None] and float(metrics[1]["gradient_norm"]) == pytest.approx(4)
+    assert model.weight.tolist() == before[0] and model.bias.item() != before[1]
 
 
 def test_a_step_is_that_of_plain_pytorch_on_the_cpu(mesh, monkeypatch):

@@ -61,20 +61,20 @@ def gradient_step(
 def update_step(update: Callable, state: Any, totals: dict[str, Tensor], config: Any, per: str) -> dict[str, Tensor]:
     """Updates once from the mean of the gradients; returns the means of the totals, and sets all to zero."""
     count = totals[per] if per else config.update_every
-    for parameter in state.model.parameters():
-        parameter.grad.div_(count)
+    # Sinusoidal positions and others that are not trained have no gradient; with zeros they would decay.
+    gradients = [each.grad.div_(count) for each in state.model.parameters() if each.grad is not None]
     means = {name: total / count for name, total in totals.items() if name != per}
     means |= update(state, config)
-    for tensor in [*totals.values(), *(parameter.grad for parameter in state.model.parameters())]:
+    for tensor in [*totals.values(), *gradients]:
         tensor.zero_()
     return means
 
 
 def gradient_buffers(model: nn.Module, sums: Sequence[str], mesh: Mesh) -> dict[str, Tensor]:
-    """Makes every parameter's `grad` a tensor of zeros on the device, and returns zeros of the given names. Change both
-    in place, in compiled steps."""
+    """Makes the `grad` of every parameter that is trained zeros on the device, and returns zeros of the given names.
+    Change both in place, in compiled steps."""
     totals = {name: torch.zeros(()).to(mesh.device) for name in sums}
-    for parameter in model.parameters():
+    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
         parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(mesh.device)
         device.replicate(parameter.grad, mesh, parameter)
     for total in totals.values():
