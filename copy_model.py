@@ -24,7 +24,8 @@ NOT_ON_XLA = ("train.common.eager",)
 DEVICES = ("xla", "cpu", "cuda")
 ALONG = {"fsspec": ["gcsfs"], "datasets": ["pyarrow"]}  # what a package needs for the sake of a user's data
 # What a copy can do without, and its modules.
-EXTRAS = {"watch": "train.common.watch", "hub_images": "data.hub_images", "shards": "data.shards"}
+EXTRAS = {"watch": "train.common.watch", "sharding": "train.common.sharding"}
+EXTRAS |= {"hub_images": "data.hub_images", "shards": "data.shards"}
 
 
 def imported(tree: ast.Module) -> set[str]:

@@ -1,6 +1,7 @@
 """Labelled images of a `datasets` data set; imagenet.py opens it."""
 
 import os
+from pathlib import Path
 
 import datasets
 
@@ -54,6 +55,12 @@ def _load_splits(data: str) -> dict[str, datasets.Dataset]:
         raise InputError(f"{data} is a single split written by save_to_disk; expected a DatasetDict with train and val")
     if os.path.exists(os.path.join(data, "parts", "plan.json")):  # shards of data/prepare/images.py, a part of them
         raise InputError(f"{data} is not prepared to its end; give the same `make data` command again")
+    number = 5 * "[0-9]"
+    if any(Path(data).glob(f"val-{number}-of-{number}.parquet")):  # as plain parquet they would train in another order
+        remedy = (
+            "copy shards.json there, too, or prepare the images again; for other images name the files validation-…"
+        )
+        raise InputError(f"{data} has shards of make data DATASET=images, but not their index shards.json; {remedy}")
     try:
         if os.path.exists(os.path.join(data, "dataset_dict.json")):
             return datasets.load_from_disk(data)

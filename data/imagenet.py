@@ -5,7 +5,6 @@ standard deviation below: a uint8 image is a quarter of the bytes. Augmentation 
 reference recipe of torchvision (https://github.com/pytorch/vision/tree/main/references/classification).
 """
 
-import importlib
 import io
 import itertools
 import math
@@ -13,7 +12,6 @@ import os
 import re
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Literal, NoReturn
 
 import numpy as np
@@ -25,7 +23,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as F
 
-from errors import InputError
+from errors import InputError, optional_module
 
 IMAGENET_MEAN = (123.675, 116.28, 103.53)  # RGB, for pixels 0..255
 IMAGENET_STD = (58.395, 57.12, 57.375)
@@ -210,7 +208,7 @@ def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = 
     Hugging Face hub ("owner/name"), or a folder or URL of shards. Raises InputError."""
     path = Path(data).expanduser()
     if "://" in data or (path / "shards.json").is_file():
-        return own_module("shards", data).Shards(data, split, image_size, skip_broken)
+        return optional_module("data.shards", data, "WITH=shards").Shards(data, split, image_size, skip_broken)
     if path.is_file():
         raise InputError(f"{data} is a file; expected a folder with train/ and val/ (unpack an archive first)")
     if path.is_dir():
@@ -221,18 +219,7 @@ def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = 
     elif not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", data):
         expected = "expected one with train/ and val/, or an id on the Hugging Face hub"
         raise InputError(f"there is no folder {data}; {expected}")
-    return own_module("hub_images", data).HubImages(data, split, image_size, skip_broken)
-
-
-def own_module(name: str, data: str) -> ModuleType:
-    """Returns data/<name>.py, which copies of a script are without; raises InputError where it is not there."""
-    try:
-        return importlib.import_module(f"data.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"data.{name}":
-            raise
-        needed = f"{data} needs data/{name}.py, which is not in this copy"
-        raise InputError(f"{needed}: make copy … WITH={name} brings it") from None
+    return optional_module("data.hub_images", data, "WITH=hub_images").HubImages(data, split, image_size, skip_broken)
 
 
 def check_classes(where: str, found: list[str], classes: list[str]) -> None:

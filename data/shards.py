@@ -58,14 +58,17 @@ class Shards(Images):
         self._ends = np.cumsum(self._rows)
         self._open: collections.OrderedDict[int, tuple[pq.ParquetFile, list[int]]] = collections.OrderedDict()
         if self._cache:
-            sizes = sorted((shard["bytes"] for shard in self._shards), reverse=True)
-            self._cache.need(sum(sizes[: LANES + AHEAD]))
-        for shard in () if self._cache else self._shards:
-            path = Path(data).expanduser() / shard["name"]
-            size = path.stat().st_size if path.exists() else None
-            if size != shard["bytes"]:
-                found = "is missing" if size is None else f"has {size} bytes; {INDEX} says {shard['bytes']}"
-                raise InputError(f"{path} {found}; copy it again, or prepare the folder again")
+            largest = sorted((shard["bytes"] for shard in self._shards), reverse=True)
+            self._cache.need(sum(largest[: LANES + AHEAD]))
+            sizes = self._cache.sizes()
+        else:
+            paths = Path(data).expanduser().glob("*.parquet")
+            sizes = {path.name: path.stat().st_size for path in paths if path.exists()}
+        for shard in self._shards if sizes is not None else ():
+            size = sizes.get(shard["name"], -1)
+            if size not in (shard["bytes"], None):
+                found = "is missing" if size == -1 else f"has {size} bytes; {INDEX} says {shard['bytes']}"
+                raise InputError(f"{self.folder}/{shard['name']} {found}; copy it again, or prepare the folder again")
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -231,6 +234,18 @@ class Cache:
         with self._writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         return content
+
+    def sizes(self) -> dict[str, int | None] | None:
+        """Returns {name: bytes, or None where the store does not say} of the files at the URL; None in place of all
+        where it does not list them (http, no right to): `fetch` then is the first to miss one."""
+        if self.url.startswith("http"):
+            return None
+        fs, path = open_store(self.url)
+        fs.invalidate_cache()
+        with contextlib.suppress(InputError):
+            files = retried(self.url, threading.Event(), fs.ls, path, detail=True)
+            return {file["name"].rpartition("/")[2]: file.get("size") for file in files}
+        return None
 
     def need(self, size: int) -> None:
         """Raises InputError where the disk has no room for `size` bytes of shards, those that are there included."""

@@ -7,7 +7,6 @@ submodules are replaced by subclasses that hold the very same parameters, so tha
 stay the same. models/layers.py says what each form is worth.
 """
 
-import importlib
 import math
 import os
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from transformers import (
 from transformers.masking_utils import bidirectional_mask_function
 from transformers.utils import logging
 
-from errors import InputError
+from errors import InputError, optional_module
 from models import layers
 
 # Modules that one --model only needs. They are imported when it is used, so that the copy of a script for another model
@@ -46,25 +45,9 @@ PADDED_VOCABULARY = 128  # a model may have this many tokens more than its token
 
 
 def own_module(model: str, modules: dict[str, str] = MODULES) -> ModuleType:
-    """Imports the module that `model` alone needs.
-
-    Args:
-        model: a key of `modules`.
-        modules: a table as MODULES.
-
-    Raises:
-        InputError: the file is missing, as in a copy of a script for another model.
-    """
-    try:
-        return importlib.import_module(modules[model])
-    except ModuleNotFoundError as error:
-        if error.name != modules[model]:
-            raise
-        path = f"{modules[model].replace('.', '/')}.py"
-        raise InputError(
-            f"--model {model} needs {path}, which this copy does not have: copy it from the repository that this copy "
-            f"was made of, or make one there with `make copy MODEL={model}`"
-        ) from error
+    """Imports the module that `model`, a key of a table as MODULES, alone needs; raises InputError where the file is
+    missing, as in a copy of a script for another model."""
+    return optional_module(modules[model], f"--model {model}", f"MODEL={model}")
 
 
 def attend(
@@ -133,6 +116,7 @@ def fast_layers(model: PreTrainedModel) -> PreTrainedModel:
 
 # Layers, width and heads; a feed-forward layer has four times the width.
 SIZES = {"tiny": (2, 64, 2), "mini": (4, 256, 4), "base": (12, 768, 12), "large": (24, 1024, 16)}
+SIZES["1.3b"] = (24, 2048, 32)  # Shoeybi et al. 2019, table 4
 
 
 def configuration(kind: str, size: str, tokenizer, max_tokens: int) -> PreTrainedConfig:
@@ -299,8 +283,10 @@ def save(
         fairseq: also writes what fairseq loads, into the folder fairseq.
     """
     logging.disable_progress_bar()
-    on_host = type(model)(model.config)
-    on_host.load_state_dict(weights)
+    with torch.device("meta"):  # so that nothing is held twice
+        on_host = type(model)(model.config)
+    on_host.load_state_dict(weights, assign=True)
+    on_host.tie_weights()
     on_host.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if fairseq:

@@ -41,6 +41,15 @@ XLNET = {
     r"ff\.layer_2\.weight": IN,
     r"word_embedding\.weight": OUT,
 }
+TRANSFORMER = {
+    r"\w+_attn\.[qkv]_proj\.weight": OUT,
+    r"\w+_attn\.[qkv]_proj\.bias": VECTOR,
+    r"\w+_attn\.out_proj\.weight": IN,
+    r"fc1\.weight": OUT,
+    r"fc1\.bias": VECTOR,
+    r"fc2\.weight": IN,
+    r"embed_tokens\.weight": OUT,
+}
 # The biases of the heads of language models, whose weight is the embedding's.
 HEADS = {
     "cls": {r"cls\.predictions\.bias": VECTOR},
@@ -84,3 +93,11 @@ def rules(model: nn.Module) -> Rules:
         if hasattr(model, name):
             parameters = parameters | table
     return Rules(parameters, (layers,), model.config.num_attention_heads, shared, time_major)
+
+
+def transformer_rules(model: nn.Module) -> Rules:
+    """Returns the rules of models/transformer.py's Transformer."""
+    parameters = dict(TRANSFORMER)
+    if model.arch.share_embeddings == "none":  # else it is an embedding's
+        parameters[r"output_projection\.weight"] = OUT
+    return Rules(parameters, ("encoder.layers", "decoder.layers"), model.arch.heads, r"self_attn$")

@@ -54,9 +54,7 @@ class BatchNorm(nn.BatchNorm2d):
     native kernel; more groups, and other devices (XLA), take `batch_statistics_norm`.
     """
 
-    def __init__(self, num_features: int):
-        super().__init__(num_features)
-        self.groups = 1
+    groups = 1
 
     def forward(self, x: Tensor) -> Tensor:
         if self.groups == 1 and x.device.type in NATIVE_NORM_DEVICES:
@@ -67,8 +65,8 @@ class BatchNorm(nn.BatchNorm2d):
             return (x.to(scale.dtype) * scale[:, None, None] + shift[:, None, None]).to(x.dtype)
         count = x.numel() // (x.shape[1] * self.groups)
         if x.shape[0] % self.groups or count < 2:
-            sliced = f"{self.groups} groups of at least 2 values per channel"
-            raise ValueError(f"batch norm: an input {list(x.shape)} does not divide into {sliced}")
+            sliced = f"{self.groups} groups of at least 2 values per channel; raise --batch-size"
+            raise InputError(f"batch norm: an input {list(x.shape)} does not divide into {sliced}")
         y, mean, variance = batch_statistics_norm(x, self.weight, self.bias, self.eps, self.groups)
         with torch.no_grad():
             self.running_mean.lerp_(mean.mean(0), self.momentum)
@@ -142,11 +140,10 @@ class ResNet(nn.Module):
         channels = width
         for stage, blocks in enumerate(layers):
             planes = width * 2**stage
-            stage_blocks = []
-            for block in range(blocks):
-                stage_blocks.append(Bottleneck(channels, planes, stride=2 if stage > 0 and block == 0 else 1))
-                channels = planes * Bottleneck.expansion
-            self.add_module(f"layer{stage + 1}", nn.Sequential(*stage_blocks))
+            first = Bottleneck(channels, planes, stride=2 if stage else 1)
+            channels = planes * Bottleneck.expansion
+            rest = [Bottleneck(channels, planes, stride=1) for _ in range(blocks - 1)]
+            self.add_module(f"layer{stage + 1}", nn.Sequential(first, *rest))
         self.fc = nn.Linear(channels, num_classes)
         self.stages = len(layers)
         self.reset_parameters()

@@ -139,12 +139,12 @@ def environment(devices: int = 4, **variables: str) -> dict[str, str]:
 
 
 def start(script: ModuleType, config: Any, devices: int = 4, stop: Stop | None = None) -> tuple[int, str]:
-    """Trains in a process of its own with a worker process, as the command line does: (exit code, output)."""
+    """Trains in a process of its own, with a worker process if it is stopped: (exit code, output)."""
     name = script.__name__.rpartition(".")[2]
     path = f"{config.runs}/{config.name}"
     program = ["-c", STOPPED.format(script=name, path=path, **stop._asdict())] if stop else ["-m", script.__name__]
     process = subprocess.run(
-        [sys.executable, *program, "tiny", *flags(config, script.TINY), "--workers", "1"],
+        [sys.executable, *program, "tiny", *flags(config, script.TINY), "--workers", "1" if stop else "0"],
         env=environment(devices),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

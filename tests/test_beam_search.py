@@ -9,11 +9,12 @@ import torch
 from model_helpers import GOLDEN, arrays, golden_transformer
 from torch import Tensor
 
-from models import beam_search
+from models import beam_search, partition
 from models.beam_search import CHUNK, search, top_k
 from models.layers import MASKED
 from models.transformer import EOS, PAD, Architecture, Transformer
-from train.common import device
+from train.common import device, sharding
+from train.common.cli import Layout
 from train.common.xla import backend as xla
 from train.common.xla.while_loop import WhileLoop
 
@@ -45,7 +46,7 @@ def assert_golden(tokens: Tensor, scores: Tensor, settings: dict) -> None:
 
 def loop_on(mesh, trained: Transformer, length_penalty: float = 1.0) -> tuple[Transformer, WhileLoop]:
     """A copy of the model on the devices, and its loop as one program."""
-    model = device.to_device(copy.deepcopy(trained), mesh)
+    model = device.to_device(copy.deepcopy(trained), mesh, partition.transformer_rules)
     return model, WhileLoop(partial(beam_search.step, model, length_penalty=length_penalty), model)
 
 
@@ -60,6 +61,8 @@ def test_all_hypotheses_equal_fairseqs_also_as_one_program(mesh, trained, source
         return
 
     monkeypatch.setattr(beam_search, "FIRST_LENGTH", 32)  # one loop: in the program below caches grow
+    if settings is SEARCHES[3]:  # each layer lies on two devices
+        mesh = sharding.arranged(mesh, Layout("data=2,model=2"))
     model, loop = loop_on(mesh, trained, penalty)
 
     def translate(model: Transformer, source: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:

@@ -329,7 +329,7 @@ def test_failures_are_raised_whatever_they_are(place, monkeypatch):
     with monkeypatch.context() as patch:  # not even the folder can be listed
         for name in ("open", "ls"):
             patch.setattr(checkpoints._fs, name, Mock(side_effect=error))
-        failure(InputError, "cannot write the checkpoint of step 20.*Input/output error")
+        failure(InputError, "cannot write the checkpoint of step 20.*Input/output error; which .* cannot be read")
     monkeypatch.setattr(checkpoint.safetensors.torch, "save", lambda *_: 1 / 0)  # a bug
     failure(ZeroDivisionError, "division by zero")
 
@@ -460,6 +460,6 @@ def test_a_damaged_checkpoint_among_those_to_average_is_named(mesh, tmp_path, te
     place, (model, optimizer) = str(tmp_path), on_cpu(-1.0)
     save_all(place, (10, 20, 25), keep=3, every=10)
     damage(place, 20, *TEARS[tear])
-    with pytest.raises(InputError, match="checkpoint of step 20 in .*, one of those to average, is damaged"):
+    with pytest.raises(InputError, match="checkpoint of step 20 in .*, one of those to average, is damaged; remove it"):
         average(Checkpointer(place, keep=3, every=10), model, mesh)
     assert value_of(model, optimizer) == -1.0

@@ -12,7 +12,7 @@ from test_repository import make
 
 import copy_model
 
-TEXT = "--epochs 0.1 --eval-every 1000"
+TEXT = "--epochs 0.1 --eval-every 1000 --lengths 32"
 # What is not of every copy: file -> the copies that have it.
 OF_MODELS = {
     "models/resnet.py": {"resnet50"},
@@ -26,6 +26,8 @@ OF_MODELS = {
     "models/fairseq_roberta.py": {"fairseq-roberta", "fairseq-roberta pretrain"},
     "train/common/xla/staging.py": set(),
     "train/common/watch/__init__.py": set(),
+    "train/common/sharding/__init__.py": set(),
+    "train/common/xla/recompute.py": set(),
 }
 ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta")
 COPIES = ["resnet50", "dlrm", "transformer", "auto", *ENCODERS, *(f"{model} pretrain" for model in ENCODERS)]
@@ -84,7 +86,9 @@ def test_a_copy_says_which_file_another_model_needs(tmp_path):
     copied("bert", tmp_path / "mine")
     result = train(tmp_path / "mine", "glue", "--model", "xlnet")
     assert result.returncode == 2
-    assert "--model xlnet needs models/xlnet.py" in result.stderr and "make copy MODEL=xlnet" in result.stderr
+    assert "--model xlnet needs models.xlnet" in result.stderr and "make copy … MODEL=xlnet" in result.stderr
+    result = train(tmp_path / "mine", "glue", "--remat")
+    assert result.returncode == 2 and re.search("or --remat needs train.common.sharding.*WITH=sharding", result.stderr)
 
 
 def test_a_copy_requires_what_its_files_import(tmp_path):
@@ -119,11 +123,12 @@ def test_a_copy_brings_what_it_can_do_without(tmp_path):
     data = ["--data", "uoft-cs/cifar10"]
     result = train(tmp_path / "plain", "resnet50", *data)
     assert result.returncode == 2 and "copy: make copy … WITH=hub_images brings it" in result.stderr, result.stderr
-    files = copy_model.copy("resnet50", "", tmp_path / "full", "", ("watch", "hub_images"))
+    files = copy_model.copy("resnet50", "", tmp_path / "full", "", ("watch", "sharding", "hub_images"))
     watchers = {path.relative_to(copy_model.ROOT) for path in copy_model.ROOT.glob("train/common/watch/*.py")}
-    assert {*watchers, Path("data/hub_images.py")} <= set(files)
+    assert {*watchers, Path("data/hub_images.py"), Path("train/common/xla/marks.py")} <= set(files)
     assert "\ndatasets==" in (tmp_path / "full/requirements.txt").read_text()
-    result = train(tmp_path / "full", "resnet50", *data, "--stall-after", "30", HF_HUB_OFFLINE="1")
+    flags = [*data, "--stall-after", "30", "--shard-state", "full"]
+    result = train(tmp_path / "full", "resnet50", *flags, HF_HUB_OFFLINE="1")
     assert result.returncode == 2 and "cifar10 is neither a folder nor a data set of the hub" in result.stderr
 
 
@@ -139,7 +144,7 @@ def test_refusals(tmp_path):
         ("MODEL=auto", "TASK=pretrain", f"TO={tmp_path}/new"): "MODEL=auto is for fine-tuning",
         ("MODEL=bert", "TASK=pretain", f"TO={tmp_path}/new"): "TASK=pretain is not one of MODEL=bert.*pretrain",
         ("MODEL=dlrm", "TASK=pretrain", f"TO={tmp_path}/new"): "TASK=pretrain is not one of MODEL=dlrm",
-        ("MODEL=resnet50", "WITH=watch board", f"TO={tmp_path}/new"): "WITH=board is not known.*watch hub_images",
+        ("MODEL=resnet50", "WITH=watch board", f"TO={tmp_path}/new"): "WITH=board is not known.*watch sharding",
         ("MODEL=resnet50", "TO=gs://bucket/mine"): "TO=gs://bucket/mine is a URL",
         ("MODEL=resnet50", "TO=/proc/it's mine"): "cannot write to TO=/proc/it's mine",
         ("MODEL=resnet50", "TO=/proc/mine"): "cannot write to TO=/proc/mine",

@@ -33,13 +33,12 @@ def run(name: str, folder, *runs: str, code: int = 0) -> dict[str, dict[str, flo
     return {} if code else json.loads(process.stdout.splitlines()[-1])
 
 
-def scripts(slow: tuple[str, ...]):
-    """Runs a test for every script; those in `slow` in `make test-all`."""
-    marked = [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in TRIALS]
-    return pytest.mark.parametrize("name", marked)
+# Two stand for all: one with tables, one without; the others in `make test-all`.
+MARKED = [name if name in ("dlrm", "glue") else pytest.param(name, marks=pytest.mark.slow) for name in TRIALS]
+scripts = pytest.mark.parametrize("name", MARKED)
 
 
-@scripts(slow=("resnet50", "transformer", "pretrain"))
+@scripts
 def test_without_torch_xla_a_trial_learns(name, tmp_path):
     trial, found = TRIALS[name], run(name, tmp_path, "learns", "still")
     assert within(found["learns"], trial.learned), found
@@ -47,7 +46,7 @@ def test_without_torch_xla_a_trial_learns(name, tmp_path):
     assert not any(within(found["still"], {metric: trial.learned[metric]}) for metric in trial.untrained)
 
 
-@scripts(slow=("resnet50", "transformer"))
+@scripts
 def test_without_torch_xla_it_resumes_exactly_and_starts_with_xlas_losses(name, run_of, tmp_path, monkeypatch):
     trial, dropout = TRIALS[name], name in ("glue", "pretrain")
     run(name, tmp_path, "stopped by a crash", "stopped by kill", code=-9)

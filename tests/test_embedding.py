@@ -32,7 +32,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from checkpoints import damage, flip, names
-from helpers import DUMP, environment, equal, largest_dump, on_mesh, read_program
+from helpers import DUMP, environment, equal, largest_dump, on_mesh, read_program, update
 from torch import nn, optim
 
 import models.hashing
@@ -62,7 +62,7 @@ TABLES = (
 )
 MIXED = ("exchange", "data", "auto", "table", "column", "table", "exchange")
 CUT = ("exchange", "row", "table", "column", "data")
-PLANS_ON = {1: (*CUT, "mixed"), 6: ("row", "exchange"), 8: (*CUT, "mixed")}  # other numbers of devices than 4
+PLANS_ON = {1: ("row", "mixed"), 6: ("row", "exchange"), 8: (*CUT, "mixed")}  # other numbers of devices than 4
 LR = {"sgd": 0.05, "rowwise_adagrad": 0.05, "adagrad": 0.05, "lazy_adam": 0.02}
 
 
@@ -256,12 +256,6 @@ def test_arrays_of_one_size_can_live_at_the_same_time(mesh):
     first = make(mesh, "row", "sgd", tables=tables)
     second = assert_parity(mesh, "row", "rowwise_adagrad", tables=tables)
     assert second.arrays[0].rows > first.arrays[0].rows
-
-
-@pytest.mark.parametrize("devices", PLANS_ON)
-def test_initial_weights_are_the_same_on_other_numbers_of_devices(other_devices, devices):
-    expected = [zlib.crc32(expected_initial(0, t, table.rows, DIM).tobytes()) for t, table in enumerate(TABLES)]
-    assert other_devices[devices]["initial"] == dict.fromkeys(PLANS_ON[devices], expected)
 
 
 def test_evaluation_leaves_nothing_to_update(mesh):
@@ -520,12 +514,9 @@ def dense(mesh, seed: int = 0):
 
 def step_of_both(embeddings, model, optimizer, batch):
     embedded = embeddings(batch["ids"], batch["present"])
-    loss = squared_error(embedded * model(embedded), batch["y"])
-    loss.backward()
+    loss = update(squared_error(embedded * model(embedded), batch["y"]), optimizer)
     embeddings.step()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+    return loss
 
 
 def train_both(mesh, step, embeddings, model, optimizer, first: int, stop: int) -> list[float]:
@@ -576,8 +567,10 @@ def test_a_checkpoint_of_one_plan_is_restored_under_every_other(mesh, tmp_path, 
         save(before, other, mesh, 7)
 
 
-def test_a_checkpoint_is_restored_on_other_numbers_of_devices_and_back(mesh, other_devices):
+def test_initial_weights_are_the_same_and_a_checkpoint_is_restored_on_other_devices_and_back(mesh, other_devices):
+    initial = [zlib.crc32(expected_initial(0, t, table.rows, DIM).tobytes()) for t, table in enumerate(TABLES)]
     for devices, plans in PLANS_ON.items():
+        assert other_devices[devices]["initial"] == dict.fromkeys(plans, initial)
         assert other_devices[devices]["restored"] == {plan: other_devices["expected"] for plan in plans}
         back = make(mesh, "exchange", "adagrad", seed=9)
         assert restore(f"{other_devices['place']}-{devices}", back, mesh) == 7

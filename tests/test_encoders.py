@@ -263,6 +263,5 @@ def test_a_tokenizer_of_another_size_is_refused_and_a_padded_vocabulary_is_not(m
 @pytest.mark.parametrize("model", ["xlnet", "fairseq-roberta"])
 def test_a_copy_without_the_file_of_a_model_says_which_one_is_missing(model, monkeypatch):
     monkeypatch.setitem(sys.modules, encoders.MODULES[model], None)  # import raises ModuleNotFoundError
-    path = encoders.MODULES[model].replace(".", "/")
-    with refused(f"--model {model} needs {path}.py, .*`make copy MODEL={model}`"):
+    with refused(f"--model {model} needs {encoders.MODULES[model]}, .* make copy … MODEL={model} brings it"):
         encoders.fast_layers(new("xlnet", "language")) if model == "xlnet" else encoders.open_checkpoint("x", model)

@@ -202,7 +202,7 @@ def test_training_goes_on_from_an_export_and_without_its_weights_it_begins_anew(
     ("flags", "pattern"),
     [
         ("--epochs 0", "--epochs is 0.*above 0"),
-        ("--epochs inf", "--epochs is inf.*finite"),
+        ("--epochs inf", "--epochs is inf.*below inf"),
         ("--clip 0", "--clip is 0.*above 0"),
         ("--warmup 1", "--warmup is 1.*below 1"),
         ("--weight-decay -0.1", "--weight-decay is -0.1.*at least 0"),

@@ -27,11 +27,13 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
 import pytest
+import safetensors.torch
 import torch
 import torch_xla.distributed.spmd as xs
 from checkpoints import damage, flip
@@ -44,10 +46,11 @@ from data import text, wmt
 from data.batching import Buckets
 from errors import InputError
 from train import dlrm, glue, pretrain, resnet50, transformer, translate
-from train.common import averaging, checkpoint, device, files, loading
+from train.common import averaging, checkpoint, cli, device, files, loading, sharding
 from train.common import run as tracking
 from train.common.embedding import storage
 from train.common.run_folder import RunFolder
+from train.common.sharding import gather
 from train.common.xla import backend as xla
 
 DEVICES = 8  # of all hosts together, however many hosts there are; 4 where steps are real
@@ -234,6 +237,9 @@ class Pod:
         def upload(local, mesh):
             return torch.cat(pod.meet(("upload", tuple(local.shape)), local))
 
+        def setup(seed, precision, strict, kind, layout=cli.WHOLE):
+            return sharding.arranged(pod.mesh(this_host()), layout)
+
         def stop_requested(mesh, *every):
             return real_stop(mesh, *([pod.every] if pod.every else every))
 
@@ -258,7 +264,7 @@ class Pod:
 
         signals = SimpleNamespace(signal=handle, SIGTERM=signal.SIGTERM, SIGINT=signal.SIGINT)
         replacements = [
-            (device, "setup", lambda seed, precision, strict, kind: pod.mesh(this_host())),
+            (device, "setup", setup),
             (device, "compiled", compiled),
             (device, "annotate", real_annotate if pod.real else lambda tensor, spmd, spec: None),
             (device, "after_next_step", lambda closure: pod.closures[this_host()].append(closure)),
@@ -547,6 +553,31 @@ def test_the_main_process_alone_writes(trained, name):
     assert start["devices"]["hosts"] == HOSTS
     assert len(os.listdir(f"{pod.folder}/runs")) == 1, "hosts chose different names"
     assert os.listdir(f"{run_folder(pod)}/export")
+
+
+@pytest.mark.parametrize("name", ["pretrain", "transformer"])
+def test_a_state_that_is_cut_over_hosts_is_made_whole_by_all_of_them(trained, name, tmp_path):
+    """Its parts are not here: where the hosts would run the program that joins them, they meet."""
+
+    def patch(patched, pod):
+        def on_every_device(tensor):
+            pod.meet(("whole", tuple(tensor.shape)))
+            return tensor
+
+        patched.setattr(gather, "on_every_device", on_every_device)
+
+    def newest(pod):
+        return max(Path(run_folder(pod), "checkpoints").iterdir()) / "state.safetensors"
+
+    options = {"devices": 4, "patch": patch, "layout": cli.Layout("data=2,model=2", "full")}
+    stopped = train(name, 2, tmp_path, {1: 4}, **options).stopped()
+    saved = newest(stopped).read_bytes()
+    pod, alone = train(name, 4, tmp_path, **options).succeeded(), trained(name, 1)
+    assert {host for host, *_ in [*stopped.written, *pod.written]} == {0}
+    assert records(run_folder(pod)) == records(run_folder(alone)) and pod.meetings[3] == pod.meetings[0]
+    assert newest(pod).read_bytes() == saved, "steps are stand-ins, which change no weight"
+    joined = sum(what[0] == "whole" for what in pod.meetings[0])
+    assert joined > len(safetensors.torch.load(saved)), "checkpoints and an export"
 
 
 def test_a_damaged_piece_of_one_host_makes_all_hosts_take_the_checkpoint_before(trained, tmp_path):

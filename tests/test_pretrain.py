@@ -18,7 +18,7 @@ from data import pretraining
 from data.prepare import text as prepare_text
 from models import encoders
 from train import glue, pretrain
-from train.common import accumulate, loading, sharding
+from train.common import accumulate, cli, loading
 from train.common.xla import backend as xla
 
 LEARNS, SHORT = TRIALS["pretrain"].learns, TRIALS["pretrain"].short
@@ -131,6 +131,10 @@ def test_a_models_recipe_fills_what_is_not_given_and_is_its_optimizers(mesh):
     config = pretrain.validate(pretrain.Config(model="roberta", data="somewhere", lr=1.0))
     assert (config.batch_size, config.steps, config.lr, config.warmup_steps) == (8192, 500_000, 1.0, 24_000)
     assert pretrain.validate(pretrain.Config(data="somewhere")).batch_size == 256
+    sized = [("bert", "large", (256, 1e-4)), ("roberta", "large", (8192, 4e-4)), ("xlnet", "large", (8192, 4e-4))]
+    for model, size, expected in [*sized, ("fairseq-roberta", "1.3b", (1024, 1e-4))]:
+        config = pretrain.validate(pretrain.Config(model=model, size=size, data="somewhere"))
+        assert (config.batch_size, config.lr) == expected
     for name, recipe in pretrain.RECIPES.items():
         config = replace(pretrain.TINY, model=name)
         data = pretrain.open_data(replace(config, model="bert") if name == "distilbert" else config)
@@ -291,6 +295,6 @@ def test_a_teacher_may_have_more_positions_than_rows_have_tokens(teacher):
 def test_a_trials_teacher_is_the_same_whatever_changes_no_number(mesh, monkeypatch):
     monkeypatch.setattr(pretrain, "main", lambda config: {})
     config = replace(pretrain.TINY, model="distilbert")
-    changes = {}, {"workers": 2, "layout": sharding.Layout(remat=True)}, {"lr": 1.0}
+    changes = {}, {"workers": 2, "layout": cli.Layout(remat=True)}, {"lr": 1.0}
     first, free, other = (pretrain.with_teacher(replace(config, **change), mesh).teacher for change in changes)
     assert first == free != other

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from helpers import update
 from torch import nn
 
 from models import resnet
@@ -51,11 +52,7 @@ def test_initial_weights_have_torchvisions_distribution_and_the_last_norms_are_z
 
 
 def sgd_step(model, optimizer, images, labels):
-    loss = F.cross_entropy(model(images), labels)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+    return update(F.cross_entropy(model(images), labels), optimizer)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -28,11 +28,11 @@ def test_it_learns_in_bfloat16(tmp_path):
     assert resnet50.main(replace(resnet50.TINY, precision="bfloat16", runs=str(tmp_path)))["top1"] > 0.9
 
 
-def test_exported_resnet50_gives_torchvisions_logits(tmp_path):
+def test_exported_resnet50_gives_torchvisions_logits(tmp_path, mesh):
     images = imagenet.SyntheticImages(1, 64, 12, 0, "train")
     ours, theirs = resnet("resnet50", 12), torchvision.models.resnet50(num_classes=12)
     config = replace(resnet50.TINY, model="resnet50")
-    resnet50.export(str(tmp_path), resnet50.State(ours, None, None), resnet50.Data(images, images), config)
+    resnet50.export(str(tmp_path), resnet50.State(ours, None, None), resnet50.Data(images, images), config, mesh)
     weights = files.load_weights(str(tmp_path / "model.safetensors"))
     metadata = safetensors.safe_open(tmp_path / "model.safetensors", "pt").metadata()
     assert json.loads(metadata["classes"]) == list(images.classes) and len(images.classes) == 12
@@ -180,8 +180,10 @@ def test_norm_per_device_needs_no_collective_in_the_forward_and_backward_pass(tm
         ("--epochs 0", "--epochs is 0.*at least 1"),
         ("--label-smoothing 1", "--label-smoothing is 1.0.*below 1"),
         ("--warmup-epochs 9", "--warmup-epochs is 9.*below --epochs, 8"),
-        ("--batch-size 30", "--batch-size 30.*--norm-groups 8"),
-        ("--update-every 8", "--batch-size 64, in --update-every 8, .*--norm-groups 8 of at least 2"),
+        ("--batch-size 30", "--batch-size 30.* 8 --norm-groups"),
+        ("--update-every 8", "--batch-size 64, in --update-every 8, .* 8 --norm-groups of at least 2"),
+        ("--batch-size 4 --update-every 4 --norm-groups 0", "--batch-size 4, .*-every 4, .* 1 --norm-groups of"),
+        ("--batch-size 4 --norm-groups 0 --workers 0", r"batch norm: .* \[4, .*4 groups of at least 2 .*--batch-size"),
         ("--batch-size 6 --norm-groups 0", "batch_size is 6.*4 devices.*nearest that does is 8"),
         ("--batch-size 4096", "batch_size is 4096.*2048 examples"),
         ("--norm-groups 2", "--norm-groups is 2.*1 or a multiple of 4 devices"),

@@ -109,13 +109,15 @@ def test_crashed_killed_and_terminated_it_resumes_to_the_same_numbers(name, run_
 
 
 @every_script
-def test_help_shows_every_flag(name, capsys):
+def test_help_shows_every_flag_and_an_unknown_one_suggests_the_right_one(name, capsys):
     script = TRIALS[name].script
     code, text, _ = command("tiny --help", script.main, script.PRESETS, capsys)
     nested = [value for value in vars(script.TINY).values() if is_dataclass(value)]
     names = [one.name for each in (script.TINY, *nested) for one in fields(each)]
     flags = {f"--{name.replace('_', '-')}" for name in names if not is_dataclass(getattr(script.TINY, name, None))}
     assert code == 0 and {flag for flag in flags if flag not in text} == set()
+    code, _, error = command("tiny --logevery 8", script.main, script.PRESETS, capsys)
+    assert code == 2 and "--log-every" in error and "Traceback" not in error
 
 
 COMMON = [
@@ -134,13 +136,6 @@ COMMON = [
 @every_script
 def test_values_that_every_script_refuses(name, flag, pattern, refused):
     refused(TRIALS[name].script, f"tiny {flag}", pattern)
-
-
-@every_script
-def test_an_unknown_flag_suggests_the_right_one(name, capsys):
-    script = TRIALS[name].script
-    code, _, error = command("tiny --logevery 8", script.main, script.PRESETS, capsys)
-    assert code == 2 and "--log-every" in error and "Traceback" not in error
 
 
 @every_script

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
+import fsspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -155,3 +156,26 @@ def test_a_local_shard_that_is_not_what_the_index_says_is_named(folder, tmp_path
         (tmp_path / "copy" / "shards.json").write_text(written)
         with pytest.raises(InputError, match=message):
             contents(tmp_path / "copy", "train")
+    for path in (tmp_path / "copy").glob("*[1-9]-of-*"):
+        path.unlink()
+    (tmp_path / "copy" / "shards.json").write_text(index)
+    with pytest.raises(InputError, match=f"{name} is missing; copy it again"):
+        open_imagenet(str(tmp_path / "copy"), "train", 16)
+    (tmp_path / "copy" / "shards.json").unlink()
+    with pytest.raises(InputError, match="not their index shards.json; copy shards.json there"):
+        open_imagenet(str(tmp_path / "copy"), "train", 16)
+
+
+def test_a_shard_that_a_bucket_lacks_is_named_at_opening(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "PAUSES", (0, 0))
+    monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path))
+    bucket, name, (shard,) = fsspec.filesystem("memory"), "memory://shards", folder.glob("val-*.parquet")
+    for content, message in ((None, "is missing"), (b"short", "has 5 bytes; shards.json says"), (b"", "has 0 bytes")):
+        for path in folder.iterdir():
+            if path.is_file() and (path != shard or content is not None):
+                bucket.pipe_file(f"/shards/{path.name}", content if path == shard else path.read_bytes())
+        assert len(open_imagenet(name, "train", 16)) == 75
+        with pytest.raises(InputError, match=f"{name}/{shard.name} {message}"):
+            open_imagenet(name, "eval", 16)
+    monkeypatch.setattr(type(bucket), "ls", lambda *_, **__: [][0])  # a bucket that cannot list
+    assert len(open_imagenet(name, "eval", 16)) == 9

@@ -8,12 +8,14 @@ import threading
 from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
 import test_watch
 from helpers import assert_refused, environment, losses, summary
 
+from errors import InputError
 from train.common import cli
 from train.common.files import write_file
 from train.common.run import Run
@@ -99,15 +101,17 @@ class Fake(SimpleNamespace):
         return self
 
 
-@pytest.mark.parametrize("broken", ["init", "log", "finish"])
+@pytest.mark.parametrize("broken", ["init", "log", "finish", "disk"])
 def test_a_tracker_that_fails_is_one_warning(broken, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tracker, "LAST", -4.9)
     monkeypatch.setitem(sys.modules, "wandb", fake := Fake(broken))
     monkeypatch.setattr(sys, "argv", ["script.py", "tiny", "--runs", str(tmp_path), "--tracker", "wandb"])
+    if broken == "disk":
+        (tmp_path / "run" / f"{tracker.FILE}.writing").mkdir(parents=True)
     cli.run(test_watch.main, test_watch.PRESETS)
     fake.waits.set()
     warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
-    reason = "it has not ended" if broken == "finish" else f"{broken} fails"
+    reason = {"finish": "it has not ended", "disk": "cannot write "}.get(broken, f"{broken} fails")
     assert len(warnings) == 1 and warnings[0].startswith(f"warning: --tracker wandb: {reason}"), warnings
     assert len(losses(tmp_path / "run")) == test_watch.STEPS and summary(tmp_path / "run")["steps"]
 
@@ -125,12 +129,15 @@ FIELDS = {"data": "nyu-mll/glue", "task": "mrpc", "checkpoint": "google-bert/ber
 Config = make_dataclass("Config", [(name, str, value) for name, value in FIELDS.items()])
 
 
-def test_the_card_of_an_export(place, mesh):
-    """On a disk and at a URL; an export of another format has none."""
-    for kind, names in (("transformers", ["README.md", "config.json", "curves.png"]), ("other", ["config.json"])):
+def test_the_card_of_an_export(place, mesh, monkeypatch, capsys):
+    """On a disk and at a URL; an export of another format has none, and one on a full disk a warning."""
+    full = Mock(side_effect=InputError("cannot write README.md: No space left on device; make room"))
+    whole = ["README.md", "config.json", "curves.png"]
+    for kind, names in (("transformers", whole), ("other", ["config.json"]), ("full", ["config.json"])):
         run = Run(Config(runs=place, name=kind), mesh, name="run", headline="a step", total_steps=1)
         model = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
-        write_file(f"{run.path}/export/config.json", json.dumps(model if kind == "transformers" else {}).encode())
+        write_file(f"{run.path}/export/config.json", json.dumps({} if kind == "other" else model).encode())
+        monkeypatch.setattr(card, "write_file", full if kind == "full" else write_file)
         run.log(1, loss=0.5)
         run.tell = lambda event, run=run: card.Card(run).summary() if event == "summary" else {}
         run.finish({"accuracy": 0.123456789, "f1": float("nan")})
@@ -138,6 +145,7 @@ def test_the_card_of_an_export(place, mesh):
         assert sorted(files) == names
         if kind == "transformers":
             page = huggingface_hub.ModelCard(run.folder.read("export/README.md").decode())
+    assert run.finished and "warning: no model card: cannot write README.md: No space" in capsys.readouterr().out
     data = page.data
     assert (data.datasets, data.base_model) == (["nyu-mll/glue"], FIELDS["checkpoint"])
     assert [(each.metric_type, each.metric_value) for each in data.eval_results] == [("accuracy", 0.123456789)]

@@ -213,8 +213,9 @@ class Folder:
         self.read, self.write = self.files.get, self.files.__setitem__
 
 
-def run_from(start: int, folder: Folder | None = None, messages: list | None = None) -> SimpleNamespace:
-    mesh = SimpleNamespace(main_process=True, process_count=1, process_index=0, num_devices=4, kind="TPU v3", spmd=None)
+def run_from(start: int, folder: Folder | None = None, messages: list | None = None, devices=4) -> SimpleNamespace:
+    mesh = SimpleNamespace(main_process=True, process_count=1, process_index=0, kind="TPU v3", spmd=None)
+    mesh.num_devices = devices
     run = SimpleNamespace(start=start, total_steps=100, mesh=mesh, path="runs/x", resumed=start > 0, folder=folder)
     run.message = (messages if messages is not None else []).append
     return run
@@ -340,7 +341,7 @@ def test_goodput_counts_every_second_once_over_all_starts(clock, monkeypatch):
         clock[0] += 40
         first._note = lambda: None  # killed
     clock[0] += 100  # nobody trained
-    with goodput.Goodput(run_from(2, folder, messages), 3.6) as second:
+    with goodput.Goodput(run_from(2, folder, messages, devices=8), 3.6) as second:
         for step in (3, 99, 100):
             spend(10, second, step)
         second.pause("evaluation")
@@ -355,11 +356,12 @@ def test_goodput_counts_every_second_once_over_all_starts(clock, monkeypatch):
     expected = {"steps": first_steps * (1 - lost) + 30, "input_wait": first_waits * (1 - lost) + 6, "start": 10}
     expected |= {"compile": 30, "checkpoints": 3, "evaluation": 4, "end": 1, "lost": lost * (first_steps + first_waits)}
     assert found["seconds"] == pytest.approx(expected)
-    total = 5 + 50 + 3 + 10 + 60 + 5 + 36 + 4 + 1
-    assert found["share"] == pytest.approx(expected["steps"] / total) and found["starts"] == 2
+    before, after = 5 + 50 + 3 + 10 + 60, 5 + 36 + 4 + 1
+    assert found["share"] == pytest.approx(expected["steps"] / (before + after)) and found["starts"] == 2
     assert found["between_starts"] == 40 + 100 - 5  # since the last note
-    assert found["chips"] == 2 and found["cost"] == pytest.approx(2 * total / 3600 * 3.6)  # two cores a chip
-    assert re.search(r"goodput \d+ % of 174 s in 2 start\(s\): steps .* chip-hours at 3.6: 0.35", messages[-1])
+    assert found["chips"] == 4  # two cores a chip; the first start had two of them
+    assert found["cost"] == pytest.approx((2 * before + 4 * after) / 3600 * 3.6)
+    assert re.search(r"goodput \d+ % of 174 s in 2 start\(s\): steps .* chip-hours at 3.6: 0.44", messages[-1])
     folder.files[goodput.FILE] = b'[{"from": 0, "to": 1, "seconds": {"steps": "1"}}]'
     assert goodput.Goodput(run_from(2, folder, messages), 0.0)._starts == [] and "is damaged" in messages[-1]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data import batching, glue, vocabulary
 from errors import InputError
-from models import encoders
+from models import encoders, partition
 from train.common import accumulate, checkpoint, cli, device, folders, loading
 from train.common.run import Run
 
@@ -58,6 +58,7 @@ class Config:
     clip: float = 1.0  # largest norm of all gradients
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
+    layout: cli.Layout = cli.WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of new weights, the order of the data and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
     log_every: int = 50  # steps between lines of metrics
@@ -72,7 +73,7 @@ class Config:
 TINY = Config(**cli.TRIAL, task="sst2", lengths=(16, 32), epochs=6, lr=2e-3, weight_decay=0.01)
 
 # Fields that a resumed run may change: none of these touches a number.
-FREE = ("workers", "log_every", "save_every", "strict")
+FREE = ("workers", "log_every", "save_every", "strict", "layout")
 REQUIRED = ("group_by_length",)  # a run from before there was this field has another order of examples
 ADAM_EPS = 1e-6  # as in all four papers
 SYNTHETIC_WORDS, SYNTHETIC_INIT = 400, 0.05  # a trial's largest vocabulary, and the spread of its new weights
@@ -94,13 +95,11 @@ def validate(config: Config) -> Config:
     recipe = RECIPES[config.model]
     config = replace(config, **{k: value for k, value in recipe._asdict().items() if getattr(config, k, "") is None})
     cli.at_least(config, 1, "batch_size", "update_every", "log_every", "keep")
-    cli.at_least(config, 0, "lr", "warmup", "weight_decay", "eval_every", "save_every", "seed")
+    cli.at_least(config, 0, "lr", "weight_decay", "eval_every", "save_every", "seed")
     cli.at_least(config, -1, "workers")
-    cli.at_least(config, 0, "epochs", "clip", above=True)
-    if math.isinf(config.epochs):
-        raise InputError(f"--epochs is {config.epochs}; it must be a finite number")
-    if config.warmup >= 1:
-        raise InputError(f"--warmup is {config.warmup}; it must be a share of the steps, below 1")
+    cli.at_least(config, 0, "warmup", below=1)
+    cli.at_least(config, 0, "clip", above=True)
+    cli.at_least(config, 0, "epochs", above=True, below=math.inf)
     if not config.lengths or list(config.lengths) != sorted(set(config.lengths)) or config.lengths[0] < 8:
         raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 8")
     cli.need_data(config, "GLUE's folder or nyu-mll/glue")
@@ -141,7 +140,7 @@ def batches(config: Config, examples: glue.Encoded, mesh: device.Mesh, train: bo
 
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     """Moves the model to the device and makes its optimizer, whose state exists from the start."""
-    model = device.to_device(encoders.fast_layers(data.model), mesh)
+    model = device.to_device(encoders.fast_layers(data.model), mesh, partition.rules)
     groups = encoders.parameter_groups(model, config.weight_decay)
     optimizer = torch.optim.AdamW(groups, config.lr, (0.9, RECIPES[config.model].beta2), ADAM_EPS, foreach=False)
     device.init_optimizer_state(optimizer, mesh)
@@ -202,16 +201,17 @@ def evaluate(step, state: State, sets: dict[str, glue.Encoded], config: Config, 
     return metrics
 
 
-def export(folder: str, state: State, data: Data) -> None:
+def export(folder: str, state: State, data: Data, mesh: device.Mesh) -> None:
     """Writes what transformers' `pipeline("text-classification", model=folder)` loads."""
-    weights = checkpoint.to_host(state.model.state_dict())
-    folders.write_folder(folder, lambda local: encoders.save(local, state.model, weights, data.tokenizer))
+    weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
+    if mesh.main_process:
+        folders.write_folder(folder, lambda local: encoders.save(local, state.model, weights, data.tokenizer))
 
 
 def main(config: Config) -> dict[str, float]:
     """Fine-tunes, evaluates and exports; returns the final metrics, MNLI's second split's as mismatched_…."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device)
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout)
     if mesh.process_count > 1 and config.model == "xlnet" and not config.checkpoint:  # see vocabulary.learn
         raise InputError(f"the trial of --model xlnet is for one host, not {mesh.process_count}; give --checkpoint")
     data = open_data(config)
@@ -255,8 +255,7 @@ def main(config: Config) -> dict[str, float]:
         run.checkpoints.wait()
         if not metrics:  # killed after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)
-        if mesh.main_process:
-            export(f"{run.path}/export", state, data)
+        export(f"{run.path}/export", state, data, mesh)
         run.finish(metrics)
     return metrics
 

@@ -21,19 +21,22 @@ from torch import Tensor
 from data import pretraining
 from errors import InputError
 from models import encoders, objectives, partition
-from train.common import accumulate, checkpoint, cli, device, folders, loading, sharding
+from train.common import accumulate, checkpoint, cli, device, folders, loading
 from train.common.run import Run
 
 Recipe = namedtuple("Recipe", "batch_size steps lr warmup_steps weight_decay beta2 clip")  # clip: norm of all gradients
 RECIPES = {
     "bert": Recipe(256, 1_000_000, 1e-4, 10_000, 0.01, 0.999, 1.0),  # Devlin et al. 2019, A.2
-    "roberta": Recipe(8192, 500_000, 6e-4, 24_000, 0.01, 0.98, math.inf),  # Liu et al. 2019, table 9, base; no clipping
+    "roberta": Recipe(8192, 500_000, 6e-4, 24_000, 0.01, 0.98, math.inf),  # Liu et al. 2019, table 9; no clipping
     # Yang et al. 2019, table 7, of the large model
     "xlnet": Recipe(8192, 500_000, 4e-4, 40_000, 0.01, 0.999, 1.0),
     # Sanh et al. 2019, section 4: batches of up to 4,000; the rest from its distillation/train.py
     "distilbert": Recipe(4096, 100_000, 5e-4, 5_000, 0.0, 0.98, 5.0),
 }
 RECIPES["fairseq-roberta"] = RECIPES["roberta"]
+# Where another size of (model, size) has other numbers: ibid., and Shoeybi et al. 2019, section 4.2, of BERT.
+SIZED = {("roberta", "large"): RECIPES["roberta"]._replace(lr=4e-4, warmup_steps=30_000)}
+SIZED |= dict.fromkeys([("bert", "1.3b"), ("roberta", "1.3b")], Recipe(1024, 2_000_000, 1e-4, 10_000, 0.01, 0.999, 1.0))
 ARCHITECTURE = {name: name.removeprefix("fairseq-") for name in RECIPES}
 
 
@@ -55,7 +58,7 @@ class Config:
     update_every: int = 1  # parts that a batch comes in, where it does not fit into memory; each counts the same
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
-    layout: sharding.Flags = sharding.WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
+    layout: cli.Layout = cli.WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of new weights, the order of the data, masks and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
     log_every: int = 100  # updates between lines of metrics
@@ -82,6 +85,11 @@ Data = namedtuple("Data", "train eval model teacher")  # rows of data/pretrainin
 State = namedtuple("State", "model teacher optimizer")  # what a step works on; teacher: DistilBERT's, else None
 
 
+def recipe_of(config: Config) -> Recipe:
+    """Returns the published numbers for a model of this size."""
+    return SIZED.get((ARCHITECTURE[config.model], config.size), RECIPES[config.model])
+
+
 def learning_rate(config: Config, step: int) -> float:
     """Returns the rate at 0-based update `step`: linear warm-up, then linearly to 0."""
     if step < config.warmup_steps:
@@ -91,7 +99,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 def validate(config: Config) -> Config:
     """Returns the config with the model's recipe where a field is None; refuses values outside their range."""
-    recipe = RECIPES[config.model]._asdict()
+    recipe = recipe_of(config)._asdict()
     config = replace(config, **{k: value for k, value in recipe.items() if getattr(config, k, "") is None})
     cli.at_least(config, 1, "batch_size", "steps", "update_every", "log_every", "eval_every", "keep")
     cli.at_least(config, 0, "predictions", "lr", "warmup_steps", "save_every", "seed")
@@ -130,22 +138,22 @@ def open_data(config: Config) -> Data:
 
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     """Moves the models to the device and makes the optimizer, whose state exists from the start."""
-    model = sharding.to_device(encoders.fast_layers(data.model), mesh, partition.rules)
-    recipe = RECIPES[config.model]
+    model = device.to_device(encoders.fast_layers(data.model), mesh, partition.rules)
+    recipe = recipe_of(config)
     groups = encoders.parameter_groups(model, recipe.weight_decay)
     options = {"lr": config.lr, "betas": (0.9, recipe.beta2), "eps": ADAM_EPS, "foreach": False}
     if config.optimizer == "lamb":  # without bias correction, as in the authors' code: the warm-up does its work
         options |= {"bias_correction": False, "max_grad_norm": None}
     optimizer = (Lamb if config.optimizer == "lamb" else torch.optim.AdamW)(groups, **options)
-    sharding.init_optimizer_state(optimizer, mesh)
-    teacher = data.teacher and sharding.to_device(encoders.fast_layers(data.teacher), mesh, partition.rules)
+    device.init_optimizer_state(optimizer, mesh)
+    teacher = data.teacher and device.to_device(encoders.fast_layers(data.teacher), mesh, partition.rules)
     return State(model, teacher, optimizer)
 
 
 def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
     """Returns the mean losses over a batch with data/pretraining.py's entries, or over a part of one."""
     with mesh.autocast():
-        return objectives.losses(state.model, state.teacher, sharding.rows(batch, mesh))
+        return objectives.losses(state.model, state.teacher, batch)
 
 
 def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
@@ -159,7 +167,7 @@ def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: dev
 
 def update(state: State, config: Config) -> dict[str, Tensor]:
     """Updates the parameters from their gradients."""
-    torch.nn.utils.clip_grad_norm_(state.model.parameters(), RECIPES[config.model].clip, foreach=False)
+    torch.nn.utils.clip_grad_norm_(state.model.parameters(), recipe_of(config).clip, foreach=False)
     state.optimizer.step()
     return {}
 
@@ -167,7 +175,7 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
     """Returns sums over a batch, see models/objectives.py."""
     with torch.no_grad(), mesh.autocast():
-        return objectives.scores(state.model, sharding.rows(batch, mesh))
+        return objectives.scores(state.model, batch)
 
 
 def evaluate(step, state: State, rows: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
@@ -181,11 +189,12 @@ def evaluate(step, state: State, rows: loading.Dataset, config: Config, mesh: de
     return {name: totals[name] / totals[count] for name, count in counts.items() if name in totals}
 
 
-def export(folder: str, state: State, data: Data, config: Config) -> None:
+def export(folder: str, state: State, data: Data, config: Config, mesh: device.Mesh) -> None:
     """Writes what transformers and `train.glue --checkpoint` load; of fairseq-roberta also what fairseq loads."""
-    weights = checkpoint.to_host(state.model.state_dict())
+    weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
     options = state.model, weights, data.train.text.tokenizer, config.model == "fairseq-roberta"
-    folders.write_folder(folder, lambda local: encoders.save(local, *options))
+    if mesh.main_process:
+        folders.write_folder(folder, lambda local: encoders.save(local, *options))
 
 
 def with_teacher(config: Config, mesh: device.Mesh) -> Config:
@@ -201,7 +210,7 @@ def with_teacher(config: Config, mesh: device.Mesh) -> Config:
 def main(config: Config) -> dict[str, float]:
     """Pretrains and exports; returns the final metrics of the validation rows."""
     config = validate(config)
-    mesh = sharding.arranged(device.setup(config.seed, config.precision, config.strict, config.device), config.layout)
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout)
     if config.model == "distilbert" and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)
@@ -244,8 +253,7 @@ def main(config: Config) -> dict[str, float]:
         run.checkpoints.wait()
         if not metrics:  # killed after the last update, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)
-        if mesh.main_process:
-            export(f"{run.path}/export", state, data, config)
+        export(f"{run.path}/export", state, data, config, mesh)
         run.finish(metrics)
     return metrics
 

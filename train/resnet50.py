@@ -47,6 +47,7 @@ class Config:
     norm_groups: int = 0  # slices of a batch, or of its part, with their own batch-norm statistics; 0: one a device
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
+    layout: cli.Layout = cli.WHOLE  # --shard-state, docs/large_models.md; its other flags are for models with layers
     seed: int = 0  # of the initial weights, the order of the data and the augmentation
     workers: int = -1  # processes a host that decode images; -1: one a core, 0: none
     skip_broken: bool = False  # replace images that cannot be decoded, and count them, instead of stopping
@@ -59,21 +60,11 @@ class Config:
     strict: bool = True  # a recompilation or a host fall-back stops the run
 
 
-TINY = Config(
-    **cli.TRIAL,
-    model="resnet_tiny",
-    image_size=32,
-    epochs=8,
-    batch_size=64,
-    lr=0.8,
-    warmup_epochs=1.0,
-    norm_groups=8,
-    log_every=10,
-    save_every=50,
-)
+SMALL = {"model": "resnet_tiny", "image_size": 32, "norm_groups": 8}
+TINY = Config(**cli.TRIAL, **SMALL, epochs=8, batch_size=64, lr=0.8, warmup_epochs=1.0, log_every=10, save_every=50)
 
 # Fields that a resumed run may change: none of these touches a number.
-FREE = ("workers", "log_every", "save_every", "keep", "strict")
+FREE = ("workers", "log_every", "save_every", "keep", "strict", "layout")
 SYNTHETIC_CLASSES, SYNTHETIC_TRAIN, SYNTHETIC_EVAL = 10, 2048, 500
 
 Data = namedtuple("Data", "train eval")  # what a run reads: images of data/imagenet.py
@@ -98,10 +89,10 @@ def validate(config: Config) -> Config:
     cli.at_least(config, 0, "label_smoothing", below=1)
     if config.warmup_epochs >= config.epochs:
         raise InputError(f"--warmup-epochs is {config.warmup_epochs}; it must be below --epochs, {config.epochs}")
-    part = config.batch_size // config.update_every
-    if config.norm_groups and (part % config.norm_groups or part == config.norm_groups):
-        sizes = f"--batch-size {config.batch_size}, in --update-every {config.update_every},"
-        raise InputError(f"{sizes} does not divide into --norm-groups {config.norm_groups} of at least 2 images")
+    part, groups = config.batch_size // config.update_every, config.norm_groups or 1  # 0: at least 1
+    if part % groups or (part == groups and config.image_size == 32):  # 32 pixels end as one: no statistics of an image
+        sizes = f"--batch-size {config.batch_size}, in --update-every {config.update_every}, does not divide into"
+        raise InputError(f"{sizes} {groups} --norm-groups of at least 2 images; raise the first, or lower the others")
     cli.need_data(config, "a folder of images or a data set id")
     return config
 
@@ -131,11 +122,10 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     if config.optimizer == "lars":
-        from timm.optim import Lars
-
-        optimizer = Lars(groups, lr=config.lr, momentum=config.momentum, foreach=False)
+        from timm.optim import Lars as Optimizer
     else:
-        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=False)
+        from torch.optim import SGD as Optimizer
+    optimizer = Optimizer(groups, lr=config.lr, momentum=config.momentum, foreach=False)
     device.init_optimizer_state(optimizer, mesh)
     return State(model, normalize, optimizer)
 
@@ -200,19 +190,20 @@ def evaluate(step, state: State, images: loading.Dataset, config: Config, mesh: 
     return {name: totals[name] / totals["count"] for name in ("top1", "top5", "loss")}
 
 
-def export(folder: str, state: State, data: Data, config: Config) -> None:
+def export(folder: str, state: State, data: Data, config: Config, mesh: device.Mesh) -> None:
     """Writes model.safetensors for `load_state_dict` of torchvision's model; its metadata names the classes."""
-    model, classes = state.model, data.train.classes
-    on_host = resnet(config.model, len(classes))
-    on_host.load_state_dict(checkpoint.to_host(dict([*model.named_parameters(), *model.named_buffers()])))
-    metadata = {"model": config.model, "image_size": str(config.image_size), "classes": json.dumps(classes)}
-    files.save_weights(f"{folder}/model.safetensors", on_host.state_dict(), metadata)
+    model, classes, host = state.model, data.train.classes, (mesh.layers, mesh.main_process)
+    if values := checkpoint.to_host(dict([*model.named_parameters(), *model.named_buffers()]), *host):
+        on_host = resnet(config.model, len(classes))
+        on_host.load_state_dict(values)
+        metadata = {"model": config.model, "image_size": str(config.image_size), "classes": json.dumps(classes)}
+        files.save_weights(f"{folder}/model.safetensors", on_host.state_dict(), metadata)
 
 
 def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports; returns the final metrics: top1, top5 and loss of the evaluation split."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device)
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout)
     data, every = open_data(config), config.update_every
     per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh, parts=every)
     total = config.epochs * per_epoch
@@ -252,11 +243,9 @@ def main(config: Config) -> dict[str, float]:
         run.checkpoints.wait()
         if not metrics:  # killed after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)
-        skipped = device.over_hosts(mesh, loader.skipped).total
-        if skipped:
+        if skipped := device.over_hosts(mesh, loader.skipped).total:
             run.message(f"{skipped} training images could not be decoded and were replaced")
-        if mesh.main_process:
-            export(f"{run.path}/export", state, data, config)
+        export(f"{run.path}/export", state, data, config, mesh)
         run.finish(metrics)
     return metrics
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from data import wmt
 from errors import InputError
-from models import fairseq
+from models import fairseq, partition
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed
 from train import translate
 from train.common import accumulate, averaging, checkpoint, cli, device, files, loading
@@ -47,6 +47,7 @@ class Config:
     length_penalty: float = 0.6  # exponent of a hypothesis' length, by which its log-probability is divided
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
+    layout: cli.Layout = cli.WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of the initial weights, the order of the data and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
     log_every: int = 100  # updates between lines of metrics
@@ -81,7 +82,7 @@ TINY = Config(
 )
 
 # Fields that a resumed run may change: none of these touches a number.
-FREE = ("workers", "log_every", "strict")
+FREE = ("workers", "log_every", "strict", "layout")
 ADAM, WARMUP_INIT_LR = {"betas": (0.9, 0.98), "eps": 1e-8}, 1e-7  # as in fairseq's recipes
 
 Data = namedtuple("Data", "train eval")  # sentence pairs of data/wmt.py; eval: {"valid": …}, and "test" if it is there
@@ -128,7 +129,8 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     if config.weights:
         _, weights = fairseq.read_checkpoint(files.read_file(config.weights), config.weights)
         fairseq.load_weights(model, weights, config.weights)
-    optimizer = torch.optim.Adam(device.to_device(model, mesh).parameters(), config.lr, foreach=False, **ADAM)
+    device.to_device(model, mesh, partition.transformer_rules)
+    optimizer = torch.optim.Adam(model.parameters(), config.lr, foreach=False, **ADAM)
     device.init_optimizer_state(optimizer, mesh)
     return State(model, optimizer)
 
@@ -179,10 +181,12 @@ def evaluate(step, translator, state: State, sets: dict, config: Config, mesh: d
     return metrics
 
 
-def export(folder: str, state: State, data: Data, config: Config) -> None:
+def export(folder: str, state: State, data: Data, config: Config, mesh: device.Mesh) -> None:
     """Writes model.pt, which fairseq and `make translate` load, with dictionaries and tokenizer beside it."""
     languages = {"source_lang": data.train.source_language, "target_lang": data.train.target_language}
-    weights = checkpoint.to_host(state.model.state_dict())
+    weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
+    if not mesh.main_process:
+        return
     files.write_file(f"{folder}/model.pt", fairseq.write_checkpoint(state.model, weights, config.updates, **languages))
     for name, text in data.train.vocabulary_files().items():
         files.write_file(f"{folder}/{name}", text)
@@ -191,7 +195,7 @@ def export(folder: str, state: State, data: Data, config: Config) -> None:
 def main(config: Config) -> dict[str, float]:
     """Trains, averages the last checkpoints, evaluates, exports; returns bleu, loss and ppl, and test_bleu, …."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device)
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout)
     data = open_data(config)
     plan = translate.training_plan(data.train, config, mesh.num_devices)
     total, every, per_epoch = config.updates, config.update_every, loading.steps_per_epoch(data.train, plan, mesh)
@@ -239,8 +243,7 @@ def main(config: Config) -> dict[str, float]:
         run.checkpoints.wait()
         run.message(f"the mean of the checkpoints of updates {averaging.average(run.checkpoints, state.model, mesh)}:")
         metrics = evaluate(eval_fn, translator, state, data.eval, config, mesh)
-        if mesh.main_process:
-            export(f"{run.path}/export", state, data, config)
+        export(f"{run.path}/export", state, data, config, mesh)
         run.finish(metrics)
     return metrics
 

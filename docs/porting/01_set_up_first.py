@@ -16,7 +16,9 @@ FRESH = True
 WRONG = (
     "RuntimeError: 0 <= device.index() && device.index() < static_cast<c10::DeviceIndex>(device_ready_queues_.size())"
 )
-OURS = [("train/resnet50.py", "mesh = device.setup(config.seed, config.precision, config.strict, config.device)")]
+OURS = [
+    ("train/resnet50.py", "device.setup(config.seed, config.precision, config.strict, config.device, config.layout)")
+]
 
 
 def eager():

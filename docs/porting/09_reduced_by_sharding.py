@@ -20,7 +20,7 @@ WRONG = -1.24718
 WRONG_WORLD = 1
 OURS = [
     ("train/resnet50.py", "label_smoothing=config.label_smoothing).mean()"),
-    ("train/common/xla/backend.py", 'return xs.ShardingSpec(spmd, ("data",)'),
+    ("train/common/xla/backend.py", "return xs.ShardingSpec(spmd, (axis,)"),
 ]
 
 

@@ -32,7 +32,7 @@ from errors import InputError
 from tpu.compiler import bundles, hlo, libtpu, report, steps
 from tpu.compiler.libtpu import GIB
 from train import dlrm, glue, pretrain, resnet50, transformer
-from train.common import device, sharding
+from train.common import cli, device, sharding
 from train.common.xla import staging
 
 ENCODERS = tuple(name for name in glue.RECIPES if name != "auto")
@@ -73,7 +73,7 @@ class Job:
             flags = ["--task", self.task, *flags]
         config = tyro.extras.overridable_config_cli(self.script.PRESETS, args=[self.preset, *flags])
         if self.script is pretrain and config.batch_size is None:
-            config = replace(config, batch_size=pretrain.RECIPES[self.model].batch_size)
+            config = replace(config, batch_size=pretrain.recipe_of(config).batch_size)
         if not self.batch:
             return config
         if self.script is transformer:
@@ -89,7 +89,7 @@ def stage(job: Job, mesh: device.Mesh, script: Any) -> tuple[steps.Step, staging
         InputError: the devices cannot share its batch equally.
     """
     config = job.config(mesh.num_devices)
-    mesh = sharding.arranged(mesh, getattr(config, "layout", sharding.WHOLE))
+    mesh = sharding.arranged(mesh, getattr(config, "layout", cli.WHOLE))
     step = MAKERS[job.script](config, mesh, script)
     if step.examples % mesh.num_devices:
         raise InputError(
@@ -132,7 +132,7 @@ def compile_step(
             "compile_seconds": round(seconds, 1),
             "hbm_bytes": topology.hbm_bytes,
         }
-        if getattr(job.config(topology.num_devices), "layout", sharding.WHOLE) != sharding.WHOLE:
+        if getattr(job.config(topology.num_devices), "layout", cli.WHOLE) != cli.WHOLE:
             identity["placement"] = sharding.table(step.arguments[0].model)
         counted = bundles.read(code) if code else None
         figures = report.figures(staged, program, libtpu.GENERATIONS[topology.generation], effort, counted)
@@ -213,6 +213,7 @@ def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyTy
 
 def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -> dict:
     """Compiles, prints and writes the report of a job; returns it. `code`: see compile_step."""
+    sharding.ask_for_reduce_scatters(getattr(job.config(1), "layout", cli.WHOLE))
     with libtpu.Topology(options.topology) as topology:
         mesh = staging.setup(topology.num_devices, topology.kind, job.config(topology.num_devices).precision)
         try:

@@ -73,12 +73,15 @@ PODS = ("v4:4x4x4", "v5p:4x4x4")
 # Examples a second and chip, mlcommons/training_results_v1.0, Google/results/tpu-v4-128-TF/dlrm/result_0.txt: there 15
 # blocks of 3,794 steps take 37.94 s (time_ms from the block_start of epoch 1.2 to that of 1.95), evaluations included.
 PUBLISHED = {"v4:4x4x4": 1.30e6}
+TRANSLATES = ("--dropout", "0.1", "--precision", "bfloat16")
 GUARDS = (
     Row("resnet50", "resnet50", "full", 32, "", ("--model", "resnet_tiny", "--image-size", "64")),
-    Row("transformer", "transformer", "tiny", 32, "", ("--dropout", "0.1", "--precision", "bfloat16")),
+    Row("transformer", "transformer", "tiny", 32, "", TRANSLATES),
+    Row("transformer, two chips a layer", "transformer", "tiny", 32, "", (*TRANSLATES, "--mesh", "data=4,model=2")),
     Row("bert on mrpc", "bert", "full", 4, "mrpc"),
     Row("bert", "bert", "full", 8, "pretrain", ("--size", "mini")),
     Row("bert, two chips a layer", "bert", "full", 8, "pretrain", ("--size", "mini", "--mesh", "data=4,model=2")),
+    Row("bert, a state in parts", "bert", "full", 8, "pretrain", ("--size", "mini", "--shard-state", "full")),
     Row("roberta", "roberta", "full", 8, "pretrain", ("--size", "mini")),
     Row("distilbert", "distilbert", "full", 8, "pretrain", ("--size", "mini")),
     Row("xlnet", "xlnet", "full", 8, "pretrain", ("--size", "mini")),

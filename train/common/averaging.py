@@ -27,9 +27,9 @@ def average(checkpoints: Checkpointer, model: nn.Module, mesh: Any) -> list[int]
     for step in steps:
         saved = checkpoints.read(step)
         if saved is None:
-            raise InputError(
-                f"the checkpoint of step {step} in {checkpoints.path}, one of those to average, is damaged"
-            )
+            damaged = f"the checkpoint of step {step} in {checkpoints.path}, one of those to average, is damaged"
+            remedy = "remove it and those of later steps: the same command then trains again from what is left"
+            raise InputError(f"{damaged}; {remedy}")
         for name, _ in model.named_parameters():
             weight = saved[f"model.{name}"]
             sums[name] = sums[name] + weight.double() if name in sums else weight.double()

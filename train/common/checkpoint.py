@@ -9,6 +9,7 @@ ever unpickled. Embedding tables that are sharded over hosts add files of their 
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -28,10 +29,12 @@ from train.common import device, files
 STATE, NUMBERS, COMPLETE = "state.safetensors", "state.json", "COMPLETE"
 
 
-def to_host(values: dict[str, Any]) -> dict[str, Any]:
-    """Copies the tensors among `values` to the host in one transfer; waits for the steps that compute them."""
+def to_host(values: dict[str, Any], layers: Any = None, keep: bool = True) -> dict[str, Any]:
+    """Copies the tensors among `values` to the host in one transfer; waits for the steps that compute them. `layers`: a
+    mesh's. Where it has them, all hosts of a pod call this together, and those that do not `keep` the values get {}."""
     tensors = {name: value.detach() for name, value in values.items() if torch.is_tensor(value)}
-    return {**values, **dict(zip(tensors, device.read([*tensors.values()]), strict=True))}
+    read = layers.read([*tensors.values()], keep) if layers else device.read([*tensors.values()]) if keep else []
+    return {**values, **dict(zip(tensors, read, strict=True))} if keep else {}
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -44,8 +47,8 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return state
 
 
-def _mark(content: bytes) -> dict[str, int]:
-    return {"bytes": len(content), "crc32": zlib.crc32(content)}
+def _mark(*parts: Any) -> dict[str, int]:
+    return {"bytes": sum(map(len, parts)), "crc32": functools.reduce(lambda crc, part: zlib.crc32(part, crc), parts, 0)}
 
 
 def load_state(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any) -> None:
@@ -62,7 +65,7 @@ def load_state(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.O
     with torch.no_grad():
         for name, tensor in state.items():
             if torch.is_tensor(tensor):
-                tensor.copy_(saved[name])
+                tensor.copy_(saved.pop(name))  # which the host then holds no longer
                 if tensor.device.type != "cpu":
                     device.replicate(tensor, mesh)
     for name, parameter in model.named_parameters():
@@ -80,10 +83,11 @@ class Checkpointer(contextlib.AbstractContextManager):
         tables: an `embedding.TableStorage`, where sharded tables belong to the state; every host writes its part.
         every: `keep` counts only steps that are multiples of it. Others (saved after an evaluation or by a signal) go
             with the next one, so that what `averaging.average` takes does not depend on when a run was stopped.
+        layers: of a mesh over which the state is cut: no host then holds it twice.
     """
 
-    def __init__(self, path: str, keep: int = 3, main_process: bool = True, tables: Any = None, every: int = 1):
-        self.path = path.removeprefix("file://").rstrip("/")
+    def __init__(self, path: str, keep=3, main_process=True, tables: Any = None, every: int = 1, layers: Any = None):
+        self.path, self.layers = path.removeprefix("file://").rstrip("/"), layers
         self.keep, self.main_process, self.tables, self.every = keep, main_process, tables, every
         self._fs = fsspec.core.url_to_fs(self.path)[0]
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -98,12 +102,11 @@ class Checkpointer(contextlib.AbstractContextManager):
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Copies the state to the host, which is all that the training loop waits for, and writes it in the background.
         Raises the InputError of the save before this one, which names the checkpoint that is safe."""
-        if not self.main_process and self.tables is None:
-            return
         self.wait()
-        state = to_host(named_state(model, optimizer)) if self.main_process else {}
+        state = to_host(named_state(model, optimizer), self.layers, self.main_process)
         pieces = self.tables.copy() if self.tables is not None else None
-        self._last = self._writer.submit(self._write, step, state, pieces)
+        if self.main_process or self.tables is not None:
+            self._last = self._writer.submit(self._write, step, state, pieces)
 
     def wait(self) -> None:
         """Returns when the last save is on disk; raises the error that kept it from getting there."""
@@ -132,12 +135,12 @@ class Checkpointer(contextlib.AbstractContextManager):
                 self.tables.wait(self._fs, folder)
             tensors = {name: value.contiguous() for name, value in state.items() if torch.is_tensor(value)}
             numbers = {name: value for name, value in state.items() if name not in tensors}
-            content = json.dumps({"step": step, "numbers": numbers}).encode()
-            contents = {STATE: safetensors.torch.save(tensors), NUMBERS: content}
-            marks = {file: _mark(content) for file, content in contents.items()}
+            parts = self.layers.pack(tensors) if self.layers else [safetensors.torch.save(tensors)]
+            contents = {STATE: parts, NUMBERS: [json.dumps({"step": step, "numbers": numbers}).encode()]}
+            marks = {file: _mark(*parts) for file, parts in contents.items()}
             marks |= {"hosts": self.tables.hosts if self.tables else 0}
-            for file, content in (contents | {COMPLETE: json.dumps(marks).encode()}).items():
-                files.write_synced(self._fs, f"{folder}/{file}", content)
+            for file, parts in (contents | {COMPLETE: [json.dumps(marks).encode()]}).items():
+                files.write_synced(self._fs, f"{folder}/{file}", *parts)
             for place in (folder, self.path) if files.is_local(self._fs) else ():
                 files.fsync(place)
             # A torn checkpoint of a later step may have its marker, but must not push this one out.
@@ -148,16 +151,16 @@ class Checkpointer(contextlib.AbstractContextManager):
                         self._fs.rm(f"{self.folder(old)}/{COMPLETE}")
                     self._fs.rm(self.folder(old), recursive=True)
         except OSError as error:
-            raise InputError(
-                f"cannot write the checkpoint of step {step} to {self.path}: {error.strerror or error}; {self._known()}"
-                "; make room or access, then run the same command again: it resumes from there"
-            ) from error
+            failed = f"cannot write the checkpoint of step {step} to {self.path}: {error.strerror or error}"
+            remedy = "make room or access, then the same command resumes from the newest complete one, if any"
+            raise InputError(f"{failed}; {self._known()}; {remedy}") from error
 
     def _known(self) -> str:
         """Returns what is known of earlier checkpoints, as a part of a sentence."""
-        with contextlib.suppress(OSError, IndexError):
-            return f"the one of step {self.complete_steps()[-1]} is complete and safe"
-        return "there is no complete one yet"
+        with contextlib.suppress(OSError):
+            steps = self.complete_steps()
+            return f"the one of step {steps[-1]} is complete and safe" if steps else "there is no complete one yet"
+        return "which earlier ones are complete cannot be read"
 
     # ---- restoring ----
 
@@ -183,18 +186,15 @@ class Checkpointer(contextlib.AbstractContextManager):
         for step in reversed(self._steps()):
             folder = self.folder(step)
             try:
-                saved = self.read(step)
-                if saved is not None:
+                if (saved := self.read(step)) is not None:
                     damage = self.tables.load(self._fs, folder, mesh) if self.tables is not None else ""
                     if not damage:
                         load_state(saved, model, optimizer, mesh)
                         return step
                     self._warn(step, damage)
             except InputError as error:
-                raise InputError(
-                    f"the checkpoint {folder} is of another model or optimizer: {error}. "
-                    "Use the settings that it was made with, or another --name"
-                ) from None
+                other = f"the checkpoint {folder} is of another model or optimizer: {error}"
+                raise InputError(f"{other}. Use the settings that it was made with, or another --name") from None
             if self.main_process and self.tables is not None:  # the checkpoint may be written again
                 self.tables.drop_marks(self._fs, folder)
         if damage:
@@ -205,12 +205,13 @@ class Checkpointer(contextlib.AbstractContextManager):
         """Reads a checkpoint's `named_state`; returns None, with a warning, where it is torn."""
         try:
             marks = json.loads(self._fs.cat_file(f"{self.folder(step)}/{COMPLETE}"))
-            contents = {}
-            for name in (STATE, NUMBERS):
-                contents[name] = self._fs.cat_file(f"{self.folder(step)}/{name}")
+            contents, path, load = {}, f"{self.folder(step)}/", self.layers and self.layers.load
+            for name in (NUMBERS,) if load else (NUMBERS, STATE):
+                contents[name] = self._fs.cat_file(path + name)
                 if _mark(contents[name]) != marks[name]:
                     raise ValueError(f"{name} has {len(contents[name])} bytes that do not match its checksum")
-            state = safetensors.torch.load(contents[STATE]) | json.loads(contents[NUMBERS])["numbers"]
+            state = json.loads(contents[NUMBERS])["numbers"]
+            state |= load(self._fs, path + STATE, marks[STATE]) if load else safetensors.torch.load(contents[STATE])
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             self._warn(step, "it was never finished" if isinstance(error, FileNotFoundError) else str(error))
             return None

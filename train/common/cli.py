@@ -3,7 +3,8 @@
 import importlib.util
 import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import tyro
 
@@ -11,6 +12,19 @@ from errors import InputError
 
 # What makes a preset a trial: it needs no files, no TPU and no second core.
 TRIAL = {"data": "synthetic", "precision": "float32", "workers": 0}
+
+
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)  # --mesh, not --layout.mesh
+@dataclass(frozen=True)
+class Layout:
+    """Flags that change memory and speed, but no number beyond rounding: a resumed run may have others."""
+
+    mesh: str = ""  # devices by axis, such as data=4,model=2: model cuts the layers themselves; "": all for data
+    shard_state: Literal["none", "optimizer", "full"] = "none"  # cut over data: optimizer's state; full: weights too
+    remat: bool = False  # keeps of each layer its input only and computes it again in the backward pass
+
+
+WHOLE = Layout()  # on every device
 
 
 def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None:

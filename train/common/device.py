@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from errors import InputError
+from errors import InputError, optional_module
+from train.common.cli import WHOLE, Layout
 
-DEVICES = ("xla", "cpu", "cuda")
-PRECISIONS = ("bfloat16", "float32", "fast_float32")
+DEVICES, PRECISIONS = ("xla", "cpu", "cuda"), ("bfloat16", "float32", "fast_float32")
 
 _backend: Any = None  # the module that `choose_backend` has chosen
 
@@ -38,7 +38,7 @@ class Mesh:
     """All devices of the run, and this host's place among them."""
 
     device: torch.device  # holds every tensor; on XLA a virtual one, for all devices
-    spmd: Any  # torch_xla's mesh, 1-D, with the axis "data"; None on a single device of plain PyTorch
+    spmd: Any  # torch_xla's mesh with the axis "data", see `Layout` for others; None on one device of plain PyTorch
     num_devices: int  # of all hosts
     process_index: int  # of this host
     process_count: int  # hosts
@@ -46,6 +46,7 @@ class Mesh:
     precision: str  # what `autocast` computes in, one of PRECISIONS
     strict: bool  # a recompilation after warm-up or a host fall-back is an error; otherwise a warning
     places: tuple[int, ...] = ()  # of this host's devices, as torch_xla fills them; (): after those of the hosts before
+    layers: Any = None  # where a Layout is asked for: train/common/sharding's Layers
 
     @property
     def main_process(self) -> bool:
@@ -58,10 +59,8 @@ class Mesh:
         torch_xla gives the i-th of equal parts to the i-th of the host's devices. On a 4x4 slice devices are counted
         along its lines, and a host has a square, such as 0, 1, 4 and 5.
         """
-        local = self.num_devices // self.process_count
-        places = self.places or range(self.process_index * local, (self.process_index + 1) * local)
-        size = batch_size // self.num_devices
-        return np.concatenate([np.arange(place * size, (place + 1) * size) for place in places])
+        places = self.places or np.split(np.arange(self.num_devices), self.process_count)[self.process_index]
+        return np.arange(batch_size).reshape(self.num_devices, -1)[[*places]].ravel()
 
     def autocast(self) -> torch.autocast:
         """Returns a context for the forward pass; parameters, gradients and optimizer state stay float32."""
@@ -70,7 +69,7 @@ class Mesh:
         return torch.autocast(kind, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
-def setup(seed: int, precision: str = "bfloat16", strict: bool = True, kind: str = "xla") -> Mesh:
+def setup(seed: int, precision="bfloat16", strict=True, kind="xla", layout: Layout = WHOLE) -> Mesh:
     """Chooses the backend, seeds every generator and returns the mesh; raises InputError where there is no such device.
     Call it before anything else touches one: a CPU `backward()` makes XLA's backward passes fail inside autograd.
 
@@ -86,12 +85,15 @@ def setup(seed: int, precision: str = "bfloat16", strict: bool = True, kind: str
     for name, value, known in (("precision", precision, PRECISIONS), ("device", kind, DEVICES)):
         if value not in known:
             raise InputError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+    flags = "--mesh, --shard-state or --remat"
+    if spread := layout != WHOLE and optional_module("train.common.sharding", flags, "WITH=sharding"):
+        spread.ask_for_reduce_scatters(layout)
     mesh = choose_backend(kind).setup(precision, strict, kind)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     _backend.set_seed(seed)
-    return mesh
+    return spread.arranged(mesh, layout) if spread else mesh
 
 
 def choose_backend(kind: str) -> ModuleType:
@@ -119,17 +121,19 @@ def graph_report(reset: bool = False) -> dict[str, Any]:
     return _backend.graph_report(reset)
 
 
-def to_device(model: nn.Module, mesh: Mesh, place: Callable | None = None) -> nn.Module:
-    """Moves a model to the mesh, each tensor by `place` or replicated; returns the same object and Parameter objects.
-    Plain `module.to(xla)` makes new ones, and unties those that were shared: tied embeddings become two."""
+def to_device(model: nn.Module, mesh: Mesh, rules: Callable | None = None) -> nn.Module:
+    """Moves a model to the mesh, replicated, or as a Layout and its `rules` (models/partition.py) say; returns the same
+    object and Parameter objects. Plain `module.to(xla)` makes new ones, and unties tied embeddings."""
     swap = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model.to(mesh.device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
+    if mesh.layers:
+        mesh.layers.arrange(model, rules)
     for tensor in [*model.parameters(), *model.buffers()]:
-        (place or replicate)(tensor, mesh)
+        replicate(tensor, mesh)
     return model
 
 
@@ -160,36 +164,38 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     A backend may change a group, see its `prepare_group`: on XLA Adam becomes capturable.
     """
     for group in optimizer.param_groups:
-        stepped = _stepped_on_zeros(optimizer, group)
-        for name in stepped.param_groups[0].keys() - group.keys():  # timm's count of steps, on the host
-            group[name] = stepped.param_groups[0][name] * 0
-        _backend.prepare_group(optimizer, group, mesh)
-        for parameter, shadow in zip(group["params"], stepped.param_groups[0]["params"], strict=True):
+        for number, param in enumerate(group["params"]):
+            stepped = _stepped_on_zeros(optimizer, group, param)  # one by one, for the host's memory
+            if number == 0:
+                for name in stepped.param_groups[0].keys() - group.keys():  # timm's count of steps, on the host
+                    group[name] = stepped.param_groups[0][name] * 0
+                _backend.prepare_group(optimizer, group, mesh)
             state = {}
-            for name, value in stepped.state[shadow].items():
+            for name, value in next(iter(stepped.state.values()), {}).items():
                 if not torch.is_tensor(value):
                     state[name] = 0 if name == "step" else value
                 elif name != "step" and value.any():
                     start = f"its state {name!r} at {value.flatten()[0]}, not 0"
                     raise RuntimeError(f"{type(optimizer).__name__} starts {start}")
-                elif group.get("capturable") or group.get("fused") or (value.shape == shadow.shape and name != "step"):
+                elif group.get("capturable") or group.get("fused") or (value.shape == param.shape and name != "step"):
                     state[name] = torch.zeros_like(value).to(mesh.device)
-                    replicate(state[name], mesh, parameter)
+                    replicate(state[name], mesh, param)
                 else:  # torch keeps the step counter on the CPU
                     state[name] = torch.zeros_like(value)
             if state:
-                optimizer.state[parameter] = state
+                optimizer.state[param] = state
+    if mesh.layers:
+        mesh.layers.keep(optimizer, mesh)
 
 
-def _stepped_on_zeros(optimizer: torch.optim.Optimizer, group: dict) -> torch.optim.Optimizer:
-    """Returns an optimizer like `optimizer` after one step on zeros of the shapes of `group`, on the CPU."""
+def _stepped_on_zeros(optimizer: torch.optim.Optimizer, group: dict, of: nn.Parameter) -> torch.optim.Optimizer:
+    """Returns an optimizer like `optimizer` after one step on zeros of the shape of a parameter, on the CPU."""
     if group.get("momentum") and group.get("dampening"):
         raise RuntimeError("dampening leaves out the first step, so momentum cannot start at zero: use dampening=0")
-    shadows = [nn.Parameter(torch.zeros(p.shape, dtype=p.dtype)) for p in group["params"]]
-    for shadow in shadows:
-        shadow.grad = torch.zeros_like(shadow)
+    shadow = nn.Parameter(torch.zeros(of.shape, dtype=of.dtype))
+    shadow.grad = torch.zeros_like(shadow)
     # A float learning rate, and not capturable: this one runs on the CPU.
-    options = group | {"params": shadows, "lr": 0.1} | ({"capturable": False} if "capturable" in group else {})
+    options = group | {"params": [shadow], "lr": 0.1} | ({"capturable": False} if "capturable" in group else {})
     stepped = type(optimizer)([options])
     stepped.step()
     if "step" in stepped.param_groups[0] and group.get("bias_correction", True):

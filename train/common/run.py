@@ -81,12 +81,12 @@ class Run:
         returns its step, 0 for a new run; see Checkpointer. Raises InputError where it is of another model, or hosts
         disagree about it or the number of examples."""
         self._saved = model, optimizer
-        self.checkpoints = Checkpointer(f"{self.path}/checkpoints", keep, self._main, tables, every)
+        self.checkpoints = Checkpointer(f"{self.path}/checkpoints", keep, self._main, tables, every, self.mesh.layers)
         start = self.start = self.checkpoints.restore(model, optimizer, self.mesh)
         device.same_on_all_hosts(self.mesh, "the step to resume from", start)
         device.same_on_all_hosts(self.mesh, "the size of the training data", examples)
         if self.resumed:
-            self.folder.safe_step = start
+            self.folder.last_step = start
             if self._main:
                 for name, seconds in self._metrics.resume(start).items():
                     self._seconds[name] += seconds
@@ -223,7 +223,7 @@ class Run:
         self.summary = {
             "name": self.name,
             "finished_at": now(),
-            "steps": self.folder.safe_step,
+            "steps": self.folder.last_step,
             "metrics": {key: _finite(value) for key, value in metrics.items()},
             "elapsed_seconds": clock["elapsed"],
             "training_seconds": clock["training"],
@@ -332,7 +332,7 @@ class _Metrics:
             for key, value in [*values.items(), *((f"timing/{key}", value) for key, value in timing.items())]:
                 if value is not None:
                     self._events.add_scalar(key, value, step)
-        self.folder.safe_step = step
+        self.folder.last_step = step
 
     def records(self) -> list[dict[str, Any]]:
         if self._file is None:

@@ -39,7 +39,7 @@ class RunFolder:
             raise InputError("--runs is empty; give the folder or URL of all runs, such as runs")
         self.root = os.path.expanduser(config.runs.removeprefix("file://")).rstrip("/") or "/"
         self.remote = "://" in self.root
-        self.local, self._lock, self.uploaded, self.safe_step = None, None, False, 0
+        self.local, self._lock, self.uploaded, self.last_step = None, None, False, 0
         try:
             self.files = fsspec.core.url_to_fs(self.root)[0]
         except (ImportError, ValueError) as error:
@@ -62,9 +62,7 @@ class RunFolder:
             if self.stored is not None:
                 self.summary = self._read_json("summary.json", "metrics")
                 old, new = defaults | self.stored["config"], self.config
-                both = {
-                    key: (old.get(key, "absent"), new.get(key, "absent")) for key in [*new, *old] if key not in free
-                }
+                both = {key: (old.get(key, "absent"), new.get(key, "absent")) for key in new | old if key not in free}
                 changed = {key: f"{key} was {was}, now {now}" for key, (was, now) in both.items() if was != now}
             if given and changed:
                 values = ", ".join(changed.values())
@@ -128,14 +126,13 @@ class RunFolder:
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[str]:
-        """Yields the local path of a file to write; an OSError becomes an InputError that says what is safe."""
+        """Yields the local path of a file to write; an OSError becomes an InputError that says what to do."""
         path = os.path.join(self.local, name).rstrip("/")
         try:
             yield path
         except OSError as error:
-            advice = "use another folder with --runs"
-            if self.safe_step:
-                advice = f"all up to step {self.safe_step} is safe, the same command resumes from the last checkpoint"
+            again = "make room or access; the same command then resumes from the newest complete checkpoint, if any"
+            advice = again if self.last_step else "use another folder with --runs"
             raise InputError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
 
     def write(self, name: str, content: bytes) -> None:

@@ -1,11 +1,11 @@
 """Layers that are spread over the devices: `--mesh`, `--shard-state` and `--remat` of a script (docs/large_models.md).
 
-A script says `mesh = arranged(device.setup(…), config.layout)`, moves its model with `to_device`, makes the optimizer's
-state with `init_optimizer_state`, and takes a batch into its steps with `rows`. The model stays plain PyTorch: which
-axis cuts which parameter stands in models/partition.py. Without the three flags all of this is device.py's.
+Nothing imports it but `device.setup`, where one of the three is given. From then on the mesh has `Layers`, to which
+`device.to_device` and `device.init_optimizer_state` hand over: a script does not see it. The model stays plain PyTorch:
+which axis cuts which parameter stands in models/partition.py.
 """
 
-from train.common.sharding.layout import WHOLE, Flags, LayerMesh, Layout, arranged
-from train.common.sharding.placement import init_optimizer_state, rows, table, to_device
+from train.common.sharding.layout import arranged, ask_for_reduce_scatters
+from train.common.sharding.placement import Layers, table
 
-__all__ = ["WHOLE", "Flags", "LayerMesh", "Layout", "arranged", "init_optimizer_state", "rows", "table", "to_device"]
+__all__ = ["Layers", "arranged", "ask_for_reduce_scatters", "table"]

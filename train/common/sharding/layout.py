@@ -1,49 +1,35 @@
-"""How a script's layers lie on the devices: its three flags, and the mesh that they ask for."""
+"""The mesh that the three flags of a script ask for."""
 
-import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
-
-from tyro.conf import OmitArgPrefixes
+import os
+import re
+from dataclasses import replace
 
 from errors import InputError
-from train.common import device
+from train.common.cli import WHOLE, Layout
+from train.common.device import Mesh
+from train.common.sharding.placement import Layers
 
 AXES = ("data", "model")
+# Without them the TPU's compiler sums cut gradients in rings of permutes beside the products, which takes more memory,
+# more cycles and more bytes (docs/large_models.md). libtpu 0.0.21 and 0.0.51 know both.
+REDUCE_SCATTERS = {
+    "xla_tpu_enable_windowed_einsum_for_reduce_scatter": "false",
+    "xla_tpu_enable_reduce_scatter_legalizer": "true",
+}
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Flags that change memory and speed, but no number beyond rounding: a resumed run may have others."""
-
-    mesh: str = ""  # devices by axis, such as data=4,model=2: model cuts the layers themselves; "": all for data
-    shard_state: Literal["none", "optimizer", "full"] = (
-        "none"  # cut over data: the optimizer's state; full: weights too
-    )
-    remat: bool = False  # keeps of each layer its input only and computes it again in the backward pass
+def ask_for_reduce_scatters(layout: Layout) -> None:
+    """Has the TPU's compiler reduce-scatter the gradients of a state that is cut; call it before libtpu is loaded. What
+    LIBTPU_INIT_ARGS says already stays."""
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    if layout.shard_state != "none":
+        missing = [f"--{name}={value}" for name, value in REDUCE_SCATTERS.items() if name not in given]
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *missing]).strip()
 
 
-WHOLE = Layout()  # everything on every device
-Flags = OmitArgPrefixes[Layout]  # for a script's Config: --mesh, not --layout.mesh
-
-
-@dataclass(frozen=True)
-class LayerMesh(device.Mesh):
-    """A mesh over which layers, too, are spread. `spmd` stays the mesh with the one axis on which batches come."""
-
-    layout: Layout = WHOLE
-    axes: dict[str, int] = dataclasses.field(default_factory=dict)  # devices by axis
-    layers: Any = None  # torch_xla's mesh with AXES
-
-    @property
-    def spreads(self) -> bool:
-        """True where a parameter or its state may be cut."""
-        return self.axes["model"] > 1 or (self.axes["data"] > 1 and self.layout.shard_state != "none")
-
-
-def arranged(mesh: device.Mesh, layout: Layout) -> device.Mesh:
-    """Returns the mesh for a layout: `mesh` itself where no flag is given.
+def arranged(mesh: Mesh, layout: Layout) -> Mesh:
+    """Returns the mesh with the axes of a layout, and its `layers`. Batches are cut over "data" only.
 
     Raises:
         InputError: the flags do not fit the devices, or each other.
@@ -58,15 +44,14 @@ def arranged(mesh: device.Mesh, layout: Layout) -> device.Mesh:
                     "--device xla"
                 )
     axes = parse(layout.mesh, mesh.num_devices)
-    if mesh.process_count > 1 and (axes["model"] > 1 or layout.shard_state != "none"):
-        raise InputError(
-            f"--mesh {layout.mesh or 'data'} with --shard-state {layout.shard_state} is for the devices of one host, "
-            f"not of {mesh.process_count}: a checkpoint would need parts of the others; leave both out, or take a TPU "
-            "with one host (v5e and v6e: up to 8 chips)"
-        )
-    fields = {field.name: getattr(mesh, field.name) for field in dataclasses.fields(device.Mesh)}
-    layers = None if mesh.spmd is None else type(mesh.spmd)(mesh.spmd.device_ids, tuple(axes.values()), AXES)
-    return LayerMesh(**fields, layout=layout, axes=axes, layers=layers)
+    layers = Layers(layout, axes, mesh.spmd)
+    if not layers.spreads:
+        return replace(mesh, layers=layers)
+    spmd = type(mesh.spmd)(mesh.spmd.device_ids, tuple(axes.values()), AXES)
+    # On a pod batches come cut over all devices: the upload of a host's own rows takes no other mesh (torch_xla's
+    # ShardingSpec with minibatch). The annotations of the first layers cut them over "data" only.
+    by_data = axes["model"] > 1 and mesh.process_count == 1
+    return replace(mesh, spmd=spmd if by_data else mesh.spmd, layers=replace(layers, spmd=spmd))
 
 
 def parse(text: str, devices: int) -> dict[str, int]:
@@ -78,12 +63,12 @@ def parse(text: str, devices: int) -> dict[str, int]:
     axes: dict[str, int] = {}
     example = f"give such as data={devices // 2},model=2" if devices % 2 == 0 else "leave it out"
     for part in text.split(",") if text else [f"data={devices}"]:
-        name, _, size = part.strip().partition("=")
+        name, _, size = map(str.strip, part.partition("="))
         if name not in AXES or name in axes:
             raise InputError(
                 f"--mesh {text} has {part.strip()!r}; its axes are {' and '.join(AXES)}, each once: {example}"
             )
-        if not size.isdecimal() or int(size) < 1:
+        if not re.fullmatch("[0-9]{1,9}", size) or int(size) < 1:  # int takes other alphabets' digits as well
             raise InputError(
                 f"--mesh {text} has {name}={size}; the size of an axis is a number of at least 1: {example}"
             )

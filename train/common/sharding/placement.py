@@ -9,14 +9,17 @@ has parameters, forward and backward.
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from errors import InputError
-from train.common import device
-from train.common.sharding.layout import LayerMesh
+from train.common.cli import Layout
+from train.common.device import Mesh, replicate
+from train.common.sharding import gather
 
 
 class Rules(Protocol):
@@ -29,29 +32,7 @@ class Rules(Protocol):
     time_major: str  # pattern of the names of modules whose tensors are [T, B, …], not [B, T, …]
 
 
-def to_device(model: nn.Module, mesh: device.Mesh, rules_of: Callable[[nn.Module], Rules]) -> nn.Module:
-    """Moves a model to the mesh as `device.to_device` does, its parameters cut as its rules and the mesh say.
-
-    Raises:
-        InputError: a pattern matches no parameter, or a parameter matches two or has other dimensions than its rule; or
-            the devices of "model" do not divide the heads.
-    """
-    if not isinstance(mesh, LayerMesh):
-        return device.to_device(model, mesh)
-    rules = rules_of(model)
-    cuts = cuts_of(model, mesh, rules) if mesh.spreads else {}
-
-    def place(tensor: Tensor, mesh: device.Mesh) -> None:
-        if tensor in cuts:
-            tensor.placement, tensor.state_placement = ((mesh.layers, axes) for axes in cuts[tensor][1:])
-        device.replicate(tensor, mesh)
-
-    device.to_device(model, mesh, place)
-    if cuts:
-        _mark_layers(model, mesh, cuts, rules)
-    if mesh.layout.remat:
-        recompute(model, mesh, rules)
-    return model
+NO_RULES = SimpleNamespace(parameters={}, layers=(), heads=1, shared="", time_major="")
 
 
 class Cut(NamedTuple):
@@ -62,9 +43,50 @@ class Cut(NamedTuple):
     state: tuple  # of its gradient and its optimizer's state
 
 
-def cuts_of(model: nn.Module, mesh: LayerMesh, rules: Rules) -> dict[nn.Parameter, Cut]:
-    """Returns how each parameter is cut; raises InputError, see `to_device`."""
-    parts, found = mesh.axes["model"], dict.fromkeys(rules.parameters, 0)
+@dataclass(frozen=True)
+class Layers:
+    """How models lie on a mesh; device.py calls it where the mesh has it."""
+
+    layout: Layout
+    axes: dict[str, int]  # devices by axis
+    spmd: Any  # torch_xla's mesh, with these axes where something is cut; None on a device of plain PyTorch
+
+    read, pack, load = map(staticmethod, (gather.read, gather.pack, gather.load))  # what checkpoint.py needs
+
+    @property
+    def spreads(self) -> bool:
+        """True where a parameter or its state may be cut."""
+        return self.axes["model"] > 1 or (self.axes["data"] > 1 and self.layout.shard_state != "none")
+
+    def arrange(self, model: nn.Module, rules_of: Callable[[nn.Module], Rules] | None) -> None:
+        """Says where the parameters of a model belong, and lets its layers keep to it. Without rules only the
+        optimizer's state and the parameters can be cut, over "data".
+
+        Raises:
+            InputError: a pattern matches no parameter, or a parameter matches two or has other dimensions than its
+                rule; or the devices of "model" do not divide the heads; or there are no rules.
+        """
+        if rules_of is None and (self.layout.remat or self.axes["model"] > 1):
+            given = "--remat" if self.layout.remat else f"--mesh {self.layout.mesh}"
+            raise InputError(f"{given} needs rules, which {type(model).__name__} does not have: leave it out")
+        rules = rules_of(model) if rules_of else NO_RULES
+        if self.spreads:
+            cuts = cuts_of(model, self, rules)
+            for parameter, cut in cuts.items():
+                parameter.placement, parameter.state_placement = (self.spmd, cut.rest), (self.spmd, cut.state)
+            _mark_layers(model, self, cuts, rules)
+        if self.layout.remat:
+            recompute(model, self, rules)
+
+    def keep(self, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+        """Keeps parameters and the optimizer's state where they are after every update."""
+        if self.spreads:
+            optimizer.register_step_post_hook(lambda optimizer, *_: _pin(optimizer, mesh))
+
+
+def cuts_of(model: nn.Module, layers: Layers, rules: Rules) -> dict[nn.Parameter, Cut]:
+    """Returns how each parameter is cut; raises InputError, see `Layers.arrange`."""
+    parts, found = layers.axes["model"], dict.fromkeys(rules.parameters, 0)
     if rules.heads % parts:
         raise InputError(f"--mesh has model={parts} and the model {rules.heads} heads: give a divisor of {rules.heads}")
     cuts = {}
@@ -75,24 +97,24 @@ def cuts_of(model: nn.Module, mesh: LayerMesh, rules: Rules) -> dict[nn.Paramete
         if len(matching) > 1 or len(axes) != parameter.dim():
             raise InputError(f"the rules for {name} {list(parameter.shape)} are {matching}, {axes}: one must fit")
         axes = axes if parts > 1 else (None,) * parameter.dim()
-        state = _state_axes(parameter, axes, mesh)
-        cuts[parameter] = Cut(axes, state if mesh.layout.shard_state == "full" else axes, state)
+        state = _state_axes(parameter, axes, layers)
+        cuts[parameter] = Cut(axes, state if layers.layout.shard_state == "full" else axes, state)
     if unused := [pattern for pattern, used in found.items() if not used]:
         raise InputError(f"the rule {unused[0]} fits no parameter of {type(model).__name__}: see models/partition.py")
     return cuts
 
 
-def _state_axes(parameter: nn.Parameter, axes: tuple, mesh: LayerMesh) -> tuple:
-    """Returns the axes that cut a parameter's optimizer state: of a matrix also "data", on the longest dimension that
-    the devices divide (Rajbhandari et al. 2020, ZeRO). Vectors are not worth a collective each."""
-    if mesh.layout.shard_state == "none" or parameter.dim() < 2:
+def _state_axes(parameter: nn.Parameter, axes: tuple, layers: Layers) -> tuple:
+    """Returns the axes that cut a parameter's optimizer state: of a matrix also "data", on the first dimension that
+    the devices divide (Rajbhandari et al. 2020, ZeRO): the TPU's compiler reduce-scatters only along the first. Vectors
+    are not worth a collective each."""
+    if layers.layout.shard_state == "none" or parameter.dim() < 2:
         return axes
-    free = [i for i, axis in enumerate(axes) if axis is None and parameter.shape[i] % mesh.axes["data"] == 0]
-    longest = max(free, key=lambda i: parameter.shape[i], default=None)
-    return tuple("data" if i == longest else axis for i, axis in enumerate(axes))
+    free = [i for i, axis in enumerate(axes) if axis is None and parameter.shape[i] % layers.axes["data"] == 0]
+    return tuple("data" if i == min(free) else axis for i, axis in enumerate(axes)) if free else axes
 
 
-def _mark_layers(model: nn.Module, mesh: LayerMesh, cuts: Mapping[nn.Parameter, Cut], rules: Rules) -> None:
+def _mark_layers(model: nn.Module, layers: Layers, cuts: Mapping[nn.Parameter, Cut], rules: Rules) -> None:
     """Annotates the gradients of parameters, and inputs and results of every layer that has a weight: the batch is cut
     over data; of a product with a cut weight the last dimension is cut as the weight's."""
     from train.common.xla import marks
@@ -102,9 +124,9 @@ def _mark_layers(model: nn.Module, mesh: LayerMesh, cuts: Mapping[nn.Parameter, 
             marks.mark_gradient(parameter, *parameter.state_placement)
     for name, module in model.named_modules():
         batch = 1 if rules.time_major and re.match(rules.time_major, name) else 0
-        cut = mesh.layers, batch, mesh.axes["data"]
+        cut = layers.spmd, batch, layers.axes["data"]
         if hasattr(module, "constrain"):
-            module.constrain = marks.constrain(mesh.layers)
+            module.constrain = marks.constrain(layers.spmd)
         if rules.shared and re.search(rules.shared, name):
             marks.mark_input(module, *cut, None)  # so that the products' gradients are summed up, then reduced
         if isinstance(module, nn.Embedding) and batch == 1:
@@ -117,9 +139,9 @@ def _mark_layers(model: nn.Module, mesh: LayerMesh, cuts: Mapping[nn.Parameter, 
             marks.mark_result(module, *cut, columns)
 
 
-def recompute(model: nn.Module, mesh: LayerMesh, rules: Rules) -> None:
+def recompute(model: nn.Module, layers: Layers, rules: Rules) -> None:
     """Lets each layer keep its input only, and compute the rest again in the backward pass."""
-    if mesh.spmd is None:
+    if layers.spmd is None:
         from torch.utils.checkpoint import checkpoint
 
         def again(layer: nn.Module) -> Any:
@@ -133,31 +155,12 @@ def recompute(model: nn.Module, mesh: LayerMesh, rules: Rules) -> None:
             layer.forward = again(layer)
 
 
-def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: device.Mesh) -> None:
-    """Creates the optimizer's state as `device.init_optimizer_state` does, cut as its parameters' `state_placement`
-    says, and keeps it and the parameters there after every update."""
-    device.init_optimizer_state(optimizer, mesh)
-    if isinstance(mesh, LayerMesh) and mesh.spreads:
-        optimizer.register_step_post_hook(lambda optimizer, *_: _pin(optimizer, mesh))
-
-
-def _pin(optimizer: torch.optim.Optimizer, mesh: LayerMesh) -> None:
+def _pin(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for tensor in (parameter, *optimizer.state[parameter].values()):
                 if torch.is_tensor(tensor):
-                    device.replicate(tensor, mesh)
-
-
-def rows(batch: dict[str, Tensor], mesh: device.Mesh) -> dict[str, Tensor]:
-    """Returns a batch as the layers take it: its rows cut over "data" only, and whole along "model"."""
-    if not isinstance(mesh, LayerMesh) or mesh.axes["model"] == 1:
-        return batch
-    from train.common.xla import marks
-
-    return {
-        name: marks.mark(value, mesh.layers, ("data",) + (None,) * (value.dim() - 1)) for name, value in batch.items()
-    }
+                    replicate(tensor, mesh)
 
 
 def table(model: nn.Module) -> list[str]:

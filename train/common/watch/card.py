@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from errors import InputError
 from train.common.files import write_file
 from train.common.run import format_number
 from train.common.watch import Watcher
@@ -44,12 +45,15 @@ class Card(Watcher):
 
     def summary(self) -> dict[str, Any]:
         run, folder = self._run, f"{self._run.path}/export"
-        content = run.folder.read("export/config.json") if run.mesh.main_process else None
-        model = json.loads(content or b"{}")
-        if "model_type" in model:
-            write_file(f"{folder}/curves.png", draw_curves(records(run), run.name))
-            write_file(f"{folder}/README.md", card(run, model).encode())
-            run.message(f"{folder}/README.md is its model card: docs/tracking.md says how to publish the folder")
+        try:
+            content = run.folder.read("export/config.json") if run.mesh.main_process else None
+            model = json.loads(content or b"{}")
+            if "model_type" in model:
+                write_file(f"{folder}/curves.png", draw_curves(records(run), run.name))
+                write_file(f"{folder}/README.md", card(run, model).encode())
+                run.message(f"{folder}/README.md is its model card: docs/tracking.md says how to publish the folder")
+        except (InputError, ValueError) as error:  # as in curves.py
+            run.message("warning: no model card: " + str(error).partition(";")[0])
         return {}
 
 

@@ -57,7 +57,7 @@ class Goodput(Watcher):
     counted = -math.inf  # until when the runs before this one in the process have counted its time
 
     def __init__(self, run: Any, price: float):
-        self._run, self._price = run, price
+        self._run, self._price, self._chips = run, price, _chips(run.mesh)
         self._starts = _earlier(run) if run.mesh.main_process else []
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._phase, self._read_at, self._waited = "start", max(_process_started(), Goodput.counted), 0.0
@@ -93,21 +93,20 @@ class Goodput(Watcher):
 
     def summary(self) -> dict[str, Any]:
         """Returns {"goodput": share of steps (0 to 1) in the time of all starts, seconds of each part, starts, seconds
-        between starts, chips, chip-hours, cost; of this start's training model flops a second, of all devices, and on
-        TPUs MFU: their share of the peak in bfloat16}, and prints it."""
+        between starts, this start's chips, chip-hours of all, cost; of this start's training model flops a second, of
+        all devices, and on TPUs MFU: their share of the peak in bfloat16}, and prints it."""
         self._note()  # for a remote run the last time
         starts = [*self._starts, self._record()]
         seconds, between = _sums(starts)
         total = sum(seconds.values())
-        # A device is a chip from v4 on, and one of two cores of a chip before.
-        chips = self._run.mesh.num_devices / (2 if self._run.mesh.kind.startswith(("TPU v2", "TPU v3")) else 1)
         found = {
             "share": seconds["steps"] / total,
             "seconds": seconds,
             "starts": len(starts),
             "between_starts": between,
         }
-        found |= {"chips": chips, "chip_hours": chips * total / 3600}
+        chip_seconds = sum(start["chips"] * sum(start["seconds"].values()) for start in starts)
+        found |= {"chips": self._chips, "chip_hours": chip_seconds / 3600}
         parts = sorted(seconds.items(), key=lambda part: -part[1])
         words = ", ".join(f"{name.replace('_', ' ')} {100 * part / total:.0f} %" for name, part in parts if part)
         message = f"goodput {100 * found['share']:.0f} % of {total:.0f} s in {len(starts)} start(s): {words}"
@@ -135,6 +134,7 @@ class Goodput(Watcher):
 
     def _record(self) -> dict[str, Any]:
         span = {"begun": self._begun, "noted": time.time(), "from": self._run.start, "to": self._step}
+        span["chips"] = self._chips  # a later start may have others
         return span | {"seconds": {name: round(seconds, 3) for name, seconds in self._seconds.items()}}
 
     def _note(self) -> None:
@@ -171,6 +171,7 @@ def _earlier(run: Any) -> list[dict[str, Any]]:
     try:
         starts = json.loads(content or b"[]")
         for start in starts:
+            start["chips"] = float(start.get("chips", _chips(run.mesh)))  # older notes have none
             done, useful = start["to"] - start["from"], min(start["to"], run.start) - start["from"]
             if useful < done:
                 seconds, share = start["seconds"], 1 - max(0, useful) / done
@@ -183,6 +184,11 @@ def _earlier(run: Any) -> list[dict[str, Any]]:
         run.message(f"warning: {run.path}/{FILE} is damaged: the goodput counts from this start on")
         return []
     return starts
+
+
+def _chips(mesh: device.Mesh) -> float:
+    """A device is a chip from v4 on, and one of two cores of a chip before."""
+    return mesh.num_devices / (2 if mesh.kind.startswith(("TPU v2", "TPU v3")) else 1)
 
 
 def _compile_seconds() -> float:

@@ -62,8 +62,11 @@ class Tracker(Watcher):
     def __enter__(self) -> "Tracker":
         _check_login()
         self._id = self._known_id() or uuid.uuid4().hex[:12]
-        self._folder.write(FILE, to_json({"id": self._id}))
-        self._run.upload()  # so that a run that is killed before its first checkpoint keeps it
+        try:
+            self._folder.write(FILE, to_json({"id": self._id}))
+            self._run.upload()  # so that a run that is killed before its first checkpoint keeps it
+        except InputError as error:
+            self._warn(f"{str(error).partition(';')[0]}; a resumed run will be another one there")
         self._thread.start()
         return self
 

@@ -87,14 +87,16 @@ def annotate(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> None:
 
 
 def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
-    sharding = _row_sharding(mesh.spmd, tensor.dim(), mesh.process_count > 1)
+    sharding = row_sharding(mesh.spmd, tensor.dim(), mesh.process_count > 1)
     return xm.send_cpu_data_to_device(tensor, mesh.device, sharding)[0]
 
 
 @functools.cache
-def _row_sharding(spmd: xs.Mesh, rank: int, hosts: bool) -> xs.ShardingSpec:
-    """Returns what cuts a tensor by its first dimension; a spec fits tensors of one rank only."""
-    return xs.ShardingSpec(spmd, ("data",) + (None,) * (rank - 1), minibatch=hosts)
+def row_sharding(spmd: xs.Mesh, rank: int, hosts: bool) -> xs.ShardingSpec:
+    """Returns what cuts a tensor by its first dimension; a spec fits tensors of one rank only. A vector is whole where
+    there is a second axis: torch_xla 2.9 cannot upload one that is cut over one of them."""
+    axis = "data" if rank > 1 or len(spmd.axis_names) == 1 else None
+    return xs.ShardingSpec(spmd, (axis,) + (None,) * (rank - 1), minibatch=hosts)
 
 
 def fetch(values: list[Tensor]) -> list[float]:

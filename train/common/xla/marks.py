@@ -19,6 +19,22 @@ def mark(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> Tensor:
     return tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Returns the same numbers as a new tensor that every device holds."""
+    tensor = tensor * 1 if tensor.is_floating_point() else tensor + 0
+    torch_xla._XLAC._xla_mark_sharding(tensor, torch_xla._XLAC.OpSharding([], [], [], xs.ShardingType.REPLICATED))
+    return tensor
+
+
+def computed_whole(tensor: Tensor) -> Tensor:
+    """Returns a computed tensor itself, or what a program that starts now makes `whole` of one that is cut. A read of
+    one that is cut would do so, too, but compile such a program for each tensor and each time."""
+    if "devices=" in torch_xla._XLAC._get_xla_sharding_spec(tensor):
+        tensor = whole(tensor)
+        torch_xla._XLAC._xla_sync_multi([tensor], devices=[], wait=True, sync_xla_data=False)
+    return tensor
+
+
 class Mark(torch.autograd.Function):
     """`mark`, of the gradient too."""
 
@@ -53,7 +69,8 @@ def mark_input(module: nn.Module, spmd: xs.Mesh, batch: int, size: int, axis: st
     the last one."""
 
     def hook(_: nn.Module, args: tuple) -> tuple[Any, ...]:
-        return Mark.apply(args[0], spmd, _spec(args[0], batch, size, axis)), *args[1:]
+        marked = Mark.apply(args[0], spmd, _spec(args[0], batch, size, axis))
+        return tuple(marked if each is args[0] else each for each in args)  # in self-attention the keys' input, too
 
     module.register_forward_pre_hook(hook)
 

@@ -69,9 +69,9 @@ class Recompute(torch.autograd.Function):
         for place, tensor in zip(ctx.places, saved, strict=False):
             inputs[place] = tensor.detach().clone() if ctx.needs_input_grad[place + 3] else tensor
         wanted = [place for place in ctx.places if ctx.needs_input_grad[place + 3]]
-        gradients = tuple(gradient if gradient is None else gradient.clone() for gradient in gradients)
         given = [gradient for gradient in gradients if gradient is not None]
-        torch_xla._XLAC._xla_optimization_barrier_([inputs[place] for place in wanted] + given)
+        # Copies of the gradients: from behind the barrier a bias' gradient would be added up in another order.
+        torch_xla._XLAC._xla_optimization_barrier_([inputs[place] for place in wanted] + [g.clone() for g in given])
         for place in wanted:
             inputs[place].requires_grad_(True)
         args, kwargs = pytree.tree_unflatten(inputs, ctx.structure)

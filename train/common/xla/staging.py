@@ -27,6 +27,7 @@ import torch_xla.runtime as xr
 from torch import Tensor, nn
 
 from train.common.device import GraphError, Mesh, annotate, choose_backend
+from train.common.xla.backend import row_sharding
 
 MOST_DEVICES = 64  # autograd counts them in 8 bits: with 128 and more, no backward pass begins
 ROOT = Path(__file__).resolve().parents[3]
@@ -90,7 +91,7 @@ def inputs(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], mesh: Mesh
     """Returns a batch of these (shape, type), sharded by the first dimension as the loader uploads it."""
     batch = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
     for tensor in batch.values():
-        annotate(tensor, mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
+        annotate(tensor, mesh.spmd, row_sharding(mesh.spmd, tensor.dim(), False).partition_spec)
     return batch
 
 

@@ -1,0 +1,94 @@
+"""Per-device regions of an XLA mesh with named axes, and the collectives inside them; see sharding/groups.py.
+
+Of torch_xla 2.9's own collectives all-reduce and reduce-scatter of `_XLAC._xla_spmd_*` are right in a region
+(xm.all_reduce silently is not). The others are a step out of it: what the devices have becomes one tensor with a
+dimension for each of them, and the partitioner cuts it along another dimension.
+"""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+from torch import Tensor
+
+from errors import InputError
+
+MANUAL = torch_xla._XLAC.OpSharding([], [], [], xs.ShardingType.MANUAL)
+MOST_DIMENSIONS = 5  # of a tile assignment; of one with more torch_xla 2.9 makes one that is wrong
+
+
+class Regions:
+    """The regions of the devices that `sizes` arranges, {axis: devices}."""
+
+    def __init__(self, sizes: dict[str, int]):
+        self.sizes, self.ids = sizes, np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+        self.spmd = xs.Mesh(self.ids.reshape(-1), self.ids.shape, tuple(sizes))
+
+    def count(self, axes: Iterable[str | None]) -> int:
+        """Returns the devices of a group along several axes."""
+        return math.prod(self.sizes[axis] for axis in axes if axis)
+
+    def unused(self, spec: tuple) -> tuple[str, ...]:
+        """Returns the axes that cut no dimension."""
+        return tuple(axis for axis in self.sizes if not any(axis in _axes(cut) for cut in spec))
+
+    def enter(self, x: Tensor, spec: tuple) -> Tensor:
+        """Returns every device's part of a whole tensor; raises InputError where the parts would not be equal."""
+        named = [axis for cut in spec for axis in _axes(cut) if axis]
+        known = len(spec) == x.dim() and self.sizes.keys() >= set(named) and len(set(named)) == len(named)
+        if not known or any(n % self.count(_axes(cut)) for n, cut in zip(x.shape, spec, strict=True)):
+            shape = f"{list(x.shape)} does not divide into equal parts"
+            give = f"give an axis of {self.sizes}, or None, for each dimension, an axis once"
+            raise InputError(f"a tensor {shape} by {spec}: {give}")
+        if x.dim() + (self.count(self.unused(spec)) > 1) > MOST_DIMENSIONS:
+            raise InputError(f"a tensor {list(x.shape)} has too many dimensions to be cut by {spec}: reshape it")
+        x = x * 1 if x.is_floating_point() else x | False  # what has an annotation, such as a batch, refuses another
+        torch_xla._XLAC._xla_mark_sharding(x, self.spmd.get_op_sharding(spec))
+        return torch_xla._XLAC._spmd_full_to_shard_shape(x)
+
+    def leave(self, x: Tensor, spec: tuple) -> Tensor:
+        """Returns the whole tensor that the devices' parts make up."""
+        if len(spec) != x.dim():
+            raise InputError(f"a result {list(x.shape)} of a device does not fit {spec}: it has a place a dimension")
+        shape = [n * self.count(_axes(cut)) for n, cut in zip(x.shape, spec, strict=True)]
+        x = x.clone()
+        torch_xla._XLAC._mark_manual_sharding(x, MANUAL)
+        return torch_xla._XLAC._spmd_shard_to_full_shape(x, self.spmd.get_op_sharding(spec), shape, x.dtype)
+
+    def all_reduce(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        if self.count(axes) == 1:
+            return x
+        return torch_xla._XLAC._xla_spmd_all_reduce(xm.REDUCE_SUM, x, 1.0, self._groups(axes))
+
+    def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
+        groups = self._groups((axis,))
+        return torch_xla._XLAC._xla_spmd_reduce_scatter(xm.REDUCE_SUM, x, 1.0, 0, len(groups[0]), groups)
+
+    def all_gather(self, x: Tensor, axis: str) -> Tensor:
+        around = self._around(axis)
+        whole = around.leave(x.reshape(1, 1, 1, -1), ("before", "axis", "after", None))
+        return around.enter(whole, ("before", None, "after", None)).reshape(-1, *x.shape[1:])
+
+    def all_to_all(self, x: Tensor, axis: str) -> Tensor:
+        around = self._around(axis)
+        whole = around.leave(x.reshape(1, 1, 1, self.sizes[axis], -1), ("before", "axis", "after", None, None))
+        return around.enter(whole, ("before", None, "after", "axis", None)).reshape(x.shape)
+
+    def _around(self, axis: str) -> "Regions":
+        """Returns the same devices with three axes."""
+        names = list(self.sizes)
+        place = names.index(axis)
+        before, after = self.count(names[:place]), self.count(names[place + 1 :])
+        return Regions({"before": before, "axis": self.sizes[axis], "after": after})
+
+    def _groups(self, axes: tuple[str, ...]) -> list[list[int]]:
+        """Returns the numbers of the devices of each group along `axes`."""
+        places = [list(self.sizes).index(axis) for axis in axes]
+        return np.moveaxis(self.ids, places, range(-len(axes), 0)).reshape(-1, self.count(axes)).tolist()
+
+
+def _axes(cut: str | tuple[str, ...] | None) -> tuple[str | None, ...]:
+    return cut if isinstance(cut, tuple) else (cut,)
