@@ -313,7 +313,7 @@ def test_a_file_in_parts_is_the_librarys_and_comes_back_tensor_by_tensor(tmp_pat
 
 def test_no_host_holds_a_state_twice(mesh, tmp_path):
     """By the most memory that this process has in the meantime; without layers a save takes two states more."""
-    model, size = nn.ModuleList([nn.Linear(2048, 1024) for _ in range(8)]), 8 * 2**23
+    model, size = nn.ModuleList([nn.Linear(512, 512) for _ in range(64)]), 64 * 2**20
     optimizer = torch.optim.SGD(model.parameters())
 
     def memory(line: str) -> int:
