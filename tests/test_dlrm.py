@@ -94,7 +94,6 @@ def test_ten_steps_give_torchrecs_losses(mesh, tmp_path, monkeypatch, interactio
     lr = 0.2 if optimizer == "sgd" else 0.02
     config = replace(LEARNS, interaction=interaction, cross=(2, 8), optimizer=optimizer, lr=lr)
     data = dlrm.open_data(config)
-    torch.manual_seed(0)  # else the network depends on the tests before
     dataset, state = data.train, dlrm.build(config, data, mesh)
     model, embeddings, own_optimizer = state
     assert set(embeddings.plan.plans) == {"row", "table", "data"}, embeddings.plan

@@ -103,7 +103,6 @@ def test_logits_are_float32_under_autocast_and_about_as_exact_as_torchrecs(inter
 
 
 def test_dot_starts_as_facebookresearchs_dlrm_and_dcn_as_torchrecs():
-    torch.manual_seed(0)
     build = functools.partial(DLRM, 13, 26, 128, (512, 256, 128), (1024, 512, 1))
     for module in build("dot").modules():
         if isinstance(module, nn.Linear) and module.in_features * module.out_features > 10_000:

@@ -62,7 +62,6 @@ def test_attention_and_all_its_gradients_equal_autograds_in_float64(monkeypatch,
 
 def test_the_gradient_belongs_to_the_weights_that_the_forward_pass_dropped(form):
     # One key: the weight is 1 or dropped, so that v's gradient says which.
-    torch.manual_seed(0)
     q, k, v = (torch.randn(64, 1, 1, 2, dtype=torch.double, requires_grad=True) for _ in range(3))
     result = layers.attention(q, k, v, torch.zeros(1), dropout=0.25)
     result.sum().backward()
@@ -113,7 +112,6 @@ def test_attention_in_bfloat16_is_no_less_exact_than_the_usual_under_autocast(mo
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.double, 1e-12), (torch.float32, 2e-5)])
 def test_layer_norm_equals_pytorchs_in_values_and_gradients(form, dtype, tolerance):
-    torch.manual_seed(0)
     ours, stock = LayerNorm(8).to(dtype), nn.LayerNorm(8).to(dtype)
     for parameter in ours.parameters():
         nn.init.normal_(parameter)
@@ -139,7 +137,6 @@ def test_layer_norm_in_bfloat16_is_no_less_exact_than_pytorchs(form):
 
 
 def test_a_layer_computes_in_the_type_of_its_input_and_its_parameters_stay_float32(form):
-    torch.manual_seed(0)
     x = torch.randn(2, 3, 8).bfloat16()
     for layer in (Linear(8, 8), LayerNorm(8), MultiHeadAttention(8, 2)):
         leaf = x.clone().requires_grad_()
@@ -164,7 +161,6 @@ def test_the_compute_type_is_autocasts_where_it_is_on(mesh):
 
 
 def test_multi_head_attention_equals_pytorchs_in_values_and_gradients(form):
-    torch.manual_seed(0)
     ours, stock = MultiHeadAttention(12, 3).double(), nn.MultiheadAttention(12, 3, batch_first=True).double()
     for parameter in ours.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -204,7 +200,6 @@ def test_attention_on_xla_drops_weights_and_makes_up_for_them(mesh):
 
 @pytest.mark.parametrize("probability", [0.0001, 0.1, 0.3, 0.5])
 def test_the_share_that_is_dropped_is_exactly_the_one_that_is_made_up_for(probability):
-    torch.manual_seed(0)
     share = layers.drop_share(probability)
     assert abs(share - probability) <= 1 / 2048 and share > 0
     masks = torch.stack([layers.kept((4, 64, 256), probability, torch.device("cpu")) for _ in range(16)])
@@ -220,7 +215,6 @@ def correlations(masks: Tensor) -> Tensor:
 
 
 def test_rows_columns_and_calls_are_as_independent_as_with_rand():
-    torch.manual_seed(0)
     size, count = 256, 8
     calls = [layers.kept((count, size, size), 0.1, torch.device("cpu")).float() for _ in range(count)]
     truly = (torch.rand(count, size, size) >= 0.1).float()

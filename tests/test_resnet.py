@@ -41,7 +41,6 @@ def test_state_dict_has_torchvisions_keys_and_shapes(name):
 
 
 def test_initial_weights_have_torchvisions_distribution_and_the_last_norms_are_zero():
-    torch.manual_seed(0)
     ours = resnet.resnet("resnet50")
     theirs = torchvision.models.resnet50(zero_init_residual=True).state_dict()
     for name, weight in ours.state_dict().items():
@@ -72,7 +71,6 @@ def test_evaluation_and_a_step_of_training_equal_torchvisions_in_float64(form):
 
 
 def test_a_step_and_evaluation_on_xla_equal_the_cpus(mesh):
-    torch.manual_seed(0)
     host = ResNet((1, 1), 7, width=16).train()
     for module in host.modules():  # no block is the identity
         if isinstance(module, BatchNorm):
@@ -90,7 +88,6 @@ def test_a_step_and_evaluation_on_xla_equal_the_cpus(mesh):
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_norm_and_its_gradients_equal_torchs_batch_norm_of_each_group_in_float64(groups):
-    torch.manual_seed(0)
     x = torch.randn(6, 5, 4, 3, dtype=torch.double).mul_(2).add_(1).requires_grad_()
     weight, bias = (torch.randn(5, dtype=torch.double, requires_grad=True) for _ in range(2))
     gradient = torch.randn(6, 5, 4, 3, dtype=torch.double)
@@ -106,7 +103,6 @@ def test_norm_and_its_gradients_equal_torchs_batch_norm_of_each_group_in_float64
 
 
 def test_norm_in_bfloat16_is_no_further_from_float64_than_torchs():
-    torch.manual_seed(0)
     x64 = torch.randn(32, 16, 7, 7, dtype=torch.double) * 3 + 5
     x = x64.bfloat16()
     weight, bias = torch.rand(16) + 0.5, torch.randn(16)
@@ -118,7 +114,6 @@ def test_norm_in_bfloat16_is_no_further_from_float64_than_torchs():
 
 
 def test_running_statistics_are_the_mean_over_the_groups():
-    torch.manual_seed(0)
     x = torch.randn(6, 5, 4, 3)
     norm = BatchNorm(5)
     norm.groups = 3
