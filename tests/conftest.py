@@ -4,7 +4,6 @@ The variables must be set before torch_xla is imported. Runs on other numbers of
 """
 
 import os
-import random
 import re
 import signal
 import uuid
@@ -68,13 +67,10 @@ def mesh():
 @pytest.fixture(autouse=True)
 def as_if_alone(mesh):
     """A test's random numbers, and what it reads of its graphs, do not depend on the tests before it in its process."""
-    import numpy as np
     import torch
 
     from train.common import device
 
-    random.seed(0)
-    np.random.seed(0)
     torch.manual_seed(0)
     device.graph_report(reset=True)
 

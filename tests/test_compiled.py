@@ -1,6 +1,7 @@
 """The contract of a compiled step (train/common/xla/backend.py), each on a step of one line."""
 
 import itertools
+import threading
 from typing import NamedTuple
 
 import pytest
@@ -170,6 +171,19 @@ def test_reading_a_value_in_a_step_is_stopped(step_fn):
         make(step_fn)[0](x)
     good, _ = make(lambda x: x * 2.7)  # nothing of it is left behind
     assert device.fetch([good(x).sum()]) == device.fetch([good(x).sum()]) == pytest.approx([13.5])
+
+
+def test_a_backward_pass_leaves_nothing_to_another_thread():
+    """It might let go of a tensor too late: one that lives at the end of a step is a result of its graph."""
+    threads = []
+
+    def step(x):
+        x = x.detach().requires_grad_()
+        x.register_hook(lambda _: threads.append(threading.get_ident()))
+        return torch.autograd.grad(x.square().sum(), x)[0]
+
+    make(step)[0](ones(2, next(WIDTHS)))
+    assert threads == [threading.get_ident()]
 
 
 def test_an_error_of_the_step_itself_is_passed_on():

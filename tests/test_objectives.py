@@ -213,7 +213,6 @@ def test_scores_are_sums_over_the_rows_that_count(objective):
 
 
 def logits_and_labels(dtype: torch.dtype, spread: float) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(0)
     logits = (torch.randn(3, 5, 50, dtype=torch.float64) * spread).to(dtype).requires_grad_()
     return logits, torch.randint(50, (3, 5), dtype=torch.int32)
 

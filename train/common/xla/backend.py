@@ -203,8 +203,7 @@ class CompiledStep:
         inputs = tuple(arguments.inputs.items())
         calls = self._known.get(inputs) or self._new_calls(arguments.inputs)
         calls.count += 1
-        confirmed = calls.confirmed and calls.program.facts == arguments.facts
-        if confirmed and (calls.count - 1) % self._check_every:
+        if calls.confirmed and calls.program.facts == arguments.facts and (calls.count - 1) % self._check_every:
             self._report.repeated += 1
             return calls.program(arguments)
         self._report.traced += 1
@@ -249,7 +248,9 @@ class CompiledStep:
         fallbacks = fallback_counts()
         torch_xla._XLAC._set_allow_execution(not self._strict)
         try:
-            return self._step_fn(*args)
+            # Autograd's own thread may hold tensors a moment longer than `backward`: alive, they would be results.
+            with torch.autograd.set_multithreading_enabled(False):
+                return self._step_fn(*args)
         except RuntimeError as error:
             if "Unexpected execution" not in str(error):
                 raise
@@ -263,8 +264,7 @@ class CompiledStep:
 
     def _check_fallbacks(self, before: dict[str, int]) -> None:
         names = sorted(name for name, count in fallback_counts().items() if count > before.get(name, 0))
-        names = [name for name in names if self._strict or name not in self._report.fallbacks]
-        if names:
+        if names := [name for name in names if self._strict or name not in self._report.fallbacks]:
             self._report.fallbacks.extend(names)
             message = f"{self.name} runs {', '.join(names)} on the host, since XLA has no lowering for it"
             if self._strict:
