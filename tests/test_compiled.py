@@ -174,7 +174,6 @@ def test_reading_a_value_in_a_step_is_stopped(step_fn):
 
 
 def test_a_backward_pass_leaves_nothing_to_another_thread():
-    """It might let go of a tensor too late: one that lives at the end of a step is a result of its graph."""
     threads = []
 
     def step(x):

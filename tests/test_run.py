@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import io
 import json
 import math
@@ -220,10 +221,10 @@ def test_finish_writes_summary_last_and_prints_the_table(start, capsys, monkeypa
 
 def test_files_are_replaced_whole_or_not_at_all(start, monkeypatch):
     start().close()
-
     with monkeypatch.context() as patch, pytest.raises(InputError, match="cannot write .*config.json: No space left"):
         patch.setattr(os, "fsync", no_space)
         start()
+    gc.collect()  # its process has ended, and with it its lock
     run = start()
     assert len(json.load(open(f"{run.path}/config.json"))["starts"]) == 2  # the failed start had not touched the file
     assert not [name for name in os.listdir(run.path) if name.endswith(".writing")]
