@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
 import io
 import json
 import math
@@ -221,11 +220,12 @@ def test_finish_writes_summary_last_and_prints_the_table(start, capsys, monkeypa
 
 def test_files_are_replaced_whole_or_not_at_all(start, monkeypatch):
     start().close()
-    with monkeypatch.context() as patch, pytest.raises(InputError, match="cannot write .*config.json: No space left"):
+    error = "cannot write .*config.json: No space left"
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=error) as failed:
         patch.setattr(os, "fsync", no_space)
         start()
-    gc.collect()  # its process has ended, and with it its lock
-    run = start()
+    run = start()  # though a notebook keeps the last traceback, and with it the start that had taken the lock
+    assert failed.tb
     assert len(json.load(open(f"{run.path}/config.json"))["starts"]) == 2  # the failed start had not touched the file
     assert not [name for name in os.listdir(run.path) if name.endswith(".writing")]
 

@@ -24,6 +24,7 @@ from errors import InputError
 from train.common.files import write_synced
 
 PACKAGES = ("torch", "torch_xla", "torchvision", "libtpu", "numpy", "timm", "datasets", "transformers", "safetensors")
+_LOCKS: dict[str, contextlib.ExitStack] = {}  # this process's last one of each folder
 
 
 class RunFolder:
@@ -39,7 +40,7 @@ class RunFolder:
             raise InputError("--runs is empty; give the folder or URL of all runs, such as runs")
         self.root = os.path.expanduser(config.runs.removeprefix("file://")).rstrip("/") or "/"
         self.remote = "://" in self.root
-        self.local, self._lock, self.uploaded, self.last_step = None, None, False, 0
+        self.local, self._lock, self.uploaded, self.last_step = None, contextlib.ExitStack(), False, 0
         try:
             self.files = fsspec.core.url_to_fs(self.root)[0]
         except (ImportError, ValueError) as error:
@@ -89,16 +90,16 @@ class RunFolder:
         self.upload()
 
     def _take_lock(self) -> None:
-        self._lock = open(os.path.join(self.local, ".lock"), "a+")  # noqa: SIM115 - held as long as the run
+        _LOCKS.get(self.local, self._lock).close()  # of a failed start, which a notebook's last traceback keeps
+        _LOCKS[self.local] = self._lock
+        lock = self._lock.enter_context(open(os.path.join(self.local, ".lock"), "a+"))  # noqa: SIM115 - kept open
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it, even after kill -9
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it, even after kill -9
         except BlockingIOError as error:
-            self._lock.seek(0)
-            owner = self._lock.read()
-            raise InputError(f"{self.path} is being trained by process {owner}; use another --name") from error
-        self._lock.truncate(0)
-        self._lock.write(str(os.getpid()))
-        self._lock.flush()
+            lock.seek(0)
+            raise InputError(f"{self.path} is being trained by process {lock.read()}; use another --name") from error
+        lock.truncate(0)
+        print(os.getpid(), end="", file=lock, flush=True)
 
     def fingerprint(self) -> int:
         """Returns a number for config.json as this host sees it, and for whether the run is finished."""
@@ -155,8 +156,7 @@ class RunFolder:
 
     def release(self) -> None:
         """Unlocks the folder; removes the local copy of a remote run that is uploaded."""
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.close()
         if self.uploaded:
             shutil.rmtree(self.local, ignore_errors=True)
 
