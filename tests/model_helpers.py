@@ -1,6 +1,7 @@
 """Helpers of the models' tests: fairseq's golden files, fairseq itself, random models, batches on XLA's devices."""
 
 import argparse
+import copy
 import os
 import subprocess
 from pathlib import Path
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from models import fairseq
+from models import encoders, fairseq
 from models.transformer import Transformer
-from train.common import device
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests/fairseq_reference/golden"
@@ -85,19 +86,9 @@ def randomized(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def to_xla(batch: dict[str, Tensor], mesh) -> dict[str, Tensor]:
-    uploaded = {name: values.to(mesh.device) for name, values in batch.items()}
-    for values in uploaded.values():
-        device.replicate(values, mesh)
-    return uploaded
-
-
-def with_gradients(model: nn.Module, parts: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
-    """The parts, and the gradient of each parameter that has one, by its name."""
-    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    named = zip([name for name, _ in model.named_parameters()], gradients, strict=True)
-    parts = {name: part.detach() for name, part in parts.items()}
-    return parts | {name: gradient for name, gradient in named if gradient is not None}
+def fast(model: PreTrainedModel | None) -> PreTrainedModel | None:
+    """A copy of a model of transformers with our layers."""
+    return encoders.fast_layers(copy.deepcopy(model)) if model is not None else None
 
 
 def assert_all_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, share: float, atol: float):
