@@ -35,8 +35,11 @@ def limits(source: Tensor, most: int) -> Tensor:
     return torch.full((len(source),), most, dtype=torch.int32, device=source.device)
 
 
-def assert_golden(tokens: Tensor, scores: Tensor, settings: dict) -> None:
-    """Holds all beams of all sentences against the golden ones."""
+@pytest.mark.parametrize("settings", SEARCHES, ids=lambda one: f"beam{one['beam']}-{one['lenpen']}-{one['max_len_b']}")
+def test_all_hypotheses_equal_fairseqs(trained, sources, settings):
+    # fairseq's limit: one number for a batch, from its padded width.
+    most = int(settings["max_len_a"] * sources.shape[1] + settings["max_len_b"])
+    tokens, scores = search(trained, sources, limits(sources, most), settings["beam"], most + 1, settings["lenpen"])
     assert tokens.dtype == torch.int32
     for found, ours, hypotheses in zip(tokens.tolist(), scores.tolist(), settings["sentences"], strict=True):
         expected = [one["tokens"] + [PAD] * (tokens.shape[2] - len(one["tokens"])) for one in hypotheses]
@@ -44,57 +47,26 @@ def assert_golden(tokens: Tensor, scores: Tensor, settings: dict) -> None:
         assert ours == pytest.approx([one["score"] for one in hypotheses], rel=0, abs=1e-5)
 
 
-def loop_on(mesh, trained: Transformer, length_penalty: float = 1.0) -> tuple[Transformer, WhileLoop]:
-    """A copy of the model on the devices, and its loop as one program."""
-    model = device.to_device(copy.deepcopy(trained), mesh, partition.transformer_rules)
-    return model, WhileLoop(partial(beam_search.step, model, length_penalty=length_penalty), model)
-
-
-@pytest.mark.parametrize("settings", SEARCHES, ids=lambda one: f"beam{one['beam']}-{one['lenpen']}-{one['max_len_b']}")
-def test_all_hypotheses_equal_fairseqs_also_as_one_program(mesh, trained, sources, settings, monkeypatch):
-    # fairseq's limit: one number for a batch, from its padded width.
-    most = int(settings["max_len_a"] * sources.shape[1] + settings["max_len_b"])
-    beam, penalty = settings["beam"], settings["lenpen"]
-    tokens, scores = search(trained, sources, limits(sources, most), beam, most + 1, penalty)
-    assert_golden(tokens, scores, settings)
-    if settings not in (SEARCHES[1], SEARCHES[3]):  # a program for each size of a beam
-        return
-
-    monkeypatch.setattr(beam_search, "FIRST_LENGTH", 32)  # one loop: in the program below caches grow
-    if settings is SEARCHES[3]:  # each layer lies on two devices
-        mesh = sharding.arranged(mesh, Layout("data=2,model=2"))
-    model, loop = loop_on(mesh, trained, penalty)
-
-    def translate(model: Transformer, source: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-        return search(model, source, limit, beam, most + 1, penalty, loop)
-
-    step = device.compiled(translate, mesh)  # strict: a fall-back to the host, or a read in the middle, raises
-    tokens, scores = step(model, device.upload(sources, mesh), device.upload(limits(sources, most), mesh))
-    assert_golden(tokens.cpu(), scores.cpu(), settings)
-
-
-def test_in_bfloat16_the_best_hypotheses_stay_fairseqs(mesh, trained, sources, monkeypatch):
-    monkeypatch.setattr(beam_search, "FIRST_LENGTH", 32)
-    (model, loop), settings = loop_on(mesh, trained), SEARCHES[0]
-
-    def translate(model: Transformer, source: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast("xla", dtype=torch.bfloat16):
-            return search(model, source, limit, 4, 21, 1.0, loop)
-
-    step = device.compiled(translate, mesh)
-    inputs = (each.to(mesh.device) for each in (sources, limits(sources, 20)))
-    tokens, scores = (value.cpu() for value in step(model, *inputs))
-    best = [hypotheses[0] for hypotheses in settings["sentences"]]
+@pytest.mark.usefixtures("compiled")
+def test_in_bfloat16_the_best_hypotheses_stay_fairseqs(trained, sources, monkeypatch):
+    """In the form that compiled devices run."""
+    monkeypatch.setattr(beam_search, "NATIVE_DEVICES", ())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tokens, scores = search(trained, sources, limits(sources, 20), 4, 21)
+    best = [hypotheses[0] for hypotheses in SEARCHES[0]["sentences"]]
     found = [row[row != PAD].tolist() for row in tokens[:, 0]]
-    # A tie could turn out otherwise in another version of XLA; here all 12 are the same, scores 0.003 off.
+    # A tie could turn out otherwise in another version of PyTorch; here all 12 are the same, scores 0.0015 off.
     assert sum(one == other["tokens"] for one, other in zip(found, best, strict=True)) >= 11
     assert scores.dtype == torch.float32
     expected = torch.tensor([hypothesis["score"] for hypothesis in best])
-    assert 1e-5 < (scores[:, 0] - expected).abs().max() < 0.02
+    assert 1e-5 < (scores[:, 0] - expected).abs().max() < 0.004  # 0.007 with logits in bfloat16
 
 
-def test_one_compilation_serves_any_batch_of_a_shape_and_the_loop_ends_with_the_last_sentence(mesh, trained, sources):
-    model, loop = loop_on(mesh, trained)
+def test_one_program_serves_any_batch_of_a_shape_and_its_loop_ends_with_the_last_sentence(mesh, trained, sources):
+    """Each layer lies on two devices, and the caches grow in the middle; a loop in Python has fairseq's hypotheses."""
+    mesh = sharding.arranged(mesh, Layout("data=2,model=2"))
+    model = device.to_device(copy.deepcopy(trained), mesh, partition.transformer_rules)
+    loop = WhileLoop(partial(beam_search.step, model, length_penalty=1.0), model)
 
     def python_loop(state: dict, reads: dict) -> dict:
         while bool(state["running"]):
@@ -107,11 +79,11 @@ def test_one_compilation_serves_any_batch_of_a_shape_and_the_loop_ends_with_the_
 
         def keep(state: dict, reads: dict) -> dict:
             ends.append(loop(state, reads))
-            return ends[0]
+            return ends[-1]
 
-        return *search(model, source, limit, 4, 30, 1.0, keep), ends[0]["time"]
+        return *search(model, source, limit, 4, 30, 1.0, keep), ends[-1]["time"]
 
-    step = device.compiled(translate, mesh)
+    step = device.compiled(translate, mesh)  # strict: a fall-back to the host, or a read in the middle, raises
     rounds, compilations, found = [], [], []
     nothing = torch.full_like(sources, PAD)
     short = torch.where((sources != PAD).sum(1, keepdim=True) < 10, sources, PAD)  # the longer ones left out
@@ -119,7 +91,7 @@ def test_one_compilation_serves_any_batch_of_a_shape_and_the_loop_ends_with_the_
     assert 0 < kept.sum() < len(short)
     for source in (sources, sources.flip(0), short, nothing):
         expected, expected_scores, time = translate(trained, source, limits(source, 29), python_loop)
-        got = [each.cpu() for each in step(model, source.to(mesh.device), limits(source, 29).to(mesh.device))]
+        got = [each.cpu() for each in step(model, *(device.upload(x, mesh) for x in (source, limits(source, 29))))]
         compilations.append(xla.compilations())
         rounds.append(int(time))
         assert torch.equal(got[0], expected) and got[2] == time
@@ -128,8 +100,7 @@ def test_one_compilation_serves_any_batch_of_a_shape_and_the_loop_ends_with_the_
     # Rows of padding only end at once, and keep no other waiting.
     assert torch.equal(found[2][kept], found[0][kept]) and (found[2][~kept] == PAD).all()
     assert (expected == PAD).all() and (expected_scores == MASKED).all()
-    assert rounds[0] == rounds[1] > rounds[2] > rounds[3] == 0
-    assert rounds[0] <= 25
+    assert 25 >= rounds[0] == rounds[1] > rounds[2] > rounds[3] == 0
     assert len(set(compilations[1:])) == 1
 
 
@@ -188,21 +159,13 @@ def test_a_beam_wider_than_what_there_is_to_say_leaves_places_empty(beam):
 
 @pytest.mark.parametrize("k", [1, 4, 10])
 def test_top_k_equals_torch_topk_around_the_size_where_chunks_begin_also_on_xla(mesh, k):
+    """Equal scores may stand in another order."""
     for extra in (-1, 0, 1, 127, 128, 129, 1000):
         size = 2 * k * CHUNK + extra
-        scores = torch.randn(3, size, generator=torch.Generator().manual_seed(size))
-        for place in ("cpu", mesh.device) if extra == 1000 else ("cpu",):
-            found = [each.cpu() for each in top_k(scores.to(place), k)]
-            assert all(map(torch.equal, found, scores.topk(k, 1)))
-
-
-@pytest.mark.parametrize("size", [100, 256 * 8, 256 * 8 + 1, 5000])
-@pytest.mark.parametrize("kinds", [1, 2, 50])
-def test_top_k_with_ties_gives_the_same_values_and_different_places(size, kinds):
-    scores = torch.randint(0, kinds, (4, size), generator=torch.Generator().manual_seed(0)).float()
-    scores[1] = MASKED
-    scores[2, 1:] = MASKED
-    values, places = top_k(scores, 8)
-    assert torch.equal(values, scores.topk(8, 1).values)
-    assert torch.equal(scores.gather(1, places), values)
-    assert all(len(row.unique()) == 8 for row in places) and 0 <= places.min() <= places.max() < size
+        scores = torch.randn(4, size)
+        scores[1], scores[2], scores[3, 1:] = scores[1].sign(), MASKED, MASKED
+        for place in ("cpu", mesh.device) if (k, extra) == (4, 1000) else ("cpu",):
+            values, places = (each.cpu() for each in top_k(scores.to(place), k))
+            assert torch.equal(values, scores.topk(k, 1).values), extra
+            assert torch.equal(scores.gather(1, places), values), extra
+            assert all(len(row.unique()) == k for row in places), extra
