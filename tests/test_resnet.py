@@ -15,7 +15,6 @@ from train.common import checkpoint, device
 
 
 def torchvision_model() -> nn.Module:
-    torch.manual_seed(0)
     model = torchvision.models.resnet.ResNet(torchvision.models.resnet.Bottleneck, [1, 1, 1, 1], num_classes=7)
     for module in model.modules():  # statistics as after training, so that evaluation tests them
         if isinstance(module, nn.BatchNorm2d):
@@ -23,12 +22,6 @@ def torchvision_model() -> nn.Module:
             module.running_var.uniform_(0.5, 2)
             nn.init.uniform_(module.weight, 0.5, 1.5)
             nn.init.uniform_(module.bias, -0.5, 0.5)
-    return model
-
-
-def our_model(state: dict) -> ResNet:
-    model = ResNet((1, 1, 1, 1), 7)
-    model.load_state_dict(state)
     return model
 
 
@@ -58,9 +51,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def test_evaluation_and_a_step_of_training_equal_torchvisions_in_float64(form):
+@pytest.mark.usefixtures("compiled")
+def test_evaluation_and_a_step_of_training_equal_torchvisions_in_float64():
+    """The next test compares the form of PyTorch's own kernels with XLA's."""
     theirs = torchvision_model().double()
-    ours = our_model(theirs.state_dict()).double()
+    ours = ResNet((1, 1, 1, 1), 7).double()
+    ours.load_state_dict(theirs.state_dict())
     images, labels = torch.randn(8, 3, 32, 32, dtype=torch.double), torch.arange(8) % 7
     for _ in range(2):  # with the statistics of the step, too
         outputs = [model.eval()(images).detach() for model in (ours, theirs)]
@@ -86,20 +82,26 @@ def test_a_step_and_evaluation_on_xla_equal_the_cpus(mesh):
         torch.testing.assert_close(got, host.eval()(images), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-def test_norm_and_its_gradients_equal_torchs_batch_norm_of_each_group_in_float64(groups):
-    x = torch.randn(6, 5, 4, 3, dtype=torch.double).mul_(2).add_(1).requires_grad_()
-    weight, bias = (torch.randn(5, dtype=torch.double, requires_grad=True) for _ in range(2))
-    gradient = torch.randn(6, 5, 4, 3, dtype=torch.double)
-    y, mean, variance = batch_statistics_norm(x, weight, bias, 1e-5, groups)
-    got = torch.autograd.grad((y * gradient).sum(), (x, weight, bias))
-    parts = x.chunk(groups)
-    expected = torch.cat([F.batch_norm(part, None, None, weight, bias, training=True, eps=1e-5) for part in parts])
-    wanted = torch.autograd.grad((expected * gradient).sum(), (x, weight, bias))
+def test_norm_of_groups_is_torchs_batch_norm_of_each_with_the_mean_of_their_statistics():
+    """In float64, with all gradients. The tests above have one group."""
+    norm = BatchNorm(5).double()
+    norm.groups = 3
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    x = (2 * torch.randn(6, 5, 4, 3, dtype=torch.double) + 1).requires_grad_()
+    means, variances = torch.zeros(3, 5, dtype=torch.double), torch.ones(3, 5, dtype=torch.double)
+    parts = zip(x.chunk(3), means, variances, strict=True)
+    expected = torch.cat([F.batch_norm(*part, norm.weight, norm.bias, training=True) for part in parts])
+    y, gradient = norm(x), torch.randn_like(x)
+    found, wanted = (torch.autograd.grad(each, (x, *norm.parameters()), gradient) for each in (y, expected))
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(mean, torch.stack([part.mean((0, 2, 3)) for part in parts]))
-    torch.testing.assert_close(variance, torch.stack([part.var((0, 2, 3), correction=0) for part in parts]))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(norm.running_mean, means.mean(0))
+    torch.testing.assert_close(norm.running_var, variances.mean(0))
+    norm.groups = 4
+    for shape, message in (((6, 5, 2, 2), "does not divide into 4"), ((4, 5, 1, 1), "at least 2 values per channel")):
+        with pytest.raises(ValueError, match=message):
+            norm(torch.randn(shape))
 
 
 def test_norm_in_bfloat16_is_no_further_from_float64_than_torchs():
@@ -111,23 +113,6 @@ def test_norm_in_bfloat16_is_no_further_from_float64_than_torchs():
     ours = batch_statistics_norm(x, weight, bias, 1e-5, 1)[0].double()
     assert (ours - exact).abs().mean() <= (stock - exact).abs().mean() * 1.01
     assert ours.sub(exact).abs().max() < 0.04  # half a unit in the last place of bfloat16 at 8
-
-
-def test_running_statistics_are_the_mean_over_the_groups():
-    x = torch.randn(6, 5, 4, 3)
-    norm = BatchNorm(5)
-    norm.groups = 3
-    norm(x)
-    each = [nn.BatchNorm2d(5) for _ in range(3)]
-    for reference, part in zip(each, x.chunk(3), strict=True):
-        reference(part)
-    torch.testing.assert_close(norm.running_mean, torch.stack([r.running_mean for r in each]).mean(0))
-    torch.testing.assert_close(norm.running_var, torch.stack([r.running_var for r in each]).mean(0))
-    assert norm.num_batches_tracked == 1
-    norm.groups = 4
-    for shape, message in (((6, 5, 2, 2), "does not divide into 4"), ((4, 5, 1, 1), "at least 2 values per channel")):
-        with pytest.raises(ValueError, match=message):
-            norm(torch.randn(shape))
 
 
 def test_normalize_equals_torchvisions():
