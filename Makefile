@@ -32,11 +32,12 @@ PRESET ?= $(if $(DATA),$(or $(PRESET_$(MODEL)),full),tiny)
 INSTALLED := $(VENV)/.installed
 PY := $(VENV)/bin/python
 FAIRSEQ := .venv-fairseq
+JAX := .venv-jax
 LIBTPU := .libtpu
 BOARD := .venv-board
 
 .DEFAULT_GOAL := help
-.PHONY: help install train copy translate data compile compile-all logs stop status board doctor test guards test-all bench lint clean fairseq fairseq-golden \
+.PHONY: help install train copy translate data compile compile-all logs stop status board doctor test guards test-all bench lint clean fairseq fairseq-golden jax \
 	check-model check-device check-data check-translate check-bench
 
 help:
@@ -57,6 +58,7 @@ help:
 	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
 	@echo 'make lint                                    ruff'
 	@echo 'make fairseq                                 fairseq in an environment of its own, $(FAIRSEQ): the reference'
+	@echo 'make jax                                     JAX in an environment of its own, $(JAX): python -m bench.jax_peers'
 	@echo 'make install                                 only the environment, in $(VENV)'
 	@echo 'make clean                                   remove the environment and caches; runs/ stays'
 	@echo
@@ -218,6 +220,14 @@ fairseq: $(FAIRSEQ)/.installed
 fairseq-golden: $(FAIRSEQ)/.installed
 	$(FAIRSEQ)/bin/python tests/fairseq_reference/record.py $(ARGS)
 
+# What lowers JAX's steps for bench/jax_peers.py.
+$(JAX)/.installed: requirements-jax.txt
+	$(PYTHON) -m venv $(JAX)
+	$(JAX)/bin/pip install --disable-pip-version-check --quiet -r requirements-jax.txt
+	touch $@
+
+jax: $(JAX)/.installed
+
 $(BOARD)/.installed: requirements-board.txt
 	$(PYTHON) -m venv $(BOARD)
 	$(BOARD)/bin/pip install --disable-pip-version-check --quiet -r requirements-board.txt
@@ -233,5 +243,5 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 
 clean:
-	rm -rf $(VENV) .venv-eager $(FAIRSEQ) $(BOARD) $(LIBTPU) .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-eager $(FAIRSEQ) $(JAX) $(BOARD) $(LIBTPU) .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,197 @@
+"""Estimated cycles of our train steps beside JAX's and the usual PyTorch/XLA ones, by the same TPU compiler.
+
+    make jax                             the environment of JAX, .venv-jax; libtpu: `make compile`
+    python -m bench.jax_peers            every row: an hour on two cores
+    python -m bench.jax_peers GLUE       rows with "glue" in their name
+    python -m bench.jax_peers --missing  rows and settings that docs/tpu/jax.json does not have yet
+    python -m bench.jax_peers --print    only the table, of what is there
+
+JAX's steps (bench/jax/steps.py) have the shapes, batch, optimizer, dropout and clipping of ours; JAX lowers them, and
+libtpu compiles them for one chip of v5e with effort full, by the code that compiles ours. A step with dropout is
+compiled with JAX's default random numbers and with "rbg", and the quicker of the two is in the table. The figures are
+kept in docs/tpu/jax.json; those of the other two columns are docs/tpu/stock.json's (bench/tpu_cycles.py).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from errors import InputError
+from tpu.compiler import bundles, libtpu, report
+from tpu.compiler.libtpu import GIB
+from tpu.compiler.pages import DOCS, ROOT, table
+from train.common.xla.staging import Staged
+
+JAX = ROOT / ".venv-jax/bin/python"
+TOPOLOGY = "v5e:1x1"
+DEFAULT, RBG = "threefry2x32", "rbg"
+SIDES = ("usual", "JAX", "ours")
+TORCH = ("parameters", "to_donate", "largest_buffers")  # what a report knows of torch's program, or needs its lines for
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A row: its name in docs/tpu/stock.json, a step of bench/jax/steps.py, and the settings to try."""
+
+    name: str
+    step: str
+    batch: int
+    settings: tuple[str, ...] = (DEFAULT, RBG)
+
+
+PEERS = (
+    Peer("ResNet-50, 224 px", "resnet50", 128, (DEFAULT,)),
+    Peer("BERT-base pretraining, 512 tokens", "bert", 32),
+    Peer("the same, 64 rows", "bert", 64),
+    Peer("BERT-base on GLUE, 128 tokens", "bert-glue", 128),
+    Peer("Transformer base, 64 tokens", "transformer", 256),
+    Peer("Transformer big, packed, 256 tokens", "transformer-big", 32),
+    Peer("Terabyte, 1 chip, at most 1M", "dlrm", 2048, (DEFAULT,)),
+)
+
+
+def lowered(step: str, batch: int, setting: str) -> bytes:
+    """Returns the HloModuleProto of one of JAX's steps; raises InputError where its environment is not there."""
+    if not JAX.exists():
+        raise InputError(f"{JAX.relative_to(ROOT)} is not there: it is JAX's environment; make it by `make jax`")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "step.pb")
+        command = [JAX, "bench/jax/steps.py", step, "--batch", str(batch), "--rng", setting, "--out", path]
+        subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+        return path.read_bytes()
+
+
+def compile_one(step: str, batch: int, setting: str) -> dict:
+    """Returns the report of one of JAX's steps, see tpu/compiler/report.py; of one that does not fit, what it needs."""
+    module = lowered(step, batch, setting)
+    with tempfile.TemporaryDirectory() as code:
+        bundles.dump_to(code)
+        with libtpu.Topology(TOPOLOGY) as topology:
+            identity = {"step": step, "batch": batch, "rng": setting, "libtpu": libtpu.version(), "topology": TOPOLOGY}
+            try:
+                with topology.compile(module, "full") as program:
+                    staged = Staged(module, {}, [], {}, 0)
+                    made = report.figures(staged, program, topology.specification, "full", bundles.read(code))
+            except libtpu.OutOfMemory as error:
+                return identity | {"fits": False, "needed": error.needed}
+    return identity | {"fits": True} | {name: value for name, value in made.items() if name not in TORCH}
+
+
+def measured(step: str, batch: int, setting: str) -> dict:
+    """Does `compile_one` in a process of its own: libtpu reads its flags once."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "report.json")
+        command = [sys.executable, "-m", "bench.jax_peers", "--one", step, str(batch), setting, str(path)]
+        subprocess.run(command, cwd=ROOT, check=True)
+        return json.loads(path.read_text())
+
+
+def quickest(reports: dict[str, dict]) -> dict:
+    """Returns the report with the fewest cycles; where none fits, the one that needs least."""
+    return min(
+        reports.values(), key=lambda each: (not each["fits"], each["cycles"] if each["fits"] else each["needed"])
+    )
+
+
+def cells(peer: Peer, jax: dict, pair: dict) -> list[str]:
+    """Returns a line of the table."""
+    sides = pair["usual"], jax, pair["ours"]
+
+    def each(value, needs: str = "cycles") -> list[str]:
+        return [value(side) if needs in side else "" for side in sides]
+
+    count = [f"{side['cycles'] / 1e6:.1f}M" if "cycles" in side else "does not fit" for side in sides]
+    ratio = f"{sides[2]['cycles'] / jax['cycles']:.2f}" if "cycles" in jax and "cycles" in sides[2] else ""
+    besides = each(lambda side: f"{side['uncounted']['bundles'] / 1e6:.2f}M", "uncounted")
+    drawn = each(lambda side: f"{side['random_bytes'] / 1e9:.2f}", "random_bytes")
+    gib = [f"{side.get('memory', side)['needed'] / GIB:.2f}" for side in sides]
+    moved = each(lambda side: f"{side['bytes_accessed'] / 1e9:.0f}")
+    setting = jax["rng"] if len(peer.settings) > 1 else ""
+    return [peer.name, str(peer.batch), setting, *count, ratio, *besides, *drawn, *gib, *moved]
+
+
+def page(figures: dict, stock: dict) -> str:
+    """Returns docs/tpu/jax.md."""
+    header = ["step", "batch", "JAX's random numbers", "usual, cycles", "JAX", "ours", "ours / JAX"]
+    header += [f"{side}{what}" for what in (", bundles", ", GB drawn", ", GiB", ", GB moved") for side in SIDES]
+    rows = [cells(peer, quickest(figures[peer.name]), stock[peer.name]) for peer in PEERS if peer.name in figures]
+    version = next(iter(next(iter(figures.values())).values()))["libtpu"]
+    jax = ", ".join(f"{package} {pinned(package)}" for package in ("jax", "flax", "optax"))
+    return f"""# The scripts' steps beside JAX's
+
+Written by `python -m bench.jax_peers`; do not edit. Estimates of libtpu {version} (effort full) for one chip of v5e,
+for whole train steps: bfloat16 with float32 parameters and optimizer state, dropout on, update included, state donated.
+JAX: {jax}; bench/jax/steps.py says which examples its steps follow. All sides have the same shapes, batch, optimizer
+and dropout; of JAX's two kinds of random numbers the quicker is shown.
+
+What the cycles leave out: gathers, scatters, sorts and the max pool's gradient, whose code is counted as "bundles"
+(tpu/compiler/bundles.py; empty: not counted); the drawing of random numbers by the hardware, of which "GB drawn" is the
+size (JAX's default numbers are arithmetic, which has cycles; ours are a hash of a few); waiting, and asynchronous
+copies. Our tables' updates in DLRM are a loop over rows, so its bundles are most of its step.
+
+{table(header, rows)}
+
+Both of JAX's settings, million cycles: {both(figures)}.
+"""
+
+
+def both(figures: dict) -> str:
+    """Returns what each setting of random numbers costs, in a sentence."""
+    found = []
+    for peer in PEERS:
+        if len(known := figures.get(peer.name, {})) > 1:
+            costs = (
+                f"{r['cycles'] / 1e6:.1f}" if r["fits"] else f"{r['needed'] / GIB:.2f} GiB" for r in known.values()
+            )
+            found.append(f"{peer.name} {', '.join(f'{name} {cost}' for name, cost in zip(known, costs, strict=True))}")
+    return "; ".join(found)
+
+
+def pinned(package: str) -> str:
+    """Returns a package's version in requirements-jax.txt."""
+    lines = (ROOT / "requirements-jax.txt").read_text().splitlines()
+    return next(line.split("==")[1].split()[0] for line in lines if line.startswith(f"{package}=="))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", default="", help="part of the rows' names (default: all)")
+    parser.add_argument("--missing", action="store_true", help="keep what docs/tpu/jax.json has")
+    parser.add_argument("--print", action="store_true", help="compile nothing")
+    parser.add_argument("--one", nargs=4, metavar=("STEP", "BATCH", "RNG", "JSON"), help="compile one step")
+    options = parser.parse_args()
+    if options.one:
+        step, batch, setting, path = options.one
+        Path(path).write_text(json.dumps(compile_one(step, int(batch), setting)))
+        return
+    file = DOCS / "jax.json"
+    figures = json.loads(file.read_text()) if file.exists() else {}
+    jobs = [(peer, setting) for peer in PEERS for setting in peer.settings if options.name.lower() in peer.name.lower()]
+    if not jobs:
+        parser.error(f"no row has {options.name!r} in its name; there are {', '.join(peer.name for peer in PEERS)}")
+    if options.missing:
+        jobs = [(peer, setting) for peer, setting in jobs if setting not in figures.get(peer.name, {})]
+    with ThreadPoolExecutor(2) as pool:
+        results = pool.map(lambda job: measured(job[0].step, job[0].batch, job[1]), [] if options.print else jobs)
+        for (peer, setting), result in zip(jobs, results, strict=not options.print):
+            figures.setdefault(peer.name, {})[setting] = result
+            file.write_text(json.dumps(figures, indent=1) + "\n")
+            print(peer.name, setting, result.get("cycles", "does not fit"), flush=True)
+    text = page(figures, json.loads((DOCS / "stock.json").read_text()))
+    (DOCS / "jax.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

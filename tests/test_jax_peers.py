@@ -1,0 +1,37 @@
+"""bench/jax_peers.py: which of JAX's settings stands beside ours, and that its steps are lowered for a TPU."""
+
+import pytest
+
+from bench import jax_peers
+from tpu.compiler import analysis, hlo
+from tpu.compiler.hlo_pb2 import HloModuleProto
+
+
+def report(rng: str, cycles: float) -> dict:
+    memory = {"needed": 2**30}
+    made = {"rng": rng, "fits": True, "cycles": cycles, "memory": memory, "bytes_accessed": 2e9, "random_bytes": 1e9}
+    return made | {"uncounted": {"bundles": 5e4}, "libtpu": "0.0.51"}
+
+
+def test_the_quicker_setting_that_fits_is_shown_and_both_are_told():
+    name = "BERT-base pretraining, 512 tokens"
+    large = {"rng": "rbg", "fits": False, "needed": 20 * 2**30, "libtpu": "0.0.51"}
+    stock = {name: {"usual": report("", 9e6), "ours": report("", 2e6)}}
+    text = jax_peers.page({name: {"threefry2x32": report("threefry2x32", 8e6), "rbg": report("rbg", 4e6)}}, stock)
+    assert f"| {name} | 32 | rbg | 9.0M | 4.0M | 2.0M | 0.50 | 0.05M |" in text
+    assert "512 tokens threefry2x32 8.0, rbg 4.0." in text
+    text = jax_peers.page({name: {"threefry2x32": report("threefry2x32", 8e6), "rbg": large}}, stock)
+    assert "| threefry2x32 | 9.0M | 8.0M | 2.0M | 0.25 |" in text and "rbg 20.00 GiB" in text
+    text = jax_peers.page({name: {"rbg": large}}, stock)
+    assert "| rbg | 9.0M | does not fit | 2.0M |  |" in text and "| 1.00 | 20.00 | 1.00 |" in text
+
+
+@pytest.mark.skipif(not jax_peers.JAX.exists(), reason="needs JAX's environment: make jax")
+@pytest.mark.parametrize("setting, drawn", [("threefry2x32", False), ("rbg", True)])
+def test_a_step_of_jax_donates_its_state_and_draws_as_it_was_told(setting, drawn):
+    content = jax_peers.lowered("bert-glue", 2, setting)
+    module = HloModuleProto.FromString(content)
+    donated = {entry.parameter_number for entry in module.input_output_alias.entries}
+    donated |= {entry.parameter_number for entry in module.buffer_donor.entries}
+    assert len(donated) > 3 * 190  # 200 parameters and two moments of each
+    assert (analysis.random_bytes(hlo.parse(content)) > 0) == drawn
