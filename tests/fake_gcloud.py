@@ -1,21 +1,19 @@
-"""Stands in for gcloud: a TPU VM whose workers are local processes with a home folder each, or hosts that ssh reaches.
+"""Stands in for gcloud: a TPU VM whose workers are hosts that the `ssh` in $FAKE_CLOUD/bin reaches as worker-<i>.
 
 $FAKE_CLOUD/tpu.json says what the TPU is and what goes wrong; $FAKE_CLOUD/calls gets the arguments of each call. What
-is imitated of the real `gcloud compute tpus tpu-vm describe|ssh` and `queued-resources` (GA, as of 2025):
+is imitated of the real `gcloud compute tpus tpu-vm describe|ssh` (GA, as of 2025):
 
-    describe    JSON with state, health, acceleratorType, one entry of networkEndpoints for each worker and network;
-                exit code 1 and `ERROR: (gcloud.compute.tpus.tpu-vm.describe) …` for an error
+    describe    JSON with state, health, acceleratorType, an entry of networkEndpoints for each worker in each of its
+                two networks; exit code 1 and `ERROR: (gcloud.compute.tpus.tpu-vm.describe) …` for an error
     ssh         asks the API first: a PREEMPTED or STOPPED TPU is exit code 1, one in maintenance only a warning. In a
-                fresh home it makes a key first, which fails where another call is at it. The command line is given to
-                the shell of the user's account; what is on standard error there and here is mixed; no variable of this
-                environment arrives; the exit code is the command's
+                fresh home it makes a key first, which fails where another call is at it. The exit code is the command's
     255         (ssh's own failure) the command is run again, without its input, up to 10 times with 5 s between (here
                 `attempts` and `pause`); then exit code 255
 
 What goes wrong, `mishaps`: for a call of `verb` (default ssh) to `worker` with the text `match`, once or some `times`
 (0: always). late: seconds before anything happens; message: what gcloud or ssh says and fails with; out: what describe
-answers; bytes: the connection drops after so many, which the program there notices when it writes next; stall: it drops
-after so many seconds, and the input has not gone through; lost: it drops when the command has ended, before its answer.
+answers; bytes: the connection drops after so many, which the program there notices when it writes next; input: only so
+many bytes (-1: all) get there before it drops, and no answer comes back.
 """
 
 import contextlib
@@ -41,7 +39,7 @@ def error(verb: str, text: str, code: int = 1) -> int:
 
 
 def mishap(tpu: dict, verb: str, worker: int, text: str) -> dict:
-    """The next thing that goes wrong with a call like this."""
+    """Returns the next thing that goes wrong with a call like this, {} if nothing does."""
     for entry in tpu["mishaps"]:
         entry = {"verb": "ssh", "worker": worker, "match": "", "times": 1, **entry}
         if (entry["verb"], entry["worker"]) == (verb, worker) and entry["match"] in text:
@@ -65,58 +63,31 @@ def describe(tpu: dict) -> int:
     place = f"projects/{tpu['project']}/locations/{tpu['zone']}/nodes/{tpu['name']}"
     if tpu["state"] == "DELETED":
         return error("describe", f"NOT_FOUND: Resource '{place}' was not found")
-    workers, networks = tpu["workers"], tpu.get("networks", 1)
+    workers = tpu["workers"]
     node = {"name": place, "id": "1234567890", "apiVersion": "V2", "state": tpu["state"], "health": tpu["health"]}
     node |= {"acceleratorType": f"v5litepod-{4 * workers}", "runtimeVersion": "v2-alpha-tpuv5-lite"}
     node |= {"schedulingConfig": {"spot": tpu.get("spot", False)}, **tpu.get("node", {})}
-    node |= {"networkConfigs": [{}] * networks} if networks > 1 else {}
-    ends = [(f"34.0.0.{worker}", f"10.{net}.0.{worker}") for worker in range(workers) for net in range(networks)]
+    node["networkConfigs"] = [{}, {}]
+    ends = [(f"34.0.0.{worker}", f"10.{network}.0.{worker}") for worker in range(workers) for network in range(2)]
     node["networkEndpoints"] = [{"accessConfig": {"externalIp": outer}, "ipAddress": inner} for outer, inner in ends]
     print(json.dumps(node))
     return 0
 
 
-def queued(tpu: dict, verb: str, name: str) -> int:
-    """A request for a TPU, which takes three looks."""
-    request = CLOUD / "request"
-    if verb == "create":
-        request.write_text("0")
-    elif not request.exists():
-        return error(verb, f"NOT_FOUND: Resource '{name}' was not found")
-    elif verb == "delete":
-        request.unlink()
-        tpu["state"] = "DELETED"
-    else:
-        looks = int(request.read_text()) + 1
-        request.write_text(str(looks))
-        tpu["state"] = "READY" if looks > 2 else "DELETED"
-        print(json.dumps({"state": {"state": "ACTIVE" if looks > 2 else "WAITING_FOR_RESOURCES"}}))
-    (CLOUD / "tpu.json").write_text(json.dumps(tpu))
-    return 0
-
-
 def connect(tpu: dict, worker: int, command: str, options: list[str], first: bool) -> int:
-    """One ssh: its exit code."""
+    """Runs one ssh. Returns its exit code."""
     wrong = mishap(tpu, "ssh", worker, command)
     time.sleep(wrong.get("late", 0))
     if "message" in wrong:
         say(wrong["message"])
         return SSH_FAILED
-    if "ssh" in tpu:
-        words, place = [tpu["ssh"], *options, f"worker-{worker}", command], {}
+    words = [CLOUD / "bin/ssh", *options, f"worker-{worker}", command]
+    streams = {"stdin": None if first else subprocess.DEVNULL, "stdout": subprocess.PIPE, "start_new_session": True}
+    if "input" in wrong:
+        streams |= {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        subprocess.Popen(words, **streams).communicate(sys.stdin.buffer.read(wrong["input"]))
     else:
-        home = CLOUD / f"home-{worker}"
-        environment = {"HOME": str(home), "PATH": tpu["path"], "USER": "me", "XLA_ZOO_RUNTIME": f"{home}/run"}
-        words, place = ["/bin/sh", "-c", command], {"cwd": home, "env": environment | tpu.get("worker_environment", {})}
-    given = subprocess.PIPE if "stall" in wrong else None if first else subprocess.DEVNULL
-    process = subprocess.Popen(words, stdin=given, stdout=subprocess.PIPE, start_new_session=True, **place)
-    left = wrong.get("bytes", 1 << 60)
-    if "stall" in wrong:
-        time.sleep(wrong["stall"])
-        process.stdin.close()
-    elif "lost" in wrong:
-        process.stdout.read()
-    else:
+        process, left = subprocess.Popen(words, **streams), wrong.get("bytes", 1 << 60)
         while left:
             chunk = os.read(process.stdout.fileno(), min(left, 1 << 16))
             if not chunk:
@@ -124,7 +95,7 @@ def connect(tpu: dict, worker: int, command: str, options: list[str], first: boo
             sys.stdout.buffer.write(chunk)
             sys.stdout.buffer.flush()
             left -= len(chunk)
-    process.stdout.close()
+        process.stdout.close()
     say("client_loop: send disconnect: Broken pipe")
     return SSH_FAILED
 
@@ -151,21 +122,13 @@ def ssh(tpu: dict, worker: int, command: str, options: list[str]) -> int:
 
 
 def main() -> int:
-    arguments = sys.argv[1:]
     with (CLOUD / "calls").open("a") as calls:
-        calls.write(json.dumps(arguments) + "\n")
+        calls.write(json.dumps(sys.argv[1:]) + "\n")
     tpu = json.loads((CLOUD / "tpu.json").read_text())
-    time.sleep(tpu.get("latency", 0))
-    assert arguments[:2] == ["compute", "tpus"], arguments
-    group, verb, *rest = arguments[2:]
-    flags = dict(word[2:].partition("=")[::2] for word in rest if word.startswith("--"))
-    names = [word for word in rest if not word.startswith("--")]
-    assert names == [tpu["name"]], names
-    if flags.get("zone", tpu["zone"]) != tpu["zone"]:
-        return error(verb, f"NOT_FOUND: Resource 'locations/{flags['zone']}/nodes/{names[0]}' was not found")
-    if group == "queued-resources":
-        return queued(tpu, verb, names[0])
-    assert group == "tpu-vm" and set(flags) <= {"zone", "project", "quiet", "format", "worker", "command", "ssh-flag"}
+    *group, verb, name = sys.argv[1:6]
+    flags = dict(word[2:].partition("=")[::2] for word in sys.argv[6:])
+    assert [*group, name] == ["compute", "tpus", "tpu-vm", tpu["name"]], sys.argv
+    assert set(flags) <= {"zone", "project", "quiet", "format", "worker", "command", "ssh-flag"}, flags
     if verb == "describe":
         assert flags["format"] == "json"
         return describe(tpu)
@@ -175,7 +138,8 @@ def main() -> int:
         return error(verb, f'This TPU has state "{tpu["state"]}", so it cannot be currently connected to.')
     worker = int(flags["worker"])
     assert verb == "ssh" and 0 <= worker < tpu["workers"]
-    return ssh(tpu, worker, flags["command"], [w.partition("=")[2] for w in rest if w.startswith("--ssh-flag=")])
+    options = [word.partition("=")[2] for word in sys.argv[6:] if word.startswith("--ssh-flag=")]
+    return ssh(tpu, worker, flags["command"], options)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ and on SIGTERM, which it leaves with 143.
 
     steps, pause       how many steps, and seconds for each; a file `finish` ends them early
     workers            waits at every step for so many peers, as a collective does; they agree on the last step
-    fails, at, code    the worker that fails, at which step, with which exit code
+    fails, every        the worker that fails, and after how many steps, also when it has resumed: exit code 3
     saving             seconds that it takes to save when it is stopped
     burst, deaf, stray    prints much first; ignores SIGTERM; starts a process in a session of its own
 """
@@ -82,8 +82,8 @@ while not finished():
         sys.exit(143)
     if step % 10 == 0:
         write(checkpoint, step)
-    if me == f"worker-{options.get('fails')}" and step == int(options.get("at", 2)):
+    if me == f"worker-{options.get('fails')}" and step % int(options["every"]) == 0:
         print(Path("message").read_text(), file=sys.stderr, flush=True)
-        sys.exit(int(options.get("code", 3)))
+        sys.exit(3)
 write(checkpoint, step)
 say("end")

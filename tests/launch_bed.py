@@ -1,15 +1,14 @@
 """What the launcher's tests stand on: a project, a TPU that is not there, the launcher's command line.
 
 The launcher is the real one, and so are its programs on the workers. Those are processes of this machine with a home
-folder each and tests/fake_systemd.py (Processes), or containers with a real systemd and sshd (tests/test_pods.py).
-Between them is tests/fake_gcloud.py. What is trained is tests/fake_trainer.py.
+folder each and tests/fake_systemd.py (Processes), or containers with a real systemd and sshd (tests/pods.py). Between
+them is tests/fake_gcloud.py. What is trained is tests/fake_trainer.py.
 """
 
 import contextlib
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -22,27 +21,38 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PYTHON = os.path.realpath(sys.executable)
 FOREVER = "steps=100000 pause=0.05"
+TRAINER, KEEPER = "\0train.py\0", "keeper.py\0keep\0"  # parts of their command lines
 MAKEFILE = 'train:\n\t@python3 -I -S train.py "$(NAME)" "$(DATA)" $(ARGS)\n'
+# A host's last digit is the worker. No variable from here arrives.
+SSH = """#!/bin/sh
+until case $1 in *worker-?|*127.0.0.1?) ;; *) false;; esac; do shift; done
+home={folder}/home-${{1#"${{1%?}}"}}
+shift
+[ "$1" != -- ] || shift
+cd $home
+exec /usr/bin/env -i HOME=$home PATH={remote}:{remote}/system USER=me XLA_ZOO_RUNTIME=$home/run /bin/sh -c "$*"
+"""
 
 
 def git(folder: Path, *arguments: object) -> None:
     subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True)
 
 
-def processes(mark: str) -> list[tuple[int, bytes]]:
-    """Process ids and command lines of those that have this in their environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            if mark.encode() in (entry / "environ").read_bytes():
-                found.append((int(entry.name), (entry / "cmdline").read_bytes()))
+def processes(mark: str, *words: str, file: str = "environ") -> set[int]:
+    """Returns those that have `mark` in their environment, or another file of theirs, and `words` in the command."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line = (entry / "cmdline").read_bytes()
+            if mark.encode() in (entry / file).read_bytes() and all(word.encode() in line for word in words):
+                found.add(int(entry.name))
     return found
 
 
-def kill(pids: Iterable[int]) -> None:
+def send(number: int, pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def wait(condition: Callable[[], object], seconds: float = 30) -> None:
@@ -64,15 +74,21 @@ def write_programs(folder: Path, **lines: str) -> None:
 
 
 class Bed:
-    """What is the same for all kinds of workers. A subclass has home(worker) and idle()."""
+    """What is the same for all kinds of workers. A subclass makes `bin`/ssh, which reaches worker-<i>, and has methods:
 
-    grace = "20"
+    home(worker), processes(worker, *words), idle(): whether nothing of a run is left on any worker,
+    drop_connections(worker), restart(worker): without asking its processes to end.
+    """
 
-    def __init__(self, folder: Path, cloud: Path, shared: Path, workers: int, **tpu: object) -> None:
-        self.folder, self.cloud, self.shared, self.launcher = folder, cloud, shared, ROOT
-        self.project, self.client_home, self.runs = folder / "project", folder / "client", str(shared)
-        write_programs(cloud / "bin", gcloud=f"FAKE_CLOUD={cloud} exec {PYTHON} -I -S {TESTS}/fake_gcloud.py")
+    grace, options, launcher = "20", "", ROOT  # options: those of all trainers
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        self.folder, self.bin, self.shared, self.runs = folder, folder / "bin", folder / "shared", f"{folder}/shared"
+        self.project, self.client_home = folder / "project", folder / "client"
         self.client_home.mkdir()
+        self.shared.mkdir(exist_ok=True)
+        gcloud = f"FAKE_CLOUD={folder} exec {PYTHON} -I -S {TESTS}/fake_gcloud.py"
+        write_programs(self.bin, gcloud=gcloud, git="")  # and no gcloud that may be installed here
         git(folder, "init", "-q", self.project)
         files = {"Makefile": MAKEFILE, "train.py": (TESTS / "fake_trainer.py").read_text()}
         for name, text in {**files, "message": "it broke", ".gitignore": "runs/\n*.tmp\n"}.items():
@@ -81,23 +97,24 @@ class Bed:
         self.clients: list[subprocess.Popen] = []
         self.numbers = itertools.count()
         self.tpu: dict = {}
-        self.set(name="my-tpu", zone="us-east5-b", project="mine", workers=workers, **tpu)
+        self.set(name="my-tpu", zone="us-east5-b", project="mine", workers=workers)
         self.heal()
 
     def set(self, **changes: object) -> None:
         """Changes the TPU and what goes wrong with it: see tests/fake_gcloud.py."""
         self.tpu.update(changes)
-        new = self.cloud / "tpu.json.new"
+        new = self.folder / "tpu.json.new"
         new.write_text(json.dumps(self.tpu))
-        os.replace(new, self.cloud / "tpu.json")
+        os.replace(new, self.folder / "tpu.json")
 
     def heal(self) -> None:
-        self.set(state="READY", health="HEALTHY", mishaps=[], id=next(self.numbers))
+        self.set(state="READY", health="HEALTHY", mishaps=[])
 
-    def wrong(self, **mishap: object) -> str:
-        """Lets a call of gcloud go wrong. Returns the name of the file that is there when it has."""
-        self.set(mishaps=[*self.tpu["mishaps"], {"id": next(self.numbers), **mishap}])
-        return f"mishap-{self.tpu['mishaps'][-1]['id']}-0"
+    def wrong(self, **mishap: object) -> Path:
+        """Lets a call of gcloud go wrong. Returns the file that is there when it has."""
+        number = next(self.numbers)
+        self.set(mishaps=[*self.tpu["mishaps"], {"id": number, **mishap}])
+        return self.folder / f"mishap-{number}-0"
 
     def arguments(self, action: str, *flags: str, args: str = "", words: tuple[str, ...] = ()) -> list[str]:
         """The launcher's arguments. `train` without -- among the flags is one of the tests' own trainer."""
@@ -105,14 +122,15 @@ class Bed:
         if action == "train":
             place += ["--grace", self.grace]
             if "--" not in flags:
-                flags += ("--", "MODEL=tiny", *words, f"ARGS=--runs={self.runs} {args}".strip())
+                args = f"ARGS=--runs={self.runs} {self.options} {args}"
+                flags += ("--", "MODEL=tiny", *words, " ".join(args.split()))
         return [action, *place, *flags]
 
     def start(self, action: str, *flags: str, env: dict | None = None, pipe: bool = False, **own) -> subprocess.Popen:
         """Starts the launcher. Its output goes to the files `out` and `err`."""
         command = [PYTHON, "-I", "-S", f"{self.launcher}/tpu/launch/launcher.py"]
         command += self.arguments(action, *flags, **own)
-        environment = {"PATH": str(self.cloud / "bin"), "HOME": str(self.client_home), **(env or {})}
+        environment = {"PATH": str(self.bin), "HOME": str(self.client_home), **(env or {})}
         out, err = (self.folder / f"{name}-{len(self.clients)}" for name in ("out", "err"))
         with out.open("w") as stdout, err.open("w") as stderr:
             streams = {"stdout": subprocess.PIPE if pipe else stdout, "stderr": stderr, "start_new_session": True}
@@ -133,8 +151,8 @@ class Bed:
     def begin(self, *flags: str, args: str = "", **options) -> subprocess.Popen:
         """Starts the run `one`, for ever. Returns its client when all workers have done some steps."""
         goal = max(self.steps("at-worker")) + 3
-        client = self.start("train", "--run", "one", *flags, args=f"{FOREVER} {args}".strip(), **options)
-        self.wait(lambda: client.poll() or min(self.steps("at-worker")) > goal, 60)
+        client = self.start("train", "--run", "one", *flags, args=f"{FOREVER} {args}", **options)
+        wait(lambda: client.poll() or min(self.steps("at-worker")) > goal, 60)
         assert not client.poll(), client.err.read_text()
         return client
 
@@ -151,13 +169,14 @@ class Bed:
         assert code == 130, err
         return err
 
-    wait = staticmethod(wait)
-
-    def wait_printed(self, client: subprocess.Popen, text: str) -> None:
-        wait(lambda: text in client.out.read_text())
+    def kill(self, worker: int, *words: str, number: int = signal.SIGKILL) -> int:
+        """Sends a signal to the processes on a worker with these words. Returns how many there were."""
+        found = self.processes(worker, *words)
+        send(number, found)
+        return len(found)
 
     def calls(self, verb: str = "", text: str = "") -> list[list[str]]:
-        path = self.cloud / "calls"
+        path = self.folder / "calls"
         calls = [json.loads(line)[3:] for line in path.read_text().splitlines()] if path.exists() else []
         return [call for call in calls if verb in ("", call[0]) and text in " ".join(call)]
 
@@ -183,7 +202,7 @@ class Bed:
 
     def check_idle(self, seconds: float = 0, stays: float = 0) -> None:
         """Asserts that nothing runs, at the latest after some seconds, and that there never were two trainers."""
-        self.wait(self.idle, seconds)
+        wait(self.idle, seconds)
         time.sleep(stays)
         assert self.idle() and not list(self.shared.rglob("two-trainers"))
 
@@ -192,41 +211,47 @@ class Bed:
         for client in self.clients:
             client.kill()
             client.wait()
-        kill([pid for pid, _ in processes(f"FAKE_CLOUD={self.cloud}\0")])
+        send(signal.SIGKILL, processes(f"FAKE_CLOUD={self.folder}\0"))
 
 
 class Processes(Bed):
     """Workers that are processes of this machine."""
 
     def __init__(self, folder: Path, workers: int) -> None:
-        cloud, remote = folder / "cloud", folder / "remote"
-        for path in (cloud, folder / "shared", *(cloud / f"home-{worker}" for worker in range(workers))):
-            path.mkdir()
+        super().__init__(folder, workers)
+        self.remote = folder / "remote"
         systemd = f"exec {PYTHON} -I -S {TESTS}/fake_systemd.py"
         programs = {"systemctl": f"{systemd} systemctl", "systemd-run": f"{systemd} systemd-run"}
-        write_programs(remote, python3=f"exec {PYTHON} -I -S", **programs)  # without site, which is slow
-        super().__init__(folder, cloud, folder / "shared", workers, path=f"{remote}:/usr/bin:/bin")
-        write_programs(cloud / "bin", git="", ssh="", scp="")  # and no gcloud that may be installed here
-        self.remote = remote
+        write_programs(self.remote, python3=f"exec {PYTHON} -I -S", **programs)  # without site, which is slow
+        (self.remote / "system").symlink_to("/usr/bin")
+        (self.bin / "ssh").write_text(SSH.format(folder=folder, remote=self.remote))
+        (self.bin / "ssh").chmod(0o755)
+        for worker in range(workers):
+            self.home(worker).mkdir()
 
     def home(self, worker: int) -> Path:
-        return self.cloud / f"home-{worker}"
+        return self.folder / f"home-{worker}"
 
-    def keeper(self, worker: int) -> int:
-        return int((self.home(worker) / "unit/main").read_text())
+    def processes(self, worker: int, *words: str) -> set[int]:
+        return self.all(*words, worker=worker) - self.all("fake_systemd.py")
+
+    def all(self, *words: str, worker: int | str = "") -> set[int]:
+        """Returns the processes on all workers, or one, in whatever group or session."""
+        return processes(f"HOME={self.folder}/home-{worker}", *words)
 
     def idle(self) -> bool:
-        return not self.alive()
+        """Whether only those are left that look on, and end when they notice that their connection has."""
+        looking_on = (self.all(f"\0{action}\0--worker") for action in ("follow", "stop", "status"))
+        return not self.all().difference(*looking_on)
 
-    def alive(self, connections: bool = False) -> list[int]:
-        """Processes on the workers, in whatever group or session: they have the worker's home in their environment.
+    def drop_connections(self, worker: int) -> None:
+        self.kill(worker, "\0follow\0--worker")
 
-        connections: also those that only look on, and end when they notice that their connection has.
-        """
-        found = processes(f"HOME={self.cloud}/home-")
-        return [pid for pid, line in found if connections or not re.search(rb"\0(follow|stop|status)\0--worker", line)]
+    def restart(self, worker: int) -> None:
+        send(signal.SIGKILL, self.all(worker=worker))
+        shutil.rmtree(self.home(worker) / "run")
 
     def close(self) -> None:
         super().close()
-        kill(self.alive(connections=True))
+        send(signal.SIGKILL, self.all())
         assert not list(self.shared.rglob("two-trainers"))

@@ -1,4 +1,4 @@
-"""Real workers for tests/test_pods.py: containers with systemd and sshd.
+"""Real workers for the launcher's tests: containers with systemd and sshd.
 
 A pod is a process tree in namespaces of its own (processes, mounts, network, cgroups): when its keeper's standard input
 ends, as it does however the test ends, nothing of it is left. Each worker is a systemd-nspawn over one shared root file
@@ -13,10 +13,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-from launch_bed import kill, wait, write_programs
+from launch_bed import ROOT, TRAINER, Bed, processes, wait, write_programs
 
 PACKAGES = "systemd,systemd-sysv,dbus,sudo,python3,openssh-server,make,procps"
 CUSTOMIZE = r"""set -e
@@ -81,6 +80,10 @@ while [ -e $group ]; do find $group -depth -type d -exec rmdir {} + 2>/dev/null 
 """
 
 
+# What would take a test long: the time until a silent worker is lost.
+SHORTER = (("keeper", "LOST = 40", "LOST = 8"), ("workers", "SILENCE = 60", "SILENCE = 12"))
+
+
 def missing() -> str:
     """What keeps a pod from being made here, or ""."""
     if os.geteuid():
@@ -108,14 +111,16 @@ def root() -> Path:
     return made
 
 
-class Pod:
-    """Workers, and the ssh in `bin` that reaches them."""
+class Pod(Bed):
+    """Workers that are containers. Their trainers wait for each other at every step."""
+
+    grace = "6"
 
     def __init__(self, folder: Path, workers: int) -> None:
-        self.folder, self.workers, self.bin = folder, workers, folder / "bin"
-        for path in (self.bin, folder / "shared"):
-            path.mkdir(parents=True)
-        (folder / "shared").chmod(0o777)
+        super().__init__(folder, workers)
+        self.runs, self.options = "/shared", f"workers={workers} saving=0.5"
+        self.shared.chmod(0o777)
+        self.shorten()
         lower = root()
         shutil.copy(lower / "root/key", folder / "key")
         self.cgroup = f"xla-zoo-pod-{os.getpid()}-{time.monotonic_ns()}"
@@ -129,54 +134,62 @@ class Pod:
         hosts = "".join(f"Host worker-{worker}\n HostName 10.7.0.1{worker}\n" for worker in range(workers))
         options = "User me\n StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
         (folder / "ssh_config").write_text(f"{hosts}Host *\n IdentityFile {folder}/key\n {options}")
-        enter = f"exec {shutil.which('nsenter')} --net=/proc/{self.pid}/ns/net {shutil.which('ssh')}"
-        write_programs(self.bin, git="", ssh=f"{enter} -F {folder}/ssh_config")
+        self.enter = f"{shutil.which('nsenter')} --net=/proc/{self.pid}/ns/net"
+        write_programs(self.bin, ssh=f"exec {self.enter} {shutil.which('ssh')} -F {folder}/ssh_config")
         for worker in range(workers):
             self.wait_reachable(worker)
 
-    def wait_reachable(self, worker: int) -> None:
-        """Waits until ssh reaches a worker."""
-        self.wait(lambda: self.ssh(worker, "true", "-oConnectTimeout=2").returncode == 0)
+    def shorten(self) -> None:
+        """Gives the tests a launcher that takes a silent worker for lost sooner."""
+        self.launcher = self.folder / "launcher"
+        shutil.copytree(ROOT / "tpu/launch", self.launcher / "tpu/launch")
+        shutil.copy(ROOT / "errors.py", self.launcher)
+        for name, old, new in SHORTER:
+            path = self.launcher / f"tpu/launch/{name}.py"
+            assert old in path.read_text()
+            path.write_text(path.read_text().replace(old, new))
 
     def wait(self, condition: Callable[[], bool]) -> None:
         wait(lambda: self.keeper.poll() is not None or condition(), 60)
         assert self.keeper.poll() is None, (self.folder / "keeper").read_text()
+
+    def wait_reachable(self, worker: int) -> None:
+        """Waits until ssh reaches a worker."""
+        self.wait(lambda: self.ssh(worker, "true", "-oConnectTimeout=2").returncode == 0)
 
     def ssh(self, worker: int, command: str, *options: str) -> subprocess.CompletedProcess:
         """Runs a command on a worker, past all faults but those of the network."""
         words = [str(self.bin / "ssh"), *options, f"worker-{worker}", command]
         return subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
-    def path(self, worker: int, path: str) -> Path:
-        """A path on a worker's disk, also while the worker is down."""
-        return Path(f"/proc/{self.pid}/root{self.folder}/worker-{worker}/root", path.lstrip("/"))
+    def home(self, worker: int) -> Path:
+        """On the worker's disk, also while the worker is down."""
+        return Path(f"/proc/{self.pid}/root{self.folder}/worker-{worker}/root/home/me")
 
-    def processes(self, worker: int, *words: str, unit: str = "") -> list[int]:
-        """The processes on a worker, or of a unit there, that have all these words in their command lines."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError, ValueError):
-                pid, line, group = int(entry.name), (entry / "cmdline").read_bytes(), (entry / "cgroup").read_text()
-                if f"/{self.cgroup}/worker-{worker}/" in group and unit in group:
-                    found += [pid] * all(word.encode() in line for word in words)
-        return found
+    def processes(self, worker: int, *words: str) -> set[int]:
+        return processes(f"/{self.cgroup}/worker-{worker}/", *words, file="cgroup")
 
-    def network(self, worker: int, up: bool) -> None:
-        """Cuts a worker off: packets get lost, and neither side is told."""
-        command = ["nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", "link", "set", f"worker-{worker}"]
-        subprocess.run([*command, "up" if up else "down"], check=True)
+    def trainers(self) -> list[int]:
+        """The number of trainers on each worker."""
+        return [len(self.processes(worker, TRAINER)) for worker in range(self.tpu["workers"])]
 
-    def cut_power(self, worker: int) -> None:
-        """Restarts a worker without asking its processes to end."""
+    def idle(self) -> bool:
+        """Whether neither a trainer nor anything of a unit is left."""
+        ours, units = (processes(mark, file="cgroup") for mark in (f"/{self.cgroup}/", "/xla-zoo.service"))
+        return not (any(self.trainers()) or ours & units)
+
+    def drop_connections(self, worker: int) -> None:
+        self.kill(worker, "sshd: me")
+
+    def restart(self, worker: int) -> None:
         self.kill(worker, "/systemd/systemd\0")
 
-    def kill(self, worker: int, *words: str) -> int:
-        """Kills the processes on a worker with these words. Returns how many there were."""
-        found = self.processes(worker, *words)
-        kill(found)
-        return len(found)
+    def network(self, worker: int, state: str) -> None:
+        """Cuts a worker off ("down": packets get lost, and neither side is told), or connects it ("up")."""
+        subprocess.run([*self.enter.split(), "ip", "link", "set", f"worker-{worker}", state], check=True)
 
     def close(self) -> None:
         """Ends everything."""
+        super().close()
         self.keeper.stdin.close()
         self.keeper.wait()
