@@ -8,7 +8,7 @@ is imitated of the real `gcloud compute tpus tpu-vm describe|ssh` (GA, as of 202
     ssh         asks the API first: a PREEMPTED or STOPPED TPU is exit code 1, one in maintenance only a warning. In a
                 fresh home it makes a key first, which fails where another call is at it. The exit code is the command's
     255         (ssh's own failure) the command is run again, without its input, up to 10 times with 5 s between (here
-                `attempts` and `pause`); then exit code 255
+                `attempts`, 0.2 s); then exit code 255
 
 What goes wrong, `mishaps`: for a call of `verb` (default ssh) to `worker` with the text `match`, once or some `times`
 (0: always). late: seconds before anything happens; message: what gcloud or ssh says and fails with; out: what describe
@@ -113,7 +113,7 @@ def ssh(tpu: dict, worker: int, command: str, options: list[str]) -> int:
     for attempt in range(tpu.get("attempts", 2)):
         if attempt:
             say("Retrying: SSH command error: [/usr/bin/ssh] exited with return code [255].")
-            time.sleep(tpu.get("pause", 0.2))
+            time.sleep(0.2)
         say(f"SSH: Attempting to connect to worker {worker}...")
         code = connect(tpu, worker, command, options, attempt == 0)
         if code != SSH_FAILED:

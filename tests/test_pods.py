@@ -15,7 +15,12 @@ from collections.abc import Callable
 import pods
 import pytest
 from launch_bed import FOREVER, KEEPER, TRAINER
-from test_launch import here, one_worker, test_detach_logs_status_stop, test_ssh_hosts  # noqa: F401 - run here, too
+from test_launch import (  # noqa: F401 - what is run here, too
+    here,
+    test_detach_logs_status_stop,
+    test_launchers_at_once_and_killed_while_they_start_are_one_run,
+    test_ssh_hosts,
+)
 
 SEQUENCES = int(os.environ.get("SEQUENCES", 6))
 SEED = int(os.environ.get("SEED", time.time()))
@@ -44,7 +49,7 @@ def test_stop_ends_all_that_it_reaches(bed):
     err = bed.stop(1)
     assert time.monotonic() < began + 75 and "worker 2: not reached" in err
     # One that stop reaches late has saved already, with its peers.
-    assert len(re.findall(r"worker \d: (?:stopped and saved|nothing ran)", err)) == 3, err
+    assert len(re.findall(r"worker \d: (?:stopped and saved|nothing ran)", err)) == 2, err
     bed.check_idle(30)
     bed.network(2, "up")
     assert bed.ended(client)[0] == 143 and "retry" not in bed.log(0)
