@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,14 +39,18 @@ def git(folder: Path, *arguments: object) -> None:
     subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True)
 
 
-def processes(mark: str, *words: str, file: str = "environ") -> set[int]:
-    """Returns those that have `mark` in their environment, or another file of theirs, and `words` in the command."""
-    found = set()
+def processes(mark: str, *words: str, without: str = "", file: str = "environ") -> list[int]:
+    """Returns those with `mark` in their environment, or another file of theirs, and all `words` in their command line.
+
+    without: a pattern; a process whose command line has it is left out.
+    """
+    found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            line = (entry / "cmdline").read_bytes()
-            if mark.encode() in (entry / file).read_bytes() and all(word.encode() in line for word in words):
-                found.add(int(entry.name))
+            if mark.encode() in (entry / file).read_bytes():
+                line = (entry / "cmdline").read_text(errors="replace")
+                if all(word in line for word in words) and not (without and re.search(without, line)):
+                    found.append(int(entry.name))
     return found
 
 
@@ -232,26 +237,22 @@ class Processes(Bed):
     def home(self, worker: int) -> Path:
         return self.folder / f"home-{worker}"
 
-    def processes(self, worker: int, *words: str) -> set[int]:
-        return self.all(*words, worker=worker) - self.all("fake_systemd.py")
-
-    def all(self, *words: str, worker: int | str = "") -> set[int]:
-        """Returns the processes on all workers, or one, in whatever group or session."""
-        return processes(f"HOME={self.folder}/home-{worker}", *words)
+    def processes(self, worker: int, *words: str) -> list[int]:
+        """In whatever group or session."""
+        return processes(f"HOME={self.home(worker)}\0", *words, without="fake_systemd.py")
 
     def idle(self) -> bool:
         """Whether only those are left that look on, and end when they notice that their connection has."""
-        looking_on = (self.all(f"\0{action}\0--worker") for action in ("follow", "stop", "status"))
-        return not self.all().difference(*looking_on)
+        return not processes(f"HOME={self.folder}/home-", without="\0(follow|stop|status)\0--worker")
 
     def drop_connections(self, worker: int) -> None:
         self.kill(worker, "\0follow\0--worker")
 
     def restart(self, worker: int) -> None:
-        send(signal.SIGKILL, self.all(worker=worker))
+        send(signal.SIGKILL, processes(f"HOME={self.home(worker)}\0"))
         shutil.rmtree(self.home(worker) / "run")
 
     def close(self) -> None:
         super().close()
-        send(signal.SIGKILL, self.all())
+        send(signal.SIGKILL, processes(f"HOME={self.folder}/home-"))
         assert not list(self.shared.rglob("two-trainers"))

@@ -166,7 +166,7 @@ class Pod(Bed):
         """On the worker's disk, also while the worker is down."""
         return Path(f"/proc/{self.pid}/root{self.folder}/worker-{worker}/root/home/me")
 
-    def processes(self, worker: int, *words: str) -> set[int]:
+    def processes(self, worker: int, *words: str) -> list[int]:
         return processes(f"/{self.cgroup}/worker-{worker}/", *words, file="cgroup")
 
     def trainers(self) -> list[int]:
@@ -176,7 +176,7 @@ class Pod(Bed):
     def idle(self) -> bool:
         """Whether neither a trainer nor anything of a unit is left."""
         ours, units = (processes(mark, file="cgroup") for mark in (f"/{self.cgroup}/", "/xla-zoo.service"))
-        return not (any(self.trainers()) or ours & units)
+        return not (any(self.trainers()) or {*ours} & {*units})
 
     def drop_connections(self, worker: int) -> None:
         self.kill(worker, "sshd: me")
