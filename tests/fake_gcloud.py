@@ -84,8 +84,8 @@ def connect(tpu: dict, worker: int, command: str, options: list[str], first: boo
     words = [CLOUD / "bin/ssh", *options, f"worker-{worker}", command]
     streams = {"stdin": None if first else subprocess.DEVNULL, "stdout": subprocess.PIPE, "start_new_session": True}
     if "input" in wrong:
-        streams |= {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        subprocess.Popen(words, **streams).communicate(sys.stdin.buffer.read(wrong["input"]))
+        process = subprocess.Popen(words, **{**streams, "stdin": subprocess.PIPE})
+        process.communicate(sys.stdin.buffer.read(wrong["input"]))
     else:
         process, left = subprocess.Popen(words, **streams), wrong.get("bytes", 1 << 60)
         while left:

@@ -407,7 +407,7 @@ def test_a_dropped_connection_continues_where_it_was_and_a_start_is_done_once(be
     for number in (1, 50_000, 300_000):
         bed.wrong(worker=0, match=" follow ", bytes=number)
     bed.wrong(worker=0, match=" start ", input=-1)
-    for cut in (0, len(workers.PROGRAM) // 2, len(workers.PROGRAM) + 99):
+    for cut in (0, workers.PROGRAM.index(b"\ndef main"), len(workers.PROGRAM) + 99):
         bed.wrong(worker=1, match=" start ", input=cut)
     code, out, err = bed.run("train", "--run", "one", args="burst=1 steps=20")
     assert code == 0 and out == bed.log(0) and bed.starts() == [1, 1] and "connected again" in err, err
@@ -571,7 +571,7 @@ def test_ssh_hosts(bed):
     wait(lambda: "connected again" in client.err.read_text())
     # A machine has one run, whatever it is called.
     for name in ("one", "two"):  # alone it would take itself for worker 0
-        code, _, err = bed.run("train", "--tpu", "ssh:worker-1", "--run", name, args=FOREVER)
+        code, _, err = bed.run("train", "--tpu", "ssh:worker-1", "--run", name, args=f"{FOREVER} stray=1")
         assert code == 2 and "ssh:worker-1 is busy: one" in err and "worker 1 of 2, since" in err
     stopped = bed.interrupt(client)
     assert stopped.count("stopped and saved: one, exit code 143") == 2 and bed.idle(), "also none of another session"
