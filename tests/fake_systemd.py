@@ -32,7 +32,6 @@ def manage(properties: dict[str, str], command: list[str]) -> None:
     output = (UNIT.parent / "journal").open("ab")
     streams = {"env": environment, "stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
     main = subprocess.Popen(command, cwd=properties["WorkingDirectory"], **streams)
-    (UNIT / "main").write_text(str(main.pid))
     deadline, result = 0.0, ""
     while main.poll() is None:
         if (UNIT / "kill").exists() or (deadline and time.monotonic() > deadline):

@@ -366,6 +366,7 @@ SAVED = [(0, False, 143, False), (2, False, 143, False)]
     [
         ([*ALL[:2], 310, ALL[0]], 0, "end", 1, 10),  # one never joined
         ([*ALL, *RUN, 30, *RUN[:2], 15, RUN[0]], 3, "end", 1, 10),  # one is silent: no retry, since its keeper is gone
+        ([*ALL, *RUN, (1, False, 3, False)], 0, "end", 3, 10),
         ([*ALL, *RUN, (1, False, 143, False)], 3, "end", 143, 60),  # the trainer itself was told to stop
         ([*ALL, *RUN, (1, True, None, True), (1, False, 143, True), *SAVED], 3, "leave", 143, 0),
         ([*ALL, *RUN, (1, False, 3, False), *SAVED], 1, "run", 0, 60),
@@ -698,6 +699,6 @@ def test_the_programs_need_no_newer_python_and_no_package(path):
 
 
 def test_they_start_without_any_package():
-    for program in (["-m", "tpu.launch"], ["tpu/launch/launcher.py"], ["-m", "tpu.doctor"]):
-        result = subprocess.run([PYTHON, "-S", *program, "--help"], cwd=ROOT, capture_output=True, text=True)
+    for program in ("tpu.launch", "tpu.doctor"):
+        result = subprocess.run([PYTHON, "-S", "-m", program, "--help"], cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 0 and "--tpu" in result.stdout, result.stderr
