@@ -21,7 +21,6 @@ import PIL.Image
 import pytest
 import torch
 import torch_xla
-import torch_xla.debug.metrics as met
 from helpers import environment, records
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -29,6 +28,7 @@ from errors import InputError
 from train.common import device, run_folder
 from train.common import run as tracking
 from train.common.watch import curves
+from train.common.xla import backend as xla
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,43 +136,31 @@ def test_other_hosts_choose_the_same_run_but_write_and_print_nothing(start, tmp_
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-def test_config_json_says_what_ran_where_and_each_start_adds_to_it(start):
+def test_config_json_says_what_each_start_ran_where_and_at_which_commit(start, tmp_path, monkeypatch):
+    code = tmp_path / "code"
+    code.mkdir()
+    monkeypatch.setattr(run_folder, "__file__", str(code / "run_folder.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+
+    def git(*arguments):
+        command = ["git", "-C", str(code), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    start().close()  # outside git
+    git("init")
+    (code / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-m", "first")
     start().close()
-    stored = json.load(open(f"{start().path}/config.json"))
+    (code / "file").write_text("two")
+    stored, commit = json.load(open(f"{start().path}/config.json")), git("rev-parse", "HEAD")
     assert stored["config"]["betas"] == [0.9, 0.999] and stored["config"]["lr"] == 0.1
-    first, _ = stored["starts"]
+    starts = [None, {"commit": commit, "dirty": False}, {"commit": commit, "dirty": True}]
+    assert [each["git"] for each in stored["starts"]] == starts
+    first = stored["starts"][0]
     assert first["devices"] == {"kind": "CPU", "devices": 4, "hosts": 1}
     assert "python" in first["command"] and first["time"].startswith("20")
     assert first["versions"]["torch"] == torch.__version__.split("+")[0] and "python" in first["versions"]
-
-
-def test_git_commit_and_changes_are_recorded_and_null_outside_git(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "run_folder.py"))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert run_folder._start_record({})["git"] is None
-
-    def git(*arguments):
-        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init")
-    (tmp_path / "file").write_text("one")
-    git("add", "file")
-    git("commit", "-m", "first")
-    assert run_folder._start_record({})["git"] == {"commit": git("rev-parse", "HEAD"), "dirty": False}
-    (tmp_path / "file").write_text("two")
-    assert run_folder._start_record({})["git"]["dirty"] is True
-
-
-def test_metrics_are_written_at_once_with_every_digit_and_timings_apart(start):
-    run, loss = start(), 1 / 3
-    run.log(1, examples=32, input_wait=0.25, loss=torch.tensor(loss, dtype=torch.float64), lr=1e-5, correct=3)
-    assert numbers(run) == [{"step": 1, "loss": loss, "lr": 1e-5, "correct": 3}]
-    assert set(lines(run)[0]["timing"]) == {"elapsed", "training", "input_wait"}
-    run.evaluation(1, accuracy=0.1 + 0.2)
-    assert numbers(run)[1] == {"step": 1, "eval/accuracy": 0.1 + 0.2}
-    run.close()
-    assert scalars(run, "loss") == [(1, pytest.approx(loss))] and scalars(run, "eval/accuracy")[0][0] == 1
 
 
 def test_tensorflow_is_not_imported_even_where_it_is_installed(tmp_path):
@@ -192,30 +180,31 @@ run.close()"""
 REPORT = {"compile_seconds": 75.0, "graphs": 2, "recompilations": [], "fallbacks": ["aten::nonzero"]}
 
 
-def test_finish_writes_summary_last_and_prints_the_table(start, capsys, monkeypatch, clock):
+def test_finish_writes_summary_last_and_prints_the_table_as_a_later_start_does(start, capsys, monkeypatch, clock):
     monkeypatch.setattr(device, "graph_report", lambda: dict(REPORT))
     run = start(total_steps=2, unit="tokens")
     run.log(1, examples=10, input_wait=0.1, loss=2.0)
     clock[0] = 0.5
     run.log(2, examples=20, input_wait=0.3, loss=1.0)
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(run, "tell", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            run.finish({})
+        run.finish({})
     assert not os.path.exists(f"{run.path}/summary.json")
     capsys.readouterr()
     run.finish({"top1": 0.953125, "loss": math.inf})
-    summary = json.load(open(f"{run.path}/summary.json"))
+    summary, table = json.load(open(f"{run.path}/summary.json")), capsys.readouterr().out
     assert summary == run.summary and run.finished
     assert summary["metrics"] == {"top1": 0.953125, "loss": None} and summary["steps"] == 2
     assert summary["report"] == REPORT and summary["input_wait"] == pytest.approx(0.2)
-    table = capsys.readouterr().out.splitlines()
-    assert table[0].startswith(f"{run.path} finished in ")
-    cells = {line[:19].strip(): line[19:].strip() for line in table[1:]}
+    title, *rows = table.splitlines()
+    assert title.startswith(f"{run.path} finished in ")
+    cells = {row[:19].strip(): row[19:].strip() for row in rows}
     expected = {"top1": "0.9531", "compile time": "1 min 15 s", "input wait": "20 %"}
     expected |= {"graphs compiled": "2", "recompilations": "0", "fall-backs": "1; aten::nonzero"}
     assert expected.items() <= cells.items() and next(iter(cells)) == "top1", cells
     assert cells["training time"] == "0.5 s" and float(cells["tokens/s"]) == summary["tokens_per_second"] == 20
+    start(name="net", unit="tokens").print_summary()
+    assert capsys.readouterr().out.endswith(table)
 
 
 def test_files_are_replaced_whole_or_not_at_all(start, monkeypatch):
@@ -259,81 +248,67 @@ def test_a_signal_in_the_last_step_lets_the_run_finish_and_a_failed_save_ends_it
     assert closed.thing.closed and run._closed
 
 
-def test_resume_drops_later_lines_and_a_torn_last_one_and_names_a_damaged_one(start):
+def test_resume_drops_later_lines_and_a_torn_one_counts_the_time_before_and_names_damage(start, clock, monkeypatch):
     run = start(at=0)
     for step in (1, 2, 3):
-        run.log(step, loss=float(step))
+        clock[0] += 30
+        run.log(step, examples=240 * step, loss=float(step))
+        with run.pause():
+            clock[0] += 10
         run.evaluation(step, accuracy=step / 10)
-    before = numbers(run)
+    before, file = lines(run), Path(run.path, "metrics.jsonl")
     run.close()
-    with open(f"{run.path}/metrics.jsonl", "ab") as file:
-        file.write(b'{"step": 2, "loss": 7')
-    time.sleep(1.1)  # event files are ordered by the second in their name
+    file.write_bytes(file.read_bytes() + b'{"step": 2, "loss": 7')
+    monkeypatch.setattr(time, "time", lambda now=time.time: now() + 2)  # event files are ordered by their second
+    clock[0] = 1000.0
     run = start(at=2)
-    assert numbers(run) == before[:4]
+    assert lines(run) == before[:4]
+    clock[0] = 1005.0
     run.log(3, loss=5.0)
-    assert numbers(run) == [*before[:4], {"step": 3, "loss": 5.0}]
-    run.close()
+    assert lines(run) == [*before[:4], {"step": 3, "loss": 5.0, "timing": {"elapsed": 85.0, "training": 65.0}}]
+    run.finish({})
+    assert (run.summary["elapsed_seconds"], run.summary["training_seconds"]) == (85, 65)
+    assert run.summary["examples_per_second"] == 8
     assert scalars(run, "loss") == [(1, 1.0), (2, 2.0), (3, 5.0)]  # TensorBoard, too
-    file = Path(run.path, "metrics.jsonl")
+    assert scalars(run, "eval/accuracy")[0] == (1, pytest.approx(0.1))
+    os.remove(f"{run.path}/summary.json")
     file.write_text(f"garbage\n{file.read_text()}")
     with pytest.raises(InputError, match="line 1 of .*metrics.jsonl is damaged.*--name"):
         start(at=1)
 
 
-def test_times_of_a_resumed_run_include_its_earlier_parts(start):
-    run = start()
-    run.log(1, loss=1.0)
-    run.close()
-    line = lines(run)[0] | {"timing": {"elapsed": 100.0, "training": 60.0, "examples_per_second": 8.0}}
-    Path(run.path, "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    run = start(at=1)
-    run.log(2, loss=1.0)
-    assert 100 < lines(run)[1]["timing"]["elapsed"] < 160 and 60 < lines(run)[1]["timing"]["training"] < 99
-    run.finish({})
-    assert run.summary["elapsed_seconds"] > 100 and run.summary["training_seconds"] > 60
-    assert run.summary["examples_per_second"] == 8.0
-
-
 # ---- numbers, progress -----------------------------------------------------------------------------------------------
-def test_speed_is_measured_between_log_calls_without_pauses_and_without_the_first_step(start, clock):
-    run = start()
+def test_lines_have_every_digit_and_the_speed_without_pauses_and_the_first_step(start, capsys, clock):
+    run, loss = start(unit="tokens"), 1.2 + 1 / 3
     clock[0] = 50.0  # the compilation of the first step
-    run.log(1, examples=8, loss=1.0)
-    assert "examples_per_second" not in lines(run)[0]["timing"]
+    run.log(1, examples=1000, input_wait=0.5, loss=2.0, lr=2e-5)
     clock[0] = 52.0
     with run.pause():
         clock[0] = 60.0
         with run.pause():  # evaluation() pauses too
             clock[0] = 61.0
     clock[0] = 64.0
-    run.log(11, examples=88, loss=1.0)
-    assert lines(run)[1]["timing"] == {"elapsed": 64.0, "training": 55.0, "examples_per_second": 80 / 5}
-
-
-def test_plain_lines_without_a_terminal_name_the_unit_of_speed_as_do_summary_and_table(start, capsys, clock):
-    run = start(unit="tokens")
-    run.log(1, examples=1000, input_wait=0.5, loss=2.0, lr=2e-5)
-    clock[0] = 2.0
-    run.log(120, examples=9000, input_wait=0.031, lr=0.05, loss=1.23456)
-    clock[0] = 3.0
-    run.evaluation(120, bleu=0.5)
-    run.log(130, examples=13_000, loss=1.0)
+    run.log(120, examples=11_000, input_wait=0.031, lr=0.05, loss=torch.tensor(loss, dtype=torch.float64), correct=3)
+    run.evaluation(120, bleu=0.1 + 0.2)
+    clock[0] = 66.0
+    run.log(130, examples=15_000, loss=1.0)
     assert capsys.readouterr().out.splitlines()[2:] == [
         "step     1/500  loss 2.0000  lr 2.00e-05  input wait 50 %",
-        "step   120/500  loss 1.2346  lr 0.0500  4000 tokens/s  input wait 3 %",
-        "step   120/500  evaluation: bleu 0.5000",
-        "step   130/500  loss 1.0000  4000 tokens/s",
+        "step   120/500  loss 1.5333  lr 0.0500  correct 3  2000 tokens/s  input wait 3 %",
+        "step   120/500  evaluation: bleu 0.3000",
+        "step   130/500  loss 1.0000  2000 tokens/s",
     ]
-    run.finish({"bleu": 30.0})
-    timed = [line["timing"].get("tokens_per_second") for line in lines(run) if "loss" in line]
-    assert timed == [None, 4000, 4000] and run.summary["tokens_per_second"] == 4000
-    start(name="net", unit="tokens").print_summary()
-    out = capsys.readouterr().out
-    assert len(re.findall(r"^  tokens/s +4000$", out, re.MULTILINE)) == 2 and "examples" not in f"{out}{lines(run)}"
+    assert numbers(run)[1:3] == [
+        {"step": 120, "lr": 0.05, "loss": loss, "correct": 3},
+        {"step": 120, "eval/bleu": 0.1 + 0.2},
+    ]
+    first, second, _, third = (line["timing"] for line in lines(run))
+    assert first == {"elapsed": 50.0, "training": 50.0, "input_wait": 0.5}
+    assert second == {"elapsed": 64.0, "training": 55.0, "tokens_per_second": 2000.0, "input_wait": 0.031}
+    assert third == {"elapsed": 66.0, "training": 57.0, "tokens_per_second": 2000.0}
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, torch.tensor(math.nan)])
+@pytest.mark.parametrize("loss", [math.inf, torch.tensor(math.nan)])
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_valid_json(start, loss):
     run = start()
     run.log(1, loss=1.0)
@@ -347,15 +322,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_valid_json(start, lo
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
-def test_curves_are_drawn_from_whatever_points_there_are():
-    few, one = [{"step": n, "loss": 1 / n} for n in range(1, 4)], {"step": 9, "loss": 1.0, "lr": 0.0, "other": None}
-    for points in (few, [one], [{"step": 9, "eval/accuracy": 0.0, "eval/f1": None}]):
-        image = PIL.Image.open(io.BytesIO(curves.draw_curves(points, "a run")))
-        assert image.size == (1000, 460), points
-        assert (np.asarray(image.convert("L")) < 250).mean() > 0.01, points
-
-
-def test_a_loss_curve_shows_every_panel(monkeypatch):
+def test_curves_have_a_panel_for_every_metric_and_few_points_are_enough(monkeypatch):
     made, figure, evaluated = [], matplotlib.figure.Figure, {"step": 50, "eval/accuracy": 0.1, "eval/loss": 2.0}
     monkeypatch.setattr(matplotlib.figure, "Figure", lambda **options: made.append(figure(**options)) or made[-1])
     points = [{"step": n, "loss": float(n % 2), "lr": 0.1} for n in range(1, 100)]
@@ -367,6 +334,13 @@ def test_a_loss_curve_shows_every_panel(monkeypatch):
     assert found == {**expected, "learning rate": []} and made[0].get_suptitle() == "my run"
     raw, smooth = (line.get_ydata() for line in panels["loss"].lines[:2])
     assert list(raw) == [float(n % 2) for n in range(1, 100)] and max(smooth[5:]) < 0.7 and len(smooth) == 99
+    one, nothing = (
+        {"step": 9, "loss": 1.0, "lr": 0.0, "other": None},
+        {"step": 9, "eval/accuracy": 0.0, "eval/f1": None},
+    )
+    for few in ([{"step": n, "loss": 1 / n} for n in range(1, 4)], [one], [nothing]):
+        image = PIL.Image.open(io.BytesIO(curves.draw_curves(few, "a run")))
+        assert image.size == (1000, 460) and (np.asarray(image.convert("L")) < 250).mean() > 0.01, few
 
 
 def test_an_evaluation_draws_at_most_once_a_minute_and_so_does_the_end(start, monkeypatch, clock, memory):
@@ -385,8 +359,6 @@ def test_an_evaluation_draws_at_most_once_a_minute_and_so_does_the_end(start, mo
 
 # ---- what can go wrong with the folder -------------------------------------------------------------------------------
 def test_a_folder_that_cannot_be_used_is_reported(start, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="cannot write /proc/runs/net: "):
-        start(runs="/proc/runs")
     with pytest.raises(InputError, match="cannot use --runs nonsense://bucket: "):
         start(runs="nonsense://bucket")
     run = start(runs=f"file://{tmp_path}/runs/")  # a local folder
@@ -399,9 +371,6 @@ def test_a_folder_that_cannot_be_used_is_reported(start, tmp_path, monkeypatch):
     monkeypatch.setattr(type(fsspec.filesystem("file")), "cat_file", refuse)
     with pytest.raises(InputError, match="cannot read .*config.json: .*Permission denied"):
         start()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot (read|write) .*file/net.*"):
-        start(runs=str(tmp_path / "file"))
 
 
 def test_a_damaged_config_is_reported_and_metrics_without_one_are_not_appended_to(start, tmp_path):
@@ -435,27 +404,11 @@ def test_a_full_disk_names_the_file_says_what_to_do_and_lets_the_run_close(start
     assert numbers(start(at=7)) == [{"step": 7, "loss": 1.0}]
 
 
-def test_a_failed_checkpoint_is_the_error_that_a_full_disk_shows(start, monkeypatch):
-    run = start(at=0)
-    run.log(7, loss=1.0)
-    with monkeypatch.context() as patch, pytest.raises(InputError, match="the checkpoint of step 8"):
-        patch.setattr(os, "fsync", no_space)
-        with run.training(contextlib.nullcontext()):
-            raise InputError("cannot write the checkpoint of step 8")
-
-
-def test_the_same_run_in_two_processes_is_refused_until_the_first_is_killed(start, tmp_path):
+def test_a_run_that_another_process_trains_is_refused(start):
     run = start()
-    code = f"import fcntl, time; file = open('{run.path}/.lock', 'r+'); fcntl.flock(file, 2); print(1); time.sleep(60)"
+    with pytest.raises(InputError, match=f"is being trained by process {os.getpid()}; use another --name"):
+        start()
     run.close()
-    process = subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE, text=True)
-    try:
-        process.stdout.readline()
-        with pytest.raises(InputError, match=f"is being trained by process {os.getpid()}; use another --name"):
-            start()
-    finally:
-        process.kill()
-        process.communicate()
     assert start().resumed
 
 
@@ -519,23 +472,19 @@ def test_an_unwritable_store_stops_a_new_run_but_only_warns_in_training(start, m
 
 # ---- XLA -------------------------------------------------------------------------------------------------------------
 def test_xla_values_are_read_by_a_step_closure_in_one_transfer(start, monkeypatch):
-    def transfers():
-        data = met.metric_data("TransferFromDeviceTime")
-        return data[0] if data else 0
-
     values = torch.arange(8.0, device=torch_xla.device())
     loss, accuracy = values.mean() / 3, values.max()
     run = start()
-    before = transfers()
+    reads = xla.host_reads()
     run.log(1, loss=loss, accuracy=accuracy, lr=0.1)
     run.log(2, loss=0.5)  # waits behind the first, so the lines stay in order
-    assert transfers() == before and not os.path.exists(f"{run.path}/metrics.jsonl")
+    assert xla.host_reads() == reads and not os.path.exists(f"{run.path}/metrics.jsonl")
     torch_xla.sync()
-    assert transfers() == before + 1
+    assert xla.host_reads() == reads + 1
     third = float(torch.tensor(3.5) / 3)
     assert numbers(run) == [{"step": 1, "loss": third, "accuracy": 7.0, "lr": 0.1}, {"step": 2, "loss": 0.5}]
 
-    compiled = met.counter_value("UncachedCompile")
+    graphs = xla.compilations()
     run.log(3, loss=loss)
     run.evaluation(3, accuracy=0.5)  # flushes what is pending, and compiles nothing for it
     assert [line["step"] for line in numbers(run)] == [1, 2, 3, 3]
@@ -549,13 +498,4 @@ def test_xla_values_are_read_by_a_step_closure_in_one_transfer(start, monkeypatc
     run.log(5, loss=loss)
     run.close()
     assert numbers(run)[-1] == {"step": 5, "loss": third}
-    assert met.counter_value("UncachedCompile") == compiled
-
-
-def test_a_loss_on_the_device_that_is_not_finite_stops_at_the_next_sync(start):
-    run = start()
-    run.log(5, loss=torch.tensor(0.0, device=torch_xla.device()) / 0)
-    with pytest.raises(InputError, match="loss is nan at step 5"):
-        torch_xla.sync()
-    torch_xla.sync()
-    run.close()
+    assert xla.compilations() == graphs
