@@ -696,8 +696,8 @@ def test_a_trial_of_distilbert_makes_its_teacher_and_waits_for_it(tmp_path, caps
 
 
 @pytest.mark.filterwarnings("ignore:skipped, ")
-def test_a_host_opens_no_images_of_the_others_and_the_broken_ones_of_all_are_counted(tmp_path, monkeypatch, capsys):
-    rng, read_file, said = np.random.default_rng(0), resnet50.imagenet.read_file, []
+def test_broken_images_of_all_hosts_are_counted(tmp_path, capsys):
+    rng, said = np.random.default_rng(0), []
     for split, size in (("train", 39), ("val", 29)):
         for number in range(size):
             path = tmp_path / "images" / split / f"class {number % 2}" / f"{number}.png"
@@ -707,17 +707,8 @@ def test_a_host_opens_no_images_of_the_others_and_the_broken_ones_of_all_are_cou
                 path.write_bytes(b"no picture")
     options = {"data": f"{tmp_path}/images", "epochs": 1, "warmup_epochs": 0.0, "skip_broken": True}
     for hosts in (1, 4):
-        opened = []
-
-        def recorded(path, opened=opened):
-            if "/val/" in path and not path.endswith("/0.png"):  # which stands in for padding
-                opened.append(path)
-            return read_file(path)
-
-        monkeypatch.setattr(resnet50.imagenet, "read_file", recorded)
         train("resnet50", hosts, tmp_path / str(hosts), **options).succeeded()
         said.append([line for line in capsys.readouterr().out.splitlines() if "decoded" in line])
-        assert len(opened) == len(set(opened)) > 0
     assert len(said[0]) > 1 and said[0] == said[1]
 
 
@@ -752,14 +743,11 @@ def test_the_trial_of_xlnet_is_refused_on_several_hosts(tmp_path):
 
 @pytest.mark.parametrize("others", [b"", b"\xff\n"])
 def test_translate_refuses_hosts_with_other_lines(tmp_path, others):
-    pairs = wmt.SyntheticPairs("valid", 8)
-    words = SimpleNamespace(sentences=lambda lines: wmt.Sentences(pairs, lines))
     given = SimpleNamespace(buffer=SimpleNamespace(read=lambda: b"w1 w2 w3\n" if this_host() == 0 else others))
 
     def patch(monkeypatch):
-        monkeypatch.setattr(translate, "load", lambda folder, mesh: (Answer(), words))
+        monkeypatch.setattr(translate, "load", lambda *_: (None, None))
         monkeypatch.setattr(translate, "sys", SimpleNamespace(stdin=given, stdout=sys.stdout))
 
-    pod = Pod(2, tmp_path, of_step)
-    pod.run(lambda: translate.main(translate.Config(model_dir="export", lengths=(8,), batch_tokens=64)), patch)
+    pod = Pod(2, tmp_path, of_step).run(lambda: translate.main(translate.Config(model_dir="export")), patch)
     pod.refused("translation is for one host")
