@@ -28,7 +28,7 @@ def written(texts: list[list[str]]) -> bytes:
     return "\n".join("".join(f"{line}\n" for line in lines) for lines in texts).encode()
 
 
-def text_corpus(folder: Path, count: int = 60, end: str = "") -> Path:
+def text_corpus(folder: Path, end: str = "", count: int = 60) -> Path:
     """Writes training and validation documents to files a, b and valid.txt, with `end` .gz packed."""
     folder.mkdir(parents=True, exist_ok=True)
     pack = gzip.compress if end else bytes
@@ -58,7 +58,7 @@ def write_lines(folder: Path, name: str, lines: list[str], end: str = "") -> Non
     (folder / f"{name}{end}").write_bytes(gzip.compress(text) if end else text)
 
 
-def pair_corpus(folder: Path, count: int = 60, end: str = "", **others: list[str]) -> Path:
+def pair_corpus(folder: Path, end: str = "", count: int = 60, **others: list[str]) -> Path:
     """Writes train and valid text in en and de, and other files by name: train_en=[…]."""
     for name, lines in (("train", sentences(count)), ("valid", sentences(7, 1))):
         write_lines(folder, f"{name}.en", lines, end)
