@@ -1,5 +1,6 @@
-"""data/wmt.py and data/fairseq_format.py on small files that the tests write; plain Python loops are the reference."""
+"""data/wmt.py and data/fairseq_format.py on fairseq's golden files, and on small files that the tests write."""
 
+import itertools
 import pickle
 import struct
 from collections.abc import Callable
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from model_helpers import GOLDEN
 
-from data.fairseq_format import DTYPES, token_dtype
+from data.fairseq_format import DTYPES, token_dtype, write_index
 from data.wmt import EOS, PAD, UNK, Dictionary, MmapTokens, SyntheticPairs, open_pairs, write_mmap
 from errors import InputError
 
@@ -23,14 +25,8 @@ def refuses(message: str, function: Callable, *arguments) -> None:
         function(*arguments)
 
 
-def write_as_fairseq(prefix: Path, sentences: list[list[int]], code: int = 8) -> None:
-    """What fairseq's MMapIndexedDatasetBuilder writes, in a few lines of its own."""
-    dtype = np.dtype(DTYPES[code])
-    sizes = np.array(list(map(len, sentences)), "<i4")
-    addresses = (sizes.cumsum() - sizes) * dtype.itemsize
-    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQ", 1, code, len(sentences))
-    Path(f"{prefix}.bin").write_bytes(b"".join(np.array(sentence, dtype).tobytes() for sentence in sentences))
-    Path(f"{prefix}.idx").write_bytes(header + sizes.tobytes() + addresses.astype("<i8").tobytes())
+def write_tokens(prefix: Path, sentences: list[list[int]], symbols: int = 18) -> None:
+    write_mmap(prefix, np.concatenate(sentences), list(map(len, sentences)), symbols)
 
 
 def write_folder(folder: Path, sentences=SENTENCES, splits=("train", "valid"), symbols: int = 18) -> Path:
@@ -39,29 +35,34 @@ def write_folder(folder: Path, sentences=SENTENCES, splits=("train", "valid"), s
     for language, ids in sentences.items():
         Dictionary([f"s{number}" for number in range(4, symbols)]).save(folder / f"dict.{language}.txt")
         for split in splits:
-            write_as_fairseq(folder / f"{split}.en-de.{language}", [[*sentence, EOS] for sentence in ids])
+            write_tokens(folder / f"{split}.en-de.{language}", [[*sentence, EOS] for sentence in ids], symbols)
     return folder
 
 
-@pytest.mark.parametrize("code", DTYPES)
-def test_a_file_that_fairseq_wrote_is_read(tmp_path, code):
+def test_what_fairseq_wrote_is_written_again_byte_for_byte(tmp_path):
+    theirs, ours = GOLDEN / "joint/test.en-de.de", tmp_path / "ours"
+    tokens = MmapTokens(theirs)
+    write_tokens(ours, [tokens[index] for index in range(len(tokens))])
+    for end in ("idx", "bin"):
+        assert Path(f"{ours}.{end}").read_bytes() == Path(f"{theirs}.{end}").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_tokens_of_every_type_are_read(tmp_path, dtype):
     sentences = [[2], [4, 5, 2], [100, 99, 98, 97, 2]]
-    write_as_fairseq(tmp_path / "a", sentences, code)
+    np.concatenate(sentences).astype(dtype).tofile(tmp_path / "a.bin")
+    write_index(tmp_path / "a.idx", [1, 3, 5], np.dtype(dtype))
     tokens = MmapTokens(tmp_path / "a")
-    assert (len(tokens), tokens.sizes.tolist(), tokens.tokens.dtype) == (3, [1, 3, 5], DTYPES[code])
+    assert (len(tokens), tokens.sizes.tolist(), tokens.tokens.dtype) == (3, [1, 3, 5], dtype)
     assert [tokens[index].tolist() for index in range(3)] == sentences
     assert tokens.starts(np.array([2, 0])).tolist() == [4, 0]
 
 
-@pytest.mark.parametrize(("vocabulary", "code"), [(65_499, 8), (65_500, 4)])
-def test_what_is_written_is_byte_for_byte_fairseqs_file(tmp_path, vocabulary, code):
-    sentences = [[vocabulary - 1, 2], [2], [4, 5, 6, 2]]
-    write_as_fairseq(tmp_path / "expected", sentences, code)
-    write_mmap(tmp_path / "found", np.concatenate(sentences), [2, 1, 4], vocabulary)
-    for end in ("idx", "bin"):
-        assert (tmp_path / f"found.{end}").read_bytes() == (tmp_path / f"expected.{end}").read_bytes()
-    assert token_dtype(vocabulary) == DTYPES[code]
-    write_mmap(tmp_path / "none", np.empty(0, np.int64), [], vocabulary)
+def test_a_large_vocabulary_has_the_larger_type_and_there_may_be_no_sentence(tmp_path):
+    assert [token_dtype(vocabulary) for vocabulary in (65_499, 65_500)] == [np.uint16, np.int32]
+    write_tokens(tmp_path / "large", [[65_536, 2]], 65_537)
+    assert MmapTokens(tmp_path / "large")[0].tolist() == [65_536, 2]
+    write_mmap(tmp_path / "none", np.empty(0, np.int64), [], 18)
     assert len(MmapTokens(tmp_path / "none")) == 0
 
 
@@ -75,7 +76,7 @@ def test_damaged_files_are_explained(tmp_path):
         refuses(message, MmapTokens, prefix)
         path.write_bytes(before)
 
-    write_as_fairseq(prefix, [[4, 5, 2], [6, 2]])
+    write_tokens(prefix, [[4, 5, 2], [6, 2]])
     whole = index.read_bytes()
     refused(r"a\.bin is truncated: 9 bytes, expected 10", data, data.read_bytes()[:-1])
     refused(r"a\.bin is truncated: 0 bytes, expected 10", data, b"")
@@ -106,7 +107,6 @@ def test_a_dictionary_is_read_and_written_as_fairseq_does(tmp_path):
     strange = {
         b"a 1\nb\n": r"again\.txt line 2 is 'b'; expected a symbol, a space and its count",
         b"a 1\nb x\n": "line 2 is 'b x'",
-        b"a 1\n\nb 2\n": "line 2 is ''",
         b"a 1\na 2\n": "line 2 has the symbol 'a' a second time",
         b"<pad> 1\n": "line 1 has the symbol '<pad>' a second time",
         b"a 1\n\xff 2\n": r"not UTF-8 \(byte 4\)",
@@ -117,42 +117,36 @@ def test_a_dictionary_is_read_and_written_as_fairseq_does(tmp_path):
     refuses("nowhere cannot be read", Dictionary.load, tmp_path / "nowhere")
 
 
-def plain_batch(sentences: dict, indices, shape) -> dict[str, list]:
-    """The definition: row by row, pair by pair. `indices` are lists of pairs, one a row."""
-    rows = {name: [] for name in ("source", "previous", "target", "source_segment", "target_segment")}
-    for pairs in indices:
-        row = {name: [] for name in rows}
-        for segment, pair in enumerate(pairs, start=1):
-            if pair >= 0:
-                source, target = ([*sentences[language][pair], EOS] for language in ("en", "de"))
-                row["source"] += source
-                row["target"] += target
-                row["previous"] += [EOS, *target[:-1]]
-                row["source_segment"] += [segment] * len(source)
-                row["target_segment"] += [segment] * len(target)
-        for name, values in row.items():
-            width = shape[0] if name.startswith("source") else shape[1]
-            filler = 0 if name.endswith("segment") else PAD
-            rows[name].append(values + [filler] * (width - len(values)))
-    return rows
-
-
-BY_HAND = [[0, 1, 2, 3, 4], [4, -1, 0], [-1, -1], [[0, 1], [4, -1], [-1, -1]], [[2, 1, 4], [3, -1, -1]], [[-1]]]
-
-
-def test_batches_agree_with_a_plain_loop(tmp_path):
-    rng = np.random.default_rng(0)
-    random = {k: [rng.integers(4, 18, rng.integers(0, 9)).tolist() for _ in range(200)] for k in ("en", "de")}
-    cases = [(SENTENCES, np.array(indices), (9, 15)) for indices in BY_HAND]
-    cases += [(random, rng.integers(-1, 200, shape), (40, 30)) for shape in ((0,), (30,), (30, 3))]
-    for sentences, indices, shape in cases:
-        batch = open_pairs(write_folder(tmp_path, sentences), "train").batch(indices, shape)
-        expected = plain_batch(sentences, indices.reshape(len(indices), -1 if len(indices) else 1).tolist(), shape)
-        assert expected.keys() - batch.keys() == ({"source_segment", "target_segment"} if indices.ndim == 1 else set())
-        for name, array in batch.items():
-            width = shape[0] if name.startswith("source") else shape[1]
-            assert array.dtype == np.int32 and array.shape == (len(indices), width) and array.flags.writeable
-            assert array.tolist() == expected[name]
+def test_the_pairs_of_a_row_lie_one_after_another(tmp_path):
+    pairs = open_pairs(write_folder(tmp_path), "train")
+    batch = pairs.batch(np.array([[2, 1, 0], [3, -1, -1], [-1, -1, -1], [-1, 2, 4]]), (7, 11))
+    assert {name: array.tolist() for name, array in batch.items()} == {
+        "source": [[2, 7, 2, 4, 5, 6, 2], [8, 9, 10, 11, 2, 1, 1], [1] * 7, [2, 4, 4, 2, 1, 1, 1]],
+        "source_segment": [[1, 2, 2, 3, 3, 3, 3], [1, 1, 1, 1, 1, 0, 0], [0] * 7, [2, 3, 3, 3, 0, 0, 0]],
+        "target": [
+            [5, 2, 14, 15, 16, 17, 2, 12, 13, 2, 1],
+            [6, 7, 8, 2, *[1] * 7],
+            [1] * 11,
+            [5, 2, 9, 3, 9, 10, 11, 2, 1, 1, 1],
+        ],
+        "previous": [
+            [2, 5, 2, 14, 15, 16, 17, 2, 12, 13, 1],
+            [2, 6, 7, 8, *[1] * 7],
+            [1] * 11,
+            [2, 5, 2, 9, 3, 9, 10, 11, 1, 1, 1],
+        ],
+        "target_segment": [
+            [1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 0],
+            [1, 1, 1, 1, *[0] * 7],
+            [0] * 11,
+            [2, 2, 3, 3, 3, 3, 3, 3, 0, 0, 0],
+        ],
+    }
+    assert {(array.dtype, array.flags.writeable) for array in batch.values()} == {(np.dtype(np.int32), True)}
+    one_a_row = pairs.batch(np.array([3, -1]), (7, 11))
+    assert one_a_row.keys() == {"source", "target", "previous"}
+    assert all(array.tolist() == batch[name][1:3].tolist() for name, array in one_a_row.items())
+    assert pairs.batch(np.zeros((0, 3), int), (7, 11))["target"].shape == (0, 11)
 
 
 def test_a_folder_of_fairseq_preprocess_opens(tmp_path):
@@ -208,7 +202,7 @@ def test_folders_that_cannot_be_used_are_explained(tmp_path):
     refused(r"train\.en is a file; expected", name="train.en")
     write_folder(tmp_path)
     refused("has no test split, only train, valid; make the folder again, with test text", "test")
-    write_as_fairseq(tmp_path / "valid.en-de.de", [[4, 2]] * 4)
+    write_tokens(tmp_path / "valid.en-de.de", [[4, 2]] * 4)
     refused(r"valid\.en-de\.en\.bin has 5 sentences and .*valid\.en-de\.de\.bin 4", "valid")
     write_folder(tmp_path, symbols=17)
     refused(r"train\.en-de\.de\.bin has the token 17, and its dictionary 17 symbols; they do not belong together")
@@ -227,17 +221,11 @@ def test_folders_that_cannot_be_used_are_explained(tmp_path):
 def test_the_toy_language_is_reversed_and_one_to_one_and_keeps_to_the_interface():
     pairs = SyntheticPairs("train", 400, 3)
     batch = pairs.batch(np.arange(400), (13, 13))
-    translation = {}
-    for number in range(400):
-        size = pairs.lengths[number, 0] - 1
-        assert 3 <= size <= 12 and pairs.lengths[number, 1] == size + 1
-        source, target = (pairs.decode(batch[side][number]).split() for side in ("source", "target"))
-        assert len(source) == len(target) == size
-        assert batch["source"][number, size] == batch["target"][number, size] == EOS
-        for word, translated in zip(source, reversed(target), strict=True):
-            assert translation.setdefault(word, translated) == translated
-    assert len(set(translation.values())) == len(translation) == 40
-    assert translation["w7"] == "v23" and translation["w0"] == "v0"
+    sentences = [pairs.decode(row).split() for row in batch["source"]]
+    translated = [[f"v{int(word[1:]) * 9 % 40}" for word in reversed(words)] for words in sentences]
+    assert [pairs.decode(row).split() for row in batch["target"]] == translated
+    assert len(set(itertools.chain.from_iterable(sentences))) == 40
+    assert pairs.lengths.tolist() == [[len(words) + 1] * 2 for words in sentences]
     assert set(pairs.lengths[:, 0].tolist()) == set(range(4, 14))
     assert pairs.source_dictionary is pairs.target_dictionary and len(pairs.source_dictionary) == 84
     pairs = SyntheticPairs("valid", 50)
