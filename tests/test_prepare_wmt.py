@@ -136,6 +136,7 @@ def test_data_sets_that_do_not_fit_are_explained(tmp_path, cache):
     refused(r"has the splits \w+, \w+; expected train and validation", hub_folder(tmp_path / "split", valid="more"))
     write_lines(tmp_path / "broken" / "de-en", "train.parquet", ["no parquet"])
     refused("broken cannot be read by datasets", tmp_path / "broken")
+    refused(r"train\.parquet is a file; expected a folder with train\.en", tmp_path / "broken/de-en/train.parquet")
     refused("hub has no folder cs-en; expected one for --config", data, config="cs-en")
     refused("nobody/nothing is neither here nor a data set of the hub", "nobody/nothing")
 
@@ -198,7 +199,7 @@ def test_hundreds_of_chunks_are_not_as_many_open_files_and_a_sample_is_evenly_sp
     seen, learn = [], pre.learn_bpe
     monkeypatch.setattr(pre, "learn_bpe", lambda lines, *rest: learn(seen.extend(lines) or iter(seen), *rest))
     monkeypatch.setattr(pre, "CHUNK_LINES", 1)
-    data = pair_corpus(tmp_path, 120)
+    data = pair_corpus(tmp_path, count=120)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 30, before[1]))
     try:
@@ -239,28 +240,23 @@ TRAIN = translated(sentences(30))
 NOT_UTF8 = [*TRAIN[:20], "Stra\udcdfe", *TRAIN[21:]]
 NO_TRAIN = {"train.en": None, "train.de": None}
 UNUSABLE = {
-    "there is no .*nowhere; expected train.en and train.de": ("nowhere", {}),
-    r"train\.en is a file; expected a folder": ("train.en", {}),
-    r"neither train\.en and train\.de \(plain or \.gz\) nor parquet files; found valid": ("", NO_TRAIN),
-    r"no validation text; expected valid\.en and valid\.de": ("", {"valid.en": None, "valid.de": None}),
-    r"has no train\.de \(plain or \.gz\); expected it for the train split": ("", {"train.de": None}),
-    r"has no valid\.de": ("", {"valid.de": None}),
-    r"\S+/train\.en has 30 lines and \S+/train\.de 29; expected equal": ("", {"train.de": TRAIN[:29]}),
-    r"valid\.en has 7 lines and .*valid\.de 8": ("", {"valid.de": TRAIN[:8]}),
-    r"test\.(en|de) is empty": ("", {"test.en": [], "test.de": []}),
-    r"train\.de line 21 is not UTF-8 \(byte 0xdf: .*\); convert the file to UTF-8": ("", {"train.de": NOT_UTF8}),
-    r"train\.en has no pair that can be used; dropped: 30 identical": ("", {"train.de": sentences(30)}),
-    r"no pair that can be used; dropped: 30 length_ratio": ("", {"train.de": ["di"] * 30}),
+    r"neither train\.en and train\.de \(plain or \.gz\) nor parquet files; found valid": NO_TRAIN,
+    r"no validation text; expected valid\.en and valid\.de": {"valid.en": None, "valid.de": None},
+    r"has no train\.de \(plain or \.gz\); expected it for the train split": {"train.de": None},
+    r"\S+/train\.en has 30 lines and \S+/train\.de 29; expected equal": {"train.de": TRAIN[:29]},
+    r"test\.(en|de) is empty": {"test.en": [], "test.de": []},
+    r"train\.de line 21 is not UTF-8 \(byte 0xdf: .*\); convert the file to UTF-8": {"train.de": NOT_UTF8},
+    r"train\.en has no pair that can be used; dropped: 30 identical": {"train.de": sentences(30)},
+    r"no pair that can be used; dropped: 30 length_ratio": {"train.de": ["di"] * 30},
 }
 
 
 @pytest.mark.parametrize("message", UNUSABLE)
 def test_input_that_cannot_be_prepared_is_explained(tmp_path, small_chunks, message):
-    name, files = UNUSABLE[message]
-    pair_corpus(tmp_path, 30)
-    for file, lines in files.items():
+    pair_corpus(tmp_path, count=30)
+    for file, lines in UNUSABLE[message].items():
         (tmp_path / file).unlink(missing_ok=True)
         if lines is not None:
             write_lines(tmp_path, file, lines)
     with pytest.raises(InputError, match=message):
-        prepare(tmp_path / name, tmp_path / "out")
+        prepare(tmp_path, tmp_path / "out")
