@@ -13,7 +13,10 @@ from test_repository import make
 import copy_model
 
 TEXT = "--epochs 0.1 --eval-every 1000 --lengths 32"
-# What is not of every copy: file -> the copies that have it.
+ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta")
+OF_TEXT = ["auto", *ENCODERS, *(f"{model} pretrain" for model in ENCODERS)]
+COPIES = ["resnet50", "dlrm", "transformer", *OF_TEXT]
+# What is not of every copy: file or package -> the copies that have it.
 OF_MODELS = {
     "models/resnet.py": {"resnet50"},
     "models/dlrm.py": {"dlrm"},
@@ -28,9 +31,11 @@ OF_MODELS = {
     "train/common/watch/__init__.py": set(),
     "train/common/sharding/__init__.py": set(),
     "train/common/xla/recompute.py": set(),
+    "torchvision": {"resnet50"},
+    "torchrec": {"dlrm"},
+    "transformers": {*OF_TEXT},
+    "datasets": {"auto", *ENCODERS},
 }
-ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta")
-COPIES = ["resnet50", "dlrm", "transformer", "auto", *ENCODERS, *(f"{model} pretrain" for model in ENCODERS)]
 TRIALS = {
     "resnet50": "--epochs 1 --warmup-epochs 0.5 --batch-size 512",
     "dlrm": "--batch-size 4096",
@@ -68,10 +73,12 @@ def train(folder: Path, script: str, *lines: str, **variables: str) -> subproces
 
 @pytest.mark.parametrize("what", COPIES)
 def test_a_copy_has_its_own_files_and_no_other_models(what, tmp_path):
-    files = copied(what, tmp_path / "mine")
-    for file, copies in OF_MODELS.items():
-        assert (file in files) == (what in copies), file
-    assert {"errors.py", "train/common/run.py"} <= files
+    files, packages = copied(what, tmp_path / "mine"), set()
+    for path in (tmp_path / "mine").glob("requirements*.txt"):
+        packages |= {line.partition("==")[0] for line in path.read_text().splitlines()}
+    for name, copies in OF_MODELS.items():
+        assert (name in files | packages) == (what in copies), name
+    assert {"errors.py", "train/common/run.py"} <= files and {"torch_xla", "gcsfs", "tensorboard"} <= packages
     assert not [file for file in files if file.startswith(("tests", "bench", "tpu"))]
     written = (tmp_path / "mine/README.md").read_text()
     assert len(written.splitlines()) <= 10
@@ -91,16 +98,6 @@ def test_a_copy_trains_in_an_empty_folder(what, tmp_path):
     summary = json.loads((tmp_path / "mine/runs/trial/summary.json").read_text())
     assert summary["report"]["recompilations"] == summary["report"]["fallbacks"] == []
     assert any((tmp_path / "mine/runs/trial/export").iterdir())
-
-
-def test_a_copy_requires_what_its_files_import(tmp_path):
-    copied("resnet50", tmp_path / "images")
-    copied("dlrm", tmp_path / "clicks")
-    images, clicks = ((tmp_path / name / "requirements.txt").read_text() for name in ("images", "clicks"))
-    assert "torchvision==" in images and "gcsfs==" in images and "tensorboard==" in images
-    assert "transformers" not in images.replace("# ", "") and "torchvision==" not in clicks
-    torchrec = (tmp_path / "clicks/requirements-torchrec.txt").read_text()
-    assert "torchrec==" in torchrec and not (tmp_path / "images/requirements-torchrec.txt").exists()
 
 
 @pytest.mark.parametrize(("device", "other"), [("cpu", "xla"), ("xla", "cpu")])
