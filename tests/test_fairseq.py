@@ -17,7 +17,7 @@ from model_helpers import GOLDEN, PYTHON, ROOT, arrays, checkpoint, golden_trans
 
 from data import wmt
 from models import fairseq
-from models.transformer import ARCHITECTURES, Transformer
+from models.transformer import ARCHITECTURES
 
 
 def numbers(folder: Path = GOLDEN) -> dict:
@@ -68,22 +68,12 @@ def test_fairseq_generate_finds_the_recorded_hypotheses_with_our_checkpoint(tmp_
 
 THEIR_ARCHITECTURES = """
 import argparse, json, sys
-import torch
-from fairseq.data import Dictionary
-from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
-words = Dictionary()
-for number in range(32768 - 4):
-    words.add_symbol(f"w{number}")
+from fairseq.models import ARCH_CONFIG_REGISTRY
 found = {}
 for name in sys.argv[2:]:
     args = argparse.Namespace(arch=name, share_all_embeddings=True)
     ARCH_CONFIG_REGISTRY[name](args)
-    task = argparse.Namespace(source_dictionary=words, target_dictionary=words)
-    with torch.device("meta"):
-        model = ARCH_MODEL_REGISTRY[name].build_model(args, task)
-    settings = {key: value for key, value in vars(args).items() if isinstance(value, int | float | str | None)}
-    shapes = {key: list(value.shape) for key, value in model.state_dict().items()}
-    found[name] = {"settings": settings, "shapes": shapes, "count": sum(p.numel() for p in model.parameters())}
+    found[name] = {key: value for key, value in vars(args).items() if isinstance(value, int | float | str | None)}
 with open(sys.argv[1], "w") as file:
     json.dump(found, file)
 """
@@ -91,15 +81,11 @@ with open(sys.argv[1], "w") as file:
 
 @live
 def test_architectures_are_fairseqs_of_the_same_names(tmp_path):
+    """Their numbers of parameters are in test_transformer_model.py, and their tensors' names in fairseq's own files."""
     names = [name for name in ARCHITECTURES if name not in ("transformer_small", "transformer_tiny")]
     with_fairseq("-c", THEIR_ARCHITECTURES, tmp_path / "found.json", *names)
     found = json.loads((tmp_path / "found.json").read_text())
-    assert set(found) == set(names)
-    for name, theirs in found.items():
-        assert fairseq.architecture(theirs["settings"], theirs["shapes"], name) == ARCHITECTURES[name]
-        with torch.device("meta"):
-            model = Transformer(ARCHITECTURES[name], 32_768, 32_768)
-        assert sum(parameter.numel() for parameter in model.parameters()) == theirs["count"]
-        noise = ("version", "_float_tensor")
-        shapes = {key: shape for key, shape in theirs["shapes"].items() if not key.endswith(noise)}
-        assert {key: list(value.shape) for key, value in model.state_dict().items()} == shapes
+    weights = {"encoder.layer_norm.weight": None}  # as those have that normalise before their layers
+    assert {name: fairseq.architecture(settings, weights, name) for name, settings in found.items()} == {
+        name: ARCHITECTURES[name] for name in names
+    }

@@ -12,10 +12,10 @@ import pytest
 import torch
 from helpers import equal
 from model_helpers import GOLDEN, arrays, golden, joined, live, with_fairseq
-from tokenizers import AddedToken
 from torch import Tensor
-from transformers import AutoTokenizer, RobertaConfig, RobertaForMaskedLM, RobertaTokenizer
+from transformers import RobertaConfig, RobertaForMaskedLM, RobertaTokenizer
 
+from data import vocabulary
 from data.fairseq_format import Dictionary
 from errors import InputError
 from models import fairseq_roberta
@@ -55,16 +55,9 @@ def random_model(words: int = 30, **settings) -> RobertaForMaskedLM:
     return model
 
 
-def learnt(folder: Path, **options) -> RobertaTokenizer:
-    """A tokenizer of transformers, with ids in another order than fairseq's dictionaries would have them."""
-    symbols = list(json.loads((GOLDEN / "roberta_bpe/encoder.json").read_text()))
-    merges = [tuple(line.split()) for line in (GOLDEN / "roberta_bpe/vocab.bpe").read_text().splitlines()[1:]]
-    tokens = ["<s>", "<pad>", "</s>", "<unk>", *sorted(symbols), MASK]
-    vocabulary = {token: place for place, token in enumerate(tokens)}
-    mask = AddedToken(MASK, lstrip=True, special=True)
-    tokenizer = RobertaTokenizer(vocab=vocabulary, merges=merges, mask_token=mask, **options)
-    tokenizer.save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
+def learnt() -> RobertaTokenizer:
+    """A tokenizer of transformers, with 322 ids in another order than fairseq's dictionaries would have them."""
+    return vocabulary.learn((GOLDEN / "text/train.en").read_text(encoding="utf-8").splitlines(), "roberta", 322)
 
 
 def test_logits_are_fairseqs_for_a_tied_model_of_words():
@@ -118,7 +111,7 @@ def test_a_folder_survives_the_way_to_transformers_and_back(tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_of_transformers_survives_the_way_to_fairseq_and_back(tmp_path, tied):
-    tokenizer = learnt(tmp_path / "tokenizer")
+    tokenizer = learnt()
     # Padded to a multiple of 16: <mask> is not the last id any more.
     model = random_model(336, tie_word_embeddings=tied, type_vocab_size=2)
     weights = model.state_dict()
@@ -182,15 +175,22 @@ def test_a_data2vec_checkpoint_gets_a_new_head():
         ({"max_positions": 60}, r"does not fit .*: roberta\.embeddings\.position_embeddings\.weight and 0 more"),
         ({"encoder_layers": 1}, r"does not fit .*: encoder\.sentence_encoder\.layers\.1\.fc1\.bias and 15 more"),
         ({"encoder_layers": 3}, r"does not fit .*: roberta\.encoder\.layer\.2\.\S+\.bias and 15 more tensors differ"),
-        ({}, r"they tie encoder\.lm_head\.weight to .*embed_tokens\.weight"),
     ],
 )
 def test_another_kind_of_roberta_and_weights_that_disagree_with_the_settings_are_refused(change, message):
     settings, weights = golden("roberta.pt")
-    if not change:
-        weights["encoder.lm_head.weight"] = weights["encoder.lm_head.weight"] + 1
     with pytest.raises(InputError, match=rf"^a\.pt .*{message}"):
         fairseq_roberta.to_transformers(weights, settings | change, "a.pt")
+
+
+def test_another_model_and_tied_weights_that_differ_are_refused():
+    settings, weights = golden("roberta.pt")
+    weights["encoder.lm_head.weight"] = weights["encoder.lm_head.weight"] + 1
+    with pytest.raises(InputError, match=r"they tie encoder\.lm_head\.weight to .*embed_tokens\.weight"):
+        fairseq_roberta.to_transformers(weights, settings)
+    settings, weights = golden("trained.pt")
+    with pytest.raises(InputError, match="holds fairseq's transformer; expected a RoBERTa, with a tensor"):
+        fairseq_roberta.to_transformers(weights, settings)
 
 
 @pytest.mark.parametrize(
@@ -209,76 +209,70 @@ def test_a_model_that_fairseq_cannot_be_and_a_state_dict_of_another_are_refused(
         fairseq_roberta.from_transformers(random_model(**untied | change).config, random_model(**untied).state_dict())
 
 
-# File, what becomes of it (None: it goes; a path: that file; else a line's number and text, or the whole), the message.
+# File, what is replaced in it (None: the file goes), by what, the message.
 BREAKAGES = [
-    ("model.pt", None, r"has no model\.pt; expected a RoBERTa of fairseq$"),
-    ("vocab.bpe", None, r"has no vocab\.bpe; expected a RoBERTa of fairseq; https://\S+ has encoder\.json and"),
-    ("model.pt", GOLDEN / "trained.pt", r"model\.pt holds fairseq's transformer; expected a RoBERTa, with a tensor"),
-    ("dict.txt", (325, "madeupword0007 0\n"), r"dict\.txt does not fit .*model\.pt: .* it has 330, and the model 329"),
-    ("dict.txt", (3, None), r"dict\.txt lacks 1 of the 317 tokens of encoder\.json, \d+ among them"),
-    ("dict.txt", (324, "hello 3"), r"dict\.txt line 324 has 'hello'; expected a number that encoder\.json has"),
-    ("dict.txt", (324, "madeupword0000 0"), r"dict\.txt line 3\d\d has 'madeupword0000', .* there already"),
-    ("dict.txt", (5, "17"), r"dict\.txt line 5 is '17'; expected a symbol, a space and its count"),
-    ("dict.txt", (5, "\udcff 3"), r"dict\.txt is not UTF-8 \(byte \d+\); expected fairseq's dictionary"),
-    ("encoder.json", "{", r"encoder\.json is not JSON \(.*\); expected GPT-2's encoder\.json"),
-    ("encoder.json", "[1]", r"does not map tokens to numbers"),
-    ("encoder.json", '{"a": 1}', r"encoder\.json has no token for 255 of the 256 bytes, '!' among them"),
-    ("vocab.bpe", (2, "q z"), r"vocab\.bpe line 2 is 'q z'; expected two tokens whose union encoder\.json has"),
+    ("model.pt", None, "", r"has no model\.pt; expected a RoBERTa of fairseq$"),
+    ("vocab.bpe", None, "", r"has no vocab\.bpe; expected a RoBERTa of fairseq; https://\S+ has encoder\.json and"),
+    ("dict.txt", r"\Z", "madeupword7 0\n", r"dict\.txt does not fit .*model\.pt: .* it has 330, and the model 329"),
+    ("dict.txt", r"\A.*\n", "", r"dict\.txt lacks 1 of the 317 tokens of encoder\.json, 78 among them"),
+    ("dict.txt", "madeupword0006", "hello", r"dict\.txt line 324 has 'hello'; expected a number that encoder\.json"),
+    ("dict.txt", "madeupword0006", "madeupword0000", r"dict\.txt line 324 has 'madeupword0000', .* there already"),
+    ("dict.txt", r"\A.*", "17", r"dict\.txt line 1 is '17'; expected a symbol, a space and its count"),
+    ("dict.txt", r"\A", "\udcff 3\n", r"dict\.txt is not UTF-8 \(byte 0\); expected fairseq's dictionary"),
+    ("encoder.json", "(?s).*", "{", r"encoder\.json is not JSON \(.*\); expected GPT-2's encoder\.json"),
+    ("encoder.json", "(?s).*", "[1]", r"does not map tokens to numbers"),
+    ("encoder.json", "(?s).*", '{"a": 1}', r"encoder\.json has no token for 255 of the 256 bytes, '!' among them"),
+    ("vocab.bpe", "\n.*", "\nq z", r"vocab\.bpe line 2 is 'q z'; expected two tokens whose union encoder\.json has"),
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "message"), BREAKAGES)
-def test_a_broken_folder_is_named(tmp_path, name, change, message):
+@pytest.mark.parametrize(("name", "old", "new", "message"), BREAKAGES)
+def test_a_broken_folder_is_named(tmp_path, name, old, new, message):
     folder = release(tmp_path / "model")
     path = folder / name
-    if isinstance(change, Path):
-        shutil.copy(change, path)
-    elif isinstance(change, tuple):
-        (number, line), lines = change, path.read_text(encoding="utf-8").split("\n")
-        lines[number - 1 : number] = [] if line is None else [line]
-        path.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+    if old is None:
+        path.unlink()
     else:
-        path.unlink() if change is None else path.write_text(change)
+        content = re.sub(old, new, path.read_text(encoding="utf-8"), count=1)
+        path.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(InputError, match=message) as raised:
         fairseq_roberta.read_folder(folder)
     assert str(folder) in str(raised.value)
 
 
 def test_a_tokenizer_that_fairseq_cannot_be_is_refused(tmp_path):
-    model = random_model(322)
+    tokenizer, model = learnt(), random_model(322)
+    words = tokenizer.get_vocab()
 
-    def refused(tokenizer, message: str, words: RobertaForMaskedLM = model) -> None:
+    def refused(tokenizer, message: str, model: RobertaForMaskedLM = model) -> None:
         with pytest.raises(InputError, match=message):
-            fairseq_roberta.write_folder(tmp_path / "out", words.config, words.state_dict(), tokenizer)
+            fairseq_roberta.write_folder(tmp_path / "out", model.config, model.state_dict(), tokenizer)
         assert not (tmp_path / "out").exists(), "nothing is written by halves"
 
-    refused(learnt(tmp_path / "prefix", add_prefix_space=True), r"byte-level BPE without add_prefix_space")
-    refused(learnt(tmp_path / "good"), "has 322 tokens and the model 300; expected those of one", random_model(300))
-    more = learnt(tmp_path / "more")
-    more.add_tokens(["zebra"])
-    refused(more, r"has 1 added tokens, 'zebra' among them")
-    vocabulary = {token: (place + 1) % 322 for token, place in learnt(tmp_path / "good").get_vocab().items()}
-    other = RobertaTokenizer(vocab=vocabulary, merges=[])
-    refused(other, "begins with <mask> <s> <pad> </s>; fairseq needs <s> <pad>")
-    fairseq_roberta.write_folder(tmp_path / "out", model.config, model.state_dict(), learnt(tmp_path / "good"))
+    refused(RobertaTokenizer(vocab=words, merges=[], add_prefix_space=True), r"byte-level BPE without add_prefix_space")
+    refused(tokenizer, "has 322 tokens and the model 300; expected those of one", random_model(300))
+    shifted = {token: (place + 1) % 322 for token, place in words.items()}
+    refused(RobertaTokenizer(vocab=shifted, merges=[]), "begins with <mask> <s> <pad> </s>; fairseq needs <s> <pad>")
+    fairseq_roberta.write_folder(tmp_path / "out", model.config, model.state_dict(), tokenizer)
     assert MASK not in (tmp_path / "out/dict.txt").read_text(), "fairseq's task appends it"
+    shutil.rmtree(tmp_path / "out")
+    tokenizer.add_tokens(["zebra"])
+    refused(tokenizer, r"has 1 added tokens, 'zebra' among them")
 
 
 HUB = """
 import sys
 import numpy as np
 import torch
+from fairseq.data.data_utils import collate_tokens
 from fairseq.models.roberta import RobertaModel
 folder, arrays, out = sys.argv[1:]
 files = {"gpt2_encoder_json": f"{folder}/encoder.json", "gpt2_vocab_bpe": f"{folder}/vocab.bpe"}
 hub = RobertaModel.from_pretrained(folder, **files).eval()
 with np.load(arrays) as file:
     sentences, tokens = file["sentences"].tolist(), torch.from_numpy(file["tokens"]).long()
-rows = [hub.encode(sentence).tolist() for sentence in sentences]
-ids = np.full((len(rows), max(map(len, rows))), 1)
-for place, row in enumerate(rows):
-    ids[place, : len(row)] = row
-found = {"ids": ids, "mask": hub.task.mask_idx}
+ids = collate_tokens([hub.encode(sentence) for sentence in sentences], hub.task.source_dictionary.pad())
+found = {"ids": ids.numpy(), "mask": hub.task.mask_idx}
 with torch.no_grad():
     found["logits"] = hub.model(tokens)[0].numpy()
 np.savez(out, **found)
@@ -288,7 +282,7 @@ np.savez(out, **found)
 @live
 @pytest.mark.parametrize(("tied", "words"), [(True, 322), (False, 336)])
 def test_fairseq_loads_what_we_write_and_has_our_ids_and_logits(tmp_path, tied, words):
-    tokenizer = learnt(tmp_path / "tokenizer")
+    tokenizer = learnt()
     model = random_model(words, tie_word_embeddings=tied, type_vocab_size=2)
     folder = tmp_path / "model"
     fairseq_roberta.write_folder(folder, model.config, model.state_dict(), tokenizer)
