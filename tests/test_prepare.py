@@ -169,12 +169,13 @@ def test_an_interrupted_preparation_resumes(tmp_path, capsys, made):
             break
         finished += names
         assert {path.name for path in (out / "parts").iterdir() if path.suffix != ".partial"} <= {*finished}
-        (out / "tokenizer.1.partial").mkdir(exist_ok=True)  # as another process leaves it
+        (out / "tokenizer.1.partial").mkdir(exist_ok=True)  # as another process leaves them
+        (out / "half.2.partial").touch()
         if not interrupted:
             with pytest.raises(InputError, match="not prepared to its end"):
                 made.program.open(str(out), "train")
             made.refuse_another_flag(out)
-    assert contents(out) == made.contents
+    assert contents(out) == made.contents and not list(out.glob("*.partial"))
     assert capsys.readouterr().out.count("resuming the unfinished preparation") == interrupted > 5
     repeated = Counter(finished + names) - Counter(made.files)
     assert repeated <= Counter(["prepared.json", "train.en-de.de.bin"]), "more than the first of two files of a task"

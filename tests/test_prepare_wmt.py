@@ -22,9 +22,11 @@ def prepare(data: Path, out: Path, **flags) -> dict:
     return pre.prepare(data, out, **({"vocabulary": 160} | flags))
 
 
-@pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(pre, "CHUNK_LINES", 13)
+@pytest.fixture(autouse=True, scope="module")
+def small_chunks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pre, "CHUNK_LINES", 13)
+        yield
 
 
 SPECIAL, BREAKS, RARE = " <s> <pad></s> <unk>", "\x0b und\u2028mehr\x85", " ☃☃"
@@ -42,9 +44,7 @@ def prepared(tmp_path_factory) -> Path:
     pair_corpus(data, train_en=LINES, train_de=translated(LINES), **others)
     (data / "valid.en").write_bytes(("\ufeff" + "\r\n".join([*VALID[0], ""])).encode())  # as Windows has it
     (data / "test.de").write_bytes("\n".join(TEST[1]).encode())  # the last line has no end
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pre, "CHUNK_LINES", 13)
-        prepare(data, data / "prepared", vocabulary=200, coverage=0.995)
+    prepare(data, data / "prepared", vocabulary=200, coverage=0.995)
     return data / "prepared"
 
 
@@ -158,7 +158,7 @@ def test_a_data_set_of_the_hub_is_taken_in_the_configuration_of_the_languages(tm
         prepare("wmt/wmt18", tmp_path / "fr", target="fr")
 
 
-def test_every_reason_is_counted_and_the_right_pairs_stay(tmp_path, small_chunks):
+def test_every_reason_is_counted_and_the_right_pairs_stay(tmp_path):
     good = sentences(50)
     # As clean-corpus-n.perl has it, exactly the ratio and exactly the limit stay; pieces are counted without EOS.
     exactly = [("x y z", "Q W"), (" ".join(["ba"] * 40), " ".join(["BA"] * 40))]
@@ -221,7 +221,6 @@ NEWSTESTS = ["newstest2013", "newstest2017", "newstest2016"]
         (["train", "val", "other"], {}, ["train", "val"]),
         (["train.gz", "dev", "valid", "test.gz"], {}, ["train.gz", "valid", "test.gz"]),
         (["train", "train.gz", *NEWSTESTS], {}, ["train", "newstest2016", "newstest2017"]),
-        (["train", "newstest2013"], {}, ["train", "newstest2013"]),
         (["train", "dev", "newstest2013"], {}, ["train", "dev", "newstest2013"]),
         (["train", "dev", *NEWSTESTS, "x"], {"valid": "newstest2013", "test": "x"}, ["train", "newstest2013", "x"]),
         (["dev"], {}, []),
@@ -252,7 +251,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("message", UNUSABLE)
-def test_input_that_cannot_be_prepared_is_explained(tmp_path, small_chunks, message):
+def test_input_that_cannot_be_prepared_is_explained(tmp_path, message):
     pair_corpus(tmp_path, count=30)
     for file, lines in UNUSABLE[message].items():
         (tmp_path / file).unlink(missing_ok=True)

@@ -119,33 +119,18 @@ def test_a_dictionary_is_read_and_written_as_fairseq_does(tmp_path):
 
 def test_the_pairs_of_a_row_lie_one_after_another(tmp_path):
     pairs = open_pairs(write_folder(tmp_path), "train")
-    batch = pairs.batch(np.array([[2, 1, 0], [3, -1, -1], [-1, -1, -1], [-1, 2, 4]]), (7, 11))
+    batch = pairs.batch(np.array([[2, 1], [-1, 0], [-1, -1]]), (4, 8))
     assert {name: array.tolist() for name, array in batch.items()} == {
-        "source": [[2, 7, 2, 4, 5, 6, 2], [8, 9, 10, 11, 2, 1, 1], [1] * 7, [2, 4, 4, 2, 1, 1, 1]],
-        "source_segment": [[1, 2, 2, 3, 3, 3, 3], [1, 1, 1, 1, 1, 0, 0], [0] * 7, [2, 3, 3, 3, 0, 0, 0]],
-        "target": [
-            [5, 2, 14, 15, 16, 17, 2, 12, 13, 2, 1],
-            [6, 7, 8, 2, *[1] * 7],
-            [1] * 11,
-            [5, 2, 9, 3, 9, 10, 11, 2, 1, 1, 1],
-        ],
-        "previous": [
-            [2, 5, 2, 14, 15, 16, 17, 2, 12, 13, 1],
-            [2, 6, 7, 8, *[1] * 7],
-            [1] * 11,
-            [2, 5, 2, 9, 3, 9, 10, 11, 1, 1, 1],
-        ],
-        "target_segment": [
-            [1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 0],
-            [1, 1, 1, 1, *[0] * 7],
-            [0] * 11,
-            [2, 2, 3, 3, 3, 3, 3, 3, 0, 0, 0],
-        ],
+        "source": [[2, 7, 2, 1], [4, 5, 6, 2], [1] * 4],
+        "source_segment": [[1, 2, 2, 0], [2] * 4, [0] * 4],
+        "target": [[5, 2, 14, 15, 16, 17, 2, 1], [12, 13, 2, *[1] * 5], [1] * 8],
+        "previous": [[2, 5, 2, 14, 15, 16, 17, 1], [2, 12, 13, *[1] * 5], [1] * 8],
+        "target_segment": [[1, 1, 2, 2, 2, 2, 2, 0], [2] * 3 + [0] * 5, [0] * 8],
     }
     assert {(array.dtype, array.flags.writeable) for array in batch.values()} == {(np.dtype(np.int32), True)}
-    one_a_row = pairs.batch(np.array([3, -1]), (7, 11))
+    one_a_row = pairs.batch(np.array([0, -1]), (4, 8))
     assert one_a_row.keys() == {"source", "target", "previous"}
-    assert all(array.tolist() == batch[name][1:3].tolist() for name, array in one_a_row.items())
+    assert all(array.tolist() == batch[name][1:].tolist() for name, array in one_a_row.items())
     assert pairs.batch(np.zeros((0, 3), int), (7, 11))["target"].shape == (0, 11)
 
 
@@ -224,6 +209,7 @@ def test_the_toy_language_is_reversed_and_one_to_one_and_keeps_to_the_interface(
     sentences = [pairs.decode(row).split() for row in batch["source"]]
     translated = [[f"v{int(word[1:]) * 9 % 40}" for word in reversed(words)] for words in sentences]
     assert [pairs.decode(row).split() for row in batch["target"]] == translated
+    assert (batch["target"][np.arange(400), pairs.lengths[:, 1] - 1] == EOS).all()
     assert len(set(itertools.chain.from_iterable(sentences))) == 40
     assert pairs.lengths.tolist() == [[len(words) + 1] * 2 for words in sentences]
     assert set(pairs.lengths[:, 0].tolist()) == set(range(4, 14))
@@ -238,5 +224,3 @@ def test_the_toy_language_is_reversed_and_one_to_one_and_keeps_to_the_interface(
     assert len(pickle.dumps(pairs)) < 300 and again.references() == pairs.references()
     for other in (SyntheticPairs("test", 50), SyntheticPairs("valid", 50, seed=1)):
         assert other.references() != pairs.references()
-    assert pairs.batch(np.array([[3, 4]]), (26, 26))["target_segment"].max() == 2
-    assert len(SyntheticPairs("train")) == 16_384
