@@ -172,6 +172,8 @@ def test_a_data2vec_checkpoint_gets_a_new_head():
     [
         ({"activation_fn": "relu"}, "has activation_fn relu; transformers' RoBERTa has gelu only"),
         ({"encoder_normalize_before": True}, "has encoder_normalize_before True; .* False only"),
+        ({"activation_dropout": 0.1}, "has activation_dropout 0.1; .* 0 only"),
+        ({"quant_noise_pq": 0.1}, "has quant_noise_pq 0.1; .* 0 only"),
         ({"max_positions": 60}, r"does not fit .*: roberta\.embeddings\.position_embeddings\.weight and 0 more"),
         ({"encoder_layers": 1}, r"does not fit .*: encoder\.sentence_encoder\.layers\.1\.fc1\.bias and 15 more"),
         ({"encoder_layers": 3}, r"does not fit .*: roberta\.encoder\.layer\.2\.\S+\.bias and 15 more tensors differ"),
@@ -198,6 +200,7 @@ def test_another_model_and_tied_weights_that_differ_are_refused():
     [
         ({"layer_norm_eps": 1e-12}, r"layer_norm_eps is 1e-12; fairseq's RoBERTa has 1e-05 only"),
         ({"hidden_act": "relu"}, r"hidden_act is 'relu'; fairseq's RoBERTa has 'gelu' only"),
+        ({"pad_token_id": 0}, r"pad_token_id is 0"),
         ({"num_hidden_layers": 1}, r"not a RobertaForMaskedLM of its config: roberta\.encoder\.layer\.1\..* 15"),
         ({"num_hidden_layers": 3}, r"not a RobertaForMaskedLM of its config: roberta\.encoder\.layer\.2\..* 15"),
         ({"tie_word_embeddings": True}, r"ties roberta\.\S+\.word_embeddings\.weight and lm_head\.decoder\.weight"),
@@ -223,6 +226,7 @@ BREAKAGES = [
     ("encoder.json", "(?s).*", "[1]", r"does not map tokens to numbers"),
     ("encoder.json", "(?s).*", '{"a": 1}', r"encoder\.json has no token for 255 of the 256 bytes, '!' among them"),
     ("vocab.bpe", "\n.*", "\nq z", r"vocab\.bpe line 2 is 'q z'; expected two tokens whose union encoder\.json has"),
+    ("vocab.bpe", "\n.*", "\nt", r"vocab\.bpe line 2 is 't'; expected two tokens"),
 ]
 
 

@@ -1,7 +1,6 @@
 """What the three preparations have in common: plan, passes, resume, report, command line (data/prepare/pipeline.py)."""
 
 import contextlib
-import functools
 import os
 import re
 import runpy
@@ -133,7 +132,7 @@ class Made:
 
 @contextlib.contextmanager
 def finished_files(most: int = sys.maxsize) -> Iterator[list[str]]:
-    """Lists the files that get their names, since they are finished; a kill prevents it for the one after `most`."""
+    """Lists files as they get their names, which makes them finished; interrupts the call once there are `most`."""
     names = []
 
     def give_name(path: Path, act: Callable) -> None:
@@ -149,14 +148,9 @@ def finished_files(most: int = sys.maxsize) -> Iterator[list[str]]:
         yield names
 
 
-@pytest.fixture(scope="module")
-def made_by(tmp_path_factory) -> Callable[[str], Made]:
-    return functools.cache(lambda name: Made(PROGRAMS[name], tmp_path_factory.mktemp(name)))
-
-
-@pytest.fixture(params=PROGRAMS)
-def made(request, made_by) -> Made:
-    return made_by(request.param)
+@pytest.fixture(scope="module", params=PROGRAMS)
+def made(request, tmp_path_factory) -> Made:
+    return Made(PROGRAMS[request.param], tmp_path_factory.mktemp(request.param))
 
 
 def test_an_interrupted_preparation_resumes(tmp_path, capsys, made):
@@ -187,30 +181,30 @@ def test_text_at_a_url_becomes_a_folder_at_a_url_whole_or_not_at_all(tmp_path, m
     monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(program.module, program.size[0], program.size[1])
     bucket.put(f"{made.text}/", data, recursive=True)
-    flags = [word for name, value in program.flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    with pytest.raises(SystemExit):
-        program.module.main(["--data", data])
-    assert "is a URL; name the folder or the URL of the result with --out" in capsys.readouterr().err
-    command = ["--data", data, "--out", out, "--workers", "1", *flags]
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):  # what is uploaded last must not be there
+
+    def refused(message: str, *arguments) -> None:
+        with pytest.raises(SystemExit):
+            made.main("--data", data, *arguments)
+        assert message in capsys.readouterr().err
+
+    refused("is a URL; name the folder or the URL of the result with --out")
+    with monkeypatch.context() as patch:  # what is uploaded last must not be there
         put, fails = bucket.put_file, lambda path, to: put(path, to) if Path(path).name in pipeline.LAST else 1 / 0
         patch.setattr(remote, "PAUSES", ())
         patch.setattr(bucket, "put_file", fails)
-        program.module.main(command)
-    assert "; give the same command again" in capsys.readouterr().err
+        refused("; give the same command again", "--out", out)
     with pytest.raises(InputError, match="not prepared to its end"):
         program.open(out, "train")
     local_copy.cache_clear()
-    program.module.main(command)
+    made.main("--data", data, "--out", out)
     assert len(program.open(out, "train")) == len(program.open(str(made.out), "train"))
     local_copy.cache_clear()
     assert contents(Path(local_copy(out))) == made.contents
     uploaded = bucket.ls(out, detail=True)
-    program.module.main(command)
+    made.main("--data", data, "--out", out)
     assert "is already prepared" in capsys.readouterr().out and bucket.ls(out, detail=True) == uploaded
-    with pytest.raises(SystemExit):
-        program.module.main([*command[:-1], str(int(command[-1]) + 8)])
-    assert f"{out} was prepared with other --" in capsys.readouterr().err
+    flag, value = made.flags[:2]
+    refused(f"{out} was prepared with other --", "--out", out, flag, value + 8)
 
 
 KILLED = """

@@ -103,12 +103,11 @@ def test_continuations_of_words(learnt):
     for kind, tokenizer in learnt.items():
         continues = continues_word(tokenizer)
         assert continues.dtype == bool and continues.shape == (len(tokenizer),)
-        assert continues[tokenizer.convert_tokens_to_ids("ing" if kind in ("roberta", "xlnet") else "##ing")]
         assert not continues[tokenizer.all_special_ids].any()
         ids = np.array(tokenizer(line, add_special_tokens=False).input_ids)
         # The beginnings found are those of the text's words.
         words = np.split(ids, np.flatnonzero(~continues[ids])[1:])
-        assert [tokenizer.decode(word).strip() for word in words] == line.split()
+        assert [tokenizer.decode(word).strip() for word in words] == line.split() and len(ids) > len(words), kind
 
 
 @pytest.mark.parametrize(
