@@ -221,6 +221,7 @@ NEWSTESTS = ["newstest2013", "newstest2017", "newstest2016"]
         (["train", "val", "other"], {}, ["train", "val"]),
         (["train.gz", "dev", "valid", "test.gz"], {}, ["train.gz", "valid", "test.gz"]),
         (["train", "train.gz", *NEWSTESTS], {}, ["train", "newstest2016", "newstest2017"]),
+        (["train", "newstest2013"], {}, ["train", "newstest2013"]),
         (["train", "dev", "newstest2013"], {}, ["train", "dev", "newstest2013"]),
         (["train", "dev", *NEWSTESTS, "x"], {"valid": "newstest2013", "test": "x"}, ["train", "newstest2013", "x"]),
         (["dev"], {}, []),
