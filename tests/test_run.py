@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import io
 import json
 import math
@@ -396,9 +397,11 @@ def test_a_full_disk_names_the_file_says_what_to_do_and_lets_the_run_close(start
 
 def test_a_run_that_another_process_trains_is_refused(start):
     run = start()
-    with pytest.raises(InputError, match=f"is being trained by process {os.getpid()}; use another --name"):
-        start()
     run.close()
+    with open(f"{run.path}/.lock", "r+") as lock:  # as another process has it, until it ends
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match=f"is being trained by process {os.getpid()}; use another --name"):
+            start()
     assert start().resumed
 
 
