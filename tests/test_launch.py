@@ -526,7 +526,7 @@ def test_launchers_at_once_and_killed_while_they_start_are_one_run(bed):
         client.kill()
         assert max(bed.starts()) <= 1, seconds
     clients = [bed.start("train", "--run", "one", args=FOREVER) for _ in range(2)]
-    wait(lambda: min(bed.steps("at-worker")) > 3)
+    wait(lambda: min(bed.steps("at-worker")) > 3 and all("step" in client.out.read_text() for client in clients))
     err = bed.interrupt(clients[0])
     assert bed.starts() == [1, 1] and err.count("stopped and saved") == 2 and bed.idle()
     code, _, other = bed.ended(clients[1])
