@@ -52,7 +52,7 @@ help:
 	@echo 'make board                                   all runs in a browser, by TensorBoard (RUNS=gs://bucket/runs, PORT=)'
 	@echo 'make doctor                                  what is here, what is missing: each line ok, or what to do'
 	@echo 'make compile MODEL=bert TOPOLOGY=v5e:2x4     does it fit that TPU? by its own compiler, on this machine'
-	@echo 'make test                                    all tests, 22 to 25 minutes on two CPU cores'
+	@echo 'make test                                    all tests, a quarter of an hour on two CPU cores'
 	@echo 'make guards                                  the steps cost the TPU what they did, by its compiler: 7 minutes'
 	@echo 'make test-all                                and the slow ones'
 	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
