@@ -1,5 +1,5 @@
 """The five scripts on plain PyTorch (train/common/eager.py), in processes where torch_xla cannot be imported: they
-learn what they learn on XLA, resume exactly, and start with XLA's losses."""
+learn what they learn on XLA, resume exactly, and have XLA's losses and metrics."""
 
 import json
 import subprocess
@@ -33,21 +33,19 @@ def run(name: str, folder, *runs: str, code: int = 0) -> dict[str, dict[str, flo
     return {} if code else json.loads(process.stdout.splitlines()[-1])
 
 
-# Two stand for all: one with tables, one without; the others in `make test-all`.
-MARKED = [name if name in ("dlrm", "glue") else pytest.param(name, marks=pytest.mark.slow) for name in TRIALS]
-scripts = pytest.mark.parametrize("name", MARKED)
-
-
-@scripts
+@pytest.mark.slow  # the numbers below stay with XLA's, which learn
+@pytest.mark.parametrize("name", TRIALS)
 def test_without_torch_xla_a_trial_learns(name, tmp_path):
     trial, found = TRIALS[name], run(name, tmp_path, "learns", "still")
-    assert within(found["learns"], trial.learned), found
-    assert within(found["still"], trial.untrained), found
-    assert not any(within(found["still"], {metric: trial.learned[metric]}) for metric in trial.untrained)
+    assert within(found["learns"], trial.learned) and within(found["still"], trial.untrained), found
 
 
-@scripts
-def test_without_torch_xla_it_resumes_exactly_and_starts_with_xlas_losses(name, run_of, tmp_path, monkeypatch):
+# Two stand for all: one with tables, one without; the others in `make test-all`.
+MARKED = [name if name in ("dlrm", "glue") else pytest.param(name, marks=pytest.mark.slow) for name in TRIALS]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_without_torch_xla_it_resumes_exactly_and_stays_with_xlas_losses(name, run_of, tmp_path, monkeypatch):
     trial, dropout = TRIALS[name], name in ("glue", "pretrain")
     run(name, tmp_path, "stopped by a crash", "stopped by kill", code=-9)
     plain = ["no dropout"] if dropout else []
@@ -61,12 +59,14 @@ def test_without_torch_xla_it_resumes_exactly_and_starts_with_xlas_losses(name, 
     if dropout:
         monkeypatch.setattr(encoders, "configuration", encoders.configuration)
         without_dropout(encoders)
-        trial.script.main(replace(trial.short, runs=str(tmp_path), name="xla"))
+        metrics = trial.script.main(replace(trial.short, runs=str(tmp_path), name="xla"))
         folder = tmp_path / "xla"
     else:
-        folder = run_of(name, "alike" if trial.alike else "short")[0]
+        folder, metrics, _ = run_of(name, "alike" if trial.alike else "short")
     ours, xlas = losses(tmp_path / "alike/run"), losses(folder)
     assert len(ours) == len(xlas) and ours[:5] == pytest.approx(xlas[:5], rel=ROUNDING), (ours[:5], xlas[:5])
+    if max(trial.close) == len(ours):  # as close to the end
+        assert found["alike"] == pytest.approx(metrics, rel=ROUNDING)
 
 
 @pytest.mark.parametrize(
