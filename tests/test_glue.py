@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from eager_runs import without_dropout
-from helpers import command, equal, exported, fewer_sentences, losses, records, summary
+from helpers import equal, exported, fewer_sentences, losses, records, summary
 from huggingface_hub import ModelCard
 from model_helpers import randomized
 from torch import nn
@@ -21,35 +21,35 @@ from data import glue as glue_data
 from data import vocabulary
 from models import encoders
 from train import glue
-from train.common import accumulate, checkpoint, device, loading
+from train.common import checkpoint, device, loading
 
 LEARNS = TRIALS["glue"].learns
 
 
-@pytest.mark.parametrize(
-    ("model", "task", "metric"),
-    [("distilbert", "cola", "mcc"), ("roberta", "sst2", "accuracy"), ("xlnet", "cola", "mcc")],
-)
+# DistilBERT learns a regression, below.
+@pytest.mark.parametrize(("model", "task", "metric"), [("roberta", "sst2", "accuracy"), ("xlnet", "cola", "mcc")])
 def test_the_other_models_learn(model, task, metric, tmp_path):
     config = replace(LEARNS, model=model, task=task, lengths=(32,), epochs=0.75, eval_every=10_000, runs=str(tmp_path))
-    assert glue.main(replace(config, name="learns"))[metric] > 0.8
-    untrained = glue.main(replace(config, lr=0.0, epochs=0.05, name="does-not"))
-    assert abs(untrained[metric] - (0.5 if metric == "accuracy" else 0)) < 0.2
+    assert glue.main(config)[metric] > 0.8
 
 
 def test_what_is_not_given_is_the_models_recipe():
-    for name, recipe in {
-        "bert": (3, 0.01, "google-bert/bert-base-uncased"),
-        "roberta": (10, 0.1, "FacebookAI/roberta-base"),
-        "xlnet": (3, 0.0, "xlnet/xlnet-base-cased"),
-    }.items():
-        found = glue.validate(glue.Config(model=name, data="x/y"))
-        assert (found.epochs, found.weight_decay, found.checkpoint) == recipe
+    found = glue.validate(glue.Config(data="x/y"))
+    assert (found.epochs, found.weight_decay, found.checkpoint) == (3, 0.01, "google-bert/bert-base-uncased")
     given = glue.validate(glue.Config(model="roberta", data="x/y", lr=0.5, warmup=0.0, checkpoint="a/b"))
     assert (given.lr, given.warmup, given.checkpoint, given.weight_decay) == (0.5, 0.0, "a/b", 0.1)
 
 
 def test_parts_of_a_batch_give_the_numbers_of_all_of_it(monkeypatch, tmp_path):
+    """One parameter is not trained, as sinusoidal positions, such as RoFormer's: parts must not let it decay."""
+    positions, classifier = "bert.embeddings.position_embeddings.weight", encoders.classifier
+
+    def partly_trained(*args):
+        model = classifier(*args)
+        model.get_parameter(positions).requires_grad_(False)
+        return model
+
+    monkeypatch.setattr(encoders, "classifier", partly_trained)
     monkeypatch.setattr(encoders, "configuration", encoders.configuration)  # which is replaced here
     without_dropout(encoders)
     fewer_sentences(monkeypatch, (44, 20))  # 16, 16 and 12 an epoch; a part of the last is half empty
@@ -61,21 +61,7 @@ def test_parts_of_a_batch_give_the_numbers_of_all_of_it(monkeypatch, tmp_path):
     assert parts == pytest.approx(whole, rel=1e-4)
     norms = [[line["gradient_norm"] for line in records(tmp_path / name) if "lr" in line] for name in ("one", "two")]
     assert norms[1] == pytest.approx(norms[0], rel=1e-3) and min(norms[0]) > 0.1, "nothing was clipped"
-
-
-def test_parts_change_no_parameter_that_is_not_trained(mesh):
-    """Sinusoidal positions, such as RoFormer's, would decay."""
-    model, forward = nn.Linear(2, 1), lambda state, batch, *_: {"loss": state.model(batch["x"]).sum()}
-    model.weight.requires_grad_(False)
-    before = model.weight.tolist(), model.bias.item()
-    optimizer = torch.optim.AdamW(device.to_device(model, mesh).parameters(), 0.1, weight_decay=0.5, foreach=False)
-    device.init_optimizer_state(optimizer, mesh)
-    state, config = glue.State(model, optimizer), glue.Config(update_every=2)
-    step = accumulate.AccumulatedStep(forward, glue.update, state, ("loss",), mesh)
-    batch = {"x": device.upload(torch.ones(4, 2), mesh)}
-    metrics = [step(state, batch, config, mesh) for _ in range(4)]
-    assert metrics[::2] == [None, None] and float(metrics[1]["gradient_norm"]) == pytest.approx(4)
-    assert model.weight.tolist() == before[0] and model.bias.item() != before[1]
+    assert torch.equal(*(exported(tmp_path / name)[positions] for name in ("one", "two")))
 
 
 def test_a_step_is_that_of_plain_pytorch_on_the_cpu(mesh, monkeypatch):
@@ -161,13 +147,11 @@ def test_every_example_of_both_mnli_splits_counts_once_and_long_ones_are_cut(tmp
 
 def test_a_regression_learns_and_counts_every_example_once(tmp_path, monkeypatch):
     fewer_sentences(monkeypatch, (2048, 141))
-    config = replace(glue.TINY, task="stsb", lengths=(32,), epochs=3, eval_every=10_000, runs=str(tmp_path))
-    metrics = glue.main(replace(config, name="stsb"))
+    config = replace(glue.TINY, model="distilbert", task="stsb", lengths=(32,), epochs=3, eval_every=10_000)
+    metrics = glue.main(replace(config, runs=str(tmp_path), name="stsb"))
     assert metrics["pearson"] > 0.8 and metrics["spearman"] > 0.8
     expected = plain_metrics(f"{tmp_path}/stsb/export", "stsb", "validation", 32, 141)
     assert metrics == pytest.approx(expected, rel=1e-4)
-    untrained = glue.main(replace(config, lr=0.0, epochs=0.05, name="does-not"))
-    assert abs(untrained["pearson"]) < 0.3
 
 
 def test_the_export_is_a_pipeline_with_names_of_labels_and_the_runs_accuracy(trained):
@@ -178,7 +162,6 @@ def test_the_export_is_a_pipeline_with_names_of_labels_and_the_runs_accuracy(tra
     assert set(names) == {"negative", "positive"}
     right = [name == ("negative", "positive")[label] for name, label in zip(names, examples.labels, strict=True)]
     assert np.mean(right) == metrics["accuracy"]
-    assert [answer["label"] for answer in classify(["the dog is one of two.", "a dog of ten there."])]
     page = ModelCard.load(f"{path}/export/README.md").data
     assert {each.metric_type: each.metric_value for each in page.eval_results} == summary(path)["metrics"] == metrics
     assert page.pipeline_tag == "text-classification" and page.base_model is page.datasets is None
@@ -201,26 +184,15 @@ def test_training_goes_on_from_an_export_and_without_its_weights_it_begins_anew(
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [
-        ("--epochs 0", "--epochs is 0.*above 0"),
         ("--epochs inf", "--epochs is inf.*below inf"),
-        ("--clip 0", "--clip is 0.*above 0"),
         ("--warmup 1", "--warmup is 1.*below 1"),
-        ("--weight-decay -0.1", "--weight-decay is -0.1.*at least 0"),
-        ("--batch-size 0", "--batch-size is 0.*at least 1"),
-        ("--batch-size 6", "6.*4"),
         ("--lengths 32 16", r"--lengths are \(32, 16\).*must rise"),
         ("--lengths 4 16", r"--lengths are \(4, 16\).*at least 8"),
         ("--data /nowhere/at/all --checkpoint EXPORT", "/nowhere/at/all.*SST-2"),
         ("--data /nowhere/at/all --model auto", "--checkpoint is missing.*auto"),
-        ("--checkpoint /nowhere/at/all", "checkpoint /nowhere/at/all cannot be read"),
         ("--checkpoint EXPORT --model roberta", "is a bert, not a roberta"),
         ("--checkpoint EXPORT --lengths 16 40", "--lengths go up to 40.*32 positions"),
     ],
 )
 def test_values_that_are_refused(refused, trained, flags, pattern):
     refused(glue, "tiny " + flags.replace("EXPORT", f"{trained[0]}/export"), pattern)
-
-
-def test_an_unknown_task_is_refused_with_the_known_ones(capsys):
-    code, _, error = command("tiny --task sst3", glue.main, glue.PRESETS, capsys)
-    assert code == 2 and "sst3" in error and all(task in error for task in glue_data.TASKS) and "Traceback" not in error
