@@ -9,14 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from eager_runs import without_dropout
 from helpers import assert_graph_contract, equal, exported, losses, records
+from timm.optim import Lamb
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer, BertConfig, pipeline
 from trials import TRIALS
 
 from data import pretraining
 from data.prepare import text as prepare_text
-from models import encoders
 from train import glue, pretrain
 from train.common import accumulate, cli, loading
 from train.common.xla import backend as xla
@@ -36,10 +35,6 @@ def guess(config) -> float:
     valid_set = pretrain.open_data(pretrain.validate(config)).eval
     batch = loading.stack([valid_set.example(row, np.random.default_rng(row)) for row in range(len(valid_set))])
     return batch["labels"][batch["weights"] > 0].bincount().max().item() / batch["weights"].sum().item()
-
-
-def test_the_trial_learns_more_than_which_words_are_common(trained):
-    assert 0.05 < guess(trained[2]) < 0.15 < TRIALS["pretrain"].learned["accuracy"][0]
 
 
 def test_fairseqs_roberta_learns_what_its_twin_does(fairseq, tmp_path):
@@ -67,10 +62,9 @@ def test_a_student_learns_of_the_teacher_that_another_run_exported(trained, tmp_
     config = replace(LEARNS, model="distilbert", teacher=f"{trained[0]}/export", steps=30, warmup_steps=5, lr=1e-3)
     config = replace(config, precision="bfloat16", runs=str(tmp_path))
     metrics = pretrain.main(replace(config, name="run"))
-    still = pretrain.main(replace(config, steps=2, lr=0.0, name="still"))
-    # It begins with a layer of its teacher, which is worth something.
-    assert trained[1]["loss"] < metrics["loss"] < still["loss"] - 0.2 < 4.2
     lines = [record for record in records(tmp_path / "run") if "soft" in record]
+    # It begins with a layer of its teacher, which is worth something.
+    assert trained[1]["loss"] < metrics["loss"] < lines[0]["words"] - 0.2 < 4.2
     assert lines[-1]["soft"] < 0.6 * lines[0]["soft"] and lines[-1]["cosine"] < 0.8 * lines[0]["cosine"]
     assert_graph_contract(tmp_path / "run")
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "run/export")
@@ -82,31 +76,16 @@ def test_the_next_sentence_whole_words_lamb_and_parts_of_a_batch_together(tmp_pa
     metrics = pretrain.main(replace(config, precision="bfloat16", runs=str(tmp_path), name="run"))
     assert 0.3 < metrics["next_sentence_accuracy"] < 1
     found = losses(tmp_path / "run")
-    assert found[0] > 5.3 and found[-1] < found[0] - 0.5  # log(116 words) + log(2)
+    assert len(found) == 12 and found[0] > 5.3 and found[-1] < found[0] - 0.5  # log(116 words) + log(2)
     assert_graph_contract(tmp_path / "run")
     _, loaded = AutoModelForPreTraining.from_pretrained(tmp_path / "run/export", output_loading_info=True)
     assert "cls.seq_relationship.weight" in exported(tmp_path / "run") and not loaded["missing_keys"]
 
 
-def test_lamb_moves_each_weight_as_far_as_it_is_long(mesh):
-    """You et al. 2020, algorithm 2: the first update of every matrix is lr times its own norm."""
-    config = replace(pretrain.TINY, optimizer="lamb", lr=0.01)
-    data = pretrain.open_data(config)
-    before = copy.deepcopy(data.model.state_dict())
-    state = pretrain.build(config, data, mesh)
-    for parameter in state.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    state.optimizer.step()
-    name = "bert.encoder.layer.0.attention.self.query.weight"
-    moved = (state.model.state_dict()[name].cpu() - before[name]).norm() / before[name].norm()
-    assert moved.item() == pytest.approx(0.01, rel=1e-3)
-
-
-@pytest.mark.parametrize("clip", [0.125, float("inf")])
-def test_an_update_is_the_mean_of_its_parts_clipped(clip, mesh, monkeypatch):
+def test_an_update_is_the_mean_of_its_parts_clipped(mesh, monkeypatch):
     """On the host, with plain gradient descent; two parts are the same batch twice."""
     config = replace(pretrain.TINY, update_every=2)
-    monkeypatch.setitem(pretrain.RECIPES, "bert", pretrain.RECIPES["bert"]._replace(clip=clip))
+    monkeypatch.setitem(pretrain.RECIPES, "bert", pretrain.RECIPES["bert"]._replace(clip=0.125))
     data = pretrain.open_data(config)
     batch = loading.stack([data.train.example(row, np.random.default_rng(row)) for row in range(8)])
     new = data.model.eval()  # no dropout
@@ -120,11 +99,10 @@ def test_an_update_is_the_mean_of_its_parts_clipped(clip, mesh, monkeypatch):
     torch.testing.assert_close(parts, whole)
     assert whole["loss"] == whole["words"] > 4
     assert totals["loss"] == 0 and not any(parameter.grad.any() for parameter in two.parameters())
-    before = dict(new.named_parameters())
-    moves = [{name: before[name] - value for name, value in model.named_parameters()} for model in (one, two)]
+    weights = [torch.nn.utils.parameters_to_vector(model.parameters()) for model in (new, one, two)]
+    moves = [weights[0] - other for other in weights[1:]]
     torch.testing.assert_close(*moves, rtol=1e-4, atol=1e-6)
-    norm = torch.stack([value.norm() for value in moves[0].values()]).norm().item()
-    assert norm == pytest.approx(0.125, rel=1e-4) if clip < 1 else norm > 0.5
+    assert moves[0].norm().item() == pytest.approx(0.125, rel=1e-4)
 
 
 def test_a_models_recipe_fills_what_is_not_given_and_is_its_optimizers(mesh):
@@ -141,6 +119,9 @@ def test_a_models_recipe_fills_what_is_not_given_and_is_its_optimizers(mesh):
         decayed, spared = pretrain.build(config, data, mesh).optimizer.param_groups
         assert (decayed["weight_decay"], spared["weight_decay"]) == (recipe.weight_decay, 0.0)
         assert decayed["betas"] == (0.9, recipe.beta2) and decayed["eps"] == 1e-6
+    config = replace(pretrain.TINY, optimizer="lamb")
+    optimizer = pretrain.build(config, pretrain.open_data(config), mesh).optimizer
+    assert isinstance(optimizer, Lamb) and optimizer.defaults["max_grad_norm"] is None
 
 
 @pytest.mark.parametrize(("kind", "length", "expected"), [("bert", 128, 21), ("bert", 512, 82), ("xlnet", 512, 88)])
@@ -148,20 +129,6 @@ def test_places_for_predictions(kind, length, expected):
     for predictions, places in ((0, expected), (7, 7)):
         rows = pretraining.open_rows("synthetic", "valid", kind, predictions, False, False, (length, 0))
         assert rows.predictions == places
-
-
-def test_parts_of_a_batch_give_the_numbers_of_all_of_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(encoders, "configuration", encoders.configuration)  # which is replaced here
-    without_dropout(encoders)
-    # One prediction a row: parts of equal weight, so that the mean of their means is that of the batch.
-    config = replace(SHORT, predictions=1, steps=6, eval_every=2, runs=str(tmp_path))
-    whole = pretrain.main(replace(config, name="one"))
-    parts = pretrain.main(replace(config, name="two", update_every=2))
-    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
-    assert two == pytest.approx(one, rel=1e-5) and max(one) - min(one) > 0.05
-    assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-4)
-    # A weight moves by up to 1e-2 here; where its gradient is rounding alone, Adam makes steps of that.
-    torch.testing.assert_close(exported(tmp_path / "two"), exported(tmp_path / "one"), rtol=0, atol=2e-3)
 
 
 def test_transformers_loads_the_export_and_finds_the_metrics_of_the_run(trained, mesh):
@@ -198,19 +165,13 @@ def test_pretraining_goes_on_from_an_export(of, tmp_path, request):
         assert equal(exported(tmp_path / "on"), exported(path))
 
 
-def sentences(count: int, seed: int) -> list[tuple[str, int]]:
-    """(a judgement of one thing, 1 where it is good)."""
-    rng = np.random.default_rng(seed)
-    words = (("awful", "dull", "poor", "grim"), ("fine", "lovely", "great", "bright"))
-    judgements = [(rng.choice(["film", "plot", "cast", "song"]), *rng.choice(words[n % 2], 2)) for n in range(count)]
-    return [("The {} was {} and also {}.".format(*judgement), n % 2) for n, judgement in enumerate(judgements)]
-
-
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> str:
-    """A folder of rows, beside the text that they are made from."""
-    folder = tmp_path_factory.mktemp("text")
-    lines = [line for line, _ in sentences(750, seed=0)]
+    """A folder of rows, beside the text that they are made from: five judgements a document, good or bad."""
+    folder, rng = tmp_path_factory.mktemp("text"), np.random.default_rng(0)
+    words = (("awful", "dull", "poor", "grim"), ("fine", "lovely", "great", "bright"))
+    judgements = [(rng.choice(["film", "plot", "cast", "song"]), *rng.choice(words[n % 2], 2)) for n in range(750)]
+    lines = ["The {} was {} and also {}.".format(*judgement) for judgement in judgements]
     text = "\n\n".join("\n".join(lines[i : i + 5]) for i in range(0, len(lines), 5))
     (folder / "all.txt").write_text(text + "\n")
     options = "--kind bert --length 32 --vocab-size 116 --valid-share 0.2 --workers 1"
@@ -219,16 +180,11 @@ def rows(tmp_path_factory) -> str:
 
 
 def test_a_prepared_text_is_learned_and_fine_tuning_begins_with_the_export(rows, tmp_path):
-    config = replace(LEARNS, data=rows, steps=40, warmup_steps=10, runs=str(tmp_path / "runs"), name="run")
-    metrics = pretrain.main(config)
-    assert losses(tmp_path / "runs/run")[0] > 3.5 > 2.5 > metrics["loss"]
-    (tmp_path / "glue/SST-2").mkdir(parents=True)
-    for split in ("train", "dev"):
-        lines = "".join(f"{line}\t{label}\n" for line, label in sentences(8, seed=0))
-        (tmp_path / f"glue/SST-2/{split}.tsv").write_text(f"sentence\tlabel\n{lines}")
-    fine = replace(glue.TINY, data=f"{tmp_path}/glue", task="sst2", lengths=(24,))
-    model = glue.open_data(glue.validate(replace(fine, checkpoint=f"{tmp_path}/runs/run/export"))).model
-    weights = {name: value for name, value in exported(tmp_path / "runs/run").items() if name.startswith("bert.")}
+    metrics = pretrain.main(replace(LEARNS, data=rows, steps=40, warmup_steps=10, runs=str(tmp_path), name="run"))
+    assert losses(tmp_path / "run")[0] > 3.5 > 2.5 > metrics["loss"]
+    fine = glue.validate(replace(glue.TINY, lengths=(24,), checkpoint=f"{tmp_path}/run/export"))
+    model = glue.open_data(fine).model
+    weights = {name: value for name, value in exported(tmp_path / "run").items() if name.startswith("bert.")}
     assert len(weights) > 10 and all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
 
 
@@ -248,22 +204,12 @@ def teacher(trained, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [
-        *((f"--{name} 0", f"--{name} is 0.*at least 1") for name in ("steps", "update-every")),
-        ("--predictions -1", "--predictions is -1.*at least 0"),
-        ("--predictions 33", "predictions is 33.*1 to 32"),
-        ("--batch-size 10 --update-every 4", "batch_size is 10.*into 4 parts .--update-every"),
-        ("--batch-size 12 --update-every 2", "is 12.*2 parts.*4 devices.*nearest that does is 16"),
-        ("--batch-size 4096", "batch_size is 4096.*2048 examples"),
         ("--data /nowhere/at/all", "/nowhere/at/all.*make data"),
         ("--model roberta --next-sentence", "--next-sentence.*bert.*roberta"),
         ("--model distilbert --data /some/text", "--teacher is missing.*bert-base-uncased"),
-        ("--model distilbert --teacher /nowhere/bert", "/nowhere/bert.*cannot be read"),
-        ("--checkpoint /nowhere/bert", "/nowhere/bert.*cannot be read"),
         ("--data @text", "@text has no report.json.*all.txt.*make data"),
-        ("--data @rows --next-sentence", "next-sentence prediction.*--pairs"),
         ("--data @rows --model xlnet", "--kind bert.*needs (--kind )?xlnet"),
         ("--checkpoint @roberta", "@roberta is a roberta, not a bert"),
-        ("--model roberta --checkpoint @bert", "@bert is a bert, not a roberta"),
         ("--model fairseq-roberta --checkpoint @roberta", "@roberta.*model.pt"),
         ("--checkpoint @bert --data @rows", "@bert.*other tokens.*@rows"),
         ("--checkpoint @short", "rows have 32 tokens.*31 positions"),
