@@ -28,16 +28,12 @@ def close(found, expected, tolerance=1e-6) -> bool:
     return torch.allclose(numbers(found), numbers(expected), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.filterwarnings("ignore")
 @each_pair
-def test_both_halves_give_the_same(pair, mesh):
+def test_both_halves_give_the_same_and_the_wrong_variants_what_the_page_says(pair, mesh):
     right = pair.eager()
     assert close(pair.xla(mesh), right)
     assert not hasattr(pair, "RIGHT") or close(right, pair.RIGHT)
-
-
-@pytest.mark.filterwarnings("ignore")
-@each_pair
-def test_the_wrong_variants_fail_as_the_page_says(pair, mesh):
     for name, function in page.wrongs(pair).items():
         found = page.fresh_outcome(pair) if hasattr(pair, "FRESH") else page.outcome(function, mesh)
         expected = getattr(pair, name)
@@ -71,12 +67,9 @@ def test_a_script_of_ones_own_trains_the_same_after_the_port(mesh):
     assert (report["traced"], report["repeated"]) == (4, 64 + 5 * 4 - 4) and report["graphs"] - graphs <= 3
 
 
-def test_the_port_changes_few_lines():
+def test_the_pages_are_what_the_command_writes_and_the_port_changes_few_lines():
     signs = [line[0] for line in page.own_model_diff()]
     assert 0 < signs.count("-") <= DIFF_LINES and 0 < signs.count("+") <= DIFF_LINES
     assert f"differs in {signs.count('+')} lines" in (ROOT / "README.md").read_text()
-
-
-def test_the_pages_are_what_the_command_writes():
     assert page.PAGE.read_text() == page.page() and page.OWN_MODEL.read_text() == page.own_model_page()
     assert len(page.page().splitlines()) <= PAGE_LINES
