@@ -2,8 +2,8 @@
 facts."""
 
 import dataclasses
+import itertools
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from torch_xla.utils.checkpoint import checkpoint
 
 from train.common import device
-from train.common.xla import replay, staging
+from train.common.xla import replay
 
 SET_SEED = torch_xla._XLAC._xla_set_rng_seed
 
@@ -47,52 +47,45 @@ def train_step(model, optimizer, x):
     return {"loss": update(F.mse_loss(model(x), x), optimizer), "mean": x.mean()}
 
 
-def traced_and_repeated(mesh, inputs, optimizer, step_of, each=lambda *_: None, max_graphs: int = 1) -> dict:
-    """Checks that the losses and the state of steps on `inputs` are the same bits where every call is traced, and
-    returns the report of the other run; `each` is called before each step."""
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_repeated_steps_are_traced_ones_bit_for_bit(mesh, optimizer):
+    """Dropout's numbers, from a seed and after it; batch norm's buffers; a program for each of two shapes; and learning
+    rates that change, through 0 and 1, too, and differ between groups."""
+    short, long = batches(mesh, 5), batches(mesh, 4, 16)
+    inputs = [short[0], *(x for pair in zip(long, short[1:], strict=True) for x in pair)]
     found = []
-    for one in (dataclasses.replace(mesh, strict=False), mesh):
+    for strict in (False, True):  # a step that is not strict is traced in every call
         device.graph_report(reset=True)
-        model, made = make(one, optimizer)
-        device.seed_step(7, 0)
-        step, losses = device.compiled(step_of(), one, max_graphs), []
+        model, made = make(mesh, optimizer)
+        step, losses = device.compiled(train_step, dataclasses.replace(mesh, strict=strict), 2), []
         for number, x in enumerate(inputs):
-            each(number, made)
+            device.set_lr(made, [0.1, 0.0, 0.05, 1.0, 0.2, 1e-9, 0.3, 0.1, 0.02][number])
+            if optimizer is sgd:
+                made.param_groups[1]["lr"] *= 0.7 + number / 10
+            if number in (0, 6):
+                device.seed_step(3, number)
             losses.append(step(model, made, x)["loss"])
         state = [*model.state_dict().values(), *(tensor for each in made.state.values() for tensor in each.values())]
         found.append((device.fetch(losses), [tensor.cpu() for tensor in state], device.graph_report()))
     (losses, state, traced), (other_losses, other_state, repeated) = found
     assert losses == other_losses
     assert all(torch.equal(a, b) for a, b in zip(state, other_state, strict=True))
-    assert (traced["traced"], traced["repeated"]) == (len(inputs), 0)
-    assert repeated["traced"] + repeated["repeated"] == len(inputs) and repeated["recompilations"] == []
-    return repeated
+    assert [(report["traced"], report["repeated"]) for report in (traced, repeated)] == [(9, 0), (4, 5)]
+    assert repeated["recompilations"] == []
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-@pytest.mark.parametrize("seeded", [True, False])
-def test_repeated_steps_are_traced_ones_bit_for_bit(mesh, optimizer, seeded):
-    """Dropout's numbers, batch norm's buffers, a program for each of two shapes, and learning rates that change,
-    through 0 and 1, too, and differ between groups."""
-
-    def each(number, made):
-        device.set_lr(made, [0.1, 0.0, 0.05, 1.0, 0.2, 1e-9, 0.3, 0.1, 0.02][number])
-        if optimizer is sgd:
-            made.param_groups[1]["lr"] *= 0.7 + number / 10
-        if seeded or number == 0:
-            device.seed_step(3, number)
-
-    short, long = batches(mesh, 5), batches(mesh, 4, 16)
-    inputs = [short[0], *(x for pair in zip(long, short[1:], strict=True) for x in pair)]
-    report = traced_and_repeated(mesh, inputs, optimizer, lambda: train_step, each, 2)
-    assert (report["traced"], report["repeated"]) == (4, 5)
-
-
-def test_what_others_hold_of_a_parameter_stays_true(mesh):
-    """A detached view and a state_dict see the update."""
+def test_buffers_are_donated_and_what_others_hold_of_a_parameter_stays_true(mesh):
+    """Without donors a step needs the memory of its state twice. A detached view and a state_dict see the update."""
     (model, made), inputs = make(mesh), batches(mesh, 4)
-    step = device.compiled(train_step, mesh)
-    for x in inputs[:3]:
+
+    def scaled_step(model, optimizer, x):
+        return train_step(model, optimizer, x * 1.0625)  # a graph that no other test has compiled
+
+    step = device.compiled(scaled_step, mesh)
+    step(model, made, inputs[0])
+    state = len(list(model.parameters())) * 2 + len(list(model.buffers()))
+    assert met.metric_data("InputOutputAliasCount")[-1][-1][1] == state
+    for x in inputs[1:3]:
         step(model, made, x)
     view, state, before = model.bias.detach(), model.state_dict(), model.bias.detach().cpu()
     step(model, made, inputs[3])
@@ -102,76 +95,41 @@ def test_what_others_hold_of_a_parameter_stays_true(mesh):
     assert torch.equal(view.cpu(), after) and torch.equal(state["bias"].cpu(), after)
 
 
-def test_buffers_are_donated(mesh):
-    """Otherwise a step needs the memory of its state twice."""
-    inputs, (model, made) = batches(mesh, 2), make(mesh)
-
-    def scaled_step(model, optimizer, x):
-        return train_step(model, optimizer, x * 1.0625)  # a graph that no other test has compiled
-
-    device.compiled(scaled_step, mesh)(model, made, inputs[0])
-    state = len(list(model.parameters())) * 2 + len(list(model.buffers()))
-    assert met.metric_data("InputOutputAliasCount")[-1][-1][1] == state
-
-
-def changes_another(mesh):
-    (factor,) = batches(mesh, 1)
-
-    def step(model, made, x):
-        result = train_step(model, made, x * factor)
-        factor.mul_(1.5)
-        return result
-
-    return step
-
-
-def reads_another(mesh):
-    (factor,) = batches(mesh, 1)
-    return lambda model, made, x: train_step(model, made, x * factor)
-
-
-def makes_another_number(mesh):
-    numbers = iter([0.25, 1.25])
-    return lambda model, made, x: train_step(model, made, x + torch.tensor([next(numbers)] * 6).to(x.device))
+NUMBERS = itertools.count()
+# Steps that cannot be repeated, and why. `other` is a tensor that is not among the arguments.
+UNREPEATABLE = {
+    "changes another": (
+        lambda other, model, made, x: train_step(model, made, x * other.mul_(1.5)),
+        "changes or keeps 1 tensors that are neither among its arguments nor among its results",
+    ),
+    "reads another": (
+        lambda other, model, made, x: train_step(model, made, x * other),
+        r"reads a tensor \[8, 6\] that is not among its arguments: pass it, or its module",
+    ),
+    "makes another number": (
+        lambda other, model, made, x: train_step(model, made, x + torch.tensor([next(NUMBERS)] * 6).to(x.device)),
+        "a number or tensor that it makes differs from call to call",
+    ),
+    "returns a gradient function": (
+        lambda other, model, made, x: train_step(model, made, x) | {"out": model(x)},
+        r"returns a tensor with a gradient function \(.detach\(\) it\)",
+    ),
+    "leaves gradients": (
+        lambda other, model, made, x: F.mse_loss(model(x), x).backward(),
+        "leaves gradients, makes state, or changes a Python value among its arguments",
+    ),
+    # It would train wrongly: the seed that dropout draws from is set to a number of the host.
+    "recomputes": (
+        lambda other, model, made, x: train_step(lambda x: checkpoint(model, x + 0 * model.bias), made, x),
+        "sets the random state, as torch_xla.utils.checkpoint does.*keeps dropout's masks or seeds",
+    ),
+}
 
 
-def returns_a_gradient_function(mesh):
-    return lambda model, made, x: train_step(model, made, x) | {"out": model(x)}
-
-
-def recomputes(mesh):
-    """Trains wrongly if it is repeated: the seed that dropout draws from is set to a number of the host."""
-    return lambda model, made, x: train_step(lambda x: checkpoint(model, x + 0 * model.bias), made, x)
-
-
-def leaves_gradients(mesh):
-    return lambda model, made, x: F.mse_loss(model(x), x).backward()
-
-
-def counts(mesh):
-    def step(model, made, x):
-        made.param_groups[0]["weight_decay"] += 0.1
-        return train_step(model, made, x)
-
-    return step
-
-
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-@pytest.mark.parametrize(
-    ("step_of", "reason"),
-    [
-        (changes_another, "changes or keeps 1 tensors that are neither among its arguments nor among its results"),
-        (reads_another, r"reads a tensor \[8, 6\] that is not among its arguments: pass it, or its module"),
-        (makes_another_number, "a number or tensor that it makes differs from call to call"),
-        (returns_a_gradient_function, r"returns a tensor with a gradient function \(.detach\(\) it\)"),
-        (recomputes, "sets the random state, as torch_xla.utils.checkpoint does.*keeps dropout's masks or seeds"),
-        (leaves_gradients, "leaves gradients, makes state, or changes a Python value among its arguments"),
-        (counts, "changes a Python value among its arguments"),
-    ],
-)
-def test_what_cannot_be_repeated_is_refused(mesh, step_of, optimizer, reason):
-    (model, made), (x,) = make(mesh, optimizer), batches(mesh, 1)
-    step = device.compiled(step_of(mesh), mesh)
+@pytest.mark.parametrize(("step_fn", "reason"), UNREPEATABLE.values(), ids=UNREPEATABLE)
+def test_what_cannot_be_repeated_is_refused(mesh, step_fn, reason):
+    (model, made), (x, other) = make(mesh), batches(mesh, 2)
+    step = device.compiled(partial(step_fn, other), mesh)
     with pytest.raises(device.GraphError, match=f"cannot be repeated: .*{reason}.*or use --no-strict"):
         for _ in range(2):
             step(model, made, x)
@@ -179,19 +137,20 @@ def test_what_cannot_be_repeated_is_refused(mesh, step_of, optimizer, reason):
     assert torch_xla._XLAC._xla_set_rng_seed is SET_SEED
 
 
-@pytest.mark.parametrize("change", ["freeze", "evaluate", "decay"])
-def test_other_facts_are_another_program(mesh, change):
-    (model, made), x = make(mesh), batches(mesh, 1)[0]
+def test_other_facts_are_another_program(mesh):
+    (model, made), (x,) = make(mesh), batches(mesh, 1)
     step = device.compiled(train_step, mesh)
+    refused = partial(pytest.raises, device.GraphError, match="compiled again for known input shapes")
     for _ in range(3):
         step(model, made, x)
-    if change == "freeze":
-        model.inner.bias.requires_grad_(False)
-    elif change == "evaluate":
-        model.dropout.eval()
-    else:
-        made.param_groups[1]["weight_decay"] = 0.0
-    with pytest.raises(device.GraphError, match="compiled again for known input shapes"):
+    model.inner.bias.requires_grad_(False)
+    with refused():
+        step(model, made, x)
+    model.dropout.eval()
+    with refused():
+        step(model, made, x)
+    made.param_groups[1]["weight_decay"] = 0.0
+    with refused():
         step(model, made, x)
 
 
@@ -242,16 +201,3 @@ def test_facts_are_compared_by_value_and_objects_by_identity():
         assert facts({"a": 1}, config, None) != other
     gone, other = facts(nn.Identity()), facts(nn.Identity())
     assert gone != other  # a dead object equals none
-
-
-class State(NamedTuple):
-    """What a script's step works on."""
-
-    model: nn.Module
-    batches: list
-
-
-def test_staging_names_a_tensor_by_the_fields_that_lead_to_it():
-    state = State(nn.Linear(2, 1), [torch.zeros(1)])
-    names = [name for name, _ in staging._named({"state": state, "x": torch.zeros(1)})]
-    assert names == ["state.model.weight", "state.model.bias", "state.batches.0", "x"]
