@@ -38,13 +38,6 @@ def test_shapes():
         assert (found.bytes, found.hbm_bytes) == (size, 8 if "@1" in shape else size)
 
 
-def test_a_fusion_without_a_name_has_that_of_its_root():
-    fused = m.computation(2, [m.arg(21, 0, SCALAR), m.op(22, "exponential", SCALAR, (21,))], root=22)
-    fusion = m.op(2, "fusion", SCALAR, (1,), called=(2,), named=False)
-    root = entry(m.arg(1, 0, SCALAR), fusion, others=[fused], root=2).entry.root
-    assert (root.op_name, root.source) == ("step/exponential", "model.py:22")
-
-
 def test_what_is_no_whole_module_is_refused():
     data = m.matmul(4, 8, 16)
     donated = hlo.with_buffer_donors(data, [0, 1])
@@ -68,21 +61,19 @@ def work(identifier: int, count: int) -> bytes:
 
 
 def test_cycles_are_summed_and_loops_multiplied():
+    """Those of unknown length count once; what has no estimate and the inside of a fusion do not at all."""
     inner, condition = m.computation(2, [work(21, 7)], 21), m.computation(3, [work(31, 1)], 31)
     outer = m.computation(4, [m.arg(1, 0, SCALAR), work(41, 101), loop(42, 2, 3, 5)], 41)
-    found = entry(m.arg(1, 0, SCALAR), work(2, 1000), loop(3, 4, 3, 10), others=[inner, condition, outer])
-    assert analysis.entry_cycles(found) == analysis.Cycles(1000 + 10 * (1 + 101 + 5 * (7 + 1)), ())
+    fused = m.computation(5, [work(51, 50)], 51)
+    fusion = m.op(5, "fusion", SCALAR, extra=m.cycles(9), called=(5,))
+    loops = loop(3, 4, 3, 10), loop(4, 2, 2)
+    instructions = m.arg(1, 0, SCALAR), work(2, 1000), *loops, fusion, work(6, 2**63 - 1)
+    found = entry(*instructions, others=[inner, condition, outer, fused], root=6)
+    assert found.entry.root.estimated_cycles is None
+    total = 1000 + 10 * (1 + 101 + 5 * (7 + 1)) + 2 * 7 + 9
+    assert analysis.entry_cycles(found) == analysis.Cycles(total, ("while.4",))
     longest = [(each.instruction.name, each.cycles, each.times) for each in analysis.longest(found, 3)]
     assert longest == [("fusion.41", 101, 10), ("fusion.2", 1000, 1), ("fusion.21", 7, 50)]
-
-
-def test_a_loop_of_unknown_length_counts_once_and_what_has_no_estimate_not_at_all():
-    body, fused = m.computation(2, [work(21, 7)], 21), m.computation(3, [work(31, 50)], 31)
-    fusion = m.op(3, "fusion", SCALAR, extra=m.cycles(9), called=(3,))  # nor does the inside of a fusion count
-    instructions = m.arg(1, 0, SCALAR), loop(2, 2, 2), fusion, work(4, 5), work(5, 2**63 - 1)
-    found = entry(*instructions, others=[body, fused], root=5)
-    assert found.entry.root.estimated_cycles is None
-    assert analysis.entry_cycles(found) == analysis.Cycles(2 * 7 + 9 + 5, ("while.2",))
 
 
 AXES = m.message(1, m.message(1, b"a"), m.number(2, 2)), m.message(1, m.message(1, b"b"), m.number(2, 4))
@@ -140,10 +131,11 @@ def test_an_all_reduce_whose_fusion_keeps_a_slice_is_a_reduce_scatter():
     reduce = m.op(22, "all-reduce", whole, (21,), named=False)
     kept = m.op(23, "partition-id", "u32[]"), m.op(24, "dynamic-slice", shard, (22, 23))
     fused = m.computation(2, [m.arg(21, 0, whole), reduce, *kept], 24)
-    found = entry(m.arg(1, 0, whole), m.op(2, "fusion", shard, (1,), called=(2,)), others=[fused])
+    found = entry(m.arg(1, 0, whole), m.op(2, "fusion", shard, (1,), called=(2,), named=False), others=[fused])
     (only,) = analysis.collectives(found)
     assert (only.kind, only.bytes, only.result_bytes) == ("reduce-scatter", 2048, 256)
-    assert (only.op_name, only.source) == ("step/fusion", "model.py:2")
+    # It has no name of its own, nor has the fusion, which has that of its root.
+    assert (only.op_name, only.source) == ("step/dynamic-slice", "model.py:24")
 
 
 def test_a_collective_that_runs_during_other_fusions_is_one():
@@ -166,8 +158,8 @@ def test_a_collective_that_runs_during_other_fusions_is_one():
         m.op(6, "all-gather", X, (1,)),
         others=[piece(2, start, root=22), piece(3, root=31), piece(4, end, root=42)],
     )
-    gathers = sorted((each.name, each.bytes, each.result_bytes) for each in analysis.collectives(found))
-    assert gathers == [("all-gather.21", 8, 32), ("all-gather.6", 8, 32)]
+    gathers = sorted((each.name, each.source, each.bytes, each.result_bytes) for each in analysis.collectives(found))
+    assert gathers == [("all-gather.21", "model.py:2", 8, 32), ("all-gather.6", "model.py:6", 8, 32)]
 
 
 def test_dots_tell_types_precision_and_flops():
@@ -187,20 +179,19 @@ def test_dots_tell_types_precision_and_flops():
     assert (only.lhs, only.precision, only.flops) == ("f32", ("highest", "high"), 2 * 3 * 4 * 8 * 5)
 
 
-@pytest.mark.parametrize("given", ["bf16", "f32"])
-def test_an_operand_that_was_widened_for_a_dot_has_the_type_it_had(given):
+def test_an_operand_that_was_widened_for_a_dot_has_the_type_it_had():
     (only,) = analysis.dots(
         entry(
-            m.arg(1, 0, f"{given}[4,8]"),
+            m.arg(1, 0, "bf16[4,8]"),
             m.op(2, "convert", "f32[4,8]", (1,)),
             m.op(3, "transpose", "f32[8,4]", (2,)),
-            m.arg(4, 1, f"{given}[4,8]"),
+            m.arg(4, 1, "bf16[4,8]"),
             m.op(5, "convert", "f32[4,8]", (4,)),
             m.op(6, "add", "f32[4,8]", (5, 5)),  # has numbers that bfloat16 has not
             m.op(7, "dot", "f32[4,4]", (6, 3), m.message(30, m.packed(1, [1]), m.packed(2, [0]))),
         )
     )
-    assert (only.lhs, only.rhs) == ("f32", given)
+    assert (only.lhs, only.rhs) == ("f32", "bf16")
 
 
 # Size, outputs, kernel, stride, padding, dilation of the kernel and of the input.
