@@ -54,53 +54,16 @@ def test_the_flags_after_two_dashes_are_the_scripts_and_a_batch_is_a_devices_or_
         compiling.parse(["bert", "--batch", "-1"])
 
 
-PRECISIONS = """
-import dataclasses, json
-from tpu.compiler import analysis, compile as compiling, hlo
-from train.common.xla import backend, staging
-mesh, found = staging.setup(1, "TPU v5 lite", "float32"), {}
-for precision in ("bfloat16", "float32", "fast_float32"):
-    backend.set_products(precision)
-    for arguments in (
-        ["resnet50", "full", "--batch", "8", "--", "--model", "resnet_tiny", "--image-size", "32"],
-        ["dlrm", "tiny", "--batch", "8", "--"],
-        ["bert", "full", "--batch", "8", "--task", "pretrain", "--", "--size", "tiny"],
-    ):
-        _, job = compiling.parse([*arguments, "--precision", precision])
-        _, staged = compiling.stage(job, dataclasses.replace(mesh, precision=precision), job.script)
-        for dot in analysis.dots(hlo.parse(staged.module)):
-            key = f"{precision} {arguments[0]}"
-            found.setdefault(key, []).append([dot.opcode, dot.lhs, sorted(set(dot.precision))])
-print(json.dumps(found))
-"""
-
-
-def test_float32_products_are_float32_unless_fast_ones_are_asked_for():
-    """The precision of every product of a step, forward and backward: a TPU's own is one pass of bfloat16."""
-    result = run(code=PRECISIONS)
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = json.loads(result.stdout.splitlines()[-1])
-    assert {key.split()[1] for key in found} == {"resnet50", "dlrm", "bert"} and len(found) == 9
-    convolutions = sum(opcode == "convolution" for opcode, *_ in found["float32 resnet50"])
-    for key, products in found.items():
-        wanted = "highest" if key.startswith("float32") else "default"
-        other = [product for product in products if product[2] != [wanted]]
-        if key == "float32 resnet50":  # of 3 products a convolution two are backward: torch_xla 2.9 asks for nothing
-            assert {opcode for opcode, *_ in other} == {"convolution"} and 3 * len(other) == 2 * convolutions
-            continue
-        assert not other, (key, other)
-        narrow = {"bf16"} if key.startswith("bfloat16") else {"f32"}
-        assert narrow <= {kind for _, kind, _ in products} and len(products) >= 10, (key, products)
-    assert {opcode for opcode, _, _ in found["float32 resnet50"]} == {"dot", "convolution"}
-
-
 STAGING = """
-import json, torch
-from tpu.compiler import hlo
+import dataclasses, json, torch, torch_xla, traceback
+from collections import namedtuple
+from tpu.compiler import analysis, compile as compiling, hlo
 from train.common import device, embedding
 from train.common.embedding import tables
-from train.common.xla import staging
-mesh = staging.setup(256, "TPU v5 lite", "bfloat16")  # more than 8 bits count, as autograd of torch 2.9 does
+from train.common.xla import backend, staging
+mesh = staging.setup(256, "TPU v5 lite", "float32")  # more than 8 bits count, as autograd of torch 2.9 does
+
+State = namedtuple("State", "model optimizer")
 tied = torch.nn.Linear(8, 8, bias=False)
 model = torch.nn.Sequential(tied, torch.nn.BatchNorm1d(8), tied)
 tied.weight is model[2].weight or exit("untied before")
@@ -111,53 +74,95 @@ every = [tables.Table("huge", 30_000_000, 1, plan="row"), tables.Table("few", 8,
 bags = embedding.ShardedEmbeddingBags(every, 8, mesh, tables.SGD(), 0.1, 0)
 batch = staging.inputs({"ids": ((256, 2), torch.int32)}, mesh)
 
-def train_step(model, bags, optimizer, batch, mesh):
-    embedded = bags(batch["ids"])
-    loss = model(embedded.sum(1)).square().mean()
+def train_step(state, bags, batches, mesh):
+    embedded = bags(batches[0]["ids"])
+    loss = state.model(embedded.sum(1)).square().mean()
     loss.backward()
-    optimizer.step()
+    state.optimizer.step()
     bags.step()
-    optimizer.zero_grad(set_to_none=True)
+    state.optimizer.zero_grad(set_to_none=True)
     return {"loss": loss.detach()}
 
-staged = staging.stage(train_step, model, bags, optimizer, batch, mesh)
+staged = staging.stage(train_step, State(model, optimizer), bags, [batch], mesh)
 names = staged.parameters
-print(json.dumps({
+found = {
+    "products": {},
     "donated": sorted(names[number] for number in staged.donated),
     "shardings": {names[number]: sharding for number, sharding in staged.shardings.items() if names[number]},
     "outputs": staged.outputs,
     "shapes": [parameter.shape.text for parameter in hlo.parse(staged.module).parameters],
-}))
+}
 
 def reading_step(model, batch):
     if model(batch["ids"].float().sum(1, keepdim=True).expand(-1, 8)).sum() > 0:
         return batch["ids"] + 1
-staging.stage(reading_step, model, batch)
+try:
+    staging.stage(reading_step, model, batch)
+except device.GraphError:
+    found["error"] = traceback.format_exc()
+torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))  # bags of the models below would have them computed
+
+models = (
+    ["resnet50", "full", "--batch", "8", "--", "--model", "resnet_tiny", "--image-size", "32"],
+    ["dlrm", "tiny", "--batch", "8", "--"],
+    ["bert", "full", "--batch", "8", "--task", "pretrain", "--", "--size", "tiny"],
+)
+for precision, count in (("bfloat16", 2), ("fast_float32", 2), ("float32", 3)):
+    backend.set_products(precision)
+    for arguments in models[:count]:
+        _, job = compiling.parse([*arguments, "--precision", precision])
+        _, staged = compiling.stage(job, dataclasses.replace(mesh, precision=precision), job.script)
+        found["products"][f"{precision} {arguments[0]}"] = [
+            [dot.opcode, dot.lhs, sorted(set(dot.precision))] for dot in analysis.dots(hlo.parse(staged.module))
+        ]
+print(json.dumps(found))
 """
 
 
-def test_a_staged_step_updates_in_place_what_it_trains_and_knows_how_it_is_sharded(tmp_path):
-    path = tmp_path / "stage.py"
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory) -> dict:
+    """What STAGING prints of its steps."""
+    path = tmp_path_factory.mktemp("staging") / "stage.py"
     path.write_text(STAGING)
     result = run(code=f"import runpy; runpy.run_path({str(path)!r})")
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_float32_products_are_float32_unless_fast_ones_are_asked_for(staged):
+    """The precision of every product of a step, forward and backward: a TPU's own is one pass of bfloat16."""
+    found = staged["products"]
+    assert len(found) == 7
+    for key, products in found.items():
+        wanted = "highest" if key.startswith("float32") else "default"
+        other = [opcode for opcode, _, precision in products if precision != [wanted]]
+        if key == "float32 resnet50":  # of 3 products a convolution two are backward: torch_xla 2.9 asks for nothing
+            opcodes = [opcode for opcode, *_ in products]
+            assert set(opcodes) == {"dot", "convolution"} and set(other) == {"convolution"}
+            assert 3 * len(other) == 2 * opcodes.count("convolution")
+            continue
+        assert not other, (key, products)
+        narrow = {"bf16"} if key.startswith("bfloat16") else {"f32"}
+        assert narrow <= {kind for _, kind, _ in products} and len(products) >= 10, (key, products)
+
+
+def test_a_staged_step_updates_in_place_what_it_trains_and_knows_how_it_is_sharded(staged):
     # A value that is read in the middle of a step is named with its line.
     message = "GraphError: reading_step reads a value of the device in the middle of the step"
-    assert message in result.stderr and re.search(r"stage.py:\d+: if model\(batch", result.stderr), result.stderr[
-        -2000:
-    ]
-    figures = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
-    names = ["model.0.weight", "model.1.bias", "model.1.weight", "bags.data.weight", "bags.row.weight"]
-    names += [f"optimizer.0.{i}.{name}" for i in range(3) for name in ("exp_avg", "exp_avg_sq", "step")]
+    assert message in staged["error"] and re.search(r"stage.py:\d+: if model\(batch", staged["error"])
+    names = [f"state.model.{name}" for name in ("0.weight", "1.bias", "1.weight")]
+    names += [f"state.optimizer.0.{i}.{name}" for i in range(3) for name in ("exp_avg", "exp_avg_sq", "step")]
+    names += ["bags.data.weight", "bags.row.weight"]
     # The running statistics are changed inside of native batch norm.
-    names += [f"model.1.{name}" for name in ("num_batches_tracked", "running_mean", "running_var")]
-    assert set(names) <= set(figures["donated"]) <= {*names, "bags.step_count"}
-    assert figures["outputs"] == len(figures["donated"]) + 1
-    shardings = figures["shardings"]  # of all that the step reads, the batch among it
-    assert shardings["batch.ids"] == [["data", None], {"data": 256}]
+    names += [f"state.model.1.{name}" for name in ("num_batches_tracked", "running_mean", "running_var")]
+    assert set(names) <= set(staged["donated"]) <= {*names, "bags.step_count"}
+    assert staged["outputs"] == len(staged["donated"]) + 1
+    shardings = staged["shardings"]  # of all that the step reads, the batch among it
+    assert shardings["batches.0.ids"] == [["data", None], {"data": 256}]
     assert shardings["bags.row.weight"] == [["model", None], {"model": 256}]
-    assert shardings["model.0.weight"][0] == [None, None]
+    assert shardings["state.model.0.weight"][0] == [None, None]
     # 30 million rows of 8, in lines of 16 rows: a gigabyte that never existed.
-    assert [shape for shape in figures["shapes"] if re.fullmatch(r"f32\[187\d+,128\]", shape)], figures["shapes"]
+    assert [shape for shape in staged["shapes"] if re.fullmatch(r"f32\[187\d+,128\]", shape)], staged["shapes"]
 
 
 CODE = """LB: loop body
@@ -234,29 +239,19 @@ TOLERANCES = {"cycles": 0.005, "bundles": 0.02, "needed": 0.02, "bytes_accessed"
 TOLERANCES |= {"copies": 0.05, "bytes_copied": 0.05}
 
 
-def figures(report: dict) -> dict[str, float]:
-    """Returns the figures of a report that TOLERANCES names; cycles and bundles only where there are any."""
-    copies = report["copies"]
-    found = {"needed": report["memory"]["needed"], "bytes_accessed": int(report["bytes_accessed"])}
-    found |= {"copies": copies["count"], "bytes_copied": copies["bytes"]}
-    found |= {"bundles": report["uncounted"]["bundles"]} if "uncounted" in report else {}
-    return found | ({"cycles": report["cycles"]} if "cycles" in report else {})
-
-
-def changes(before: dict, after: dict) -> list[str]:
-    """Returns a sentence for each figure of a step that is not what it was."""
-    old, new = figures(before), figures(after)
-    changed = [name for name, tolerance in TOLERANCES.items() if name in old]
-    changed = [name for name in changed if abs(new[name] - old[name]) > TOLERANCES[name] * old[name]]
-    sentences = [
-        f"{'lost' if new[name] > old[name] else 'gained'} {abs(new[name] - old[name]):,} {name}: {old[name]:,} became "
-        f"{new[name]:,} ({new[name] / max(old[name], 1) - 1:+.1%})"
-        for name in changed
-    ]
-    counts = [{kind: entry["count"] for kind, entry in each["collectives"].items()} for each in (before, after)]
-    sentences += [f"has other collectives: {counts[0]} became {counts[1]}"] if counts[0] != counts[1] else []
-    donated = before["donated"], after["donated"]
-    return sentences + ([f"donates {donated[1]} buffers instead of {donated[0]}"] if donated[0] != donated[1] else [])
+def figures(report: dict) -> dict:
+    """Returns what is guarded of a report; cycles and bundles are None where there are none."""
+    return {
+        "libtpu": report["libtpu"],
+        "cycles": report.get("cycles"),
+        "bundles": report.get("uncounted", {}).get("bundles"),
+        "needed": report["memory"]["needed"],
+        "bytes_accessed": report["bytes_accessed"],
+        "copies": report["copies"]["count"],
+        "bytes_copied": report["copies"]["bytes"],
+        "donated": report["donated"],
+        "collectives": {kind: entry["count"] for kind, entry in report["collectives"].items()},
+    }
 
 
 # The least bytes between two chips that share layers (Shoeybi et al. 2019, figure 4); a twentieth more is for the loss
@@ -314,22 +309,12 @@ def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path):
     result = run(*command[:2], "--dump", str(paths[1]), *command[2:])
     assert result.returncode == 0, result.stderr[-2000:]
     report = json.loads(paths[0].read_text())
-    found = broken_promises(row.name, report, hlo.parse(paths[1].read_bytes()))
-    if before["libtpu"] == report["libtpu"]:
-        found += changes(before, report)
-    elif not os.environ.get("TPU_LIBRARY_PATH"):  # of another library one knows that it has other figures
-        found.append(f"was compiled by libtpu {report['libtpu']}; the figures are of {before['libtpu']}")
-    assert not found, "\n".join(f"{row.name} on {topology} {each}; {ACCEPT}" for each in found)
-
-
-def test_a_loss_is_told_with_its_step_and_its_size():
-    """What `make guards` says, of a report with more cycles and without a collective."""
-    before = json.loads((pages.DOCS / "guards.json").read_text())["resnet50"]["v5e:1x1"]
-    assert changes(before, before) == []
-    after = before | {"cycles": before["cycles"] * 2, "collectives": {"all-reduce": {"count": 1}}, "donated": 0}
-    patterns = r"lost ([\d,]+) cycles: \1 became .*\(\+100", r"has other collectives: \{\} became .*all-r", "donates 0 "
-    for sentence, pattern in zip(changes(before, after), patterns, strict=True):
-        assert re.match(pattern, sentence)
+    assert broken_promises(row.name, report, hlo.parse(paths[1].read_bytes())) == []
+    if os.environ.get("TPU_LIBRARY_PATH") and report["libtpu"] != before["libtpu"]:
+        return  # of another library one knows that it has other figures
+    expected = figures(before)
+    expected |= {name: pytest.approx(expected[name], rel=tolerance) for name, tolerance in TOLERANCES.items()}
+    assert figures(report) == expected, ACCEPT
 
 
 @needs_libtpu
