@@ -37,7 +37,6 @@ TWO, FULL = Layout("data=2,model=2"), Layout(shard_state="full")
 ALL = Layout("data=2,model=2", "full", remat=True)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # sums over devices are of other parts, and Adam divides by small numbers
 STEPS = 4  # two traced, two repeated
-BATCHES = {resnet50: {"batch_size": 32, "norm_groups": 4}}  # of trials
 SIZE = (1, 32, 4)  # layers, width, heads
 CPU = device.Mesh(torch.device("cpu"), None, 1, 0, 1, "CPU", "float32", True)
 # The command line of train.pretrain, with that size.
@@ -62,7 +61,7 @@ def small():
 
 def opened(mesh, layout: Layout, script=pretrain, **changes):
     """Returns a config, its mesh, data and state, as the script's `main` makes them; DistilBERT's teacher is new."""
-    config = script.validate(replace(script.TINY, layout=layout, **BATCHES.get(script, {}), **changes))
+    config = script.validate(replace(script.TINY, layout=layout, **changes))
     torch.manual_seed(0)  # the weights are new
     student = getattr(config, "model", "") == "distilbert"
     data = script.open_data(replace(config, model="bert") if student else config)
@@ -110,6 +109,7 @@ def on_each_device(tensor: torch.Tensor) -> list[int]:
 
 PARTS = {"optimizer": "lamb", "update_every": 2, "next_sentence": True}
 COARSE = {"model": "roberta", "precision": "bfloat16"}
+IMAGES = {"script": resnet50, "batch_size": 32, "norm_groups": 4}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ COARSE = {"model": "roberta", "precision": "bfloat16"}
         (replace(TWO, shard_state="optimizer"), {"model": "distilbert", "size": "mini"}, [64, 32], [64, 16]),
         (Layout("data=1,model=4", remat=True), COARSE, [32, 32], [32, 32]),
         # of a convolution
-        (Layout(shard_state="optimizer"), {"script": resnet50}, [128, 128, 3, 3], [32, 128, 3, 3]),
+        (Layout(shard_state="optimizer"), IMAGES, [128, 128, 3, 3], [32, 128, 3, 3]),
     ],
     ids=["bert", "xlnet", "distilbert", "roberta", "resnet50"],
 )
@@ -235,26 +235,23 @@ def test_a_run_goes_on_under_another_layout(script, changes, name, layouts, tmp_
     torch.testing.assert_close(*(without_rounding(exported(path)) for path in (tmp_path / "run", first[0])), **CLOSE)
 
 
-@pytest.mark.parametrize("flags", ["--remat", "--mesh data=2,model=2"])
-def test_a_model_without_a_table_has_its_state_cut_only(refused, flags):
-    refused(resnet50, f"tiny {flags}", f"{flags} needs rules, which ResNet does not have: leave it out")
-
-
 @pytest.mark.parametrize(
-    ("flags", "pattern"),
+    ("script", "flags", "pattern"),
     [
-        ("--mesh data=3", "--mesh data=3 is for 3 devices.*there are 4.*data=2,model=2"),
-        ("--mesh data=4,model=2", "is for 8 devices.*there are 4"),
-        ("--mesh data=2,rows=2", "'rows=2'.*data and model"),
-        ("--mesh model=2,model=2", "'model=2'.*each once"),
-        ("--mesh data=2,model=٢", "model=٢.*at least 1"),
-        ("--mesh data", "--mesh data has data=;.*at least 1"),
-        ("--mesh model=4", "model=4.*2 heads.*divisor of 2"),
+        (pretrain, "--mesh data=3", "--mesh data=3 is for 3 devices.*there are 4.*data=2,model=2"),
+        (pretrain, "--mesh data=2,rows=2", "'rows=2'.*data and model"),
+        (pretrain, "--mesh model=2,model=2", "'model=2'.*each once"),
+        (pretrain, "--mesh data=2,model=٢", "model=٢.*at least 1"),
+        (pretrain, "--mesh data", "--mesh data has data=;.*at least 1"),
+        (pretrain, "--mesh model=4", "model=4.*2 heads.*divisor of 2"),
+        # Without a table a model has its state cut only.
+        (resnet50, "--remat", "--remat needs rules, which ResNet does not have: leave it out"),
+        (resnet50, "--mesh data=2,model=2", "--mesh data=2,model=2 needs rules.*leave it out"),
     ],
 )
-def test_values_that_are_refused(refused, flags, pattern, monkeypatch):
+def test_values_that_are_refused(refused, script, flags, pattern, monkeypatch):
     monkeypatch.setitem(encoders.SIZES, "tiny", (2, 64, 2))
-    refused(pretrain, f"tiny {flags}", pattern)
+    refused(script, f"tiny {flags}", pattern)
 
 
 def test_one_device_of_plain_pytorch_has_nothing_to_cut():
