@@ -240,11 +240,11 @@ TOLERANCES |= {"copies": 0.05, "bytes_copied": 0.05}
 
 
 def figures(report: dict) -> dict:
-    """Returns what is guarded of a report; cycles and bundles are None where there are none."""
+    """Returns what is guarded of a report; cycles and bundles are 0 where there are none."""
     return {
         "libtpu": report["libtpu"],
-        "cycles": report.get("cycles"),
-        "bundles": report.get("uncounted", {}).get("bundles"),
+        "cycles": report.get("cycles", 0),
+        "bundles": report.get("uncounted", {}).get("bundles", 0),
         "needed": report["memory"]["needed"],
         "bytes_accessed": report["bytes_accessed"],
         "copies": report["copies"]["count"],
