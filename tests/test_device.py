@@ -1,5 +1,6 @@
 """train/common/device.py on XLA's CPU backend with four virtual devices: eager PyTorch on the CPU is the reference."""
 
+import copy
 import dataclasses
 import os
 import signal
@@ -50,25 +51,8 @@ lars = partial(timm.optim.Lars, lr=0.1, momentum=0.9, weight_decay=1e-2, foreach
 lamb = partial(timm.optim.Lamb, lr=0.1, weight_decay=1e-2, bias_correction=False, foreach=False)
 
 
-def make(optimizer):
-    """A model and its optimizer on the CPU, and a batch of 8."""
-    torch.manual_seed(0)
-    model = Tied()
-    return model, optimizer(model.parameters()), torch.randint(0, 11, (8,)), torch.randint(0, 11, (8,))
-
-
-def made_on(mesh, optimizer):
-    """The same on the device, ready for the compiled step."""
-    model, _, x, y = make(optimizer)
-    return *on_mesh(mesh, model, optimizer), x.to(mesh.device), y.to(mesh.device)
-
-
 def host(tensors) -> list[torch.Tensor]:
     return [tensor.detach().cpu().clone() for tensor in tensors]
-
-
-def sharding(tensor) -> str:
-    return torch_xla._XLAC._get_xla_sharding_spec(tensor)
 
 
 # ---- set-up and moving a model ---------------------------------------------------------------------------------------
@@ -84,15 +68,16 @@ def test_autocast_decides_the_type_of_matrix_products(mesh, precision, kind):
 
 
 def test_to_device_keeps_parameter_objects_and_ties_and_annotates_all_as_replicated(mesh):
-    model, optimizer, *_ = make(sgd)
-    before = list(model.parameters())
+    model = Tied()
+    before, optimizer = list(model.parameters()), sgd(model.parameters())
     assert device.to_device(model, mesh) is model
     assert model.head.weight is model.embedding.weight and model.head.weight.device.type == "xla"
     # An optimizer made before the move still holds the model's parameters.
     for new, old, held in zip(model.parameters(), before, optimizer.param_groups[0]["params"], strict=True):
         assert new is old is held
     moved = device.to_device(nn.BatchNorm1d(4), mesh)
-    assert {sharding(tensor) for tensor in [*moved.parameters(), *moved.buffers()]} == {"{replicated}"}
+    shardings = map(torch_xla._XLAC._get_xla_sharding_spec, [*moved.parameters(), *moved.buffers()])
+    assert set(shardings) == {"{replicated}"}
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
@@ -116,8 +101,9 @@ CASES |= {"SGD, not strict": (sgd, False), "AdamW, not strict": (adamw, False)}
 
 @pytest.mark.parametrize(("optimizer", "strict"), CASES.values(), ids=CASES)
 def test_a_real_steps_state_one_compilation_and_the_numbers_of_eager_pytorch_at_any_rate(mesh, optimizer, strict):
-    model, made, x, y = made_on(mesh, optimizer)
-    reference, expected, cpu_x, cpu_y = make(optimizer)
+    reference, (cpu_x, cpu_y) = Tied(), torch.randint(0, 11, (2, 8))
+    expected, (model, made) = optimizer(reference.parameters()), on_mesh(mesh, copy.deepcopy(reference), optimizer)
+    x, y = cpu_x.to(mesh.device), cpu_y.to(mesh.device)
     step = device.compiled(train_step, dataclasses.replace(mesh, strict=strict))
     shapes = [[(name, value.shape) for name, value in made.state[each].items()] for each in model.parameters()]
     assert not any(value.cpu().any() for state in made.state.values() for value in state.values())
