@@ -108,7 +108,6 @@ def on_each_device(tensor: torch.Tensor) -> list[int]:
 
 
 PARTS = {"optimizer": "lamb", "update_every": 2, "next_sentence": True}
-COARSE = {"model": "roberta", "precision": "bfloat16"}
 IMAGES = {"script": resnet50, "batch_size": 32, "norm_groups": 4}
 
 
@@ -117,19 +116,16 @@ IMAGES = {"script": resnet50, "batch_size": 32, "norm_groups": 4}
     [  # the parts of the [128, 32] of a feed-forward layer's first product, and of its moments
         (ALL, PARTS, [64, 16], [64, 16]),
         (replace(ALL, shard_state="optimizer"), {"model": "xlnet"}, [64, 32], [64, 16]),
-        (replace(TWO, shard_state="optimizer"), {"model": "distilbert", "size": "mini"}, [64, 32], [64, 16]),
-        (Layout("data=1,model=4", remat=True), COARSE, [32, 32], [32, 32]),
+        (Layout("data=1,model=4"), {"model": "distilbert", "size": "mini"}, [32, 32], [32, 32]),
         # of a convolution
         (Layout(shard_state="optimizer"), IMAGES, [128, 128, 3, 3], [32, 128, 3, 3]),
     ],
-    ids=["bert", "xlnet", "distilbert", "roberta", "resnet50"],
+    ids=["bert", "xlnet", "distilbert", "resnet50"],
 )
 def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight, moment, mesh, whole):
     (found, after, state), (expected, expected_after) = taken(mesh, layout, **changes), whole(**changes)
-    coarse = changes is COARSE
-    assert found == pytest.approx(expected, rel=1e-3 if coarse else 2e-6)
-    if not coarse:
-        torch.testing.assert_close(after, expected_after, **CLOSE)
+    assert found == pytest.approx(expected, rel=2e-6)
+    torch.testing.assert_close(after, expected_after, **CLOSE)
     assert max(found) - min(found) > 0.01
     names = "0.ff.layer_1.weight", "0.ffn.lin1.weight", "0.intermediate.dense.weight", "layer4.0.conv2.weight"
     (parameter,) = (value for key, value in state.model.named_parameters() if key.endswith(names))
@@ -356,7 +352,7 @@ def test_a_rule_that_does_not_fit_is_an_error(rule, pattern, mesh):
 def test_the_table_of_a_model_says_where_its_parameters_lie_and_one_without_is_refused(mesh):
     with pytest.raises(InputError, match="bert, roberta, distilbert, xlnet, not electra.*partition.py"):
         partition.rules(ElectraForMaskedLM(ElectraConfig(num_hidden_layers=0, vocab_size=8)))
-    *_, state = opened(mesh, replace(TWO, shard_state="optimizer"))
+    *_, state = opened(mesh, replace(TWO, shard_state="optimizer"), model="roberta")
     line = next(line for line in sharding.table(state.model) if "*.intermediate.dense.weight" in line)
-    assert line.startswith("bert.encoder.layer.*.intermediate.dense.weight ")
+    assert line.startswith("roberta.encoder.layer.*.intermediate.dense.weight ")
     assert " 1 x 128 x 32 " in line and "[model, -]" in line and line.endswith("state [model, data]")
