@@ -52,6 +52,14 @@ def test_an_unknown_topology_lists_the_known_ones():
             libtpu.Topology(name)
 
 
+def test_the_options_are_those_of_a_program_for_all_devices():
+    assignment = [m.number(1, 1), m.number(2, 3), *(m.message(3, m.packed(1, [device])) for device in (3, 4, 5))]
+    build = [m.number(1, -1), m.number(4, 1), m.number(5, 3), m.number(6, 1)]
+    build += [m.message(9, *assignment), m.packed(12, [1])]
+    assert libtpu.compile_options([3, 4, 5], effort_level=9) == m.message(3, *build, m.number(24, 9))
+    assert libtpu.compile_options([3, 4, 5], effort_level=0) == m.message(3, *build)
+
+
 REPORT_21 = """XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 33.54G of 15.75G hbm. \
 Exceeded hbm capacity by 17.80G.
 
