@@ -16,7 +16,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import zlib
 from collections import Counter
 from functools import partial
@@ -31,26 +30,26 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
-from checkpoints import damage, flip, names
+from checkpoints import damage, flip
 from helpers import DUMP, environment, equal, largest_dump, on_mesh, read_program, update
 from torch import nn, optim
 
-import models.hashing
 from bench import embedding as bench
 from bench.embedding import squared_error
 from errors import InputError
+from models.hashing import hash32
 from tpu.compiler import hlo
-from train.common import checkpoint, device
+from train.common import device
 from train.common.checkpoint import Checkpointer
 from train.common.embedding import OPTIMIZERS, ShardedEmbeddingBags, Table, TableStorage, exchange, hashing, storage
 from train.common.embedding import pieces as pieces_of
 from train.common.embedding import tables as emb
 from train.common.xla import backend as xla
 
-ROOT = Path(checkpoint.__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 TOLERANCE = 2e-6
 DIM, BATCH = 16, 48
-# One-hot and multi-hot, sum and mean, tables smaller than a batch and (with "auto") one that is cut.
+# One-hot and multi-hot, sum and mean, tables smaller than a batch and one that is larger.
 TABLES = (
     Table("user", 1000),
     Table("tags", 37, 3, "mean"),
@@ -60,10 +59,12 @@ TABLES = (
     Table("words", 700, 4, "mean"),
     Table("hour", 64),
 )
-MIXED = ("exchange", "data", "auto", "table", "column", "table", "exchange")
+MIXED = ("exchange", "data", "row", "table", "column", "table", "exchange")
 CUT = ("exchange", "row", "table", "column", "data")
-PLANS_ON = {1: ("row", "mixed"), 6: ("row", "exchange"), 8: (*CUT, "mixed")}  # other numbers of devices than 4
 LR = {"sgd": 0.05, "rowwise_adagrad": 0.05, "adagrad": 0.05, "lazy_adam": 0.02}
+RATES = (1, 0, 0.5, 1)  # of each step, times LR
+SEED = 3_000_000_000  # no int32
+DUMPING = 8  # devices of the process that writes its programs
 
 
 def with_plan(plan: str, tables=TABLES):
@@ -81,19 +82,15 @@ def put(mesh, batch):
     return {key: device.upload(value, mesh) for key, value in batch.items()}
 
 
-def host_batch(step: int, tables=TABLES, ragged: bool = True, ids: str = "few"):
-    """Ids of the first rows of a table, for the most part, so that they come again within and across examples; or by a
-    power law, one for all, or with a common divisor."""
-    generator = torch.Generator().manual_seed(step)
+def host_batch(step: int, tables=TABLES, ragged: bool = True, ids: tuple[str, ...] = ("power law",)):
+    """Ids by a power law, so that they come again within and across examples; one for all; with a common divisor."""
+    generator, kind = torch.Generator().manual_seed(step), ids[step % len(ids)]
 
     def draw(table):
         random = torch.rand(BATCH, table.lookups, generator=generator)
-        if ids != "few":
-            one, eighth = torch.full_like(random, table.rows // 2), (random * table.rows / 8).floor() * 8
-            return {"power law": table.rows**random - 1, "one": one, "eighth": eighth}[ids].int()
-        often = torch.randint(0, min(table.rows, 20), (BATCH, table.lookups), generator=generator, dtype=torch.int32)
-        any_row = torch.randint(0, table.rows, (BATCH, table.lookups), generator=generator, dtype=torch.int32)
-        return torch.where(torch.rand(BATCH, table.lookups, generator=generator) < 0.6, often, any_row)
+        if kind == "one":
+            return torch.full(random.shape, table.rows // 2, dtype=torch.int32)
+        return ((table.rows + 1) ** random - 1 if kind == "power law" else (random * table.rows / 8).floor() * 8).int()
 
     batch = {"ids": torch.cat([draw(table) for table in tables], 1)}
     if ragged:
@@ -143,28 +140,33 @@ def reference_pooled(weights, batch, tables=TABLES, sparse=False):
     return torch.stack(pooled, 1)
 
 
-def train_step(embeddings, *batches):
-    """One update by the forward passes of all batches."""
-    losses = []
-    for batch in batches:
-        losses.append(squared_error(embeddings(batch["ids"], batch.get("present")), batch["y"]))
-        losses[-1].backward()
-    embeddings.step()
-    return sum(losses).detach()
+def pooled(embeddings, batch):
+    return embeddings(batch["ids"], batch.get("present"))
 
 
-def vocabulary_step(embeddings, batch):
+def in_two_passes(embeddings, batch):
+    halves = [{name: value[first : first + BATCH // 2] for name, value in batch.items()} for first in (0, BATCH // 2)]
+    return torch.cat([pooled(embeddings, half) for half in halves])
+
+
+def as_vocabulary(embeddings, batch):
     """One id per bag, as in a language model: a row for every place of a sequence; here their mean."""
-    embedded = embeddings(batch["ids"].reshape(-1, 1)).reshape(BATCH, -1, 1, DIM).mean(1)
-    loss = squared_error(embedded, batch["y"])
+    return embeddings(batch["ids"].reshape(-1, 1)).reshape(BATCH, -1, 1, DIM).mean(1)
+
+
+def train_step(embeddings, batch, forward):
+    loss = squared_error(forward(embeddings, batch), batch["y"])
     loss.backward()
     embeddings.step()
     return loss.detach()
 
 
-def initial_weights(embeddings, tables=TABLES):
-    weights = whole(embeddings.pieces(), tables)
-    return [nn.Parameter(weights[table.name, "weight"].clone()) for table in tables]
+def expected_initial(number: int, rows: int) -> torch.Tensor:
+    """The initial weights of a table, which depend on the seed alone."""
+    salt = int(np.random.SeedSequence((SEED, number)).generate_state(1)[0].astype(np.int32))
+    row = hash32(torch.arange(rows, dtype=torch.int32) ^ salt)[:, None]
+    bits = hash32(row + torch.arange(DIM, dtype=torch.int32) * 0x01000193)
+    return ((bits >> 8 & 0xFFFFFF).float() * 2.0**-23 - 1) * rows**-0.5
 
 
 def in_lines(mesh):
@@ -172,67 +174,64 @@ def in_lines(mesh):
     return dataclasses.replace(mesh, kind="TPU v4")
 
 
-def assert_parity(
-    mesh, plan, optimizer, model_devices=0, tables=TABLES, passes=1, lrs=(), step_fn=train_step, pack=False, **options
-):
-    """Trains on the mesh and on the CPU, asserts that both have the same; returns the embeddings."""
-    own = tables if step_fn is train_step else [dataclasses.replace(table, lookups=1) for table in tables]
-    embeddings = make(in_lines(mesh) if pack else mesh, plan, optimizer, model_devices, tables=own)
-    weights = initial_weights(embeddings, tables)
-    before = [weight.detach().clone() for weight in weights]
+def assert_parity(mesh, plan, optimizer, model_devices=0, tables=TABLES, forward=pooled, evaluates=False, **ids):
+    """Trains on the mesh and on the CPU from the same weights, asserts that both have the same; returns the embeddings.
+    A step that is compiled again, or falls back to the host, raises.
+
+    Args:
+        evaluates: an evaluation comes before each update, which leaves nothing to update.
+        ids: options of host_batch.
+    """
+    own = [dataclasses.replace(table, lookups=1) for table in tables] if forward is as_vocabulary else tables
+    embeddings = make(mesh, plan, optimizer, model_devices, SEED, own)
+    weights = [nn.Parameter(expected_initial(number, table.rows)) for number, table in enumerate(tables)]
+    before, near = whole(embeddings.pieces(), tables), partial(torch.testing.assert_close, rtol=0, atol=TOLERANCE)
+    for table, weight in zip(tables, weights, strict=True):
+        assert torch.equal(before[table.name, "weight"], weight), f"initial weights of {table.name}"
     reference = REFERENCES[optimizer](weights, lr=LR[optimizer])
-    step = device.compiled(step_fn, mesh)
-    device.graph_report(reset=True)
-    losses, expected, graphs = [], [], 0
-    for number, lr in enumerate(lrs or [LR[optimizer]] * 4):
-        device.set_lr(embeddings, lr)
-        reference.param_groups[0]["lr"] = lr
-        batches = [host_batch(passes * number + i, tables, **options) for i in range(passes)]
-        losses.append(step(embeddings, *(put(mesh, batch) for batch in batches)))
-        if number == 0:
-            graphs = xla.compilations()
+    step, evaluation = device.compiled(train_step, mesh), device.compiled(torch.no_grad()(pooled), mesh)
+    losses, expected = [], []
+    for number, rate in enumerate(RATES):
+        device.set_lr(embeddings, rate * LR[optimizer])
+        reference.param_groups[0]["lr"] = rate * LR[optimizer]
+        batch = host_batch(number, tables, **ids)
+        uploaded = put(mesh, batch)
+        if evaluates:
+            near(evaluation(embeddings, uploaded).cpu(), reference_pooled(weights, batch, tables).detach())
+            with pytest.raises(RuntimeError, match="needs a forward pass and a backward pass"):
+                embeddings.step()
+        losses.append(step(embeddings, uploaded, forward))
         sparse = optimizer != "rowwise_adagrad"  # which torchrec's does not take
-        loss = sum(squared_error(reference_pooled(weights, batch, tables, sparse), batch["y"]) for batch in batches)
+        loss = squared_error(reference_pooled(weights, batch, tables, sparse), batch["y"])
         reference.zero_grad()
         loss.backward()
         reference.step()
         expected.append(loss.item())
-    assert xla.compilations() == graphs
-    report = device.graph_report()
-    assert report["recompilations"] == report["fallbacks"] == []
     embeddings.check()
-    after, near = whole(embeddings.pieces(), tables), partial(torch.testing.assert_close, rtol=0, atol=TOLERANCE)
+    after = whole(embeddings.pieces(), tables)
     assert device.fetch(losses) == pytest.approx(expected, rel=TOLERANCE)
-    for table, weight, old in zip(tables, weights, before, strict=True):
+    for table, weight in zip(tables, weights, strict=True):
         near(after[table.name, "weight"], weight.data)
         for kind in OPTIMIZERS[optimizer].states:
             near(after[table.name, kind], reference.state[weight][kind].reshape(after[table.name, kind].shape))
-        assert (weight.data - old).abs().max() > 0.005, f"{table.name} did not learn: this comparison shows nothing"
+        moved = (weight.data - before[table.name, "weight"]).abs().max()
+        assert moved > 0.005, f"{table.name} did not learn: this comparison shows nothing"
     return embeddings
 
 
 # ---- parity ----------------------------------------------------------------------------------------------------------
-UNLIKE = ("rowwise_adagrad", "lazy_adam")  # the others have nothing that one of these has not
 ONE_HOT = [dataclasses.replace(table, lookups=1) for table in TABLES]
-VOCABULARY = {"tables": [Table("words", 60, 5, "mean")], "ragged": False, "step_fn": vocabulary_step}
+VOCABULARY = {"tables": [Table("words", 60, 5, "mean")], "ragged": False, "forward": as_vocabulary}
+# "mixed" has all plans. Each of them alone, and a 2-D mesh without lines: see OTHER_COMBINATIONS.
 WAYS = {
-    **{f"{plan}, {one}": (plan, one, {}) for plan in CUT for one in UNLIKE},
-    **{f"mixed, {one}": ("mixed", one, {}) for one in OPTIMIZERS},
-    "2-D mesh, exchange": ("exchange", "lazy_adam", {"model_devices": 2}),
-    "2-D mesh, columns": ("column", "rowwise_adagrad", {"model_devices": 2}),
-    "2-D mesh, tables": ("table", "adagrad", {"model_devices": 2}),
+    "ragged bags": ("mixed", "sgd", {}),
     "bags always full": ("mixed", "adagrad", {"ragged": False}),
-    "one id per bag": ("mixed", "adagrad", {"ragged": False, "tables": ONE_HOT}),
-    "two passes per update": ("mixed", "lazy_adam", {"passes": 2}),
-    "power law": ("exchange", "sgd", {"ids": "power law"}),
-    "one id for all": ("exchange", "sgd", {"ids": "one"}),
-    "ids with a common divisor": ("exchange", "adagrad", {"ids": "eighth"}),
-    "learning rates": ("exchange", "sgd", {"lrs": [0.01, 0.0, 0.03, 1.0, 0.02]}),
-    "learning rates of Adam": ("row", "lazy_adam", {"lrs": [0.01, 0.0, 0.005]}),
-    **{f"in lines, {one}": ("mixed", one, {"pack": True}) for one in UNLIKE},
-    **{f"2-D mesh, in lines, {one}": ("mixed", one, {"pack": True, "model_devices": 2}) for one in UNLIKE},
+    "one id per bag": ("mixed", "rowwise_adagrad", {"ragged": False, "tables": ONE_HOT}),
+    "two passes and an evaluation": ("mixed", "lazy_adam", {"forward": in_two_passes, "evaluates": True}),
+    "any ids": ("exchange", "sgd", {"ids": ("one", "eighth")}),
+    "in lines": ("mixed", "rowwise_adagrad", {}),
+    "in lines, 2-D mesh": ("mixed", "lazy_adam", {"model_devices": 2}),
     "nn.Embedding, exchange": ("exchange", "lazy_adam", VOCABULARY),
-    "nn.Embedding, columns": ("column", "sgd", VOCABULARY),
     "nn.Embedding, auto": ("auto", "sgd", VOCABULARY),
 }
 
@@ -240,14 +239,12 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_training_equals_torch_on_four_devices(mesh, way):
     plan, optimizer, options = WAYS[way]
-    embeddings = assert_parity(mesh, plan, optimizer, **options)
-    plans = embeddings.plan.plans
-    if not options:
-        assert set(plans) == (set(emb.PLANS) if plan == "mixed" else {plan})
-        assert plan != "mixed" or plans[2] == "row", "what auto makes of it"
+    packed = way.startswith("in lines")
+    embeddings = assert_parity(in_lines(mesh) if packed else mesh, plan, optimizer, **options)
+    assert plan != "mixed" or set(embeddings.plan.plans) == set(emb.PLANS)
     lanes, parts = 128 // DIM, options.get("model_devices", 4)
     packs = {array.weight.shape[1] // DIM for array in embeddings.arrays}
-    assert packs == ({lanes, lanes * parts} if "pack" in options else {1})  # the latter: by columns
+    assert packs == ({lanes, lanes * parts} if packed else {1})  # the latter: by columns
 
 
 def test_arrays_of_one_size_can_live_at_the_same_time(mesh):
@@ -258,46 +255,35 @@ def test_arrays_of_one_size_can_live_at_the_same_time(mesh):
     assert second.arrays[0].rows > first.arrays[0].rows
 
 
-def test_evaluation_leaves_nothing_to_update(mesh):
-    embeddings, twin = make(mesh), make(mesh)
-    weights, batch = initial_weights(embeddings), host_batch(0)
-    evaluation = device.compiled(torch.no_grad()(lambda module, batch: module(batch["ids"], batch["present"])), mesh)
-    uploaded = put(mesh, batch)
-    for _ in range(2):
-        pooled = evaluation(embeddings, uploaded)
-    torch.testing.assert_close(pooled.cpu(), reference_pooled(weights, batch).detach(), rtol=0, atol=TOLERANCE)
-    assert not pooled.requires_grad
-    with pytest.raises(RuntimeError, match="needs a forward pass and a backward pass"):
-        embeddings.step()
-    # And between two steps of training it changes nothing.
-    step = device.compiled(train_step, mesh)
-    for number in range(2):
-        step(embeddings, put(mesh, host_batch(number)))
-        evaluation(embeddings, uploaded)
-        train_step(twin, put(mesh, host_batch(number)))
-        torch_xla.sync()
-    assert equal(whole(embeddings.pieces()), whole(twin.pieces()))
-
-
 # ---- plan exchange: who owns a row, and how many rows there is room for ----------------------------------------------
-@pytest.mark.parametrize("parts", [1, 2, 3, 6, 8, 256])
+NUMBERS = np.concatenate([np.arange(3000), 2**24 + np.arange(-9, 9), 2**31 - 300 + np.arange(290)])
+
+
+@pytest.mark.parametrize("parts", [1, 6, 256])
 def test_every_row_has_one_owner_and_one_place(mesh, parts):
-    rows = np.concatenate([np.arange(3000), 2**24 + np.arange(-9, 9), 2**31 - 300 + np.arange(290)])
-    on_device = torch.tensor(rows, dtype=torch.int32).to(mesh.device)
+    on_device = torch.tensor(NUMBERS, dtype=torch.int32).to(mesh.device)
     owner, local = hashing.owner_of(on_device, parts)
     assert torch.equal(hashing.row_of(owner, local, parts).cpu(), on_device.cpu())
     owner, local = owner.cpu().numpy(), local.cpu().numpy()
-    assert np.array_equal(local, rows // parts) and owner.min() == 0 and owner.max() == parts - 1
+    assert np.array_equal(local, NUMBERS // parts) and owner.min() == 0 and owner.max() == parts - 1
     blocks = owner[: 3000 - 3000 % parts].reshape(-1, parts)
     assert np.array_equal(np.sort(blocks, 1), np.broadcast_to(np.arange(parts), blocks.shape))  # each has as many
-    # Dropout has the same hash: train/common and models/ each have a copy, since neither imports the other.
-    assert torch.equal(hashing.hash32(on_device), models.hashing.hash32(on_device))
     if parts > 1:  # rows with a common divisor are shared out, too
         counts = np.bincount(owner[:3000:parts], minlength=parts)
         assert counts.max() < 3000 / parts**2 + 6 * (3000 / parts**2) ** 0.5 + 3
-    for by in (1, 3, 5000, 2**27 + 1):  # numbers that float32 has not
+
+
+def test_integers_that_float32_has_not_are_exact(mesh):
+    """torch_xla divides int32 in float32."""
+    on_device = torch.tensor(NUMBERS, dtype=torch.int32).to(mesh.device)
+    for by in (1, 3, 5000, 2**27 + 1):
         quotient, rest = (part.cpu().numpy() for part in hashing.divide(on_device, by))
-        assert np.array_equal(quotient, rows // by) and np.array_equal(rest, rows % by)
+        assert np.array_equal(quotient, NUMBERS // by) and np.array_equal(rest, NUMBERS % by)
+    line, own = emb._place(on_device, 128, 16)
+    assert np.array_equal(line.cpu().numpy(), NUMBERS // 8)
+    assert np.array_equal(own.cpu().int().argmax(1).numpy(), NUMBERS % 8 * 16)
+    # Dropout has the same hash: train/common and models/ each have a copy, since neither imports the other.
+    assert torch.equal(hashing.hash32(on_device), hash32(on_device))
 
 
 def test_there_is_room_for_all_ids_of_ten_million_steps():
@@ -308,18 +294,10 @@ def test_there_is_room_for_all_ids_of_ten_million_steps():
         assert exchange.planned(mean, events, 1.0, 17) <= 17 <= exchange.planned(mean, events, 1e3, 10**9)
 
 
-@pytest.mark.parametrize("devices", [8, 64, 256])
-def test_skewed_ids_leave_places_empty(devices):
-    uniform, skewed = (bench.exchange_fill(bench.drawn_rows(devices, 256, 16, kind)) for kind in (False, True))
-    assert (uniform.places, uniform.updates) == (skewed.places, skewed.updates)
-    assert 0.3 < uniform.pair < 1 and 0.85 < uniform.update < 1
-    assert skewed.pair < uniform.pair and skewed.update < 0.75 * uniform.update
-
-
 def loaded_step(embeddings, batch):
-    pooled = embeddings(batch["ids"])
-    squared_error(pooled, batch["y"]).backward()
-    return {"pooled": pooled.detach() + 0, **embeddings.step()}
+    found = pooled(embeddings, batch)
+    squared_error(found, batch["y"]).backward()
+    return {"pooled": found.detach() + 0, **embeddings.step()}
 
 
 OVERFLOWS = {
@@ -361,35 +339,78 @@ def test_ids_without_a_place_stop_the_run_before_anything_is_saved(mesh, tmp_pat
     save(str(tmp_path), enough, mesh, 1)
 
 
-# ---- initial weights -------------------------------------------------------------------------------------------------
-def hash32(x):
-    """lowbias32 in numpy's unsigned integers."""
-    x = x ^ (x >> np.uint32(16))
-    x = x * np.uint32(0x7FEB352D)
-    x = x ^ (x >> np.uint32(15))
-    x = x * np.uint32(0x846CA68B)
-    return x ^ (x >> np.uint32(16))
+# ---- other numbers of devices, and what is compiled ------------------------------------------------------------------
+BIG = (Table("one", 30_000), Table("other", 18_000), Table("tags", 9_000, 3, "mean"), Table("shop", 12, 2), TABLES[4])
+DUMPED = dict(exchange="lazy_adam", row="rowwise_adagrad", table="adagrad", column="lazy_adam", data="adagrad")
+OTHER_COMBINATIONS = {
+    1: [("mixed", "lazy_adam")],
+    6: [("exchange", "lazy_adam"), ("exchange", "adagrad", 3)],
+    8: [("mixed", "rowwise_adagrad", 4)],
+}
+PLANS_ON = {1: ("mixed",), 6: ("row", "exchange"), 8: ("mixed",)}
 
 
-def expected_initial(seed: int, number: int, rows: int, dim: int) -> np.ndarray:
-    salt = np.random.SeedSequence((seed, number)).generate_state(1)[0]
-    row = hash32(np.arange(rows, dtype=np.uint32) ^ salt)[:, None]
-    bits = hash32(row + np.arange(dim, dtype=np.uint32)[None] * np.uint32(0x01000193))
-    return ((bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-23) - 1) * np.float32(rows**-0.5)
+def dump_modules(mesh, folder: str) -> dict:
+    """Asserts parity for each of DUMPED. Returns the programs of the initial weights and of the train step, and the
+    elements of a device's part of an array."""
+    found, seen = {}, set()
+    for plan, optimizer in DUMPED.items():
+        make(mesh, plan, optimizer, seed=SEED, tables=BIG)
+        xm.wait_device_ops()
+        initial = largest_dump(folder, seen)
+        array = assert_parity(mesh, plan, optimizer, tables=BIG).arrays[0]
+        found[plan] = str(initial), str(largest_dump(folder, seen)), array.local_rows * array.local_dim
+    return found
 
 
-@pytest.mark.parametrize("plan, model_devices", [*((plan, 0) for plan in CUT), ("mixed", 0), ("mixed", 2)])
-def test_initial_weights_depend_on_the_seed_alone(mesh, plan, model_devices):
-    for seed, one in ((0, mesh), (3_000_000_000, mesh), (5, in_lines(mesh))):
-        weights = whole(make(one, plan, model_devices=model_devices, seed=seed).pieces())
-        for number, table in enumerate(TABLES):
-            expected = expected_initial(seed, number, table.rows, DIM)
-            assert np.array_equal(weights[table.name, "weight"].numpy(), expected), table.name
+def on_devices(place: str, folder: str) -> dict:
+    """Runs in a process of its own: parity, and both ways of a checkpoint (see test_… below)."""
+    mesh, restored = device.setup(0, "float32"), {}
+    modules = dump_modules(mesh, folder) if mesh.num_devices == DUMPING else {}
+    for combination in OTHER_COMBINATIONS[mesh.num_devices]:
+        embeddings = assert_parity(mesh, *combination)
+        assert mesh.num_devices > 1 or set(embeddings.plan.plans) == {"data"}
+    for plan in PLANS_ON[mesh.num_devices]:
+        embeddings = make(mesh, plan, "lazy_adam")
+        assert restore(place, embeddings, mesh) == 3
+        restored[plan] = [state_sums(embeddings), embeddings.step_count.item()]
+    save(f"{place}-{mesh.num_devices}", embeddings, mesh, 7)
+    losses = train_both(mesh, device.compiled(step_of_both, mesh), embeddings, *dense(mesh), 3, 5)
+    return {"restored": restored, "losses": losses, "modules": modules}
 
 
-# ---- the compiled module ---------------------------------------------------------------------------------------------
-BIG = (Table("one", 30_000), Table("other", 18_000), Table("tags", 9_000, 3, "mean"), Table("last", 4_000))
-DUMPED = [("exchange", "adagrad"), *((plan, "lazy_adam") for plan in CUT)]
+def start(place: str, folder: str, devices: int) -> subprocess.Popen:
+    """Starts `on_devices` of this file; its last line of output is JSON."""
+    code = f"import json, test_embedding as t; print(json.dumps(t.on_devices({place!r}, {folder!r})))"
+    variables = environment(devices, PYTHONPATH=f"{ROOT}:{ROOT}/tests")
+    if devices == DUMPING:
+        variables["XLA_FLAGS"] = DUMP.format(folder)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], env=variables, **pipes)
+
+
+def answer(process: subprocess.Popen) -> dict:
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    return json.loads(out.splitlines()[-1])
+
+
+def state_sums(embeddings) -> dict[str, int]:
+    return {f"{name}/{kind}": zlib.crc32(array.numpy()) for (name, kind), array in whole(embeddings.pieces()).items()}
+
+
+@pytest.fixture(scope="module")
+def other_devices(mesh, tmp_path_factory) -> dict:
+    """What `on_devices` gives with other numbers of devices, on a checkpoint that 4 have made."""
+    place, folder = (str(tmp_path_factory.mktemp("devices") / name) for name in ("checkpoints", "modules"))
+    embeddings, model, optimizer = make(mesh, "mixed", "lazy_adam"), *dense(mesh)
+    step = device.compiled(step_of_both, mesh)
+    train_both(mesh, step, embeddings, model, optimizer, 0, 3)
+    save(place, embeddings, mesh, 3)
+    found = {"place": place, "expected": [state_sums(embeddings), embeddings.step_count.item()]}
+    found["losses"] = train_both(mesh, step, embeddings, *dense(mesh), 3, 5)
+    processes = {devices: start(place, folder, devices) for devices in PLANS_ON}
+    return found | {devices: answer(process) for devices, process in processes.items()}
 
 
 def elements(shape: hlo.Shape) -> int:
@@ -401,47 +422,11 @@ def instructions(module: hlo.Module) -> list[hlo.Instruction]:
     return [instruction for each in module.computations.values() for instruction in each.instructions]
 
 
-def dump_modules(folder: str) -> dict:
-    """Runs in a process of its own: for each of DUMPED the programs of the initial weights and of the train step, and
-    the elements of a device's part of an array."""
-    mesh, found, seen = device.setup(0, "float32"), {}, set()
-    for plan, optimizer in DUMPED:
-        embeddings = make(mesh, plan, optimizer, tables=BIG)
-        xm.wait_device_ops()
-        initial, step = largest_dump(folder, seen), device.compiled(train_step, mesh)
-        for number in range(2):
-            step(embeddings, put(mesh, host_batch(number, BIG)))
-        xm.wait_device_ops()
-        part = embeddings.arrays[0].local_rows * embeddings.arrays[0].local_dim
-        found[f"{plan} {optimizer}"] = str(initial), str(largest_dump(folder, seen)), part
-        del embeddings, step
-    return found
-
-
-def run_here(code: str, devices: int, **variables: str) -> subprocess.Popen:
-    """Starts a process with this file as `t`; its last line of output is JSON."""
-    code = f"import json, test_embedding as t; print(json.dumps({code}))"
-    variables = environment(devices, PYTHONPATH=f"{ROOT}:{ROOT}/tests", **variables)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", code], env=variables, **pipes)
-
-
-def answer(process: subprocess.Popen) -> dict:
-    out, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
-    return json.loads(out.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("modules")
-    return answer(run_here(f"t.dump_modules({str(folder)!r})", 4, XLA_FLAGS=DUMP.format(folder)))
-
-
-@pytest.mark.parametrize("plan, optimizer", DUMPED)
-def test_nothing_in_the_step_is_as_large_as_a_table_but_the_update_in_place(modules, plan, optimizer):
-    initial, module, part = modules[f"{plan} {optimizer}"]
-    initial, module, arrays = read_program(initial), read_program(module), {"adagrad": 2, "lazy_adam": 3}[optimizer]
+@pytest.mark.parametrize("plan", DUMPED)
+def test_nothing_in_the_step_is_as_large_as_a_table_but_the_update_in_place(other_devices, plan):
+    initial, module, part = other_devices[DUMPING]["modules"][plan]
+    initial, module = read_program(initial), read_program(module)
+    arrays = 1 + list(OPTIMIZERS[DUMPED[plan]].states.values()).count("full")
 
     def large(shapes: list[hlo.Shape]) -> list[str]:
         return sorted(shape.text for shape in shapes if elements(shape) >= part // 2)
@@ -459,50 +444,8 @@ def test_nothing_in_the_step_is_as_large_as_a_table_but_the_update_in_place(modu
     # Each device makes its own part of the initial weights.
     assert part <= max(elements(one.shape) for one in instructions(initial)) < 1.01 * part, "more was made"
     everything = sum(table.rows for table in BIG) * DIM
-    assert part == pytest.approx({"table": 30_000 * DIM, "data": everything}.get(plan, everything / 4), rel=0.05)
-
-
-# ---- other numbers of devices ----------------------------------------------------------------------------------------
-def state_sums(embeddings) -> dict[str, int]:
-    return {f"{name}/{kind}": zlib.crc32(array.numpy()) for (name, kind), array in whole(embeddings.pieces()).items()}
-
-
-def on_devices(place: str) -> dict:
-    """Runs in a process of its own: parity, initial weights, and both ways of a checkpoint (see test_… below)."""
-    mesh, initial, restored = device.setup(0, "float32"), {}, {}
-    for combination in OTHER_COMBINATIONS[mesh.num_devices]:
-        embeddings = assert_parity(mesh, *combination)
-        assert mesh.num_devices > 1 or set(embeddings.plan.plans) == {"data"}
-    for plan in PLANS_ON[mesh.num_devices]:
-        embeddings = make(mesh, plan, "adagrad")
-        weights = whole(embeddings.pieces())
-        initial[plan] = [zlib.crc32(weights[table.name, "weight"].numpy()) for table in TABLES]
-        assert restore(place, embeddings, mesh) == 3
-        restored[plan] = [state_sums(embeddings), embeddings.step_count.item()]
-    save(f"{place}-{mesh.num_devices}", embeddings, mesh, 7)
-    losses = train_both(mesh, device.compiled(step_of_both, mesh), embeddings, *dense(mesh), 3, 5)
-    return {"initial": initial, "restored": restored, "losses": losses}
-
-
-OTHER_COMBINATIONS = {
-    1: [("mixed", name) for name in UNLIKE],
-    6: [("exchange", "lazy_adam"), ("exchange", "adagrad", 3)],
-    8: [("exchange", "lazy_adam"), ("table", UNLIKE[0], 4), ("column", UNLIKE[0], 2), ("mixed", "lazy_adam", 4)],
-}
-
-
-@pytest.fixture(scope="module")
-def other_devices(mesh, tmp_path_factory) -> dict[int, dict]:
-    """What `on_devices` gives with other numbers of devices, on a checkpoint that 4 have made."""
-    place = str(tmp_path_factory.mktemp("devices") / "checkpoints")
-    embeddings, model, optimizer = make(mesh, "mixed", "adagrad"), *dense(mesh)
-    step = device.compiled(step_of_both, mesh)
-    train_both(mesh, step, embeddings, model, optimizer, 0, 3)
-    save(place, embeddings, mesh, 3)
-    found = {"place": place, "expected": [state_sums(embeddings), embeddings.step_count.item()]}
-    found["losses"] = train_both(mesh, step, embeddings, *dense(mesh), 3, 5)
-    processes = {devices: run_here(f"t.on_devices({place!r})", devices) for devices in PLANS_ON}
-    return found | {devices: answer(process) for devices, process in processes.items()}
+    expected = {"table": 30_000 * DIM, "data": everything}.get(plan, everything / DUMPING)
+    assert part == pytest.approx(expected, rel=0.05)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -524,9 +467,9 @@ def train_both(mesh, step, embeddings, model, optimizer, first: int, stop: int) 
     return device.fetch(losses)
 
 
-def filled(mesh, plan="mixed", optimizer="adagrad", value: float = 1.0, tables=TABLES):
+def filled(mesh, optimizer="adagrad", value: float = 1.0):
     """Embeddings whose arrays hold numbers of their own, as after some training, without a step to compile."""
-    embeddings = make(mesh, plan, optimizer, tables=tables)
+    embeddings = make(mesh, "mixed", optimizer)
     for array in embeddings.arrays:
         for tensor, spec in zip([array.weight, *array.states], [array.spec, *array.state_specs], strict=True):
             tensor.copy_(value + torch.arange(tensor.numel()).reshape(tensor.shape) * 1e-3)
@@ -537,20 +480,19 @@ def filled(mesh, plan="mixed", optimizer="adagrad", value: float = 1.0, tables=T
     return embeddings
 
 
-def save(place: str, embeddings, mesh, *steps: int) -> None:
+def save(place: str, embeddings, mesh, step: int) -> None:
     with Checkpointer(place, tables=TableStorage(embeddings)) as checkpoints:
-        for step in steps:
-            checkpoints.save(step, *dense(mesh))
+        checkpoints.save(step, *dense(mesh))
 
 
 def restore(place: str, embeddings, mesh, rest=None) -> int:
     return Checkpointer(place, tables=TableStorage(embeddings)).restore(*(rest or dense(mesh)), mesh)
 
 
-@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "lazy_adam"])
-def test_a_checkpoint_of_one_plan_is_restored_under_every_other(mesh, tmp_path, optimizer):
+def test_a_checkpoint_of_one_plan_is_restored_under_every_other(mesh, tmp_path):
+    optimizer = "rowwise_adagrad"  # whose state has a number per row
     layouts = [*((plan, 0, mesh) for plan in CUT), ("mixed", 0, in_lines(mesh)), ("mixed", 2, mesh)]
-    saved, before = filled(mesh, "mixed", optimizer), f"{tmp_path}/first"
+    saved, before = filled(mesh, optimizer), f"{tmp_path}/first"
     expected, kinds = whole(saved.pieces()), {"weight", *OPTIMIZERS[optimizer].states}
     assert expected.keys() == {(table.name, kind) for table in TABLES for kind in kinds}
     save(before, saved, mesh, 7)
@@ -567,21 +509,18 @@ def test_a_checkpoint_of_one_plan_is_restored_under_every_other(mesh, tmp_path, 
         save(before, other, mesh, 7)
 
 
-def test_initial_weights_are_the_same_and_a_checkpoint_is_restored_on_other_devices_and_back(mesh, other_devices):
-    initial = [zlib.crc32(expected_initial(0, t, table.rows, DIM).tobytes()) for t, table in enumerate(TABLES)]
+def test_a_checkpoint_is_restored_on_other_devices_and_back(mesh, other_devices):
     for devices, plans in PLANS_ON.items():
-        assert other_devices[devices]["initial"] == dict.fromkeys(plans, initial)
         assert other_devices[devices]["restored"] == {plan: other_devices["expected"] for plan in plans}
-        back = make(mesh, "exchange", "adagrad", seed=9)
+        back = make(mesh, "exchange", "lazy_adam", seed=9)
         assert restore(f"{other_devices['place']}-{devices}", back, mesh) == 7
         assert [state_sums(back), back.step_count.item()] == other_devices["expected"]
         assert other_devices[devices]["losses"] == pytest.approx(other_devices["losses"], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("optimizer, model_devices", [("lazy_adam", 0), ("rowwise_adagrad", 2)])
-def test_training_goes_on_bit_for_bit_and_nothing_is_compiled_again(mesh, tmp_path, optimizer, model_devices):
+def test_training_goes_on_bit_for_bit_and_nothing_is_compiled_again(mesh, tmp_path):
     def build(seed):
-        return make(mesh, "mixed", optimizer, model_devices, seed), *dense(mesh, seed)
+        return make(mesh, "mixed", "rowwise_adagrad", 2, seed), *dense(mesh, seed)
 
     place, step = str(tmp_path), device.compiled(step_of_both, mesh)
     gc.collect()  # of arrays of earlier tests, which have taken sizes
@@ -608,9 +547,7 @@ def test_training_goes_on_bit_for_bit_and_nothing_is_compiled_again(mesh, tmp_pa
 
 
 def test_no_host_holds_a_table_that_is_cut(mesh, tmp_path):
-    six = make(mesh, "column", model_devices=2, tables=[Table("a", 50)], dim=6)
-    assert {tuple(piece.shape) for key, piece in six.pieces().items() if key != "step"} == {(50, 3)}
-    for plan, parts in (("row", 4), ("column", 4), ("row", 2), ("column", 2)):
+    for plan, parts in (("row", 4), ("column", 2)):
         embeddings = make(mesh, plan, "lazy_adam", parts)
         part = 4 * DIM * (sum(table.rows for table in TABLES) / parts + 64)  # of one device, with rows that pad it
         pieces = embeddings.pieces()
@@ -624,12 +561,10 @@ PIECES, MARK = "tables-00000.safetensors", "tables-00000.json"
 TEARS = {
     "short": (PIECES, lambda content: content[:-3]),
     "another number": (PIECES, lambda content: flip(content, -500)),
-    "another count of steps": (PIECES, lambda content: flip(content, -1)),
     "another name": (PIECES, lambda content: flip(content, content.index(b"user/weight"))),
     "another key of a shape": (PIECES, lambda content: flip(content, content.index(b'"shape"') + 1)),
     "another shape": (PIECES, lambda content: flip(content, content.index(b'"shape": [') + 10)),
     "another length of the header": (PIECES, lambda content: flip(content, 5)),
-    "another checksum": (MARK, lambda content: re.sub(rb'("user/weight[^,]*": )(\d)', rb"\g<1>1\2", content, count=1)),
     "no pieces": (PIECES, None),
     "no mark": (MARK, None),
     "an empty mark": (MARK, lambda content: b""),
@@ -639,7 +574,7 @@ TEARS = {
 
 @pytest.fixture(scope="module")
 def two_checkpoints(mesh, tmp_path_factory):
-    """Of steps 10 and 20: (their folder, what is in the first, embeddings and the rest to restore them into)."""
+    """Of steps 10 and 20, plans "mixed": (their folder, what is in the first, what to restore them into)."""
     folder = tmp_path_factory.mktemp("two")
     embeddings = filled(mesh, value=1.0)
     save(str(folder), embeddings, mesh, 10)
@@ -665,9 +600,7 @@ def test_damaged_tables_are_skipped_with_a_warning(mesh, tmp_path, two_checkpoin
 
 
 OTHER_TABLES = {
-    "fewer": (TABLES[:-1], "adagrad", "hour/"),
     "more": ((*TABLES, Table("place", 9)), "adagrad", "place/"),
-    "a name": ((dataclasses.replace(TABLES[0], name="guest"), *TABLES[1:]), "adagrad", "guest/"),
     "less rows": ((dataclasses.replace(TABLES[0], rows=990), *TABLES[1:]), "adagrad", r"user/weight/.*\[990, 16\]"),
     "more rows": ((dataclasses.replace(TABLES[0], rows=1010), *TABLES[1:]), "adagrad", "'user' do not make up 1010"),
     "less state": (TABLES, "sgd", "/sum"),
@@ -678,24 +611,23 @@ OTHER_TABLES = {
 
 
 @pytest.mark.parametrize("change", OTHER_TABLES)
-def test_a_checkpoint_of_other_tables_or_another_optimizer_is_refused(mesh, tmp_path, change):
-    save(str(tmp_path), filled(mesh, "row"), mesh, 7)
-    tables, optimizer, message = OTHER_TABLES[change]
+def test_a_checkpoint_of_other_tables_or_another_optimizer_is_refused(mesh, two_checkpoints, change):
+    (folder, *_), (tables, optimizer, message) = two_checkpoints, OTHER_TABLES[change]
     other = make(mesh, "row", optimizer, tables=tables, dim=8 if change == "another width" else DIM)
     with pytest.raises(InputError, match=message) as raised:
-        restore(str(tmp_path), other, mesh)
+        restore(str(folder), other, mesh)
     said = str(raised.value)
-    assert f"the checkpoint {tmp_path}/step_00000007 is of another model" in said and "\n" not in said
+    assert f"the checkpoint {folder}/step_00000020 is of another model" in said and "\n" not in said
 
 
-def test_a_checkpoint_with_or_without_tables_is_refused(mesh, tmp_path):
-    save(str(tmp_path), filled(mesh, "row"), mesh, 7)
+def test_a_checkpoint_with_or_without_tables_is_refused(mesh, tmp_path, two_checkpoints):
+    folder, _, (embeddings, *_) = two_checkpoints
+    with pytest.raises(InputError, match="step_00000020 .*it has embedding tables, this model has none"):
+        Checkpointer(str(folder)).restore(*dense(mesh), mesh)
     with Checkpointer(str(tmp_path)) as checkpoints:
-        with pytest.raises(InputError, match="step_00000007 .*it has embedding tables, this model has none"):
-            checkpoints.restore(*dense(mesh), mesh)
         checkpoints.save(8, *dense(mesh))
     with pytest.raises(InputError, match="its tables or optimizer differ from these in day/sum"):
-        restore(str(tmp_path), make(mesh, "row", "adagrad"), mesh)
+        restore(str(tmp_path), embeddings, mesh)
 
 
 # ---- checkpoints of several hosts ------------------------------------------------------------------------------------
@@ -707,27 +639,7 @@ def on_host(host: int, place: str, embeddings) -> Checkpointer:
     return Checkpointer(place, main_process=host == 0, tables=TableStorage(twin))
 
 
-def test_every_host_writes_its_part_and_the_main_process_waits_for_all(mesh, place):
-    embeddings = filled(mesh)
-    expected, folder = whole(embeddings.pieces()), f"{place}/step_00000010"
-    main, second = (on_host(host, place, embeddings) for host in (0, 1))
-    main.save(10, *dense(mesh))
-    time.sleep(0.3)
-    assert main.complete_steps() == [] and not main._last.done()
-    second.save(10, *dense(mesh))
-    second.wait()
-    main.wait()
-    assert main.complete_steps() == [10]
-    assert {f"tables-0000{host}.{ending}" for host in (0, 1) for ending in ("safetensors", "json")} < names(folder)
-    other = make(mesh, "column", "adagrad")  # one host reads what two have written
-    assert restore(place, other, mesh) == 10
-    assert equal(whole(other.pieces()), expected)
-    damage(place, 10, "tables-00001.safetensors", None)  # the second host's part is as needed as the first's
-    with pytest.raises(InputError, match="has whole tables"):
-        restore(place, other, mesh)
-
-
-@pytest.mark.parametrize("whole_once", [False, True])
+@pytest.mark.parametrize(("place", "whole_once"), [("memory", False), ("disk", True)], indirect=["place"])
 def test_the_marks_of_an_earlier_attempt_do_not_count(mesh, place, monkeypatch, capsys, whole_once):
     """The second host wrote its part, and the main process was killed; or all was written, and a file of tables is
     damaged. In the next attempt the main process comes first, and the second host never."""
@@ -789,7 +701,6 @@ def test_tables_are_cut_when_whole_ones_do_not_fit():
     assert automatic(rows).plans == ("table",) * 5  # one device has two
     tight = automatic(rows, device_bytes=1.3 * unit)
     assert sorted(tight.plans) == ["row"] + ["table"] * 4 and len(set(tight.owners[t] for t in range(1, 5))) == 4
-    assert automatic(rows, device_bytes=1.2501 * unit).plans.count("row") >= 1
     # With unequal ones, the largest are cut.
     plans = automatic([90_000, 100_000, 100_000, 80_000, 95_000], device_bytes=1.25 * unit).plans
     cut = [t for t, plan in enumerate(plans) if plan == "row"]
@@ -855,7 +766,6 @@ BAD = {
     "table 'a' has the pooling 'max'; it is sum or mean": ([Table("a", 5, pooling="max")], {}),
     "table 'b': 6 columns do not divide by 4 devices": ([Table("a", 5), Table("b", 5, plan="column")], {"dim": 6}),
     "model_devices is 3; it must divide the 4 devices": ([Table("a", 5)], {"model_devices": 3}),
-    "model_devices is 8; it must divide the 4 devices": ([Table("a", 5)], {"model_devices": 8}),
     "the tables need 0.00149 GiB on each of 4 device(s)": ([Table("a", 100_000)], {"device_bytes": 1e6}),
     "tables of plan 'row' have 3,000,000,000 rows together": ([Table("a", 3 * 10**9)], {"device_bytes": UNLIMITED}),
 }
@@ -869,7 +779,7 @@ def test_impossible_tables_are_refused(mesh, message):
 
 
 # ---- rows side by side in lines of 128, as on a TPU ------------------------------------------------------------------
-@pytest.mark.parametrize("dim", [1, 16, 24, 64, 100, 128, 200])
+@pytest.mark.parametrize("dim", [1, 24, 200])
 def test_rows_of_any_width_are_found_in_their_lines(mesh, dim):
     pack = emb.rows_in_a_line(dim, 128)
     assert pack * dim <= max(128, dim) < 2 * pack * dim or pack == 1
@@ -880,8 +790,3 @@ def test_rows_of_any_width_are_found_in_their_lines(mesh, dim):
     added = emb.add_rows(*on_device).cpu()
     expected = lines.reshape(-1, dim).index_add(0, rows, delta)
     torch.testing.assert_close(added.reshape(-1, dim), expected, rtol=0, atol=1e-6)
-    # torch_xla divides int32 in float32, which is wrong for rows like these.
-    rows = torch.tensor([0, 7, 8, 2**24 + 1, 2**31 - 9, 2**31 - 1], dtype=torch.int32)
-    line, own = emb._place(rows.to(mesh.device), 128, 16)
-    assert line.cpu().tolist() == [row // 8 for row in rows.tolist()]
-    assert own.cpu().int().argmax(1).tolist() == [row % 8 * 16 for row in rows.tolist()]
