@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Stop, exported, losses, records, start, stop_at, terminate
-from sklearn.linear_model import LogisticRegression
+from helpers import Stop, exported, records, start, stop_at, terminate
 from sklearn.metrics import roc_auc_score
 from trials import TRIALS
 
@@ -24,37 +23,27 @@ from train.common.embedding import tables
 LEARNS = TRIALS["dlrm"].learns
 
 
-def test_it_learns_more_than_the_dense_features_tell(trained):
-    _, metrics, config = trained
-    train_set, eval_set = dlrm.open_data(config)
-    first, second = (part.batch(np.arange(len(part))) for part in (train_set, eval_set))
-    linear = LogisticRegression().fit(first["dense"], first["label"])
-    dense_alone = roc_auc_score(second["label"], linear.predict_proba(second["dense"])[:, 1])
-    assert 0.6 < dense_alone < 0.7
-    assert dense_alone < TRIALS["dlrm"].learned["auc"][0] < metrics["auc"] < eval_set.perfect_auc() < 0.86
-
-
 def test_the_cross_network_learns(tmp_path):
     config = replace(LEARNS, interaction="dcn", cross=(2, 16), precision="bfloat16", shuffle="batches")
     assert dlrm.main(replace(config, runs=str(tmp_path)))["auc"] > 0.77
 
 
-def test_terminated_with_its_workers_it_goes_from_eight_devices_to_four_and_back(run_of, tmp_path, capsys):
+def test_terminated_with_its_workers_it_goes_from_eight_devices_to_four(run_of, tmp_path, capsys):
     """With plan exchange, beside a run on four devices with plan auto. With SGD, not to the end: Adam makes rounding
     grow, and so does a unit of the network that is so near 0 that rounding switches it, about once in 256 steps."""
     path, _, config = run_of("dlrm", "alike")
-    config = replace(config, runs=str(tmp_path), name="moved", plan="exchange")
-    for devices, before, last in ((8, 0, 32), (4, 32, 64), (8, 64, 96)):
-        if devices == 4:  # as here
-            stop_at(last, terminate, dlrm.main, replace(config, steps_a_call=8))
-            output = capsys.readouterr().out
-        else:  # a VM that is shut down signals the worker processes, too
-            code, output = start(dlrm, config, devices, Stop(last, number=signal.SIGTERM))
-            assert code == 143, output
-        assert f"stopped by a signal at step {last}: saved" in output, output
-        assert "tables: 8 exchange" in output and (f"resuming after step {before}" in output) == bool(before), output
-    moved = losses(tmp_path / "moved")
-    assert len(moved) == 13 and moved == pytest.approx(losses(path)[:13], rel=2e-5)  # of steps 1, 8 … 96
+    config = replace(config, runs=str(tmp_path), name="moved", plan="exchange", steps_a_call=8, log_every=16)
+    # A VM that is shut down signals the worker processes, too.
+    code, first = start(dlrm, config, 8, Stop(32, number=signal.SIGTERM))
+    assert code == 143, first
+    stop_at(64, terminate, dlrm.main, config)
+    second = capsys.readouterr().out
+    assert "resuming after step" not in first and "resuming after step 32" in second, second
+    for output, last in ((first, 32), (second, 64)):
+        assert f"stopped by a signal at step {last}: saved" in output and "tables: 8 exchange" in output, output
+    folders = tmp_path / "moved", path
+    moved, expected = ({line["step"]: line["loss"] for line in records(one) if "loss" in line} for one in folders)
+    assert moved == pytest.approx({step: expected[step] for step in (8, 16, 32, 48, 64)}, rel=2e-5)
 
 
 @pytest.mark.parametrize(("where", "batch", "room"), [("training", 256, 0.2), ("evaluation", 16, 0.3)])
@@ -74,21 +63,9 @@ def test_a_run_that_drops_ids_stops_and_resumes_with_the_room_it_names(tmp_path,
     assert all(line["dropped"] == 0 < line["pair_load"] <= 1 for line in records(tmp_path / "run") if "loss" in line)
 
 
-def test_torchrec_loads_the_export_and_gives_the_same_auc(trained):
-    path, metrics, config = trained
-    dataset = dlrm.open_data(config).eval
-    theirs = dlrm_torchrec.build(config, dataset)
-    theirs.load_state_dict(exported(path))
-    batch = dataset.batch(np.arange(len(dataset)))
-    with torch.no_grad():
-        logits = theirs(torch.from_numpy(batch["dense"]), dlrm_torchrec.keyed(batch, dataset)).squeeze(1).numpy()
-    assert criteo.click_metrics(logits, batch["label"]) == pytest.approx(metrics, rel=1e-5)
-
-
-@pytest.mark.parametrize("interaction", ["dot", "dcn"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize(("interaction", "optimizer"), [("dot", "adagrad"), ("dcn", "sgd")])
 def test_ten_steps_give_torchrecs_losses(mesh, tmp_path, monkeypatch, interaction, optimizer):
-    """On four devices with sharded tables, against torchrec's DLRM and torch's optimizers on the CPU."""
+    """On four devices with sharded tables, against torchrec's DLRM, which loads the export, and torch's optimizers."""
     monkeypatch.setattr(dlrm, "SYNTHETIC_TRAIN", 10 * 128)
     monkeypatch.setattr(tables, "COPIED_BYTES", 100_000)
     lr = 0.2 if optimizer == "sgd" else 0.02
@@ -143,11 +120,11 @@ def test_evaluation_has_every_example_once_whatever_the_batch(mesh, monkeypatch)
     dataset = criteo.SyntheticClicks("eval", 203, table_rows=(30, 40), lookups=(1, 2), num_dense=3)
     state = dlrm.build(config, dlrm.Data(dataset, dataset), mesh)
     results = []
-    for batch in (16, 203, 16_384):
+    for batch in (16, 16_384):
         monkeypatch.setattr(dlrm, "EVAL_BATCH", batch)
         step = device.compiled(dlrm.eval_step, mesh)
         results.append(dlrm.evaluate(step, state, dataset, config, mesh))
-    assert results[1:] == [pytest.approx(results[0], rel=1e-6)] * 2
+    assert results[1] == pytest.approx(results[0], rel=1e-6)
     assert state.embeddings._pending == []
 
 

@@ -1,12 +1,13 @@
 """Several steps in one program (train/common/many_steps.py): the same numbers as single steps, whatever a call has."""
 
+import gc
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Net, losses, on_mesh, update
+from helpers import Net, on_mesh, update
 
 from train import dlrm
 from train.common import device, loading, many_steps
@@ -69,7 +70,6 @@ def test_what_a_loop_would_change_or_cannot_hold_is_refused(mesh, refused):
 @pytest.mark.parametrize(
     ("start", "most", "single", "expected"),
     [
-        (0, 1, 0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
         (0, 4, 0, [4, 8, 10]),
         (3, 4, 0, [4, 8, 12, 13]),  # a resumed run
         (0, 4, 5, [1, 2, 3, 4, 5, 8, 10]),
@@ -84,38 +84,25 @@ def test_where_calls_end_and_what_is_due_there(start, most, single, expected):
         step = end
 
 
-@pytest.mark.parametrize(
-    ("plan", "model_devices", "optimizer"),
-    [("exchange", 0, "sgd"), ("exchange", 2, "lazy_adam"), ("auto", 2, "adagrad")],
-)
+@pytest.mark.parametrize(("plan", "model_devices", "optimizer"), [("exchange", 2, "lazy_adam"), ("auto", 0, "adagrad")])
 def test_tables_are_updated_as_by_single_steps(mesh, monkeypatch, plan, model_devices, optimizer):
     small = {"SYNTHETIC_TRAIN": 12 * 64, "SYNTHETIC_ROWS": (400, 8_000, 30_000), "SYNTHETIC_LOOKUPS": (3, 1, 1)}
     for name, value in small.items():  # of these rows "auto" makes three plans
         monkeypatch.setattr(dlrm, name, value)
     config = replace(dlrm.TINY, plan=plan, model_devices=model_devices, optimizer=optimizer, lr=0.1, batch_size=64)
-    data, found = dlrm.open_data(config), []
-    for most in (1, 4):
+    data = dlrm.open_data(config)
+
+    def trained(most: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        state = dlrm.build(config, data, mesh)
-        step_fn = many_steps.compiled(dlrm.train_step, mesh, most)
+        state, step_fn = dlrm.build(config, data, mesh), many_steps.compiled(dlrm.train_step, mesh, most)
         with loading.parallel_loader(data.train, 64, mesh, train=True, stop=12) as loader:
             for _, batches, _ in many_steps.calls(loader, 0, most):
                 metrics = step_fn(state, batches, config, mesh)
-        # A table is cut where its array is: put its pieces together again.
-        tables, pieces = {}, {tuple(key.split("/")): piece for key, piece in state.embeddings.pieces().items()}
-        for key in sorted(pieces, key=lambda key: [len(part) for part in key] + list(key)):
-            tables.setdefault(key[:2], []).append(pieces[key].flatten())
-        found.append({key: torch.cat(parts) for key, parts in tables.items()} | dict(state.model.named_parameters()))
-        found[-1]["loss"] = metrics["loss"]
-    one, looped = ({name: tensor.detach().cpu() for name, tensor in tensors.items()} for tensors in found)
+        found = {"loss": metrics["loss"], **dict(state.model.named_parameters()), **state.embeddings.pieces()}
+        return {name: tensor.detach().cpu() for name, tensor in found.items()}
+
+    one = trained(1)
+    gc.collect()  # its arrays, so that those of the next have their sizes, and their pieces
+    looped = trained(4)
     assert one.keys() == looped.keys() and len(one) > 10
     assert [name for name in one if not torch.equal(one[name], looped[name])] == []
-
-
-def test_dlrm_logs_and_learns_the_same_in_calls_of_several_steps(monkeypatch, tmp_path):
-    monkeypatch.setattr(dlrm, "SYNTHETIC_TRAIN", 64 * dlrm.TINY.batch_size)
-    config = replace(dlrm.TINY, runs=str(tmp_path), log_every=16)
-    single, looped = (dlrm.main(replace(config, name=f"by {most}", steps_a_call=most)) for most in (1, 8))
-    assert looped == pytest.approx(single)
-    (first, *rest), (_, *expected) = losses(tmp_path / "by 8"), losses(tmp_path / "by 1")
-    assert rest == expected and first - rest[-1] > 0.01  # the first line is of step 8, there of step 1
