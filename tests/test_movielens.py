@@ -128,40 +128,34 @@ def test_ratings_alone_are_enough(tmp_path):
     assert log.num_dense == 1 and batch["dense"].shape == (len(log), 1) and not batch["dense"].any()
 
 
-def test_malformed_ratings_are_left_out_and_the_first_is_named(folder):
-    expected, lines = both(folder), (folder / "u.data").read_text().splitlines()
-    for line, reason in (
-        ("1\t2\t3", "3 columns instead of 4"),
-        ("1\t2\t6\t0", "rating is '6'"),
-        ("1\t2\t\t0", "rating is ''"),
-        ("1\t2\tnan\t0", "rating is 'nan'"),
-        ("a\t2\t3\t0", "user is 'a'"),
-        ("1\t-2\t3\t0", "film is '-2'"),
-        ("1\t2\t3\tnoon", "time is 'noon'"),
-        ("", "1 columns instead of 4"),
-        ("1\t2\t3\udcff\t0", "not UTF-8"),
-    ):
-        text = "\n".join([*lines[:9], line, *lines[9:], "broken"])
-        (folder / "u.data").write_bytes(text.encode(errors="surrogateescape"))
-        with pytest.raises(InputError, match=rf"2 of 122 lines of u.data are malformed.*u\.data line 10: .*{reason}"):
-            ml.MovieLens(folder, "train")
-        with pytest.warns(UserWarning, match="2 malformed lines of 122 were left out, the first: .*line 10"):
-            log = ml.MovieLens(folder, "train", bad_rows=0.02)
-        assert (log.batch(np.arange(len(log)))["ids"] == expected["ids"][: len(log)]).all()
-
-
-def test_malformed_films_and_users_are_named(folder):
-    for name, line, reason in (
+@pytest.mark.parametrize(
+    ("name", "line", "reason"),
+    [
+        ("u.data", "1\t2\t3", "3 columns instead of 4"),
+        ("u.data", "1\t2\t6\t0", "rating is '6'"),
+        ("u.data", "1\t2\t\t0", "rating is ''"),
+        ("u.data", "1\t2\tnan\t0", "rating is 'nan'"),
+        ("u.data", "a\t2\t3\t0", "user is 'a'"),
+        ("u.data", "1\t-2\t3\t0", "film is '-2'"),
+        ("u.data", "1\t2\t3\tnoon", "time is 'noon'"),
+        ("u.data", "", "1 columns instead of 4"),
+        ("u.data", "1\t2\t3\udcff\t0", "not UTF-8"),
         ("u.item", "7|Title", "too few columns"),
         ("u.item", "7|Title|01-Jan-1990||x|0|2|1", "genres are not"),
         ("u.user", "7|24|M|artist", "4 columns instead of 5"),
         ("u.user", "7|old|M|artist|1", "age is 'old'"),
-    ):
-        before = (folder / name).read_bytes()
-        (folder / name).write_bytes(before + f"{line}\n".encode())
-        with pytest.raises(InputError, match=f"{name} are malformed.*{reason}"):
-            ml.MovieLens(folder, "train")
-        (folder / name).write_bytes(before)
+    ],
+)
+def test_malformed_lines_are_left_out_and_the_first_is_named(folder, name, line, reason):
+    expected, (first, *lines) = both(folder), (folder / name).read_bytes().splitlines(keepends=True)
+    strange = f"{line}\n".encode(errors="surrogateescape")
+    (folder / name).write_bytes(b"".join([first, strange, *lines, b"broken\n"]))
+    message = rf"2 of {len(lines) + 3} lines of {name} are malformed.*{name} line 2: .*{reason}"
+    with pytest.raises(InputError, match=message):
+        ml.MovieLens(folder, "train")
+    with pytest.warns(UserWarning, match=f"2 malformed lines of {len(lines) + 3} were left out, the first: .*line 2: "):
+        log = ml.MovieLens(folder, "train", bad_rows=0.9)
+    assert (log.batch(np.arange(len(log)))["ids"] == expected["ids"][: len(log)]).all()
 
 
 def test_folders_without_ratings_are_refused(tmp_path):

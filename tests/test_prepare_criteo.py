@@ -25,7 +25,8 @@ def test_a_hand_written_file_gives_the_values_worked_out_by_hand(tmp_path):
     ]
     evaluation = [row(1, {}, {0: "0000000d", 25: "00000000"}), row(0, {3: "3"}, {0: "0000000a"})]
     write(tmp_path / "train.txt", lines)
-    write(tmp_path / "dev.txt", evaluation)
+    write(tmp_path / "train.txt.gz", [])  # the plain file is read
+    write(tmp_path / "valid.txt", evaluation)
     prepared = pre.prepare(tmp_path)
 
     log = cr.ClickLog(tmp_path / "prepared", "train")
@@ -112,17 +113,6 @@ def test_unusual_but_good_lines_are_kept():
         assert rows.bad == 0 and (rows.sparse == expected.sparse).all() and (rows.dense == expected.dense).all()
 
 
-@pytest.mark.parametrize(
-    ("names", "rows"),
-    [(["train.txt", "valid.txt"], (70, 70)), (["train.txt"], (60, 10)), (["day_0", "day_1", "day_2"], (140, 70))],
-)
-def test_the_last_file_or_seventh_is_for_evaluation(tmp_path, names, rows):
-    for number, name in enumerate(names):
-        write(tmp_path / name, random_rows(70, number))
-        write(tmp_path / f"{name}.gz", [])  # the plain file is read
-    assert pre.prepare(tmp_path)["rows"] == dict(zip(("train", "eval"), rows, strict=True))
-
-
 @pytest.mark.parametrize(("rows", "more"), [(28, 0), (5, -1), (5, 0), (5, 1)])
 def test_the_last_seventh_is_for_evaluation_and_its_values_are_not_counted(tmp_path, monkeypatch, rows, more):
     lines = [row(0, {}, {0: "a"})] * 24 + [row(1, {}, {0: "b"})] * 4
@@ -188,7 +178,6 @@ LINES = random_rows(20)
 WITHOUT_LABELS = [line.split(b"\t", 1)[1] for line in LINES]
 COMMAS = [line.replace(b"\t", b",") for line in LINES]
 UNUSABLE = {
-    "there is no file or folder .*nowhere; expected a folder with train.txt": ("nowhere", {}),
     "neither train.txt nor day_0 to day_23 .*found notes.md": ("", {"notes.md": []}),
     "train.txt is empty": ("", {"train.txt": []}),
     "line 1: it has 39 columns.*label missing": ("train.txt", {"train.txt": WITHOUT_LABELS}),
