@@ -90,7 +90,9 @@ def host_batch(step: int, tables=TABLES, ragged: bool = True, ids: tuple[str, ..
         random = torch.rand(BATCH, table.lookups, generator=generator)
         if kind == "one":
             return torch.full(random.shape, table.rows // 2, dtype=torch.int32)
-        return ((table.rows + 1) ** random - 1 if kind == "power law" else (random * table.rows / 8).floor() * 8).int()
+        if kind == "eighth":
+            return ((random * table.rows / 8).floor() * 8).int()
+        return ((table.rows + 1) ** random - 1).int()
 
     batch = {"ids": torch.cat([draw(table) for table in tables], 1)}
     if ragged:
