@@ -154,7 +154,7 @@ def test_malformed_lines_are_left_out_and_the_first_is_named(folder, name, line,
     with pytest.raises(InputError, match=message):
         ml.MovieLens(folder, "train")
     with pytest.warns(UserWarning, match=f"2 malformed lines of {len(lines) + 3} were left out, the first: .*line 2: "):
-        log = ml.MovieLens(folder, "train", bad_rows=0.9)
+        log = ml.MovieLens(folder, "train", bad_rows=2.1 / (len(lines) + 3))
     assert (log.batch(np.arange(len(log)))["ids"] == expected["ids"][: len(log)]).all()
 
 
