@@ -64,7 +64,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# XLA's flags, with which a process writes its programs into a folder for `largest_program`.
+# XLA's flags, with which a process writes its programs into a folder for `largest_dump`.
 DUMP = "--xla_dump_to={} --xla_dump_hlo_as_proto --xla_dump_hlo_module_re=SyncTensors.*"
 
 
@@ -79,11 +79,6 @@ def largest_dump(folder, seen: set[Path] | None = None) -> Path:
 def read_program(path) -> hlo.Module:
     content = Path(path).read_bytes()
     return hlo.parse(HloModuleProtoWithConfig.FromString(content).hlo_module)  # an HloProto begins as this message does
-
-
-def largest_program(folder) -> hlo.Module:
-    """Returns the largest optimised program in a folder."""
-    return read_program(largest_dump(folder))
 
 
 # ---- a script in a process of its own --------------------------------------------------------------------------------
