@@ -463,8 +463,8 @@ def test_a_start_is_refused_after_a_stop(bed, how):
     if how == "on its way":
         begun = bed.wrong(worker=1, match=" start ", late=2)
     else:
-        begun = bed.zoo(1) / "tree/data/50"
-        write({bed.project / f"data/{number}": str(number) for number in range(1000)})
+        begun = bed.zoo(1) / "tree/data/0"  # the first; the others take longer than to see it
+        write({bed.project / f"data/{number}": str(number) for number in range(4000)})
     client = bed.start("train", "--run", "one", args=FOREVER)
     wait(begun.exists)
     slow = bed.kill(1, "\0start\0--worker", number=signal.SIGSTOP)
