@@ -114,13 +114,15 @@ IMAGES = {"script": resnet50, "batch_size": 32, "norm_groups": 4}
 @pytest.mark.parametrize(
     ("layout", "changes", "weight", "moment"),
     [  # the parts of the [128, 32] of a feed-forward layer's first product, and of its moments
+        (TWO, {}, [64, 32], [64, 32]),
+        (FULL, PARTS, [32, 32], [32, 32]),
         (ALL, PARTS, [64, 16], [64, 16]),
         (replace(ALL, shard_state="optimizer"), {"model": "xlnet"}, [64, 32], [64, 16]),
         (Layout("data=1,model=4"), {"model": "distilbert", "size": "mini"}, [32, 32], [32, 32]),
         # of a convolution
         (Layout(shard_state="optimizer"), IMAGES, [128, 128, 3, 3], [32, 128, 3, 3]),
     ],
-    ids=["bert", "xlnet", "distilbert", "resnet50"],
+    ids=["model", "full", "all", "xlnet", "distilbert", "resnet50"],
 )
 def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight, moment, mesh, whole):
     (found, after, state), (expected, expected_after) = taken(mesh, layout, **changes), whole(**changes)
@@ -190,10 +192,11 @@ def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(cut, tmp_pa
     assert records(tmp_path / "run") == records(cut[0]) and equal(exported(tmp_path / "run"), exported(cut[0]))
 
 
-def test_a_checkpoint_and_an_export_do_not_know_the_layout(cut, tmp_path):
-    config = begun_again(cut, tmp_path, FULL)
+@pytest.mark.parametrize(("devices", "layout"), [(8, FULL), (2, Layout("data = 1, model= 2"))])
+def test_a_checkpoint_and_an_export_do_not_know_the_layout(devices, layout, cut, tmp_path):
+    config = begun_again(cut, tmp_path, layout)
     command = [sys.executable, "-c", SMALL, "tiny", *flags(config, pretrain.TINY)]
-    result = subprocess.run(command, env=environment(8), capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, env=environment(devices), capture_output=True, text=True, timeout=600)
     assert result.returncode == 0 and "resuming after step 3" in result.stdout, result.stderr
     assert losses(tmp_path / "run") == pytest.approx(losses(cut[0]), rel=2e-6)
     assert records(tmp_path / "run")[-1]["eval/loss"] == pytest.approx(cut[1]["loss"], rel=2e-6)

@@ -1,6 +1,6 @@
 """The five scripts as the shared tests see them: small configurations, and what is known of their runs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +28,7 @@ class Trial:
     reads: int  # most reads of the device by the host in that run, apart from the losses that it logs
     may_be_0: str  # the numbers of its Config that may; all others are above
     alike: Any = None  # a run that is compared between one and four devices; the short one if None
+    diverges: dict[str, Any] = field(default_factory=lambda: {"lr": 1e30})  # changes that make the loss infinite
 
 
 TRANSLATES = replace(transformer.TINY, batch_tokens=2048, updates=260, warmup_updates=80, eval_every=1000, save_every=8)
@@ -49,6 +50,7 @@ TRIALS = {
         moved=0.05,
         graphs=3,  # of training and evaluation, and of a number that hosts compare
         reads=3,
+        diverges={"lr": 1e12},
         may_be_0="lr warmup_epochs momentum weight_decay label_smoothing norm_groups seed workers",
     ),
     "dlrm": Trial(
@@ -67,6 +69,7 @@ TRIALS = {
         moved=0.05,
         graphs=4,  # of the tables' first values, training and evaluation, and of a number that hosts compare
         reads=8,
+        diverges={"lr": 1e30, "optimizer": "sgd"},
         may_be_0="hash_rows model_devices lr warmup_steps seed workers eval_every",
     ),
     "glue": Trial(
@@ -100,6 +103,7 @@ TRIALS = {
         moved=0.5,
         graphs=5,  # of training, evaluation and translation in one shape, and two tiny ones
         reads=12,
+        diverges={"lr": 1e30, "warmup_updates": 1},
         may_be_0="dropout lr label_smoothing length_penalty seed workers",
     ),
     "pretrain": Trial(
@@ -116,6 +120,7 @@ TRIALS = {
         moved=0.5,
         graphs=3,  # of training and evaluation, and Adam's
         reads=7,
+        diverges={"lr": 1e30, "warmup_steps": 1},
         may_be_0="predictions lr warmup_steps seed workers save_every",
     ),
 }
