@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -523,15 +524,19 @@ def test_the_card_of_an_export(place, mesh, monkeypatch, capsys):
 
 # ---- TensorBoard -----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_make_board_shows_the_numbers_pictures_and_settings_of_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["script.py", "tiny", "--runs", str(tmp_path / "runs"), "--name", "one"])
-    cli.run(main, PRESETS)
+def test_make_board_shows_the_numbers_pictures_and_settings_of_all_runs(tmp_path, monkeypatch):
+    """In a browser, too, where there is one: apt-get install chromium."""
+    for name, workers in (("one", "0"), ("two", "1")):
+        words = ["script.py", "tiny", "--runs", str(tmp_path / "runs"), "--name", name, "--workers", workers]
+        monkeypatch.setattr(sys, "argv", words)
+        cli.run(main, PRESETS)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
+    address = f"http://localhost:{port}"
 
     def ask(what: str):
-        with urllib.request.urlopen(f"http://localhost:{port}/data/{what}") as answer:
+        with urllib.request.urlopen(f"{address}/data/{what}") as answer:
             return json.load(answer)
 
     make = ["make", "board", f"RUNS={tmp_path}/runs", f"PORT={port}"]
@@ -539,11 +544,16 @@ def test_make_board_shows_the_numbers_pictures_and_settings_of_a_run(tmp_path, m
         try:
             for _ in range(600):
                 with contextlib.suppress(OSError):
-                    if ask("runs"):
+                    if len(ask("runs")) == 2:
                         break
                 time.sleep(0.5)
-            assert ask("runs") == ["one/tb"]
-            plugins = ask("plugins_listing")
+            assert ask("runs") == ["one/tb", "two/tb"]
+            plugins, shown = ask("plugins_listing"), "one/tb two/tb hparams"
+            if shutil.which("chromium"):
+                browser = ["chromium", "--headless=new", "--no-sandbox", "--virtual-time-budget=30000", "--dump-dom"]
+                page = subprocess.run([*browser, f"{address}/#timeseries"], capture_output=True, text=True, timeout=120)
+                shown = page.stdout.lower()
         finally:
             os.killpg(board.pid, signal.SIGTERM)
     assert all(plugins[name]["enabled"] for name in ("scalars", "images", "hparams"))
+    assert all(word in shown for word in ("one/tb", "two/tb", "hparams"))
