@@ -25,7 +25,7 @@ from pathlib import Path
 from errors import InputError
 from tpu.compiler import bundles, libtpu, report
 from tpu.compiler.libtpu import GIB
-from tpu.compiler.pages import DOCS, ROOT, table
+from tpu.compiler.pages import DOCS, ROOT, bundle_count, table
 from train.common.xla.staging import Staged
 
 JAX = ROOT / ".venv-jax/bin/python"
@@ -108,7 +108,7 @@ def cells(peer: Peer, jax: dict, pair: dict) -> list[str]:
 
     count = [f"{side['cycles'] / 1e6:.1f}M" if "cycles" in side else "does not fit" for side in sides]
     ratio = f"{sides[2]['cycles'] / jax['cycles']:.2f}" if "cycles" in jax and "cycles" in sides[2] else ""
-    besides = each(lambda side: f"{side['uncounted']['bundles'] / 1e6:.2f}M", "uncounted")
+    besides = [bundle_count(side) for side in sides]
     drawn = each(lambda side: f"{side['random_bytes'] / 1e9:.2f}", "random_bytes")
     gib = [f"{side.get('memory', side)['needed'] / GIB:.2f}" for side in sides]
     moved = each(lambda side: f"{side['bytes_accessed'] / 1e9:.0f}")
@@ -178,9 +178,11 @@ def main() -> None:
         parser.error(f"no row has {options.name!r} in its name; there are {', '.join(peer.name for peer in PEERS)}")
     if options.missing:
         jobs = [(peer, setting) for peer, setting in jobs if setting not in figures.get(peer.name, {})]
+    if options.print:
+        jobs = []
     with ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda job: measured(job[0].step, job[0].batch, job[1]), [] if options.print else jobs)
-        for (peer, setting), result in zip(jobs, results, strict=not options.print):
+        results = pool.map(lambda job: measured(job[0].step, job[0].batch, job[1]), jobs)
+        for (peer, setting), result in zip(jobs, results, strict=True):
             figures.setdefault(peer.name, {})[setting] = result
             file.write_text(json.dumps(figures, indent=1) + "\n")
             print(peer.name, setting, result.get("cycles", "does not fit"), flush=True)
