@@ -30,6 +30,7 @@ from transformers import (
     RobertaConfig,
     XLNetConfig,
 )
+from transformers.activations import GELUActivation
 from transformers.masking_utils import bidirectional_mask_function
 from transformers.utils import logging
 
@@ -93,6 +94,7 @@ AttentionInterface.register(ATTENTION, attend)
 AttentionMaskInterface.register(ATTENTION, additive_mask)
 
 REPLACED = {nn.Dropout: layers.Dropout, nn.Linear: layers.Linear, nn.LayerNorm: layers.LayerNorm}
+REPLACED[GELUActivation] = layers.GELU
 
 
 def fast_layers(model: PreTrainedModel) -> PreTrainedModel:

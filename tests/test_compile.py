@@ -193,7 +193,10 @@ def test_the_bundles_of_a_loop_count_as_often_as_it_runs(tmp_path):
     assert bundles.count(CODE.replace("(!%p6_p1, %s20_s1), 8", "(!%p6_p1, %s20_s1), 9")) == once, "it is no minimum"
     (tmp_path / "1795389652-scatter_fusion.1-01-final_bundles.txt").write_text(CODE)
     (tmp_path / "1795389653-scatter_fusion.1-00-schedule-analysis_final_bundles.txt").write_text("no code")
-    assert bundles.read(str(tmp_path)) == {"scatter_fusion.1": expected}
+    equal = "key:scatter_fusion.1\nordinal:7\nequivalent_hlos[size=2]:\n  scatter_fusion.1\n  scatter_fusion.4\n"
+    alone = "key:<top>\nordinal:0\nequivalent_hlos[size=0]:\n"
+    (tmp_path / "1795389654-TLP-00-deduplication-map.txt").write_text(alone + equal)
+    assert bundles.read(str(tmp_path)) == {"scatter_fusion.1": expected, "scatter_fusion.4": expected}
 
 
 GROUPS = """

@@ -22,8 +22,8 @@ ROOT = Path(__file__).parent.parent
 # The sums of a float32 matrix product are taken in another order: 1e-7 in a loss. The steps before it move the weights
 # by as little, but where Adam or a batch norm over few values divides by a number near 0.
 ROUNDING = 2e-5
-# An input of a ReLU that is 0 but for rounding lies on the other side on some processors, and parts the runs from there:
-# DLRM's at step 120 of 256 on an AMD EPYC, whose AUCs then differ by 1.8e-4 (and its losses by 1e-7 until there).
+# An input of a ReLU that is 0 but for rounding lies on the other side on some processors, and parts the runs there:
+# DLRM's at step 120 of 256 on an AMD EPYC; its losses differ by 1e-7 until then, its AUCs by 1.8e-4.
 PARTED = 1e-3
 
 

@@ -3,6 +3,7 @@
 entry_cycles(module) -> Cycles     .total, .unknown_loops (loops counted once: their trip count is not known)
 longest(module, count)             [Timed(instruction, cycles, times)]: the longest operations of a step
 uncounted(module)                  [Timed] of the operations that have no estimate; their cycles are 0
+with_code(module, names)           [Timed] of the operations of these names, whether or not they have one; cycles are 0
 collectives(module)                [Collective], wherever they are; asynchronous pairs once
 dots(module)                       [Dot]: every matmul and convolution, with the types of its operands
 copies(module) -> Copies           copies and transposes of the entry computation: .instructions .bytes .cycles
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +96,11 @@ def longest(module: Module, count: int = 10) -> list[Timed]:
         if instruction.estimated_cycles
     ]
     return sorted(found, key=lambda each: -each.cycles * each.times)[:count]
+
+
+def with_code(module: Module, code: Collection[str]) -> list[Timed]:
+    """Returns the operations that run one after the other whose names are in `code`."""
+    return [Timed(each, 0, times) for _, each, times in _walk(module, CALLS) if each.name in code]
 
 
 def uncounted(module: Module) -> list[Timed]:

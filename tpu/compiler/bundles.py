@@ -1,4 +1,4 @@
-"""Counts the code of operations to which the compiler gives no estimate: gathers, scatters, sorts, reshapes.
+"""Counts the code of operations; to gathers, scatters, sorts and reshapes the compiler gives no estimate.
 
 libtpu writes the code of each operation into a folder, if it is told so before it is loaded. Its unit is the bundle,
 what a core issues at once: a cycle, or more where it waits. A bundle of a loop counts as often as the loop runs, which
@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-FLAGS = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+FLAGS = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles|deduplication-map"
 
 # A line of the code, such as: " 0x2 LB: > { %s1 = sadd.s32 …, %p8 = scmp.ge.s32 %s1, 33 /* loop exit test */ }"
 BUNDLE = re.compile(r" *(?:0x[0-9a-f]+|0) +(?:\w\w)? *: [> ]*\{")
@@ -26,6 +26,7 @@ MOVE = re.compile(r"(%s\w+) = smov\.u32 \(!(%p\w+), (%s\w+)\), (\d+)")
 SPILL = re.compile(r"sst \[smem:\[(#\w+_spill)\]\] (%s\w+)")
 RELOAD = re.compile(r"(%s\w+) = sld \[smem:\[(#\w+_spill)\]\]")
 FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
+EQUAL = re.compile(r"key:(.+)\nordinal:\d+\nequivalent_hlos\[size=\d+\]:\n((?: .+\n)*)")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,11 @@ def dump_to(folder: str) -> None:
 def read(folder: str) -> dict[str, Bundles]:
     """Returns {name of an instruction of the optimized module: its Bundles} of the last program compiled."""
     files = {match[1]: path for path in sorted(Path(folder).iterdir()) if (match := FILE.fullmatch(path.name))}
-    return {name: count(path.read_text(errors="replace")) for name, path in files.items()}
+    found = {name: count(path.read_text(errors="replace")) for name, path in files.items()}
+    for path in sorted(Path(folder).glob("*-deduplication-map.txt")):  # equal operations have one code
+        for name, equal in EQUAL.findall(path.read_text()):
+            found |= dict.fromkeys(equal.split(), found[name]) if name in found else {}
+    return found
 
 
 def count(code: str) -> Bundles:

@@ -47,8 +47,10 @@ def figures(
         found["cycles"] = cycles.total
         found["loops_counted_once"] = len(cycles.unknown_loops)
         found["estimated_seconds"] = cycles.total / generation.clock_hz if generation.clock_hz else None
-        found["longest"] = _longest(module)
+        found["longest"] = _longest(module, code or {})
     if code is not None:
+        written = analysis.with_code(module, code)
+        found["bundles"] = sum(code[timed.instruction.name].count * timed.times for timed in written)
         found["uncounted"] = _uncounted(module, code)
     return found
 
@@ -78,15 +80,16 @@ def _uncounted(module: hlo.Module, code: dict[str, bundles.Bundles]) -> dict:
     return {"bundles": sum(kinds.values()), "unknown_loops": loops, "kinds": kinds, "longest": longest}
 
 
-def _longest(module: hlo.Module) -> list[dict]:
+def _longest(module: hlo.Module, code: dict[str, bundles.Bundles]) -> list[dict]:
     """Returns the operations that take most of the step, those of the same line and shape together."""
     found: dict[tuple, dict] = {}
     for timed in analysis.longest(module, 10_000):
         each = timed.instruction
         key = each.opcode, each.shape.text, each.op_name.rsplit("/", 1)[-1], _line(each.source)
         names = dict(zip(("operation", "shape", "name", "source"), key, strict=True))
-        entry = found.setdefault(key, {"cycles": 0, "count": 0} | names)
+        entry = found.setdefault(key, {"cycles": 0, "bundles": 0, "count": 0} | names)
         entry["cycles"] += timed.cycles * timed.times
+        entry["bundles"] += code[each.name].count * timed.times if each.name in code else 0
         entry["count"] += timed.times
     return sorted(found.values(), key=lambda entry: -entry["cycles"])[:12]
 
@@ -146,7 +149,9 @@ def describe(report: dict) -> str:
             peak = libtpu.GENERATIONS[report["topology"].split(":")[0]].peak_flops * devices
             line += f", MFU {report['product_flops'] / seconds / peak:.1%}"
         lines.append(line + "; without asynchronous copies, custom calls and waiting for other devices")
-        lines += _describe_uncounted(report["uncounted"]) if "uncounted" in report else []
+        if "bundles" in report:
+            lines.append(f"code         {report['bundles'] / 1e6:.1f}M bundles in all, of a cycle or more each")
+            lines += _describe_uncounted(report["uncounted"])
         if report["loops_counted_once"]:
             lines.append(f"             {report['loops_counted_once']} loops of unknown length are counted once")
     for kind, entry in sorted(report["collectives"].items()):
@@ -166,9 +171,10 @@ def describe(report: dict) -> str:
     if "placement" in report:
         lines += ["parameters, the axis that cuts each dimension, and their optimizer's state:", *report["placement"]]
     if "longest" in report:
-        lines.append("longest operations, of one line together:")
+        lines.append("longest operations, of one line together: cycles by estimate, bundles of code")
     for entry in report.get("longest", []):
-        share = f"{entry['cycles'] / 1e6:7.2f}M {entry['cycles'] / report['cycles']:6.1%}  {entry['count']:3} x"
+        share = f"{entry['cycles'] / 1e6:7.2f}M {entry['cycles'] / report['cycles']:6.1%}"
+        share += f" {entry.get('bundles', 0) / 1e6:7.2f}M  {entry['count']:3} x"
         lines.append(
             f"{share} {entry['operation']:<12} {entry['shape'][:50]:<50} {entry['name'][:30]} {entry['source']}"
         )
