@@ -7,8 +7,8 @@ is imitated of the real `gcloud compute tpus tpu-vm describe|ssh` (GA, as of 202
                 two networks; exit code 1 and `ERROR: (gcloud.compute.tpus.tpu-vm.describe) …` for an error
     ssh         asks the API first: a PREEMPTED or STOPPED TPU is exit code 1, one in maintenance only a warning. In a
                 fresh home it makes a key first, which fails where another call is at it. The exit code is the command's
-    255         (ssh's own failure) the command is run again, without its input, up to 10 times with 5 s between (here
-                `attempts`, 0.2 s); then exit code 255
+    255         (ssh's own failure) the command is run again, with the rest of its input, up to 10 times, 5 s apart
+                (here `attempts`, 0.2 s); then exit code 255
 
 What goes wrong, `mishaps`: for a call of `verb` (default ssh) to `worker` with the text `match`, once or some `times`
 (0: always). late: seconds before anything happens; message: what gcloud or ssh says and fails with; out: what describe
@@ -74,7 +74,15 @@ def describe(tpu: dict) -> int:
     return 0
 
 
-def connect(tpu: dict, worker: int, command: str, options: list[str], first: bool) -> int:
+def read(size: int) -> bytes:
+    """Returns so much of the input (-1: all), and leaves the rest to the next program."""
+    found = b""
+    while len(found) != size and (more := os.read(0, min(size - len(found), 1 << 16) if size > 0 else 1 << 16)):
+        found += more
+    return found
+
+
+def connect(tpu: dict, worker: int, command: str, options: list[str]) -> int:
     """Runs one ssh. Returns its exit code."""
     wrong = mishap(tpu, "ssh", worker, command)
     time.sleep(wrong.get("late", 0))
@@ -82,10 +90,10 @@ def connect(tpu: dict, worker: int, command: str, options: list[str], first: boo
         say(wrong["message"])
         return SSH_FAILED
     words = [CLOUD / "bin/ssh", *options, f"worker-{worker}", command]
-    streams = {"stdin": None if first else subprocess.DEVNULL, "stdout": subprocess.PIPE, "start_new_session": True}
+    streams = {"stdout": subprocess.PIPE, "start_new_session": True}
     if "input" in wrong:
-        process = subprocess.Popen(words, **{**streams, "stdin": subprocess.PIPE})
-        process.communicate(sys.stdin.buffer.read(wrong["input"]))
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, **streams)
+        process.communicate(read(wrong["input"]))
     else:
         process, left = subprocess.Popen(words, **streams), wrong.get("bytes", 1 << 60)
         while left:
@@ -115,7 +123,7 @@ def ssh(tpu: dict, worker: int, command: str, options: list[str]) -> int:
             say("Retrying: SSH command error: [/usr/bin/ssh] exited with return code [255].")
             time.sleep(0.2)
         say(f"SSH: Attempting to connect to worker {worker}...")
-        code = connect(tpu, worker, command, options, attempt == 0)
+        code = connect(tpu, worker, command, options)
         if code != SSH_FAILED:
             return code
     return error("ssh", "[/usr/bin/ssh] exited with return code [255].", SSH_FAILED)

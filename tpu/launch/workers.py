@@ -6,6 +6,7 @@ Only the standard library, Python 3.9 or later.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import queue
@@ -27,8 +28,13 @@ from tpu.launch.messages import explain_ssh
 
 MARK = b"@xla-zoo "  # see tpu/launch/worker.py
 PROGRAM = Path(__file__).with_name("worker.py").read_bytes()
-# What a worker's python3 is told: the program comes first on standard input, and a part of it does nothing.
-READ_PROGRAM = "import sys; exec(compile(sys.stdin.buffer.read({}), 'worker.py', 'exec'))"
+# What a worker's python3 is told: the program comes first on standard input. When a connection breaks, gcloud runs the
+# command again with what is left of its input; that is another program, and does nothing.
+DIGEST = hashlib.sha256(PROGRAM).hexdigest()
+READ_PROGRAM = (
+    f"import hashlib, sys; program = sys.stdin.buffer.read({len(PROGRAM)}); "
+    f"hashlib.sha256(program).hexdigest() == '{DIGEST}' and exec(compile(program, 'worker.py', 'exec'))"
+)
 AT_ONCE = 16  # connections that are being made
 SILENCE = 60  # seconds without a sign of life, which comes every 5 s, after which a connection is given up
 LONGEST_PAUSE = 15  # seconds between two attempts
@@ -191,7 +197,7 @@ class Workers:
         InputError, TpuGone: another attempt is useless. WorkerLost: none has worked for `lost_after` seconds; with
         `forever` never.
         """
-        words = ["python3", "-uc", READ_PROGRAM.format(len(PROGRAM)), action, "--worker", worker, *options]
+        words = ["python3", "-uc", READ_PROGRAM, action, "--worker", worker, *options]
         command = self.host.ssh(worker, shlex.join(map(str, words)))
         since, said, pause = time.monotonic(), ("", 0.0), 0.25
 
