@@ -243,10 +243,10 @@ class Processes(Bed):
 
     def idle(self) -> bool:
         """Whether only those are left that look on, and end when they notice that their connection has."""
-        return not processes(f"HOME={self.folder}/home-", without="\0(follow|stop|status)\0--worker")
+        return not processes(f"HOME={self.folder}/home-", without="\0(follow|stop|status)\0[0-9]")
 
     def drop_connections(self, worker: int) -> None:
-        self.kill(worker, "\0follow\0--worker")
+        self.kill(worker, "\0follow\0")
 
     def restart(self, worker: int) -> None:
         send(signal.SIGKILL, processes(f"HOME={self.home(worker)}\0"))

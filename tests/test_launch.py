@@ -364,20 +364,39 @@ SAVED = [(0, False, 143, False), (2, False, 143, False)]
 
 
 @pytest.mark.parametrize(
-    "events, retries, order, code, grace",
+    "events, retries, order, code, grace, over",
     [
-        ([*ALL[:2], 310, ALL[0]], 0, "end", 1, 10),  # one never joined
-        ([*ALL, *RUN, 30, *RUN[:2], 15, RUN[0]], 3, "end", 1, 10),  # one is silent: no retry, since its keeper is gone
-        ([*ALL, *RUN, (1, False, 3, False)], 0, "end", 3, 10),
-        ([*ALL, *RUN, (1, False, 143, False)], 3, "end", 143, 60),  # the trainer itself was told to stop
-        ([*ALL, *RUN, (1, True, None, True), (1, False, 143, True), *SAVED], 3, "leave", 143, 0),
-        ([*ALL, *RUN, (1, False, 3, False), *SAVED], 1, "run", 0, 60),
-        ([*ALL, *RUN, (1, False, 2, False), *SAVED], 1, "leave", 2, 0),
-        # A stop while the others are being ended for a retry: there is none.
-        ([*ALL, *RUN, (1, False, 3, False), (0, True, None, True), (0, False, 143, True), SAVED[1]], 1, "leave", 3, 0),
+        ([*ALL[:2], 310, ALL[0]], 0, "leave", 1, 10, False),  # one never joined
+        (
+            [*ALL, *RUN, 30, *RUN[:2], 15, RUN[0]],
+            3,
+            "leave",
+            1,
+            10,
+            False,
+        ),  # one is silent: no retry, its keeper is gone
+        ([*ALL, *RUN, (1, False, 3, False)], 0, "leave", 3, 10, False),
+        ([*ALL, *RUN, (1, False, 143, False)], 3, "leave", 143, 60, False),  # the trainer itself was told to stop
+        ([*ALL, *RUN, (1, True, None, True), (1, False, 143, True), *SAVED], 3, "leave", 143, 60, True),
+        # A machine that shuts down and is never heard again.
+        ([*ALL, *RUN, (1, True, None, True), 30, *SAVED, 15, SAVED[0]], 3, "leave", 143, 60, True),
+        ([*ALL, *RUN, (1, False, 3, False)], 1, "end", 3, 10, False),
+        ([*ALL, *RUN, (1, False, 3, False), *SAVED], 1, "run", 0, 60, False),
+        ([*ALL, *RUN, (1, False, 2, False), *SAVED], 1, "leave", 2, 10, True),
+        # A stop, or a silent worker, while the others are being ended for a retry: there is none.
+        (
+            [*ALL, *RUN, (1, False, 3, False), (0, True, None, True), (0, False, 143, True), SAVED[1]],
+            1,
+            "leave",
+            3,
+            10,
+            True,
+        ),
+        ([*ALL, *RUN, (1, False, 3, False), 45, *SAVED], 1, "leave", 3, 10, True),
+        ([*ALL, *RUN, *((worker, False, 0, False) for worker in range(3)), SAVED[0]], 1, "leave", 0, 60, True),
     ],
 )
-def test_the_owner_decides(monkeypatch, events, retries, order, code, grace):
+def test_the_owner_decides(monkeypatch, events, retries, order, code, grace, over):
     """events: reports of three workers (worker, running, code, stopped), or seconds that pass."""
     now = [0.0]
     monkeypatch.setattr(keeper.time, "monotonic", lambda: now[0])
@@ -389,7 +408,7 @@ def test_the_owner_decides(monkeypatch, events, retries, order, code, grace):
             owner.report(worker, report | {"attempt": owner.order["attempt"]})
         else:
             now[0] += event
-    assert (owner.order["do"], owner.code, owner.order["grace"]) == (order, code, grace)
+    assert (owner.order["do"], owner.code, owner.order["grace"], owner.over) == (order, code, grace, over)
 
 
 def test_a_tpu_that_is_taken_back_ends_the_watch_and_the_run_saves(bed):
@@ -469,12 +488,12 @@ def test_a_start_is_refused_after_a_stop(bed, how):
         write({bed.project / f"data/{number}": str(number) for number in range(4000)})
     client = bed.start("train", "--run", "one", args=FOREVER)
     wait(begun.exists)
-    slow = bed.kill(1, "\0start\0--worker", number=signal.SIGSTOP)
+    slow = bed.kill(1, "\0start\0", number=signal.SIGSTOP)
     client.kill()
     stop = bed.start("stop")
     time.sleep(2.5)
     assert bool(slow) == (how == "unpacking") and (not slow or stop.poll() is None)
-    bed.kill(1, "\0start\0--worker", number=signal.SIGCONT)
+    bed.kill(1, "\0start\0", number=signal.SIGCONT)
     code, _, err = bed.ended(stop)
     assert code == 0 and "worker 0: stopped before it trained: one" in err and "worker 1: nothing ran" in err
     bed.check_idle(5, stays=1)
@@ -527,12 +546,17 @@ def test_launchers_at_once_and_killed_while_they_start_are_one_run(bed):
         time.sleep(seconds)
         client.kill()
         assert max(bed.starts()) <= 1, seconds
-    clients = [bed.start("train", "--run", "one", args=FOREVER) for _ in range(2)]
-    wait(lambda: min(bed.steps("at-worker")) > 3 and all("step" in client.out.read_text() for client in clients))
+    bed.stop()
+    before = bed.starts()
+    overtaken = bed.wrong(match=" start ", late=4)
+    clients = [bed.start("train", args=FOREVER)]  # names no run, and attaches to the other's
+    wait(overtaken.exists)
+    clients.append(bed.start("train", "--run", "one", args=FOREVER))
+    wait(lambda: min(bed.starts()) > max(before) and all("step" in client.out.read_text() for client in clients))
     err = bed.interrupt(clients[0])
-    assert bed.starts() == [1, 1] and err.count("stopped and saved") == 2
-    code, _, other = bed.ended(clients[1])
-    assert code == 143 and "runs already" in err + other and bed.idle()  # what it asked the workers has ended, too
+    assert bed.starts() == [count + 1 for count in before] and err.count("stopped and saved") == 2
+    assert "runs already" in err and bed.ended(clients[1])[0] == 143
+    assert bed.idle()  # what it asked the workers has ended, too
 
 
 @one_worker

@@ -76,8 +76,8 @@ class Owner:
         self.workers, self.retries, self.grace, self.say = workers, retries, grace, say
         self.reports: dict[int, dict] = {}
         self.heard: dict[int, float] = {}
-        self.code, self.why = 0, ""
-        self.order = {"do": "wait", "attempt": 0, "grace": grace, "final": False}
+        self.code, self.why, self.over = 0, "", False
+        self.order = {"do": "wait", "attempt": 0, "grace": grace}  # do: wait, run, end (a retry may follow) or leave
         self.begun = time.monotonic()
         self.guard = threading.Lock()
 
@@ -88,15 +88,11 @@ class Owner:
             self.decide()
             return dict(self.order)
 
-    def lost(self, worker: int) -> bool:
-        """Tells whether a worker that should report is silent. One that was stopped has left."""
-        return not self.reports[worker]["stopped"] and time.monotonic() > self.heard[worker] + LOST
-
-    def end(self, code: int, why: str, grace: float, final: bool) -> None:
-        """Orders the end of this attempt. final: no other follows, retries or not."""
+    def end(self, code: int, why: str, grace: float, again: bool) -> None:
+        """Orders the end of this attempt. again: another follows, if retries are left."""
         self.code, self.why = code, why
         self.say(why + ("; ending the run on the others" if self.workers > 1 else ""))
-        self.order.update(do="end", grace=grace, final=final or self.order["attempt"] > self.retries)
+        self.order.update(do="end" if again and self.order["attempt"] <= self.retries else "leave", grace=grace)
 
     def run(self) -> None:
         """Orders the next attempt."""
@@ -105,57 +101,51 @@ class Owner:
 
     def decide(self) -> None:
         """Moves the run on: wait -> run -> end -> run or leave."""
-        do, reports = self.order["do"], self.reports
-        if do == "leave":
-            return
-        now = {worker: r for worker, r in reports.items() if r["attempt"] == self.order["attempt"]}
-        codes = {worker: r["code"] for worker, r in now.items() if not r["running"] and r["code"] is not None}
-        stopped = [w for w, r in reports.items() if r["stopped"] or (do != "end" and codes.get(w) == STOPPED)]
-        lost = [worker for worker in reports if self.lost(worker)]
-        if do == "end":
+        do, attempt, reports = self.order["do"], self.order["attempt"], self.reports
+        codes = {w: r["code"] for w, r in reports.items() if r["attempt"] == attempt and not r["running"]}
+        failed = [worker for worker, code in codes.items() if code]
+        stopped = [w for w, r in reports.items() if r["stopped"] or (do == "run" and codes.get(w) == STOPPED)]
+        lost = [worker for worker in reports if time.monotonic() > self.heard[worker] + LOST]
+        if do in ("end", "leave"):
+            if stopped or lost:
+                self.order["do"] = do = "leave"
             if all(worker in lost or not report["running"] for worker, report in reports.items()):
-                if self.order["final"] or stopped:
-                    self.order.update(do="leave", grace=0, final=True)
-                else:
-                    attempt = self.order["attempt"]
+                self.over = do == "leave"
+                if not self.over:
                     self.say(f"starting again, retry {attempt} of {self.retries}; it resumes from its checkpoint")
                     self.run()
         elif stopped:
-            self.end(STOPPED, f"the run was stopped on worker {stopped[0]}", self.grace, True)
-        elif failed := [worker for worker, code in codes.items() if code]:
+            self.end(STOPPED, f"the run was stopped on worker {stopped[0]}", self.grace, again=False)
+        elif failed:
             worker, code = failed[0], codes[failed[0]]
             for line in reports[worker]["tail"].splitlines() if worker else ():
                 self.say(line, f"[worker {worker}]")
-            self.end(code, f"worker {worker} failed with exit code {code}", FAILED_GRACE, code == 2)
+            self.end(code, f"worker {worker} failed with exit code {code}", FAILED_GRACE, again=code != 2)
         elif lost:
-            self.end(1, f"worker {lost[0]} was not heard for {LOST} s", FAILED_GRACE, True)
+            self.end(1, f"worker {lost[0]} was not heard for {LOST} s", FAILED_GRACE, again=False)
+        elif do == "run" and len(codes) == self.workers:
+            self.order.update(do="leave")
         elif do == "wait" and len(reports) == self.workers:
             self.run()
         elif do == "wait" and time.monotonic() > self.begun + JOIN:
             absent = ", ".join(str(worker) for worker in range(self.workers) if worker not in reports)
-            self.end(1, f"worker {absent} did not join in {JOIN} s", FAILED_GRACE, True)
-        elif do == "run" and len(codes) == self.workers:
-            self.order.update(do="leave", grace=0, final=True)
+            self.end(1, f"worker {absent} did not join in {JOIN} s", FAILED_GRACE, again=False)
 
     def serve(self, key: str) -> int:
         """Answers the other workers in the background. Returns the port."""
-        owner = self
 
         class Handler(socketserver.StreamRequestHandler):
             timeout = 10
 
-            def handle(self) -> None:
-                message = json.loads(self.rfile.readline())
+            def handle(handler) -> None:
+                message = json.loads(handler.rfile.readline())
                 if message["key"] == key:
-                    self.wfile.write(json.dumps(owner.report(message["worker"], message["report"])).encode() + b"\n")
+                    order = self.report(message["worker"], message["report"])
+                    handler.wfile.write(json.dumps(order).encode() + b"\n")
 
-        class Server(socketserver.ThreadingTCPServer):
-            daemon_threads = True
-
-            def handle_error(self, *_) -> None:
-                """Ignores a broken connection and whoever does not speak this."""
-
-        server = Server(("", 0), Handler)
+        server = socketserver.ThreadingTCPServer(("", 0), Handler)
+        server.daemon_threads = True
+        server.handle_error = lambda *_: None  # a broken connection, or somebody who does not speak this
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return server.server_address[1]
 
@@ -170,7 +160,7 @@ class Keeper:
         self.attempt, self.code, self.tail, self.began = 0, None, "", 0
         self.stopped = False  # SIGTERM has come: make stop, or the machine's shutdown
         self.killed_at = 0.0  # when the trainer's time to save is over
-        self.order = {"do": "wait", "attempt": 0, "grace": start["grace"], "final": False}
+        self.order = {"do": "wait", "attempt": 0, "grace": start["grace"]}
         self.heard = time.monotonic()  # the last order
         self.owner = None if self.worker else Owner(start["workers"], start["retries"], start["grace"], self.say)
         self.talking = threading.Lock()
@@ -262,18 +252,16 @@ class Keeper:
         if status is not None and not (self.killed_at and members(self.process.pid)):
             self.ended(status)
             self.report()
-        lost = not self.owner and time.monotonic() > self.heard + LOST
-        if lost and not self.stopped and self.order["do"] != "end":
+        if not self.owner and self.order["do"] != "leave" and time.monotonic() > self.heard + LOST:
             self.say(f"worker 0 was not heard for {LOST} s (its keeper's port is open to internal traffic?); ending")
-            self.order = {"do": "end", "attempt": self.attempt, "grace": self.start["grace"], "final": True}
-        do = self.order["do"]
+            self.order = {"do": "leave", "attempt": self.attempt, "grace": self.start["grace"]}
+        do, new = self.order["do"], self.order["attempt"] > self.attempt
         if self.process:
-            if self.stopped or do in ("end", "leave") or self.order["attempt"] > self.attempt:
+            if self.stopped or new or do in ("end", "leave"):
                 self.end()
-            return True
-        if self.stopped or do == "leave" or (do == "end" and not self.owner and (self.order["final"] or lost)):
+        elif self.stopped or (self.owner.over if self.owner else do == "leave"):
             return False
-        if do == "run" and self.order["attempt"] > self.attempt:
+        elif new and do == "run":
             self.run()
         return True
 
@@ -286,8 +274,9 @@ def keep() -> int:
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     owner = keeper.owner
-    port = owner.serve(start["key"]) if owner else 0
-    write_json(RUNTIME / "port.json", {"token": start["token"], "port": port})
+    if owner:
+        start["port"] = owner.serve(start["key"])
+    write_json(RUNTIME / "start.json", {**start, "ready": True})
 
     def pulse() -> None:
         while True:
@@ -301,26 +290,20 @@ def keep() -> int:
     if owner and start["workers"] > 1:
         time.sleep(2 * PULSE)  # the others hear of it, and their units have ended when the next run starts
     code, why = (owner.code, owner.why) if owner else (1 if keeper.code is None else keeper.code, "")
-    write_json(RUNTIME / "outcome.json", {"token": start["token"], "code": code, "why": why, "trainer": keeper.code})
+    write_json(RUNTIME / "start.json", {**start, "code": code, "why": why, "trainer": keeper.code})
     return code
 
 
 def ended() -> None:
     """Notes how the unit ended: the keeper's own word, or systemd's if it was killed."""
-    start = json.loads((RUNTIME / "start.json").read_text())
-    start.pop("environment")
-    how, status = os.environ.get("EXIT_CODE", ""), os.environ.get("EXIT_STATUS", "")
-    record = dict(start, code=1, why="", result=os.environ.get("SERVICE_RESULT", ""), ended=time.time())
-    with contextlib.suppress(OSError):
-        outcome = json.loads((RUNTIME / "outcome.json").read_text())
-        if outcome["token"] == start["token"]:
-            record.update(outcome)
-    if how in ("killed", "dumped"):
-        record["code"] = record["trainer"] = 128 + getattr(signal, f"SIG{status}", 9)
-    records = RUNTIME / "ended.json"
+    path, records = RUNTIME / "start.json", RUNTIME / "ended.json"
+    record = {"code": 1, "why": "", **json.loads(path.read_text()), "result": os.environ.get("SERVICE_RESULT", "")}
+    record.update(ended=time.time(), environment={})
+    if os.environ.get("EXIT_CODE") in ("killed", "dumped"):
+        record["code"] = record["trainer"] = 128 + getattr(signal, f"SIG{os.environ['EXIT_STATUS']}", 9)
     before = json.loads(records.read_text()) if records.exists() else []
     write_json(records, [*before, record][-KEPT:])
-    (RUNTIME / "start.json").unlink()  # it has the run's variables
+    path.unlink()  # it has the run's variables
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ was stopped; 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import json
 import os
@@ -49,41 +48,40 @@ from tpu.launch.workers import PRINTING, TpuGone, WorkerLost, Workers, parallel,
 
 GONE = 75  # exit code: the TPU is gone; EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # exit code after Ctrl-C
-RECENT = 32 * 1024  # bytes of the log so far that are shown when attaching
+RECENT, ALL = 32 << 10, 1 << 60  # bytes of the log so far: shown when attaching, and looked through at the end; all
 LONGEST_GRACE = 86400  # seconds
 ASK_AGAIN = 15  # seconds between two looks at a TPU that is not ready
 KEEPER = Path(__file__).with_name("keeper.py")
 
 
-def watch(workers: Workers, run: str, token: str, at: int) -> int:
+def watch(workers: Workers, run: str, token: str, recent: int) -> int:
     """Streams the log of worker 0, where the workers also say what ends the run, until it has ended.
 
-    at: byte to begin at; -1: the beginning of this start; -n: the last n bytes. Returns the run's exit code.
+    recent: how many bytes of what there is already. Returns the run's exit code.
     """
+    end = b""
 
-    def hear(answer: dict[str, Any]) -> None:
-        """Prints what an answer brings of the log, without what a repeated command repeats."""
-        nonlocal at
-        if "data" in answer:
-            data = base64.b64decode(answer["data"])
-            known = max(0, at - answer["at"]) if at >= 0 else 0
-            at = max(at, answer["at"] + len(data))
-            with PRINTING:
-                sys.stdout.buffer.write(data[known:])
-                sys.stdout.buffer.flush()
+    def hear(answer: dict[str, Any]) -> dict | None:
+        """Prints what an answer brings of the log. Returns where another connection goes on."""
+        nonlocal end
+        if "data" not in answer:
+            return None
+        data = answer["data"].encode(errors="surrogateescape")
+        end = (end + data)[-RECENT:]
+        with PRINTING:
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+        return {"at": answer["at"]}
 
-    while True:
-        answer = workers.call(0, "follow", *("--run", run, "--token", token, "--at", at), hear=hear, forever=True)
-        if answer["state"] == "ended":
-            break
-        if answer["state"] == "unknown":
-            say(f"{workers.label(0)} knows no {run} any more: the machine was restarted or replaced")
-            return 1
+    answer = workers.call(0, "follow", hear=hear, forever=True, token=token, at=-recent)
+    if answer["state"] == "unknown":
+        say(f"{workers.label(0)} knows no {run} any more: the machine was restarted or replaced")
+        return 1
     code = answer["code"]
     if code:
         say(answer["why"] or f"the run ended with exit code {code} ({answer['result']})")
-        end = base64.b64decode(answer["tail"]).decode(errors="replace")
-        say(*(f"what this means: {sentence}" for sentence in messages.explain_log(end)))
+        meanings = messages.explain_log(end.decode(errors="replace"))
+        say(*(f"what this means: {sentence}" for sentence in meanings))
     return code
 
 
@@ -97,7 +95,6 @@ class Launcher:
         self.options, self.host, self.workers = options, host, Workers(host, options.lost_after)
         if options.grace is not None and not 0 <= options.grace <= LONGEST_GRACE:
             raise InputError(f"--grace {options.grace:g} is not a time to save: give 0 to {LONGEST_GRACE} seconds")
-        self.grace = [] if options.grace is None else ["--grace", options.grace]
         self.run, self.begun = "", False  # begun: something was started that Ctrl-C must stop
 
     def make(self, target: str) -> str:
@@ -127,7 +124,8 @@ class Launcher:
     def train(self) -> int:
         """Starts the run, or attaches to it, and watches it to its end."""
         options = self.options
-        words, self.run = read_words(options.words, options.run)
+        words, self.wanted = read_words(options.words, options.run)
+        self.run = self.wanted
         environment = read_environment(options.env or os.environ.get(options.env_from, ""), options.secret)
         bundle, content, files = make_bundle(Path.cwd())
         request = queued.Request(self.workers, options) if options.create else None
@@ -144,7 +142,7 @@ class Launcher:
                 return 0
             if not attached:
                 say(f"{self.run} runs on {self.workers.count} workers; Ctrl-C stops it everywhere")
-            code, ended = watch(self.workers, self.run, token, -RECENT if attached else -1), True
+            code, ended = watch(self.workers, self.run, token, RECENT if attached else ALL), True
         except KeyboardInterrupt:
             if not self.begun:
                 raise
@@ -165,71 +163,63 @@ class Launcher:
         call, options = self.workers.call, self.options
 
         def prepare(worker: int) -> dict[str, Any]:
-            while not (status := call(worker, "status", "--bundle", bundle))["whole"]:
+            while not (status := call(worker, "status", name=bundle))["whole"]:
                 say(f"{self.workers.label(worker)}: copying the working tree")
-                call(worker, "receive", "--bundle", bundle, data=content)
+                call(worker, "receive", name=bundle, data=content)
+            self.check_holder(worker, status["running"], words)
             return status
 
         statuses = {0: prepare(0)}  # the first connection of a fresh home makes a key: not several at once
         statuses.update(parallel(prepare, range(1, self.workers.count)))
-        alive = {worker: status["running"] for worker, status in statuses.items() if status["running"]}
-        token, attached = self.attach(alive, words, bundle), bool(alive)
-        if not attached:
-            model = next((word[6:] for word in words if word.startswith("MODEL=")), "run")
-            self.run = self.run or time.strftime(f"{model}-%Y%m%d-%H%M%S")
-        key, retries = secrets.token_hex(16), max(options.retries, 0)
-        request = {"keeper": KEEPER.read_text(), "workers": self.workers.count, "retries": retries}
-        request |= {"words": words, "environment": environment}
-        request |= {"grace": 60 if options.grace is None else options.grace, "key": key}
+        model = next((word[6:] for word in words if word.startswith("MODEL=")), "run")
+        self.run = self.run or time.strftime(f"{model}-%Y%m%d-%H%M%S")
+        request = {"run": self.run, "token": secrets.token_hex(8), "key": secrets.token_hex(16), "bundle": bundle}
+        request |= {
+            "words": words,
+            "environment": environment,
+            "command": ["make", "train", *words, f"NAME={self.run}"],
+        }
+        request |= {"workers": self.workers.count, "retries": max(options.retries, 0), "keeper": KEEPER.read_text()}
+        request |= {"grace": 60 if options.grace is None else options.grace}
 
         def start_one(worker: int) -> dict[str, Any]:
-            command = ["make", "train", *words, f"NAME={self.run}"]
-            data = json.dumps({**request, "command": command, "worker": worker}).encode()
-            marks = ("--run", self.run, "--token", token, "--bundle", bundle, "--epoch", statuses[worker]["epoch"])
-            return call(worker, "start", *marks, data=data)
+            own = {"worker": worker, "epoch": statuses[worker]["epoch"]}
+            holder = call(worker, "start", data=json.dumps({**request, **own}).encode())["holder"]
+            self.check_holder(worker, holder, words, request["token"] if worker else "")
+            return holder
 
-        self.begun, reached = True, False
+        self.begun, token, holder = True, request["token"], None
         try:
-            answer = start_one(0)  # of two launchers at the same time one is first here, and the other attaches
-            if answer["state"] == "busy":
-                token, attached = self.attach({0: answer["holder"]}, words, bundle), True
-                answer = start_one(0)
-            reached = True
-            request |= {name: answer[name] for name in ("addresses", "port", "key")}
+            # Of two launchers at the same time one is first on worker 0, and the other attaches.
+            holder = start_one(0)
+            if holder["token"] != token:
+                changed = "" if holder["bundle"] == bundle else ", with the files of that time, not with today's"
+                say(f"{self.describe_run(holder)} runs already{changed}; attaching to it")
+            request |= {name: holder[name] for name in ("token", "key", "addresses", "port")}
             # On all workers also when attaching: the launcher may have died before it had started them all.
-            for worker, answer in sorted(parallel(start_one, range(1, self.workers.count)).items()):
-                if answer["state"] == "busy":
-                    raise InputError(f"{self.workers.label(worker)} is busy: {self.describe_run(answer['holder'])}")
+            parallel(start_one, range(1, self.workers.count))
         except Exception as error:
-            if not attached and (reached or isinstance(error, WorkerLost)):
+            if request["token"] == token and (holder or isinstance(error, WorkerLost)):
                 say(f"{error}; stopping it on the others")
-                self.stop_all(self.run)
+                self.stop_all(token)
             raise
-        return token, attached
+        return request["token"], request["token"] != token
 
-    def attach(self, alive: dict[int, dict], words: list[str], bundle: str) -> str:
-        """Returns the token of the run that is alive, if it is this one; a new one if none is. InputError: another.
+    def check_holder(self, worker: int, holder: dict, words: list[str], token: str = "") -> None:
+        """Checks that what is alive on a worker is this run, and takes over its name. InputError: it is another.
 
-        alive: what runs, by worker.
+        token: that of the start, once it is known.
         """
-        if not alive:
-            return secrets.token_hex(8)
-        holder, name = next(iter(alive.values())), self.host.name
-        if {other["token"] for other in alive.values()} != {holder["token"]}:
-            runs = ", ".join(sorted({other["run"] for other in alive.values()}))
-            raise InputError(f"the workers of {name} run different starts ({runs}); end them: {self.make('stop')}")
-        places = all(
-            (other["worker"], other["workers"]) == (worker, self.workers.count) for worker, other in alive.items()
-        )
-        if not places or (self.run and self.run != holder["run"]) or sorted(holder["words"]) != sorted(words):
+        if not holder:
+            return
+        place = (holder["worker"], holder["workers"]) == (worker, self.workers.count)
+        same = place and self.wanted in ("", holder["run"]) and sorted(holder["words"]) == sorted(words)
+        if not same or token not in ("", holder["token"]):
             raise InputError(
-                f"{name} is busy: {self.describe_run(holder)}: watch it with {self.make('logs')}, end it with"
+                f"{self.host.name} is busy: {self.describe_run(holder)}: watch it with {self.make('logs')}, end it with"
                 f" {self.make('stop')}"
             )
         self.run = holder["run"]
-        changed = "" if holder["bundle"] == bundle else ", with the files of that time: what changed since is not in it"
-        say(f"{self.describe_run(holder)} runs already{changed}; attaching to it")
-        return holder["token"]
 
     def check_runs(self, words: list[str]) -> None:
         """Checks that all workers share the run's folder. InputError: no checkpoint would ever be whole."""
@@ -260,7 +250,7 @@ class Launcher:
         machine = self.workers.describe()
         if machine.gone and not machine.up:
             raise TpuGone(machine.problem)
-        status = self.workers.call(0, "status", forever=True)
+        status = self.workers.call(0, "status", name="", forever=True)
         runs = [status["running"]] if status["running"] else []
         runs += sorted(status["ended"], key=lambda record: -record["started"])
         runs = [run for run in runs if self.options.run in ("", run["run"])]
@@ -270,7 +260,7 @@ class Launcher:
         self.run = runs[0]["run"]
         say(f"{self.run}, the newest part of its log; all of it is on worker 0, xla-zoo/worker-0/jobs/{self.run}/log")
         try:
-            return watch(self.workers, self.run, runs[0]["token"], -RECENT)
+            return watch(self.workers, self.run, runs[0]["token"], RECENT)
         except KeyboardInterrupt:
             say(f"left; {self.run} continues, {self.make('stop')} ends it")
             return INTERRUPTED
@@ -281,7 +271,7 @@ class Launcher:
         lost = 0
         for worker in range(self.workers.count):
             try:
-                status = self.workers.call(worker, "status")
+                status = self.workers.call(worker, "status", name="")
             except (InputError, WorkerLost) as error:
                 print(f"{self.workers.label(worker)}: {error}")
                 lost = 1
@@ -307,13 +297,13 @@ class Launcher:
 
         def stop_one(worker: int) -> tuple[bool, str]:
             try:
-                answer = self.workers.call(worker, "stop", "--run", run, *self.grace)
+                answer = self.workers.call(worker, "stop", run=run, grace=self.options.grace)
             except Exception as error:
                 return False, f"not reached: {error}"
             if answer["state"] == "idle":
                 return True, "nothing ran"
             if answer["state"] == "other":
-                return False, f"left alone, since RUN={run} does not run there, but {answer['holder']['run']}"
+                return False, f"left alone, since RUN={run} does not run there, but {answer['run']}"
             code = answer.get("trainer", "unknown")
             how = {143: "stopped and saved", 0: "had just ended", None: "stopped before it trained"}
             return True, f"{how.get(code, 'stopped unsaved')}: {answer['run']}, exit code {code}"

@@ -12,18 +12,17 @@ name, so systemd itself refuses a second run, kills whatever is left of one that
                                     differ and removes those that are gone; what else is there stays, so a run can be
                                     resumed, and make installs again only when a requirements file differs
     ~/xla-zoo/worker-<i>/jobs/<run>/log    output of all starts of the run
-    /run/xla-zoo/                   in memory, for its owner alone: keeper.py; start.json: the newest start with its
-                                    variables; ended.json: how the newest ones ended; epoch: changes with every stop
+    /run/xla-zoo-<uid>/             in memory, for its owner alone: keeper.py; start.json: the start that is alive, with
+                                    its variables; ended.json: how the newest ones ended; stopped: its time is that of
+                                    the last stop
 
 Every start has a token, the same on all workers: with the same token it is done once, however often it is asked for.
-A start that was asked for before a stop is refused after it (epoch). Answers are lines `@xla-zoo {json}`; log data
-carries its offset, so a repeated part is recognized.
+A start that was asked for before a stop is refused after it (epoch). Answers are lines `@xla-zoo {json}`, the last one
+with a `state`; without that the launcher tries again.
 """
 
 from __future__ import annotations
 
-import argparse
-import base64
 import contextlib
 import fcntl
 import hashlib
@@ -31,27 +30,24 @@ import io
 import json
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import sys
 import tarfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 UNIT = "xla-zoo.service"
-RUNTIME = Path(os.environ.get("XLA_ZOO_RUNTIME", "/run/xla-zoo"))  # set by tests alone
+RUNTIME = Path(os.environ.get("XLA_ZOO_RUNTIME", f"/run/xla-zoo-{os.geteuid()}"))  # set by tests alone
 ROOT = [] if os.geteuid() == 0 else ["sudo", "-n"]
 CHUNK = 48 * 1024  # bytes of log in an answer
-TAIL = 64 * 1024  # bytes of log that come with the end: what went wrong is looked for there
 HEARTBEAT = 5  # seconds; the launcher takes a long silence for a dead connection
 POLL = 0.1  # seconds
 SPEAKING = threading.Lock()
-NOBODY = {"run": "a run that ends, or is another user's", "token": "", "words": [], "bundle": "", "started": 0}
-NOBODY.update(grace=60, worker=0, workers=0)
+NOBODY = {"run": "a run that ends, or is another user's", "token": "", "words": [], "started": 0, "grace": 60}
+NOBODY.update(worker=0, workers=0)
 NEEDED = (
     "a run is a systemd unit, started as root or through sudo without a password; this host says: {}. Use a machine"
     " with both, or run make train there by hand"
@@ -62,10 +58,6 @@ class Failure(Exception):
     """What keeps a command from being done; the message is one sentence."""
 
 
-class Passing(Exception):
-    """What keeps a command from being done now; the launcher tries again."""
-
-
 def emit(**answer: object) -> None:
     """Writes one answer, a line of its own even after half a line."""
     with SPEAKING:
@@ -73,12 +65,12 @@ def emit(**answer: object) -> None:
         sys.stdout.buffer.flush()
 
 
-def read_json(path: Path, other: Any = None) -> Any:
-    """Returns what a file holds, else `other`: no file, another user's, or one that a power cut has left empty."""
+def read_json(path: Path) -> Any:
+    """Returns what a file holds, {} without one, or for one that a power cut has left empty."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
-        return {} if other is None else other
+        return {}
 
 
 def write(path: Path, content: bytes | str) -> None:
@@ -100,7 +92,7 @@ def system(*words: object) -> None:
 
 
 def running() -> dict:
-    """Returns the start that is alive on this machine: run, token, words, bundle, started, …. {}: none is."""
+    """Returns the start that is alive on this machine: start.json without the variables. {}: none is."""
     try:
         command = ["systemctl", "show", UNIT, "--property=ActiveState"]
         shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -109,42 +101,35 @@ def running() -> dict:
     if "not been booted with systemd" in shown.stderr:
         raise Failure(NEEDED.format(shown.stderr.strip()))
     if shown.returncode:  # the machine shuts down, or has just been started
-        raise Passing(shown.stderr.strip() or "systemctl failed")
+        sys.exit(shown.stderr.strip() or "systemctl failed")
     if shown.stdout.strip() in ("ActiveState=inactive", "ActiveState=failed"):
         return {}
-    start = {**NOBODY, **read_json(RUNTIME / "start.json")}
-    return {name: start[name] for name in NOBODY}
+    return {**NOBODY, **read_json(RUNTIME / "start.json"), "environment": {}}
 
 
-def own_runtime(holder: dict) -> bool:
-    """Makes /run/xla-zoo ours. Returns False where it belongs to another user, and so does what runs."""
-    stranger = RUNTIME.exists() and RUNTIME.stat().st_uid != os.geteuid()
-    if stranger and holder:
-        return False
-    if stranger:
-        system("rm", "-rf", RUNTIME)
-    if stranger or not RUNTIME.exists():  # of two commands at once both may find nothing: only make it
+def make_runtime() -> None:
+    """Makes the folder in memory, which only root can."""
+    if not RUNTIME.exists():
         system("install", "-d", "-m", "700", "-o", os.geteuid(), "-g", os.getegid(), RUNTIME)
-    return True
 
 
-@contextlib.contextmanager
-def locked() -> Iterator[None]:
-    """Lets one start at a time come here."""
-    with (RUNTIME / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def lock() -> IO:
+    """Waits for its turn: one start at a time. Returns a file; closing it ends the turn."""
+    file = (RUNTIME / "lock").open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
 
 
 def epoch() -> str:
     """Returns what changes with every stop and every restart of the machine."""
+    stopped = RUNTIME / "stopped"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {read_json(RUNTIME / 'epoch', '')}"
+    return f"{boot} {stopped.stat().st_mtime_ns if stopped.exists() else 0}"
 
 
 def history() -> list[dict]:
     """Returns how the newest starts ended, the last one last."""
-    return read_json(RUNTIME / "ended.json", [])
+    return read_json(RUNTIME / "ended.json") or []
 
 
 def ended(token: str) -> dict:
@@ -161,36 +146,25 @@ def bundle(home: Path, name: str) -> bytes:
     return b""
 
 
-def move_aside(path: Path) -> None:
-    """Keeps what stands in the way of a file or a folder of the bundle, under another name."""
-    os.replace(path, f"{path}.old-{time.time():.0f}")
-
-
 def unpack(content: bytes, tree: Path, manifest: Path) -> None:
     """Makes the files of `tree` those of the bundle. Equal files keep their time, which make compares."""
-    tree.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        members = archive.getmembers()
-        names = [member.name for member in members]
-        for name in set(read_json(manifest, [])) - set(names):
+        members = {member.name: member for member in archive}
+        for name in set(read_json(manifest)) - set(members):
             with contextlib.suppress(OSError):
                 (tree / name).unlink()
-            for folder in list((tree / name).parents)[: name.count("/")]:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()  # if it is empty
+                os.removedirs((tree / name).parent)  # up to one that is not empty
         # Before the files: an unpacking that is cut off leaves no file that nobody knows.
-        write(manifest, json.dumps(names))
-        for member in members:
-            path = tree / member.name
-            for folder in list(path.parents)[: member.name.count("/")]:
-                if os.path.lexists(folder) and not folder.is_dir():
-                    move_aside(folder)
+        write(manifest, json.dumps(list(members)))
+        for name, member in members.items():
+            path = tree / name
+            in_the_way = [folder for folder in path.parents if os.path.lexists(folder) and not folder.is_dir()]
+            in_the_way += [path] if path.is_dir() and not path.is_symlink() else []
+            for other in in_the_way:  # of the user's own
+                os.replace(other, f"{other}.old-{time.time():.0f}")
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir() and not path.is_symlink():
-                move_aside(path)
             if member.issym():
-                with contextlib.suppress(FileNotFoundError):
-                    path.unlink()
+                path.unlink(missing_ok=True)
                 os.symlink(member.linkname, path)
                 continue
             new = archive.extractfile(member).read()
@@ -199,135 +173,116 @@ def unpack(content: bytes, tree: Path, manifest: Path) -> None:
             path.chmod(member.mode)
 
 
-def receive(home: Path, options: argparse.Namespace) -> dict:
+def receive(home: Path, name: str) -> dict:
     """Stores the bundle that follows on standard input, if it is whole."""
     content = sys.stdin.buffer.read()
-    if hashlib.sha256(content).hexdigest() != options.bundle:  # gcloud repeats a broken command without its input
-        return {"state": "incomplete"}
+    if hashlib.sha256(content).hexdigest() != name:
+        sys.exit("the working tree has not come whole")
     home.mkdir(parents=True, exist_ok=True)
     write(home / "bundle", content)
     return {"state": "received"}
 
 
-def start(home: Path, options: argparse.Namespace) -> dict:
-    """Starts the run, unless this start was done before. Standard input: {"words", "environment", "keeper", …}."""
+def start(home: Path) -> dict:
+    """Starts the run that standard input describes, unless something is alive or this start has been done.
+
+    Returns as `holder` what is alive now, or how this start has ended.
+    """
     try:
         request = json.loads(sys.stdin.buffer.read())
     except ValueError:
-        return {"state": "incomplete"}
-    holder = running()
-    if not own_runtime(holder):
-        return {"state": "busy", "holder": holder}
-    with locked():
-        holder = running()
-        if options.token == holder.get("token") or ended(options.token):
-            return {"state": "attached", **meeting_place()}
-        if holder:
-            return {"state": "busy", "holder": holder}
-        check_epoch(options.epoch)
-        content = bundle(home, options.bundle)
-        if not content:
-            raise Failure("the working tree was replaced or damaged while the run was being started; try again")
-        unpack(content, home / "tree", home / "manifest.json")
-        log = home / "jobs" / options.run / "log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.touch()
-        (RUNTIME / "keeper.py").write_text(request.pop("keeper"))
-        request["environment"] = dict(os.environ, PYTHONUNBUFFERED="1", **request["environment"])
-        request.update(run=options.run, token=options.token, bundle=options.bundle, started=time.time())
-        request.update(log=str(log), offset=log.stat().st_size)
-        write(RUNTIME / "start.json", json.dumps(request))
-        check_epoch(options.epoch)  # a stop has waited for this lock
-        start_unit(home / "tree", options.token, request["grace"])
-        return {"state": "started", **meeting_place()}
+        sys.exit("the start's input has not come whole")
+    make_runtime()
+    with lock():
+        holder = running() or ended(request["token"])
+        if not holder:
+            begin(home, request)
+            holder = running() or ended(request["token"])
+        return {"state": "started", "holder": holder}
 
 
-def check_epoch(expected: str) -> None:
-    """Checks that no stop has come since the launcher asked. Failure: one has."""
-    if epoch() != expected:
+def begin(home: Path, request: dict) -> None:
+    """Puts the working tree in its place and starts the unit. Returns when its keeper is ready."""
+    content = bundle(home, request["bundle"])
+    if not content:
+        raise Failure("the working tree was replaced or damaged while the run was being started; try again")
+    unpack(content, home / "tree", home / "manifest.json")
+    if epoch() != request["epoch"]:  # a stop that waits for the lock, too
         raise Failure("the run was stopped while it was being started")
-
-
-def start_unit(tree: Path, token: str, grace: float) -> None:
-    """Starts the unit, and waits until its keeper is ready. Failure: it ended before."""
+    log = home / "jobs" / request["run"] / "log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.touch()
     keeper = RUNTIME / "keeper.py"
+    keeper.write_text(request.pop("keeper"))
+    # Where this machine can be reached by the others.
+    found = set(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", Path("/proc/net/fib_trie").read_text()))
+    addresses = sorted(found, key=lambda address: address.startswith("127."))
+    environment = dict(os.environ, PYTHONUNBUFFERED="1", **request["environment"])
+    facts = {"environment": environment, "log": str(log), "offset": log.stat().st_size, "started": time.time()}
+    write(RUNTIME / "start.json", json.dumps({"addresses": addresses, **request, **facts}))
     properties = {
         "Type": "exec",
         "KillMode": "mixed",  # SIGTERM to the keeper, which passes it on; SIGKILL to all that is left
-        "TimeoutStopSec": f"{grace + 15:.0f}s",
+        "TimeoutStopSec": f"{request['grace'] + 15:.0f}s",
         "SuccessExitStatus": "143",
         "ExecStopPost": f"{sys.executable} {keeper} ended",
         "OOMPolicy": "continue",  # a process that was killed for memory is the trainer's failure, no stop
         "LimitMEMLOCK": "infinity",  # a chip's driver pins memory
-        "WorkingDirectory": tree,
+        "WorkingDirectory": home / "tree",
+        "After": "network.target",  # at a shutdown the network is needed for the checkpoint, and to tell the others
     }
     with contextlib.suppress(Failure):
         system("systemctl", "reset-failed", UNIT)  # a start of before that failed
     words = [f"--property={name}={value}" for name, value in properties.items()]
     words += [f"--uid={os.geteuid()}", f"--gid={os.getegid()}", f"--unit={UNIT}", "--quiet"]
     system("systemd-run", *words, "--", sys.executable, keeper, "keep")
-    while read_json(RUNTIME / "port.json").get("token") != token:
-        if not running():
-            raise Failure(f"the run ended at once: journalctl -u {UNIT} on the worker says why")
+    while running() and "ready" not in read_json(RUNTIME / "start.json"):
         time.sleep(POLL)
 
 
-def meeting_place() -> dict:
-    """Returns where and with which key this machine's keeper hears those of the other workers."""
-    found = set(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", Path("/proc/net/fib_trie").read_text()))
-    addresses = sorted(found, key=lambda address: address.startswith("127."))
-    port = read_json(RUNTIME / "port.json").get("port", 0)
-    return {"addresses": addresses, "port": port, "key": read_json(RUNTIME / "start.json").get("key", "")}
-
-
-def follow(home: Path, options: argparse.Namespace) -> dict:
-    """Streams the log of a start from byte `at`, then how it ended. -1: all of it; -n: its last n bytes."""
-    at, looked = options.at, 0.0
+def follow(home: Path, token: str, at: int) -> dict:
+    """Streams the log of a start from byte `at` (-n: its last n bytes), then how it ended."""
+    looked = 0.0
     while True:
-        record = ended(options.token)  # first: what was written before the end is read after it is known
-        start = record or read_json(RUNTIME / "start.json")
-        known = start.get("token") == options.token
-        if not record and (not known or time.monotonic() > looked + 1):
+        start = read_json(RUNTIME / "start.json")
+        record = ended(token)  # after start.json, which is removed later; before the log: see what was written last
+        start = record or start
+        if not record and time.monotonic() > looked + 1:
             looked = time.monotonic()
-            if running().get("token") != options.token and not ended(options.token):
+            if start.get("token") != token or not (running() or ended(token)):
                 return {"state": "unknown"}
-            if not known:  # it has ended at this moment
-                continue
-        offset = start["offset"]
-        try:
-            file = open(start["log"], "rb")  # noqa: SIM115 - closed below
-        except FileNotFoundError:  # somebody has removed it; the keeper knows how the run ends without it
-            file = io.BytesIO()
-        with file:
+        with contextlib.suppress(FileNotFoundError), open(start["log"], "rb") as file:  # somebody may have removed it
             if at < 0:
-                at = max(offset, file.seek(0, os.SEEK_END) + at if at < -1 else 0)
+                at = max(start["offset"], file.seek(0, os.SEEK_END) + at)
                 file.seek(at)
-                at += len(file.readline()) if at > offset else 0  # not half a line
+                at += len(file.readline()) if at > start["offset"] else 0  # not half a line
             file.seek(at)
             while data := file.read(CHUNK):
-                emit(at=at, data=base64.b64encode(data).decode())
                 at += len(data)
-            if record:
-                file.seek(max(offset, at - TAIL))
-                return dict(record, state="ended", tail=base64.b64encode(file.read()).decode())
+                emit(at=at, data=data.decode(errors="surrogateescape"))
+        if record:
+            return dict(record, state="ended")
         time.sleep(POLL)
 
 
-def stop(home: Path, options: argparse.Namespace) -> dict:
-    """Stops what runs ("" or --run: only this run), and every start that is on its way. Returns when all is gone."""
+def stop(home: Path, run: str, grace: float | None) -> dict:
+    """Stops what runs, and every start that is on its way. Returns when all is gone.
+
+    run: stop only the run of this name, or the start of this token; "": whatever runs.
+    """
     holder = running()
-    if holder and options.run not in ("", holder["run"]):
-        return {"state": "other", "holder": holder}
-    if own_runtime(holder):
-        write(RUNTIME / "epoch", json.dumps(secrets.token_hex(8)))
-        with locked():  # a start that is under way sees the new epoch
-            holder = running()
+    if holder and run not in ("", holder["run"], holder["token"]):
+        return {"state": "other", "run": holder["run"]}
+    make_runtime()
+    (RUNTIME / "stopped").touch()
+    with lock():  # a start that is under way sees it
+        holder = running()
     if not holder:
         for record in history()[-1:]:
-            if time.time() < record["ended"] + 60 and options.run in ("", record["run"]):
+            if time.time() < record["ended"] + 60 and run in ("", record["run"], record["token"]):
                 return dict(record, state="stopped")
         return {"state": "idle"}
-    begun, grace = time.monotonic(), holder["grace"] if options.grace is None else options.grace
+    begun, grace = time.monotonic(), holder["grace"] if grace is None else grace
     for words, seconds in ((("stop", "--no-block"), grace), (("kill", "--signal=SIGKILL"), grace + 30)):
         try:
             system("systemctl", *words, UNIT)
@@ -341,9 +296,9 @@ def stop(home: Path, options: argparse.Namespace) -> dict:
     raise Failure(f"the processes of {holder['run']} do not end; restart the machine")
 
 
-def status(home: Path, options: argparse.Namespace) -> dict:
+def status(home: Path, name: str) -> dict:
     """Returns what runs, how the newest runs ended, how much disk is free, and whether the bundle is here and whole."""
-    free, whole = shutil.disk_usage(str(Path.home())).free, bool(bundle(home, options.bundle))
+    free, whole = shutil.disk_usage(str(Path.home())).free, bool(bundle(home, name))
     return dict(state="status", running=running(), ended=history()[-5:], free=free, whole=whole, epoch=epoch())
 
 
@@ -359,25 +314,15 @@ def heartbeats(action: str) -> None:
 
 
 def main() -> None:
-    """Runs the command line, for tpu/launch/workers.py."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    actions = {"start": start, "follow": follow, "stop": stop, "status": status, "receive": receive}
-    parser.add_argument("action", choices=actions)
-    for name in ("run", "token", "bundle", "epoch"):
-        parser.add_argument(f"--{name}", default="")
-    parser.add_argument("--worker", type=int, required=True)
-    parser.add_argument("--at", type=int, default=-1)
-    parser.add_argument("--grace", type=float)
-    options = parser.parse_args()
+    """Does what tpu/launch/workers.py asks for: an action, the worker's number, and the action's arguments as JSON."""
+    action, worker, arguments = sys.argv[1:]
     os.umask(0o077)
-    threading.Thread(target=heartbeats, args=(options.action,), daemon=True).start()
+    threading.Thread(target=heartbeats, args=(action,), daemon=True).start()
+    actions = {"start": start, "follow": follow, "stop": stop, "status": status, "receive": receive}
     try:
-        answer = actions[options.action](Path.home() / f"xla-zoo/worker-{options.worker}", options)
+        answer = actions[action](Path.home() / f"xla-zoo/worker-{worker}", **json.loads(arguments))
     except Failure as error:
         answer = {"state": "failed", "message": str(error)}
-    except Passing as error:
-        print(error, file=sys.stderr)
-        answer = {"state": "incomplete"}
     except OSError as error:
         answer = {"state": "failed", "message": f"{error.strerror}: {error.filename}"}
     emit(**answer)

@@ -187,18 +187,17 @@ class Workers:
         self,
         worker: int,
         action: str,
-        *options: object,
         data: bytes = b"",
-        hear: Callable[[dict], None] = lambda answer: None,
+        hear: Callable[[dict], dict | None] = lambda answer: None,
         forever: bool = False,
+        **arguments: object,
     ) -> dict[str, Any]:
-        """Runs a command of tpu/launch/worker.py on a worker until it answers: connections that break are made again.
+        """Runs an action of tpu/launch/worker.py on a worker until it answers: connections that break are made again.
 
+        data: its input. hear: gets all that it says; what it returns is the arguments of the next attempt.
         InputError, TpuGone: another attempt is useless. WorkerLost: none has worked for `lost_after` seconds; with
         `forever` never.
         """
-        words = ["python3", "-uc", READ_PROGRAM, action, "--worker", worker, *options]
-        command = self.host.ssh(worker, shlex.join(map(str, words)))
         since, said, pause = time.monotonic(), ("", 0.0), 0.25
 
         def heard(answer: dict) -> None:
@@ -206,13 +205,15 @@ class Workers:
             if said[0]:
                 say(f"{self.label(worker)}: connected again")
             since, said, pause = time.monotonic(), ("", 0.0), 0.25
-            hear(answer)
+            arguments.update(hear(answer) or {})
 
         while True:
+            words = ["python3", "-uc", READ_PROGRAM, action, str(worker), json.dumps(arguments)]
+            command = self.host.ssh(worker, shlex.join(words))
             answer, errors = self.connections.run(command, PROGRAM + data, heard)
             if answer.get("state") == "failed":
                 raise InputError(f"{self.label(worker)}: {answer['message']}")
-            if answer and answer["state"] != "incomplete":
+            if answer:
                 return answer
             if "Traceback" in errors and "worker.py" in errors:
                 raise RuntimeError(f"tpu/launch/worker.py on {self.label(worker)}:\n{errors}")
