@@ -230,10 +230,10 @@ def test_gcloud_the_state_of_a_tpu_vm_and_plain_hosts(here):
         core = '"account": "me@x.org", "project": "mine"'
         usual = {"core": core, "zone": '"zone": "us-east5-b"', "state": "READY"}
         here.command("gcloud", GCLOUD.format(**usual | values))
-        return list(doctor.check_tpu(tpu, *place, ""))
+        return list(doctor.check_tpu(tpu, *place))
 
     for tpu, state in (("my-tpu", "fix"), ("", "none")):
-        assert_line(next(doctor.check_tpu(tpu, "", "", "")), state, "gcloud: TPU=name needs it: gcloud: No such file")
+        assert_line(next(doctor.check_tpu(tpu, "", "")), state, "gcloud: TPU=name needs it: gcloud: No such file")
     there = "ok    gcloud: account me@x.org, project mine, zone us-east5-b"
     assert check("") == [there]
     assert check("my-tpu") == [there, "ok    TPU VM: my-tpu: TYPE, READY, 1 worker"]
@@ -245,12 +245,12 @@ def test_gcloud_the_state_of_a_tpu_vm_and_plain_hosts(here):
     given = check("my-tpu", ("a", "b"), core='"account": "me"', zone="")
     assert given[0] == "ok    gcloud: account me, project b, zone a"
     here.command("gcloud", "echo 'ERROR: no python' >&2; exit 1")
-    assert_line(next(doctor.check_tpu("my-tpu", "", "", "")), "fix", "gcloud: TPU=name needs it: ERROR: no python")
+    assert_line(next(doctor.check_tpu("my-tpu", "", "")), "fix", "gcloud: TPU=name needs it: ERROR: no python")
     lines = check("my-tpu", state="'; echo 'ERROR: There was a problem connecting' >&2; exit 1; : '")
     assert_line(lines[1], "fix", "TPU VM: TPU=my-tpu: Google's API cannot be reached")
     # Plain hosts are logged in to.
     here.command("ssh", SSH)
-    first, second, third = doctor.check_tpu("ssh:a,b,c", "", "", "")
+    first, second, third = doctor.check_tpu("ssh:a,b,c", "", "")
     assert first == "ok    worker 0: a: Python 3.10.12"
     assert_line(second, "fix", "worker 1: ", "does not accept your ssh key")
     assert_line(third, "fix", "worker 2: c: ssh: connect to host c port 22: Connection refused")
@@ -331,7 +331,7 @@ def test_examine_finds_the_chips_and_tells_local_from_remote(here):
     for name in ("accel0", "accel_x", "vfio/7", "vfio/vfio"):
         (here.root / "dev" / name).touch()
     here.command(here.python, "echo '2 devices, TPU'")
-    empty = dict.fromkeys(("tpu", "zone", "project", "ssh_config", "data", "devices"), "")
+    empty = dict.fromkeys(("tpu", "zone", "project", "data", "devices"), "")
     options = argparse.Namespace(**empty, python="none", runs="runs")
     text = "\n".join(doctor.examine(options))
     assert "TPU: 2 chips (/dev/accel0, /dev/vfio/7)" in text

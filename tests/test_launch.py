@@ -261,6 +261,7 @@ TRANSIENT = [
     {"message": ERROR + "There was a problem connecting: [Errno 8]"},
     {"message": ERROR + "HttpError 503: The service is currently unavailable."},
     {"message": ERROR + "429 RESOURCE_EXHAUSTED: Quota exceeded for quota metric 'Read requests' per minute"},
+    {"message": ERROR + "There was a problem refreshing your current auth tokens: ('Connection aborted.', …)"},
     {"message": ERROR + "Something new."},
     {"out": ""},
     {"out": "<html>502</html>"},

@@ -7,7 +7,7 @@
     fix   what is wrong and what to do about it; the exit code is 1 then
 
     --data, --runs      folder, URL or hub id that is read; folder or URL that runs go to (default: runs)
-    --tpu               name of a TPU VM (--zone, --project: default gcloud's); ssh:host1,host2 (--ssh-config); local
+    --tpu               name of a TPU VM (--zone, --project: default gcloud's); ssh:host1,host2; local
     --devices           asks torch_xla for its devices also without a TPU
     --python            interpreter of the environment (default: $PYTHON, python3.11; make gives its own)
 
@@ -195,10 +195,10 @@ def check_disk(runs: str) -> Iterator[str]:
         yield line(free >= need, text, 'make room, or put files elsewhere: ARGS="--runs PATH", TMPDIR=')
 
 
-def check_tpu(tpu: str, zone: str, project: str, config: str) -> Iterator[str]:
+def check_tpu(tpu: str, zone: str, project: str) -> Iterator[str]:
     """Checks how the TPU is reached: that each host lets us in, or gcloud's account, project, zone and the TPU VM."""
     try:
-        host = hosts.choose(tpu, zone, project, [], config) if tpu else None
+        host = hosts.choose(tpu, zone, project, []) if tpu else None
         if isinstance(host, hosts.SshHosts):
             for worker, name in enumerate(host.hosts):
                 works, text = run(*host.ssh(worker, "python3 --version && systemctl --version"))
@@ -280,7 +280,7 @@ def examine(options: argparse.Namespace) -> Iterator[str]:
     yield from check_devices(chips, options.tpu == "local", options.devices)
     yield check_memory(len(os.sched_getaffinity(0)))
     yield from check_disk("" if remote else options.runs)
-    yield from check_tpu(options.tpu if remote else "", options.zone, options.project, options.ssh_config)
+    yield from check_tpu(options.tpu if remote else "", options.zone, options.project)
     if options.data:
         yield check_data(options.data, remote)
     yield check_runs(options.runs, remote)
@@ -289,7 +289,7 @@ def examine(options: argparse.Namespace) -> Iterator[str]:
 def main() -> int:
     """Runs the command line. Returns the exit code."""
     parser = argparse.ArgumentParser("tpu.doctor", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    for name in ("data", "tpu", "zone", "project", "ssh-config"):
+    for name in ("data", "tpu", "zone", "project"):
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--python", default=os.environ.get("PYTHON") or "python3.11")

@@ -7,8 +7,6 @@ Host keys are checked, and nothing here switches that off. gcloud keeps the keys
 key of a VM that it sees for the first time, and afterwards no other (its default of --strict-host-key-checking). Plain
 ssh goes by your ssh configuration, and since nobody can answer its question here, it refuses a host that is not in
 known_hosts: log in to it once before.
-
-Only the standard library, Python 3.9 or later.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from errors import InputError
-from tpu.launch.messages import GCLOUD_ERRORS, last_line
+from tpu.launch.messages import explain_cloud
 
 # A connection that is dead is noticed within a minute, and one that cannot be made within 15 s.
 SSH_OPTIONS = ("-oConnectTimeout=15", "-oServerAliveInterval=15", "-oServerAliveCountMax=3")
@@ -40,16 +38,14 @@ class Transient(Exception):
 class Machine:
     """The state of a TPU: its workers, one line about it, and, if it cannot train now, why and what to do.
 
-    gone: it will not come back by itself (preempted, deleted, stopped, broken). Not gone, with a problem: it will be
-    ready later. absent: there is none of this name. up: its workers can be reached, whatever its health.
+    state: "ready"; "later": it will be; "sick": never again, but its workers can be reached; "gone": preempted or
+    stopped; "absent": there is none of this name.
     """
 
     workers: int
     line: str
     problem: str = ""
-    gone: bool = False
-    absent: bool = False
-    up: bool = True
+    state: str = "ready"
 
 
 @dataclass
@@ -92,14 +88,11 @@ class TpuVm:
             )
         except subprocess.TimeoutExpired:
             raise Transient(f"gcloud did not answer in {CLOUD_SECONDS} s: {shlex.join(command)}") from None
-        if result.returncode and "NOT_FOUND" in result.stderr:
+        if "NOT_FOUND" in result.stderr and result.returncode:
             return {}
         if result.returncode:
-            for pattern, final, sentence in GCLOUD_ERRORS:
-                if re.search(pattern, result.stderr):
-                    kind = InputError if final else Transient
-                    raise kind(f"TPU={self.name}: {sentence} ({last_line(result.stderr)})")
-            raise Transient(f"TPU={self.name}: gcloud failed: {last_line(result.stderr)}")
+            final, why = explain_cloud(result.stderr)
+            raise (InputError if final else Transient)(f"TPU={self.name}: {why}")
         try:
             answer = json.loads(result.stdout or "{}")
         except ValueError:
@@ -110,65 +103,58 @@ class TpuVm:
             raise Transient(f"TPU={self.name}: gcloud's answer is not JSON: {result.stdout[:60]!r}")
         return answer
 
+    def create(self, kind: str = "TYPE", version: str = "VERSION", *flags: str) -> str:
+        """Returns the command that creates it, to show."""
+        return self.text("create", self.name, f"--accelerator-type={kind}", f"--version={version}", *flags)
+
     def describe(self) -> Machine:
         """Returns state, health and number of workers. InputError: gcloud never will say, and why. Transient."""
         node = self.ask("tpu-vm", "describe")
-        if node:
-            return self._machine(node)
-        create = self._create("TYPE", "VERSION")
-        problem = (
-            f"there is no TPU VM {self.name} in this zone and project: give ZONE= and PROJECT= (gcloud compute tpus"
-            f" tpu-vm list --zone=- lists yours), create it ({create}), or let CREATE=v6e-8 ask for it"
-        )
-        return Machine(0, f"{self.name}: not found", problem, gone=True, absent=True, up=False)
-
-    def _create(self, kind: str, version: str, spot: bool = False) -> str:
-        words = [self.name, f"--accelerator-type={kind}", f"--version={version}", *(["--spot"] if spot else [])]
-        return self.text("create", *words)
-
-    def _machine(self, node: dict) -> Machine:
-        state, health = node.get("state", "STATE_UNSPECIFIED"), node.get("health", "")
-        kind = node.get("acceleratorType", "TYPE")
+        if not node:
+            problem = (
+                f"there is no TPU VM {self.name} in this zone and project: give ZONE= and PROJECT= (gcloud compute tpus"
+                f" tpu-vm list --zone=- lists yours), create it ({self.create()}), or let CREATE=v6e-8 ask for it"
+            )
+            return Machine(0, f"{self.name}: not found", problem, "absent")
+        state, health, kind = node.get("state", "?"), node.get("health", ""), node.get("acceleratorType", "TYPE")
         # A worker with several networks has an endpoint in each.
         workers = len(node.get("networkEndpoints", [])) // max(1, len(node.get("networkConfigs", [])))
-        plural = "worker" if workers == 1 else "workers"
-        line = f"{self.name}: {kind}, {state}{', ' + health if health else ''}, {workers} {plural}"
+        line = f"{self.name}: {kind}, {state}{', ' * bool(health)}{health}, {workers} worker{'s' * (workers != 1)}"
         scheduling = node.get("schedulingConfig", {})
-        spot = scheduling.get("spot", False) or scheduling.get("preemptible", False)
-        create = self._create(kind, node.get("runtimeVersion", "VERSION"), spot)
+        spot = ["--spot"] if scheduling.get("spot") or scheduling.get("preemptible") else []
+        create = self.create(kind, node.get("runtimeVersion", "VERSION"), *spot)
         recreate = f"{self.text('delete', self.name)} && {create}"
         if "queuedResource" in node:
             request = node["queuedResource"].rpartition("/")[2]
             recreate = f"{self.text('delete', request, '--force', group='queued-resources')}, then ask for it again"
-        broken = node.get("healthDescription", "no description")
         wait = f"wait until {self.text('describe', self.name)} says READY and HEALTHY"
-        problem, gone = "", True
         if state in ("PREEMPTED", "TERMINATED"):
-            problem = f"{state}: the cloud took it back; recreate it: {recreate}"
+            now, problem = "gone", f"{state}: the cloud took it back; recreate it: {recreate}"
         elif state in ("STOPPED", "STOPPING", "HIDDEN", "HIDING", "SUSPENDED", "SUSPENDING"):
-            problem = f"{state}; start it: {self.text('start', self.name)}"
+            now, problem = "gone", f"{state}; start it: {self.text('start', self.name)}"
         elif state == "DELETING":
-            problem = f"being deleted; create it again: {create}"
-        elif state == "READY" and health != "UNHEALTHY_MAINTENANCE" and re.match("UNHEALTHY|TIMEOUT", health):
-            problem = f"{health} ({broken}); recreate it: {recreate}"
+            now, problem = "gone", f"being deleted; create it again: {create}"
+        elif state == "REPAIRING" or health == "UNHEALTHY_MAINTENANCE":
+            what = "in repair" if state == "REPAIRING" else "in a maintenance event"
+            now, problem = "later", f"{what}: {wait}, or {recreate}"
+        elif state != "READY":
+            now, problem = "later", f"{state}, not READY yet: {wait}"
+        elif re.match("UNHEALTHY|TIMEOUT", health):
+            about = node.get("healthDescription", "no description")
+            now, problem = "sick", f"{health} ({about}); recreate it: {recreate}"
+        elif not workers:
+            now, problem = "later", f"without a network endpoint: {wait}"
         else:
-            gone = False
-            if state == "REPAIRING" or health == "UNHEALTHY_MAINTENANCE":
-                problem = f"{'in repair' if state == 'REPAIRING' else 'in a maintenance event'}: {wait}, or {recreate}"
-            elif state != "READY":
-                problem = f"{state}, not READY yet: {wait}"
-            elif not workers:
-                problem = f"without a network endpoint: {wait}"
-        return Machine(workers, line, problem and f"{self.name} is {problem}", gone, up=state == "READY")
+            return Machine(workers, line)
+        return Machine(workers, line, f"{self.name} is {problem}", now)
 
 
 @dataclass
 class SshHosts:
-    """Machines that ssh reaches, in the order of their process index. config: a file for ssh's -F, "" = your own."""
+    """Machines that ssh reaches by your own configuration, in the order of their process index."""
 
     name: str
     hosts: list[str]
-    config: str = ""
 
     def describe(self) -> Machine:
         """Returns the number of hosts; nothing else is known."""
@@ -176,12 +162,11 @@ class SshHosts:
 
     def ssh(self, worker: int, command: str) -> list[str]:
         """Returns the words that run a shell command on a host."""
-        config = ["-F", self.config] if self.config else []
         # Nobody is there to answer a question.
-        return ["ssh", "-T", *config, "-oBatchMode=yes", *SSH_OPTIONS, "--", self.hosts[worker], command]
+        return ["ssh", "-T", "-oBatchMode=yes", *SSH_OPTIONS, "--", self.hosts[worker], command]
 
 
-def choose(tpu: str, zone: str, project: str, flags: list[str], config: str) -> TpuVm | SshHosts:
+def choose(tpu: str, zone: str, project: str, flags: list[str]) -> TpuVm | SshHosts:
     """Returns the backend of TPU=name or TPU=ssh:host1,host2. InputError: it is neither."""
     if tpu.startswith("ssh:"):
         hosts = tpu[4:].split(",")
@@ -189,7 +174,7 @@ def choose(tpu: str, zone: str, project: str, flags: list[str], config: str) -> 
             raise InputError(f"TPU={tpu} is not a list of hosts; write TPU=ssh:host1,host2, each as ssh takes it")
         if len(set(hosts)) < len(hosts):
             raise InputError(f"TPU={tpu} names a host twice; a host is one worker")
-        return SshHosts(tpu, hosts, config)
+        return SshHosts(tpu, hosts)
     if tpu == "local":
         raise InputError("TPU=local is this machine: run make train there without TPU=")
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", tpu):

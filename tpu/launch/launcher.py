@@ -89,7 +89,7 @@ class Launcher:
     """The commands `train`, `logs`, `stop` and `status` for one TPU. Each returns an exit code."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        host = hosts.choose(options.tpu, options.zone, options.project, options.gcloud_flag, options.ssh_config)
+        host = hosts.choose(options.tpu, options.zone, options.project, options.gcloud_flag)
         place = {"TPU": host.name, "ZONE": options.zone, "PROJECT": options.project}
         self.place = [f"{name}={value}" for name, value in place.items() if value]
         self.options, self.host, self.workers = options, host, Workers(host, options.lost_after)
@@ -112,7 +112,7 @@ class Launcher:
         said = ""
         while True:
             machine = self.workers.describe()
-            if machine.gone:
+            if machine.state == "sick":
                 raise TpuGone(machine.problem)
             if said != (machine.problem or machine.line):
                 said = machine.problem or machine.line
@@ -247,9 +247,7 @@ class Launcher:
 
     def logs(self) -> int:
         """Attaches to the run, or shows the end of one that is over. Ctrl-C leaves, and the run continues."""
-        machine = self.workers.describe()
-        if machine.gone and not machine.up:
-            raise TpuGone(machine.problem)
+        self.workers.describe()
         status = self.workers.call(0, "status", name="", forever=True)
         runs = [status["running"]] if status["running"] else []
         runs += sorted(status["ended"], key=lambda record: -record["started"])
@@ -286,10 +284,7 @@ class Launcher:
 
     def stop(self) -> int:
         """Ends whatever runs on the workers."""
-        machine = self.workers.describe()
-        if machine.gone and not machine.up:
-            raise TpuGone(machine.problem)
-        say(machine.line)
+        say(self.workers.describe().line)
         return self.stop_all(self.options.run)
 
     def stop_all(self, run: str) -> int:
@@ -355,7 +350,6 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     add("--keep", action="store_true", help="with --create: do not delete it")
     add("--runtime-version", default="", help="with --create: the VM's software (default: the one for its type)")
     add("--gcloud-flag", action="append", default=[], help="for gcloud's ssh, as --internal-ip")
-    add("--ssh-config", default="", help="for ssh: hosts, a file for ssh's -F (default: your own)")
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:end])
     options.words = arguments[end + 1 :]

@@ -42,7 +42,7 @@ class Request:
             )
         if options.detach and not options.keep:
             raise InputError("--detach with CREATE= leaves nobody to delete the TPU: give --keep, and delete it later")
-        if not self.workers.describe().absent:
+        if self.workers.patiently(host.describe).state != "absent":
             return
         version = next((v for name, v in hosts.VERSIONS.items() if kind.startswith(name)), hosts.OLDER_VERSION)
         version = options.runtime_version or version

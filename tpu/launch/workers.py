@@ -168,9 +168,11 @@ class Workers:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     def describe(self) -> hosts.Machine:
-        """Returns what the TPU is, see `patiently`."""
+        """Returns what the TPU is, see `patiently`. TpuGone: no worker of it can be reached any more."""
         machine = self.patiently(self.host.describe)
         self.count = machine.workers
+        if machine.state in ("gone", "absent"):
+            raise TpuGone(machine.problem)
         return machine
 
     def check(self) -> None:
@@ -180,7 +182,7 @@ class Workers:
                 self.asked = time.monotonic()
                 with contextlib.suppress(hosts.Transient):
                     machine = self.host.describe()
-                    if machine.gone and not machine.up:
+                    if machine.state in ("gone", "absent"):
                         raise TpuGone(machine.problem)
 
     def call(
