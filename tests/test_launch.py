@@ -118,7 +118,7 @@ def test_a_changed_tree_replaces_what_differs_and_keeps_what_is_not_its_own(bed)
         (project / name).unlink()
     new = {"turns": "now a file", "plain/file": "now a folder", "train.py": (project / "train.py").read_text() + "\n"}
     write({project / name: text for name, text in new.items()} | {tree / "turns/result": "of the user's own"})
-    trained("--runs=gs://bucket/runs", "its results are in gs://bucket/runs/one", 1)
+    trained("--runs=gs://bucket/runs", "its results: gs://bucket/runs/one", 1)
     assert not (tree / "old").exists() and (tree / "runs/one").exists()
     assert [path.name for path in (tree / "kept").iterdir()] == ["b.py"]
     assert (tree / "turns").read_text() == "now a file" and (tree / "plain/file").read_text() == "now a folder"
@@ -160,7 +160,7 @@ MISTAKES = [
     ("train --run a -- NAME=b", "two names"),
     ("train --env A", 'A in ENV is not an assignment; write ENV="A=b'),
     ("train --env 'A=\"b'", "cannot be read"),
-    ("train --env HF_TOKEN=x", "HF_TOKEN in ENV would stand in this machine's list of processes: export it here"),
+    ("train --env HF_TOKEN=x", "HF_TOKEN in ENV would stand in this machine's list of processes: export it"),
     ("train --env MY_KEY=x", "give --secret MY_KEY"),
     ("train --secret NOT_SET", "--secret NOT_SET: this variable is not set here"),
     ("train --grace nan", "--grace nan is not a time to save: give 0 to 86400 seconds"),
@@ -284,7 +284,7 @@ def test_an_error_that_may_pass_is_asked_again(bed, here, monkeypatch):
     assert code == 0 and out.endswith("end\n"), err
     said = ("503", "429", "Errno 8", "Something new", "'<html>", "not accept your ssh key", "is not a name that")
     assert all(text in err for text in (*said, "Failed to connect to bus")), err
-    assert err.count("asking again") == len(TRANSIENT) and "quota of this TPU" not in err
+    assert err.count("trying again") == len(TRANSIENT) + 3 and "quota of this TPU" not in err
     # Not for ever, and then with what to do.
     bed.wrong(times=0, **refused)
     code, _, err = here("train", "--lost-after", "0.5")

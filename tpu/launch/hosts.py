@@ -75,6 +75,10 @@ class TpuVm:
         flags = [*(f"--ssh-flag={option}" for option in SSH_OPTIONS), *self.flags]
         return self.command("tpu-vm", "ssh", self.name, f"--worker={worker}", f"--command={command}", *flags)
 
+    def fetch(self, folder: str) -> str:
+        """Returns the command that copies a folder from worker 0, to show."""
+        return self.text("scp", "--recurse", f"{self.name}:{folder}", "runs/", "--worker=0")
+
     def ask(self, group: str, verb: str, *arguments: str) -> dict[str, Any]:
         """Returns what gcloud answers as JSON, {} if there is no such thing. InputError: it never will. Transient."""
         if shutil.which("gcloud") is None:
@@ -159,6 +163,10 @@ class SshHosts:
     def describe(self) -> Machine:
         """Returns the number of hosts; nothing else is known."""
         return Machine(len(self.hosts), f"{self.name}: {len(self.hosts)} worker{'s' * (len(self.hosts) > 1)}")
+
+    def fetch(self, folder: str) -> str:
+        """Returns the command that copies a folder from worker 0, to show."""
+        return shlex.join(["scp", "-r", f"{self.hosts[0]}:{folder}", "runs/"])
 
     def ssh(self, worker: int, command: str) -> list[str]:
         """Returns the words that run a shell command on a host."""

@@ -13,11 +13,6 @@ attaches to it again. The workers end and repeat it together, whether a launcher
 verbs that share no path: start (all workers, or none), watch (only reads, tries for ever), stop (each worker by itself,
 whatever the others and the TPU's health say). Ctrl-C in `train` is `stop`.
 
-    launcher.py   the commands                          worker.py   what runs on each worker for a command
-    request.py    what a run gets from this machine     keeper.py   the main process of a run on each worker
-    workers.py    connections, tried again              hosts.py    gcloud and ssh: states of a TPU, host keys
-    queued.py     CREATE=: ask for the TPU, delete it   messages.py what errors mean, and what to do
-
 HF_TOKEN, WANDB_API_KEY and what --secret names travel from this environment over ssh's standard input to the memory of
 the workers: they are in no command line, on no disk and in no log. --env travels in the same way.
 
@@ -90,8 +85,6 @@ class Launcher:
 
     def __init__(self, options: argparse.Namespace) -> None:
         host = hosts.choose(options.tpu, options.zone, options.project, options.gcloud_flag)
-        place = {"TPU": host.name, "ZONE": options.zone, "PROJECT": options.project}
-        self.place = [f"{name}={value}" for name, value in place.items() if value]
         self.options, self.host, self.workers = options, host, Workers(host, options.lost_after)
         if options.grace is not None and not 0 <= options.grace <= LONGEST_GRACE:
             raise InputError(f"--grace {options.grace:g} is not a time to save: give 0 to {LONGEST_GRACE} seconds")
@@ -99,7 +92,8 @@ class Launcher:
 
     def make(self, target: str) -> str:
         """Returns the command of make to show, for this TPU."""
-        return shlex.join(["make", target, *self.place])
+        place = {"TPU": self.host.name, "ZONE": self.options.zone, "PROJECT": self.options.project}
+        return shlex.join(["make", target, *(f"{name}={value}" for name, value in place.items() if value)])
 
     def describe_run(self, holder: dict) -> str:
         """Returns what runs, in half a sentence."""
@@ -156,8 +150,6 @@ class Launcher:
             say(f"to resume from the newest checkpoint: the same command with RUN={self.run}")
         return code
 
-    # ---- start ----
-
     def start(self, words: list[str], environment: dict, bundle: str, content: bytes) -> tuple[str, bool]:
         """Starts the run on all workers, or finds it there. Returns its token, and whether it ran already."""
         call, options = self.workers.call, self.options
@@ -166,20 +158,18 @@ class Launcher:
             while not (status := call(worker, "status", name=bundle))["whole"]:
                 say(f"{self.workers.label(worker)}: copying the working tree")
                 call(worker, "receive", name=bundle, data=content)
-            self.check_holder(worker, status["running"], words)
+            if status["running"]:
+                self.check_holder(worker, status["running"], words)
             return status
 
         statuses = {0: prepare(0)}  # the first connection of a fresh home makes a key: not several at once
         statuses.update(parallel(prepare, range(1, self.workers.count)))
         model = next((word[6:] for word in words if word.startswith("MODEL=")), "run")
-        self.run = self.run or time.strftime(f"{model}-%Y%m%d-%H%M%S")
-        request = {"run": self.run, "token": secrets.token_hex(8), "key": secrets.token_hex(16), "bundle": bundle}
-        request |= {
-            "words": words,
-            "environment": environment,
-            "command": ["make", "train", *words, f"NAME={self.run}"],
-        }
-        request |= {"workers": self.workers.count, "retries": max(options.retries, 0), "keeper": KEEPER.read_text()}
+        run = self.run = self.run or time.strftime(f"{model}-%Y%m%d-%H%M%S")
+        token, count = secrets.token_hex(8), self.workers.count
+        request = {"run": run, "token": token, "bundle": bundle, "words": words, "environment": environment}
+        request |= {"command": ["make", "train", *words, f"NAME={run}"], "retries": max(options.retries, 0)}
+        request |= {"workers": count, "keeper": KEEPER.read_text(), "key": secrets.token_hex(16)}
         request |= {"grace": 60 if options.grace is None else options.grace}
 
         def start_one(worker: int) -> dict[str, Any]:
@@ -188,7 +178,7 @@ class Launcher:
             self.check_holder(worker, holder, words, request["token"] if worker else "")
             return holder
 
-        self.begun, token, holder = True, request["token"], None
+        self.begun, holder = True, None
         try:
             # Of two launchers at the same time one is first on worker 0, and the other attaches.
             holder = start_one(0)
@@ -197,7 +187,7 @@ class Launcher:
                 say(f"{self.describe_run(holder)} runs already{changed}; attaching to it")
             request |= {name: holder[name] for name in ("token", "key", "addresses", "port")}
             # On all workers also when attaching: the launcher may have died before it had started them all.
-            parallel(start_one, range(1, self.workers.count))
+            parallel(start_one, range(1, count))
         except Exception as error:
             if request["token"] == token and (holder or isinstance(error, WorkerLost)):
                 say(f"{error}; stopping it on the others")
@@ -206,14 +196,9 @@ class Launcher:
         return request["token"], request["token"] != token
 
     def check_holder(self, worker: int, holder: dict, words: list[str], token: str = "") -> None:
-        """Checks that what is alive on a worker is this run, and takes over its name. InputError: it is another.
-
-        token: that of the start, once it is known.
-        """
-        if not holder:
-            return
-        place = (holder["worker"], holder["workers"]) == (worker, self.workers.count)
-        same = place and self.wanted in ("", holder["run"]) and sorted(holder["words"]) == sorted(words)
+        """Checks that what is alive on a worker is this run (token: this start), and takes its name. InputError."""
+        same = (holder["worker"], holder["workers"]) == (worker, self.workers.count)
+        same = same and self.wanted in ("", holder["run"]) and sorted(holder["words"]) == sorted(words)
         if not same or token not in ("", holder["token"]):
             raise InputError(
                 f"{self.host.name} is busy: {self.describe_run(holder)}: watch it with {self.make('logs')}, end it with"
@@ -235,30 +220,22 @@ class Launcher:
     def finished(self, words: list[str]) -> None:
         """Says where the results are."""
         folder = f"{runs_folder(words) or 'runs'}/{self.run}"
-        if "://" in folder:
-            say(f"{self.run} has ended; its results are in {folder}")
-            return
-        folder = folder if folder.startswith("/") else f"xla-zoo/worker-0/tree/{folder}"
-        if isinstance(self.host, hosts.TpuVm):
-            get = self.host.text("scp", "--recurse", f"{self.host.name}:{folder}", "runs/", "--worker=0")
-        else:
-            get = shlex.join(["scp", "-r", f"{self.host.hosts[0]}:{folder}", "runs/"])
-        say(f"{self.run} has ended; its results are on worker 0: {get}")
+        if "://" not in folder:
+            folder = self.host.fetch(folder if folder.startswith("/") else f"xla-zoo/worker-0/tree/{folder}")
+        say(f"{self.run} has ended; its results: {folder}")
 
     def logs(self) -> int:
         """Attaches to the run, or shows the end of one that is over. Ctrl-C leaves, and the run continues."""
         self.workers.describe()
         status = self.workers.call(0, "status", name="", forever=True)
-        runs = [status["running"]] if status["running"] else []
-        runs += sorted(status["ended"], key=lambda record: -record["started"])
-        runs = [run for run in runs if self.options.run in ("", run["run"])]
+        runs = [run for run in (*status["ended"], status["running"]) if run and self.options.run in ("", run["run"])]
         if not runs:
             wanted = f"RUN={self.options.run}" if self.options.run else "a run"
             raise InputError(f"{self.host.name} does not know of {wanted}; {self.make('status')} lists what it knows")
-        self.run = runs[0]["run"]
+        self.run = runs[-1]["run"]
         say(f"{self.run}, the newest part of its log; all of it is on worker 0, xla-zoo/worker-0/jobs/{self.run}/log")
         try:
-            return watch(self.workers, self.run, runs[0]["token"], RECENT)
+            return watch(self.workers, self.run, runs[-1]["token"], RECENT)
         except KeyboardInterrupt:
             say(f"left; {self.run} continues, {self.make('stop')} ends it")
             return INTERRUPTED
@@ -270,17 +247,13 @@ class Launcher:
         for worker in range(self.workers.count):
             try:
                 status = self.workers.call(worker, "status", name="")
+                now = f"runs {self.describe_run(status['running'])}" if status["running"] else "idle"
+                ended = ", ".join(f"{record['run']} exit code {record['code']}" for record in status["ended"])
+                line = f"{now}; {status['free'] / 1e9:.0f} GB free; ended: {ended or 'none'}"
             except (InputError, WorkerLost) as error:
-                print(f"{self.workers.label(worker)}: {error}")
-                lost = 1
-                continue
-            now = f"runs {self.describe_run(status['running'])}" if status["running"] else "idle"
-            ended = [f"{record['run']} exit code {record['code']}" for record in status["ended"]]
-            free = f"{status['free'] / 1e9:.0f} GB free"
-            print(f"{self.workers.label(worker)}: {now}; {free}; ended: {', '.join(ended) or 'none'}", flush=True)
+                line, lost = error, 1
+            print(f"{self.workers.label(worker)}: {line}", flush=True)
         return lost
-
-    # ---- stop ----
 
     def stop(self) -> int:
         """Ends whatever runs on the workers."""
@@ -290,38 +263,39 @@ class Launcher:
     def stop_all(self, run: str) -> int:
         """Stops every worker by itself, and lists how it went. Returns 1 if one may still run something."""
 
-        def stop_one(worker: int) -> tuple[bool, str]:
+        def stop_one(worker: int) -> tuple[int, str]:
             try:
                 answer = self.workers.call(worker, "stop", run=run, grace=self.options.grace)
             except Exception as error:
-                return False, f"not reached: {error}"
-            if answer["state"] == "idle":
-                return True, "nothing ran"
+                return 1, f"not reached: {error}"
             if answer["state"] == "other":
-                return False, f"left alone, since RUN={run} does not run there, but {answer['run']}"
+                return 1, f"left alone, since RUN={run} does not run there, but {answer['run']}"
+            if answer["state"] == "idle":
+                return 0, "nothing ran"
             code = answer.get("trainer", "unknown")
             how = {143: "stopped and saved", 0: "had just ended", None: "stopped before it trained"}
-            return True, f"{how.get(code, 'stopped unsaved')}: {answer['run']}, exit code {code}"
+            return 0, f"{how.get(code, 'stopped unsaved')}: {answer['run']}, exit code {code}"
 
         answers = parallel(stop_one, range(self.workers.count))
         for worker, (_, text) in sorted(answers.items()):
             say(f"{self.workers.label(worker)}: {text}")
-        if not all(done for done, _ in answers.values()):
+        left = max(code for code, _ in answers.values())
+        if left:
             say(f"not all workers have stopped; the same again: {self.make('stop')}")
-            return 1
-        return 0
+        return left
 
     def interrupted(self) -> bool:
         """Stops the run on all workers after Ctrl-C. A second one leaves at once. Returns whether nothing is left."""
-        self.workers.connections.abort()
+        self.workers.abort()
         say(f"stopping {self.run} on all workers, which first save a checkpoint; Ctrl-C again leaves at once")
         try:
-            if self.stop_all(self.run) == 0:
-                say("no process of the run is left")
-                return True
+            left = self.stop_all(self.run)
         except KeyboardInterrupt:
             say(f"left before all workers had answered, so the run may go on: {self.make('stop')} ends it")
-        return False
+            return False
+        if not left:
+            say("no process of the run is left")
+        return not left
 
 
 def read_options(arguments: list[str]) -> argparse.Namespace:
@@ -381,7 +355,7 @@ def main() -> int:
         return 0
     finally:
         if launcher is not None:
-            launcher.workers.connections.abort()
+            launcher.workers.abort()
 
 
 if __name__ == "__main__":

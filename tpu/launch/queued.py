@@ -1,7 +1,4 @@
-"""A TPU that is asked for before a run and deleted after it: `make train CREATE=v6e-8`, by queued resources.
-
-Only the standard library, Python 3.9 or later.
-"""
+"""A TPU that is asked for before a run and deleted after it: `make train CREATE=v6e-8`, by queued resources."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ class Request:
 
     def ask(self, verb: str, *arguments: str) -> dict[str, Any]:
         """Returns what gcloud says of the request; asks until there is an answer."""
-        return self.workers.patiently(lambda: self.host.ask("queued-resources", verb, *arguments))
+        return self.workers.patiently(lambda heard: self.host.ask("queued-resources", verb, *arguments))
 
     def deletion(self) -> str:
         """Returns the command that deletes the TPU."""
@@ -42,7 +39,7 @@ class Request:
             )
         if options.detach and not options.keep:
             raise InputError("--detach with CREATE= leaves nobody to delete the TPU: give --keep, and delete it later")
-        if self.workers.patiently(host.describe).state != "absent":
+        if self.workers.patiently(lambda heard: host.describe()).state != "absent":
             return
         version = next((v for name, v in hosts.VERSIONS.items() if kind.startswith(name)), hosts.OLDER_VERSION)
         version = options.runtime_version or version

@@ -1,7 +1,4 @@
-"""What a run gets from this machine: the working tree, the arguments of `make train`, and the run's variables.
-
-Only the standard library, Python 3.9 or later.
-"""
+"""What a run gets from this machine: the working tree, the arguments of `make train`, and the run's variables."""
 
 from __future__ import annotations
 
@@ -36,24 +33,23 @@ def make_bundle(folder: Path) -> tuple[str, bytes, int]:
             f"git cannot list the files of {folder}, and only files that git does not ignore are copied"
             f" ({listed.stderr.decode(errors='replace').strip()})"
         )
-    names = sorted({os.fsdecode(name) for name in listed.stdout.split(b"\0") if name})
-    names = [name for name in names if os.path.lexists(folder / name)]
-    sizes = {name: (folder / name).lstat().st_size for name in names}
-    if sum(sizes.values()) > BUNDLE_MEGABYTES << 20:
-        largest = max(names, key=sizes.__getitem__)
+    names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
+    sizes = {name: (folder / name).lstat().st_size for name in sorted(names) if os.path.lexists(folder / name)}
+    if (total := sum(sizes.values())) > BUNDLE_MEGABYTES << 20:
+        largest = max(sizes, key=sizes.__getitem__)
         raise InputError(
-            f"the working tree has {sum(sizes.values()) >> 20} MB, more than {BUNDLE_MEGABYTES} MB, most of all"
-            f" {largest} ({sizes[largest] >> 20} MB): put data and outputs into .gitignore"
+            f"the working tree has {total >> 20} MB, more than {BUNDLE_MEGABYTES} MB, most of all {largest}"
+            f" ({sizes[largest] >> 20} MB): put data and outputs into .gitignore"
         )
     packed = io.BytesIO()
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=packed, mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
     ):
-        for name in names:
+        for name in sizes:
             archive.add(folder / name, name, recursive=False, filter=make_anonymous)
     content = packed.getvalue()
-    return hashlib.sha256(content).hexdigest(), content, len(names)
+    return hashlib.sha256(content).hexdigest(), content, len(sizes)
 
 
 def make_anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -101,10 +97,11 @@ def runs_folder(words: list[str]) -> str:
     except ValueError:  # the shell on the worker will say so
         parts = arguments.split()
     folder = ""
-    for part, value in zip(parts, [*parts[1:], ""]):  # noqa: B905 - strict= needs Python 3.10
-        name, equals, own = part.partition("=")
-        if name == "--runs":
-            folder = own if equals else value
+    for number, part in enumerate(parts):
+        if part.startswith("--runs="):
+            folder = part[len("--runs=") :]
+        elif part == "--runs":
+            folder = "".join(parts[number + 1 : number + 2])
     return folder.rstrip("/").replace("$$", "$")  # see read_words
 
 
@@ -127,9 +124,9 @@ def read_environment(assignments: str, names: list[str]) -> dict[str, str]:
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise InputError(f"{part} in ENV is not an assignment; write ENV=\"A=b C='d e'\"")
         if re.search(r"TOKEN|KEY|SECRET|PASSWORD", name):
+            how = "it travels by itself" if name in SECRETS else f"give --secret {name}"
             raise InputError(
-                f"{name} in ENV would stand in this machine's list of processes: export it here instead, and"
-                f" {'it travels by itself' if name in SECRETS else 'give --secret ' + name}"
+                f"{name} in ENV would stand in this machine's list of processes: export it here, and {how}"
             )
         environment[name] = value
     return environment

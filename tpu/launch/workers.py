@@ -1,7 +1,4 @@
-"""The workers of one TPU: commands for them over ssh and gcloud, tried again until they are answered.
-
-Only the standard library, Python 3.9 or later.
-"""
+"""The workers of one TPU: commands for them over ssh and gcloud, tried again until they are answered."""
 
 from __future__ import annotations
 
@@ -58,55 +55,11 @@ class TpuGone(Exception):
     """A TPU that cannot be used any more; the message says why and what to do."""
 
 
-class Connections:
-    """The ssh and gcloud processes under way, each in a session of its own: Ctrl-C does not reach them."""
-
-    def __init__(self) -> None:
-        self.live: set[subprocess.Popen] = set()
-
-    def run(self, command: list[str], data: bytes, hear: Callable[[dict], None]) -> tuple[dict[str, Any], str]:
-        """Runs a command until it ends, or is silent. Returns the last answer with a `state` ({}: it broke before), and
-        the end of standard error."""
-        with tempfile.TemporaryFile() as errors:
-            pipe = subprocess.PIPE
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True)
-            self.live.add(process)
-
-            def feed() -> None:
-                with contextlib.suppress(OSError), process.stdin:
-                    process.stdin.write(data)
-
-            threading.Thread(target=feed, daemon=True).start()
-            answer: dict[str, Any] = {}
-            rest = b""
-            try:
-                while select.select([process.stdout], [], [], SILENCE)[0]:
-                    chunk = os.read(process.stdout.fileno(), 1 << 16)
-                    if not chunk:
-                        break
-                    *lines, rest = (rest + chunk).split(b"\n")
-                    for line in lines:
-                        if line.startswith(MARK + b"{"):
-                            with contextlib.suppress(ValueError):  # cut off by a dropped connection
-                                found = json.loads(line[len(MARK) :])
-                                answer = found if "state" in found else {}
-                                hear(found)
-                else:
-                    errors.write(f"nothing heard for {SILENCE:.0f} s\n".encode())
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(5)
-            finally:
-                kill(process)
-                process.wait()
-                process.stdout.close()
-                self.live.discard(process)
-            errors.seek(0)
-            return answer, errors.read()[-8192:].decode(errors="replace")
-
-    def abort(self) -> None:
-        """Kills all processes under way."""
-        for process in list(self.live):
-            kill(process)
+def refuse_gone(machine: hosts.Machine) -> hosts.Machine:
+    """Returns it, unless no worker of it can be reached any more: TpuGone."""
+    if machine.state in ("gone", "absent"):
+        raise TpuGone(machine.problem)
+    return machine
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -132,10 +85,9 @@ def parallel(function: Callable[[int], Any], workers: Iterable[int]) -> dict[int
         threading.Thread(target=work, args=(worker,), daemon=True).start()
     results = {}
     for _ in workers:
-        worker, result, error = done.get()
+        worker, results[worker], error = done.get()
         if error is not None:
             raise error
-        results[worker] = result
     return results
 
 
@@ -143,37 +95,45 @@ class Workers:
     """All workers of a TPU. lost_after: seconds after which one that is never reached is given up."""
 
     def __init__(self, host: hosts.TpuVm | hosts.SshHosts, lost_after: float) -> None:
-        self.host, self.lost_after = host, lost_after
-        self.count = 0
-        self.connections = Connections()
-        self.asking = threading.Lock()
-        self.asked = 0.0
+        self.host, self.lost_after, self.count = host, lost_after, 0
+        self.live: set[subprocess.Popen] = set()  # ssh and gcloud under way
+        self.asking, self.asked = threading.Lock(), 0.0
 
     def label(self, worker: int) -> str:
         """Returns the name of a worker in a sentence."""
-        host = self.host
-        return f"worker {worker} ({host.hosts[worker]})" if isinstance(host, hosts.SshHosts) else f"worker {worker}"
+        return f"worker {worker} ({self.host.hosts[worker]})" if hasattr(self.host, "hosts") else f"worker {worker}"
 
-    def patiently(self, ask: Callable[[], Any]) -> Any:
-        """Returns the cloud's answer; asks until it comes. InputError: it never will. WorkerLost: it took too long."""
-        since, pause = time.monotonic(), 1.0
+    def patiently(self, ask: Callable[[Callable[[], bool]], Any], forever: bool = False) -> Any:
+        """Returns the answer of `ask`, which is tried with growing pauses as long as it raises Transient.
+
+        It gets a function that counts the time anew, and returns whether there had been trouble. InputError, TpuGone:
+        another attempt is useless. WorkerLost: none has worked for `lost_after` seconds; with `forever` never.
+        """
+        since, said, pause = time.monotonic(), ("", 0.0), 0.25
+
+        def heard() -> bool:
+            nonlocal since, said, pause
+            trouble, since, said, pause = bool(said[0]), time.monotonic(), ("", 0.0), 0.25
+            return trouble
+
         while True:
             try:
-                return ask()
+                return ask(heard)
             except hosts.Transient as error:
-                if time.monotonic() > since + self.lost_after:
+                now = time.monotonic()
+                if now > since + self.lost_after and not forever:
                     raise WorkerLost(str(error)) from None
-                say(f"{error}; asking again")
+                if str(error) != said[0] or now > said[1] + REMIND:
+                    say(f"{error}; trying again")
+                    said = (str(error), now)
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     def describe(self) -> hosts.Machine:
         """Returns what the TPU is, see `patiently`. TpuGone: no worker of it can be reached any more."""
-        machine = self.patiently(self.host.describe)
+        machine = self.patiently(lambda heard: self.host.describe())
         self.count = machine.workers
-        if machine.state in ("gone", "absent"):
-            raise TpuGone(machine.problem)
-        return machine
+        return refuse_gone(machine)
 
     def check(self) -> None:
         """Raises TpuGone if the TPU is gone; asks the cloud at most every 15 s, and passes when it does not answer."""
@@ -181,9 +141,50 @@ class Workers:
             if time.monotonic() > self.asked + LONGEST_PAUSE:
                 self.asked = time.monotonic()
                 with contextlib.suppress(hosts.Transient):
-                    machine = self.host.describe()
-                    if machine.state in ("gone", "absent"):
-                        raise TpuGone(machine.problem)
+                    refuse_gone(self.host.describe())
+
+    def connect(self, command: list[str], data: bytes, hear: Callable[[dict], None]) -> tuple[dict[str, Any], str]:
+        """Runs a command until it ends, or is silent. Ctrl-C does not reach it: it has a session of its own.
+
+        Returns the last answer if it has a `state`, else {}: the connection broke; and the end of standard error.
+        """
+        with tempfile.TemporaryFile() as errors:
+            streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            process = subprocess.Popen(command, **streams, start_new_session=True)
+            self.live.add(process)
+
+            def feed() -> None:
+                with contextlib.suppress(OSError), process.stdin:
+                    process.stdin.write(data)
+
+            threading.Thread(target=feed, daemon=True).start()
+            answer, rest, chunk = {}, b"", b"-"
+            try:
+                while chunk and select.select([process.stdout], [], [], SILENCE)[0]:
+                    chunk = os.read(process.stdout.fileno(), 1 << 16)
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        with contextlib.suppress(ValueError):  # cut off by a dropped connection
+                            if line.startswith(MARK + b"{"):
+                                found = json.loads(line[len(MARK) :])
+                                answer = found if "state" in found else {}
+                                hear(found)
+                if chunk:
+                    errors.write(f"nothing heard for {SILENCE:.0f} s\n".encode())
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
+            finally:
+                kill(process)
+                process.wait()
+                process.stdout.close()
+                self.live.discard(process)
+            errors.seek(0)
+            return answer, errors.read()[-8192:].decode(errors="replace")
+
+    def abort(self) -> None:
+        """Kills all ssh and gcloud under way."""
+        for process in list(self.live):
+            kill(process)
 
     def call(
         self,
@@ -194,40 +195,30 @@ class Workers:
         forever: bool = False,
         **arguments: object,
     ) -> dict[str, Any]:
-        """Runs an action of tpu/launch/worker.py on a worker until it answers: connections that break are made again.
+        """Runs an action of tpu/launch/worker.py on a worker until it answers, see `patiently`.
 
         data: its input. hear: gets all that it says; what it returns is the arguments of the next attempt.
-        InputError, TpuGone: another attempt is useless. WorkerLost: none has worked for `lost_after` seconds; with
-        `forever` never.
         """
-        since, said, pause = time.monotonic(), ("", 0.0), 0.25
+        label = self.label(worker)
 
-        def heard(answer: dict) -> None:
-            nonlocal since, said, pause
-            if said[0]:
-                say(f"{self.label(worker)}: connected again")
-            since, said, pause = time.monotonic(), ("", 0.0), 0.25
-            arguments.update(hear(answer) or {})
+        def attempt(heard: Callable[[], bool]) -> dict[str, Any]:
+            def take(answer: dict) -> None:
+                if heard():
+                    say(f"{label}: connected again")
+                arguments.update(hear(answer) or {})
 
-        while True:
             words = ["python3", "-uc", READ_PROGRAM, action, str(worker), json.dumps(arguments)]
-            command = self.host.ssh(worker, shlex.join(words))
-            answer, errors = self.connections.run(command, PROGRAM + data, heard)
+            answer, errors = self.connect(self.host.ssh(worker, shlex.join(words)), PROGRAM + data, take)
             if answer.get("state") == "failed":
-                raise InputError(f"{self.label(worker)}: {answer['message']}")
+                raise InputError(f"{label}: {answer['message']}")
             if answer:
                 return answer
             if "Traceback" in errors and "worker.py" in errors:
-                raise RuntimeError(f"tpu/launch/worker.py on {self.label(worker)}:\n{errors}")
-            final, why = explain_ssh(errors, self.label(worker))
+                raise RuntimeError(f"tpu/launch/worker.py on {label}:\n{errors}")
+            final, why = explain_ssh(errors, label)
             if final:
                 raise InputError(why)
             self.check()
-            now = time.monotonic()
-            if now > since + self.lost_after and not forever:
-                raise WorkerLost(f"{self.label(worker)} cannot be reached: {why}")
-            if why != said[0] or now > said[1] + REMIND:
-                say(f"{self.label(worker)} cannot be reached ({why}); connecting again")
-                said = (why, now)
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            raise hosts.Transient(f"{label} cannot be reached: {why}")
+
+        return self.patiently(attempt, forever)
