@@ -362,46 +362,29 @@ def test_known_messages_are_explained():
 ALL = [(worker, False, None, False) for worker in range(3)]
 RUN = [(worker, True, None, False) for worker in range(3)]
 SAVED = [(0, False, 143, False), (2, False, 143, False)]
+FAILED = [*ALL, *RUN, (1, False, 3, False)]
 
 
 @pytest.mark.parametrize(
-    "events, retries, order, code, grace, over",
+    "events, order, code, grace, over",
     [
-        ([*ALL[:2], 310, ALL[0]], 0, "leave", 1, 10, False),  # one never joined
-        (
-            [*ALL, *RUN, 30, *RUN[:2], 15, RUN[0]],
-            3,
-            "leave",
-            1,
-            10,
-            False,
-        ),  # one is silent: no retry, its keeper is gone
-        ([*ALL, *RUN, (1, False, 3, False)], 0, "leave", 3, 10, False),
-        ([*ALL, *RUN, (1, False, 143, False)], 3, "leave", 143, 60, False),  # the trainer itself was told to stop
-        ([*ALL, *RUN, (1, True, None, True), (1, False, 143, True), *SAVED], 3, "leave", 143, 60, True),
+        ([*ALL[:2], 310, ALL[0]], "leave", 1, 10, False),  # one never joined
+        ([*ALL, *RUN, 30, *RUN[:2], 15, RUN[0]], "leave", 1, 10, False),  # one is silent: no retry, its keeper is gone
+        ([*ALL, *RUN, (1, False, 143, False)], "leave", 143, 60, False),  # the trainer itself was told to stop
         # A machine that shuts down and is never heard again.
-        ([*ALL, *RUN, (1, True, None, True), 30, *SAVED, 15, SAVED[0]], 3, "leave", 143, 60, True),
-        ([*ALL, *RUN, (1, False, 3, False)], 1, "end", 3, 10, False),
-        ([*ALL, *RUN, (1, False, 3, False), *SAVED], 1, "run", 0, 60, False),
-        ([*ALL, *RUN, (1, False, 2, False), *SAVED], 1, "leave", 2, 10, True),
+        ([*ALL, *RUN, (1, True, None, True), 30, *SAVED, 15, SAVED[0]], "leave", 143, 60, True),
+        ([*FAILED, *SAVED], "run", 0, 60, False),
+        ([*ALL, *RUN, (1, False, 2, False), *SAVED], "leave", 2, 10, True),
         # A stop, or a silent worker, while the others are being ended for a retry: there is none.
-        (
-            [*ALL, *RUN, (1, False, 3, False), (0, True, None, True), (0, False, 143, True), SAVED[1]],
-            1,
-            "leave",
-            3,
-            10,
-            True,
-        ),
-        ([*ALL, *RUN, (1, False, 3, False), 45, *SAVED], 1, "leave", 3, 10, True),
-        ([*ALL, *RUN, *((worker, False, 0, False) for worker in range(3)), SAVED[0]], 1, "leave", 0, 60, True),
+        ([*FAILED, (0, True, None, True), (0, False, 143, True), SAVED[1]], "leave", 3, 10, True),
+        ([*FAILED, 45, *SAVED], "leave", 3, 10, True),
     ],
 )
-def test_the_owner_decides(monkeypatch, events, retries, order, code, grace, over):
+def test_the_owner_decides(monkeypatch, events, order, code, grace, over):
     """events: reports of three workers (worker, running, code, stopped), or seconds that pass."""
     now = [0.0]
     monkeypatch.setattr(keeper.time, "monotonic", lambda: now[0])
-    owner = keeper.Owner(3, retries, 60, lambda *_: None)
+    owner = keeper.Owner(3, 1, 60, lambda *_: None)
     for event in events:
         if isinstance(event, tuple):
             worker, running, ended, stopped = event

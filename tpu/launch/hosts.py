@@ -71,7 +71,7 @@ class TpuVm:
         return shlex.join(self.command(group, verb, *arguments)[:-1])
 
     def ssh(self, worker: int, command: str) -> list[str]:
-        """Returns the words that run a shell command on a worker. gcloud repeats it without its input after 255."""
+        """Returns the words that run a shell command on a worker. gcloud repeats it after 255."""
         flags = [*(f"--ssh-flag={option}" for option in SSH_OPTIONS), *self.flags]
         return self.command("tpu-vm", "ssh", self.name, f"--worker={worker}", f"--command={command}", *flags)
 
@@ -86,10 +86,9 @@ class TpuVm:
                 f"TPU={self.name} needs gcloud, which is not installed here: https://cloud.google.com/sdk/docs/install"
             )
         command = [*self.command(group, verb, self.name, *arguments), "--format=json"]
+        streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         try:
-            result = subprocess.run(
-                command, capture_output=True, text=True, timeout=CLOUD_SECONDS, stdin=subprocess.DEVNULL
-            )
+            result = subprocess.run(command, timeout=CLOUD_SECONDS, **streams)
         except subprocess.TimeoutExpired:
             raise Transient(f"gcloud did not answer in {CLOUD_SECONDS} s: {shlex.join(command)}") from None
         if "NOT_FOUND" in result.stderr and result.returncode:

@@ -69,6 +69,12 @@ def members(group: int) -> list[int]:
     return found
 
 
+def kill_group(group: int) -> None:
+    """Kills what is left of a process group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
 class Owner:
     """Decides for all workers of a run. A report: attempt, running, code (of that attempt), stopped, tail."""
 
@@ -197,15 +203,14 @@ class Keeper:
 
     def run(self) -> None:
         """Starts the trainer, in a session of its own."""
-        self.killed_at, self.began = 0.0, os.fstat(self.log.fileno()).st_size
+        self.killed_at, self.began = 0.0, self.log.seek(0, os.SEEK_END)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": self.log, "stderr": self.log, "start_new_session": True}
         with self.talking:  # no report between these two
             self.attempt, self.code, self.tail = self.order["attempt"], None, ""
-            streams = {"stdin": subprocess.DEVNULL, "stdout": self.log, "stderr": self.log}
-            command, environment = self.start["command"], self.start["environment"]
             try:
-                self.process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+                self.process = subprocess.Popen(self.start["command"], env=self.start["environment"], **streams)
             except OSError as error:
-                self.code, self.tail = 127, f"{command[0]} could not be started on the worker: {error.strerror}"
+                self.code, self.tail = 127, f"make could not be started on the worker: {error.strerror}"
                 self.say(self.tail)
 
     def end(self) -> None:
@@ -218,12 +223,7 @@ class Keeper:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
         elif not self.stopped and time.monotonic() > self.killed_at:
-            self.kill()
-
-    def kill(self) -> None:
-        """Kills what is left of the trainer's process group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            kill_group(make)
 
     def ended(self, status: int) -> None:
         """Notes how the trainer ended, and kills what is left of it."""
@@ -234,7 +234,7 @@ class Keeper:
         self.code = exit_code(status, end)
         self.tail = "\n".join(lines) if self.code else ""
         print(*lines, sep="\n", flush=True)  # the journal has the end, too
-        self.kill()
+        kill_group(self.process.pid)
         unit = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2])
         if unit.name == "xla-zoo.service":
             with contextlib.suppress(OSError):  # also what has left the group; cgroup v2
@@ -251,7 +251,6 @@ class Keeper:
         # make may end before the program that it has started, which is saving.
         if status is not None and not (self.killed_at and members(self.process.pid)):
             self.ended(status)
-            self.report()
         if not self.owner and self.order["do"] != "leave" and time.monotonic() > self.heard + LOST:
             self.say(f"worker 0 was not heard for {LOST} s (its keeper's port is open to internal traffic?); ending")
             self.order = {"do": "leave", "attempt": self.attempt, "grace": self.start["grace"]}

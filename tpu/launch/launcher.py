@@ -56,11 +56,11 @@ def watch(workers: Workers, run: str, token: str, recent: int) -> int:
     """
     end = b""
 
-    def hear(answer: dict[str, Any]) -> dict | None:
+    def hear(answer: dict[str, Any]) -> dict:
         """Prints what an answer brings of the log. Returns where another connection goes on."""
         nonlocal end
         if "data" not in answer:
-            return None
+            return {}
         data = answer["data"].encode(errors="surrogateescape")
         end = (end + data)[-RECENT:]
         with PRINTING:
@@ -279,7 +279,7 @@ class Launcher:
         answers = parallel(stop_one, range(self.workers.count))
         for worker, (_, text) in sorted(answers.items()):
             say(f"{self.workers.label(worker)}: {text}")
-        left = max(code for code, _ in answers.values())
+        left = max((code for code, _ in answers.values()), default=0)
         if left:
             say(f"not all workers have stopped; the same again: {self.make('stop')}")
         return left
@@ -348,7 +348,7 @@ def main() -> int:
                 )
         return {InputError: 2, TpuGone: GONE, WorkerLost: 1}[type(error)]
     except KeyboardInterrupt:
-        say("left; nothing was started")
+        say("left; nothing was started" if options.action == "train" else "left")
         return INTERRUPTED
     except BrokenPipeError:  # `make logs | head` has seen enough; the run continues
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -4,8 +4,8 @@ The launcher sends this file over ssh's standard input with every command, follo
 worker never has an old or a damaged one. Only the standard library, Python 3.8 or later; systemd; root, or sudo without
 a password.
 
-A run is the transient unit xla-zoo.service, whose main process is tpu/launch/keeper.py. A machine has one unit of this
-name, so systemd itself refuses a second run, kills whatever is left of one that has ended, and knows how it ended.
+A run is the unit xla-zoo.service, whose main process is tpu/launch/keeper.py. A machine has one unit of this name, so
+systemd itself refuses a second run, kills whatever is left of one that has ended, and knows how it ended.
 
     ~/xla-zoo/worker-<i>/bundle     the working tree as it was sent
     ~/xla-zoo/worker-<i>/tree/      the working tree, with its .venv and runs/. A new bundle replaces the files that

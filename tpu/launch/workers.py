@@ -191,7 +191,7 @@ class Workers:
         worker: int,
         action: str,
         data: bytes = b"",
-        hear: Callable[[dict], dict | None] = lambda answer: None,
+        hear: Callable[[dict], dict] = lambda answer: {},
         forever: bool = False,
         **arguments: object,
     ) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class Workers:
             def take(answer: dict) -> None:
                 if heard():
                     say(f"{label}: connected again")
-                arguments.update(hear(answer) or {})
+                arguments.update(hear(answer))
 
             words = ["python3", "-uc", READ_PROGRAM, action, str(worker), json.dumps(arguments)]
             answer, errors = self.connect(self.host.ssh(worker, shlex.join(words)), PROGRAM + data, take)
