@@ -302,6 +302,11 @@ def test_a_worker_that_will_never_work_is_not_tried_again(bed, here):
         found, out, err = here("train")
         assert found == code and sentence in (out if code == 127 else err.splitlines()[-1]), err
 
+    unit = bed.home(0) / "unit"  # alive, of nobody known: for a moment that is a run that ends
+    unit.mkdir()
+    refused("my-tpu is busy: a run of another user")
+    threading.Timer(1, unit.rmdir).start()
+    assert here("train")[0] == 0
     bed.wrong(times=4, message="Host key verification failed.")
     refused("shows another host key than before")
     code, out, _ = here("status")

@@ -46,8 +46,15 @@ CHUNK = 48 * 1024  # bytes of log in an answer
 HEARTBEAT = 5  # seconds; the launcher takes a long silence for a dead connection
 POLL = 0.1  # seconds
 SPEAKING = threading.Lock()
-NOBODY = {"run": "a run that ends, or is another user's", "token": "", "words": [], "started": 0, "grace": 60}
-NOBODY.update(worker=0, workers=0)
+NOBODY = {
+    "run": "a run of another user",
+    "token": "",
+    "words": [],
+    "started": 0,
+    "grace": 60,
+    "worker": 0,
+    "workers": 0,
+}
 NEEDED = (
     "a run is a systemd unit, started as root or through sudo without a password; this host says: {}. Use a machine"
     " with both, or run make train there by hand"
@@ -93,18 +100,22 @@ def system(*words: object) -> None:
 
 def running() -> dict:
     """Returns the start that is alive on this machine: start.json without the variables. {}: none is."""
-    try:
-        command = ["systemctl", "show", UNIT, "--property=ActiveState"]
-        shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise Failure(NEEDED.format("no systemctl")) from None
-    if "not been booted with systemd" in shown.stderr:
-        raise Failure(NEEDED.format(shown.stderr.strip()))
-    if shown.returncode:  # the machine shuts down, or has just been started
-        sys.exit(shown.stderr.strip() or "systemctl failed")
-    if shown.stdout.strip() in ("ActiveState=inactive", "ActiveState=failed"):
-        return {}
-    return {**NOBODY, **read_json(RUNTIME / "start.json"), "environment": {}}
+    command = ["systemctl", "show", UNIT, "--property=ActiveState"]
+    for _ in range(20):
+        try:
+            shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise Failure(NEEDED.format("no systemctl")) from None
+        if "not been booted with systemd" in shown.stderr:
+            raise Failure(NEEDED.format(shown.stderr.strip()))
+        if shown.returncode:  # the machine shuts down, or has just been started
+            sys.exit(shown.stderr.strip() or "systemctl failed")
+        if shown.stdout.strip() in ("ActiveState=inactive", "ActiveState=failed"):
+            return {}
+        if start := read_json(RUNTIME / "start.json"):
+            return {**start, "environment": {}}
+        time.sleep(POLL)  # the record of its end is written, and it is gone in a moment
+    return NOBODY
 
 
 def make_runtime() -> None:

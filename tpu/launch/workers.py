@@ -101,7 +101,8 @@ class Workers:
 
     def label(self, worker: int) -> str:
         """Returns the name of a worker in a sentence."""
-        return f"worker {worker} ({self.host.hosts[worker]})" if hasattr(self.host, "hosts") else f"worker {worker}"
+        host = self.host
+        return f"worker {worker} ({host.hosts[worker]})" if isinstance(host, hosts.SshHosts) else f"worker {worker}"
 
     def patiently(self, ask: Callable[[Callable[[], bool]], Any], forever: bool = False) -> Any:
         """Returns the answer of `ask`, which is tried with growing pauses as long as it raises Transient.
