@@ -82,9 +82,7 @@ class TpuVm:
     def ask(self, group: str, verb: str, *arguments: str) -> dict[str, Any]:
         """Returns what gcloud answers as JSON, {} if there is no such thing. InputError: it never will. Transient."""
         if shutil.which("gcloud") is None:
-            raise InputError(
-                f"TPU={self.name} needs gcloud, which is not installed here: https://cloud.google.com/sdk/docs/install"
-            )
+            raise InputError(f"TPU={self.name} needs gcloud: https://cloud.google.com/sdk/docs/install")
         command = [*self.command(group, verb, self.name, *arguments), "--format=json"]
         streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         try:
@@ -185,8 +183,5 @@ def choose(tpu: str, zone: str, project: str, flags: list[str]) -> TpuVm | SshHo
     if tpu == "local":
         raise InputError("TPU=local is this machine: run make train there without TPU=")
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", tpu):
-        raise InputError(
-            f"TPU={tpu} is not the name of a TPU VM (small letters, digits, hyphens); for other machines write"
-            " TPU=ssh:host1,host2"
-        )
+        raise InputError(f"TPU={tpu} is not the name of a TPU VM (small letters, digits, hyphens), nor ssh:host1,host2")
     return TpuVm(tpu, zone, project, flags)

@@ -200,10 +200,8 @@ class Launcher:
         same = (holder["worker"], holder["workers"]) == (worker, self.workers.count)
         same = same and self.wanted in ("", holder["run"]) and sorted(holder["words"]) == sorted(words)
         if not same or token not in ("", holder["token"]):
-            raise InputError(
-                f"{self.host.name} is busy: {self.describe_run(holder)}: watch it with {self.make('logs')}, end it with"
-                f" {self.make('stop')}"
-            )
+            ways = f"watch it with {self.make('logs')}, end it with {self.make('stop')}"
+            raise InputError(f"{self.host.name} is busy: {self.describe_run(holder)}: {ways}")
         self.run = holder["run"]
 
     def check_runs(self, words: list[str]) -> None:
@@ -211,10 +209,10 @@ class Launcher:
         folder = runs_folder(words)
         if self.workers.count == 1 or "://" in folder or folder.startswith("/"):
             return
-        what = f"--runs {folder} in ARGS is a folder of" if folder else "ARGS has no --runs, so the run's folder is on"
+        what = f"--runs {folder} in ARGS is on each worker's own disk" if folder else "ARGS has no --runs"
         raise InputError(
-            f"{self.host.name} has {self.workers.count} workers, and {what} each worker's own disk; give one that all"
-            " of them share, ARGS='--runs gs://bucket/runs', or the absolute path of a shared folder"
+            f"{self.host.name} has {self.workers.count} workers, and {what}; give a folder that all of them share,"
+            " ARGS='--runs gs://bucket/runs', or an absolute path"
         )
 
     def finished(self, words: list[str]) -> None:
@@ -342,10 +340,7 @@ def main() -> int:
         with contextlib.suppress(OSError):
             print(f"error: {error}", file=sys.stderr, flush=True)
             if isinstance(error, TpuGone) and launcher.run:
-                say(
-                    f"then the same command with RUN={launcher.run} resumes from its newest checkpoint, if that is in a"
-                    " bucket (--runs gs://bucket/runs in ARGS): the disks of a deleted TPU are gone"
-                )
+                say(f"then the same command with RUN={launcher.run} resumes from its newest checkpoint in a bucket")
         return {InputError: 2, TpuGone: GONE, WorkerLost: 1}[type(error)]
     except KeyboardInterrupt:
         say("left; nothing was started" if options.action == "train" else "left")

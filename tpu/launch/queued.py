@@ -33,10 +33,7 @@ class Request:
         """Asks for the TPU if it is not there, and waits until it is. runs: the folder of the run's results."""
         options, host, kind = self.options, self.host, self.options.create
         if "://" not in runs:
-            raise InputError(
-                f"CREATE={kind} deletes the TPU with its disks when the run has ended: give ARGS='--runs"
-                " gs://bucket/runs', so that the results stay"
-            )
+            raise InputError(f"CREATE={kind} deletes the TPU with its disks after the run: give ARGS='--runs gs://…'")
         if options.detach and not options.keep:
             raise InputError("--detach with CREATE= leaves nobody to delete the TPU: give --keep, and delete it later")
         if self.workers.patiently(lambda heard: host.describe()).state != "absent":

@@ -29,18 +29,13 @@ def make_bundle(folder: Path) -> tuple[str, bytes, int]:
     command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=folder, capture_output=True)
     if listed.returncode:
-        raise InputError(
-            f"git cannot list the files of {folder}, and only files that git does not ignore are copied"
-            f" ({listed.stderr.decode(errors='replace').strip()})"
-        )
+        raise InputError(f"git cannot list the files of {folder}: {listed.stderr.decode(errors='replace').strip()}")
     names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
     sizes = {name: (folder / name).lstat().st_size for name in sorted(names) if os.path.lexists(folder / name)}
     if (total := sum(sizes.values())) > BUNDLE_MEGABYTES << 20:
         largest = max(sizes, key=sizes.__getitem__)
-        raise InputError(
-            f"the working tree has {total >> 20} MB, more than {BUNDLE_MEGABYTES} MB, most of all {largest}"
-            f" ({sizes[largest] >> 20} MB): put data and outputs into .gitignore"
-        )
+        found = f"has {total >> 20} MB, more than {BUNDLE_MEGABYTES} MB, {sizes[largest] >> 20} MB of it {largest}"
+        raise InputError(f"the working tree {found}: put data and outputs into .gitignore")
     packed = io.BytesIO()
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=packed, mtime=0) as zipped,
@@ -55,9 +50,7 @@ def make_bundle(folder: Path) -> tuple[str, bytes, int]:
 def make_anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
     """Takes away what differs between machines: owner, time, mode except x. InputError: neither a file nor a link."""
     if not (info.isreg() or info.issym() or info.islnk()):
-        raise InputError(
-            f"{info.name} is neither a file nor a link; submodules and other repositories inside are not copied"
-        )
+        raise InputError(f"{info.name} is neither a file nor a link; repositories inside of this one are not copied")
     info.uid = info.gid = info.mtime = 0
     info.uname = info.gname = ""
     info.mode = 0o755 if info.mode & 0o100 else 0o644
@@ -83,9 +76,7 @@ def read_words(words: list[str], run: str) -> tuple[list[str], str]:
         elif value:
             kept.append(f"{name}={value}".replace("$", "$$"))
     if run and not re.fullmatch(r"\w[\w.-]{0,99}", run, re.ASCII):
-        raise InputError(
-            f"RUN={run} is not the name of one folder; use up to 100 letters, digits, points, hyphens, underscores"
-        )
+        raise InputError(f"RUN={run} is not the name of one folder; use up to 100 letters, digits and .-_")
     return kept, run
 
 

@@ -46,15 +46,7 @@ CHUNK = 48 * 1024  # bytes of log in an answer
 HEARTBEAT = 5  # seconds; the launcher takes a long silence for a dead connection
 POLL = 0.1  # seconds
 SPEAKING = threading.Lock()
-NOBODY = {
-    "run": "a run of another user",
-    "token": "",
-    "words": [],
-    "started": 0,
-    "grace": 60,
-    "worker": 0,
-    "workers": 0,
-}
+NOBODY = dict(run="a run of another user", token="", words=[], started=0, grace=60, worker=0, workers=0)
 NEEDED = (
     "a run is a systemd unit, started as root or through sudo without a password; this host says: {}. Use a machine"
     " with both, or run make train there by hand"
@@ -309,8 +301,8 @@ def stop(home: Path, run: str, grace: float | None) -> dict:
 
 def status(home: Path, name: str) -> dict:
     """Returns what runs, how the newest runs ended, how much disk is free, and whether the bundle is here and whole."""
-    free, whole = shutil.disk_usage(str(Path.home())).free, bool(bundle(home, name))
-    return dict(state="status", running=running(), ended=history()[-5:], free=free, whole=whole, epoch=epoch())
+    known = {"running": running(), "ended": history()[-5:], "whole": bool(bundle(home, name)), "epoch": epoch()}
+    return {"state": "status", "free": shutil.disk_usage(str(Path.home())).free, **known}
 
 
 def heartbeats(action: str) -> None:
