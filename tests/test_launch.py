@@ -302,6 +302,11 @@ def test_a_worker_that_will_never_work_is_not_tried_again(bed, here):
         found, out, err = here("train")
         assert found == code and sentence in (out if code == 127 else err.splitlines()[-1]), err
 
+    systemd = (bed.remote / "systemd-run").rename(bed.remote / "real")
+    write_programs(bed.remote, **{"systemd-run": "echo It is too old. >&2; exit 1"})
+    refused("this host says: It is too old.")
+    assert not (bed.home(0) / "run/start.json").exists(), "it has the secrets"
+    systemd.rename(bed.remote / "systemd-run")
     unit = bed.home(0) / "unit"  # alive, of nobody known: for a moment that is a run that ends
     unit.mkdir()
     refused("my-tpu is busy: a run of another user")

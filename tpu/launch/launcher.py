@@ -315,7 +315,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     add("--secret", action="append", default=[], metavar="NAME", help="a variable of this environment")
     add("--retries", type=int, default=0, help="starts all trainers again when one fails; the workers do, not you")
     add("--detach", action="store_true", help="leave when it runs")
-    add("--grace", type=float, help="seconds to save a checkpoint when stopped (default: the run's, 60)")
+    add("--grace", type=float, help="seconds to save a checkpoint when stopped (train: 60; stop: at most the run's)")
     add("--lost-after", type=float, default=180, help="seconds after which a worker that is never reached is given up")
     add("--create", default="", metavar="TYPE", help="ask for the TPU (v6e-8, …) as a queued resource; delete it after")
     add("--spot", action="store_true", help="with --create: a spot TPU")

@@ -238,7 +238,11 @@ def begin(home: Path, request: dict) -> None:
         system("systemctl", "reset-failed", UNIT)  # a start of before that failed
     words = [f"--property={name}={value}" for name, value in properties.items()]
     words += [f"--uid={os.geteuid()}", f"--gid={os.getegid()}", f"--unit={UNIT}", "--quiet"]
-    system("systemd-run", *words, "--", sys.executable, keeper, "keep")
+    try:
+        system("systemd-run", *words, "--", sys.executable, keeper, "keep")
+    except Failure:
+        (RUNTIME / "start.json").unlink()  # it has the run's variables
+        raise
     while running() and "ready" not in read_json(RUNTIME / "start.json"):
         time.sleep(POLL)
 
