@@ -5,8 +5,6 @@ chooses its precision once, where embeddings or their norm enter (`compute_dtype
 estimates of whole training steps on one v5e chip.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,48 +61,6 @@ class LayerNorm(nn.LayerNorm):
         else:
             variance = (wide.square().mean(-1, keepdim=True) - mean.square()).clamp(min=0)  # may round below 0
         return (centred * torch.rsqrt(variance + self.eps) * self.weight + self.bias).to(dtype)
-
-
-# x * Phi(x) is x * (1 + tanh(x * P(x^2))) / 2 for these coefficients of P within 3.4e-6 (a minimax fit): less than half
-# of bfloat16's rounding wherever the result is above 1e-3 in magnitude.
-GELU_TERMS = (7.97828e-1, 3.64688e-2, -1.24862e-4, -3.0581e-5, 1.11908e-6)
-
-
-class FittedGELU(torch.autograd.Function):
-    """GELU by the hardware's tanh, for bfloat16; keeps its input."""
-
-    @staticmethod
-    def distribution(x: Tensor) -> Tensor:
-        """Returns the normal distribution's Phi(x), within 7e-6, for float32 x."""
-        square, exponent = x.square(), GELU_TERMS[-1]
-        for term in GELU_TERMS[-2::-1]:
-            exponent = exponent * square + term
-        return 0.5 + 0.5 * torch.tanh(x * exponent)
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        wide = x.float()
-        return (wide * FittedGELU.distribution(wide)).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        wide = ctx.saved_tensors[0].float()
-        density = (2 * math.pi) ** -0.5 * torch.exp(-0.5 * wide.square())
-        return (gradient.float() * (FittedGELU.distribution(wide) + wide * density)).to(gradient.dtype)
-
-
-class GELU(nn.Module):
-    """x * Phi(x) (Hendrycks and Gimpel 2016); for bfloat16 on devices for which a program is compiled by `FittedGELU`.
-
-    The compiler computes an activation again in each product that takes it, and erf is some 40 operations: the code of
-    a feed-forward layer of BERT-base, forward and backward at 32 x 512, is 5.5 million bundles, with tanh 4.6.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.device.type in NATIVE_DEVICES or x.dtype != torch.bfloat16:
-            return F.gelu(x)
-        return FittedGELU.apply(x)
 
 
 DROPOUT_STEPS = 2048  # probabilities of dropping are multiples of 1 / DROPOUT_STEPS

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torch.nn.functional as F
 import transformers
 from helpers import equal
 from model_helpers import fast, randomized
@@ -198,3 +199,15 @@ def test_a_tokenizer_of_another_size_is_refused_and_a_padded_vocabulary_is_not(m
         encoders.open_checkpoint(str(folder), "bert")
     transformers.BertConfig(vocab_size=words - more + (1 if more > 0 else -1)).save_pretrained(folder)
     assert encoders.open_checkpoint(str(folder), "bert")[0].vocab_size >= words
+
+
+@pytest.mark.usefixtures("compiled")
+def test_gelu_in_bfloat16_is_exact_but_for_rounding_and_in_float32_pytorchs():
+    x = torch.cat((torch.linspace(-9, 9, 20_001), torch.tensor([-3e38, -1e4, -30.0, 30.0, 1e4, 3e38]))).bfloat16()
+    inputs, ours = [x, x.double()], encoders.GELU()
+    found, exact = (function(leaf.requires_grad_()) for function, leaf in zip((ours, F.gelu), inputs, strict=True))
+    slope, exact_slope = (torch.autograd.grad(y.sum(), leaf)[0] for y, leaf in zip((found, exact), inputs, strict=True))
+    rounding = 2**-8  # half of the distance between two numbers of bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=4e-6)
+    torch.testing.assert_close(slope.double(), exact_slope, rtol=rounding, atol=8e-6)
+    assert torch.equal(ours(x.float()), F.gelu(x.float()))
