@@ -140,6 +140,21 @@ def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight
     assert report["recompilations"] == [] and report["repeated"] >= STEPS - 2
 
 
+def test_a_head_of_words_that_the_devices_do_not_divide_reduce_scatters_its_gradient(mesh):
+    model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7))
+    model[1].weight = model[0].weight
+    ids = torch.arange(24).reshape(4, 6) % 7
+
+    def gradients(ids: torch.Tensor) -> tuple:
+        return torch.autograd.grad(model(ids).square().sum(), [*model.parameters()])
+
+    expected = gradients(ids)
+    device.to_device(model, sharding.arranged(mesh, FULL))
+    found = gradients(ids.to(mesh.device))
+    assert torch_xla._XLAC._get_xla_tensors_hlo(found).count(" reduce-scatter(") == 1
+    torch.testing.assert_close([each.cpu() for each in found], [*expected], rtol=1e-5, atol=1e-5)
+
+
 def test_recomputation_changes_no_bit(mesh, whole):
     found, after, _ = taken(mesh, Layout(remat=True), **PARTS)
     expected = whole(**PARTS)

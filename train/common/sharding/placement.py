@@ -20,6 +20,7 @@ from errors import InputError
 from train.common.cli import Layout
 from train.common.device import Mesh, replicate
 from train.common.sharding import gather
+from train.common.sharding.head import sum_by_rows
 
 
 class Rules(Protocol):
@@ -122,6 +123,7 @@ def _mark_layers(model: nn.Module, layers: Layers, cuts: Mapping[nn.Parameter, C
     for parameter in cuts:
         if parameter.requires_grad:
             marks.mark_gradient(parameter, *parameter.state_placement)
+    embedded = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():
         batch = 1 if rules.time_major and re.match(rules.time_major, name) else 0
         cut = layers.spmd, batch, layers.axes["data"]
@@ -137,6 +139,8 @@ def _mark_layers(model: nn.Module, layers: Layers, cuts: Mapping[nn.Parameter, C
             if rows:  # other inputs are results of layers, too
                 marks.mark_input(module, *cut, rows)
             marks.mark_result(module, *cut, columns)
+            if isinstance(module, nn.Linear) and weight in embedded and cuts[weight].state == (None, "data"):
+                sum_by_rows(module, layers.axes, layers.spmd, cuts[weight].state)
 
 
 def recompute(model: nn.Module, layers: Layers, rules: Rules) -> None:
