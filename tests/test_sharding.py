@@ -19,7 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch_xla
-from helpers import environment, equal, exported, flags, losses, records
+from helpers import environment, equal, exported, flags, losses, records, summary
 from torch import nn
 from transformers import ElectraConfig, ElectraForMaskedLM
 
@@ -216,6 +216,20 @@ def test_a_checkpoint_and_an_export_do_not_know_the_layout(devices, layout, cut,
     assert losses(tmp_path / "run") == pytest.approx(losses(cut[0]), rel=2e-6)
     assert records(tmp_path / "run")[-1]["eval/loss"] == pytest.approx(cut[1]["loss"], rel=2e-6)
     torch.testing.assert_close(exported(tmp_path / "run"), exported(cut[0]), **CLOSE)
+
+
+def test_recomputation_in_bfloat16_changes_no_bit_where_every_rounding_is_done(tmp_path):
+    """XLA leaves out roundings inside of its fusions, and the two programs have other ones."""
+    config = replace(pretrain.TINY, precision="bfloat16", steps=6, warmup_steps=2, log_every=1, runs=str(tmp_path))
+    variables = environment(1, XLA_FLAGS="--xla_allow_excess_precision=false")
+    for name, remat in (("kept", False), ("again", True)):
+        layout = Layout(remat=remat)
+        command = [sys.executable, "-c", SMALL, "tiny", *flags(replace(config, name=name, layout=layout), pretrain.TINY)]
+        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
+        assert result.returncode == 0, result.stderr
+        assert summary(tmp_path / name)["report"]["repeated"] >= 4
+    assert losses(tmp_path / "again") == losses(tmp_path / "kept") and len(losses(tmp_path / "kept")) == 6
+    assert equal(exported(tmp_path / "again"), exported(tmp_path / "kept"))
 
 
 FINE_TUNED = {"model": "fairseq-roberta", "lengths": (16,), "batch_size": 512, "epochs": 1, "save_every": 2}
