@@ -223,8 +223,8 @@ def test_recomputation_in_bfloat16_changes_no_bit_where_every_rounding_is_done(t
     config = replace(pretrain.TINY, precision="bfloat16", steps=6, warmup_steps=2, log_every=1, runs=str(tmp_path))
     variables = environment(1, XLA_FLAGS="--xla_allow_excess_precision=false")
     for name, remat in (("kept", False), ("again", True)):
-        layout = Layout(remat=remat)
-        command = [sys.executable, "-c", SMALL, "tiny", *flags(replace(config, name=name, layout=layout), pretrain.TINY)]
+        given = flags(replace(config, name=name, layout=Layout(remat=remat)), pretrain.TINY)
+        command = [sys.executable, "-c", SMALL, "tiny", *given]
         result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
         assert result.returncode == 0, result.stderr
         assert summary(tmp_path / name)["report"]["repeated"] >= 4
