@@ -37,6 +37,7 @@ ROWS = [
     ("bert --next-sentence --update-every 2 --optimizer lamb", "--mesh data=4,model=2 --shard-state full --remat", 8),
     ("roberta", "--mesh data=1,model=4 --remat", 4),
     ("roberta", "--mesh data=4,model=2 --shard-state optimizer", 8),
+    ("roberta", "--shard-state optimizer", 8),
     ("distilbert", "--mesh data=2,model=2 --shard-state optimizer", 4),
     ("distilbert", "--shard-state full --remat", 8),
     ("xlnet --update-every 2", "--shard-state full", 4),
