@@ -125,8 +125,8 @@ class FittedGELU(torch.autograd.Function):
 class GELU(nn.Module):
     """x * Phi(x) (Hendrycks and Gimpel 2016); for bfloat16 on devices for which a program is compiled by `FittedGELU`.
 
-    The compiler computes an activation again in each product that takes it, and erf is some 40 operations: the code of
-    a feed-forward layer of BERT-base, forward and backward at 32 x 512, is 5.5 million bundles, with tanh 4.6.
+    The compiler computes an activation again in each product that takes it, and erf is some 40 operations. BERT-base on
+    GLUE: 98.1 -> 86.3 million bundles of code (docs/compile.md), 123.9 -> 122.8 million cycles.
     """
 
     def forward(self, x: Tensor) -> Tensor:
