@@ -273,6 +273,18 @@ def dots(module: Module) -> list[Dot]:
     return found
 
 
+def in_regions(module: Module) -> set[str]:
+    """Returns the names of the entry computation's instructions in per-device regions, before compilation: their shapes
+    are those of one device's part."""
+    found: set[int] = set()
+    for instruction in module.entry.instructions:
+        entered = instruction.custom_call_target == "SPMDFullToShardShape"
+        left = instruction.custom_call_target == "SPMDShardToFullShape"
+        if entered or (not left and not found.isdisjoint(instruction.operands)):
+            found.add(instruction.id)
+    return {module.entry.by_id[number].name for number in found}
+
+
 def _narrowest(computation: Computation, value: Instruction) -> str:
     """Returns the element type of a value before it was widened, if it was only widened and moved."""
     found = value.shape.element_type
