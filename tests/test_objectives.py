@@ -33,12 +33,6 @@ EXACT = {"rtol": 1e-5, "atol": 1e-5}  # of numbers of about 1, in float32
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES)
 
 
-@pytest.fixture(autouse=True)
-def several_blocks_of_queries(monkeypatch) -> None:
-    """In XLNet's attention, the last of them not full."""
-    monkeypatch.setattr(xlnet, "QUERIES", 24)
-
-
 @functools.cache
 def rows_of(objective: str) -> MaskedText | PermutedText:
     _, kind, predictions = OBJECTIVES[objective]
