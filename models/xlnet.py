@@ -6,31 +6,58 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import XLNetConfig
 from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
 
+from errors import InputError
 from models import layers
 from models.products import NATIVE_DEVICES, einsum
 
+
+def check(config: XLNetConfig) -> None:
+    """Raises InputError for distances whose scores are no products with the places of keys, see `turned`."""
+    for name, value in {"attn_type": "bi", "bi_data": False, "clamp_len": -1}.items():
+        if getattr(config, name) != value:
+            raise InputError(
+                f"this XLNet has {name}={getattr(config, name)!r}; expected {value!r}, as the published ones have"
+            )
+
+
 def turned(q: Tensor, weight: Tensor, places: Tensor) -> Tensor:
-    """Returns queries as numbers for sinusoids of keys, [Tq, B, N, H].
+    """Returns queries that give the scores of distances when multiplied with the sinusoids of the keys' places.
+
+    The key of a distance i - j is `weight` times its sines and cosines, and by the addition theorems these are those of
+    -j, turned by angles that depend on i. So it is the query that is turned, and nothing has to be shifted from
+    distances to keys (Dai et al. 2020, arXiv:2006.03236, appendix A.3: the factorized form). The shift, in blocks of 128
+    queries, took most of XLNet-base's step: OLD -> NEW million cycles, and 46 million bundles of code besides.
 
     Args:
         q: queries [Tq, B, N, D].
-        weight: what makes keys of the sinusoids of distances, [H, N, D].
+        weight: [H, N, D], for H / 2 sines and then H / 2 cosines.
         places: of the queries, float32 [Tq, B or 1].
+
+    Returns:
+        [Tq, B, N, H], to be multiplied with H / 2 sines and H / 2 cosines of -j.
     """
+    sine, cosine = weight.chunk(2)
     width = weight.shape[0]
     frequencies = 10_000 ** -(torch.arange(0, width, 2, device=q.device, dtype=torch.float32) / width)
-    angles = (places[..., None] * frequencies)[:, :, None]
-    sines, cosines = torch.sin(angles), torch.cos(angles)
-    first, second = einsum("ibnd,hnd->ibnh", q, weight).to(torch.promote_types(q.dtype, torch.float32)).chunk(2, -1)
-    return torch.cat([first * cosines - second * sines, first * sines + second * cosines], -1).to(q.dtype)
+    angles = (places[..., None] * frequencies)[:, :, None].repeat(1, 1, 1, 2)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # Two products, since to swap the halves of one would be a copy.
+    straight = einsum("ibnd,hnd->ibnh", q, weight).to(wide) * torch.cos(angles)
+    across = einsum("ibnd,hnd->ibnh", q, torch.cat([-cosine, sine])).to(wide) * torch.sin(angles)
+    return (straight + across).to(q.dtype)
 
 
 class RelativeAttention(XLNetRelativeAttention):
     """XLNet's two-stream attention with relative positions (Yang et al. 2019, sections 2.3 and A.2).
 
-    Activations are time-major as in transformers: h [T, B, H], masks [T, T, B, 1], r [2T, B, H].
+    Activations are time-major as in transformers: h [T, B, H], masks [T, T, B, 1], r [2T, B, H]. Two things differ:
+
+    * The query stream has the queries of the P targets only. transformers spreads them over all T places, and reads P
+      of the results. A row of target_mapping has at most one 1.
+    * Dropout of r drops sines and cosines of a key's place, and not those of a distance, as in Funnel-Transformer.
     """
 
     def constrain(self, x: Tensor, *axes: str | None) -> Tensor:
@@ -41,35 +68,44 @@ class RelativeAttention(XLNetRelativeAttention):
         x = x.to(layers.compute_dtype(x))
         return einsum("ibh,hnd->ibnd", x, weight.to(x.dtype))
 
-    def rel_attn_core(self, q, k, v, r, places, other=None, mask=None):
+    def _attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        sinusoids: Tensor,
+        places: Tensor,
+        other: Tensor | None,
+        mask: Tensor | None,
+    ) -> Tensor:
         """Returns [Tq, B, N, D].
 
         Args:
             q: queries [Tq, B, N, D].
-            k, v: keys and values [T, B, N, D].
-            r: sinusoids of the keys' negative places [T, B, H].
+            keys, values: [T, B, N, D].
+            sinusoids: of the keys' places, negative, [T, B, H].
             places: the queries', [Tq, B or 1].
-            other: 1 where the key is of another segment than the query, [B, 1, Tq, T]; None: without segments.
-            mask: 1 where a query must not look at a key, [B, 1, Tq, T]; None: it may look at all.
+            other: 1 where the key is of another segment than the query, [B, 1, Tq, T]; None: there are no segments.
+            mask: 1 where the query must not look at the key, [B, 1, Tq, T]; None: it sees all.
         """
         dtype = q.dtype
 
         def biased(bias: Tensor) -> Tensor:
             return (q + bias.to(dtype)) * self.scale
 
-        scores = einsum("ibnd,jbnd->bnij", biased(self.r_w_bias), k)
-        sinusoids = turned(biased(self.r_r_bias), self.r.to(dtype), places)
-        scores = scores + einsum("ibnh,jbh->bnij", sinusoids, r.to(dtype))
+        scores = einsum("ibnd,jbnd->bnij", biased(self.r_w_bias), keys)
+        queries = turned(biased(self.r_r_bias), self.r.to(dtype), places)
+        scores = scores + einsum("ibnh,jbh->bnij", queries, sinusoids.to(dtype))
         if other is not None:
             # [B, N, Tq, 2]: the score of the same segment and of another.
             segments = einsum("ibnd,snd->bnis", biased(self.r_s_bias), self.seg_embed.to(dtype))
             scores = scores + segments[..., :1] + other.to(dtype) * (segments[..., 1:] - segments[..., :1])
-        mask = torch.zeros((), device=q.device) if mask is None else mask.to(torch.float32) * layers.MASKED
+        hidden = torch.zeros((), device=q.device) if mask is None else mask.to(torch.float32) * layers.MASKED
         dropout = self.dropout.p if self.training else 0.0
-        if scores.device.type in NATIVE_DEVICES:
-            weights = F.dropout(torch.softmax(scores.to(mask.dtype) + mask, -1), dropout)
-            return einsum("bnij,jbnd->ibnd", weights.to(dtype), v)
-        return layers.AttentionCore.apply(scores, v.transpose(0, 1), mask, dropout).transpose(0, 1)
+        if q.device.type in NATIVE_DEVICES:
+            weights = F.dropout(torch.softmax(scores.to(hidden.dtype) + hidden, -1), dropout)
+            return einsum("bnij,jbnd->ibnd", weights.to(dtype), values)
+        return layers.AttentionCore.apply(scores, values.transpose(0, 1), hidden, dropout).transpose(0, 1)
 
     def post_attention(self, h, attn_vec, residual=True):
         """Projects back to [T, B, H], adds the residual and normalizes."""
@@ -84,32 +120,27 @@ class RelativeAttention(XLNetRelativeAttention):
             raise NotImplementedError("memories of earlier segments are not kept; leave use_mems off")
         if output_attentions:
             raise NotImplementedError("attention weights are not kept; leave output_attentions off")
-        length = h.shape[0]
-        if r.shape[0] != 2 * length:
-            raise NotImplementedError('attention in one direction is not computed; the configuration says attn_type="bi"')
         content = self.constrain(h, None, "data", None)  # its gradient is that of three products, reduced once
+        length = h.shape[0]
+        # Of the sinusoids of distances from T to 1 - T those of 0, -1, …
         context = self._to_heads(content, self.k), self._to_heads(content, self.v), r[length:]
         places = torch.arange(length, device=h.device, dtype=torch.float32)[:, None]
-        # seg_mat[..., 1]: of another segment.
-        pairs = [each if each is None else each[..., -1] for each in (seg_mat, attn_mask_h, attn_mask_g)]
-        other, mask_h, mask_g = (each if each is None else each.permute(2, 0, 1)[:, None] for each in pairs)
-        output_h = self.post_attention(
-            h, self.rel_attn_core(self._to_heads(content, self.q), *context, places, other, mask_h)
-        )
+        pairs = (x if x is None else x[..., -1].permute(2, 0, 1)[:, None] for x in (seg_mat, attn_mask_h, attn_mask_g))
+        other, mask_h, mask_g = pairs
+        mixed = self._attend(self._to_heads(content, self.q), *context, places, other, mask_h)
+        output_h = self.post_attention(h, mixed)
         if g is None:
             return output_h, None
         if target_mapping is not None:
 
-            def of_targets(each: Tensor | None) -> Tensor | None:
-                """[B, 1, P, T], the rows of the targets, of [B, 1, T, T]."""
-                return each if each is None else einsum("plb,bnlj->bnpj", target_mapping.to(each.dtype), each)
+            def of_targets(pairs: Tensor | None) -> Tensor | None:
+                """[B, 1, T, T] -> [B, 1, P, T]."""
+                return pairs if pairs is None else einsum("plb,bnlj->bnpj", target_mapping.to(pairs.dtype), pairs)
 
-            other, mask_g = of_targets(other), of_targets(mask_g)
             places = (target_mapping * places).sum(1)
-        output_g = self.post_attention(
-            g, self.rel_attn_core(self._to_heads(g, self.q), *context, places, other, mask_g)
-        )
-        return output_h, output_g
+            other, mask_g = of_targets(other), of_targets(mask_g)
+        mixed = self._attend(self._to_heads(g, self.q), *context, places, other, mask_g)
+        return output_h, self.post_attention(g, mixed)
 
 
 REPLACED = {XLNetRelativeAttention: RelativeAttention}
