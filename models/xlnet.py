@@ -41,7 +41,7 @@ def turned(q: Tensor, weight: Tensor, places: Tensor) -> Tensor:
     """
     sine, cosine = weight.chunk(2)
     width = weight.shape[0]
-    frequencies = 10_000 ** -(torch.arange(0, width, 2, device=q.device, dtype=torch.float32) / width)
+    frequencies = 1 / 10_000 ** (torch.arange(0, width, 2, device=q.device, dtype=torch.float32) / width)
     angles = (places[..., None] * frequencies)[:, :, None].repeat(1, 1, 1, 2)
     wide = torch.promote_types(q.dtype, torch.float32)
     # Two products, since to swap the halves of one would be a copy.

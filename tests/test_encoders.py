@@ -211,3 +211,25 @@ def test_gelu_in_bfloat16_is_exact_but_for_rounding_and_in_float32_pytorchs():
     torch.testing.assert_close(found.double(), exact, rtol=rounding, atol=4e-6)
     torch.testing.assert_close(slope.double(), exact_slope, rtol=rounding, atol=8e-6)
     assert torch.equal(ours(x.float()), F.gelu(x.float()))
+
+
+def test_scores_of_xlnets_distances_are_transformers_in_rows_of_published_length():
+    """Without a shift; see `xlnet.turned`."""
+    settings = transformers.XLNetConfig(vocab_size=10, d_model=64, n_layer=1, n_head=2, d_inner=8)
+    length, own = 512, transformers.XLNetModel(settings)
+    q, weight = torch.randn(length, 2, 2, 32), torch.randn(64, 2, 32)
+    sinusoids = own.relative_positional_encoding(length, length, bsz=2)
+    scores = torch.einsum("ibnd,jbnd->bnij", q, torch.einsum("jbh,hnd->jbnd", sinusoids, weight))
+    expected = own.layer[0].rel_attn.rel_shift_bnij(scores, length)
+    turned = xlnet.turned(q, weight, torch.arange(length, dtype=torch.float32)[:, None])
+    found = torch.einsum("ibnh,jbh->bnij", turned, sinusoids[length:])
+    assert expected.std() > 20
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * expected.std().item())
+
+
+def test_an_xlnet_with_other_distances_is_refused():
+    for name, value in (("clamp_len", 8), ("bi_data", True), ("attn_type", "uni")):
+        model = new("xlnet", "language")
+        setattr(model.config, name, value)
+        with pytest.raises(InputError, match=f"{name}={value!r}; expected"):
+            encoders.fast_layers(model)
