@@ -28,8 +28,9 @@ def turned(q: Tensor, weight: Tensor, places: Tensor) -> Tensor:
 
     The key of a distance i - j is `weight` times its sines and cosines, and by the addition theorems these are those of
     -j, turned by angles that depend on i. So it is the query that is turned, and nothing has to be shifted from
-    distances to keys (Dai et al. 2020, arXiv:2006.03236, appendix A.3: the factorized form). The shift, in blocks of 128
-    queries, took most of XLNet-base's step: OLD -> NEW million cycles, and 46 million bundles of code besides.
+    distances to keys (the "factorized" attention of Funnel-Transformer, Dai et al. 2020, arXiv:2006.03236). The shift
+    took much of XLNet-base's step: with it, and with the query stream of all places, 675.6 -> 425.1 million cycles. In
+    bfloat16 the scores' error is 1.1 times that of the shift, in float32 2e-5 of their spread at 512 tokens.
 
     Args:
         q: queries [Tq, B, N, D].
