@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from data.pretraining import MaskedText, PermutedText
 from data.text import SyntheticText
-from models import distilbert, encoders, layers, objectives, permutation, xlnet
+from models import distilbert, encoders, layers, objectives, permutation
 from train.common import device, loading
 
 # Model, kind of the rows, and places for predictions: more than most rows need, so that there are fillers.
