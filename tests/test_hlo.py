@@ -179,14 +179,6 @@ def test_dots_tell_types_precision_and_flops():
     assert (only.lhs, only.precision, only.flops) == ("f32", ("highest", "high"), 2 * 3 * 4 * 8 * 5)
 
 
-def test_products_in_a_per_device_region_are_found():
-    x, half = "f32[4,8]", "f32[2,8]"
-    enter, leave = (m.message(28, name) for name in (b"SPMDFullToShardShape", b"SPMDShardToFullShape"))
-    operations = m.arg(1, 0, x), m.op(2, "custom-call", half, (1,), enter), m.op(3, "negate", half, (2,))
-    operations += m.op(4, "custom-call", x, (3,), leave), m.op(5, "negate", x, (4,))
-    assert analysis.in_regions(entry(*operations)) == {"custom-call.2", "negate.3"}
-
-
 def test_an_operand_that_was_widened_for_a_dot_has_the_type_it_had():
     (only,) = analysis.dots(
         entry(

@@ -30,6 +30,7 @@ from train import glue, pretrain, resnet50, transformer
 from train.common import accumulate, checkpoint, device, loading, sharding
 from train.common.cli import Layout
 from train.common.sharding import gather
+from train.common.watch import _flops
 from train.common.xla import backend
 from train.common.xla.recompute import again
 
@@ -143,15 +144,18 @@ def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight
 def test_a_head_of_words_that_the_devices_do_not_divide_reduce_scatters_its_gradient(mesh):
     model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7))
     model[1].weight = model[0].weight
-    ids = torch.arange(24).reshape(4, 6) % 7
+    ids, mixing = torch.arange(24).reshape(4, 6) % 7, torch.eye(7)
 
     def gradients(ids: torch.Tensor) -> tuple:
-        return torch.autograd.grad(model(ids).square().sum(), [*model.parameters()])
+        return torch.autograd.grad((model(ids) @ mixing.to(ids.device)).square().sum(), [*model.parameters()])
 
     expected = gradients(ids)
     device.to_device(model, sharding.arranged(mesh, FULL))
     found = gradients(ids.to(mesh.device))
     assert torch_xla._XLAC._get_xla_tensors_hlo(found).count(" reduce-scatter(") == 1
+    program = torch_xla._XLAC._get_xla_tensors_hlo_proto(found)
+    products = 3 * 8 * 7 + 2 * 7 * 7  # of a token: the head's, in a per-device region; and those behind it
+    assert _flops.count(program, mesh.num_devices) == 2 * ids.numel() * products
     torch.testing.assert_close([each.cpu() for each in found], [*expected], rtol=1e-5, atol=1e-5)
 
 

@@ -6,6 +6,7 @@ uncounted(module)                  [Timed] of the operations that have no estima
 with_code(module, names)           [Timed] of the operations of these names, whether or not they have one; cycles are 0
 collectives(module)                [Collective], wherever they are; asynchronous pairs once
 dots(module)                       [Dot]: every matmul and convolution, with the types of its operands
+product_flops(module, devices)     [int | None]: flops of each of them in a step before compilation, on all devices
 copies(module) -> Copies           copies and transposes of the entry computation: .instructions .bytes .cycles
 largest_buffers(module, count)     [Instruction] of the entry computation with the largest results in HBM
 custom_calls(module)               {target: number of calls in the module}
@@ -283,6 +284,13 @@ def in_regions(module: Module) -> set[str]:
         if entered or (not left and not found.isdisjoint(instruction.operands)):
             found.add(instruction.id)
     return {module.entry.by_id[number].name for number in found}
+
+
+def product_flops(module: Module, devices: int) -> list[int | None]:
+    """Returns the flops of each matmul and convolution in a step, before compilation, on all devices together; None
+    where they are too involved to count."""
+    regions = in_regions(module)
+    return [dot.flops and dot.flops * dot.times * (devices if dot.name in regions else 1) for dot in dots(module)]
 
 
 def _narrowest(computation: Computation, value: Instruction) -> str:

@@ -20,11 +20,6 @@ def figures(
     module, before = hlo.parse(program.optimized), hlo.parse(staged.module)
     memory, cost = program.memory, program.cost
     copies, products = analysis.copies(module), analysis.dots(before)
-    regions, devices = analysis.in_regions(before), module.num_partitions or 1
-
-    def of_all_devices(dot: analysis.Dot) -> int:
-        return (dot.flops or 0) * dot.times * (devices if dot.name in regions else 1)
-
     roofline = {
         "flops": cost.flops / generation.peak_flops,
         "bytes": cost.bytes_accessed / generation.hbm_bytes_per_second,
@@ -45,7 +40,7 @@ def figures(
         "host_transfers": len(analysis.host_transfers(module)),
         "float32_products": len([dot for dot in products if "f32" in (dot.lhs, dot.rhs)]),
         "products": len(products),
-        "product_flops": sum(map(of_all_devices, products)),
+        "product_flops": sum(filter(None, analysis.product_flops(before, module.num_partitions or 1))),
     }
     if effort == "full":
         cycles = analysis.entry_cycles(module)

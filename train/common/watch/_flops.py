@@ -23,6 +23,7 @@ class Flops(contextlib.AbstractContextManager):
         known = mesh.spmd is not None and mesh.strict and importlib.util.find_spec("tpu")
         self.done: int | None = 0 if known else None
         self.counts = False
+        self._devices = mesh.num_devices
         self._programs: dict[bytes, int | None] = {}
         self._patches = contextlib.ExitStack()
 
@@ -48,7 +49,7 @@ class Flops(contextlib.AbstractContextManager):
             if graph not in self._programs:
                 self._programs[graph] = None
                 with contextlib.suppress(Exception):  # a figure that cannot be had must not end a run
-                    self._programs[graph] = count(xla._get_xla_tensors_hlo_proto(tensors))
+                    self._programs[graph] = count(xla._get_xla_tensors_hlo_proto(tensors), self._devices)
             return graph
 
         return get_graph_hash
@@ -63,9 +64,9 @@ class Flops(contextlib.AbstractContextManager):
         return start
 
 
-def count(module: bytes) -> int | None:
-    """Returns the flops of a serialized HloModuleProto, or None where a product is in a loop of unknown length, or too
-    involved to count."""
+def count(module: bytes, devices: int) -> int | None:
+    """Returns the flops of a serialized HloModuleProto on all devices together, or None where a product is in a loop of
+    unknown length, or too involved to count."""
     from tpu.compiler import analysis, hlo
 
     parsed = hlo.parse(module)
@@ -76,7 +77,7 @@ def count(module: bytes) -> int | None:
 
     every = [each for computation in parsed.computations.values() for each in computation.instructions]
     unknown = any(each.opcode == "while" and not each.trip_count and multiplies(each.called) for each in every)
-    flops = [dot.flops and dot.flops * dot.times for dot in analysis.dots(parsed)]
+    flops = analysis.product_flops(parsed, devices)
     return None if unknown or None in flops else sum(flops)
 
 
