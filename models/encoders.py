@@ -144,11 +144,8 @@ def fast_layers(model: PreTrainedModel) -> PreTrainedModel:
     Attention is replaced in encoders that go through transformers' AttentionInterface (BERT, RoBERTa, DistilBERT,
     ELECTRA, …) and in XLNet. Any other encoder keeps its attention.
     """
-    replaced = REPLACED
-    if model.config.model_type == "xlnet":
-        xlnet = own_module("xlnet")
-        xlnet.check(model.config)
-        replaced = REPLACED | xlnet.REPLACED
+    xlnet = model.config.model_type == "xlnet"
+    replaced = REPLACED | own_module("xlnet").replaced(model.config) if xlnet else REPLACED
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) in replaced:

@@ -14,15 +14,6 @@ from models import layers
 from models.products import NATIVE_DEVICES, einsum
 
 
-def check(config: XLNetConfig) -> None:
-    """Raises InputError for distances whose scores are no products with the places of keys, see `turned`."""
-    for name, value in {"attn_type": "bi", "bi_data": False, "clamp_len": -1}.items():
-        if getattr(config, name) != value:
-            raise InputError(
-                f"this XLNet has {name}={getattr(config, name)!r}; expected {value!r}, as the published ones have"
-            )
-
-
 def turned(q: Tensor, weight: Tensor, places: Tensor) -> Tensor:
     """Returns queries that give the scores of distances when multiplied with the sinusoids of the keys' places.
 
@@ -145,3 +136,13 @@ class RelativeAttention(XLNetRelativeAttention):
 
 
 REPLACED = {XLNetRelativeAttention: RelativeAttention}
+
+
+def replaced(config: XLNetConfig) -> dict:
+    """Returns REPLACED; raises InputError for distances whose scores `turned` does not give."""
+    for name, value in {"attn_type": "bi", "bi_data": False, "clamp_len": -1}.items():
+        if getattr(config, name) != value:
+            raise InputError(
+                f"this XLNet has {name}={getattr(config, name)!r}; expected {value!r}, as the published ones have"
+            )
+    return REPLACED
