@@ -270,7 +270,8 @@ def test_a_run_goes_on_under_another_layout(script, changes, name, layouts, tmp_
 @pytest.mark.parametrize(
     ("script", "flags", "pattern"),
     [
-        (pretrain, "--mesh data=3", "--mesh data=3 is for 3 devices.*there are 4.*data=2,model=2"),
+        (pretrain, "--mesh data=3", "--mesh data=3 is for 3 devices.*there are 4.*: leave it out for data=4$"),
+        (pretrain, "--mesh model=3", "--mesh model=3 is for 3 devices.*there are 4.*data=2,model=2"),
         (pretrain, "--mesh data=2,rows=2", "'rows=2'.*data and model"),
         (pretrain, "--mesh model=2,model=2", "'model=2'.*each once"),
         (pretrain, "--mesh data=2,model=٢", "model=٢.*at least 1"),

@@ -74,6 +74,8 @@ def parse(text: str, devices: int) -> dict[str, int]:
             )
         axes[name] = int(size)
     if math.prod(axes.values()) != devices:
+        if "model" not in axes:  # not every model can be cut over it
+            example = f"leave it out for data={devices}"
         raise InputError(
             f"--mesh {text} is for {math.prod(axes.values())} devices, and there are {devices}; sizes multiply to "
             f"their number: {example}"
