@@ -214,7 +214,6 @@ def test_gelu_in_bfloat16_is_exact_but_for_rounding_and_in_float32_pytorchs():
 
 
 def test_scores_of_xlnets_distances_are_transformers_in_rows_of_published_length():
-    """Without a shift; see `xlnet.turned`."""
     settings = transformers.XLNetConfig(vocab_size=10, d_model=64, n_layer=1, n_head=2, d_inner=8)
     length, own = 512, transformers.XLNetModel(settings)
     q, weight = torch.randn(length, 2, 2, 32), torch.randn(64, 2, 32)
