@@ -1,6 +1,7 @@
 """Loops on the device (train/common/xla/while_loop.py) beside the same loop in Python on the CPU."""
 
 import copy
+import gc
 import itertools
 from functools import partial
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from train.common import device
 from train.common.xla import backend as xla
+from train.common.xla import replay
 from train.common.xla.while_loop import WhileLoop
 
 LIMITS = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -156,3 +158,18 @@ def test_a_loop_whose_body_changes_its_state_is_refused(mesh, change, words):
     with pytest.raises(ValueError, match=f"must keep names, shapes and types: {words}"):
         loop(*on_device)
     assert model.embedding.weight is weight is model.head.weight  # the stand-ins are gone
+
+
+def test_no_tensor_gets_the_handle_of_a_loops_constant(mesh):
+    """A strict step would take it for one. torch_xla itself keeps the newest 128 numbers of Python only."""
+    constants, x = set(replay.fixed), torch.zeros((), device=mesh.device)
+    for number in range(12 * 150):
+        x = x * (1 + number * 1e-5)
+        if number % 150 == 149:
+            torch_xla.sync()
+            gc.collect()
+            others = [torch.randn(8, 6).to(mesh.device) for _ in range(300)]
+            for other in others:
+                device.annotate(other, mesh.spmd, ("data", None))
+            torch_xla.sync()
+            assert constants and constants.isdisjoint(torch_xla._XLAC._get_tensors_handle(others))

@@ -35,8 +35,7 @@ def trainers(group: int) -> list[int]:
 
 def main() -> int:
     """Returns the trainer's exit code, once nothing of it is left."""
-    make = subprocess.Popen(["make", "train", *sys.argv[1:]], stderr=subprocess.PIPE, start_new_session=True)
-    end = b""
+    make, early, end = None, [], b""
 
     def copy() -> None:
         nonlocal end
@@ -46,14 +45,20 @@ def main() -> int:
                 piece = piece[os.write(STDERR, piece) :]
 
     def forward(number: int, _frame: Any) -> None:
+        if make is None:
+            early.append(number)
+            return
         for pid in trainers(make.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    copying = threading.Thread(target=copy, daemon=True)
-    copying.start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, forward)
+    make = subprocess.Popen(["make", "train", *sys.argv[1:]], stderr=subprocess.PIPE, start_new_session=True)
+    for number in early:
+        forward(number, None)
+    copying = threading.Thread(target=copy, daemon=True)
+    copying.start()
     status = make.wait()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(make.pid, signal.SIGKILL)  # a loader's process whose trainer was killed would hold the pipe open

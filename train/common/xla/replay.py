@@ -22,7 +22,7 @@ from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
 _XLAC = torch_xla._XLAC
 
-fixed: set[int] = set()  # handles of data that nothing ever changes, and that lives as long as the process
+fixed: dict[int, Tensor] = {}  # what nothing ever changes, by its handle; kept, or another tensor could get the handle
 
 
 class NotRepeatable(Exception):

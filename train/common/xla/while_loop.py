@@ -79,7 +79,7 @@ def lowered(results: list[Tensor], operands: list[Tensor]) -> tuple[Any, list[in
             constants.append(parameters[number])
         arguments.append(place[handle])
     if constants:
-        replay.fixed.update(torch_xla._XLAC._get_tensors_handle(constants))
+        replay.fixed.update(zip(torch_xla._XLAC._get_tensors_handle(constants), constants, strict=True))
     return xb.computation_from_module_proto("body", context.hlo()), arguments, constants
 
 
