@@ -59,8 +59,8 @@ def test_the_entry_ends_as_the_trainer_does(tmp_path):
                 entry.terminate()
             out, err = entry.communicate(timeout=30)
         assert entry.returncode == code and err.startswith("a b\n") and out == "saved\n" * (code == STOPPED)
-    early = "import os, subprocess; from tpu import entry; Popen = subprocess.Popen; subprocess.Popen = lambda *a, **k: "
-    early += "(Popen(*a, **k), os.kill(os.getpid(), 15))[0]; raise SystemExit(entry.main())"  # SIGTERM at the start
+    early = "import os, subprocess as s; from tpu import entry; start = s.Popen; "  # SIGTERM as make starts
+    early += "s.Popen = lambda *a, **k: (start(*a, **k), os.kill(os.getpid(), 15))[0]; raise SystemExit(entry.main())"
     command = [sys.executable, "-c", early]
     assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=8).returncode == STOPPED
 
