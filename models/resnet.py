@@ -178,8 +178,8 @@ def resnet(name: str, num_classes: int = 1000, norm_groups: int = 1) -> ResNet:
 
 
 class Normalize(nn.Module):
-    """Maps uint8 images [B, 3, H, W] to float32, with the mean and standard deviation of each channel (0..255). Its
-    constants are buffers: a tensor created in the step would be sent to the device in every step."""
+    """Maps uint8 images [B, H, W, 3] to float32 [B, 3, H, W], with the mean and standard deviation of each channel
+    (0..255). Its constants are buffers: a tensor created in the step would be sent to the device in every step."""
 
     def __init__(self, mean: tuple[float, float, float], std: tuple[float, float, float]):
         super().__init__()
@@ -187,7 +187,7 @@ class Normalize(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(3, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        return (images.float() - self.mean) / self.std
+        return (images.permute(0, 3, 1, 2).float() - self.mean) / self.std
 
 
 def load_weights(model: ResNet, weights: dict[str, Tensor], path: str) -> None:

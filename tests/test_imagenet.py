@@ -113,9 +113,9 @@ def test_crops_are_those_that_torchvision_draws_with_the_same_random_numbers(hei
 
 
 def assert_same_but_for_rounding(ours: np.ndarray, theirs: Image.Image, size: int) -> None:
-    difference = np.abs(ours.astype(int) - np.asarray(theirs).transpose(2, 0, 1))
+    difference = np.abs(ours.astype(int) - np.asarray(theirs))
     assert difference.max() <= 1 and difference.mean() < 0.05
-    assert ours.flags.c_contiguous and ours.dtype == np.uint8 and ours.shape == (3, size, size)
+    assert ours.flags.c_contiguous and ours.dtype == np.uint8 and ours.shape == (size, size, 3)
 
 
 @pytest.mark.parametrize("height,width", [(300, 400), (411, 260), (64, 64), (23, 31), (30, 200)])
@@ -161,7 +161,7 @@ def test_equal_seed_epoch_and_index_give_equal_bytes_and_another_epoch_other_one
             changed = first["image"] != dataset.example(index, generator(4, index))["image"]
             assert changed.mean() > 0.5 if split == "train" else not changed.any()
             assert set(first) == {"image", "label"} and first["image"].flags.c_contiguous
-            assert (first["image"].dtype, first["image"].shape) == (np.uint8, (3, 32, 32))
+            assert (first["image"].dtype, first["image"].shape) == (np.uint8, (32, 32, 3))
             assert isinstance(first["label"], np.int64) and first["label"] == label
 
 
@@ -246,7 +246,7 @@ def test_a_broken_file_in_evaluation_is_masked_by_its_label(tree):
         examples = skipping(tree, "eval", range(4))
     found = [(int(example["label"]), int(example["skipped"])) for example in examples]
     assert found == [(0, 0), (0, 0), (-1, 1), (1, 0)] and isinstance(examples[2]["label"], np.int64)
-    assert examples[2]["image"].shape == (3, 16, 16) and examples[2]["image"].flags.c_contiguous
+    assert examples[2]["image"].shape == (16, 16, 3) and examples[2]["image"].flags.c_contiguous
 
 
 @pytest.mark.filterwarnings("ignore:skipped")

@@ -117,7 +117,7 @@ def test_norm_in_bfloat16_is_no_further_from_float64_than_torchs():
 
 def test_normalize_equals_torchvisions():
     mean, std = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-    images = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
+    images = torch.randint(0, 256, (2, 4, 5, 3), dtype=torch.uint8)
     of_one = ([value / 255 for value in values] for values in (mean, std))
-    expected = torchvision.transforms.functional.normalize(images / 255, *of_one)
+    expected = torchvision.transforms.functional.normalize(images.permute(0, 3, 1, 2) / 255, *of_one)
     torch.testing.assert_close(resnet.Normalize(mean, std)(images), expected, rtol=1e-5, atol=1e-5)

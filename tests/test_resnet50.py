@@ -80,7 +80,7 @@ class Ten:
         return 10
 
     def example(self, index, rng):
-        return {"image": np.full((3, 32, 32), index, np.uint8), "label": np.int64(-1 if index == 7 else index % 3)}
+        return {"image": np.full((32, 32, 3), index, np.uint8), "label": np.int64(-1 if index == 7 else index % 3)}
 
 
 class ByPixel(torch.nn.Module):

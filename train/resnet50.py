@@ -131,7 +131,7 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
 
 
 def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
-    """Returns mean loss and accuracy of batch["image"] [B, 3, H, W] uint8 and batch["label"] [B], or of their part."""
+    """Returns mean loss and accuracy of batch["image"] [B, H, W, 3] uint8 and batch["label"] [B], or of their part."""
     with mesh.autocast():
         logits = state.model(state.normalize(batch["image"]))
     logits = logits.float()

@@ -79,7 +79,7 @@ def images(config: resnet50.Config, mesh: device.Mesh, script: Any = resnet50) -
 def image_batch(config: resnet50.Config, mesh: device.Mesh) -> dict:
     """Returns a batch of data/imagenet.py."""
     size, count = config.image_size, config.batch_size
-    return staging.inputs({"image": ((count, 3, size, size), U8), "label": ((count,), I64)}, mesh)
+    return staging.inputs({"image": ((count, size, size, 3), U8), "label": ((count,), I64)}, mesh)
 
 
 # Of the encoders that RECIPES of train/glue.py name: what their config.json on the hub has.

@@ -4,7 +4,7 @@ The script's own `build` and `train_step` make the step, with a mesh of as many 
 
     mesh = staging.setup(8, "TPU v5 lite", "bfloat16")
     state = script.build(config, data, mesh)                       # on the meta device: shapes, no numbers
-    batch = staging.inputs({"image": ((1024, 3, 224, 224), torch.uint8)}, mesh)
+    batch = staging.inputs({"image": ((1024, 224, 224, 3), torch.uint8)}, mesh)
     program = staging.stage(script.train_step, state, batch, config, mesh)
 
 A process stages for one number of devices, and trains nothing.
