@@ -15,6 +15,7 @@ Ratios are taken within a round, and their median is printed. Run it on a machin
 """
 
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -161,7 +162,7 @@ def main(options: Options) -> dict[str, list[float]]:
     with pool:
         rates = measure(
             {
-                "ours, host": lambda: consume(ours),
+                "ours, host": lambda: consume(itertools.starmap(ours.dataset.received, ours)),
                 "ours, device": to_device,
                 "reference": lambda: consume(reference),
                 "limit, our decode and resize": lambda: limit(pillow=False),

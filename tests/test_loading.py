@@ -209,15 +209,18 @@ def test_batches_lie_in_parts_on_the_devices_and_do_not_change_any_more(mesh, wo
         assert torch.equal(batch["image"].cpu(), numbers[..., None, None].expand(8, 3, 128, 128).byte())
 
 
-def test_shared_memory_does_not_grow_with_the_batches(monkeypatch):
-    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
-    examples = loading._Examples(SENTENCES, 0, masked=False, collate=loading.as_tensors)
-    sizes = []
-    for epoch in range(40):
-        for indices, lengths in PLAN.epoch(np.random.default_rng(epoch)):
-            examples[epoch, indices, lengths]
-        sizes.append(len(examples.shared))
-    assert sizes[-4] == sizes[-1] <= (loading.PREFETCH + 1) * len(SHAPES) * 3  # tokens, index, mask
+def test_a_worker_uses_its_memory_in_turns_and_sends_it_where_it_grew(monkeypatch):
+    worker, parent = (loading._Examples(SENTENCES, 0, False, loading.as_tensors) for _ in range(2))
+    keys = [(0, *key) for epoch in range(40) for key in PLAN.epoch(np.random.default_rng(epoch))]
+    made, held, grown = [worker[key] for key in keys], [], 0
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: type("Worker", (), {"id": 3}))
+    for number, key in enumerate(keys):
+        sent = worker[key]
+        held.append(parent.received(*sent))
+        grown += sent[-1] is not None
+        start = max(0, number - loading.PREFETCH)
+        assert equal(made[start : number + 1], held[start:]), number
+    assert 1 <= grown <= len(SHAPES)
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------

@@ -17,11 +17,7 @@ _waiting: list[Callable[[], None]] = []  # for the next step
 
 
 def setup(precision: str, strict: bool, kind: str) -> Mesh:
-    """Returns the mesh of one device.
-
-    Raises:
-        InputError: there is no such device, or the environment asks for more than one.
-    """
+    """Returns the mesh of one device; raises InputError where it is not there, or the environment asks for more."""
     for variable in ("CPU_NUM_DEVICES", "WORLD_SIZE"):  # of XLA's CPU backend; of torchrun
         if os.environ.get(variable, "1") not in ("", "1"):
             count = f"{variable} is {os.environ[variable]}"

@@ -50,9 +50,7 @@ class Run:
     tell = staticmethod(lambda event, *facts: {})  # calls what watches a training
     watch = staticmethod(lambda run: contextlib.nullcontext(run.tell))  # train/common/watch, where it is, replaces it
 
-    def __init__(
-        self, config, mesh, *, name: str, headline: str, total_steps: int, free=(), required=(), unit="examples"
-    ):
+    def __init__(self, config, mesh, *, name: str, headline: str, total_steps, free=(), required=(), unit="examples"):
         self.mesh, self.total_steps, self._unit, self._main = mesh, total_steps, unit, mesh.main_process
         trial = "; this is a trial, for real training see --help" if config.data == "synthetic" else ""
         self.message(f"{headline} on {mesh.num_devices} {mesh.kind} device(s){trial}")
@@ -192,7 +190,7 @@ class Run:
                     "lower --lr or a longer warm-up, and look for bad values in the data"
                 )
         if self._main:
-            self._metrics.write(step, {key: _finite(value) for key, value in values.items()}, timing)
+            self._metrics.write(step, values, timing)
             self.message("  ".join([f"step {step:>5}/{self.total_steps}", *words]))
         self.tell("line", step, values, timing)
 
@@ -224,7 +222,7 @@ class Run:
             "name": self.name,
             "finished_at": now(),
             "steps": self.folder.last_step,
-            "metrics": {key: _finite(value) for key, value in metrics.items()},
+            "metrics": {key: value if math.isfinite(value) else None for key, value in metrics.items()},
             "elapsed_seconds": clock["elapsed"],
             "training_seconds": clock["training"],
             per_second: statistics.median(rates) if rates else None,
@@ -323,9 +321,10 @@ class _Metrics:
             self._file = open(path, mode)  # noqa: SIM115
             self._events = SummaryWriter(f"{self.folder.local}/tb", purge_step=purge_step)
 
-    def write(self, step: int, values: dict[str, float | None], timing: dict[str, float]) -> None:
+    def write(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
         if self._file is None:
             self._open("xb")
+        values = {key: value if math.isfinite(value) else None for key, value in values.items()}  # JSON has no NaN
         with self.folder.writing("metrics.jsonl"):
             self._file.write(to_json({"step": step, **values, "timing": timing}) + b"\n")
             self._file.flush()
@@ -378,8 +377,3 @@ def format_number(value: float | None) -> str:
     if value == 0 or 1e-3 <= abs(value) < 100:
         return f"{value:.4f}"
     return f"{value:.0f}" if 100 <= abs(value) < 1e7 else f"{value:.2e}"
-
-
-def _finite(value: float) -> float | None:
-    """Returns None for NaN and infinity, which JSON does not have."""
-    return value if math.isfinite(value) else None

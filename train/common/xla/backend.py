@@ -188,9 +188,7 @@ class CompiledStep:
             Gradients must not outlive it (`zero_grad(set_to_none=True)`): live tensors are outputs of the graph.
     """
 
-    def __init__(
-        self, step_fn: Callable, strict: bool, report: GraphReport, max_graphs: int = 1, check_every: int = 1000
-    ):
+    def __init__(self, step_fn: Callable, strict: bool, report: GraphReport, max_graphs=1, check_every=1000):
         self.name = getattr(step_fn, "__name__", "step")
         self._step_fn, self._strict, self._report = step_fn, strict, report
         self._max_graphs, self._check_every = max_graphs, check_every

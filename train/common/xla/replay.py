@@ -192,21 +192,19 @@ class Trace:
         self._newest = _XLAC._xla_get_tensor_id(torch.zeros((), device=torch_xla.device()))
         self._probes = [0.6180339 + 0.0113 * (again % 7) + 0.1307 * number for number in range(len(arguments.groups))]
 
-    def _set_rates(self, rates: list[float]) -> None:
-        for group, rate in zip(self.arguments.groups, rates, strict=True):
-            group["lr"] = rate
-
     def start(self, step: Callable[[Sequence[Any]], Any]) -> tuple[Program, Any]:
         """Calls `step` with the arguments and the probes as learning rates, compiles its program (if it is not yet) and
         starts it; returns the program and the step's result, or raises NotRepeatable."""
         rates, set_seed = [group["lr"] for group in self.arguments.groups], _XLAC._xla_set_rng_seed
         try:
-            self._set_rates(self._probes)
+            for group, probe in zip(self.arguments.groups, self._probes, strict=True):
+                group["lr"] = probe
             _XLAC._xla_set_rng_seed = _refuse_seed
             # Nobody else may hold the results: what they are views of must be free when they are taken one by one.
             results, structure = pytree.tree_flatten(step(self.args))
         finally:
-            self._set_rates(rates)
+            for group, rate in zip(self.arguments.groups, rates, strict=True):
+                group["lr"] = rate
             _XLAC._xla_set_rng_seed = set_seed
         tensors = self.arguments.tensors
         if Arguments(self.args).facts != self.arguments.facts:
