@@ -58,7 +58,7 @@ def our_loader(options: Options, mesh: device.Mesh, workers: int) -> DataLoader:
     """The DataLoader inside `loading.parallel_loader`, for one host, with workers that stay between the rounds."""
     dataset = imagenet.open_imagenet(options.data, "train", options.image_size)
     keys = list(loading._batches(len(dataset), options.batch_size, 0, 0, options.batches, "examples"))
-    examples = loading._Examples(dataset, seed=0, masked=False, collate=loading.stack)
+    examples = loading._Examples(dataset, seed=0, masked=False, collate=loading.as_tensors)
     return loading.data_loader(examples, keys, workers, persistent_workers=True)
 
 

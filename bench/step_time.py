@@ -66,7 +66,7 @@ def make(contender: str, options: Options, mesh: device.Mesh) -> Callable[[int],
             batch = next(loader)
         step = device.compiled(train_step, mesh)
     else:
-        batch = loading.stack([data.example(index, None) for index in range(batch_size)])
+        batch = loading.as_tensors([data.example(index, None) for index in range(batch_size)])
         model = resnet(options.model, CLASSES)
         if contender != "ours, eager":
             weights, model = model.state_dict(), eager_model(options.model, CLASSES)

@@ -257,10 +257,10 @@ def assert_gone(threads: set, processes: set) -> None:
 SHORT = "batch['index'] has shape [7]; its first dimension must be the 8 examples that this host loads"
 # How example 17 fails, or else the collate; the error, and what its text and traceback have.
 ERRORS = {
-    "example": ("raise", None, KeyError, ("no picture 17", "decode_the_broken_one")),
-    "input": ("input", None, InputError, ("picture 17 cannot be decoded; remove it",)),
-    "StopIteration": ("stop", None, RuntimeError, ("StopIteration",)),
-    "short": ("", lambda examples: loading.stack(examples[1:]), ValueError, (SHORT,)),
+    "example": ("raise", loading.as_tensors, KeyError, ("no picture 17", "decode_the_broken_one")),
+    "input": ("input", loading.as_tensors, InputError, ("picture 17 cannot be decoded; remove it",)),
+    "StopIteration": ("stop", loading.as_tensors, RuntimeError, ("StopIteration",)),
+    "short": ("", lambda examples: loading.as_tensors(examples[1:]), ValueError, (SHORT,)),
     "scalar": ("", lambda examples: {"total": torch.zeros(())}, ValueError, ("batch['total'] has shape []",)),
 }
 
@@ -370,7 +370,7 @@ def test_workers_start_from_a_clean_process_one_per_core(mesh, monkeypatch):
     assert loading._worker_context(Numbers(1)).get_start_method() == "forkserver"
     monkeypatch.setattr(loading, "DataLoader", lambda examples, **options: options)
     cores = len(os.sched_getaffinity(0))
-    examples = loading._Examples(Numbers(1), 0, masked=False, collate=loading.stack)
+    examples = loading._Examples(Numbers(1), 0, masked=False, collate=loading.as_tensors)
     assert [loading.data_loader(examples, [], workers)["num_workers"] for workers in (-1, 3)] == [cores, 3]
 
 

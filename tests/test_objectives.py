@@ -44,7 +44,7 @@ def rows_of(objective: str) -> MaskedText | PermutedText:
 
 
 def batch_of(objective: str) -> dict[str, Tensor]:
-    batch = loading.stack([rows_of(objective).example(row, np.random.default_rng(row)) for row in range(ROWS)])
+    batch = loading.as_tensors([rows_of(objective).example(row, np.random.default_rng(row)) for row in range(ROWS)])
     assert 0 < batch["weights"].mean() < 1 and 0 < batch["attention_mask"].float().mean() < 1
     return batch
 

@@ -33,7 +33,7 @@ def fairseq(tmp_path_factory):
 def guess(config) -> float:
     """Accuracy of always naming the commonest token."""
     valid_set = pretrain.open_data(pretrain.validate(config)).eval
-    batch = loading.stack([valid_set.example(row, np.random.default_rng(row)) for row in range(len(valid_set))])
+    batch = loading.as_tensors([valid_set.example(row, np.random.default_rng(row)) for row in range(len(valid_set))])
     return batch["labels"][batch["weights"] > 0].bincount().max().item() / batch["weights"].sum().item()
 
 
@@ -87,7 +87,7 @@ def test_an_update_is_the_mean_of_its_parts_clipped(mesh, monkeypatch):
     config = replace(pretrain.TINY, update_every=2)
     monkeypatch.setitem(pretrain.RECIPES, "bert", pretrain.RECIPES["bert"]._replace(clip=0.125))
     data = pretrain.open_data(config)
-    batch = loading.stack([data.train.example(row, np.random.default_rng(row)) for row in range(8)])
+    batch = loading.as_tensors([data.train.example(row, np.random.default_rng(row)) for row in range(8)])
     new = data.model.eval()  # no dropout
     one, two = copy.deepcopy(new), copy.deepcopy(new)
     states = [pretrain.State(model, None, torch.optim.SGD(model.parameters(), 1.0)) for model in (one, two)]

@@ -169,7 +169,7 @@ def test_recomputation_on_plain_pytorch_changes_no_bit_either():
     config = pretrain.validate(pretrain.TINY)
     data, found = pretrain.open_data(config), []
     model = encoders.fast_layers(data.model)
-    batch = loading.stack([data.train.example(row, np.random.default_rng(row)) for row in range(8)])
+    batch = loading.as_tensors([data.train.example(row, np.random.default_rng(row)) for row in range(8)])
     for remat in (False, True):
         if remat:
             sharding.arranged(CPU, Layout(remat=True)).layers.arrange(model, partition.rules)
@@ -354,13 +354,15 @@ def test_no_host_holds_a_state_twice(mesh, tmp_path):
     assert 0.9 < saving < 1.5 and 0.9 < reading < 1.5 and loading < 0.2, (saving, reading, loading)
 
 
-def test_a_cut_state_asks_the_tpus_compiler_for_reduce_scatters_before_it_is_loaded(mesh, monkeypatch):
-    given, seen = "--a=b --xla_tpu_enable_reduce_scatter_legalizer=false", []
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
-    monkeypatch.setattr(backend, "setup", lambda *_: seen.append(os.environ["LIBTPU_INIT_ARGS"]) or mesh)
+def test_the_tpus_compiler_is_asked_for_fusions_and_a_cut_states_reduce_scatters_before_it_is_loaded(mesh, monkeypatch):
+    given = "--a=b --xla_tpu_enable_reduce_scatter_legalizer=false --xla_tpu_input_conv_multi_users=false"
+    fusions, seen = " ".join(backend.FUSIONS.split()[1:]), []
+    monkeypatch.setattr(backend.xr, "device_type", lambda: seen.append(os.environ["LIBTPU_INIT_ARGS"]))
     for layout in (TWO, FULL):
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
         device.setup(0, layout=layout)
-    assert seen == [given, f"{given} --xla_tpu_enable_windowed_einsum_for_reduce_scatter=false"]
+    ours = f"--xla_tpu_enable_windowed_einsum_for_reduce_scatter=false {fusions}"
+    assert seen == [f"{given} {fusions}", f"{given} {ours}"]
 
 
 def test_on_a_pod_batches_come_cut_over_all_devices(mesh):

@@ -87,7 +87,7 @@ def setup(seed: int, precision="bfloat16", strict=True, kind="xla", layout: Layo
             raise InputError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
     flags = "--mesh, --shard-state or --remat"
     if spread := layout != WHOLE and optional_module("train.common.sharding", flags, "WITH=sharding"):
-        spread.ask_for_reduce_scatters(layout)
+        spread.ask_for_reduce_scatters(layout, kind)
     mesh = choose_backend(kind).setup(precision, strict, kind)
     random.seed(seed)
     np.random.seed(seed % 2**32)

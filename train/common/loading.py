@@ -50,13 +50,10 @@ class Dataset(Protocol):
     def example(self, index: int, rng: np.random.Generator) -> dict[str, Any]: ...
 
 
-def stack(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stacks each entry to a tensor [batch, ...]: the default collate of data sets that have `example`."""
-    return {key: torch.from_numpy(np.stack([example[key] for example in examples])) for key in examples[0]}
-
-
-def as_tensors(batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """Turns arrays into tensors: the default collate of data sets that have `batch`."""
+def as_tensors(batch: list[dict[str, Any]] | dict[str, np.ndarray]) -> dict[str, Tensor]:
+    """Makes tensors [batch, ...] of a list of examples, or of the arrays that a data set's `batch` returns."""
+    if isinstance(batch, list):
+        batch = {key: np.stack([example[key] for example in batch]) for key in batch[0]}
     return {key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in batch.items()}
 
 
@@ -155,7 +152,7 @@ def parallel_loader(
     stop: int | None = None,
     parts: int = 1,
     shuffle: Literal["examples", "batches"] = "examples",
-    collate: Callable[[Any], dict[str, Tensor]] | None = None,
+    collate: Callable[[Any], dict[str, Tensor]] = as_tensors,
     workers: int = 0,
 ) -> Loader:
     """Loads `dataset` in batches onto the mesh, each in `parts` of equal size, one after the other.
@@ -188,7 +185,6 @@ def parallel_loader(
         (epoch, part[mesh.rows(len(part))], *size) for epoch, rows, *size in batches for part in np.split(rows, parts)
     )
     keys = dataset.ahead(keys) if hasattr(dataset, "ahead") else keys
-    collate = collate or (as_tensors if hasattr(dataset, "batch") else stack)
     return Loader(data_loader(_Examples(dataset, seed, masked=not train, collate=collate), keys, workers), mesh)
 
 

@@ -241,8 +241,7 @@ class Run:
         """Prints the table of a finished run; returns its final metrics."""
         self.message(f"{self.path} finished in {_duration(self.summary['elapsed_seconds'])}")
         rows = _table(self.summary, self._unit)
-        width = max(map(len, rows))
-        self.message("\n".join(f"  {label:<{width}}  {value}" for label, value in rows.items()))
+        self.message("\n".join(f"  {label:<{max(map(len, rows))}}  {value}" for label, value in rows.items()))
         return self.summary["metrics"]
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """The mesh that the three flags of a script ask for."""
 
 import math
-import os
 import re
 from dataclasses import replace
 
@@ -13,19 +12,16 @@ from train.common.sharding.placement import Layers
 AXES = ("data", "model")
 # Without them the TPU's compiler sums cut gradients in rings of permutes beside the products, which takes more memory,
 # more cycles and more bytes (docs/large_models.md). libtpu 0.0.21 and 0.0.51 know both.
-REDUCE_SCATTERS = {
-    "xla_tpu_enable_windowed_einsum_for_reduce_scatter": "false",
-    "xla_tpu_enable_reduce_scatter_legalizer": "true",
-}
+REDUCE_SCATTERS = "--xla_tpu_enable_windowed_einsum_for_reduce_scatter=false"
+REDUCE_SCATTERS += " --xla_tpu_enable_reduce_scatter_legalizer=true"
 
 
-def ask_for_reduce_scatters(layout: Layout) -> None:
-    """Has the TPU's compiler reduce-scatter the gradients of a state that is cut; call it before libtpu is loaded. What
-    LIBTPU_INIT_ARGS says already stays."""
-    given = os.environ.get("LIBTPU_INIT_ARGS", "")
-    if layout.shard_state != "none":
-        missing = [f"--{name}={value}" for name, value in REDUCE_SCATTERS.items() if name not in given]
-        os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *missing]).strip()
+def ask_for_reduce_scatters(layout: Layout, kind: str = "xla") -> None:
+    """Has the TPU's compiler reduce-scatter the gradients of a state that is cut; call it before libtpu is loaded."""
+    if kind == "xla" and layout.shard_state != "none":
+        from train.common.xla.backend import ask_compiler  # needs torch_xla, which other devices do without
+
+        ask_compiler(REDUCE_SCATTERS)
 
 
 def arranged(mesh: Mesh, layout: Layout) -> Mesh:

@@ -2,6 +2,7 @@
 replicated, so that XLA inserts the gradient all-reduce; and a step is one compiled graph."""
 
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,16 +27,21 @@ run_pending = torch_xla.sync
 wait_for_steps = xm.wait_device_ops
 read = torch_xla._XLAC._xla_get_cpu_tensors
 
-AGAIN = (
-    "a Python value or branch inside it changed, or the step itself created state in its first call "
-    "(device.init_optimizer_state creates the optimizer's beforehand) or left gradients alive (zero_grad), or an input "
-    "was not uploaded by the loader"
-)
+# Fusions that help all our steps, of every model, on every generation (docs/tpu/findings.md). libtpu 0.0.21 knows them.
+FUSIONS = "--xla_tpu_input_conv_multi_users=true --xla_jf_enable_advanced_multi_output_fusion=true"
+FUSIONS += " --xla_tpu_enable_multi_level_output_dot_dot_fusion=true"
+
+
+def ask_compiler(flags: str) -> None:
+    """Gives libtpu, before it is loaded, those flags that LIBTPU_INIT_ARGS does not set."""
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    missing = [flag for flag in flags.split() if flag.partition("=")[0] not in given]
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *missing]).strip()
 
 
 def setup(precision: str, strict: bool, kind: str) -> Mesh:
-    """Turns SPMD on and returns the mesh of all devices. Compiled programs are not kept on disk: torch_xla 2.9 cannot
-    read them back, on no kind of device (docs/tpu.md)."""
+    """Turns SPMD on and returns the mesh of all devices. Programs are not kept on disk, see docs/tpu.md."""
+    ask_compiler(FUSIONS)
     hardware = xr.device_type() or "CPU"
     set_products(precision if hardware == "TPU" else "fast_float32")  # a CPU's are float32 in any case
     if not xr.is_spmd():
@@ -211,7 +217,11 @@ class CompiledStep:
         if compilations() > graphs:
             self._report.compile_seconds += time.perf_counter() - started
             if inputs in self._known:
-                self._recompiled(f"{self.name} was compiled again for known input shapes: {AGAIN}")
+                self._recompiled(
+                    f"{self.name} was compiled again for known input shapes: a Python value or branch in it changed, "
+                    "or it made state in its first call (device.init_optimizer_state makes the optimizer's before) "
+                    "or kept gradients alive (zero_grad), or the loader did not upload an input"
+                )
         self._known[inputs] = calls
         return result
 

@@ -9,6 +9,7 @@ on what these tensors are now. It rests on what torch_xla's own bridge to torch.
 import gc
 import time
 import weakref
+from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,13 +111,7 @@ def _ids(tensors: list[Tensor]) -> list[int]:
     return [_XLAC._xla_get_tensor_id(tensor) for tensor in tensors]
 
 
-@dataclass(frozen=True)
-class _Rate:
-    """A learning rate, of Arguments.groups, with a sign: optimizers subtract."""
-
-    group: int
-    sign: int
-    dtype: torch.dtype
+_Rate = namedtuple("_Rate", "group sign dtype")  # a learning rate of Arguments.groups; optimizers subtract: sign -1
 
 
 @dataclass
