@@ -8,8 +8,9 @@
 
 JAX's steps (bench/jax/steps.py) have the shapes, batch, optimizer, dropout and clipping of ours; JAX lowers them, and
 libtpu compiles them for one chip of v5e with effort full, by the code that compiles ours. A step with dropout is
-compiled with JAX's default random numbers and with "rbg", and the quicker of the two is in the table. The figures are
-kept in docs/tpu/jax.json; those of the other two columns are docs/tpu/stock.json's (bench/tpu_cycles.py).
+compiled with JAX's default random numbers and with "rbg", and every step also with the fusions that ours ask libtpu for
+(train/common/xla/backend.py); the quickest is in the table. The figures are kept in
+docs/tpu/jax.json; those of the other two columns are docs/tpu/stock.json's (bench/tpu_cycles.py).
 """
 
 import argparse
@@ -26,11 +27,12 @@ from errors import InputError
 from tpu.compiler import bundles, libtpu, report
 from tpu.compiler.libtpu import GIB
 from tpu.compiler.pages import DOCS, ROOT, bundle_count, table
+from train.common.xla import backend
 from train.common.xla.staging import Staged
 
 JAX = ROOT / ".venv-jax/bin/python"
 TOPOLOGY = "v5e:1x1"
-DEFAULT, RBG = "threefry2x32", "rbg"
+DEFAULT, RBG, FUSIONS = "threefry2x32", "rbg", ", fusions"
 SIDES = ("usual", "JAX", "ours")
 TORCH = ("parameters", "to_donate", "largest_buffers")  # what a report knows of torch's program, or needs its lines for
 
@@ -42,17 +44,17 @@ class Peer:
     name: str
     step: str
     batch: int
-    settings: tuple[str, ...] = (DEFAULT, RBG)
+    settings: tuple[str, ...] = (DEFAULT, RBG, RBG + FUSIONS)
 
 
 PEERS = (
-    Peer("ResNet-50, 224 px", "resnet50", 128, (DEFAULT,)),
+    Peer("ResNet-50, 224 px", "resnet50", 128, (DEFAULT, DEFAULT + FUSIONS)),
     Peer("BERT-base pretraining, 512 tokens", "bert", 32),
-    Peer("the same, 64 rows", "bert", 64),
+    Peer("the same, 64 rows", "bert", 64, (DEFAULT, RBG, DEFAULT + FUSIONS)),
     Peer("BERT-base on GLUE, 128 tokens", "bert-glue", 128),
     Peer("Transformer base, 64 tokens", "transformer", 256),
     Peer("Transformer big, packed, 256 tokens", "transformer-big", 32),
-    Peer("Terabyte, 1 chip, at most 1M", "dlrm", 2048, (DEFAULT,)),
+    Peer("Terabyte, 1 chip, at most 1M", "dlrm", 2048, (DEFAULT, DEFAULT + FUSIONS)),
 )
 
 
@@ -69,7 +71,10 @@ def lowered(step: str, batch: int, setting: str) -> bytes:
 
 def compile_one(step: str, batch: int, setting: str) -> dict:
     """Returns the report of one of JAX's steps, see tpu/compiler/report.py; of one that does not fit, what it needs."""
-    module = lowered(step, batch, setting)
+    rng, fused, _ = setting.partition(FUSIONS)
+    module = lowered(step, batch, rng)
+    if fused:
+        backend.ask_compiler(backend.FUSIONS)
     with tempfile.TemporaryDirectory() as code:
         bundles.dump_to(code)
         with libtpu.Topology(TOPOLOGY) as topology:
@@ -112,13 +117,12 @@ def cells(peer: Peer, jax: dict, pair: dict) -> list[str]:
     drawn = each(lambda side: f"{side['random_bytes'] / 1e9:.2f}", "random_bytes")
     gib = [f"{side.get('memory', side)['needed'] / GIB:.2f}" for side in sides]
     moved = each(lambda side: f"{side['bytes_accessed'] / 1e9:.0f}")
-    setting = jax["rng"] if len(peer.settings) > 1 else ""
-    return [peer.name, str(peer.batch), setting, *count, ratio, *besides, *drawn, *gib, *moved]
+    return [peer.name, str(peer.batch), jax["rng"], *count, ratio, *besides, *drawn, *gib, *moved]
 
 
 def page(figures: dict, stock: dict) -> str:
     """Returns docs/tpu/jax.md."""
-    header = ["step", "batch", "JAX's random numbers", "usual, cycles", "JAX", "ours", "ours / JAX"]
+    header = ["step", "batch", "JAX's setting", "usual, cycles", "JAX", "ours", "ours / JAX"]
     header += [f"{side}{what}" for what in (", bundles", ", GB drawn", ", GiB", ", GB moved") for side in SIDES]
     rows = [cells(peer, quickest(figures[peer.name]), stock[peer.name]) for peer in PEERS if peer.name in figures]
     version = next(iter(next(iter(figures.values())).values()))["libtpu"]
@@ -128,7 +132,8 @@ def page(figures: dict, stock: dict) -> str:
 Written by `python -m bench.jax_peers`; do not edit. Estimates of libtpu {version} (effort full) for one chip of v5e,
 for whole train steps: bfloat16 with float32 parameters and optimizer state, dropout on, update included, state donated.
 JAX: {jax}; bench/jax/steps.py says which examples its steps follow. All sides have the same shapes, batch, optimizer
-and dropout; of JAX's two kinds of random numbers the quicker is shown.
+and dropout; of JAX's settings (its two kinds of random numbers, and the fusions that ours ask libtpu for) the quickest
+is shown. Usual steps are as libtpu compiles them by default.
 
 What the cycles leave out: gathers, scatters, sorts and the max pool's gradient, whose code is counted as "bundles"
 (tpu/compiler/bundles.py; empty: not counted); the drawing of random numbers by the hardware, of which "GB drawn" is the
@@ -137,7 +142,7 @@ copies. Our tables' updates in DLRM are a loop over rows, so its bundles are mos
 
 {table(header, rows)}
 
-Both of JAX's settings, million cycles: {both(figures)}.
+JAX's settings, million cycles: {both(figures)}.
 """
 
 
