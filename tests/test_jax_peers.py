@@ -1,5 +1,7 @@
 """bench/jax_peers.py: which of JAX's settings stands beside ours, and that its steps are lowered for a TPU."""
 
+import os
+
 import pytest
 
 from bench import jax_peers
@@ -24,6 +26,17 @@ def test_the_quicker_setting_that_fits_is_shown_and_both_are_told():
     assert "| threefry2x32 | 9.0M | 8.0M | 2.0M | 0.25 |" in text and "rbg 20.00 GiB" in text
     text = jax_peers.page({name: {"rbg": large}}, stock)
     assert "| rbg | 9.0M | does not fit | 2.0M |  |" in text and "| 1.00 | 20.00 | 1.00 |" in text
+
+
+@pytest.mark.parametrize("setting", ["rbg", "rbg, fusions"])
+def test_libtpu_is_asked_for_fusions_where_the_setting_says_so(setting, monkeypatch):
+    seen = []
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    monkeypatch.setattr(jax_peers, "lowered", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(jax_peers.bundles, "dump_to", lambda _: seen.append(os.environ["LIBTPU_INIT_ARGS"]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        jax_peers.compile_one("bert", 2, setting)
+    assert seen == [("bert", 2, "rbg"), jax_peers.backend.FUSIONS if "fusions" in setting else ""]
 
 
 @pytest.mark.skipif(not jax_peers.JAX.exists(), reason="needs JAX's environment: make jax")
