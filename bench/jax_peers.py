@@ -9,8 +9,8 @@
 JAX's steps (bench/jax/steps.py) have the shapes, batch, optimizer, dropout and clipping of ours; JAX lowers them, and
 libtpu compiles them for one chip of v5e with effort full, by the code that compiles ours. A step with dropout is
 compiled with JAX's default random numbers and with "rbg", and every step also with the fusions that ours ask libtpu for
-(train/common/xla/backend.py); the quickest is in the table. The figures are kept in
-docs/tpu/jax.json; those of the other two columns are docs/tpu/stock.json's (bench/tpu_cycles.py).
+(train/common/xla/backend.py); the quickest is in the table. The figures are kept in docs/tpu/jax.json; those of the
+other two columns are docs/tpu/stock.json's (bench/tpu_cycles.py).
 """
 
 import argparse

@@ -96,7 +96,7 @@ class Loader(AbstractContextManager, Iterator):
     def __exit__(self, *_) -> None:
         """Stops the thread and the worker processes."""
         self._thread.shutdown(cancel_futures=True)
-        self._batches = None  # a DataLoader's workers end when its iterator does
+        self._batches = self._examples = None  # a DataLoader's workers end when its iterator does
 
     def __next__(self) -> dict[str, Tensor]:
         started = time.perf_counter()
