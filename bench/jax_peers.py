@@ -52,7 +52,7 @@ PEERS = (
     Peer("BERT-base pretraining, 512 tokens", "bert", 32),
     Peer("the same, 64 rows", "bert", 64, (DEFAULT, RBG, DEFAULT + FUSIONS)),
     Peer("BERT-base on GLUE, 128 tokens", "bert-glue", 128),
-    Peer("Transformer base, 64 tokens", "transformer", 256),
+    Peer("Transformer base, 64 tokens", "transformer", 256, (DEFAULT, RBG)),  # fused, its code takes libtpu too long
     Peer("Transformer big, packed, 256 tokens", "transformer-big", 32),
     Peer("Terabyte, 1 chip, at most 1M", "dlrm", 2048, (DEFAULT, DEFAULT + FUSIONS)),
 )

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import traceback
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -221,6 +222,19 @@ def test_a_worker_uses_its_memory_in_turns_and_sends_it_where_it_grew(monkeypatc
         start = max(0, number - loading.PREFETCH)
         assert equal(made[start : number + 1], held[start:]), number
     assert 1 <= grown <= len(SHAPES)
+
+
+def odd(examples):
+    image = torch.arange(len(examples) * 12.0).view(-1, 3, 2, 2).requires_grad_()
+    return UserDict(image=image.to(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_collate_returns_arrives_the_same_with_workers_and_without(mesh, monkeypatch, workers):
+    monkeypatch.setattr(loading.Loader, "_upload", lambda self, batch: batch)
+    with parallel_loader(Numbers(8), 8, mesh, train=False, collate=odd, workers=workers) as loader:
+        image = next(loader)["image"]
+        assert image.is_contiguous() and not image.requires_grad and image.flatten().tolist() == list(range(96))
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------

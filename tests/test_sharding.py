@@ -355,7 +355,7 @@ def test_no_host_holds_a_state_twice(mesh, tmp_path):
 
 
 def test_the_tpus_compiler_is_asked_for_fusions_and_a_cut_states_reduce_scatters_before_it_is_loaded(mesh, monkeypatch):
-    given = "--a=b --xla_tpu_enable_reduce_scatter_legalizer=false --xla_tpu_input_conv_multi_users=false"
+    given = "--a=b --xla_tpu_enable_reduce_scatter_legalizer=false --noxla_tpu_input_conv_multi_users"
     fusions, seen = " ".join(backend.FUSIONS.split()[1:]), []
     monkeypatch.setattr(backend.xr, "device_type", lambda: seen.append(os.environ["LIBTPU_INIT_ARGS"]))
     for layout in (TWO, FULL):

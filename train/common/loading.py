@@ -248,13 +248,13 @@ class _Examples:
         """
         worker = torch.utils.data.get_worker_info()
         if worker is None:
-            return batch
+            return {key: tensor.detach().contiguous() for key, tensor in batch.items()}  # as a worker's would be
         places, end = {}, 0
         for key, tensor in batch.items():
             places[key] = slice(end, end + tensor.nbytes), tensor.dtype, tensor.shape
             end += -(-tensor.nbytes // 64) * 64  # each starts at a multiple of it
         fits = worker.id in self.memories and end <= self.memories[worker.id].shape[1]
-        memory = None if fits else torch.empty(PREFETCH + 1, end, dtype=torch.uint8).share_memory_()
+        memory = None if fits else torch.empty(PREFETCH + 1, end + end // 4, dtype=torch.uint8).share_memory_()
         self.turn = (self.turn + 1) % (PREFETCH + 1)
         for key, tensor in self.received(worker.id, self.turn, places, memory).items():
             tensor.copy_(batch[key])

@@ -35,7 +35,7 @@ FUSIONS += " --xla_tpu_enable_multi_level_output_dot_dot_fusion=true"
 def ask_compiler(flags: str) -> None:
     """Gives libtpu, before it is loaded, those flags that LIBTPU_INIT_ARGS does not set."""
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
-    missing = [flag for flag in flags.split() if flag.partition("=")[0] not in given]
+    missing = [flag for flag in flags.split() if flag.strip("-").partition("=")[0] not in given]  # or as --noflag
     os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *missing]).strip()
 
 
