@@ -218,9 +218,9 @@ class CompiledStep:
             self._report.compile_seconds += time.perf_counter() - started
             if inputs in self._known:
                 self._recompiled(
-                    f"{self.name} was compiled again for known input shapes: a Python value or branch in it changed, "
-                    "or it made state in its first call (device.init_optimizer_state makes the optimizer's before) "
-                    "or kept gradients alive (zero_grad), or the loader did not upload an input"
+                    f"{self.name} was compiled again for known input shapes: a Python value or branch inside it "
+                    "changed, or it made state in its first call (device.init_optimizer_state makes the optimizer's "
+                    "before) or kept gradients alive (zero_grad), or the loader did not upload an input"
                 )
         self._known[inputs] = calls
         return result
