@@ -212,7 +212,8 @@ def test_out_of_memory_tells_what_takes_it(chip, capfd):
         chip.compile(chain(60_000), "fast")
     error, square = caught.value, 2 * 60_000**2
     assert isinstance(error, InputError)
-    assert error.capacity == chip.hbm_bytes and error.needed > 4 * square
+    # 4 where no test of this process has asked for the fusions before libtpu was loaded
+    assert error.capacity == chip.hbm_bytes and error.needed > 3 * square
     largest = error.allocations[0]
     assert largest.bytes == pytest.approx(square, rel=0.01) and "bf16[60000,60000]" in largest.shape
     assert largest.source.startswith("model.py:") or ("step/dot", "model.py:3") in largest.candidates
