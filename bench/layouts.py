@@ -32,6 +32,8 @@ ROWS = [
     ("bert", "--mesh data=2,model=2 --shard-state optimizer", 4),
     ("bert", "--mesh data=2,model=2 --shard-state full --remat", 4),
     ("bert", "--shard-state full", 8),
+    ("bert", "--mesh copies=2,data=4 --shard-state full", 8),
+    ("bert", "--mesh copies=2,data=2,model=2 --shard-state full --remat", 8),
     ("bert", "--mesh data=1,model=8", 8),
     ("bert --next-sentence --update-every 2 --optimizer lamb", "--shard-state full", 2),
     ("bert --next-sentence --update-every 2 --optimizer lamb", "--mesh data=4,model=2 --shard-state full --remat", 8),
@@ -42,6 +44,7 @@ ROWS = [
     ("distilbert", "--shard-state full --remat", 8),
     ("xlnet --update-every 2", "--shard-state full", 4),
     ("xlnet", "--mesh data=2,model=4 --shard-state full --remat", 8),
+    ("xlnet", "--mesh copies=4,data=2 --shard-state optimizer", 8),
 ]
 SIZE = (2, 32, 8)  # layers, width, heads
 

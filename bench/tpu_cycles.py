@@ -4,10 +4,11 @@
     python -m bench.tpu_cycles bert --missing   rows with "bert" in their name that docs/tpu/stock.json does not have
     python -m bench.tpu_cycles --only ours      our steps (or: usual); of the others the figures that are there
     python -m bench.tpu_cycles --print          only the tables, of what is there
+    python -m bench.tpu_cycles --generation v6e our steps of the networks on a chip of it (or v5p, v4): an hour
 
 Each row is two compiles for v5e with effort full, of the same Config and batch: ours (tpu/compiler/compile.py) and the
-usual step (bench/stock.py). The figures are kept in docs/tpu/stock.json, the tables in docs/tpu/stock.md. Cycles are
-estimates.
+usual step (bench/stock.py). The figures are kept in docs/tpu/stock.json, the tables in docs/tpu/stock.md; those of
+other generations in docs/tpu/generations.json and generations.md. Cycles are estimates.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from tpu.compiler.libtpu import GIB
 from tpu.compiler.pages import DOCS, Row, bundle_count, compiled, memory, table
 
 ONE, EIGHT = "v5e:1x1", "v5e:2x4"
+CHIPS = {"v5e": ONE, "v6e": "v6e:1x1", "v5p": "v5p:1x1x1", "v4": "v4:1x1x1"}
 WHOLE = ("--update-every", "1")
 STEPS = (
     (Row("ResNet-50, 224 px", "resnet50", "full", 128), ONE),
@@ -91,12 +93,36 @@ more a bundle (tpu/compiler/bundles.py); empty where it was not counted.
     return "".join(parts)
 
 
+def generation_page(figures: dict, ours: dict) -> str:
+    """docs/tpu/generations.md. `figures`: {row: {generation: report}}; `ours`: those of v5e, {row: report}."""
+    header = ["step", "batch", *(f"{name}: {what}" for name in CHIPS for what in ("cycles", "GB moved", "GiB"))]
+    rows = []
+    for row, _ in STEPS:
+        reports = {"v5e": ours[row.name]} | figures.get(row.name, {})
+        cells = [row.name, f"{row.batch:,}"]
+        for name in CHIPS:
+            report = reports.get(name)
+            moved = f"{report['bytes_accessed'] / 1e9:.1f}" if report and "memory" in report else ""
+            cells += [cycles(report), moved, memory(report)] if report else ["not run", "", ""]
+        rows.append(cells)
+    version = ours[STEPS[0][0].name]["libtpu"]
+    return f"""# The scripts' steps on other generations
+
+Written by `python -m bench.tpu_cycles --generation`; do not edit. Estimates of libtpu {version} (effort full) for whole
+train steps on one chip, of the same Config and batch as on v5e ([stock.md](stock.md), which says what cycles leave
+out). A cycle of v5p and v4 is one of both TensorCores of a chip.
+
+{table(header, rows)}
+"""
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", default="", help="part of the rows' names (default: all)")
     parser.add_argument("--missing", action="store_true", help="keep what docs/tpu/stock.json has")
     parser.add_argument("--only", choices=("ours", "usual"), help="compile these steps; keep the others' figures")
+    parser.add_argument("--generation", choices=[*CHIPS][1:], help="compile our steps for a chip of it")
     parser.add_argument("--print", action="store_true", help="compile nothing")
     options = parser.parse_args()
     path = DOCS / "stock.json"
@@ -110,6 +136,17 @@ def main() -> None:
         rows = [(row, topology) for row, topology in rows if row.name not in figures]
     if options.print:
         rows = []
+    if options.generation:
+        found = json.loads((DOCS / "generations.json").read_text()) if (DOCS / "generations.json").exists() else {}
+        for row, _ in rows:
+            if row in [row for row, _ in STEPS] and not (
+                options.missing and options.generation in found.get(row.name, {})
+            ):
+                found.setdefault(row.name, {})[options.generation] = compiled(row, CHIPS[options.generation], "full")
+                (DOCS / "generations.json").write_text(json.dumps(found, indent=1) + "\n")
+                page = generation_page(found, {name: pair["ours"] for name, pair in figures.items()})
+                (DOCS / "generations.md").write_text(page)
+        return
     order = [row.name for row, _ in STEPS + TABLES]
     kept = {"ours": "usual", "usual": "ours"}.get(options.only)
     known = {name: {kept: pair[kept]} for name, pair in figures.items()} if kept else {}

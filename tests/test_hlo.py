@@ -334,6 +334,8 @@ def test_shardings():
         ((None, "model"), {"data": 2, "model": 2}, "devices=[1,2,2]0,2,1,3 last_tile_dim_replicate"),
         (("model", "data"), {"data": 2, "model": 2}, "devices=[2,2]0,2,1,3"),
         (("data",), {"data": 2, "model": 1}, "devices=[2]0,1"),
+        ((("copies", "data"), None), {"copies": 2, "data": 2, "model": 1}, "devices=[4,1]0,1,2,3"),
+        ((None, "data"), {"copies": 2, "data": 2, "model": 1}, "devices=[1,2,2]0,2,1,3 last_tile_dim_replicate"),
     ):
         assert hlo.describe_sharding(hlo.op_sharding(spec, mesh)) == expected
     # OpSharding {type: OTHER, tile_assignment_dimensions: [300], tile_assignment_devices: 0..299}

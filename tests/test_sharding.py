@@ -19,6 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch_xla
+import torch_xla.distributed.spmd as xs
 from helpers import environment, equal, exported, flags, losses, records, summary
 from torch import nn
 from transformers import ElectraConfig, ElectraForMaskedLM
@@ -36,6 +37,7 @@ from train.common.xla.recompute import again
 
 TWO, FULL = Layout("data=2,model=2"), Layout(shard_state="full")
 ALL = Layout("data=2,model=2", "full", remat=True)
+COPIES = Layout("copies=2,data=2", "full")
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # sums over devices are of other parts, and Adam divides by small numbers
 STEPS = 4  # two traced, two repeated
 SIZE = (1, 32, 4)  # layers, width, heads
@@ -117,13 +119,14 @@ IMAGES = {"script": resnet50, "batch_size": 32, "norm_groups": 4}
     [  # the parts of the [128, 32] of a feed-forward layer's first product, and of its moments
         (TWO, {}, [64, 32], [64, 32]),
         (FULL, PARTS, [32, 32], [32, 32]),
+        (COPIES, {}, [64, 32], [64, 32]),
         (ALL, PARTS, [64, 16], [64, 16]),
         (replace(ALL, shard_state="optimizer"), {"model": "xlnet"}, [64, 32], [64, 16]),
         (Layout("data=1,model=4"), {"model": "distilbert", "size": "mini"}, [32, 32], [32, 32]),
         # of a convolution
         (Layout(shard_state="optimizer"), IMAGES, [128, 128, 3, 3], [32, 128, 3, 3]),
     ],
-    ids=["model", "full", "all", "xlnet", "distilbert", "resnet50"],
+    ids=["model", "full", "copies", "all", "xlnet", "distilbert", "resnet50"],
 )
 def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight, moment, mesh, whole):
     (found, after, state), (expected, expected_after) = taken(mesh, layout, **changes), whole(**changes)
@@ -141,7 +144,8 @@ def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight
     assert report["recompilations"] == [] and report["repeated"] >= STEPS - 2
 
 
-def test_a_head_of_words_that_the_devices_do_not_divide_reduce_scatters_its_gradient(mesh):
+@pytest.mark.parametrize(("layout", "groups"), [(FULL, 1), (COPIES, 2)], ids=["full", "copies"])
+def test_a_head_of_words_that_the_devices_do_not_divide_reduce_scatters_its_gradient(layout, groups, mesh):
     model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7))
     model[1].weight = model[0].weight
     ids, mixing = torch.arange(24).reshape(4, 6) % 7, torch.eye(7)
@@ -150,9 +154,12 @@ def test_a_head_of_words_that_the_devices_do_not_divide_reduce_scatters_its_grad
         return torch.autograd.grad((model(ids) @ mixing.to(ids.device)).square().sum(), [*model.parameters()])
 
     expected = gradients(ids)
-    device.to_device(model, sharding.arranged(mesh, FULL))
+    device.to_device(model, sharding.arranged(mesh, layout))
     found = gradients(ids.to(mesh.device))
-    assert torch_xla._XLAC._get_xla_tensors_hlo(found).count(" reduce-scatter(") == 1
+    program = torch_xla._XLAC._get_xla_tensors_hlo(found)
+    assert program.count(" reduce-scatter(") == 1
+    # Between two copies half of the gradient of 7 words travels, which are filled up to 128 a device.
+    assert len(re.findall(r"= f32\[128,8\]\S* all-reduce\(", program)) == groups - 1
     program = torch_xla._XLAC._get_xla_tensors_hlo_proto(found)
     products = 3 * 8 * 7 + 2 * 7 * 7  # of a token: the head's, in a per-device region; and those behind it
     assert _flops.count(program, mesh.num_devices) == 2 * ids.numel() * products
@@ -272,7 +279,7 @@ def test_a_run_goes_on_under_another_layout(script, changes, name, layouts, tmp_
     [
         (pretrain, "--mesh data=3", "--mesh data=3 is for 3 devices.*there are 4.*: leave it out for data=4$"),
         (pretrain, "--mesh model=3", "--mesh model=3 is for 3 devices.*there are 4.*data=2,model=2"),
-        (pretrain, "--mesh data=2,rows=2", "'rows=2'.*data and model"),
+        (pretrain, "--mesh data=2,rows=2", "'rows=2'.*copies, data and model"),
         (pretrain, "--mesh model=2,model=2", "'model=2'.*each once"),
         (pretrain, "--mesh data=2,model=٢", "model=٢.*at least 1"),
         (pretrain, "--mesh data", "--mesh data has data=;.*at least 1"),
@@ -368,7 +375,22 @@ def test_the_tpus_compiler_is_asked_for_fusions_and_a_cut_states_reduce_scatters
 def test_on_a_pod_batches_come_cut_over_all_devices(mesh):
     """Each host uploads its own rows, for which torch_xla takes a mesh with one axis only."""
     pod = sharding.arranged(replace(mesh, process_count=2), Layout("data = 2, model= 2"))
-    assert pod.spmd is mesh.spmd and pod.layers.spmd.mesh_shape == (2, 2)
+    assert pod.spmd is mesh.spmd and pod.layers.spmd.mesh_shape == (1, 2, 2)
+
+
+def test_a_state_is_cut_over_32_devices_at_most_unless_the_mesh_says_otherwise(mesh, monkeypatch):
+    for devices, layout, sizes in (
+        (32, FULL, (1, 32, 1)),
+        (256, FULL, (8, 32, 1)),
+        (48, replace(FULL, shard_state="optimizer"), (3, 16, 1)),
+        (256, Layout(remat=True), (1, 256, 1)),
+        (64, replace(FULL, mesh="data=64"), (1, 64, 1)),
+        (64, replace(FULL, mesh="copies=4,data=8,model=2"), (4, 8, 2)),
+    ):
+        monkeypatch.setattr(backend.xr, "global_runtime_device_count", lambda devices=devices: devices)
+        spmd = xs.Mesh(np.arange(devices), (devices,), ("data",))
+        layers = sharding.arranged(replace(mesh, num_devices=devices, spmd=spmd), layout).layers
+        assert tuple(layers.axes.values()) == sizes and layers.parts == sizes[0] * sizes[1]
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------

@@ -306,16 +306,17 @@ def _check_parameters(module: Module, numbers: list[int]) -> None:
         raise ValueError(f"module {module.name!r} has no parameters {unknown}: it has {len(module.parameters)}")
 
 
-def op_sharding(spec: tuple[str | None, ...], mesh_shape: dict[str, int]) -> OpSharding:
+def op_sharding(spec: tuple[str | tuple[str, ...] | None, ...], mesh_shape: dict[str, int]) -> OpSharding:
     """Returns the sharding of a tensor.
 
     Args:
-        spec: for each dimension of the tensor, the axis of the mesh that divides it, or None.
+        spec: for each dimension of the tensor, the axis of the mesh that divides it, several, or None.
         mesh_shape: {axis: size}, devices row by row. Axes that divide nothing hold copies.
     Raises:
         ValueError: `spec` names an axis twice, or one that the mesh does not have.
     """
-    used = [axis for axis in spec if axis is not None]
+    cuts = [cut if isinstance(cut, tuple) else (cut,) if cut else () for cut in spec]
+    used = [axis for cut in cuts for axis in cut]
     if len(set(used)) < len(used) or not set(used) <= set(mesh_shape):
         raise ValueError(f"spec {spec} must name each axis of the mesh {mesh_shape} at most once, and no other")
     if all(mesh_shape[axis] == 1 for axis in used):
@@ -324,7 +325,7 @@ def op_sharding(spec: tuple[str | None, ...], mesh_shape: dict[str, int]) -> OpS
     copied = [axis for axis in axes if axis not in used]
     devices = np.arange(math.prod(mesh_shape.values())).reshape(list(mesh_shape.values()))
     order = devices.transpose([axes.index(axis) for axis in used + copied]).reshape(-1)
-    tiles = [1 if axis is None else mesh_shape[axis] for axis in spec]
+    tiles = [math.prod(mesh_shape[axis] for axis in cut) for cut in cuts]
     copies_per_tile = math.prod(mesh_shape[axis] for axis in copied)
     return OpSharding(
         type=OpSharding.OTHER,

@@ -19,7 +19,7 @@ TRIAL = {"data": "synthetic", "precision": "float32", "workers": 0}
 class Layout:
     """Flags that change memory and speed, but no number beyond rounding: a resumed run may have others."""
 
-    mesh: str = ""  # devices by axis, such as data=4,model=2: model cuts the layers themselves; "": all for data
+    mesh: str = ""  # devices by axis, such as data=4,model=2: model cuts the layers themselves; "": none for model
     shard_state: Literal["none", "optimizer", "full"] = "none"  # cut over data: optimizer's state; full: weights too
     remat: bool = False  # keeps of each layer its input only and computes it again in the backward pass
 

@@ -9,7 +9,8 @@ from train.common.cli import WHOLE, Layout
 from train.common.device import Mesh
 from train.common.sharding.placement import Layers
 
-AXES = ("data", "model")
+AXES = ("copies", "data", "model")
+MOST_SHARES = 32  # that the default cuts a state into: of larger groups libtpu makes all-reduces, of full size
 # Without them the TPU's compiler sums cut gradients in rings of permutes beside the products, which takes more memory,
 # more cycles and more bytes (docs/large_models.md). libtpu 0.0.21 and 0.0.51 know both.
 REDUCE_SCATTERS = "--xla_tpu_enable_windowed_einsum_for_reduce_scatter=false"
@@ -25,7 +26,7 @@ def ask_for_reduce_scatters(layout: Layout, kind: str = "xla") -> None:
 
 
 def arranged(mesh: Mesh, layout: Layout) -> Mesh:
-    """Returns the mesh with the axes of a layout, and its `layers`. Batches are cut over "data" only.
+    """Returns the mesh with the axes of a layout, and its `layers`. Batches are cut over all but "model".
 
     Raises:
         InputError: the flags do not fit the devices, or each other.
@@ -39,30 +40,37 @@ def arranged(mesh: Mesh, layout: Layout) -> Mesh:
                     f"{flag} is {given}, but --device {mesh.device.type} runs on one device: leave it out, or use "
                     "--device xla"
                 )
-    axes = parse(layout.mesh, mesh.num_devices)
+    axes = parse(layout.mesh or _default(mesh.num_devices, layout), mesh.num_devices)
     layers = Layers(layout, axes, mesh.spmd)
     if not layers.spreads:
         return replace(mesh, layers=layers)
     spmd = type(mesh.spmd)(mesh.spmd.device_ids, tuple(axes.values()), AXES)
     # On a pod batches come cut over all devices: the upload of a host's own rows takes no other mesh (torch_xla's
-    # ShardingSpec with minibatch). The annotations of the first layers cut them over "data" only.
+    # ShardingSpec with minibatch). The annotations of the first layers keep "model" out.
     by_data = axes["model"] > 1 and mesh.process_count == 1
     return replace(mesh, spmd=spmd if by_data else mesh.spmd, layers=replace(layers, spmd=spmd))
 
 
+def _default(devices: int, layout: Layout) -> str:
+    """Returns a mesh without "model" in which a state is cut over MOST_SHARES devices at most (hybrid sharding, Zhao et
+    al. 2023, section 3.2.2)."""
+    shares = devices if layout.shard_state == "none" or devices <= MOST_SHARES else math.gcd(devices, MOST_SHARES)
+    return f"copies={devices // shares},data={shares}"
+
+
 def parse(text: str, devices: int) -> dict[str, int]:
-    """Returns the devices of each axis of AXES, for such as "data=4,model=2"; "" gives all to data.
+    """Returns the devices of each axis of AXES, for such as "data=4,model=2".
 
     Raises:
         InputError: it cannot be read, or is of another number of devices.
     """
     axes: dict[str, int] = {}
     example = f"give such as data={devices // 2},model=2" if devices % 2 == 0 else "leave it out"
-    for part in text.split(",") if text else [f"data={devices}"]:
+    for part in text.split(","):
         name, _, size = map(str.strip, part.partition("="))
         if name not in AXES or name in axes:
             raise InputError(
-                f"--mesh {text} has {part.strip()!r}; its axes are {' and '.join(AXES)}, each once: {example}"
+                f"--mesh {text} has {part.strip()!r}; its axes are copies, data and model, each once: {example}"
             )
         if not re.fullmatch("[0-9]{1,9}", size) or int(size) < 1:  # int takes other alphabets' digits as well
             raise InputError(

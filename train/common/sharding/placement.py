@@ -20,7 +20,7 @@ from errors import InputError
 from train.common.cli import Layout
 from train.common.device import Mesh, replicate
 from train.common.sharding import gather
-from train.common.sharding.head import sum_by_rows
+from train.common.sharding.head import sum_by_copies, sum_by_rows
 
 
 class Rules(Protocol):
@@ -58,6 +58,11 @@ class Layers:
     def spreads(self) -> bool:
         """True where a parameter or its state may be cut."""
         return self.axes["model"] > 1 or (self.axes["data"] > 1 and self.layout.shard_state != "none")
+
+    @property
+    def parts(self) -> int:
+        """The parts of a batch."""
+        return self.axes["copies"] * self.axes["data"]
 
     def arrange(self, model: nn.Module, rules_of: Callable[[nn.Module], Rules] | None) -> None:
         """Says where the parameters of a model belong, and lets its layers keep to it. Without rules only the
@@ -126,13 +131,15 @@ def _mark_layers(model: nn.Module, layers: Layers, cuts: Mapping[nn.Parameter, C
     embedded = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():
         batch = 1 if rules.time_major and re.match(rules.time_major, name) else 0
-        cut = layers.spmd, batch, layers.axes["data"]
+        cut = layers.spmd, batch, layers.parts
         if hasattr(module, "constrain"):
             module.constrain = marks.constrain(layers.spmd)
         if rules.shared and re.search(rules.shared, name):
             marks.mark_input(module, *cut, None)  # so that the products' gradients are summed up, then reduced
         if isinstance(module, nn.Embedding) and batch == 1:
             marks.look_up_by_rows(module)
+        if isinstance(module, nn.Embedding) and layers.axes["copies"] > 1 and cuts[module.weight].state[1] == "data":
+            sum_by_copies(module, layers.axes)
         weight = getattr(module, "weight", None)
         if weight in cuts:
             columns, rows = cuts[weight].layer if isinstance(module, nn.Linear) else (None, None)

@@ -100,9 +100,9 @@ def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
 @functools.cache
 def row_sharding(spmd: xs.Mesh, rank: int, hosts: bool) -> xs.ShardingSpec:
     """Returns what cuts a tensor by its first dimension; a spec fits tensors of one rank only. A vector is whole where
-    there is a second axis: torch_xla 2.9 cannot upload one that is cut over one of them."""
-    axis = "data" if rank > 1 or len(spmd.axis_names) == 1 else None
-    return xs.ShardingSpec(spmd, (axis,) + (None,) * (rank - 1), minibatch=hosts)
+    there are more axes: torch_xla 2.9 cannot upload one that is cut over some of them."""
+    cut = spmd.axis_names[:2] if rank > 1 or len(spmd.axis_names) == 1 else None  # all but "model"
+    return xs.ShardingSpec(spmd, (cut,) + (None,) * (rank - 1), minibatch=hosts)
 
 
 def fetch(values: list[Tensor]) -> list[float]:

@@ -8,6 +8,8 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 from torch import Tensor, nn
 
+BATCH = ("copies", "data")  # axes of sharding/layout.py
+
 
 def mark(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> Tensor:
     """Returns the same values as a new tensor, cut as `spec` says."""
@@ -49,8 +51,8 @@ class Mark(torch.autograd.Function):
 
 
 def constrain(spmd: xs.Mesh) -> Callable[..., Tensor]:
-    """Returns what a module's `constrain(x, *axes)` is on the devices of `spmd`."""
-    return lambda tensor, *axes: Mark.apply(tensor, spmd, axes)
+    """Returns what a module's `constrain(x, *axes)` is on the devices of `spmd`; a batch is cut over "data"."""
+    return lambda tensor, *axes: Mark.apply(tensor, spmd, tuple(BATCH if axis == "data" else axis for axis in axes))
 
 
 def mark_gradient(parameter: nn.Parameter, spmd: xs.Mesh, spec: tuple) -> None:
@@ -59,9 +61,9 @@ def mark_gradient(parameter: nn.Parameter, spmd: xs.Mesh, spec: tuple) -> None:
 
 
 def _spec(tensor: Tensor, batch: int, size: int, axis: str | None) -> tuple:
-    """Returns the axes of an activation: "data" for dimension `batch`, and `axis` for the last."""
+    """Returns the axes of an activation: those of a batch for dimension `batch`, and `axis` for the last."""
     cut = tensor.shape[batch] % size == 0  # embeddings of positions have one row for all
-    return (*("data" if i == batch and cut else None for i in range(tensor.dim() - 1)), axis)
+    return (*(BATCH if i == batch and cut else None for i in range(tensor.dim() - 1)), axis)
 
 
 def mark_input(module: nn.Module, spmd: xs.Mesh, batch: int, size: int, axis: str | None) -> None:

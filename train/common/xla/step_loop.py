@@ -94,7 +94,7 @@ class StepLoop:
 
     def _by_rows(self, rank: int, *outer: None) -> Any:
         """Returns the sharding of a batch's tensor by its first dimension, or by that after the `outer` ones."""
-        spec = (*outer, "data")
+        spec = (*outer, self._mesh.spmd.axis_names[:2])
         return self._mesh.spmd.get_op_sharding(spec + (None,) * (rank - len(spec)))
 
 
