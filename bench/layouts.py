@@ -45,6 +45,9 @@ ROWS = [
     ("xlnet --update-every 2", "--shard-state full", 4),
     ("xlnet", "--mesh data=2,model=4 --shard-state full --remat", 8),
     ("xlnet", "--mesh copies=4,data=2 --shard-state optimizer", 8),
+    ("roberta", "--mesh copies=2,data=2 --shard-state full", 4),
+    ("distilbert", "--mesh copies=2,data=2 --shard-state full", 4),
+    ("xlnet", "--mesh copies=2,data=2 --shard-state full --remat", 4),
 ]
 SIZE = (2, 32, 8)  # layers, width, heads
 
