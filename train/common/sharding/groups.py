@@ -40,7 +40,8 @@ def axes(mesh: device.Mesh, **sizes: int) -> Axes:
     Raises:
         InputError: the sizes do not multiply to the number of devices.
     """
-    sizes = sizes or dict(mesh.layers.axes if mesh.layers else {"data": mesh.num_devices})
+    of_mesh = mesh.layers.axes if mesh.layers else {"data": mesh.num_devices}
+    sizes = sizes or {axis: size for axis, size in of_mesh.items() if size > 1 or axis != "copies"}
     whole = all(type(size) is int and size > 0 for size in sizes.values())
     if not whole or math.prod(sizes.values()) != mesh.num_devices:
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())

@@ -59,11 +59,6 @@ class Layers:
         """True where a parameter or its state may be cut."""
         return self.axes["model"] > 1 or (self.axes["data"] > 1 and self.layout.shard_state != "none")
 
-    @property
-    def parts(self) -> int:
-        """The parts of a batch."""
-        return self.axes["copies"] * self.axes["data"]
-
     def arrange(self, model: nn.Module, rules_of: Callable[[nn.Module], Rules] | None) -> None:
         """Says where the parameters of a model belong, and lets its layers keep to it. Without rules only the
         optimizer's state and the parameters can be cut, over "data".
@@ -131,7 +126,7 @@ def _mark_layers(model: nn.Module, layers: Layers, cuts: Mapping[nn.Parameter, C
     embedded = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():
         batch = 1 if rules.time_major and re.match(rules.time_major, name) else 0
-        cut = layers.spmd, batch, layers.parts
+        cut = layers.spmd, batch, layers.axes["copies"] * layers.axes["data"]
         if hasattr(module, "constrain"):
             module.constrain = marks.constrain(layers.spmd)
         if rules.shared and re.search(rules.shared, name):

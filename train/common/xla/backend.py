@@ -31,6 +31,8 @@ read = torch_xla._XLAC._xla_get_cpu_tensors
 FUSIONS = "--xla_tpu_input_conv_multi_users=true --xla_jf_enable_advanced_multi_output_fusion=true"
 FUSIONS += " --xla_tpu_enable_multi_level_output_dot_dot_fusion=true"
 
+ROWS = {("data",): "data", ("copies", "data", "model"): ("copies", "data")}  # what cuts a batch, by the mesh's axes
+
 
 def ask_compiler(flags: str) -> None:
     """Gives libtpu, before it is loaded, those flags that LIBTPU_INIT_ARGS does not set."""
@@ -101,8 +103,8 @@ def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
 def row_sharding(spmd: xs.Mesh, rank: int, hosts: bool) -> xs.ShardingSpec:
     """Returns what cuts a tensor by its first dimension; a spec fits tensors of one rank only. A vector is whole where
     there are more axes: torch_xla 2.9 cannot upload one that is cut over some of them."""
-    cut = spmd.axis_names[:2] if rank > 1 or len(spmd.axis_names) == 1 else None  # all but "model"
-    return xs.ShardingSpec(spmd, (cut,) + (None,) * (rank - 1), minibatch=hosts)
+    axis = ROWS[spmd.axis_names] if rank > 1 or len(spmd.axis_names) == 1 else None
+    return xs.ShardingSpec(spmd, (axis,) + (None,) * (rank - 1), minibatch=hosts)
 
 
 def fetch(values: list[Tensor]) -> list[float]:

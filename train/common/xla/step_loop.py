@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from train.common.device import Mesh, annotate
-from train.common.xla import replay
+from train.common.xla import backend, replay
 from train.common.xla.while_loop import WhileLoop, lowered, placeholders
 
 _XLAC = torch_xla._XLAC
@@ -94,7 +94,7 @@ class StepLoop:
 
     def _by_rows(self, rank: int, *outer: None) -> Any:
         """Returns the sharding of a batch's tensor by its first dimension, or by that after the `outer` ones."""
-        spec = (*outer, self._mesh.spmd.axis_names[:2])
+        spec = (*outer, backend.ROWS[self._mesh.spmd.axis_names])
         return self._mesh.spmd.get_op_sharding(spec + (None,) * (rank - len(spec)))
 
 
