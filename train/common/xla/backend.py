@@ -30,7 +30,6 @@ read = torch_xla._XLAC._xla_get_cpu_tensors
 # Fusions that make nearly all our steps cheaper by libtpu's estimate (docs/tpu/findings.md); 0.0.21 knows them, too.
 FUSIONS = "--xla_tpu_input_conv_multi_users=true --xla_jf_enable_advanced_multi_output_fusion=true"
 FUSIONS += " --xla_tpu_enable_multi_level_output_dot_dot_fusion=true"
-
 ROWS = {("data",): "data", ("copies", "data", "model"): ("copies", "data")}  # what cuts a batch, by the mesh's axes
 
 
@@ -71,8 +70,7 @@ def _check_places(mesh: Mesh) -> None:
     """Checks on the device that `Mesh.rows` fill the mesh in order; otherwise predictions would be taken for those of
     other examples, so it raises RuntimeError."""
     rows = upload(torch.from_numpy(mesh.rows(mesh.num_devices)), mesh)
-    expected = torch.arange(mesh.num_devices).to(mesh.device)
-    if fetch([(rows - expected).abs().max()]) != [0.0]:
+    if fetch([(rows - torch.arange(mesh.num_devices).to(mesh.device)).abs().max()]) != [0.0]:
         raise RuntimeError(f"host {mesh.process_index} fills other rows of a batch than {mesh.places}")
 
 
