@@ -235,7 +235,8 @@ def check_classes(where: str, found: list[str], classes: list[str]) -> None:
 def read_file(path: str) -> bytes:
     """Returns the content of an image file; raises InputError where it cannot be read."""
     try:  # not a broken image: a file system that fails must stop the run, with --skip-broken too
-        return Path(path).read_bytes()
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 

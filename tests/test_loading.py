@@ -37,7 +37,7 @@ class Numbers:
         self.calls.append(index)
         if self.broken and index == 17:
             decode_the_broken_one(self.broken)
-        return {"index": np.int64(index), "draw": np.float32(rng.random()), "skipped": np.int64(index % 3 == 0)}
+        return {"index": np.int64(index), "draw": rng.random(), "skipped": index % 3 == 0}
 
 
 def decode_the_broken_one(how: str) -> None:

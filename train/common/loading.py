@@ -85,9 +85,8 @@ class Loader(AbstractContextManager, Iterator):
     """
 
     def __init__(self, batches: DataLoader, mesh: Mesh):
-        self.skipped = 0
         self._mesh, self._examples = mesh, batches.dataset
-        self._waited, self._since = 0.0, time.perf_counter()
+        self.skipped, self._waited, self._since = 0, 0.0, time.perf_counter()
         # Starts the workers. Not in the upload thread: the main thread's signal handler notices their death.
         self._batches = iter(batches)
         self._thread = ThreadPoolExecutor(1, "upload")
@@ -228,9 +227,8 @@ class _Examples:
     """Makes collated batches, in a worker process, from their keys: an epoch, indices, and a plan's lengths."""
 
     def __init__(self, dataset: Dataset, seed: int, masked: bool, collate: Callable):
-        self.dataset, self.seed, self.masked, self.collate = dataset, seed, masked, collate
+        self.dataset, self.seed, self.masked, self.collate, self.turn = dataset, seed, masked, collate, 0
         self.memories: dict[int, Tensor] = {}  # by worker: uint8 [PREFETCH + 1, bytes], shared
-        self.turn = 0
 
     def __getitem__(self, key: tuple) -> dict[str, Tensor] | tuple | InputError:
         try:
@@ -241,23 +239,23 @@ class _Examples:
             raise RuntimeError("the data set or collate raised StopIteration: it would end the epoch early") from error
 
     def _share(self, batch: dict[str, Tensor]) -> dict[str, Tensor] | tuple:
-        """Copies a worker's batch into its shared memory; returns where it lies there, and the memory if that is new.
-
-        A tensor that is sent costs 0.3 ms, fresh memory page faults. A worker has at most PREFETCH batches under way,
-        and the upload thread has let go of one when it takes the next, so PREFETCH + 1 turns never meet.
-        """
+        """Copies a worker's batch, of tensors or lists of arrays, into its shared memory; returns where it lies there,
+        and the memory if that is new. Sending a tensor costs 0.3 ms, fresh memory page faults. A worker has at most
+        PREFETCH batches under way, and the upload thread lets go of one when it takes the next: turns never meet."""
         worker = torch.utils.data.get_worker_info()
         if worker is None:
             return {key: tensor.detach().contiguous() for key, tensor in batch.items()}  # as a worker's would be
         places, end = {}, 0
-        for key, tensor in batch.items():
-            places[key] = slice(end, end + tensor.nbytes), tensor.dtype, tensor.shape
-            end += -(-tensor.nbytes // 64) * 64  # each starts at a multiple of it
+        for key, rows in batch.items():
+            row = torch.as_tensor(rows[0])
+            places[key] = slice(end, end + len(rows) * row.nbytes), row.dtype, (len(rows), *row.shape)
+            end += -(-len(rows) * row.nbytes // 64) * 64  # each starts at a multiple of it
         fits = worker.id in self.memories and end <= self.memories[worker.id].shape[1]
         memory = None if fits else torch.empty(PREFETCH + 1, end + end // 4, dtype=torch.uint8).share_memory_()
         self.turn = (self.turn + 1) % (PREFETCH + 1)
         for key, tensor in self.received(worker.id, self.turn, places, memory).items():
-            tensor.copy_(batch[key])
+            rows = batch[key]
+            tensor.copy_(rows) if isinstance(rows, Tensor) else np.stack(rows, out=tensor.numpy(), casting="equiv")
         return worker.id, self.turn, places, memory
 
     def received(self, worker: int, turn: int, places: dict[str, tuple], memory: Tensor | None) -> dict[str, Tensor]:
@@ -274,11 +272,12 @@ class _Examples:
         elif hasattr(self.dataset, "batch"):
             batch = self.dataset.batch(rows)
         else:
-            made = {
-                row: self.dataset.example(row, np.random.default_rng((self.seed, epoch, row)))
-                for row in dict.fromkeys(rows.tolist())
-            }
+            # All generators first: between images their code is not in the processor's cache, and takes 4 times as long
+            made = {row: np.random.default_rng((self.seed, epoch, row)) for row in dict.fromkeys(rows.tolist())}
+            made = {row: self.dataset.example(row, rng) for row, rng in made.items()}
             batch = [made[row] for row in rows.tolist()]
+            if self.collate is as_tensors and not self.masked and torch.utils.data.get_worker_info():
+                return {key: [np.asarray(example[key]) for example in batch] for key in batch[0]}  # _share stacks them
         batch = self.collate(batch)
         for key, tensor in batch.items():
             if tensor.shape[:1] != (len(indices),):
