@@ -334,8 +334,7 @@ def test_what_cannot_be_loaded_is_refused(mesh, dataset, batch_size, message, tr
 def test_skipped_files_are_counted_on_the_host(mesh, workers, size, skipped):
     """Padding, which repeats the first example of its part (a broken one where there is 1), does not count."""
     with parallel_loader(Numbers(size), 8, mesh, train=False, workers=workers) as loader:
-        assert all("skipped" not in batch for batch in loader)
-        assert loader.skipped == skipped
+        assert all("skipped" not in batch for batch in loader) and loader.skipped == skipped
 
 
 def test_input_wait_is_the_share_of_time_spent_waiting(mesh):

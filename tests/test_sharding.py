@@ -144,25 +144,28 @@ def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight
     assert report["recompilations"] == [] and report["repeated"] >= STEPS - 2
 
 
-@pytest.mark.parametrize(("layout", "groups"), [(FULL, 1), (COPIES, 2)], ids=["full", "copies"])
-def test_a_head_of_words_that_the_devices_do_not_divide_reduce_scatters_its_gradient(layout, groups, mesh):
-    model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7))
+@pytest.mark.parametrize(("words", "summed"), [(515, []), (7, ["7"])])
+@pytest.mark.parametrize("layout", [FULL, COPIES], ids=["full", "copies"])
+def test_words_that_the_devices_do_not_divide_reduce_scatter_their_gradient_once(layout, words, summed, mesh):
+    model = nn.Sequential(nn.Embedding(words, 8, padding_idx=1), nn.Linear(8, words))
     model[1].weight = model[0].weight
-    ids, mixing = torch.arange(24).reshape(4, 6) % 7, torch.eye(7)
+    ids = torch.arange(24).reshape(4, 6) * 3 % words
 
     def gradients(ids: torch.Tensor) -> tuple:
-        return torch.autograd.grad((model(ids) @ mixing.to(ids.device)).square().sum(), [*model.parameters()])
+        mixed = model(ids) @ torch.eye(words).to(ids.device)
+        return torch.autograd.grad(mixed.square().sum(), [*model.parameters()])
 
     expected = gradients(ids)
     device.to_device(model, sharding.arranged(mesh, layout))
     found = gradients(ids.to(mesh.device))
     program = torch_xla._XLAC._get_xla_tensors_hlo(found)
-    assert program.count(" reduce-scatter(") == 1
-    # Between two copies half of the gradient of 7 words travels, which are filled up to 128 a device.
-    assert len(re.findall(r"= f32\[128,8\]\S* all-reduce\(", program)) == groups - 1
-    program = torch_xla._XLAC._get_xla_tensors_hlo_proto(found)
-    products = 3 * 8 * 7 + 2 * 7 * 7  # of a token: the head's, in a per-device region; and those behind it
-    assert _flops.count(program, mesh.num_devices) == 2 * ids.numel() * products
+    assert program.count(" reduce-scatter(") == (words > 7) and program.count(" scatter(") == 1
+    # Between two copies half of the gradient travels, whose words are filled up to 384 a device; or a small one, whole.
+    travels = summed or ["384"] * (layout == COPIES)
+    assert re.findall(r"= f32\[(\d+),8\]\S* all-reduce\(", program) == travels
+    flops = _flops.count(torch_xla._XLAC._get_xla_tensors_hlo_proto(found), mesh.num_devices)
+    # of a token: the head's products, in a per-device region; and those behind it
+    assert flops == 2 * ids.numel() * (3 * 8 * words + 2 * words**2)
     torch.testing.assert_close([each.cpu() for each in found], [*expected], rtol=1e-5, atol=1e-5)
 
 
@@ -312,8 +315,7 @@ def test_cut_tensors_are_made_whole_by_a_program_for_each_shape(mesh):
     graphs = backend.compilations()
     for _ in range(2):
         assert all(map(torch.equal, gather.read(tensors, True), numbers))
-    assert gather.read(tensors, False) == []
-    assert backend.compilations() == graphs + 2
+    assert gather.read(tensors, False) == [] and backend.compilations() == graphs + 2
     assert [on_each_device(tensor) for tensor in tensors] == [[4, 3], [4, 3], [4], [3]]
 
 

@@ -1,8 +1,9 @@
-"""The head and the embedding of a language model whose words the devices do not divide, such as BERT's 30,522.
+"""The embedding of words that the devices do not divide, such as BERT's 30,522, and the head that has its weight.
 
-The head's weight is the embedding's, and its optimizer's state is cut along its width: XLA's partitioner would make an
-all-reduce of its gradient and keep a slice. Here rows of zeros are added to the gradient, so that the devices divide
-them; it is reduce-scattered by rows, and an all-to-all of the parts cuts it along its width.
+Its optimizer's state is cut along the width. XLA's partitioner would all-reduce the head's gradient, and bring all rows
+that the devices look up to each of them, which adds up its part of the width: on 256 chips a third of the step.
+Here a device adds up the gradient of its own rows, the head's and the embedding's. With rows of zeros, so that the
+devices divide them, it is reduce-scattered, and an all-to-all of the parts cuts it along its width.
 """
 
 from types import SimpleNamespace
@@ -15,50 +16,50 @@ from torch import Tensor, nn
 from train.common.sharding.groups import Axes, Linear, per_device
 
 ROWS = 128  # of a device, a multiple: libtpu would add rows of its own, and exchange them again
+BATCH = ("copies", "data")
 
 
-def sum_by_rows(head: nn.Linear, axes: dict[str, int], spmd: Any, spec: tuple) -> None:
-    """Lets a head reduce-scatter the gradient of its weight [words, width] over "data", before that of the embedding is
-    added to it. `spec`: how the result is cut."""
+def sum_by_rows(embedding: nn.Embedding, head: nn.Linear | None, axes: dict[str, int], spmd: Any, spec: tuple) -> None:
+    """Lets an embedding [words, width], and a head with its weight, reduce-scatter their gradient over "data", once;
+    a small one is all-reduced. `spec`: how the result is cut."""
     from train.common.xla.marks import mark
-    from train.common.xla.regions import Regions
-
-    regions, words, batch = Regions(axes), len(head.weight), ("copies", "data")
-
-    def summed(own: Tensor) -> Tensor:
-        """Returns the whole gradient; each device has that of its part of the batch."""
-        padded = F.pad(own, (0, 0, 0, -words % (ROWS * axes["data"])))
-        part = regions.all_reduce(regions.reduce_scatter(padded, "data"), ("copies",))
-        rows = regions.leave(part, ("data", None))
-        return mark(rows, spmd, spec)[:words]
-
-    def forward(x: Tensor) -> Tensor:
-        weight = Linear.apply(head.weight.to(x.dtype), lambda weight: regions.enter(weight, (None, None)), summed)
-        product, cut = SimpleNamespace(weight=weight, bias=None), (batch, *[None] * (x.dim() - 1))
-        y = per_device(lambda x: type(head).forward(product, x), Axes(axes, regions), [cut], cut)(x)
-        return y if head.bias is None else y + head.bias.to(y.dtype)
-
-    head.forward = forward
-
-
-def sum_by_copies(embedding: nn.Embedding, axes: dict[str, int]) -> None:
-    """Lets a device add up the gradient of its part of an embedding's width, for the rows of its copy of the state; the
-    copies' sums are all-reduced. On 256 chips the partitioner would all-reduce the whole gradient over all of them."""
     from train.common.xla.regions import Regions
 
     regions, words = Regions(axes), embedding.num_embeddings
     padding = -1 if embedding.padding_idx is None else embedding.padding_idx
+    looked_up: list[Tensor] = []  # the weight that a forward pass has begun with, for its head
 
-    def forward(ids: Tensor) -> Tensor:
-        if ids.shape[0] % axes["copies"]:  # positions, the same for all rows
+    def summed(own: Tensor) -> Tensor:
+        """Returns the whole gradient; each device has that of its part of the batch."""
+        if words < ROWS * axes["data"]:
+            return mark(regions.leave(regions.all_reduce(own, BATCH), (None, None)), spmd, spec)
+        padded = F.pad(own, (0, 0, 0, -words % (ROWS * axes["data"])))
+        part = regions.all_reduce(regions.reduce_scatter(padded, "data"), ("copies",))
+        return mark(regions.leave(part, ("data", None)), spmd, spec)[:words]
+
+    def on_each_device() -> Tensor:
+        weight, kind = embedding.weight, embedding.weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        return Linear.apply(weight.to(dtype), lambda whole: regions.enter(whole, (None, None)), summed)
+
+    def look_up(ids: Tensor) -> Tensor:
+        if ids.shape[0] % regions.count(BATCH):  # positions, the same for all rows
             return type(embedding).forward(embedding, ids)
+        rows, own = (BATCH, *[None] * (ids.dim() - 1)), on_each_device()
+        looked_up[:] = [own] if head else []
 
-        def summed(gradient: Tensor) -> Tensor:
-            rows = ("copies", *[None] * (ids.dim() - 1))
-            parts = regions.enter(gradient, (*rows, "data")), regions.enter(ids, rows)
-            own = torch.ops.aten.embedding_dense_backward(*parts, words, padding, False)
-            return regions.leave(regions.all_reduce(own, ("copies",)), (None, "data"))
+        def added_up(gradient: Tensor) -> Tensor:
+            parts = regions.enter(gradient, (*rows, None)), regions.enter(ids, rows)
+            return torch.ops.aten.embedding_dense_backward(*parts, words, padding, False)
 
-        return Linear.apply(embedding.weight, lambda weight: F.embedding(ids, weight), summed)
+        return Linear.apply(own, lambda _: F.embedding(ids, embedding.weight), added_up)
 
-    embedding.forward = forward
+    def predict(x: Tensor) -> Tensor:
+        product = SimpleNamespace(weight=looked_up.pop() if looked_up else on_each_device(), bias=None)
+        cut = (BATCH, *[None] * (x.dim() - 1))
+        y = per_device(lambda x: type(head).forward(product, x), Axes(axes, regions), [cut], cut)(x)
+        return y if head.bias is None else y + head.bias.to(y.dtype)
+
+    embedding.forward = look_up
+    if head:
+        head.forward = predict

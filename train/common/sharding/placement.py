@@ -20,7 +20,7 @@ from errors import InputError
 from train.common.cli import Layout
 from train.common.device import Mesh, replicate
 from train.common.sharding import gather
-from train.common.sharding.head import sum_by_copies, sum_by_rows
+from train.common.sharding.head import sum_by_rows
 
 
 class Rules(Protocol):
@@ -123,7 +123,7 @@ def _mark_layers(model: nn.Module, layers: Layers, cuts: Mapping[nn.Parameter, C
     for parameter in cuts:
         if parameter.requires_grad:
             marks.mark_gradient(parameter, *parameter.state_placement)
-    embedded = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    heads = {module.weight: module for module in model.modules() if isinstance(module, nn.Linear)}
     for name, module in model.named_modules():
         batch = 1 if rules.time_major and re.match(rules.time_major, name) else 0
         cut = layers.spmd, batch, layers.axes["copies"] * layers.axes["data"]
@@ -133,16 +133,15 @@ def _mark_layers(model: nn.Module, layers: Layers, cuts: Mapping[nn.Parameter, C
             marks.mark_input(module, *cut, None)  # so that the products' gradients are summed up, then reduced
         if isinstance(module, nn.Embedding) and batch == 1:
             marks.look_up_by_rows(module)
-        if isinstance(module, nn.Embedding) and layers.axes["copies"] > 1 and cuts[module.weight].state[1] == "data":
-            sum_by_copies(module, layers.axes)
+        if isinstance(module, nn.Embedding) and (state := cuts[module.weight].state)[1] == "data":
+            head = heads.get(module.weight) if state[0] is None else None  # words over "model" are the partitioner's
+            sum_by_rows(module, head, layers.axes, layers.spmd, state)
         weight = getattr(module, "weight", None)
         if weight in cuts:
             columns, rows = cuts[weight].layer if isinstance(module, nn.Linear) else (None, None)
             if rows:  # other inputs are results of layers, too
                 marks.mark_input(module, *cut, rows)
             marks.mark_result(module, *cut, columns)
-            if isinstance(module, nn.Linear) and weight in embedded and cuts[weight].state == (None, "data"):
-                sum_by_rows(module, layers.axes, layers.spmd, cuts[weight].state)
 
 
 def recompute(model: nn.Module, layers: Layers, rules: Rules) -> None:
