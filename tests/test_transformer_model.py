@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
 from model_helpers import GOLDEN, arrays, golden_transformer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -136,6 +137,19 @@ def test_packed_rows_have_the_logits_of_separate_rows(golden):
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
     assert (targets == PAD).any() and (sources == PAD).any()
     assert (model(sources, targets) - got)[targets != PAD].abs().max() > 0.1, "segments matter"
+
+
+@pytest.mark.parametrize(("rows", "tokens", "packed"), [(32, 30, (8, 120)), (24, 64, None), (8, 24, None)])
+def test_short_rows_are_computed_side_by_side_on_xla_within_the_part_of_a_device(rows, tokens, packed, mesh):
+    model, draw = golden_transformer("trained.pt"), torch.Generator().manual_seed(0)
+    source, previous = (torch.randint(4, 64, (rows, n), generator=draw) for n in (tokens, tokens - 4))
+    for side, cut in ((source, slice(0, 5)), (previous, slice(9, None))):
+        side[1::3, cut] = PAD
+    expected, real = model(source, previous).detach(), previous != PAD
+    found = device.to_device(model, mesh)(*(device.upload(side, mesh) for side in (source, previous)))
+    program = torch_xla._XLAC._get_xla_tensors_hlo([found])
+    assert (f"f32[{rows // 4},4,120,120]" in program) == (packed is not None), program
+    torch.testing.assert_close(found.cpu()[real], expected[real], rtol=0, atol=1e-5)
 
 
 def test_a_batch_with_empty_rows_has_finite_losses_and_gradients():
