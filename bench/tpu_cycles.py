@@ -144,8 +144,8 @@ def main() -> None:
             ):
                 found.setdefault(row.name, {})[options.generation] = compiled(row, CHIPS[options.generation], "full")
                 (DOCS / "generations.json").write_text(json.dumps(found, indent=1) + "\n")
-                page = generation_page(found, {name: pair["ours"] for name, pair in figures.items()})
-                (DOCS / "generations.md").write_text(page)
+                text = generation_page(found, {name: pair["ours"] for name, pair in figures.items()})
+                (DOCS / "generations.md").write_text(text)
         return
     order = [row.name for row, _ in STEPS + TABLES]
     kept = {"ours": "usual", "usual": "ours"}.get(options.only)

@@ -4,7 +4,7 @@ Equal to fairseq's `transformer` in logits, and its `state_dict` has fairseq's k
 directions (models/fairseq.py reads and writes its checkpoint files). Inside it takes the forms of models/layers.py:
 the training step of the base model (256 sentence pairs of 64 tokens, 32,768 words) takes 241.5 million cycles as
 torch's `nn.Transformer` (libtpu 0.0.51's estimate for one v5e chip, bench/tpu_cycles.py), flax's example 163.0 and the
-forms used here 103.4.
+forms used here 103.5.
 """
 
 import math
@@ -267,7 +267,7 @@ class Transformer(nn.Module):
         """Returns logits [B, T, words] of the target's tokens.
 
         On XLA short rows are computed as packed rows of up to 128 tokens: the base model's step with 256 x 64 tokens
-        takes 142.5 -> 103.4 million cycles.
+        takes 142.5 -> 103.5 million cycles.
 
         Args:
             source: [B, S] tokens, EOS at the end, PAD on either side.

@@ -26,7 +26,6 @@ from train.common import cli, device
 from train.common.run import Run
 
 
-# ---- a run's folder --------------------------------------------------------------------------------------------------
 def records(path) -> list[dict]:
     """Returns the lines of metrics.jsonl without their timings."""
     return [{**json.loads(line), "timing": None} for line in open(f"{path}/metrics.jsonl")]
@@ -80,8 +79,6 @@ def read_program(path) -> hlo.Module:
     content = Path(path).read_bytes()
     return hlo.parse(HloModuleProtoWithConfig.FromString(content).hlo_module)  # an HloProto begins as this message does
 
-
-# ---- a script in a process of its own --------------------------------------------------------------------------------
 
 # The command line of a script that sends itself and its workers a signal when it logs a step.
 STOPPED = """
@@ -149,8 +146,6 @@ def start(script: ModuleType, config: Any, devices: int = 4, stop: Stop | None =
     )
     return process.returncode, process.stdout
 
-
-# ---- a script in this process ----------------------------------------------------------------------------------------
 
 # Where `stop_at` acts: functions whose second argument counts steps or batches.
 LOG, SEED = (Run, "log"), (device, "seed_step")

@@ -36,7 +36,6 @@ def nothing_pending(mesh):
     torch_xla.sync()
 
 
-# ---- states ----------------------------------------------------------------------------------------------------------
 def test_a_step_is_traced_confirmed_and_repeated_for_each_set_of_shapes():
     step, report = make(lambda x: x * 1.5, max_graphs=2)
     width = next(WIDTHS)
@@ -83,7 +82,6 @@ def test_a_python_value_that_changes_later_is_found():
         step(x)
 
 
-# ---- what breaks the contract ----------------------------------------------------------------------------------------
 class Batch(NamedTuple):
     image: torch.Tensor
     label: torch.Tensor

@@ -55,7 +55,6 @@ def host(tensors) -> list[torch.Tensor]:
     return [tensor.detach().cpu().clone() for tensor in tensors]
 
 
-# ---- set-up and moving a model ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("precision, kind", [("bfloat16", "bf16"), ("float32", "f32")])
 def test_autocast_decides_the_type_of_matrix_products(mesh, precision, kind):
     model = device.to_device(nn.Linear(8, 4), mesh)
@@ -80,7 +79,6 @@ def test_to_device_keeps_parameter_objects_and_ties_and_annotates_all_as_replica
     assert set(shardings) == {"{replicated}"}
 
 
-# ---- optimizers ------------------------------------------------------------------------------------------------------
 REFUSED = {
     "use dampening=0": partial(torch.optim.SGD, momentum=0.9, dampening=0.5),
     "use bias_correction=False": partial(timm.optim.Lamb, foreach=False),
@@ -160,7 +158,6 @@ def test_the_neighbours_of_special_learning_rates_are_exact(mesh, optimizer, lr,
     assert torch.equal(host(model.parameters())[0], weight - gradient)
 
 
-# ---- random numbers --------------------------------------------------------------------------------------------------
 def test_dropout_depends_on_seed_and_step_alone(mesh):
     dropout, x = nn.Dropout(0.5), torch.ones(64).to(mesh.device)
     step = device.compiled(lambda dropout, x: (dropout(x * 5.1), dropout(x * 5.1)), mesh)
@@ -179,7 +176,6 @@ def test_dropout_depends_on_seed_and_step_alone(mesh):
     assert len(set(masks)) == 6  # two dropouts of a step draw different masks
 
 
-# ---- reading, hosts, signals -----------------------------------------------------------------------------------------
 def test_fetch_is_one_transfer(mesh):
     x = torch.arange(6.0).to(mesh.device)
     values = [x.sum(), x.max(), x.mean(), x.min()]

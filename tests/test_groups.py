@@ -115,7 +115,6 @@ def test_plain_pytorch_is_one_device():
         assert torch.equal(groups.per_device(function, named, [(None, None)], (None, None))(x), x)
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
 def examples() -> dict:
     """Returns what the code of docs/groups.md defines."""
     names: dict = {}
@@ -168,7 +167,6 @@ def test_a_sampled_softmax_is_that_of_the_words_that_were_drawn(mesh):
     torch.testing.assert_close(on_cpu, expected)
 
 
-# ---- bad input -------------------------------------------------------------------------------------------------------
 def test_what_does_not_fit_the_devices_is_refused(mesh):
     named, x = groups.axes(arranged(mesh, Layout("data=2,model=2"))), torch.ones(6, 3).to(mesh.device)
     assert named.sizes == {"data": 2, "model": 2} and groups.axes(mesh).sizes == {"data": 4}

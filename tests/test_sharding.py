@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torch.nn.functional as F
 import torch_xla
 import torch_xla.distributed.spmd as xs
 from helpers import environment, equal, exported, flags, losses, records, summary
@@ -119,7 +120,7 @@ IMAGES = {"script": resnet50, "batch_size": 32, "norm_groups": 4}
     [  # the parts of the [128, 32] of a feed-forward layer's first product, and of its moments
         (TWO, {}, [64, 32], [64, 32]),
         (FULL, PARTS, [32, 32], [32, 32]),
-        (COPIES, {}, [64, 32], [64, 32]),
+        (COPIES, {"model": "roberta"}, [64, 32], [64, 32]),
         (ALL, PARTS, [64, 16], [64, 16]),
         (replace(ALL, shard_state="optimizer"), {"model": "xlnet"}, [64, 32], [64, 16]),
         (Layout("data=1,model=4"), {"model": "distilbert", "size": "mini"}, [32, 32], [32, 32]),
@@ -157,16 +158,33 @@ def test_words_that_the_devices_do_not_divide_reduce_scatter_their_gradient_once
 
     expected = gradients(ids)
     device.to_device(model, sharding.arranged(mesh, layout))
-    found = gradients(ids.to(mesh.device))
+    ids = ids.to(mesh.device)
+    found = gradients(ids)
     program = torch_xla._XLAC._get_xla_tensors_hlo(found)
     assert program.count(" reduce-scatter(") == (words > 7) and program.count(" scatter(") == 1
     # Between two copies half of the gradient travels, whose words are filled up to 384 a device; or a small one, whole.
     travels = summed or ["384"] * (layout == COPIES)
     assert re.findall(r"= f32\[(\d+),8\]\S* all-reduce\(", program) == travels
+    assert f"= f32[6,{words}]{{1,0}} dot(" in program, "the head is not of a device's part"
     flops = _flops.count(torch_xla._XLAC._get_xla_tensors_hlo_proto(found), mesh.num_devices)
     # of a token: the head's products, in a per-device region; and those behind it
     assert flops == 2 * ids.numel() * (3 * 8 * words + 2 * words**2)
     torch.testing.assert_close([each.cpu() for each in found], [*expected], rtol=1e-5, atol=1e-5)
+    with torch.autocast("xla", torch.bfloat16):
+        program = torch_xla._XLAC._get_xla_tensors_hlo(gradients(ids))
+    assert f"= f32[{words},8]{{1,0}} scatter(" in program and (
+        words == 7 or "= bf16[" in program.split(" reduce-scatter(")[0][-50:]
+    )
+    # A step without the head keeps nothing for it; and it does not take the weights of before an update.
+    step = device.compiled(lambda model, ids: F.linear(model[0](ids), model[1].weight).detach(), mesh)
+    for _ in range(3):
+        step(model, ids)
+    hidden = model[0](ids)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    predicted = model[1](hidden)
+    assert torch_xla._XLAC._get_xla_sharding_spec(predicted) == "{devices=[4,1,1]0,1,2,3}"
+    torch.testing.assert_close(predicted.cpu(), (hidden @ model[0].weight.T + model[1].bias).cpu())
 
 
 def test_recomputation_changes_no_bit(mesh, whole):
@@ -197,7 +215,6 @@ def test_recomputation_refuses_another_dropout(mesh):
         again(layer)(torch.ones(4, requires_grad=True).to(mesh.device))
 
 
-# ---- the script ------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def cut(mesh, tmp_path_factory):
     """The folder, metrics and config of a run with everything cut."""
@@ -303,7 +320,6 @@ def test_one_device_of_plain_pytorch_has_nothing_to_cut():
             sharding.arranged(CPU, layout)
 
 
-# ---- whole tensors on a host -----------------------------------------------------------------------------------------
 def test_cut_tensors_are_made_whole_by_a_program_for_each_shape(mesh):
     """torch_xla would compile one for each tensor that is read, each time."""
     spmd = sharding.arranged(mesh, TWO).layers.spmd
@@ -395,7 +411,6 @@ def test_a_state_is_cut_over_32_devices_at_most_unless_the_mesh_says_otherwise(m
         assert tuple(layers.axes.values()) == sizes
 
 
-# ---- the tables ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("rule", "pattern"),
     [

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 import torch_xla
 from model_helpers import GOLDEN, arrays, golden_transformer
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from data import wmt
 from models.transformer import ARCHITECTURES, EOS, PAD, Architecture, Transformer, label_smoothed
@@ -117,38 +116,19 @@ def test_our_reader_gives_fairseqs_batches(golden):
         assert encoded[index].tolist() == theirs[theirs != PAD].tolist()
 
 
-def test_packed_rows_have_the_logits_of_separate_rows(golden):
-    model = golden_transformer("trained.pt").double()
-    source, previous, _, _ = sides(golden, "trained.pt", "left")
-    # Targets are cut: in the toy language both sides of a pair are of one length.
-    pairs = [row[row != PAD] for row in source], [row[row != PAD][: 3 + i % 3] for i, row in enumerate(previous)]
-
-    def pack(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Two sentences per row, and which of them each place belongs to: 1, 2, or 0 for padding."""
-        numbers = [torch.full_like(row, 1 + place % 2) for place, row in enumerate(rows)]
-        joined = ([torch.cat(parts[i : i + 2]) for i in range(0, len(rows), 2)] for parts in (rows, numbers))
-        return [pad_sequence(part, True, value) for part, value in zip(joined, (PAD, 0), strict=True)]
-
-    (sources, source_segments), (targets, segments) = (pack(rows) for rows in pairs)
-    got = model(sources, targets, source_segments, segments)
-    for number, (one, other) in enumerate(zip(*pairs, strict=True)):
-        alone = model(one[None], other[None])[0]
-        found = got[number // 2][segments[number // 2] == 1 + number % 2]
-        torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
-    assert (targets == PAD).any() and (sources == PAD).any()
-    assert (model(sources, targets) - got)[targets != PAD].abs().max() > 0.1, "segments matter"
-
-
-@pytest.mark.parametrize(("rows", "tokens", "packed"), [(32, 30, (8, 120)), (24, 64, None), (8, 24, None)])
-def test_short_rows_are_computed_side_by_side_on_xla_within_the_part_of_a_device(rows, tokens, packed, mesh):
+@pytest.mark.parametrize(("rows", "tokens", "packed"), [(32, 30, True), (24, 64, False), (8, 24, False)])
+def test_packed_rows_have_the_logits_of_separate_rows_and_xla_packs_short_rows_of_a_device(rows, tokens, packed, mesh):
     model, draw = golden_transformer("trained.pt"), torch.Generator().manual_seed(0)
     source, previous = (torch.randint(4, 64, (rows, n), generator=draw) for n in (tokens, tokens - 4))
     for side, cut in ((source, slice(0, 5)), (previous, slice(9, None))):
         side[1::3, cut] = PAD
     expected, real = model(source, previous).detach(), previous != PAD
+    sides = [side.reshape(rows // 4, -1) for side in (source, previous)]
+    segments = [(torch.arange(side.shape[1]) * 4 // side.shape[1] + 1) * (side != PAD) for side in sides]
+    found = model(*sides, *segments).detach().reshape(expected.shape)
+    torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-5)
     found = device.to_device(model, mesh)(*(device.upload(side, mesh) for side in (source, previous)))
-    program = torch_xla._XLAC._get_xla_tensors_hlo([found])
-    assert (f"f32[{rows // 4},4,120,120]" in program) == (packed is not None), program
+    assert (f"f32[{rows // 4},4,120,120]" in torch_xla._XLAC._get_xla_tensors_hlo([found])) == packed
     torch.testing.assert_close(found.cpu()[real], expected[real], rtol=0, atol=1e-5)
 
 

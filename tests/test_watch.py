@@ -389,8 +389,6 @@ def test_refusals(flag, pattern, tmp_path, capsys):
     assert_refused(f"tiny --runs {tmp_path} {flag}", pattern, THIS, capsys)
 
 
-# ---- the tracker, the card of an export ------------------------------------------------------------------------------
-
 # Trains the named runs one after the other. The second is killed in step 7 of its first start.
 TWO_RUNS = """
 import glob, os, signal, sys, time
@@ -522,7 +520,6 @@ def test_the_card_of_an_export(place, mesh, monkeypatch, capsys):
         assert word in page.text, page.text
 
 
-# ---- TensorBoard -----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_make_board_shows_the_numbers_pictures_and_settings_of_all_runs(tmp_path, monkeypatch):
     """In a browser, too, where there is one: apt-get install chromium."""

@@ -6,6 +6,7 @@ Here a device adds up the gradient of its own rows, the head's and the embedding
 devices divide them, it is reduce-scattered, and an all-to-all of the parts cuts it along its width.
 """
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ def sum_by_rows(embedding: nn.Embedding, head: nn.Linear | None, axes: dict[str,
 
     regions, words = Regions(axes), embedding.num_embeddings
     padding = -1 if embedding.padding_idx is None else embedding.padding_idx
-    looked_up: list[Tensor] = []  # the weight that a forward pass has begun with, for its head
+    begun: list[tuple[weakref.ref, int]] = []  # the weight of the last look-up, and its version
 
     def summed(own: Tensor) -> Tensor:
         """Returns the whole gradient; each device has that of its part of the batch."""
@@ -46,16 +47,20 @@ def sum_by_rows(embedding: nn.Embedding, head: nn.Linear | None, axes: dict[str,
         if ids.shape[0] % regions.count(BATCH):  # positions, the same for all rows
             return type(embedding).forward(embedding, ids)
         rows, own = (BATCH, *[None] * (ids.dim() - 1)), on_each_device()
-        looked_up[:] = [own] if head else []
+        begun[:] = [(weakref.ref(own), embedding.weight._version)]
 
-        def added_up(gradient: Tensor) -> Tensor:
+        def added_up(gradient: Tensor, own: Tensor = own) -> Tensor:  # which lives as long as the graph
             parts = regions.enter(gradient, (*rows, None)), regions.enter(ids, rows)
             return torch.ops.aten.embedding_dense_backward(*parts, words, padding, False)
 
         return Linear.apply(own, lambda _: F.embedding(ids, embedding.weight), added_up)
 
     def predict(x: Tensor) -> Tensor:
-        product = SimpleNamespace(weight=looked_up.pop() if looked_up else on_each_device(), bias=None)
+        if x.shape[0] % regions.count(BATCH):
+            return type(head).forward(head, x)
+        own, version = begun.pop() if begun else (lambda: None, 0)
+        weight = own() if version == embedding.weight._version else None  # not of a pass that ended without its head
+        product = SimpleNamespace(weight=on_each_device() if weight is None else weight, bias=None)
         cut = (BATCH, *[None] * (x.dim() - 1))
         y = per_device(lambda x: type(head).forward(product, x), Axes(axes, regions), [cut], cut)(x)
         return y if head.bias is None else y + head.bias.to(y.dtype)

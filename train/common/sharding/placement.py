@@ -133,7 +133,8 @@ def _mark_layers(model: nn.Module, layers: Layers, cuts: Mapping[nn.Parameter, C
             marks.mark_input(module, *cut, None)  # so that the products' gradients are summed up, then reduced
         if isinstance(module, nn.Embedding) and batch == 1:
             marks.look_up_by_rows(module)
-        if isinstance(module, nn.Embedding) and (state := cuts[module.weight].state)[1] == "data":
+        plain = type(module).forward is nn.Embedding.forward and not (module.max_norm or module.scale_grad_by_freq)
+        if plain and (state := cuts[module.weight].state)[1] == "data":
             head = heads.get(module.weight) if state[0] is None else None  # words over "model" are the partitioner's
             sum_by_rows(module, head, layers.axes, layers.spmd, state)
         weight = getattr(module, "weight", None)
