@@ -64,6 +64,7 @@ class RelativeAttention(XLNetRelativeAttention):
         keys: Tensor,
         values: Tensor,
         sinusoids: Tensor,
+        r: Tensor,
         places: Tensor,
         other: Tensor | None,
         mask: Tensor | None,
@@ -74,6 +75,7 @@ class RelativeAttention(XLNetRelativeAttention):
             q: queries [Tq, B, N, D].
             keys, values: [T, B, N, D].
             sinusoids: of the keys' places, negative, [T, B, H].
+            r: the parameter, in q's type.
             places: the queries', [Tq, B or 1].
             other: 1 where the key is of another segment than the query, [B, 1, Tq, T]; None: there are no segments.
             mask: 1 where the query must not look at the key, [B, 1, Tq, T]; None: it sees all.
@@ -84,7 +86,7 @@ class RelativeAttention(XLNetRelativeAttention):
             return (q + bias.to(dtype)) * self.scale
 
         scores = einsum("ibnd,jbnd->bnij", biased(self.r_w_bias), keys)
-        queries = turned(biased(self.r_r_bias), self.r.to(dtype), places)
+        queries = turned(biased(self.r_r_bias), r, places)
         for part, numbers in zip(queries, sinusoids.to(dtype).chunk(2, -1), strict=True):
             scores = scores + einsum("ibnh,jbh->bnij", part, numbers)
         if other is not None:
@@ -98,10 +100,10 @@ class RelativeAttention(XLNetRelativeAttention):
             return einsum("bnij,jbnd->ibnd", weights.to(dtype), values)
         return layers.AttentionCore.apply(scores, values.transpose(0, 1), hidden, dropout).transpose(0, 1)
 
-    def post_attention(self, h, attn_vec, residual=True):
+    def _output(self, x: Tensor, mixed: Tensor, o: Tensor) -> Tensor:
         """Projects back to [T, B, H], adds the residual and normalizes."""
-        mixed = self.dropout(einsum("ibnd,hnd->ibh", attn_vec, self.o.to(attn_vec.dtype)))
-        return self.layer_norm(mixed + h.to(mixed.dtype) if residual else mixed)
+        mixed = self.dropout(einsum("ibnd,hnd->ibh", mixed, o))
+        return self.layer_norm(mixed + x.to(mixed.dtype))
 
     def forward(
         self, h, g, attn_mask_h, attn_mask_g, r, seg_mat, mems=None, target_mapping=None, output_attentions=False
@@ -114,12 +116,14 @@ class RelativeAttention(XLNetRelativeAttention):
         content = self.constrain(h, None, "data", None)  # its gradient is that of three products, reduced once
         length = h.shape[0]
         # Of the sinusoids of distances from T to 1 - T those of 0, -1, …
-        context = self._to_heads(content, self.k), self._to_heads(content, self.v), r[length:]
+        keys, values = self._to_heads(content, self.k), self._to_heads(content, self.v)
+        # Cast once: the gradients of both streams are added up before they are reduced over the devices.
+        q, of_places, o = (weight.to(keys.dtype) for weight in (self.q, self.r, self.o))
+        context = keys, values, r[length:], of_places
         places = torch.arange(length, device=h.device, dtype=torch.float32)[:, None]
         pairs = (x if x is None else x[..., -1].permute(2, 0, 1)[:, None] for x in (seg_mat, attn_mask_h, attn_mask_g))
         other, mask_h, mask_g = pairs
-        mixed = self._attend(self._to_heads(content, self.q), *context, places, other, mask_h)
-        output_h = self.post_attention(h, mixed)
+        output_h = self._output(h, self._attend(self._to_heads(content, q), *context, places, other, mask_h), o)
         if g is None:
             return output_h, None
         if target_mapping is not None:
@@ -130,8 +134,7 @@ class RelativeAttention(XLNetRelativeAttention):
 
             places = (target_mapping * places).sum(1)
             other, mask_g = of_targets(other), of_targets(mask_g)
-        mixed = self._attend(self._to_heads(g, self.q), *context, places, other, mask_g)
-        return output_h, self.post_attention(g, mixed)
+        return output_h, self._output(g, self._attend(self._to_heads(g, q), *context, places, other, mask_g), o)
 
 
 REPLACED = {XLNetRelativeAttention: RelativeAttention}

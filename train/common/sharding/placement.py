@@ -20,7 +20,7 @@ from errors import InputError
 from train.common.cli import Layout
 from train.common.device import Mesh, replicate
 from train.common.sharding import gather
-from train.common.sharding.head import sum_by_rows
+from train.common.sharding.head import ROWS, sum_by_rows
 
 
 class Rules(Protocol):
@@ -90,7 +90,7 @@ def cuts_of(model: nn.Module, layers: Layers, rules: Rules) -> dict[nn.Parameter
     parts, found = layers.axes["model"], dict.fromkeys(rules.parameters, 0)
     if rules.heads % parts:
         raise InputError(f"--mesh has model={parts} and the model {rules.heads} heads: give a divisor of {rules.heads}")
-    cuts = {}
+    cuts, embedded = {}, {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, parameter in model.named_parameters():
         matching = [pattern for pattern in rules.parameters if re.search(rf"(^|\.){pattern}$", name)]
         found |= dict.fromkeys(matching, 1)
@@ -98,20 +98,23 @@ def cuts_of(model: nn.Module, layers: Layers, rules: Rules) -> dict[nn.Parameter
         if len(matching) > 1 or len(axes) != parameter.dim():
             raise InputError(f"the rules for {name} {list(parameter.shape)} are {matching}, {axes}: one must fit")
         axes = axes if parts > 1 else (None,) * parameter.dim()
-        state = _state_axes(parameter, axes, layers)
+        state = _state_axes(parameter, axes, layers, parameter in embedded)
         cuts[parameter] = Cut(axes, state if layers.layout.shard_state == "full" else axes, state)
     if unused := [pattern for pattern, used in found.items() if not used]:
         raise InputError(f"the rule {unused[0]} fits no parameter of {type(model).__name__}: see models/partition.py")
     return cuts
 
 
-def _state_axes(parameter: nn.Parameter, axes: tuple, layers: Layers) -> tuple:
+def _state_axes(parameter: nn.Parameter, axes: tuple, layers: Layers, embedded: bool) -> tuple:
     """Returns the axes that cut a parameter's optimizer state: of a matrix also "data", on the first dimension that
-    the devices divide (Rajbhandari et al. 2020, ZeRO): the TPU's compiler reduce-scatters only along the first. Vectors
-    are not worth a collective each."""
+    the devices divide (Rajbhandari et al. 2020, ZeRO): the TPU's compiler reduce-scatters only along the first, and
+    many words only in multiples of ROWS a device. Vectors are not worth a collective each."""
     if layers.layout.shard_state == "none" or parameter.dim() < 2:
         return axes
-    free = [i for i, axis in enumerate(axes) if axis is None and parameter.shape[i] % layers.axes["data"] == 0]
+    size = layers.axes["data"]
+    free = [i for i, axis in enumerate(axes) if axis is None and parameter.shape[i] % size == 0]
+    if embedded and len(free) > 1 and parameter.shape[0] > ROWS * size and parameter.shape[0] % (ROWS * size):
+        free.remove(0)
     return tuple("data" if i == min(free) else axis for i, axis in enumerate(axes)) if free else axes
 
 
