@@ -2,8 +2,8 @@
 
 Its optimizer's state is cut along the width. XLA's partitioner would all-reduce the head's gradient, and bring all rows
 that the devices look up to each of them, which adds up its part of the width: on 256 chips a quarter of a small model's
-step. Here a device adds up the gradient of its own rows, the head's and the embedding's. With rows of zeros, so that the
-devices divide them, it is reduce-scattered, and an all-to-all of the parts cuts it along its width.
+step. Here a device adds up the gradient of its own rows, the head's and the embedding's. With rows of zeros, so that
+the devices divide them, it is reduce-scattered, and an all-to-all of the parts cuts it along its width.
 """
 
 import weakref

@@ -74,7 +74,7 @@ def parse(text: str, devices: int) -> dict[str, int]:
             )
         if not re.fullmatch("[0-9]{1,9}", size) or int(size) < 1:  # int takes other alphabets' digits as well
             raise InputError(
-                f"--mesh {text} has {name}={size}; the size of an axis is a number from 1 to 999,999,999: {example}"
+                f"--mesh {text} has {name}={size}; the size of an axis is a number of at least 1: {example}"
             )
         axes[name] = int(size)
     if math.prod(axes.values()) != devices:
