@@ -139,7 +139,7 @@ def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: device
     """Returns sums over a batch: "source" [B, S], "previous" and "target" [B, T], segments where it is packed."""
     with mesh.autocast():
         segments = batch.get("source_segment"), batch.get("target_segment")
-        parts = math.lcm(translate.ROWS_MULTIPLE, mesh.num_devices)
+        parts = math.lcm(translate.ROWS_MULTIPLE, mesh.num_devices) if mesh.kind.startswith("TPU") else 0
         logits = state.model(batch["source"], batch["previous"], *segments, parts)
     return label_smoothed(logits, batch["target"], config.label_smoothing)
 
