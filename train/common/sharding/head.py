@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from train.common.sharding.groups import Axes, Linear, per_device
 
 ROWS = 128  # of a device, a multiple: libtpu would add rows of its own, and exchange them again
-BATCH = ("copies", "data")
 
 
 def sum_by_rows(embedding: nn.Embedding, head: nn.Linear | None, axes: dict[str, int], spmd: Any, spec: tuple) -> None:
     """Lets an embedding [words, width], and a head with its weight, reduce-scatter their gradient over "data", once;
     a small one is all-reduced. `spec`: how the result is cut."""
-    from train.common.xla.marks import mark
+    from train.common.xla.marks import BATCH, mark
     from train.common.xla.regions import Regions
 
     regions, words = Regions(axes), embedding.num_embeddings
