@@ -26,13 +26,13 @@ from pathlib import Path
 import tyro
 from torch import Tensor
 
-from bench import usual_cpu
+from bench import usual_step
 from tpu.compiler import compile as compiling
 from tpu.compiler.pages import DOCS
 from train import dlrm
 from train.common import device
 
-FLOAT = usual_cpu.FLOAT
+FLOAT = usual_step.FLOAT
 # The script's step, and where docs/tpu/stock.json has it.
 STEPS = {
     "ResNet-50": (
@@ -83,7 +83,7 @@ def measure(job: compiling.Job, rounds: int, mesh: device.Mesh) -> dict[str, lis
     kinds = {"usual, traced": (True, lenient), "traced": (False, lenient), "repeated": (False, mesh)}
     times: dict[str, list[float]] = {}
     for pair in (("usual, traced",), ("traced", "repeated")):  # two networks at a time are enough for the memory
-        starts = {kind: usual_cpu.make(job, *kinds[kind]) for kind in pair}
+        starts = {kind: usual_step.make(job, *kinds[kind]) for kind in pair}
         for _ in range(4):
             for start in starts.values():
                 call_ms(start)
@@ -94,7 +94,7 @@ def measure(job: compiling.Job, rounds: int, mesh: device.Mesh) -> dict[str, lis
         del starts, start
         gc.collect()
     if job.script is dlrm:
-        start = usual_cpu.make(replace(job, flags=(*job.flags, "--steps-a-call", str(LOOPED))), False, mesh)
+        start = usual_step.make(replace(job, flags=(*job.flags, "--steps-a-call", str(LOOPED))), False, mesh)
         times["looped"] = [call_ms(start) / LOOPED for _ in range(4 + rounds)][4:]
     return times
 

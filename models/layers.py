@@ -51,8 +51,8 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = compute_dtype(x)
-        if x.device.type in NATIVE_DEVICES and x.dtype == self.weight.dtype == dtype:
-            return super().forward(x)
+        if x.device.type in NATIVE_DEVICES:
+            return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype))).to(dtype)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = wide.mean(-1, keepdim=True)
         centred = wide - mean

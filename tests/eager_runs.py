@@ -49,7 +49,7 @@ def main(name: str, folder: str, runs: list[str]) -> None:
             without_dropout(encoders)
             continue
         run, _, stop = run.partition(" by ")
-        config = replace(configs[run], device="cpu", runs=f"{folder}/{run}", name="run")
+        config = replace(configs[run], device=os.environ.get("DEVICE") or "cpu", runs=f"{folder}/{run}", name="run")
         if stop:
             stop_at(*stops[stop], trial.script.main, config)
         else:

@@ -1,5 +1,6 @@
 """The five scripts on plain PyTorch (train/common/eager.py), in processes where torch_xla cannot be imported: they
-learn what they learn on XLA, resume exactly, and have XLA's losses and metrics."""
+learn what they learn on XLA, resume exactly, and have XLA's losses and metrics. `make test DEVICE=cuda
+ARGS=tests/test_eager.py` runs them on a GPU."""
 
 import json
 import subprocess
@@ -101,11 +102,3 @@ def test_what_waits_for_a_step_is_called_once_the_next_one_has_run(monkeypatch):
     device.run_pending()
     step(torch.ones(2))
     assert called == ["step", "read", "flushed", "step"]
-
-
-@pytest.mark.slow  # the C++ compiler takes its time
-def test_a_step_may_go_through_torch_compile(monkeypatch):
-    monkeypatch.setattr(device, "_backend", eager)
-    x = torch.linspace(0, 1, 8)
-    step = device.compiled(lambda x: (x.sin() * 2).sum(), None, torch_compile=True)
-    torch.testing.assert_close(step(x), (x.sin() * 2).sum())

@@ -166,7 +166,7 @@ def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: dev
 
 def update(state: State, config: Config) -> dict[str, Tensor]:
     """Updates the parameters from their gradients; returns the norm of these."""
-    norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.clip, foreach=False)
+    norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.clip)
     state.optimizer.step()
     return {"gradient_norm": norm.detach()}
 

@@ -167,7 +167,7 @@ def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: dev
 
 def update(state: State, config: Config) -> dict[str, Tensor]:
     """Updates the parameters from their gradients."""
-    torch.nn.utils.clip_grad_norm_(state.model.parameters(), recipe_of(config).clip, foreach=False)
+    torch.nn.utils.clip_grad_norm_(state.model.parameters(), recipe_of(config).clip)
     state.optimizer.step()
     return {}
 

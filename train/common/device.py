@@ -110,10 +110,10 @@ def choose_backend(kind: str) -> ModuleType:
     return _backend
 
 
-def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1, torch_compile: bool = False) -> Callable:
+def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
     """Returns `step_fn` as one XLA graph per call, held to the contract of `CompiledStep` (xla/backend.py). On plain
-    PyTorch it runs as it is; with `torch_compile` through `torch.compile`, which XLA does not need."""
-    return _backend.compiled(step_fn, mesh, max_graphs, torch_compile)
+    PyTorch it runs as it is, and may be a `torch.compile(step_fn)`."""
+    return _backend.compiled(step_fn, mesh, max_graphs)
 
 
 def graph_report(reset: bool = False) -> dict[str, Any]:

@@ -25,17 +25,17 @@ def setup(precision: str, strict: bool, kind: str) -> Mesh:
     if kind == "cuda":
         if not torch.cuda.is_available():
             raise InputError("--device is cuda, but PyTorch finds no GPU here (nvidia-smi lists them); use cpu or xla")
-        # By PyTorch's defaults convolutions take TF32, 10 bits, and matrix products do not.
+        # PyTorch's defaults: convolutions take TF32, 10 bits, products do not; some sums differ from run to run.
         products = "tf32" if precision == "fast_float32" else "ieee"
         torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = products
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     name = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
-    only = {"num_devices": 1, "process_index": 0, "process_count": 1}
-    return Mesh(torch.device(kind), None, **only, kind=name, precision=precision, strict=strict)
+    return Mesh(torch.device(kind), None, 1, 0, 1, kind=name, precision=precision, strict=strict)
 
 
-def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int, torch_compile: bool) -> Callable:
-    step_fn = torch.compile(step_fn) if torch_compile else step_fn
-
+def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int) -> Callable:
     def step(*args: Any) -> Any:
         result = step_fn(*args)
         run_pending()

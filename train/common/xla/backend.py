@@ -160,7 +160,7 @@ _report = GraphReport()  # one per process, since torch_xla counts compilations 
 graph_report = _report.summary
 
 
-def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int, torch_compile: bool) -> "CompiledStep":
+def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int) -> "CompiledStep":
     return CompiledStep(step_fn, mesh.strict, _report, max_graphs)
 
 

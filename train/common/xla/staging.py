@@ -90,7 +90,7 @@ def setup(num_devices: int, kind: str, precision: str) -> Mesh:
 def inputs(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], mesh: Mesh) -> dict[str, Tensor]:
     """Returns a batch of these (shape, type), sharded by the first dimension as the loader uploads it."""
     batch = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
-    for tensor in batch.values():
+    for tensor in batch.values() if mesh.spmd else ():  # None: plain PyTorch, in bench/usual_step.py
         annotate(tensor, mesh.spmd, row_sharding(mesh.spmd, tensor.dim(), False).partition_spec)
     return batch
 

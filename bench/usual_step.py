@@ -1,14 +1,15 @@
-"""Time of the scripts' train steps on this CPU beside the usual ones of bench/stock.py: what is fast on a TPU must not
-be slow here.
+"""Time of the scripts' train steps beside the usual ones of bench/stock.py, on this CPU or GPU: what is fast on a TPU
+must not be slow there.
 
     xla      both steps compiled for one XLA CPU device
     cpu      both steps on plain PyTorch, where our layers take its own kernels; fused optimizers on both sides
-    how      float32, small networks, random batches of the shapes that the scripts have, dropout on; blocks of steps,
-             ours and the usual one in turn, in one process; ratios within a round
+    cuda     the same on a GPU: the scripts' own networks, bfloat16, text of 512 tokens
+    how      on a CPU float32, small networks; random batches of the shapes that the scripts have, dropout on; blocks of
+             steps, ours and the usual one in turn, in one process; ratios within a round
     random   numbers of dropout on XLA: XLA_RNG_BIT_GENERATOR=three_fry for both sides (torch_xla's default on a CPU
              draws 20 times slower)
-    run      python -m bench.usual_cpu
-             python -m bench.usual_cpu --device cpu --only bert --rounds 15
+    run      python -m bench.usual_step
+             python -m bench.usual_step --device cpu --only bert --rounds 15
 
 Run it on a machine that does nothing else.
 """
@@ -29,10 +30,10 @@ from torch import Tensor
 from bench import stock
 from tpu.compiler import compile as compiling
 from tpu.compiler import steps
-from train import dlrm, pretrain
+from train import dlrm, glue, pretrain
 from train.common import device
 
-TEXT_TOKENS = 128
+TEXT_TOKENS = {"xla": 128, "cpu": 128, "cuda": 512}
 FLOAT = ("--precision", "float32")
 JOBS = {
     "ResNet": compiling.Job("resnet50", "tiny", "", (*FLOAT, "--norm-groups", "1", "--image-size", "64"), 32),
@@ -45,18 +46,28 @@ JOBS = {
     ),
     "DLRM": compiling.Job("dlrm", "kaggle", "", (*FLOAT, "--hash-rows", "20000"), 512),
 }
+GPU_JOBS = {
+    "ResNet-50": compiling.Job("resnet50", "full", "", ("--norm-groups", "1"), 256),
+    "BERT GLUE": compiling.Job("bert", "full", "mrpc", (), 32),
+    "BERT pretraining": compiling.Job("bert", "full", "pretrain", (), 32),
+    "RoBERTa pretraining": compiling.Job("roberta", "full", "pretrain", (), 32),
+    "DistilBERT pretraining": compiling.Job("distilbert", "full", "pretrain", (), 32),
+    "XLNet pretraining": compiling.Job("xlnet", "full", "pretrain", (), 32),
+    "Transformer": compiling.Job("transformer", "base", "", (), 128),
+    "DLRM": compiling.Job("dlrm", "kaggle", "", ("--hash-rows", "1000000"), 2048),
+}
 
 
 @dataclass(frozen=True)
 class Options:
-    device: Literal["xla", "cpu"] = "xla"  # of both sides
+    device: Literal["xla", "cpu", "cuda"] = "xla"  # of both sides
     only: str = ""  # part of the name of a model
     rounds: int = 11  # counted blocks of each side
     seconds: float = 1.5  # about as long as a block takes
-    out: str = "runs/bench/usual_cpu.json"  # where the figures go
+    out: str = "runs/bench/usual_step.json"  # where the figures go
 
 
-def values(name: str, shape: torch.Size, dtype: torch.dtype, job: compiling.Job) -> Tensor:
+def values(name: str, shape: torch.Size, dtype: torch.dtype, job: compiling.Job, tokens: int) -> Tensor:
     """Random numbers that an entry of a batch may have."""
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=dtype)
@@ -70,8 +81,8 @@ def values(name: str, shape: torch.Size, dtype: torch.dtype, job: compiling.Job)
     if name == "order":
         return torch.stack([torch.randperm(shape[1]) for _ in range(shape[0])]).to(dtype)
     if name == "positions":
-        return torch.stack([torch.randperm(TEXT_TOKENS)[: shape[1]] for _ in range(shape[0])]).to(dtype)
-    most = {"next_sentence": 2, "label": 10}.get(name, 1000)
+        return torch.stack([torch.randperm(tokens)[: shape[1]] for _ in range(shape[0])]).to(dtype)
+    most = {"next_sentence": 2, "label": 10, "labels": 2 if job.script is glue else 1000}.get(name, 1000)
     return torch.randint(0 if most < 1000 else 10, most, shape, dtype=dtype)
 
 
@@ -79,12 +90,13 @@ def make(job: compiling.Job, usual: bool, mesh: device.Mesh) -> Callable[[], Ten
     """A function that starts a step and returns its loss."""
     torch.manual_seed(0)
     script = stock.FUNCTIONS[job.script] if usual else job.script
-    options = {"tokens": TEXT_TOKENS} if job.script is pretrain else {}
+    tokens = TEXT_TOKENS[mesh.device.type]
+    options = {"tokens": tokens} if job.script is pretrain else {}
     step = compiling.MAKERS[job.script](job.config(1), mesh, script, **options)
     state, batches = step.arguments[:2]
     for batch in batches if isinstance(batches, tuple) else [batches]:
         for name, tensor in batch.items():
-            batch[name] = values(name, tensor.shape, tensor.dtype, job).to(mesh.device)
+            batch[name] = values(name, tensor.shape, tensor.dtype, job, tokens).to(mesh.device)
             device.annotate(batch[name], mesh.spmd, ("data",) + (None,) * (tensor.dim() - 1))
     device.set_lr(state.optimizer, 1e-3)
     function = device.compiled(step.function, mesh)
@@ -125,11 +137,12 @@ def main(options: Options) -> None:
     """Measures, prints the table and writes --out."""
     os.environ["CPU_NUM_DEVICES"] = "1"
     os.environ.setdefault("XLA_RNG_BIT_GENERATOR", "three_fry")
-    mesh = device.setup(seed=0, precision="float32", kind=options.device)
+    gpu = options.device == "cuda"
+    mesh = device.setup(seed=0, precision="bfloat16" if gpu else "float32", kind=options.device)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     record: dict[str, dict] = {}
     print("| step | | ours, ms | usual, ms | ours / usual, median (quarter to three quarters) |\n|---|---|---|---|---|")
-    for name, job in JOBS.items():
+    for name, job in (GPU_JOBS if gpu else JOBS).items():
         if options.only.lower() not in name.lower():
             continue
         times = record[name] = measure(job, options, mesh)
