@@ -16,10 +16,10 @@ Names of columns, labels and splits are those of nyu-mll/glue, and so are the nu
 GLUE's test splits are not public, so a task is evaluated on validation.
 """
 
-import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +219,7 @@ def _wrong_fields(fields: list[str], header: list[str], header_lines: int) -> st
     what = f"{len(fields)} fields, separated by tabs; expected {len(header)}: {', '.join(header)}"
     if not header_lines:
         what += " (without a header line)"
-    if any(field.startswith('"') and (field.count('"') % 2 or len(field) == 1) for field in fields):
+    if any(field.startswith('"') and field.count('"') % 2 for field in fields):
         what += (
             ". A field begins with \" and does not end: GLUE's files have no quoting, so write the file without it "
             "(csv.QUOTE_NONE), and without tabs and line breaks in the sentences"
@@ -447,9 +447,10 @@ class Encoded:
             rows = [encoding.ids for encoding in encodings]
             sizes = np.fromiter(map(len, rows), np.int32, len(rows))
             lengths.append(sizes)
-            ids.append(_flat(rows, int(sizes.sum()), np.int32))
+            ids.append(np.fromiter(chain.from_iterable(rows), np.int32, sizes.sum()))
             if typed:
-                types.append(_flat([encoding.type_ids for encoding in encodings], int(sizes.sum()), np.uint8))
+                rows = (encoding.type_ids for encoding in encodings)
+                types.append(np.fromiter(chain.from_iterable(rows), np.uint8, sizes.sum()))
             self.truncated += sum(bool(encoding.overflowing) for encoding in encodings)
         self.lengths = np.concatenate([*lengths, np.empty(0, np.int32)])
         self._starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
@@ -498,10 +499,6 @@ class Encoded:
             "token_type_ids": spread(types, type_pad),
             "labels": labels,
         }
-
-
-def _flat(rows: list[list[int]], size: int, dtype: type) -> np.ndarray:
-    return np.fromiter(itertools.chain.from_iterable(rows), dtype, size)
 
 
 # Metrics

@@ -3,7 +3,7 @@
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from errors import InputError
-from models import encoders
+from models import encoders, objectives
 
 LAYER = {  # module inside a layer of BERT -> of DistilBERT
     "attention.self.query": "attention.q_lin",
@@ -63,7 +63,7 @@ def open_teacher(
         InputError: the teacher cannot be read, has other tokens, or does not fit the student.
     """
     config, _, own = encoders.open_checkpoint(folder, "bert")
-    encoders.same_vocabulary(folder, own, tokenizer, data)
+    objectives.same_vocabulary(folder, own, tokenizer, data)
     if config.hidden_size != student.config.dim:
         raise InputError(
             f"teacher {folder} has a width of {config.hidden_size}, its student one of {student.config.dim}"

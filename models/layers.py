@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from models.hashing import hash32
 from models.products import NATIVE_DEVICES, einsum
 
+LANES = 128  # numbers in a row of a TPU's registers
 MASKED = -1e9  # added to scores that must not count; finite, so that a row without any key has no NaN
+
+
+def rows_together(rows: int, tokens: int, parts: int) -> int:
+    """Returns how many short rows go into one of LANES tokens, where each of `parts` packs its own; 1 without parts.
+
+    What belongs to 64 keys leaves half of a TPU's registers empty, in memory, too.
+    """
+    most = LANES // tokens if parts and rows % parts == 0 else 1
+    return max((n for n in range(1, most + 1) if rows // parts % n == 0), default=1)
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:

@@ -9,8 +9,15 @@ a teacher's words       DistilBERT (Sanh et al. 2019, section 3)
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from errors import InputError
 from models import encoders, layers
 
 # Modules that one --model's pretraining only needs, see encoders.MODULES.
@@ -30,6 +37,12 @@ def language_model(
         return auto_class.from_config(settings, dtype=torch.float32)
     folder, weights = source
     return encoders.load(auto_class, settings, weights, folder)
+
+
+def same_vocabulary(folder: str, own: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, data: str) -> None:
+    """Raises InputError where the tokens of a checkpoint are not those that the data was made with."""
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise InputError(f"{folder} has other tokens than the data in {data}: prepare the text with its tokenizer")
 
 
 def predict(model: PreTrainedModel, hidden: Tensor) -> Tensor:

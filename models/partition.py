@@ -1,4 +1,5 @@
-"""Which axis of the devices cuts which parameter, for `--mesh data=4,model=2` of the scripts: a table for each model.
+"""Which axis of the devices cuts which parameter, for `--mesh data=4,model=2` of the scripts: a table for each encoder;
+that of the Transformer is beside it, in models/transformer.py.
 
 Over "model" attention is cut by heads and a feed-forward layer by its inner width, so that each takes one all-reduce
 forward and one backward (Shoeybi et al. 2019, arXiv:1909.08053, section 3). The embedding of the vocabulary and the
@@ -40,15 +41,6 @@ XLNET = {
     r"ff\.layer_1\.bias": VECTOR,
     r"ff\.layer_2\.weight": IN,
     r"word_embedding\.weight": OUT,
-}
-TRANSFORMER = {
-    r"\w+_attn\.[qkv]_proj\.weight": OUT,
-    r"\w+_attn\.[qkv]_proj\.bias": VECTOR,
-    r"\w+_attn\.out_proj\.weight": IN,
-    r"fc1\.weight": OUT,
-    r"fc1\.bias": VECTOR,
-    r"fc2\.weight": IN,
-    r"embed_tokens\.weight": OUT,
 }
 # The biases of the heads of language models, whose weight is the embedding's.
 HEADS = {
@@ -93,11 +85,3 @@ def rules(model: nn.Module) -> Rules:
         if hasattr(model, name):
             parameters = parameters | table
     return Rules(parameters, (layers,), model.config.num_attention_heads, shared, time_major)
-
-
-def transformer_rules(model: nn.Module) -> Rules:
-    """Returns the rules of models/transformer.py's Transformer."""
-    parameters = dict(TRANSFORMER)
-    if model.arch.share_embeddings == "none":  # else it is an embedding's
-        parameters[r"output_projection\.weight"] = OUT
-    return Rules(parameters, ("encoder.layers", "decoder.layers"), model.arch.heads, r"self_attn$")

@@ -24,10 +24,11 @@ from models.layers import (
     dropout,
     linear,
     log_normalizer,
+    rows_together,
 )
+from models.partition import IN, OUT, VECTOR, Rules
 
 PAD, EOS, UNK = 1, 2, 3  # fairseq's; 0 is <s>
-LANES = 128  # numbers in a row of a TPU's registers
 
 
 @dataclass(frozen=True)
@@ -164,13 +165,9 @@ def same_segment(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def side_by_side(source: Tensor, previous: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns short rows as packed rows of at most LANES tokens, with their segments; see `Transformer.forward`.
-
-    A TPU's registers are LANES wide: what belongs to 64 keys leaves half of them empty, in memory, too.
-    """
-    rows, longest = source.shape[0] // parts, max(source.shape[1], previous.shape[1])
-    together = max((n for n in range(1, LANES // longest + 1) if rows % n == 0), default=1)
-    if together == 1 or source.shape[0] % parts:
+    """Returns short rows as packed rows of at most LANES tokens, with their segments; see `Transformer.forward`."""
+    together = rows_together(source.shape[0], max(source.shape[1], previous.shape[1]), parts)
+    if together == 1:
         return source, previous, None, None
     packed = [side.reshape(-1, together * side.shape[1]) for side in (source, previous)]
     places = (torch.arange(side.shape[1], device=side.device) * together // side.shape[1] + 1 for side in packed)
@@ -281,6 +278,26 @@ class Transformer(nn.Module):
             source, previous, source_segment, target_segment = side_by_side(source, previous, parts)
         memory, mask = self.encode(source, source_segment)
         return self.logits(self.decode(previous, memory, mask, target_segment, source_segment)).view(*shape, -1)
+
+
+# How the name of a parameter ends, as a pattern -> the axis over which each of its dimensions is cut; see partition.py.
+CUTS = {
+    r"\w+_attn\.[qkv]_proj\.weight": OUT,
+    r"\w+_attn\.[qkv]_proj\.bias": VECTOR,
+    r"\w+_attn\.out_proj\.weight": IN,
+    r"fc1\.weight": OUT,
+    r"fc1\.bias": VECTOR,
+    r"fc2\.weight": IN,
+    r"embed_tokens\.weight": OUT,
+}
+
+
+def rules(model: Transformer) -> Rules:
+    """Returns how the model may be cut over devices."""
+    parameters = dict(CUTS)
+    if model.arch.share_embeddings == "none":  # else it is an embedding's
+        parameters[r"output_projection\.weight"] = OUT
+    return Rules(parameters, ("encoder.layers", "decoder.layers"), model.arch.heads, r"self_attn$")
 
 
 def label_smoothed(logits: Tensor, target: Tensor, smoothing: float) -> dict[str, Tensor]:

@@ -86,9 +86,9 @@ def randomized(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def fast(model: PreTrainedModel | None) -> PreTrainedModel | None:
+def fast(model: PreTrainedModel | None, parts: int = 0) -> PreTrainedModel | None:
     """A copy of a model of transformers with our layers."""
-    return encoders.fast_layers(copy.deepcopy(model)) if model is not None else None
+    return encoders.fast_layers(copy.deepcopy(model), parts) if model is not None else None
 
 
 def assert_all_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, share: float, atol: float):

@@ -9,10 +9,10 @@ import torch
 from model_helpers import GOLDEN, arrays, golden_transformer
 from torch import Tensor
 
-from models import beam_search, partition
+from models import beam_search
 from models.beam_search import CHUNK, search, top_k
 from models.layers import MASKED
-from models.transformer import EOS, PAD, Architecture, Transformer
+from models.transformer import EOS, PAD, Architecture, Transformer, rules
 from train.common import device, sharding
 from train.common.cli import Layout
 from train.common.xla import backend as xla
@@ -65,7 +65,7 @@ def test_in_bfloat16_the_best_hypotheses_stay_fairseqs(trained, sources, monkeyp
 def test_one_program_serves_any_batch_of_a_shape_and_its_loop_ends_with_the_last_sentence(mesh, trained, sources):
     """Each layer lies on two devices, and the caches grow in the middle; a loop in Python has fairseq's hypotheses."""
     mesh = sharding.arranged(mesh, Layout("data=2,model=2"))
-    model = device.to_device(copy.deepcopy(trained), mesh, partition.transformer_rules)
+    model = device.to_device(copy.deepcopy(trained), mesh, rules)
     loop = WhileLoop(partial(beam_search.step, model, length_penalty=1.0), model)
 
     def python_loop(state: dict, reads: dict) -> dict:

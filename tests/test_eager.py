@@ -1,6 +1,5 @@
 """The five scripts on plain PyTorch (train/common/eager.py), in processes where torch_xla cannot be imported: they
-learn what they learn on XLA, resume exactly, and have XLA's losses and metrics. `make test DEVICE=cuda
-ARGS=tests/test_eager.py` runs them on a GPU."""
+learn, resume exactly, and have XLA's losses. On a GPU: `make test DEVICE=cuda ARGS=tests/test_eager.py`."""
 
 import json
 import subprocess

@@ -81,7 +81,6 @@ def test_fast_layers_keep_class_parameters_keys_and_files(kind, tmp_path):
 @every_kind
 def test_padding_changes_no_logits_whatever_stands_in_it(kind):
     tokenizer, model, lengths = tokenizer_of(kind), new(kind, "classifier"), pairs(kind).lengths[:ROWS].tolist()
-    assert min(lengths) < LENGTH
     padded = batch_of(kind, LONGER)
     assert encoders.positions(model.config) == (float("inf") if kind == "xlnet" else LONGER)
     ends = padded["attention_mask"][:, [0, -1]].sum(0).tolist()
@@ -91,10 +90,13 @@ def test_padding_changes_no_logits_whatever_stands_in_it(kind):
     disguised = {**padded, "input_ids": torch.where(padded["attention_mask"] == 1, padded["input_ids"], garbage)}
     alone = [logits_of(model, batch_of(kind, length, [row])) for row, length in enumerate(lengths)]
     expected = torch.cat(alone).detach()
-    assert expected.std(0).min() > 0.01  # the rows differ
-    quick = fast(model)
-    for batch in (batch_of(kind), padded, disguised):
-        torch.testing.assert_close(encoders.logits(quick, batch).detach(), expected, **EXACT)
+    assert expected.std(0).min() > 0.01 and min(lengths) < LENGTH  # the rows differ
+    for parts in (0, 2):  # of a batch, of which each has its short rows side by side
+        quick = fast(model, parts)
+        assert sum(isinstance(module, encoders.ShortRows) for module in quick.modules()) == (parts and kind != "xlnet")
+        for batch in (batch_of(kind), padded, disguised):
+            torch.testing.assert_close(encoders.logits(quick, batch).detach(), expected, **EXACT)
+    assert [layers.rows_together(8, *each) for each in ((32, 2), (56, 2), (32, 3), (65, 2))] == [4, 2, 1, 1]
 
 
 @every_kind

@@ -333,8 +333,7 @@ def test_cut_tensors_are_made_whole_by_a_program_for_each_shape(mesh):
         assert all(map(torch.equal, gather.read(tensors, True), numbers))
     assert gather.read(tensors, False) == [] and backend.compilations() == graphs + 2
     assert [on_each_device(tensor) for tensor in tensors] == [[4, 3], [4, 3], [4], [3]]
-    elsewhere = torch.ones(2, device="meta")  # as on a GPU, which has --remat, too
-    assert gather.on_every_device(elsewhere) is elsewhere
+    assert gather.on_every_device(elsewhere := torch.ones(2, device="meta")) is elsewhere  # a GPU's, with --remat
 
 
 KINDS = [torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.float64, torch.uint8, torch.float16, torch.int32]

@@ -121,7 +121,7 @@ def open_data(config: Config) -> Data:
     if config.checkpoint:
         folder = folders.local_folder(config.checkpoint)
         settings, weights, own = encoders.open_checkpoint(folder, config.model)
-        encoders.same_vocabulary(config.checkpoint, own, tokenizer, config.data)
+        objectives.same_vocabulary(config.checkpoint, own, tokenizer, config.data)
         source = folder, weights
     else:
         settings = encoders.configuration(kind, config.size, tokenizer, length)

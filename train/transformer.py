@@ -21,8 +21,8 @@ from torch import Tensor
 
 from data import wmt
 from errors import InputError
-from models import fairseq, partition
-from models.transformer import ARCHITECTURES, Transformer, label_smoothed
+from models import fairseq
+from models.transformer import ARCHITECTURES, Transformer, label_smoothed, rules
 from train import translate
 from train.common import accumulate, averaging, checkpoint, cli, device, files, loading
 from train.common.run import Run
@@ -129,7 +129,7 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     if config.weights:
         _, weights = fairseq.read_checkpoint(files.read_file(config.weights), config.weights)
         fairseq.load_weights(model, weights, config.weights)
-    device.to_device(model, mesh, partition.transformer_rules)
+    device.to_device(model, mesh, rules)
     optimizer = torch.optim.Adam(model.parameters(), config.lr, foreach=False, **ADAM)
     device.init_optimizer_state(optimizer, mesh)
     return State(model, optimizer)
