@@ -78,7 +78,7 @@ GUARDS = (
     Row("resnet50", "resnet50", "full", 32, "", ("--model", "resnet_tiny", "--image-size", "64")),
     Row("transformer", "transformer", "tiny", 32, "", TRANSLATES),
     Row("transformer, two chips a layer", "transformer", "tiny", 32, "", (*TRANSLATES, "--mesh", "data=4,model=2")),
-    Row("bert on mrpc", "bert", "full", 4, "mrpc"),
+    Row("bert on mrpc", "bert", "full", 8, "mrpc", ("--lengths", "64")),
     Row("bert", "bert", "full", 8, "pretrain", ("--size", "mini")),
     Row("bert, two chips a layer", "bert", "full", 8, "pretrain", ("--size", "mini", "--mesh", "data=4,model=2")),
     Row("bert, a state in parts", "bert", "full", 8, "pretrain", ("--size", "mini", "--shard-state", "full")),
