@@ -120,7 +120,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", default="", help="part of the rows' names (default: all)")
-    parser.add_argument("--missing", action="store_true", help="keep what docs/tpu/stock.json has")
+    parser.add_argument("--missing", action="store_true", help="keep the figures that are there")
     parser.add_argument("--only", choices=("ours", "usual"), help="compile these steps; keep the others' figures")
     parser.add_argument("--generation", choices=[*CHIPS][1:], help="compile our steps for a chip of it")
     parser.add_argument("--print", action="store_true", help="compile nothing")
@@ -132,7 +132,7 @@ def main() -> None:
         parser.error(
             f"no row has {options.name!r} in its name; there are {', '.join(row.name for row, _ in STEPS + TABLES)}"
         )
-    if options.missing:
+    if options.missing and not options.generation:
         rows = [(row, topology) for row, topology in rows if row.name not in figures]
     if options.print:
         rows = []

@@ -179,7 +179,7 @@ def test_words_that_the_devices_do_not_divide_reduce_scatter_their_gradient_once
     step = device.compiled(lambda model, ids: F.linear(model[0](ids), model[1].weight).detach(), mesh)
     for _ in range(3):
         step(model, ids)
-    hidden = model[0](ids)
+    hidden = model[0](input=ids)
     with torch.no_grad():
         model[0].weight.mul_(2)
     predicted = model[1](hidden)

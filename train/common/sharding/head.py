@@ -42,17 +42,17 @@ def sum_by_rows(embedding: nn.Embedding, head: nn.Linear | None, axes: dict[str,
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         return Linear.apply(weight.to(dtype), lambda whole: regions.enter(whole, (None, None)), summed)
 
-    def look_up(ids: Tensor) -> Tensor:
-        if ids.shape[0] % regions.count(BATCH):  # positions, the same for all rows
-            return type(embedding).forward(embedding, ids)
-        rows, own = (BATCH, *[None] * (ids.dim() - 1)), on_each_device()
+    def look_up(input: Tensor) -> Tensor:
+        if input.shape[0] % regions.count(BATCH):  # positions, the same for all rows
+            return type(embedding).forward(embedding, input)
+        rows, own = (BATCH, *[None] * (input.dim() - 1)), on_each_device()
         begun[:] = [(weakref.ref(own), embedding.weight._version)]
 
         def added_up(gradient: Tensor, own: Tensor = own) -> Tensor:  # which lives as long as the graph
-            parts = regions.enter(gradient, (*rows, None)), regions.enter(ids, rows)
+            parts = regions.enter(gradient, (*rows, None)), regions.enter(input, rows)
             return torch.ops.aten.embedding_dense_backward(*parts, words, padding, False)
 
-        return Linear.apply(own, lambda _: F.embedding(ids, embedding.weight), added_up)
+        return Linear.apply(own, lambda _: F.embedding(input, embedding.weight), added_up)
 
     def predict(x: Tensor) -> Tensor:
         if x.shape[0] % regions.count(BATCH):
