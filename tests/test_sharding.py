@@ -31,7 +31,7 @@ from models.transformer import ARCHITECTURES, Architecture
 from train import glue, pretrain, resnet50, transformer
 from train.common import accumulate, checkpoint, device, loading, sharding
 from train.common.cli import Layout
-from train.common.sharding import gather
+from train.common.sharding import gather, placement
 from train.common.watch import _flops
 from train.common.xla import backend
 from train.common.xla.recompute import again
@@ -139,10 +139,15 @@ def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight
     assert on_each_device(parameter.data) == weight
     kept = state.optimizer.state[parameter]
     assert on_each_device(kept["momentum_buffer" if len(weight) == 4 else "exp_avg"]) == moment
-    if parameter.grad is not None:  # the sums of an update in parts
+    if parameter.grad is not None:  # sums of an update in parts
         assert on_each_device(parameter.grad) == moment
     report = device.graph_report()
     assert report["recompilations"] == [] and report["repeated"] >= STEPS - 2
+
+
+def test_the_state_of_weights_with_heads_is_cut_by_heads_where_the_devices_divide_them(mesh):
+    layers = sharding.arranged(mesh, FULL).layers
+    assert [placement._state_axes(torch.empty(8, n, 2), [None] * 3, layers, 0).index("data") for n in (4, 6)] == [1, 0]
 
 
 @pytest.mark.parametrize(("words", "summed"), [(515, []), (7, ["7"])])

@@ -115,6 +115,8 @@ def _state_axes(parameter: nn.Parameter, axes: tuple, layers: Layers, embedded: 
     free = [i for i, axis in enumerate(axes) if axis is None and parameter.shape[i] % size == 0]
     if embedded and len(free) > 1 and parameter.shape[0] > ROWS * size and parameter.shape[0] % (ROWS * size):
         free.remove(0)
+    if parameter.dim() == 3 and 1 in free:  # XLNet's [C, heads, D], whose heads are first as the TPU lays it out
+        free = [1]
     return tuple("data" if i == min(free) else axis for i, axis in enumerate(axes)) if free else axes
 
 
