@@ -128,6 +128,10 @@ class GELU(nn.Module):
         return FittedGELU.apply(x)
 
 
+# The encoders that may have `ShortRows`. Others give their layers more than a mask: languages, rotated positions.
+PACKED = ("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
+
+
 class ShortRows:
     """The layers of an encoder, on packed rows of up to 128 tokens where those of the batch are short, for TPUs.
 
@@ -140,7 +144,7 @@ class ShortRows:
         together = layers.rows_together(*shape[:2], self.parts)
         if together > 1:
             row = torch.arange(together, device=hidden_states.device).repeat_interleave(shape[1])
-            others = torch.where(row == row[:, None], 0.0, layers.MASKED)
+            others = torch.where(row == row[:, None], 0.0, 2 * layers.MASKED)  # a row without any key stays alone, too
             attention_mask = attention_mask.reshape(-1, 1, 1, len(row)) + others
             hidden_states = hidden_states.reshape(-1, len(row), shape[2])
         found = super().forward(hidden_states, attention_mask, **options)
@@ -155,8 +159,8 @@ def fast_layers(model: PreTrainedModel, parts: int = 0) -> PreTrainedModel:
     """Replaces the layers of an encoder by those of models/layers.py, which share its parameters; returns the model.
 
     Attention is replaced in encoders that go through transformers' AttentionInterface (BERT, RoBERTa, DistilBERT,
-    ELECTRA, …) and in XLNet. Any other encoder keeps its attention. Those of the first kind get `ShortRows`, if `parts`
-    is not 0: a multiple of the devices that share a batch, of which each packs rows of its own.
+    ELECTRA, …) and in XLNet. Any other encoder keeps its attention. Those of PACKED get `ShortRows`, if `parts` is a
+    multiple of the devices that share a batch: each part packs rows of its own.
     """
     xlnet = model.config.model_type == "xlnet"
     replaced = REPLACED | own_module("xlnet").replaced(model.config) if xlnet else REPLACED
@@ -168,9 +172,11 @@ def fast_layers(model: PreTrainedModel, parts: int = 0) -> PreTrainedModel:
                 setattr(parent, name, layer)
     if model._supports_attention_backend:
         model.set_attn_implementation(ATTENTION)
-        for child in model.base_model.children() if parts else ():
-            if hasattr(child, "layer"):
-                child.__class__ = type("ShortRows", (ShortRows, type(child)), {"parts": parts})
+    if parts and model.config.model_type in PACKED:
+        encoder = getattr(model.base_model, "transformer" if model.config.model_type == "distilbert" else "encoder")
+        if not isinstance(encoder, ShortRows):
+            encoder.__class__ = type("ShortRows", (ShortRows, type(encoder)), {})
+        encoder.parts = parts
     return model
 
 

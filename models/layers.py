@@ -62,7 +62,9 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         dtype = compute_dtype(x)
         if x.device.type in NATIVE_DEVICES:
-            return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype))).to(dtype)
+            wide = torch.promote_types(x.dtype, self.weight.dtype)
+            x, weight, bias = (each.to(wide) for each in (x, self.weight, self.bias))
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(dtype)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = wide.mean(-1, keepdim=True)
         centred = wide - mean

@@ -1,5 +1,5 @@
-"""Which axis of the devices cuts which parameter, for `--mesh data=4,model=2` of the scripts: a table for each encoder;
-that of the Transformer is beside it, in models/transformer.py.
+"""Which axis of the devices cuts which parameter, for `--mesh data=4,model=2` of the scripts: a table for each model;
+those of XLNet and the Transformer stand beside them.
 
 Over "model" attention is cut by heads and a feed-forward layer by its inner width, so that each takes one all-reduce
 forward and one backward (Shoeybi et al. 2019, arXiv:1909.08053, section 3). The embedding of the vocabulary and the
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from errors import InputError
+from errors import InputError, optional_module
 
 OUT, IN, VECTOR = ("model", None), (None, "model"), ("model",)  # of a weight [out, in], and of a bias
 
@@ -32,15 +32,6 @@ DISTILBERT = {
     r"ffn\.lin1\.bias": VECTOR,
     r"ffn\.lin2\.weight": IN,
     r"word_embeddings\.weight": OUT,
-}
-XLNET = {
-    r"rel_attn\.[qkvor]": (None, "model", None),  # [H, heads, D]
-    r"rel_attn\.r_[wrs]_bias": IN,  # [heads, D]
-    r"rel_attn\.seg_embed": (None, "model", None),  # [2, heads, D]
-    r"ff\.layer_1\.weight": OUT,
-    r"ff\.layer_1\.bias": VECTOR,
-    r"ff\.layer_2\.weight": IN,
-    r"word_embedding\.weight": OUT,
 }
 # The biases of the heads of language models, whose weight is the embedding's.
 HEADS = {
@@ -72,7 +63,7 @@ def rules(model: nn.Module) -> Rules:
         "bert": (BERT, "bert.encoder.layer", r"attention\.self$", ""),
         "roberta": (BERT, "roberta.encoder.layer", r"attention\.self$", ""),
         "distilbert": (DISTILBERT, "distilbert.transformer.layer", r"attention$", ""),
-        "xlnet": (XLNET, "transformer.layer", "", r"transformer\."),
+        "xlnet": ({}, "transformer.layer", "", r"transformer\."),
     }
     kind = model.config.model_type
     if kind not in tables:
@@ -81,6 +72,8 @@ def rules(model: nn.Module) -> Rules:
             "for it to models/partition.py"
         )
     parameters, layers, shared, time_major = tables[kind]
+    if kind == "xlnet":
+        parameters = optional_module("models.xlnet", "--model xlnet", "MODEL=xlnet").CUTS
     for name, table in HEADS.items():
         if hasattr(model, name):
             parameters = parameters | table

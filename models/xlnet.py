@@ -6,18 +6,20 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 from transformers import XLNetConfig
-from transformers.models.xlnet.modeling_xlnet import XLNetRelativeAttention
+from transformers.models.xlnet.modeling_xlnet import XLNetLayer, XLNetRelativeAttention
 
 from errors import InputError
 from models import layers
+from models.partition import IN, OUT, VECTOR
 from models.products import NATIVE_DEVICES, einsum
 
 
-def turned(q: Tensor, weight: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def turned(q: Tensor, halves: tuple[Tensor, Tensor], places: Tensor) -> tuple[Tensor, Tensor]:
     """Returns queries that give the scores of distances when multiplied with the sinusoids of the keys' places.
 
-    The key of a distance i - j is `weight` times its sines and cosines, and by the addition theorems these are those of
+    The key of a distance i - j is a weight times its sines and cosines, and by the addition theorems these are those of
     -j, turned by angles that depend on i. So it is the query that is turned, and nothing has to be shifted from
     distances to keys (the "factorized" attention of Funnel-Transformer, Dai et al. 2020, arXiv:2006.03236). The shift
     took much of XLNet-base's step: with it, and with the query stream of all places, 675.6 -> 449.4 million cycles. In
@@ -25,18 +27,18 @@ def turned(q: Tensor, weight: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         q: queries [Tq, B, N, D].
-        weight: [H, N, D], for H / 2 sines and then H / 2 cosines.
+        halves: of the weight, [H / 2, N, D] each: for the sines, and for the cosines.
         places: of the queries, float32 [Tq, B or 1].
 
     Returns:
         Two [Tq, B, N, H / 2], to be multiplied with the sines and with the cosines of -j. One of width H takes
         425.1 million cycles of that step, but libtpu 0.0.51 aborts on it for v6e at effort fast.
     """
-    width = weight.shape[0]
+    width = 2 * halves[0].shape[0]
     frequencies = 1 / 10_000 ** (torch.arange(0, width, 2, device=q.device, dtype=torch.float32) / width)
     angles = (places[..., None] * frequencies)[:, :, None]
     sines, cosines, wide = torch.sin(angles), torch.cos(angles), torch.promote_types(q.dtype, torch.float32)
-    first, second = (einsum("ibnd,hnd->ibnh", q, half).to(wide) for half in weight.chunk(2))
+    first, second = (einsum("ibnd,hnd->ibnh", q, half).to(wide) for half in halves)
     return (first * cosines - second * sines).to(q.dtype), (first * sines + second * cosines).to(q.dtype)
 
 
@@ -64,7 +66,7 @@ class RelativeAttention(XLNetRelativeAttention):
         keys: Tensor,
         values: Tensor,
         sinusoids: Tensor,
-        r: Tensor,
+        r: tuple[Tensor, Tensor],
         places: Tensor,
         other: Tensor | None,
         mask: Tensor | None,
@@ -75,7 +77,7 @@ class RelativeAttention(XLNetRelativeAttention):
             q: queries [Tq, B, N, D].
             keys, values: [T, B, N, D].
             sinusoids: of the keys' places, negative, [T, B, H].
-            r: the parameter, in q's type.
+            r: the halves of the parameter, in q's type.
             places: the queries', [Tq, B or 1].
             other: 1 where the key is of another segment than the query, [B, 1, Tq, T]; None: there are no segments.
             mask: 1 where the query must not look at the key, [B, 1, Tq, T]; None: it sees all.
@@ -119,7 +121,7 @@ class RelativeAttention(XLNetRelativeAttention):
         keys, values = self._to_heads(content, self.k), self._to_heads(content, self.v)
         # Cast once: the gradients of both streams are added up before they are reduced over the devices.
         q, of_places, o = (weight.to(keys.dtype) for weight in (self.q, self.r, self.o))
-        context = keys, values, r[length:], of_places
+        context = keys, values, r[length:], of_places.chunk(2)
         places = torch.arange(length, device=h.device, dtype=torch.float32)[:, None]
         pairs = (x if x is None else x[..., -1].permute(2, 0, 1)[:, None] for x in (seg_mat, attn_mask_h, attn_mask_g))
         other, mask_h, mask_g = pairs
@@ -137,7 +139,30 @@ class RelativeAttention(XLNetRelativeAttention):
         return output_h, self._output(g, self._attend(self._to_heads(g, q), *context, places, other, mask_g), o)
 
 
-REPLACED = {XLNetRelativeAttention: RelativeAttention}
+class Layer(XLNetLayer):
+    """XLNet's layer, without memories; its feed-forward network casts its weights once for both streams, as above."""
+
+    def forward(self, output_h, output_g, **inputs):
+        """Returns (h, g), as `RelativeAttention` does."""
+        h, g = self.rel_attn(output_h, output_g, **inputs)
+        dtype = layers.compute_dtype(h)
+        cast = {name: each.to(dtype) for name, each in self.ff.named_parameters() if each.dim() == 2}
+        g = g if g is None else functional_call(self.ff, cast, g)
+        return functional_call(self.ff, cast, h), g
+
+
+# How the name of a parameter ends, as a pattern -> the axis over which each of its dimensions is cut; see partition.py.
+CUTS = {
+    r"rel_attn\.[qkvor]": (None, "model", None),  # [H, heads, D]
+    r"rel_attn\.r_[wrs]_bias": IN,  # [heads, D]
+    r"rel_attn\.seg_embed": (None, "model", None),  # [2, heads, D]
+    r"ff\.layer_1\.weight": OUT,
+    r"ff\.layer_1\.bias": VECTOR,
+    r"ff\.layer_2\.weight": IN,
+    r"word_embedding\.weight": OUT,
+}
+
+REPLACED = {XLNetRelativeAttention: RelativeAttention, XLNetLayer: Layer}
 
 
 def replaced(config: XLNetConfig) -> dict:

@@ -222,7 +222,7 @@ def test_scores_of_xlnets_distances_are_transformers_in_rows_of_published_length
     sinusoids = own.relative_positional_encoding(length, length, bsz=2)
     scores = torch.einsum("ibnd,jbnd->bnij", q, torch.einsum("jbh,hnd->jbnd", sinusoids, weight))
     expected = own.layer[0].rel_attn.rel_shift_bnij(scores, length)
-    turned = xlnet.turned(q, weight, torch.arange(length, dtype=torch.float32)[:, None])
+    turned = xlnet.turned(q, weight.chunk(2), torch.arange(length, dtype=torch.float32)[:, None])
     found = torch.einsum("ibnh,jbh->bnij", torch.cat(turned, -1), sinusoids[length:])
     assert expected.std() > 20
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * expected.std().item())

@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WAYS = {
     ("resnet50", "resnet50", "xla"): (3_000, 14),
     ("resnet50", "resnet50", "cpu"): (2_474, 13),
-    ("glue", "bert", "xla"): (4_489, 22),
+    ("glue", "bert", "xla"): (4_490, 22),
 }
 README_COPIES = [
     ("ResNet-50", "resnet50", "resnet50"),

@@ -28,7 +28,7 @@ def setup(precision: str, strict: bool, kind: str) -> Mesh:
         # PyTorch's defaults: convolutions take TF32, 10 bits, products do not; some sums differ from run to run.
         products = "tf32" if precision == "fast_float32" else "ieee"
         torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = products
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     name = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
