@@ -10,6 +10,7 @@ must not be slow there.
              draws 20 times slower)
     run      python -m bench.usual_step
              python -m bench.usual_step --device cpu --only bert --rounds 15
+             python -m bench.usual_step --device cuda --rounds 7 --seconds 0.7
 
 Run it on a machine that does nothing else.
 """

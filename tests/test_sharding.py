@@ -139,7 +139,7 @@ def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight
     assert on_each_device(parameter.data) == weight
     kept = state.optimizer.state[parameter]
     assert on_each_device(kept["momentum_buffer" if len(weight) == 4 else "exp_avg"]) == moment
-    if parameter.grad is not None:  # sums of an update in parts
+    if parameter.grad is not None:  # the sums of an update in parts
         assert on_each_device(parameter.grad) == moment
     report = device.graph_report()
     assert report["recompilations"] == [] and report["repeated"] >= STEPS - 2

@@ -140,7 +140,7 @@ def batches(config: Config, examples: glue.Encoded, mesh: device.Mesh, train: bo
 
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     """Moves the model to the device and makes its optimizer, whose state exists from the start."""
-    parts = math.lcm(8, mesh.num_devices) if mesh.kind.startswith("TPU") else 0  # so that pods pack the same rows
+    parts = math.lcm(8, mesh.num_devices) if mesh.kind.startswith("TPU") else 0  # 8: on 1 to 8 chips the same rows
     model = device.to_device(encoders.fast_layers(data.model, parts), mesh, partition.rules)
     groups = encoders.parameter_groups(model, config.weight_decay)
     optimizer = torch.optim.AdamW(groups, config.lr, (0.9, RECIPES[config.model].beta2), ADAM_EPS, foreach=False)
