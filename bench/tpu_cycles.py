@@ -4,11 +4,11 @@
     python -m bench.tpu_cycles bert --missing   rows with "bert" in their name that docs/tpu/stock.json does not have
     python -m bench.tpu_cycles --only ours      our steps (or: usual); of the others the figures that are there
     python -m bench.tpu_cycles --print          only the tables, of what is there
-    python -m bench.tpu_cycles --generation v6e our steps of the networks on a chip of it (or v5p, v4): an hour
+    python -m bench.tpu_cycles --generation v6e the networks' on one chip of v6e (or v5p, v4) instead of v5e
 
-Each row is two compiles for v5e with effort full, of the same Config and batch: ours (tpu/compiler/compile.py) and the
-usual step (bench/stock.py). The figures are kept in docs/tpu/stock.json, the tables in docs/tpu/stock.md; those of
-other generations in docs/tpu/generations.json and generations.md. Cycles are estimates.
+Each row is two compiles with effort full, of the same Config and batch: ours (tpu/compiler/compile.py) and the usual
+step (bench/stock.py). The figures are kept in docs/tpu/stock.json, the tables in docs/tpu/stock.md; those of other
+generations in docs/tpu/generations.json and generations.md. Cycles are estimates.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tpu.compiler.libtpu import GIB
 from tpu.compiler.pages import DOCS, Row, bundle_count, compiled, memory, table
 
 ONE, EIGHT = "v5e:1x1", "v5e:2x4"
-CHIPS = {"v5e": ONE, "v6e": "v6e:1x1", "v5p": "v5p:1x1x1", "v4": "v4:1x1x1"}
+CHIPS = {"v6e": "v6e:1x1", "v5p": "v5p:1x1x1", "v4": "v4:1x1x1"}
 WHOLE = ("--update-every", "1")
 STEPS = (
     (Row("ResNet-50, 224 px", "resnet50", "full", 128), ONE),
@@ -58,6 +58,10 @@ def cycles(report: dict) -> str:
     return f"{report['cycles'] / 1e6:.{1 if report['cycles'] > 1e7 else 3}f}M"
 
 
+HEADER = ["step", "batch per chip", "usual, cycles", "ours", "ours / usual", "usual, bundles besides", "ours"]
+HEADER += ["usual, GiB", "ours", "usual, GB moved", "ours"]
+
+
 def cells(row: Row, figures: dict) -> list[str]:
     """A line of the table."""
     ours, usual = figures["ours"], figures["usual"]
@@ -72,8 +76,6 @@ def cells(row: Row, figures: dict) -> list[str]:
 def page(figures: dict) -> str:
     """docs/tpu/stock.md."""
     version = next(report["libtpu"] for pair in figures.values() for report in pair.values() if "libtpu" in report)
-    header = ["step", "batch per chip", "usual, cycles", "ours", "ours / usual", "usual, bundles besides", "ours"]
-    header += ["usual, GiB", "ours", "usual, GB moved", "ours"]
     parts = [
         f"""# The scripts' steps beside the usual ones
 
@@ -89,31 +91,23 @@ more a bundle (tpu/compiler/bundles.py); empty where it was not counted.
     for title, steps in (("Networks, one chip", STEPS), ("DLRM", TABLES)):
         rows = [cells(row, figures[row.name]) for row, _ in steps if row.name in figures]
         if rows:
-            parts.append(f"\n## {title}\n\n{table(header, rows)}\n")
+            parts.append(f"\n## {title}\n\n{table(HEADER, rows)}\n")
     return "".join(parts)
 
 
-def generation_page(figures: dict, ours: dict) -> str:
-    """docs/tpu/generations.md. `figures`: {row: {generation: report}}; `ours`: those of v5e, {row: report}."""
-    header = ["step", "batch", *(f"{name}: {what}" for name in CHIPS for what in ("cycles", "GB moved", "GiB"))]
-    rows = []
-    for row, _ in STEPS:
-        reports = {"v5e": ours[row.name]} | figures.get(row.name, {})
-        cells = [row.name, f"{row.batch:,}"]
-        for name in CHIPS:
-            report = reports.get(name)
-            moved = f"{report['bytes_accessed'] / 1e9:.1f}" if report and "memory" in report else ""
-            cells += [cycles(report), moved, memory(report)] if report else ["not run", "", ""]
-        rows.append(cells)
-    version = ours[STEPS[0][0].name]["libtpu"]
-    return f"""# The scripts' steps on other generations
+def generations_page(figures: dict) -> str:
+    """docs/tpu/generations.md. `figures`: {generation: {row: {"ours": report, "usual": report}}}."""
+    parts = [
+        """# The networks' steps on other generations
 
-Written by `python -m bench.tpu_cycles --generation`; do not edit. Estimates of libtpu {version} (effort full) for whole
-train steps on one chip, of the same Config and batch as on v5e ([stock.md](stock.md), which says what cycles leave
-out). A cycle of v5p and v4 is one of both TensorCores of a chip.
-
-{table(header, rows)}
+Written by `python -m bench.tpu_cycles --generation`; do not edit. As [stock.md](stock.md), which has v5e's and says
+what is compared and what the cycles leave out. Of v5p and v4 a chip's two TensorCores work as one.
 """
+    ]
+    for name, pairs in figures.items():
+        rows = [cells(row, pairs[row.name]) for row, _ in STEPS if row.name in pairs]
+        parts.append(f"\n## {name}, one chip\n\n{table(HEADER, rows)}\n")
+    return "".join(parts)
 
 
 def main() -> None:
@@ -122,43 +116,33 @@ def main() -> None:
     parser.add_argument("name", nargs="?", default="", help="part of the rows' names (default: all)")
     parser.add_argument("--missing", action="store_true", help="keep the figures that are there")
     parser.add_argument("--only", choices=("ours", "usual"), help="compile these steps; keep the others' figures")
-    parser.add_argument("--generation", choices=[*CHIPS][1:], help="compile our steps for a chip of it")
+    parser.add_argument("--generation", choices=[*CHIPS], help="instead of v5e")
     parser.add_argument("--print", action="store_true", help="compile nothing")
     options = parser.parse_args()
-    path = DOCS / "stock.json"
-    figures = json.loads(path.read_text()) if path.exists() else {}
-    rows = [(row, topology) for row, topology in STEPS + TABLES if options.name.lower() in row.name.lower()]
+    path = DOCS / ("generations.json" if options.generation else "stock.json")
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    figures = kept.setdefault(options.generation, {}) if options.generation else kept
+    every = [(row, CHIPS[options.generation]) for row, _ in STEPS] if options.generation else STEPS + TABLES
+    rows = [(row, topology) for row, topology in every if options.name.lower() in row.name.lower()]
     if not rows:
-        parser.error(
-            f"no row has {options.name!r} in its name; there are {', '.join(row.name for row, _ in STEPS + TABLES)}"
-        )
-    if options.missing and not options.generation:
+        parser.error(f"no row has {options.name!r} in its name; there are {', '.join(row.name for row, _ in every)}")
+    if options.missing:
         rows = [(row, topology) for row, topology in rows if row.name not in figures]
     if options.print:
         rows = []
-    if options.generation:
-        found = json.loads((DOCS / "generations.json").read_text()) if (DOCS / "generations.json").exists() else {}
-        for row, _ in rows:
-            if row in [row for row, _ in STEPS] and not (
-                options.missing and options.generation in found.get(row.name, {})
-            ):
-                found.setdefault(row.name, {})[options.generation] = compiled(row, CHIPS[options.generation], "full")
-                (DOCS / "generations.json").write_text(json.dumps(found, indent=1) + "\n")
-                text = generation_page(found, {name: pair["ours"] for name, pair in figures.items()})
-                (DOCS / "generations.md").write_text(text)
-        return
-    order = [row.name for row, _ in STEPS + TABLES]
-    kept = {"ours": "usual", "usual": "ours"}.get(options.only)
-    known = {name: {kept: pair[kept]} for name, pair in figures.items()} if kept else {}
+    other = {"ours": "usual", "usual": "ours"}.get(options.only)
+    known = {name: {other: pair[other]} for name, pair in figures.items()} if other else {}
     with ThreadPoolExecutor(2) as pool:
         results = pool.map(lambda job: measure(*job, known.get(job[0].name, {})), rows)
         for (row, _), result in zip(rows, results, strict=True):
             figures[row.name] = result
-            figures = {name: figures[name] for name in order if name in figures}
-            path.write_text(json.dumps(figures, indent=1) + "\n")
+            order = [row.name for row, _ in every if row.name in figures]
+            for name in order:  # the tables' order
+                figures[name] = figures.pop(name)
+            path.write_text(json.dumps(kept, indent=1) + "\n")
             print(" | ".join(cells(row, result)), flush=True)
-    text = page(figures)
-    (DOCS / "stock.md").write_text(text)
+    text = generations_page(kept) if options.generation else page(kept)
+    path.with_suffix(".md").write_text(text)
     print(text)
 
 

@@ -45,8 +45,8 @@ def decode_the_broken_one(how: str) -> None:
         os._exit(0)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    input_error = InputError("picture 17 cannot be decoded; remove it")
-    raise {"input": input_error, "stop": StopIteration, "raise": KeyError("no picture 17")}[how]
+    errors = {"input": InputError("picture 17 cannot be decoded; remove it"), "stop": StopIteration}
+    raise (errors | {"raise": KeyError("no picture 17"), "made": type("Slow", (OSError,), {})("slow down")})[how]
 
 
 class Pictures(Numbers):
@@ -274,14 +274,14 @@ ERRORS = {
     "example": ("raise", loading.as_tensors, KeyError, ("no picture 17", "decode_the_broken_one")),
     "input": ("input", loading.as_tensors, InputError, ("picture 17 cannot be decoded; remove it",)),
     "StopIteration": ("stop", loading.as_tensors, RuntimeError, ("StopIteration",)),
+    "made": ("made", loading.as_tensors, RuntimeError, ("Slow: slow down",)),  # its class cannot be pickled
     "short": ("", lambda examples: loading.as_tensors(examples[1:]), ValueError, (SHORT,)),
     "scalar": ("", lambda examples: {"total": torch.zeros(())}, ValueError, ("batch['total'] has shape []",)),
 }
+WORKED = ("example", "input", "StopIteration", "made")
 
 
-@pytest.mark.parametrize(
-    "what, workers", [*((what, 0) for what in ERRORS), ("example", 2), ("input", 2), ("StopIteration", 2)]
-)
+@pytest.mark.parametrize("what, workers", [*((what, 0) for what in ERRORS), *((what, 2) for what in WORKED)])
 def test_an_error_stops_the_loop_with_its_own_words_and_leaves_nothing(mesh, what, workers):
     how, collate, kind, texts = ERRORS[what]
     threads, children = set(threading.enumerate()), set(multiprocessing.active_children())

@@ -39,10 +39,8 @@ class Dataset(Protocol):
 
     A data set without augmentation may have `batch(indices) -> dict of arrays [len(indices), ...]` instead of
     `example`: rows of memory-mapped arrays are read hundreds of times faster together than one by one.
-
-    A data set that is read in sequence may have `order(seed, epoch, batch_size)`, the indices of the epoch's full
-    batches, in place of a permutation; and `ahead(keys)`, which yields what `keys` does, the epoch and the indices of
-    each batch, while it fetches what the next ones need.
+    One that is read in sequence may have `order(seed, epoch, batch_size)`, the indices of the epoch's full batches;
+    and `ahead(keys)`, which yields its keys, each batch's epoch and indices, while it fetches what the next ones need.
     """
 
     def __len__(self) -> int: ...
@@ -58,8 +56,8 @@ def as_tensors(batch: list[dict[str, Any]] | dict[str, np.ndarray]) -> dict[str,
 
 
 def steps_per_epoch(dataset: Dataset, batch_size: Any, mesh: Mesh, train: bool = True, parts: int = 1) -> int:
-    """Returns the batches in an epoch; in training only those that are full. Raises InputError where a batch does not
-    divide into the parts, or these by the devices, or the data set is empty or smaller than a batch."""
+    """Returns the batches in an epoch, in training those that are full. Raises InputError for one that the parts or the
+    devices do not divide, and for an empty data set or one smaller than a batch."""
     planned, examples = hasattr(batch_size, "shapes"), len(dataset)
     for shape in batch_size.shapes if planned else [(batch_size,)]:
         if shape[0] % (parts * mesh.num_devices):
@@ -189,8 +187,7 @@ def parallel_loader(
 
 def data_loader(examples: "_Examples", keys: Iterable, workers: int, **options) -> DataLoader:
     """Returns a DataLoader of the batches of these keys, in host memory."""
-    # The cores that this process may use; macOS does not tell, and has all.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS has not
     return DataLoader(
         examples,
         batch_size=None,  # a key makes a batch
@@ -199,14 +196,13 @@ def data_loader(examples: "_Examples", keys: Iterable, workers: int, **options) 
         multiprocessing_context=_worker_context(examples.dataset) if workers else None,
         prefetch_factor=PREFETCH if workers else None,
         worker_init_fn=_start_worker,
-        generator=torch.Generator(),  # otherwise it draws a number from the global one
+        generator=torch.Generator(),  # else it draws from the global one
         **options,
     )
 
 
 def _batches(size: int, batch_size: int, seed: int | None, start: int, stop: int, shuffle: str, own=None):
-    """Yields each step's epoch and indices of its examples, in the data set's `own` order if it has one; without a seed
-    in order, padded to full batches."""
+    """Yields each step's epoch and indices, in the data set's `own` order if any; without a seed in order, padded."""
     rows = np.arange(batch_size)
     if seed is None:
         for step in range(start, stop):
@@ -235,15 +231,19 @@ class _Examples:
             return self._share(self._batch(*key))
         except InputError as error:
             return error  # DataLoader would wrap it into a worker's traceback; the user needs only the sentence
-        except StopIteration as error:
-            raise RuntimeError("the data set or collate raised StopIteration: it would end the epoch early") from error
+        except Exception as error:
+            kind = type(
+                error
+            )  # a worker sends it by its name, which those of cloud clients lack: it would wait forever
+            if kind is StopIteration or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind:
+                raise RuntimeError(f"the data set or collate raised {kind.__name__}: {error}") from error
+            raise
 
     def _share(self, batch: dict[str, Tensor]) -> dict[str, Tensor] | tuple:
         """Copies a worker's batch, of tensors or lists of arrays, into its shared memory; returns where it lies there,
         and the memory if that is new. Sending a tensor costs 0.3 ms, fresh memory page faults. A worker has at most
         PREFETCH batches under way, and the upload thread lets go of one when it takes the next: turns never meet."""
-        worker = torch.utils.data.get_worker_info()
-        if worker is None:
+        if (worker := torch.utils.data.get_worker_info()) is None:
             return {key: tensor.detach().contiguous() for key, tensor in batch.items()}  # as a worker's would be
         places, end = {}, 0
         for key, rows in batch.items():
