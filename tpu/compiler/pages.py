@@ -13,12 +13,15 @@ and docs/tpu/README.md is written from them. Estimated cycles on one chip: bench
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from tpu.compiler.libtpu import GENERATIONS, GIB
 
@@ -98,8 +101,15 @@ CYCLES = (
 )
 
 
-def compiled(row: Row, topology: str, effort: str, module: str = "tpu.compiler.compile") -> dict:
-    """Runs tpu/compiler/compile.py, or another `module` with its command line, and returns its report.
+def compiled(
+    row: Row,
+    topology: str,
+    effort: str,
+    module: str = "tpu.compiler.compile",
+    variables: Mapping = MappingProxyType({}),
+) -> dict:
+    """Runs tpu/compiler/compile.py, or another `module` with its command line, and returns its report. `variables` of
+    the environment are added.
 
     A step that does not fit has {"fits": False, …}: with "needed", in bytes, if it was compiled, and with "reason" if
     the script refuses it because tables of embeddings are too large for these chips.
@@ -110,7 +120,7 @@ def compiled(row: Row, topology: str, effort: str, module: str = "tpu.compiler.c
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         command = row.command(topology, effort, str(path), module)
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        result = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
         if result.returncode == 2 and "What would fit:" in result.stderr:
             return {"fits": False, "reason": result.stderr.rpartition("error: ")[2].strip()}
         if not path.exists():

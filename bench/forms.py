@@ -1,0 +1,174 @@
+"""What the forms that the TPU's compiler rewards gain on each generation: a step with each, and with the usual one.
+
+    python -m bench.forms                   every form on v5e, v6e, v5p and v4; libtpu: `make compile`
+    python -m bench.forms LayerNorm v6e     those with "LayerNorm" in their name, on one of them
+
+Steps of the scripts with two layers (ResNet: a block a stage) at their published widths, compiled for one chip with
+effort full, our step as it is and with one form replaced. The figures are kept in docs/tpu/forms.json, the table in
+docs/tpu/forms.md. Cycles are estimates, which leave out what docs/tpu/stock.md says.
+"""
+
+import os
+
+if __name__ == "__main__":
+    os.environ["XLA_IR_DEBUG"] = os.environ["XLA_HLO_DEBUG"] = "1"  # as in tpu/compiler/compile.py
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.tpu_cycles import CHIPS, ONE
+from models import encoders, layers, resnet, transformer
+from tpu.compiler import compile as compiling
+from tpu.compiler import steps
+from tpu.compiler.pages import DOCS, Row, compiled, memory, table
+
+FORM = "FORM"  # the environment variable that names what a compiling process replaces
+KEPT = "as it is"
+LAYERS = 2
+READ = ("libtpu", "fits", "needed", "memory", "cycles", "bytes_accessed")  # of a report, what the table needs
+GLUE = Row("GLUE, 128 x 128", "bert", "full", 128, "mrpc")
+SHORT = Row("GLUE, 256 x 64", "bert", "full", 256, "mrpc", ("--lengths", "64"))
+TRANSLATION = Row("Transformer base, 256 x 64", "transformer", "tpu", 256)
+IMAGES = Row("ResNet, 128 x 224 px", "resnet50", "full", 128)
+
+
+def native_norm(self: layers.LayerNorm, x: Tensor) -> Tensor:
+    """Two readings of a row, one for the mean and one for the variance."""
+    wide = F.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps)
+    return wide.to(layers.compute_dtype(x))
+
+
+def usual_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
+    """Autograd's backward pass keeps weights, their mask and what it leaves of them."""
+    weights = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k).float() + mask, -1).to(v.dtype)
+    return torch.einsum("bhqk,bkhd->bqhd", layers.dropout(weights, dropout, True), v)
+
+
+def usual_sums(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    """AttentionCore's backward pass with the softmax's sums over the keys."""
+    v, signed, _ = ctx.saved_tensors
+    to_v = torch.einsum("bhqk,bqhd->bkhd", signed.clamp(min=0) * ctx.scale, gradient)
+    to_weights = torch.einsum("bqhd,bkhd->bhqk", gradient, v).float()
+    to_weights = torch.where(signed > 0, to_weights * ctx.scale, torch.zeros((), device=v.device))
+    weights = signed.abs().float()
+    sums = (weights * to_weights).sum(-1, keepdim=True)
+    return (weights * (to_weights - sums)).to(v.dtype), to_v, None, None
+
+
+def usual_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def alone(*_) -> int:
+    """Short rows one by one."""
+    return 1
+
+
+def four_dimensions(self: resnet.PointwiseConv2d, in_channels: int, out_channels: int, stride: int = 1) -> None:
+    """A weight [out, in, 1, 1], which the compiler stores with one row a tile."""
+    nn.Module.__init__(self)
+    self.stride = stride
+    self.weight = nn.Parameter(torch.empty(out_channels, in_channels, 1, 1))
+
+
+# What replaces a form: the step to look at, and (where, name, replacement).
+FORMS: dict[str, tuple[Row, list[tuple[object, str, Callable]]]] = {
+    "LayerNorm: both moments in one reading": (GLUE, [(layers.LayerNorm, "forward", native_norm)]),
+    "attention keeps one tensor of scores": (GLUE, [(layers, "attention", usual_attention)]),
+    "the softmax's sums from the result": (GLUE, [(layers.AttentionCore, "backward", staticmethod(usual_sums))]),
+    "GELU by tanh": (GLUE, [(encoders.GELU, "forward", lambda self, x: F.gelu(x))]),
+    "linear as one dot_general": (GLUE, [(layers, "linear", usual_linear)]),
+    "short rows side by side": (SHORT, [(layers, "rows_together", alone)]),
+    "short pairs side by side": (TRANSLATION, [(transformer, "rows_together", alone)]),
+    "BatchNorm in plain operations": (IMAGES, [(resnet.BatchNorm, "forward", nn.BatchNorm2d.forward)]),
+    "weights of 1x1 convolutions as matrices": (
+        IMAGES,
+        [
+            (resnet.PointwiseConv2d, "__init__", four_dimensions),
+            (resnet.PointwiseConv2d, "forward", lambda self, x: F.conv2d(x, self.weight, stride=self.stride)),
+        ],
+    ),
+}
+
+
+def compile_one(form: str) -> dict:
+    """Compiles the step of the command line, small in depth, with the form replaced; returns its report."""
+    published = steps.published
+
+    def shallow(model: str):
+        config = published(model)
+        config.num_hidden_layers = LAYERS
+        return config
+
+    steps.published = shallow
+    for name, arch in transformer.ARCHITECTURES.items():
+        transformer.ARCHITECTURES[name] = replace(arch, encoder_layers=LAYERS, decoder_layers=LAYERS)
+    resnet.LAYERS["resnet50"] = (1, 1, 1, 1)
+    for where, name, replacement in FORMS[form][1] if form != KEPT else ():
+        getattr(where, name)  # a form that has another name by now is an error, not a step as it is
+        setattr(where, name, replacement)
+    return compiling.main()
+
+
+def cell(usual: dict, ours: dict) -> str:
+    """Cycles, bytes and memory: with the usual form -> with ours."""
+    if "cycles" not in usual or "cycles" not in ours:
+        return f"{memory(usual)} -> {memory(ours)}"
+    cycles = f"{usual['cycles'] / 1e6:.1f} -> {ours['cycles'] / 1e6:.1f}M ({ours['cycles'] / usual['cycles']:.2f})"
+    moved = f"{usual['bytes_accessed'] / 1e9:.1f} -> {ours['bytes_accessed'] / 1e9:.1f} GB"
+    return f"{cycles}, {moved}, {memory(usual)} -> {memory(ours)} GiB"
+
+
+def page(figures: dict) -> str:
+    """docs/tpu/forms.md. `figures`: {generation: {step: {form: report}}}."""
+    rows = []
+    for form, (step, _) in FORMS.items():
+        reports = [figures.get(chip, {}).get(step.name, {}) for chip in ("v5e", *CHIPS)]
+        cells = [cell(each[form], each[KEPT]) if {form, KEPT} <= each.keys() else "not run" for each in reports]
+        rows.append([form, step.name, *cells])
+    return f"""# What each form gains on each generation
+
+Written by `python -m bench.forms`; do not edit. Estimates of libtpu 0.0.51 (effort full) for whole train steps of two
+layers (ResNet: a block a stage) on one chip: with the usual form in one place -> as it is.
+
+{table(["form", "step", "v5e", *CHIPS], rows)}
+"""
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", default="", help="part of the forms' names (default: all)")
+    parser.add_argument("generation", nargs="?", choices=("v5e", *CHIPS), help="default: all")
+    options = parser.parse_args()
+    forms = [form for form in FORMS if options.name.lower() in form.lower()]
+    if not forms:
+        parser.error(f"no form has {options.name!r} in its name; there are {', '.join(FORMS)}")
+    path = DOCS / "forms.json"
+    figures = json.loads(path.read_text()) if path.exists() else {}
+    for generation in [options.generation] if options.generation else ("v5e", *CHIPS):
+        topology, found = {"v5e": ONE, **CHIPS}[generation], figures.setdefault(generation, {})
+        rows = dict.fromkeys(FORMS[form][0] for form in forms)
+        jobs = [(row, KEPT) for row in rows] + [(FORMS[form][0], form) for form in forms]
+        with ThreadPoolExecutor(2) as pool:
+            tasks = [pool.submit(compiled, row, topology, "full", "bench.forms", {FORM: form}) for row, form in jobs]
+            for (row, form), task in zip(jobs, tasks, strict=True):
+                report = task.result()
+                found.setdefault(row.name, {})[form] = {key: report[key] for key in READ if key in report}
+                path.write_text(json.dumps(figures, indent=1) + "\n")
+                path.with_suffix(".md").write_text(page(figures))
+
+
+if __name__ == "__main__":
+    if FORM in os.environ:
+        sys.exit(0 if compile_one(os.environ[FORM]).get("fits", True) else 1)
+    main()
