@@ -135,9 +135,10 @@ def page(figures: dict) -> str:
         reports = [figures.get(chip, {}).get(step.name, {}) for chip in ("v5e", *CHIPS)]
         cells = [cell(each[form], each[KEPT]) if {form, KEPT} <= each.keys() else "not run" for each in reports]
         rows.append([form, step.name, *cells])
+    version = next(each[KEPT]["libtpu"] for found in figures.values() for each in found.values())
     return f"""# What each form gains on each generation
 
-Written by `python -m bench.forms`; do not edit. Estimates of libtpu 0.0.51 (effort full) for whole train steps of two
+Written by `python -m bench.forms`; do not edit. Estimates of libtpu {version} (effort full) for whole train steps of two
 layers (ResNet: a block a stage) on one chip: with the usual form in one place -> as it is.
 
 {table(["form", "step", "v5e", *CHIPS], rows)}
