@@ -138,8 +138,8 @@ def page(figures: dict) -> str:
     version = next(each[KEPT]["libtpu"] for found in figures.values() for each in found.values())
     return f"""# What each form gains on each generation
 
-Written by `python -m bench.forms`; do not edit. Estimates of libtpu {version} (effort full) for whole train steps of two
-layers (ResNet: a block a stage) on one chip: with the usual form in one place -> as it is.
+Written by `python -m bench.forms`; do not edit. Estimates of libtpu {version} (effort full) for whole train steps of
+two layers (ResNet: a block a stage) on one chip: with the usual form in one place -> as it is.
 
 {table(["form", "step", "v5e", *CHIPS], rows)}
 """
