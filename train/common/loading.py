@@ -39,6 +39,7 @@ class Dataset(Protocol):
 
     A data set without augmentation may have `batch(indices) -> dict of arrays [len(indices), ...]` instead of
     `example`: rows of memory-mapped arrays are read hundreds of times faster together than one by one.
+
     One that is read in sequence may have `order(seed, epoch, batch_size)`, the indices of the epoch's full batches;
     and `ahead(keys)`, which yields its keys, each batch's epoch and indices, while it fetches what the next ones need.
     """
@@ -232,9 +233,8 @@ class _Examples:
         except InputError as error:
             return error  # DataLoader would wrap it into a worker's traceback; the user needs only the sentence
         except Exception as error:
-            kind = type(
-                error
-            )  # a worker sends it by its name, which those of cloud clients lack: it would wait forever
+            # A worker sends it by the name of its class; of one made by a cloud's client there is none: a wait forever.
+            kind = type(error)
             if kind is StopIteration or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind:
                 raise RuntimeError(f"the data set or collate raised {kind.__name__}: {error}") from error
             raise
