@@ -33,7 +33,7 @@ from train.common import accumulate, checkpoint, device, loading, sharding
 from train.common.cli import Layout
 from train.common.sharding import gather, placement
 from train.common.watch import _flops
-from train.common.xla import backend
+from train.common.xla import backend, marks
 from train.common.xla.recompute import again
 
 TWO, FULL = Layout("data=2,model=2"), Layout(shard_state="full")
@@ -129,7 +129,8 @@ IMAGES = {"script": resnet50, "batch_size": 32, "norm_groups": 4}
     ],
     ids=["model", "full", "copies", "all", "xlnet", "distilbert", "resnet50"],
 )
-def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight, moment, mesh, whole):
+def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight, moment, mesh, whole, monkeypatch):
+    monkeypatch.setattr(marks, "two_steps", lambda n: (-(-n // 2), min(n, 2)))  # as of a square slice
     (found, after, state), (expected, expected_after) = taken(mesh, layout, **changes), whole(**changes)
     assert found == pytest.approx(expected, rel=2e-6)
     torch.testing.assert_close(after, expected_after, **CLOSE)
@@ -148,6 +149,14 @@ def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight
 def test_the_state_of_weights_with_heads_is_cut_by_heads_where_the_devices_divide_them(mesh):
     layers = sharding.arranged(mesh, FULL).layers
     assert [placement._state_axes(torch.empty(8, n, 2), [None] * 3, layers, 0).index("data") for n in (4, 6)] == [1, 0]
+
+
+def test_gradients_over_all_of_a_square_slice_are_cut_in_two_steps(mesh, monkeypatch):
+    monkeypatch.setattr(marks, "two_steps", lambda devices: (2, 2))
+    layer = device.to_device(nn.Linear(4, 8), sharding.arranged(mesh, FULL))
+    found = torch.autograd.grad(layer(torch.ones(8, 4).to(mesh.device)).square().sum(), layer.weight)
+    cuts = re.findall(r"devices=(\[[^\]]*\])", torch_xla._XLAC._get_xla_tensors_hlo(found))
+    assert cuts[-2:] == ["[2,1,2]", "[4,1]"]
 
 
 @pytest.mark.parametrize(("words", "summed"), [(515, []), (7, ["7"])])

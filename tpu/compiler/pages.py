@@ -136,7 +136,8 @@ def wanted(part: str) -> list[tuple[Row, str, str]]:
         return [(row, topology, "full") for row in SCALED for topology in SCALES]
     if part == "mlperf":
         return [(MLPERF, topology, "full") for topology in PODS]
-    pod = [(row, "v5e:8x8", "fast") for row in GUARDS if row.name == "bert, a state in parts"]
+    parts = next(row for row in GUARDS if row.name == "bert, a state in parts")
+    pod = [(parts, topology, "fast") for topology in ("v5e:4x4", "v5e:8x8")]
     return [(row, "v5e:2x4", "fast") for row in GUARDS] + pod + [(row, "v5e:1x1", "full") for row in CYCLES]
 
 

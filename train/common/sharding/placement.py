@@ -125,9 +125,7 @@ def _mark_layers(model: nn.Module, layers: Layers, cuts: Mapping[nn.Parameter, C
     over data; of a product with a cut weight the last dimension is cut as the weight's."""
     from train.common.xla import marks
 
-    for parameter in cuts:
-        if parameter.requires_grad:
-            marks.mark_gradient(parameter, *parameter.state_placement)
+    by_rows: set[nn.Parameter] = set()
     heads = {module.weight: module for module in model.modules() if isinstance(module, nn.Linear)}
     for name, module in model.named_modules():
         batch = 1 if rules.time_major and re.match(rules.time_major, name) else 0
@@ -142,12 +140,16 @@ def _mark_layers(model: nn.Module, layers: Layers, cuts: Mapping[nn.Parameter, C
         if plain and (state := cuts[module.weight].state)[1] == "data":
             head = heads.get(module.weight) if state[0] is None else None  # words over "model" are the partitioner's
             sum_by_rows(module, head, layers.axes, layers.spmd, state)
+            by_rows.add(module.weight)
         weight = getattr(module, "weight", None)
         if weight in cuts:
             columns, rows = cuts[weight].layer if isinstance(module, nn.Linear) else (None, None)
             if rows:  # other inputs are results of layers, too
                 marks.mark_input(module, *cut, rows)
             marks.mark_result(module, *cut, columns)
+    for parameter in cuts:
+        if parameter.requires_grad:
+            marks.mark_gradient(parameter, *parameter.state_placement, parameter in by_rows)
 
 
 def recompute(model: nn.Module, layers: Layers, rules: Rules) -> None:

@@ -8,7 +8,10 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 from torch import Tensor, nn
 
+from train.common.xla.regions import two_steps
+
 BATCH = ("copies", "data")  # axes of sharding/layout.py
+STEPS = ("copies", "data", "rest of data", "model")  # the same, with "data" in two
 
 
 def mark(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> Tensor:
@@ -55,9 +58,19 @@ def constrain(spmd: xs.Mesh) -> Callable[..., Tensor]:
     return lambda tensor, *axes: Mark.apply(tensor, spmd, tuple(BATCH if axis == "data" else axis for axis in axes))
 
 
-def mark_gradient(parameter: nn.Parameter, spmd: xs.Mesh, spec: tuple) -> None:
-    """Cuts the gradients of a parameter as `spec` says, as soon as they are summed up."""
-    parameter.register_hook(lambda gradient: mark(gradient, spmd, spec))
+def mark_gradient(parameter: nn.Parameter, spmd: xs.Mesh, spec: tuple, summed: bool) -> None:
+    """Cuts the gradients of a parameter as `spec` says, as soon as they are summed up; over "data" in `two_steps`, but
+    if they come `summed` and cut."""
+    sizes = spmd.shape()
+    first, second = two_steps(sizes["data"])
+    steps = xs.Mesh(spmd.device_ids, (sizes["copies"], first, second, sizes["model"]), STEPS)
+
+    def hook(gradient: Tensor) -> Tensor:
+        if second > 1 and "data" in spec and not summed:
+            gradient = mark(gradient, steps, spec)  # over the first of the two
+        return mark(gradient, spmd, spec)
+
+    parameter.register_hook(hook)
 
 
 def _spec(tensor: Tensor, batch: int, size: int, axis: str | None) -> tuple:

@@ -20,6 +20,13 @@ MANUAL = torch_xla._XLAC.OpSharding([], [], [], xs.ShardingType.MANUAL)
 MOST_DIMENSIONS = 5  # of a tile assignment; of one with more torch_xla 2.9 makes one that is wrong
 
 
+def two_steps(devices: int) -> tuple[int, int]:
+    """Returns the devices of the first and of the second of two reduce-scatters that do the work of one, where a slice
+    may be square: of one among all chips of v5e:4x4 libtpu makes an all-reduce, which sends twice as much."""
+    side = math.isqrt(devices)
+    return (side, side) if side >= 4 and side * side == devices else (devices, 1)
+
+
 class Regions:
     """The regions of the devices that `sizes` arranges, {axis: devices}."""
 
@@ -64,8 +71,12 @@ class Regions:
         return torch_xla._XLAC._xla_spmd_all_reduce(xm.REDUCE_SUM, x, 1.0, self._groups(axes))
 
     def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
-        groups = self._groups((axis,))
-        return torch_xla._XLAC._xla_spmd_reduce_scatter(xm.REDUCE_SUM, x, 1.0, 0, len(groups[0]), groups)
+        first, second = two_steps(self.sizes[axis])
+        groups = np.array(self._groups((axis,))).reshape(-1, first, second)
+        for step in (groups.swapaxes(1, 2).reshape(-1, first), groups.reshape(-1, second)):
+            if (devices := step.shape[1]) > 1:
+                x = torch_xla._XLAC._xla_spmd_reduce_scatter(xm.REDUCE_SUM, x, 1.0, 0, devices, step.tolist())
+        return x
 
     def all_gather(self, x: Tensor, axis: str) -> Tensor:
         around = self._around(axis)
