@@ -139,7 +139,8 @@ def page(figures: dict) -> str:
     return f"""# What each form gains on each generation
 
 Written by `python -m bench.forms`; do not edit. Estimates of libtpu {version} (effort full) for whole train steps of
-two layers (ResNet: a block a stage) on one chip: with the usual form in one place -> as it is.
+two layers (ResNet: a block a stage) on one chip: with the usual form in one place -> as it is. GB are what operations
+read and write, in on-chip memory as well as in HBM.
 
 {table(["form", "step", "v5e", *CHIPS], rows)}
 """

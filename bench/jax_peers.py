@@ -51,6 +51,7 @@ PEERS = (
     Peer("ResNet-50, 224 px", "resnet50", 128, (DEFAULT, DEFAULT + FUSIONS)),
     Peer("BERT-base pretraining, 512 tokens", "bert", 32),
     Peer("the same, 64 rows", "bert", 64, (DEFAULT, RBG, DEFAULT + FUSIONS)),
+    Peer("BERT-large pretraining, 512 tokens", "bert-large", 8),
     Peer("BERT-base on GLUE, 128 tokens", "bert-glue", 128),
     Peer("Transformer base, 64 tokens", "transformer", 256, (DEFAULT, RBG)),  # fused, its code takes libtpu too long
     Peer("Transformer big, packed, 256 tokens", "transformer-big", 32),
@@ -138,7 +139,8 @@ is shown. Usual steps are as libtpu compiles them by default.
 What the cycles leave out: gathers, scatters, sorts and the max pool's gradient, whose code is counted as "bundles"
 (tpu/compiler/bundles.py; empty: not counted); the drawing of random numbers by the hardware, of which "GB drawn" is the
 size (JAX's default numbers are arithmetic, which has cycles; ours are a hash of a few); waiting, and asynchronous
-copies. Our tables' updates in DLRM are a loop over rows, so its bundles are most of its step.
+copies. Our tables' updates in DLRM are a loop over rows, so its bundles are most of its step. "GB moved" is what
+operations read and write, in on-chip memory as well as in HBM.
 
 {table(header, rows)}
 

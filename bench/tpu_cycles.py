@@ -20,11 +20,13 @@ from tpu.compiler.pages import DOCS, Row, bundle_count, compiled, memory, table
 
 ONE, EIGHT = "v5e:1x1", "v5e:2x4"
 CHIPS = {"v6e": "v6e:1x1", "v5p": "v5p:1x1x1", "v4": "v4:1x1x1"}
+LARGE = ("--size", "large", "--predictions", "79")
 WHOLE = ("--update-every", "1")
 STEPS = (
     (Row("ResNet-50, 224 px", "resnet50", "full", 128), ONE),
     (Row("BERT-base pretraining, 512 tokens", "bert", "full", 32, "pretrain", ("--predictions", "79")), ONE),
     (Row("the same, 64 rows", "bert", "full", 64, "pretrain", ("--predictions", "79")), ONE),
+    (Row("BERT-large pretraining, 512 tokens", "bert", "full", 8, "pretrain", LARGE), ONE),
     (Row("BERT-base on GLUE, 128 tokens", "bert", "full", 128, "mrpc"), ONE),
     (Row("RoBERTa-base pretraining, 512 tokens", "roberta", "full", 32, "pretrain", WHOLE), ONE),
     (Row("DistilBERT pretraining, 512 tokens", "distilbert", "full", 32, "pretrain", WHOLE), ONE),
@@ -85,7 +87,8 @@ torchvision's ResNet, transformers' models, torch's `nn.Transformer`, and tables
 (bench/stock.py), with the same Config, optimizer and batch. Cycles leave out asynchronous copies, custom calls,
 waiting for other chips, and the drawing of random numbers: the usual steps draw one per value that dropout may drop,
 ours draw a seed. Gathers, scatters and sorts carry no cycles either: "bundles besides" counts their code, a cycle or
-more a bundle (tpu/compiler/bundles.py); empty where it was not counted.
+more a bundle (tpu/compiler/bundles.py); empty where it was not counted. "GB moved" is what operations read and write,
+in on-chip memory as well as in HBM.
 """
     ]
     for title, steps in (("Networks, one chip", STEPS), ("DLRM", TABLES)):

@@ -238,7 +238,7 @@ def test_copies_are_those_that_do_nothing_else():
     assert (copies.bytes, copies.cycles) == (64, 31)
 
 
-def test_the_largest_buffers_are_named_once():
+def test_the_largest_buffers_are_named_once_and_bytes_on_the_chip_counted():
     big, small, chip = "f32[100]", "f32[10]", "f32[1000]@1"
     found = entry(
         m.arg(1, 0, small),
@@ -247,7 +247,9 @@ def test_the_largest_buffers_are_named_once():
         m.op(4, "tuple", f"({big}, {big})", (2, 3)),
         m.op(5, "copy-start", f"({chip}, {big}, u32[])", (2,)),
         m.op(6, "copy-done", chip, (5,)),
+        m.op(7, "fusion", small, (6, 1)),
     )
+    assert analysis.on_chip_bytes(found) == 2 * 4000  # written by the copy, read by the fusion
     largest = [(each.name, each.hbm_bytes, each.source) for each in analysis.largest_buffers(found, 2)]
     assert largest == [("fusion.2", 400, "model.py:2"), ("parameter.1", 40, "model.py:1")]
 

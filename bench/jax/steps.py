@@ -7,7 +7,8 @@ no weight is allocated. All compute in bfloat16 and keep parameters and optimize
 
 resnet50      flax/examples/imagenet: ResNet-50 v1.5, NHWC in bfloat16, batch norm, SGD with momentum, L2 in the loss
 bert          transformers 4's FlaxBertForMaskedLM: post-norm, exact GELU, attention by flax's own function, AdamW, clip
-              1.0; the head on the predicted places only, which its example does not do, and which is quicker
+              1.0; the head on the predicted places only, which its example does not do, and which is quicker;
+              bert-large: of large's sizes
 bert-glue     transformers 4's FlaxBertForSequenceClassification
 transformer   flax/examples/wmt's layers with the sizes, the norms after each sub-layer, the one matrix of words and the
               dropout of Vaswani et al. 2017; transformer-big: its big sizes, sentences packed as in that example
@@ -97,41 +98,45 @@ def dropout(x: Array, rate: float = 0.1) -> Array:
 
 bert_norm = partial(nn.LayerNorm, epsilon=1e-12, dtype=BF16)
 bert_dense = partial(nn.Dense, dtype=BF16, kernel_init=NORMAL)
-bert_embed = partial(nn.Embed, features=768, dtype=BF16, embedding_init=NORMAL)
+bert_embed = partial(nn.Embed, dtype=BF16, embedding_init=NORMAL)
 
 
 class BertLayer(nn.Module):
-    """Attention and feed-forward of BERT-base, [B, T, 768]."""
+    """Attention and feed-forward of BERT, [B, T, dim]."""
 
     @nn.compact
     def __call__(self, x: Array, bias: Array) -> Array:
-        query, key, value = (bert_dense(768)(x).reshape(*x.shape[:2], 12, 64) for _ in range(3))
+        dim = x.shape[-1]
+        query, key, value = (bert_dense(dim)(x).reshape(*x.shape[:2], dim // 64, 64) for _ in range(3))
         options = {"dropout_rate": 0.1, "broadcast_dropout": False, "deterministic": False, "dtype": BF16}
         weights = nn.dot_product_attention_weights(
             query, key, bias=bias, dropout_rng=self.make_rng("dropout"), **options
         )
         mixed = jnp.einsum("...hqk,...khd->...qhd", weights, value).reshape(x.shape)
-        x = bert_norm()(x + dropout(bert_dense(768)(mixed)))
-        wide = nn.gelu(bert_dense(3072)(x), approximate=False)
-        return bert_norm()(x + dropout(bert_dense(768)(wide)))
+        x = bert_norm()(x + dropout(bert_dense(dim)(mixed)))
+        wide = nn.gelu(bert_dense(4 * dim)(x), approximate=False)
+        return bert_norm()(x + dropout(bert_dense(dim)(wide)))
 
 
 class Bert(nn.Module):
-    """BERT-base: logits of words at `places` [B, P], or of two classes where there are none."""
+    """BERT: logits of words at `places` [B, P], or of two classes where there are none."""
+
+    layers: int = 12
+    dim: int = 768
 
     @nn.compact
     def __call__(self, tokens: Array, mask: Array, types: Array, places: Array | None = None) -> Array:
-        words = bert_embed(30_522)
-        position = bert_embed(512)(jnp.arange(tokens.shape[1])[None])
-        x = dropout(bert_norm()(words(tokens) + position + bert_embed(2)(types)))
+        words = bert_embed(30_522, self.dim)
+        position = bert_embed(512, self.dim)(jnp.arange(tokens.shape[1])[None])
+        x = dropout(bert_norm()(words(tokens) + position + bert_embed(2, self.dim)(types)))
         bias = jnp.where(mask[:, None, None, :] > 0, 0.0, jnp.finfo(BF16).min).astype(BF16)
-        for _ in range(12):
+        for _ in range(self.layers):
             x = BertLayer()(x, bias)
         if places is None:
-            pooled = jnp.tanh(bert_dense(768)(x[:, 0]))
+            pooled = jnp.tanh(bert_dense(self.dim)(x[:, 0]))
             return bert_dense(2)(dropout(pooled)).astype(F32)
         x = jnp.take_along_axis(x, places[..., None], 1)
-        x = bert_norm()(nn.gelu(bert_dense(768)(x), approximate=False))
+        x = bert_norm()(nn.gelu(bert_dense(self.dim)(x), approximate=False))
         return (words.attend(x) + self.param("bias", nn.initializers.zeros, (30_522,), F32).astype(BF16)).astype(F32)
 
 
@@ -164,7 +169,7 @@ def adamw(eps: float) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, eps=eps, weight_decay=0.01, mask=decayed))
 
 
-def bert(batch: int, tokens: int = 512, predicted: int = 79):
+def bert(batch: int, tokens: int = 512, predicted: int = 79, **sizes):
     """Returns (step, arguments, how many of them are donated)."""
     row, some = ShapeDtypeStruct((batch, tokens), I32), ShapeDtypeStruct((batch, predicted), I32)
     weights = ShapeDtypeStruct((batch, predicted), F32)
@@ -173,7 +178,7 @@ def bert(batch: int, tokens: int = 512, predicted: int = 79):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return (losses * weights).sum() / weights.sum()
 
-    return with_dropout(Bert(), adamw(1e-6), (row, row, row, some), loss_of, (some, weights))
+    return with_dropout(Bert(**sizes), adamw(1e-6), (row, row, row, some), loss_of, (some, weights))
 
 
 def bert_glue(batch: int, tokens: int = 128):
@@ -315,6 +320,7 @@ def dlrm(batch: int, most: int = 1_000_000):
 STEPS = {
     "resnet50": resnet50,
     "bert": bert,
+    "bert-large": partial(bert, layers=24, dim=1024),
     "bert-glue": bert_glue,
     "transformer": transformer,
     "transformer-big": partial(transformer, tokens=256, packed=True, dim=1024, heads=16, wide=4096, rate=0.3),

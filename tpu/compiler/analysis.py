@@ -7,6 +7,7 @@ with_code(module, names)           [Timed] of the operations of these names, whe
 collectives(module)                [Collective], wherever they are; asynchronous pairs once
 dots(module)                       [Dot]: every matmul and convolution, with the types of its operands
 product_flops(module, devices)     [int | None]: flops of each of them in a step before compilation, on all devices
+on_chip_bytes(module)              bytes that a step reads from on-chip memory and writes to it
 copies(module) -> Copies           copies and transposes of the entry computation: .instructions .bytes .cycles
 largest_buffers(module, count)     [Instruction] of the entry computation with the largest results in HBM
 custom_calls(module)               {target: number of calls in the module}
@@ -353,6 +354,30 @@ class Copies:
 
 
 MOVES = frozenset({"copy", "transpose", "parameter", "bitcast", "reshape", "tuple", "get-tuple-element", "fusion"})
+
+
+def on_chip_bytes(module: Module) -> int:
+    """Returns the bytes that operations read from on-chip memory and write to it, the ends of copies in it included.
+
+    An operand is counted whole, which the compiler's `bytes_accessed` does as well but for those that are known to be
+    read in part.
+    """
+    total = 0
+    for computation, instruction, times in _walk(module, CALLS):
+        if instruction.opcode in VIEWS or instruction.opcode.endswith(("-done", "-update")):
+            continue
+        result = instruction.shape
+        if instruction.opcode in ("copy-start", "async-start") and result.element_type == "tuple":
+            result = result.elements[instruction.opcode == "async-start"]  # the others are operands and a context
+        read = {operand.id: operand.shape for operand in computation.operands(instruction)}.values()
+        total += times * sum(_on_chip(shape) for shape in (result, *read))
+    return total
+
+
+def _on_chip(shape: Shape) -> int:
+    if shape.element_type == "tuple":
+        return sum(map(_on_chip, shape.elements))
+    return shape.bytes if shape.memory_space not in (0, HOST_MEMORY) else 0
 
 
 def copies(module: Module) -> Copies:

@@ -20,14 +20,16 @@ def figures(
     module, before = hlo.parse(program.optimized), hlo.parse(staged.module)
     memory, cost = program.memory, program.cost
     copies, products = analysis.copies(module), analysis.dots(before)
+    on_chip = analysis.on_chip_bytes(module)
     roofline = {
         "flops": cost.flops / generation.peak_flops,
-        "bytes": cost.bytes_accessed / generation.hbm_bytes_per_second,
+        "bytes": max(0, cost.bytes_accessed - on_chip) / generation.hbm_bytes_per_second,
     }
     found = {
         "memory": {name: getattr(memory, name) for name in ("needed", "peak", "argument", "output", "alias", "temp")},
         "flops": cost.flops,
         "bytes_accessed": cost.bytes_accessed,
+        "on_chip_bytes": on_chip,
         "roofline_seconds": roofline,
         "parameters": len(staged.parameters),
         "to_donate": len(staged.donated),
@@ -137,8 +139,9 @@ def describe(report: dict) -> str:
         f"(arguments {memory['argument'] / GIB:.2f}, temporaries {memory['temp'] / GIB:.2f}; live at once "
         f"{memory['peak'] / GIB:.2f})",
         f"donated      {report['donated']} of {report['to_donate']} tensors that the step updates",
-        f"work         {report['flops'] / 1e12:.2f} TFLOP and {report['bytes_accessed'] / 1e9:.1f} GB per device",
-        f"roofline     {1e3 * roofline['flops']:.1f} ms by its flops, {1e3 * roofline['bytes']:.1f} ms by its bytes; "
+        f"work         {report['flops'] / 1e12:.2f} TFLOP and {report['bytes_accessed'] / 1e9:.1f} GB per device, "
+        f"up to {report['on_chip_bytes'] / 1e9:.1f} of them in on-chip memory",
+        f"roofline     {1e3 * roofline['flops']:.1f} ms by its flops, {1e3 * roofline['bytes']:.1f} ms by the bytes in HBM; "
         "no step is shorter than either",
     ]
     if report["effort"] == "full":
