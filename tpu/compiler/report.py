@@ -141,8 +141,8 @@ def describe(report: dict) -> str:
         f"donated      {report['donated']} of {report['to_donate']} tensors that the step updates",
         f"work         {report['flops'] / 1e12:.2f} TFLOP and {report['bytes_accessed'] / 1e9:.1f} GB per device, "
         f"up to {report['on_chip_bytes'] / 1e9:.1f} of them in on-chip memory",
-        f"roofline     {1e3 * roofline['flops']:.1f} ms by its flops, {1e3 * roofline['bytes']:.1f} ms by the bytes in HBM; "
-        "no step is shorter than either",
+        f"roofline     {1e3 * roofline['flops']:.1f} ms by its flops, {1e3 * roofline['bytes']:.1f} ms by the bytes in "
+        "HBM; no step is shorter than either",
     ]
     if report["effort"] == "full":
         line = f"estimate     {report['cycles'] / 1e6:.1f}M cycles"
