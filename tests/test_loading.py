@@ -45,7 +45,8 @@ def decode_the_broken_one(how: str) -> None:
         os._exit(0)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    errors = {"input": InputError("picture 17 cannot be decoded; remove it"), "stop": StopIteration}
+    local = type("Local", (InputError,), {})("picture 17 cannot be decoded; remove it")
+    errors = {"input": local, "stop": StopIteration, "group": ExceptionGroup("two", [OSError(), OSError()])}
     raise (errors | {"raise": KeyError("no picture 17"), "made": type("Slow", (OSError,), {})("slow down")})[how]
 
 
@@ -275,10 +276,11 @@ ERRORS = {
     "input": ("input", loading.as_tensors, InputError, ("picture 17 cannot be decoded; remove it",)),
     "StopIteration": ("stop", loading.as_tensors, RuntimeError, ("StopIteration",)),
     "made": ("made", loading.as_tensors, RuntimeError, ("Slow: slow down",)),  # its class cannot be pickled
+    "group": ("group", loading.as_tensors, RuntimeError, ("ExceptionGroup: two (2 sub-exceptions)",)),
     "short": ("", lambda examples: loading.as_tensors(examples[1:]), ValueError, (SHORT,)),
     "scalar": ("", lambda examples: {"total": torch.zeros(())}, ValueError, ("batch['total'] has shape []",)),
 }
-WORKED = ("example", "input", "StopIteration", "made")
+WORKED = ("example", "input", "StopIteration", "made", "group")
 
 
 @pytest.mark.parametrize("what, workers", [*((what, 0) for what in ERRORS), *((what, 2) for what in WORKED)])

@@ -334,7 +334,7 @@ def test_one_device_of_plain_pytorch_has_nothing_to_cut():
             sharding.arranged(CPU, layout)
 
 
-def test_cut_tensors_are_made_whole_by_a_program_for_each_shape(mesh):
+def test_cut_tensors_are_made_whole_by_a_program_for_each_shape_one_at_a_time(mesh, monkeypatch):
     """torch_xla would compile one for each tensor that is read, each time."""
     spmd = sharding.arranged(mesh, TWO).layers.spmd
     numbers = [torch.randn(8, 6), torch.randn(8, 6), torch.arange(8), torch.randn(3)]
@@ -342,10 +342,12 @@ def test_cut_tensors_are_made_whole_by_a_program_for_each_shape(mesh):
     for tensor, axes in zip(tensors, (("data", "model"), ("data", "model"), ("model",), (None,)), strict=True):
         device.annotate(tensor, spmd, axes)
     torch_xla.sync()
-    graphs = backend.compilations()
+    graphs, waits, wait = backend.compilations(), [], marks.xm.wait_device_ops
+    monkeypatch.setattr(marks.xm, "wait_device_ops", lambda: waits.append(wait()))
     for _ in range(2):
         assert all(map(torch.equal, gather.read(tensors, True), numbers))
     assert gather.read(tensors, False) == [] and backend.compilations() == graphs + 2
+    assert len(waits) == 3 * 3  # tensors that are cut
     assert [on_each_device(tensor) for tensor in tensors] == [[4, 3], [4, 3], [4], [3]]
     assert gather.on_every_device(elsewhere := torch.ones(2, device="meta")) is elsewhere  # a GPU's, with --remat
 

@@ -230,13 +230,13 @@ class _Examples:
     def __getitem__(self, key: tuple) -> dict[str, Tensor] | tuple | InputError:
         try:
             return self._share(self._batch(*key))
-        except InputError as error:
-            return error  # DataLoader would wrap it into a worker's traceback; the user needs only the sentence
+        except InputError as error:  # DataLoader would wrap it into a traceback; the user needs only the sentence
+            return InputError(str(error))
         except Exception as error:
-            # A worker sends it by the name of its class; of one made by a cloud's client there is none: a wait forever.
-            kind = type(error)
-            if kind is StopIteration or getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind:
-                raise RuntimeError(f"the data set or collate raised {kind.__name__}: {error}") from error
+            # A worker sends it by its class's name; one of a cloud's client may have none: a wait forever.
+            known = getattr(sys.modules.get(type(error).__module__), type(error).__name__, None) is type(error)
+            if not known or isinstance(error, (StopIteration, ExceptionGroup)):  # of which the words would be lost
+                raise RuntimeError(f"the data set or collate raised {type(error).__name__}: {error}") from error
             raise
 
     def _share(self, batch: dict[str, Tensor]) -> dict[str, Tensor] | tuple:

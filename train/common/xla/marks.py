@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from torch import Tensor, nn
 
@@ -37,6 +38,9 @@ def computed_whole(tensor: Tensor) -> Tensor:
     if "devices=" in torch_xla._XLAC._get_xla_sharding_spec(tensor):
         tensor = whole(tensor)
         torch_xla._XLAC._xla_sync_multi([tensor], devices=[], wait=True, sync_xla_data=False)
+        # Of several such programs at once XLA's CPU backend may leave a device of one without a thread: the others wait
+        # for it for 10 seconds, and it ends the process. On a pod a host that keeps nothing would have all of them.
+        xm.wait_device_ops()
     return tensor
 
 
