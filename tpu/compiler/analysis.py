@@ -27,13 +27,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tpu.compiler.hlo import Computation, Instruction, Module, Shape
+from tpu.compiler.hlo import HOST_MEMORY, Computation, Instruction, Module, Shape
 from tpu.compiler.hlo_pb2 import WindowDimension
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # Instructions that give another instruction's buffer another name.
 VIEWS = frozenset({"tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "optimization-barrier"})
-HOST_MEMORY = 5  # memory space of a layout
 CALLS = ("while", "conditional", "call")  # run what they call, one operation after the other
 # The update and the end of an asynchronous operation name the computation of its start again.
 HOLDERS = (*CALLS, "fusion", "async-start")
@@ -370,14 +369,8 @@ def on_chip_bytes(module: Module) -> int:
         if instruction.opcode in ("copy-start", "async-start") and result.element_type == "tuple":
             result = result.elements[instruction.opcode == "async-start"]  # the others are operands and a context
         read = {operand.id: operand.shape for operand in computation.operands(instruction)}.values()
-        total += times * sum(_on_chip(shape) for shape in (result, *read))
+        total += times * sum(shape.on_chip_bytes for shape in (result, *read))
     return total
-
-
-def _on_chip(shape: Shape) -> int:
-    if shape.element_type == "tuple":
-        return sum(map(_on_chip, shape.elements))
-    return shape.bytes if shape.memory_space not in (0, HOST_MEMORY) else 0
 
 
 def copies(module: Module) -> Copies:

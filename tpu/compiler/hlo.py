@@ -30,6 +30,8 @@ from google.protobuf.message import DecodeError
 from tpu.compiler import hlo_pb2
 from tpu.compiler.hlo_pb2 import HloComputationProto, HloInstructionProto, HloModuleProto, OpSharding, ShapeProto
 
+HOST_MEMORY = 5  # memory space of a layout
+
 
 def _bits(name: str) -> int:
     """Returns the size of an element by the name of its type: "BF16" has 16 bits, a token none."""
@@ -48,7 +50,7 @@ GAVE_UP = 2**50  # the cost model writes 2**63 - 1 where it has no estimate
 class Shape:
     """An array, or a tuple of shapes. `bytes` is the size of the logical shape; a tuple's is the sum of its elements'.
 
-    memory_space: 0 is HBM, 5 the host's memory; the others are on the chip.
+    memory_space: 0 is HBM, HOST_MEMORY the host's; the others are on the chip.
     """
 
     element_type: str
@@ -73,6 +75,13 @@ class Shape:
         if self.element_type == "tuple":
             return sum(element.hbm_bytes for element in self.elements)
         return 0 if self.memory_space else self.bytes
+
+    @property
+    def on_chip_bytes(self) -> int:
+        """The part of `bytes` that lies in on-chip memory."""
+        if self.element_type == "tuple":
+            return sum(element.on_chip_bytes for element in self.elements)
+        return 0 if self.memory_space in (0, HOST_MEMORY) else self.bytes
 
 
 @dataclass(slots=True)

@@ -17,11 +17,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from tpu.compiler.libtpu import GENERATIONS, GIB
 
@@ -106,7 +104,7 @@ def compiled(
     topology: str,
     effort: str,
     module: str = "tpu.compiler.compile",
-    variables: Mapping = MappingProxyType({}),
+    variables: dict[str, str] | None = None,
 ) -> dict:
     """Runs tpu/compiler/compile.py, or another `module` with its command line, and returns its report. `variables` of
     the environment are added.
@@ -120,7 +118,7 @@ def compiled(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         command = row.command(topology, effort, str(path), module)
-        result = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
+        result = subprocess.run(command, cwd=ROOT, env=os.environ | (variables or {}), capture_output=True, text=True)
         if result.returncode == 2 and "What would fit:" in result.stderr:
             return {"fits": False, "reason": result.stderr.rpartition("error: ")[2].strip()}
         if not path.exists():

@@ -34,7 +34,7 @@ def read(tensors: Sequence[Tensor], keep: bool) -> list[Tensor]:
 
 
 def on_every_device(tensor: Tensor) -> Tensor:
-    """Returns a computed tensor itself, or as every device holds it if it is cut; the program starts at once."""
+    """Returns a computed tensor itself, or as every device holds it if it is cut; the program for it has run."""
     if tensor.device.type != "xla":
         return tensor
     from train.common.xla import marks

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from train.common.xla.regions import two_steps
 
 BATCH = ("copies", "data")  # axes of sharding/layout.py
-STEPS = ("copies", "data", "rest of data", "model")  # the same, with "data" in two
 
 
 def mark(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> Tensor:
@@ -33,7 +32,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def computed_whole(tensor: Tensor) -> Tensor:
-    """Returns a computed tensor itself, or what a program that starts now makes `whole` of one that is cut. A read of
+    """Returns a computed tensor itself, or what a program makes `whole` of one that is cut, and has run. A read of
     one that is cut would do so, too, but compile such a program for each tensor and each time."""
     if "devices=" in torch_xla._XLAC._get_xla_sharding_spec(tensor):
         tensor = whole(tensor)
@@ -65,14 +64,16 @@ def constrain(spmd: xs.Mesh) -> Callable[..., Tensor]:
 def mark_gradient(parameter: nn.Parameter, spmd: xs.Mesh, spec: tuple, summed: bool) -> None:
     """Cuts the gradients of a parameter as `spec` says, as soon as they are summed up; over "data" in `two_steps`, but
     if they come `summed` and cut."""
-    sizes = spmd.shape()
+    sizes, meshes = spmd.shape(), [spmd]
     first, second = two_steps(sizes["data"])
-    steps = xs.Mesh(spmd.device_ids, (sizes["copies"], first, second, sizes["model"]), STEPS)
+    if second > 1 and "data" in spec and not summed:
+        names = ("copies", "data", "rest of data", "model")  # so that "data" cuts over the first step's devices
+        meshes.insert(0, xs.Mesh(spmd.device_ids, (sizes["copies"], first, second, sizes["model"]), names))
 
     def hook(gradient: Tensor) -> Tensor:
-        if second > 1 and "data" in spec and not summed:
-            gradient = mark(gradient, steps, spec)  # over the first of the two
-        return mark(gradient, spmd, spec)
+        for mesh in meshes:
+            gradient = mark(gradient, mesh, spec)
+        return gradient
 
     parameter.register_hook(hook)
 
