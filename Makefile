@@ -173,7 +173,7 @@ $(LIBTPU)/.installed: requirements-compile.txt | $(INSTALLED)
 compile: check-model $(INSTALLED) $(LIBTPU)/.installed
 	$(PY) -m tpu.compiler.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") \
-		$(if $(OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
+		$(if $(PROGRAM),--program "$(PROGRAM)") $(if $(OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
 
 # The tables and pictures of docs/tpu: an hour. ARGS=guards: the figures that `make guards` compares.
 compile-all: $(INSTALLED) $(LIBTPU)/.installed

@@ -31,8 +31,9 @@ from torch import Tensor
 from bench import stock
 from tpu.compiler import compile as compiling
 from tpu.compiler import steps
+from tpu.compiler.libtpu import GIB
 from train import dlrm, glue, pretrain
-from train.common import device
+from train.common import cli, device, sharding
 
 TEXT_TOKENS = {"xla": 128, "cpu": 128, "cuda": 512}
 FLOAT = ("--precision", "float32")
@@ -56,6 +57,10 @@ GPU_JOBS = {
     "XLNet pretraining": compiling.Job("xlnet", "full", "pretrain", (), 32),
     "Transformer": compiling.Job("transformer", "base", "", (), 128),
     "DLRM": compiling.Job("dlrm", "kaggle", "", ("--hash-rows", "1000000"), 2048),
+    "BERT-large": compiling.Job("bert", "full", "pretrain", ("--size", "large"), 32),
+    "BERT-large, --remat": compiling.Job("bert", "full", "pretrain", ("--size", "large", "--remat"), 32),
+    "XLNet-large": compiling.Job("xlnet", "full", "pretrain", ("--size", "large"), 16),
+    "RoBERTa-1.3b, --remat": compiling.Job("roberta", "full", "pretrain", ("--size", "1.3b", "--remat"), 32),
 }
 
 
@@ -90,11 +95,14 @@ def values(name: str, shape: torch.Size, dtype: torch.dtype, job: compiling.Job,
 def make(job: compiling.Job, usual: bool, mesh: device.Mesh) -> Callable[[], Tensor]:
     """A function that starts a step and returns its loss."""
     torch.manual_seed(0)
-    script = stock.FUNCTIONS[job.script] if usual else job.script
+    layout = getattr(job.config(1), "layout", cli.WHOLE)
+    script, mesh = (stock.FUNCTIONS[job.script], mesh) if usual else (job.script, sharding.arranged(mesh, layout))
     tokens = TEXT_TOKENS[mesh.device.type]
     options = {"tokens": tokens} if job.script is pretrain else {}
     step = compiling.MAKERS[job.script](job.config(1), mesh, script, **options)
     state, batches = step.arguments[:2]
+    if usual and layout.remat:
+        state.model.gradient_checkpointing_enable()
     for batch in batches if isinstance(batches, tuple) else [batches]:
         for name, tensor in batch.items():
             batch[name] = values(name, tensor.shape, tensor.dtype, job, tokens).to(mesh.device)
@@ -116,22 +124,26 @@ def waiting(start: Callable[[], Tensor]) -> Callable[[int], None]:
     return run
 
 
-def measure(job: compiling.Job, options: Options, mesh: device.Mesh) -> dict[str, list[float]]:
-    """Milliseconds a step of "ours" and "usual" in each round."""
-    runs = {name: waiting(make(job, name == "usual", mesh)) for name in ("ours", "usual")}
-    blocks = {}
-    for name, run in runs.items():
+def measure(job: compiling.Job, options: Options, mesh: device.Mesh) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Milliseconds a step of "ours" and "usual" in each round; GiB that each needs, of a GPU."""
+    runs, blocks, memory = {}, {}, {}
+    for name in ("ours", "usual"):
+        before = torch.cuda.memory_allocated()  # 0 without a GPU
+        run = runs[name] = waiting(make(job, name == "usual", mesh))
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
         run(3)
         started = time.perf_counter()
         run(3)
         blocks[name] = max(1, round(3 * options.seconds / (time.perf_counter() - started)))
+        memory[name] = (torch.cuda.max_memory_allocated() - before) / GIB
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(options.rounds):
         for name in sorted(runs, reverse=number % 2 == 1):
             started = time.perf_counter()
             runs[name](blocks[name])
             times[name].append(1000 * (time.perf_counter() - started) / blocks[name])
-    return times
+    return times, memory
 
 
 def main(options: Options) -> None:
@@ -142,17 +154,22 @@ def main(options: Options) -> None:
     mesh = device.setup(seed=0, precision="bfloat16" if gpu else "float32", kind=options.device)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     record: dict[str, dict] = {}
-    print("| step | | ours, ms | usual, ms | ours / usual, median (quarter to three quarters) |\n|---|---|---|---|---|")
+    print(
+        "| step | | ours, ms | usual, ms | ours / usual, median (quarter to three quarters) | ours, GiB | usual |\n"
+        "|---|---|---|---|---|---|---|"
+    )
     for name, job in (GPU_JOBS if gpu else JOBS).items():
         if options.only.lower() not in name.lower():
             continue
-        times = record[name] = measure(job, options, mesh)
+        times, memory = measure(job, options, mesh)
+        record[name] = times | {"gib": memory}
         ratios = [own / other for own, other in zip(times["ours"], times["usual"], strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
         ours, usual = (statistics.median(times[side]) for side in ("ours", "usual"))
         print(
             f"| {name} | {options.device} | {ours:.1f} | {usual:.1f} "
-            f"| {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}) |",
+            f"| {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}) "
+            f"| {' | '.join(f'{gib:.2f}' if gpu else '' for gib in memory.values())} |",
             flush=True,
         )
     path = Path(options.out)

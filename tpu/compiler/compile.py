@@ -1,8 +1,9 @@
-"""Compiles a script's train step for a TPU that is not there, and prints what the TPU's own compiler says about it.
+"""Compiles a script's step for a TPU that is not there, and prints what the TPU's own compiler says about it.
 
     python -m tpu.compiler.compile resnet50 full --topology v5e:2x4     does it fit, memory, collectives: half a minute
     python -m tpu.compiler.compile bert full --task pretrain --batch 32 --effort full  and estimated cycles: minutes
     python -m tpu.compiler.compile dlrm mlperf_v1 --topology v6e:4x8 -- --plan row     flags of the script after --
+    python -m tpu.compiler.compile transformer big --program translate      beam search instead of the train step
 
 This needs neither a TPU nor a network nor data, only the package libtpu (requirements-compile.txt). The script builds
 its step (steps.py); train/common/xla/staging.py traces it without numbers; libtpu compiles it (libtpu.py). Every time,
@@ -38,6 +39,7 @@ from train.common.xla import backend, staging
 ENCODERS = tuple(name for name in glue.RECIPES if name != "auto")
 MODELS = ("resnet50", "transformer", "dlrm", *ENCODERS)
 EFFORTS = ("fast", "full")
+PROGRAMS = ("train", "evaluate", "translate")
 FIRST_PRESET = {resnet50: "full", transformer: "base", dlrm: "kaggle", glue: "full", pretrain: "full"}
 MAKERS = {
     resnet50: steps.images,
@@ -50,13 +52,14 @@ MAKERS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What to compile: a preset of a script, with some of its flags, and a batch per device."""
+    """What to compile: a preset of a script, with some of its flags, a batch per device, and which of its programs."""
 
     model: str
     preset: str
     task: str
     flags: tuple[str, ...]
     batch: int  # examples per device; 0: the preset's, shared out
+    program: str = "train"  # one of PROGRAMS
 
     @property
     def script(self) -> Any:
@@ -90,7 +93,11 @@ def stage(job: Job, mesh: device.Mesh, script: Any) -> tuple[steps.Step, staging
     """
     config = job.config(mesh.num_devices)
     mesh = sharding.arranged(mesh, getattr(config, "layout", cli.WHOLE))
-    step = MAKERS[job.script](config, mesh, script)
+    if job.program == "train":
+        step = MAKERS[job.script](config, mesh, script)
+    else:
+        step = MAKERS[job.script](steps.of_one_batch(config), mesh, script)
+        step = steps.beam_search(step) if job.program == "translate" else steps.evaluation(step, script)
     if step.examples % mesh.num_devices:
         raise InputError(
             f"{mesh.num_devices} devices cannot share a step of {step.examples:,} {step.unit} equally; give --batch, "
@@ -118,6 +125,7 @@ def compile_step(
         seconds = time.perf_counter() - started
         identity = {
             "model": job.model,
+            "program": job.program,
             "task": job.task,
             "preset": job.preset,
             "flags": list(job.flags),
@@ -136,6 +144,8 @@ def compile_step(
             identity["placement"] = sharding.table(step.arguments[0].model)
         counted = bundles.read(code) if code else None
         figures = report.figures(staged, program, libtpu.GENERATIONS[topology.generation], effort, counted)
+        if (needed := figures["memory"]["needed"] + staged.kept) > topology.hbm_bytes:
+            raise libtpu.OutOfMemory(topology.name, needed, topology.hbm_bytes, [], "")
         return identity | figures, program.optimized
 
 
@@ -181,6 +191,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
     parser.add_argument("--task", default="", help="of the encoders: a task of GLUE, or pretrain")
     parser.add_argument("--topology", default="v5e:2x4", help="such as v5e:1x1, v5e:16x16, v4:2x2x1, v6e:2x4")
     parser.add_argument("--batch", type=int, default=0, help="examples per device (default: the recipe's, shared out)")
+    parser.add_argument("--program", choices=PROGRAMS, default="train", help="the step that is compiled")
     parser.add_argument("--effort", choices=EFFORTS, default="fast", help="of the compiler; full estimates cycles")
     parser.add_argument("--no-search", action="store_true", help="where it does not fit, do not look for what does")
     parser.add_argument("--json", default="", help="where the figures go (default: a file in runs/compile)")
@@ -193,7 +204,9 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
         raise InputError(f"the preset {preset!r} of {options.model} is not known; it is one of {known}")
     if options.batch < 0:
         raise InputError(f"--batch is {options.batch}; it must be at least 1, or 0 for the recipe's")
-    return options, Job(options.model, preset, options.task, tuple(flags), options.batch)
+    if options.program == "translate" and script is not transformer:
+        raise InputError(f"--program is translate, which {options.model} does not do; give train or evaluate")
+    return options, Job(options.model, preset, options.task, tuple(flags), options.batch, options.program)
 
 
 def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyType({})) -> dict:
@@ -204,6 +217,8 @@ def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyTy
     """
     options, job = parse(arguments)
     script = functions.get(job.script, job.script)
+    if script is not job.script and job.program != "train":
+        raise InputError(f"--program is {job.program}; of other functions than the script's there is train only")
     # Of the Transformer's published sizes libtpu 0.0.51 does not end writing the code, in 18 minutes of a core. Another
     # version may not know the flags.
     endless = job.script is transformer and job.preset != "tiny"
@@ -230,7 +245,8 @@ def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -
             optimized = b""
             if not options.no_search:
                 found |= search(job, topology, mesh, script)
-    name = "-".join([job.model, *([job.task] if job.task else []), job.preset, topology.name.replace(":", "_")])
+    words = [job.model, job.task, job.preset, "" if job.program == "train" else job.program]
+    name = "-".join([*filter(None, words), topology.name.replace(":", "_")])
     path = Path(options.json or f"runs/compile/{name}-{options.effort}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tpu.compiler.libtpu import GENERATIONS, GIB
@@ -30,7 +30,7 @@ PARTS = ("recipes", "scaling", "mlperf", "guards")
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: the arguments of tpu/compiler/compile.py. `batch`: examples per device."""
+    """A line of a table: the arguments of tpu/compiler/compile.py. `batch`: examples per device of a train step."""
 
     name: str
     model: str
@@ -38,11 +38,13 @@ class Row:
     batch: int
     task: str = ""
     flags: tuple[str, ...] = ()
+    program: str = "train"
 
     def command(self, topology: str, effort: str, output: str, module: str = "tpu.compiler.compile") -> list[str]:
         """Returns the command, which does not search for a batch that fits."""
         task = ["--task", self.task] if self.task else []
         options = ["--topology", topology, "--batch", str(self.batch), "--effort", effort, "--json", output]
+        options += [] if self.program == "train" else ["--program", self.program]  # bench/jax_peers.py has one only
         flags = ["--", *self.flags] if self.flags else []
         return [sys.executable, "-m", module, self.model, self.preset, *task, *options, "--no-search", *flags]
 
@@ -75,7 +77,7 @@ PODS = ("v4:4x4x4", "v5p:4x4x4")
 # blocks of 3,794 steps take 37.94 s (time_ms from the block_start of epoch 1.2 to that of 1.95), evaluations included.
 PUBLISHED = {"v4:4x4x4": 1.30e6}
 TRANSLATES = ("--dropout", "0.1", "--precision", "bfloat16")
-GUARDS = (
+STEPS = (
     Row("resnet50", "resnet50", "full", 32, "", ("--model", "resnet_tiny", "--image-size", "64")),
     Row("transformer", "transformer", "tiny", 32, "", TRANSLATES),
     Row("transformer, two chips a layer", "transformer", "tiny", 32, "", (*TRANSLATES, "--mesh", "data=4,model=2")),
@@ -88,6 +90,21 @@ GUARDS = (
     Row("xlnet", "xlnet", "full", 8, "pretrain", ("--size", "mini")),
     Row("dlrm", "dlrm", "mlperf_v1", 256),
     Row("dlrm, 8 steps a call", "dlrm", "mlperf_v1", 256, "", ("--steps-a-call", "8")),
+)
+
+
+def another(program: str, name: str) -> Row:
+    """Returns the guarded row of that name with another program of its script."""
+    return replace(next(row for row in STEPS if row.name == name), name=f"{name}, {program}", program=program)
+
+
+GUARDS = (
+    *STEPS,
+    another("translate", "transformer"),
+    another("translate", "transformer, two chips a layer"),
+    Row("transformer, cut state", "transformer", "tiny", 32, "", (*TRANSLATES, "--shard-state", "full"), "translate"),
+    another("evaluate", "bert, a state in parts"),
+    another("evaluate", "dlrm"),
 )
 # On one chip at full effort, which alone estimates cycles. Half of them: the others share their layers.
 CYCLES = (

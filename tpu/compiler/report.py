@@ -27,6 +27,7 @@ def figures(
     }
     found = {
         "memory": {name: getattr(memory, name) for name in ("needed", "peak", "argument", "output", "alias", "temp")},
+        "kept_bytes": staged.kept,
         "flops": cost.flops,
         "bytes_accessed": cost.bytes_accessed,
         "on_chip_bytes": on_chip,
@@ -144,6 +145,9 @@ def describe(report: dict) -> str:
         f"roofline     {1e3 * roofline['flops']:.1f} ms by its flops, {1e3 * roofline['bytes']:.1f} ms by the bytes in "
         "HBM; no step is shorter than either",
     ]
+    if report["kept_bytes"]:
+        kept = f"{report['kept_bytes'] / GIB:.2f} GiB of what the program does not take, such as the optimizer's state"
+        lines.insert(3, f"             and {kept}")
     if report["effort"] == "full":
         line = f"estimate     {report['cycles'] / 1e6:.1f}M cycles"
         if report["estimated_seconds"]:

@@ -33,7 +33,7 @@ from train import glue as glue_script
 from train.common import accumulate, device
 from train.common.xla import staging
 from train.common.xla.step_loop import StepLoop
-from train.translate import rows
+from train.translate import Translator, rows
 
 U8, I32, I64, F32 = torch.uint8, torch.int32, torch.int64, torch.float32
 
@@ -66,6 +66,41 @@ def step(script: Any, config: Any, data: Any, batch: dict, mesh: device.Mesh, wh
     totals = accumulate.gradient_buffers(state.model, sums, mesh)
     arguments = script.forward, state, batch, totals, config, mesh
     return Step(accumulate.gradient_step, arguments, f"{what}, 1/{parts} of an update", examples, unit)
+
+
+def of_one_batch(config: Any) -> Any:
+    """Returns a script's config for evaluation(): a batch is a part of a train step's, and each is a program's."""
+    if not hasattr(config, "update_every"):
+        return replace(config, steps_a_call=1)
+    parts = {"batch_size": config.batch_size // config.update_every} if hasattr(config, "batch_size") else {}
+    return replace(config, update_every=1, **parts)
+
+
+def evaluation(train: Step, script: Any) -> Step:
+    """Returns the script's eval_step on the batch of a train step; the state of its optimizer stays beside it."""
+    state, batch, config, mesh = train.arguments
+    state.model.eval()
+    if script is transformer:  # not packed
+        batch = {name: batch[name] for name in ("source", "previous", "target")}
+    else:
+        batch |= staging.inputs({"mask": ((train.examples,), F32)}, mesh)
+    arguments = state, batch, config, mesh
+    return replace(train, function=script.eval_step, arguments=arguments, what=f"{train.what}, evaluation")
+
+
+def beam_search(train: Step) -> Step:
+    """Returns the Transformer's translation of a batch, as an evaluation makes it for BLEU."""
+    state, batch, config, mesh = train.arguments
+    state.model.eval()
+    tokens = batch["source"].shape[1]
+    count = rows(config.batch_tokens // config.beam, tokens, mesh.num_devices)
+    sources, search = staging.inputs({"source": ((count, tokens), I32)}, mesh), Translator(state.model, mesh, config)
+
+    def translate_step(state, batch):
+        return search.translate_step(state.model, batch)
+
+    what = f"{train.what}, search with {config.beam} beams"
+    return Step(translate_step, (state, sources), what, count, "sentences")
 
 
 def images(config: resnet50.Config, mesh: device.Mesh, script: Any = resnet50) -> Step:

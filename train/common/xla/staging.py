@@ -11,6 +11,7 @@ A process stages for one number of devices, and trains nothing.
 """
 
 import inspect
+import math
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,7 @@ class Staged:
         donated: the numbers of the parameters that the step updates in place: its results take their memory.
         shardings: for each parameter, (axis names or None by dimension, {axis: size} of the mesh).
         outputs: how many tensors the step returns, updated ones included.
+        kept: bytes of a device that hold tensors which the arguments have, and the program does not take.
     """
 
     module: bytes
@@ -51,6 +53,7 @@ class Staged:
     donated: list[int]
     shardings: dict[int, tuple[tuple, dict[str, int]]]
     outputs: int
+    kept: int
 
 
 def setup(num_devices: int, kind: str, precision: str) -> Mesh:
@@ -140,13 +143,21 @@ def stage(step_fn: Callable, *args: Any) -> Staged:
     handles = torch_xla._XLAC._get_tensors_handle([mapping[number] for number in numbers])
     names = {handle: name for name, (handle, _) in placeholders.items()}
     parameters = {number: names.get(handle, "") for number, handle in zip(numbers, handles, strict=True)}
+    others = {name: tensor for name, tensor in held.items() if name not in parameters.values()}
     return Staged(
         module=context.hlo(),
         parameters=parameters,
         donated=[number for number, name in parameters.items() if name in updated],
         shardings={number: placeholders[name][1] if name else ((), {}) for number, name in parameters.items()},
         outputs=len(outputs),
+        kept=sum(_bytes(tensor, *placeholders[name][1]) for name, tensor in others.items()),
     )
+
+
+def _bytes(tensor: Tensor, spec: tuple, sizes: dict[str, int]) -> int:
+    """Returns the bytes of a device's part of a tensor."""
+    axes = [name for axis in spec if axis for name in ((axis,) if isinstance(axis, str) else axis)]
+    return tensor.numel() * tensor.element_size() // math.prod(sizes[name] for name in axes)
 
 
 def _graph(tensor: Tensor) -> bytes:

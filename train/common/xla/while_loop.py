@@ -9,6 +9,7 @@ import torch_xla
 import torch_xla.core.xla_builder as xb
 from torch import Tensor, nn
 
+from train.common.device import annotate
 from train.common.xla import replay
 
 
@@ -39,7 +40,7 @@ class WhileLoop:
         if key not in self._built:
             self._built[key] = self._build(state, reads, weights)
         computation, constants = self._built[key]
-        operands = [*state.values(), *reads.values(), *weights.values(), *constants]
+        operands = [*state.values(), *reads.values(), *map(gathered, weights.values()), *constants]
         results = torch_xla._XLAC._xla_user_computation("xla::while_loop", operands, computation)
         return dict(zip(state, results, strict=True))
 
@@ -56,6 +57,15 @@ class WhileLoop:
             raise ValueError(f"the body of a loop must keep names, shapes and types: {before} became {after}")
         body, arguments, constants = lowered([state_out[name] for name in state], operands)
         return _loop(body, arguments, [*operands, *constants], list(state)), constants
+
+
+def gathered(weight: Tensor) -> Tensor:
+    """Returns a weight whole that is cut over "data": it is gathered once for a loop, instead of in every round."""
+    spmd, spec = getattr(weight, "placement", (None, ()))
+    if "data" in spec:
+        weight = weight.detach() * 1  # what has an annotation refuses another
+        annotate(weight, spmd, tuple(axis if axis != "data" else None for axis in spec))
+    return weight
 
 
 def placeholders(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
