@@ -254,6 +254,7 @@ def figures(report: dict) -> dict:
         "copies": report["copies"]["count"],
         "bytes_copied": report["copies"]["bytes"],
         "donated": report["donated"],
+        "kept": report["kept_bytes"] if report.get("program", "train") != "train" else 0,
         "collectives": {kind: entry["count"] for kind, entry in report["collectives"].items()},
     }
 

@@ -11,13 +11,14 @@ cycle and rate printed is an estimate; memory is what the program will ask for.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -96,8 +97,9 @@ def stage(job: Job, mesh: device.Mesh, script: Any) -> tuple[steps.Step, staging
     if job.program == "train":
         step = MAKERS[job.script](config, mesh, script)
     else:
-        step = MAKERS[job.script](steps.of_one_batch(config), mesh, script)
-        step = steps.beam_search(step) if job.program == "translate" else steps.evaluation(step, script)
+        step = MAKERS[job.script](steps.of_one_batch(config, mesh.num_devices, job.batch), mesh, script)
+        step = steps.evaluation(step, script, getattr(config, "update_every", 1))
+        step = steps.beam_search(step) if job.program == "translate" else step
     if step.examples % mesh.num_devices:
         raise InputError(
             f"{mesh.num_devices} devices cannot share a step of {step.examples:,} {step.unit} equally; give --batch, "
@@ -107,6 +109,18 @@ def stage(job: Job, mesh: device.Mesh, script: Any) -> tuple[steps.Step, staging
     shardings = {number: hlo.op_sharding(spec, sizes) for number, (spec, sizes) in staged.shardings.items()}
     module = hlo.with_parameter_shardings(hlo.with_buffer_donors(staged.module, staged.donated), shardings)
     return step, replace(staged, module=module)
+
+
+@contextlib.contextmanager
+def _counting(kept: int) -> Iterator[None]:
+    """Adds what stays beside a program to the memory that it lacks."""
+    try:
+        yield
+    except libtpu.OutOfMemory as error:
+        error.needed += kept
+        error.allocations.append(libtpu.Allocation(kept, "of what the program does not take, as the optimizer's state"))
+        error.allocations.sort(key=lambda each: -each.bytes)
+        raise
 
 
 def compile_step(
@@ -121,7 +135,7 @@ def compile_step(
     """
     step, staged = stage(job, mesh, script)
     started = time.perf_counter()
-    with topology.compile(staged.module, effort) as program:
+    with _counting(staged.kept), topology.compile(staged.module, effort) as program:
         seconds = time.perf_counter() - started
         identity = {
             "model": job.model,
@@ -144,8 +158,8 @@ def compile_step(
             identity["placement"] = sharding.table(step.arguments[0].model)
         counted = bundles.read(code) if code else None
         figures = report.figures(staged, program, libtpu.GENERATIONS[topology.generation], effort, counted)
-        if (needed := figures["memory"]["needed"] + staged.kept) > topology.hbm_bytes:
-            raise libtpu.OutOfMemory(topology.name, needed, topology.hbm_bytes, [], "")
+        if figures["memory"]["needed"] + staged.kept > topology.hbm_bytes:
+            raise libtpu.OutOfMemory(topology.name, figures["memory"]["needed"], topology.hbm_bytes, [], "")
         return identity | figures, program.optimized
 
 
@@ -166,13 +180,14 @@ def largest_batch(
         if len(fits) >= 2:  # memory grows with the batch along a line
             a, b = sorted(fits)[-2:]
             slope = (fits[b]["memory"]["needed"] - fits[a]["memory"]["needed"]) / (b - a)
-            room = topology.hbm_bytes - fits[b]["memory"]["needed"]
+            room = topology.hbm_bytes - fits[b]["memory"]["needed"] - fits[b]["kept_bytes"]
             # Kept away from the ends, so that both of them approach the guess.
             guess = b + int(room / max(slope, 1.0))
             middle = min(max(guess, low + max(1, high // 32)), high - max(1, high // 32))
         try:
             fits[middle], _ = compile_step(replace(job, batch=middle), topology, mesh, "fast", script)
-            print(f"  {middle} per device: {fits[middle]['memory']['peak'] / GIB:.2f} GiB, fits", flush=True)
+            needed = fits[middle]["memory"]["needed"] + fits[middle]["kept_bytes"]
+            print(f"  {middle} per device: {needed / GIB:.2f} GiB, fits", flush=True)
         except libtpu.OutOfMemory as error:
             high = middle
             print(f"  {middle} per device: {error.needed / GIB:.2f} GiB, does not fit", flush=True)
@@ -190,7 +205,9 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
     parser.add_argument("preset", nargs="?", default="", help="of the script (default: its recipe)")
     parser.add_argument("--task", default="", help="of the encoders: a task of GLUE, or pretrain")
     parser.add_argument("--topology", default="v5e:2x4", help="such as v5e:1x1, v5e:16x16, v4:2x2x1, v6e:2x4")
-    parser.add_argument("--batch", type=int, default=0, help="examples per device (default: the recipe's, shared out)")
+    parser.add_argument(
+        "--batch", type=int, default=0, help="examples of a train step per device (default: the recipe's)"
+    )
     parser.add_argument("--program", choices=PROGRAMS, default="train", help="the step that is compiled")
     parser.add_argument("--effort", choices=EFFORTS, default="fast", help="of the compiler; full estimates cycles")
     parser.add_argument("--no-search", action="store_true", help="where it does not fit, do not look for what does")

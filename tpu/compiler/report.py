@@ -145,7 +145,7 @@ def describe(report: dict) -> str:
         f"roofline     {1e3 * roofline['flops']:.1f} ms by its flops, {1e3 * roofline['bytes']:.1f} ms by the bytes in "
         "HBM; no step is shorter than either",
     ]
-    if report["kept_bytes"]:
+    if report["kept_bytes"] > GIB / 200:
         kept = f"{report['kept_bytes'] / GIB:.2f} GiB of what the program does not take, such as the optimizer's state"
         lines.insert(3, f"             and {kept}")
     if report["effort"] == "full":
@@ -216,7 +216,7 @@ def describe_shortage(error: libtpu.OutOfMemory) -> str:
     """Returns what takes the memory, for people."""
     amounts = f"{error.needed / GIB:.2f} of {error.capacity / GIB:.2f} GiB per device"
     lines = [f"memory       does NOT fit: {amounts}; largest:"]
-    for entry in error.allocations[:10]:
+    for entry in [entry for entry in error.allocations if entry.bytes][:10]:
         places = [_line(entry.source)] if entry.source else [_line(source) for _, source in entry.candidates]
         lines.append(
             f"  {entry.bytes / 2**20:8.0f} MiB  {entry.shape[:70]:<70} {', '.join(dict.fromkeys(places))}".rstrip()

@@ -68,18 +68,23 @@ def step(script: Any, config: Any, data: Any, batch: dict, mesh: device.Mesh, wh
     return Step(accumulate.gradient_step, arguments, f"{what}, 1/{parts} of an update", examples, unit)
 
 
-def of_one_batch(config: Any) -> Any:
-    """Returns a script's config for evaluation(): a batch is a part of a train step's, and each is a program's."""
+def of_one_batch(config: Any, devices: int, given: int) -> Any:
+    """Returns a script's config for evaluation(), whose batch is a part of a train step's; of DLRM its own size, but
+    where a number per device is given."""
     if not hasattr(config, "update_every"):
-        return replace(config, steps_a_call=1)
+        size = config.batch_size if given else -(-dlrm.EVAL_BATCH // devices) * devices
+        return replace(config, steps_a_call=1, batch_size=size)
     parts = {"batch_size": config.batch_size // config.update_every} if hasattr(config, "batch_size") else {}
     return replace(config, update_every=1, **parts)
 
 
-def evaluation(train: Step, script: Any) -> Step:
-    """Returns the script's eval_step on the batch of a train step; the state of its optimizer stays beside it."""
+def evaluation(train: Step, script: Any, parts: int) -> Step:
+    """Returns the script's eval_step on the batch of a train step. What training keeps stays beside it: the optimizer's
+    state, and of an update in parts the sums of gradients."""
     state, batch, config, mesh = train.arguments
     state.model.eval()
+    if parts > 1:
+        accumulate.gradient_buffers(state.model, (), mesh)
     if script is transformer:  # not packed
         batch = {name: batch[name] for name in ("source", "previous", "target")}
     else:
@@ -88,10 +93,9 @@ def evaluation(train: Step, script: Any) -> Step:
     return replace(train, function=script.eval_step, arguments=arguments, what=f"{train.what}, evaluation")
 
 
-def beam_search(train: Step) -> Step:
+def beam_search(evaluation: Step) -> Step:
     """Returns the Transformer's translation of a batch, as an evaluation makes it for BLEU."""
-    state, batch, config, mesh = train.arguments
-    state.model.eval()
+    state, batch, config, mesh = evaluation.arguments
     tokens = batch["source"].shape[1]
     count = rows(config.batch_tokens // config.beam, tokens, mesh.num_devices)
     sources, search = staging.inputs({"source": ((count, tokens), I32)}, mesh), Translator(state.model, mesh, config)
@@ -99,7 +103,7 @@ def beam_search(train: Step) -> Step:
     def translate_step(state, batch):
         return search.translate_step(state.model, batch)
 
-    what = f"{train.what}, search with {config.beam} beams"
+    what = f"{evaluation.what}, search with {config.beam} beams"
     return Step(translate_step, (state, sources), what, count, "sentences")
 
 

@@ -62,7 +62,7 @@ class WhileLoop:
 def gathered(weight: Tensor) -> Tensor:
     """Returns a weight whole that is cut over "data": it is gathered once for a loop, instead of in every round."""
     spmd, spec = getattr(weight, "placement", (None, ()))
-    if "data" in spec:
+    if "data" in spec and weight.is_floating_point():
         weight = weight.detach() * 1  # what has an annotation refuses another
         annotate(weight, spmd, tuple(axis if axis != "data" else None for axis in spec))
     return weight
