@@ -109,7 +109,7 @@ check-device:
 # What make was given is in the shell's environment, too: "$$DATA" keeps every space and quote in it.
 # With TPU= a run starts on that TPU's workers, each of which does `make train` without it. TPU=local is this machine.
 # What shells often have set for something else counts only as an argument of make.
-given = $(and $($(1)),$(filter command $(if $(filter NAME RUN ENV CREATE,$(1)),,environment),$(origin $(1))))
+given = $(and $($(1)),$(filter command $(if $(filter NAME RUN ENV CREATE PROGRAM,$(1)),,environment),$(origin $(1))))
 passed = $(foreach name,$(1),$(if $(call given,$(name)),"$(name)=$$$(name)"))
 ifneq ($(filter-out local,$(TPU)),)
 train: check-model
@@ -174,7 +174,7 @@ $(LIBTPU)/.installed: requirements-compile.txt | $(INSTALLED)
 compile: check-model $(INSTALLED) $(LIBTPU)/.installed
 	$(PY) -m tpu.compiler.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") \
-		$(if $(PROGRAM),--program "$(PROGRAM)") $(if $(OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
+		$(if $(call given,PROGRAM),--program "$(PROGRAM)") $(if $(OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
 
 # The tables and pictures of docs/tpu: an hour. ARGS=guards: the figures that `make guards` compares.
 compile-all: $(INSTALLED) $(LIBTPU)/.installed

@@ -289,6 +289,8 @@ def per_device(job: Job, devices: int) -> int:
     if job.batch:
         return job.batch
     config = job.config(devices)
+    if job.program != "train":
+        config = steps.of_one_batch(config, devices, job.batch)
     if job.script is transformer:
         tokens = config.lengths[-1] if config.lengths else steps.LONGEST
         return math.ceil(config.batch_tokens / tokens / devices)
