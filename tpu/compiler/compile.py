@@ -117,10 +117,17 @@ def _counting(kept: int) -> Iterator[None]:
     try:
         yield
     except libtpu.OutOfMemory as error:
-        error.needed += kept
-        error.allocations.append(libtpu.Allocation(kept, "of what the program does not take, as the optimizer's state"))
-        error.allocations.sort(key=lambda each: -each.bytes)
+        if kept:
+            what = "of what the program does not take, as the optimizer's state"
+            error.needed += kept
+            error.allocations.append(libtpu.Allocation(kept, what))
+            error.allocations.sort(key=lambda each: -each.bytes)
         raise
+
+
+def occupied(found: dict) -> int:
+    """Returns the bytes of a device that a report's program needs, with what stays beside it."""
+    return found["memory"]["needed"] + found["kept_bytes"]
 
 
 def compile_step(
@@ -158,7 +165,7 @@ def compile_step(
             identity["placement"] = sharding.table(step.arguments[0].model)
         counted = bundles.read(code) if code else None
         figures = report.figures(staged, program, libtpu.GENERATIONS[topology.generation], effort, counted)
-        if figures["memory"]["needed"] + staged.kept > topology.hbm_bytes:
+        if occupied(figures) > topology.hbm_bytes:
             raise libtpu.OutOfMemory(topology.name, figures["memory"]["needed"], topology.hbm_bytes, [], "")
         return identity | figures, program.optimized
 
@@ -179,15 +186,14 @@ def largest_batch(
         middle = (low + high) // 2
         if len(fits) >= 2:  # memory grows with the batch along a line
             a, b = sorted(fits)[-2:]
-            slope = (fits[b]["memory"]["needed"] - fits[a]["memory"]["needed"]) / (b - a)
-            room = topology.hbm_bytes - fits[b]["memory"]["needed"] - fits[b]["kept_bytes"]
+            slope = (occupied(fits[b]) - occupied(fits[a])) / (b - a)
+            room = topology.hbm_bytes - occupied(fits[b])
             # Kept away from the ends, so that both of them approach the guess.
             guess = b + int(room / max(slope, 1.0))
             middle = min(max(guess, low + max(1, high // 32)), high - max(1, high // 32))
         try:
             fits[middle], _ = compile_step(replace(job, batch=middle), topology, mesh, "fast", script)
-            needed = fits[middle]["memory"]["needed"] + fits[middle]["kept_bytes"]
-            print(f"  {middle} per device: {needed / GIB:.2f} GiB, fits", flush=True)
+            print(f"  {middle} per device: {occupied(fits[middle]) / GIB:.2f} GiB, fits", flush=True)
         except libtpu.OutOfMemory as error:
             high = middle
             print(f"  {middle} per device: {error.needed / GIB:.2f} GiB, does not fit", flush=True)

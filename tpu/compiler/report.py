@@ -216,7 +216,7 @@ def describe_shortage(error: libtpu.OutOfMemory) -> str:
     """Returns what takes the memory, for people."""
     amounts = f"{error.needed / GIB:.2f} of {error.capacity / GIB:.2f} GiB per device"
     lines = [f"memory       does NOT fit: {amounts}; largest:"]
-    for entry in [entry for entry in error.allocations if entry.bytes][:10]:
+    for entry in error.allocations[:10]:
         places = [_line(entry.source)] if entry.source else [_line(source) for _, source in entry.candidates]
         lines.append(
             f"  {entry.bytes / 2**20:8.0f} MiB  {entry.shape[:70]:<70} {', '.join(dict.fromkeys(places))}".rstrip()

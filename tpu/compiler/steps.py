@@ -93,9 +93,9 @@ def evaluation(train: Step, script: Any, parts: int) -> Step:
     return replace(train, function=script.eval_step, arguments=arguments, what=f"{train.what}, evaluation")
 
 
-def beam_search(evaluation: Step) -> Step:
-    """Returns the Transformer's translation of a batch, as an evaluation makes it for BLEU."""
-    state, batch, config, mesh = evaluation.arguments
+def beam_search(one: Step) -> Step:
+    """Returns the Transformer's translation of the batch of an `evaluation`, which makes it for BLEU."""
+    state, batch, config, mesh = one.arguments
     tokens = batch["source"].shape[1]
     count = rows(config.batch_tokens // config.beam, tokens, mesh.num_devices)
     sources, search = staging.inputs({"source": ((count, tokens), I32)}, mesh), Translator(state.model, mesh, config)
@@ -103,7 +103,7 @@ def beam_search(evaluation: Step) -> Step:
     def translate_step(state, batch):
         return search.translate_step(state.model, batch)
 
-    what = f"{evaluation.what}, search with {config.beam} beams"
+    what = f"{one.what}, search with {config.beam} beams"
     return Step(translate_step, (state, sources), what, count, "sentences")
 
 
