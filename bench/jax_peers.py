@@ -8,9 +8,10 @@
 
 JAX's steps (bench/jax/steps.py) have the shapes, batch, optimizer, dropout and clipping of ours; JAX lowers them, and
 libtpu compiles them for one chip of v5e with effort full, by the code that compiles ours. A step with dropout is
-compiled with JAX's default random numbers and with "rbg", and every step also with the fusions that ours ask libtpu for
-(train/common/xla/backend.py); the quickest is in the table. The figures are kept in docs/tpu/jax.json; those of the
-other two columns are docs/tpu/stock.json's (bench/tpu_cycles.py).
+compiled with JAX's default random numbers and with "rbg", and every step also with what ours asks libtpu for: fusions
+(train/common/xla/backend.py), and for ResNet-50 and the Transformer the vector memory of one (their VMEM_KIB); the
+quickest is in the table. The figures are kept in docs/tpu/jax.json; those of the other two columns are
+docs/tpu/stock.json's (bench/tpu_cycles.py).
 """
 
 import argparse
@@ -27,12 +28,13 @@ from errors import InputError
 from tpu.compiler import bundles, libtpu, report
 from tpu.compiler.libtpu import GIB
 from tpu.compiler.pages import DOCS, ROOT, bundle_count, table
+from train import transformer
 from train.common.xla import backend
 from train.common.xla.staging import Staged
 
 JAX = ROOT / ".venv-jax/bin/python"
 TOPOLOGY = "v5e:1x1"
-DEFAULT, RBG, FUSIONS = "threefry2x32", "rbg", ", fusions"
+DEFAULT, RBG, FUSIONS, VMEM = "threefry2x32", "rbg", ", fusions", ", vmem"
 SIDES = ("usual", "JAX", "ours")
 TORCH = ("parameters", "to_donate", "largest_buffers")  # what a report knows of torch's program, or needs its lines for
 
@@ -47,14 +49,16 @@ class Peer:
     settings: tuple[str, ...] = (DEFAULT, RBG, RBG + FUSIONS)
 
 
+IMAGES = (DEFAULT, DEFAULT + FUSIONS, DEFAULT + VMEM, DEFAULT + FUSIONS + VMEM)
+PACKED = (DEFAULT, RBG, RBG + FUSIONS, RBG + VMEM, RBG + FUSIONS + VMEM)
 PEERS = (
-    Peer("ResNet-50, 224 px", "resnet50", 128, (DEFAULT, DEFAULT + FUSIONS)),
+    Peer("ResNet-50, 224 px", "resnet50", 128, IMAGES),
     Peer("BERT-base pretraining, 512 tokens", "bert", 32),
     Peer("the same, 64 rows", "bert", 64, (DEFAULT, RBG, DEFAULT + FUSIONS)),
     Peer("BERT-large pretraining, 512 tokens", "bert-large", 8),
     Peer("BERT-base on GLUE, 128 tokens", "bert-glue", 128),
-    Peer("Transformer base, 64 tokens", "transformer", 256, (DEFAULT, RBG)),  # fused, its code takes libtpu too long
-    Peer("Transformer big, packed, 256 tokens", "transformer-big", 32),
+    Peer("Transformer base, 64 tokens", "transformer", 256, (DEFAULT, RBG, RBG + VMEM)),  # fused, it takes too long
+    Peer("Transformer big, packed, 256 tokens", "transformer-big", 32, PACKED),
     Peer("Terabyte, 1 chip, at most 1M", "dlrm", 2048, (DEFAULT, DEFAULT + FUSIONS)),
 )
 
@@ -72,10 +76,8 @@ def lowered(step: str, batch: int, setting: str) -> bytes:
 
 def compile_one(step: str, batch: int, setting: str) -> dict:
     """Returns the report of one of JAX's steps, see tpu/compiler/report.py; of one that does not fit, what it needs."""
-    rng, fused, _ = setting.partition(FUSIONS)
-    module = lowered(step, batch, rng)
-    if fused:
-        backend.ask_compiler(backend.FUSIONS)
+    module = lowered(step, batch, setting.partition(",")[0])
+    backend.ask_compiler(backend.FUSIONS * (FUSIONS in setting), transformer.VMEM_KIB * (VMEM in setting))
     with tempfile.TemporaryDirectory() as code:
         bundles.dump_to(code)
         with libtpu.Topology(TOPOLOGY) as topology:
@@ -133,8 +135,9 @@ def page(figures: dict, stock: dict) -> str:
 Written by `python -m bench.jax_peers`; do not edit. Estimates of libtpu {version} (effort full) for one chip of v5e,
 for whole train steps: bfloat16 with float32 parameters and optimizer state, dropout on, update included, state donated.
 JAX: {jax}; bench/jax/steps.py says which examples its steps follow. All sides have the same shapes, batch, optimizer
-and dropout; of JAX's settings (its two kinds of random numbers, and the fusions that ours ask libtpu for) the quickest
-is shown. Usual steps are as libtpu compiles them by default.
+and dropout; of JAX's settings (its two kinds of random numbers, and what ours asks libtpu for: fusions, and for
+ResNet-50 and the Transformer more vector memory for one) the quickest is shown. Usual steps are as libtpu compiles them
+by default.
 
 What the cycles leave out: gathers, scatters, sorts and the max pool's gradient, whose code is counted as "bundles"
 (tpu/compiler/bundles.py; empty: not counted); the drawing of random numbers by the hardware, of which "GB drawn" is the

@@ -58,6 +58,15 @@ def test_the_flags_after_two_dashes_are_the_scripts_and_a_batch_is_a_devices_or_
             compiling.parse(["bert", *words.split()])
 
 
+@pytest.mark.parametrize("model, kib", [("resnet50", "32768"), ("transformer", "32768"), ("bert", "")])
+def test_libtpu_is_asked_for_the_vector_memory_that_a_run_of_the_script_asks_for(model, kib, monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    monkeypatch.setattr(compiling.libtpu, "Topology", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        compiling.main([model, "--effort", "fast"])
+    assert os.environ["LIBTPU_INIT_ARGS"].partition("vmem_limit_kib=")[2] == kib
+
+
 STAGING = """
 import dataclasses, json, torch, torch_xla, traceback
 from collections import namedtuple

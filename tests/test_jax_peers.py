@@ -28,15 +28,16 @@ def test_the_quicker_setting_that_fits_is_shown_and_both_are_told():
     assert "| rbg | 9.0M | does not fit | 2.0M |  |" in text and "| 1.00 | 20.00 | 1.00 |" in text
 
 
-@pytest.mark.parametrize("setting", ["rbg", "rbg, fusions"])
-def test_libtpu_is_asked_for_fusions_where_the_setting_says_so(setting, monkeypatch):
+@pytest.mark.parametrize("setting", ["rbg", "rbg, fusions", "rbg, vmem"])
+def test_libtpu_is_asked_for_what_the_setting_says(setting, monkeypatch):
     seen = []
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
     monkeypatch.setattr(jax_peers, "lowered", lambda *arguments: seen.append(arguments))
     monkeypatch.setattr(jax_peers.bundles, "dump_to", lambda _: seen.append(os.environ["LIBTPU_INIT_ARGS"]) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         jax_peers.compile_one("bert", 2, setting)
-    assert seen == [("bert", 2, "rbg"), jax_peers.backend.FUSIONS if "fusions" in setting else ""]
+    asked = {"rbg": "", "rbg, fusions": jax_peers.backend.FUSIONS, "rbg, vmem": "--xla_tpu_scoped_vmem_limit_kib=32768"}
+    assert seen == [("bert", 2, "rbg"), asked[setting]]
 
 
 @pytest.mark.skipif(not jax_peers.JAX.exists(), reason="needs JAX's environment: make jax")

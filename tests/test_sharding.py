@@ -396,15 +396,15 @@ def test_no_host_holds_a_state_twice(mesh, tmp_path):
     assert 0.9 < saving < 1.5 and 0.9 < reading < 1.5 and loading < 0.2, (saving, reading, loading)
 
 
-def test_the_tpus_compiler_is_asked_for_fusions_and_a_cut_states_reduce_scatters_before_it_is_loaded(mesh, monkeypatch):
+def test_the_tpus_compiler_has_its_flags_and_a_cut_states_reduce_scatters_before_it_is_loaded(mesh, monkeypatch):
     given = "--a=b --xla_tpu_enable_reduce_scatter_legalizer=false --noxla_tpu_input_conv_multi_users"
-    fusions, seen = " ".join(backend.FUSIONS.split()[1:]), []
+    flags, seen = " ".join([*backend.FUSIONS.split()[1:], "--xla_tpu_scoped_vmem_limit_kib=7"]), []
     monkeypatch.setattr(backend.xr, "device_type", lambda: seen.append(os.environ["LIBTPU_INIT_ARGS"]))
     for layout in (TWO, FULL):
         monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
-        device.setup(0, layout=layout)
-    ours = f"--xla_tpu_enable_windowed_einsum_for_reduce_scatter=false {fusions}"
-    assert seen == [f"{given} {fusions}", f"{given} {ours}"]
+        device.setup(0, layout=layout, vmem_kib=7)
+    ours = f"--xla_tpu_enable_windowed_einsum_for_reduce_scatter=false {flags}"
+    assert seen == [f"{given} {flags}", f"{given} {ours}"]
 
 
 def test_on_a_pod_batches_come_cut_over_all_devices(mesh):

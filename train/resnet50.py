@@ -65,6 +65,7 @@ TINY = Config(**cli.TRIAL, **SMALL, epochs=8, batch_size=64, lr=0.8, warmup_epoc
 
 # Fields that a resumed run may change: none of these touches a number.
 FREE = ("workers", "log_every", "save_every", "keep", "strict", "layout")
+VMEM_KIB = 32_768  # of a TPU core for one fusion, as v6e gives; others give less: docs/tpu/findings.md
 SYNTHETIC_CLASSES, SYNTHETIC_TRAIN, SYNTHETIC_EVAL = 10, 2048, 500
 
 Data = namedtuple("Data", "train eval")  # what a run reads: images of data/imagenet.py
@@ -160,8 +161,7 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
     with torch.no_grad(), mesh.autocast():
         logits = state.model(state.normalize(batch["image"]))
     logits, label = logits.float(), batch["label"]
-    counts = batch["mask"] * (label >= 0)
-    label = label.clamp(min=0)
+    counts, label = batch["mask"] * (label >= 0), label.clamp(min=0)
     own = logits.gather(1, label[:, None])
     # The rank of the right class; equal logits (bfloat16 has many) are taken in order, as argmax and top-k do.
     ties_ahead = (logits == own) & (torch.arange(logits.shape[1], device=logits.device) < label[:, None])
@@ -203,7 +203,7 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: device.M
 def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports; returns the final metrics: top1, top5 and loss of the evaluation split."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout)
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout, VMEM_KIB)
     data, every = open_data(config), config.update_every
     per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh, parts=every)
     total = config.epochs * per_epoch

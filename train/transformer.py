@@ -83,6 +83,7 @@ TINY = Config(
 
 # Fields that a resumed run may change: none of these touches a number.
 FREE = ("workers", "log_every", "strict", "layout")
+VMEM_KIB = 32_768  # of a TPU core for one fusion, as v6e gives; others give less: docs/tpu/findings.md
 ADAM, WARMUP_INIT_LR = {"betas": (0.9, 0.98), "eps": 1e-8}, 1e-7  # as in fairseq's recipes
 
 Data = namedtuple("Data", "train eval")  # sentence pairs of data/wmt.py; eval: {"valid": …}, and "test" if it is there
@@ -196,7 +197,7 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: device.M
 def main(config: Config) -> dict[str, float]:
     """Trains, averages the last checkpoints, evaluates, exports; returns bleu, loss and ppl, and test_bleu, …."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout)
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout, VMEM_KIB)
     data = open_data(config)
     plan = translate.training_plan(data.train, config, mesh.num_devices)
     total, every, per_epoch = config.updates, config.update_every, loading.steps_per_epoch(data.train, plan, mesh)

@@ -17,7 +17,10 @@ WRONG = (
     "RuntimeError: 0 <= device.index() && device.index() < static_cast<c10::DeviceIndex>(device_ready_queues_.size())"
 )
 OURS = [
-    ("train/resnet50.py", "device.setup(config.seed, config.precision, config.strict, config.device, config.layout)")
+    (
+        "train/resnet50.py",
+        "device.setup(config.seed, config.precision, config.strict, config.device, config.layout, VMEM_KIB)",
+    )
 ]
 
 

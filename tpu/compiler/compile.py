@@ -255,7 +255,7 @@ def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyTy
 def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -> dict:
     """Compiles, prints and writes the report of a job; returns it. `code`: see compile_step."""
     if script is job.script:  # another's step is compared without what ours asks for
-        backend.ask_compiler(backend.FUSIONS)
+        backend.ask_compiler(backend.FUSIONS, getattr(script, "VMEM_KIB", 0))
     sharding.ask_for_reduce_scatters(getattr(job.config(1), "layout", cli.WHOLE))
     with libtpu.Topology(options.topology) as topology:
         mesh = staging.setup(topology.num_devices, topology.kind, job.config(topology.num_devices).precision)

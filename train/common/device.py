@@ -54,11 +54,9 @@ class Mesh:
         return self.process_index == 0
 
     def rows(self, batch_size: int) -> np.ndarray:
-        """Returns the rows of a batch that this host loads, in the order in which it uploads them.
-
-        torch_xla gives the i-th of equal parts to the i-th of the host's devices. On a 4x4 slice devices are counted
-        along its lines, and a host has a square, such as 0, 1, 4 and 5.
-        """
+        """Returns the rows of a batch that this host loads, in the order in which it uploads them: torch_xla gives the
+        i-th of equal parts to the i-th of the host's devices. On a 4x4 slice devices are counted along its lines, and a
+        host has a square, such as 0, 1, 4 and 5."""
         places = self.places or np.split(np.arange(self.num_devices), self.process_count)[self.process_index]
         return np.arange(batch_size).reshape(self.num_devices, -1)[[*places]].ravel()
 
@@ -69,7 +67,7 @@ class Mesh:
         return torch.autocast(kind, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
-def setup(seed: int, precision="bfloat16", strict=True, kind="xla", layout: Layout = WHOLE) -> Mesh:
+def setup(seed: int, precision="bfloat16", strict=True, kind="xla", layout: Layout = WHOLE, vmem_kib=0) -> Mesh:
     """Chooses the backend, seeds every generator and returns the mesh; raises InputError where there is no such device.
     Call it before anything else touches one: a CPU `backward()` makes XLA's backward passes fail inside autograd.
 
@@ -79,6 +77,8 @@ def setup(seed: int, precision="bfloat16", strict=True, kind="xla", layout: Layo
             the hardware's own products: one pass of bfloat16 on a TPU, TF32 on a GPU.
         kind: "xla": a TPU where there is one, else XLA's CPU backend (`CPU_NUM_DEVICES=4` gives it four virtual
             devices); "cpu" or "cuda": plain PyTorch on one device.
+        vmem_kib: of a TPU core's vector memory, what one fusion may use, unless LIBTPU_INIT_ARGS sets the flag; 0: what
+            libtpu gives.
     """
     if not 0 <= seed < 2**63:
         raise InputError(f"--seed is {seed}; it must be at least 0 and below 2**63")
@@ -88,7 +88,7 @@ def setup(seed: int, precision="bfloat16", strict=True, kind="xla", layout: Layo
     flags = "--mesh, --shard-state or --remat"
     if spread := layout != WHOLE and optional_module("train.common.sharding", flags, "WITH=sharding"):
         spread.ask_for_reduce_scatters(layout, kind)
-    mesh = choose_backend(kind).setup(precision, strict, kind)
+    mesh = choose_backend(kind).setup(precision, strict, kind, vmem_kib)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -33,16 +33,17 @@ FUSIONS += " --xla_tpu_enable_multi_level_output_dot_dot_fusion=true"
 ROWS = {("data",): "data", ("copies", "data", "model"): ("copies", "data")}  # what cuts a batch, by the mesh's axes
 
 
-def ask_compiler(flags: str) -> None:
-    """Gives libtpu, before it is loaded, those flags that LIBTPU_INIT_ARGS does not set."""
+def ask_compiler(flags: str, vmem_kib: int = 0) -> None:
+    """Gives libtpu, before it is loaded, flags that LIBTPU_INIT_ARGS does not set. `vmem_kib`: see device.setup."""
+    flags += f" --xla_tpu_scoped_vmem_limit_kib={vmem_kib}" if vmem_kib else ""
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
     missing = [flag for flag in flags.split() if flag.strip("-").partition("=")[0] not in given]  # or as --noflag
     os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *missing]).strip()
 
 
-def setup(precision: str, strict: bool, kind: str) -> Mesh:
+def setup(precision: str, strict: bool, kind: str, vmem_kib: int) -> Mesh:
     """Turns SPMD on and returns the mesh of all devices. Programs are not kept on disk, see docs/tpu.md."""
-    ask_compiler(FUSIONS)
+    ask_compiler(FUSIONS, vmem_kib)
     hardware = xr.device_type() or "CPU"
     set_products(precision if hardware == "TPU" else "fast_float32")  # a CPU's are float32 in any case
     if not xr.is_spmd():
@@ -132,8 +133,7 @@ def compilations() -> int:
 
 
 def host_reads() -> int:
-    """Returns how many transfers from the device to the host this process made, without those that look at a new
-    program's constants."""
+    """Returns how many transfers to the host this process made, without looks at a new program's constants."""
     data = met.metric_data("TransferFromDeviceTime")
     return (data[0] if data else 0) - replay.Trace.host_reads
 
