@@ -68,7 +68,7 @@ def test_libtpu_is_asked_for_the_vector_memory_that_a_run_of_the_script_asks_for
 
 
 STAGING = """
-import dataclasses, json, torch, torch_xla, traceback
+import dataclasses, json, torch, traceback
 from collections import namedtuple
 from tpu.compiler import analysis, compile as compiling, hlo
 from train.common import device, embedding
@@ -113,7 +113,6 @@ try:
     staging.stage(reading_step, model, batch)
 except device.GraphError:
     found["error"] = traceback.format_exc()
-torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))  # bags of the models below would have them computed
 
 models = (
     ["resnet50", "full", "--batch", "8", "--", "--model", "resnet_tiny", "--image-size", "32"],

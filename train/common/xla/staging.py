@@ -14,7 +14,7 @@ import inspect
 import math
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,14 @@ def stage(step_fn: Callable, *args: Any) -> Staged:
     Raises:
         GraphError: the step reads a value of the device; the message names the line that does.
     """
+    try:
+        return _stage(step_fn, args)
+    finally:  # or tables that are made later would have it computed, on placeholders: a segmentation fault
+        torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))
+
+
+def _stage(step_fn: Callable, args: Sequence[Any]) -> Staged:
+    """Does what `stage` says, and leaves the step's operations pending."""
     held = dict(_held(dict(zip(inspect.signature(step_fn).parameters, args, strict=True))))
     placeholders = {}
     for name, tensor in held.items():
