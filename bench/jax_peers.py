@@ -49,16 +49,14 @@ class Peer:
     settings: tuple[str, ...] = (DEFAULT, RBG, RBG + FUSIONS)
 
 
-IMAGES = (DEFAULT, DEFAULT + FUSIONS, DEFAULT + VMEM, DEFAULT + FUSIONS + VMEM)
-PACKED = (DEFAULT, RBG, RBG + FUSIONS, RBG + VMEM, RBG + FUSIONS + VMEM)
 PEERS = (
-    Peer("ResNet-50, 224 px", "resnet50", 128, IMAGES),
+    Peer("ResNet-50, 224 px", "resnet50", 128, (DEFAULT, DEFAULT + FUSIONS, DEFAULT + FUSIONS + VMEM)),
     Peer("BERT-base pretraining, 512 tokens", "bert", 32),
     Peer("the same, 64 rows", "bert", 64, (DEFAULT, RBG, DEFAULT + FUSIONS)),
     Peer("BERT-large pretraining, 512 tokens", "bert-large", 8),
     Peer("BERT-base on GLUE, 128 tokens", "bert-glue", 128),
     Peer("Transformer base, 64 tokens", "transformer", 256, (DEFAULT, RBG, RBG + VMEM)),  # fused, it takes too long
-    Peer("Transformer big, packed, 256 tokens", "transformer-big", 32, PACKED),
+    Peer("Transformer big, packed, 256 tokens", "transformer-big", 32, (DEFAULT, RBG, RBG + FUSIONS, RBG + VMEM)),
     Peer("Terabyte, 1 chip, at most 1M", "dlrm", 2048, (DEFAULT, DEFAULT + FUSIONS)),
 )
 
@@ -84,7 +82,7 @@ def compile_one(step: str, batch: int, setting: str) -> dict:
             identity = {"step": step, "batch": batch, "rng": setting, "libtpu": libtpu.version(), "topology": TOPOLOGY}
             try:
                 with topology.compile(module, "full") as program:
-                    staged = Staged(module, {}, [], {}, 0)
+                    staged = Staged(module, {}, [], {}, outputs=0, kept=0)
                     made = report.figures(staged, program, topology.specification, "full", bundles.read(code))
             except libtpu.OutOfMemory as error:
                 return identity | {"fits": False, "needed": error.needed}
