@@ -18,6 +18,7 @@ Run it on a machine that does nothing else.
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ import tyro
 from torch import Tensor
 
 from bench import stock
+from errors import InputError
 from tpu.compiler import compile as compiling
 from tpu.compiler import steps
 from tpu.compiler.libtpu import GIB
@@ -151,6 +153,12 @@ def main(options: Options) -> None:
     os.environ["CPU_NUM_DEVICES"] = "1"
     os.environ.setdefault("XLA_RNG_BIT_GENERATOR", "three_fry")
     gpu = options.device == "cuda"
+    every = GPU_JOBS if gpu else JOBS
+    jobs = {name: job for name, job in every.items() if options.only.lower() in name.lower()}
+    if not jobs:
+        raise InputError(f"--only is {options.only!r}, but the steps are: {', '.join(every)}")
+    if options.rounds < 2:
+        raise InputError(f"--rounds is {options.rounds}; a spread needs at least 2")
     mesh = device.setup(seed=0, precision="bfloat16" if gpu else "float32", kind=options.device)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     record: dict[str, dict] = {}
@@ -158,9 +166,7 @@ def main(options: Options) -> None:
         "| step | | ours, ms | usual, ms | ours / usual, median (quarter to three quarters) | ours, GiB | usual |\n"
         "|---|---|---|---|---|---|---|"
     )
-    for name, job in (GPU_JOBS if gpu else JOBS).items():
-        if options.only.lower() not in name.lower():
-            continue
+    for name, job in jobs.items():
         times, memory = measure(job, options, mesh)
         record[name] = times | {"gib": memory}
         ratios = [own / other for own, other in zip(times["ours"], times["usual"], strict=True)]
@@ -178,4 +184,8 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    try:
+        main(tyro.cli(Options, description=__doc__))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
