@@ -77,8 +77,8 @@ def setup(seed: int, precision="bfloat16", strict=True, kind="xla", layout: Layo
             the hardware's own products: one pass of bfloat16 on a TPU, TF32 on a GPU.
         kind: "xla": a TPU where there is one, else XLA's CPU backend (`CPU_NUM_DEVICES=4` gives it four virtual
             devices); "cpu" or "cuda": plain PyTorch on one device.
-        vmem_kib: of a TPU core's vector memory, what one fusion may use, unless LIBTPU_INIT_ARGS sets the flag; 0: what
-            libtpu gives.
+        vmem_kib: KiB of a TPU core's vector memory that one fusion may use, unless LIBTPU_INIT_ARGS says how many; 0:
+            libtpu's own.
     """
     if not 0 <= seed < 2**63:
         raise InputError(f"--seed is {seed}; it must be at least 0 and below 2**63")
