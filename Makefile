@@ -72,7 +72,7 @@ help:
 	@echo 'TOPOLOGY of make compile: v5e:1x1, v5e:2x4, … v6e:16x16, v4:2x2x1, v5p:2x2x1; a wrong one lists them'
 	@echo 'BATCH    of make compile: examples a device (default: the recipe'"'"'s, shared out); EFFORT: fast or full'
 	@echo 'PROGRAM  of make compile: train (default), evaluate, or translate: the Transformer'"'"'s beam search'
-	@echo 'OUT      folder that make data writes (default: prepared, in DATA)'
+	@echo 'OUT      folder that make data writes (default: prepared, in DATA); file of the figures of make compile'
 	@echo 'NAME     folder of the run below runs/; the same command resumes an unfinished run'
 	@echo 'TPU      name of a TPU VM (ZONE=, PROJECT=), ssh:host1,host2, or local; RUN= names the run, ENV="A=b" are its'
 	@echo '         variables, RETRIES= how often it is started again, CREATE=v6e-8 (SPOT=1) asks for the TPU and deletes'
@@ -109,7 +109,7 @@ check-device:
 # What make was given is in the shell's environment, too: "$$DATA" keeps every space and quote in it.
 # With TPU= a run starts on that TPU's workers, each of which does `make train` without it. TPU=local is this machine.
 # What shells often have set for something else counts only as an argument of make.
-given = $(and $($(1)),$(filter command $(if $(filter NAME RUN ENV CREATE PROGRAM,$(1)),,environment),$(origin $(1))))
+given = $(and $($(1)),$(filter command $(if $(filter NAME RUN ENV CREATE PROGRAM OUT,$(1)),,environment),$(origin $(1))))
 passed = $(foreach name,$(1),$(if $(call given,$(name)),"$(name)=$$$(name)"))
 ifneq ($(filter-out local,$(TPU)),)
 train: check-model
@@ -174,7 +174,7 @@ $(LIBTPU)/.installed: requirements-compile.txt | $(INSTALLED)
 compile: check-model $(INSTALLED) $(LIBTPU)/.installed
 	$(PY) -m tpu.compiler.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") \
-		$(if $(call given,PROGRAM),--program "$(PROGRAM)") $(if $(OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
+		$(if $(call given,PROGRAM),--program "$(PROGRAM)") $(if $(call given,OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
 
 # The tables and pictures of docs/tpu: an hour. ARGS=guards: the figures that `make guards` compares.
 compile-all: $(INSTALLED) $(LIBTPU)/.installed

@@ -1,6 +1,6 @@
 """What the forms that the TPU's compiler rewards gain on each generation: a step with each, and with the usual one.
 
-    python -m bench.forms                   every form on v5e, v6e, v5p and v4; libtpu: `make compile`
+    python -m bench.forms                   every form on v5e, v6e, v5p and v4; libtpu: `make .libtpu/.installed`
     python -m bench.forms LayerNorm v6e     those with "LayerNorm" in their name, on one of them
 
 Steps of the scripts with two layers (ResNet: a block a stage) at their published widths, compiled for one chip with
@@ -14,7 +14,6 @@ if __name__ == "__main__":
     os.environ["XLA_IR_DEBUG"] = os.environ["XLA_HLO_DEBUG"] = "1"  # as in tpu/compiler/compile.py
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +26,8 @@ from torch import Tensor, nn
 from bench.tpu_cycles import CHIPS, ONE
 from models import encoders, layers, resnet, transformer
 from tpu.compiler import compile as compiling
-from tpu.compiler import steps
-from tpu.compiler.pages import DOCS, Row, compiled, memory, table
+from tpu.compiler import libtpu, steps
+from tpu.compiler.pages import DOCS, Row, compiled, load, memory, save, table
 
 FORM = "FORM"  # the environment variable that names what a compiling process replaces
 KEPT = "as it is"
@@ -156,17 +155,17 @@ def main() -> None:
     if not forms:
         parser.error(f"no form has {options.name!r} in its name; there are {', '.join(FORMS)}")
     path = DOCS / "forms.json"
-    figures = json.loads(path.read_text()) if path.exists() else {}
+    figures = load(path)
+    libtpu.find()  # rather than an error of each
     for generation in [options.generation] if options.generation else ("v5e", *CHIPS):
         topology, found = {"v5e": ONE, **CHIPS}[generation], figures.setdefault(generation, {})
         rows = dict.fromkeys(FORMS[form][0] for form in forms)
         jobs = [(row, KEPT) for row in rows] + [(FORMS[form][0], form) for form in forms]
         with ThreadPoolExecutor(2) as pool:
-            tasks = [pool.submit(compiled, row, topology, "full", "bench.forms", {FORM: form}) for row, form in jobs]
-            for (row, form), task in zip(jobs, tasks, strict=True):
-                report = task.result()
+            reports = pool.map(lambda job: compiled(job[0], topology, "full", "bench.forms", {FORM: job[1]}), jobs)  # noqa
+            for (row, form), report in zip(jobs, reports, strict=True):
                 found.setdefault(row.name, {})[form] = {key: report[key] for key in READ if key in report}
-                path.write_text(json.dumps(figures, indent=1) + "\n")
+                save(path, figures)
                 path.with_suffix(".md").write_text(page(figures))
 
 

@@ -1,6 +1,6 @@
 """Estimated cycles of our train steps beside JAX's and the usual PyTorch/XLA ones, by the same TPU compiler.
 
-    make jax                             the environment of JAX, .venv-jax; libtpu: `make compile`
+    make jax                             the environment of JAX, .venv-jax; libtpu: `make .libtpu/.installed`
     python -m bench.jax_peers            every row: an hour on two cores
     python -m bench.jax_peers GLUE       rows with "glue" in their name
     python -m bench.jax_peers --missing  rows and settings that docs/tpu/jax.json does not have yet
@@ -8,9 +8,10 @@
 
 JAX's steps (bench/jax/steps.py) have the shapes, batch, optimizer, dropout and clipping of ours; JAX lowers them, and
 libtpu compiles them for one chip of v5e with effort full, by the code that compiles ours. A step with dropout is
-compiled with JAX's default random numbers and with "rbg", and every step also with what ours asks libtpu for: fusions
-(train/common/xla/backend.py), and for ResNet-50 and the Transformer the vector memory of one (their VMEM_KIB); the
-quickest is in the table. The figures are kept in docs/tpu/jax.json; those of the other two columns are
+compiled with JAX's default random numbers and with "rbg", BERT's also with the masks of attention that its example
+shares among rows and heads, and every step with what ours asks libtpu for: fusions (train/common/xla/backend.py), but
+of the Transformer base, and for ResNet-50 and the Transformer the vector memory of one (their VMEM_KIB); the quickest
+is in the table. The figures are kept in docs/tpu/jax.json; those of the other two columns are
 docs/tpu/stock.json's (bench/tpu_cycles.py).
 """
 
@@ -27,14 +28,14 @@ from pathlib import Path
 from errors import InputError
 from tpu.compiler import bundles, libtpu, report
 from tpu.compiler.libtpu import GIB
-from tpu.compiler.pages import DOCS, ROOT, bundle_count, table
-from train import transformer
+from tpu.compiler.pages import DOCS, ROOT, bundle_count, load, save, table
+from train import resnet50, transformer
 from train.common.xla import backend
 from train.common.xla.staging import Staged
 
 JAX = ROOT / ".venv-jax/bin/python"
 TOPOLOGY = "v5e:1x1"
-DEFAULT, RBG, FUSIONS, VMEM = "threefry2x32", "rbg", ", fusions", ", vmem"
+DEFAULT, RBG, SHARED, FUSIONS, VMEM = "threefry2x32", "rbg", ", shared masks", ", fusions", ", vmem"
 SIDES = ("usual", "JAX", "ours")
 TORCH = ("parameters", "to_donate", "largest_buffers")  # what a report knows of torch's program, or needs its lines for
 
@@ -46,13 +47,13 @@ class Peer:
     name: str
     step: str
     batch: int
-    settings: tuple[str, ...] = (DEFAULT, RBG, RBG + FUSIONS)
+    settings: tuple[str, ...] = (DEFAULT, RBG, RBG + FUSIONS, RBG + SHARED)  # BERT's
 
 
 PEERS = (
     Peer("ResNet-50, 224 px", "resnet50", 128, (DEFAULT, DEFAULT + FUSIONS, DEFAULT + FUSIONS + VMEM)),
-    Peer("BERT-base pretraining, 512 tokens", "bert", 32),
-    Peer("the same, 64 rows", "bert", 64, (DEFAULT, RBG, DEFAULT + FUSIONS)),
+    Peer("BERT-base pretraining, 512 tokens", "bert", 32, (*Peer.settings, RBG + SHARED + FUSIONS)),
+    Peer("the same, 64 rows", "bert", 64, (DEFAULT, RBG, DEFAULT + FUSIONS, RBG + SHARED)),
     Peer("BERT-large pretraining, 512 tokens", "bert-large", 8),
     Peer("BERT-base on GLUE, 128 tokens", "bert-glue", 128),
     Peer("Transformer base, 64 tokens", "transformer", 256, (DEFAULT, RBG, RBG + VMEM)),
@@ -61,23 +62,30 @@ PEERS = (
 )
 
 
-def lowered(step: str, batch: int, setting: str) -> bytes:
-    """Returns the HloModuleProto of one of JAX's steps; raises InputError where its environment is not there."""
+def environment() -> None:
+    """Raises InputError where JAX's environment is not there."""
     if not JAX.exists():
         raise InputError(f"{JAX.relative_to(ROOT)} is not there: it is JAX's environment; make it by `make jax`")
+
+
+def lowered(step: str, batch: int, setting: str) -> bytes:
+    """Returns the HloModuleProto of one of JAX's steps; raises InputError where its environment is not there."""
+    environment()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "step.pb")
-        command = [JAX, "bench/jax/steps.py", step, "--batch", str(batch), "--rng", setting, "--out", path]
+        command = [JAX, "bench/jax/steps.py", step, "--batch", str(batch), "--rng", setting.partition(",")[0]]
+        command += [*(["--shared-masks"] if SHARED in setting else []), "--out", path]
         subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
         return path.read_bytes()
 
 
 def compile_one(step: str, batch: int, setting: str) -> dict:
     """Returns the report of one of JAX's steps, see tpu/compiler/report.py; of one that does not fit, what it needs."""
-    module = lowered(step, batch, setting.partition(",")[0])
-    backend.ask_compiler(backend.FUSIONS * (FUSIONS in setting), transformer.VMEM_KIB * (VMEM in setting))
+    module = lowered(step, batch, setting)
+    kib = (resnet50 if step == "resnet50" else transformer).VMEM_KIB
+    backend.ask_compiler(backend.FUSIONS * (FUSIONS in setting), kib * (VMEM in setting))
     endless = step == "transformer" and "," in setting  # the writing of its code, as of our Transformer's
-    with tempfile.TemporaryDirectory() as code:
+    with bundles.folder() as code:
         if not endless:
             bundles.dump_to(code)
         with libtpu.Topology(TOPOLOGY) as topology:
@@ -128,7 +136,8 @@ def page(figures: dict, stock: dict) -> str:
     """Returns docs/tpu/jax.md."""
     header = ["step", "batch", "JAX's setting", "usual, cycles", "JAX", "ours", "ours / JAX"]
     header += [f"{side}{what}" for what in (", bundles", ", GB drawn", ", GiB", ", GB moved") for side in SIDES]
-    rows = [cells(peer, quickest(figures[peer.name]), stock[peer.name]) for peer in PEERS if peer.name in figures]
+    known = [peer for peer in PEERS if peer.name in figures and peer.name in stock]
+    rows = [cells(peer, quickest(figures[peer.name]), stock[peer.name]) for peer in known]
     version = next(iter(next(iter(figures.values())).values()))["libtpu"]
     jax = ", ".join(f"{package} {pinned(package)}" for package in ("jax", "flax", "optax"))
     return f"""# The scripts' steps beside JAX's
@@ -136,9 +145,11 @@ def page(figures: dict, stock: dict) -> str:
 Written by `python -m bench.jax_peers`; do not edit. Estimates of libtpu {version} (effort full) for one chip of v5e,
 for whole train steps: bfloat16 with float32 parameters and optimizer state, dropout on, update included, state donated.
 JAX: {jax}; bench/jax/steps.py says which examples its steps follow. All sides have the same shapes, batch, optimizer
-and dropout; of JAX's settings (its two kinds of random numbers, and what ours asks libtpu for: fusions, and for
-ResNet-50 and the Transformer more vector memory for one) the quickest is shown. Usual steps are as libtpu compiles them
-by default.
+and dropout, but for two things: the usual pretraining steps score all places of a row, not only the predicted ones; and
+with "shared masks" BERT's attention drops the same weights in all rows and heads of JAX's batch, as transformers'
+example has it, where ours and its other settings draw for each. Of JAX's settings (these, its two kinds of random
+numbers, and what ours asks libtpu for: fusions, and for ResNet-50 and the Transformer more vector memory for one) the
+quickest is shown. Usual steps are as libtpu compiles them by default.
 
 What the cycles leave out: gathers, scatters, sorts and the max pool's gradient, whose code is counted as "bundles"
 (tpu/compiler/bundles.py; empty: not counted); the drawing of random numbers by the hardware, of which "GB drawn" is the
@@ -183,7 +194,7 @@ def main() -> None:
         Path(path).write_text(json.dumps(compile_one(step, int(batch), setting)))
         return
     file = DOCS / "jax.json"
-    figures = json.loads(file.read_text()) if file.exists() else {}
+    figures = load(file)
     jobs = [(peer, setting) for peer in PEERS for setting in peer.settings if options.name.lower() in peer.name.lower()]
     if not jobs:
         parser.error(f"no row has {options.name!r} in its name; there are {', '.join(peer.name for peer in PEERS)}")
@@ -191,11 +202,15 @@ def main() -> None:
         jobs = [(peer, setting) for peer, setting in jobs if setting not in figures.get(peer.name, {})]
     if options.print:
         jobs = []
+    if jobs:
+        libtpu.find(), environment()  # rather than an error of each
+    elif not figures:
+        raise InputError(f"{file} has no figures yet: leave --print out")
     with ThreadPoolExecutor(2) as pool:
         results = pool.map(lambda job: measured(job[0].step, job[0].batch, job[1]), jobs)
         for (peer, setting), result in zip(jobs, results, strict=True):
             figures.setdefault(peer.name, {})[setting] = result
-            file.write_text(json.dumps(figures, indent=1) + "\n")
+            save(file, figures)
             print(peer.name, setting, result.get("cycles", "does not fit"), flush=True)
     text = page(figures, json.loads((DOCS / "stock.json").read_text()))
     (DOCS / "jax.md").write_text(text)

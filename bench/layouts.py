@@ -95,8 +95,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) == 4:  # from `on`
         encoders.SIZES["tiny"] = SIZE
         print(json.dumps([trained(*job, *sys.argv[2:]) for job in json.loads(sys.argv[1])]))
+    elif len(sys.argv) > 1:
+        sys.exit(__doc__)
     else:
         main()

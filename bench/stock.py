@@ -40,7 +40,9 @@ class Images:
 
     @staticmethod
     def build(config: resnet50.Config, data: resnet50.Data, mesh: device.Mesh) -> resnet50.State:
-        """Does what train/resnet50.py's does."""
+        """Does what train/resnet50.py's does, with SGD."""
+        if config.optimizer != "sgd":
+            raise InputError(f"--optimizer is {config.optimizer}; the usual step has sgd")
         model = device.to_device(eager_model(config.model, len(data.train.classes)), mesh)
         normalize = device.to_device(Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD), mesh)
         matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -136,7 +138,7 @@ class Text:
             parts = Text.losses(state.model, state.teacher, batch)
         parts["loss"].backward()
         clip = pretrain.RECIPES[config.model].clip
-        torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip, foreach=False)
+        torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip)
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         return {name: part.detach() for name, part in parts.items()}

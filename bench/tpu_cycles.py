@@ -1,6 +1,6 @@
 """Estimated cycles of the scripts' train steps beside the usual ones of bench/stock.py, by the TPU's own compiler.
 
-    python -m bench.tpu_cycles                  every row: an hour and a half on two cores; libtpu: `make compile`
+    python -m bench.tpu_cycles                  every row: 1.5 hours on two cores; libtpu: `make .libtpu/.installed`
     python -m bench.tpu_cycles bert --missing   rows with "bert" in their name that docs/tpu/stock.json does not have
     python -m bench.tpu_cycles --only ours      our steps (or: usual); of the others the figures that are there
     python -m bench.tpu_cycles --print          only the tables, of what is there
@@ -12,11 +12,13 @@ generations in docs/tpu/generations.json and generations.md. Cycles are estimate
 """
 
 import argparse
-import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
+from errors import InputError
+from tpu.compiler import libtpu
 from tpu.compiler.libtpu import GIB
-from tpu.compiler.pages import DOCS, Row, bundle_count, compiled, memory, table
+from tpu.compiler.pages import DOCS, Row, bundle_count, compiled, load, memory, save, table
 
 ONE, EIGHT = "v5e:1x1", "v5e:2x4"
 CHIPS = {"v6e": "v6e:1x1", "v5p": "v5p:1x1x1", "v4": "v4:1x1x1"}
@@ -123,7 +125,7 @@ def main() -> None:
     parser.add_argument("--print", action="store_true", help="compile nothing")
     options = parser.parse_args()
     path = DOCS / ("generations.json" if options.generation else "stock.json")
-    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept = load(path)
     figures = kept.setdefault(options.generation, {}) if options.generation else kept
     every = [(row, CHIPS[options.generation]) for row, _ in STEPS] if options.generation else STEPS + TABLES
     rows = [(row, topology) for row, topology in every if options.name.lower() in row.name.lower()]
@@ -133,6 +135,10 @@ def main() -> None:
         rows = [(row, topology) for row, topology in rows if row.name not in figures]
     if options.print:
         rows = []
+    if rows:
+        libtpu.find()  # rather than an error of each
+    elif not kept:
+        raise InputError(f"{path} has no figures yet: leave --print out")
     other = {"ours": "usual", "usual": "ours"}.get(options.only)
     known = {name: {other: pair[other]} for name, pair in figures.items()} if other else {}
     with ThreadPoolExecutor(2) as pool:
@@ -142,7 +148,7 @@ def main() -> None:
             order = [row.name for row, _ in every if row.name in figures]
             for name in order:  # the tables' order
                 figures[name] = figures.pop(name)
-            path.write_text(json.dumps(kept, indent=1) + "\n")
+            save(path, kept)
             print(" | ".join(cells(row, result)), flush=True)
     text = generations_page(kept) if options.generation else page(kept)
     path.with_suffix(".md").write_text(text)
@@ -150,4 +156,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

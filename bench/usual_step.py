@@ -159,6 +159,9 @@ def main(options: Options) -> None:
         raise InputError(f"--only is {options.only!r}, but the steps are: {', '.join(every)}")
     if options.rounds < 2:
         raise InputError(f"--rounds is {options.rounds}; a spread needs at least 2")
+    path = Path(options.out)
+    if path.is_dir():
+        raise InputError(f"--out is {path}, a folder; give a file")
     mesh = device.setup(seed=0, precision="bfloat16" if gpu else "float32", kind=options.device)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     record: dict[str, dict] = {}
@@ -178,7 +181,6 @@ def main(options: Options) -> None:
             f"| {' | '.join(f'{gib:.2f}' if gpu else '' for gib in memory.values())} |",
             flush=True,
         )
-    path = Path(options.out)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"options": vars(options), "step_ms": record}, indent=1) + "\n")
 

@@ -2,16 +2,19 @@
 
 import concurrent.futures
 import errno
+import io
 import json
 import os
 import stat
 import threading
 import time
+import uuid
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import safetensors
 import safetensors.torch
 import torch
 import torch.nn.functional as F
@@ -21,10 +24,11 @@ from helpers import equal, on_mesh, update
 from torch import nn
 
 from errors import InputError
-from train.common import checkpoint, device, files, folders
+from train.common import checkpoint, cli, device, files, folders
 from train.common.averaging import average
 from train.common.checkpoint import Checkpointer
 from train.common.files import load_weights, save_weights
+from train.common.sharding.placement import Layers
 from train.common.xla import backend as xla
 
 
@@ -346,6 +350,54 @@ def test_failures_are_raised_whatever_they_are(tmp_path, monkeypatch):
     failure(ZeroDivisionError, "division by zero")
 
 
+class HttpError(Exception):
+    """As gcsfs and aiohttp have them: no OSError."""
+
+
+@pytest.mark.parametrize("layers", [None, Layers(cli.WHOLE, {}, None)], ids=["whole", "cut"])
+def test_whatever_a_store_raises_is_a_sentence(monkeypatch, layers):
+    place = f"memory://{uuid.uuid4().hex}/checkpoints"
+    save_all(place, [10])
+    checkpoints, failing = Checkpointer(place, layers=layers), Mock(side_effect=HttpError("503"))
+
+    def refused(sentence: str, work) -> None:
+        with pytest.raises(InputError, match=sentence):
+            work()
+
+    for name in ("makedirs", "open"):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(checkpoints._fs), name, failing)
+            checkpoints.save(20, *on_cpu(20))
+            refused("of step 20 to .*HttpError: 503; the one of step 10 is complete and safe", checkpoints.wait)
+            refused("cannot write .*x: HttpError: 503", lambda: files.write_file(f"{place}/x", b""))
+    for name in ("ls", "cat_file", *(["open"] if layers else [])):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(checkpoints._fs), name, failing)
+            refused("cannot read the checkpoints in .*HttpError: 503", lambda: checkpoints.restore(*on_cpu(0), None))
+    monkeypatch.setattr(type(checkpoints._fs), "open", failing)
+    refused("cannot read the weights file .*HttpError: 503", lambda: files.read_file(f"{place}/x"))
+
+
+def test_a_checkpoint_of_a_cut_state_is_read_once_and_damage_is_found(monkeypatch, capsys):
+    place = f"memory://{uuid.uuid4().hex}/checkpoints"
+    save_all(place, [10, 20])
+    checkpoints, read = Checkpointer(place, layers=Layers(cli.WHOLE, {}, None)), []
+    whole = files.read_file(path := f"{place}/step_00000020/state.safetensors")
+
+    class Counted(io.BytesIO):
+        def read(self, count=-1):
+            read.append(super().read(count))
+            return read[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(checkpoints._fs), "open", lambda *_, **__: Counted(whole))
+        assert equal(checkpoints.read(20), Checkpointer(place).read(20)) and b"".join(read) == whole
+    for content in (whole[:-1], whole + b"x", b"\xff" * 8 + whole[8:], whole[:9] + b"}" + whole[10:], b"", whole[:40]):
+        files.write_file(path, content)
+        assert checkpoints.read(20) is None and "do not match its checksum" in capsys.readouterr().err
+    assert checkpoints.restore(*on_cpu(0), None) == 10
+
+
 def test_a_kill_at_any_byte_of_a_checkpoint_leaves_the_one_before(place, monkeypatch, capsys):
     save_all(place, [10])
     size = Checkpointer(place)._fs.du(f"{place}/step_00000010")
@@ -410,6 +462,21 @@ def test_a_folder_of_a_url_is_copied(place):
     for missing, sentence in (("memory://none", "no folder memory://none"), ("nope://x", "cannot read .*nope")):
         with pytest.raises(InputError, match=sentence):
             folders.local_folder(missing)
+    assert folders.local_folder("file:///a/b") == "/a/b" and folders.local_folder("~/a") == f"{Path.home()}/a"
+
+
+def test_a_folder_is_written_in_chunks_and_a_full_temporary_disk_is_a_sentence(place, monkeypatch):
+    monkeypatch.setattr(folders, "CHUNK_BYTES", 3)
+    with monkeypatch.context() as patch:
+        written = []
+        patch.setattr(folders, "write_file", lambda path, parts: written.append((path, list(parts))))
+        folders.write_folder(place, lambda local: Path(local, "a").write_bytes(b"12345678"))
+    assert written == [(f"{place}/a", [b"123", b"456", b"78"])]
+    folders.write_folder(place, lambda local: [Path(local, "ab"[n]).write_bytes(b"1234" * n) for n in (0, 1)])
+    assert files.read_file(f"{place}/a") == b"" and files.read_file(f"{place}/b") == b"1234"
+    for error in (OSError(errno.ENOSPC, "No space left"), safetensors.SafetensorError("No space left")):
+        with pytest.raises(InputError, match="which is made in the temporary folder .*No space left; .*TMPDIR"):
+            folders.write_folder(place, Mock(side_effect=error))
 
 
 # ---- the mean of the last checkpoints --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from helpers import environment
 
 from errors import InputError
-from models import resnet
+from models import layers, resnet
 from train.common import device
 from train.common.cli import Layout
 from train.common.sharding import arranged, groups
@@ -182,6 +182,23 @@ def test_what_does_not_fit_the_devices_is_refused(mesh):
         (lambda: groups.per_device(torch.sum, named, [(None, None)], (None,))(x), r"result \[\].*\(None,\)"),
         (lambda: groups.per_device(None, named, [(None, None)], ())(x, x), "2 arguments and 1 spec"),
         (lambda: groups.per_device(None, named, [("data", *[None] * 4)], ())(x[..., None, None, None]), "reshape"),
+        (lambda: groups.per_device(torch.sum, named, [(None, None)], [()] * 2)(x), "1 results and 2 specs"),
+        (lambda: groups.per_device(torch.abs, named, [(None, None)], ("rows", None))(x), r"result.*\('rows', None\)"),
+        (lambda: groups.per_device(torch.abs, named, [(None, None)], ("data", "data"))(x), "result.*axis once"),
+        (lambda: groups.per_device(lambda x: x[..., *(None,) * 4], named, [(None, None)], (None,) * 6)(x), "reshape"),
+        (lambda: groups.per_device(torch.add, named, [(None, None), ()], (None, None))(x, 1.0), "arguments is a float"),
+        (lambda: groups.per_device(torch.abs, named, [["data", None]], ("data", None))(x), "and a tuple"),
+        (lambda: groups.per_device(torch.rand_like, named, [("data", None)], ("data", None))(x), "rand_like .*outside"),
+        (lambda: groups.per_device(layers.Dropout(), named, [("data", None)], ("data", None))(x), "rand .*outside"),
+        (lambda: groups.per_device(torch.Tensor.bernoulli_, named, [("data", None)], ())(x), "bernoulli_ .*outside"),
     ):
         with pytest.raises(InputError, match=pattern):
             refused()
+
+
+def test_a_mask_of_dropout_that_is_drawn_outside_is_another_for_each_device(mesh):
+    named, x = groups.axes(mesh), torch.ones(8, 64).to(mesh.device)
+    rows = [("data", None)] * 2
+    dropped = groups.per_device(torch.mul, named, rows, rows[0])(x, layers.kept(x.shape, 0.5, x.device).float())
+    masks = dropped.cpu().chunk(4)
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(masks, 2))

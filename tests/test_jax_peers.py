@@ -39,7 +39,7 @@ def test_libtpu_is_asked_for_what_the_setting_says(setting, monkeypatch):
     monkeypatch.setattr(jax_peers.report, "figures", lambda *_: seen.append(os.environ["LIBTPU_INIT_ARGS"]) or {})
     assert jax_peers.compile_one("bert", 2, setting)["fits"]
     asked = {"rbg": "", "rbg, fusions": jax_peers.backend.FUSIONS, "rbg, vmem": "--xla_tpu_scoped_vmem_limit_kib=32768"}
-    assert seen == [("bert", 2, "rbg"), asked[setting]]
+    assert seen == [("bert", 2, setting), asked[setting]]
 
 
 @pytest.mark.skipif(not jax_peers.JAX.exists(), reason="needs JAX's environment: make jax")

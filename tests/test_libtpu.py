@@ -29,7 +29,7 @@ def host():
 def test_the_package_is_found_or_what_to_do_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(libtpu, "INSTALLED", tmp_path / "not there")
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"`make compile` installs it"):
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"`make .libtpu/.installed` installs it"):
         patch.setattr(libtpu.importlib.util, "find_spec", lambda name: None)
         libtpu.find()
     information = tmp_path / "libtpu-9.8.7.dist-info"

@@ -428,6 +428,12 @@ def test_a_state_is_cut_over_32_devices_at_most_unless_the_mesh_says_otherwise(m
         assert tuple(layers.axes.values()) == sizes
 
 
+@pytest.mark.parametrize("given", ["copies=4", "model=4"])
+def test_a_state_that_would_not_be_cut_is_refused(given, mesh):
+    with pytest.raises(InputError, match=f"--shard-state full cuts .* over data, of which --mesh {given} has one"):
+        sharding.arranged(mesh, replace(FULL, mesh=given))
+
+
 @pytest.mark.parametrize(
     ("rule", "pattern"),
     [

@@ -79,6 +79,7 @@ TINY = Config(
 # Fields that a resumed run may change: none of these touches a number.
 FREE = ("workers", "log_every", "save_every", "strict", "layout")
 ADAM_EPS = 1e-6  # as in all four papers
+VMEM_KIB = {"xlnet": 32_768}  # of a TPU core for one fusion; others would pay with memory: docs/tpu/findings.md
 SYNTHETIC_LENGTH, SYNTHETIC_INIT = 32, 0.05  # a trial's tokens per row, and the spread of its new weights
 
 Data = namedtuple("Data", "train eval model teacher")  # rows of data/pretraining.py; models on the host
@@ -210,7 +211,8 @@ def with_teacher(config: Config, mesh: device.Mesh) -> Config:
 def main(config: Config) -> dict[str, float]:
     """Pretrains and exports; returns the final metrics of the validation rows."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout)
+    vmem_kib = VMEM_KIB.get(config.model, 0)
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout, vmem_kib)
     if config.model == "distilbert" and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)

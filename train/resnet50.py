@@ -65,7 +65,7 @@ TINY = Config(**cli.TRIAL, **SMALL, epochs=8, batch_size=64, lr=0.8, warmup_epoc
 
 # Fields that a resumed run may change: none of these touches a number.
 FREE = ("workers", "log_every", "save_every", "keep", "strict", "layout")
-VMEM_KIB = 32_768  # of a TPU core for one fusion, as v6e gives; others give less: docs/tpu/findings.md
+VMEM_KIB = 40_960  # of a TPU core for one fusion; libtpu gives less: docs/tpu/findings.md
 SYNTHETIC_CLASSES, SYNTHETIC_TRAIN, SYNTHETIC_EVAL = 10, 2048, 500
 
 Data = namedtuple("Data", "train eval")  # what a run reads: images of data/imagenet.py

@@ -7,8 +7,9 @@ no weight is allocated. All compute in bfloat16 and keep parameters and optimize
 
 resnet50      flax/examples/imagenet: ResNet-50 v1.5, NHWC in bfloat16, batch norm, SGD with momentum, L2 in the loss
 bert          transformers 4's FlaxBertForMaskedLM: post-norm, exact GELU, attention by flax's own function, AdamW, clip
-              1.0; the head on the predicted places only, which its example does not do, and which is quicker;
-              bert-large: of large's sizes
+              1.0; the head on the predicted places only, which its example does not do, and which is quicker; its
+              rows and heads drop the same weights of attention with --shared-masks only, as they do in its example,
+              and each its own without, as ours; bert-large: of large's sizes
 bert-glue     transformers 4's FlaxBertForSequenceClassification
 transformer   flax/examples/wmt's layers with the sizes, the norms after each sub-layer, the one matrix of words and the
               dropout of Vaswani et al. 2017; transformer-big: its big sizes, sentences packed as in that example
@@ -102,13 +103,15 @@ bert_embed = partial(nn.Embed, dtype=BF16, embedding_init=NORMAL)
 
 
 class BertLayer(nn.Module):
-    """Attention and feed-forward of BERT, [B, T, dim]."""
+    """Attention and feed-forward of BERT, [B, T, dim]. `shared_masks`: the rows and heads drop the same weights."""
+
+    shared_masks = False
 
     @nn.compact
     def __call__(self, x: Array, bias: Array) -> Array:
         dim = x.shape[-1]
         query, key, value = (bert_dense(dim)(x).reshape(*x.shape[:2], dim // 64, 64) for _ in range(3))
-        options = {"dropout_rate": 0.1, "broadcast_dropout": False, "deterministic": False, "dtype": BF16}
+        options = {"dropout_rate": 0.1, "broadcast_dropout": self.shared_masks, "deterministic": False, "dtype": BF16}
         weights = nn.dot_product_attention_weights(
             query, key, bias=bias, dropout_rng=self.make_rng("dropout"), **options
         )
@@ -188,7 +191,7 @@ def bert_glue(batch: int, tokens: int = 128):
     def loss_of(logits, labels):
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    return with_dropout(Bert(), adamw(1e-8), (row, row, row), loss_of, (labels,))
+    return with_dropout(Bert(), adamw(1e-6), (row, row, row), loss_of, (labels,))
 
 
 # ---- Transformer -----------------------------------------------------------------------------------------------------
@@ -289,7 +292,7 @@ class Dlrm(nn.Module):
         x = features
         for size in (512, 256, 128):
             x = nn.relu(dense(size)(x))
-        tables = [nn.Embed(rows, 128, dtype=BF16)(ids[:, i]) for i, rows in enumerate(self.rows)]
+        tables = [nn.Embed(rows, 128)(ids[:, i]).astype(BF16) for i, rows in enumerate(self.rows)]
         every = jnp.stack([x, *tables], 1)
         first, second = np.tril_indices(every.shape[1], -1)
         pairs = jnp.einsum("bsd,btd->bst", every, every)[:, first, second]
@@ -334,9 +337,11 @@ def main() -> None:
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--rng", choices=("threefry2x32", "rbg", "unsafe_rbg"), default="threefry2x32")
+    parser.add_argument("--shared-masks", action="store_true", help="of BERT's attention, as in its example")
     parser.add_argument("--out", type=Path, required=True, help="the HloModuleProto")
     options = parser.parse_args()
     jax.config.update("jax_default_prng_impl", options.rng)
+    BertLayer.shared_masks = options.shared_masks
     step, arguments, donated = STEPS[options.step](options.batch)
     traced = jax.jit(step, donate_argnums=tuple(range(donated))).trace(*arguments)
     module = traced.lower(lowering_platforms=("tpu",)).compiler_ir("hlo")

@@ -9,6 +9,7 @@ takes all code that a branch may skip, and counts a loop once if how often it ru
 
 import os
 import re
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,15 +38,24 @@ class Bundles:
     unknown_loops: int
 
 
+def folder() -> tempfile.TemporaryDirectory:
+    """Returns a temporary folder for `dump_to`."""
+    return tempfile.TemporaryDirectory(dir="/tmp" if " " in tempfile.gettempdir() else None)
+
+
 def dump_to(folder: str) -> None:
-    """Has libtpu write the code of what it compiles into a folder. Call it before libtpu is loaded."""
+    """Has libtpu write the code of what it compiles into a folder, whose name has no space: libtpu would take it for
+    two flags. Call it before libtpu is loaded."""
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
     os.environ["LIBTPU_INIT_ARGS"] = f"{given} --xla_jf_dump_to={folder} {FLAGS}".strip()
 
 
 def read(folder: str) -> dict[str, Bundles]:
-    """Returns {name of an instruction of the optimized module: its Bundles} of the last program compiled."""
+    """Returns {name of an instruction of the optimized module: its Bundles} of the last program compiled; raises
+    RuntimeError where libtpu has written none."""
     files = {match[1]: path for path in sorted(Path(folder).iterdir()) if (match := FILE.fullmatch(path.name))}
+    if not files:
+        raise RuntimeError(f"libtpu wrote no code into {folder}: has the name a space, or the disk no room?")
     found = {name: count(path.read_text(errors="replace")) for name, path in files.items()}
     for path in sorted(Path(folder).glob("*-deduplication-map.txt")):  # equal operations have one code
         for name, equal in EQUAL.findall(path.read_text()):

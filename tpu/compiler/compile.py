@@ -16,7 +16,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -162,7 +161,8 @@ def compile_step(
             "hbm_bytes": topology.hbm_bytes,
         }
         if getattr(job.config(topology.num_devices), "layout", cli.WHOLE) != cli.WHOLE:
-            identity["placement"] = sharding.table(step.arguments[0].model)
+            state = next(each for each in step.arguments if hasattr(each, "model") and hasattr(each, "optimizer"))
+            identity["placement"] = sharding.table(state.model)
         counted = bundles.read(code) if code else None
         figures = report.figures(staged, program, libtpu.GENERATIONS[topology.generation], effort, counted)
         if occupied(figures) > topology.hbm_bytes:
@@ -179,9 +179,10 @@ def largest_batch(
     """
     fits: dict[int, dict] = {}
     high = too_large
+    slices = getattr(job.config(mesh.num_devices), "norm_groups", 0) // mesh.num_devices or 1  # of batch norm
     while True:
         low = max(fits, default=0)
-        if high - low <= max(1, high // 16):
+        if high - low <= max(slices, high // 16):
             return (low, fits[low]) if fits else (0, None)
         middle = (low + high) // 2
         if len(fits) >= 2:  # memory grows with the batch along a line
@@ -191,6 +192,7 @@ def largest_batch(
             # Kept away from the ends, so that both of them approach the guess.
             guess = b + int(room / max(slope, 1.0))
             middle = min(max(guess, low + max(1, high // 32)), high - max(1, high // 32))
+        middle = max(middle // slices * slices, low + slices)
         try:
             fits[middle], _ = compile_step(replace(job, batch=middle), topology, mesh, "fast", script)
             print(f"  {middle} per device: {occupied(fits[middle]) / GIB:.2f} GiB, fits", flush=True)
@@ -229,6 +231,11 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
         raise InputError(f"--batch is {options.batch}; it must be at least 1, or 0 for the recipe's")
     if options.program == "translate" and script is not transformer:
         raise InputError(f"--program is translate, which {options.model} does not do; give train or evaluate")
+    if options.task and script not in (glue, pretrain):
+        raise InputError(f"--task is {options.task}, of which {options.model} has none: leave it out")
+    words = [options.model, options.task, preset, "" if options.program == "train" else options.program]
+    name = "-".join([*filter(None, words), options.topology.replace(":", "_")])
+    options.json = options.json or f"runs/compile/{name}-{options.effort}.json"
     return options, Job(options.model, preset, options.task, tuple(flags), options.batch, options.program)
 
 
@@ -239,6 +246,11 @@ def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyTy
         functions: by script, an object whose `build` and `train_step` are taken instead of the script's.
     """
     options, job = parse(arguments)
+    for path in map(Path, filter(None, (options.json, options.dump))):  # before the minutes of a compile
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise InputError(f"cannot write {path}: give a file in a folder that can be written")
     script = functions.get(job.script, job.script)
     if script is not job.script and job.program != "train":
         raise InputError(f"--program is {job.program}; of other functions than the script's there is train only")
@@ -247,7 +259,7 @@ def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyTy
     endless = job.script is transformer and job.preset != "tiny"
     if options.effort != "full" or endless or libtpu.find() != libtpu.INSTALLED:
         return compile_job(options, job, script, "")
-    with tempfile.TemporaryDirectory() as code:
+    with bundles.folder() as code:
         bundles.dump_to(code)
         return compile_job(options, job, script, code)
 
@@ -255,7 +267,8 @@ def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyTy
 def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -> dict:
     """Compiles, prints and writes the report of a job; returns it. `code`: see compile_step."""
     if script is job.script:  # another's step is compared without what ours asks for
-        backend.ask_compiler(backend.FUSIONS, getattr(script, "VMEM_KIB", 0))
+        asked = getattr(script, "VMEM_KIB", 0)
+        backend.ask_compiler(backend.FUSIONS, asked.get(job.model, 0) if isinstance(asked, dict) else asked)
     sharding.ask_for_reduce_scatters(getattr(job.config(1), "layout", cli.WHOLE))
     with libtpu.Topology(options.topology) as topology:
         mesh = staging.setup(topology.num_devices, topology.kind, job.config(topology.num_devices).precision)
@@ -266,13 +279,10 @@ def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -
             print(f"{job.model} {job.preset} on {topology.name}", report.describe_shortage(error), sep="\n", flush=True)
             found = {"fits": False, "needed": error.needed, "capacity": error.capacity, "topology": topology.name}
             optimized = b""
+            Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
             if not options.no_search:
                 found |= search(job, topology, mesh, script)
-    words = [job.model, job.task, job.preset, "" if job.program == "train" else job.program]
-    name = "-".join([*filter(None, words), topology.name.replace(":", "_")])
-    path = Path(options.json or f"runs/compile/{name}-{options.effort}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
     if options.dump and optimized:
         Path(options.dump).write_bytes(optimized)
     return found

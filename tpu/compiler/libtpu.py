@@ -182,8 +182,8 @@ def find() -> Path:
         if library.is_file():
             return library
     raise InputError(
-        "libtpu is not installed: it holds the TPU compiler; `make compile` installs it, or set TPU_LIBRARY_PATH to a"
-        " libtpu.so"
+        "libtpu is not installed: it holds the TPU compiler; `make .libtpu/.installed` installs it, or set"
+        " TPU_LIBRARY_PATH to a libtpu.so"
     )
 
 

@@ -159,7 +159,7 @@ def wanted(part: str) -> list[tuple[Row, str, str]]:
 def make(part: str, missing: bool) -> None:
     """Compiles a part and writes its file after every step, so that an interrupted run keeps what it has."""
     path = DOCS / f"{part}.json"
-    figures = json.loads(path.read_text()) if missing and path.exists() else {}
+    figures = load(path) if missing else {}
 
     def one(job: tuple[Row, str, str]) -> tuple[str, str, dict]:
         row, topology, effort = job
@@ -171,9 +171,21 @@ def make(part: str, missing: bool) -> None:
         for name, topology, report in pool.map(one, jobs):
             figures.setdefault(name, {})[topology] = report
             figures = {row: figures[row] for row in order if row in figures}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(figures, indent=1) + "\n")
+            save(path, figures)
             print(f"{name} on {topology}: {memory(report)}", flush=True)
+
+
+def load(path: Path) -> dict:
+    """Returns the figures that `save` wrote; {} where there are none."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def save(path: Path, figures: dict) -> None:
+    """Writes figures, whole or not at all: they took minutes each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".writing")
+    aside.write_text(json.dumps(figures, indent=1) + "\n")
+    os.replace(aside, path)
 
 
 def memory(report: dict) -> str:

@@ -57,10 +57,12 @@ class Step:
 
 def step(script: Any, config: Any, data: Any, batch: dict, mesh: device.Mesh, what: str, unit: str, sums=()) -> Step:
     """Returns the script's step on this batch; of an update in parts, the step of one part, which adds to `sums`."""
+    parts = getattr(config, "update_every", 1)
+    if parts > 1 and not hasattr(script, "forward"):
+        raise InputError(f"--update-every is {parts}; the usual step has no parts: give --update-every 1")
     state = script.build(config, data, mesh)
     state.model.train()
     examples = next(iter(batch.values())).shape[0]
-    parts = getattr(config, "update_every", 1)
     if parts == 1:
         return Step(script.train_step, (state, batch, config, mesh), what, examples, unit)
     totals = accumulate.gradient_buffers(state.model, sums, mesh)
@@ -116,8 +118,8 @@ def images(config: resnet50.Config, mesh: device.Mesh, script: Any = resnet50) -
 
 
 def image_batch(config: resnet50.Config, mesh: device.Mesh) -> dict:
-    """Returns a batch of data/imagenet.py."""
-    size, count = config.image_size, config.batch_size
+    """Returns a batch of data/imagenet.py; of an update in parts, one part."""
+    size, count = config.image_size, config.batch_size // config.update_every
     return staging.inputs({"image": ((count, size, size, 3), U8), "label": ((count,), I64)}, mesh)
 
 
@@ -167,8 +169,8 @@ def sentences(config: glue_script.Config, mesh: device.Mesh, script: Any = glue_
 
 
 def sentence_batch(config: glue_script.Config, mesh: device.Mesh) -> dict:
-    """Returns a batch of data/glue.py."""
-    count, tokens = config.batch_size, config.lengths[-1]
+    """Returns a batch of data/glue.py; of an update in parts, one part."""
+    count, tokens = config.batch_size // config.update_every, config.lengths[-1]
     shapes = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ((count, tokens), I32))
     labels = I32 if glue.TASKS[config.task].labels else F32
     return staging.inputs(shapes | {"labels": ((count,), labels), "mask": ((count,), F32)}, mesh)

@@ -27,6 +27,7 @@ from errors import InputError
 from train.common import device, files
 
 STATE, NUMBERS, COMPLETE = "state.safetensors", "state.json", "COMPLETE"
+UNREADABLE = "cannot read the checkpoints in {}: {}; resume when they can be read"
 
 
 def to_host(values: dict[str, Any], layers: Any = None, keep: bool = True) -> dict[str, Any]:
@@ -93,8 +94,6 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._last: Future | None = None  # the last save, until somebody has seen how it ended
 
-    # ---- saving ----
-
     def __exit__(self, error_type: type | None, *_) -> None:
         with contextlib.suppress(*(() if error_type is None else (Exception,))):  # the first error is the one to show
             self.wait()
@@ -122,25 +121,25 @@ class Checkpointer(contextlib.AbstractContextManager):
     def _write(self, step: int, state: dict[str, Any], pieces: Any) -> None:
         """Writes one checkpoint and removes those that `keep` no longer covers, the torn ones before it too."""
         folder = self.folder(step)
+        for name, value in (state | (pieces or {})).items():
+            if torch.is_tensor(value) and not value.isfinite().all():
+                diverged = f"{name} is not finite at step {step}: the training diverged, so nothing is saved"
+                raise InputError(f"{diverged}; {self._known()}; start a run of another --name with a lower --lr")
+        tensors = {name: value.contiguous() for name, value in state.items() if torch.is_tensor(value)}
+        numbers = {name: value for name, value in state.items() if name not in tensors}
+        parts = self.layers.pack(tensors) if self.layers else [safetensors.torch.save(tensors)]
+        contents = {STATE: parts, NUMBERS: [json.dumps({"step": step, "numbers": numbers}).encode()]}
+        marks = {file: _mark(*parts) for file, parts in contents.items()}
+        marks |= {"hosts": self.tables.hosts if self.tables else 0}
         try:
-            for name, value in (state | (pieces or {})).items():
-                if torch.is_tensor(value) and not value.isfinite().all():
-                    diverged = f"{name} is not finite at step {step}: the training diverged, so nothing is saved"
-                    raise InputError(f"{diverged}; {self._known()}; start a run of another --name with a lower --lr")
             self._fs.makedirs(folder, exist_ok=True)
             if self.tables is not None:
                 self.tables.write(self._fs, folder, pieces)
                 if not self.main_process:
                     return
                 self.tables.wait(self._fs, folder)
-            tensors = {name: value.contiguous() for name, value in state.items() if torch.is_tensor(value)}
-            numbers = {name: value for name, value in state.items() if name not in tensors}
-            parts = self.layers.pack(tensors) if self.layers else [safetensors.torch.save(tensors)]
-            contents = {STATE: parts, NUMBERS: [json.dumps({"step": step, "numbers": numbers}).encode()]}
-            marks = {file: _mark(*parts) for file, parts in contents.items()}
-            marks |= {"hosts": self.tables.hosts if self.tables else 0}
             for file, parts in (contents | {COMPLETE: [json.dumps(marks).encode()]}).items():
-                files.write_synced(self._fs, f"{folder}/{file}", *parts)
+                files.write_synced(self._fs, f"{folder}/{file}", parts)
             for place in (folder, self.path) if files.is_local(self._fs) else ():
                 files.fsync(place)
             # A torn checkpoint of a later step may have its marker, but must not push this one out.
@@ -150,26 +149,26 @@ class Checkpointer(contextlib.AbstractContextManager):
                     with contextlib.suppress(FileNotFoundError):  # without its marker a half-deleted one is torn
                         self._fs.rm(f"{self.folder(old)}/{COMPLETE}")
                     self._fs.rm(self.folder(old), recursive=True)
-        except OSError as error:
-            failed = f"cannot write the checkpoint of step {step} to {self.path}: {error.strerror or error}"
+        except Exception as error:  # every store has exceptions of its own
+            failed = f"cannot write the checkpoint of step {step} to {self.path}: {files.reason(error)}"
             remedy = "make room or access, then the same command resumes from the newest complete one, if any"
             raise InputError(f"{failed}; {self._known()}; {remedy}") from error
 
     def _known(self) -> str:
-        """Returns what is known of earlier checkpoints, as a part of a sentence."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             steps = self.complete_steps()
             return f"the one of step {steps[-1]} is complete and safe" if steps else "there is no complete one yet"
         return "which earlier ones are complete cannot be read"
-
-    # ---- restoring ----
 
     def folder(self, step: int) -> str:
         """Returns the path or URL of a step's checkpoint."""
         return f"{self.path}/step_{step:08d}"
 
     def _steps(self) -> list[int]:
-        entries = self._fs.ls(self.path, detail=False) if self._fs.exists(self.path) else []
+        try:
+            entries = self._fs.ls(self.path, detail=False) if self._fs.exists(self.path) else []
+        except Exception as error:
+            raise InputError(UNREADABLE.format(self.path, files.reason(error))) from error
         matches = [re.fullmatch(r"step_(\d+)", os.path.basename(entry.rstrip("/"))) for entry in entries]
         return sorted(int(match[1]) for match in matches if match)
 
@@ -184,9 +183,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         or optimizer, or the tables of every checkpoint are damaged."""
         damage = ""
         for step in reversed(self._steps()):
-            folder = self.folder(step)
+            folder, saved = self.folder(step), self.read(step)
             try:
-                if (saved := self.read(step)) is not None:
+                if saved is not None:
                     damage = self.tables.load(self._fs, folder, mesh) if self.tables is not None else ""
                     if not damage:
                         load_state(saved, model, optimizer, mesh)
@@ -215,8 +214,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             self._warn(step, "it was never finished" if isinstance(error, FileNotFoundError) else str(error))
             return None
+        except Exception as error:
+            raise InputError(UNREADABLE.format(self.path, files.reason(error))) from error
         if self.tables is None and marks.get("hosts"):
-            raise InputError("it has embedding tables, this model has none")
+            raise InputError(f"{self.folder(step)} is of another model: it has embedding tables, this model has none")
         return state
 
     def _warn(self, step: int, reason: str) -> None:

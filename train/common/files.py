@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Iterable
 
 import fsspec
 import safetensors
@@ -11,17 +12,22 @@ from torch import Tensor
 from errors import InputError
 
 
-def write_file(path: str, content: bytes) -> None:
-    """Writes a file to a path or URL, see `write_synced`; raises InputError where the disk is full or access lacks."""
-    fs, root = fsspec.core.url_to_fs(path)
+def reason(error: Exception) -> str:
+    """Returns what an error says, in a few words."""
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+
+
+def write_file(path: str, content: bytes | Iterable[bytes]) -> None:
+    """Writes a file to a path or URL, whole or in parts, see `write_synced`; raises InputError where it cannot."""
     try:
+        fs, root = fsspec.core.url_to_fs(path)
         fs.makedirs(os.path.dirname(root), exist_ok=True)
-        write_synced(fs, root, content)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}; make room or access") from None
+        write_synced(fs, root, [content] if isinstance(content, bytes) else content)
+    except Exception as error:  # every store has exceptions of its own
+        raise InputError(f"cannot write {path}: {reason(error)}; make room or access") from None
 
 
-def write_synced(fs: fsspec.AbstractFileSystem, path: str, *contents: bytes | memoryview) -> None:
+def write_synced(fs: fsspec.AbstractFileSystem, path: str, contents: Iterable[bytes | memoryview]) -> None:
     """Writes `contents` one after the other into a file. On a local disk it is written aside and renamed when it is on
     the disk, so that a kill or an error leaves the old file or the new one, never a part."""
     # Not fsspec's transaction: it writes to the temporary folder, which may be on another disk, and it would hold back
@@ -36,7 +42,7 @@ def write_synced(fs: fsspec.AbstractFileSystem, path: str, *contents: bytes | me
                 os.fsync(file.fileno())
         if aside != path:
             os.replace(aside, path)
-    except OSError:
+    except Exception:
         if aside != path:
             with contextlib.suppress(OSError):
                 os.remove(aside)
@@ -50,8 +56,8 @@ def read_file(path: str) -> bytes:
             return file.read()
     except FileNotFoundError:
         raise InputError(f"there is no weights file {path}") from None
-    except OSError as error:
-        raise InputError(f"cannot read the weights file {path}: {error.strerror or error}") from None
+    except Exception as error:
+        raise InputError(f"cannot read the weights file {path}: {reason(error)}") from None
 
 
 def save_weights(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

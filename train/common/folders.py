@@ -1,22 +1,31 @@
 """Whole folders at local paths and at fsspec URLs: what transformers and others read and write as one."""
 
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
+import safetensors
 
 from errors import InputError
 from train.common.files import is_local, write_file
 
+CHUNK_BYTES = 16 * 2**20
+
 
 def write_folder(folder: str, write: Callable[[str], None]) -> None:
-    """Calls `write` with a temporary local folder and copies what it writes there to `folder`, a path or URL."""
+    """Has `write` fill a temporary local folder, and copies that to `folder`, a path or URL; raises InputError."""
     with tempfile.TemporaryDirectory() as local:
-        write(local)
-        for file in sorted(Path(local).rglob("*")):
-            if file.is_file():
-                write_file(f"{folder.rstrip('/')}/{file.relative_to(local)}", file.read_bytes())
+        try:
+            write(local)
+        except (OSError, safetensors.SafetensorError) as error:
+            failed = f"cannot write {folder}, which is made in the temporary folder {local}: {error}"
+            raise InputError(f"{failed}; make room there, or set TMPDIR to a folder with room") from error
+        for path in filter(Path.is_file, sorted(Path(local).rglob("*"))):
+            with path.open("rb") as file:
+                chunks = iter(lambda file=file: file.read(CHUNK_BYTES), b"")
+                write_file(f"{folder.rstrip('/')}/{path.relative_to(local)}", chunks)
 
 
 def local_folder(folder: str) -> str:
@@ -28,7 +37,7 @@ def local_folder(folder: str) -> str:
     try:
         fs, root = fsspec.core.url_to_fs(folder)
         if is_local(fs):
-            return folder
+            return os.path.expanduser(folder.removeprefix("file://"))
         copy = tempfile.mkdtemp()
         fs.get(f"{root.rstrip('/')}/", copy, recursive=True)
     except FileNotFoundError:

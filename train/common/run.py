@@ -72,8 +72,6 @@ class Run:
                 self.folder.open({"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count})
         _check_hosts(mesh, self.folder)
 
-    # ---- training ----
-
     def resume(self, model, optimizer, *, examples: int, keep: int, every: int = 1, tables: Any = None) -> int:
         """Restores the newest checkpoint into a model and an optimizer on the device, which `checkpoint` saves, and
         returns its step, 0 for a new run; see Checkpointer. Raises InputError where it is of another model, or hosts
@@ -140,8 +138,6 @@ class Run:
         self._read_at = now
         return {name: round(seconds, 4) for name, seconds in self._seconds.items()}
 
-    # ---- metrics ----
-
     def log(self, step: int, *, examples: float | None = None, input_wait: float | None = None, **metrics: Any) -> None:
         """Records training metrics: numbers, or 0-d tensors on any device, which this call does not read.
 
@@ -185,10 +181,9 @@ class Run:
         """Checks the values of a line of metrics.jsonl, on every host, and writes and prints it on the main one."""
         for key, value in values.items():
             if key.endswith("loss") and not math.isfinite(value):
-                raise InputError(
-                    f"{key} is {value} at step {step}: the training diverged; start a run of another --name with a "
-                    "lower --lr or a longer warm-up, and look for bad values in the data"
-                )
+                remedy = "a lower --lr or a longer warm-up, and look for bad values in the data"
+                diverged = f"{key} is {value} at step {step}: the training diverged"
+                raise InputError(f"{diverged}; start a run of another --name with {remedy}")
         if self._main:
             self._metrics.write(step, values, timing)
             self.message("  ".join([f"step {step:>5}/{self.total_steps}", *words]))
@@ -278,10 +273,8 @@ def _check_hosts(mesh: device.Mesh, folder: RunFolder) -> None:
         time.sleep(1)
         folder.files.invalidate_cache()
     if not device.over_hosts(mesh, int(folder.fingerprint() == expected)).low:
-        raise InputError(
-            f"the {mesh.process_count} hosts do not see the same run in {folder.path}: they lack what the main "
-            "process wrote there; give a folder that all hosts share, such as --runs gs://bucket/runs"
-        )
+        lacking = f"the {mesh.process_count} hosts do not see the same run in {folder.path}: they lack what the main"
+        raise InputError(f"{lacking} process wrote there; give a folder that all share, as --runs gs://bucket/runs")
 
 
 class _Metrics:

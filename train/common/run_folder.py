@@ -139,7 +139,7 @@ class RunFolder:
     def write(self, name: str, content: bytes) -> None:
         """Writes a file, whole or not at all."""
         with self.writing(name) as path:
-            write_synced(fsspec.filesystem("file"), path, content)
+            write_synced(fsspec.filesystem("file"), path, [content])
 
     def upload(self) -> None:
         """Copies all files to a remote run's URL, whole (object stores cannot append), summary.json last."""

@@ -67,9 +67,9 @@ class TableStorage:
         head = json.dumps(header).encode()
         head += b" " * (-len(head) % 8)
         contents = {key: memoryview(p.contiguous().reshape(-1).numpy()).cast("B") for key, p in pieces.items()}
-        files.write_synced(fs, f"{name}.safetensors", len(head).to_bytes(8, "little") + head, *contents.values())
+        files.write_synced(fs, f"{name}.safetensors", [len(head).to_bytes(8, "little") + head, *contents.values()])
         sums = {key: zlib.crc32(content) for key, content in contents.items()}
-        files.write_synced(fs, f"{name}.json", json.dumps({"bytes": 8 + len(head) + end, "crc32": sums}).encode())
+        files.write_synced(fs, f"{name}.json", [json.dumps({"bytes": 8 + len(head) + end, "crc32": sums}).encode()])
 
     def wait(self, fs: fsspec.AbstractFileSystem, folder: str) -> None:
         """Waits for the marks of all hosts.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import fsspec
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -57,17 +58,26 @@ def pack(tensors: dict[str, Tensor]) -> list[Any]:
 
 def load(fs: fsspec.AbstractFileSystem, path: str, mark: dict[str, int]) -> dict[str, Tensor]:
     """Returns the tensors of a safetensors file; raises ValueError where it has not the size and CRC-32 of `mark`."""
-    with fs.open(path, "rb") as file:
-        size = checksum = 0
-        while chunk := file.read(CHUNK_BYTES):
-            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-        if {"bytes": size, "crc32": checksum} != mark:
-            raise ValueError(f"{os.path.basename(path)} has {size} bytes that do not match its checksum")
-        file.seek(0)
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        found = {}
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            size = entry["data_offsets"][1] - entry["data_offsets"][0]
-            head = json.dumps({name: entry | {"data_offsets": [0, size]}}).encode()
-            found |= safetensors.torch.load(len(head).to_bytes(8, "little") + head + file.read(size))
+    read = checksum = 0
+    found, broken = {}, None
+
+    def take(count: int) -> bytes:
+        nonlocal read, checksum
+        part = file.read(count)
+        read, checksum = read + len(part), zlib.crc32(part, checksum)
+        return part
+
+    with fs.open(path, "rb") as file:  # once: it may be a download
+        try:
+            header = json.loads(take(min(int.from_bytes(take(8), "little"), mark["bytes"])))
+            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+                size = entry["data_offsets"][1] - entry["data_offsets"][0]
+                head = json.dumps({name: entry | {"data_offsets": [0, size]}}).encode()
+                found |= safetensors.torch.load(len(head).to_bytes(8, "little") + head + take(size))
+        except (ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+            broken = error  # of a damaged file, as the checksum will tell
+        while take(CHUNK_BYTES):
+            pass
+    if broken or {"bytes": read, "crc32": checksum} != mark:
+        raise ValueError(f"{os.path.basename(path)} has {read} bytes that do not match its checksum")
     return found

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from errors import InputError
 from train.common import device
@@ -66,6 +67,40 @@ class Linear(torch.autograd.Function):
         return ctx.transposed(gradient), None, None
 
 
+class NoRandomNumbers(TorchFunctionMode):
+    """Refuses, with an InputError, what draws random numbers: in a region every device would get the same."""
+
+    DRAW = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "uniform")
+    DRAW += (
+        "exponential",
+        "random",
+        "dropout",
+        "alpha_dropout",
+        "feature_dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+    )
+
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name.rstrip("_").removesuffix("_like") in self.DRAW:
+            given = "draw them outside and pass them, cut as the tensor that they are for"
+            raise InputError(f"{name} in a per-device region draws the same numbers on every device: {given}")
+        return function(*args, **(kwargs or {}))
+
+
+def _check(what: str, tensors: Sequence[Any], specs: Sequence[Spec]) -> None:
+    """Raises InputError where there is not a tensor for each spec, or a spec is no tuple."""
+    if len(tensors) != len(specs):
+        raise InputError(f"the function has {len(tensors)} {what} and {len(specs)} specs: give one for each")
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if not torch.is_tensor(tensor) or not isinstance(spec, tuple):
+            raise InputError(
+                f"one of the {what} is a {type(tensor).__name__}, its spec {spec!r}: give a tensor, and a tuple"
+            )
+
+
 def per_device(function: Callable, mesh: Axes, inputs: Sequence[Spec], results: Spec | list[Spec]) -> Callable:
     """Returns a function of whole tensors that runs `function` on every device's parts of them, as jax.shard_map does.
 
@@ -77,6 +112,7 @@ def per_device(function: Callable, mesh: Axes, inputs: Sequence[Spec], results: 
     on_xla = mesh.regions
     if on_xla is None:
         return function
+    specs = results if isinstance(results, list) else [results]
 
     def entered(x: Tensor, spec: Spec) -> Tensor:
         def summed(gradient: Tensor) -> Tensor:
@@ -89,12 +125,14 @@ def per_device(function: Callable, mesh: Axes, inputs: Sequence[Spec], results: 
         return Linear.apply(x, lambda x: on_xla.leave(x, spec), lambda g: on_xla.enter(g, spec) / copies)
 
     def whole(*args: Tensor) -> Any:
-        if len(args) != len(inputs):
-            raise InputError(f"the function has {len(args)} arguments and {len(inputs)} specs: give one for each")
-        found = function(*(entered(x, spec) for x, spec in zip(args, inputs, strict=True)))
-        if isinstance(results, tuple):
-            return left(found, results)
-        return tuple(left(x, spec) for x, spec in zip(found, results, strict=True))
+        _check("arguments", args, inputs)
+        parts = [entered(x, spec) for x, spec in zip(args, inputs, strict=True)]
+        with NoRandomNumbers():
+            found = function(*parts)
+        found = found if isinstance(found, tuple | list) else (found,)
+        _check("results", found, specs)
+        wholes = tuple(left(x, spec) for x, spec in zip(found, specs, strict=True))
+        return wholes if isinstance(results, list) else wholes[0]
 
     return whole
 

@@ -41,6 +41,9 @@ def arranged(mesh: Mesh, layout: Layout) -> Mesh:
                     "--device xla"
                 )
     axes = parse(layout.mesh or _default(mesh.num_devices, layout), mesh.num_devices)
+    if layout.mesh and layout.shard_state != "none" and axes["data"] == 1 < mesh.num_devices:
+        given = f"--shard-state {layout.shard_state} cuts a state over data, of which --mesh {layout.mesh} has one"
+        raise InputError(f"{given}: give more of data, or leave --shard-state out")
     layers = Layers(layout, axes, mesh.spmd)
     if not layers.spreads:
         return replace(mesh, layers=layers)

@@ -44,22 +44,24 @@ class Regions:
 
     def enter(self, x: Tensor, spec: tuple) -> Tensor:
         """Returns every device's part of a whole tensor; raises InputError where the parts would not be equal."""
-        named = [axis for cut in spec for axis in _axes(cut) if axis]
-        known = len(spec) == x.dim() and self.sizes.keys() >= set(named) and len(set(named)) == len(named)
-        if not known or any(n % self.count(_axes(cut)) for n, cut in zip(x.shape, spec, strict=True)):
-            shape = f"{list(x.shape)} does not divide into equal parts"
-            give = f"give an axis of {self.sizes}, or None, for each dimension, an axis once"
-            raise InputError(f"a tensor {shape} by {spec}: {give}")
-        if x.dim() + (self.count(self.unused(spec)) > 1) > MOST_DIMENSIONS:
-            raise InputError(f"a tensor {list(x.shape)} has too many dimensions to be cut by {spec}: reshape it")
+        self._check(x, spec, "a tensor")
+        if any(n % self.count(_axes(cut)) for n, cut in zip(x.shape, spec, strict=True)):
+            raise InputError(f"a tensor {list(x.shape)} does not divide into equal parts by {spec} of {self.sizes}")
         x = x * 1 if x.is_floating_point() else x | False  # what has an annotation, such as a batch, refuses another
         torch_xla._XLAC._xla_mark_sharding(x, self.spmd.get_op_sharding(spec))
         return torch_xla._XLAC._spmd_full_to_shard_shape(x)
 
+    def _check(self, x: Tensor, spec: tuple, what: str) -> None:
+        named = [axis for cut in spec for axis in _axes(cut) if axis]
+        if len(spec) != x.dim() or not self.sizes.keys() >= set(named) or len(set(named)) < len(named):
+            give = f"give an axis of {self.sizes}, or None, for each dimension, an axis once"
+            raise InputError(f"{what} {list(x.shape)} cannot be cut by {spec}: {give}")
+        if x.dim() + (self.count(self.unused(spec)) > 1) > MOST_DIMENSIONS:
+            raise InputError(f"{what} {list(x.shape)} has too many dimensions to be cut by {spec}: reshape it")
+
     def leave(self, x: Tensor, spec: tuple) -> Tensor:
         """Returns the whole tensor that the devices' parts make up."""
-        if len(spec) != x.dim():
-            raise InputError(f"a result {list(x.shape)} of a device does not fit {spec}: it has a place a dimension")
+        self._check(x, spec, "a device's result")
         shape = [n * self.count(_axes(cut)) for n, cut in zip(x.shape, spec, strict=True)]
         x = x.clone()
         torch_xla._XLAC._mark_manual_sharding(x, MANUAL)

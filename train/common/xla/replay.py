@@ -296,7 +296,7 @@ class Trace:
 
 
 def _refuse_seed(*_: Any) -> None:
-    raise NotRepeatable(
-        "it sets the random state, as torch_xla.utils.checkpoint does, so a repeated program would draw the numbers of "
-        "the traced call (recompute in a torch.autograd.Function that keeps dropout's masks or seeds as tensors)"
+    setting = (
+        "it sets the random state, as torch_xla.utils.checkpoint does, so a repeated program would draw the numbers"
     )
+    raise NotRepeatable(f"{setting} of the traced call (recompute in a Function that keeps dropout's masks or seeds)")
