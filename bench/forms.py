@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.tpu_cycles import CHIPS, ONE
+from errors import InputError
 from models import encoders, layers, resnet, transformer
 from tpu.compiler import compile as compiling
 from tpu.compiler import libtpu, steps
@@ -172,4 +173,7 @@ def main() -> None:
 if __name__ == "__main__":
     if FORM in os.environ:
         sys.exit(0 if compile_one(os.environ[FORM]).get("fits", True) else 1)
-    main()
+    try:
+        main()
+    except InputError as error:
+        sys.exit(f"error: {error}")

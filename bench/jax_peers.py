@@ -206,13 +206,14 @@ def main() -> None:
         libtpu.find(), environment()  # rather than an error of each
     elif not figures:
         raise InputError(f"{file} has no figures yet: leave --print out")
+    stock = load(DOCS / "stock.json")
     with ThreadPoolExecutor(2) as pool:
         results = pool.map(lambda job: measured(job[0].step, job[0].batch, job[1]), jobs)
         for (peer, setting), result in zip(jobs, results, strict=True):
             figures.setdefault(peer.name, {})[setting] = result
             save(file, figures)
             print(peer.name, setting, result.get("cycles", "does not fit"), flush=True)
-    text = page(figures, json.loads((DOCS / "stock.json").read_text()))
+    text = page(figures, stock)
     (DOCS / "jax.md").write_text(text)
     print(text)
 

@@ -137,7 +137,7 @@ def main() -> None:
         rows = []
     if rows:
         libtpu.find()  # rather than an error of each
-    elif not kept:
+    elif not figures:
         raise InputError(f"{path} has no figures yet: leave --print out")
     other = {"ours": "usual", "usual": "ours"}.get(options.only)
     known = {name: {other: pair[other]} for name, pair in figures.items()} if other else {}

@@ -374,6 +374,11 @@ def test_whatever_a_store_raises_is_a_sentence(monkeypatch, layers):
         with monkeypatch.context() as patch:
             patch.setattr(type(checkpoints._fs), name, failing)
             refused("cannot read the checkpoints in .*HttpError: 503", lambda: checkpoints.restore(*on_cpu(0), None))
+    with monkeypatch.context() as patch:  # a bug, not the store
+        patch.setattr(type(checkpoints._fs), "makedirs", Mock(side_effect=TypeError("a bug")))
+        checkpoints.save(30, *on_cpu(30))
+        with pytest.raises(TypeError, match="a bug"):
+            checkpoints.wait()
     monkeypatch.setattr(type(checkpoints._fs), "open", failing)
     refused("cannot read the weights file .*HttpError: 503", lambda: files.read_file(f"{place}/x"))
 
@@ -392,7 +397,10 @@ def test_a_checkpoint_of_a_cut_state_is_read_once_and_damage_is_found(monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(type(checkpoints._fs), "open", lambda *_, **__: Counted(whole))
         assert equal(checkpoints.read(20), Checkpointer(place).read(20)) and b"".join(read) == whole
-    for content in (whole[:-1], whole + b"x", b"\xff" * 8 + whole[8:], whole[:9] + b"}" + whole[10:], b"", whole[:40]):
+    entry = whole.index(b"[0,")
+    wrong = [whole[:entry] + offsets + whole[entry + len(offsets) :] for offsets in (b"[0.", b"[9e99", b"[-1,")]
+    wrong += [whole[:-1], whole + b"x", b"\xff" * 8 + whole[8:], whole[:9] + b"}" + whole[10:], b"", whole[:40]]
+    for content in wrong:
         files.write_file(path, content)
         assert checkpoints.read(20) is None and "do not match its checksum" in capsys.readouterr().err
     assert checkpoints.restore(*on_cpu(0), None) == 10
@@ -475,7 +483,7 @@ def test_a_folder_is_written_in_chunks_and_a_full_temporary_disk_is_a_sentence(p
     folders.write_folder(place, lambda local: [Path(local, "ab"[n]).write_bytes(b"1234" * n) for n in (0, 1)])
     assert files.read_file(f"{place}/a") == b"" and files.read_file(f"{place}/b") == b"1234"
     for error in (OSError(errno.ENOSPC, "No space left"), safetensors.SafetensorError("No space left")):
-        with pytest.raises(InputError, match="which is made in the temporary folder .*No space left; .*TMPDIR"):
+        with pytest.raises(InputError, match="which is made in a temporary folder: .*No space left; .*TMPDIR"):
             folders.write_folder(place, Mock(side_effect=error))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import environment
 
 from errors import InputError
@@ -167,6 +168,14 @@ def test_a_sampled_softmax_is_that_of_the_words_that_were_drawn(mesh):
     torch.testing.assert_close(on_cpu, expected)
 
 
+RANDOM = [torch.rand_like, layers.Dropout(), torch.Tensor.bernoulli_, F.gumbel_softmax, torch.nn.Dropout()]
+RANDOM += [lambda x: x + torch.rand(3).to(x.device)]
+
+
+def absolute(mesh):
+    return torch.abs, mesh, [("data", None)], ("data", None)
+
+
 def test_what_does_not_fit_the_devices_is_refused(mesh):
     named, x = groups.axes(arranged(mesh, Layout("data=2,model=2"))), torch.ones(6, 3).to(mesh.device)
     assert named.sizes == {"data": 2, "model": 2} and groups.axes(mesh).sizes == {"data": 4}
@@ -182,18 +191,21 @@ def test_what_does_not_fit_the_devices_is_refused(mesh):
         (lambda: groups.per_device(torch.sum, named, [(None, None)], (None,))(x), r"result \[\].*\(None,\)"),
         (lambda: groups.per_device(None, named, [(None, None)], ())(x, x), "2 arguments and 1 spec"),
         (lambda: groups.per_device(None, named, [("data", *[None] * 4)], ())(x[..., None, None, None]), "reshape"),
-        (lambda: groups.per_device(torch.sum, named, [(None, None)], [()] * 2)(x), "1 results and 2 specs"),
+        (lambda: groups.per_device(lambda x: [x], named, [(None, None)], [()] * 2)(x), "1 results and 2 specs"),
         (lambda: groups.per_device(torch.abs, named, [(None, None)], ("rows", None))(x), r"result.*\('rows', None\)"),
         (lambda: groups.per_device(torch.abs, named, [(None, None)], ("data", "data"))(x), "result.*axis once"),
         (lambda: groups.per_device(lambda x: x[..., *(None,) * 4], named, [(None, None)], (None,) * 6)(x), "reshape"),
         (lambda: groups.per_device(torch.add, named, [(None, None), ()], (None, None))(x, 1.0), "arguments is a float"),
         (lambda: groups.per_device(torch.abs, named, [["data", None]], ("data", None))(x), "and a tuple"),
-        (lambda: groups.per_device(torch.rand_like, named, [("data", None)], ("data", None))(x), "rand_like .*outside"),
-        (lambda: groups.per_device(layers.Dropout(), named, [("data", None)], ("data", None))(x), "rand .*outside"),
-        (lambda: groups.per_device(torch.Tensor.bernoulli_, named, [("data", None)], ())(x), "bernoulli_ .*outside"),
+        (lambda: groups.per_device(torch.abs, named, [(None, None)], [(None, None)])(x), "returns a tuple"),
+        (lambda: groups.per_device(lambda x: (x,), named, [(None, None)], (None, None))(x), "returns a tensor"),
+        (lambda: groups.per_device(groups.per_device(*absolute(named)), *absolute(named)[1:])(x), "in another one"),
+        *[(lambda f=f: groups.per_device(f, *absolute(named)[1:])(x), "random numbers .*outside") for f in RANDOM],
     ):
         with pytest.raises(InputError, match=pattern):
             refused()
+    for same in (layers.Dropout().eval(), torch.nn.Dropout(0.0), functools.partial(F.dropout, training=False)):
+        assert torch.equal(groups.per_device(same, *absolute(named)[1:])(x).cpu(), x.cpu())
 
 
 def test_a_mask_of_dropout_that_is_drawn_outside_is_another_for_each_device(mesh):

@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -234,7 +235,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
     if options.task and script not in (glue, pretrain):
         raise InputError(f"--task is {options.task}, of which {options.model} has none: leave it out")
     words = [options.model, options.task, preset, "" if options.program == "train" else options.program]
-    name = "-".join([*filter(None, words), options.topology.replace(":", "_")])
+    name = "-".join([*filter(None, words), re.sub("[:/]", "_", options.topology.lower())])
     options.json = options.json or f"runs/compile/{name}-{options.effort}.json"
     return options, Job(options.model, preset, options.task, tuple(flags), options.batch, options.program)
 

@@ -149,6 +149,8 @@ class Checkpointer(contextlib.AbstractContextManager):
                     with contextlib.suppress(FileNotFoundError):  # without its marker a half-deleted one is torn
                         self._fs.rm(f"{self.folder(old)}/{COMPLETE}")
                     self._fs.rm(self.folder(old), recursive=True)
+        except (InputError, TypeError, AttributeError):  # the last two are bugs
+            raise
         except Exception as error:  # every store has exceptions of its own
             failed = f"cannot write the checkpoint of step {step} to {self.path}: {files.reason(error)}"
             remedy = "make room or access, then the same command resumes from the newest complete one, if any"
@@ -164,18 +166,22 @@ class Checkpointer(contextlib.AbstractContextManager):
         """Returns the path or URL of a step's checkpoint."""
         return f"{self.path}/step_{step:08d}"
 
-    def _steps(self) -> list[int]:
-        try:
-            entries = self._fs.ls(self.path, detail=False) if self._fs.exists(self.path) else []
+    def _names(self, folder: str) -> list[str]:
+        try:  # not `exists`, which takes any error for a no
+            return [os.path.basename(entry.rstrip("/")) for entry in self._fs.ls(folder, detail=False)]
+        except FileNotFoundError:
+            return []
         except Exception as error:
             raise InputError(UNREADABLE.format(self.path, files.reason(error))) from error
-        matches = [re.fullmatch(r"step_(\d+)", os.path.basename(entry.rstrip("/"))) for entry in entries]
+
+    def _steps(self) -> list[int]:
+        matches = [re.fullmatch(r"step_(\d+)", name) for name in self._names(self.path)]
         return sorted(int(match[1]) for match in matches if match)
 
     def complete_steps(self) -> list[int]:
         """Returns the steps whose checkpoint has its marker now, in rising order."""
         self._fs.invalidate_cache()
-        return [step for step in self._steps() if self._fs.exists(f"{self.folder(step)}/{COMPLETE}")]
+        return [step for step in self._steps() if COMPLETE in self._names(self.folder(step))]
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any) -> int:
         """Loads the newest complete checkpoint into a model and an optimizer (whose state exists) on the device, and
@@ -217,7 +223,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         except Exception as error:
             raise InputError(UNREADABLE.format(self.path, files.reason(error))) from error
         if self.tables is None and marks.get("hosts"):
-            raise InputError(f"{self.folder(step)} is of another model: it has embedding tables, this model has none")
+            other = "of another model: it has embedding tables, this model has none"
+            raise InputError(
+                f"{self.folder(step)} is {other}; use the settings that it was made with, or another --name"
+            )
         return state
 
     def _warn(self, step: int, reason: str) -> None:

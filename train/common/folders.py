@@ -16,16 +16,16 @@ CHUNK_BYTES = 16 * 2**20
 
 def write_folder(folder: str, write: Callable[[str], None]) -> None:
     """Has `write` fill a temporary local folder, and copies that to `folder`, a path or URL; raises InputError."""
-    with tempfile.TemporaryDirectory() as local:
-        try:
+    try:
+        with tempfile.TemporaryDirectory() as local:
             write(local)
-        except (OSError, safetensors.SafetensorError) as error:
-            failed = f"cannot write {folder}, which is made in the temporary folder {local}: {error}"
-            raise InputError(f"{failed}; make room there, or set TMPDIR to a folder with room") from error
-        for path in filter(Path.is_file, sorted(Path(local).rglob("*"))):
-            with path.open("rb") as file:
-                chunks = iter(lambda file=file: file.read(CHUNK_BYTES), b"")
-                write_file(f"{folder.rstrip('/')}/{path.relative_to(local)}", chunks)
+            for path in filter(Path.is_file, sorted(Path(local).rglob("*"))):
+                with path.open("rb") as file:
+                    chunks = iter(lambda file=file: file.read(CHUNK_BYTES), b"")
+                    write_file(f"{folder.rstrip('/')}/{path.relative_to(local)}", chunks)
+    except (OSError, safetensors.SafetensorError) as error:
+        failed = f"cannot write {folder}, which is made in a temporary folder: {error}"
+        raise InputError(f"{failed}; make room there, or set TMPDIR to a folder with room") from error
 
 
 def local_folder(folder: str) -> str:

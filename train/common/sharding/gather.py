@@ -20,6 +20,7 @@ from train.common import device
 
 READ_BYTES = 256 * 2**20  # of one transfer, if it is not of one tensor: torch_xla holds them twice until it ends
 CHUNK_BYTES = 16 * 2**20
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)  # of a header
 
 
 def read(tensors: Sequence[Tensor], keep: bool) -> list[Tensor]:
@@ -59,23 +60,23 @@ def pack(tensors: dict[str, Tensor]) -> list[Any]:
 def load(fs: fsspec.AbstractFileSystem, path: str, mark: dict[str, int]) -> dict[str, Tensor]:
     """Returns the tensors of a safetensors file; raises ValueError where it has not the size and CRC-32 of `mark`."""
     read = checksum = 0
-    found, broken = {}, None
+    found, broken = {}, False
 
     def take(count: int) -> bytes:
         nonlocal read, checksum
-        part = file.read(count)
+        part = file.read(max(0, min(count, mark["bytes"] + 1 - read)))  # whatever a damaged header says
         read, checksum = read + len(part), zlib.crc32(part, checksum)
         return part
 
     with fs.open(path, "rb") as file:  # once: it may be a download
         try:
-            header = json.loads(take(min(int.from_bytes(take(8), "little"), mark["bytes"])))
+            header = json.loads(take(int.from_bytes(take(8), "little")))
             for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
                 size = entry["data_offsets"][1] - entry["data_offsets"][0]
                 head = json.dumps({name: entry | {"data_offsets": [0, size]}}).encode()
                 found |= safetensors.torch.load(len(head).to_bytes(8, "little") + head + take(size))
-        except (ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
-            broken = error  # of a damaged file, as the checksum will tell
+        except (*DAMAGE, safetensors.SafetensorError):
+            found, broken = {}, True
         while take(CHUNK_BYTES):
             pass
     if broken or {"bytes": read, "crc32": checksum} != mark:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from errors import InputError
 from train.common import device
@@ -67,29 +66,6 @@ class Linear(torch.autograd.Function):
         return ctx.transposed(gradient), None, None
 
 
-class NoRandomNumbers(TorchFunctionMode):
-    """Refuses, with an InputError, what draws random numbers: in a region every device would get the same."""
-
-    DRAW = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "uniform")
-    DRAW += (
-        "exponential",
-        "random",
-        "dropout",
-        "alpha_dropout",
-        "feature_dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-    )
-
-    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = getattr(function, "__name__", "")
-        if name.rstrip("_").removesuffix("_like") in self.DRAW:
-            given = "draw them outside and pass them, cut as the tensor that they are for"
-            raise InputError(f"{name} in a per-device region draws the same numbers on every device: {given}")
-        return function(*args, **(kwargs or {}))
-
-
 def _check(what: str, tensors: Sequence[Any], specs: Sequence[Spec]) -> None:
     """Raises InputError where there is not a tensor for each spec, or a spec is no tuple."""
     if len(tensors) != len(specs):
@@ -126,10 +102,13 @@ def per_device(function: Callable, mesh: Axes, inputs: Sequence[Spec], results: 
 
     def whole(*args: Tensor) -> Any:
         _check("arguments", args, inputs)
-        parts = [entered(x, spec) for x, spec in zip(args, inputs, strict=True)]
-        with NoRandomNumbers():
-            found = function(*parts)
-        found = found if isinstance(found, tuple | list) else (found,)
+        with on_xla.entered():
+            found = function(*(entered(x, spec) for x, spec in zip(args, inputs, strict=True)))
+        if isinstance(found, tuple | list) != isinstance(results, list):
+            raise InputError(
+                "a list of specs is for a function that returns a tuple, a tuple for one that returns a tensor"
+            )
+        found = found if isinstance(results, list) else (found,)
         _check("results", found, specs)
         wholes = tuple(left(x, spec) for x, spec in zip(found, specs, strict=True))
         return wholes if isinstance(results, list) else wholes[0]

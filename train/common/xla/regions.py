@@ -5,10 +5,12 @@ Of torch_xla 2.9's own collectives all-reduce and reduce-scatter of `_XLAC._xla_
 dimension for each of them, and the partitioner cuts it along another dimension.
 """
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
+import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
@@ -30,9 +32,28 @@ def two_steps(devices: int) -> tuple[int, int]:
 class Regions:
     """The regions of the devices that `sizes` arranges, {axis: devices}."""
 
+    inside = False
+
     def __init__(self, sizes: dict[str, int]):
         self.sizes, self.ids = sizes, np.arange(math.prod(sizes.values())).reshape(*sizes.values())
         self.spmd = xs.Mesh(self.ids.reshape(-1), self.ids.shape, tuple(sizes))
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Holds what runs in a region; raises InputError for another region in it, which would end the process, and for
+        random numbers, of which every device would get the same."""
+        if Regions.inside:
+            raise InputError("a per-device region in another one: call it outside, and pass what it returns")
+        device = str(torch_xla.device())
+        before = torch_xla._XLAC._xla_get_rng_seed(device), torch.get_rng_state()
+        Regions.inside = True
+        try:
+            yield
+        finally:
+            Regions.inside = False
+        if torch_xla._XLAC._xla_get_rng_seed(device) != before[0] or not torch.equal(torch.get_rng_state(), before[1]):
+            drawn = "random numbers in a per-device region would be the same on every device"
+            raise InputError(f"{drawn}: draw them outside and pass them, cut as the tensor that they are for")
 
     def count(self, axes: Iterable[str | None]) -> int:
         """Returns the devices of a group along several axes."""
