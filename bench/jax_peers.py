@@ -28,7 +28,7 @@ from pathlib import Path
 from errors import InputError
 from tpu.compiler import bundles, libtpu, report
 from tpu.compiler.libtpu import GIB
-from tpu.compiler.pages import DOCS, ROOT, bundle_count, load, save, table
+from tpu.compiler.pages import DOCS, ROOT, bundle_count, load, ratio, save, table
 from train import resnet50, transformer
 from train.common.xla import backend
 from train.common.xla.staging import Staged
@@ -124,12 +124,11 @@ def cells(peer: Peer, jax: dict, pair: dict) -> list[str]:
         return [value(side) if needs in side else "" for side in sides]
 
     count = [f"{side['cycles'] / 1e6:.1f}M" if "cycles" in side else "does not fit" for side in sides]
-    ratio = f"{sides[2]['cycles'] / jax['cycles']:.2f}" if "cycles" in jax and "cycles" in sides[2] else ""
     besides = [bundle_count(side) for side in sides]
     drawn = each(lambda side: f"{side['random_bytes'] / 1e9:.2f}", "random_bytes")
     gib = [f"{side.get('memory', side)['needed'] / GIB:.2f}" for side in sides]
     moved = each(lambda side: f"{side['bytes_accessed'] / 1e9:.0f}")
-    return [peer.name, str(peer.batch), jax["rng"], *count, ratio, *besides, *drawn, *gib, *moved]
+    return [peer.name, str(peer.batch), jax["rng"], *count, ratio(sides[2], jax), *besides, *drawn, *gib, *moved]
 
 
 def page(figures: dict, stock: dict) -> str:
@@ -154,8 +153,9 @@ quickest is shown. Usual steps are as libtpu compiles them by default.
 What the cycles leave out: gathers, scatters, sorts and the max pool's gradient, whose code is counted as "bundles"
 (tpu/compiler/bundles.py; empty: not counted); the drawing of random numbers by the hardware, of which "GB drawn" is the
 size (JAX's default numbers are arithmetic, which has cycles; ours are a hash of a few); waiting, and asynchronous
-copies. Our tables' updates in DLRM are a loop over rows, so its bundles are most of its step. "GB moved" is what
-operations read and write, in on-chip memory as well as in HBM.
+copies. "Ours / JAX" is of cycles and bundles together where both were counted: our tables' updates in DLRM are a loop
+over rows, so bundles are most of its step. "GB moved" is what operations read and write, in on-chip memory as well as in
+HBM.
 
 {table(header, rows)}
 

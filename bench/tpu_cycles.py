@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from errors import InputError
 from tpu.compiler import libtpu
 from tpu.compiler.libtpu import GIB
-from tpu.compiler.pages import DOCS, Row, bundle_count, compiled, load, memory, save, table
+from tpu.compiler.pages import DOCS, Row, bundle_count, compiled, load, memory, ratio, save, table
 
 ONE, EIGHT = "v5e:1x1", "v5e:2x4"
 CHIPS = {"v6e": "v6e:1x1", "v5p": "v5p:1x1x1", "v4": "v4:1x1x1"}
@@ -69,12 +69,10 @@ HEADER += ["usual, GiB", "ours", "usual, GB moved", "ours"]
 def cells(row: Row, figures: dict) -> list[str]:
     """A line of the table."""
     ours, usual = figures["ours"], figures["usual"]
-    both = "cycles" in ours and "cycles" in usual
     amounts = [f"{report['memory']['needed'] / GIB:.2f}" if "memory" in report else "" for report in (usual, ours)]
     moved = [f"{report['bytes_accessed'] / 1e9:.1f}" if "memory" in report else "" for report in (usual, ours)]
-    ratio = f"{ours['cycles'] / usual['cycles']:.2g}" if both else ""
     besides = [bundle_count(usual), bundle_count(ours)]
-    return [row.name, f"{row.batch:,}", cycles(usual), cycles(ours), ratio, *besides, *amounts, *moved]
+    return [row.name, f"{row.batch:,}", cycles(usual), cycles(ours), ratio(ours, usual), *besides, *amounts, *moved]
 
 
 def page(figures: dict) -> str:
@@ -89,7 +87,8 @@ torchvision's ResNet, transformers' models, torch's `nn.Transformer`, and tables
 (bench/stock.py), with the same Config, optimizer and batch. Cycles leave out asynchronous copies, custom calls,
 waiting for other chips, and the drawing of random numbers: the usual steps draw one per value that dropout may drop,
 ours draw a seed. Gathers, scatters and sorts carry no cycles either: "bundles besides" counts their code, a cycle or
-more a bundle (tpu/compiler/bundles.py); empty where it was not counted. "GB moved" is what operations read and write,
+more a bundle (tpu/compiler/bundles.py); empty where it was not counted. "Ours / usual" is of their sum where both
+were, else of the cycles. "GB moved" is what operations read and write,
 in on-chip memory as well as in HBM.
 """
     ]

@@ -21,7 +21,7 @@ def test_the_quicker_setting_that_fits_is_shown_and_both_are_told():
     large = {"rng": "rbg", "fits": False, "needed": 20 * 2**30, "libtpu": "0.0.51"}
     stock = {name: {"usual": report("", 9e6), "ours": report("", 2e6)}}
     text = jax_peers.page({name: {"threefry2x32": report("threefry2x32", 8e6), "rbg": report("rbg", 4e6)}}, stock)
-    assert f"| {name} | 32 | rbg | 9.0M | 4.0M | 2.0M | 0.50 | 0.05M |" in text
+    assert f"| {name} | 32 | rbg | 9.0M | 4.0M | 2.0M | 0.51 | 0.05M |" in text
     assert "512 tokens threefry2x32 8.0, rbg 4.0." in text
     text = jax_peers.page({name: {"threefry2x32": report("threefry2x32", 8e6), "rbg": large}}, stock)
     assert "| threefry2x32 | 9.0M | 8.0M | 2.0M | 0.25 |" in text and "rbg 20.00 GiB" in text

@@ -200,6 +200,15 @@ def bundle_count(report: dict) -> str:
     return f"{report['uncounted']['bundles'] / 1e6:.2f}M" if "uncounted" in report else ""
 
 
+def ratio(ours: dict, other: dict) -> str:
+    """Returns ours / other, of the cycles, and of what has none the bundles where both were counted; "" without."""
+    if "cycles" not in ours or "cycles" not in other:
+        return ""
+    counted = "uncounted" in ours and "uncounted" in other
+    both = (each["cycles"] + (each["uncounted"]["bundles"] if counted else 0) for each in (ours, other))
+    return f"{next(both) / next(both):.2g}"
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Returns a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
