@@ -154,8 +154,7 @@ What the cycles leave out: gathers, scatters, sorts and the max pool's gradient,
 (tpu/compiler/bundles.py; empty: not counted); the drawing of random numbers by the hardware, of which "GB drawn" is the
 size (JAX's default numbers are arithmetic, which has cycles; ours are a hash of a few); waiting, and asynchronous
 copies. "Ours / JAX" is of cycles and bundles together where both were counted: our tables' updates in DLRM are a loop
-over rows, so bundles are most of its step. "GB moved" is what operations read and write, in on-chip memory as well as in
-HBM.
+over rows, so bundles are most of its step. "GB moved" is what operations read and write, in on-chip memory and in HBM.
 
 {table(header, rows)}
 
