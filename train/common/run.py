@@ -273,7 +273,7 @@ def _check_hosts(mesh: device.Mesh, folder: RunFolder) -> None:
         time.sleep(1)
         folder.files.invalidate_cache()
     if not device.over_hosts(mesh, int(folder.fingerprint() == expected)).low:
-        unseen = f"the {mesh.process_count} hosts do not see the same run in {folder.path}: they lack what the main process"
+        unseen = f"the {mesh.process_count} hosts do not see the same run in {folder.path}: they lack what the main one"
         raise InputError(f"{unseen} wrote there; give a folder that all hosts share, such as --runs gs://bucket/runs")
 
 
