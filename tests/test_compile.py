@@ -60,6 +60,8 @@ def test_the_flags_after_two_dashes_are_the_scripts_and_a_batch_is_a_devices_or_
             compiling.main(["bert", *words.split()])
     with pytest.raises(InputError, match="--task is mrpc, of which resnet50 has none"):
         compiling.parse(["resnet50", "--task", "mrpc"])
+    with pytest.raises(InputError, match="--update-every is 0; it must be at least 1"):
+        compiling.parse(["resnet50", "--", "--update-every", "0"])[1].config(8)
 
 
 def test_of_an_update_in_parts_one_part_is_compiled_and_the_usual_step_has_none(monkeypatch):

@@ -76,6 +76,8 @@ class Job:
         if self.script is glue and self.task:
             flags = ["--task", self.task, *flags]
         config = tyro.extras.overridable_config_cli(self.script.PRESETS, args=[self.preset, *flags])
+        if hasattr(config, "update_every"):
+            cli.at_least(config, 1, "update_every")
         if self.script is pretrain and config.batch_size is None:
             config = replace(config, batch_size=pretrain.recipe_of(config).batch_size)
         if not self.batch:
