@@ -334,10 +334,7 @@ compile MODEL=… TOPOLOGY=…` shows more of each. Estimated cycles on one chip
     if "scaling" in parts:
         if redraw:
             draw(parts["scaling"])
-        page += "\n## More chips\n\nThe batch per chip stays the same; effort full. ResNet's and BERT's steps are from "
-        page += (
-            "before libtpu was asked\nfor fusions and vector memory ([findings](findings.md)), and take less now.\n\n"
-        )
+        page += "\n## More chips\n\nThe batch per chip stays the same; effort full.\n\n"
         page += f"{scaling_table(parts['scaling'])}\n\n![growth with the number of chips](scaling.png)\n"
     if "mlperf" in parts:
         page += "\n## DLRM with the batch of a published run\n\n64 chips; effort full.\n\n"
