@@ -163,7 +163,9 @@ def main() -> None:
         rows = dict.fromkeys(FORMS[form][0] for form in forms)
         jobs = [(row, KEPT) for row in rows] + [(FORMS[form][0], form) for form in forms]
         with ThreadPoolExecutor(2) as pool:
-            reports = pool.map(lambda job: compiled(job[0], topology, "full", "bench.forms", {FORM: job[1]}), jobs)  # noqa
+            variables = [{FORM: form} for _, form in jobs]
+            rest = ([value] * len(jobs) for value in (topology, "full", "bench.forms"))
+            reports = pool.map(compiled, [row for row, _ in jobs], *rest, variables)
             for (row, form), report in zip(jobs, reports, strict=True):
                 found.setdefault(row.name, {})[form] = {key: report[key] for key in READ if key in report}
                 save(path, figures)
@@ -176,4 +178,5 @@ if __name__ == "__main__":
     try:
         main()
     except InputError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
