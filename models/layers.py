@@ -123,6 +123,8 @@ class AttentionCore(torch.autograd.Function):
         weights = torch.softmax(scores.to(torch.promote_types(v.dtype, torch.float32)) + mask, -1)
         if dropout:
             weights = torch.where(kept(weights.shape, dropout, v.device), weights, -weights)
+        else:  # no weight is negative, but a cast right after the softmax has the compiler write float32 scores
+            weights = weights.clamp(min=0)
         signed = weights.to(v.dtype)
         ctx.scale = 1 / (1 - drop_share(dropout))
         mixed = einsum("bhqk,bkhd->bqhd", signed.clamp(min=0) * ctx.scale, v)

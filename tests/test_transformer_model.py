@@ -158,11 +158,12 @@ def test_sizes_and_sentences_that_do_not_fit_are_refused():
             model(source, previous)
 
 
+@pytest.mark.parametrize("tokens", [6, 32])  # summed at once, and in four parts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(dtype, form):
-    logits = (5 * torch.randn(3, 6, 11)).to(dtype)
+def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(dtype, tokens, form):
+    logits = (5 * torch.randn(3, tokens, 11)).to(dtype)
     logits[0] += 1000  # exp would overflow
-    target = torch.randint(2, 11, (3, 6), dtype=torch.int32)
+    target = torch.randint(2, 11, (3, tokens), dtype=torch.int32)
     target[1, 2:] = PAD
     target[2] = PAD
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
@@ -171,7 +172,7 @@ def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(dtype, form):
     flat = {"target": target.long().flatten(), "ignore_index": PAD, "reduction": "sum"}
     shares = (0.0, 0.1 * 11 / 10)
     nll, expected = (F.cross_entropy(theirs.double().flatten(0, 1), **flat, label_smoothing=share) for share in shares)
-    assert got["tokens"] == 8
+    assert got["tokens"] == tokens + 2
     torch.testing.assert_close((got["loss"].double(), got["nll"].double()), (expected, nll), rtol=1e-5, atol=1e-4)
     got["loss"].backward()
     expected.backward()
