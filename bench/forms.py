@@ -63,6 +63,23 @@ def usual_sums(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
     return (weights * (to_weights - sums)).to(v.dtype), to_v, None, None
 
 
+def cast_at_once(ctx, scores: Tensor, v: Tensor, mask: Tensor, _: float) -> Tensor:
+    """AttentionCore's forward pass without dropout, with nothing between the softmax and its cast."""
+    signed = torch.softmax(scores.float() + mask, -1).to(v.dtype)
+    ctx.scale = 1.0
+    mixed = torch.einsum("bhqk,bkhd->bqhd", signed.clamp(min=0), v)
+    ctx.save_for_backward(v, signed, mixed)
+    return mixed
+
+
+class AtOnce:
+    """SumsOverWords for all tokens of a row at once."""
+
+    @staticmethod
+    def apply(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return layers.log_normalizer(logits), logits.float().sum(2)
+
+
 def usual_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -89,6 +106,11 @@ FORMS: dict[str, tuple[Row, list[tuple[object, str, Callable]]]] = {
     "linear as one dot_general": (GLUE, [(layers, "linear", usual_linear)]),
     "short rows side by side": (SHORT, [(layers, "rows_together", alone)]),
     "short pairs side by side": (TRANSLATION, [(transformer, "rows_together", alone)]),
+    "softmax without dropout, clamped before its cast": (
+        TRANSLATION,
+        [(layers.AttentionCore, "forward", staticmethod(cast_at_once))],
+    ),
+    "sums over the words in parts of the tokens": (TRANSLATION, [(transformer, "SumsOverWords", AtOnce)]),
     "BatchNorm in plain operations": (IMAGES, [(resnet.BatchNorm, "forward", nn.BatchNorm2d.forward)]),
     "weights of 1x1 convolutions as matrices": (
         IMAGES,
