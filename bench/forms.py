@@ -1,7 +1,7 @@
 """What the forms that the TPU's compiler rewards gain on each generation: a step with each, and with the usual one.
 
     python -m bench.forms                   every form on v5e, v6e, v5p and v4; libtpu: `make .libtpu/.installed`
-    python -m bench.forms LayerNorm v6e     those with "LayerNorm" in their name, on one of them
+    python -m bench.forms LayerNorm v6e     those with "LayerNorm" in their name or their step's, on one of them
 
 Steps of the scripts with two layers (ResNet: a block a stage) at their published widths, compiled for one chip with
 effort full, our step as it is and with one form replaced. The figures are kept in docs/tpu/forms.json, the table in
@@ -171,12 +171,12 @@ read and write, in on-chip memory as well as in HBM.
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", default="", help="part of the forms' names (default: all)")
+    parser.add_argument("name", nargs="?", default="", help="part of the forms' or their steps' names (default: all)")
     parser.add_argument("generation", nargs="?", choices=("v5e", *CHIPS), help="default: all")
     options = parser.parse_args()
-    forms = [form for form in FORMS if options.name.lower() in form.lower()]
+    forms = [form for form, (row, _) in FORMS.items() if options.name.lower() in f"{form}, {row.name}".lower()]
     if not forms:
-        parser.error(f"no form has {options.name!r} in its name; there are {', '.join(FORMS)}")
+        parser.error(f"no form or step has {options.name!r} in its name; there are the forms {', '.join(FORMS)}")
     path = DOCS / "forms.json"
     figures = load(path)
     libtpu.find()  # rather than an error of each
