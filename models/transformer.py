@@ -322,8 +322,8 @@ class SumsOverWords(torch.autograd.Function):
     @staticmethod
     def backward(ctx, to_normalizer: Tensor, to_sum: Tensor) -> Tensor:
         logits, largest, total = ctx.saved_tensors
-        softmax = (logits.float() - largest[..., None]).exp() / total[..., None]
-        return (softmax * to_normalizer[..., None] + to_sum[..., None]).to(logits.dtype)
+        exponentials = (logits.float() - largest[..., None]).exp()
+        return (exponentials * (to_normalizer / total)[..., None] + to_sum[..., None]).to(logits.dtype)
 
 
 def label_smoothed(logits: Tensor, target: Tensor, smoothing: float) -> dict[str, Tensor]:
