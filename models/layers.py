@@ -112,9 +112,8 @@ class AttentionCore(torch.autograd.Function):
 
     Usual attention keeps three: the softmax in float32, the dropout mask and the dropped weights. Here the sign of one
     tensor in v's type says whether dropout kept (+) or dropped (-) a weight. The row sums over the keys that the
-    softmax's gradient needs come from the result (Dao et al. 2022, appendix B.2), so that the scores' gradient is
-    written as it is computed: BERT-base pretraining 187.7 -> 180.8 million cycles. Gradients equal autograd's in
-    float64. A weight that rounds to 0 in bfloat16 loses its sign; its share of the gradient rounds to 0 as well.
+    softmax's gradient needs come from the result (Dao et al. 2022, appendix B.2): BERT-base pretraining 187.7 -> 180.8
+    million cycles. A weight that rounds to 0 in bfloat16 loses its sign; its share of the gradient rounds to 0, too.
     """
 
     @staticmethod
@@ -132,6 +131,7 @@ class AttentionCore(torch.autograd.Function):
         return mixed
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # a second one would be wrong, in silence
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         v, signed, mixed = ctx.saved_tensors
         wide = torch.promote_types(v.dtype, torch.float32)

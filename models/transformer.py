@@ -320,6 +320,7 @@ class SumsOverWords(torch.autograd.Function):
         return total.log() + largest, torch.cat(sums, 1)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # a second one would be wrong, in silence
     def backward(ctx, to_normalizer: Tensor, to_sum: Tensor) -> Tensor:
         logits, largest, total = ctx.saved_tensors
         exponentials = (logits.float() - largest[..., None]).exp()

@@ -160,7 +160,7 @@ def test_sizes_and_sentences_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("tokens", [6, 32])  # summed at once, and in four parts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(dtype, tokens, form):
+def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(dtype, tokens, form, request):
     logits = (5 * torch.randn(3, tokens, 11)).to(dtype)
     logits[0] += 1000  # exp would overflow
     target = torch.randint(2, 11, (3, tokens), dtype=torch.int32)
@@ -179,6 +179,10 @@ def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(dtype, tokens, 
     tolerance = 1e-4 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance)
     assert ours.grad.dtype == dtype and not ours.grad[2].any()
+    if request.node.callspec.params["form"] == "compiled":  # whose backward passes are written out
+        (first,) = torch.autograd.grad(label_smoothed(ours, target, 0.1)["loss"] ** 2, ours, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first.sum().backward()
 
 
 def test_sizes_are_fairseqs():
