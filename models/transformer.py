@@ -342,9 +342,9 @@ def label_smoothed(logits: Tensor, target: Tensor, smoothing: float) -> dict[str
         nll = -log_probabilities.gather(2, labels)[..., 0]
         of_all = -log_probabilities.sum(2)
     else:
-        normalizer, of_all = SumsOverWords.apply(logits)
+        normalizer, total = SumsOverWords.apply(logits)
         nll = normalizer - logits.gather(2, labels)[..., 0].float()
-        of_all = words * normalizer - of_all
+        of_all = words * normalizer - total
     real = (target != PAD).float()
     each = smoothing / (words - 1)
     loss = (1 - smoothing - each) * nll + each * of_all
