@@ -78,12 +78,16 @@ help:
 	@echo '         variables, RETRIES= how often it is started again, CREATE=v6e-8 (SPOT=1) asks for the TPU and deletes'
 	@echo '         it after the run; ENGINE=sky leaves all that to SkyPilot; see python3 -m tpu.launch --help'
 	@echo 'ARGS     further flags of the script: ARGS="--epochs 10 --lr 0.05"; ARGS=--help lists them all'
-	@echo 'PYTHON   interpreter of the environment, CPython 3.11, 3.12 or 3.13 (default: the first there)'
+	@echo 'PYTHON   interpreter of the environment, CPython 3.11, 3.12 or 3.13 (default: the first there); GET_PYTHON=1'
+	@echo '         installs it where it is missing, by apt on Ubuntu, as root'
 
-# The environment is done when the stamp is there: an install that was cut off starts over.
+# The environment is done when the stamp is there: an install that was cut off starts over. On TPU VMs the launcher gives
+# GET_PYTHON=1.
 $(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt | check-device
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
-		{ echo 'error: CPython 3.11, 3.12 or 3.13 is needed, $(PYTHON) is not it; use PYTHON=/path/to/python3.11' >&2; exit 2; }
+	@works() { $(PYTHON) -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>&-; }; \
+		works || { test -n '$(GET_PYTHON)' && sh tpu/get_python.sh '$(PYTHON)' && works; } || \
+		{ echo 'error: CPython 3.11, 3.12 or 3.13 is needed, $(PYTHON) is not it; use PYTHON=/path/to/python3.11 that has venv,' \
+			'or on Ubuntu GET_PYTHON=1, which installs one as root' >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet -r $(NEEDED)
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps -r requirements-torchrec.txt
@@ -118,15 +122,17 @@ train: check-model
 	@python3 -m tpu.launch train --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
 		$(if $(call given,RUN),--run "$$RUN") $(if $(call given,ENV),--env-from ENV) $(if $(RETRIES),--retries "$$RETRIES") \
 		$(if $(call given,CREATE),--create "$$CREATE") $(if $(SPOT),--spot) $(LAUNCH_ARGS) -- \
-		$(call passed,MODEL TASK PRESET DATA NAME ARGS PYTHON)
+		$(call passed,MODEL TASK PRESET DATA NAME ARGS PYTHON GET_PYTHON)
 else ifeq ($(ENGINE),sky)
 # SkyPilot holds the TPU, in whatever zone has one: see tpu/sky.yaml, which takes these variables.
+SKY := MODEL TASK PRESET DATA ARGS
 train: check-model
+	@test -z '$(filter command,$(foreach name,CREATE SPOT ZONE PROJECT ENV RETRIES NAME PYTHON DEVICE,$(origin $(name))))' || \
+		{ echo 'error: ENGINE=sky takes $(SKY) BUCKET RUN only; what TPU it asks for, where and how stands in tpu/sky.yaml' >&2; exit 2; }
 	@test -n "$$BUCKET" -a -n "$$RUN" || \
 		{ echo 'error: ENGINE=sky needs BUCKET=gs://my-bucket for the runs, and RUN= to find the run again' >&2; exit 2; }
 	sky jobs launch tpu/sky.yaml --yes --env NAME="$$RUN" --env BUCKET="$$BUCKET" \
-		$(foreach name,MODEL TASK DATA ARGS,$(if $($(name)),--env "$(name)=$$$(name)")) $(if $(HF_TOKEN),--secret HF_TOKEN) \
-		$(if $(CREATE),--gpus "tpu-$$CREATE") $(LAUNCH_ARGS)
+		$(foreach name,$(SKY),$(if $(call given,$(name)),--env "$(name)=$$$(name)")) $(if $(HF_TOKEN),--secret HF_TOKEN) $(LAUNCH_ARGS)
 else
 train: check-model $(INSTALLED) $(if $(findstring tracker wandb,$(subst =, ,$(ARGS))),$(WANDB))
 	$(PY) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) \

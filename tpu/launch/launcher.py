@@ -168,7 +168,8 @@ class Launcher:
         run = self.run = self.run or time.strftime(f"{model}-%Y%m%d-%H%M%S")
         token, count = secrets.token_hex(8), self.workers.count
         request = {"run": run, "token": token, "bundle": bundle, "words": words, "environment": environment}
-        request |= {"command": ["make", "train", *words, f"NAME={run}"], "retries": max(options.retries, 0)}
+        python = ["GET_PYTHON=1"] if isinstance(self.host, hosts.TpuVm) else []  # of its Ubuntu 22.04: 3.10
+        request |= {"command": ["make", "train", *python, *words, f"NAME={run}"], "retries": max(options.retries, 0)}
         request |= {"workers": count, "keeper": KEEPER.read_text(), "key": secrets.token_hex(16)}
         request |= {"grace": 60 if options.grace is None else options.grace}
 
