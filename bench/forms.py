@@ -76,8 +76,17 @@ class AtOnce:
     """SumsOverWords for all tokens of a row at once."""
 
     @staticmethod
-    def apply(logits: Tensor) -> tuple[Tensor, Tensor]:
+    def apply(logits: Tensor, _: bool) -> tuple[Tensor, Tensor]:
         return layers.log_normalizer(logits), logits.float().sum(2)
+
+
+def other_gradient(ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+    """SumsOverWords' gradient written where it is computed again, and the other way round."""
+    ctx.written = not ctx.written
+    return AS_IT_IS(ctx, *gradients)
+
+
+AS_IT_IS = transformer.SumsOverWords.backward
 
 
 def usual_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -111,6 +120,10 @@ FORMS: dict[str, tuple[Row, list[tuple[object, str, Callable]]]] = {
         [(layers.AttentionCore, "forward", staticmethod(cast_at_once))],
     ),
     "sums over the words in parts of the tokens": (TRANSLATION, [(transformer, "SumsOverWords", AtOnce)]),
+    "the logits' gradient written on v6e, computed twice on the others": (
+        TRANSLATION,
+        [(transformer.SumsOverWords, "backward", staticmethod(other_gradient))],
+    ),
     "BatchNorm in plain operations": (IMAGES, [(resnet.BatchNorm, "forward", nn.BatchNorm2d.forward)]),
     "weights of 1x1 convolutions as matrices": (
         IMAGES,

@@ -436,14 +436,9 @@ class Encoded:
         for start in range(0, len(examples), CHUNK):
             part = slice(start, start + CHUNK)
             second = None if examples.second is None else examples.second[part]
-            encodings = tokenizer(
-                examples.first[part],
-                second,
-                truncation="longest_first",
-                max_length=max_length,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-            ).encodings
+            cut = {"truncation": "longest_first", "max_length": max_length}
+            unused = {"return_attention_mask": False, "return_token_type_ids": False}
+            encodings = tokenizer(examples.first[part], second, **cut, **unused).encodings
             rows = [encoding.ids for encoding in encodings]
             sizes = np.fromiter(map(len, rows), np.int32, len(rows))
             lengths.append(sizes)

@@ -42,6 +42,7 @@ from models import layers
 MODULES = {"xlnet": "models.xlnet", "fairseq-roberta": "models.fairseq_roberta"}
 
 ATTENTION = "einsum"  # its name among transformers' attention implementations
+Weights = dict[str, Tensor] | None  # of a checkpoint, by name; None: transformers reads them itself
 PADDED_VOCABULARY = 128  # a model may have this many tokens more than its tokenizer, for the hardware's sake
 
 
@@ -128,6 +129,14 @@ class GELU(nn.Module):
         return FittedGELU.apply(x)
 
 
+class FewRows(nn.Embedding):
+    """An embedding of one or two rows, which are chosen by comparison: its gradient is two sums, where that of a lookup
+    adds token after token. BERT-base on GLUE, 128 x 128: 1.05 -> 0.72 million bundles without an estimate."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.where((ids == 0)[..., None], self.weight[0], self.weight[-1])
+
+
 # The encoders that may have `ShortRows`. Others give their layers more than a mask: languages, rotated positions.
 PACKED = ("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 
@@ -166,8 +175,9 @@ def fast_layers(model: PreTrainedModel, parts: int = 0) -> PreTrainedModel:
     replaced = REPLACED | own_module("xlnet").replaced(model.config) if xlnet else REPLACED
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if type(child) in replaced:
-                layer = nn.Module.__new__(replaced[type(child)])
+            few = type(child) is nn.Embedding and child.num_embeddings <= 2 and child.padding_idx is None
+            if few or type(child) in replaced:
+                layer = nn.Module.__new__(FewRows if few else replaced[type(child)])
                 layer.__dict__ = dict(child.__dict__)
                 setattr(parent, name, layer)
     if model._supports_attention_backend:
@@ -214,11 +224,9 @@ def configuration(kind: str, size: str, tokenizer, max_tokens: int) -> PreTraine
     raise ValueError(f"kind is {kind!r}; it must be bert, distilbert, roberta or xlnet")
 
 
-def open_checkpoint(
-    folder: str, model: str
-) -> tuple[PreTrainedConfig, dict[str, Tensor] | None, PreTrainedTokenizerBase]:
-    """Opens a hub id or local folder; returns its configuration, its weights if they had to be converted (else None),
-    and its tokenizer.
+def open_checkpoint(folder: str, model: str) -> tuple[PreTrainedConfig, Weights, PreTrainedTokenizerBase]:
+    """Opens a hub id or local folder; returns its configuration, its weights if they had to be converted, and its
+    tokenizer.
 
     Args:
         model: the architecture that it must have, or "auto" for any; "fairseq-roberta": fairseq's, with model.pt.
@@ -239,20 +247,15 @@ def open_checkpoint(
         if model not in (config.model_type, "auto"):
             raise InputError(f"checkpoint {folder} is a {config.model_type}, not a {model}")
     if not 0 <= config.vocab_size - len(tokenizer) < PADDED_VOCABULARY:
-        raise InputError(
-            f"checkpoint {folder} has a model of {config.vocab_size} tokens and a tokenizer of {len(tokenizer)}; they "
-            "do not belong together"
-        )
+        both = f"a model of {config.vocab_size} tokens and a tokenizer of {len(tokenizer)}"
+        raise InputError(f"checkpoint {folder} has {both}; they do not belong together")
     return config, weights, tokenizer
 
 
-def load(auto_class, config: PreTrainedConfig, weights: dict[str, Tensor] | None, folder: str) -> PreTrainedModel:
+def load(auto_class, config: PreTrainedConfig, weights: Weights, folder: str) -> PreTrainedModel:
     """Returns a float32 model of one of transformers' auto classes with a checkpoint's encoder.
 
     The head is new where the checkpoint has none, or has one for another number of labels.
-
-    Args:
-        weights: as `open_checkpoint` returns them; None: they are read from `folder`.
 
     Raises:
         InputError: the checkpoint lacks weights of the encoder, which would stay random without a word, or has them in
@@ -278,7 +281,7 @@ def load(auto_class, config: PreTrainedConfig, weights: dict[str, Tensor] | None
 
 
 def classifier(
-    settings: PreTrainedConfig, labels: Sequence[str], source: tuple[str, dict[str, Tensor] | None] | None
+    settings: PreTrainedConfig, labels: Sequence[str], source: tuple[str, Weights] | None
 ) -> PreTrainedModel:
     """Returns a model that classifies sequences by these labels, or gives one number where there are none.
 

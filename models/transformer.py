@@ -303,11 +303,12 @@ class SumsOverWords(torch.autograd.Function):
     """log(sum(exp(logits))) and sum(logits) over the words, float32 [B, T], of logits [B, T, words]; keeps the logits.
 
     A row's tokens are summed in up to eight parts, which become one operation that reads the logits in as many streams
-    side by side: one stream leaves two thirds of the memory's bandwidth unused.
+    side by side: one stream leaves two thirds of the memory's bandwidth unused. The two products that take the gradient
+    compute it again; with `written`, which divides it number by number, libtpu writes it to memory once instead.
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx, logits: Tensor, written: bool) -> tuple[Tensor, Tensor]:
         parts = max(1, math.gcd(logits.shape[1], 64) // 8)  # of whole rows of registers, 8 tokens
         largest = logits.amax(2).float()
         exponentials, sums = [], []
@@ -317,23 +318,28 @@ class SumsOverWords(torch.autograd.Function):
             sums.append(wide.sum(2))
         total = torch.cat(exponentials, 1)
         ctx.save_for_backward(logits, largest, total)
+        ctx.written = written
         return total.log() + largest, torch.cat(sums, 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # a second one would be wrong, in silence
-    def backward(ctx, to_normalizer: Tensor, to_sum: Tensor) -> Tensor:
+    def backward(ctx, to_normalizer: Tensor, to_sum: Tensor) -> tuple[Tensor, None]:
         logits, largest, total = ctx.saved_tensors
-        exponentials = (logits.float() - largest[..., None]).exp()
-        return (exponentials * (to_normalizer / total)[..., None] + to_sum[..., None]).to(logits.dtype)
+        scaled = (logits.float() - largest[..., None]).exp()
+        if ctx.written:
+            scaled = scaled / total[..., None] * to_normalizer[..., None]
+        else:
+            scaled = scaled * (to_normalizer / total)[..., None]
+        return (scaled + to_sum[..., None]).to(logits.dtype), None
 
 
-def label_smoothed(logits: Tensor, target: Tensor, smoothing: float) -> dict[str, Tensor]:
+def label_smoothed(logits: Tensor, target: Tensor, smoothing: float, written: bool = False) -> dict[str, Tensor]:
     """Computes label-smoothed cross-entropy (Szegedy et al. 2015, arXiv:1512.00567, section 7) with fairseq's numbers.
 
     Returns sums over the real tokens of target [B, T]: "loss" and "nll" in nats, and "tokens", their number. Three sums
     per token over the logits [B, T, words] are enough, so that no log_softmax is kept for the backward pass: 177.8 ->
-    164.9 million cycles of the base model's step on one v5e chip (libtpu 0.0.51's estimate). NATIVE_DEVICES take
-    log_softmax, which is faster there.
+    164.9 million cycles of the base model's step on one v5e chip (libtpu 0.0.51's estimate). `written`: as of
+    SumsOverWords. NATIVE_DEVICES take log_softmax, which is faster there.
     """
     words = logits.shape[2]
     labels = target.to(torch.int64)[..., None]
@@ -342,7 +348,7 @@ def label_smoothed(logits: Tensor, target: Tensor, smoothing: float) -> dict[str
         nll = -log_probabilities.gather(2, labels)[..., 0]
         of_all = -log_probabilities.sum(2)
     else:
-        normalizer, total = SumsOverWords.apply(logits)
+        normalizer, total = SumsOverWords.apply(logits, written)
         nll = normalizer - logits.gather(2, labels)[..., 0].float()
         of_all = words * normalizer - total
     real = (target != PAD).float()

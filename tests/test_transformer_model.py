@@ -65,7 +65,7 @@ def test_logits_equal_fairseqs_also_on_xla_and_stay_near_in_bfloat16(mesh, golde
 def test_ten_steps_give_fairseqs_losses_gradients_and_learning_rates_also_compiled_on_four_devices(mesh, golden):
     assert mesh.num_devices == 4
     host, model = (golden_transformer("initial.pt").train() for _ in range(2))
-    mesh = replace(mesh, kind="TPU v5 lite")  # so that short rows are packed
+    mesh = replace(mesh, kind="TPU v6 lite")  # so that short rows are packed, and the logits' gradient is written
     optimizer, model = torch.optim.Adam(host.parameters(), **ADAM), device.to_device(model, mesh)
     state = transformer.State(model, torch.optim.Adam(model.parameters(), **ADAM, foreach=False))
     device.init_optimizer_state(state.optimizer, mesh)
@@ -158,16 +158,16 @@ def test_sizes_and_sentences_that_do_not_fit_are_refused():
             model(source, previous)
 
 
-@pytest.mark.parametrize("tokens", [6, 32])  # summed at once, and in four parts
+@pytest.mark.parametrize(("tokens", "written"), [(6, False), (32, False), (32, True)])  # 32: summed in four parts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(dtype, tokens, form, request):
+def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(dtype, tokens, written, form, request):
     logits = (5 * torch.randn(3, tokens, 11)).to(dtype)
     logits[0] += 1000  # exp would overflow
     target = torch.randint(2, 11, (3, tokens), dtype=torch.int32)
     target[1, 2:] = PAD
     target[2] = PAD
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    got = label_smoothed(ours, target, 0.1)
+    got = label_smoothed(ours, target, 0.1, written)
     # fairseq's label_smoothed_nll_loss shares the smoothing out over the other 10 words, torch over all 11.
     flat = {"target": target.long().flatten(), "ignore_index": PAD, "reduction": "sum"}
     shares = (0.0, 0.1 * 11 / 10)

@@ -84,6 +84,7 @@ TINY = Config(
 # Fields that a resumed run may change: none of these touches a number.
 FREE = ("workers", "log_every", "strict", "layout")
 VMEM_KIB = 32_768  # of a TPU core for one fusion, as v6e gives; others give less: docs/tpu/findings.md
+WRITES_GRADIENT = "TPU v6 lite"  # that of the logits, in a tenth less time; others lose by it: docs/tpu/findings.md
 ADAM, WARMUP_INIT_LR = {"betas": (0.9, 0.98), "eps": 1e-8}, 1e-7  # as in fairseq's recipes
 
 Data = namedtuple("Data", "train eval")  # sentence pairs of data/wmt.py; eval: {"valid": …}, and "test" if it is there
@@ -142,7 +143,7 @@ def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: device
         segments = batch.get("source_segment"), batch.get("target_segment")
         parts = math.lcm(translate.ROWS_MULTIPLE, mesh.num_devices) if mesh.kind.startswith("TPU") else 0
         logits = state.model(batch["source"], batch["previous"], *segments, parts)
-    return label_smoothed(logits, batch["target"], config.label_smoothing)
+    return label_smoothed(logits, batch["target"], config.label_smoothing, mesh.kind == WRITES_GRADIENT)
 
 
 def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
