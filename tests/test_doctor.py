@@ -218,6 +218,7 @@ esac
 
 
 SSH = """case "$*" in
+*" a "*ensurepip*) exit 127;;
 *" a "*) echo Python 3.10.12; exit;;
 *" b "*) echo "b: Permission denied (publickey)." >&2;;
 *) echo "ssh: connect to host c port 22: Connection refused" >&2;;
@@ -250,8 +251,9 @@ def test_gcloud_the_state_of_a_tpu_vm_and_plain_hosts(here):
     assert_line(lines[1], "fix", "TPU VM: TPU=my-tpu: Google's API cannot be reached")
     # Plain hosts are logged in to.
     here.command("ssh", SSH)
-    first, second, third = doctor.check_tpu("ssh:a,b,c", "", "")
+    first, python, second, third = doctor.check_tpu("ssh:a,b,c", "", "")
     assert first == "ok    worker 0: a: Python 3.10.12"
+    assert_line(python, "fix", "worker 0: a: no Python 3.11 to 3.13 with venv: CPython 3.11, 3.12")
     assert_line(second, "fix", "worker 1: ", "does not accept your ssh key")
     assert_line(third, "fix", "worker 2: c: ssh: connect to host c port 22: Connection refused")
 

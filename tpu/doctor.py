@@ -70,6 +70,9 @@ def line(good: object, text: str, remedy: str, lack: str = "fix") -> str:
     return f"ok    {text}" if good else f"{lack:<4}  {text}: {remedy}"
 
 
+FIND_PYTHON = "for python in python3.11 python3.12 python3.13; do $python -c 'import ensurepip' && exit; done; exit 1"
+
+
 def run(*command: str | Path, seconds: float = SECONDS) -> tuple[bool, str]:
     """Runs a command without input. Returns whether it succeeded, and its output or why it failed."""
     pipe, words = subprocess.PIPE, [str(word) for word in command]
@@ -204,6 +207,8 @@ def check_tpu(tpu: str, zone: str, project: str) -> Iterator[str]:
                 works, text = run(*host.ssh(worker, "python3 --version && systemctl --version"))
                 remedy = f"{messages.explain_ssh(text, name)[1]}; the launcher needs ssh, python3 3.8 and systemd there"
                 yield line(works, f"worker {worker}: {name}: {text.splitlines()[0]}", remedy)
+                if works and not run(*host.ssh(worker, FIND_PYTHON))[0]:
+                    yield line(False, f"worker {worker}: {name}: no Python 3.11 to 3.13 with venv", messages.GET_PYTHON)
             return
         lack = "fix" if tpu else "none"
         works, text = run("gcloud", "config", "list", "--format=json", "--quiet")

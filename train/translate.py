@@ -29,11 +29,7 @@ from train.common import checkpoint, cli, device, files, folders, loading
 @dataclass(frozen=True)
 class Config:
     model_dir: str = ""  # folder or URL with model.pt, the dictionaries and the tokenizer
-    lengths: tuple[int, ...] = (
-        16,
-        32,
-        64,
-    )  # tokens of a sentence: a compiled shape each; beyond the last they double
+    lengths: tuple[int, ...] = (16, 32, 64)  # tokens of a sentence: a compiled shape each; beyond the last they double
     batch_tokens: int = 16_384  # places a batch: sentences of length L come batch_tokens / (L * beam) together
     beam: int = 4  # hypotheses a sentence
     length_penalty: float = 0.6  # exponent of a hypothesis' length, by which its log-probability is divided

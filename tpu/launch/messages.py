@@ -7,7 +7,7 @@ import re
 GET_PYTHON = (
     "CPython 3.11, 3.12 or 3.13 with venv and ensurepip is needed, on Ubuntu 24.04 `sudo apt-get install -y"
     " python3.12-venv`, on 22.04 `sudo add-apt-repository -y ppa:deadsnakes/ppa && sudo apt-get install -y python3.11"
-    " python3.11-venv`, or give make PYTHON=/path/to/python3.11"
+    " python3.11-venv` (as GET_PYTHON=1 does), or give make PYTHON=/path/to/python3.11"
 )
 
 

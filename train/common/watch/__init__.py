@@ -9,7 +9,7 @@
     card.py                          the model card of an export in transformers' format
 
 A copy of a script (`make copy`) goes without it; the folder, or any of its files beside this one (board.py and card.py
-need curves.py), brings the flags back.
+need curves.py, goodput.py _flops.py), brings the flags back.
 
 A watcher is a context manager around the training loop (it is left whatever ends that) with
     step(number)      after each call of the train step, before a checkpoint of it
