@@ -13,5 +13,9 @@ root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi; }
 # A machine that has just been made updates itself, and apt has one user at a time.
 patiently() { for _ in 1 2 3 4 5; do "$@" && return; sleep "${PAUSE:-30}"; done; "$@"; }
 
-command -v "$1" > /dev/null || patiently root add-apt-repository -y ppa:deadsnakes/ppa
+if command -v "$1" > /dev/null; then
+	patiently root apt-get update -q
+else
+	patiently root add-apt-repository -y ppa:deadsnakes/ppa
+fi
 patiently root env DEBIAN_FRONTEND=noninteractive apt-get install -y "$1" "$1-venv"
