@@ -96,7 +96,7 @@ def main() -> None:
         for devices in sorted({devices for *_, devices in ROWS}):
             rows = [row for row in ROWS if row[2] == devices]
             found |= zip(rows, on(devices, [row[:2] for row in rows], folder), strict=True)
-    print("| model | flags | devices | largest difference | export |\n|---|---|---|---|---|")
+    print("| model | flags | devices | largest relative difference | export |\n|---|---|---|---|---|")
     first: dict[tuple, int] = {}
     for (what, how, devices), result in found.items():
         pairs = zip(result["losses"], one[what]["losses"], strict=True)
