@@ -63,14 +63,13 @@ except InputError as error:
     sys.exit(str(error))
 print(f"{len(sizes)} files, {sum(sizes) / 1e9:.1f} GB, can be read")
 """
+# On another host.
+FIND_PYTHON = "for python in python3.11 python3.12 python3.13; do $python -c 'import ensurepip' && exit; done; exit 1"
 
 
 def line(good: object, text: str, remedy: str, lack: str = "fix") -> str:
     """Returns the line of a check. lack: "none" where it is no error."""
     return f"ok    {text}" if good else f"{lack:<4}  {text}: {remedy}"
-
-
-FIND_PYTHON = "for python in python3.11 python3.12 python3.13; do $python -c 'import ensurepip' && exit; done; exit 1"
 
 
 def run(*command: str | Path, seconds: float = SECONDS) -> tuple[bool, str]:

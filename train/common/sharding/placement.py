@@ -108,7 +108,7 @@ def cuts_of(model: nn.Module, layers: Layers, rules: Rules) -> dict[nn.Parameter
 def _state_axes(parameter: nn.Parameter, axes: tuple, layers: Layers, embedded: bool) -> tuple:
     """Returns the axes that cut a parameter's optimizer state: of a matrix also "data", on the first dimension that
     the devices divide (Rajbhandari et al. 2020, ZeRO): the TPU's compiler reduce-scatters only along the first, and
-    many words only in multiples of ROWS a device. Vectors, and BERT's two types, are not worth a collective each."""
+    many words only in multiples of ROWS a device. Vectors and one or two rows are not worth a collective each."""
     if layers.layout.shard_state == "none" or parameter.dim() < 2 or len(parameter) <= 2:
         return axes
     size = layers.axes["data"]
