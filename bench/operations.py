@@ -5,6 +5,7 @@
 writes docs/operations.md from CASES. tests/test_operations.py runs them: no verdict stands there that is not true.
 """
 
+import argparse
 import inspect
 from pathlib import Path
 from typing import NamedTuple
@@ -245,4 +246,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     PAGE.write_text(page())

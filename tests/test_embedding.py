@@ -20,6 +20,7 @@ import zlib
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -630,6 +631,21 @@ def test_a_checkpoint_with_or_without_tables_is_refused(mesh, tmp_path, two_chec
         checkpoints.save(8, *dense(mesh))
     with pytest.raises(InputError, match="its tables or optimizer differ from these in day/sum"):
         restore(str(tmp_path), embeddings, mesh)
+
+
+@pytest.mark.parametrize("call", ["_read_piece", "size", "glob"])
+def test_a_store_that_fails_while_tables_are_read_says_so(mesh, tmp_path, two_checkpoints, monkeypatch, call):
+    folder, _, (embeddings, *rest) = two_checkpoints
+    place = str(tmp_path / "checkpoints")
+    shutil.copytree(folder, place)
+    if call == "glob":  # by which the marks of a torn one are found
+        damage(place, 20, *TEARS["short"])
+    checkpoints = Checkpointer(place, tables=TableStorage(embeddings))
+    http_error = type("HttpError", (Exception,), {})  # as gcsfs has it: no OSError
+    owner = storage if call == "_read_piece" else type(checkpoints._fs)
+    monkeypatch.setattr(owner, call, Mock(side_effect=http_error("503")))
+    with pytest.raises(InputError, match=r"^cannot read the checkpoints in .*/step_00000020: HttpError: 503; resume"):
+        checkpoints.restore(*rest, mesh)
 
 
 # ---- checkpoints of several hosts ------------------------------------------------------------------------------------

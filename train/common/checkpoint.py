@@ -28,6 +28,7 @@ from train.common import device, files
 
 STATE, NUMBERS, COMPLETE = "state.safetensors", "state.json", "COMPLETE"
 UNREADABLE = "cannot read the checkpoints in {}: {}; resume when they can be read"
+OTHER = "the checkpoint {} is of another model or optimizer: {}. Use the settings it was made with, or another --name"
 
 
 def to_host(values: dict[str, Any], layers: Any = None, keep: bool = True) -> dict[str, Any]:
@@ -198,8 +199,9 @@ class Checkpointer(contextlib.AbstractContextManager):
                         return step
                     self._warn(step, damage)
             except InputError as error:
-                other = f"the checkpoint {folder} is of another model or optimizer: {error}"
-                raise InputError(f"{other}. Use the settings that it was made with, or another --name") from None
+                if error.__cause__ is not None:  # the store's, which says nothing of what it holds
+                    raise
+                raise InputError(OTHER.format(folder, error)) from None
             if self.main_process and self.tables is not None:  # the checkpoint may be written again
                 self.tables.drop_marks(self._fs, folder)
         if damage:
@@ -223,10 +225,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         except Exception as error:
             raise InputError(UNREADABLE.format(self.path, files.reason(error))) from error
         if self.tables is None and marks.get("hosts"):
-            other = "of another model: it has embedding tables, this model has none"
-            raise InputError(
-                f"{self.folder(step)} is {other}; use the settings that it was made with, or another --name"
-            )
+            raise InputError(OTHER.format(self.folder(step), "it has embedding tables, this model has none"))
         return state
 
     def _warn(self, step: int, reason: str) -> None:

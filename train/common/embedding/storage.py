@@ -7,12 +7,13 @@ The main process waits for the marks of all hosts before it writes COMPLETE, whi
 devices, under any plan, reads the pieces back. On a pod the folder must be one that all hosts see.
 """
 
+import contextlib
 import json
 import math
 import os
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import fsspec
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from errors import InputError
 from train.common import files
-from train.common.checkpoint import COMPLETE
+from train.common.checkpoint import COMPLETE, UNREADABLE
 from train.common.device import Mesh, over_hosts
 from train.common.embedding.bags import ShardedEmbeddingBags
 from train.common.embedding.pieces import Rows
@@ -93,13 +94,18 @@ class TableStorage:
         Returns:
             What is damaged on this or another host, else "". Some numbers may be in the tables already.
         Raises:
-            InputError: the pieces are those of other tables or of another optimizer.
+            InputError: the pieces are those of other tables or of another optimizer, or the store cannot be read.
         """
         damage = ""
         try:
-            index = _index(fs, folder)
-            shapes = {key: place.shape for key, place in index.items()}
-            self.embeddings.load_pieces(shapes, lambda key: _read_piece(fs, index, key))
+            with _store(folder):
+                index = _index(fs, folder)
+
+            def read(key: str) -> Tensor:
+                with _store(folder):
+                    return _read_piece(fs, index, key)
+
+            self.embeddings.load_pieces({key: place.shape for key, place in index.items()}, read)
         except ValueError as error:
             if isinstance(error, InputError):
                 raise
@@ -113,8 +119,9 @@ class TableStorage:
 
         The scripts compare the step to resume from on all hosts next, so no host saves before this is done.
         """
-        for path in fs.glob(f"{folder}/tables-*.json"):
-            fs.rm(path)
+        with _store(folder):
+            for path in fs.glob(f"{folder}/tables-*.json"):
+                fs.rm(path)
 
 
 def read_table(folder: str, name: str) -> Tensor:
@@ -138,6 +145,17 @@ def read_table(folder: str, name: str) -> Tensor:
     for key, shape in pieces.items():
         table[numbers[key], columns[key] : columns[key] + shape[1]] = _read_piece(fs, index, key)
     return table
+
+
+@contextlib.contextmanager
+def _store(folder: str) -> Iterator[None]:
+    """Raises InputError where the store of a checkpoint's folder fails."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError):  # damage, or bugs
+        raise
+    except Exception as error:  # every store has exceptions of its own
+        raise InputError(UNREADABLE.format(folder, files.reason(error))) from error
 
 
 def _index(fs: fsspec.AbstractFileSystem, folder: str) -> dict[str, Place]:
