@@ -104,7 +104,8 @@ def kept(shape: torch.Size, probability: float, device: torch.device) -> Tensor:
         row = (hash32((2 * rows + term) ^ salt) & 0xFFFFFF).float() * 2**-15 + 512
         column = (hash32((2 * columns + term) ^ salt) & 0x7FFFFF).float() * 2**-23 + 1
         total = total + row * column
-    return total - total.floor() >= drop_share(probability)
+    # A Python number, with which torch_xla compares in float64, of two float32: four operations instead of one.
+    return total - total.floor() >= torch.full((), drop_share(probability), device=device)
 
 
 class AttentionCore(torch.autograd.Function):
@@ -211,12 +212,13 @@ class MultiHeadAttention(nn.Module):
 def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
     """Applies `F.dropout` with the mask of `kept`.
 
-    The mask is multiplied as uint8: with `torch.where` the compiler gives the Transformer's attention another layout,
+    x is multiplied by the mask: with `torch.where` of x the compiler gives the Transformer's attention another layout,
     which costs copies (147.2 -> 154.6 million cycles).
     """
     if not probability or not training or x.device.type in NATIVE_DEVICES:
         return F.dropout(x, probability, training) if probability else x
-    return x * kept(x.shape, probability, x.device).to(torch.uint8) * (1 / (1 - drop_share(probability)))
+    scale = torch.full((), 1 / (1 - drop_share(probability)), device=x.device)
+    return (x * torch.where(kept(x.shape, probability, x.device), scale, torch.zeros_like(scale))).to(x.dtype)
 
 
 class Dropout(nn.Dropout):
