@@ -104,13 +104,14 @@ def readme(script: str, model: str, device: str, files: list[Path], torchrec: bo
             "",
             f"    python3.11 -m venv .venv && . .venv/bin/activate && {install}",
             f"    python -m train.{script} tiny{choice}      # a trial on synthetic data",
-            f"    python -m train.{script} --help",
+            f"    python -m train.{script} tiny --help          # all flags",
             "",
             f"On a TPU VM: `pip install {libtpu}`, then a preset with `--data`. `make data` is in the repository."
             if device in ("", "xla")
             else "For TPUs: copy it with DEVICE=xla. `make data` is in the repository.",
             f"Files: {listed}.",
             "Change train/ and models/ as you like; train/common/run.py says which order of a step's end must stay.",
+            "Files of docs/ and tests/ that comments and messages name are in the repository, not here.",
             "",
         ]
     )
@@ -161,7 +162,7 @@ def main() -> None:
         sys.exit(f"error: TO={options.to} is a URL; give a folder of this machine")
     files = copy(options.model, options.task, Path(options.to).expanduser(), options.device, options.extras.split())
     lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
-    count = sum(file.name != "__init__.py" for file in files)
+    count = sum((ROOT / file).stat().st_size > 0 for file in files)
     print(f"{options.to}: {count} files, {lines:,} lines; README.md says how to run it")
 
 

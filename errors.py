@@ -16,5 +16,5 @@ def optional_module(name: str, needed_by: str, option: str) -> ModuleType:
     """Imports a module that only some copies of a script have, for what it is `needed_by`; raises InputError, with the
     option of `make copy` that brings it, where it is not there."""
     if importlib.util.find_spec(name) is None:
-        raise InputError(f"{needed_by} needs {name}, which is not in this copy: make copy … {option} brings it")
+        raise InputError(f"{needed_by} needs {name}, not in this copy: make copy … {option} brings it to a new one")
     return importlib.import_module(name)

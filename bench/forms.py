@@ -16,7 +16,6 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -28,7 +27,7 @@ from errors import InputError
 from models import encoders, layers, resnet, transformer
 from tpu.compiler import compile as compiling
 from tpu.compiler import libtpu, steps
-from tpu.compiler.pages import DOCS, Row, compiled, load, memory, save, table
+from tpu.compiler.pages import DOCS, Row, compiled, load, memory, save, table, two_at_a_time
 
 FORM = "FORM"  # the environment variable that names what a compiling process replaces
 KEPT = "as it is"
@@ -197,7 +196,7 @@ def main() -> None:
         topology, found = {"v5e": ONE, **CHIPS}[generation], figures.setdefault(generation, {})
         rows = dict.fromkeys(FORMS[form][0] for form in forms)
         jobs = [(row, KEPT) for row in rows] + [(FORMS[form][0], form) for form in forms]
-        with ThreadPoolExecutor(2) as pool:
+        with two_at_a_time() as pool:
             variables = [{FORM: form} for _, form in jobs]
             rest = ([value] * len(jobs) for value in (topology, "full", "bench.forms"))
             reports = pool.map(compiled, [row for row, _ in jobs], *rest, variables)

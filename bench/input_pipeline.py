@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2.functional import resize
 
 from data import imagenet
+from errors import InputError
 from train.common import device, loading
 
 
@@ -166,6 +168,8 @@ def main(options: Options) -> dict[str, list[float]]:
 
 def compare(options: Options) -> dict[str, list[float]]:
     """Measures and prints the table; returns images/s of each contender and round."""
+    if min(options.rounds, options.batches) < 1:
+        raise InputError(f"--rounds is {options.rounds}, --batches {options.batches}; each must be at least 1")
     mesh = device.setup(seed=0, precision="float32")
     workers = options.workers if options.workers > 0 else len(os.sched_getaffinity(0))
     ours, reference = our_loader(options, mesh, workers), reference_loader(options, workers)
@@ -209,4 +213,7 @@ def paired(one: list[float], other: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    try:
+        main(tyro.cli(Options, description=__doc__))
+    except InputError as error:
+        sys.exit(f"error: {error}")

@@ -13,12 +13,11 @@ generations in docs/tpu/generations.json and generations.md. Cycles are estimate
 
 import argparse
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 from errors import InputError
 from tpu.compiler import libtpu
 from tpu.compiler.libtpu import GIB
-from tpu.compiler.pages import DOCS, Row, bundle_count, compiled, load, memory, ratio, save, table
+from tpu.compiler.pages import DOCS, Row, bundle_count, compiled, load, memory, ratio, save, table, two_at_a_time
 
 ONE, EIGHT = "v5e:1x1", "v5e:2x4"
 CHIPS = {"v6e": "v6e:1x1", "v5p": "v5p:1x1x1", "v4": "v4:1x1x1"}
@@ -63,7 +62,14 @@ def cycles(report: dict) -> str:
 
 
 HEADER = ["step", "batch per chip", "usual, cycles", "ours", "ours / usual", "usual, bundles besides", "ours"]
-HEADER += ["usual, GiB", "ours", "usual, GB moved", "ours"]
+HEADER += ["usual, GiB", "ours", "usual, GB moved", "ours", "ours, ms", "by flops", "by bytes"]
+
+
+def times(report: dict) -> list[str]:
+    """The estimate in ms, and what no step is shorter than: by its flops, by its bytes in HBM."""
+    limits = report.get("roofline_seconds", {})
+    seconds = report.get("estimated_seconds"), limits.get("flops"), limits.get("bytes")
+    return ["" if each is None else f"{each * 1e3:.{1 if each > 0.01 else 2}f}" for each in seconds]
 
 
 def cells(row: Row, figures: dict) -> list[str]:
@@ -72,7 +78,8 @@ def cells(row: Row, figures: dict) -> list[str]:
     amounts = [f"{report['memory']['needed'] / GIB:.2f}" if "memory" in report else "" for report in (usual, ours)]
     moved = [f"{report['bytes_accessed'] / 1e9:.1f}" if "memory" in report else "" for report in (usual, ours)]
     besides = [bundle_count(usual), bundle_count(ours)]
-    return [row.name, f"{row.batch:,}", cycles(usual), cycles(ours), ratio(ours, usual), *besides, *amounts, *moved]
+    counted = [cycles(usual), cycles(ours), ratio(ours, usual), *besides]
+    return [row.name, f"{row.batch:,}", *counted, *amounts, *moved, *times(ours)]
 
 
 def page(figures: dict) -> str:
@@ -84,12 +91,13 @@ def page(figures: dict) -> str:
 Written by `python -m bench.tpu_cycles`; do not edit. Estimates of libtpu {version} (effort full) for v5e, for whole
 train steps: bf16 autocast, float32 parameters and optimizer state, dropout on, update included. "Usual" means
 torchvision's ResNet, transformers' models, torch's `nn.Transformer`, and tables as parameters with a dense gradient
-(bench/stock.py), with the same Config, optimizer and batch. Cycles leave out asynchronous copies, custom calls,
+(bench/stock.py), with the same Config, optimizer and batch, as libtpu compiles them by default; ours ask it for
+fusions, and some for vector memory (findings.md). Cycles leave out asynchronous copies, custom calls,
 waiting for other chips, and the drawing of random numbers: the usual steps draw one per value that dropout may drop,
 ours draw a seed. Gathers, scatters and sorts carry no cycles either: "bundles besides" counts their code, a cycle or
 more a bundle (tpu/compiler/bundles.py); empty where it was not counted. "Ours / usual" is of their sum where both
-were, else of the cycles. "GB moved" is what operations read and write,
-in on-chip memory as well as in HBM.
+were, else of the cycles. "GB moved" is what operations read and write, in on-chip memory as well as in HBM. Beside the
+estimate in ms stands what no step is shorter than, by the chip's published peak: its flops, and its bytes in HBM.
 """
     ]
     for title, steps in (("Networks, one chip", STEPS), ("DLRM", TABLES)):
@@ -140,7 +148,7 @@ def main() -> None:
         raise InputError(f"{path} has no figures yet: leave --print out")
     other = {"ours": "usual", "usual": "ours"}.get(options.only)
     known = {name: {other: pair[other]} for name, pair in figures.items()} if other else {}
-    with ThreadPoolExecutor(2) as pool:
+    with two_at_a_time() as pool:
         results = pool.map(lambda job: measure(*job, known.get(job[0].name, {})), rows)
         for (row, _), result in zip(rows, results, strict=True):
             figures[row.name] = result

@@ -534,8 +534,6 @@ def _metric(name: str, predictions: np.ndarray, labels: np.ndarray) -> float:
         return float(function(predictions, labels)[0])
     from sklearn import metrics
 
-    if name == "mcc":
-        return float(metrics.matthews_corrcoef(labels, predictions))
-    if name == "f1":
-        return float(metrics.f1_score(labels, predictions, zero_division=0))
-    return float(metrics.accuracy_score(labels, predictions))
+    known = {"mcc": metrics.matthews_corrcoef, "accuracy": metrics.accuracy_score}
+    known["f1"] = lambda *both: metrics.f1_score(*both, zero_division=0)
+    return float(known[name](labels, predictions))

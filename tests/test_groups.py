@@ -179,14 +179,22 @@ def absolute(mesh):
 def test_what_does_not_fit_the_devices_is_refused(mesh):
     named, x = groups.axes(arranged(mesh, Layout("data=2,model=2"))), torch.ones(6, 3).to(mesh.device)
     assert named.sizes == {"data": 2, "model": 2} and groups.axes(mesh).sizes == {"data": 4}
+    weight = torch.ones(3).to(mesh.device).requires_grad_()
+
+    def in_region(function):
+        return groups.per_device(function, named, [(None, None)], (None, None))(x)
+
     for refused, pattern in (
         (lambda: groups.axes(mesh, group=3, chip=2), "group=3, chip=2; .*multiply to the 4 devices"),
         (lambda: groups.group_sum(x, named, "rows"), "'rows'.*data, model"),
-        (lambda: groups.all_to_all(x[:5], named, "data"), r"\[5, 3\].*multiple of 2, the devices along data"),
+        (lambda: groups.all_gather(x, named, "data"), "outside of a per-device region"),
+        (lambda: groups.all_to_all(x, named, "data"), "outside of a per-device region"),
+        (lambda: in_region(lambda x: groups.all_to_all(x[:5], named, "data")), r"\[5, 3\].*multiple of 2, the devices"),
         (lambda: groups.per_device(None, named, [(("data", "model"), None)], ())(x), r"\[6, 3\].*equal parts"),
         (lambda: groups.per_device(None, named, [("rows", None)], ())(x), r"\('rows', None\)"),
         (lambda: groups.axes(mesh, group=2.0, chip=2), "group=2.0, chip=2"),
-        (lambda: groups.all_to_all(x.sum(), named, "data"), r"a part is \[\]"),
+        (lambda: in_region(lambda x: groups.all_to_all(x.sum(), named, "data")), r"a part is \[\]"),
+        (lambda: in_region(lambda x: x * weight.exp()), r"a weight \[3\] is used .*no argument"),
         (lambda: groups.per_device(None, named, [("data", "data")], ())(x), "axis once"),
         (lambda: groups.per_device(torch.sum, named, [(None, None)], (None,))(x), r"result \[\].*\(None,\)"),
         (lambda: groups.per_device(None, named, [(None, None)], ())(x, x), "2 arguments and 1 spec"),
@@ -204,6 +212,10 @@ def test_what_does_not_fit_the_devices_is_refused(mesh):
     ):
         with pytest.raises(InputError, match=pattern):
             refused()
+    y = groups.per_device(torch.square, named, [(None, None)], (None, None))(x.requires_grad_())
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (x.sum() + first.sum()).backward()
     for same in (layers.Dropout().eval(), torch.nn.Dropout(0.0), functools.partial(F.dropout, training=False)):
         assert torch.equal(groups.per_device(same, *absolute(named)[1:])(x).cpu(), x.cpu())
 

@@ -39,6 +39,7 @@ from train.common.xla.recompute import again
 TWO, FULL = Layout("data=2,model=2"), Layout(shard_state="full")
 ALL = Layout("data=2,model=2", "full", remat=True)
 COPIES = Layout("copies=2,data=2", "full")
+OF_1_3B = replace(FULL, remat=True)  # RoBERTa of size 1.3b in docs/large_models.md
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # sums over devices are of other parts, and Adam divides by small numbers
 STEPS = 4  # two traced, two repeated
 SIZE = (1, 32, 4)  # layers, width, heads
@@ -149,6 +150,8 @@ def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight
 def test_the_state_of_weights_with_heads_is_cut_by_heads_where_the_devices_divide_them(mesh):
     layers = sharding.arranged(mesh, FULL).layers
     assert [placement._state_axes(torch.empty(8, n, 2), [None] * 3, layers, 0).index("data") for n in (4, 6)] == [1, 0]
+    words = [placement._state_axes(torch.empty(n, 8), [None] * 2, layers, True) for n in (512, 1024)]
+    assert words == [("data", None), (None, "data")]
 
 
 def test_gradients_over_all_of_a_square_slice_are_cut_in_two_steps(mesh, monkeypatch):
@@ -231,10 +234,10 @@ def test_recomputation_refuses_another_dropout(mesh):
 
 @pytest.fixture(scope="module")
 def cut(mesh, tmp_path_factory):
-    """The folder, metrics and config of a run with everything cut."""
+    """The folder, metrics and config of a run with everything cut: of the tiny twin of RoBERTa's size 1.3b."""
     folder = tmp_path_factory.mktemp("cut")
     config = replace(pretrain.TINY, layout=ALL, steps=6, warmup_steps=2, log_every=1, eval_every=3, keep=3)
-    config = replace(config, runs=str(folder), name="run")
+    config = replace(config, model="roberta", runs=str(folder), name="run")
     return folder / "run", pretrain.main(config), config
 
 
@@ -252,7 +255,7 @@ def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(cut, tmp_pa
     assert records(tmp_path / "run") == records(cut[0]) and equal(exported(tmp_path / "run"), exported(cut[0]))
 
 
-@pytest.mark.parametrize(("devices", "layout"), [(8, FULL), (2, Layout("data = 1, model= 2"))])
+@pytest.mark.parametrize(("devices", "layout"), [(8, OF_1_3B), (2, Layout("data = 1, model= 2"))])
 def test_a_checkpoint_and_an_export_do_not_know_the_layout(devices, layout, cut, tmp_path):
     config = begun_again(cut, tmp_path, layout)
     command = [sys.executable, "-c", SMALL, "tiny", *flags(config, pretrain.TINY)]
@@ -432,6 +435,8 @@ def test_a_state_is_cut_over_32_devices_at_most_unless_the_mesh_says_otherwise(m
 def test_a_state_that_would_not_be_cut_is_refused(given, mesh):
     with pytest.raises(InputError, match=f"--shard-state full cuts .* over data, of which --mesh {given} has one"):
         sharding.arranged(mesh, replace(FULL, mesh=given))
+    with pytest.raises(InputError, match="--shard-state full would cut nothing.*4 devices .* no matrix of Linear"):
+        sharding.arranged(mesh, FULL).layers.arrange(nn.Linear(5, 6), None)
 
 
 @pytest.mark.parametrize(

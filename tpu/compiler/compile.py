@@ -257,6 +257,7 @@ def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyTy
     script = functions.get(job.script, job.script)
     if script is not job.script and job.program != "train":
         raise InputError(f"--program is {job.program}; of other functions than the script's there is train only")
+    options.given = os.environ.get("LIBTPU_INIT_ARGS", "")
     # Of the Transformer's published sizes libtpu 0.0.51 does not end writing the code, in 18 minutes of a core. Another
     # version may not know the flags.
     endless = job.script is transformer and job.preset != "tiny"
@@ -272,7 +273,7 @@ def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -
     if script is job.script:  # another's step is compared without what ours asks for
         asked = getattr(script, "VMEM_KIB", 0)
         backend.ask_compiler(backend.FUSIONS, asked.get(job.model, 0) if isinstance(asked, dict) else asked)
-    sharding.ask_for_reduce_scatters(getattr(job.config(1), "layout", cli.WHOLE))
+    sharding.ask_for_reduce_scatters(getattr(job.config(1), "layout", cli.WHOLE), backend)
     with libtpu.Topology(options.topology) as topology:
         mesh = staging.setup(topology.num_devices, topology.kind, job.config(topology.num_devices).precision)
         try:
@@ -282,13 +283,24 @@ def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -
             print(f"{job.model} {job.preset} on {topology.name}", report.describe_shortage(error), sep="\n", flush=True)
             found = {"fits": False, "needed": error.needed, "capacity": error.capacity, "topology": topology.name}
             optimized = b""
-            Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+            write(options.json, json.dumps(found, indent=1).encode())
             if not options.no_search:
                 found |= search(job, topology, mesh, script)
-    Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    if options.given:  # of the figures' making, as the batch is
+        found["libtpu_init_args"] = options.given
+        print(f"flags        LIBTPU_INIT_ARGS={options.given}", flush=True)
+    write(options.json, json.dumps(found, indent=1).encode() + b"\n")
     if options.dump and optimized:
-        Path(options.dump).write_bytes(optimized)
+        write(options.dump, optimized)
     return found
+
+
+def write(path: str, content: bytes) -> None:
+    """Writes a file; raises InputError where it cannot."""
+    try:
+        Path(path).write_bytes(content)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; make room or access") from None
 
 
 def search(job: Job, topology: libtpu.Topology, mesh: device.Mesh, script: Any) -> dict:

@@ -12,15 +12,18 @@ and docs/tpu/README.md is written from them. Estimated cycles on one chip: bench
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from errors import InputError
 from tpu.compiler.libtpu import GENERATIONS, GIB
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,12 +138,26 @@ def compiled(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         command = row.command(topology, effort, str(path), module)
-        result = subprocess.run(command, cwd=ROOT, env=os.environ | (variables or {}), capture_output=True, text=True)
+        # What a shell has of LIBTPU_INIT_ARGS would be in the figures, unseen.
+        environment = {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
+        environment |= variables or {}
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if result.returncode == 2 and "What would fit:" in result.stderr:
             return {"fits": False, "reason": result.stderr.rpartition("error: ")[2].strip()}
         if not path.exists():
             raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
         return json.loads(path.read_text())
+
+
+@contextlib.contextmanager
+def two_at_a_time() -> Iterator[ThreadPoolExecutor]:
+    """Yields two threads. After an error they begin nothing more: a compile takes minutes."""
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def wanted(part: str) -> list[tuple[Row, str, str]]:
@@ -167,7 +184,7 @@ def make(part: str, missing: bool) -> None:
 
     jobs = [job for job in wanted(part) if job[1] not in figures.get(job[0].name, {})]
     order = list(dict.fromkeys(row.name for row, _, _ in wanted(part)))
-    with ThreadPoolExecutor(2) as pool:
+    with two_at_a_time() as pool:
         for name, topology, report in pool.map(one, jobs):
             figures.setdefault(name, {})[topology] = report
             figures = {row: figures[row] for row in order if row in figures}
@@ -181,11 +198,14 @@ def load(path: Path) -> dict:
 
 
 def save(path: Path, figures: dict) -> None:
-    """Writes figures, whole or not at all: they took minutes each."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes figures, whole or not at all: they took minutes each. Raises InputError where it cannot."""
     aside = path.with_suffix(".writing")
-    aside.write_text(json.dumps(figures, indent=1) + "\n")
-    os.replace(aside, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(figures, indent=1) + "\n")
+        os.replace(aside, path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; make room or access") from None
 
 
 def memory(report: dict) -> str:
@@ -358,4 +378,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        sys.exit(f"error: {error}")

@@ -28,7 +28,7 @@ WHOLE = Layout()  # on every device
 
 
 def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None:
-    """Runs `main(config)` for `python -m train.<script> PRESET [--flag value …]`; --help shows every field.
+    """Runs `main(config)` for `python -m train.<script> PRESET [--flag value …]`; PRESET --help shows every field.
 
     `presets`: name -> (one line about it, Config). An InputError ends the process with one line, `error: …`, and exit
     code 2; any other exception keeps its traceback. Where train/common/watch is, its flags are there, too.

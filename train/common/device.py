@@ -87,7 +87,7 @@ def setup(seed: int, precision="bfloat16", strict=True, kind="xla", layout: Layo
             raise InputError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
     flags = "--mesh, --shard-state or --remat"
     if spread := layout != WHOLE and optional_module("train.common.sharding", flags, "WITH=sharding"):
-        spread.ask_for_reduce_scatters(layout, kind)
+        spread.ask_for_reduce_scatters(layout, choose_backend(kind))
     mesh = choose_backend(kind).setup(precision, strict, kind, vmem_kib)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -175,7 +175,7 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
                 if not torch.is_tensor(value):
                     state[name] = 0 if name == "step" else value
                 elif name != "step" and value.any():
-                    start = f"its state {name!r} at {value.flatten()[0]}, not 0"
+                    start = f"its state {name!r} at {value.flatten()[0]}, not 0: take another, such as AdamW"
                     raise RuntimeError(f"{type(optimizer).__name__} starts {start}")
                 elif group.get("capturable") or group.get("fused") or (value.shape == param.shape and name != "step"):
                     state[name] = torch.zeros_like(value).to(mesh.device)
@@ -234,7 +234,7 @@ def fetch(values: Sequence[Tensor]) -> list[float]:
 
 
 def fetch_sums(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Adds up what an evaluation step returned for each batch, in one transfer and in Python's double precision."""
+    """Adds up an evaluation step's 0-d tensors over its batches, in one transfer and in Python's double precision."""
     names = list(batches[0])
     values = fetch([batch[name] for batch in batches for name in names])
     return {name: math.fsum(values[i :: len(names)]) for i, name in enumerate(names)}

@@ -35,7 +35,7 @@ AHEAD = 3  # batches uploaded or under way: two are ready for the loop; more wou
 
 
 class Dataset(Protocol):
-    """A size, and examples that depend only on the index and the generator.
+    """A size, and examples (numbers, arrays; floats: float32) that depend only on the index and the generator.
 
     A data set without augmentation may have `batch(indices) -> dict of arrays [len(indices), ...]` instead of
     `example`: rows of memory-mapped arrays are read hundreds of times faster together than one by one.

@@ -62,8 +62,13 @@ class Linear(torch.autograd.Function):
         return function(x)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # a second one would be wrong, in silence
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.transposed(gradient), None, None
+
+
+class Entered(Linear):
+    """Makes parts of a whole tensor."""
 
 
 def _check(what: str, tensors: Sequence[Any], specs: Sequence[Spec]) -> None:
@@ -75,6 +80,20 @@ def _check(what: str, tensors: Sequence[Any], specs: Sequence[Spec]) -> None:
             raise InputError(
                 f"one of the {what} is a {type(tensor).__name__}, its spec {spec!r}: give a tensor, and a tuple"
             )
+
+
+def _check_sources(found: Sequence[Tensor]) -> None:
+    """Raises InputError where results have a gradient to a tensor that was whole, which would end the process."""
+    seen, ahead = {None}, [x.grad_fn for x in found]
+    while ahead:
+        node = ahead.pop()
+        if node in seen or node.name() == f"{Entered.__name__}Backward":
+            continue
+        if hasattr(node, "variable"):
+            shape = list(node.variable.shape)
+            raise InputError(f"a weight {shape} is used in a per-device region, but is no argument: pass it")
+        seen.add(node)
+        ahead.extend(before for before, _ in node.next_functions)
 
 
 def per_device(function: Callable, mesh: Axes, inputs: Sequence[Spec], results: Spec | list[Spec]) -> Callable:
@@ -94,7 +113,7 @@ def per_device(function: Callable, mesh: Axes, inputs: Sequence[Spec], results: 
         def summed(gradient: Tensor) -> Tensor:
             return on_xla.leave(on_xla.all_reduce(gradient, on_xla.unused(spec)), spec)
 
-        return Linear.apply(x, lambda x: on_xla.enter(x, spec), summed)
+        return Entered.apply(x, lambda x: on_xla.enter(x, spec), summed)
 
     def left(x: Tensor, spec: Spec) -> Tensor:
         copies = on_xla.count(on_xla.unused(spec))
@@ -110,6 +129,7 @@ def per_device(function: Callable, mesh: Axes, inputs: Sequence[Spec], results: 
             )
         found = found if isinstance(results, list) else (found,)
         _check("results", found, specs)
+        _check_sources(found)
         wholes = tuple(left(x, spec) for x, spec in zip(found, specs, strict=True))
         return wholes if isinstance(results, list) else wholes[0]
 
@@ -118,7 +138,7 @@ def per_device(function: Callable, mesh: Axes, inputs: Sequence[Spec], results: 
 
 def group_sum(x: Tensor, mesh: Axes, axis: str) -> Tensor:
     """Returns the sum of the parts of the devices along `axis`, to each of them."""
-    if mesh.size(axis) == 1:
+    if _devices(mesh, axis) == 1:
         return x
     return Linear.apply(x, *[lambda x: mesh.regions.all_reduce(x, (axis,))] * 2)
 
@@ -130,7 +150,7 @@ def group_mean(x: Tensor, mesh: Axes, axis: str) -> Tensor:
 
 def all_gather(x: Tensor, mesh: Axes, axis: str) -> Tensor:
     """Returns the parts [n, …] of the devices along `axis` behind each other, [devices * n, …], to each of them."""
-    if mesh.size(axis) == 1:
+    if _devices(mesh, axis) == 1:
         return x
     return Linear.apply(x, lambda x: mesh.regions.all_gather(x, axis), lambda x: mesh.regions.reduce_scatter(x, axis))
 
@@ -149,9 +169,18 @@ def all_to_all(x: Tensor, mesh: Axes, axis: str) -> Tensor:
     return Linear.apply(x, *[lambda x: mesh.regions.all_to_all(x, axis)] * 2)
 
 
+def _devices(mesh: Axes, axis: str) -> int:
+    """Returns the devices along an axis; raises InputError outside of a region, where a sum would be of wholes."""
+    devices = mesh.size(axis)
+    if mesh.regions is not None and not mesh.regions.inside:
+        raise InputError("outside of a per-device region a tensor is whole: call this in a function of per_device")
+    return devices
+
+
 def _divided(x: Tensor, mesh: Axes, axis: str) -> int:
     """Returns the devices along an axis; raises InputError where they cannot share the rows of x equally."""
-    if x.dim() == 0 or x.shape[0] % mesh.size(axis):
-        rows = f"a multiple of {mesh.size(axis)}, the devices along {axis}"
+    devices = _devices(mesh, axis)
+    if x.dim() == 0 or x.shape[0] % devices:
+        rows = f"a multiple of {devices}, the devices along {axis}"
         raise InputError(f"a part is {list(x.shape)}; its first dimension must be {rows}")
-    return mesh.size(axis)
+    return devices

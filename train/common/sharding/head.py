@@ -1,9 +1,10 @@
-"""The embedding of words that the devices do not divide, such as BERT's 30,522, and the head that has its weight.
+"""The embedding of many words, such as BERT's 30,522, which devices do not divide, and the head that has its weight.
 
 Its optimizer's state is cut along the width. XLA's partitioner would all-reduce the head's gradient, and bring all rows
 that the devices look up to each of them, which adds up its part of the width: on 256 chips a quarter of a small model's
-step. Here a device adds up the gradient of its own rows, the head's and the embedding's. With rows of zeros, so that
-the devices divide them, it is reduce-scattered, and an all-to-all of the parts cuts it along its width.
+step. Along the words it would send each look-up's gradient, whole and in float32. Here a device adds up the gradient of
+its own rows, the head's and the embedding's. With rows of zeros, so that the devices divide them, it is
+reduce-scattered, and an all-to-all of the parts cuts it along its width.
 """
 
 import weakref
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.common.sharding.groups import Axes, Linear, per_device
+from train.common.sharding.groups import Axes, Entered, Linear, per_device
 
 ROWS = 128  # of a device, a multiple: libtpu would add rows of its own, and exchange them again
 
@@ -40,7 +41,7 @@ def sum_by_rows(embedding: nn.Embedding, head: nn.Linear | None, axes: dict[str,
     def on_each_device() -> Tensor:
         weight, kind = embedding.weight, embedding.weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        return Linear.apply(weight.to(dtype), lambda whole: regions.enter(whole, (None, None)), summed)
+        return Entered.apply(weight.to(dtype), lambda whole: regions.enter(whole, (None, None)), summed)
 
     def look_up(input: Tensor) -> Tensor:
         if input.shape[0] % regions.count(BATCH):  # positions, the same for all rows

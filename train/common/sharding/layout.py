@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 from errors import InputError
 from train.common.cli import WHOLE, Layout
@@ -17,12 +18,11 @@ REDUCE_SCATTERS = "--xla_tpu_enable_windowed_einsum_for_reduce_scatter=false"
 REDUCE_SCATTERS += " --xla_tpu_enable_reduce_scatter_legalizer=true"
 
 
-def ask_for_reduce_scatters(layout: Layout, kind: str = "xla") -> None:
-    """Has the TPU's compiler reduce-scatter the gradients of a state that is cut; call it before libtpu is loaded."""
-    if kind == "xla" and layout.shard_state != "none":
-        from train.common.xla.backend import ask_compiler  # needs torch_xla, which other devices do without
-
-        ask_compiler(REDUCE_SCATTERS)
+def ask_for_reduce_scatters(layout: Layout, backend: Any) -> None:
+    """Has the TPU's compiler reduce-scatter the gradients of a state that is cut; call it before libtpu is loaded.
+    `backend`: train/common/xla/backend.py; that of plain PyTorch has no such compiler."""
+    if layout.shard_state != "none" and hasattr(backend, "ask_compiler"):
+        backend.ask_compiler(REDUCE_SCATTERS)
 
 
 def arranged(mesh: Mesh, layout: Layout) -> Mesh:

@@ -102,18 +102,22 @@ def cuts_of(model: nn.Module, layers: Layers, rules: Rules) -> dict[nn.Parameter
         cuts[parameter] = Cut(axes, state if layers.layout.shard_state == "full" else axes, state)
     if unused := [pattern for pattern, used in found.items() if not used]:
         raise InputError(f"the rule {unused[0]} fits no parameter of {type(model).__name__}: see models/partition.py")
+    devices, state = layers.axes["data"], layers.layout.shard_state
+    if cuts and state != "none" and devices > 1 and not any("data" in cut.state for cut in cuts.values()):
+        uncut = f"the {devices} devices of data divide no matrix of {type(model).__name__}"
+        raise InputError(f"--shard-state {state} would cut nothing: {uncut}; give another --mesh, or leave it out")
     return cuts
 
 
 def _state_axes(parameter: nn.Parameter, axes: tuple, layers: Layers, embedded: bool) -> tuple:
     """Returns the axes that cut a parameter's optimizer state: of a matrix also "data", on the first dimension that
-    the devices divide (Rajbhandari et al. 2020, ZeRO): the TPU's compiler reduce-scatters only along the first, and
-    many words only in multiples of ROWS a device. Vectors and one or two rows are not worth a collective each."""
+    the devices divide (Rajbhandari et al. 2020, ZeRO): the TPU's compiler reduce-scatters only along the first. Of many
+    words it is the width, see head.py. Vectors and one or two rows are not worth a collective each."""
     if layers.layout.shard_state == "none" or parameter.dim() < 2 or len(parameter) <= 2:
         return axes
     size = layers.axes["data"]
     free = [i for i, axis in enumerate(axes) if axis is None and parameter.shape[i] % size == 0]
-    if embedded and len(free) > 1 and parameter.shape[0] > ROWS * size and parameter.shape[0] % (ROWS * size):
+    if embedded and len(free) > 1 and parameter.shape[0] > ROWS * size:
         free.remove(0)
     if parameter.dim() == 3 and 1 in free:  # XLNet's [C, heads, D], whose heads are first as the TPU lays it out
         free = [1]

@@ -51,7 +51,8 @@ class Curves(Watcher):
         try:
             if lines := records(self._run):
                 self._run.folder.write("curves.png", draw_curves(lines, self._run.name))
-        except (InputError, ValueError) as error:  # a full disk, or a line that it tore: no reason to end a run
+        except (InputError, ValueError, ImportError) as error:
+            # A full disk, a line that it tore, or a copy without matplotlib: no reason to end a run.
             self._run.message("warning: no picture: " + str(error).partition(";")[0])
 
 

@@ -219,8 +219,8 @@ class CompiledStep:
             if inputs in self._known:
                 self._recompiled(
                     f"{self.name} was compiled again for known input shapes: a Python value or branch inside it "
-                    "changed, or it made state in its first call (device.init_optimizer_state makes the optimizer's "
-                    "before) or kept gradients alive (zero_grad), or the loader did not upload an input"
+                    "changed, or it made state in its first call (device.init_optimizer_state makes it before) or kept "
+                    "gradients alive (zero_grad), or a module (device.to_device) or the loader did not upload an input"
                 )
         self._known[inputs] = calls
         return result
@@ -290,7 +290,7 @@ class CompiledStep:
         except replay.NotRepeatable as reason:
             raise GraphError(
                 f"call {calls.count} of {self.name} cannot be repeated: {reason}; change that, or use --no-strict, "
-                "which traces every call"
+                "which traces every call (a learning rate: device.set_lr)"
             ) from reason
         calls.program = program
         return result
