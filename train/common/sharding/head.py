@@ -43,10 +43,16 @@ def sum_by_rows(embedding: nn.Embedding, head: nn.Linear | None, axes: dict[str,
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         return Entered.apply(weight.to(dtype), lambda whole: regions.enter(whole, (None, None)), summed)
 
+    def of_this_pass() -> Tensor:
+        """Returns the weight of the last look-up, so that their gradients are one, unless its pass has ended."""
+        own, version = begun.pop() if begun else (lambda: None, 0)
+        weight = own() if version == embedding.weight._version else None
+        return on_each_device() if weight is None else weight
+
     def look_up(input: Tensor) -> Tensor:
         if input.shape[0] % regions.count(BATCH):  # positions, the same for all rows
             return type(embedding).forward(embedding, input)
-        rows, own = (BATCH, *[None] * (input.dim() - 1)), on_each_device()
+        rows, own = (BATCH, *[None] * (input.dim() - 1)), of_this_pass()
         begun[:] = [(weakref.ref(own), embedding.weight._version)]
 
         def added_up(gradient: Tensor, own: Tensor = own) -> Tensor:  # which lives as long as the graph
@@ -58,9 +64,7 @@ def sum_by_rows(embedding: nn.Embedding, head: nn.Linear | None, axes: dict[str,
     def predict(x: Tensor) -> Tensor:
         if x.shape[0] % regions.count(BATCH):
             return type(head).forward(head, x)
-        own, version = begun.pop() if begun else (lambda: None, 0)
-        weight = own() if version == embedding.weight._version else None  # not of a pass that ended without its head
-        product = SimpleNamespace(weight=on_each_device() if weight is None else weight, bias=None)
+        product = SimpleNamespace(weight=of_this_pass(), bias=None)
         cut = (BATCH, *[None] * (x.dim() - 1))
         y = per_device(lambda x: type(head).forward(product, x), Axes(axes, regions), [cut], cut)(x)
         return y if head.bias is None else y + head.bias.to(y.dtype)
