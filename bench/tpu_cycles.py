@@ -98,6 +98,7 @@ ours draw a seed. Gathers, scatters and sorts carry no cycles either: "bundles b
 more a bundle (tpu/compiler/bundles.py); empty where it was not counted. "Ours / usual" is of their sum where both
 were, else of the cycles. "GB moved" is what operations read and write, in on-chip memory as well as in HBM. Beside the
 estimate in ms stands what no step is shorter than, by the chip's published peak: its flops, and its bytes in HBM.
+DLRM's estimate, which leaves out gathers and scatters, may be below it.
 """
     ]
     for title, steps in (("Networks, one chip", STEPS), ("DLRM", TABLES)):

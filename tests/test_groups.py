@@ -180,6 +180,7 @@ def test_what_does_not_fit_the_devices_is_refused(mesh):
     named, x = groups.axes(arranged(mesh, Layout("data=2,model=2"))), torch.ones(6, 3).to(mesh.device)
     assert named.sizes == {"data": 2, "model": 2} and groups.axes(mesh).sizes == {"data": 4}
     weight = torch.ones(3).to(mesh.device).requires_grad_()
+    before = groups.per_device(torch.mul, named, [(None, None), (None,)], (None, None))(x, weight)
 
     def in_region(function):
         return groups.per_device(function, named, [(None, None)], (None, None))(x)
@@ -194,7 +195,8 @@ def test_what_does_not_fit_the_devices_is_refused(mesh):
         (lambda: groups.per_device(None, named, [("rows", None)], ())(x), r"\('rows', None\)"),
         (lambda: groups.axes(mesh, group=2.0, chip=2), "group=2.0, chip=2"),
         (lambda: in_region(lambda x: groups.all_to_all(x.sum(), named, "data")), r"a part is \[\]"),
-        (lambda: in_region(lambda x: x * weight.exp()), r"a weight \[3\] is used .*no argument"),
+        (lambda: in_region(lambda x: x * weight.exp()), "gradient is used .*no argument"),
+        (lambda: in_region(lambda x: x * before), "gradient is used .*no argument"),
         (lambda: groups.per_device(None, named, [("data", "data")], ())(x), "axis once"),
         (lambda: groups.per_device(torch.sum, named, [(None, None)], (None,))(x), r"result \[\].*\(None,\)"),
         (lambda: groups.per_device(None, named, [(None, None)], ())(x, x), "2 arguments and 1 spec"),

@@ -85,10 +85,10 @@ def setup(seed: int, precision="bfloat16", strict=True, kind="xla", layout: Layo
     for name, value, known in (("precision", precision, PRECISIONS), ("device", kind, DEVICES)):
         if value not in known:
             raise InputError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
-    flags = "--mesh, --shard-state or --remat"
+    backend, flags = choose_backend(kind), "--mesh, --shard-state or --remat"
     if spread := layout != WHOLE and optional_module("train.common.sharding", flags, "WITH=sharding"):
-        spread.ask_for_reduce_scatters(layout, choose_backend(kind))
-    mesh = choose_backend(kind).setup(precision, strict, kind, vmem_kib)
+        spread.ask_for_reduce_scatters(layout, backend)
+    mesh = backend.setup(precision, strict, kind, vmem_kib)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -131,10 +131,11 @@ def read_table(folder: str, name: str) -> Tensor:
         folder: of a complete checkpoint, a path or URL: `checkpoints.folder(step)`.
     Raises:
         KeyError: there is no such table.
-        ValueError: a file is damaged.
+        ValueError: a file is damaged, or (InputError) the store cannot be read.
     """
     fs, root = fsspec.core.url_to_fs(folder)
-    index = _index(fs, root)
+    with _store(folder):
+        index = _index(fs, root)
     pieces = {key: place.shape for key, place in index.items() if key.startswith(f"{name}/weight/")}
     if not pieces:
         raise KeyError(f"the checkpoint {folder} has no table {name!r}")
@@ -143,7 +144,8 @@ def read_table(folder: str, name: str) -> Tensor:
     width = max(columns[key] + shape[1] for key, shape in pieces.items())
     table = torch.full((1 + max(int(rows[-1]) for rows in numbers.values()), width), float("nan"))
     for key, shape in pieces.items():
-        table[numbers[key], columns[key] : columns[key] + shape[1]] = _read_piece(fs, index, key)
+        with _store(folder):
+            table[numbers[key], columns[key] : columns[key] + shape[1]] = _read_piece(fs, index, key)
     return table
 
 

@@ -71,6 +71,10 @@ class Entered(Linear):
     """Makes parts of a whole tensor."""
 
 
+class Left(Linear):
+    """Makes a whole tensor of parts."""
+
+
 def _check(what: str, tensors: Sequence[Any], specs: Sequence[Spec]) -> None:
     """Raises InputError where there is not a tensor for each spec, or a spec is no tuple."""
     if len(tensors) != len(specs):
@@ -85,15 +89,16 @@ def _check(what: str, tensors: Sequence[Any], specs: Sequence[Spec]) -> None:
 def _check_sources(found: Sequence[Tensor]) -> None:
     """Raises InputError where results have a gradient to a tensor that was whole, which would end the process."""
     seen, ahead = {None}, [x.grad_fn for x in found]
-    while ahead:
+    outside = any(x.requires_grad and x.grad_fn is None for x in found)
+    while ahead and not outside:
         node = ahead.pop()
         if node in seen or node.name() == f"{Entered.__name__}Backward":
             continue
-        if hasattr(node, "variable"):
-            shape = list(node.variable.shape)
-            raise InputError(f"a weight {shape} is used in a per-device region, but is no argument: pass it")
+        outside = hasattr(node, "variable") or node.name() == f"{Left.__name__}Backward"
         seen.add(node)
         ahead.extend(before for before, _ in node.next_functions)
+    if outside:
+        raise InputError("a tensor with a gradient is used in a per-device region, but is no argument: pass it")
 
 
 def per_device(function: Callable, mesh: Axes, inputs: Sequence[Spec], results: Spec | list[Spec]) -> Callable:
@@ -117,7 +122,7 @@ def per_device(function: Callable, mesh: Axes, inputs: Sequence[Spec], results: 
 
     def left(x: Tensor, spec: Spec) -> Tensor:
         copies = on_xla.count(on_xla.unused(spec))
-        return Linear.apply(x, lambda x: on_xla.leave(x, spec), lambda g: on_xla.enter(g, spec) / copies)
+        return Left.apply(x, lambda x: on_xla.leave(x, spec), lambda g: on_xla.enter(g, spec) / copies)
 
     def whole(*args: Tensor) -> Any:
         _check("arguments", args, inputs)
@@ -171,8 +176,8 @@ def all_to_all(x: Tensor, mesh: Axes, axis: str) -> Tensor:
 
 def _devices(mesh: Axes, axis: str) -> int:
     """Returns the devices along an axis; raises InputError outside of a region, where a sum would be of wholes."""
-    devices = mesh.size(axis)
-    if mesh.regions is not None and not mesh.regions.inside:
+    devices, backward = mesh.size(axis), torch._C._current_graph_task_id() != -1  # of a region, after it
+    if mesh.regions is not None and not (mesh.regions.inside or backward):
         raise InputError("outside of a per-device region a tensor is whole: call this in a function of per_device")
     return devices
 

@@ -1,10 +1,10 @@
-"""The embedding of many words, such as BERT's 30,522, which devices do not divide, and the head that has its weight.
+"""The embedding of many words, such as BERT's 30,522, and the head that has its weight.
 
-Its optimizer's state is cut along the width. XLA's partitioner would all-reduce the head's gradient, and bring all rows
-that the devices look up to each of them, which adds up its part of the width: on 256 chips a quarter of a small model's
-step. Along the words it would send each look-up's gradient, whole and in float32. Here a device adds up the gradient of
-its own rows, the head's and the embedding's. With rows of zeros, so that the devices divide them, it is
-reduce-scattered, and an all-to-all of the parts cuts it along its width.
+Its optimizer's state is cut along the width. XLA's partitioner would all-reduce the head's gradient, where devices do
+not divide the words, and bring all rows that the devices look up to each of them, which adds up its part of the width:
+on 256 chips a quarter of a small model's step. Cut along the words it would send each look-up's gradient, whole and in
+float32. Here a device adds up the gradient of its own rows, of look-ups and head. With rows of zeros, so that the
+devices divide them, it is reduce-scattered, and an all-to-all of the parts cuts it along its width.
 """
 
 import weakref
@@ -28,7 +28,7 @@ def sum_by_rows(embedding: nn.Embedding, head: nn.Linear | None, axes: dict[str,
 
     regions, words = Regions(axes), embedding.num_embeddings
     padding = -1 if embedding.padding_idx is None else embedding.padding_idx
-    begun: list[tuple[weakref.ref, int]] = []  # the weight of the last look-up, and its version
+    begun: dict[tuple, weakref.ref] = {}  # which weight, and as what, the last look-up took -> as each device has it
 
     def summed(own: Tensor) -> Tensor:
         """Returns the whole gradient; each device has that of its part of the batch."""
@@ -39,21 +39,21 @@ def sum_by_rows(embedding: nn.Embedding, head: nn.Linear | None, axes: dict[str,
         return mark(regions.leave(part, ("data", None)), spmd, spec)[:words]
 
     def on_each_device() -> Tensor:
+        """Returns the weight of the last look-up, so that their gradients are one, or of a pass that begins."""
         weight, kind = embedding.weight, embedding.weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        return Entered.apply(weight.to(dtype), lambda whole: regions.enter(whole, (None, None)), summed)
-
-    def of_this_pass() -> Tensor:
-        """Returns the weight of the last look-up, so that their gradients are one, unless its pass has ended."""
-        own, version = begun.pop() if begun else (lambda: None, 0)
-        weight = own() if version == embedding.weight._version else None
-        return on_each_device() if weight is None else weight
+        this = id(weight), weight._version, dtype
+        own = begun[this]() if this in begun else None
+        if own is None:
+            own = Entered.apply(weight.to(dtype), lambda whole: regions.enter(whole, (None, None)), summed)
+        begun.clear()
+        begun[this] = weakref.ref(own)
+        return own
 
     def look_up(input: Tensor) -> Tensor:
         if input.shape[0] % regions.count(BATCH):  # positions, the same for all rows
             return type(embedding).forward(embedding, input)
-        rows, own = (BATCH, *[None] * (input.dim() - 1)), of_this_pass()
-        begun[:] = [(weakref.ref(own), embedding.weight._version)]
+        rows, own = (BATCH, *[None] * (input.dim() - 1)), on_each_device()
 
         def added_up(gradient: Tensor, own: Tensor = own) -> Tensor:  # which lives as long as the graph
             parts = regions.enter(gradient, (*rows, None)), regions.enter(input, rows)
@@ -64,7 +64,8 @@ def sum_by_rows(embedding: nn.Embedding, head: nn.Linear | None, axes: dict[str,
     def predict(x: Tensor) -> Tensor:
         if x.shape[0] % regions.count(BATCH):
             return type(head).forward(head, x)
-        product = SimpleNamespace(weight=of_this_pass(), bias=None)
+        product = SimpleNamespace(weight=on_each_device(), bias=None)
+        begun.clear()
         cut = (BATCH, *[None] * (x.dim() - 1))
         y = per_device(lambda x: type(head).forward(product, x), Axes(axes, regions), [cut], cut)(x)
         return y if head.bias is None else y + head.bias.to(y.dtype)

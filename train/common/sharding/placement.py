@@ -104,7 +104,7 @@ def cuts_of(model: nn.Module, layers: Layers, rules: Rules) -> dict[nn.Parameter
         raise InputError(f"the rule {unused[0]} fits no parameter of {type(model).__name__}: see models/partition.py")
     devices, state = layers.axes["data"], layers.layout.shard_state
     if cuts and state != "none" and devices > 1 and not any("data" in cut.state for cut in cuts.values()):
-        uncut = f"the {devices} devices of data divide no matrix of {type(model).__name__}"
+        uncut = f"the {devices} devices of data divide no matrix of more than two rows of {type(model).__name__}"
         raise InputError(f"--shard-state {state} would cut nothing: {uncut}; give another --mesh, or leave it out")
     return cuts
 

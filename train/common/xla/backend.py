@@ -220,7 +220,7 @@ class CompiledStep:
                 self._recompiled(
                     f"{self.name} was compiled again for known input shapes: a Python value or branch inside it "
                     "changed, or it made state in its first call (device.init_optimizer_state makes it before) or kept "
-                    "gradients alive (zero_grad), or a module (device.to_device) or the loader did not upload an input"
+                    "gradients alive (zero_grad), or a module (device.to_device) or an input was not uploaded"
                 )
         self._known[inputs] = calls
         return result
@@ -289,8 +289,8 @@ class CompiledStep:
                 raise replay.NotRepeatable("a number or tensor that it makes differs from call to call")
         except replay.NotRepeatable as reason:
             raise GraphError(
-                f"call {calls.count} of {self.name} cannot be repeated: {reason}; change that, or use --no-strict, "
-                "which traces every call (a learning rate: device.set_lr)"
+                f"call {calls.count} of {self.name} cannot be repeated: {reason}; change that (of a learning rate by "
+                "device.set_lr), or use --no-strict, which traces every call"
             ) from reason
         calls.program = program
         return result
