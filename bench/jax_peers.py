@@ -64,7 +64,7 @@ PEERS = (
 def environment() -> None:
     """Raises InputError where JAX's environment is not there, or not whole."""
     if not (JAX.parents[1] / ".installed").exists():
-        raise InputError(f"{JAX.relative_to(ROOT)} is not there: it is JAX's environment; make it by `make jax`")
+        raise InputError(f"{JAX.relative_to(ROOT)} is not there, or not whole: make JAX's environment by `make jax`")
 
 
 def lowered(step: str, batch: int, setting: str) -> bytes:

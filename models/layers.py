@@ -104,7 +104,7 @@ def kept(shape: torch.Size, probability: float, device: torch.device) -> Tensor:
         row = (hash32((2 * rows + term) ^ salt) & 0xFFFFFF).float() * 2**-15 + 512
         column = (hash32((2 * columns + term) ^ salt) & 0x7FFFFF).float() * 2**-23 + 1
         total = total + row * column
-    # A Python number, with which torch_xla compares in float64, of two float32: four operations instead of one.
+    # With a Python number torch_xla would compare in float64, on a TPU pairs of float32: four operations, not one.
     return total - total.floor() >= torch.full((), drop_share(probability), device=device)
 
 

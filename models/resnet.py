@@ -3,7 +3,7 @@
 The numbers and the `state_dict` are torchvision's: the same keys, the same shapes, the same initial distribution, so
 that weights move in both directions. v1.5 means that a bottleneck's stride is in its 3x3 convolution. Inside,
 `BatchNorm` and `PointwiseConv2d` differ: they reduce ResNet-50's training step (batch 128, one v5e chip, estimate of
-libtpu 0.0.51's compiler) from 121.8 to 107.6 million cycles, alone; each docstring says why.
+libtpu 0.0.51's compiler) from 121.8 to 107.6 million cycles, without any flag; each docstring says why.
 """
 
 import torch
