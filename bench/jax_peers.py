@@ -27,7 +27,7 @@ from pathlib import Path
 from errors import InputError
 from tpu.compiler import bundles, libtpu, report
 from tpu.compiler.libtpu import GIB
-from tpu.compiler.pages import DOCS, ROOT, bundle_count, load, ratio, save, table, two_at_a_time
+from tpu.compiler.pages import DOCS, ROOT, bundle_count, load, ratio, save, table, two_at_a_time, without_flags
 from train import resnet50, transformer
 from train.common.xla import backend
 from train.common.xla.staging import Staged
@@ -104,9 +104,7 @@ def measured(step: str, batch: int, setting: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         command = [sys.executable, "-m", "bench.jax_peers", "--one", step, str(batch), setting, str(path)]
-        # What a shell has of LIBTPU_INIT_ARGS would be in the figures, unseen.
-        variables = {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
-        subprocess.run(command, cwd=ROOT, check=True, env=variables)
+        subprocess.run(command, cwd=ROOT, check=True, env=without_flags())
         return json.loads(path.read_text())
 
 

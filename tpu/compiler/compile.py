@@ -297,7 +297,7 @@ def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -
 
 def write(path: str, content: bytes) -> None:
     """Writes a file; raises InputError where it cannot."""
-    try:
+    try:  # files.write_file would replace what is no regular file, such as /dev/stdout
         Path(path).write_bytes(content)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}; make room or access") from None

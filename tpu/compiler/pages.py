@@ -25,6 +25,7 @@ from pathlib import Path
 
 from errors import InputError
 from tpu.compiler.libtpu import GENERATIONS, GIB
+from train.common import files
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs/tpu"
@@ -138,15 +139,18 @@ def compiled(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         command = row.command(topology, effort, str(path), module)
-        # What a shell has of LIBTPU_INIT_ARGS would be in the figures, unseen.
-        environment = {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
-        environment |= variables or {}
+        environment = without_flags() | (variables or {})
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if result.returncode == 2 and "What would fit:" in result.stderr:
             return {"fits": False, "reason": result.stderr.rpartition("error: ")[2].strip()}
         if not path.exists():
             raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
         return json.loads(path.read_text())
+
+
+def without_flags() -> dict[str, str]:
+    """Returns the environment for figures: what a shell has of LIBTPU_INIT_ARGS would be in them, unseen."""
+    return {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
 
 
 @contextlib.contextmanager
@@ -199,13 +203,7 @@ def load(path: Path) -> dict:
 
 def save(path: Path, figures: dict) -> None:
     """Writes figures, whole or not at all: they took minutes each. Raises InputError where it cannot."""
-    aside = path.with_suffix(".writing")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(figures, indent=1) + "\n")
-        os.replace(aside, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}; make room or access") from None
+    files.write_file(str(path), json.dumps(figures, indent=1).encode() + b"\n")
 
 
 def memory(report: dict) -> str:
