@@ -1,7 +1,6 @@
-"""What keeps the repository readable and its pages true: who imports whom, how much a reader must carry, commands."""
+"""What keeps the repository readable and its pages true: who imports whom, one shape of all scripts, commands."""
 
 import ast
-import dataclasses
 import importlib
 import os
 import re
@@ -12,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import copy_model
 
@@ -21,24 +21,6 @@ FOLDERS = ("train", "models", "data", "tpu", "bench")
 CODE = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if "_pb2" not in path.name]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-# Most lines of what a copy of a script carries, and most files; see `carried`. None of these may grow.
-WAYS = {
-    ("resnet50", "resnet50", "xla"): (3_010, 14),
-    ("resnet50", "resnet50", "cpu"): (2_484, 13),
-    ("glue", "bert", "xla"): (4_510, 22),
-}
-README_COPIES = [
-    ("ResNet-50", "resnet50", "resnet50"),
-    ("DLRM", "dlrm", "dlrm"),
-    ("Transformer", "transformer", "transformer"),
-    ("BERT on GLUE", "glue", "bert"),
-    ("XLNet on GLUE", "glue", "xlnet"),
-    ("fairseq's RoBERTa on GLUE", "glue", "fairseq-roberta"),
-    ("BERT pretraining", "pretrain", "bert"),
-]
-COMMON_LINES = 1_885  # of train/common without its packages, with the backend of plain PyTorch
-SCRIPT_LINES, MAIN_LINES, FUNCTION_LINES, CLASS_LINES = 270, 60, 60, 250
-TEST_LINES, README_LINES = 17_354, 200
 # The names of a script, in this order.
 CONTRACT = ["Config", "learning_rate", "validate", "open_data", "build", "train_step", "eval_step", "evaluate", "main"]
 
@@ -46,10 +28,6 @@ CONTRACT = ["Config", "learning_rate", "validate", "open_data", "build", "train_
 def imports(path: Path) -> set[str]:
     """Returns the top-level packages that a file imports, anywhere in it."""
     return {name.split(".")[0] for name in copy_model.imported(ast.parse(path.read_text()))}
-
-
-def lines(path: Path) -> int:
-    return len(path.read_text().splitlines())
 
 
 def make(*arguments: str, python: str = "python3") -> subprocess.CompletedProcess:
@@ -79,48 +57,11 @@ def test_arrows_go_one_way():
                 assert not imports(path) & others, path
 
 
-def carried(script: str, model: str, device: str) -> tuple[int, int]:
-    """Returns the number of files of a copy that are not empty, and of their lines."""
-    counts = [lines(ROOT / file) for file in copy_model.way(script, model, device)[0]]
-    return len(counts) - counts.count(0), sum(counts)
-
-
-def test_what_a_copy_carries_keeps_to_its_budget():
-    for way, (most_lines, most_files) in WAYS.items():
-        files, size = carried(*way)
-        assert size <= most_lines and files <= most_files, (way, files, size)
-    common = {path.name: lines(path) for path in (ROOT / "train/common").glob("*.py")}
-    assert sum(common.values()) <= COMMON_LINES, (sum(common.values()), common)
-
-
-def test_the_readme_says_what_a_copy_carries():
-    page = (ROOT / "README.md").read_text()
-    for label, script, model in README_COPIES:
-        counts = [carried(script, model, device) for device in ("", "xla", "cpu")]
-        assert f"| {label} |" + "".join(f" {files}, {size:,} |" for files, size in counts) in page
-        assert script != "resnet50" or "../mine: {} files, {:,} lines".format(*counts[0]) in page
-
-
-def test_functions_and_classes_keep_to_their_budget():
-    budgets = {ast.FunctionDef: FUNCTION_LINES, ast.ClassDef: CLASS_LINES}
-    for path in CODE:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if type(node) in budgets:
-                assert node.end_lineno - node.lineno < budgets[type(node)], (path, node.name)
-
-
-def test_tests_and_readme_keep_to_their_budget():
-    assert sum(lines(path) for path in (ROOT / "tests").rglob("*.py")) <= TEST_LINES
-    assert lines(ROOT / "README.md") <= README_LINES
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_is_short_and_reads_like_the_others(script):
+def test_a_script_reads_like_the_others(script):
     text, tree = script.read_text().splitlines(), ast.parse(script.read_text())
-    assert len(text) <= SCRIPT_LINES, "people copy it: shorten it, or move what is specific to XLA to train/common"
     defined = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     assert [name for name in defined if name in CONTRACT] == CONTRACT
-    assert defined["main"].end_lineno - defined["main"].lineno + 1 <= MAIN_LINES
     assert ast.get_docstring(tree)
     module = importlib.import_module(f"train.{script.stem}")
     assert {"train", "eval"} <= set(module.Data._fields) and {"model", "optimizer"} <= set(module.State._fields)
@@ -128,7 +69,6 @@ def test_a_script_is_short_and_reads_like_the_others(script):
     for name, expected in (arguments | dict.fromkeys(("train_step", "eval_step"), "state batch config mesh")).items():
         assert [argument.arg for argument in defined[name].args.args] == expected.split(), name
     assert module.Config.__dataclass_params__.frozen
-    assert len(dataclasses.fields(module.Config)) <= 27
     assert isinstance(module.TINY, module.Config)
     for field in defined["Config"].body:
         if isinstance(field, ast.AnnAssign):
@@ -281,6 +221,15 @@ def test_make_data_prepares_what_it_knows():
         assert result.returncode != 0 and word in result.stderr
     command = make("-n", "data", "DATASET=criteo", "DATA=/a b", "OUT=/c d").stdout
     assert '-m data.prepare.criteo --data "$DATA" --out "$OUT"' in command
+
+
+def test_the_workflow_runs_ci_on_every_python_that_make_takes():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    pythons = re.search(r"for python in (python3[^;]+);", (ROOT / "Makefile").read_text())[1].split()
+    versions = jobs["ci"]["strategy"]["matrix"]["python"]
+    assert [f"python{version}" for version in versions] == pythons
+    last = jobs["ci"]["steps"][-1]
+    assert last["run"] == "bash .ci/run" and last["env"] == {"PYTHON": "python${{ matrix.python }}"}
 
 
 @pytest.mark.parametrize("failing", ["", "test", "guards"])
