@@ -38,7 +38,7 @@ BOARD := .venv-board
 
 .DEFAULT_GOAL := help
 .PHONY: help install train copy translate data compile compile-all logs stop status board doctor test guards test-all bench lint clean fairseq fairseq-golden jax \
-	check-model check-device check-data check-translate check-bench
+	check-model check-device check-data check-translate check-bench check-compiler
 
 help:
 	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
@@ -72,6 +72,7 @@ help:
 	@echo 'TOPOLOGY of make compile: v5e:1x1, v5e:2x4, … v6e:16x16, v4:2x2x1, v5p:2x2x1; a wrong one lists them'
 	@echo 'BATCH    of make compile: examples a device (default: the recipe'"'"'s, shared out); EFFORT: fast or full'
 	@echo 'PROGRAM  of make compile: train (default), evaluate, or translate: the Transformer'"'"'s beam search'
+	@echo 'LIBTPU_VERSION  of make compile: $(ON_TPU_VMS), what a TPU VM compiles with (default), or another, such as $(NEWEST)'
 	@echo 'OUT      folder that make data writes (default: prepared, in DATA); file of the figures of make compile'
 	@echo 'NAME     folder of the run below runs/; the same command resumes an unfinished run'
 	@echo 'TPU      name of a TPU VM (ZONE=, PROJECT=), ssh:host1,host2, or local; RUN= names the run, ENV="A=b" are its'
@@ -172,18 +173,30 @@ translate: check-translate
 	@$(MAKE) --no-print-directory install >&2
 	@$(PY) -m train.translate text --model-dir "$$MODEL_DIR" $(if $(DEVICE),--device "$$DEVICE") $(ARGS)
 
-# The compiler, apart from the environment: training does not need it, and on a TPU VM torch_xla has one of its own.
-$(LIBTPU)/.installed: requirements-compile.txt | $(INSTALLED)
-	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(LIBTPU) -r requirements-compile.txt
+# The TPU's compiler, a folder per version, apart from the environment: training does not need it, and on a TPU VM
+# torch_xla has one of its own.
+$(LIBTPU)/%/.installed: | $(INSTALLED)
+	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(LIBTPU)/$* libtpu==$*
 	touch $@
 
-compile: check-model $(INSTALLED) $(LIBTPU)/.installed
+# What a TPU VM compiles with, and the newest, which guards and figures are of besides.
+pinned = $(shell sed -n 's/^libtpu==\([0-9.]*\).*/\1/p' $(1))
+ON_TPU_VMS := $(call pinned,requirements-tpu.txt)
+NEWEST     := $(call pinned,requirements-compile.txt)
+BOTH_COMPILERS := $(foreach version,$(ON_TPU_VMS) $(NEWEST),$(LIBTPU)/$(version)/.installed)
+COMPILER := $(if $(filter command,$(origin LIBTPU_VERSION)),$(LIBTPU_VERSION),$(ON_TPU_VMS))
+
+check-compiler:
+	@case '$(COMPILER)' in [0-9]*.[0-9]*.[0-9]*) ;; \
+		*) echo "error: LIBTPU_VERSION=$(COMPILER) is no version of libtpu; give one such as $(ON_TPU_VMS) or $(NEWEST)" >&2; exit 2;; esac
+
+compile: check-model check-compiler $(INSTALLED) $(LIBTPU)/$(COMPILER)/.installed
 	$(PY) -m tpu.compiler.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
-		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") \
+		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") --libtpu $(COMPILER) \
 		$(if $(call given,PROGRAM),--program "$(PROGRAM)") $(if $(call given,OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
 
 # The tables and pictures of docs/tpu: an hour. ARGS=guards: the figures that `make guards` compares.
-compile-all: $(INSTALLED) $(LIBTPU)/.installed
+compile-all: $(INSTALLED) $(BOTH_COMPILERS)
 	$(PY) -m tpu.compiler.pages $(ARGS)
 
 # A test process uses little more than one core. Tests of a script, or else of a file, share what they have trained: see
@@ -197,10 +210,10 @@ test: $(INSTALLED) $(WANDB)
 	$(PY) -m pytest $(SHARED_OUT) -m 'not slow' $(ARGS)
 
 # Each test compiles in a process of its own. None is skipped: the compiler is there.
-guards: $(INSTALLED) $(LIBTPU)/.installed
+guards: $(INSTALLED) $(BOTH_COMPILERS)
 	$(PY) -m pytest -n 2 --maxschedchunk 1 tests/test_compile.py tests/test_libtpu.py $(ARGS)
 
-test-all: $(INSTALLED) $(WANDB) $(FAIRSEQ)/.installed $(LIBTPU)/.installed
+test-all: $(INSTALLED) $(WANDB) $(FAIRSEQ)/.installed $(BOTH_COMPILERS)
 	$(PY) -m pytest $(SHARED_OUT) $(ARGS)
 
 check-bench:

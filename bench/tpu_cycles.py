@@ -1,6 +1,6 @@
 """Estimated cycles of the scripts' train steps beside the usual ones of bench/stock.py, by the TPU's own compiler.
 
-    python -m bench.tpu_cycles                  every row: 1.5 hours on two cores; libtpu: `make .libtpu/.installed`
+    python -m bench.tpu_cycles                  every row: 1.5 hours on two cores; libtpu: `make guards` installs it
     python -m bench.tpu_cycles bert --missing   rows with "bert" in their name that docs/tpu/stock.json does not have
     python -m bench.tpu_cycles --only ours      our steps (or: usual); of the others the figures that are there
     python -m bench.tpu_cycles --print          only the tables, of what is there
@@ -144,7 +144,7 @@ def main() -> None:
     if options.print:
         rows = []
     if rows:
-        libtpu.find()  # rather than an error of each
+        libtpu.installed(libtpu.NEWEST)  # rather than an error of each
     elif not figures:
         raise InputError(f"{path} has no figures yet: leave --print out")
     other = {"ours": "usual", "usual": "ours"}.get(options.only)

@@ -32,6 +32,10 @@ CPython 3\.11, 3\.12 or 3\.13 is needed|python3\.1[123]: (?:command )?not found|
     there is no complete Python 3.11, 3.12 or 3.13 on this worker: GET_PYTHON; install it on all workers
 No space left on device|Disk quota exceeded
     the disk of this worker is full: remove what is not needed there
+\*\*\* SIG\w+ .*received by PID|^(?:\[worker \d+\] )?make: \*\*\* \[.*\] (?:Segmentation fault|Error 139)
+    the process died without a traceback. If the last line before is "compiling …", it was the TPU's compiler, libtpu,
+    that died of a step: add --safe-forms to ARGS, or ENV="XLA_ZOO_SAFE_FORMS=1", for forms that ask less of it
+    (docs/tpu.md, "When the compiler dies")
 ^(?:\[worker \d+\] )?make: \*\*\* \[.*\] (?:Killed|Error 137)
     a process was killed from outside, most likely since the worker ran out of memory (not the TPU's): fewer --workers
     in ARGS; `sudo dmesg | grep -i oom` there tells
