@@ -171,6 +171,7 @@ def compile_step(
             "batch": step.examples // topology.num_devices,
             "effort": effort,
             "libtpu": libtpu.version(),
+            "fingerprint": hlo.fingerprint(staged.module),
             "compile_seconds": round(seconds, 1),
             "hbm_bytes": topology.hbm_bytes,
         }
@@ -241,6 +242,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
         default="",
         help=f"version that compiles (default: $TPU_LIBRARY_PATH, or {libtpu.ON_TPU_VMS}, which TPU VMs run)",
     )
+    parser.add_argument("--stage", action="store_true", help="compile nothing; print the program's fingerprint only")
     parser.add_argument("--besides", default="", help="another version that has to compile the same program")
     parser.add_argument("--no-search", action="store_true", help="where it does not fit, do not look for what does")
     parser.add_argument("--json", default="", help="where the figures go (default: a file in runs/compile)")
@@ -299,6 +301,11 @@ def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -
     with libtpu.Topology(options.topology) as topology:
         config = job.config(topology.num_devices)
         mesh = staging.setup(topology.num_devices, topology.kind, config.precision, config.safe_forms)
+        if options.stage:
+            _, staged = stage(job, mesh, script)
+            found = {"fingerprint": hlo.fingerprint(staged.module)}
+            print(found["fingerprint"], flush=True)
+            return found
         try:
             found, optimized = compile_step(job, topology, mesh, options.effort, script, code, options.besides)
             print(report.describe(found), flush=True)

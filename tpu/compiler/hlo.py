@@ -9,6 +9,7 @@ Reading
                                        .num_partitions
 Writing (take and return bytes of an HloModuleProto)
     with_buffer_donors(data, parameters), with_parameter_shardings(data, {number: sharding})
+    fingerprint(data) -> str           of the program alone, whatever lines of Python it comes from
     op_sharding(spec, mesh_shape)      OpSharding: op_sharding(("data", None), {"data": 8})
     describe_sharding(sharding)        "replicated", "devices=[8,1]<=[8]"
 
@@ -19,6 +20,7 @@ covers all devices together; in an optimized module, one device.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Collection
@@ -285,6 +287,18 @@ def _name_fusions(module: Module) -> None:
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(data: bytes) -> str:
+    """Returns a hash of a module's program, which the lines of Python that it comes from do not change.
+
+    Two equal ones are the same program; a program that is built in another order may have another.
+    """
+    proto, _ = _parse(data)
+    for computation in proto.computations:
+        for instruction in computation.instructions:
+            instruction.ClearField("metadata")
+    return hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()[:16]
 
 
 def with_buffer_donors(data: bytes, parameters: list[int]) -> bytes:

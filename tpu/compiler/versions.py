@@ -319,6 +319,11 @@ Effort full, the rows of [stock.md](stock.md), our steps; v5e.
 """
 
 
+def write_page() -> None:
+    """Writes docs/tpu/versions.md from the figures that are there."""
+    PAGE.write_text(page(load(FIGURES)))
+
+
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
@@ -369,7 +374,7 @@ def main() -> None:
                 figures[case.named(program)] = result
                 print(case.named(program), cell(result[RUNTIME]), cell(result[NEWEST]), stack(result), flush=True)
             save(FIGURES, figures)
-    PAGE.write_text(page(figures))
+    write_page()
     if failed:
         raise InputError("\n".join(failed))
 
