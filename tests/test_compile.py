@@ -168,6 +168,20 @@ for precision, count in (("bfloat16", 2), ("fast_float32", 2), ("float32", 3)):
         found["products"][f"{precision} {arguments[0]}"] = [
             [dot.opcode, dot.lhs, sorted(set(dot.precision))] for dot in analysis.dots(hlo.parse(staged.module))
         ]
+
+backend.set_products("float32")
+found["forms"] = {}
+jobs = {
+    "bert": ["bert", "full", "--task", "pretrain", "--batch", "8", "--", "--precision", "float32", "--size", "tiny"],
+    "dlrm": ["dlrm", "tiny", "--batch", "8", "--", "--precision", "float32"],
+}
+for name, words in jobs.items():
+    for flag in ([], ["--safe-forms"], []):
+        _, job = compiling.parse([*words, *flag])
+        job = dataclasses.replace(job, program="evaluate")
+        asked = dataclasses.replace(mesh, safe_forms=job.config(256).safe_forms)
+        _, step = compiling.stage(job, asked, job.script)
+        found["forms"].setdefault(name, []).append(hlo.fingerprint(step.module))
 print(json.dumps(found))
 """
 
@@ -214,6 +228,14 @@ def test_a_staged_step_updates_in_place_what_it_trains_and_knows_how_it_is_shard
     assert shardings["state.model.0.weight"][0] == [None, None]
     # 30 million rows of 8, in lines of 16 rows: a gigabyte that never existed.
     assert [shape for shape in staged["shapes"] if re.fullmatch(r"f32\[187\d+,128\]", shape)], staged["shapes"]
+
+
+def test_safe_forms_are_another_program_where_there_is_attention_only(staged):
+    """And a program that is staged again, after another, has the same fingerprint."""
+    usual, safe, again = staged["forms"]["bert"]
+    assert safe != usual == again
+    usual, safe, again = staged["forms"]["dlrm"]
+    assert safe == usual == again
 
 
 CODE = """LB: loop body

@@ -290,14 +290,30 @@ def _name_fusions(module: Module) -> None:
 
 
 def fingerprint(data: bytes) -> str:
-    """Returns a hash of a module's program, which the lines of Python that it comes from do not change.
+    """Returns a hash of a module's program, which names, numbers and the lines that it comes from do not change.
 
-    Two equal ones are the same program; a program that is built in another order may have another.
+    Two equal ones are the same program; a program that is built in another order may have another. torch_xla counts on
+    from program to program in its names and numbers, so what is left is each operation's place in the list.
     """
     proto, _ = _parse(data)
+    proto.ClearField("name")
+    proto.ClearField("entry_computation_name")
+    computations = {each.id: place for place, each in enumerate(proto.computations)}
+    every = [instruction for computation in proto.computations for instruction in computation.instructions]
+    instructions = {each.id: place for place, each in enumerate(every)}
+
+    proto.entry_computation_id = computations[proto.entry_computation_id]
     for computation in proto.computations:
-        for instruction in computation.instructions:
-            instruction.ClearField("metadata")
+        computation.ClearField("name")
+        computation.id = computations[computation.id]
+        computation.root_id = instructions[computation.root_id]
+    for instruction in every:
+        instruction.ClearField("name")
+        instruction.ClearField("metadata")
+        instruction.id = instructions[instruction.id]
+        instruction.operand_ids[:] = [instructions[each] for each in instruction.operand_ids]
+        called = [computations[each] for each in instruction.called_computation_ids]
+        instruction.called_computation_ids[:] = called
     return hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()[:16]
 
 
