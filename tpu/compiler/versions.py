@@ -14,13 +14,9 @@ stock_tpu_vm.json, see bench/tpu_cycles.py.
 
 from __future__ import annotations
 
-import os
-
-if __name__ == "__main__":
-    os.environ["XLA_IR_DEBUG"] = os.environ["XLA_HLO_DEBUG"] = "1"  # as in tpu/compiler/compile.py
-
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
