@@ -138,13 +138,17 @@ check-device:
 		*) echo "error: DEVICE=$$DEVICE is not known; DEVICE is one of: xla cpu cuda" >&2; exit 2;; esac
 
 check-libtpu:
-	@$(if $(LIBTPU_GIVEN),case "$$LIBTPU_VERSION" in \
-		*[!0-9.]* | .* | *. | *..* | *.*.*.*) false;; *.*.*) ;; *) false;; esac || \
-		{ echo "error: LIBTPU_VERSION=$$LIBTPU_VERSION is no version of libtpu; give three numbers, such as 0.0.51" >&2; exit 2; })
+ifneq ($(LIBTPU_GIVEN),)
+	@case "$$LIBTPU_VERSION" in *[!0-9.]* | .* | *. | *..* | *.*.*.*) false ;; *.*.*) ;; *) false ;; esac || \
+		{ echo "error: LIBTPU_VERSION=$$LIBTPU_VERSION is no version of libtpu; give three numbers, such as 0.0.51" >&2; exit 2; }
+endif
 
 check-chips: check-libtpu
-	@$(if $(LIBTPU_GIVEN),$(if $(and $(XLA),$(CHIPS)),,echo "error: LIBTPU_VERSION=$$LIBTPU_VERSION is for a machine with" \
-		"TPU chips and XLA, and $(if $(XLA),no chip is here,DEVICE=$$DEVICE is without XLA); leave it out" >&2; exit 2))
+ifneq ($(LIBTPU_GIVEN),)
+	@test -n '$(and $(XLA),$(CHIPS))' || \
+		{ echo "error: LIBTPU_VERSION=$$LIBTPU_VERSION is for XLA on a machine with TPU chips, and" \
+			"$(if $(XLA),no chip is here,DEVICE=$$DEVICE is without XLA); leave it out" >&2; exit 2; }
+endif
 
 # What make was given is in the shell's environment, too: "$$DATA" keeps every space and quote in it.
 # With TPU= a run starts on that TPU's workers, each of which does `make train` without it. TPU=local is this machine.

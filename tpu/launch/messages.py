@@ -7,8 +7,9 @@ import re
 GET_PYTHON = (
     "CPython 3.11, 3.12 or 3.13 with venv, ensurepip and its shared library is needed, on Ubuntu 24.04"
     " `sudo apt-get install -y python3.12-venv libpython3.12`, on 22.04"
-    " `sudo add-apt-repository -y ppa:deadsnakes/ppa && sudo apt-get install -y python3.11 python3.11-venv libpython3.11`"
-    " (as GET_PYTHON=1 does), or give make PYTHON=/path/to/python3.11"
+    " `sudo add-apt-repository -y ppa:deadsnakes/ppa &&"
+    " sudo apt-get install -y python3.11 python3.11-venv libpython3.11` (as GET_PYTHON=1 does),"
+    " or give make PYTHON=/path/to/python3.11"
 )
 
 
