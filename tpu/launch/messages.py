@@ -34,8 +34,9 @@ CPython 3\.11, 3\.12 or 3\.13 is needed|python3\.1[123]: (?:command )?not found|
     there is no complete Python 3.11, 3.12 or 3.13 on this worker: GET_PYTHON; install it on all workers
 libpython3\.\d+\.so\.1\.0
     torch_xla is linked to this library, and the Python of this worker comes without it, as those of Ubuntu, Debian and
-    deadsnakes do: install its package on all workers, for python3.11 `sudo apt-get install -y libpython3.11`, or give
-    make GET_PYTHON=1, which does
+    deadsnakes do: GET_PYTHON; install it on all workers
+Invalid TPU external name
+    this libtpu does not know these chips; the pinned one does not know TPU7x, which needs LIBTPU_VERSION=0.0.51
 No space left on device|Disk quota exceeded
     the disk of this worker is full: remove what is not needed there
 ^(?:\[worker \d+\] )?make: \*\*\* \[.*\] (?:Killed|Error 137)
