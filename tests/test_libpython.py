@@ -1,5 +1,10 @@
-"""tpu/libpython.py: whether torch_xla finds the library that it is linked to, in each kind of interpreter."""
+"""tpu/libpython.py: whether torch_xla finds the library that it is linked to, in each kind of interpreter.
 
+The last test has a real Debian with exactly the packages that tpu/get_python.sh names. It takes minutes and a mirror.
+"""
+
+import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -99,3 +104,90 @@ def test_another_failure_of_the_import_keeps_its_words(ask, tmp_path):
     put_own_copy(tmp_path)
     code, said = ask("install")
     assert code == 1 and said.splitlines()[-1] == "ModuleNotFoundError: No module named 'torch_xla'"
+
+
+# Runs a command within a root file system, $1, whose /zoo is the project and /site the environment's packages. What is
+# written there is in memory and goes with the process.
+WITHIN = """set -e
+mount --make-rprivate /
+mount -t tmpfs tmpfs $1/mnt
+mkdir $1/mnt/upper $1/mnt/work $1/mnt/root
+mount -t overlay -o lowerdir=$1,upperdir=$1/mnt/upper,workdir=$1/mnt/work overlay $1/mnt/root
+cd $1/mnt/root
+mkdir zoo site
+mount --bind -o ro $2 zoo
+mkdir $1/mnt/site $1/mnt/site-work
+mount -t overlay -o lowerdir=$3,upperdir=$1/mnt/site,workdir=$1/mnt/site-work overlay site
+mount -t proc proc proc
+exec chroot . env -i PATH=/usr/bin:/bin:/usr/sbin:/sbin HOME=/root PYTHONPATH=/site PYTHONDONTWRITEBYTECODE=1 \\
+    sh -c "cd /zoo; $4"
+"""
+# As uv and conda have it: the library lies in the interpreter's own folder.
+APART = """
+mkdir -p /opt/lib /opt/bin
+cp /usr/bin/python3.11 /opt/bin
+cp /usr/lib/*/libpython3.11.so.1.0 /opt/lib
+ln -s /usr/lib/python3.11 /opt/lib
+"""
+PURGE = "dpkg --purge libpython3.11 >/dev/null"
+IMPORT = "-c 'import torch, torch_xla; print(torch_xla.__version__)'"
+
+
+def lacking() -> str:
+    """Returns what keeps a root file system from being made and entered here, or ""."""
+    if os.geteuid():
+        return "needs root, for a root file system of Debian"
+    if sys.version_info[:2] != (3, 11):
+        return f"needs an environment of Python 3.11, which Debian bookworm has; this one is {libpython.VERSION}"
+    if shutil.which("mmdebstrap") is None:
+        return "needs mmdebstrap: on Debian, apt-get install mmdebstrap"
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        return "needs the right to mount, which this container has not"
+    return ""
+
+
+def make_debian(root: Path) -> None:
+    """Makes a root file system with the packages that get_python.sh names. Skips the test without a mirror."""
+    script = ["sh", str(ROOT / "tpu/get_python.sh"), "python3.11", "--packages"]
+    packages = subprocess.run(script, check=True, capture_output=True, text=True).stdout.split()
+    include = f"--include={','.join(packages)}"
+    command = ["mmdebstrap", "--variant=minbase", include, "bookworm", str(root)]
+    made = subprocess.run(command, capture_output=True, text=True)
+    assert "Unable to locate package" not in made.stderr, packages
+    if made.returncode:
+        pytest.skip(f"mmdebstrap makes no root file system: {made.stderr.strip().splitlines()[-1]}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(lacking()), reason=lacking() or "nothing is lacking")
+def test_torch_xla_runs_on_a_debian_with_exactly_the_packages_that_get_python_names(tmp_path):
+    root = tmp_path / "debian"
+    make_debian(root)
+    site = Path(importlib.util.find_spec("torch_xla").origin).parent.parent
+
+    def within(*commands: str) -> tuple[int, str, str]:
+        words = [str(root), str(ROOT), str(site), " && ".join(command.strip() for command in commands)]
+        result = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", WITHIN, "sh", *words], capture_output=True, text=True
+        )
+        return result.returncode, result.stdout.strip(), result.stderr
+
+    # Without the library's package it is what users of a TPU VM have seen, and here a sentence.
+    code, _, said = within(PURGE, f"python3.11 {IMPORT}")
+    assert code == 1 and "ImportError: libpython3.11.so.1.0: " in said
+    for mode in ("", "install", "environment"):
+        code, _, said = within(PURGE, f"python3.11 -m tpu.libpython {mode}")
+        assert code == 2 and "sudo apt-get install -y libpython3.11" in said, said
+
+    # With it all is there: environments can be made, and torch_xla is imported.
+    version = importlib.metadata.version("torch_xla")
+    assert within("python3.11 -m tpu.libpython", "python3.11 -m venv /tmp/venv")[0] == 0
+    code, out, said = within("python3.11 -m tpu.libpython install", f"python3.11 {IMPORT}")
+    assert code == 0 and out == version, said
+
+    # An interpreter with a folder of its own needs the link that `install` makes.
+    apart = "/opt/bin/python3.11"
+    code, _, said = within(APART, PURGE, f"{apart} -m tpu.libpython", f"{apart} {IMPORT}")
+    assert code == 1 and "ImportError: libpython3.11.so.1.0: " in said
+    code, out, said = within(APART, PURGE, f"{apart} -m tpu.libpython install", f"{apart} {IMPORT}")
+    assert code == 0 and out == version, said
