@@ -72,7 +72,7 @@ def link(to: Path) -> None:
 
 def imports() -> bool:
     """Imports torch_xla. Returns False where it lacks the library; any other failure is raised as it is."""
-    os.environ.setdefault("PJRT_DEVICE", "CPU")  # no device is opened, and none is to be looked for
+    os.environ["PJRT_DEVICE"] = "CPU"  # no chip is looked for: another run may hold them
     try:
         importlib.import_module("torch_xla")
     except ImportError as error:
