@@ -10,6 +10,7 @@ import pytest
 
 from errors import InputError
 from tpu.compiler import analysis, apart, hlo, libtpu
+from train.common.embedding.tables import USABLE_GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -130,6 +131,12 @@ def test_an_out_of_memory_report_is_understood():
 TOPOLOGIES = [("v2:2x2", "TPU v2", 8), ("v3:1x1", "TPU v3", 2), ("v4:2x2x1", "TPU v4", 4), ("v4:1x1x1", "TPU v4", 1)]
 TOPOLOGIES += [("v5e:1x1", "TPU v5 lite", 1), ("v5e:16x16", "TPU v5 lite", 256), ("v5p:2x2x1", "TPU v5", 4)]
 TOPOLOGIES += [("V6E:2x4", "TPU v6 lite", 8), ("tpu7x:2x2x1", "TPU7x", 8)]
+
+
+def test_embedding_tables_reckon_with_the_memory_that_the_compiler_gives():
+    kinds = {name.partition(":")[0].lower(): kind for name, kind, _ in TOPOLOGIES}
+    given = {kinds[name.lower()]: generation.hbm_bytes for name, generation in libtpu.GENERATIONS.items()}
+    assert {kind: round(size / libtpu.GIB, 2) for kind, size in given.items()} == USABLE_GIB
 
 
 @m.needs_libtpu
