@@ -13,13 +13,16 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 # Dependencies, in a layer of their own: a change of the code below does not install them again. In a build there is no
-# chip by which make could tell that libtpu is needed. LIBTPU= leaves it out; without chips the image trains on the CPU.
+# chip by which make could tell that libtpu is needed, so it is told. LIBTPU= leaves it out; without chips the image
+# trains on the CPU. LIBTPU_VERSION= chooses another one than the pinned: docs/tpu.md.
 WORKDIR /xla-zoo
 ARG LIBTPU=yes
+ARG LIBTPU_VERSION
 ARG PIP_EXTRA_INDEX_URL
 COPY Makefile requirements.txt requirements-torchrec.txt requirements-tpu.txt requirements-wandb.txt ./
-RUN export PIP_NO_CACHE_DIR=1 && make install .venv/.wandb PYTHON=python3.11 \
-    && if [ -n "$LIBTPU" ]; then .venv/bin/pip install --quiet -r requirements-tpu.txt; fi
+COPY tpu/libpython.py tpu/
+RUN export PIP_NO_CACHE_DIR=1 && make install .venv/.wandb PYTHON=python3.11 CHIPS="$LIBTPU" \
+        ${LIBTPU_VERSION:+LIBTPU_VERSION="$LIBTPU_VERSION"}
 
 # A checkout's files may be younger than a cached layer's stamp, and equal: without `touch` every start would install.
 COPY . .

@@ -3,7 +3,7 @@
 # These count from make's command line only. What a shell has set under one of these names is for something else: it is
 # no argument of a run, and chooses nothing that is made or removed. PYTHON stays: it only chooses an interpreter.
 ARGUMENTS := MODEL TASK DATA DEVICE PRESET NAME ARGS TOPOLOGY BATCH EFFORT PROGRAM OUT DATASET MODEL_DIR TO WITH BENCH RUNS \
-	PORT TPU ZONE PROJECT RUN ENV RETRIES CREATE SPOT ENGINE BUCKET LAUNCH_ARGS GET_PYTHON VENV
+	PORT TPU ZONE PROJECT RUN ENV RETRIES CREATE SPOT ENGINE BUCKET LAUNCH_ARGS GET_PYTHON VENV LIBTPU_VERSION
 ifneq ($(findstring e,$(filter-out --%,$(firstword -$(MAKEFLAGS)))),)
 $(error make -e lets variables of the shell choose what is made and removed; leave out -e)
 endif
@@ -24,6 +24,7 @@ ifneq ($(origin VENV),command line)
 VENV   := $(if $(EAGER),$(if $(wildcard .venv/.installed),.venv,.venv-eager),.venv)
 endif
 NEEDED := requirements$(if $(EAGER),$(if $(filter .venv,$(VENV)),,-eager)).txt
+XLA    := $(if $(findstring eager,$(NEEDED)),,yes)
 # A model's script, and the arguments that choose it there. MODEL= takes one of these names.
 SCRIPT_resnet50 := resnet50
 SCRIPT_dlrm     := dlrm
@@ -47,6 +48,18 @@ ifneq ($(origin PRESET),command line)
 PRESET := $(if $(DATA),$(or $(PRESET_$(MODEL)),full),tiny)
 endif
 INSTALLED := $(VENV)/.installed
+
+# The libtpu of a machine with TPU chips is the pinned one, or that of LIBTPU_VERSION=, an argument of make alone. The
+# environment remembers that choice, so that a later command does not bring the pinned one back. Of `make compile` the
+# argument chooses the compiler, and changes no environment. CHIPS=yes is for an image.
+CHIPS := $(wildcard /dev/accel* /dev/vfio/[0-9]*)
+LIBTPU_CHOICE := $(VENV)/.libtpu_version
+LIBTPU_ASKED := $(if $(filter command,$(origin LIBTPU_VERSION)),$(LIBTPU_VERSION))
+LIBTPU_GIVEN := $(if $(filter compile,$(MAKECMDGOALS)),,$(LIBTPU_ASKED))
+LIBTPU_CHOSEN := $(or $(LIBTPU_GIVEN),$(file <$(LIBTPU_CHOICE)))
+LIBTPU_FOLDERS := $(notdir $(wildcard $(VENV)/lib/python3*/site-packages/libtpu-*.dist-info))
+LIBTPU_THERE := $(LIBTPU_FOLDERS:libtpu-%.dist-info=%)
+
 PY := $(VENV)/bin/python
 FAIRSEQ := .venv-fairseq
 JAX := .venv-jax
@@ -55,7 +68,7 @@ BOARD := .venv-board
 
 .DEFAULT_GOAL := help
 .PHONY: help install train copy translate data compile compile-all logs stop status board doctor test guards test-all bench lint clean fairseq fairseq-golden jax \
-	check-model check-device check-data check-translate check-bench
+	check-model check-device check-libtpu check-chips check-data check-translate check-bench
 
 help:
 	@echo 'make train MODEL=resnet50                    trial run: small preset, synthetic data, half a minute'
@@ -96,7 +109,9 @@ help:
 	@echo '         it after the run; ENGINE=sky leaves all that to SkyPilot; see python3 -m tpu.launch --help'
 	@echo 'ARGS     further flags of the script: ARGS="--epochs 10 --lr 0.05"; ARGS=--help lists them all'
 	@echo 'PYTHON   interpreter of the environment, CPython 3.11, 3.12 or 3.13 (default: the first there); GET_PYTHON=1'
-	@echo '         installs it where it is missing, by apt on Ubuntu, as root'
+	@echo '         installs it, or its library alone, where it is missing, by apt on Ubuntu, as root'
+	@echo 'LIBTPU_VERSION  another libtpu than $(ON_TPU_VMS), which TPU VMs run: for make compile, and on a machine with TPU chips;'
+	@echo '         $(NEWEST) for TPU7x (docs/tpu.md)'
 
 # A folder that make makes gets this before anything else is in it; `make clean` removes no other.
 MARK := .made-by-make
@@ -104,17 +119,32 @@ mark = @[ -e '$(1)' ] || { mkdir -p '$(1)' && : > '$(1)/$(MARK)'; }
 
 # The environment is done when the stamp is there: an install that was cut off starts over. On TPU VMs the launcher gives
 # GET_PYTHON=1.
-$(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt | check-device
+$(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt | check-device check-chips
 	@works() { $(PYTHON) -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>&-; }; \
-		works || { test -n '$(GET_PYTHON)' && sh tpu/get_python.sh '$(PYTHON)' && works; } || \
+		has_library() { $(if $(XLA),$(PYTHON) -m tpu.libpython,true); }; \
+		{ works && has_library 2>/dev/null; } || [ -z '$(GET_PYTHON)' ] || sh tpu/get_python.sh '$(PYTHON)'; \
+		works || \
 		{ echo 'error: CPython 3.11, 3.12 or 3.13 is needed, $(PYTHON) is not it; use PYTHON=/path/to/python3.11 that has venv,' \
-			'or on Ubuntu GET_PYTHON=1, which installs one as root' >&2; exit 2; }
+			'or on Ubuntu GET_PYTHON=1, which installs one as root' >&2; exit 2; }; \
+		has_library
 	$(call mark,$(VENV))
+	@rm -f $@
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet -r $(NEEDED)
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps -r requirements-torchrec.txt
-	if [ -n '$(if $(findstring eager,$(NEEDED)),,$(wildcard /dev/accel* /dev/vfio/[0-9]*))' ]; then $(VENV)/bin/pip install --quiet -r requirements-tpu.txt; fi
+	$(if $(and $(XLA),$(CHIPS)),$(VENV)/bin/pip install --disable-pip-version-check --quiet \
+		$(if $(LIBTPU_CHOSEN),libtpu==$(LIBTPU_CHOSEN),-r requirements-tpu.txt))
+	$(if $(and $(XLA),$(CHIPS),$(LIBTPU_CHOSEN)),echo $(LIBTPU_CHOSEN) >$(LIBTPU_CHOICE))
+	$(if $(XLA),$(PY) -m tpu.libpython install)
 	touch $@
+
+# Another libtpu than the one that is there.
+ifneq ($(LIBTPU_GIVEN),)
+ifneq ($(LIBTPU_GIVEN) $(LIBTPU_GIVEN),$(LIBTPU_THERE) $(file <$(LIBTPU_CHOICE)))
+$(INSTALLED): anew
+.PHONY: anew
+endif
+endif
 
 # The client of --tracker wandb, which tests use offline.
 WANDB := $(VENV)/.wandb
@@ -125,12 +155,25 @@ $(WANDB): requirements-wandb.txt | $(INSTALLED)
 install: $(INSTALLED)
 
 # Checked before anything is installed.
-check-model: check-device
+check-model: check-device check-libtpu
 	@test -n '$(SCRIPT_$(MODEL))' || { echo "error: MODEL=$$MODEL is not known; MODEL is one of: $(MODELS)" >&2; exit 2; }
 
 check-device:
 	@case "$$DEVICE" in ''|xla|cpu|cuda) ;; \
 		*) echo "error: DEVICE=$$DEVICE is not known; DEVICE is one of: xla cpu cuda" >&2; exit 2;; esac
+
+check-libtpu:
+ifneq ($(LIBTPU_ASKED),)
+	@case "$$LIBTPU_VERSION" in *[!0-9.]* | .* | *. | *..* | *.*.*.*) false ;; *.*.*) ;; *) false ;; esac || \
+		{ echo "error: LIBTPU_VERSION=$$LIBTPU_VERSION is no version of libtpu; give three numbers, such as 0.0.51" >&2; exit 2; }
+endif
+
+check-chips: check-libtpu
+ifneq ($(LIBTPU_GIVEN),)
+	@test -n '$(and $(XLA),$(CHIPS))' || \
+		{ echo "error: LIBTPU_VERSION=$$LIBTPU_VERSION is for XLA on a machine with TPU chips, and" \
+			"$(if $(XLA),no chip is here,DEVICE=$$DEVICE is without XLA); leave it out" >&2; exit 2; }
+endif
 
 # What make was given is in the shell's environment, too: "$$DATA" keeps every space and quote in it.
 # With TPU= a run starts on that TPU's workers, each of which does `make train` without it. TPU=local is this machine.
@@ -143,12 +186,12 @@ train: check-model
 	@python3 -m tpu.launch train --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
 		$(if $(call given,RUN),--run "$$RUN") $(if $(call given,ENV),--env-from ENV) $(if $(RETRIES),--retries "$$RETRIES") \
 		$(if $(call given,CREATE),--create "$$CREATE") $(if $(SPOT),--spot) $(LAUNCH_ARGS) -- \
-		$(call passed,MODEL TASK PRESET DATA NAME ARGS PYTHON GET_PYTHON)
+		$(call passed,MODEL TASK PRESET DATA NAME ARGS PYTHON GET_PYTHON LIBTPU_VERSION)
 else ifeq ($(ENGINE),sky)
 # SkyPilot holds the TPU, in whatever zone has one: see tpu/sky.yaml, which takes these variables.
 SKY := MODEL TASK PRESET DATA ARGS
 train: check-model
-	@test -z '$(filter command,$(foreach name,CREATE SPOT ZONE PROJECT ENV RETRIES NAME PYTHON DEVICE,$(origin $(name))))' || \
+	@test -z '$(filter command,$(foreach name,CREATE SPOT ZONE PROJECT ENV RETRIES NAME PYTHON DEVICE LIBTPU_VERSION,$(origin $(name))))' || \
 		{ echo 'error: ENGINE=sky takes $(SKY) BUCKET RUN only; what TPU it asks for, where and how stands in tpu/sky.yaml' >&2; exit 2; }
 	@test -n "$$BUCKET" -a -n "$$RUN" || \
 		{ echo 'error: ENGINE=sky needs BUCKET=gs://my-bucket for the runs, and RUN= to find the run again' >&2; exit 2; }
@@ -193,19 +236,27 @@ translate: check-translate
 	@$(MAKE) --no-print-directory install >&2
 	@$(PY) -m train.translate text --model-dir "$$MODEL_DIR" $(if $(DEVICE),--device "$$DEVICE") $(ARGS)
 
-# The compiler, apart from the environment: training does not need it, and on a TPU VM torch_xla has one of its own.
-$(LIBTPU)/.installed: requirements-compile.txt | $(INSTALLED)
+# The TPU's compiler, a folder per version, apart from the environment: training does not need it, and on a TPU VM
+# torch_xla has one of its own.
+$(LIBTPU)/%/.installed: | $(INSTALLED)
 	$(call mark,$(LIBTPU))
-	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(LIBTPU) -r requirements-compile.txt
+	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(LIBTPU)/$* libtpu==$*
 	touch $@
 
-compile: check-model $(INSTALLED) $(LIBTPU)/.installed
+# What a TPU VM compiles with, and the newest, which guards and figures are of besides.
+pinned = $(shell sed -n 's/^libtpu==\([0-9.]*\).*/\1/p' $(1))
+ON_TPU_VMS := $(call pinned,requirements-tpu.txt)
+NEWEST     := $(call pinned,requirements-compile.txt)
+BOTH_COMPILERS := $(foreach version,$(ON_TPU_VMS) $(NEWEST),$(LIBTPU)/$(version)/.installed)
+COMPILER := $(or $(LIBTPU_ASKED),$(ON_TPU_VMS))
+
+compile: check-model $(INSTALLED) $(LIBTPU)/$(COMPILER)/.installed
 	$(PY) -m tpu.compiler.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
-		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") \
+		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") --libtpu $(COMPILER) \
 		$(if $(call given,PROGRAM),--program "$(PROGRAM)") $(if $(call given,OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
 
 # The tables and pictures of docs/tpu: an hour. ARGS=guards: the figures that `make guards` compares.
-compile-all: $(INSTALLED) $(LIBTPU)/.installed
+compile-all: $(INSTALLED) $(BOTH_COMPILERS)
 	$(PY) -m tpu.compiler.pages $(ARGS)
 
 # A test process uses little more than one core. Tests of a script, or else of a file, share what they have trained: see
@@ -219,10 +270,10 @@ test: $(INSTALLED) $(WANDB)
 	$(PY) -m pytest $(SHARED_OUT) -m 'not slow' $(ARGS)
 
 # Each test compiles in a process of its own. None is skipped: the compiler is there.
-guards: $(INSTALLED) $(LIBTPU)/.installed
+guards: $(INSTALLED) $(BOTH_COMPILERS)
 	$(PY) -m pytest -n 2 --maxschedchunk 1 tests/test_compile.py tests/test_libtpu.py $(ARGS)
 
-test-all: $(INSTALLED) $(WANDB) $(FAIRSEQ)/.installed $(LIBTPU)/.installed
+test-all: $(INSTALLED) $(WANDB) $(FAIRSEQ)/.installed $(BOTH_COMPILERS)
 	$(PY) -m pytest $(SHARED_OUT) $(ARGS)
 
 check-bench:

@@ -106,6 +106,7 @@ def readme(script: str, model: str, device: str, files: list[Path], torchrec: bo
             f"    python -m train.{script} tiny{choice}      # a trial on synthetic data",
             f"    python -m train.{script} tiny --help          # all flags",
             "",
+            "torch_xla is linked to libpython: on Debian and Ubuntu `sudo apt-get install -y libpython3.11`.\n"
             f"On a TPU VM: `pip install {libtpu}`, then a preset with `--data`. `make data` is in the repository."
             if device in ("", "xla")
             else "For TPUs: copy it with DEVICE=xla. `make data` is in the repository.",

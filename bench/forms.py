@@ -1,6 +1,6 @@
 """What the forms that the TPU's compiler rewards gain on each generation: a step with each, and with the usual one.
 
-    python -m bench.forms                   every form on v5e, v6e, v5p and v4; libtpu: `make .libtpu/.installed`
+    python -m bench.forms                   every form on v5e, v6e, v5p and v4; libtpu: `make guards` installs it
     python -m bench.forms LayerNorm v6e     those with "LayerNorm" in their name or their step's, on one of them
 
 Steps of the scripts with two layers (ResNet: a block a stage) at their published widths, compiled for one chip with
@@ -191,7 +191,7 @@ def main() -> None:
         parser.error(f"no form or step has {options.name!r} in its name; there are the forms {', '.join(FORMS)}")
     path = DOCS / "forms.json"
     figures = load(path)
-    libtpu.find()  # rather than an error of each
+    libtpu.installed(libtpu.NEWEST)  # rather than an error of each
     for generation in [options.generation] if options.generation else ("v5e", *CHIPS):
         topology, found = {"v5e": ONE, **CHIPS}[generation], figures.setdefault(generation, {})
         rows = dict.fromkeys(FORMS[form][0] for form in forms)

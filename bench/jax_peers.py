@@ -1,6 +1,6 @@
 """Estimated cycles of our train steps beside JAX's and the usual PyTorch/XLA ones, by the same TPU compiler.
 
-    make jax                             the environment of JAX, .venv-jax; libtpu: `make .libtpu/.installed`
+    make jax                             the environment of JAX, .venv-jax; libtpu: `make guards` installs it
     python -m bench.jax_peers            every row: an hour on two cores
     python -m bench.jax_peers GLUE       rows with "glue" in their name
     python -m bench.jax_peers --missing  rows and settings that docs/tpu/jax.json does not have yet
@@ -27,7 +27,7 @@ from pathlib import Path
 from errors import InputError
 from tpu.compiler import bundles, libtpu, report
 from tpu.compiler.libtpu import GIB
-from tpu.compiler.pages import DOCS, ROOT, bundle_count, load, ratio, save, table, two_at_a_time, without_flags
+from tpu.compiler.pages import DOCS, ROOT, bundle_count, environment_of_figures, load, ratio, save, table, two_at_a_time
 from train import resnet50, transformer
 from train.common.xla import backend
 from train.common.xla.staging import Staged
@@ -104,7 +104,7 @@ def measured(step: str, batch: int, setting: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         command = [sys.executable, "-m", "bench.jax_peers", "--one", step, str(batch), setting, str(path)]
-        subprocess.run(command, cwd=ROOT, check=True, env=without_flags())
+        subprocess.run(command, cwd=ROOT, check=True, env=environment_of_figures())
         return json.loads(path.read_text())
 
 
@@ -202,7 +202,7 @@ def main() -> None:
     if options.print:
         jobs = []
     if jobs:
-        libtpu.find(), environment()  # rather than an error of each
+        libtpu.installed(libtpu.NEWEST), environment()  # rather than an error of each
     elif not figures:
         raise InputError(f"{file} has no figures yet: leave --print out")
     stock = load(DOCS / "stock.json")

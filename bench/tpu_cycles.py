@@ -1,23 +1,40 @@
 """Estimated cycles of the scripts' train steps beside the usual ones of bench/stock.py, by the TPU's own compiler.
 
-    python -m bench.tpu_cycles                  every row: 1.5 hours on two cores; libtpu: `make .libtpu/.installed`
+    python -m bench.tpu_cycles                  every row: 1.5 hours on two cores; libtpu: `make guards` installs it
     python -m bench.tpu_cycles bert --missing   rows with "bert" in their name that docs/tpu/stock.json does not have
     python -m bench.tpu_cycles --only ours      our steps (or: usual); of the others the figures that are there
     python -m bench.tpu_cycles --print          only the tables, of what is there
     python -m bench.tpu_cycles --generation v6e the networks' on one chip of v6e (or v5p, v4) instead of v5e
+    python -m bench.tpu_cycles --on-tpu-vms     our steps by the libtpu that TPU VMs run, for docs/tpu/versions.md
+    python -m bench.tpu_cycles --stale          which rows are older than the code; compiles nothing
 
 Each row is two compiles with effort full, of the same Config and batch: ours (tpu/compiler/compile.py) and the usual
-step (bench/stock.py). The figures are kept in docs/tpu/stock.json, the tables in docs/tpu/stock.md; those of other
-generations in docs/tpu/generations.json and generations.md. Cycles are estimates.
+step (bench/stock.py), by the newest libtpu. The figures are kept in docs/tpu/stock.json, the tables in
+docs/tpu/stock.md; those of other generations in docs/tpu/generations.json and generations.md. Cycles are estimates.
 """
 
 import argparse
+import os
+import subprocess
 import sys
 
 from errors import InputError
-from tpu.compiler import libtpu
+from tpu.compiler import libtpu, versions
 from tpu.compiler.libtpu import GIB
-from tpu.compiler.pages import DOCS, Row, bundle_count, compiled, load, memory, ratio, save, table, two_at_a_time
+from tpu.compiler.pages import (
+    DOCS,
+    ROOT,
+    Row,
+    bundle_count,
+    compiled,
+    environment_of_figures,
+    load,
+    memory,
+    ratio,
+    save,
+    table,
+    two_at_a_time,
+)
 
 ONE, EIGHT = "v5e:1x1", "v5e:2x4"
 CHIPS = {"v6e": "v6e:1x1", "v5p": "v5p:1x1x1", "v4": "v4:1x1x1"}
@@ -35,6 +52,7 @@ STEPS = (
     (Row("Transformer base, 64 tokens", "transformer", "tpu", 256), ONE),
     (Row("Transformer big, packed, 256 tokens", "transformer", "big", 32, "", WHOLE), ONE),
 )
+READ = ("libtpu", "fingerprint", "fits", "needed", "memory", "cycles", "bytes_accessed")  # of a TPU VM's report
 MILLION = ("--hash-rows", "1000000")
 TABLES = (
     (Row("Kaggle, 1 chip, at most 1M rows a table", "dlrm", "kaggle", 128, "", MILLION), ONE),
@@ -52,6 +70,29 @@ def measure(row: Row, topology: str, known: dict) -> dict:
     """{"ours": report, "usual": report}, see tpu/compiler/pages.py's `compiled`; `known`: those of them that are."""
     modules = {"ours": "tpu.compiler.compile", "usual": "bench.stock"}
     return {name: known.get(name) or compiled(row, topology, "full", module) for name, module in modules.items()}
+
+
+def measure_on_tpu_vms(row: Row, topology: str) -> dict:
+    """Our step's figures by the libtpu that TPU VMs run, without what no page reads."""
+    library = str(libtpu.installed(libtpu.ON_TPU_VMS))
+    report = compiled(row, topology, "full", variables={"TPU_LIBRARY_PATH": library})
+    kept = {key: report[key] for key in READ if key in report}
+    if "uncounted" in report:
+        kept["uncounted"] = {"bundles": report["uncounted"]["bundles"]}
+    return kept
+
+
+def age(row: Row, topology: str, report: dict) -> str:
+    """Whether the code still makes the program that a report is of."""
+    if "fingerprint" not in report:
+        return "not known: it is from before reports had a fingerprint"
+    command = [*row.command(topology, "full", os.devnull), "--stage"]
+    if "--" in command:  # the script's flags stay the last
+        command.remove("--stage")
+        command.insert(command.index("--"), "--stage")
+    result = subprocess.run(command, cwd=ROOT, env=environment_of_figures(), capture_output=True, text=True, check=True)
+    now = result.stdout.split()[-1]
+    return "as the code" if now == report["fingerprint"] else "OLDER than the code"
 
 
 def cycles(report: dict) -> str:
@@ -123,6 +164,21 @@ what is compared and what the cycles leave out. Of v5p and v4 a chip's two Tenso
     return "".join(parts)
 
 
+def on_tpu_vms(name: str, missing: bool) -> None:
+    """Writes stock_tpu_vm.json, and the page that shows it."""
+    path = DOCS / "stock_tpu_vm.json"
+    figures = load(path)
+    rows = [(row, topology) for row, topology in STEPS + TABLES if name.lower() in row.name.lower()]
+    if missing:
+        rows = [(row, topology) for row, topology in rows if row.name not in figures]
+    with two_at_a_time() as pool:
+        for (row, _), result in zip(rows, pool.map(lambda job: measure_on_tpu_vms(*job), rows), strict=True):
+            figures[row.name] = result
+            save(path, figures)
+            print(row.name, cycles(result), flush=True)
+    versions.write_page()
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,8 +186,13 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="keep the figures that are there")
     parser.add_argument("--only", choices=("ours", "usual"), help="compile these steps; keep the others' figures")
     parser.add_argument("--generation", choices=[*CHIPS], help="instead of v5e")
+    parser.add_argument("--on-tpu-vms", action="store_true", help="our steps by the libtpu of TPU VMs")
+    parser.add_argument("--stale", action="store_true", help="compile nothing; say which rows are older than the code")
     parser.add_argument("--print", action="store_true", help="compile nothing")
     options = parser.parse_args()
+    if options.on_tpu_vms:
+        on_tpu_vms(options.name, options.missing)
+        return
     path = DOCS / ("generations.json" if options.generation else "stock.json")
     kept = load(path)
     figures = kept.setdefault(options.generation, {}) if options.generation else kept
@@ -141,10 +202,15 @@ def main() -> None:
         parser.error(f"no row has {options.name!r} in its name; there are {', '.join(row.name for row, _ in every)}")
     if options.missing:
         rows = [(row, topology) for row, topology in rows if row.name not in figures]
+    if options.stale:
+        for row, topology in rows:
+            if row.name in figures:
+                print(f"{row.name}: {age(row, topology, figures[row.name]['ours'])}", flush=True)
+        return
     if options.print:
         rows = []
     if rows:
-        libtpu.find()  # rather than an error of each
+        libtpu.installed(libtpu.NEWEST)  # rather than an error of each
     elif not figures:
         raise InputError(f"{path} has no figures yet: leave --print out")
     other = {"ours": "usual", "usual": "ours"}.get(options.only)

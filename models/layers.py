@@ -5,6 +5,8 @@ chooses its precision once, where embeddings or their norm enter (`compute_dtype
 estimates of whole training steps on one v5e chip.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +16,21 @@ from models.products import NATIVE_DEVICES, einsum
 
 LANES = 128  # numbers in a row of a TPU's registers
 MASKED = -1e9  # added to scores that must not count; finite, so that a row without any key has no NaN
+
+
+@dataclass
+class Forms:
+    """How the layers of this process are written, where two ways compute the same numbers."""
+
+    clamp_weights: bool = True  # attention's weights, before their cast, where none are dropped
+
+
+FORMS = Forms()
+
+
+def use_forms(clamp_weights: bool) -> None:
+    """Chooses the forms of `Forms` for all that is computed, or traced, from now on."""
+    FORMS.clamp_weights = clamp_weights
 
 
 def rows_together(rows: int, tokens: int, parts: int) -> int:
@@ -123,7 +140,9 @@ class AttentionCore(torch.autograd.Function):
         weights = torch.softmax(scores.to(torch.promote_types(v.dtype, torch.float32)) + mask, -1)
         if dropout:
             weights = torch.where(kept(weights.shape, dropout, v.device), weights, -weights)
-        else:  # no weight is negative, but a cast right after the softmax has the compiler write float32 scores
+        elif FORMS.clamp_weights:
+            # It changes no number, since no weight is negative. But with a cast right after the softmax the compiler
+            # writes float32 scores to memory.
             weights = weights.clamp(min=0)
         signed = weights.to(v.dtype)
         ctx.scale = 1 / (1 - drop_share(dropout))

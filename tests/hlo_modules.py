@@ -15,9 +15,9 @@ KINDS = {"pred": 1, "s32": 4, "u32": 8, "f32": 11, "bf16": 16, "token": 17, "s4"
 
 
 def installed() -> bool:
-    """Returns whether libtpu is there."""
+    """Returns whether both versions of libtpu are there."""
     try:
-        return bool(libtpu.find())
+        return all(libtpu.installed(version) for version in libtpu.VERSIONS)
     except InputError:
         return False
 

@@ -10,22 +10,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hlo_modules
 import pytest
-from hlo_modules import needs_libtpu
 
 from errors import InputError
-from tpu.compiler import analysis, bundles, hlo, pages, steps
+from tpu.compiler import analysis, bundles, hlo, libtpu, pages, steps
 from tpu.compiler import compile as compiling
 
 ROOT = Path(__file__).parent.parent
+needs_libtpu = hlo_modules.needs_libtpu
 ACCEPT = 'if that is meant, run `make compile-all ARGS="guards"` and commit docs/tpu/guards.json'
 
 
-def run(*arguments: str, code: str = "", ends: int = 0) -> subprocess.CompletedProcess:
+def run(*arguments: str, code: str = "", ends: int = 0, variables: dict | None = None) -> subprocess.CompletedProcess:
     """A process for the CPU without this one's four devices, which exits with `ends`."""
     devices = ("CPU_NUM_DEVICES", "PJRT_DEVICE", "XLA_USE_SPMD")  # torch_xla sets the last
     environment = {name: value for name, value in os.environ.items() if name not in devices}
+    environment |= variables or {}
     command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "tpu.compiler.compile", *arguments]
+    if "--libtpu" not in arguments and hlo_modules.installed():
+        environment.setdefault("TPU_LIBRARY_PATH", str(libtpu.installed(libtpu.NEWEST)))  # which the figures are of
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert result.returncode == ends, result.stderr[-2000:]
     return result
@@ -164,6 +168,20 @@ for precision, count in (("bfloat16", 2), ("fast_float32", 2), ("float32", 3)):
         found["products"][f"{precision} {arguments[0]}"] = [
             [dot.opcode, dot.lhs, sorted(set(dot.precision))] for dot in analysis.dots(hlo.parse(staged.module))
         ]
+
+backend.set_products("float32")
+found["forms"] = {}
+jobs = {
+    "bert": ["bert", "full", "--task", "pretrain", "--batch", "8", "--", "--precision", "float32", "--size", "tiny"],
+    "dlrm": ["dlrm", "tiny", "--batch", "8", "--", "--precision", "float32"],
+}
+for name, words in jobs.items():
+    for flag in ([], ["--safe-forms"], []):
+        _, job = compiling.parse([*words, *flag])
+        job = dataclasses.replace(job, program="evaluate")
+        asked = dataclasses.replace(mesh, safe_forms=job.config(256).safe_forms)
+        _, step = compiling.stage(job, asked, job.script)
+        found["forms"].setdefault(name, []).append(hlo.fingerprint(step.module))
 print(json.dumps(found))
 """
 
@@ -210,6 +228,14 @@ def test_a_staged_step_updates_in_place_what_it_trains_and_knows_how_it_is_shard
     assert shardings["state.model.0.weight"][0] == [None, None]
     # 30 million rows of 8, in lines of 16 rows: a gigabyte that never existed.
     assert [shape for shape in staged["shapes"] if re.fullmatch(r"f32\[187\d+,128\]", shape)], staged["shapes"]
+
+
+def test_safe_forms_are_another_program_where_there_is_attention_only(staged):
+    """And a program that is staged again, after another, has the same fingerprint."""
+    usual, safe, again = staged["forms"]["bert"]
+    assert safe != usual == again
+    usual, safe, again = staged["forms"]["dlrm"]
+    assert safe == usual == again
 
 
 CODE = """LB: loop body
@@ -365,9 +391,33 @@ def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path):
     assert broken_promises(row.name, report, hlo.parse(paths[1].read_bytes())) == []
     if os.environ.get("TPU_LIBRARY_PATH") and report["libtpu"] != before["libtpu"]:
         return  # of another library one knows that it has other figures
+    if row.besides:
+        beside = report["besides"]
+        assert beside["libtpu"] == libtpu.ON_TPU_VMS
+        assert beside["needed"] == pytest.approx(before["besides"]["needed"], rel=TOLERANCES["needed"]), ACCEPT
     expected = figures(before)
     expected |= {name: pytest.approx(expected[name], rel=tolerance) for name, tolerance in TOLERANCES.items()}
     assert figures(report) == expected, ACCEPT
+
+
+@needs_libtpu
+@pytest.mark.parametrize("row", pages.SAFE, ids=[row.name for row in pages.SAFE])
+def test_safe_forms_compile_on_a_tpu_vm_without_a_larger_stack(row, tmp_path):
+    """And the usual forms die of it there, which is said in one sentence."""
+    options = ["--libtpu", libtpu.ON_TPU_VMS, "--json", str(tmp_path / "report.json")]
+    options += ["--topology", "v5e:1x1", "--batch", str(row.batch), "--program", row.program]
+    options += ["--task", row.task] if row.task else []
+    run(row.model, row.preset, *options, "--", *row.flags)
+
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["libtpu"] == libtpu.ON_TPU_VMS and report["memory"]["needed"] > 0
+
+    usual = [flag for flag in row.flags if flag != "--safe-forms"]
+    small = {"LIBTPU_INIT_ARGS": "--fibers_default_thread_stack_size=65536"}  # libtpu's own
+    died = run(row.model, row.preset, *options, "--", *usual, ends=compiling.DIED, variables=small)
+    message = died.stderr[died.stderr.index("error: ") :].splitlines()[0]
+    assert f"libtpu {libtpu.ON_TPU_VMS} died while it compiled (SIGSEGV, stack overflow)" in message
+    assert f"program {row.program}, for v5e:1x1" in message and "add --safe-forms to ARGS" in message
 
 
 @needs_libtpu

@@ -81,7 +81,6 @@ def test_a_copy_has_its_own_files_and_no_other_models(what, tmp_path):
     assert {"errors.py", "train/common/run.py"} <= files and {"torch_xla", "gcsfs", "tensorboard"} <= packages
     assert not [file for file in files if file.startswith(("tests", "bench", "tpu"))]
     written = (tmp_path / "mine/README.md").read_text()
-    assert len(written.splitlines()) <= 10
     assert [file for file in files if "__init__" not in file and file not in written] == []
 
 
@@ -104,7 +103,9 @@ def test_a_copy_trains_in_an_empty_folder(what, tmp_path):
 def test_a_copy_for_one_kind_of_device_leaves_out_the_other_and_trains(tmp_path, device, other):
     copied("dlrm", tmp_path, device=device, extras=("watch",))
     assert ("torch_xla==" in (tmp_path / "requirements.txt").read_text()) == (device == "xla")
-    assert ("--device cpu" in (tmp_path / "README.md").read_text()) == (device == "cpu")
+    written = (tmp_path / "README.md").read_text()
+    assert ("--device cpu" in written) == (device == "cpu")
+    assert ("apt-get install -y libpython3.11" in written) == (device == "xla")
     lines = [f"{TRIALS['dlrm']} --device {kind}" for kind in (other, device)]
     result = train(tmp_path, "dlrm", *lines, CPU_NUM_DEVICES="1")
     assert re.search(rf"error: --device is {other}, .*copy with DEVICE={other}.*\nexit code 2\n", result.stderr)

@@ -76,7 +76,7 @@ def set_free(monkeypatch, gigabytes: float) -> None:
 
 
 def test_the_interpreter_and_the_launchers_programs(here):
-    needed = ": CPython 3.11, 3.12 or 3.13 with venv and ensurepip is needed"
+    needed = ": CPython 3.11, 3.12 or 3.13 with venv, ensurepip and its shared library is needed"
     for script, about in {
         "echo CPython 3.13.0": "CPython 3.13.0",
         f'exec {sys.executable} "$@"': f"CPython {sys.version.split()[0]}",
@@ -85,9 +85,9 @@ def test_the_interpreter_and_the_launchers_programs(here):
         "echo \"No module named 'ensurepip'\" >&2; exit 1": f"No module named 'ensurepip'{needed}",
     }.items():
         here.command("python3.11", script)
-        line, _ = doctor.check_programs("python3.11", "none")
+        line, *_ = doctor.check_programs("python3.11", "none")
         assert line.startswith(f"{'fix' if needed in about else 'ok '}   Python: python3.11: {about}")
-        assert needed not in about or "apt-get install -y python3.11 python3.11-venv" in line
+        assert needed not in about or "apt-get install -y python3.11 python3.11-venv libpython3.11" in line
     here.command("git", "")
     for lack in ("fix", "none"):
         first, second = doctor.check_programs("x", lack)
@@ -109,7 +109,8 @@ def test_the_environment_is_as_pinned_and_complete(here):
     def check(*chips: str) -> list[str]:
         return list(doctor.check_environment(list(chips)))
 
-    assert check() == ["ok    packages: all 5 as pinned", "ok    installation: complete"]
+    library = "ok    libpython: .venv/bin/python has it"
+    assert check() == ["ok    packages: all 5 as pinned", library, "ok    installation: complete"]
     assert check("/dev/accel0")[0] == f"fix   packages: libtpu missing (pinned: 0.0.21): {AGAIN}"
     for versions, text, remedy in (
         ("torch-2.8.0 torch_xla-2.9.0 torchvision-0.24.0 torchrec-1.4.0", "torch 2.8.0 (pinned: 2.9.0)", ANEW),
@@ -118,7 +119,7 @@ def test_the_environment_is_as_pinned_and_complete(here):
         ("torch-2.9.0 torch_xla-2.9.0 torchvision-0.24.0", "torchrec missing (pinned: 1.4.0)", AGAIN),
     ):
         here.installed(f"{versions} numpy-1.26.4")
-        line, _ = check()
+        line, *_ = check()
         assert_line(line, "fix", "packages: ", text, "numpy 1.26.4 (pinned: 2.4.6)")
         assert line.endswith(f": {remedy}") and line.count("pinned") == 2
     os.utime(here.project / "requirements-tpu.txt")
@@ -131,6 +132,40 @@ def test_the_environment_is_as_pinned_and_complete(here):
     here.python.unlink()
     (line,) = check()
     assert_line(line, "none", "environment: .venv/bin/python: No such file", "make install")
+
+
+LACKS = "error: torch_xla needs libpython3.11.so.1.0, and python3.11 comes without it: install its package"
+
+
+def test_the_library_is_loaded_by_the_interpreter_and_by_that_of_the_environment(here):
+    """Interpreters are asked by running tpu/libpython.py."""
+    for python, check in (
+        ("python3.11", lambda: list(doctor.check_programs("python3.11", "none"))[1]),
+        (here.python, lambda: list(doctor.check_environment([]))[1]),
+    ):
+        name = python if python == "python3.11" else ".venv/bin/python"
+        here.command(python, f'case "$1" in *libpython.py) exec {sys.executable} "$@";; esac; echo CPython 3.11.7')
+        assert check() == f"ok    libpython: {name} has it"
+        here.command(python, f'case "$1" in *libpython.py) echo "{LACKS}" >&2; exit 2;; esac; echo CPython 3.11.7')
+        assert check() == f"fix   libpython: {LACKS.removeprefix('error: ')}"
+        here.command(python, 'case "$1" in *libpython.py) exit 3;; esac; echo CPython 3.11.7')
+        assert_line(check(), "fix", "libpython: no message: CPython 3.11, 3.12 or 3.13")
+
+
+def test_a_libtpu_by_choice_is_accepted_and_never_called_proven(here):
+    def check() -> str:
+        return next(doctor.check_environment(["/dev/accel0"]))
+
+    others = "torch-2.9.0 torch-xla-2.9.0 torchvision-0.24.0 numpy-2.4.6 torchrec-1.4.0"
+    here.installed(f"{others} libtpu-0.0.51")
+    assert check() == f"fix   packages: libtpu 0.0.51 (pinned: 0.0.21): {AGAIN}"
+    (here.project / ".venv/.libtpu_version").write_text("0.0.51\n")
+    chosen = "libtpu 0.0.51 (LIBTPU_VERSION=0.0.51; pinned: 0.0.21)"
+    assert check() == f"ok    packages: all 6 as pinned, but {chosen}: not run on a TPU"
+    here.installed(f"{others} libtpu-0.0.21")
+    assert check() == f"fix   packages: libtpu 0.0.21 (LIBTPU_VERSION=0.0.51; pinned: 0.0.21): {AGAIN}"
+    (here.project / ".venv/.libtpu_version").write_text("0.0.21\n")
+    assert check() == "ok    packages: all 6 as pinned"
 
 
 def test_chips_are_counted_and_opened_and_no_chip_is_an_error_only_when_it_is_wanted(here, monkeypatch):
@@ -226,6 +261,16 @@ esac
 exit 255"""
 
 
+def test_another_host_is_searched_for_a_python_with_its_library(here):
+    """What is sent there is run by its shell."""
+    search = ("/bin/sh", "-c", doctor.FIND_PYTHON)
+    assert doctor.run(*search) == (False, "no message")
+    here.command("python3.11", f'case "$2" in *ensurepip*) exit 0;; esac; echo "{LACKS}" >&2; exit 2')
+    assert doctor.run(*search) == (False, LACKS)
+    here.command("python3.12", f'exec {sys.executable} "$@"')
+    assert doctor.run(*search)[0]
+
+
 def test_gcloud_the_state_of_a_tpu_vm_and_plain_hosts(here):
     def check(tpu: str, place: tuple[str, str] = ("", ""), **values: str) -> list[str]:
         core = '"account": "me@x.org", "project": "mine"'
@@ -254,6 +299,9 @@ def test_gcloud_the_state_of_a_tpu_vm_and_plain_hosts(here):
     first, python, second, third = doctor.check_tpu("ssh:a,b,c", "", "")
     assert first == "ok    worker 0: a: Python 3.10.12"
     assert_line(python, "fix", "worker 0: a: no Python 3.11 to 3.13 with venv: CPython 3.11, 3.12")
+    here.command("ssh", SSH.replace("exit 127", f'echo "{LACKS}" >&2; exit 1'))
+    _, python, *_ = doctor.check_tpu("ssh:a,b,c", "", "")
+    assert_line(python, "fix", f"worker 0: a: {LACKS.removeprefix('error: ')}: CPython 3.11, 3.12")
     assert_line(second, "fix", "worker 1: ", "does not accept your ssh key")
     assert_line(third, "fix", "worker 2: c: ssh: connect to host c port 22: Connection refused")
 
@@ -307,7 +355,8 @@ def test_runs(here):
 
 
 def test_it_goes_through_without_an_environment_and_says_so_by_its_exit_code(here):
-    for name in ("tpu/doctor.py", "tpu/launch/hosts.py", "tpu/launch/messages.py", "errors.py"):
+    tpu = ("doctor.py", "libpython.py", "launch/hosts.py", "launch/messages.py")
+    for name in (*(f"tpu/{file}" for file in tpu), "errors.py"):
         (here.project / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, here.project / name)
     shutil.rmtree(here.project / ".venv")

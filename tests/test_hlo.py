@@ -346,3 +346,13 @@ def test_shardings():
     for spec in (("rows", None), ("data", "data")):
         with pytest.raises(ValueError, match="must name each axis of the mesh"):
             hlo.op_sharding(spec, {"data": 4})
+
+
+def test_a_fingerprint_is_of_the_program_and_not_of_the_lines_that_it_comes_from():
+    def product(rows: int, line: bytes) -> bytes:
+        where = m.message(7, m.message(3, line))
+        return m.program([m.arg(1, 0, X), m.op(2, "copy", f"f32[{rows}]", (1,), where, named=False)], [X], X)
+
+    first = hlo.fingerprint(product(8, b"a.py"))
+    assert hlo.fingerprint(product(8, b"b.py")) == first
+    assert hlo.fingerprint(product(9, b"a.py")) != first

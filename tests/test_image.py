@@ -35,6 +35,7 @@ def test_dependencies_have_a_layer_of_their_own_and_only_what_is_listed_goes_in(
     recipe = (ROOT / "Dockerfile").read_text()
     order = [
         "COPY Makefile req",
+        "COPY tpu/libpython.py",
         "make install .venv/.wandb",
         "COPY . .",
         "touch .venv/.installed .venv/.wandb",
@@ -44,6 +45,37 @@ def test_dependencies_have_a_layer_of_their_own_and_only_what_is_listed_goes_in(
     assert sorted(order, key=recipe.index) == order and "ARG RUN_AS=zoo\n" in recipe
     listed = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] != "#"]
     assert listed[0] == "*" and listed[-2:] == ["**/.*", "**/__pycache__"] and not any("!." in line for line in listed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "libtpu"),
+    [
+        ({"LIBTPU": "yes"}, "-r requirements-tpu.txt"),
+        ({"LIBTPU": "yes", "LIBTPU_VERSION": "0.0.51"}, "libtpu==0.0.51"),
+        ({"LIBTPU": ""}, ""),
+    ],
+)
+def test_the_layer_of_the_dependencies_has_what_make_install_needs_and_the_libtpu_of_the_build(
+    arguments, libtpu, tmp_path
+):
+    recipe = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
+    instructions = [line.split(maxsplit=1) for line in recipe.splitlines() if line and line[0] != "#"]
+    install = next(number for number, (_, rest) in enumerate(instructions) if "make install" in rest)
+    for word, rest in instructions[:install]:
+        if word == "COPY":
+            *files, to = rest.split()
+            (tmp_path / to).mkdir(exist_ok=True)
+            for file in files:
+                shutil.copy(ROOT / file, tmp_path / to)
+    # The base has the library of its python3.11.
+    assert subprocess.run([sys.executable, "-m", "tpu.libpython"], cwd=tmp_path).returncode == 0
+    dry = 'make() { command make -n "$@"; }; ' + instructions[install][1]
+    shown = subprocess.run(["sh", "-c", dry], cwd=tmp_path, env=BARE | arguments, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    commands = shown.stdout.replace("\\\n", "").splitlines()
+    wanted = [line.partition("--quiet")[2].strip() for line in commands if "pip install" in line]
+    assert [words for words in wanted if "tpu" in words] == [libtpu] * bool(libtpu)
+    assert ".venv/bin/python -m tpu.libpython install" in commands
 
 
 def test_the_entry_ends_as_the_trainer_does(tmp_path):

@@ -360,7 +360,16 @@ def test_known_messages_are_explained():
         ("open(/dev/vfio/0): Device or resource busy: Device or resource busy", "sudo lsof"),
         ("FAILED: Couldn't open /dev/vfio/0: Device or resource busy", "another process on this worker holds"),
         ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 33G of 15G", "a smaller --batch-size"),
-        ("error: CPython 3.11, 3.12 or 3.13 is needed, python3 is not it", "python3.11 python3.11-venv"),
+        ("error: CPython 3.11, 3.12 or 3.13 is needed, python3 is not it", "python3.11 python3.11-venv libpython3.11"),
+        (
+            "ImportError: libpython3.12.so.1.0: cannot open shared object file",
+            "install -y python3.12-venv libpython3.12`",
+        ),
+        (
+            "ImportError: libpython3.11.so.1.0: Kann die Shared-Object-Datei nicht öffnen",
+            "python3.11-venv libpython3.11`",
+        ),
+        ("INVALID_ARGUMENT: Invalid TPU external name: TPU7x", "TPU7x, which needs LIBTPU_VERSION=0.0.51"),
         ("OSError: [Errno 28] No space left on device", "the disk of this worker is full"),
         ("make: *** [Makefile:2: train] Killed", "ran out of memory (not the TPU's)"),
         ("[worker 1] make: *** [Makefile:2: train] Error 137", "ran out of memory (not the TPU's)"),  # dash's way

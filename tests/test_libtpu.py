@@ -9,7 +9,8 @@ import hlo_modules as m
 import pytest
 
 from errors import InputError
-from tpu.compiler import analysis, hlo, libtpu
+from tpu.compiler import analysis, apart, hlo, libtpu
+from train.common.embedding.tables import USABLE_GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,9 +28,12 @@ def host():
 
 
 def test_the_package_is_found_or_what_to_do_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(libtpu, "INSTALLED", tmp_path / "not there")
+    monkeypatch.setattr(libtpu, "FOLDER", tmp_path / "versions")
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"`make .libtpu/.installed` installs it"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(InputError, match=r"`make .libtpu/0.0.21/.installed` installs it"),
+    ):
         patch.setattr(libtpu.importlib.util, "find_spec", lambda name: None)
         libtpu.find()
     information = tmp_path / "libtpu-9.8.7.dist-info"
@@ -41,6 +45,19 @@ def test_the_package_is_found_or_what_to_do_is_said(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "libtpu", raising=False)
     assert libtpu.find() == tmp_path / "libtpu/libtpu.so"
     assert libtpu.version() == "9.8.7"
+
+    # What `make compile` has installed comes before the package.
+    ours = tmp_path / "versions/0.0.21/libtpu/libtpu.so"
+    ours.parent.mkdir(parents=True)
+    ours.touch()
+    assert libtpu.find() == libtpu.installed("0.0.21") == ours
+    for version, message in (
+        ("0.0.51", "`make .libtpu/0.0.51/.installed` installs it"),
+        ("newest", "is no version of"),
+    ):
+        with pytest.raises(InputError, match=message):
+            libtpu.installed(version)
+
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
     with pytest.raises(InputError, match=r"TPU_LIBRARY_PATH=.*libtpu.so is not a file"):
         libtpu.find()
@@ -114,6 +131,12 @@ def test_an_out_of_memory_report_is_understood():
 TOPOLOGIES = [("v2:2x2", "TPU v2", 8), ("v3:1x1", "TPU v3", 2), ("v4:2x2x1", "TPU v4", 4), ("v4:1x1x1", "TPU v4", 1)]
 TOPOLOGIES += [("v5e:1x1", "TPU v5 lite", 1), ("v5e:16x16", "TPU v5 lite", 256), ("v5p:2x2x1", "TPU v5", 4)]
 TOPOLOGIES += [("V6E:2x4", "TPU v6 lite", 8), ("tpu7x:2x2x1", "TPU7x", 8)]
+
+
+def test_embedding_tables_reckon_with_the_memory_that_the_compiler_gives():
+    kinds = {name.partition(":")[0].lower(): kind for name, kind, _ in TOPOLOGIES}
+    given = {kinds[name.lower()]: generation.hbm_bytes for name, generation in libtpu.GENERATIONS.items()}
+    assert {kind: round(size / libtpu.GIB, 2) for kind, size in given.items()} == USABLE_GIB
 
 
 @m.needs_libtpu
@@ -223,6 +246,26 @@ def test_out_of_memory_tells_what_takes_it(chip, capfd):
     assert caught.value.needed >= 2 * 100_000**2
     assert "bf16[100000,100000]" in caught.value.allocations[0].shape
     assert capfd.readouterr() == ("", "")
+
+
+@m.needs_libtpu
+@pytest.mark.parametrize("version", libtpu.VERSIONS)
+def test_a_process_of_its_own_answers_as_this_one_does(version):
+    library, module = libtpu.installed(version), m.matmul(512, 256, 1024)
+    compiled = apart.compile(module, "v5e:1x1", "fast", library)
+    assert compiled.cost.flops == 2 * 512 * 256 * 1024
+    assert compiled.memory.argument == 2 * (512 * 256 + 256 * 1024)
+    assert hlo.parse(compiled.optimized).parameters
+
+    square = 2 * 60_000**2
+    with pytest.raises(libtpu.OutOfMemory) as caught:
+        apart.compile(chain(60_000), "v5e:1x1", "fast", library)
+    assert caught.value.needed > 3 * square and caught.value.capacity < 2**34
+    assert caught.value.allocations[0].bytes == pytest.approx(square, rel=0.01)
+    with pytest.raises(libtpu.CompilerError, match="INVALID_ARGUMENT"):
+        apart.compile(b"not a module", "v5e:1x1", "fast", library)
+    with pytest.raises(InputError, match="topology 'v9:1x1' is not known"):
+        apart.compile(module, "v9:1x1", "fast", library)
 
 
 @m.needs_libtpu

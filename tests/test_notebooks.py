@@ -202,6 +202,11 @@ def test_the_install_cell_clones_and_installs_with_uvs_python(monkeypatch, tmp_p
     names["ENVIRONMENT"]["PJRT_DEVICE"] = "TPU"
     exec(cells("dlrm")["install"], names)
     assert commands == [f"{zoo}/.venv/bin/python -m pip install --quiet -r {zoo}/requirements-tpu.txt"]
+    # One that was chosen by LIBTPU_VERSION= stays.
+    commands.clear()
+    (zoo / ".venv/.libtpu_version").write_text("0.0.51\n")
+    exec(cells("dlrm")["install"], names)
+    assert not commands
 
 
 SLOW = ("glue", "resnet50", "transformer")

@@ -5,7 +5,6 @@ import importlib
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -254,30 +253,6 @@ def test_make_takes_the_first_python_that_works_and_refuses_another(codes, tmp_p
     assert f"\n{found} -m venv {tmp_path}/new\n" in make("-n", "install", f"VENV={tmp_path}/new", python="").stdout
     result = make("install", f"VENV={tmp_path}/new", "PYTHON=false")
     assert result.returncode == 2 and "3.13 is needed, false is not it; use PYTHON=" in result.stderr
-
-
-def test_make_installs_a_python_where_it_is_asked_to(tmp_path, monkeypatch):
-    """Where there is none, as on Ubuntu 22.04; apt is busy at first. The stand-in for Python makes no environment."""
-    for name, script in {
-        "sudo": 'shift; exec "$@"',
-        "add-apt-repository": 'echo "$@"',
-        "apt-get": f'cd {tmp_path}; if mkdir busy 2>&-; then exit 100; fi; echo "$@"; cp new python3.11',
-        "new": 'if [ "$1" = -c ]; then exit 0; fi; echo "$@"; exit 3',
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    for name in ("make", "sh", "env", "id", "sleep", "mkdir", "cp"):
-        (tmp_path / name).symlink_to(shutil.which(name))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("PAUSE", "0.1")
-    install = ["install", f"VENV={tmp_path}/venv"]
-    refused = make(*install, python="")
-    assert refused.returncode == 2 and "on Ubuntu GET_PYTHON=1" in refused.stderr and not refused.stdout
-    said = make(*install, "GET_PYTHON=1", python="").stdout.splitlines()
-    installed = ["-y ppa:deadsnakes/ppa", "install -y python3.11 python3.11-venv"]
-    assert said == [*installed, f"python3.11 -m venv {tmp_path}/venv", f"-m venv {tmp_path}/venv"]
-    other = make(*install, "GET_PYTHON=1", python="nothing")
-    assert other.returncode == 2 and "nothing cannot be installed" in other.stderr
 
 
 def test_make_data_prepares_what_it_knows():

@@ -401,7 +401,8 @@ def test_no_host_holds_a_state_twice(mesh, tmp_path):
 
 def test_the_tpus_compiler_has_its_flags_and_a_cut_states_reduce_scatters_before_it_is_loaded(mesh, monkeypatch):
     given = "--a=b --xla_tpu_enable_reduce_scatter_legalizer=false --noxla_tpu_input_conv_multi_users"
-    flags, seen = " ".join([*backend.FUSIONS.split()[1:], "--xla_tpu_scoped_vmem_limit_kib=7"]), []
+    flags = " ".join([backend.STACK, *backend.FUSIONS.split()[1:], "--xla_tpu_scoped_vmem_limit_kib=7"])
+    seen = []
     monkeypatch.setattr(backend.xr, "device_type", lambda: seen.append(os.environ["LIBTPU_INIT_ARGS"]))
     for layout in (TWO, FULL):
         monkeypatch.setenv("LIBTPU_INIT_ARGS", given)

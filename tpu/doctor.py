@@ -23,6 +23,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -39,6 +40,8 @@ from tpu.launch import hosts, messages
 
 ROOT, PROJECT = Path("/"), Path(__file__).resolve().parent.parent
 PYTHON, STAMP = Path(".venv/bin/python"), Path(".venv/.installed")
+LIBTPU_CHOICE = Path(".venv/.libtpu_version")  # what LIBTPU_VERSION= of make has asked for
+LIBPYTHON = Path(__file__).with_name("libpython.py").resolve()
 REQUIREMENTS = [Path(f"requirements{kind}.txt") for kind in ("", "-torchrec", "-tpu")]
 SECONDS, DEVICE_SECONDS = 60, 180  # per command, on a cold disk; for torch_xla to open the devices
 # Memory of a run: the process that trains (1.1 GB in ResNet-50's trial), and each loader process: itself (0.2 GB there)
@@ -63,8 +66,12 @@ except InputError as error:
     sys.exit(str(error))
 print(f"{len(sizes)} files, {sum(sizes) / 1e9:.1f} GB, can be read")
 """
-# On another host.
-FIND_PYTHON = "for python in python3.11 python3.12 python3.13; do $python -c 'import ensurepip' && exit; done; exit 1"
+# On another host, which has no file of the project.
+FIND_PYTHON = (
+    "for python in python3.11 python3.12 python3.13; do"
+    f" $python -c 'import ensurepip' 2>/dev/null && $python -c {shlex.quote(LIBPYTHON.read_text())} && exit;"
+    " done; exit 1"
+)
 
 
 def line(good: object, text: str, remedy: str, lack: str = "fix") -> str:
@@ -90,16 +97,31 @@ def run(*command: str | Path, seconds: float = SECONDS) -> tuple[bool, str]:
     return process.returncode == 0, messages.last_line(err or out) if process.returncode else out
 
 
+def check_library(python: str | Path, *arguments: str) -> str:
+    """Checks that an interpreter has the library that torch_xla is linked to. arguments: see libpython.py."""
+    has, said = run(python, LIBPYTHON, *arguments)
+    if has:
+        return line(True, f"libpython: {python} has it", "")
+    lack, _, remedy = said.removeprefix("error: ").partition(": ")
+    return line(False, f"libpython: {lack}", remedy or messages.GET_PYTHON)
+
+
 def check_programs(python: str, lack: str) -> Iterator[str]:
     """Checks the interpreter that the environment is made with, and the programs that the launcher needs."""
     works, about = run(python, "-c", ABOUT_PYTHON)
-    yield line(works and re.match(r"CPython 3\.1[123]\.", about), f"Python: {python}: {about}", messages.GET_PYTHON)
+    good = works and re.match(r"CPython 3\.1[123]\.", about)
+    yield line(good, f"Python: {python}: {about}", messages.GET_PYTHON)
+    if good:
+        yield check_library(python)
     absent = [f"no {name}" for name in ("git", "ssh") if shutil.which(name) is None]
     yield line(not absent, f"for TPU=: {', '.join(absent) or 'git, ssh'}", "install git and openssh-client", lack)
 
 
 def check_environment(chips: list[str]) -> Iterator[str]:
-    """Checks the packages of .venv against the pins, with libtpu's where chips are, and that it is complete."""
+    """Checks the packages of .venv against the pins, with libtpu's where chips are, and that it is complete.
+
+    Of libtpu the version that LIBTPU_VERSION= has asked for is as good as the pinned one.
+    """
     works, message = run(PYTHON, "-c", "")
     if not works:
         absent = not os.path.lexists(PYTHON)
@@ -110,14 +132,22 @@ def check_environment(chips: list[str]) -> Iterator[str]:
     pins = [pin for file in files for pin in re.findall(r"^([\w-]+)==([\w.]+)", file.read_text(), re.MULTILINE)]
     installed = importlib.metadata.distributions(path=glob.glob(".venv/lib/python*/site-packages"))
     versions = {str(package.metadata["Name"]).replace("-", "_").lower(): package.version for package in installed}
+    chosen = LIBTPU_CHOICE.read_text().strip() if LIBTPU_CHOICE.exists() else ""
+    note = ""
     strays = []
     for name, pin in pins:
         version = versions.get(name.replace("-", "_").lower(), "missing")
-        if version.partition("+")[0] != pin:  # without +cpu
-            strays.append(f"{name} {version} (pinned: {pin})")
+        wanted, why = pin, f"pinned: {pin}"
+        if name == "libtpu" and chosen not in ("", pin):
+            wanted, why = chosen, f"LIBTPU_VERSION={chosen}; {why}"
+            note = f", but libtpu {version} ({why}): not run on a TPU"
+        if version.partition("+")[0] != wanted:  # without +cpu
+            strays.append(f"{name} {version} ({why})")
     anew = re.search(r"\btorch(_xla|vision)? ", " ".join(strays))  # they need each other's versions
     remedy = "make clean, then make install" if anew else "touch requirements.txt && make install"
-    yield line(not strays, f"packages: {', '.join(strays) or f'all {len(pins)} as pinned'}", remedy)
+    yield line(not strays, f"packages: {', '.join(strays) or f'all {len(pins)} as pinned{note}'}", remedy)
+    if "torch_xla" in versions:
+        yield check_library(PYTHON, "environment")
     newer = [str(file) for file in REQUIREMENTS if not STAMP.exists() or file.stat().st_mtime > STAMP.stat().st_mtime]
     text = f"cut off, or older than {' and '.join(newer)}" if newer else "complete"
     yield line(not newer, f"installation: {text}", "make install")
@@ -206,8 +236,12 @@ def check_tpu(tpu: str, zone: str, project: str) -> Iterator[str]:
                 works, text = run(*host.ssh(worker, "python3 --version && systemctl --version"))
                 remedy = f"{messages.explain_ssh(text, name)[1]}; the launcher needs ssh, python3 3.8 and systemd there"
                 yield line(works, f"worker {worker}: {name}: {text.splitlines()[0]}", remedy)
-                if works and not run(*host.ssh(worker, FIND_PYTHON))[0]:
-                    yield line(False, f"worker {worker}: {name}: no Python 3.11 to 3.13 with venv", messages.GET_PYTHON)
+                if not works:
+                    continue
+                has_python, said = run(*host.ssh(worker, FIND_PYTHON))
+                if not has_python:
+                    lack = said.removeprefix("error: ") if "libpython" in said else "no Python 3.11 to 3.13 with venv"
+                    yield line(False, f"worker {worker}: {name}: {lack}", messages.GET_PYTHON)
             return
         lack = "fix" if tpu else "none"
         works, text = run("gcloud", "config", "list", "--format=json", "--quiet")

@@ -1,21 +1,33 @@
 #!/bin/sh
-# Installs a CPython on Ubuntu: TPU VMs have 22.04, whose own is 3.10. make calls it with GET_PYTHON=1.
+# Installs a CPython on Ubuntu: TPU VMs have 22.04, whose own is 3.10. make calls it with GET_PYTHON=1, also where only
+# the library is missing.
 #
-#     sh tpu/get_python.sh python3.11        as root, or with sudo that asks for no password
+#     sh tpu/get_python.sh python3.11               as root, or with sudo that asks for no password
+#     sh tpu/get_python.sh python3.11 --packages    only says which packages that takes
 set -eu
 case "$1" in
 python3.11 | python3.12 | python3.13) ;;
 *) echo "error: $1 cannot be installed; give make PYTHON=python3.11, python3.12 or python3.13, or none" >&2 && exit 2 ;;
 esac
 
+# Ubuntu, Debian and deadsnakes split CPython in the same way: the interpreter, what `python3.11 -m venv` needs, and the
+# library that torch_xla is linked to, which their interpreter does without.
+packages="$1 $1-venv lib$1"
+if [ "${2-}" = --packages ]; then
+	echo "$packages"
+	exit
+fi
+
 root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi; }
 
 # A machine that has just been made updates itself, and apt has one user at a time.
 patiently() { for _ in 1 2 3 4 5; do "$@" && return; sleep "${PAUSE:-30}"; done; "$@"; }
 
-if command -v "$1" > /dev/null; then
-	patiently root apt-get update -q
-else
+# The interpreter that is there, if any, is of the packages that apt knows; one that was built by hand need not be.
+is_known() { "$1" -c '' 2> /dev/null && patiently root apt-get update -q && apt-cache show "lib$1" > /dev/null 2>&1; }
+
+if ! is_known "$1"; then
 	patiently root add-apt-repository -y ppa:deadsnakes/ppa
 fi
-patiently root env DEBIAN_FRONTEND=noninteractive apt-get install -y "$1" "$1-venv"
+# needrestart would restart services afterwards, and the run that waits for this is one.
+patiently root env DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l apt-get install -y $packages

@@ -64,6 +64,7 @@ class Config:
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
+    safe_forms: bool = False  # for a TPU's compiler that dies while it compiles: forms that ask less of it, docs/tpu.md
 
     @property
     def dim(self) -> int:
@@ -97,7 +98,7 @@ SYNTHETIC_TRAIN, SYNTHETIC_EVAL = 65_536, 8_192
 
 # Fields that a resumed run may change: none touches a number. Tables restore under any plan. Old runs have dim, too.
 FREE = ("plan", "model_devices", "exchange_room", "dim", "steps_a_call")
-FREE += ("workers", "log_every", "save_every", "keep", "strict")
+FREE += ("workers", "log_every", "save_every", "keep", "strict", "safe_forms")
 EVAL_BATCH = 16_384  # examples per evaluation step, over all devices; facebookresearch/dlrm's, fewer for a small set
 ADAGRAD_EPS = 1e-8  # of MLPerf v2's reference, and of fbgemm
 TABLE_KEY = "sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"  # torchrec's name of a table
@@ -237,7 +238,7 @@ def export(folder: str, state: State, data: Data, config: Config, checkpoint_fol
 def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports; returns the final metrics: auc, loss and ne of the evaluation split."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device)
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device, safe_forms=config.safe_forms)
     data = open_data(config)
     per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh)
     total = config.epochs * per_epoch

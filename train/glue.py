@@ -21,7 +21,7 @@ from torch import Tensor
 
 from data import batching, glue, vocabulary
 from errors import InputError
-from models import encoders, partition
+from models import encoders, layers, partition
 from train.common import accumulate, checkpoint, cli, device, folders, loading
 from train.common.run import Run
 
@@ -71,12 +71,13 @@ class Config:
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
+    safe_forms: bool = False  # for a TPU's compiler that dies while it compiles: forms that ask less of it, docs/tpu.md
 
 
 TINY = Config(**cli.TRIAL, task="sst2", lengths=(16, 32), epochs=6, lr=2e-3, weight_decay=0.01)
 
 # Fields that a resumed run may change: none of these touches a number.
-FREE = ("workers", "log_every", "save_every", "strict", "layout")
+FREE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
 REQUIRED = ("group_by_length",)  # a run from before there was this field has another order of examples
 ADAM_EPS = 1e-6  # as in all four papers
 SYNTHETIC_WORDS, SYNTHETIC_INIT = 400, 0.05  # a trial's largest vocabulary, and the spread of its new weights
@@ -143,6 +144,7 @@ def batches(config: Config, examples: glue.Encoded, mesh: device.Mesh, train: bo
 
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     """Moves the model to the device and makes its optimizer, whose state exists from the start."""
+    layers.use_forms(clamp_weights=not mesh.safe_forms)
     parts = math.lcm(8, mesh.num_devices) if mesh.kind.startswith("TPU") else 0  # 8: on 1 to 8 chips the same rows
     model = device.to_device(encoders.fast_layers(data.model, parts), mesh, partition.rules)
     groups = encoders.parameter_groups(model, config.weight_decay)
@@ -227,7 +229,8 @@ def export(folder: str, state: State, data: Data, mesh: device.Mesh) -> None:
 def main(config: Config) -> dict[str, float]:
     """Fine-tunes, evaluates and exports; returns the final metrics, MNLI's second split's as mismatched_…."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout)
+    asked = {"safe_forms": config.safe_forms}  # of a TPU's compiler
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout, **asked)
     if mesh.process_count > 1 and config.model == "xlnet" and not config.checkpoint:  # see vocabulary.learn
         raise InputError(f"the trial of --model xlnet is for one host, not {mesh.process_count}; give --checkpoint")
     data = open_data(config)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data import pretraining
 from errors import InputError
-from models import encoders, objectives, partition
+from models import encoders, layers, objectives, partition
 from train.common import accumulate, checkpoint, cli, device, folders, loading
 from train.common.run import Run
 
@@ -71,6 +71,7 @@ class Config:
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
+    safe_forms: bool = False  # for a TPU's compiler that dies while it compiles: forms that ask less of it, docs/tpu.md
 
 
 # You et al. 2020, table 4: batches of 32k
@@ -80,7 +81,7 @@ TINY = Config(
 )
 
 # Fields that a resumed run may change: none of these touches a number.
-FREE = ("workers", "log_every", "save_every", "strict", "layout")
+FREE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
 ADAM_EPS = 1e-6  # as in all four papers
 VMEM_KIB = {"xlnet": 32_768}  # of a TPU core for one fusion; others would pay with memory: docs/tpu/findings.md
 SYNTHETIC_LENGTH, SYNTHETIC_INIT = 32, 0.05  # a trial's tokens per row, and the spread of its new weights
@@ -142,6 +143,7 @@ def open_data(config: Config) -> Data:
 
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     """Moves the models to the device and makes the optimizer, whose state exists from the start."""
+    layers.use_forms(clamp_weights=not mesh.safe_forms)
     model = device.to_device(encoders.fast_layers(data.model), mesh, partition.rules)
     recipe = recipe_of(config)
     groups = encoders.parameter_groups(model, recipe.weight_decay)
@@ -223,8 +225,8 @@ def with_teacher(config: Config, mesh: device.Mesh) -> Config:
 def main(config: Config) -> dict[str, float]:
     """Pretrains and exports; returns the final metrics of the validation rows."""
     config = validate(config)
-    vmem_kib = VMEM_KIB.get(config.model, 0)
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout, vmem_kib)
+    asked = {"vmem_kib": VMEM_KIB.get(config.model, 0), "safe_forms": config.safe_forms}  # of a TPU's compiler
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout, **asked)
     if config.model == "distilbert" and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)

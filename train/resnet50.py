@@ -61,13 +61,14 @@ class Config:
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
+    safe_forms: bool = False  # for a TPU's compiler that dies while it compiles: forms that ask less of it, docs/tpu.md
 
 
 SMALL = {"model": "resnet_tiny", "image_size": 32, "norm_groups": 8}
 TINY = Config(**cli.TRIAL, **SMALL, epochs=8, batch_size=64, lr=0.8, warmup_epochs=1.0, log_every=10, save_every=50)
 
 # Fields that a resumed run may change: none of these touches a number.
-FREE = ("workers", "log_every", "save_every", "keep", "strict", "layout")
+FREE = ("workers", "log_every", "save_every", "keep", "strict", "layout", "safe_forms")
 VMEM_KIB = 40_960  # of a TPU core for one fusion; libtpu gives less: docs/tpu/findings.md
 SYNTHETIC_CLASSES, SYNTHETIC_TRAIN, SYNTHETIC_EVAL = 10, 2048, 500
 
@@ -216,7 +217,8 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: device.M
 def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports; returns the final metrics: top1, top5 and loss of the evaluation split."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout, VMEM_KIB)
+    asked = {"vmem_kib": VMEM_KIB, "safe_forms": config.safe_forms}  # of a TPU's compiler
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout, **asked)
     data, every = open_data(config), config.update_every
     per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh, parts=every)
     total = config.epochs * per_epoch

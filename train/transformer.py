@@ -24,7 +24,7 @@ from torch import Tensor
 
 from data import batching, wmt
 from errors import InputError
-from models import fairseq
+from models import fairseq, layers
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed, rules
 from train import translate
 from train.common import accumulate, averaging, checkpoint, cli, device, files, loading
@@ -60,6 +60,7 @@ class Config:
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
+    safe_forms: bool = False  # for a TPU's compiler that dies while it compiles: forms that ask less of it, docs/tpu.md
 
 
 BIG = Config(
@@ -85,7 +86,7 @@ TINY = Config(
 )
 
 # Fields that a resumed run may change: none of these touches a number.
-FREE = ("workers", "log_every", "strict", "layout")
+FREE = ("workers", "log_every", "strict", "layout", "safe_forms")
 VMEM_KIB = 32_768  # of a TPU core for one fusion, as v6e gives; others give less: docs/tpu/findings.md
 WRITES_GRADIENT = "TPU v6 lite"  # that of the logits: 9 % fewer cycles there, more elsewhere, docs/tpu/findings.md
 ADAM, WARMUP_INIT_LR = {"betas": (0.9, 0.98), "eps": 1e-8}, 1e-7  # as in fairseq's recipes
@@ -126,6 +127,7 @@ def open_data(config: Config) -> Data:
 
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     """Makes model and optimizer on the device; the optimizer's state exists from the start."""
+    layers.use_forms(clamp_weights=not mesh.safe_forms)
     arch = replace(ARCHITECTURES[config.arch], dropout=config.dropout, share_embeddings=config.share_embeddings)
     source, target = data.train.source_dictionary, data.train.target_dictionary
     if config.share_embeddings == "all" and source is not target:
@@ -215,7 +217,8 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: device.M
 def main(config: Config) -> dict[str, float]:
     """Trains, averages the last checkpoints, evaluates, exports; returns bleu, loss and ppl, and test_bleu, …."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout, VMEM_KIB)
+    asked = {"vmem_kib": VMEM_KIB, "safe_forms": config.safe_forms}  # of a TPU's compiler
+    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout, **asked)
     data = open_data(config)
     plan = translate.training_plan(data.train, config, mesh.num_devices)
     total, every, per_epoch = config.updates, config.update_every, loading.steps_per_epoch(data.train, plan, mesh)

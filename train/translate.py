@@ -24,7 +24,7 @@ from torch import Tensor
 
 from data import batching, packing, wmt
 from errors import InputError
-from models import beam_search, fairseq
+from models import beam_search, fairseq, layers
 from models.transformer import PAD, Transformer
 from train.common import checkpoint, cli, device, files, folders, loading
 
@@ -40,6 +40,7 @@ class Config:
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     workers: int = 0  # processes that make batches
     strict: bool = True  # a recompilation or a host fall-back stops the run
+    safe_forms: bool = False  # for a TPU's compiler that dies while it compiles: forms that ask less of it, docs/tpu.md
 
 
 MAX_LENGTH_A, MAX_LENGTH_B = 1.2, 10  # a translation has at most a * (source tokens) + b words
@@ -183,6 +184,7 @@ def load(folder: str, mesh: device.Mesh) -> tuple[Transformer, wmt.Codec]:
     Raises:
         InputError: files are missing, or do not belong together.
     """
+    layers.use_forms(clamp_weights=not mesh.safe_forms)
     path = f"{folder.rstrip('/')}/model.pt"
     settings, weights = fairseq.read_checkpoint(files.read_file(path), path)
     languages = [settings.get("source_lang"), settings.get("target_lang")]
@@ -205,7 +207,7 @@ def main(config: Config) -> None:
             raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least 1")
     if list(config.lengths) != sorted(set(config.lengths)) or min(config.lengths, default=2) < 2:
         raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 2")
-    mesh = device.setup(0, config.precision, config.strict, config.device)
+    mesh = device.setup(0, config.precision, config.strict, config.device, safe_forms=config.safe_forms)
     model, text = load(config.model_dir, mesh)
     content = sys.stdin.buffer.read()
     low, high, _ = device.over_hosts(mesh, zlib.crc32(content))

@@ -19,7 +19,7 @@ WRONG = (
 OURS = [
     (
         "train/resnet50.py",
-        "device.setup(config.seed, config.precision, config.strict, config.device, config.layout, VMEM_KIB)",
+        "device.setup(config.seed, config.precision, config.strict, config.device, config.layout, **asked)",
     )
 ]
 

@@ -5,9 +5,10 @@
     python -m tpu.compiler.compile dlrm mlperf_v1 --topology v6e:4x8 -- --plan row     flags of the script after --
     python -m tpu.compiler.compile transformer big --program translate      beam search instead of the train step
 
-This needs neither a TPU nor a network nor data, only the package libtpu (requirements-compile.txt). The script builds
-its step (steps.py); train/common/xla/staging.py traces it without numbers; libtpu compiles it (libtpu.py). Every time,
-cycle and rate printed is an estimate; memory is what the program will ask for.
+This needs neither a TPU nor a network nor data, only the package libtpu: the version that a TPU VM runs, or another by
+--libtpu. The script builds its step (steps.py); train/common/xla/staging.py traces it without numbers; libtpu compiles
+it (libtpu.py) in a process of its own (apart.py), since it may die of a program. Every time, cycle and rate printed is
+an estimate; memory is what the program will ask for.
 """
 
 import argparse
@@ -31,7 +32,7 @@ if __name__ == "__main__":
 import tyro
 
 from errors import InputError
-from tpu.compiler import bundles, hlo, libtpu, report, steps
+from tpu.compiler import apart, bundles, hlo, libtpu, report, steps
 from tpu.compiler.libtpu import GIB
 from train import dlrm, glue, pretrain, resnet50, transformer
 from train.common import cli, device, sharding
@@ -41,6 +42,7 @@ ENCODERS = tuple(name for name in glue.RECIPES if name != "auto")
 MODELS = ("resnet50", "transformer", "dlrm", *ENCODERS)
 EFFORTS = ("fast", "full")
 PROGRAMS = ("train", "evaluate", "translate")
+DIED = 3  # exit code: the compiler died; 1: it does not fit, 2: input
 FIRST_PRESET = {resnet50: "full", transformer: "base", dlrm: "kaggle", glue: "full", pretrain: "full"}
 MAKERS = {
     resnet50: steps.images,
@@ -133,18 +135,27 @@ def occupied(found: dict) -> int:
 
 
 def compile_step(
-    job: Job, topology: libtpu.Topology, mesh: device.Mesh, effort: str, script: Any, code: str = ""
+    job: Job,
+    topology: libtpu.Topology,
+    mesh: device.Mesh,
+    effort: str,
+    script: Any,
+    code: str = "",
+    besides: str = "",
 ) -> tuple[dict, bytes]:
     """Returns the report of the compiled step of `script`'s functions, and its optimized module.
 
     Args:
         code: the folder into which libtpu writes the code of operations; "": it does not.
+        besides: a version of libtpu that compiles the same program, too; the report then has what it needs.
     Raises:
         libtpu.OutOfMemory: it does not fit into a device's memory.
+        apart.CompilerDied: the compiler died of it.
     """
     step, staged = stage(job, mesh, script)
     started = time.perf_counter()
-    with _counting(staged.kept), topology.compile(staged.module, effort) as program:
+    with _counting(staged.kept):
+        program = apart.compile(staged.module, topology.name, effort, libtpu.find())
         seconds = time.perf_counter() - started
         identity = {
             "model": job.model,
@@ -160,6 +171,7 @@ def compile_step(
             "batch": step.examples // topology.num_devices,
             "effort": effort,
             "libtpu": libtpu.version(),
+            "fingerprint": hlo.fingerprint(staged.module),
             "compile_seconds": round(seconds, 1),
             "hbm_bytes": topology.hbm_bytes,
         }
@@ -170,7 +182,11 @@ def compile_step(
         figures = report.figures(staged, program, libtpu.GENERATIONS[topology.generation], effort, counted)
         if occupied(figures) > topology.hbm_bytes:
             raise libtpu.OutOfMemory(topology.name, figures["memory"]["needed"], topology.hbm_bytes, [], "")
-        return identity | figures, program.optimized
+
+    if besides:
+        other = apart.compile(staged.module, topology.name, effort, libtpu.installed(besides))
+        identity["besides"] = {"libtpu": besides, "needed": other.memory.needed}
+    return identity | figures, program.optimized
 
 
 def largest_batch(
@@ -221,6 +237,13 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
     )
     parser.add_argument("--program", choices=PROGRAMS, default="train", help="the step that is compiled")
     parser.add_argument("--effort", choices=EFFORTS, default="fast", help="of the compiler; full estimates cycles")
+    parser.add_argument(
+        "--libtpu",
+        default="",
+        help=f"version that compiles (default: $TPU_LIBRARY_PATH, or {libtpu.ON_TPU_VMS}, which TPU VMs run)",
+    )
+    parser.add_argument("--stage", action="store_true", help="compile nothing; print the program's fingerprint only")
+    parser.add_argument("--besides", default="", help="another version that has to compile the same program")
     parser.add_argument("--no-search", action="store_true", help="where it does not fit, do not look for what does")
     parser.add_argument("--json", default="", help="where the figures go (default: a file in runs/compile)")
     parser.add_argument("--dump", default="", help="file for the optimized module (HloModuleProto)")
@@ -258,10 +281,14 @@ def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyTy
     if script is not job.script and job.program != "train":
         raise InputError(f"--program is {job.program}; of other functions than the script's there is train only")
     options.given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    if options.besides:
+        libtpu.installed(options.besides)
+    if options.libtpu:
+        os.environ["TPU_LIBRARY_PATH"] = str(libtpu.installed(options.libtpu))
     # Of the Transformer's published sizes libtpu 0.0.51 does not end writing the code, in 18 minutes of a core. Another
     # version may not know the flags.
     endless = job.script is transformer and job.preset != "tiny"
-    if options.effort != "full" or endless or libtpu.find() != libtpu.INSTALLED:
+    if options.effort != "full" or endless or libtpu.version() not in libtpu.VERSIONS:
         return compile_job(options, job, script, "")
     with bundles.folder() as code:
         bundles.dump_to(code)
@@ -270,15 +297,20 @@ def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyTy
 
 def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -> dict:
     """Compiles, prints and writes the report of a job; returns it. `code`: see compile_step."""
-    if script is job.script:  # another's step is compared without what ours asks for
-        asked = getattr(script, "VMEM_KIB", 0)
-        backend.ask_compiler(backend.FUSIONS, asked.get(job.model, 0) if isinstance(asked, dict) else asked)
-    sharding.ask_for_reduce_scatters(getattr(job.config(1), "layout", cli.WHOLE), backend)
+    ask_compiler(job, script)
     with libtpu.Topology(options.topology) as topology:
-        mesh = staging.setup(topology.num_devices, topology.kind, job.config(topology.num_devices).precision)
+        config = job.config(topology.num_devices)
+        mesh = staging.setup(topology.num_devices, topology.kind, config.precision, config.safe_forms)
+        if options.stage:
+            _, staged = stage(job, mesh, script)
+            found = {"fingerprint": hlo.fingerprint(staged.module)}
+            print(found["fingerprint"], flush=True)
+            return found
         try:
-            found, optimized = compile_step(job, topology, mesh, options.effort, script, code)
+            found, optimized = compile_step(job, topology, mesh, options.effort, script, code, options.besides)
             print(report.describe(found), flush=True)
+        except apart.CompilerDied as error:
+            raise DeadCompiler(what_died(error, job, topology.name)) from error
         except libtpu.OutOfMemory as error:
             print(f"{job.model} {job.preset} on {topology.name}", report.describe_shortage(error), sep="\n", flush=True)
             found = {"fits": False, "needed": error.needed, "capacity": error.capacity, "topology": topology.name}
@@ -293,6 +325,43 @@ def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -
     if options.dump and optimized:
         write(options.dump, optimized)
     return found
+
+
+def ask_compiler(job: Job, script: Any) -> None:
+    """Puts into LIBTPU_INIT_ARGS what a run of the job has there; call it before libtpu is loaded.
+
+    Another's step is compared without what ours asks for, but for the stack without which the compiler may die.
+    """
+    config = job.config(1)
+    layout = getattr(config, "layout", cli.WHOLE)
+    if script is job.script:
+        vmem_kib = getattr(script, "VMEM_KIB", 0)
+        if isinstance(vmem_kib, dict):
+            vmem_kib = vmem_kib.get(job.model, 0)
+        backend.ask_for_forms(vmem_kib, layout.remat, config.safe_forms)
+    else:
+        backend.ask_compiler(backend.STACK)
+    sharding.ask_for_reduce_scatters(layout, backend)
+
+
+class DeadCompiler(RuntimeError):
+    """The compiler died; the message says of what, and what to do."""
+
+
+def what_died(error: apart.CompilerDied, job: Job, topology: str) -> str:
+    """Returns which libtpu died on which step, and what to leave out."""
+    words = [job.model, job.task, job.preset, *job.flags]
+    step = " ".join(filter(None, words))
+    remedies = []
+    if "--safe-forms" not in job.flags:
+        remedies.append("add --safe-forms to ARGS, whose forms ask less of the compiler")
+    if "--remat" in job.flags:
+        remedies.append("leave --remat out")
+    others = [version for version in libtpu.VERSIONS if version != error.version]
+    remedies.append(f"try another version, LIBTPU_VERSION={others[-1]}, to see whether it compiles at all")
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    about = f"{error}: {step}, program {job.program}, for {topology}, with LIBTPU_INIT_ARGS={flags!r}"
+    return f"{about}; {', or '.join(remedies)}\n{apart.last_words(error)}"
 
 
 def write(path: str, content: bytes) -> None:
@@ -334,3 +403,6 @@ if __name__ == "__main__":
     except (InputError, device.GraphError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except DeadCompiler as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(DIED)

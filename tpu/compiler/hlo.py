@@ -9,6 +9,7 @@ Reading
                                        .num_partitions
 Writing (take and return bytes of an HloModuleProto)
     with_buffer_donors(data, parameters), with_parameter_shardings(data, {number: sharding})
+    fingerprint(data) -> str           of the program alone, whatever lines of Python it comes from
     op_sharding(spec, mesh_shape)      OpSharding: op_sharding(("data", None), {"data": 8})
     describe_sharding(sharding)        "replicated", "devices=[8,1]<=[8]"
 
@@ -19,6 +20,7 @@ covers all devices together; in an optimized module, one device.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Collection
@@ -285,6 +287,34 @@ def _name_fusions(module: Module) -> None:
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(data: bytes) -> str:
+    """Returns a hash of a module's program, which names, numbers and the lines that it comes from do not change.
+
+    Two equal ones are the same program; a program that is built in another order may have another. torch_xla counts on
+    from program to program in its names and numbers, so what is left is each operation's place in the list.
+    """
+    proto, _ = _parse(data)
+    proto.ClearField("name")
+    proto.ClearField("entry_computation_name")
+    computations = {each.id: place for place, each in enumerate(proto.computations)}
+    every = [instruction for computation in proto.computations for instruction in computation.instructions]
+    instructions = {each.id: place for place, each in enumerate(every)}
+
+    proto.entry_computation_id = computations[proto.entry_computation_id]
+    for computation in proto.computations:
+        computation.ClearField("name")
+        computation.id = computations[computation.id]
+        computation.root_id = instructions[computation.root_id]
+    for instruction in every:
+        instruction.ClearField("name")
+        instruction.ClearField("metadata")
+        instruction.id = instructions[instruction.id]
+        instruction.operand_ids[:] = [instructions[each] for each in instruction.operand_ids]
+        called = [computations[each] for each in instruction.called_computation_ids]
+        instruction.called_computation_ids[:] = called
+    return hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()[:16]
 
 
 def with_buffer_donors(data: bytes, parameters: list[int]) -> bytes:

@@ -5,8 +5,10 @@
         with topology.compile(module, effort="full") as program:  # bytes of an HloModuleProto
             program.memory.peak, program.cost.flops, program.optimized
 
-find() -> Path             libtpu.so: $TPU_LIBRARY_PATH, else of the installed package `libtpu`; InputError if neither
-version() -> str           its version, and api_version() -> (major, minor) of its C API
+find() -> Path             libtpu.so: $TPU_LIBRARY_PATH, else of the version ON_TPU_VMS, as `make compile` installs it,
+                           else of the installed package `libtpu`; InputError if none of them is there
+installed(version) -> Path the libtpu.so of a version, as `make compile` installs it; InputError if it is not there
+version(library) -> str    a library's version, and api_version() -> (major, minor) of find()'s C API
 GENERATIONS                {"v5e": Generation(shapes, usable HBM, peak FLOP/s, bytes/s, clock), ...}, all per device
 TOPOLOGIES                 the names that Topology takes: "v5e:1x1", "v5e:2x4", ..., "v4:2x2x1", "TPU7x:2x2x1"
 Topology(name)             .name .generation .kind .device_ids .num_devices .hbm_bytes, .compile(); InputError for
@@ -43,7 +45,10 @@ from tpu.compiler.hlo_pb2 import (
 from tpu.compiler.pjrt import CompilerError
 
 GIB = 2**30
-INSTALLED = Path(__file__).resolve().parents[2] / ".libtpu/libtpu/libtpu.so"  # by `make compile`
+FOLDER = Path(__file__).resolve().parents[2] / ".libtpu"  # into which `make compile` installs, a folder per version
+ON_TPU_VMS = "0.0.21"  # what torch_xla 2.9.0 names as its own, and so what a TPU VM compiles with: requirements-tpu.txt
+NEWEST = "0.0.51"  # requirements-compile.txt
+VERSIONS = (ON_TPU_VMS, NEWEST)  # whose flags and figures are known
 
 
 @dataclass(frozen=True)
@@ -170,29 +175,49 @@ class Cost:
 def find() -> Path:
     """Returns the path of libtpu.so. Raises InputError that says how to install it."""
     named = os.environ.get("TPU_LIBRARY_PATH")
-    if not named and INSTALLED.is_file():
-        return INSTALLED
     if named:
         if not Path(named).is_file():
             raise InputError(f"TPU_LIBRARY_PATH={named} is not a file; it must be a libtpu.so, or be unset")
         return Path(named)
+    usual = _place(ON_TPU_VMS)
+    if usual.is_file():
+        return usual
     package = importlib.util.find_spec("libtpu")
     if package is not None and package.origin:
         library = Path(package.origin).parent / "libtpu.so"
         if library.is_file():
             return library
     raise InputError(
-        "libtpu is not installed: it holds the TPU compiler; `make .libtpu/.installed` installs it, or set"
-        " TPU_LIBRARY_PATH to a libtpu.so"
+        f"libtpu is not installed: it holds the TPU compiler; `make .libtpu/{ON_TPU_VMS}/.installed` installs it, or"
+        " set TPU_LIBRARY_PATH to a libtpu.so"
     )
 
 
-def version() -> str:
-    """Returns the version of the library's package, "0.0.21"; for a library on its own, its description of itself."""
-    library = find().resolve()
+def _place(version: str) -> Path:
+    return FOLDER / version / "libtpu/libtpu.so"
+
+
+def installed(version: str) -> Path:
+    """Returns the libtpu.so of a version. Raises InputError that says how to install it."""
+    if not re.fullmatch(r"\d+(\.\d+)+", version):
+        raise InputError(f"{version!r} is no version of libtpu; give one such as {ON_TPU_VMS} or {NEWEST}")
+    library = _place(version)
+    if not library.is_file():
+        raise InputError(f"libtpu {version} is not installed: `make .libtpu/{version}/.installed` installs it")
+    return library
+
+
+def version(library: Path | None = None) -> str:
+    """Returns the version of a library's package, "0.0.21"; for a library on its own, its description of itself.
+
+    library: default: that of find().
+    """
+    library = (library or find()).resolve()
     for distribution in importlib.metadata.distributions(path=[str(library.parent.parent)]):
         if (distribution.metadata["Name"] or "").lower() == "libtpu":
             return distribution.version
+    if library != find().resolve():
+        return str(library)  # a process loads one library only
     with Topology("v5e:2x2") as topology:
         return " ".join(topology.platform_version().split())
 
@@ -262,8 +287,8 @@ class Topology:
             return self.library.call("TopologyDescription_Create", arguments).topology
         except CompilerError as error:
             raise InputError(
-                f"topology {self.name} is not known to libtpu {version()} ({error.text}); use a newer libtpu"
-                " or another topology"
+                f"topology {self.name} is not known to libtpu {version()} ({error.text}); use a newer libtpu, such as"
+                f" LIBTPU_VERSION={NEWEST} (--libtpu {NEWEST}), or another topology"
             ) from error
         finally:
             del buffers  # the call is over: nothing reads them any more

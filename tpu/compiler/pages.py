@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from errors import InputError
+from tpu.compiler import libtpu
 from tpu.compiler.libtpu import GENERATIONS, GIB
 from train.common import files
 
@@ -34,7 +35,11 @@ PARTS = ("recipes", "scaling", "mlperf", "guards")
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: the arguments of tpu/compiler/compile.py. `batch`: examples per device of a train step."""
+    """A line of a table: the arguments of tpu/compiler/compile.py.
+
+    Attributes:
+        batch: examples per device of a train step.
+    """
 
     name: str
     model: str
@@ -43,12 +48,14 @@ class Row:
     task: str = ""
     flags: tuple[str, ...] = ()
     program: str = "train"
+    besides: str = ""  # another version of libtpu that has to compile it
 
     def command(self, topology: str, effort: str, output: str, module: str = "tpu.compiler.compile") -> list[str]:
         """Returns the command, which does not search for a batch that fits."""
         task = ["--task", self.task] if self.task else []
         options = ["--topology", topology, "--batch", str(self.batch), "--effort", effort, "--json", output]
         options += [] if self.program == "train" else ["--program", self.program]  # bench/jax_peers.py has one only
+        options += ["--besides", self.besides] if self.besides else []
         flags = ["--", *self.flags] if self.flags else []
         return [sys.executable, "-m", module, self.model, self.preset, *task, *options, "--no-search", *flags]
 
@@ -102,13 +109,25 @@ def another(program: str, name: str) -> Row:
     return replace(next(row for row in STEPS if row.name == name), name=f"{name}, {program}", program=program)
 
 
-GUARDS = (
+REMAT = Row("bert, recomputed", "bert", "full", 8, "pretrain", ("--size", "mini", "--remat"))
+GUARDED = (
     *STEPS,
     another("translate", "transformer"),
     another("translate", "transformer, two chips a layer"),
     Row("transformer, cut state", "transformer", "tiny", 32, "", (*TRANSLATES, "--shard-state", "full"), "translate"),
+    another("evaluate", "resnet50"),
+    another("evaluate", "transformer"),
+    another("evaluate", "bert on mrpc"),
     another("evaluate", "bert, a state in parts"),
     another("evaluate", "dlrm"),
+    REMAT,
+)
+# The version that TPU VMs run has to compile each of them, too: what is seen on another only is not proven for users.
+GUARDS = tuple(replace(row, besides=libtpu.ON_TPU_VMS) for row in GUARDED)
+# Without dropout, or with --remat, that version needs a larger stack; these compile with its own. See versions.md.
+SAFE = tuple(
+    replace(row, name=f"{row.name}, safe forms", flags=(*row.flags, "--safe-forms"))
+    for row in (GUARDED[1], another("evaluate", "bert on mrpc"), REMAT)
 )
 # On one chip at full effort, which alone estimates cycles. Half of them: the others share their layers.
 CYCLES = (
@@ -139,7 +158,7 @@ def compiled(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         command = row.command(topology, effort, str(path), module)
-        environment = without_flags() | (variables or {})
+        environment = environment_of_figures() | (variables or {})
         result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if result.returncode == 2 and "What would fit:" in result.stderr:
             return {"fits": False, "reason": result.stderr.rpartition("error: ")[2].strip()}
@@ -148,9 +167,16 @@ def compiled(
         return json.loads(path.read_text())
 
 
-def without_flags() -> dict[str, str]:
-    """Returns the environment for figures: what a shell has of LIBTPU_INIT_ARGS would be in them, unseen."""
-    return {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
+def environment_of_figures() -> dict[str, str]:
+    """Returns the environment for figures. Raises InputError where the compiler that they are of is not installed.
+
+    What a shell has of LIBTPU_INIT_ARGS would be in them, unseen. They are of libtpu.NEWEST, unless TPU_LIBRARY_PATH
+    names another.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
+    if not environment.get("TPU_LIBRARY_PATH"):
+        environment["TPU_LIBRARY_PATH"] = str(libtpu.installed(libtpu.NEWEST))
+    return environment
 
 
 @contextlib.contextmanager

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 GET_PYTHON = (
-    "CPython 3.11, 3.12 or 3.13 with venv and ensurepip is needed, on Ubuntu 24.04 `sudo apt-get install -y"
-    " python3.12-venv`, on 22.04 `sudo add-apt-repository -y ppa:deadsnakes/ppa && sudo apt-get install -y python3.11"
-    " python3.11-venv` (as GET_PYTHON=1 does), or give make PYTHON=/path/to/python3.11"
+    "CPython 3.11, 3.12 or 3.13 with venv, ensurepip and its shared library is needed, on Ubuntu 24.04"
+    " `sudo apt-get install -y python3.12-venv libpython3.12`, on 22.04"
+    " `sudo add-apt-repository -y ppa:deadsnakes/ppa &&"
+    " sudo apt-get install -y python3.11 python3.11-venv libpython3.11` (as GET_PYTHON=1 does),"
+    " or give make PYTHON=/path/to/python3.11"
 )
 
 
@@ -30,8 +32,17 @@ RESOURCE_EXHAUSTED|Ran out of memory in memory space hbm|Out of memory while try
     the program does not fit into the TPU's memory (HBM): a smaller --batch-size in ARGS, or more chips
 CPython 3\.11, 3\.12 or 3\.13 is needed|python3\.1[123]: (?:command )?not found|ensurepip is not available
     there is no complete Python 3.11, 3.12 or 3.13 on this worker: GET_PYTHON; install it on all workers
+libpython3\.\d+\.so\.1\.0
+    torch_xla is linked to this library, and the Python of this worker comes without it, as those of Ubuntu, Debian and
+    deadsnakes do: GET_PYTHON; install it on all workers
+Invalid TPU external name
+    this libtpu does not know these chips; the pinned one does not know TPU7x, which needs LIBTPU_VERSION=0.0.51
 No space left on device|Disk quota exceeded
     the disk of this worker is full: remove what is not needed there
+\*\*\* SIG\w+ .*received by PID|^(?:\[worker \d+\] )?make: \*\*\* \[.*\] (?:Segmentation fault|Error 139)
+    the process died without a traceback. If the last line before is "compiling …", it was the TPU's compiler, libtpu,
+    that died of a step: add --safe-forms to ARGS, or ENV="XLA_ZOO_SAFE_FORMS=1", for forms that ask less of it
+    (docs/tpu.md, "When the compiler dies")
 ^(?:\[worker \d+\] )?make: \*\*\* \[.*\] (?:Killed|Error 137)
     a process was killed from outside, most likely since the worker ran out of memory (not the TPU's): fewer --workers
     in ARGS; `sudo dmesg | grep -i oom` there tells

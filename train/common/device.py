@@ -9,6 +9,7 @@ Nothing else asks which one it is. train/common/xla and train/common/embedding/s
 import contextlib
 import itertools
 import math
+import os
 import random
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ class Mesh:
     precision: str  # what `autocast` computes in, one of PRECISIONS
     strict: bool  # a recompilation after warm-up or a host fall-back is an error; otherwise a warning
     places: tuple[int, ...] = ()  # of this host's devices, as torch_xla fills them; (): after those of the hosts before
+    safe_forms: bool = False  # steps are written in forms that libtpu compiles without flags, see docs/tpu.md
     layers: Any = None  # where a Layout is asked for: train/common/sharding's Layers
 
     @property
@@ -67,7 +69,15 @@ class Mesh:
         return torch.autocast(kind, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
-def setup(seed: int, precision="bfloat16", strict=True, kind="xla", layout: Layout = WHOLE, vmem_kib=0) -> Mesh:
+def setup(
+    seed: int,
+    precision: str = "bfloat16",
+    strict: bool = True,
+    kind: str = "xla",
+    layout: Layout = WHOLE,
+    vmem_kib: int = 0,
+    safe_forms: bool = False,
+) -> Mesh:
     """Chooses the backend, seeds every generator and returns the mesh; raises InputError where there is no such device.
     Call it before anything else touches one: a CPU `backward()` makes XLA's backward passes fail inside autograd.
 
@@ -79,7 +89,10 @@ def setup(seed: int, precision="bfloat16", strict=True, kind="xla", layout: Layo
             devices); "cpu" or "cuda": plain PyTorch on one device.
         vmem_kib: KiB of a TPU core's vector memory that one fusion may use, unless LIBTPU_INIT_ARGS says how many; 0:
             libtpu's own.
+        safe_forms: has the TPU's compiler asked for nothing that it may die of, and `Mesh.safe_forms` tell `build` so.
+            XLA_ZOO_SAFE_FORMS=1 in the environment asks for the same. Elsewhere than on a TPU it changes no number.
     """
+    safe_forms = safe_forms or os.environ.get("XLA_ZOO_SAFE_FORMS", "") not in ("", "0")
     if not 0 <= seed < 2**63:
         raise InputError(f"--seed is {seed}; it must be at least 0 and below 2**63")
     for name, value, known in (("precision", precision, PRECISIONS), ("device", kind, DEVICES)):
@@ -88,7 +101,7 @@ def setup(seed: int, precision="bfloat16", strict=True, kind="xla", layout: Layo
     backend, flags = choose_backend(kind), "--mesh, --shard-state or --remat"
     if spread := layout != WHOLE and optional_module("train.common.sharding", flags, "WITH=sharding"):
         spread.ask_for_reduce_scatters(layout, backend)
-    mesh = backend.setup(precision, strict, kind, vmem_kib)
+    mesh = backend.setup(precision, strict, kind, vmem_kib, layout.remat, safe_forms)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

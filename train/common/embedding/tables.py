@@ -18,8 +18,9 @@ PLANS = ("exchange", "row", "table", "column", "data")
 # the devices then moves fewer bytes than sending every example's.
 COPIED_BYTES = 1 << 20
 LANES = 128  # of a TPU's vector unit: an array [rows, fewer columns] takes as much memory as one of 128 columns
-# Memory that a program can use on one device, GiB; that of "TPU v5" (v5p) is estimated from its 95 GB.
-USABLE_GIB = {"TPU v2": 7.48, "TPU v3": 15.48, "TPU v4": 30.75, "TPU v5 lite": 15.75, "TPU v5": 88.0}
+# Memory that a program can use on one device, GiB: the limit that libtpu 0.0.21 (TPU7x: 0.0.51) gives of the device, as
+# GENERATIONS of tpu/compiler/libtpu.py has it in bytes.
+USABLE_GIB = {"TPU v2": 7.48, "TPU v3": 15.48, "TPU v4": 30.75, "TPU v5 lite": 15.75, "TPU v5": 95.73}
 USABLE_GIB |= {"TPU v6 lite": 31.24, "TPU7x": 94.74}
 IN_PLACE_DEVICES = ("cpu", "cuda")  # PyTorch runs operation by operation here
 TABLE_SHARE = 0.75  # of it, for tables and their optimizer state; the rest is for the batch and the network

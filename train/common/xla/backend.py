@@ -2,7 +2,9 @@
 replicated, so that XLA inserts the gradient all-reduce; and a step is one compiled graph."""
 
 import functools
+import importlib.metadata
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,9 +29,13 @@ run_pending = torch_xla.sync
 wait_for_steps = xm.wait_device_ops
 read = torch_xla._XLAC._xla_get_cpu_tensors
 
+# libtpu compiles on fibers whose stack has 64 KiB by default. Before 0.0.51 it recurses deeper than that in some of our
+# programs, and the process dies. How much each program needs stands in docs/tpu/versions.md.
+STACK = "--fibers_default_thread_stack_size=524288"
 # Fusions that make nearly all our steps cheaper by libtpu's estimate (docs/tpu/findings.md); 0.0.21 knows them, too.
-FUSIONS = "--xla_tpu_input_conv_multi_users=true --xla_jf_enable_advanced_multi_output_fusion=true"
-FUSIONS += " --xla_tpu_enable_multi_level_output_dot_dot_fusion=true"
+DEEP_FUSION = "--xla_tpu_enable_multi_level_output_dot_dot_fusion=true"  # with --remat it needs STACK
+SHALLOW_FUSIONS = "--xla_tpu_input_conv_multi_users=true --xla_jf_enable_advanced_multi_output_fusion=true"
+FUSIONS = f"{SHALLOW_FUSIONS} {DEEP_FUSION}"
 ROWS = {("data",): "data", ("copies", "data", "model"): ("copies", "data")}  # what cuts a batch, by the mesh's axes
 
 
@@ -41,9 +47,45 @@ def ask_compiler(flags: str, vmem_kib: int = 0) -> None:
     os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *missing]).strip()
 
 
-def setup(precision: str, strict: bool, kind: str, vmem_kib: int) -> Mesh:
+def ask_for_forms(vmem_kib: int, remat: bool, safe_forms: bool) -> None:
+    """Gives libtpu, before it is loaded, the flags that our steps are written for; `make compile` calls it, too.
+
+    With `safe_forms` it gets none that a step needs in order to compile, and no fusion that needs a larger stack.
+    """
+    if not safe_forms:
+        ask_compiler(f"{STACK} {FUSIONS}", vmem_kib)
+    elif remat:
+        ask_compiler(SHALLOW_FUSIONS, vmem_kib)
+    else:
+        ask_compiler(FUSIONS, vmem_kib)
+
+
+def compiler() -> str:
+    """Returns which libtpu compiles for this process' TPU: "libtpu 0.0.21", or the path of another."""
+    named = os.environ.get("TPU_LIBRARY_PATH", "")
+    try:
+        package = importlib.metadata.distribution("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return f"libtpu at {named or 'an unknown place'}"
+
+    # torch_xla itself sets the variable to the package's file, where it is not set.
+    if named in ("", str(package.locate_file("libtpu/libtpu.so"))):
+        return f"libtpu {package.version}"
+    return f"libtpu at {named}"
+
+
+def about_compiler(safe_forms: bool) -> str:
+    """Returns what a log must say before libtpu compiles for the first time: a crash in it says nothing itself."""
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    about = f"{compiler()} compiles, in {'safe' if safe_forms else 'the usual'} forms, with LIBTPU_INIT_ARGS={flags!r}"
+    if safe_forms:
+        return about
+    return f"{about}; if the process dies while it compiles, add --safe-forms (docs/tpu.md)"
+
+
+def setup(precision: str, strict: bool, kind: str, vmem_kib: int, remat: bool, safe_forms: bool) -> Mesh:
     """Turns SPMD on and returns the mesh of all devices. Programs are not kept on disk, see docs/tpu.md."""
-    ask_compiler(FUSIONS, vmem_kib)
+    ask_for_forms(vmem_kib, remat, safe_forms)
     hardware = xr.device_type() or "CPU"
     set_products(precision if hardware == "TPU" else "fast_float32")  # a CPU's are float32 in any case
     if not xr.is_spmd():
@@ -60,8 +102,11 @@ def setup(precision: str, strict: bool, kind: str, vmem_kib: int) -> Mesh:
         kind=str(names.get("device_kind", hardware)),
         precision=precision,
         strict=strict,
+        safe_forms=safe_forms,
         places=tuple(int(name.split(":")[1]) for name in local) if hosts > 1 else (),
     )
+    if hardware == "TPU" and mesh.main_process:
+        print(about_compiler(safe_forms), file=sys.stderr, flush=True)
     if hosts > 1:
         _check_places(mesh)
     return mesh
@@ -161,7 +206,8 @@ graph_report = _report.summary
 
 
 def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int) -> "CompiledStep":
-    return CompiledStep(step_fn, mesh.strict, _report, max_graphs)
+    says = compiler() if mesh.main_process and xr.device_type() == "TPU" else ""
+    return CompiledStep(step_fn, mesh.strict, _report, max_graphs, compiler=says)
 
 
 @dataclass
@@ -192,12 +238,17 @@ class CompiledStep:
     Args:
         step_fn: takes modules, optimizers, tensors, dicts of tensors and numbers; returns tensors or a dict of them.
             Gradients must not outlive it (`zero_grad(set_to_none=True)`): live tensors are outputs of the graph.
+        compiler: what compiles, for the line that each new program prints before; "": no line. A compiler that dies
+            takes the process with it, and the log must say in what.
     """
 
-    def __init__(self, step_fn: Callable, strict: bool, report: GraphReport, max_graphs=1, check_every=1000):
+    def __init__(
+        self, step_fn: Callable, strict: bool, report: GraphReport, max_graphs=1, check_every=1000, compiler=""
+    ):
         self.name = getattr(step_fn, "__name__", "step")
         self._step_fn, self._strict, self._report = step_fn, strict, report
         self._max_graphs, self._check_every = max_graphs, check_every
+        self._compiler = compiler
         self._known: dict[tuple, _Calls] = {}
         self._strays = 0  # calls in a row before which something else was compiled
 
@@ -211,11 +262,17 @@ class CompiledStep:
             self._report.repeated += 1
             return calls.program(arguments)
         self._report.traced += 1
+        is_new = inputs not in self._known
+        if is_new and self._compiler:
+            print(f"compiling {self.name} with {self._compiler}", file=sys.stderr, flush=True)
         graphs, started = compilations(), time.perf_counter()
         result = self._trace(args, arguments, calls) if self._strict else self._run(args)
         torch_xla.sync()
         if compilations() > graphs:
-            self._report.compile_seconds += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self._report.compile_seconds += seconds
+            if is_new and self._compiler:
+                print(f"compiled {self.name} in {seconds:.0f} s", file=sys.stderr, flush=True)
             if inputs in self._known:
                 self._recompiled(
                     f"{self.name} was compiled again for known input shapes: a Python value or branch inside it "

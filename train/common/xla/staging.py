@@ -56,8 +56,8 @@ class Staged:
     kept: int
 
 
-def setup(num_devices: int, kind: str, precision: str) -> Mesh:
-    """Returns a mesh of `num_devices` of this kind, on which `stage` traces.
+def setup(num_devices: int, kind: str, precision: str, safe_forms: bool = False) -> Mesh:
+    """Returns a mesh of `num_devices` of this kind, on which `stage` traces. The arguments are those of device.setup.
 
     Its device is meta, where models, optimizers and tables are created: memory and time do not depend on their size.
 
@@ -87,6 +87,7 @@ def setup(num_devices: int, kind: str, precision: str) -> Mesh:
         kind=kind,
         precision=precision,
         strict=True,
+        safe_forms=safe_forms,
     )
 
 

@@ -1,0 +1,267 @@
+"""`make install`: the interpreter and its library, the order of what it does, and the libtpu that was chosen.
+
+apt, Python and pip are stand-ins that do nothing for each other: apt's packages are split as Debian, Ubuntu and
+deadsnakes split them, so that one that was forgotten shows; pip takes the old version away before the new one is there.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_repository import ROOT, make
+
+PINNED = re.search(r"^libtpu==(\S+)", (ROOT / "requirements-tpu.txt").read_text(), re.MULTILINE)[1]
+APT_GET = """
+case $1 in
+update) touch $MACHINE/updated; exit;;
+install) [ -e $MACHINE/updated ] || { echo "Unable to locate package" >&2; exit 100; };;
+esac
+if mkdir $MACHINE/busy 2>/dev/null; then echo "Could not get lock" >&2; exit 100; fi
+echo "$@"
+shift 2
+for package; do
+    [ -e $MACHINE/offered/$package ] || { echo "Unable to locate package $package" >&2; exit 100; }
+    touch $MACHINE/packages/$package
+done
+"""
+ADD_APT_REPOSITORY = """
+echo "$@"
+touch $MACHINE/updated
+for package in python3.11 python3.11-venv libpython3.11; do touch $MACHINE/offered/$package; done
+"""
+PYTHON = """
+needs() { [ -e $MACHINE/packages/$1 ] || { echo "$2" >&2; exit $3; }; }
+needs python3.11 "python3.11: not found" 127
+case "$*" in
+-c*ensurepip*) needs python3.11-venv "No module named 'ensurepip'" 1;;
+-c*) ;;
+"-m tpu.libpython") needs libpython3.11 "error: install libpython3.11" 2;;
+"-m venv "*)
+    needs python3.11-venv "ensurepip is not available" 1
+    echo venv >>$MACHINE/done
+    mkdir -p $3/bin
+    cp $MACHINE/pip $MACHINE/python $3/bin;;
+*) exit 9;;
+esac
+"""
+PIP = """
+echo "pip $*" >>$MACHINE/done
+site=${0%%/*}/../lib/python3.11/site-packages
+version=
+for word; do case $word in
+    libtpu==0.0.51 | libtpu==0.0.52) version=${word#libtpu==};;
+    libtpu==*) echo "ERROR: No matching distribution found for $word" >&2; exit 1;;
+    requirements-tpu.txt) version=%s;;
+esac; done
+[ -n "$version" ] || exit 0
+rm -rf $site/libtpu-*
+[ ! -e $MACHINE/stalled ] || exit 2
+mkdir -p $site/libtpu-$version.dist-info
+"""
+IN_VENV = """
+echo "$*" >>$MACHINE/done
+[ "$*" = "-m tpu.libpython install" ] || exit 9
+[ ! -e $MACHINE/broken ] || { cat $MACHINE/broken >&2; exit 1; }
+"""
+
+
+class Machine:
+    """What there is: the packages of apt, the environment, and what was done to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.venv = folder, folder / "venv"
+        for name in ("bin", "packages", "offered"):
+            (folder / name).mkdir()
+        programs = {"apt-get": APT_GET, "add-apt-repository": ADD_APT_REPOSITORY, "python3.11": PYTHON}
+        programs |= {"sudo": 'shift; exec "$@"', "apt-cache": "[ -e $MACHINE/offered/$2 ]"}
+        for name, script in programs.items():
+            self.write(f"bin/{name}", script)
+        self.write("pip", PIP % PINNED)
+        self.write("python", IN_VENV)
+        for name in ("make", "sh", "env", "id", "sleep", "mkdir", "cp", "rm", "touch", "cat"):
+            (folder / "bin" / name).symlink_to(shutil.which(name))
+
+    def write(self, name: str, script: str) -> None:
+        (self.folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (self.folder / name).chmod(0o755)
+
+    def has(self, *packages: str, offered: bool = True) -> None:
+        for package in packages:
+            (self.folder / "packages" / package).touch()
+        if offered:
+            for package in ("python3.11", "python3.11-venv", "libpython3.11"):
+                (self.folder / "offered" / package).touch()
+
+    def install(self, *arguments: str, target: str = "install") -> subprocess.CompletedProcess:
+        return make(target, f"VENV={self.venv}", *arguments, python="")
+
+    def done(self) -> list[str]:
+        """Returns what was done since it was last asked."""
+        log = self.folder / "done"
+        lines = log.read_text().splitlines() if log.exists() else []
+        log.unlink(missing_ok=True)
+        return lines
+
+    def libtpu(self) -> list[str]:
+        """Returns the versions of libtpu in the environment."""
+        folders = self.venv.glob("lib/python3.11/site-packages/libtpu-*")
+        return [folder.name.removeprefix("libtpu-").removesuffix(".dist-info") for folder in folders]
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch) -> Machine:
+    """A machine without CPython."""
+    machine = Machine(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("MACHINE", str(tmp_path))
+    monkeypatch.setenv("PAUSE", "0.1")
+    return machine
+
+
+@pytest.fixture
+def ready(bare) -> Machine:
+    """A machine with all that CPython consists of."""
+    bare.has("python3.11", "python3.11-venv", "libpython3.11")
+    return bare
+
+
+PPA = "-y ppa:deadsnakes/ppa"
+PACKAGES = "install -y python3.11 python3.11-venv libpython3.11"
+
+
+@pytest.mark.parametrize(
+    "there, said",
+    [
+        ([], [PPA, PACKAGES]),  # Ubuntu 22.04
+        (["python3.11"], [PACKAGES]),
+        (["python3.11", "python3.11-venv"], [PACKAGES]),
+        (["python3.11", "libpython3.11"], [PACKAGES]),
+    ],
+)
+def test_get_python_installs_what_is_missing(bare, there, said):
+    """apt is busy at first."""
+    bare.has(*there, offered=bool(there))
+    refused = bare.install()
+    assert refused.returncode == 2 and not refused.stdout and not bare.done()
+    assert ("libpython3.11" if "python3.11-venv" in there else "on Ubuntu GET_PYTHON=1") in refused.stderr
+    made = bare.install("GET_PYTHON=1")
+    assert made.returncode == 0, made.stderr
+    assert [line for line in made.stdout.splitlines() if line[0] == "-" or line.startswith("install")] == said
+    assert "error" not in made.stderr
+
+
+def test_get_python_is_not_called_where_nothing_is_missing(ready):
+    made = ready.install("GET_PYTHON=1")
+    assert made.returncode == 0 and not (ready.folder / "updated").exists()
+
+
+def test_an_interpreter_that_apt_does_not_offer_gets_deadsnakes(bare):
+    """python3.11 was built by hand."""
+    bare.has("python3.11", "python3.11-venv", offered=False)
+    made = bare.install("GET_PYTHON=1")
+    assert made.returncode == 0 and made.stdout.splitlines()[:2] == [PPA, PACKAGES]
+
+
+def test_get_python_refuses_another_name(bare):
+    other = make("install", f"VENV={bare.venv}", "GET_PYTHON=1", python="nothing")
+    assert other.returncode == 2 and "nothing cannot be installed" in other.stderr
+
+
+def test_an_eager_environment_needs_no_library(bare):
+    bare.has("python3.11", "python3.11-venv")
+    made = bare.install("DEVICE=cpu")
+    assert made.returncode == 0 and not any("libpython" in line for line in bare.done())
+
+
+def test_install_imports_torch_xla_before_it_is_done(ready):
+    (ready.folder / "broken").write_text("ImportError: libGL.so.1: no such file\n")
+    failed = ready.install()
+    assert failed.returncode == 2 and "ImportError: libGL.so.1" in failed.stderr
+    assert ready.done()[-1] == "-m tpu.libpython install" and not (ready.venv / ".installed").exists()
+    (ready.folder / "broken").unlink()
+    assert ready.install().returncode == 0 and (ready.venv / ".installed").exists()
+    ready.done()
+    assert ready.install().returncode == 0 and not ready.done(), "nothing is to be done"
+
+
+def test_libtpu_is_the_pinned_one_where_chips_are(ready):
+    assert ready.install().returncode == 0 and ready.libtpu() == []
+    shutil.rmtree(ready.venv)
+    assert ready.install("CHIPS=/dev/accel0").returncode == 0 and ready.libtpu() == [PINNED]
+
+
+def test_another_libtpu_is_installed_and_stays(ready):
+    chips = "CHIPS=/dev/accel0"
+    ready.install(chips)
+    assert ready.install(chips, "LIBTPU_VERSION=0.0.51").returncode == 0
+    assert ready.libtpu() == ["0.0.51"] and (ready.venv / ".libtpu_version").read_text() == "0.0.51\n"
+    ready.done()
+    # The same again, and commands that do not name it, leave it.
+    ready.install(chips, "LIBTPU_VERSION=0.0.51")
+    ready.install(chips)
+    assert not ready.done()
+    (ready.venv / ".installed").unlink()
+    ready.install(chips)
+    assert ready.libtpu() == ["0.0.51"]
+    assert ready.install(chips, "LIBTPU_VERSION=0.0.52").returncode == 0 and ready.libtpu() == ["0.0.52"]
+
+
+def test_a_libtpu_that_was_replaced_by_hand_is_installed_again(ready):
+    chosen = ["CHIPS=/dev/accel0", "LIBTPU_VERSION=0.0.51"]
+    ready.install(*chosen)
+    site = ready.venv / "lib/python3.11/site-packages"
+    (site / "libtpu-0.0.51.dist-info").rename(site / "libtpu-0.0.40.dist-info")
+    assert ready.install(*chosen).returncode == 0 and ready.libtpu() == ["0.0.51"]
+
+
+@pytest.mark.parametrize("wrong", ["stalled", "LIBTPU_VERSION=0.0.99"])
+def test_a_choice_that_fails_is_not_remembered_and_the_next_install_starts_over(ready, wrong):
+    chips = "CHIPS=/dev/accel0"
+    ready.install(chips)
+    if wrong == "stalled":
+        (ready.folder / wrong).touch()
+    failed = ready.install(chips, "LIBTPU_VERSION=0.0.51" if wrong == "stalled" else wrong)
+    assert failed.returncode == 2 and ("No matching distribution" in failed.stderr) == (wrong != "stalled")
+    assert not (ready.venv / ".installed").exists()
+    (ready.folder / "stalled").unlink(missing_ok=True)
+    assert ready.install(chips).returncode == 0 and ready.libtpu() == [PINNED]
+
+
+def test_libtpu_version_of_the_shell_is_not_taken(ready, monkeypatch):
+    monkeypatch.setenv("LIBTPU_VERSION", "0.0.51")
+    assert ready.install("CHIPS=/dev/accel0").returncode == 0 and ready.libtpu() == [PINNED]
+    monkeypatch.setenv("LIBTPU_VERSION", "; false")
+    assert ready.install("CHIPS=/dev/accel0").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "word", ["0.0", "0.0.51.1", "latest", "0..51", ".0.51", "0.0.51 0.0.52", "0.0.51;x", "v0.0.51", "0.0.51 "]
+)
+def test_a_libtpu_that_is_no_version_is_refused(ready, word):
+    for arguments in (["CHIPS=/dev/accel0"], []):
+        refused = ready.install(f"LIBTPU_VERSION={word}", *arguments)
+        assert refused.returncode == 2 and f"LIBTPU_VERSION={word} is no version" in refused.stderr
+    refused = make("train", "MODEL=bert", "TPU=my-tpu", f"LIBTPU_VERSION={word}")
+    assert refused.returncode == 2 and f"LIBTPU_VERSION={word} is no version" in refused.stderr
+    assert not ready.done()
+
+
+def test_libtpu_is_chosen_only_where_it_is_used(ready):
+    refused = ready.install("LIBTPU_VERSION=0.0.51")
+    assert refused.returncode == 2 and "no chip is here; leave it out" in refused.stderr
+    refused = ready.install("LIBTPU_VERSION=0.0.51", "CHIPS=/dev/accel0", "DEVICE=cpu")
+    assert refused.returncode == 2 and "DEVICE=cpu is without XLA; leave it out" in refused.stderr
+    assert not ready.done()
+
+
+def test_the_launcher_hands_the_version_on_and_skypilot_refuses_it(monkeypatch):
+    def words(*given: str) -> str:
+        return make("-n", "train", "MODEL=bert", *given).stdout
+
+    assert '"LIBTPU_VERSION=$LIBTPU_VERSION"' in words("TPU=my-tpu", "LIBTPU_VERSION=0.0.51")
+    refused = make("train", "MODEL=bert", "ENGINE=sky", "BUCKET=gs://b", "RUN=one", "LIBTPU_VERSION=0.0.51")
+    assert refused.returncode == 2 and "ENGINE=sky takes" in refused.stderr
+    monkeypatch.setenv("LIBTPU_VERSION", "0.0.51")
+    assert "LIBTPU_VERSION" not in words("TPU=my-tpu")

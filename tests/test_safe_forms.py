@@ -1,0 +1,280 @@
+"""What keeps a run alive on the libtpu of a TPU VM: the flags that it gets, and forms that compile without them.
+
+That the programs compile with it, and what becomes of one without the flag, is in tests/test_compile.py.
+"""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+import torch_xla
+
+from models import layers
+from tpu.compiler import apart, libtpu
+from tpu.compiler import compile as compiling
+from tpu.launch import messages
+from train import dlrm, glue, pretrain, resnet50, transformer
+from train.common import device
+from train.common.sharding.layout import REDUCE_SCATTERS
+from train.common.xla import backend
+
+SCRIPTS = (resnet50, transformer, glue, pretrain, dlrm)
+# What libtpu 0.0.21 wrote when it died, without most of its stack.
+TRACE = """*** SIGSEGV STACK OVERFLOW (see go/cppstackoverflow) received by PID 7036 (TID 7137) on cpu 0; ***
+PC: @     0x7f2255eac4b4  (unknown)  (unknown)
+    @     0x7f225ea9abc5       1904  (unknown)
+E1128 13:42:18.946427    7137 process_state.cc:808] RAW: Raising signal 11 with default behavior
+"""
+
+
+@pytest.fixture(autouse=True)
+def usual_forms():
+    """Leaves the process as it was: the forms are one setting of it."""
+    yield
+    layers.use_forms(clamp_weights=True)
+
+
+@pytest.fixture
+def no_flags(monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+
+
+def attended(dtype: torch.dtype) -> list[torch.Tensor]:
+    """The result and the gradients of attention without dropout."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 3, 8, 8, generator=generator).requires_grad_()
+    values = torch.randn(2, 8, 3, 4, generator=generator).to(dtype).requires_grad_()
+    mask = torch.zeros(2, 1, 1, 8)
+    mask[0, ..., 5:] = layers.MASKED
+
+    mixed = layers.AttentionCore.apply(scores, values, mask, 0.0)
+    return [mixed, *torch.autograd.grad(mixed.float().square().sum(), [scores, values])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_safe_forms_compute_the_same_bits(dtype):
+    usual = attended(dtype)
+    layers.use_forms(clamp_weights=False)
+    for one, other in zip(usual, attended(dtype), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_safe_forms_put_nothing_between_softmax_and_cast(mesh):
+    def operations() -> str:
+        scores, values = torch.ones(1, 1, 8, 8).to(mesh.device), torch.ones(1, 8, 1, 4).to(mesh.device, torch.bfloat16)
+        mixed = layers.AttentionCore.apply(scores, values, torch.zeros(1, 1, 1, 8).to(mesh.device), 0.0)
+        return torch_xla._XLAC._get_xla_tensors_text([mixed])
+
+    usual = operations().count("aten::clamp")
+    layers.use_forms(clamp_weights=False)
+    assert operations().count("aten::clamp") == usual - 1
+
+
+@pytest.mark.parametrize(
+    "remat, safe_forms, expected",
+    [
+        (False, False, [backend.STACK, *backend.FUSIONS.split()]),
+        (True, False, [backend.STACK, *backend.FUSIONS.split()]),
+        (False, True, backend.FUSIONS.split()),
+        (True, True, backend.SHALLOW_FUSIONS.split()),
+    ],
+)
+def test_safe_forms_ask_for_no_stack_and_with_remat_for_no_deep_fusion(remat, safe_forms, expected, no_flags):
+    backend.ask_for_forms(0, remat, safe_forms)
+    assert os.environ["LIBTPU_INIT_ARGS"].split() == expected
+
+
+def test_a_stack_that_the_user_gives_stays(monkeypatch):
+    given = "--fibers_default_thread_stack_size=1000000"
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
+    backend.ask_for_forms(0, remat=False, safe_forms=False)
+    assert os.environ["LIBTPU_INIT_ARGS"].split() == [given, *backend.FUSIONS.split()]
+
+
+class Asked(Exception):
+    """Ends a set-up as soon as the flags are there."""
+
+
+@pytest.mark.parametrize("safe_forms", [False, True])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "resnet50",
+        "resnet50 -- --shard-state full",
+        "transformer base",
+        "transformer base -- --remat",
+        "bert --task mrpc -- --remat",
+        "bert --task pretrain -- --shard-state optimizer --remat",
+        "xlnet --task pretrain",
+        "dlrm",
+    ],
+)
+def test_make_compile_asks_libtpu_for_what_a_run_asks_for(words, safe_forms, monkeypatch):
+    arguments = [*words.split(), *([] if "--" in words.split() else ["--"]), *(["--safe-forms"] * safe_forms)]
+    _, job = compiling.parse(arguments)
+    config = job.config(1)
+
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    compiling.ask_compiler(job, job.script)
+    compiled_with = os.environ["LIBTPU_INIT_ARGS"].split()
+    assert (backend.STACK in compiled_with) is not safe_forms
+
+    def stop() -> None:
+        raise Asked
+
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    monkeypatch.setattr(backend.xr, "device_type", stop)
+    with pytest.raises(Asked):
+        job.script.main(replace(config, data="nowhere"))
+    assert sorted(os.environ["LIBTPU_INIT_ARGS"].split()) == sorted(compiled_with)
+
+
+def test_a_cut_state_keeps_its_reduce_scatters_in_safe_forms(no_flags):
+    _, job = compiling.parse(["bert", "--task", "mrpc", "--", "--shard-state", "full", "--safe-forms"])
+    compiling.ask_compiler(job, job.script)
+    assert os.environ["LIBTPU_INIT_ARGS"].split() == [*backend.FUSIONS.split(), *REDUCE_SCATTERS.split()]
+
+
+@pytest.mark.parametrize("script", [transformer, glue, pretrain], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("safe_forms", [False, True])
+def test_build_chooses_the_forms_that_the_mesh_asks_for(script, safe_forms, mesh):
+    config = script.validate(script.TINY)
+    data = script.open_data(config)
+    layers.use_forms(clamp_weights=safe_forms)
+    script.build(config, data, replace(mesh, safe_forms=safe_forms))
+    assert layers.FORMS.clamp_weights is not safe_forms
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_a_resumed_run_may_have_other_forms(script):
+    assert "safe_forms" in script.FREE and script.Config().safe_forms is False
+
+
+@pytest.mark.parametrize("value, expected", [("1", True), ("0", False), ("", False)])
+def test_the_environment_asks_for_safe_forms(value, expected, mesh, monkeypatch):
+    monkeypatch.setenv("XLA_ZOO_SAFE_FORMS", value)
+    assert device.setup(0, "float32").safe_forms is expected
+
+
+# ---- a log that is not mute ------------------------------------------------------------------------------------------
+
+
+def test_a_run_on_a_tpu_says_before_it_compiles_with_which_libtpu_flags_and_forms(monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--a=b")
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "/opt/libtpu.so")
+    usual = backend.about_compiler(safe_forms=False)
+    assert "libtpu at /opt/libtpu.so compiles" in usual and "LIBTPU_INIT_ARGS='--a=b'" in usual
+    assert "the usual forms" in usual and "add --safe-forms" in usual
+    safe = backend.about_compiler(safe_forms=True)
+    assert "in safe forms" in safe and "add --safe-forms" not in safe
+
+
+def test_the_version_that_compiles_is_that_of_the_package_unless_another_is_named(monkeypatch, tmp_path):
+    folder = tmp_path / "libtpu-9.8.7.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: libtpu\nVersion: 9.8.7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    assert backend.compiler() == "libtpu 9.8.7"
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu/libtpu.so"))  # as torch_xla sets it
+    assert backend.compiler() == "libtpu 9.8.7"
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "/elsewhere/libtpu.so")
+    assert backend.compiler() == "libtpu at /elsewhere/libtpu.so"
+
+
+def test_each_new_program_is_named_before_it_is_compiled(mesh, capsys):
+    def doubling_step(x):
+        assert "compiling doubling_step with libtpu 9" in capsys.readouterr().err, "before the compiler may die"
+        return x * 2.5
+
+    step = backend.CompiledStep(doubling_step, False, backend.GraphReport(), 2, compiler="libtpu 9")
+    step(torch.ones(2, 1234).to(mesh.device))
+    assert "compiled doubling_step in " in capsys.readouterr().err
+
+    silent = backend.CompiledStep(lambda x: x * 3.5, False, backend.GraphReport(), 2)
+    silent(torch.ones(2, 1235).to(mesh.device))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [TRACE, "make: *** [Makefile:2: train] Segmentation fault", "[worker 1] make: *** [Makefile:2: train] Error 139"],
+)
+def test_the_launcher_says_what_to_do_when_the_compiler_has_died(end):
+    (said,) = messages.explain_log(f"compiling eval_step with libtpu 0.0.21\n{end}\n")
+    assert "--safe-forms" in said and 'ENV="XLA_ZOO_SAFE_FORMS=1"' in said
+
+
+# ---- a compiler that dies, in `make compile` -------------------------------------------------------------------------
+
+
+def stand_in(folder, monkeypatch, script: str) -> None:
+    """Has the process that compiles be a shell script."""
+    python = folder / "python"
+    (folder / "trace").write_text(TRACE)
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(apart.sys, "executable", str(python))
+
+
+def test_a_compiler_that_dies_is_an_error_that_says_how(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, f"cat {tmp_path}/trace >&2; kill -SEGV $$")
+    library = tmp_path / "libtpu.so"
+    with pytest.raises(apart.CompilerDied, match=r"died while it compiled \(SIGSEGV, stack overflow\)") as caught:
+        apart.compile(b"", "v5e:1x1", "fast", library)
+    assert apart.last_words(caught.value).startswith("*** SIGSEGV STACK OVERFLOW")
+    assert "@ 0x" not in apart.last_words(caught.value)
+
+
+@pytest.mark.parametrize(
+    "script, how",
+    [("kill -KILL $$", "SIGKILL"), ("kill -ABRT $$", "SIGABRT"), ("exit 1", "exit code 1"), ("exit 0", "exit code 0")],
+)
+def test_a_process_without_an_answer_has_died(script, how, tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, script)
+    with pytest.raises(apart.CompilerDied) as caught:
+        apart.compile(b"", "v5e:1x1", "fast", tmp_path / "libtpu.so")
+    assert caught.value.how == how
+
+
+def test_what_died_names_the_step_and_what_to_leave_out():
+    job = compiling.Job("bert", "full", "pretrain", ("--size", "mini", "--remat"), 8, "train")
+    said = compiling.what_died(apart.CompilerDied("0.0.21", "SIGSEGV", TRACE), job, "v5e:1x1")
+    assert (
+        "libtpu 0.0.21 died while it compiled (SIGSEGV): bert pretrain full --size mini --remat, program train" in said
+    )
+    assert "for v5e:1x1" in said and "--safe-forms" in said and "leave --remat out" in said
+    assert f"LIBTPU_VERSION={libtpu.NEWEST}" in said
+    safe = replace(job, flags=("--safe-forms",))
+    assert "add --safe-forms" not in compiling.what_died(apart.CompilerDied("0.0.21", "SIGSEGV", ""), safe, "v5e:1x1")
+
+
+def test_errors_of_the_process_that_compiles_arrive_as_they_are():
+    shortage = libtpu.Allocation(8, "f32[2]", "step/y", "a.py:3", (("step/y", "a.py:3"),))
+    fields = {
+        "bytes": 8,
+        "shape": "f32[2]",
+        "op_name": "step/y",
+        "source": "a.py:3",
+        "candidates": [["step/y", "a.py:3"]],
+    }
+    about = {"topology": "v5e:1x1", "needed": 5, "capacity": 3, "report": "words"}
+    error = apart._error({"kind": "out of memory", "allocations": [fields], **about})
+    assert isinstance(error, libtpu.OutOfMemory) and (error.needed, error.capacity) == (5, 3)
+    assert error.allocations == [shortage] and error.report == "words"
+    refused = apart._error({"kind": "compiler error", "code": 3, "text": "no"})
+    assert isinstance(refused, libtpu.CompilerError) and refused.status == "INVALID_ARGUMENT"
+
+
+def test_a_signals_name_is_told():
+    assert apart.how_it_ended(-signal.SIGSEGV, "") == "SIGSEGV"
+
+
+def test_the_versions_are_those_that_the_requirements_pin():
+    pins = []
+    for name in ("requirements-tpu.txt", "requirements-compile.txt"):
+        lines = (compiling.staging.ROOT / name).read_text().splitlines()
+        pins += [line.split("==")[1].split()[0] for line in lines if line.startswith("libtpu==")]
+    assert pins == list(libtpu.VERSIONS)

@@ -1,0 +1,162 @@
+"""Compiles in a process of its own: libtpu may die of a program, and takes the process with it that has loaded it.
+
+    compiled = apart.compile(module, "v5e:2x4", "fast", libtpu.find())
+    compiled.memory.needed, compiled.cost.flops, compiled.optimized        as of libtpu.Program
+
+The process has the environment of this one, LIBTPU_INIT_ARGS included, and `variables`. It loads libtpu and nothing of
+torch: starting it takes a second. Several may run at once, also with different versions of libtpu.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from errors import InputError
+from tpu.compiler import libtpu
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUEST, MODULE, ANSWER, OPTIMIZED = "request.json", "module.pb", "answer.json", "optimized.pb"
+LAST_LINES = 5  # of what a process has said before it died
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler says of a program, memory and cost per device, and the optimized HloModuleProto."""
+
+    memory: libtpu.Memory
+    cost: libtpu.Cost
+    optimized: bytes
+
+
+class CompilerDied(RuntimeError):
+    """libtpu ended the process that compiled.
+
+    Attributes:
+        version: of libtpu.
+        how: "SIGSEGV, stack overflow", or "exit code 1".
+        output: what it wrote before.
+    """
+
+    def __init__(self, version: str, how: str, output: str):
+        self.version, self.how, self.output = version, how, output
+        super().__init__(f"libtpu {version} died while it compiled ({how})")
+
+
+def compile(
+    module: bytes,
+    topology: str,
+    effort: str,
+    library: Path,
+    variables: Mapping[str, str] | None = None,
+) -> Compiled:
+    """Compiles an HloModuleProto for all devices of a topology.
+
+    Args:
+        effort: as of libtpu.Topology.compile.
+        library: the libtpu.so that compiles.
+        variables: of the environment, besides those of this process; they win.
+    Raises:
+        InputError: this library does not know the topology, or cannot be loaded.
+        libtpu.OutOfMemory, libtpu.CompilerError: as of libtpu.Topology.compile.
+        CompilerDied: the process ended in another way.
+    """
+    with tempfile.TemporaryDirectory(prefix="compile-") as name:
+        folder = Path(name)
+        (folder / MODULE).write_bytes(module)
+        (folder / REQUEST).write_text(json.dumps({"topology": topology, "effort": effort}))
+
+        environment = {**os.environ, **(variables or {}), "TPU_LIBRARY_PATH": str(library)}
+        command = [sys.executable, "-m", "tpu.compiler.apart", name]
+        pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
+        result = subprocess.run(command, cwd=ROOT, env=environment, **pipes)
+        answer_path = folder / ANSWER
+        if result.returncode or not answer_path.exists():
+            output = result.stdout + result.stderr
+            raise CompilerDied(libtpu.version(library), how_it_ended(result.returncode, output), output)
+
+        answer = json.loads(answer_path.read_text())
+        if answer["kind"] != "compiled":
+            raise _error(answer)
+        memory, cost = libtpu.Memory(**answer["memory"]), libtpu.Cost(**answer["cost"])
+        return Compiled(memory, cost, (folder / OPTIMIZED).read_bytes())
+
+
+def how_it_ended(code: int, output: str) -> str:
+    """Returns how a process ended, for people. `code`: of subprocess, below 0 for a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    overflow = re.search(r"STACK OVERFLOW", output)
+    return f"{name}, stack overflow" if overflow else name
+
+
+def last_words(error: CompilerDied) -> str:
+    """Returns the last lines that a dead compiler has written, without its stack and what it says of core dumps."""
+    lines = [line.strip() for line in error.output.splitlines()]
+    told = [line for line in lines if line and not re.match(r"(PC: )?@ |https?://|.*\bRAW: ", line)]
+    return "\n".join(told[-LAST_LINES:])
+
+
+def _error(answer: dict) -> Exception:
+    """Returns the exception that the other process has caught."""
+    if answer["kind"] == "out of memory":
+        allocations = []
+        for fields in answer["allocations"]:
+            candidates = tuple(tuple(candidate) for candidate in fields["candidates"])
+            allocations.append(libtpu.Allocation(**{**fields, "candidates": candidates}))
+        return libtpu.OutOfMemory(
+            answer["topology"], answer["needed"], answer["capacity"], allocations, answer["report"]
+        )
+    if answer["kind"] == "compiler error":
+        return libtpu.CompilerError(answer["code"], answer["text"])
+    return InputError(answer["text"])
+
+
+def _answer(folder: Path) -> dict:
+    """Compiles what a folder asks for; returns the answer, and writes the optimized module beside it."""
+    request = json.loads((folder / REQUEST).read_text())
+    try:
+        with (
+            libtpu.Topology(request["topology"]) as topology,
+            topology.compile((folder / MODULE).read_bytes(), request["effort"]) as program,
+        ):
+            (folder / OPTIMIZED).write_bytes(program.optimized)
+            memory, cost = dataclasses.asdict(program.memory), dataclasses.asdict(program.cost)
+            return {"kind": "compiled", "memory": memory, "cost": cost}
+    except libtpu.OutOfMemory as error:
+        allocations = [dataclasses.asdict(allocation) for allocation in error.allocations]
+        return {
+            "kind": "out of memory",
+            "topology": request["topology"],
+            "needed": error.needed,
+            "capacity": error.capacity,
+            "allocations": allocations,
+            "report": error.report,
+        }
+    except libtpu.CompilerError as error:
+        return {"kind": "compiler error", "code": error.code, "text": error.text}
+    except InputError as error:
+        return {"kind": "input", "text": str(error)}
+
+
+def main() -> None:
+    """Compiles what the folder of the command line asks for."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of a dead compiler it would have gigabytes
+    folder = Path(sys.argv[1])
+    answer = _answer(folder)
+    (folder / ANSWER).write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

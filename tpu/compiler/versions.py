@@ -1,0 +1,382 @@
+"""Compiles every program of every script with the libtpu that TPU VMs run and with the newest one, side by side.
+
+    python -m tpu.compiler.versions               every case of CASES: about two hours of one core
+    python -m tpu.compiler.versions bert          those with "bert" in their name
+    python -m tpu.compiler.versions --missing     those that docs/tpu/versions.json does not have
+    python -m tpu.compiler.versions --print       compiles nothing: writes the page again
+
+A case is a configuration and the programs of it. A process of its own stages each program once, and compiles it (effort
+fast) with each version of libtpu.VERSIONS; with that of TPU VMs also with smaller stacks, to find the least that it
+needs, and those that need a larger one than libtpu's own also in the safe forms, without a flag. The figures are kept
+in docs/tpu/versions.json, the page is docs/tpu/versions.md; the cycles in it are those of stock.json and
+stock_tpu_vm.json, see bench/tpu_cycles.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from errors import InputError
+from tpu.compiler import apart, libtpu
+from tpu.compiler import compile as compiling
+from tpu.compiler.libtpu import GIB
+from tpu.compiler.pages import DOCS, ROOT, Row, environment_of_figures, load, save, table, two_at_a_time
+from train.common.xla import backend, staging
+
+FIGURES, PAGE = DOCS / "versions.json", DOCS / "versions.md"
+RUNTIME, NEWEST = libtpu.VERSIONS
+STACKS = (65_536, 81_920, 98_304, 114_688, 131_072, 163_840, 196_608, 262_144)  # bytes; libtpu's own is the first
+DEFAULT_STACK = int(backend.STACK.partition("=")[2])
+SAFE = "safe forms"  # the key of what RUNTIME makes of them, beside those of VERSIONS
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration, the topology that it is compiled for, and its programs, of compile.PROGRAMS.
+
+    Attributes:
+        safe: whether the safe forms of the programs that need a larger stack are compiled, too.
+    """
+
+    row: Row
+    topology: str
+    programs: tuple[str, ...] = ("train", "evaluate")
+    safe: bool = True
+
+    def named(self, program: str) -> str:
+        """Returns the name of a program in the figures."""
+        return f"{self.row.name}, {program}, {self.topology}"
+
+
+ONE, EIGHT = "v5e:1x1", "v5e:2x4"
+BOTH = ("train", "evaluate")
+ALL = ("train", "evaluate", "translate")
+TRAIN = ("train",)
+WHOLE = ("--update-every", "1")
+LARGE = ("--size", "large")
+MESH = ("--mesh", "data=4,model=2")
+
+
+def _published() -> Iterator[Case]:
+    """Yields each model at the published size, on the smallest TPU that it fits."""
+    # fairseq-roberta's programs are roberta's.
+    yield Case(Row("bert on MRPC, 128 tokens", "bert", "full", 32, "mrpc"), ONE)
+    yield Case(Row("Transformer base, Google's shape", "transformer", "tpu", 256), ONE, ALL)
+    for tokens in ("32", "64"):
+        row = Row(f"bert on MRPC, {tokens} tokens", "bert", "full", 32, "mrpc", ("--lengths", tokens))
+        yield Case(row, ONE, safe=False)
+    for model in ("roberta", "distilbert", "xlnet"):
+        yield Case(Row(f"{model} on MRPC, 128 tokens", model, "full", 32, "mrpc"), ONE, safe=False)
+
+    yield Case(Row("Transformer base, packed", "transformer", "base", 13), ONE, ALL, safe=False)
+    yield Case(Row("Transformer big", "transformer", "big", 32, "", WHOLE), ONE, ALL, safe=False)
+
+    for model in ("bert", "roberta", "distilbert", "xlnet"):
+        yield Case(Row(f"{model} pretraining", model, "full", 32, "pretrain", WHOLE), ONE, safe=False)
+
+    yield Case(Row("ResNet-50", "resnet50", "full", 128), ONE)
+
+    yield Case(Row("DLRM kaggle", "dlrm", "kaggle", 128), ONE)
+    yield Case(Row("DLRM mlperf_v1", "dlrm", "mlperf_v1", 256), EIGHT)
+    yield Case(Row("DLRM mlperf_v2", "dlrm", "mlperf_v2", 8192), "v5p:2x2x1")
+
+
+SMALL_IMAGES = ("--model", "resnet_tiny", "--image-size", "64")
+SMALL_TRANSLATION = ("--dropout", "0.1", "--precision", "bfloat16")  # the trial, in what a TPU computes in
+MINI = ("--size", "mini")
+
+
+def _flags() -> Iterator[Case]:
+    """Yields each flag of each script, on eight chips where it cuts something; small networks, but of GLUE."""
+    scripts = (
+        Row("resnet_tiny", "resnet50", "full", 32, "", SMALL_IMAGES),
+        Row("transformer tiny", "transformer", "tiny", 32, "", SMALL_TRANSLATION),
+        Row("bert mini pretraining", "bert", "full", 8, "pretrain", MINI),
+        Row("bert on MRPC", "bert", "full", 8, "mrpc"),
+    )
+    settings = (
+        (ONE, ("--remat",)),
+        (ONE, ("--update-every", "4")),
+        (ONE, ("--precision", "float32")),
+        (EIGHT, ("--shard-state", "optimizer")),
+        (EIGHT, ("--shard-state", "full")),
+        (EIGHT, MESH),
+        (EIGHT, (*MESH, "--remat")),
+        (EIGHT, ("--shard-state", "full", "--remat")),
+    )
+    for row in scripts:
+        for topology, flags in settings:
+            if row.model == "resnet50" and ("--mesh" in flags or "--remat" in flags):
+                continue  # what these change are layers of one kind
+
+            if "--remat" in flags or "--update-every" in flags:
+                programs = TRAIN  # other programs have neither
+            elif row.model == "transformer":
+                programs = ALL
+            else:
+                programs = BOTH
+            name = f"{row.name} {' '.join(flags)}"
+            yield Case(replace(row, name=name, flags=_merged(row.flags, flags)), topology, programs)
+
+    tables = Row("DLRM kaggle", "dlrm", "kaggle", 128)
+    yield Case(replace(tables, name="DLRM kaggle --precision float32", flags=("--precision", "float32")), ONE)
+    yield Case(replace(tables, name="DLRM kaggle --steps-a-call 8", flags=("--steps-a-call", "8")), ONE, TRAIN)
+
+
+def _merged(flags: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns both; of a flag that both give, the others' value. Each of `flags` has a value."""
+    kept = []
+    for name, value in zip(flags[::2], flags[1::2], strict=True):
+        if name not in others:
+            kept += [name, value]
+    return (*kept, *others)
+
+
+def _generations() -> Iterator[Case]:
+    """Yields a row of each kind on the other generations."""
+    for one, several in (("v6e:1x1", "v6e:2x4"), ("v5p:1x1x1", "v5p:2x2x1"), ("v4:1x1x1", "v4:2x2x1")):
+        mesh = MESH if several == "v6e:2x4" else ("--mesh", "data=2,model=2")
+        yield Case(Row("resnet_tiny", "resnet50", "full", 32, "", SMALL_IMAGES), one)
+        yield Case(Row("transformer tiny", "transformer", "tiny", 32, "", SMALL_TRANSLATION), one, ALL)
+        yield Case(Row("bert mini pretraining", "bert", "full", 8, "pretrain", MINI), one)
+        for flags, topology in ((("--remat",), one), (("--shard-state", "full"), several), (mesh, several)):
+            name = f"bert mini pretraining {' '.join(flags)}"
+            yield Case(Row(name, "bert", "full", 8, "pretrain", (*MINI, *flags)), topology, TRAIN)
+        yield Case(Row("xlnet mini pretraining", "xlnet", "full", 8, "pretrain", MINI), one)
+        yield Case(Row("DLRM kaggle", "dlrm", "kaggle", 128), one)
+
+
+def _large() -> Iterator[Case]:
+    """Yields the large models, which take longest."""
+    for model in ("bert", "roberta", "xlnet"):
+        yield Case(Row(f"{model}-large pretraining", model, "full", 8, "pretrain", (*LARGE, *WHOLE, "--remat")), ONE)
+
+
+CASES = (*_published(), *_flags(), *_generations(), *_large())
+
+
+# ---- one case, in a process of its own -------------------------------------------------------------------------------
+
+
+def attempt(module: bytes, kept: int, topology: str, version: str, flags: str) -> dict:
+    """Compiles a module with a version of libtpu; returns {"needed": bytes per device} or {"died", "error": …}."""
+    library = libtpu.installed(version)
+    try:
+        compiled = apart.compile(module, topology, "fast", library, {"LIBTPU_INIT_ARGS": flags})
+    except apart.CompilerDied as error:
+        return {"died": error.how}
+    except libtpu.OutOfMemory as error:
+        return {"too_large": error.needed + kept}
+    except (libtpu.CompilerError, InputError) as error:
+        return {"error": str(error).partition("\n")[0][:300]}
+    return {"needed": compiled.memory.needed + kept}
+
+
+def with_stack(flags: str, stack: int) -> str:
+    """Returns the flags with another size of the stack, in bytes."""
+    name = backend.STACK.partition("=")[0]
+    return flags.replace(backend.STACK, f"{name}={stack}")
+
+
+def asked(job: compiling.Job) -> str:
+    """Returns what a run of the job has in LIBTPU_INIT_ARGS, where the user has set nothing."""
+    os.environ["LIBTPU_INIT_ARGS"] = ""
+    compiling.ask_compiler(job, job.script)
+    return os.environ["LIBTPU_INIT_ARGS"]
+
+
+def compile_case(case: Case) -> dict[str, dict]:
+    """Returns, by the program, what each version makes of it, and the safe forms.
+
+    This process must not have staged anything before.
+    """
+    row = case.row
+    job = compiling.Job(row.model, row.preset, row.task, row.flags, row.batch)
+    safe_job = replace(job, flags=(*row.flags, "--safe-forms"))
+    os.environ["TPU_LIBRARY_PATH"] = str(libtpu.installed(RUNTIME))  # for the topology
+
+    with libtpu.Topology(case.topology) as topology:
+        precision = job.config(topology.num_devices).precision
+        mesh = staging.setup(topology.num_devices, topology.kind, precision)
+
+    found = {}
+    for program in case.programs:
+        _, staged = compiling.stage(replace(job, program=program), mesh, job.script)
+        flags = asked(job)
+        module, kept = staged.module, staged.kept
+        figures = {NEWEST: attempt(module, kept, case.topology, NEWEST, flags)}
+
+        figures["least_stack"] = None
+        for stack in STACKS:
+            result = attempt(module, kept, case.topology, RUNTIME, with_stack(flags, stack))
+            if "died" not in result:
+                figures["least_stack"] = stack
+                break
+        figures[RUNTIME] = result  # what a small stack is enough for, a larger one is, too
+
+        if case.safe and figures["least_stack"] != STACKS[0]:
+            safe_mesh = replace(mesh, safe_forms=True)
+            _, safe = compiling.stage(replace(safe_job, program=program), safe_mesh, job.script)
+            figures[SAFE] = attempt(safe.module, safe.kept, case.topology, RUNTIME, asked(safe_job))
+        found[program] = figures
+        print(case.named(program), json.dumps(figures), file=sys.stderr, flush=True)
+    return found
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def cell(result: dict | None) -> str:
+    """Returns GiB per device, or why there are none."""
+    if result is None:
+        return "not run"
+    if "needed" in result:
+        return f"{result['needed'] / GIB:.2f}"
+    if "too_large" in result:
+        return f"does not fit: {result['too_large'] / GIB:.2f}"
+    if "died" in result:
+        return f"**dies** ({result['died']})"
+    return f"refused: {result['error']}"
+
+
+def stack(figures: dict | None) -> str:
+    """Returns the least stack that a program needs, in KiB."""
+    if figures is None:
+        return "not run"
+    least = figures["least_stack"]
+    if least is None:
+        return f"more than {STACKS[-1] // 1024}"
+    return f"{least // 1024}" if least > STACKS[0] else f"at most {least // 1024}"
+
+
+def matrix(figures: dict) -> str:
+    """Returns the table of all programs."""
+    rows = []
+    for case in CASES:
+        for program in case.programs:
+            found = figures.get(case.named(program))
+            cells = [cell(found and found[version]) for version in libtpu.VERSIONS]
+            if found and found["least_stack"] == STACKS[0]:
+                cells.append("needs none")
+            else:
+                cells.append(cell(found and found.get(SAFE)))
+            rows.append([case.row.name, program, case.topology, f"{case.row.batch:,}", *cells, stack(found)])
+    header = ["configuration", "program", "TPU", "batch per chip"]
+    header += [f"{RUNTIME}, GiB", f"{NEWEST}, GiB", f"{RUNTIME} with `--safe-forms`, no flag for the stack"]
+    header += [f"least stack of {RUNTIME}, KiB"]
+    return table(header, rows)
+
+
+def cycles_table(newest: dict, runtime: dict) -> str:
+    """Returns the table of estimated cycles of both versions. Arguments: stock.json, stock_tpu_vm.json."""
+    rows = []
+    for name, pair in newest.items():
+        ours = pair["ours"]
+        theirs = runtime.get(name)
+        old = f"{theirs['cycles'] / 1e6:.3f}M" if theirs else "not run"
+        old_memory = f"{theirs['memory']['needed'] / GIB:.2f}" if theirs else "not run"
+        rows.append([name, old, f"{ours['cycles'] / 1e6:.3f}M", old_memory, f"{ours['memory']['needed'] / GIB:.2f}"])
+    header = ["step", f"{RUNTIME}, cycles", NEWEST, f"{RUNTIME}, GiB", NEWEST]
+    return table(header, rows)
+
+
+def page(figures: dict) -> str:
+    """Returns docs/tpu/versions.md."""
+    stacks = [found["least_stack"] for found in figures.values()]
+    largest = max(filter(None, stacks), default=STACKS[0])
+    margin = DEFAULT_STACK / largest
+    cycles = cycles_table(load(DOCS / "stock.json"), load(DOCS / "stock_tpu_vm.json"))
+    return f"""# What a TPU VM's compiler makes of every program
+
+Written by `python -m tpu.compiler.versions`; do not edit. No TPU ran any of this. A TPU VM compiles with libtpu
+{RUNTIME}, which torch_xla 2.9.0 names as its own; {NEWEST} is the newest. Memory is what the program needs per device,
+with what stays beside it, such as the optimizer's state in an evaluation; effort fast.
+
+libtpu compiles on fibers whose stack has 64 KiB by default. {RUNTIME} needs more for some of these programs, and dies
+(SIGSEGV, "STACK OVERFLOW"). The largest need among them is {largest // 1024} KiB; runs and `make compile` ask for
+{DEFAULT_STACK // 1024} KiB, {margin:.1f} times as much (`STACK` in train/common/xla/backend.py). No TPU has confirmed
+yet that its runtime honours the flag. `--safe-forms` compiles without it: of the programs that need the flag, the
+column before the last is of these forms, with no flag for the stack. {RUNTIME}'s memory is that of the compilation with
+the least stack that was enough; it does not depend on it.
+
+{matrix(figures)}
+
+## Estimated cycles
+
+Effort full, the rows of [stock.md](stock.md), our steps; v5e.
+
+{cycles}
+"""
+
+
+def write_page() -> None:
+    """Writes docs/tpu/versions.md from the figures that are there."""
+    PAGE.write_text(page(load(FIGURES)))
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def in_a_process(case: Case) -> dict[str, dict]:
+    """Compiles a case in a process of its own. Raises RuntimeError with what it has said where it fails."""
+    command = [sys.executable, "-m", "tpu.compiler.versions", "--case", str(CASES.index(case))]
+    result = subprocess.run(command, cwd=ROOT, env=environment_of_figures(), capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{case.row.name} on {case.topology} failed:\n{result.stderr[-2000:]}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", default="", help="part of the cases' names (default: all)")
+    parser.add_argument("--missing", action="store_true", help="keep the figures that are there")
+    parser.add_argument("--print", action="store_true", help="compile nothing")
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case is not None:
+        print(json.dumps(compile_case(CASES[options.case])))
+        return
+
+    figures = load(FIGURES)
+    cases = [case for case in CASES if options.name.lower() in f"{case.row.name} {case.topology}".lower()]
+    if not cases:
+        raise InputError(f"no case has {options.name!r} in its name; there are {', '.join(c.row.name for c in CASES)}")
+    if options.missing:
+        cases = [case for case in cases if not all(case.named(program) in figures for program in case.programs)]
+    if options.print:
+        cases = []
+    for version in libtpu.VERSIONS if cases else ():
+        libtpu.installed(version)  # rather than an error of each
+
+    failed = []
+
+    def one(case: Case) -> tuple[Case, dict]:
+        try:
+            return case, in_a_process(case)
+        except RuntimeError as error:
+            failed.append(str(error))
+            return case, {}
+
+    with two_at_a_time() as pool:
+        for case, found in pool.map(one, cases):
+            for program, result in found.items():
+                figures[case.named(program)] = result
+                print(case.named(program), cell(result[RUNTIME]), cell(result[NEWEST]), stack(result), flush=True)
+            save(FIGURES, figures)
+    write_page()
+    if failed:
+        raise InputError("\n".join(failed))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except InputError as error:
+        sys.exit(f"error: {error}")
