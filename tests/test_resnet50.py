@@ -73,7 +73,7 @@ def test_the_page_classifies_a_new_picture_with_an_export(name, tmp_path, mesh, 
         assert made in code
         code = code.replace(made, f"from models.resnet import resnet{tiny}")
     exec(code, {})
-    label, share = capsys.readouterr().out.split()[-2:]
+    label, share = capsys.readouterr().out.strip().rsplit(" ", 1)
     assert label == images.classes[expected.argmax()] and float(share) == pytest.approx(expected.max().item(), rel=1e-4)
 
 
