@@ -6,11 +6,13 @@ That the programs compile with it, and what becomes of one without the flag, is 
 import os
 import signal
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch_xla
 
+from errors import InputError
 from models import layers
 from tpu.compiler import apart, libtpu
 from tpu.compiler import compile as compiling
@@ -73,23 +75,33 @@ def test_safe_forms_put_nothing_between_softmax_and_cast(mesh):
 
 
 @pytest.mark.parametrize(
-    "remat, safe_forms, expected",
-    [
-        (False, False, [backend.STACK, *backend.FUSIONS.split()]),
-        (True, False, [backend.STACK, *backend.FUSIONS.split()]),
-        (False, True, backend.FUSIONS.split()),
-        (True, True, backend.SHALLOW_FUSIONS.split()),
-    ],
+    "safe_forms, expected",
+    [(False, [backend.STACK, *backend.FUSIONS.split()]), (True, backend.SHALLOW_FUSIONS.split())],
 )
-def test_safe_forms_ask_for_no_stack_and_with_remat_for_no_deep_fusion(remat, safe_forms, expected, no_flags):
-    backend.ask_for_forms(0, remat, safe_forms)
-    assert os.environ["LIBTPU_INIT_ARGS"].split() == expected
+def test_safe_forms_ask_for_no_stack_and_no_deep_fusion(safe_forms, expected, no_flags):
+    backend.ask_for_forms(0, safe_forms)
+    assert sorted(os.environ["LIBTPU_INIT_ARGS"].split()) == sorted(expected)
+
+
+def test_what_an_earlier_set_up_has_asked_for_is_not_the_users(no_flags):
+    backend.ask_for_forms(0, safe_forms=False)
+    backend.ask_for_forms(0, safe_forms=True)
+    assert sorted(os.environ["LIBTPU_INIT_ARGS"].split()) == sorted(backend.SHALLOW_FUSIONS.split())
+
+
+@pytest.mark.parametrize(
+    "given", ["--fibers_default_thread_stack_size_x=1", "--xla_dump_to=/tmp/fibers_default_thread_stack_size/a"]
+)
+def test_a_flag_that_only_looks_like_ours_does_not_keep_ours_out(given, monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
+    backend.ask_for_forms(0, safe_forms=False)
+    assert os.environ["LIBTPU_INIT_ARGS"].split() == [given, backend.STACK, *backend.FUSIONS.split()]
 
 
 def test_a_stack_that_the_user_gives_stays(monkeypatch):
     given = "--fibers_default_thread_stack_size=1000000"
     monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
-    backend.ask_for_forms(0, remat=False, safe_forms=False)
+    backend.ask_for_forms(0, safe_forms=False)
     assert os.environ["LIBTPU_INIT_ARGS"].split() == [given, *backend.FUSIONS.split()]
 
 
@@ -97,7 +109,7 @@ class Asked(Exception):
     """Ends a set-up as soon as the flags are there."""
 
 
-@pytest.mark.parametrize("safe_forms", [False, True])
+@pytest.mark.parametrize("safe_forms", ["", "flag", "variable"])
 @pytest.mark.parametrize(
     "words",
     [
@@ -112,14 +124,19 @@ class Asked(Exception):
     ],
 )
 def test_make_compile_asks_libtpu_for_what_a_run_asks_for(words, safe_forms, monkeypatch):
-    arguments = [*words.split(), *([] if "--" in words.split() else ["--"]), *(["--safe-forms"] * safe_forms)]
+    arguments = [
+        *words.split(),
+        *([] if "--" in words.split() else ["--"]),
+        *(["--safe-forms"] if safe_forms == "flag" else []),
+    ]
     _, job = compiling.parse(arguments)
     config = job.config(1)
 
+    monkeypatch.setenv("XLA_ZOO_SAFE_FORMS", "1" if safe_forms == "variable" else "")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
     compiling.ask_compiler(job, job.script)
     compiled_with = os.environ["LIBTPU_INIT_ARGS"].split()
-    assert (backend.STACK in compiled_with) is not safe_forms
+    assert (backend.STACK in compiled_with) == (safe_forms == "")
 
     def stop() -> None:
         raise Asked
@@ -134,7 +151,7 @@ def test_make_compile_asks_libtpu_for_what_a_run_asks_for(words, safe_forms, mon
 def test_a_cut_state_keeps_its_reduce_scatters_in_safe_forms(no_flags):
     _, job = compiling.parse(["bert", "--task", "mrpc", "--", "--shard-state", "full", "--safe-forms"])
     compiling.ask_compiler(job, job.script)
-    assert os.environ["LIBTPU_INIT_ARGS"].split() == [*backend.FUSIONS.split(), *REDUCE_SCATTERS.split()]
+    assert os.environ["LIBTPU_INIT_ARGS"].split() == [*backend.SHALLOW_FUSIONS.split(), *REDUCE_SCATTERS.split()]
 
 
 @pytest.mark.parametrize("script", [transformer, glue, pretrain], ids=lambda script: script.__name__)
@@ -156,6 +173,13 @@ def test_a_resumed_run_may_have_other_forms(script):
 def test_the_environment_asks_for_safe_forms(value, expected, mesh, monkeypatch):
     monkeypatch.setenv("XLA_ZOO_SAFE_FORMS", value)
     assert device.setup(0, "float32").safe_forms is expected
+
+
+@pytest.mark.parametrize("value", ["yes", "false", "2"])
+def test_another_word_in_the_environment_is_refused(value, monkeypatch):
+    monkeypatch.setenv("XLA_ZOO_SAFE_FORMS", value)
+    with pytest.raises(InputError, match=f"XLA_ZOO_SAFE_FORMS is '{value}'; set it to 1"):
+        device.setup(0, "float32")
 
 
 # ---- a log that is not mute ------------------------------------------------------------------------------------------
@@ -207,6 +231,18 @@ def test_the_launcher_says_what_to_do_when_the_compiler_has_died(end):
     assert "--safe-forms" in said and 'ENV="XLA_ZOO_SAFE_FORMS=1"' in said
 
 
+@pytest.mark.parametrize(
+    "end", ["*** SIGTERM received by PID 77 (TID 77) on cpu 0 from PID 1", "*** SIGABRT received by PID 5", "Error 13"]
+)
+def test_the_launcher_takes_no_other_end_for_a_dead_compiler(end):
+    assert messages.explain_log(f"compiling eval_step with libtpu 0.0.21\n{end}\n") == []
+
+
+def test_the_launcher_explains_a_flag_that_libtpu_does_not_know():
+    (said,) = messages.explain_log("ERROR: Unknown command line flag 'fibers_default_thread_stack_size'\n")
+    assert "does not know a flag of LIBTPU_INIT_ARGS" in said and "--safe-forms" in said
+
+
 # ---- a compiler that dies, in `make compile` -------------------------------------------------------------------------
 
 
@@ -241,14 +277,51 @@ def test_a_process_without_an_answer_has_died(script, how, tmp_path, monkeypatch
 
 def test_what_died_names_the_step_and_what_to_leave_out():
     job = compiling.Job("bert", "full", "pretrain", ("--size", "mini", "--remat"), 8, "train")
-    said = compiling.what_died(apart.CompilerDied("0.0.21", "SIGSEGV", TRACE), job, "v5e:1x1")
+    said = compiling.what_died(apart.CompilerDied("0.0.21", "SIGSEGV", TRACE), job, "v5e:1x1", False)
     assert (
         "libtpu 0.0.21 died while it compiled (SIGSEGV): bert pretrain full --size mini --remat, program train" in said
     )
     assert "for v5e:1x1" in said and "--safe-forms" in said and "leave --remat out" in said
     assert f"LIBTPU_VERSION={libtpu.NEWEST}" in said
-    safe = replace(job, flags=("--safe-forms",))
-    assert "add --safe-forms" not in compiling.what_died(apart.CompilerDied("0.0.21", "SIGSEGV", ""), safe, "v5e:1x1")
+    safe = compiling.what_died(apart.CompilerDied("0.0.21", "SIGSEGV", ""), job, "v5e:1x1", True)
+    assert "add --safe-forms" not in safe and "leave --remat out" in safe
+
+
+@pytest.mark.parametrize(
+    "how, output, advice",
+    [
+        ("SIGKILL", "", "killed from outside, most likely for memory"),
+        ("exit code 1", "ERROR: Unknown command line flag 'xla_foo'", "does not know a flag of it"),
+    ],
+)
+def test_another_death_has_another_remedy(how, output, advice):
+    job = compiling.Job("bert", "full", "mrpc", (), 8, "train")
+    said = compiling.what_died(apart.CompilerDied("0.0.21", how, output), job, "v5e:1x1", False)
+    assert advice in said and "--safe-forms" not in said
+
+
+def test_a_compiler_that_dies_in_the_search_for_a_batch_is_a_sentence_too(monkeypatch, tmp_path):
+    def dies(*_):
+        raise apart.CompilerDied("0.0.21", "SIGSEGV", TRACE)
+
+    def too_large(*_):
+        raise libtpu.OutOfMemory("v5e:1x1", 2**35, 2**34, [], "")
+
+    monkeypatch.setattr(compiling, "compile_step", too_large)
+    monkeypatch.setattr(compiling, "search", dies)
+    topology = MagicMock()
+    topology.__enter__.return_value.name = "v5e:1x1"
+    monkeypatch.setattr(compiling, "open_topology", lambda _: topology)
+    monkeypatch.setattr(compiling.staging, "setup", MagicMock())
+    monkeypatch.setattr(compiling.libtpu, "version", lambda: "0.0.21")
+    with pytest.raises(compiling.DeadCompiler, match="libtpu 0.0.21 died while it compiled"):
+        compiling.main(["dlrm", "--json", str(tmp_path / "report.json"), "--effort", "fast"])
+
+
+def test_a_temporary_folder_that_cannot_be_written_is_named(monkeypatch):
+    monkeypatch.setattr(apart.tempfile, "tempdir", "/proc")
+    with pytest.raises(InputError, match="cannot write to /proc: .*set TMPDIR to another folder"):
+        apart.compile(b"", "v5e:1x1", "fast", "libtpu.so")
 
 
 def test_errors_of_the_process_that_compiles_arrive_as_they_are():

@@ -44,7 +44,7 @@ def test_the_default_stack_is_four_times_the_largest_need():
 def test_every_program_that_was_compiled_compiles_on_a_tpu_vm():
     for name, found in versions.load(versions.FIGURES).items():
         assert "needed" in found[OLD], (name, found[OLD])
-        if versions.SAFE in found:
+        if versions.SAFE in found and "--remat" not in name:  # of which docs/tpu.md says that they may not be enough
             assert "needed" in found[versions.SAFE], (name, found[versions.SAFE])
 
 

@@ -71,7 +71,7 @@ class Config:
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
-    safe_forms: bool = False  # for a TPU's compiler that dies while it compiles: forms that ask less of it, docs/tpu.md
+    safe_forms: bool = False  # slower forms for a TPU whose compiler crashes on the usual ones: docs/tpu.md
 
 
 TINY = Config(**cli.TRIAL, task="sst2", lengths=(16, 32), epochs=6, lr=2e-3, weight_decay=0.01)
@@ -229,8 +229,14 @@ def export(folder: str, state: State, data: Data, mesh: device.Mesh) -> None:
 def main(config: Config) -> dict[str, float]:
     """Fine-tunes, evaluates and exports; returns the final metrics, MNLI's second split's as mismatched_…."""
     config = validate(config)
-    asked = {"safe_forms": config.safe_forms}  # of a TPU's compiler
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout, **asked)
+    mesh = device.setup(
+        config.seed,
+        config.precision,
+        config.strict,
+        config.device,
+        config.layout,
+        safe_forms=config.safe_forms,
+    )
     if mesh.process_count > 1 and config.model == "xlnet" and not config.checkpoint:  # see vocabulary.learn
         raise InputError(f"the trial of --model xlnet is for one host, not {mesh.process_count}; give --checkpoint")
     data = open_data(config)

@@ -71,7 +71,7 @@ class Config:
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
-    safe_forms: bool = False  # for a TPU's compiler that dies while it compiles: forms that ask less of it, docs/tpu.md
+    safe_forms: bool = False  # slower forms for a TPU whose compiler crashes on the usual ones: docs/tpu.md
 
 
 # You et al. 2020, table 4: batches of 32k
@@ -225,8 +225,15 @@ def with_teacher(config: Config, mesh: device.Mesh) -> Config:
 def main(config: Config) -> dict[str, float]:
     """Pretrains and exports; returns the final metrics of the validation rows."""
     config = validate(config)
-    asked = {"vmem_kib": VMEM_KIB.get(config.model, 0), "safe_forms": config.safe_forms}  # of a TPU's compiler
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout, **asked)
+    mesh = device.setup(
+        config.seed,
+        config.precision,
+        config.strict,
+        config.device,
+        config.layout,
+        vmem_kib=VMEM_KIB.get(config.model, 0),
+        safe_forms=config.safe_forms,
+    )
     if config.model == "distilbert" and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)

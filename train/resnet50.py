@@ -61,7 +61,7 @@ class Config:
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
-    safe_forms: bool = False  # for a TPU's compiler that dies while it compiles: forms that ask less of it, docs/tpu.md
+    safe_forms: bool = False  # slower forms for a TPU whose compiler crashes on the usual ones: docs/tpu.md
 
 
 SMALL = {"model": "resnet_tiny", "image_size": 32, "norm_groups": 8}
@@ -217,8 +217,15 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: device.M
 def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports; returns the final metrics: top1, top5 and loss of the evaluation split."""
     config = validate(config)
-    asked = {"vmem_kib": VMEM_KIB, "safe_forms": config.safe_forms}  # of a TPU's compiler
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout, **asked)
+    mesh = device.setup(
+        config.seed,
+        config.precision,
+        config.strict,
+        config.device,
+        config.layout,
+        vmem_kib=VMEM_KIB,
+        safe_forms=config.safe_forms,
+    )
     data, every = open_data(config), config.update_every
     per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh, parts=every)
     total = config.epochs * per_epoch

@@ -60,7 +60,7 @@ class Config:
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
-    safe_forms: bool = False  # for a TPU's compiler that dies while it compiles: forms that ask less of it, docs/tpu.md
+    safe_forms: bool = False  # slower forms for a TPU whose compiler crashes on the usual ones: docs/tpu.md
 
 
 BIG = Config(
@@ -217,8 +217,15 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: device.M
 def main(config: Config) -> dict[str, float]:
     """Trains, averages the last checkpoints, evaluates, exports; returns bleu, loss and ppl, and test_bleu, …."""
     config = validate(config)
-    asked = {"vmem_kib": VMEM_KIB, "safe_forms": config.safe_forms}  # of a TPU's compiler
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device, config.layout, **asked)
+    mesh = device.setup(
+        config.seed,
+        config.precision,
+        config.strict,
+        config.device,
+        config.layout,
+        vmem_kib=VMEM_KIB,
+        safe_forms=config.safe_forms,
+    )
     data = open_data(config)
     plan = translate.training_plan(data.train, config, mesh.num_devices)
     total, every, per_epoch = config.updates, config.update_every, loading.steps_per_epoch(data.train, plan, mesh)

@@ -18,8 +18,8 @@ WRONG = (
 )
 OURS = [
     (
-        "train/resnet50.py",
-        "device.setup(config.seed, config.precision, config.strict, config.device, config.layout, **asked)",
+        "train/dlrm.py",
+        "device.setup(config.seed, config.precision, config.strict, config.device, safe_forms=config.safe_forms)",
     )
 ]
 

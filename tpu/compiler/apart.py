@@ -9,6 +9,7 @@ torch: starting it takes a second. Several may run at once, also with different 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -27,6 +28,7 @@ from tpu.compiler import libtpu
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUEST, MODULE, ANSWER, OPTIMIZED = "request.json", "module.pb", "answer.json", "optimized.pb"
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 LAST_LINES = 5  # of what a process has said before it died
 
 
@@ -71,6 +73,16 @@ def compile(
         libtpu.OutOfMemory, libtpu.CompilerError: as of libtpu.Topology.compile.
         CompilerDied: the process ended in another way.
     """
+    try:
+        return _compile(module, topology, effort, library, variables)
+    except OSError as error:
+        where = tempfile.gettempdir()
+        raise InputError(
+            f"cannot write to {where}: {error.strerror}; make room, or set TMPDIR to another folder"
+        ) from None
+
+
+def _compile(module: bytes, topology: str, effort: str, library: Path, variables: Mapping[str, str] | None) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="compile-") as name:
         folder = Path(name)
         (folder / MODULE).write_bytes(module)
@@ -148,11 +160,17 @@ def _answer(folder: Path) -> dict:
         return {"kind": "compiler error", "code": error.code, "text": error.text}
     except InputError as error:
         return {"kind": "input", "text": str(error)}
+    except OSError as error:
+        text = f"cannot write {error.filename}: {error.strerror}; make room, or set TMPDIR to another folder"
+        return {"kind": "input", "text": text}
+    except MemoryError:
+        return {"kind": "input", "text": "this machine has not enough memory to compile it; use one with more"}
 
 
 def main() -> None:
     """Compiles what the folder of the command line asks for."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of a dead compiler it would have gigabytes
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody would read the answer
     folder = Path(sys.argv[1])
     answer = _answer(folder)
     (folder / ANSWER).write_text(json.dumps(answer))

@@ -154,6 +154,8 @@ def compile_step(
     """
     step, staged = stage(job, mesh, script)
     started = time.perf_counter()
+    # It may take minutes, and what the other process writes is shown only where it dies.
+    print(f"libtpu {libtpu.version()} compiles for {topology.name}, effort {effort}", file=sys.stderr, flush=True)
     with _counting(staged.kept):
         program = apart.compile(staged.module, topology.name, effort, libtpu.find())
         seconds = time.perf_counter() - started
@@ -260,7 +262,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
     if options.task and script not in (glue, pretrain):
         raise InputError(f"--task is {options.task}, of which {options.model} has none: leave it out")
     words = [options.model, options.task, preset, "" if options.program == "train" else options.program]
-    name = "-".join([*filter(None, words), re.sub("[:/]", "_", options.topology.lower())])
+    name = "-".join([*filter(None, words), re.sub("[:/]", "_", options.topology.lower()), options.libtpu or "libtpu"])
     options.json = options.json or f"runs/compile/{name}-{options.effort}.json"
     return options, Job(options.model, preset, options.task, tuple(flags), options.batch, options.program)
 
@@ -298,26 +300,19 @@ def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyTy
 def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -> dict:
     """Compiles, prints and writes the report of a job; returns it. `code`: see compile_step."""
     ask_compiler(job, script)
-    with libtpu.Topology(options.topology) as topology:
+    with open_topology(options.topology) as topology:
         config = job.config(topology.num_devices)
-        mesh = staging.setup(topology.num_devices, topology.kind, config.precision, config.safe_forms)
+        safe_forms = device.wants_safe_forms(config.safe_forms)
+        mesh = staging.setup(topology.num_devices, topology.kind, config.precision, safe_forms)
         if options.stage:
             _, staged = stage(job, mesh, script)
             found = {"fingerprint": hlo.fingerprint(staged.module)}
             print(found["fingerprint"], flush=True)
             return found
         try:
-            found, optimized = compile_step(job, topology, mesh, options.effort, script, code, options.besides)
-            print(report.describe(found), flush=True)
+            found, optimized = compile_or_search(options, job, topology, mesh, script, code)
         except apart.CompilerDied as error:
-            raise DeadCompiler(what_died(error, job, topology.name)) from error
-        except libtpu.OutOfMemory as error:
-            print(f"{job.model} {job.preset} on {topology.name}", report.describe_shortage(error), sep="\n", flush=True)
-            found = {"fits": False, "needed": error.needed, "capacity": error.capacity, "topology": topology.name}
-            optimized = b""
-            write(options.json, json.dumps(found, indent=1).encode())
-            if not options.no_search:
-                found |= search(job, topology, mesh, script)
+            raise DeadCompiler(what_died(error, job, topology.name, mesh.safe_forms)) from error
     if options.given:  # of the figures' making, as the batch is
         found["libtpu_init_args"] = options.given
         print(f"flags        LIBTPU_INIT_ARGS={options.given}", flush=True)
@@ -325,6 +320,33 @@ def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -
     if options.dump and optimized:
         write(options.dump, optimized)
     return found
+
+
+def open_topology(name: str) -> libtpu.Topology:
+    """Returns a topology, without the flags: a library that does not know one would end this process."""
+    flags = os.environ.pop("LIBTPU_INIT_ARGS", "")
+    try:
+        return libtpu.Topology(name)
+    finally:
+        os.environ["LIBTPU_INIT_ARGS"] = flags
+
+
+def compile_or_search(
+    options: argparse.Namespace, job: Job, topology: libtpu.Topology, mesh: device.Mesh, script: Any, code: str
+) -> tuple[dict, bytes]:
+    """Returns the report of a job and its optimized module, b"" where it does not fit."""
+    try:
+        found, optimized = compile_step(job, topology, mesh, options.effort, script, code, options.besides)
+        print(report.describe(found), flush=True)
+        return found, optimized
+    except libtpu.OutOfMemory as error:
+        print(f"{job.model} {job.preset} on {topology.name}", report.describe_shortage(error), sep="\n", flush=True)
+        found = {"fits": False, "needed": error.needed, "capacity": error.capacity, "topology": topology.name}
+
+    write(options.json, json.dumps(found, indent=1).encode())
+    if not options.no_search:
+        found |= search(job, topology, mesh, script)
+    return found, b""
 
 
 def ask_compiler(job: Job, script: Any) -> None:
@@ -338,7 +360,7 @@ def ask_compiler(job: Job, script: Any) -> None:
         vmem_kib = getattr(script, "VMEM_KIB", 0)
         if isinstance(vmem_kib, dict):
             vmem_kib = vmem_kib.get(job.model, 0)
-        backend.ask_for_forms(vmem_kib, layout.remat, config.safe_forms)
+        backend.ask_for_forms(vmem_kib, device.wants_safe_forms(config.safe_forms))
     else:
         backend.ask_compiler(backend.STACK)
     sharding.ask_for_reduce_scatters(layout, backend)
@@ -348,19 +370,23 @@ class DeadCompiler(RuntimeError):
     """The compiler died; the message says of what, and what to do."""
 
 
-def what_died(error: apart.CompilerDied, job: Job, topology: str) -> str:
-    """Returns which libtpu died on which step, and what to leave out."""
-    words = [job.model, job.task, job.preset, *job.flags]
-    step = " ".join(filter(None, words))
+def what_died(error: apart.CompilerDied, job: Job, topology: str, safe_forms: bool) -> str:
+    """Returns which libtpu died on which step, and what to do about it."""
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    step = " ".join(filter(None, [job.model, job.task, job.preset, *job.flags]))
+    about = f"{error}: {step}, program {job.program}, for {topology}, with LIBTPU_INIT_ARGS={flags!r}"
+    if "Unknown command line flag" in error.output:
+        return f"{about}; this version does not know a flag of it\n{apart.last_words(error)}"
+    if error.how == "SIGKILL":
+        return f"{about}; it was killed from outside, most likely for memory: give it a machine with more"
+
     remedies = []
-    if "--safe-forms" not in job.flags:
+    if not safe_forms:
         remedies.append("add --safe-forms to ARGS, whose forms ask less of the compiler")
     if "--remat" in job.flags:
         remedies.append("leave --remat out")
-    others = [version for version in libtpu.VERSIONS if version != error.version]
-    remedies.append(f"try another version, LIBTPU_VERSION={others[-1]}, to see whether it compiles at all")
-    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-    about = f"{error}: {step}, program {job.program}, for {topology}, with LIBTPU_INIT_ARGS={flags!r}"
+    other = next(version for version in reversed(libtpu.VERSIONS) if version != error.version)
+    remedies.append(f"try another version, LIBTPU_VERSION={other}, to see whether it compiles at all")
     return f"{about}; {', or '.join(remedies)}\n{apart.last_words(error)}"
 
 

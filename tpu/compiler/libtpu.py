@@ -286,9 +286,9 @@ class Topology:
         try:
             return self.library.call("TopologyDescription_Create", arguments).topology
         except CompilerError as error:
+            newer = "" if version() == NEWEST else f"LIBTPU_VERSION={NEWEST} (--libtpu {NEWEST}), or "
             raise InputError(
-                f"topology {self.name} is not known to libtpu {version()} ({error.text}); use a newer libtpu, such as"
-                f" LIBTPU_VERSION={NEWEST} (--libtpu {NEWEST}), or another topology"
+                f"topology {self.name} is not known to libtpu {version()} ({error.text}); use {newer}another topology"
             ) from error
         finally:
             del buffers  # the call is over: nothing reads them any more

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -170,6 +171,8 @@ def attempt(module: bytes, kept: int, topology: str, version: str, flags: str) -
     try:
         compiled = apart.compile(module, topology, "fast", library, {"LIBTPU_INIT_ARGS": flags})
     except apart.CompilerDied as error:
+        if not re.search("SIGSEGV|SIGBUS", error.how):
+            raise  # no fault of the stack: killed for memory, a flag that is not known
         return {"died": error.how}
     except libtpu.OutOfMemory as error:
         return {"too_large": error.needed + kept}
@@ -216,7 +219,7 @@ def compile_case(case: Case) -> dict[str, dict]:
         for stack in STACKS:
             result = attempt(module, kept, case.topology, RUNTIME, with_stack(flags, stack))
             if "died" not in result:
-                figures["least_stack"] = stack
+                figures["least_stack"] = stack if "needed" in result else None
                 break
         figures[RUNTIME] = result  # what a small stack is enough for, a larger one is, too
 

@@ -39,10 +39,13 @@ Invalid TPU external name
     this libtpu does not know these chips; the pinned one does not know TPU7x, which needs LIBTPU_VERSION=0.0.51
 No space left on device|Disk quota exceeded
     the disk of this worker is full: remove what is not needed there
-\*\*\* SIG\w+ .*received by PID|^(?:\[worker \d+\] )?make: \*\*\* \[.*\] (?:Segmentation fault|Error 139)
+\*\*\* SIG(?:SEGV|BUS|ILL) .*received|make: \*\*\* \[.*\] (?:Segmentation fault|Error 139)
     the process died without a traceback. If the last line before is "compiling …", it was the TPU's compiler, libtpu,
-    that died of a step: add --safe-forms to ARGS, or ENV="XLA_ZOO_SAFE_FORMS=1", for forms that ask less of it
-    (docs/tpu.md, "When the compiler dies")
+    that died of a step: add --safe-forms to ARGS, or ENV="XLA_ZOO_SAFE_FORMS=1", for forms that ask less of it, and
+    leave --remat out (docs/tpu.md, "When the compiler dies")
+Unknown command line flag
+    this worker's libtpu does not know a flag of LIBTPU_INIT_ARGS; if it is fibers_default_thread_stack_size, which the
+    zoo adds, add --safe-forms to ARGS, which does without (docs/tpu.md, "When the compiler dies")
 ^(?:\[worker \d+\] )?make: \*\*\* \[.*\] (?:Killed|Error 137)
     a process was killed from outside, most likely since the worker ran out of memory (not the TPU's): fewer --workers
     in ARGS; `sudo dmesg | grep -i oom` there tells

@@ -92,7 +92,6 @@ def setup(
         safe_forms: has the TPU's compiler asked for nothing that it may die of, and `Mesh.safe_forms` tell `build` so.
             XLA_ZOO_SAFE_FORMS=1 in the environment asks for the same. Elsewhere than on a TPU it changes no number.
     """
-    safe_forms = safe_forms or os.environ.get("XLA_ZOO_SAFE_FORMS", "") not in ("", "0")
     if not 0 <= seed < 2**63:
         raise InputError(f"--seed is {seed}; it must be at least 0 and below 2**63")
     for name, value, known in (("precision", precision, PRECISIONS), ("device", kind, DEVICES)):
@@ -101,12 +100,21 @@ def setup(
     backend, flags = choose_backend(kind), "--mesh, --shard-state or --remat"
     if spread := layout != WHOLE and optional_module("train.common.sharding", flags, "WITH=sharding"):
         spread.ask_for_reduce_scatters(layout, backend)
-    mesh = backend.setup(precision, strict, kind, vmem_kib, layout.remat, safe_forms)
+    mesh = backend.setup(precision, strict, kind, vmem_kib, wants_safe_forms(safe_forms))
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     _backend.set_seed(seed)
     return spread.arranged(mesh, layout) if spread else mesh
+
+
+def wants_safe_forms(given: bool) -> bool:
+    """Returns whether the flag or XLA_ZOO_SAFE_FORMS in the environment asks for safe forms; raises InputError where
+    the variable says neither."""
+    variable = os.environ.get("XLA_ZOO_SAFE_FORMS", "")
+    if variable not in ("", "0", "1"):
+        raise InputError(f"XLA_ZOO_SAFE_FORMS is {variable!r}; set it to 1 for the forms of --safe-forms, or to 0")
+    return given or variable == "1"
 
 
 def choose_backend(kind: str) -> ModuleType:

@@ -16,7 +16,7 @@ from train.common.device import Mesh
 _waiting: list[Callable[[], None]] = []  # for the next step
 
 
-def setup(precision: str, strict: bool, kind: str, _vmem_kib: int, _remat: bool, _safe_forms: bool) -> Mesh:
+def setup(precision: str, strict: bool, kind: str, _vmem_kib: int, _safe_forms: bool) -> Mesh:
     """Returns the mesh of one device; raises InputError where it is not there, or the environment asks for more."""
     for variable in ("CPU_NUM_DEVICES", "WORLD_SIZE"):  # of XLA's CPU backend; of torchrun
         if os.environ.get(variable, "1") not in ("", "1"):

@@ -33,7 +33,7 @@ read = torch_xla._XLAC._xla_get_cpu_tensors
 # programs, and the process dies. How much each program needs stands in docs/tpu/versions.md.
 STACK = "--fibers_default_thread_stack_size=524288"
 # Fusions that make nearly all our steps cheaper by libtpu's estimate (docs/tpu/findings.md); 0.0.21 knows them, too.
-DEEP_FUSION = "--xla_tpu_enable_multi_level_output_dot_dot_fusion=true"  # with --remat it needs STACK
+DEEP_FUSION = "--xla_tpu_enable_multi_level_output_dot_dot_fusion=true"  # of some programs it needs STACK
 SHALLOW_FUSIONS = "--xla_tpu_input_conv_multi_users=true --xla_jf_enable_advanced_multi_output_fusion=true"
 FUSIONS = f"{SHALLOW_FUSIONS} {DEEP_FUSION}"
 ROWS = {("data",): "data", ("copies", "data", "model"): ("copies", "data")}  # what cuts a batch, by the mesh's axes
@@ -43,21 +43,24 @@ def ask_compiler(flags: str, vmem_kib: int = 0) -> None:
     """Gives libtpu, before it is loaded, flags that LIBTPU_INIT_ARGS does not set. `vmem_kib`: see device.setup."""
     flags += f" --xla_tpu_scoped_vmem_limit_kib={vmem_kib}" if vmem_kib else ""
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
-    missing = [flag for flag in flags.split() if flag.strip("-").partition("=")[0] not in given]  # or as --noflag
+    names = {word.lstrip("-").partition("=")[0] for word in given.split()}
+    missing = []
+    for flag in flags.split():
+        name = flag.lstrip("-").partition("=")[0]
+        if name not in names and f"no{name}" not in names:
+            missing.append(flag)
     os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *missing]).strip()
 
 
-def ask_for_forms(vmem_kib: int, remat: bool, safe_forms: bool) -> None:
+def ask_for_forms(vmem_kib: int, safe_forms: bool) -> None:
     """Gives libtpu, before it is loaded, the flags that our steps are written for; `make compile` calls it, too.
 
-    With `safe_forms` it gets none that a step needs in order to compile, and no fusion that needs a larger stack.
+    With `safe_forms` it gets none that a step needs in order to compile, and not the fusion that needs a larger stack.
+    What an earlier call of this process has asked for is taken back: it was not the user's.
     """
-    if not safe_forms:
-        ask_compiler(f"{STACK} {FUSIONS}", vmem_kib)
-    elif remat:
-        ask_compiler(SHALLOW_FUSIONS, vmem_kib)
-    else:
-        ask_compiler(FUSIONS, vmem_kib)
+    given = os.environ.get("LIBTPU_INIT_ARGS", "").split()
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(flag for flag in given if flag not in (STACK, DEEP_FUSION))
+    ask_compiler(SHALLOW_FUSIONS if safe_forms else f"{STACK} {FUSIONS}", vmem_kib)
 
 
 def compiler() -> str:
@@ -83,9 +86,9 @@ def about_compiler(safe_forms: bool) -> str:
     return f"{about}; if the process dies while it compiles, add --safe-forms (docs/tpu.md)"
 
 
-def setup(precision: str, strict: bool, kind: str, vmem_kib: int, remat: bool, safe_forms: bool) -> Mesh:
+def setup(precision: str, strict: bool, kind: str, vmem_kib: int, safe_forms: bool) -> Mesh:
     """Turns SPMD on and returns the mesh of all devices. Programs are not kept on disk, see docs/tpu.md."""
-    ask_for_forms(vmem_kib, remat, safe_forms)
+    ask_for_forms(vmem_kib, safe_forms)
     hardware = xr.device_type() or "CPU"
     set_products(precision if hardware == "TPU" else "fast_float32")  # a CPU's are float32 in any case
     if not xr.is_spmd():
