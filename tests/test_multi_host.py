@@ -239,7 +239,7 @@ class Pod:
         def upload(local, mesh):
             return torch.cat(pod.meet(("upload", tuple(local.shape)), local))
 
-        def setup(seed, precision, strict, kind, layout=cli.WHOLE, vmem_kib=0):
+        def setup(seed, precision, strict, kind, layout=cli.WHOLE, vmem_kib=0, safe_forms=False):
             return sharding.arranged(pod.mesh(this_host()), layout)
 
         def stop_requested(mesh, *every):
