@@ -1,5 +1,18 @@
 # Every target creates or refreshes the environment it needs; `make` alone explains them.
 
+# These count from make's command line only. What a shell has set under one of these names is for something else: it is
+# no argument of a run, and chooses nothing that is made or removed. PYTHON stays: it only chooses an interpreter.
+ARGUMENTS := MODEL TASK DATA DEVICE PRESET NAME ARGS TOPOLOGY BATCH EFFORT PROGRAM OUT DATASET MODEL_DIR TO WITH BENCH RUNS \
+	PORT TPU ZONE PROJECT RUN ENV RETRIES CREATE SPOT ENGINE BUCKET LAUNCH_ARGS GET_PYTHON VENV LIBTPU_VERSION
+ifneq ($(findstring e,$(filter-out --%,$(firstword -$(MAKEFLAGS)))),)
+$(error make -e lets variables of the shell choose what is made and removed; leave out -e)
+endif
+IGNORED := $(strip $(foreach name,$(ARGUMENTS),$(if $(findstring environment,$(origin $(name))),$(name))))
+$(foreach name,$(IGNORED),$(eval undefine $(name))$(eval unexport $(name)))
+ifneq ($(and $(IGNORED),$(filter 0,$(MAKELEVEL))),)
+$(shell echo 'note: not taken from the environment: $(IGNORED); give them after make, as make train MODEL=bert' >&2)
+endif
+
 # The first of these that is there: packages for all three are pinned, see requirements.txt. true: where the last is not,
 # make takes the shell's 127 for its own failure and drops what it has said.
 ifeq ($(origin PYTHON),undefined)
@@ -7,7 +20,9 @@ PYTHON := $(firstword $(shell for python in python3.11 python3.12 python3.13; do
 endif
 # Plain PyTorch needs less; an environment that has all serves it, too. Other targets need XLA, or the tools of tests.
 EAGER  := $(if $(filter-out install train data translate copy,$(MAKECMDGOALS)),,$(filter cpu cuda,$(DEVICE)))
-VENV   ?= $(if $(EAGER),$(if $(wildcard .venv/.installed),.venv,.venv-eager),.venv)
+ifneq ($(origin VENV),command line)
+VENV   := $(if $(EAGER),$(if $(wildcard .venv/.installed),.venv,.venv-eager),.venv)
+endif
 NEEDED := requirements$(if $(EAGER),$(if $(filter .venv,$(VENV)),,-eager)).txt
 XLA    := $(if $(findstring eager,$(NEEDED)),,yes)
 # A model's script, and the arguments that choose it there. MODEL= takes one of these names.
@@ -29,7 +44,9 @@ DATASETS := $(sort $(patsubst DATASET_%,%,$(filter DATASET_%,$(.VARIABLES))))
 # Without DATA a run is a trial: the small preset on synthetic data. With it, the recipe that most people can run.
 PRESET_dlrm := kaggle
 PRESET_transformer := base
-PRESET ?= $(if $(DATA),$(or $(PRESET_$(MODEL)),full),tiny)
+ifneq ($(origin PRESET),command line)
+PRESET := $(if $(DATA),$(or $(PRESET_$(MODEL)),full),tiny)
+endif
 INSTALLED := $(VENV)/.installed
 
 # The libtpu of a machine with TPU chips is the pinned one, or that of LIBTPU_VERSION=, an argument of make alone. The
@@ -73,7 +90,7 @@ help:
 	@echo 'make fairseq                                 fairseq in an environment of its own, $(FAIRSEQ): the reference'
 	@echo 'make jax                                     JAX in an environment of its own, $(JAX): python -m bench.jax_peers'
 	@echo 'make install                                 only the environment, in $(VENV)'
-	@echo 'make clean                                   remove the environment and caches; runs/ stays'
+	@echo 'make clean                                   remove the environments that make has made, and caches; runs/ stays'
 	@echo
 	@echo 'MODEL    one of: $(MODELS)'
 	@echo 'TASK     of the encoders: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, or pretrain'
@@ -96,6 +113,10 @@ help:
 	@echo 'LIBTPU_VERSION  another libtpu than $(ON_TPU_VMS), which TPU VMs run: for make compile, and on a machine with TPU chips;'
 	@echo '         $(NEWEST) for TPU7x (docs/tpu.md)'
 
+# A folder that make makes gets this before anything else is in it; `make clean` removes no other.
+MARK := .made-by-make
+mark = @[ -e '$(1)' ] || { mkdir -p '$(1)' && : > '$(1)/$(MARK)'; }
+
 # The environment is done when the stamp is there: an install that was cut off starts over. On TPU VMs the launcher gives
 # GET_PYTHON=1.
 $(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt | check-device check-chips
@@ -106,6 +127,7 @@ $(INSTALLED): $(NEEDED) requirements-torchrec.txt requirements-tpu.txt | check-d
 		{ echo 'error: CPython 3.11, 3.12 or 3.13 is needed, $(PYTHON) is not it; use PYTHON=/path/to/python3.11 that has venv,' \
 			'or on Ubuntu GET_PYTHON=1, which installs one as root' >&2; exit 2; }; \
 		has_library
+	$(call mark,$(VENV))
 	@rm -f $@
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet -r $(NEEDED)
@@ -155,8 +177,7 @@ endif
 
 # What make was given is in the shell's environment, too: "$$DATA" keeps every space and quote in it.
 # With TPU= a run starts on that TPU's workers, each of which does `make train` without it. TPU=local is this machine.
-# What shells often have set for something else counts only as an argument of make.
-given = $(and $($(1)),$(filter command $(if $(filter NAME RUN ENV CREATE PROGRAM OUT LIBTPU_VERSION,$(1)),,environment),$(origin $(1))))
+given = $(and $($(1)),$(filter command environment,$(origin $(1))))
 passed = $(foreach name,$(1),$(if $(call given,$(name)),"$(name)=$$$(name)"))
 ifneq ($(filter-out local,$(TPU)),)
 train: check-model
@@ -218,6 +239,7 @@ translate: check-translate
 # The TPU's compiler, a folder per version, apart from the environment: training does not need it, and on a TPU VM
 # torch_xla has one of its own.
 $(LIBTPU)/%/.installed: | $(INSTALLED)
+	$(call mark,$(LIBTPU))
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(LIBTPU)/$* libtpu==$*
 	touch $@
 
@@ -266,6 +288,7 @@ $(FAIRSEQ)/.installed: SITE = lib/python3.11/site-packages
 $(FAIRSEQ)/.installed: requirements-fairseq.txt | $(INSTALLED)
 	@$(PY) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
 		{ echo 'error: fairseq needs CPython 3.11, and $(VENV) has another; make clean, then PYTHON=python3.11 make fairseq' >&2; exit 2; }
+	$(call mark,$(FAIRSEQ))
 	$(PY) -m venv $(FAIRSEQ)
 	$(FAIRSEQ)/bin/pip install --disable-pip-version-check --quiet --no-deps -r requirements-fairseq.txt
 	ln -sfnt $(FAIRSEQ)/$(SITE) $(foreach folder,torch torchgen functorch nvidia triton,'$(abspath $(VENV))/$(SITE)/$(folder)')
@@ -280,6 +303,7 @@ fairseq-golden: $(FAIRSEQ)/.installed
 
 # What lowers JAX's steps for bench/jax_peers.py.
 $(JAX)/.installed: requirements-jax.txt
+	$(call mark,$(JAX))
 	$(PYTHON) -m venv $(JAX)
 	$(JAX)/bin/pip install --disable-pip-version-check --quiet -r requirements-jax.txt
 	touch $@
@@ -287,6 +311,7 @@ $(JAX)/.installed: requirements-jax.txt
 jax: $(JAX)/.installed
 
 $(BOARD)/.installed: requirements-board.txt
+	$(call mark,$(BOARD))
 	$(PYTHON) -m venv $(BOARD)
 	$(BOARD)/bin/pip install --disable-pip-version-check --quiet -r requirements-board.txt
 	touch $@
@@ -300,6 +325,22 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 
+# Environments of versions before the mark are known by their names here and by the stamp of their installation.
+OWN := .venv .venv-eager $(FAIRSEQ) $(JAX) $(BOARD) $(LIBTPU)
+CODE := train models data tpu bench docs examples tests
+
 clean:
-	rm -rf $(VENV) .venv-eager $(FAIRSEQ) $(JAX) $(BOARD) $(LIBTPU) .pytest_cache .ruff_cache
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@for folder in '$(VENV)' $(filter-out .venv,$(OWN)); do \
+		if [ -L "$$folder" ]; then \
+			echo "kept $$folder: it is a link, which make has not made" >&2; \
+		elif [ -e "$$folder/$(MARK)" ]; then \
+			rm -rf "$$folder"; \
+		elif [ -e "$$folder/.installed" ] && echo ' $(OWN) ' | grep -qF " $$folder "; then \
+			rm -rf "$$folder"; \
+		elif [ -e "$$folder" ]; then \
+			echo "kept $$folder: make has not made it, or it would have $(MARK); remove it yourself" >&2; \
+		fi; \
+	done
+	rm -rf .pytest_cache .ruff_cache __pycache__
+	find $(CODE) -path '*/__pycache__/*.pyc' -type f -delete
+	find $(CODE) -name __pycache__ -type d -empty -delete

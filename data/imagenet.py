@@ -7,6 +7,7 @@ are torchvision's reference recipe's (https://github.com/pytorch/vision/tree/mai
 
 import io
 import itertools
+import json
 import math
 import os
 import re
@@ -86,8 +87,21 @@ def train_crop(image: torch.Tensor, size: int, rng: np.random.Generator) -> np.n
 
 def eval_crop(image: torch.Tensor, size: int) -> np.ndarray:
     """Resizes [3, H, W] to a shorter side of size * 256 / 224 and returns the middle, [size, size, 3]."""
-    middle = F.center_crop(F.resize(image, [round(size * 256 / 224)]), [size, size])
+    middle = F.center_crop(F.resize(image, [shorter_side(size)]), [size, size])
     return middle.permute(1, 2, 0).contiguous().numpy()
+
+
+def shorter_side(size: int) -> int:
+    """Returns the pixels of an image's shorter side before its middle of `size` pixels is taken."""
+    return round(size * 256 / 224)
+
+
+def preparation(size: int) -> dict[str, str]:
+    """Returns how an image is evaluated, for an export's metadata: pixels of "resize" (its shorter side) and of
+    "image_size" (the square of its middle), "mean" and "std" of each channel between 0 and 1, as JSON."""
+    mean, std = ([value / 255 for value in values] for values in (IMAGENET_MEAN, IMAGENET_STD))
+    numbers = {"resize": str(shorter_side(size)), "image_size": str(size)}
+    return numbers | {"mean": json.dumps(mean), "std": json.dumps(std)}
 
 
 class Images:

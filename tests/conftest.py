@@ -33,7 +33,7 @@ SCRIPTS = ("transformer", "pretrain", "glue", "resnet50", "dlrm")
 def shares_runs_with(nodeid: str) -> str:
     """Returns the script whose runs a test uses, else the test's file."""
     file, _, test = nodeid.partition("::")
-    of_all = file.endswith(("test_scripts.py", "test_golden.py", "test_eager.py"))
+    of_all = file.endswith(("test_scripts.py", "test_golden.py", "test_eager.py", "test_older_runs.py"))
     name = re.search(r"\[(\w+)|$", test)[1] if of_all else Path(file).stem.removeprefix("test_")
     return name if name in SCRIPTS else file
 

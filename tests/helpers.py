@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -24,6 +25,18 @@ from tpu.compiler import hlo
 from tpu.compiler.hlo_pb2 import HloModuleProtoWithConfig
 from train.common import cli, device
 from train.common.run import Run
+
+
+def page_code(page: str, heading: str, **replaced: str) -> str:
+    """Returns the Python code below a heading of a page of docs/, with each word replaced by another."""
+    text = (Path(__file__).parent.parent / "docs" / page).read_text()
+    section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("    ") or not line]
+    code = textwrap.dedent("\n".join(lines))
+    for old, new in replaced.items():
+        assert old in code, old
+        code = code.replace(old, new)
+    return code
 
 
 def records(path) -> list[dict]:

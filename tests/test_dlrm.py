@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Stop, exported, records, start, stop_at, terminate
+from helpers import Stop, exported, page_code, records, start, stop_at, terminate
 from sklearn.metrics import roc_auc_score
 from trials import TRIALS
 
@@ -49,19 +49,69 @@ def test_terminated_with_its_workers_it_goes_from_eight_devices_to_four_and_back
 
 @pytest.mark.parametrize(("where", "batch", "room"), [("training", 256, 0.2), ("evaluation", 16, 0.3)])
 def test_a_run_that_drops_ids_stops_and_resumes_with_the_room_it_names(tmp_path, monkeypatch, where, batch, room):
-    """At the first line of metrics; or, where training has dropped none, before there is a line of the evaluation."""
+    """At the first line of metrics, before a checkpoint; or, where training has dropped none, before there is a line of
+    the evaluation, whose checkpoint is there."""
     for name, value in (("TRAIN", 3 * batch), ("EVAL", 2048), ("ROWS", (100_000,) * 8)):
         monkeypatch.setattr(dlrm, f"SYNTHETIC_{name}", value)
     config = replace(LEARNS, batch_size=batch, runs=str(tmp_path), name="run", plan="exchange", log_every=1000)
     message = rf"ids found no place in the exchange.*--exchange-room (\S+) (\S+) or more instead of {room} 1"
     with pytest.raises(InputError, match=message) as raised:
         dlrm.main(replace(config, exchange_room=(room, 1.0)))
-    assert not list(tmp_path.glob("run/checkpoints/*/COMPLETE"))
+    assert len(list(tmp_path.glob("run/checkpoints/*/COMPLETE"))) == (where == "evaluation")
     logged = records(tmp_path / "run")
     assert [line["dropped"] > 0 for line in logged] == ([True] if where == "training" else [False, False])
     named = re.search(message, str(raised.value)).groups()
     assert "auc" in dlrm.main(replace(config, exchange_room=tuple(map(float, named))))
     assert all(line["dropped"] == 0 < line["pair_load"] <= 1 for line in records(tmp_path / "run") if "loss" in line)
+
+
+class OneClass(criteo.SyntheticClicks):
+    """Clicks of an evaluation split without a single click, or with one in the middle."""
+
+    clicked = ()
+
+    def batch(self, indices):
+        batch = super().batch(indices)
+        return batch | {"label": np.isin(indices, self.clicked).astype(np.float32)}
+
+
+def test_an_evaluation_of_one_class_is_refused_before_step_1(tmp_path, monkeypatch):
+    config = replace(LEARNS, runs=str(tmp_path), name="run")
+    data = dlrm.open_data(config)
+    clicks = OneClass("eval", 40_000, 0, table_rows=dlrm.SYNTHETIC_ROWS, lookups=dlrm.SYNTHETIC_LOOKUPS)
+    monkeypatch.setattr(dlrm, "open_data", lambda config: data._replace(eval=clicks))
+    with pytest.raises(InputError, match="all 40000 labels of the evaluation split of synthetic are 0.*no AUC.*give"):
+        dlrm.main(config)
+    assert not (tmp_path / "run").exists()
+    clicks.clicked = (20_000,)  # neither in the first batch nor in the last
+    monkeypatch.setattr(dlrm, "build", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        dlrm.main(config)
+
+
+def test_the_page_gives_the_probability_of_a_click_with_an_export(trained, capsys):
+    path, _, config = trained
+    clicks = dlrm.open_data(config).eval
+    batch = clicks.batch(np.arange(1))
+    first, rows = 0, {}
+    for name, lookups in zip(clicks.features, clicks.lookups, strict=True):
+        rows[name] = batch["ids"][0, first : first + lookups].tolist()
+        first += lookups
+    code = page_code(
+        "exports.md",
+        "DLRM in torchrec",
+        **{
+            "runs/<name>": path,
+            'rows = {name: [0] for name in about["features"]}': f"rows = {rows}",
+            'dense = [0.0] * about["num_dense"]': f"dense = {batch['dense'][0].tolist()}",
+        },
+    )
+    exec(code, {})
+    theirs = dlrm_torchrec.build(config, clicks)
+    theirs.load_state_dict(exported(path))
+    with torch.no_grad():
+        logit = theirs(torch.from_numpy(batch["dense"]), dlrm_torchrec.keyed(batch, clicks))
+    assert float(capsys.readouterr().out) == pytest.approx(logit.sigmoid().item(), rel=1e-5)
 
 
 def test_torchrec_loads_the_export_and_gives_the_same_auc(trained):

@@ -2,6 +2,7 @@
 tools load the export. What it shares with the other scripts is in test_scripts.py."""
 
 import copy
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from eager_runs import without_dropout
-from helpers import equal, exported, fewer_sentences, losses, records, summary
+from helpers import equal, exported, fewer_sentences, losses, page_code, records, summary
 from huggingface_hub import ModelCard
 from model_helpers import randomized
 from torch import nn
@@ -165,6 +166,15 @@ def test_the_export_is_a_pipeline_with_names_of_labels_and_the_runs_accuracy(tra
     page = ModelCard.load(f"{path}/export/README.md").data
     assert {each.metric_type: each.metric_value for each in page.eval_results} == summary(path)["metrics"] == metrics
     assert page.pipeline_tag == "text-classification" and page.base_model is page.datasets is None
+
+
+def test_the_page_classifies_a_sentence_and_a_pair_with_an_export(trained, capsys):
+    path, *_ = trained
+    exec(
+        page_code("exports.md", "BERT and its kin in transformers", **{"runs/<name>": path}).split("What train")[0], {}
+    )
+    said = capsys.readouterr().out
+    assert len(re.findall(r"'label': '(negative|positive)', 'score': 0\.\d+", said)) == 2, said
 
 
 def test_training_goes_on_from_an_export_and_without_its_weights_it_begins_anew(trained, mesh):

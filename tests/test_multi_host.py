@@ -44,7 +44,7 @@ from data import text, wmt
 from data.batching import Buckets
 from errors import InputError
 from train import dlrm, glue, pretrain, resnet50, transformer, translate
-from train.common import averaging, checkpoint, cli, device, files, loading, sharding
+from train.common import averaging, checkpoint, cli, device, files, interrupt, loading, sharding
 from train.common import run as tracking
 from train.common.embedding import storage
 from train.common.run_folder import RunFolder
@@ -239,7 +239,7 @@ class Pod:
         def upload(local, mesh):
             return torch.cat(pod.meet(("upload", tuple(local.shape)), local))
 
-        def setup(seed, precision, strict, kind, layout=cli.WHOLE, vmem_kib=0):
+        def setup(seed, precision, strict, kind, layout=cli.WHOLE, vmem_kib=0, safe_forms=False):
             return sharding.arranged(pod.mesh(this_host()), layout)
 
         def stop_requested(mesh, *every):
@@ -275,7 +275,7 @@ class Pod:
             (device, "fetch", lambda values: [float(value) for value in values]),
             (device, "upload", upload),
             (device, "seed_step", lambda *seed: pod.meetings[this_host()].append(("seed", *seed))),
-            (device, "signal", signals),
+            (interrupt, "signal", signals),
             (device, "stop_requested", stop_requested),
             (tracking, "SEEN_SECONDS", 0.3),
             (tracking, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01))),

@@ -5,6 +5,7 @@ import importlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -160,12 +161,77 @@ def test_make_train_with_a_tpu_hands_what_it_was_given_to_the_launcher(monkeypat
     monkeypatch.setenv("NAME", "me")
     monkeypatch.setenv("ENV", "production")
     monkeypatch.setenv("DATA", "/a b")
-    assert command("TPU=my-tpu").endswith('--tpu "$TPU" -- "MODEL=$MODEL" "DATA=$DATA" "PYTHON=$PYTHON"')
-    assert '--data "$DATA"' in command() and "--name" not in command()
-    sky = command("ENGINE=sky", "BUCKET=gs://b", "RUN=first", "PRESET=tiny")
+    assert command("TPU=my-tpu").endswith('--tpu "$TPU" -- "MODEL=$MODEL" "PYTHON=$PYTHON"')
+    assert "--data" not in command() and "--name" not in command()
+    sky = command("ENGINE=sky", "BUCKET=gs://b", "RUN=first", "PRESET=tiny", "DATA=/a b")
     assert sky.endswith('--env "MODEL=$MODEL" --env "PRESET=$PRESET" --env "DATA=$DATA"')
     assert "needs BUCKET=" in make("train", "MODEL=bert", "ENGINE=sky").stderr
     assert "takes MODEL TASK PRESET" in make("train", "MODEL=bert", "ENGINE=sky", "CREATE=v6e-8").stderr
+
+
+# Of the Makefile's variables those that a user gives: its own help names them, PYTHON aside.
+ARGUMENTS = ("VENV", "DATA", "PRESET", "MODEL", "TASK", "DEVICE", "OUT", "NAME", "TPU", "RUNS", "ARGS", "TO", "WITH")
+
+
+def test_no_variable_of_the_shell_is_an_argument_of_make(monkeypatch):
+    targets = ["train", "data", "copy", "doctor", "board", "bench", "translate", "compile", "logs", "clean"]
+    given = ["MODEL=bert", "TASK=mrpc", "DATASET=text", "DATA=/d", "TO=/t", "BENCH=goodput", "MODEL_DIR=/e", "TPU=t"]
+
+    def printed(target: str) -> str:
+        return make("-n", target, *(given if target != "train" else given[:2])).stdout
+
+    expected = {target: printed(target) for target in targets}
+    for name in ARGUMENTS:
+        monkeypatch.setenv(name, "/somewhere/else")
+    assert {target: printed(target) for target in targets} == expected
+    result = make("-n", "train", "MODEL=bert")
+    (note,) = result.stderr.splitlines()
+    assert note.startswith("note: not taken from the environment: ") and "VENV" in note and "DATA" in note
+    assert "MODEL " not in note, "it is an argument here"
+    result = make("data", "DATASET=text")
+    assert result.returncode == 2 and "DATA is missing" in result.stderr
+    result = make("-e", "clean")
+    assert result.returncode == 2 and "leave out -e" in result.stderr
+
+
+def test_make_clean_removes_what_make_has_made_and_nothing_else(tmp_path, monkeypatch):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("train", "models", "data", "tpu", "bench", "docs", "examples", "tests", "mine", "linked", "runs"):
+        (tmp_path / name / "__pycache__").mkdir(parents=True)
+        (tmp_path / name / "__pycache__/a.cpython-311.pyc").touch()
+    (tmp_path / "data/__pycache__/kept.txt").touch()
+    (tmp_path / ".venv").symlink_to("linked")
+    for name in (".venv-jax/.installed", ".venv-board/.made-by-make", "made/.made-by-make", "mine/.installed"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+
+    def clean(*arguments: str) -> str:
+        result = subprocess.run(["make", "clean", *arguments], cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stderr
+
+    monkeypatch.delenv("MAKEFLAGS", raising=False)
+    monkeypatch.delenv("MAKELEVEL", raising=False)
+    monkeypatch.setenv("VENV", "made")
+    assert "kept .venv: it is a link" in clean()
+    assert "kept mine: make has not made it" in clean("VENV=mine")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {"made", "mine", "linked", ".venv", "runs"} <= left and not {".venv-jax", ".venv-board"} & left
+    assert not list(tmp_path.glob("train/*")) and [path.name for path in tmp_path.glob("data/*/*")] == ["kept.txt"]
+    assert list(tmp_path.glob("mine/*/*.pyc")) and list(tmp_path.glob("runs/*/*.pyc"))
+    clean("VENV=made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_environment_has_makes_mark_before_anything_is_in_it_unless_it_was_there(tmp_path):
+    """The stand-in for Python makes no environment."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in -c*|"-m tpu.libpython") ;; *) exit 3 ;; esac\n')
+    python.chmod(0o755)
+    (tmp_path / "mine").mkdir()
+    for name in ("new", "mine"):
+        assert make("install", f"VENV={tmp_path}/{name}", f"PYTHON={python}").returncode == 2
+    assert (tmp_path / "new/.made-by-make").exists() and not list((tmp_path / "mine").iterdir())
 
 
 def test_make_takes_a_device_where_it_means_something():

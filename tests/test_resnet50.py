@@ -14,11 +14,11 @@ import safetensors
 import timm
 import torch
 import torchvision
-from helpers import DUMP, crash, environment, losses, read_program, stop_at
+from helpers import DUMP, crash, environment, losses, page_code, read_program, stop_at
 
 from data import imagenet
 from errors import InputError
-from models.resnet import ResNet, load_weights, resnet
+from models.resnet import Normalize, ResNet, load_weights, resnet
 from tpu.compiler import hlo
 from train import resnet50
 from train.common import device, files
@@ -50,6 +50,33 @@ def test_an_export_is_torchvisions_and_weights_start_from_it_with_a_new_head_for
         load_weights(resnet("resnet101", 12), weights, file)
 
 
+@pytest.mark.parametrize("name", ["resnet50", "resnet_tiny"])
+def test_the_page_classifies_a_new_picture_with_an_export(name, tmp_path, mesh, capsys):
+    """As the run's own evaluation does: same pixels, same numbers, same class."""
+    folder, rng = tmp_path / "runs/<name>/export", np.random.default_rng(0)
+    picture = str(tmp_path / "picture.jpg")
+    PIL.Image.fromarray(rng.integers(0, 256, (70, 90, 3), np.uint8)).resize((180, 140)).save(picture)
+    images = imagenet.SyntheticImages(1, 32, 12, 0, "train")
+    config, model = replace(resnet50.TINY, model=name), resnet(name, 12)
+    resnet50.export(str(folder), resnet50.State(model, None, None), resnet50.Data(images, images), config, mesh)
+
+    pixels = imagenet.eval_crop(imagenet.decode(open(picture, "rb").read()), config.image_size)
+    normalize = Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD)
+    with torch.no_grad():
+        expected = model.eval()(normalize(torch.from_numpy(pixels)[None])).softmax(1)[0]
+
+    code = page_code("exports.md", "ResNet-50 in torchvision", **{"runs/<name>": f"{tmp_path}/runs/<name>"})
+    code, tiny = code.split("from models.resnet import resnet")
+    code = code.replace("picture.jpg", picture)
+    if name == "resnet_tiny":
+        made = 'model = torchvision.models.get_model(about["model"], num_classes=len(classes))'
+        assert made in code
+        code = code.replace(made, f"from models.resnet import resnet{tiny}")
+    exec(code, {})
+    label, share = capsys.readouterr().out.strip().rsplit(" ", 1)
+    assert label == images.classes[expected.argmax()] and float(share) == pytest.approx(expected.max().item(), rel=1e-4)
+
+
 def test_parts_of_a_batch_give_the_numbers_of_all_of_it_with_the_same_groups_of_norms(run_of, tmp_path):
     path, _, config = run_of("resnet50", "short")
     parts = replace(config, update_every=2, norm_groups=config.norm_groups // 2, runs=str(tmp_path))
@@ -69,6 +96,23 @@ def test_norms_and_biases_have_no_weight_decay(name, mesh):
     for name, parameter in model.named_parameters():
         is_weight = name.endswith("weight") and "bn" not in name and "downsample.1" not in name
         assert (id(parameter) in decayed) == is_weight, name
+
+
+@pytest.mark.parametrize("broken", [0, 38])
+def test_an_image_that_is_evaluated_first_or_last_is_read_before_step_1(broken, tmp_path, refused):
+    for split in ("train", "val"):
+        for number in range(39):
+            file = tmp_path / f"images/{split}/{'abc'[number // 13]}/{number:02d}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            PIL.Image.new("RGB", (32, 32), (number, 0, 0)).save(file)
+    (path,) = tmp_path.glob(f"images/val/*/{broken:02d}.png")
+    path.write_bytes(b"")
+    flags = f"--batch-size 16 --data {tmp_path}/images --runs {tmp_path}/runs --name run"
+    refused(resnet50, f"tiny {flags}", re.escape(str(path)))
+    for path in tmp_path.glob("images/val/*/*.png"):
+        path.write_bytes(b"")
+    refused(resnet50, f"tiny {flags} --skip-broken", "none of the first and last images of the evaluation split")
+    assert not (tmp_path / "runs").exists()
 
 
 class Ten:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 import fsspec
@@ -225,6 +226,69 @@ def test_metrics_are_uploaded_before_the_save_and_a_stopped_run_exits_after_it(s
     assert "stopped by a signal at step 3: saved; the same command resumes" in capsys.readouterr().out
 
 
+def saved_before_evaluation(start, stopped: bool = False, **fields):
+    """Starts a run whose checkpoint of step 1 is saved before an evaluation; returns it, and what it trains."""
+    run, model = start(total_steps=9, **fields), torch.nn.Linear(1, 1)
+    trained = model, torch.optim.SGD(model.parameters(), 0.1)
+    run.resume(*trained, examples=9, keep=2)
+    with contextlib.suppress(SystemExit), run.training(contextlib.nullcontext()):
+        run.log(1, loss=0.5)
+        if stopped:
+            os.kill(os.getpid(), signal.SIGTERM)
+        run.checkpoint(1, due=False, evaluates=True)
+        run.checkpoints.wait()
+        yield run
+    yield trained
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_run_that_ended_between_a_save_and_its_evaluation_evaluates_again(start, stopped):
+    *_, trained = saved_before_evaluation(start, stopped)
+    run = start(total_steps=9)
+    assert run.resume(*trained, examples=9, keep=2) == 1 and run.evaluation_due
+    run.evaluation(1, accuracy=0.5)
+    assert not run.evaluation_due and numbers(run)[1:] == [{"step": 1, "eval/accuracy": 0.5}]
+    run.checkpoints.wait()
+    assert json.load(open(f"{run.checkpoints.folder(1)}/metrics.json")) == {"step": 1, "metrics": {"accuracy": 0.5}}
+
+
+def test_a_recorded_evaluation_is_not_repeated_and_its_checkpoint_has_the_metrics_again(start):
+    steps = saved_before_evaluation(start)
+    run = next(steps)
+    run.evaluation(1, accuracy=0.5, f1=math.nan)
+    run.checkpoints.wait()
+    file = Path(run.checkpoints.folder(1), "metrics.json")
+    file.unlink()  # as if the process had ended before it was written
+    trained, before = next(steps), numbers(run)
+    run = start(total_steps=9)
+    run.resume(*trained, examples=9, keep=2)
+    run.checkpoints.wait()
+    assert not run.evaluation_due and numbers(run) == before
+    assert json.loads(file.read_text()) == {"step": 1, "metrics": {"accuracy": 0.5, "f1": None}}
+
+
+def test_metrics_that_cannot_be_added_to_a_checkpoint_are_a_warning(start, monkeypatch, capsys):
+    run = next(saved_before_evaluation(start))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", no_space)
+        run.checkpoints.add_metrics(1, {"accuracy": 0.5})
+        run.checkpoints.wait()
+    assert "warning: cannot write" in capsys.readouterr().err
+
+
+def test_an_older_checkpoint_had_its_evaluation_before(start):
+    *_, trained = saved_before_evaluation(start)
+    file = Path(start(total_steps=9).path, "checkpoints/step_00000001/state.json")
+    content = json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "evaluates"})
+    file.write_text(content)
+    complete = file.with_name("COMPLETE")
+    marks = json.loads(complete.read_text())
+    marks["state.json"] = {"bytes": len(content), "crc32": zlib.crc32(content.encode())}
+    complete.write_text(json.dumps(marks))
+    run = start(total_steps=9)
+    assert run.resume(*trained, examples=9, keep=2) == 1 and not run.evaluation_due
+
+
 def test_a_signal_in_the_last_step_lets_the_run_finish_and_a_failed_save_ends_it(start, monkeypatch):
     run, closed = start(at=0, total_steps=9), contextlib.closing(io.StringIO())
     monkeypatch.setattr(run.checkpoints, "save", lambda *_: None)
@@ -395,13 +459,15 @@ def test_a_full_disk_names_the_file_says_what_to_do_and_lets_the_run_close(start
     assert numbers(start(at=7)) == [{"step": 7, "loss": 1.0}]
 
 
-def test_a_run_that_another_process_trains_is_refused(start):
+def test_a_run_that_another_process_trains_is_refused(start, capsys):
     run = start()
     run.close()
+    capsys.readouterr()
     with open(f"{run.path}/.lock", "r+") as lock:  # as another process has it, until it ends
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(InputError, match=f"is being trained by process {os.getpid()}; use another --name"):
             start()
+    assert "resuming" not in capsys.readouterr().out
     assert start().resumed
 
 

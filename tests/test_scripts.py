@@ -1,11 +1,14 @@
 """What all five scripts must do, each with its trial run (trials.py): learn, resume exactly, give the same numbers on
 other devices, keep the graph contract, write a run folder, refuse bad values."""
 
+import glob
 import json
 import math
 import os
 import re
 from dataclasses import fields, replace
+from types import ModuleType
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -30,6 +33,13 @@ from errors import InputError
 from train import glue
 
 every_script = pytest.mark.parametrize("name", TRIALS)
+
+
+def crash_in_evaluation(script: ModuleType, config: Any) -> None:
+    """Trains until the next evaluation raises an exception."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(script, "evaluate", lambda *_: 1 / 0)
+        script.main(config)
 
 
 def within(metrics: dict[str, float], ranges: dict[str, tuple[float, float]]) -> bool:
@@ -106,12 +116,28 @@ def test_killed_and_terminated_it_resumes_to_the_same_numbers(name, run_of, tmp_
     assert code == -trial.kill.number and f"step {trial.kill.saved:>5}/" in output, output
     capsys.readouterr()
     stop_at(trial.terminate, terminate, trial.script.main, replace(config, workers=1))
+    crash_in_evaluation(trial.script, config)
+    checkpoint = max(glob.glob(f"{folder}/checkpoints/*"))
+    evaluated = int(checkpoint[-8:])
+    assert os.path.exists(f"{checkpoint}/COMPLETE") and evaluated > trial.terminate
+    assert not [record for record in records(folder) if record["step"] == evaluated and "loss" not in record]
     assert trial.script.main(config) == metrics
     output = capsys.readouterr().out
-    assert f"resuming after step {trial.kill.saved}" in output, output
-    assert f"resuming after step {trial.terminate}" in output, output
+    for step in (trial.kill.saved, trial.terminate, evaluated):
+        assert f"resuming after step {step}\n" in output, output
     assert records(folder) == records(path)  # every loss, learning rate and metric, bit for bit
     assert equal(exported(folder), exported(path))
+
+
+@every_script
+def test_a_checkpoint_has_the_metrics_of_its_evaluation(name, run_of):
+    """The Transformer's last evaluation but one: the last is of the mean of checkpoints."""
+    path, *_ = run_of(name, "short")
+    last = f"{path}/checkpoints/step_{TRIALS[name].checkpoints[-1]:08d}"
+    evaluated = [record for record in records(path) if any(key.startswith("eval/") for key in record)]
+    found = json.load(open(f"{last}/metrics.json"))
+    metrics = {key.removeprefix("eval/"): value for key, value in evaluated[-1].items() if key.startswith("eval/")}
+    assert found == {"step": evaluated[-1]["step"], "metrics": metrics}
 
 
 def test_help_shows_every_flag_and_what_is_not_known_suggests_the_right_word(capsys):

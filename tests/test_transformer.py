@@ -17,6 +17,7 @@ from model_helpers import transformer_of
 from trials import TRIALS
 
 from data import wmt
+from errors import InputError
 from models import fairseq
 from models.transformer import ARCHITECTURES, label_smoothed
 from train import transformer, translate
@@ -79,6 +80,17 @@ def test_a_crash_and_a_signal_within_an_update_change_nothing(quick, tmp_path, c
     assert "resuming after step 3" in output and "resuming after step 8" in output
     assert records(tmp_path / "stopped") == records(tmp_path / "whole")
     assert equal(exported(tmp_path / "stopped"), exported(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_a_language_without_a_tokenizer_for_bleu_is_refused_before_step_1(split, few_pairs, monkeypatch, tmp_path):
+    """As a target of Japanese without MeCab."""
+    few_pairs.eval["test"] = wmt.SyntheticPairs("valid", 16)
+    few_pairs.eval[split].target_language = "ja"
+    monkeypatch.setitem(sys.modules, "sacrebleu.tokenizers.tokenizer_ja_mecab", None)
+    with pytest.raises(InputError, match="BLEU of the target language ja cannot be computed: .*mecab"):
+        transformer.main(replace(SHORT, lengths=(16,), batch_tokens=1024, runs=str(tmp_path), name="run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_export_read_back_has_the_loss_of_the_run(trained):

@@ -13,11 +13,15 @@ run       python -m train.dlrm tiny                              half a minute o
 result    the published recipes: not run yet; tiny and small real data: docs/results.md
 """
 
+if __name__ == "__main__" and not __package__:  # by its path, from which the imports below are not found
+    raise SystemExit("error: in the project's folder run it as a module: python -m train.dlrm tiny")
+
 import json
+import math
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -184,12 +188,33 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
     return scores
 
 
+def eval_options(config: Config, clicks: loading.Dataset, mesh: device.Mesh) -> dict[str, Any]:
+    """Returns how clicks are loaded for an evaluation: arguments of the loader."""
+    batch_size = math.ceil(min(EVAL_BATCH, len(clicks)) / mesh.num_devices) * mesh.num_devices
+    return {"batch_size": batch_size, "collate": partial(collate, table_list(config, clicks))}
+
+
+def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
+    """Reads the first and the last clicks that are evaluated, and labels until there are both, without which there is
+    no AUC; raises InputError where an evaluation would."""
+    clicks = data.eval
+    batches = loading.first_and_last(clicks, mesh=mesh, **eval_options(config, clicks, mesh))
+    seen = {float(label) for batch in batches for label in batch["label"][batch["mask"] > 0].unique()}
+    for first in range(0, len(clicks), EVAL_BATCH):
+        if len(seen) > 1:
+            return
+        rows = np.arange(first, min(first + EVAL_BATCH, len(clicks)))
+        seen |= {float(label) for label in np.unique(clicks.batch(rows)["label"])}
+    if len(seen) < 2:
+        only = f"all {len(clicks)} labels of the evaluation split of {config.data} are {min(seen):.0f}: there is no AUC"
+        raise InputError(f"{only}; give a split with clicks, 1, and without, 0")
+
+
 def evaluate(step, state: State, clicks: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns AUC, loss and normalised entropy over every example once; `step` is the compiled eval_step."""
     state.model.eval()
-    batch_size = -(-min(EVAL_BATCH, len(clicks)) // mesh.num_devices) * mesh.num_devices
-    options = {"collate": partial(collate, table_list(config, clicks)), "workers": config.workers}
-    with loading.parallel_loader(clicks, batch_size, mesh, train=False, **options) as loader:
+    options = eval_options(config, clicks, mesh)
+    with loading.parallel_loader(clicks, mesh=mesh, train=False, workers=config.workers, **options) as loader:
         scores = {str(number): step(state, batch, config, mesh) for number, batch in enumerate(loader)}
     state.embeddings.check()
     state.model.train()
@@ -202,6 +227,7 @@ def export(folder: str, state: State, data: Data, config: Config, checkpoint_fol
     checkpoint, the only place where a table is whole."""
     metadata = {name: json.dumps(getattr(config, name)) for name in ("dim", "bottom", "top", "interaction", "cross")}
     metadata |= {"features": json.dumps(data.train.features), "rows": json.dumps(data.train.table_rows)}
+    metadata["num_dense"] = json.dumps(data.train.num_dense)
     network = checkpoint.to_host(state.model.state_dict())
     files.save_weights(f"{folder}/model.safetensors", network, metadata)
     for name in data.train.features:
@@ -219,6 +245,7 @@ def main(config: Config) -> dict[str, float]:
     name = f"dlrm-{'synthetic' if config.data == 'synthetic' else 'clicks'}"
     size = f"{len(data.train):,} examples, {len(data.train.features)} tables of {sum(data.train.table_rows):,} rows"
     headline = f"dlrm on {config.data}: {size}, {config.epochs} epoch(s) of {per_epoch:,} steps of {config.batch_size}"
+    check_evaluation(data, config, mesh)
     run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total)
     if run.finished:
         return run.print_summary()
@@ -231,9 +258,17 @@ def main(config: Config) -> dict[str, float]:
     state.model.train()
     span = {"seed": config.seed, "start": start, "stop": total, "shuffle": config.shuffle, "workers": config.workers}
     span["collate"] = partial(collate, table_list(config, data.train))
+
+    def evaluation(step: int) -> dict[str, float]:
+        """Evaluates the state after `step`, and records it."""
+        with run.pause():
+            metrics = evaluate(eval_fn, state, data.eval, config, mesh)
+        run.evaluation(step, **metrics)
+        return metrics
+
     loader = loading.parallel_loader(data.train, config.batch_size, mesh, train=True, **span)
-    metrics: dict[str, float] = {}
     with run.training(loader, stop_every=-(-100 // config.steps_a_call)):
+        metrics = evaluation(start) if run.evaluation_due else {}  # its checkpoint is there, the run ended in it
         for step, batches, due in many_steps.calls(loader, start, config.steps_a_call, config.warmup_steps):
             lr = learning_rate(config, step - 1)
             device.set_lr(state.optimizer, lr)
@@ -243,11 +278,9 @@ def main(config: Config) -> dict[str, float]:
                 run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
                 device.after_next_step(partial(state.embeddings.check, step_metrics.get("dropped")))
             evaluates = due(config.eval_every or per_epoch) or step == total
+            run.checkpoint(step, due=due(config.save_every), evaluates=evaluates)
             if evaluates:
-                with run.pause():
-                    metrics = evaluate(eval_fn, state, data.eval, config, mesh)
-                run.evaluation(step, **metrics)
-            run.checkpoint(step, due=evaluates or due(config.save_every))
+                metrics = evaluation(step)
         run.checkpoints.wait()
         if not metrics:  # killed after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)

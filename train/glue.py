@@ -7,6 +7,9 @@ run       python -m train.glue tiny                                          a m
 result    of published checkpoints: not run yet (they cannot be had here); small real data: docs/results.md
 """
 
+if __name__ == "__main__" and not __package__:  # by its path, from which the imports below are not found
+    raise SystemExit("error: in the project's folder run it as a module: python -m train.glue tiny")
+
 import math
 from collections import namedtuple
 from dataclasses import dataclass, replace
@@ -183,6 +186,18 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
     return logits
 
 
+def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
+    """Reads the first and the last examples of each split that is evaluated, and computes the metrics of its labels, as
+    if all were predicted; raises InputError where an evaluation would."""
+    for split, examples in data.eval.items():
+        plan = batches(config, examples, mesh, train=False)
+        loading.first_and_last(examples, plan, mesh, parts=config.update_every)
+        try:
+            glue.score(config.task, examples.labels, examples.labels)
+        except ValueError as error:
+            raise InputError(f"the labels of {config.task}'s split {split} cannot be evaluated: {error}") from error
+
+
 def evaluate(step, state: State, sets: dict[str, glue.Encoded], config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns the task's metrics and the mean loss over each split; `step` is the compiled eval_step."""
     metrics = {}
@@ -231,6 +246,7 @@ def main(config: Config) -> dict[str, float]:
     headline = f"{config.model} on {config.task}: {len(data.train):,} examples ({data.train.truncated:,} cut to "
     headline += f"{config.lengths[-1]} tokens) in batches of {config.batch_size} x {'|'.join(map(str, config.lengths))}"
     headline += f" with {plan.padding:.1%} padding, {total:,} steps ({config.epochs:g} epochs)"
+    check_evaluation(data, config, mesh)
     run = Run(config, mesh, name=name, headline=headline, free=FREE, required=REQUIRED, total_steps=total)
     if run.finished:
         return run.print_summary()
@@ -242,9 +258,17 @@ def main(config: Config) -> dict[str, float]:
         step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss",), mesh, "examples", len(plan.shapes))
     state.model.train()
     span = {"seed": config.seed, "start": start, "stop": total, "parts": every, "workers": config.workers}
+
+    def evaluation(step: int) -> dict[str, float]:
+        """Evaluates the state after `step`, and records it."""
+        with run.pause():
+            metrics = evaluate(eval_fn, state, data.eval, config, mesh)
+        run.evaluation(step, **metrics)
+        return metrics
+
     loader = loading.parallel_loader(data.train, plan, mesh, train=True, **span)
-    metrics: dict[str, float] = {}
     with run.training(loader, stop_every=max(10 // every, 1)):
+        metrics = evaluation(start) if run.evaluation_due else {}  # its checkpoint is there, the run ended in it
         for number, batch in enumerate(loader, start * every + 1):
             device.seed_step(config.seed, number)
             step = -(-number // every)
@@ -257,11 +281,10 @@ def main(config: Config) -> dict[str, float]:
                 examples = step * len(data.train) // len(plan)
                 run.log(step, examples=examples, input_wait=loader.input_wait(), lr=lr, **step_metrics)
             evaluates = step % (config.eval_every or len(plan)) == 0 or step == total
+            due = config.save_every > 0 and step % config.save_every == 0
+            run.checkpoint(step, due=due, evaluates=evaluates)
             if evaluates:
-                with run.pause():
-                    metrics = evaluate(eval_fn, state, data.eval, config, mesh)
-                run.evaluation(step, **metrics)
-            run.checkpoint(step, due=evaluates or bool(config.save_every and step % config.save_every == 0))
+                metrics = evaluation(step)
         run.checkpoints.wait()
         if not metrics:  # killed after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)

@@ -8,6 +8,9 @@ run         python -m train.pretrain tiny                              two minut
 result      the published recipes: not run yet; tiny and small real text: docs/results.md
 """
 
+if __name__ == "__main__" and not __package__:  # by its path, from which the imports below are not found
+    raise SystemExit("error: in the project's folder run it as a module: python -m train.pretrain tiny")
+
 import math
 import zlib
 from collections import namedtuple
@@ -181,6 +184,15 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
         return objectives.scores(state.model, batch)
 
 
+def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
+    """Reads the first and the last rows that are evaluated; raises InputError where an evaluation would."""
+    options = {"parts": config.update_every, "seed": config.seed}
+    batches = loading.first_and_last(data.eval, config.batch_size, mesh, **options)
+    predicted = sum(int((batch["weights"] * batch["mask"][:, None]).sum()) for batch in batches)
+    if not device.over_hosts(mesh, predicted).total:
+        raise InputError(f"no token of the first and last validation rows of {config.data} can be predicted")
+
+
 def evaluate(step, state: State, rows: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns mean loss (nats) and accuracy on the same masks each time; `step` is the compiled eval_step."""
     state.model.eval()
@@ -231,6 +243,7 @@ def main(config: Config) -> dict[str, float]:
     headline = f"{config.model} on {config.data}: {len(rows):,} rows of {rows.length} tokens, "
     headline += f"{data.train.predictions} predicted, {data.model.num_parameters():,} parameters, {total:,} updates of "
     headline += f"{config.batch_size} rows ({epochs:.1f} epochs)"
+    check_evaluation(data, config, mesh)
     run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total)
     if run.finished:
         return run.print_summary()
@@ -242,9 +255,17 @@ def main(config: Config) -> dict[str, float]:
         step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "words"), mesh)
     state.model.train()
     span = {"seed": config.seed, "start": start, "stop": total, "parts": every, "workers": config.workers}
+
+    def evaluation(step: int) -> dict[str, float]:
+        """Evaluates the state after `step`, and records it."""
+        with run.pause():
+            metrics = evaluate(eval_fn, state, data.eval, config, mesh)
+        run.evaluation(step, **metrics)
+        return metrics
+
     loader = loading.parallel_loader(data.train, config.batch_size, mesh, train=True, **span)
-    metrics: dict[str, float] = {}
     with run.training(loader, stop_every=max(10 // every, 1)):
+        metrics = evaluation(start) if run.evaluation_due else {}  # its checkpoint is there, the run ended in it
         for number, batch in enumerate(loader, start * every + 1):
             device.seed_step(config.seed, number)
             step = -(-number // every)
@@ -256,11 +277,10 @@ def main(config: Config) -> dict[str, float]:
             if step == 1 or step % config.log_every == 0 or step == total:
                 run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
             evaluates = step % config.eval_every == 0 or step == total
+            due = config.save_every > 0 and step % config.save_every == 0
+            run.checkpoint(step, due=due, evaluates=evaluates)
             if evaluates:
-                with run.pause():
-                    metrics = evaluate(eval_fn, state, data.eval, config, mesh)
-                run.evaluation(step, **metrics)
-            run.checkpoint(step, due=evaluates or bool(config.save_every and step % config.save_every == 0))
+                metrics = evaluation(step)
         run.checkpoints.wait()
         if not metrics:  # killed after the last update, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)

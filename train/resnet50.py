@@ -12,6 +12,9 @@ run       python -m train.resnet50 tiny                          half a minute o
 result    full recipe: not run yet; tiny: README.md
 """
 
+if __name__ == "__main__" and not __package__:  # by its path, from which the imports below are not found
+    raise SystemExit("error: in the project's folder run it as a module: python -m train.resnet50 tiny")
+
 import json
 import math
 from collections import namedtuple
@@ -177,6 +180,15 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
     }
 
 
+def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
+    """Reads the first and the last images that are evaluated; raises InputError where an evaluation would."""
+    options = {"parts": config.update_every, "workers": config.workers}
+    batches = loading.first_and_last(data.eval, config.batch_size, mesh, **options)
+    decoded = sum(int((batch["mask"] * (batch["label"] >= 0)).sum()) for batch in batches)
+    if not device.over_hosts(mesh, decoded).total:
+        raise InputError(f"none of the first and last images of the evaluation split of {config.data} can be decoded")
+
+
 def evaluate(step, state: State, images: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns top-1 and top-5 accuracy and mean loss over every image once; `step` is the compiled eval_step."""
     state.model.eval()
@@ -192,12 +204,13 @@ def evaluate(step, state: State, images: loading.Dataset, config: Config, mesh: 
 
 
 def export(folder: str, state: State, data: Data, config: Config, mesh: device.Mesh) -> None:
-    """Writes model.safetensors for `load_state_dict` of torchvision's model; its metadata names the classes."""
+    """Writes model.safetensors for `load_state_dict` of torchvision's model; its metadata names the classes and how an
+    image is prepared (docs/exports.md)."""
     model, classes, host = state.model, data.train.classes, (mesh.layers, mesh.main_process)
     if values := checkpoint.to_host(dict([*model.named_parameters(), *model.named_buffers()]), *host):
         on_host = resnet(config.model, len(classes))
         on_host.load_state_dict(values)
-        metadata = {"model": config.model, "image_size": str(config.image_size), "classes": json.dumps(classes)}
+        metadata = {"model": config.model, "classes": json.dumps(classes), **imagenet.preparation(config.image_size)}
         files.save_weights(f"{folder}/model.safetensors", on_host.state_dict(), metadata)
 
 
@@ -219,6 +232,7 @@ def main(config: Config) -> dict[str, float]:
     name = f"{config.model}-{'synthetic' if config.data == 'synthetic' else 'images'}"
     headline = f"{config.model} on {config.data}: {len(data.train)} images of {len(data.train.classes)} classes, "
     headline += f"{config.epochs} epochs of {per_epoch} steps of {config.batch_size}"
+    check_evaluation(data, config, mesh)
     run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total)
     if run.finished:
         return run.print_summary()
@@ -230,9 +244,17 @@ def main(config: Config) -> dict[str, float]:
         step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)
     state.model.train()
     span = {"seed": config.seed, "start": start, "stop": total, "parts": every, "workers": config.workers}
+
+    def evaluation(step: int) -> dict[str, float]:
+        """Evaluates the state after `step`, and records it."""
+        with run.pause():
+            metrics = evaluate(eval_fn, state, data.eval, config, mesh)
+        run.evaluation(step, **metrics)
+        return metrics
+
     loader = loading.parallel_loader(data.train, config.batch_size, mesh, train=True, **span)
-    metrics: dict[str, float] = {}
     with run.training(loader, stop_every=max(10 // every, 1)):
+        metrics = evaluation(start) if run.evaluation_due else {}  # its checkpoint is there, the run ended in it
         for number, batch in enumerate(loader, start * every + 1):
             device.seed_step(config.seed, number)
             step = -(-number // every)
@@ -244,11 +266,9 @@ def main(config: Config) -> dict[str, float]:
             if step == 1 or step % config.log_every == 0 or step == total:
                 run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
             evaluates = step % (per_epoch * config.eval_every) == 0 or step == total
+            run.checkpoint(step, due=step % config.save_every == 0, evaluates=evaluates)
             if evaluates:
-                with run.pause():
-                    metrics = evaluate(eval_fn, state, data.eval, config, mesh)
-                run.evaluation(step, **metrics)
-            run.checkpoint(step, due=evaluates or step % config.save_every == 0)
+                metrics = evaluation(step)
         run.checkpoints.wait()
         if not metrics:  # killed after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)

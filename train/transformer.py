@@ -11,6 +11,9 @@ run       python -m train.transformer tiny                        a minute on tw
 result    the published recipes: not run yet; tiny and small real data: docs/results.md
 """
 
+if __name__ == "__main__" and not __package__:  # by its path, from which the imports below are not found
+    raise SystemExit("error: in the project's folder run it as a module: python -m train.transformer tiny")
+
 import math
 from collections import namedtuple
 from dataclasses import dataclass, replace
@@ -19,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data import wmt
+from data import batching, wmt
 from errors import InputError
 from models import fairseq, layers
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed, rules
@@ -170,12 +173,26 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
         return forward(state, batch, config, mesh)
 
 
+def eval_plan(pairs, config: Config, mesh: device.Mesh) -> batching.Buckets:
+    """Returns the batches in which the loss of a split is computed."""
+    positions = ARCHITECTURES[config.arch].max_positions
+    return translate.evaluation_plan(pairs.lengths, config.lengths, config.batch_tokens, positions, mesh)
+
+
+def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
+    """Reads the first and the last sentences of each split that is evaluated, and makes what computes its BLEU; raises
+    InputError where an evaluation would."""
+    for pairs in data.eval.values():
+        loading.first_and_last(pairs, eval_plan(pairs, config, mesh), mesh)
+        translate.bleu_metric(pairs)
+
+
 def evaluate(step, translator, state: State, sets: dict, config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns BLEU, loss and perplexity per token, the test split's as test_…; `step` is the compiled eval_step."""
     metrics = {}
     state.model.eval()
     for split, pairs in sets.items():
-        plan = translate.evaluation_plan(pairs.lengths, config.lengths, config.batch_tokens, state.model, mesh)
+        plan = eval_plan(pairs, config, mesh)
         with loading.parallel_loader(pairs, plan, mesh, train=False, workers=config.workers) as loader:
             totals = device.fetch_sums([step(state, batch, config, mesh) for batch in loader])
         loss, nll = (totals[name] / totals["tokens"] for name in ("loss", "nll"))
@@ -219,6 +236,7 @@ def main(config: Config) -> dict[str, float]:
     headline = f"{config.arch} on {config.data}: {len(data.train):,} pairs, {plan.dropped:,} too long, in batches of "
     headline += f"{shapes} with {plan.padding:.1%} padding, {total:,} updates of {tokens:,} target tokens "
     headline += f"({total * every / per_epoch:.1f} epochs)"
+    check_evaluation(data, config, mesh)
     run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total, unit="tokens")
     if run.finished:
         return run.print_summary()
@@ -235,8 +253,17 @@ def main(config: Config) -> dict[str, float]:
     translator = translate.Translator(state.model, mesh, config)
     state.model.train()
     span = {"seed": config.seed, "start": start * every, "stop": total * every}
+
+    def evaluation(step: int) -> None:
+        """Evaluates the state after `step` on the validation split, and records it."""
+        with run.pause():
+            metrics = evaluate(eval_fn, translator, state, {"valid": data.eval["valid"]}, config, mesh)
+        run.evaluation(step, **metrics)
+
     loader = loading.parallel_loader(data.train, plan, mesh, train=True, workers=config.workers, **span)
     with run.training(loader, stop_every=max(10 // every, 1)):
+        if run.evaluation_due:  # its checkpoint is there, the run ended in it
+            evaluation(start)
         for number, batch in enumerate(loader, start * every + 1):
             device.seed_step(config.seed, number)
             step = -(-number // every)
@@ -248,11 +275,9 @@ def main(config: Config) -> dict[str, float]:
             if step == 1 or step % config.log_every == 0 or step == total:
                 run.log(step, examples=step * tokens, input_wait=loader.input_wait(), lr=lr, **step_metrics)
             evaluates = step % config.eval_every == 0 or step == total
+            run.checkpoint(step, due=step % config.save_every == 0, evaluates=evaluates)
             if evaluates:
-                with run.pause():
-                    metrics = evaluate(eval_fn, translator, state, {"valid": data.eval["valid"]}, config, mesh)
-                run.evaluation(step, **metrics)
-            run.checkpoint(step, due=evaluates or step % config.save_every == 0)
+                evaluation(step)
         run.checkpoints.wait()
         run.message(f"the mean of the checkpoints of updates {averaging.average(run.checkpoints, state.model, mesh)}:")
         metrics = evaluate(eval_fn, translator, state, data.eval, config, mesh)

@@ -7,13 +7,16 @@ run       make translate MODEL_DIR=runs/<name>/export < in.en > out.de
 Python    load(folder, mesh) makes the model; Translator(model, mesh, config)(text) translates
 """
 
+if __name__ == "__main__" and not __package__:  # by its path, from which the imports below are not found
+    raise SystemExit("error: in the project's folder run it as a module: python -m train.translate text")
+
 import math
 import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -67,7 +70,7 @@ def training_plan(pairs, config, devices: int = 1) -> batching.Buckets | packing
 
 
 def evaluation_plan(
-    lengths: np.ndarray, sizes: Sequence[int], batch_tokens: int, model: Transformer, mesh: device.Mesh
+    lengths: np.ndarray, sizes: Sequence[int], batch_tokens: int, max_positions: int, mesh: device.Mesh
 ) -> batching.Buckets:
     """Batches that hold every sentence, however long.
 
@@ -75,10 +78,11 @@ def evaluation_plan(
         lengths: tokens of each example, [n, k].
         sizes: lengths of the batches; beyond the last they double.
         batch_tokens: places of a batch on each side.
+        max_positions: tokens of a sentence that the model takes.
     Raises:
         InputError: a sentence is longer than the model's positions.
     """
-    longest, max_positions = lengths.max(1), model.arch.max_positions
+    longest = lengths.max(1)
     if longest.max() > max_positions:
         number = int(longest.argmax())
         raise InputError(f"sentence {number + 1} has {longest[number]} tokens; the model takes {max_positions}: cut it")
@@ -133,7 +137,8 @@ class Translator:
         self.model.eval()
         lengths = sentences.lengths
         places = self.config.batch_tokens // self.config.beam
-        plan = evaluation_plan(lengths, self.config.lengths, places, self.model, self.mesh)
+        positions = self.model.arch.max_positions
+        plan = evaluation_plan(lengths, self.config.lengths, places, positions, self.mesh)
         with loading.parallel_loader(sentences, plan, self.mesh, train=False, workers=self.config.workers) as loader:
             best = {str(number): self._step(self.model, batch)["tokens"] for number, batch in enumerate(loader)}
         self.model.train(training)
@@ -146,11 +151,24 @@ class Translator:
         return lines
 
 
-def bleu(hypotheses: list[str], pairs, mesh: device.Mesh) -> float:
-    """Returns BLEU of translations of `pairs`, in their order; prints it with its signature, and the first of them."""
+def bleu_metric(pairs) -> tuple[Any, list[str]]:
+    """Returns sacrebleu's metric for the target language of `pairs`, and their references. Raises InputError where
+    either cannot be made."""
     from sacrebleu.metrics import BLEU
 
-    references, metric = pairs.references(), BLEU(trg_lang=pairs.target_language)
+    references = pairs.references()
+    try:
+        metric = BLEU(trg_lang=pairs.target_language)
+        metric.corpus_score(references[:1], [references[:1]])  # some tokenizers are loaded when they are first used
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        needs = f"BLEU of the target language {pairs.target_language} cannot be computed"
+        raise InputError(f"{needs}: {' '.join(str(error).split())}") from error
+    return metric, references
+
+
+def bleu(hypotheses: list[str], pairs, mesh: device.Mesh) -> float:
+    """Returns BLEU of translations of `pairs`, in their order; prints it with its signature, and the first of them."""
+    metric, references = bleu_metric(pairs)
     score = metric.corpus_score(hypotheses, [references])
     if mesh.main_process:
         print(f"{pairs.split}: {score} {metric.get_signature()}", flush=True)

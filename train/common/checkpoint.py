@@ -1,8 +1,10 @@
 """Checkpoints: exact resume, written off the training loop, to a folder or any fsspec URL (gs://…).
 
     checkpoints/step_00001200/state.safetensors   every parameter, buffer and optimizer tensor, by name
-                              state.json          the step, and what of the optimizer is not a tensor
+                              state.json          the step, what of the optimizer is not a tensor, and whether an
+                                                  evaluation of this state follows
                               COMPLETE            size and CRC-32 of both, written last
+                              metrics.json        that evaluation's metrics, added when it has ended
 
 A checkpoint without a COMPLETE that fits is torn: `restore` warns, skips it and takes the one before it. Nothing is
 ever unpickled. Embedding tables that are sharded over hosts add files of their own, see embedding/storage.py.
@@ -26,7 +28,7 @@ from torch import nn
 from errors import InputError
 from train.common import device, files
 
-STATE, NUMBERS, COMPLETE = "state.safetensors", "state.json", "COMPLETE"
+STATE, NUMBERS, COMPLETE, METRICS = "state.safetensors", "state.json", "COMPLETE", "metrics.json"
 UNREADABLE = "cannot read the checkpoints in {}: {}; resume when they can be read"
 OTHER = "the checkpoint {} is of another model or optimizer: {}. Use the settings it was made with, or another --name"
 
@@ -86,6 +88,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         every: `keep` counts only steps that are multiples of it. Others (saved after an evaluation or by a signal) go
             with the next one, so that what `averaging.average` takes does not depend on when a run was stopped.
         layers: of a mesh over which the state is cut: no host then holds it twice.
+    `evaluates` tells of the checkpoint that was restored whether an evaluation of its state was to follow. One of an
+    older version says no: its evaluation came first.
     """
 
     def __init__(self, path: str, keep=3, main_process=True, tables: Any = None, every: int = 1, layers: Any = None):
@@ -93,20 +97,39 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.keep, self.main_process, self.tables, self.every = keep, main_process, tables, every
         self._fs = fsspec.core.url_to_fs(self.path)[0]
         self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self.evaluates = False
         self._last: Future | None = None  # the last save, until somebody has seen how it ended
 
     def __exit__(self, error_type: type | None, *_) -> None:
         with contextlib.suppress(*(() if error_type is None else (Exception,))):  # the first error is the one to show
             self.wait()
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, evaluates: bool = False) -> None:
         """Copies the state to the host, which is all that the training loop waits for, and writes it in the background.
-        Raises the InputError of the save before this one, which names the checkpoint that is safe."""
+        Raises the InputError of the save before this one, which names the checkpoint that is safe.
+
+        `evaluates`: an evaluation of this state follows, whose metrics `add_metrics` adds.
+        """
         self.wait()
         state = to_host(named_state(model, optimizer), self.layers, self.main_process)
         pieces = self.tables.copy() if self.tables is not None else None
         if self.main_process or self.tables is not None:
-            self._last = self._writer.submit(self._write, step, state, pieces)
+            self._last = self._writer.submit(self._write, step, state, pieces, evaluates)
+
+    def add_metrics(self, step: int, metrics: dict[str, float | None]) -> None:
+        """Adds the metrics of an evaluation to the checkpoint of its step, in the background, once that is written."""
+        if self.main_process:
+            self._last = self._writer.submit(self._write_metrics, step, metrics, self._last)
+
+    def _write_metrics(self, step: int, metrics: dict[str, float | None], saving: Future | None) -> None:
+        if saving is not None:
+            saving.result()  # whose error is to be seen by the next `wait`
+        path = f"{self.folder(step)}/{METRICS}"
+        try:
+            files.write_synced(self._fs, path, [json.dumps({"step": step, "metrics": metrics}).encode()])
+        except Exception as error:  # every store has exceptions of its own
+            again = "metrics.jsonl has them, and a resume from this checkpoint adds them again"
+            print(f"warning: cannot write {path}: {files.reason(error)}; {again}", file=sys.stderr, flush=True)
 
     def wait(self) -> None:
         """Returns when the last save is on disk; raises the error that kept it from getting there."""
@@ -119,7 +142,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         if self._last is not None and self._last.done():
             self.wait()
 
-    def _write(self, step: int, state: dict[str, Any], pieces: Any) -> None:
+    def _write(self, step: int, state: dict[str, Any], pieces: Any, evaluates: bool = False) -> None:
         """Writes one checkpoint and removes those that `keep` no longer covers, the torn ones before it too."""
         folder = self.folder(step)
         for name, value in (state | (pieces or {})).items():
@@ -129,7 +152,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         tensors = {name: value.contiguous() for name, value in state.items() if torch.is_tensor(value)}
         numbers = {name: value for name, value in state.items() if name not in tensors}
         parts = self.layers.pack(tensors) if self.layers else [safetensors.torch.save(tensors)]
-        contents = {STATE: parts, NUMBERS: [json.dumps({"step": step, "numbers": numbers}).encode()]}
+        record = {"step": step, "numbers": numbers, "evaluates": evaluates}
+        contents = {STATE: parts, NUMBERS: [json.dumps(record).encode()]}
         marks = {file: _mark(*parts) for file, parts in contents.items()}
         marks |= {"hosts": self.tables.hosts if self.tables else 0}
         try:
@@ -217,7 +241,8 @@ class Checkpointer(contextlib.AbstractContextManager):
                 contents[name] = self._fs.cat_file(path + name)
                 if _mark(contents[name]) != marks[name]:
                     raise ValueError(f"{name} has {len(contents[name])} bytes that do not match its checksum")
-            state = json.loads(contents[NUMBERS])["numbers"]
+            record = json.loads(contents[NUMBERS])
+            self.evaluates, state = record.get("evaluates", False), record["numbers"]
             state |= load(self._fs, path + STATE, marks[STATE]) if load else safetensors.torch.load(contents[STATE])
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             self._warn(step, "it was never finished" if isinstance(error, FileNotFoundError) else str(error))

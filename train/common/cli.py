@@ -1,14 +1,17 @@
 """The command line of a script: presets and flags from its Config, one sentence for what the user can fix."""
 
+import difflib
 import importlib.util
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import tyro
+from tyro import _errors as tyro_errors  # private, hence tyro's exact version in requirements.txt
 
 from errors import InputError
+from train.common import interrupt
 
 # What makes a preset a trial: it needs no files, no TPU and no second core.
 TRIAL = {"data": "synthetic", "precision": "float32", "workers": 0}
@@ -31,16 +34,85 @@ def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None
     """Runs `main(config)` for `python -m train.<script> PRESET [--flag value …]`; PRESET --help shows every field.
 
     `presets`: name -> (one line about it, Config). An InputError ends the process with one line, `error: …`, and exit
-    code 2; any other exception keeps its traceback. Where train/common/watch is, its flags are there, too.
+    code 2; so does Ctrl-C before the training, with 130. Any other exception keeps its traceback. Where
+    train/common/watch is, its flags are there, too.
     """
+    prog = f"python -m {_module(main)}"
     if importlib.util.find_spec("train.common.watch"):
         main, presets = importlib.import_module("train.common.watch").watched(main, presets)
-    config = tyro.extras.overridable_config_cli(presets)
     try:
-        main(config)
+        main(parse(presets, prog))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("ended by Ctrl-C", file=sys.stderr, flush=True)
+        sys.exit(interrupt.CODE)
+
+
+def _module(main: Callable) -> str:
+    """Returns the module that `python -m` runs, in which `main` is."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if main.__module__ == "__main__" and spec else main.__module__
+
+
+def parse(presets: dict[str, tuple[str, Any]], prog: str, arguments: list[str] | None = None) -> Any:
+    """Returns the Config of a command line, by default this process's; raises InputError, with one sentence, where it
+    cannot be used. `prog`: how the program is started."""
+
+    def refuse(event: tyro_errors.ParseErrorEvent) -> None:
+        raise InputError(_sentence(event, presets, prog, sys.argv[1:] if arguments is None else arguments))
+
+    with tyro_errors.on_parse_error(refuse):
+        return tyro.extras.overridable_config_cli(presets, prog=prog, args=arguments)
+
+
+def _sentence(event: Any, presets: dict[str, tuple[str, Any]], prog: str, arguments: list[str]) -> str:
+    """Returns what is wrong with a command line, and the nearest that is right."""
+    preset = arguments[0] if arguments and arguments[0] in presets else None
+    if preset is None:
+        given = f", not {arguments[0]}{_nearest(arguments[0], presets)}" if arguments else ""
+        return f"the preset comes first{given}: {prog} PRESET [--flag value …]; PRESET is one of: {', '.join(presets)}"
+
+    helped = f"{prog} {preset} --help shows all flags"
+    if isinstance(event, tyro_errors.UnrecognizedArgs):
+        unknown = event.tokens[0]
+        nearest = _nearest(unknown.partition("=")[0], _flags(presets[preset][1]))
+        return f"{unknown} is no flag{nearest}; {helped}"
+    if isinstance(event, tyro_errors.InvalidChoice):
+        value = f"{_flag(event.argument)} is {event.value}{_nearest(event.value, event.choices)}"
+        return f"{value}; it must be one of: {', '.join(event.choices)}"
+    if isinstance(event, tyro_errors.InstantiationFailure) and event.argument is not None:
+        expected = event.argument.lowered.metavar
+        return (
+            f"{_flag(event.argument)} cannot be used: {' '.join(event.message.split())}; expected {expected}; {helped}"
+        )
+    if isinstance(event, tyro_errors.BadValue):
+        return f"{_flag(event.argument)} needs {event.argument.lowered.metavar}; {helped}"
+    return f"the command line cannot be used: {' '.join(arguments)}; {helped}"
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """Returns a question after the most similar of the known words; "" if none is similar."""
+    plain = {one.strip("-").replace("-", ""): one for one in known}
+    found = difflib.get_close_matches(word.strip("-").replace("-", "").replace("_", ""), plain, 1)
+    return f" (is it {plain[found[0]]}?)" if found else ""
+
+
+def _flag(argument: Any) -> str:
+    return argument.lowered.name_or_flags[-1]
+
+
+def _flags(config: Any) -> list[str]:
+    """Returns the flags of a dataclass's fields, those of the dataclasses in it among them."""
+    flags = []
+    for field in fields(config):
+        value, name = getattr(config, field.name), field.name.replace("_", "-")
+        if is_dataclass(value):
+            flags += _flags(value)
+        else:
+            flags += [f"--{name}", f"--no-{name}"] if isinstance(value, bool) else [f"--{name}"]
+    return flags
 
 
 def at_least(config: Any, low: float, *fields: str, above: bool = False, below: float | None = None) -> None:

@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 import random
-import signal
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from errors import InputError, optional_module
+from train.common import interrupt
 from train.common.cli import WHOLE, Layout
 
 DEVICES, PRECISIONS = ("xla", "cpu", "cuda"), ("bfloat16", "float32", "fast_float32")
@@ -308,24 +308,16 @@ def same_on_all_hosts(mesh: Mesh, name: str, value: int) -> None:
 @contextlib.contextmanager
 def stop_requested(mesh: Mesh, every: int = 10) -> Iterator[Callable[[], bool]]:
     """Yields a function that tells whether SIGTERM (what a preempted VM gets) or Ctrl-C has come, to be called once in
-    each step. A second Ctrl-C interrupts at once. The hosts of a pod must leave in the same step, or those that stay
-    would wait forever: they agree in every `every`-th call, which waits for the device; until then the answer is no."""
-    received: list[int] = []
+    each step. The first is answered at once, a second Ctrl-C ends at once, see interrupt.py. The hosts of a pod must
+    leave in the same step, or those that stay would wait forever: they agree in every `every`-th call, which waits for
+    the device; until then the answer is no."""
     calls = itertools.count(1)  # alike on all hosts, since they take the same steps
 
-    def handle(number: int, _frame: Any) -> None:
-        if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        received.append(number)
+    with interrupt.caught(says=mesh.main_process) as received:
 
-    def stopped() -> bool:
-        if mesh.process_count == 1:
-            return bool(received)
-        return next(calls) % every == 0 and over_hosts(mesh, len(received)).high > 0
+        def stopped() -> bool:
+            if mesh.process_count == 1:
+                return received() > 0
+            return next(calls) % every == 0 and over_hosts(mesh, received()).high > 0
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
         yield stopped
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -186,6 +186,42 @@ def parallel_loader(
     return Loader(data_loader(_Examples(dataset, seed, masked=not train, collate=collate), keys, workers), mesh)
 
 
+def first_and_last(
+    dataset: Dataset,
+    batch_size: Any,
+    mesh: Mesh,
+    *,
+    seed: int = 0,
+    parts: int = 1,
+    collate: Callable[[Any], dict[str, Tensor]] = as_tensors,
+    workers: int = 0,
+) -> list[dict[str, Tensor]]:
+    """Returns this host's rows of the first and of the last batch of an evaluation, in host memory, part by part.
+
+    Call it before step 1, with the arguments of the evaluation's `parallel_loader`: what cannot be read or collated
+    then costs a sentence, and no training.
+    """
+    per_epoch = steps_per_epoch(dataset, batch_size, mesh, train=False, parts=parts)
+    keys = []
+    for number in sorted({0, per_epoch - 1}):
+        if hasattr(batch_size, "shapes"):
+            batches = batch_size.steps(None, number, number + 1)
+        else:
+            batches = _batches(len(dataset), batch_size, None, number, number + 1, "examples")
+        for epoch, rows, *size in batches:
+            keys += [(epoch, part[mesh.rows(len(part))], *size) for part in np.split(rows, parts)]
+    keys = dataset.ahead(keys) if hasattr(dataset, "ahead") else keys
+
+    examples, found = _Examples(dataset, seed, masked=True, collate=collate), []
+    for batch in data_loader(examples, keys, workers):
+        if isinstance(batch, InputError):
+            raise batch
+        if not isinstance(batch, dict):  # in a worker's memory, which its next batch but two overwrites
+            batch = {key: tensor.clone() for key, tensor in examples.received(*batch).items()}
+        found.append(batch)
+    return found
+
+
 def data_loader(examples: "_Examples", keys: Iterable, workers: int, **options) -> DataLoader:
     """Returns a DataLoader of the batches of these keys, in host memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS has not

@@ -6,7 +6,7 @@ runs/<name>/ (a local folder, or a URL such as gs://bucket/runs) holds
                    metrics are named eval/...; what a resumed run repeats bit for bit is outside "timing"
     tb/            the same numbers as TensorBoard events
     curves.png     loss, learning rate and evaluation metrics over the steps, where train/common/watch is
-    checkpoints/   see checkpoint.py
+    checkpoints/   see checkpoint.py; written before the evaluation that belongs to it
     summary.json   written last: a run is finished if, and only if, it has one
 """
 
@@ -27,6 +27,7 @@ from train.common import device
 from train.common.checkpoint import Checkpointer
 from train.common.run_folder import RunFolder, now, to_json
 
+EVALUATION = "eval/"  # what the names of an evaluation's metrics begin with, in metrics.jsonl
 SEEN_SECONDS = 60  # in which other hosts see what the main process writes: NFS may remember that there was nothing
 # Of device.graph_report(), in the table of a finished run, with its label where that is another word.
 COUNTS = {"graphs": "graphs compiled", "recompilations": "", "fallbacks": "fall-backs", "host_reads": "host reads"}
@@ -37,7 +38,8 @@ class Run:
 
     `path` is its folder or URL. `finished`: nothing is left to train, and `summary` holds the results. On other hosts
     than the main one nothing is printed or written, but values are read and checked at the same points, so that all
-    hosts run the same graphs and stop together. Raises InputError where hosts see different folders, or it is unusable.
+    hosts run the same graphs and stop together. `evaluation_due`: after `resume`, whether the checkpoint's state is
+    still to be evaluated. Raises InputError where hosts see different folders, or it is unusable.
 
     Args:
         config: a dataclass with the fields `runs` (root folder or fsspec URL), `name` and `data`.
@@ -63,13 +65,14 @@ class Run:
         self._rate_start: tuple[float, float] | None = None  # examples and training seconds at the last line
         self.finished = self._closed = self.summary is not None
         self.resumed = self.folder.stored is not None and not self.finished
+        self.evaluation_due, self._saved_step = False, 0
         if self.finished:
             self.message(f"{self.path} is finished, nothing to train; another --name trains again")
         else:
+            if self._main:  # before anything is said of it: another process may be training it
+                self.folder.open({"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count})
             kind = "resuming the unfinished run" if self.resumed else "new run"
             self.message(f"{kind} {self.path}{self.folder.reason}")
-            if self._main:
-                self.folder.open({"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count})
         _check_hosts(mesh, self.folder)
 
     def resume(self, model, optimizer, *, examples: int, keep: int, every: int = 1, tables: Any = None) -> int:
@@ -81,13 +84,24 @@ class Run:
         start = self.start = self.checkpoints.restore(model, optimizer, self.mesh)
         device.same_on_all_hosts(self.mesh, "the step to resume from", start)
         device.same_on_all_hosts(self.mesh, "the size of the training data", examples)
+        self._saved_step = start
         if self.resumed:
             self.folder.last_step = start
             if self._main:
                 for name, seconds in self._metrics.resume(start).items():
                     self._seconds[name] += seconds
+            self._find_evaluation(start)
             self.message(f"resuming after step {start}")
         return start
+
+    def _find_evaluation(self, step: int) -> None:
+        """Finds out whether the evaluation that was to follow the checkpoint of a step has been recorded."""
+        due = self._main and step > 0 and self.checkpoints.evaluates
+        if due and (recorded := self._metrics.evaluation(step)):
+            self.checkpoints.add_metrics(step, recorded)  # the process may have ended before they were there, too
+            due = False
+        # The main process tells the others, which may see an older file.
+        self.evaluation_due = device.over_hosts(self.mesh, int(due)).high > 0
 
     @contextlib.contextmanager
     def training(self, loader: contextlib.AbstractContextManager, stop_every: int = 10) -> Iterator[None]:
@@ -97,18 +111,21 @@ class Run:
         with stop as self._stop_requested, contextlib.closing(self), self.checkpoints, loader, watch as self.tell:
             yield
 
-    def checkpoint(self, step: int, *, due: bool) -> None:
-        """Saves what `resume` restored, if it is due or the run is asked to stop. Call it at the end of every step.
+    def checkpoint(self, step: int, *, due: bool, evaluates: bool = False) -> None:
+        """Saves what `resume` restored, if it is due, an evaluation follows, or the run is asked to stop. Call it in
+        every step, before the evaluation that belongs to it: nothing is lost when that fails.
 
-        The order makes a resume exact: an evaluation comes before the checkpoint of its step, the upload of metrics
-        before the save, and a process that is asked to stop exits (with 143) only after the save is on disk.
+        The order makes a resume exact: the upload of metrics comes before the save, the evaluation after it, and a
+        process that is asked to stop exits (with 143) only after the save is on disk. A run that ends between a save
+        and its evaluation finds `evaluation_due` when it resumes.
         """
         self.tell("step", step)
         stop = self._stop_requested() and step < self.total_steps
-        if due or stop:
+        if due or evaluates or stop:
             with self.pause("checkpoints"):
                 self.upload()  # what a resumed run keeps must be there before its checkpoint is
-                self.checkpoints.save(step, *self._saved)
+                self.checkpoints.save(step, *self._saved, evaluates)
+            self._saved_step = step
         self.checkpoints.raise_failure()
         if stop:
             self.tell("pause", "checkpoints")
@@ -190,11 +207,15 @@ class Run:
         self.tell("line", step, values, timing)
 
     def evaluation(self, step: int, **metrics: float) -> None:
-        """Records and prints evaluation metrics, which are numbers already. The time this takes is a pause."""
+        """Records and prints evaluation metrics, which are numbers already, and adds them to the checkpoint of their
+        step. The time this takes is a pause."""
         with self.pause():
-            values = {f"eval/{key}": float(value) for key, value in metrics.items()}
+            values = {f"{EVALUATION}{key}": float(value) for key, value in metrics.items()}
             words = "  ".join(f"{key} {format_number(value)}" for key, value in metrics.items())
             self._write(step, values, self._read_clock(), [f"evaluation: {words}"])
+            if step == self._saved_step:
+                self.checkpoints.add_metrics(step, _for_json(dict(metrics)))
+            self.evaluation_due = False
             try:
                 self.upload()
             except InputError as error:  # storage that is away for a moment must not end a long run
@@ -316,7 +337,7 @@ class _Metrics:
     def write(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
         if self._file is None:
             self._open("xb")
-        values = {key: value if math.isfinite(value) else None for key, value in values.items()}  # JSON has no NaN
+        values = _for_json(values)
         with self.folder.writing("metrics.jsonl"):
             self._file.write(to_json({"step": step, **values, "timing": timing}) + b"\n")
             self._file.flush()
@@ -331,6 +352,14 @@ class _Metrics:
         with open(f"{self.folder.local}/metrics.jsonl") as file:
             return [json.loads(line) for line in file]
 
+    def evaluation(self, step: int) -> dict[str, float | None]:
+        """Returns the metrics of the evaluation of a step; {} where there is none."""
+        found = {}
+        for record in self.records():
+            if record["step"] == step:
+                found |= {k.removeprefix(EVALUATION): v for k, v in record.items() if k.startswith(EVALUATION)}
+        return found
+
     def flush(self) -> None:
         if self._events is not None:
             self._events.flush()
@@ -339,6 +368,11 @@ class _Metrics:
         for file in filter(None, (self._file, self._events)):
             with contextlib.suppress(OSError):  # flushing what a full disk has refused, and reported, before
                 file.close()
+
+
+def _for_json(values: dict[str, float]) -> dict[str, float | None]:
+    """Returns the values with None for those that JSON does not have: NaN and infinity."""
+    return {key: value if math.isfinite(value) else None for key, value in values.items()}
 
 
 def _table(summary: dict[str, Any], unit: str) -> dict[str, str]:

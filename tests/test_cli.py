@@ -1,0 +1,81 @@
+"""The command line of a script: one sentence for what cannot be used, with the nearest that can."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from errors import InputError
+from train.common import cli
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Config:
+    data: str = ""  # a folder
+    lr: float = 0.1  # learning rate
+    optimizer: Literal["sgd", "adagrad"] = "sgd"  # rule
+    sizes: tuple[int, ...] = (1, 2)  # of layers
+    pair: tuple[float, float] = (1.0, 1.0)  # two factors
+    log_every: int = 5  # steps
+    strict: bool = True  # an error, or a warning
+    layout: cli.Layout = field(default_factory=cli.Layout)
+
+
+PRESETS = {"full": ("all", Config()), "tiny": ("a trial", Config(lr=0.2)), "terabyte": ("more", Config())}
+
+
+def parse(*words: str) -> Config:
+    return cli.parse(PRESETS, "python -m train.net", [*words])
+
+
+def test_a_command_line_makes_the_config_of_its_preset():
+    assert parse("tiny") == Config(lr=0.2)
+    given = parse("full", "--log-every", "8", "--optimizer", "adagrad", "--no-strict", "--sizes", "3", "4", "--remat")
+    assert given == Config(log_every=8, optimizer="adagrad", strict=False, sizes=(3, 4), layout=cli.Layout(remat=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("tiny --logevery 8", ["--logevery is no flag", "is it --log-every?"]),
+        ("tiny --log_evry=8", ["--log_evry=8 is no flag", "is it --log-every?"]),
+        ("tiny --shard-stat full", ["is it --shard-state?"]),
+        ("tiny --no-strikt", ["--no-strikt is no flag", "is it --no-strict?"]),
+        ("tiny --lr 0.3 --zzz", ["--zzz is no flag; python -m train.net tiny --help"]),
+        ("tiny 5", ["5 is no flag"]),
+        ("tiny --lr x", ["--lr cannot be used", "'x'", "expected FLOAT"]),
+        ("tiny --lr", ["--lr needs FLOAT"]),
+        ("tiny --sizes 3 x", ["--sizes cannot be used", "'x'"]),
+        ("tiny --pair 3", ["--pair needs FLOAT FLOAT"]),
+        ("tiny --optimizer sdg", ["--optimizer is sdg", "is it sgd?", "one of: sgd, adagrad"]),
+        ("", ["the preset comes first: python -m train.net PRESET", "one of: full, tiny, terabyte"]),
+        ("--lr 1 tiny", ["the preset comes first, not --lr: python -m train.net PRESET"]),
+        ("tinny --lr 1", ["not tinny (is it tiny?)"]),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence_with_the_nearest_that_can(words, expected):
+    with pytest.raises(InputError) as refused:
+        parse(*words.split())
+    assert [part for part in expected if part not in str(refused.value)] == [], refused.value
+    assert "\n" not in str(refused.value)
+
+
+def test_help_names_the_program_as_it_is_started(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse("tiny", "--help")
+    assert ended.value.code == 0 and "python -m train.net" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["resnet50", "dlrm", "glue", "pretrain", "transformer", "translate"])
+def test_a_script_that_is_run_by_its_path_says_in_one_line_how(script):
+    command = [sys.executable, f"train/{script}.py", "tiny"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
+    assert result.returncode == 1 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert f"python -m train.{script} " in line

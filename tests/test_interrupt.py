@@ -1,0 +1,83 @@
+"""Ctrl-C and SIGTERM while the main thread is in a call that does not return to Python, as a compilation is."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# A mutex that is locked twice: the call releases Python's lock, and no signal ends it.
+STUCK = """
+import ctypes, signal, sys
+from train.common import interrupt
+
+interrupt.LINGER = 0.2
+with interrupt.caught(says=True) as received:
+    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    print("ready", flush=True)
+    library.pthread_mutex_lock(mutex)
+"""
+
+# A loop of steps, which sees the first signal and is ended by the second.
+STEPS = """
+import time
+from train.common import interrupt
+
+try:
+    with interrupt.caught(says=True) as received:
+        print("ready", flush=True)
+        while not received():
+            time.sleep(0.01)
+        print("seen", flush=True)
+        while True:
+            time.sleep(0.01)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.fixture
+def begun():
+    """Starts a program in a process that can be sent signals, and waits until it is ready."""
+    processes = []
+
+    def begin(program: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", program]
+        processes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        assert processes[-1].stdout.readline() == "ready\n"
+        return processes[-1]
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def answer(process: subprocess.Popen, number: int) -> str:
+    process.send_signal(number)
+    assert process.stdout.readline() == "\n"
+    return process.stdout.readline()
+
+
+def test_the_first_is_answered_and_the_second_ends_the_process_whatever_its_main_thread_does(begun):
+    process = begun(STUCK)
+    assert answer(process, signal.SIGINT) == "stops after this step; Ctrl-C again ends now\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+
+
+def test_sigterm_is_answered_without_a_word_about_the_keyboard(begun):
+    assert answer(begun(STUCK), signal.SIGTERM) == "stops after this step\n"
+
+
+def test_a_main_thread_that_comes_to_it_ends_by_itself(begun):
+    process = begun(STEPS)
+    assert answer(process, signal.SIGINT).startswith("stops")
+    assert process.stdout.readline() == "seen\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "interrupted\n" and process.wait(timeout=60) == 0
