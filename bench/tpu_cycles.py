@@ -90,7 +90,9 @@ def age(row: Row, topology: str, report: dict) -> str:
     if "--" in command:  # the script's flags stay the last
         command.remove("--stage")
         command.insert(command.index("--"), "--stage")
-    result = subprocess.run(command, cwd=ROOT, env=environment_of_figures(), capture_output=True, text=True, check=True)
+    result = subprocess.run(command, cwd=ROOT, env=environment_of_figures(), capture_output=True, text=True)
+    if result.returncode:
+        return f"not known: staging it failed: {result.stderr.strip().rpartition(chr(10))[2]}"
     now = result.stdout.split()[-1]
     return "as the code" if now == report["fingerprint"] else "OLDER than the code"
 

@@ -29,7 +29,10 @@ FORMS = Forms()
 
 
 def use_forms(clamp_weights: bool) -> None:
-    """Chooses the forms of `Forms` for all that is computed, or traced, from now on."""
+    """Chooses the forms of `Forms` for all that this process computes, or traces, from now on.
+
+    It is one choice per process, as the flags of its compiler are: the forms are part of no model or checkpoint.
+    """
     FORMS.clamp_weights = clamp_weights
 
 

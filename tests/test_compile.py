@@ -384,7 +384,8 @@ GUARDED = sorted(pages.wanted("guards"), key=lambda job: job[2] == "fast")
 @needs_libtpu
 @pytest.mark.parametrize("row, topology, effort", GUARDED, ids=[f"{job[0].name} on {job[1]}" for job in GUARDED])
 def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path):
-    before = json.loads((pages.DOCS / "guards.json").read_text())[row.name][topology]
+    before = pages.load(pages.DOCS / "guards.json").get(row.name, {}).get(topology)
+    assert before, f"docs/tpu/guards.json has no {row.name} on {topology}; {ACCEPT}"
     paths = tmp_path / "report.json", tmp_path / "module.pb"
     command = row.command(topology, effort, str(paths[0]))[3:]
     run(*command[:2], "--dump", str(paths[1]), *command[2:])
@@ -395,6 +396,7 @@ def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path):
     if row.besides:
         beside = report["besides"]
         assert beside["libtpu"] == libtpu.ON_TPU_VMS
+        assert "besides" in before, f"guards.json has no figure of libtpu {libtpu.ON_TPU_VMS} for it; {ACCEPT}"
         assert beside["needed"] == pytest.approx(before["besides"]["needed"], rel=TOLERANCES["needed"]), ACCEPT
     expected = figures(before)
     expected |= {name: pytest.approx(expected[name], rel=tolerance) for name, tolerance in TOLERANCES.items()}
@@ -404,7 +406,6 @@ def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path):
 @needs_libtpu
 @pytest.mark.parametrize("row", pages.SAFE, ids=[row.name for row in pages.SAFE])
 def test_safe_forms_compile_on_a_tpu_vm_without_a_larger_stack(row, tmp_path):
-    """And the usual forms die of it there, which is said in one sentence."""
     options = ["--libtpu", libtpu.ON_TPU_VMS, "--json", str(tmp_path / "report.json")]
     options += ["--topology", "v5e:1x1", "--batch", str(row.batch), "--program", row.program]
     options += ["--task", row.task] if row.task else []
@@ -414,12 +415,18 @@ def test_safe_forms_compile_on_a_tpu_vm_without_a_larger_stack(row, tmp_path):
     assert report["libtpu"] == libtpu.ON_TPU_VMS and report["memory"]["needed"] > 0
     assert "libtpu_init_args" not in report, "nothing but what the step asks for"
 
-    usual = [flag for flag in row.flags if flag != "--safe-forms"]
-    small = {"LIBTPU_INIT_ARGS": "--fibers_default_thread_stack_size=65536"}  # libtpu's own
-    died = run(row.model, row.preset, *options, "--", *usual, ends=compiling.DIED, variables=small)
+
+@needs_libtpu
+def test_a_compiler_that_dies_is_told_in_a_sentence_with_what_helps():
+    """A step with attention, on a stack that no form fits: whether the usual forms die on libtpu's own 64 KiB differs
+    from run to run of the same program, see docs/tpu/versions.md."""
+    options = ["--libtpu", libtpu.ON_TPU_VMS, "--topology", "v5e:1x1", "--batch", "8", "--task", "mrpc"]
+    options += ["--program", "evaluate", "--effort", "fast"]
+    small = {"LIBTPU_INIT_ARGS": "--fibers_default_thread_stack_size=16384"}
+    died = run("bert", "full", *options, "--", "--lengths", "64", ends=compiling.DIED, variables=small)
     message = died.stderr[died.stderr.index("error: ") :].splitlines()[0]
     assert f"libtpu {libtpu.ON_TPU_VMS} died while it compiled (SIGSEGV, stack overflow)" in message
-    assert f"program {row.program}, for v5e:1x1" in message and "add --safe-forms to ARGS" in message
+    assert "program evaluate, for v5e:1x1" in message and "add --safe-forms to ARGS" in message
 
 
 @needs_libtpu

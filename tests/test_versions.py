@@ -15,6 +15,21 @@ def test_every_program_has_a_name_of_its_own():
     assert len(names) == len(set(names)) > 100
 
 
+def test_all_but_the_longest_have_figures():
+    """And no figure is of a case that is gone."""
+    every = {case.named(program) for case in versions.CASES for program in case.programs}
+    figures = set(versions.load(versions.FIGURES))
+    assert figures <= every
+    assert all(name.startswith("xlnet-large") for name in every - figures), every - figures
+
+
+def test_the_safe_forms_that_die_have_remat_as_the_page_says():
+    figures = versions.load(versions.FIGURES)
+    died = [name for name, found in figures.items() if "died" in found.get(versions.SAFE, {})]
+    assert died and all("--remat" in name for name in died), died
+    assert versions.PAGE.read_text() == versions.page(figures), "python -m tpu.compiler.versions --print"
+
+
 def test_every_case_is_a_configuration_of_its_script():
     for case in versions.CASES:
         row = case.row
