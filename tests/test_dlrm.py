@@ -95,7 +95,8 @@ def test_the_page_gives_the_probability_of_a_click_with_an_export(trained, capsy
     batch = clicks.batch(np.arange(1))
     first, rows = 0, {}
     for name, lookups in zip(clicks.features, clicks.lookups, strict=True):
-        rows[name] = batch["ids"][0, first : first + lookups].tolist()
+        places = slice(first, first + lookups)
+        rows[name] = batch["ids"][0, places][batch["present"][0, places] > 0].tolist()
         first += lookups
     code = page_code(
         "exports.md",

@@ -90,13 +90,14 @@ class Run:
             if self._main:
                 for name, seconds in self._metrics.resume(start).items():
                     self._seconds[name] += seconds
-            self._find_evaluation(start)
             self.message(f"resuming after step {start}")
+        self._find_evaluation(start)
         return start
 
     def _find_evaluation(self, step: int) -> None:
-        """Finds out whether the evaluation that was to follow the checkpoint of a step has been recorded."""
-        due = self._main and step > 0 and self.checkpoints.evaluates
+        """Finds out whether the evaluation that was to follow the checkpoint of a step has been recorded. Every host
+        calls it, in a new run as well: which run is resumed, hosts that look a moment apart see differently."""
+        due = self._main and self.resumed and step > 0 and self.checkpoints.evaluates
         if due and (recorded := self._metrics.evaluation(step)):
             self.checkpoints.add_metrics(step, recorded)  # the process may have ended before they were there, too
             due = False
