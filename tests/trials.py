@@ -63,8 +63,9 @@ TRIALS = {
         checkpoints=(240, 256),
         kill=Stop(112, saved=96),
         terminate=150,
-        # Adaptive rules turn the last digits of a gradient near 0 into whole steps.
-        alike=replace(dlrm.TINY, optimizer="sgd", lr=0.5, log_every=8),
+        # Adaptive rules turn the last digits of a gradient near 0 into whole steps. With seed 0 a unit of the network
+        # is so near 0 in step 7 that the order of a sum switches it, on some CPUs.
+        alike=replace(dlrm.TINY, optimizer="sgd", lr=0.5, log_every=8, seed=1),
         close={33: 1e-5},
         moved=0.05,
         graphs=4,  # of the tables' first values, training and evaluation, and of a number that hosts compare
