@@ -92,7 +92,9 @@ def age(row: Row, topology: str, report: dict) -> str:
         command.insert(command.index("--"), "--stage")
     result = subprocess.run(command, cwd=ROOT, env=environment_of_figures(), capture_output=True, text=True)
     if result.returncode:
-        return f"not known: staging it failed: {result.stderr.strip().rpartition(chr(10))[2]}"
+        lines = result.stderr.strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {result.returncode}"
+        return f"not known: it cannot be staged: {reason}"
     now = result.stdout.split()[-1]
     return "as the code" if now == report["fingerprint"] else "OLDER than the code"
 
