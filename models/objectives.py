@@ -103,10 +103,10 @@ def losses(
             that of all their rows in one batch.
     """
     result, weights = forward(model, batch), batch["weights"]
-    if parts == 1:
-        predicted = weights.sum().clamp(min=1)
-    else:
-        predicted = batch["predicted"].sum().clamp(min=1) / parts
+    predicted = weights if parts == 1 else batch["predicted"]
+    predicted = predicted.sum().clamp(min=1)
+    if parts > 1:
+        predicted = predicted / parts
 
     def mean(values: Tensor) -> Tensor:
         return (values * weights).sum() / predicted
@@ -135,8 +135,9 @@ def scores(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor
     result = forward(model, batch)
     weights, rows = batch["weights"] * batch["mask"][:, None], batch["mask"]
     nll = layers.negative_log_likelihood(result["logits"], batch["labels"])
+    nll = torch.where(weights > 0, nll, torch.zeros_like(nll))  # 0 times what is not finite would be NaN
     right = (result["logits"].argmax(-1) == batch["labels"]).float()
-    sums = {"loss": (nll * weights).sum(), "accuracy": (right * weights).sum(), "predicted": weights.sum()}
+    sums = {"loss": nll.sum(), "accuracy": (right * weights).sum(), "predicted": weights.sum()}
     if "related" in result:
         right = (result["related"].argmax(-1) == batch["next_sentence"]).float()
         sums |= {"next_sentence_accuracy": (right * rows).sum(), "rows": rows.sum()}

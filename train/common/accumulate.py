@@ -3,9 +3,9 @@
     step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)
     metrics = step_fn(state, part, config, mesh)  # None until the last of config.update_every parts
 
-The numbers are those of all examples in one batch, within rounding; batch norm's are those of its parts. So a part's
-losses are never means over numbers that differ between parts, such as its tokens: they are sums, which `per` counts; or,
-where an update's losses have several counts, they are divided by those of the whole update, which loading's `count` says.
+The numbers are those of all examples in one batch, within rounding; batch norm's are those of its parts. So a loss is
+never a mean over what the parts have unequal numbers of, such as tokens: it is a sum, which `per` counts; or, where the
+losses of an update have several counts, each is divided by that of the whole update, see `count` of the loader.
 """
 
 from collections.abc import Callable, Sequence

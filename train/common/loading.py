@@ -125,7 +125,7 @@ class Loader(AbstractContextManager, Iterator):
             raise error
 
     def _next(self) -> dict[str, Tensor]:
-        """Returns the next batch, or part of one, in host memory that a worker uses again for its next batch but two."""
+        """Returns the next batch, or part of one; its memory is a worker's, and used again for the next but two."""
         batch = next(self._batches)
         if isinstance(batch, InputError):
             raise batch
