@@ -2,6 +2,7 @@
 the numbers of one batch, the export is a mean of checkpoints, and it translates. The rest is in test_scripts.py."""
 
 import io
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -113,6 +114,26 @@ def test_training_goes_on_from_an_export_and_after_an_evaluation(trained, few_pa
     assert equal(checkpoint.to_host(found), {name: weights[name] for name in found})
     transformer.evaluate(None, None, state, {}, config, mesh)
     assert state.model.training
+
+
+def test_weights_whose_words_have_another_order_are_refused_and_without_a_dictionary_it_is_said(
+    trained, few_pairs, mesh, tmp_path, capsys
+):
+    """As many words, so that all shapes fit; counts may differ."""
+    folder = tmp_path / "theirs"
+    shutil.copytree(f"{trained[0]}/export", folder)
+    config = replace(trained[2], weights=f"{folder}/model.pt")
+    lines = (folder / "dict.v.txt").read_text().splitlines()
+    (folder / "dict.v.txt").write_text("".join(f"{line.rpartition(' ')[0]} 7\n" for line in lines))
+    transformer.build(config, few_pairs, mesh)
+    assert capsys.readouterr().out == ""
+    (folder / "dict.v.txt").write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
+    with pytest.raises(InputError, match=r"another dictionary: line 1 of .*dict.v.txt is .*; give weights or data of"):
+        transformer.build(config, few_pairs, mesh)
+    for path in folder.glob("dict.*"):
+        path.unlink()
+    transformer.build(config, few_pairs, mesh)
+    assert "no dict.w.txt nor dict.v.txt beside --weights" in capsys.readouterr().out
 
 
 def translated(monkeypatch, capsys, folder, text: bytes, **settings) -> list[str]:

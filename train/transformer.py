@@ -14,7 +14,9 @@ result    the published recipes: not run yet; tiny and small real data: docs/res
 if __name__ == "__main__" and not __package__:  # by its path, from which the imports below are not found
     raise SystemExit("error: in the project's folder run it as a module: python -m train.transformer tiny")
 
+import itertools
 import math
+import os
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -125,6 +127,27 @@ def open_data(config: Config) -> Data:
     return Data(wmt.open_pairs(config.data, "train"), {split: wmt.open_pairs(config.data, split) for split in splits})
 
 
+def check_dictionaries(config: Config, data: Data) -> list[str]:
+    """Compares the dictionaries beside --weights, as an export has them, with those of the data: as many words may be
+    others, or in another order. Returns the names of those that are not there; raises InputError where one differs."""
+    unknown = []
+    for name, content in data.train.vocabulary_files().items():
+        if not name.startswith("dict."):
+            continue
+        path = os.path.join(os.path.dirname(config.weights), name)
+        if not files.exists(path):
+            unknown.append(name)
+            continue
+
+        theirs, ours = files.read_file(path).split(b"\n"), content.split(b"\n")
+        for number, lines in enumerate(itertools.zip_longest(theirs, ours, fillvalue=b""), start=1):
+            one, other = (line.rpartition(b" ")[0].decode(errors="replace") for line in lines)  # without their counts
+            if one != other:
+                what = f"--weights {config.weights} has another dictionary: line {number} of {path} is {one!r}"
+                raise InputError(f"{what}, of {config.data} {other!r}; give weights or data of the same dictionary")
+    return unknown
+
+
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     """Makes model and optimizer on the device; the optimizer's state exists from the start."""
     layers.use_forms(clamp_weights=not mesh.safe_forms)
@@ -136,6 +159,10 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     if config.weights:
         _, weights = fairseq.read_checkpoint(files.read_file(config.weights), config.weights)
         fairseq.load_weights(model, weights, config.weights)
+        unknown = check_dictionaries(config, data)
+        if unknown and mesh.main_process:
+            beside = f"there is no {' nor '.join(unknown)} beside --weights {config.weights}"
+            print(f"{beside}: its words are taken to be those of {config.data}, in their order", flush=True)
     device.to_device(model, mesh, rules)
     optimizer = torch.optim.Adam(model.parameters(), config.lr, foreach=False, **ADAM)
     device.init_optimizer_state(optimizer, mesh)
