@@ -82,7 +82,7 @@ def test_fast_layers_keep_class_parameters_keys_and_files(kind, tmp_path):
 def test_padding_changes_no_logits_whatever_stands_in_it(kind):
     tokenizer, model, lengths = tokenizer_of(kind), new(kind, "classifier"), pairs(kind).lengths[:ROWS].tolist()
     padded = batch_of(kind, LONGER)
-    assert encoders.positions(model.config) == (float("inf") if kind == "xlnet" else LONGER)
+    assert encoders.positions(model) == (float("inf") if kind == "xlnet" else LONGER)
     ends = padded["attention_mask"][:, [0, -1]].sum(0).tolist()
     assert ends == ([0, ROWS] if kind == "xlnet" else [ROWS, 0])
     # The same rows, with words in place of the padding.
