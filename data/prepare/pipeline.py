@@ -29,13 +29,13 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from data import splits
 from data.prepare.files import read_json, whole, write_json
 from data.remote import cache_folder, find_files, local_copy, open_store, retried
 from errors import InputError
 
 LAST = ("prepared.json", "report.json", "shards.json", "COMPLETE")  # what is uploaded last, in this order
 UPLOADS = 8  # files uploaded at once
-SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "val", "dev", "validation"), "test": ("test",)}
 
 
 class Preparation:
@@ -226,9 +226,18 @@ def read_text(path: Path | str, name: str, start: int, stop: int) -> str:
     return text.removeprefix("\ufeff") if start == 0 else text
 
 
+@dataclasses.dataclass
+class Splits:
+    """Splits of a data set of `datasets`."""
+
+    rows: dict[str, "datasets.Dataset"] = dataclasses.field(default_factory=dict)  # noqa: F821
+    names: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # of each in `rows`, in the data set
+    left_out: list[str] = dataclasses.field(default_factory=list)
+
+
 def load_splits(
     data: str, expected: str, arguments: Callable[[Path], Sequence[str]], required: Sequence[str], optional: str
-) -> dict[str, "datasets.Dataset"]:  # noqa: F821
+) -> Splits:
     """Opens the splits of `data`, a folder that `datasets` reads or the id of a data set on the hub.
 
     Args:
@@ -260,12 +269,17 @@ def load_splits(
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         what = "cannot be read by datasets" if folder.is_dir() else "is neither here nor a data set of the hub"
         raise InputError(f"{data} {what}: {str(error).partition(chr(10))[0]}") from error
-    names = {split: next((name for name in SPLIT_NAMES[split] if name in found), "") for split in (*required, optional)}
+    names = {split: splits.named(found, split, data) for split in (*required, optional)}
     if not all(names[split] for split in required):
-        wanted = " and ".join(SPLIT_NAMES[split][-1] for split in required)
-        also = f"{SPLIT_NAMES[optional][-1]} if there is any"
+        words = {"train": "train", "valid": "validation", "test": "test"}
+        wanted = " and ".join(words[split] for split in required)
+        also = f"{words[optional]} if there is any"
         raise InputError(f"{data} has the splits {', '.join(found)}; expected {wanted}, and {also}")
-    return {split: found[name] for split, name in names.items() if name}
+    return Splits(
+        rows={split: found[name] for split, name in names.items() if name},
+        names={split: [f"its split {name}"] for split, name in names.items() if name},
+        left_out=[f"its split {name}" for name in found if name not in names.values()],
+    )
 
 
 def expect(flags, name: str, fits: bool, expected: str) -> None:
