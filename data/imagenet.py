@@ -161,7 +161,7 @@ class ImageFolder(Images):
         self.classes = _class_folders(self.folder)
         if split == "eval":
             if evaluation is None:
-                raise InputError(f"{root} has no folder to evaluate on; expected val, validation or test")
+                raise InputError(f"{root} has no folder to evaluate on; expected one of val, validation, test")
             self.folder = os.path.join(root, evaluation)
             check_classes(self.folder, _class_folders(self.folder), self.classes)
         self.source = os.path.basename(self.folder) + "/"
