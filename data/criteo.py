@@ -173,14 +173,25 @@ class ClickLog:
             ids = ids.view(np.int32)
         elif self._multi_hot:
             self._check_range(ids, self._names[part][1])
+        with np.errstate(over="ignore"):  # float64 that float32 cannot hold: named below
+            values = dense[indices].astype(np.float32)
         batch = {
-            "dense": dense[indices].astype(np.float32),
+            "dense": values,
             "ids": ids.astype(np.int32, copy=False),
             "label": labels[indices].astype(np.float32),
         }
-        if not ((batch["label"] == 0) | (batch["label"] == 1)).all():
-            strange = batch["label"][(batch["label"] != 0) & (batch["label"] != 1)][0]
-            raise InputError(f"{self.folder / self._names[part][2]} has the label {strange:g}; expected 0 or 1")
+        rows = np.arange(indices.start, indices.stop) if isinstance(indices, slice) else indices
+        strange = np.argwhere(~np.isfinite(values))
+        if len(strange):
+            row, column = strange[0]
+            found = dense[rows[row], column]
+            what = f"has {found} in row {rows[row]}, column {column} (both from 0)"
+            remedy = "expected finite numbers of float32: fix or remove that row"
+            raise InputError(f"{self.folder / self._names[part][0]} {what}; {remedy}")
+        strange = np.flatnonzero((batch["label"] != 0) & (batch["label"] != 1))
+        if len(strange):
+            what = f"has the label {batch['label'][strange[0]]:g} in row {rows[strange[0]]} (from 0)"
+            raise InputError(f"{self.folder / self._names[part][2]} {what}; expected 0 or 1")
         return batch
 
     def _check_range(self, ids: np.ndarray, name: str) -> None:
