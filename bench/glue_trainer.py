@@ -78,13 +78,9 @@ def prepare(options: Options, data: str, seed: int, folder: str) -> None:
         tokenizer = vocabulary.learn(text, options.kind, options.vocabulary)
         settings = encoders.configuration(options.kind, options.size, tokenizer, options.lengths[-1])
     labels = glue.TASKS[options.task].labels
-    settings.num_labels = max(len(labels), 1)
-    settings.problem_type = "single_label_classification" if labels else "regression"
     transformers.set_seed(seed)  # of the head, or of all weights
-    if given and has_weights(given):
-        model = encoders.load(AutoModelForSequenceClassification, settings, weights, given)
-    else:
-        model = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
+    source = (given, weights) if given and has_weights(given) else None
+    model = encoders.classifier(settings, labels, source).model
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

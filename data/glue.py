@@ -211,13 +211,17 @@ def _of_tsv(path: Path, task: Task) -> Examples:
         header, first = _COLA, 0
     missing = [name for name in (*task.own_columns, task.own_label) if name not in header]
     if missing:
+        if len(header) == 1 and header[0]:
+            _need_tabs(header[0], [*task.own_columns, task.own_label], f"{path} line 1")
         what = f"{path} line 1 has the columns {', '.join(header) or 'nothing'}; expected {', '.join(missing)}"
-        raise InputError(f"{what} among them, as in GLUE's {task.folder}")
+        raise InputError(f"{what} among them, separated by tabs, as in GLUE's {task.folder}")
     places, label_place = [header.index(name) for name in task.own_columns], header.index(task.own_label)
     rows, broken, numbers = [], [], _label_numbers(task)
     for number, line in enumerate(lines[first:], start=first + 1):
         where, fields = f"{path} line {number}", line.split("\t")
         try:
+            if number == 1 and len(fields) == 1:  # CoLA's, which has no header
+                _need_tabs(line, header, where)
             if len(fields) != len(header):
                 raise InputError(f"{where} has {_wrong_fields(fields, header, first)}")
             for place in places:
@@ -239,6 +243,15 @@ def _of_tsv(path: Path, task: Task) -> Examples:
     return _examples(columns, labels, task, len(broken))
 
 
+def _need_tabs(line: str, columns: Sequence[str], where: str) -> None:
+    """Raises InputError where a line without a tab has fields that something else separates."""
+    for sign, name in ((",", "commas"), (";", "semicolons"), ("|", "vertical bars")):
+        if line.count(sign) >= len(columns) - 1:
+            what = f"{where} has no tab, but {name}: {line[:60]!r}"
+            remedy = "write it as TSV: separated by tabs, and without quoting"
+            raise InputError(f"{what}; expected {', '.join(columns)} separated by tabs; {remedy}")
+
+
 def _wrong_fields(fields: list[str], header: list[str], header_lines: int) -> str:
     """Says what is wrong with a line of another number of fields."""
     what = f"{len(fields)} fields, separated by tabs; expected {len(header)}: {', '.join(header)}"
@@ -253,14 +266,15 @@ def _wrong_fields(fields: list[str], header: list[str], header_lines: int) -> st
 
 
 def _label_numbers(task: Task) -> dict[str, int]:
-    """Returns the number of each class by what stands for it in a file: its name, or its number."""
+    """Returns the number of each class by what stands for it in a file: its name in lower case, or its number."""
     return {text: number for number, name in enumerate(task.labels) for text in (name, str(number))}
 
 
 def _label(text: str, task: Task, numbers: dict[str, int], where: str) -> float:
     if task.labels:
-        if text in numbers:
-            return numbers[text]
+        plain = text.strip().lower()
+        if plain in numbers:
+            return numbers[plain]
         listed = ", ".join(f"{number} ({name})" for number, name in enumerate(task.labels))
         raise InputError(f"{where} has the label {text!r}; expected one of {listed}")
     try:
@@ -352,10 +366,11 @@ def _of_rows(rows: "datasets.Dataset", where: str, task: Task) -> Examples:  # n
     numbers = _label_numbers(task)
     names = getattr(rows.features["label"], "names", None)
     if names is not None and task.labels:
-        if sorted(names) != sorted(task.labels):
+        plain = [name.strip().lower() for name in names]
+        if sorted(plain) != sorted(task.labels):
             listed = ", ".join(task.labels)
             raise InputError(f"{where} has the labels {', '.join(names)}; expected {listed} for {task.name}")
-        numbers = {str(number): task.labels.index(name) for number, name in enumerate(names)}
+        numbers = {str(number): task.labels.index(name) for number, name in enumerate(plain)}
     labels = []
     for number, label in enumerate(rows["label"]):
         if label is None or label == -1:

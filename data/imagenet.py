@@ -12,10 +12,11 @@ import json
 import math
 import os
 import re
+import unicodedata
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +28,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as F
 
 from data import splits
+from data.leftovers import is_leftover
 from errors import InputError, optional_module
 
 IMAGENET_MEAN = (123.675, 116.28, 103.53)  # RGB, for pixels 0..255
@@ -37,13 +39,24 @@ MAX_SKIPPED = 100  # broken files in a row that say the whole data set is broken
 Split = Literal["train", "eval"]
 
 
+# Pillow's modes of 8 bits and less, which its `convert("RGB")` takes as they are meant.
+EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
+SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+BITS_PER_SAMPLE, PHOTOMETRIC, MIN_IS_WHITE = 258, 262, 0  # tags of a TIFF
+
+
 class BrokenImage(Exception):
-    """Bytes that are not a whole image; the message says why."""
+    """Bytes that are not a whole image, or none of known black and white; the message says why."""
+
+
+class DanglingLink(InputError):
+    """A link to a file that is not there: as good as a broken image."""
 
 
 def decode(encoded: bytes) -> torch.Tensor:
     """Decodes an image file to uint8 [3, H, W] in channels-last memory, or raises BrokenImage. The pixels are those of
-    Pillow's `convert("RGB")`: grey, CMYK, palette and alpha included, EXIF orientation ignored."""
+    Pillow's `convert("RGB")`: grey, CMYK, palette and alpha included, EXIF orientation ignored. Of 16 bits the upper 8
+    are taken, in grey (where Pillow would cut at 255) as in colour."""
     if not encoded:
         raise BrokenImage("the file is empty")
     if encoded.startswith(b"\xff\xd8\xff"):
@@ -55,12 +68,31 @@ def decode(encoded: bytes) -> torch.Tensor:
             pass  # Pillow may read what torchvision refuses, and says better what is wrong
     try:
         with Image.open(io.BytesIO(encoded)) as image:
-            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-    except MemoryError:
+            return torch.from_numpy(_rgb(image)).permute(2, 0, 1)
+    except (MemoryError, BrokenImage):
         raise
     except Exception as error:  # on bad bytes Pillow's readers raise OSError, SyntaxError, struct.error and more
         unknown = isinstance(error, Image.UnidentifiedImageError)
         raise BrokenImage("it is not an image in a known format" if unknown else str(error) or repr(error)) from error
+
+
+def _rgb(image: Image.Image) -> np.ndarray:
+    """Returns the pixels of an open image, uint8 [H, W, 3]; raises BrokenImage where their range is not known."""
+    if image.mode in EIGHT_BITS:
+        return np.array(image.convert("RGB"))
+
+    # Pillow's reader of PGM stretches what it finds to 16 bits.
+    sixteen = image.mode in SIXTEEN_BITS or (image.mode == "I" and image.format in ("PNG", "PPM"))
+    if not sixteen:
+        kinds = {"F": "floats (mode F)", "I": "signed or 32-bit numbers (mode I)"}
+        kind = kinds.get(image.mode, f"of mode {image.mode}")
+        raise BrokenImage(f"its pixels are {kind}, of which black and white are not known; save it with 8 or 16 bits")
+    tags = getattr(image, "tag_v2", {})
+    bits = tags.get(BITS_PER_SAMPLE, (16,))[0]  # of a TIFF also 12
+    grey = np.array(image, np.int64) >> (bits - 8)
+    if tags.get(PHOTOMETRIC) == MIN_IS_WHITE:
+        grey = 255 - grey
+    return np.repeat(grey.astype(np.uint8)[..., None], 3, axis=2)
 
 
 def random_crop(height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
@@ -106,15 +138,45 @@ def preparation(size: int) -> dict[str, str]:
     return numbers | {"mean": json.dumps(mean), "std": json.dumps(std)}
 
 
+def as_label(label: Any, classes: Sequence[str], name: str) -> np.ndarray | np.integer | np.floating:
+    """Returns an image's label as a batch has it: a class as int64, another number as float32, a vector likewise.
+
+    Args:
+        label: the number of one of `classes`, if there are any; or, for a task of your own, floats or a vector, which
+            stay what they are.
+        name: the image's, for messages.
+
+    Raises InputError for what is none of them, a number that is not finite, and a class that is not there.
+    """
+    try:
+        values = np.asarray(label)
+    except ValueError:  # lists of unequal length
+        values = np.empty(0)
+    if values.dtype.kind not in "biuf" or values.size == 0:
+        what = f"{name} has the label {str(label)[:60]!r} ({type(label).__name__})"
+        raise InputError(f"{what}; expected the number of a class, or floats, or a vector of numbers")
+    if values.dtype.kind == "f":
+        values = values.astype(np.float32)
+        if not np.isfinite(values).all():
+            raise InputError(f"{name} has the label {str(label)[:60]}, which is not finite; correct it or leave it out")
+    else:
+        values = values.astype(np.int64)
+        if values.ndim == 0 and len(classes) and not 0 <= values < len(classes):
+            expected = f"expected 0 to {len(classes) - 1}, one of the {len(classes)} classes"
+            raise InputError(f"{name} has the label {label}; {expected} (a number that is no class is a float)")
+    return values[()]
+
+
 class Images:
     """What the data sets share. A real one has `classes`, `__len__`, and `_read(index)`, which returns the bytes of a
-    file, its label, and how to name the file to the user."""
+    file, its label, and how to name the file to the user. A label is the number of a class; a subclass for another task
+    may give floats or a vector, see `as_label`."""
 
     def __init__(self, split: Split, image_size: int, skip_broken: bool = False):
         self.split, self.image_size, self.skip_broken = split, image_size, skip_broken
         self.source, self.left_out = "", []  # of real images, see data/splits.py
 
-    def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.integer]:
+    def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.number]:
         """Returns {"image": uint8 [S, S, 3], "label": int64}; a broken file raises InputError.
 
         With skip_broken every example also has "skipped" (int64), the number of broken files met while making it. In
@@ -123,22 +185,27 @@ class Images:
         """
         train, skipped, pixels = self.split == "train", 0, None
         while pixels is None:
-            encoded, label, name = self._read(index)
+            label = np.int64(-1)
             try:
+                encoded, found, name = self._read(index)
+                label = as_label(found, getattr(self, "classes", ()), name)
                 pixels = decode(encoded)
-            except BrokenImage as error:
-                broken, skipped = f"{name} is broken: {error}", skipped + 1
+            except (BrokenImage, DanglingLink) as error:
+                skipped += 1
+                broken = (
+                    str(error) if isinstance(error, DanglingLink) else f"{name} is broken: {error}; replace the file"
+                )
                 if not self.skip_broken:
-                    raise InputError(f"{broken}; replace the file, or pass --skip-broken to skip such files") from error
+                    raise InputError(f"{broken}, or pass --skip-broken to skip such files") from error
                 if skipped == MAX_SKIPPED:
                     raise InputError(f"{skipped} images drawn in a row are broken, the last: {broken}") from error
                 warnings.warn(f"skipped, {broken}", stacklevel=2)  # shown once per file and process
                 if train:
                     index = int(rng.integers(len(self)))
                 else:
-                    pixels, label = torch.zeros(3, 1, 1, dtype=torch.uint8), -1
+                    pixels, label = torch.zeros(3, 1, 1, dtype=torch.uint8), np.full_like(label, -1)[()]
         image = train_crop(pixels, self.image_size, rng) if train else eval_crop(pixels, self.image_size)
-        example = {"image": image, "label": np.int64(label)}
+        example = {"image": image, "label": label}
         return example | {"skipped": np.int64(skipped)} if self.skip_broken else example
 
 
@@ -146,8 +213,9 @@ class ImageFolder(Images):
     """Images in ROOT/train/<class>/**/*.jpg, and in ROOT/val or, where nothing is for validation, ROOT/test alike; by
     the names in data/splits.py.
 
-    Files, labels and order are those of torchvision.datasets.ImageFolder, except that hidden class folders and files
-    (such as .ipynb_checkpoints) are passed over.
+    Files, labels and order are those of torchvision.datasets.ImageFolder, except that hidden class folders and files,
+    and what systems leave in any folder (data/leftovers.py), are passed over. A class may have its name in another
+    Unicode form in another split: its folders are one.
     """
 
     def __init__(self, root: str | Path, split: Split, image_size: int, skip_broken: bool = False):
@@ -163,22 +231,27 @@ class ImageFolder(Images):
             if evaluation is None:
                 raise InputError(f"{root} has no folder to evaluate on; expected one of val, validation, test")
             self.folder = os.path.join(root, evaluation)
-            check_classes(self.folder, _class_folders(self.folder), self.classes)
+        self._folders = _class_folders(self.folder)
+        if split == "eval":
+            self._folders = in_order(self.folder, self._folders, self.classes)
         self.source = os.path.basename(self.folder) + "/"
         self.left_out = [f"{name}/" for name in found if name not in (train, evaluation)]
 
         # A million names in one buffer: cheap to send to a worker, and a long one does not widen the others.
-        files = [_image_files(os.path.join(self.folder, name)) for name in self.classes]
+        files = [_image_files(os.path.join(self.folder, name)) for name in self._folders]
         self._names = pa.array(itertools.chain(*files), pa.large_binary())
         self._labels = np.repeat(np.arange(len(files), dtype=np.int32), [len(names) for names in files])
 
     def __len__(self) -> int:
         return len(self._labels)
 
+    def path(self, index: int) -> str:
+        """Returns the path of a file."""
+        return os.path.join(self.folder, self._folders[self._labels[index]], os.fsdecode(self._names[index].as_py()))
+
     def _read(self, index: int) -> tuple[bytes, int, str]:
-        label = int(self._labels[index])
-        path = os.path.join(self.folder, self.classes[label], os.fsdecode(self._names[index].as_py()))
-        return read_file(path), label, path
+        path = self.path(index)
+        return read_file(path), int(self._labels[index]), path
 
 
 class SyntheticImages(Images):
@@ -253,13 +326,21 @@ def choose_splits(names: Iterable[str], where: str) -> tuple[str | None, str | N
     return splits.named(names, "train", where), evaluation
 
 
-def check_classes(where: str, found: list[str], classes: list[str]) -> None:
-    """Raises InputError where the classes found are not those of the training images, in their order."""
-    for what, names in (("lacks", set(classes) - set(found)), ("adds", set(found) - set(classes))):
+def in_order(where: str, found: list[str], classes: list[str]) -> list[str]:
+    """Returns the names of the classes found in the order of those of the training images; the Unicode form of a name
+    does not count. Raises InputError where they are not the same."""
+    theirs = {unicodedata.normalize("NFC", name): name for name in found}
+    ours = [unicodedata.normalize("NFC", name) for name in classes]
+    for what, names in (("lacks", set(ours) - theirs.keys()), ("adds", theirs.keys() - set(ours))):
         if names:
             listed = ", ".join(sorted(names)[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
             raise InputError(f"{where} {what} classes; it must have those of train ({what}: {listed})")
-    if found != classes:
+    return [theirs[name] for name in ours]
+
+
+def check_classes(where: str, found: list[str], classes: list[str]) -> None:
+    """Raises InputError where the classes found are not those of the training images, in their order."""
+    if found != in_order(where, found, classes):
         raise InputError(f"{where} has the classes of train in another order")
 
 
@@ -268,6 +349,10 @@ def read_file(path: str) -> bytes:
     try:  # not a broken image: a file system that fails must stop the run, with --skip-broken too
         with open(path, "rb", buffering=0) as file:
             return file.read()
+    except FileNotFoundError as error:
+        if os.path.islink(path):
+            raise DanglingLink(f"{path} is a link to {os.readlink(path)}, which is not there; mend the link") from error
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -281,24 +366,47 @@ def _unreadable(error: OSError) -> NoReturn:
 
 
 def _listed(folder: str | Path) -> tuple[list[str], list[str]]:
-    """Returns the names of the folders and of the files in a folder, without hidden ones."""
+    """Returns the names of the folders and of the files in a folder, without hidden ones and a system's."""
     _, folders, files = next(os.walk(folder, onerror=_unreadable))
-    return sorted(name for name in folders if not name.startswith(".")), files
+    return sorted(name for name in folders if not name.startswith(".") and not is_leftover(name)), files
+
+
+def _lost_folder(folder: str, files: list[str]) -> None:
+    """Raises InputError where a link that may have led to a folder of images leads nowhere: os.walk takes it for a
+    file, and a class, or a part of one, would be missing without a word."""
+    for name in files:
+        path = os.path.join(folder, name)
+        if not _is_image(name) and not name.startswith(".") and os.path.islink(path) and not os.path.exists(path):
+            raise InputError(f"{path} is a link to {os.readlink(path)}, which is not there; mend or remove the link")
 
 
 def _class_folders(folder: str) -> list[str]:
     classes, files = _listed(folder)
+    _lost_folder(folder, files)
     if not classes:
         images = "images but " if any(map(_is_image, files)) else ""
         raise InputError(f"{folder} has {images}no class folders; expected {folder}/<class>/*.jpg")
+
+    forms: dict[str, str] = {}
+    for name in classes:
+        other = forms.setdefault(unicodedata.normalize("NFC", name), name)
+        if other != name:
+            both = f"{folder} has two folders {name} whose names differ in their Unicode form alone (NFC and NFD)"
+            raise InputError(f"{both}; move the images of both into one")
     return classes
 
 
 def _image_files(folder: str) -> list[bytes]:
     """Returns the paths below a class folder, relative to it, in torchvision's order; at least one."""
     start = len(os.path.join(folder, ""))
-    walk = sorted(os.walk(folder, followlinks=True, onerror=_unreadable))
-    paths = [os.path.join(parent, name) for parent, _, names in walk for name in sorted(names) if _is_image(name)]
+    walked = []
+    for parent, inner, names in os.walk(folder, followlinks=True, onerror=_unreadable):
+        inner[:] = [name for name in inner if not is_leftover(name)]  # which os.walk then does not enter
+        _lost_folder(parent, names)
+        walked.append((parent, names))
+    paths = [
+        os.path.join(parent, name) for parent, names in sorted(walked) for name in sorted(names) if _is_image(name)
+    ]
     if not paths:
         raise InputError(f"class folder {folder} has no images ({' '.join(IMG_EXTENSIONS)}); fill it or remove it")
     return [os.fsencode(path[start:]) for path in paths]

@@ -25,11 +25,9 @@ def images(data: str, task: str) -> str:
             one.example(index, np.random.default_rng(0))
     evaluation = opened[1]
     if isinstance(evaluation, imagenet.ImageFolder):
-        for name in evaluation.classes:
-            for parent, _, names in os.walk(os.path.join(evaluation.folder, name), followlinks=True):
-                empty = [path for path in names if os.path.getsize(os.path.join(parent, path)) == 0]
-                if empty:
-                    raise InputError(f"{os.path.join(parent, empty[0])} is broken: the file is empty; replace it")
+        for index in range(len(evaluation)):
+            if os.path.getsize(evaluation.path(index)) == 0:
+                raise InputError(f"{evaluation.path(index)} is broken: the file is empty; replace the file")
     return f"{len(opened[0]):,} images of {len(opened[0].classes)} classes{splits.said(*opened)}"
 
 

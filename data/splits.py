@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
+from data.leftovers import is_leftover
 from errors import InputError
 
 NAMES = {
@@ -120,13 +121,13 @@ def is_report(path: Path) -> bool:
 
 
 def below(folder: Path, *patterns: str) -> list[Path]:
-    """Returns the files below a folder that fit a pattern, sorted; without hidden ones, those of systems such as
-    __MACOSX, and those that `make data` has made."""
+    """Returns the files below a folder that fit a pattern, sorted; without hidden ones, what systems leave in a folder,
+    and what `make data` has made."""
     made: dict[Path, bool] = {}
     found = set()
     for path in {path for pattern in patterns for path in folder.rglob(pattern)}:
         parts = path.relative_to(folder).parts
-        if any(part.startswith((".", "__")) for part in parts) or not path.is_file():
+        if any(part.startswith(".") or is_leftover(part) for part in parts) or not path.is_file():
             continue
         above = [folder.joinpath(*parts[:end]) for end in range(1, len(parts))]
         for one in above:

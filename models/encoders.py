@@ -7,9 +7,11 @@ submodules are replaced by subclasses that hold the very same parameters, so tha
 stay the same. models/layers.py says what each form is worth.
 """
 
+import copy
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 import safetensors
@@ -35,7 +37,7 @@ from transformers.masking_utils import bidirectional_mask_function
 from transformers.utils import ModelOutput, logging
 
 from errors import InputError, optional_module
-from models import layers
+from models import heads, layers
 
 # Modules that one --model only needs. They are imported when it is used, so that the copy of a script for another model
 # does without them; `make copy` reads every table of this name, and therefore it is written in plain strings.
@@ -43,6 +45,7 @@ MODULES = {"xlnet": "models.xlnet", "fairseq-roberta": "models.fairseq_roberta"}
 
 ATTENTION = "einsum"  # its name among transformers' attention implementations
 Weights = dict[str, Tensor] | None  # of a checkpoint, by name; None: transformers reads them itself
+OTHER_JOBS = ("ForTokenClassification", "ForMultipleChoice")  # whose heads have the names of a classifier's, and no use
 PADDED_VOCABULARY = 128  # a model may have this many tokens more than its tokenizer, for the hardware's sake
 
 
@@ -254,6 +257,14 @@ def open_checkpoint(folder: str, model: str) -> tuple[PreTrainedConfig, Weights,
     return config, weights, tokenizer
 
 
+@dataclass(frozen=True)
+class Classifier:
+    """A model that classifies sequences, and what became of the head of its checkpoint."""
+
+    model: PreTrainedModel
+    head: heads.Order
+
+
 def load(auto_class, config: PreTrainedConfig, weights: Weights, folder: str) -> PreTrainedModel:
     """Returns a float32 model of one of transformers' auto classes with a checkpoint's encoder.
 
@@ -263,6 +274,11 @@ def load(auto_class, config: PreTrainedConfig, weights: Weights, folder: str) ->
         InputError: the checkpoint lacks weights of the encoder, which would stay random without a word, or has them in
             other shapes.
     """
+    return _load(auto_class, config, weights, folder)[0]
+
+
+def _load(auto_class, config: PreTrainedConfig, weights: Weights, folder: str) -> tuple[PreTrainedModel, dict]:
+    """Returns what `load` does, and transformers' report: missing_keys, mismatched_keys …"""
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         if weights is None:
@@ -279,24 +295,109 @@ def load(auto_class, config: PreTrainedConfig, weights: Weights, folder: str) ->
     misshapen = [name for name, *_ in report["mismatched_keys"] if name.startswith(body)]
     if misshapen:
         raise InputError(f"checkpoint {folder} has {misshapen[0]} in another shape than its configuration says")
-    return model
+    return model, report
 
 
 def classifier(
-    settings: PreTrainedConfig, labels: Sequence[str], source: tuple[str, Weights] | None
-) -> PreTrainedModel:
+    settings: PreTrainedConfig,
+    labels: Sequence[str],
+    source: tuple[str, Weights] | None,
+    stated: Sequence[str] = (),
+) -> Classifier:
     """Returns a model that classifies sequences by these labels, or gives one number where there are none.
 
-    Its head is new, and so is its encoder, unless `source` gives the (folder, weights) of `load`.
+    Its head is new, and so is its encoder, unless `source` gives the (folder, weights) of `load`. A checkpoint's head
+    is kept where its classes have the names of the labels: its rows are put into the order of these.
+
+    Args:
+        stated: the labels in the order of the checkpoint's rows, which counts before its own names.
+
+    Raises:
+        InputError: as `load`; the order is stated of a head that is not there; the checkpoint's names contradict
+            themselves.
     """
+    theirs, architectures = copy.deepcopy(settings), settings.architectures or []
     settings.num_labels = max(len(labels), 1)
     settings.problem_type = "single_label_classification" if labels else "regression"
     if labels:
         settings.id2label, settings.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
     if source is None:
-        return AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
+        model = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
+        return Classifier(model, heads.Order())
+
     folder, weights = source
-    return load(AutoModelForSequenceClassification, settings, weights, folder)
+    where = f"checkpoint {folder}"
+    model, report = _load(AutoModelForSequenceClassification, settings, weights, folder)
+    rows = _label_rows(model)
+    found = {name: shape for name, shape, *_ in report["mismatched_keys"] if name in rows}
+    loaded = not found and not rows.keys() & set(report["missing_keys"])
+    if rows.keys() & set(report["missing_keys"]):
+        head = heads.Order(None, f"{heads.NEW}{where} has none")
+    elif found:
+        name, shape = next(iter(found.items()))
+        head = heads.other(where, f"one of {shape[rows[name]]} outputs, and {settings.num_labels} are needed")
+    elif (job := [name for name in architectures if name.endswith(OTHER_JOBS)]) and not stated:
+        head = heads.other(where, f"the head of a {job[0]}")
+    elif labels:
+        head = heads.order(where, _names(theirs, where, stated), labels, stated)
+    elif theirs.problem_type in (None, "regression"):
+        head = heads.Order([0])
+    else:
+        head = heads.other(where, f"a head of one class, {theirs.id2label[0]}")
+    if stated and head.rows is None:
+        raise InputError(f"--labels states the order of a head's classes, but {head.said.removeprefix(heads.NEW)}")
+    if loaded:
+        _arrange(model, rows, head)
+    return Classifier(model, head)
+
+
+def _label_rows(model: PreTrainedModel) -> dict[str, int]:
+    """Returns the parameters of a classifier that have a row for each label, by whatever name: those that would be
+    larger with one label more. The value is the dimension that has the rows."""
+    settings = copy.deepcopy(model.config)
+    settings.num_labels += 1
+    with torch.device("meta"):
+        larger = type(model)(settings)
+    rows = {}
+    for name, parameter in model.named_parameters():
+        for dim, (own, other) in enumerate(zip(parameter.shape, larger.get_parameter(name).shape, strict=True)):
+            if own != other:
+                rows[name] = dim
+    return rows
+
+
+def _names(settings: PreTrainedConfig, where: str, stated: Sequence[str]) -> list[str] | None:
+    """Returns the names that a configuration gives the rows of its head; None where it does not number them from 0.
+
+    Raises:
+        InputError: id2label and label2id put the same names into different orders, and nothing is stated.
+    """
+    numbers = range(settings.num_labels)
+    if set(settings.id2label) != set(numbers):
+        return None
+    names = [settings.id2label[number] for number in numbers]
+    back = {number: name for name, number in (settings.label2id or {}).items()}
+    if set(back) == set(numbers) and not stated:
+        rows = heads.match([back[number] for number in numbers], names)
+        if rows is not None and rows != list(numbers):
+            both = f"{where} has the classes {heads.listed(names)} by its id2label, and others by its label2id"
+            raise InputError(f"{both}; state their order in --labels, or correct its config.json")
+    return names
+
+
+def _arrange(model: PreTrainedModel, rows: dict[str, int], head: heads.Order) -> None:
+    """Puts the rows of a loaded head into another order, or makes its last layer new, as `head` says."""
+    with torch.no_grad():
+        for name, dim in rows.items():
+            parameter = model.get_parameter(name)
+            if head.moved:
+                parameter.copy_(parameter.index_select(dim, torch.tensor(head.rows)))
+            elif head.rows is None:
+                parameter._is_hf_initialized = False  # else transformers leaves it as it is
+                parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.zero_()
+        if head.rows is None:
+            for module in dict.fromkeys(name.rpartition(".")[0] for name in rows):
+                model._init_weights(model.get_submodule(module))
 
 
 def logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:

@@ -83,15 +83,30 @@ def forward(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tenso
     return result
 
 
-def losses(model: PreTrainedModel, teacher: PreTrainedModel | None, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def counts(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns for each row of a batch how many of its tokens are predicted, and how many it has: float32 [B]."""
+    return {"predicted": batch["weights"].sum(1), "tokens": batch["attention_mask"].sum(1).float()}
+
+
+def losses(
+    model: PreTrainedModel, teacher: PreTrainedModel | None, batch: dict[str, Tensor], parts: int = 1
+) -> dict[str, Tensor]:
     """Returns "loss", which is minimised, and its parts, in nats except for the last.
 
     "words" is a mean over the predicted tokens; "related" over the rows. With a teacher, "soft" is a mean over the
     predicted tokens (in its authors' code over all tokens, which would need the head on all of them), and "cosine" is
     1 - cosine of the hidden states over all tokens.
+
+    Args:
+        parts: above 1, the batch is one of so many that an update is made of. They have as many rows, but not as many
+            tokens: the batch has the `counts` of them all together, so that the mean of each loss over the parts is
+            that of all their rows in one batch.
     """
     result, weights = forward(model, batch), batch["weights"]
-    predicted = weights.sum().clamp(min=1)
+    predicted = weights if parts == 1 else batch["predicted"]
+    predicted = predicted.sum().clamp(min=1)
+    if parts > 1:
+        predicted = predicted / parts
 
     def mean(values: Tensor) -> Tensor:
         return (values * weights).sum() / predicted
@@ -105,7 +120,8 @@ def losses(model: PreTrainedModel, teacher: PreTrainedModel | None, batch: dict[
         soft = mean(layers.divergence(result["logits"] / TEMPERATURE, wanted)) * TEMPERATURE**2
         real = batch["attention_mask"].float()
         apart = 1 - F.cosine_similarity(result["hidden"].float(), taught["hidden"].float(), dim=-1)
-        cosine = (apart * real).sum() / real.sum()
+        tokens = real.sum() if parts == 1 else batch["tokens"].sum() / parts
+        cosine = (apart * real).sum() / tokens
         return {"loss": SOFT * soft + HARD * words + COSINE * cosine, "words": words, "soft": soft, "cosine": cosine}
     if "related" in result:
         related = F.cross_entropy(result["related"].float(), batch["next_sentence"].long(), reduction="none").mean()
@@ -119,8 +135,9 @@ def scores(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor
     result = forward(model, batch)
     weights, rows = batch["weights"] * batch["mask"][:, None], batch["mask"]
     nll = layers.negative_log_likelihood(result["logits"], batch["labels"])
+    nll = torch.where(weights > 0, nll, torch.zeros_like(nll))  # 0 times what is not finite would be NaN
     right = (result["logits"].argmax(-1) == batch["labels"]).float()
-    sums = {"loss": (nll * weights).sum(), "accuracy": (right * weights).sum(), "predicted": weights.sum()}
+    sums = {"loss": nll.sum(), "accuracy": (right * weights).sum(), "predicted": weights.sum()}
     if "related" in result:
         right = (result["related"].argmax(-1) == batch["next_sentence"]).float()
         sums |= {"next_sentence_accuracy": (right * rows).sum(), "rows": rows.sum()}

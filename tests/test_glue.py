@@ -46,9 +46,9 @@ def test_parts_of_a_batch_give_the_numbers_of_all_of_it(monkeypatch, tmp_path):
     positions, classifier = "bert.embeddings.position_embeddings.weight", encoders.classifier
 
     def partly_trained(*args):
-        model = classifier(*args)
-        model.get_parameter(positions).requires_grad_(False)
-        return model
+        found = classifier(*args)
+        found.model.get_parameter(positions).requires_grad_(False)
+        return found
 
     monkeypatch.setattr(encoders, "classifier", partly_trained)
     monkeypatch.setattr(encoders, "configuration", encoders.configuration)  # which is replaced here
@@ -181,7 +181,8 @@ def test_training_goes_on_from_an_export_and_without_its_weights_it_begins_anew(
     path, _, config = trained
     config = glue.validate(replace(config, checkpoint=f"{path}/export"))
     weights = exported(path)
-    _, _, model, tokenizer = glue.open_data(config)
+    _, _, model, tokenizer, head = glue.open_data(config)
+    assert head == "", "all is as it was"
     assert equal({name: model.state_dict()[name] for name in weights}, weights)
     assert len(weights) >= len(list(model.parameters()))
     text = "the dog, one of six."

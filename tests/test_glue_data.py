@@ -102,6 +102,10 @@ def test_official_files_are_read_as_they_stand(tmp_path, task):
         ("sst2", "sentence\tlabel\n", r"train\.tsv has no examples"),
         ("sst2", "sentence\tlabel\nfine\t1\nfine\t2\n", "line 3 has the label '2'; expected one of 0 .negative., 1"),
         ("sst2", "sentence\tlabel\nfine\t1\n\nfine\t1\n", "line 3 has 1 fields, separated by tabs; expected 2"),
+        ("sst2", "sentence,label\nfine,1\n", r"train\.tsv line 1 has no tab, but commas: .*separated by tabs"),
+        ("rte", 'index;sentence1;sentence2;label\n0;"a";"b";x\n', "line 1 has no tab, but semicolons: .* by tabs"),
+        ("cola", "gj04,1,,He came.\n", "line 1 has no tab, but commas: 'gj04,1,,He came.'; .*separated by tabs"),
+        ("sst2", "sentence label\nfine 1\n", "line 1 has the columns sentence label; .*separated by tabs"),
         ("sst2", b"sentence\tlabel\nStra\xdfe\t1\n", r"train\.tsv is not UTF-8 \(byte 19\)"),
         ("rte", PAIR_HEADER + '0\t"A\tb"\tB\tentailment\n', 'line 2 has 5 fields.*begins with ".*QUOTE_NONE'),
         ("rte", PAIR_HEADER + "0\tA\t \tentailment\n", "line 2 has an empty sentence2; expected a sentence"),
@@ -237,6 +241,11 @@ def test_a_data_set_that_cannot_be_used_is_explained(tmp_path, cache, rows, mess
 def test_labels_go_by_their_names_and_folders_of_datasets_that_do_not_fit_are_explained(tmp_path, cache):
     datasets.DatasetDict({"train": table("rte", ("not_entailment", "entailment"))}).save_to_disk(tmp_path / "rte")
     assert read(tmp_path, "rte", "train").labels.tolist() == [1, 0, 1]
+    named = table("rte", ("Not_Entailment", "ENTAILMENT "))
+    datasets.DatasetDict({"train": named}).save_to_disk(tmp_path / "any case/rte")
+    assert read(tmp_path / "any case", "rte", "train").labels.tolist() == [1, 0, 1]
+    write(tmp_path / "tsv/RTE/train.tsv", PAIR_HEADER + tsv("0 A B Not_Entailment", "1 C D ENTAILMENT"))
+    assert read(tmp_path / "tsv", "rte", "train").labels.tolist() == [1, 0]
     table("rte").save_to_disk(tmp_path / "one")
     refused("is a single split written by save_to_disk", tmp_path / "one", "rte")
     refused("has the splits train; expected validation for rte", tmp_path / "rte", "rte", "validation")

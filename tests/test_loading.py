@@ -197,6 +197,37 @@ def test_a_start_far_ahead_costs_nothing(mesh, kind):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_each_part_of_a_batch_has_the_counts_of_all_its_parts(mesh, workers):
+    def count(part):
+        return {"total": 2 * part["index"] + 1, "rows": torch.ones(len(part["index"]))}
+
+    parts = train_batches("examples", mesh, start=1, parts=2, workers=workers)
+    counted = train_batches("examples", mesh, start=1, parts=2, workers=workers, count=count)
+    assert len(parts) == 18
+    for number, part in enumerate(parts):
+        first = number // 2 * 2
+        part["total"] = 2 * (parts[first]["index"] + parts[first + 1]["index"]) + 2
+        part["rows"] = np.full(4, 2, np.float32)
+    assert equal(counted, parts)
+
+
+def test_parts_are_read_one_by_one_except_for_those_of_the_first_batch(mesh, monkeypatch):
+    monkeypatch.setattr(loading.Loader, "_upload", lambda self, batch: batch)
+    monkeypatch.setattr(loading, "AHEAD", 1)
+    dataset, read = Numbers(64), []
+    options = {"parts": 4, "stop": 3, "count": lambda part: {"rows": torch.ones(len(part["index"]))}}
+    with parallel_loader(dataset, 16, mesh, train=True, **options) as loader:
+        for _ in range(12):
+            loader._ahead[0].result()
+            read.append(len(dataset.calls) // 4)
+            loader._ahead.popleft()
+            loader._ahead.append(loader._thread.submit(loader._load))
+        with pytest.raises(StopIteration):
+            next(loader)
+    assert read == [4, 5, 6, 7, 8, 9, 10, 11, 12, 12, 12, 12]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_batches_lie_in_parts_on_the_devices_and_do_not_change_any_more(mesh, workers):
     """Tensors of every rank: a ShardingSpec fits one only, and MpDeviceLoader silently replicates those of another.
     They must not share memory with what a worker makes later."""

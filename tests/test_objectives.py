@@ -158,6 +158,24 @@ def test_neither_fillers_nor_padding_change_anything(objective):
     assert_all_close(found, step(model, teacher, batch), rtol=1e-5, share=1e-6, atol=1e-6)
 
 
+@every_objective
+def test_the_mean_of_the_parts_of_a_batch_is_its_loss_whatever_numbers_of_tokens_they_have(objective):
+    batch, model, teacher = batch_of(objective), fast(new(objective)), fast(teacher_of(objective))
+    parts = [{name: values[row : row + 2] for name, values in batch.items()} for row in range(0, ROWS, 2)]
+    parts[1]["weights"] = torch.zeros_like(parts[1]["weights"])
+    batch["weights"] = torch.cat([part["weights"] for part in parts])
+    counts = [objectives.counts(part) for part in parts]
+    assert all(len({count[name].sum().item() for count in counts}) > 2 for name in ("predicted", "tokens"))
+
+    found = []
+    for part in parts:
+        for name in counts[0]:
+            part[name] = sum(count[name] for count in counts)
+        found.append(with_gradients(model, objectives.losses(model, teacher, part, len(parts))))
+    means = {name: sum(each[name] for each in found) / len(parts) for name in found[0]}
+    assert_all_close(means, step(model, teacher, batch), rtol=1e-4, share=1e-5, atol=1e-6)
+
+
 def test_a_batch_without_predictions_has_a_loss_of_nought():
     batch = batch_of("roberta")
     found = step(fast(new("roberta")), None, batch | {"weights": torch.zeros_like(batch["weights"])})

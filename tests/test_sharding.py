@@ -87,6 +87,8 @@ def taken(mesh, layout: Layout, script=pretrain, **changes):
     if config.update_every > 1:
         step = accumulate.AccumulatedStep(script.forward, script.update, state, ("loss", "words"), mesh)
     span = {"seed": 0, "start": 0, "stop": STEPS, "parts": config.update_every, "workers": 0}
+    if config.update_every > 1:
+        span["count"] = objectives.counts
     with loading.parallel_loader(data.train, config.batch_size, mesh, train=True, **span) as loader:
         for number, batch in enumerate(loader, 1):
             device.seed_step(0, number)

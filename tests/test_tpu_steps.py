@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from models import objectives
 from tpu.compiler import steps
 from train import dlrm, glue, pretrain, resnet50, transformer, translate
 from train.common import loading
@@ -13,9 +14,9 @@ def described(batch) -> dict:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()}
 
 
-def check(dataset, plan, mesh, batch, ignored=("mask",)):
+def check(dataset, plan, mesh, batch, ignored=("mask",), **options):
     """The loader uploads what steps.py describes. Its mask says which rows count; not every step asks."""
-    with loading.parallel_loader(dataset, plan, mesh, train=True, seed=0, stop=1, workers=0) as loader:
+    with loading.parallel_loader(dataset, plan, mesh, train=True, seed=0, stop=1, workers=0, **options) as loader:
         uploaded = described(next(iter(loader)))
     expected = described(batch)
     assert expected == {name: of for name, of in uploaded.items() if name in expected or name not in ignored}
@@ -38,6 +39,12 @@ def test_text(mesh, model, next_sentence):
     config = pretrain.validate(replace(pretrain.TINY, model=model, next_sentence=next_sentence))
     expected = steps.text_batch(config, mesh, pretrain.SYNTHETIC_LENGTH)
     check(pretrain.open_data(config).train, config.batch_size, mesh, expected)
+
+
+def test_a_part_of_a_batch_of_text(mesh):
+    config = pretrain.validate(replace(pretrain.TINY, update_every=2))
+    expected = steps.text_batch(config, mesh, pretrain.SYNTHETIC_LENGTH)
+    check(pretrain.open_data(config).train, config.batch_size, mesh, expected, parts=2, count=objectives.counts)
 
 
 @pytest.mark.parametrize("pack", [False, True])

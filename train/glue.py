@@ -21,7 +21,7 @@ from torch import Tensor
 
 from data import batching, glue, splits, vocabulary
 from errors import InputError
-from models import encoders, layers, partition
+from models import encoders, heads, layers, partition
 from train.common import accumulate, checkpoint, cli, device, folders, loading
 from train.common.run import Run
 
@@ -50,6 +50,7 @@ class Config:
     data: str = ""  # folder or URL of TSV files or of `datasets`, hub id, or "synthetic"
     checkpoint: str = ""  # hub id, or folder with configuration, weights and tokenizer; "": the model's usual one
     pretrained: bool = True  # False: of --checkpoint only configuration and tokenizer, with new weights
+    labels: str = ""  # classes of --checkpoint in the order of its head, a,b,…, where it has no names for them
     lengths: tuple[int, ...] = (32, 64, 128)  # tokens of a sequence: a compiled shape each; longer ones are cut
     group_by_length: bool = False  # batches of like length: less padding, so faster, but they learn worse
     batch_size: int = 32  # sequences an update, over all devices
@@ -82,7 +83,8 @@ REQUIRED = ("group_by_length",)  # a run from before there was this field has an
 ADAM_EPS = 1e-6  # as in all four papers
 SYNTHETIC_WORDS, SYNTHETIC_INIT = 400, 0.05  # a trial's largest vocabulary, and the spread of its new weights
 
-Data = namedtuple("Data", "train eval model tokenizer")  # eval: {split: examples}; model: on the host, its head is new
+# eval: {split: examples}; model: on the host; head: what a start says of the head of a checkpoint
+Data = namedtuple("Data", "train eval model tokenizer head", defaults=("",))
 State = namedtuple("State", "model optimizer")  # what a step works on
 
 
@@ -111,6 +113,12 @@ def validate(config: Config) -> Config:
         if not recipe.checkpoint:
             raise InputError(f"--checkpoint is missing: --model {config.model} needs one")
         config = replace(config, checkpoint=recipe.checkpoint)
+    if config.labels:
+        if not config.checkpoint or not config.pretrained:
+            raise InputError(f"--labels is {config.labels}; it is for the head of a --checkpoint with its weights")
+        if not glue.TASKS[config.task].labels:
+            raise InputError(f"--labels is {config.labels}; {config.task} is a regression and has no classes")
+        heads.given(config.labels, glue.TASKS[config.task].labels)
     return config
 
 
@@ -130,9 +138,15 @@ def open_data(config: Config) -> Data:
         settings.initializer_range = SYNTHETIC_INIT
     if config.lengths[-1] > (positions := encoders.positions(settings)):
         raise InputError(f"--lengths go up to {config.lengths[-1]}; the model has {positions} positions")
-    model = encoders.classifier(settings, labels, source)
+    stated = heads.given(config.labels, labels) if config.labels else ()
+    found = encoders.classifier(settings, labels, source, stated)
+    if config.lr == 0 and found.head.untrained:
+        raise InputError(found.head.untrained)
     sets = {split: glue.Encoded(text, tokenizer, config.lengths[-1]) for split, text in texts.items()}
-    return Data(sets.pop("train"), sets, model, tokenizer)
+    said = found.head.said
+    if said.startswith(heads.NEW) and config.lr == 0:
+        said += "; --lr 0 does not train it"
+    return Data(sets.pop("train"), sets, found.model, tokenizer, said)
 
 
 def batches(config: Config, examples: glue.Encoded, mesh: device.Mesh, train: bool) -> batching.Plan:
@@ -251,6 +265,8 @@ def main(config: Config) -> dict[str, float]:
     run = Run(config, mesh, name=name, headline=headline, free=FREE, required=REQUIRED, total_steps=total)
     if run.finished:
         return run.print_summary()
+    if data.head:
+        run.message(data.head)
 
     state = build(config, data, mesh)
     start = run.resume(state.model, state.optimizer, examples=len(data.train), keep=config.keep)

@@ -58,7 +58,7 @@ class Config:
     steps: int | None = None  # updates
     lr: float | None = None  # peak learning rate; it falls linearly to 0
     warmup_steps: int | None = None  # updates in which it rises
-    update_every: int = 1  # parts that a batch comes in, where it does not fit into memory; each counts the same
+    update_every: int = 1  # parts that a batch comes in, where it does not fit into memory
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     layout: cli.Layout = cli.WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
@@ -157,9 +157,10 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
 
 
 def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
-    """Returns the mean losses over a batch with data/pretraining.py's entries, or over a part of one."""
+    """Returns the mean losses over a batch with data/pretraining.py's entries; of the parts of one, losses whose mean
+    is that of the whole batch."""
     with mesh.autocast():
-        return objectives.losses(state.model, state.teacher, batch)
+        return objectives.losses(state.model, state.teacher, batch, config.update_every)
 
 
 def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
@@ -255,6 +256,8 @@ def main(config: Config) -> dict[str, float]:
         step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "words"), mesh)
     state.model.train()
     span = {"seed": config.seed, "start": start, "stop": total, "parts": every, "workers": config.workers}
+    if every > 1:
+        span["count"] = objectives.counts
 
     def evaluation(step: int) -> dict[str, float]:
         """Evaluates the state after `step`, and records it."""

@@ -172,8 +172,9 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
     rank = ((logits > own) | ties_ahead).sum(1)
     rank = torch.where(own.isnan()[:, 0], logits.shape[1] + 5, rank)
     loss = F.cross_entropy(logits, label, reduction="none")
+    loss = torch.where(counts > 0, loss, torch.zeros_like(loss))  # 0 times what is not finite would be NaN
     return {
-        "loss": (loss * counts).sum(),
+        "loss": loss.sum(),
         "top1": ((rank < 1) * counts).sum(),
         "top5": ((rank < 5) * counts).sum(),
         "count": counts.sum(),

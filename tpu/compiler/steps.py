@@ -206,6 +206,8 @@ def text_batch(config: pretrain.Config, mesh: device.Mesh, tokens: int) -> dict:
     shapes["weights"] = ((count, predictions), F32)
     if config.next_sentence:
         shapes["next_sentence"] = ((count,), I32)
+    if config.update_every > 1:
+        shapes |= dict.fromkeys(("predicted", "tokens"), ((count,), F32))
     return staging.inputs(shapes, mesh)
 
 

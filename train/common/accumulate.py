@@ -3,7 +3,9 @@
     step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)
     metrics = step_fn(state, part, config, mesh)  # None until the last of config.update_every parts
 
-The numbers are those of all examples in one batch, within rounding; batch norm's are those of its parts.
+The numbers are those of all examples in one batch, within rounding; batch norm's are those of its parts. So a loss is
+never a mean over what the parts have unequal numbers of, such as tokens: it is a sum, which `per` counts; or, where the
+losses of an update have several counts, each is divided by that of the whole update, see `count` of the loader.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +23,8 @@ class AccumulatedStep:
     of their gradients.
 
     Args:
-        forward: called as (state, batch, config, mesh); returns scalars, "loss" among them: means over a part, or sums.
+        forward: called as (state, batch, config, mesh); returns scalars, "loss" among them: means over as many examples
+            in each part, or sums.
         update: called as (state, config); updates the parameters from their `grad` and returns further metrics.
         state: what both work on, with its `model`.
         means: names of forward's scalars whose means over an update are returned.

@@ -83,8 +83,11 @@ class Loader(AbstractContextManager, Iterator):
     entries so far: files that a data set could not read and replaced.
     """
 
-    def __init__(self, batches: DataLoader, mesh: Mesh):
+    def __init__(self, batches: DataLoader, mesh: Mesh, parts: int = 1, count: Callable | None = None):
         self._mesh, self._examples = mesh, batches.dataset
+        self._parts, self._count = parts, count
+        self._read = []  # parts of a batch of which not all are read
+        self._counted = collections.deque()  # parts that have the counts of their batch
         self.skipped, self._waited, self._since = 0, 0.0, time.perf_counter()
         # Starts the workers. Not in the upload thread: the main thread's signal handler notices their death.
         self._batches = iter(batches)
@@ -113,18 +116,53 @@ class Loader(AbstractContextManager, Iterator):
 
     def _load(self) -> dict[str, Tensor]:
         try:
-            batch = next(self._batches)
-            if isinstance(batch, InputError):
-                raise batch
-            batch = batch if isinstance(batch, dict) else self._examples.received(*batch)
-            self.skipped += int(batch.pop("skipped", torch.zeros(())).sum())
-            return self._upload(batch)
+            return self._upload(self._next() if self._count is None else self._next_counted())
         except BaseException as error:  # whatever it is, the training loop must see it
             # The error must not keep the DataLoader's iterator alive, and with it the worker processes.
             traceback.clear_frames(error.__traceback__)
             error = self._explained(error)
             self._batches = iter(())
             raise error
+
+    def _next(self) -> dict[str, Tensor]:
+        """Returns the next batch, or part of one; its memory is a worker's, and used again for the next but two."""
+        batch = next(self._batches)
+        if isinstance(batch, InputError):
+            raise batch
+        batch = batch if isinstance(batch, dict) else self._examples.received(*batch)
+        self.skipped += int(batch.pop("skipped", torch.zeros(())).sum())
+        return batch
+
+    def _next_counted(self) -> dict[str, Tensor]:
+        """Returns the next part of a batch with the counts of the whole batch, so all of its parts have been read.
+
+        Except for the first batch, it reads one part for each that it returns: nobody waits for a whole batch.
+        """
+        if self._counted:
+            self._read_part()
+        while not self._counted:
+            self._read_part()
+        return self._counted.popleft()
+
+    def _read_part(self) -> None:
+        """Reads a part; with the last one of a batch, gives all of them their counts."""
+        try:
+            part = self._next()
+        except StopIteration:
+            if not self._counted:
+                raise
+            return
+        self._read.append({name: tensor.clone() for name, tensor in part.items()})
+        if len(self._read) < self._parts:
+            return
+
+        counts = [self._count(part) for part in self._read]
+        for name in counts[0]:
+            total = torch.stack([each[name] for each in counts]).sum(0)
+            for part in self._read:
+                part[name] = total
+        self._counted.extend(self._read)
+        self._read = []
 
     def _explained(self, error: BaseException) -> BaseException:
         """Returns the error; or, for the broken connection to a worker that died, one that says so."""
@@ -149,6 +187,7 @@ def parallel_loader(
     start: int = 0,
     stop: int | None = None,
     parts: int = 1,
+    count: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
     shuffle: Literal["examples", "batches"] = "examples",
     collate: Callable[[Any], dict[str, Tensor]] = as_tensors,
     workers: int = 0,
@@ -166,6 +205,8 @@ def parallel_loader(
         batch_size: examples (of all hosts together) in a batch; or a plan, which has `shapes`, a length and
             `steps(seed, start, stop)`, an order of its own, and a mask in training too.
         start, stop: count batches, whatever their parts.
+        count: returns numbers [n] of the n rows of a part, by name. Row by row they are added up over the parts of a
+            batch, and stand in each of them: their sum is known before the first part is trained on, on every host.
         shuffle: what an epoch permutes. "batches" keeps neighbours together: billions of rows are then read in
             sequence, and the permutation itself stays small.
         collate: makes a dict of tensors [n, ...] from n examples or from the result of `batch`, in a worker process.
@@ -183,7 +224,8 @@ def parallel_loader(
         (epoch, part[mesh.rows(len(part))], *size) for epoch, rows, *size in batches for part in np.split(rows, parts)
     )
     keys = dataset.ahead(keys) if hasattr(dataset, "ahead") else keys
-    return Loader(data_loader(_Examples(dataset, seed, masked=not train, collate=collate), keys, workers), mesh)
+    batches = data_loader(_Examples(dataset, seed, masked=not train, collate=collate), keys, workers)
+    return Loader(batches, mesh, parts, count)
 
 
 def first_and_last(

@@ -97,7 +97,7 @@ class Run:
     def _find_evaluation(self, step: int) -> None:
         """Finds out whether the evaluation that was to follow the checkpoint of a step has been recorded. Every host
         calls it, in a new run as well: which run is resumed, hosts that look a moment apart see differently."""
-        due = self._main and self.resumed and step > 0 and self.checkpoints.evaluates
+        due = self._main and step > 0 and self.checkpoints.evaluates
         if due and (recorded := self._metrics.evaluation(step)):
             self.checkpoints.add_metrics(step, recorded)  # the process may have ended before they were there, too
             due = False
