@@ -106,16 +106,15 @@ def sort_files(paths: Sequence[Path], folder: Path) -> Files:
 
 def made_by_make(folder: Path) -> bool:
     """Returns whether `make data` has made a folder: by what it writes there, not by the folder's name."""
-    return any(is_report(folder / name) for name in REPORTS)
+    paths = [folder / name for name in REPORTS]
+    return any(is_report(path.read_bytes()) for path in paths if path.is_file())
 
 
-def is_report(path: Path) -> bool:
-    """Returns whether a file is a plan or a report of `make data`."""
-    if not path.is_file():
-        return False
+def is_report(content: bytes) -> bool:
+    """Returns whether a file of this content is a plan or a report of `make data`."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        content = json.loads(content)
+    except ValueError:
         return False
     return isinstance(content, dict) and isinstance(content.get("flags"), dict) and "sources" in content
 

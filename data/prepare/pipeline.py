@@ -13,6 +13,7 @@ URLs of fsspec for both: see prepare_urls.
 
 import contextlib
 import dataclasses
+import glob
 import gzip
 import multiprocessing
 import os
@@ -296,7 +297,7 @@ def prepare_urls(prepare: Callable[..., dict], data: str, out: str, **flags) -> 
     """
     if "://" in data and not out:
         raise InputError(f"{data} is a URL; name the folder or the URL of the result with --out")
-    data = local_copy(data, "*", "!prepared/*", "!parts/*")
+    data = local_copy(data, "*", *_made_at(data))
     if "://" not in out:
         return prepare(data=data, out=out, **flags)
     (fs, root), stop, folder = open_store(out), threading.Event(), cache_folder(out) / "prepared"
@@ -322,6 +323,22 @@ def prepare_urls(prepare: Callable[..., dict], data: str, out: str, **flags) -> 
         _upload(folder, out)
     shutil.rmtree(folder)
     return report
+
+
+def _made_at(url: str) -> list[str]:
+    """Returns the patterns that leave out what `make data` has made below a URL, which its reports tell."""
+    if "://" not in url:
+        return []
+    (fs, _), stop, patterns = open_store(url), threading.Event(), []
+    for path, (name, _, _) in find_files(url).items():
+        folder, _, last = path.rpartition("/")
+        if path in ("parts/plan.json", "parts/unfinished"):
+            patterns.append("!parts/*")
+            continue
+        known = folder and (last in splits.REPORTS or path.endswith("/parts/plan.json"))
+        if known and splits.is_report(retried(f"{url}/{path}", stop, fs.cat_file, name)):
+            patterns.append(f"!{glob.escape(folder.removesuffix('/parts').lower())}/*")
+    return patterns
 
 
 def _upload(folder: Path, out: str) -> None:
