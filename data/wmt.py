@@ -22,7 +22,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
+from data import splits
 from data.fairseq_format import BOS, EOS, PAD, UNK, Dictionary, MmapTokens, write_mmap
+from data.prepare.files import read_json
 from data.remote import FINISHED, local_copy
 from errors import InputError
 
@@ -156,9 +158,13 @@ class TranslationPairs(Codec):
 
     Attributes:
         lengths: int32 [n, 2], tokens of source and target, EOS included.
+        source, left_out: what `open_pairs` finds, see data/splits.py.
 
     Raises InputError: see open_pairs.
     """
+
+    source: str = ""
+    left_out: Sequence[str] = ()
 
     def __init__(self, folder: str | Path, split: Split, source_language: str, target_language: str):
         super().__init__(folder, source_language, target_language)
@@ -371,6 +377,16 @@ def has_split(data: str | Path, split: Split) -> bool:
     return any([*folder.glob(f"{split}.*-*.idx"), *folder.glob(f"prepared/{split}.*-*.idx")])
 
 
+def _set_source(pairs: TranslationPairs, index: str) -> None:
+    """Sets `source` and `left_out` of a split whose folder has files of sentence pairs that end with `index`."""
+    if (pairs.folder / "report.json").exists():
+        splits.set_source(pairs, read_json(pairs.folder / "report.json"), evaluation=pairs.split != "train")
+        return
+    names = sorted(path.name.removesuffix(f".{index}") for path in pairs.folder.glob(f"*.{index}"))
+    pairs.source = pairs.split  # fairseq's own names: it calls further validation sets valid1, valid2, …
+    pairs.left_out = [name for name in names if name not in ("train", "valid", "test")]
+
+
 def open_pairs(data: str | Path, split: Split) -> TranslationPairs:
     """Opens a split of the sentence pairs in a folder, or at a URL, made by make data (or the text it was made from,
     with the default output `prepared` in it) or by fairseq-preprocess. The languages are those of
@@ -394,11 +410,13 @@ def open_pairs(data: str | Path, split: Split) -> TranslationPairs:
         if languages:
             source, target = languages[0]
             index = f"{source}-{target}.{source}.idx"
-            splits = [name for name in ("train", "valid", "test") if (candidate / f"{name}.{index}").exists()]
-            if split not in splits:
-                has = f"no {split} split, only {', '.join(splits)}"
+            found = [name for name in ("train", "valid", "test") if (candidate / f"{name}.{index}").exists()]
+            if split not in found:
+                has = f"no {split} split, only {', '.join(found)}"
                 raise InputError(f"{candidate} has {has}; make the folder again, with {split} text")
-            return TranslationPairs(candidate, split, source, target)
+            pairs = TranslationPairs(candidate, split, source, target)
+            _set_source(pairs, index)
+            return pairs
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
     text = any(path.name.startswith("train.") or path.suffix == ".parquet" for path in folder.iterdir())
     what = f"; it looks like text: prepare it first, {PREPARE}{data}" if text else f"; {made}"

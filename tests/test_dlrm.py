@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from criteo_text import random_rows, write
 from helpers import Stop, exported, page_code, records, start, stop_at, terminate
 from sklearn.metrics import roc_auc_score
 from trials import SMOOTH_UNITS, TRIALS, smooth_units
 
 from bench import dlrm_torchrec
 from data import criteo
+from data.prepare.criteo import prepare
 from errors import InputError
 from train import dlrm
 from train.common import checkpoint, device, embedding, loading
@@ -47,6 +49,25 @@ def test_terminated_with_its_workers_it_goes_from_eight_devices_to_four_and_back
     folders = tmp_path / "moved", path
     moved, expected = ({line["step"]: line["loss"] for line in records(one) if "loss" in line} for one in folders)
     assert moved == pytest.approx({step: expected[step] for step in (8, 16, 32, 48, 64, 80, 96)}, rel=2e-5)
+
+
+def test_a_click_that_is_not_finite_is_named_and_not_called_divergence(tmp_path, refused, capsys):
+    prepare(write(tmp_path / "train.txt", random_rows(140)), tmp_path / "arrays")
+    path = tmp_path / "arrays" / "train_dense.npy"
+    dense = np.load(path)
+    dense[77, 5] = -np.inf
+    np.save(path, dense)
+    words = ["tiny", "--data", tmp_path / "arrays", "--batch-size", "20", "--epochs", "1", "--log-every", "1"]
+    refused(dlrm, words, r"train_dense.npy has -inf in row 77, column 5 \(both from 0\); expected finite numbers")
+
+
+def test_a_start_says_what_it_trains_on(tmp_path, capsys):
+    write(tmp_path / "test.txt", random_rows(3))
+    write(tmp_path / "val.txt", random_rows(20, 1))
+    prepare(write(tmp_path / "train.txt", random_rows(20)).parent)
+    dlrm.main(replace(LEARNS, data=str(tmp_path), batch_size=20, epochs=1, runs=str(tmp_path / "runs")))
+    said = "steps of 20 (trained on train.txt, evaluated on val.txt; left out: test.txt) on"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("where", "batch", "room"), [("training", 256, 0.2), ("evaluation", 16, 0.3)])

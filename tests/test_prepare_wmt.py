@@ -14,6 +14,7 @@ from corpora import contents, pair_corpus, sentences, translated, write_lines
 from tokenizers import Tokenizer
 
 from data.prepare import wmt as pre
+from data.splits import said
 from data.wmt import EOS, UNK, open_pairs, read_lines
 from errors import InputError
 
@@ -219,7 +220,9 @@ NEWSTESTS = ["newstest2013", "newstest2017", "newstest2016"]
     ("names", "chosen", "found"),
     [
         (["train", "val", "other"], {}, ["train", "val"]),
-        (["train.gz", "dev", "valid", "test.gz"], {}, ["train.gz", "valid", "test.gz"]),
+        (["train.gz", "dev", "test.gz"], {}, ["train.gz", "dev", "test.gz"]),
+        (["train", "train.tok", "dev", "valid"], {"valid": "valid"}, ["train", "valid"]),
+        (["Training", "my.eval", "a_test", "contest"], {}, ["Training", "my.eval", "a_test"]),
         (["train", "train.gz", *NEWSTESTS], {}, ["train", "newstest2016", "newstest2017"]),
         (["train", "newstest2013"], {}, ["train", "newstest2013"]),
         (["train", "dev", "newstest2013"], {}, ["train", "dev", "newstest2013"]),
@@ -236,6 +239,16 @@ def test_files_are_found_by_their_names(tmp_path, names, chosen, found):
     assert list(splits) == ["train", "valid", "test"][: len(found)]
 
 
+def test_what_is_trained_on_is_said_and_what_is_left_out(tmp_path, capsys):
+    pair_corpus(tmp_path / "text")
+    for language in ("en", "de"):
+        write_lines(tmp_path / "text", f"train.tok.{language}", ["a"])
+    prepare(tmp_path / "text", tmp_path / "out")
+    sentence = "trained on train.en, train.de, evaluated on valid.en, valid.de; left out: train.tok.de, train.tok.en"
+    assert sentence in capsys.readouterr().out
+    assert said(*(open_pairs(tmp_path / "out", split) for split in ("train", "valid"))) == f" ({sentence})"
+
+
 TRAIN = translated(sentences(30))
 NOT_UTF8 = [*TRAIN[:20], "Stra\udcdfe", *TRAIN[21:]]
 NO_TRAIN = {"train.en": None, "train.de": None}
@@ -244,6 +257,7 @@ UNUSABLE = {
     r"no validation text; expected valid\.en and valid\.de": {"valid.en": None, "valid.de": None},
     r"has no train\.de \(plain or \.gz\); expected it for the train split": {"train.de": None},
     r"\S+/train\.en has 30 lines and \S+/train\.de 29; expected equal": {"train.de": TRAIN[:29]},
+    r"has dev, valid, which all say the valid split; keep one": {"dev.en": ["a"], "dev.de": ["b"]},
     r"test\.(en|de) is empty": {"test.en": [], "test.de": []},
     r"train\.de line 21 is not UTF-8 \(byte 0xdf: .*\); convert the file to UTF-8": {"train.de": NOT_UTF8},
     r"train\.en has no pair that can be used; dropped: 30 identical": {"train.de": sentences(30)},

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import batching, glue, vocabulary
+from data import batching, glue, splits, vocabulary
 from errors import InputError
 from models import architectures, encoders, heads, layers, partition
 from train.common import accumulate, checkpoint, cli, device, folders, loading
@@ -270,6 +270,7 @@ def main(config: Config) -> dict[str, float]:
     headline = f"{config.model} on {config.task}: {len(data.train):,} examples ({data.train.truncated:,} cut to "
     headline += f"{config.lengths[-1]} tokens) in batches of {config.batch_size} x {'|'.join(map(str, config.lengths))}"
     headline += f" with {plan.padding:.1%} padding, {total:,} steps ({config.epochs:g} epochs)"
+    headline += splits.said(data.train, *data.eval.values())
     check_evaluation(data, config, mesh)
     run = Run(config, mesh, name=name, headline=headline, free=FREE, required=REQUIRED, total_steps=total)
     if run.finished:

@@ -23,7 +23,7 @@ import torch
 from timm.optim import Lamb
 from torch import Tensor
 
-from data import pretraining
+from data import pretraining, splits
 from errors import InputError
 from models import architectures, encoders, layers, objectives, partition
 from train.common import accumulate, checkpoint, cli, device, folders, loading
@@ -254,7 +254,7 @@ def main(config: Config) -> dict[str, float]:
     name = f"{config.model}-{'synthetic' if config.data == 'synthetic' else 'pretraining'}"
     headline = f"{config.model} on {config.data}: {len(rows):,} rows of {rows.length} tokens, "
     headline += f"{data.train.predictions} predicted, {data.model.num_parameters():,} parameters, {total:,} updates of "
-    headline += f"{config.batch_size} rows ({epochs:.1f} epochs)"
+    headline += f"{config.batch_size} rows ({epochs:.1f} epochs){splits.said(rows, data.eval.text)}"
     check_evaluation(data, config, mesh)
     run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total)
     if run.finished:

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from data import batching, wmt
+from data import batching, splits, wmt
 from errors import InputError
 from models import fairseq, layers
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed, rules
@@ -262,7 +262,7 @@ def main(config: Config) -> dict[str, float]:
     name = f"transformer-{'synthetic' if config.data == 'synthetic' else languages}"
     headline = f"{config.arch} on {config.data}: {len(data.train):,} pairs, {plan.dropped:,} too long, in batches of "
     headline += f"{shapes} with {plan.padding:.1%} padding, {total:,} updates of {tokens:,} target tokens "
-    headline += f"({total * every / per_epoch:.1f} epochs)"
+    headline += f"({total * every / per_epoch:.1f} epochs){splits.said(data.train, *data.eval.values())}"
     check_evaluation(data, config, mesh)
     run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total, unit="tokens")
     if run.finished:

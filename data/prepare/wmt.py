@@ -3,9 +3,10 @@
     python -m data.prepare.wmt --data TEXT [--out DIR] [--source en --target de]  (make data DATASET=wmt18 DATA=TEXT)
 
 TEXT is one of
-  * a folder of text files, a sentence per line, plain or .gz: train.en and train.de; valid, val or dev; and test. A
-    folder without test or validation text may have files such as newstest2017.en instead: the newest is the test text,
-    the one before it the validation text. --valid and --test choose others, by the name without the language.
+  * a folder of text files, a sentence per line, plain or .gz: train.en and train.de; valid, val or dev; and test (see
+    data/splits.py). A folder without test or validation text may have files such as newstest2017.en instead: the newest
+    is the test text, the one before it the validation text. --valid and --test choose others, by the name without the
+    language.
   * a folder of parquet files with a column "translation" of {"en": …, "de": …}, or the id of such a data set on the hub
     (wmt/wmt18; its configuration is --config, de-en by default).
 
@@ -42,10 +43,11 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from data import splits
 from data.fairseq_format import EOS, SPECIALS, UNK, Dictionary, token_dtype, write_index, write_mmap
 from data.prepare import pipeline
 from data.prepare.files import read_json, whole, write_json
-from data.prepare.pipeline import SPLIT_NAMES, Preparation, expect, load_array, save_arrays
+from data.prepare.pipeline import Preparation, expect, load_array, save_arrays
 from errors import InputError
 
 CHUNK_LINES = 100_000  # pairs that a worker handles at once: the most that a kill costs
@@ -111,27 +113,36 @@ def find_text(folder: Path, source: str, target: str, valid: str = "", test: str
         stem, _, language = path.name.removesuffix(".gz").rpartition(".")
         if language in (source, target) and stem and path.is_file():
             there.setdefault(stem, {})[language] = path
-    if "train" not in there:
+    train = splits.named(there, "train", str(folder))
+    if not train:
         return {}
     newstests = sorted((stem for stem in there if NEWSTEST.fullmatch(stem)), key=lambda stem: (stem[8:12], stem))
-    names = [name for name in SPLIT_NAMES["valid"] if name in there][:1] or newstests[-2:][:1]
-    names = {"train": "train", "valid": valid or "".join(names)}
-    rest = [name for name in newstests[-1:] if name != names["valid"]]
-    names["test"] = test or ("test" if "test" in there else "".join(rest))
+    valid = valid or splits.named(there, "valid", str(folder)) or "".join(newstests[-2:][:1])
+    rest = [name for name in newstests[-1:] if name != valid]
+    test = test or splits.named(there, "test", str(folder)) or "".join(rest)
+    names = {"train": train, "valid": valid, "test": test}
     if not names["valid"]:
         expected = f"valid.{source} and valid.{target} (or val, dev, newstest…; plain or .gz)"
         raise InputError(f"{folder} has no validation text; expected {expected}, or name it with --valid")
-    splits = {}
+    found = {}
     for split, name in names.items():
         missing = [language for language in (source, target) if language not in there.get(name, {})]
         if name and missing:
             raise InputError(f"{folder} has no {name}.{missing[0]} (plain or .gz); expected it for the {split} split")
         if name:
-            splits[split] = there[name][source], there[name][target]
-    return splits
+            found[split] = there[name][source], there[name][target]
+    return found
 
 
-def load_splits(data: str, config: str, source: str, target: str) -> dict[str, "datasets.Dataset"]:  # noqa: F821
+def left_out(folder: Path, files: dict[str, tuple[Path, Path]], languages: tuple[str, str]) -> list[str]:
+    """Returns the names of a folder's other files of these languages."""
+    used = {path.name for of_split in files.values() for path in of_split}
+    used |= {f"{name}.gz" for name in used}  # plain rather than .gz
+    ends = tuple(f".{language}{packed}" for language in languages for packed in ("", ".gz"))
+    return sorted(path.name for path in folder.iterdir() if path.name.endswith(ends) and path.name not in used)
+
+
+def load_splits(data: str, config: str, source: str, target: str) -> pipeline.Splits:
     """Opens the splits train, valid and, if there is one, test of a `datasets` data set. Raises InputError."""
     configs = [config] if config else [f"{target}-{source}", f"{source}-{target}"]
 
@@ -150,8 +161,8 @@ def load_splits(data: str, config: str, source: str, target: str) -> dict[str, "
         return data, chosen
 
     text = f"train.{source} and train.{target} (plain or .gz)"
-    splits = pipeline.load_splits(data, text, arguments, ["train", "valid"], "test")
-    for split, rows in splits.items():
+    found = pipeline.load_splits(data, text, arguments, ["train", "valid"], "test")
+    for split, rows in found.rows.items():
         kind = rows.features.get("translation")
         languages = getattr(kind, "languages", None) or list(kind or ())
         if source not in languages or target not in languages:
@@ -160,7 +171,7 @@ def load_splits(data: str, config: str, source: str, target: str) -> dict[str, "
                 has = f"the languages {', '.join(languages)}"
             expected = f'expected a column "translation" with "{source}" and "{target}"'
             raise InputError(f"{data}, split {split}, has {has}; {expected}")
-    return splits
+    return found
 
 
 def _dump(rows, languages: tuple[str, str], plain: tuple[Path, Path]) -> None:
@@ -393,16 +404,18 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     if folder.is_file():
         raise InputError(f"{data} is a file; expected a folder with train.{flags.source} and train.{flags.target}")
     files = find_text(folder, *languages, flags.valid, flags.test) if folder.is_dir() else {}
-    splits = {} if files else load_splits(flags.data, flags.config, *languages)
+    loaded = pipeline.Splits() if files else load_splits(flags.data, flags.config, *languages)
     sources = [
         {"name": path.name, "bytes": path.stat().st_size, "split": split} for split in files for path in files[split]
     ]
-    sources += [{"name": flags.data, "rows": len(rows), "split": split} for split, rows in splits.items()]
+    sources += [{"name": flags.data, "rows": len(rows), "split": split} for split, rows in loaded.rows.items()]
+    read_from = _read_from(folder, files, loaded, languages)
+    print(splits.sentence(read_from), flush=True)
     job = Preparation(flags, sources)
     if report := job.finished():
         return report
 
-    texts = _open_texts(job, flags, files, splits, job.begin("chunk_lines", CHUNK_LINES))
+    texts = _open_texts(job, flags, files, loaded.rows, job.begin("chunk_lines", CHUNK_LINES))
     train = texts.pop("train")
     numbers = range(len(train[0].bounds) - 1)
     cleaned = [job.parts / f"{number:06d}.clean.npz" for number in numbers]
@@ -428,7 +441,16 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     for language in languages:
         dictionary.save(job.out / f"dict.{language}.txt")
     learnt = min(flags.sample, int((why == 0).sum()))
-    return job.finish(figures | {"vocabulary": len(dictionary), "learnt_from_pairs": learnt, "seconds": job.seconds})
+    figures |= {"vocabulary": len(dictionary), "learnt_from_pairs": learnt, "read_from": read_from}
+    return job.finish(figures | {"seconds": job.seconds})
+
+
+def _read_from(folder: Path, files: dict, loaded: pipeline.Splits, languages: tuple[str, str]) -> dict[str, str]:
+    """Returns what the report says of where the pairs are from."""
+    names = loaded.names | {split: [path.name for path in pair] for split, pair in files.items()}
+    evaluation = [name for split in ("valid", "test") for name in names.get(split, [])]
+    others = left_out(folder, files, languages) if files else loaded.left_out
+    return splits.read_from(splits.shown(names["train"]), splits.shown(evaluation), others)
 
 
 def _check_flags(flags: Flags) -> None:
@@ -448,18 +470,18 @@ def _check_pairs(name: str, lines: int, dropped) -> None:
         raise InputError(f"{name} has no pair that can be used; dropped: {_reasons(dropped)}")
 
 
-def _open_texts(job: Preparation, flags: Flags, files: dict, splits: dict, chunk_lines: int) -> dict:
+def _open_texts(job: Preparation, flags: Flags, files: dict, loaded: dict, chunk_lines: int) -> dict:
     """Unpacks, dumps and cuts what is not yet; returns {split: (TextFile, TextFile)}.
 
     Raises InputError if the two files of a split have different numbers of lines.
     """
-    keys = [(split, language) for split in files or splits for language in (flags.source, flags.target)]
+    keys = [(split, language) for split in files or loaded for language in (flags.source, flags.target)]
     paths = [job.parts / f"{split}.{language}" for split, language in keys]
     names = [f"{flags.data}, split {split}, {language}" for split, language in keys]
     if files:
         own = list(itertools.chain.from_iterable(files.values()))
         paths, names = job.unpack(dict(zip(paths, own, strict=True))), [str(path) for path in own]
-    for rows, *plain in zip(splits.values(), paths[::2], paths[1::2], strict=False):
+    for rows, *plain in zip(loaded.values(), paths[::2], paths[1::2], strict=False):
         if not all(path.exists() for path in plain):
             _dump(rows, (flags.source, flags.target), plain)
     cuts = [job.parts / f"{split}.{language}.json" for split, language in keys]
