@@ -134,7 +134,10 @@ class Codec:
 
 
 class Sentences:
-    """Sentences of the source language, without translations: `lengths` int32 [n, 1], `batch`, `decode`."""
+    """Sentences of the source language, without translations: `lengths` int32 [n, 1], `batch`, `decode`.
+
+    `unknown_share` is how many of the words are not in the dictionary, 0 to 1.
+    """
 
     def __init__(self, codec: Codec, lines: Sequence[str]):
         tokens = codec.encode(lines)
@@ -143,6 +146,8 @@ class Sentences:
         self._starts = np.cumsum(sizes, dtype=np.int64) - sizes
         self.lengths = np.array(sizes, np.int32).reshape(-1, 1)
         self.decode = codec.decode
+        words = self._tokens != EOS
+        self.unknown_share = float((self._tokens[words] == UNK).mean()) if words.any() else 0.0
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -224,19 +229,23 @@ class TranslationPairs(Codec):
         there = indices >= 0
         source, target = (_Ragged(s.tokens, s.starts(indices[there]), s.sizes[indices[there]]) for s in self._sides)
         batch = _batch(source, target, there, shape)
-        for name, vocabulary in zip(("source", "target"), self._vocabulary, strict=True):
-            highest = batch[name].max(initial=0)
-            if highest >= vocabulary or batch[name].min(initial=0) < 0:
-                path = self._sides[name == "target"].path
-                what = f"the token {highest}, and its dictionary {vocabulary} symbols"
-                raise InputError(f"{path} has {what}; they do not belong together: make the folder again")
+        self._check_ids(batch["source"], batch["target"])
         return batch
+
+    def _check_ids(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Raises InputError if a token is in no dictionary: XLA would take another in its place."""
+        for ids, side, vocabulary in zip((source, target), self._sides, self._vocabulary, strict=True):
+            highest = ids.max(initial=0)
+            if highest >= vocabulary or ids.min(initial=0) < 0:
+                what = f"the token {highest}, and its dictionary {vocabulary} symbols"
+                raise InputError(f"{side.path} has {what}; they do not belong together: make the folder again")
 
     def references(self, unknown: str = SPECIALS[UNK]) -> list[str]:
         """Returns the target sentences, in order, for scoring: <split>.<language> if it is there, else tokens decoded.
 
-        Raises InputError if the text has another number of lines.
+        Raises InputError if the text has another number of lines, or a token of the split is in no dictionary.
         """
+        self._check_ids(*(side.tokens for side in self._sides))
         path = self.folder / f"{self.split}.{self.target_language}"
         if not path.exists():
             return [self.decode(self._sides[1][index], unknown) for index in range(len(self))]

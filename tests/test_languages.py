@@ -120,8 +120,8 @@ def test_unknown_words_of_a_reference_match_nothing(tokenizer, mesh, tmp_path):
         references = pairs.references("UNKNOWNTOKENINREF")
         if tokenizer != "char":
             assert found[name] == sacrebleu.corpus_bleu(theirs, [references], tokenize=tokenizer).score
-    assert found["only"] == pytest.approx(0, abs=1e-9) and found["where"] < 60
-    assert found["where"] < 10 or tokenizer == "char"
+    assert found["only"] == pytest.approx(0, abs=1e-9)
+    assert found["where"] < (70 if tokenizer == "char" else 10)  # the characters of every second word are right
     whole = translate.Bleu(write_pairs(tmp_path, [[4, 5, 6, 7]] * 3, WORDS), tokenizer)
     assert whole(["word0 word1 word2 word3"] * 3, mesh) == pytest.approx(100) and not whole.notes
 

@@ -182,7 +182,7 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
 def eval_plan(pairs, config: Config, mesh: device.Mesh) -> batching.Buckets:
     """Returns the batches in which the loss of a split is computed."""
     positions = ARCHITECTURES[config.arch].max_positions
-    return translate.evaluation_plan(pairs.lengths, config.lengths, config.batch_tokens, positions, mesh)
+    return translate.evaluation_plan(pairs.lengths, config.lengths, config.batch_tokens, positions, mesh, pairs.split)
 
 
 def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:

@@ -48,6 +48,7 @@ class Config:
 MAX_LENGTH_A, MAX_LENGTH_B = 1.2, 10  # a translation has at most a * (source tokens) + b words
 ROWS_MULTIPLE = 8  # batches divide by it and by the devices: on 1, 2, 4 and 8 of them they are the same
 AUTO_SHAPES, AUTO_LONGEST = 4, 256  # of a training plan without --lengths: shapes, and tokens of the longest
+UNKNOWN_SHARE = 0.2  # of the words of an input, from which on a line says it
 SPLIT_WORDS = ("char", "spm", "flores101", "flores200")  # tokenizers of sacrebleu that divide words
 MAX_SHAPES = 16  # compiled shapes of evaluation and translation: lengths, and what is left over when rows are few
 
@@ -73,7 +74,12 @@ def training_plan(pairs, config, devices: int = 1) -> batching.Buckets | packing
 
 
 def evaluation_plan(
-    lengths: np.ndarray, sizes: Sequence[int], batch_tokens: int, max_positions: int, mesh: device.Mesh
+    lengths: np.ndarray,
+    sizes: Sequence[int],
+    batch_tokens: int,
+    max_positions: int,
+    mesh: device.Mesh,
+    split: str = "",
 ) -> batching.Buckets:
     """Batches that hold every sentence, however long.
 
@@ -82,13 +88,15 @@ def evaluation_plan(
         sizes: lengths of the batches; beyond the last they double.
         batch_tokens: places of a batch on each side.
         max_positions: tokens of a sentence that the model takes.
+        split: what the sentences are, for messages.
     Raises:
         InputError: a sentence is longer than the model's positions.
     """
     longest = lengths.max(1)
     if longest.max() > max_positions:
         number = int(longest.argmax())
-        raise InputError(f"sentence {number + 1} has {longest[number]} tokens; the model takes {max_positions}: cut it")
+        which = f"sentence {number + 1}{f' of the split {split}' if split else ''}"
+        raise InputError(f"{which} has {longest[number]} tokens; the model takes {max_positions}: cut it")
     sizes = [*sizes] or [32]
     while sizes[-1] < longest.max():
         sizes.append(min(2 * sizes[-1], max_positions))
@@ -200,7 +208,7 @@ class Bleu:
             self._metric = BLEU(trg_lang=scoring.language, tokenize=scoring.tokenizer)
             # Some tokenizers are loaded when they are first used.
             self._metric.corpus_score(self.references[:1], [self.references[:1]])
-        except (ImportError, OSError, RuntimeError, ValueError, AssertionError) as error:
+        except (ImportError, OSError, RuntimeError, ValueError, AssertionError, SystemExit) as error:
             what = f"BLEU of the target language {pairs.target_language} cannot be computed: the tokenizer "
             what += f"{scoring.tokenizer} says {' '.join(str(error).split())!r}"
             remedy = "install what is missing, or give --bleu-tokenizer char for BLEU of characters"
@@ -271,7 +279,12 @@ def main(config: Config) -> None:
     except UnicodeDecodeError as error:
         raise InputError(f"the input is not UTF-8 (byte {error.start}); convert it") from error
     lines = lines[:-1] if lines[-1] == "" else lines
-    translations = Translator(model, mesh, config)(text.sentences(lines))
+    sentences = text.sentences(lines)
+    if sentences.unknown_share > UNKNOWN_SHARE and mesh.main_process:
+        split = "" if text.tokenizer else ": the folder has no tokenizer, so lines must be split as its text was"
+        share = f"{sentences.unknown_share:.0%} of the words of the input are not in the dictionary"
+        print(f"warning: {share}{split}", file=sys.stderr, flush=True)
+    translations = Translator(model, mesh, config)(sentences)
     if mesh.main_process:
         sys.stdout.writelines(f"{line}\n" for line in translations)
 
