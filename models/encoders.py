@@ -352,7 +352,8 @@ def classifier(
         InputError: as `load`; the order is stated of a head that is not there; the checkpoint's names contradict
             themselves.
     """
-    theirs, architectures = copy.deepcopy(settings), settings.architectures or []
+    theirs = copy.deepcopy(settings)
+    made_for = settings.architectures or []
     settings.num_labels = max(len(labels), 1)
     settings.problem_type = "single_label_classification" if labels else "regression"
     if labels:
@@ -372,7 +373,7 @@ def classifier(
     elif found:
         name, shape = next(iter(found.items()))
         head = heads.other(where, f"one of {shape[rows[name]]} outputs, and {settings.num_labels} are needed")
-    elif (job := [name for name in architectures if name.endswith(OTHER_JOBS)]) and not stated:
+    elif (job := [name for name in made_for if name.endswith(OTHER_JOBS)]) and not stated:
         head = heads.other(where, f"the head of a {job[0]}")
     elif labels:
         head = heads.order(where, _names(theirs, where, stated), labels, stated)
