@@ -259,7 +259,7 @@ def auto(checkpoint: str, **more) -> glue_script.Config:
 
 @pytest.mark.parametrize("pooling", ["mean", "late"])
 def test_rows_without_an_example_change_neither_metrics_nor_loss(pooling, tmp_path, monkeypatch):
-    """40 examples in batches of 16: the last one has 8, in training and evaluation. EuroBERT's mean is over the mask."""
+    """40 examples in batches of 16: the last has 8, in training and evaluation. EuroBERT's mean is over the mask."""
     fewer_sentences(monkeypatch, (40, 40))
     checkpoint = folder_of("eurobert", tmp_path / "of", classifier_pooling=pooling)
     config = auto(checkpoint, lengths=(32,), batch_size=16, epochs=1, lr=1e-3, log_every=1, runs=str(tmp_path))
