@@ -22,18 +22,50 @@ needs_libtpu = hlo_modules.needs_libtpu
 ACCEPT = 'if that is meant, run `make compile-all ARGS="guards"` and commit docs/tpu/guards.json'
 
 
-def run(*arguments: str, code: str = "", ends: int = 0, variables: dict | None = None) -> subprocess.CompletedProcess:
-    """A process for the CPU without this one's four devices, which exits with `ends`."""
+def environment_without_devices() -> dict[str, str]:
+    """This process's environment for another one, without its four devices; libtpu is what the figures are of."""
     # torch_xla sets the third of these, and the devices of this process the last.
     left_out = ("CPU_NUM_DEVICES", "PJRT_DEVICE", "XLA_USE_SPMD", "LIBTPU_INIT_ARGS")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    environment |= variables or {}
-    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "tpu.compiler.compile", *arguments]
-    if "--libtpu" not in arguments and hlo_modules.installed():
-        environment.setdefault("TPU_LIBRARY_PATH", str(libtpu.installed(libtpu.NEWEST)))  # which the figures are of
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert result.returncode == ends, result.stderr[-2000:]
+    if hlo_modules.installed():
+        environment.setdefault("TPU_LIBRARY_PATH", str(libtpu.installed(libtpu.NEWEST)))
+    return environment
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+    """Runs Python code in a process for the CPU."""
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment_without_devices())
+    assert result.returncode == 0, result.stderr[-2000:]
     return result
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The process that forks one for each compile."""
+    command = [sys.executable, str(ROOT / "tests/compile_server.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = environment_without_devices() | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def compiles(server, tmp_path):
+    """A function that compiles a command line of tpu/compiler/compile.py in a process of its own."""
+
+    def compiled(*arguments: str, ends: int = 0, variables: dict[str, str] | None = None):
+        output, errors = tmp_path / "output.txt", tmp_path / "errors.txt"
+        request = {"arguments": arguments, "variables": variables or {}, "output": str(output), "errors": str(errors)}
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        code = int(server.stdout.readline())
+        result = subprocess.CompletedProcess(arguments, code, output.read_text(), errors.read_text())
+        assert result.returncode == ends, result.stderr[-2000:]
+        return result
+
+    return compiled
 
 
 def test_the_flags_after_two_dashes_are_the_scripts_and_a_batch_is_a_devices_or_else_the_recipes():
@@ -381,14 +413,24 @@ def broken_promises(name: str, report: dict, module: hlo.Module) -> list[str]:
 GUARDED = sorted(pages.wanted("guards"), key=lambda job: job[2] == "fast")
 
 
+def test_what_the_version_of_tpu_vms_compiles_are_guarded_rows():
+    rows = {row.name: row.besides for row in pages.GUARDS}
+    assert set(pages.KINDS) == {name for name, besides in rows.items() if besides == libtpu.ON_TPU_VMS}
+    assert {name for name, besides in rows.items() if not besides} == {
+        "roberta",
+        "dlrm, 8 steps a call",
+        "transformer, two chips a layer, translate",
+    }
+
+
 @needs_libtpu
 @pytest.mark.parametrize("row, topology, effort", GUARDED, ids=[f"{job[0].name} on {job[1]}" for job in GUARDED])
-def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path):
+def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path, compiles):
     before = pages.load(pages.DOCS / "guards.json").get(row.name, {}).get(topology)
     assert before, f"docs/tpu/guards.json has no {row.name} on {topology}; {ACCEPT}"
     paths = tmp_path / "report.json", tmp_path / "module.pb"
     command = row.command(topology, effort, str(paths[0]))[3:]
-    run(*command[:2], "--dump", str(paths[1]), *command[2:])
+    compiles(*command[:2], "--dump", str(paths[1]), *command[2:])
     report = json.loads(paths[0].read_text())
     assert broken_promises(row.name, report, hlo.parse(paths[1].read_bytes())) == []
     if os.environ.get("TPU_LIBRARY_PATH") and report["libtpu"] != before["libtpu"]:
@@ -405,11 +447,11 @@ def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path):
 
 @needs_libtpu
 @pytest.mark.parametrize("row", pages.SAFE, ids=[row.name for row in pages.SAFE])
-def test_safe_forms_compile_on_a_tpu_vm_without_a_larger_stack(row, tmp_path):
+def test_safe_forms_compile_on_a_tpu_vm_without_a_larger_stack(row, tmp_path, compiles):
     options = ["--libtpu", libtpu.ON_TPU_VMS, "--json", str(tmp_path / "report.json")]
     options += ["--topology", "v5e:1x1", "--batch", str(row.batch), "--program", row.program]
     options += ["--task", row.task] if row.task else []
-    run(row.model, row.preset, *options, "--", *row.flags)
+    compiles(row.model, row.preset, *options, "--", *row.flags)
 
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["libtpu"] == libtpu.ON_TPU_VMS and report["memory"]["needed"] > 0
@@ -417,22 +459,22 @@ def test_safe_forms_compile_on_a_tpu_vm_without_a_larger_stack(row, tmp_path):
 
 
 @needs_libtpu
-def test_a_compiler_that_dies_is_told_in_a_sentence_with_what_helps():
+def test_a_compiler_that_dies_is_told_in_a_sentence_with_what_helps(compiles):
     """A step with attention, on a stack that no form fits: whether the usual forms die on libtpu's own 64 KiB differs
     from run to run of the same program, see docs/tpu/versions.md."""
     options = ["--libtpu", libtpu.ON_TPU_VMS, "--topology", "v5e:1x1", "--batch", "8", "--task", "mrpc"]
     options += ["--program", "evaluate", "--effort", "fast"]
     small = {"LIBTPU_INIT_ARGS": "--fibers_default_thread_stack_size=16384"}
-    died = run("bert", "full", *options, "--", "--lengths", "64", ends=compiling.DIED, variables=small)
+    died = compiles("bert", "full", *options, "--", "--lengths", "64", ends=compiling.DIED, variables=small)
     message = died.stderr[died.stderr.index("error: ") :].splitlines()[0]
     assert f"libtpu {libtpu.ON_TPU_VMS} died while it compiled (SIGSEGV, stack overflow)" in message
     assert "program evaluate, for v5e:1x1" in message and "add --safe-forms to ARGS" in message
 
 
 @needs_libtpu
-def test_what_does_not_fit_says_what_takes_the_memory_and_what_would_fit(tmp_path):
+def test_what_does_not_fit_says_what_takes_the_memory_and_what_would_fit(tmp_path, compiles):
     arguments = ["bert", "full", "--task", "pretrain", "--batch", "4096", "--topology", "v5e:1x1"]
-    result = run(*arguments, "--json", str(tmp_path / "report.json"), "--", "--size", "tiny", ends=1)
+    result = compiles(*arguments, "--json", str(tmp_path / "report.json"), "--", "--size", "tiny", ends=1)
     assert "does NOT fit" in result.stdout and "models/" in result.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["fits"] is False and report["needed"] > report["capacity"]

@@ -423,12 +423,17 @@ def per_device(job: Job, devices: int) -> int:
     return math.ceil(config.batch_size / getattr(config, "update_every", 1) / devices)
 
 
-if __name__ == "__main__":
+def command(arguments: list[str]) -> int:
+    """Does what the command line says; returns the exit code."""
     try:
-        sys.exit(0 if main().get("fits", True) else 1)
+        return 0 if main(arguments).get("fits", True) else 1
     except (InputError, device.GraphError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     except DeadCompiler as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(DIED)
+        return DIED
+
+
+if __name__ == "__main__":
+    sys.exit(command(sys.argv[1:]))
