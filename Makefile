@@ -216,7 +216,8 @@ copy: check-model
 
 # What is here and what is missing, before anything is installed.
 doctor:
-	@python3 -m tpu.doctor --python "$(PYTHON)" $(if $(DATA),--data "$$DATA") $(if $(TPU),--tpu "$$TPU") $(if $(ZONE),--zone "$$ZONE") \
+	@python3 -m tpu.doctor --python "$(PYTHON)" $(if $(DATA),--data "$$DATA") $(if $(SCRIPT_$(MODEL)),--script $(SCRIPT_$(MODEL))) \
+		$(if $(filter-out pretrain,$(TASK)),--task "$$TASK") $(if $(TPU),--tpu "$$TPU") $(if $(ZONE),--zone "$$ZONE") \
 		$(if $(PROJECT),--project "$$PROJECT") $(ARGS)
 
 # Checked before anything is installed.

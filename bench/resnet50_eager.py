@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.models.resnet import Bottleneck, ResNet
 
-from data.imagenet import EVAL_NAMES
+from data.imagenet import choose_splits
 from models.resnet import LAYERS
 from train.resnet50 import TINY, Config, learning_rate
 
@@ -101,9 +101,10 @@ def transforms(train: bool, image_size: int) -> T.Compose:
 def train_eager(config: Config) -> dict[str, float]:
     """Trains with one seed; returns top1, top5 and loss of the evaluation split."""
     torch.manual_seed(config.seed)
-    train_set = ImageFolder(os.path.join(config.data, "train"), transforms(True, config.image_size))
-    split = next(name for name in EVAL_NAMES if os.path.isdir(os.path.join(config.data, name)))
-    eval_set = ImageFolder(os.path.join(config.data, split), transforms(False, config.image_size))
+    folders = [entry.name for entry in os.scandir(config.data) if entry.is_dir()]
+    train, evaluation = choose_splits(folders, config.data)
+    train_set = ImageFolder(os.path.join(config.data, train), transforms(True, config.image_size))
+    eval_set = ImageFolder(os.path.join(config.data, evaluation), transforms(False, config.image_size))
     workers = {"num_workers": config.workers, "persistent_workers": config.workers > 0}
     loader = DataLoader(train_set, config.batch_size, shuffle=True, drop_last=True, **workers)
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from data import movielens
+from data import movielens, splits
 from data.prepare.files import read_json
 from data.remote import FINISHED, local_copy
 from errors import InputError
@@ -54,6 +54,8 @@ class ClickLog:
     lookups: tuple[int, ...]
     features: tuple[str, ...]
     num_dense: int
+    source: str  # and left_out: see data/splits.py
+    left_out: Sequence[str]
 
     def __init__(self, folder: str | Path, split: Split, rows: int | Sequence[int] | None = None):
         self.folder, self.split = Path(folder).expanduser(), split
@@ -69,7 +71,9 @@ class ClickLog:
             raise InputError(f"{self.folder} has tables of its own; their rows are chosen when it is prepared")
         if not (self.folder / "COMPLETE").exists():
             raise InputError(f"{self.folder} is not prepared to its end; give the same `make data` command again")
-        self.table_rows = tuple(read_json(self.folder / "prepared.json")["table_rows"])
+        report = read_json(self.folder / "prepared.json")
+        splits.set_source(self, report, evaluation=self.split == "eval")
+        self.table_rows = tuple(report["table_rows"])
         self._names = [(f"{self.split}_dense.npy", f"{self.split}_sparse.npy", f"{self.split}_labels.npy")]
         self._read_shapes()
 
@@ -81,6 +85,7 @@ class ClickLog:
             raise InputError(f"{self.folder} has the labels of {len(days)} days; {expected}")
         self._multi_hot = all((self.folder / f"day_{day}_sparse_multi_hot.npz").exists() for day in days)
         days = days[:-1] if self.split == "train" else days[-1:]
+        self.source, self.left_out = splits.shown(f"day {day}" for day in days), []
         sparse = "sparse_multi_hot.npz" if self._multi_hot else "sparse.npy"
         self._names = [(f"day_{day}_dense.npy", f"day_{day}_{sparse}", f"day_{day}_labels.npy") for day in days]
         self._read_shapes()
@@ -168,14 +173,25 @@ class ClickLog:
             ids = ids.view(np.int32)
         elif self._multi_hot:
             self._check_range(ids, self._names[part][1])
+        with np.errstate(over="ignore"):  # float64 that float32 cannot hold: named below
+            values = dense[indices].astype(np.float32)
         batch = {
-            "dense": dense[indices].astype(np.float32),
+            "dense": values,
             "ids": ids.astype(np.int32, copy=False),
             "label": labels[indices].astype(np.float32),
         }
-        if not ((batch["label"] == 0) | (batch["label"] == 1)).all():
-            strange = batch["label"][(batch["label"] != 0) & (batch["label"] != 1)][0]
-            raise InputError(f"{self.folder / self._names[part][2]} has the label {strange:g}; expected 0 or 1")
+        rows = np.arange(indices.start, indices.stop) if isinstance(indices, slice) else indices
+        strange = np.argwhere(~np.isfinite(values))
+        if len(strange):
+            row, column = strange[0]
+            found = dense[rows[row], column]
+            what = f"has {found} in row {rows[row]}, column {column} (both from 0)"
+            remedy = "expected finite numbers of float32: fix or remove that row"
+            raise InputError(f"{self.folder / self._names[part][0]} {what}; {remedy}")
+        strange = np.flatnonzero((batch["label"] != 0) & (batch["label"] != 1))
+        if len(strange):
+            what = f"has the label {batch['label'][strange[0]]:g} in row {rows[strange[0]]} (from 0)"
+            raise InputError(f"{self.folder / self._names[part][2]} {what}; expected 0 or 1")
         return batch
 
     def _check_range(self, ids: np.ndarray, name: str) -> None:

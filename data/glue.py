@@ -12,19 +12,22 @@ Data is one of
     an id on the hub, such as nyu-mll/glue
     "synthetic"
 
-Names of columns, labels and splits are those of nyu-mll/glue, and so are the numbers of the labels. The labels of
-GLUE's test splits are not public, so a task is evaluated on validation.
+Names of columns, labels and splits are those of nyu-mll/glue, and so are the numbers of the labels; files and folders
+may have any name of data/splits.py for a split. The labels of GLUE's test splits are not public, so a task is evaluated
+on validation.
 """
 
+import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data import splits
 from data.remote import local_copy
 from errors import InputError
 
@@ -93,12 +96,15 @@ class Examples:
         second: as many, or None.
         labels: int64 [n] classes, float32 [n] scores in a regression.
         skipped: rows of the file that were broken and left out; only QQP may have any, see `read`.
+        source, left_out: the files they were read from, and others of the same kind, see data/splits.py.
     """
 
     first: list[str]
     second: list[str] | None
     labels: np.ndarray
     skipped: int = 0
+    source: str = ""
+    left_out: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.first)
@@ -126,10 +132,10 @@ def read(data: str | Path, task: str, split: str, seed: int = 0) -> Examples:
         InputError: unknown task or split; no such data; a file that is not what GLUE has, with the line.
     """
     chosen = find_task(task)
-    splits = ("train", *chosen.evaluation)
-    if split not in splits:
+    known = ("train", *chosen.evaluation)
+    if split not in known:
         hidden = "; the labels of GLUE's test splits are not public" if split.startswith("test") else ""
-        raise InputError(f"split is {split!r}; expected one of {', '.join(splits)} for {task}{hidden}")
+        raise InputError(f"split is {split!r}; expected one of {', '.join(known)} for {task}{hidden}")
     if str(data) == "synthetic":
         return _synthetic(chosen, split, seed)
     others = {f"!{name.lower()}/*" for one in TASKS.values() if one != chosen for name in (one.name, one.folder)}
@@ -141,26 +147,45 @@ def read(data: str | Path, task: str, split: str, seed: int = 0) -> Examples:
             raise InputError(f"there is no folder {data}; expected GLUE's folder, with {chosen.folder} in it")
         where = f"{data} is neither a folder nor a data set of the hub with {task} and its split {split}"
         rows = _loaded(where, "load_dataset", str(data), task, split=split)
-        return _of_rows(rows, f"{data}, split {split}", chosen)
+        return replace(_of_rows(rows, f"{data}, split {split}", chosen), source=f"{data}'s split {split}")
     tables = _tables(folder, chosen, split)
     if tables is not None:
-        return _of_rows(tables, f"{data}, split {split}", chosen)
-    return _of_tsv(_tsv_file(folder, chosen, split), chosen)
+        rows, source, left_out = tables
+        examples = _of_rows(rows, f"{data}, split {split}", chosen)
+        return replace(examples, source=source, left_out=left_out)
+    path, left_out = _tsv_file(folder, chosen, split)
+    return replace(_of_tsv(path, chosen), source=f"{path.parent.name}/{path.name}", left_out=left_out)
+
+
+def _choose(names: Sequence[str], task: Task, split: str, where: str) -> tuple[str | None, list[str]]:
+    """Returns which of these names of files, folders or splits means a split of a task, or None, and those of them that
+    mean no split of the task. Raises InputError where two are as good."""
+
+    def one(split: str) -> str | None:
+        kind, _, which = split.partition("_")  # MNLI has validation_matched and validation_mismatched
+        fitting = [name for name in names if not which or which in splits.words(name)]
+        return splits.named(fitting, "train" if kind == "train" else "valid", where)
+
+    chosen = {name: one(name) for name in ("train", *task.evaluation)}
+    return chosen[split], sorted(name for name in names if name not in chosen.values())
 
 
 # GLUE's own files
 
 
-def _tsv_file(folder: Path, task: Task, split: str) -> Path:
+def _tsv_file(folder: Path, task: Task, split: str) -> tuple[Path, list[str]]:
+    """Returns the file of a split, and the names of the folder's files that are of no split."""
     plain = {_plain(one.folder): one.name for one in TASKS.values()}
     inner = [path for path in sorted(folder.iterdir()) if path.is_dir() and _plain(path.name) == _plain(task.folder)]
     name = f"{split.replace('validation', 'dev')}.tsv"
     for candidate in (*inner, folder):
-        if (candidate / name).is_file():
+        stems = [path.stem for path in candidate.glob("[!.]*.tsv") if path.is_file()]
+        stem, left_out = _choose(stems, task, split, str(candidate))
+        if stem:
             other = plain.get(_plain(candidate.resolve().name), task.name)
             if other != task.name:
                 raise InputError(f"{candidate} is the folder of {other}, and the task is {task.name}; give one of both")
-            return candidate / name
+            return candidate / f"{stem}.tsv", [f"{one}.tsv" for one in left_out]
     first = (*inner, folder)[0]
     found = ", ".join(sorted(path.name for path in first.iterdir())[:10]) or "nothing"
     what = f"{first} has no {name} and no parquet files of the split {split}, found {found}"
@@ -279,8 +304,9 @@ def _loaded(where: str, function: str, *arguments, **options) -> Any:
         raise InputError(f"{where}: {str(error).partition(chr(10))[0]}") from error
 
 
-def _tables(folder: Path, task: Task, split: str) -> "datasets.Dataset | None":  # noqa: F821
-    """Returns the split in a folder of save_to_disk, or of parquet or arrow files; None if there is nothing of them.
+def _tables(folder: Path, task: Task, split: str) -> tuple["datasets.Dataset", str, list[str]] | None:  # noqa: F821
+    """Returns the split in a folder of save_to_disk, or of parquet or arrow files, with what it is read from and what
+    is left out; None if there is nothing of them.
 
     `datasets` itself would take validation_matched-….parquet and validation_mismatched-….parquet for one split.
     """
@@ -288,28 +314,40 @@ def _tables(folder: Path, task: Task, split: str) -> "datasets.Dataset | None": 
         if (candidate / "state.json").exists():
             raise InputError(f"{candidate} is a single split written by save_to_disk; expected a DatasetDict")
         saved = (candidate / "dataset_dict.json").exists()
-        parts = [] if saved else _parts(candidate, split)
+        parts, left_out = ([], []) if saved else _parts(candidate, task, split)
         if not saved and not parts:
             continue
         where = f"{candidate} cannot be read by datasets"
         if parts:
             files = {split: [str(part) for part in parts]}
-            return _loaded(where, "load_dataset", parts[0].suffix[1:], data_files=files, split=split)
+            rows = _loaded(where, "load_dataset", parts[0].suffix[1:], data_files=files, split=split)
+            return rows, splits.shown(part.relative_to(candidate) for part in parts), left_out
         found = _loaded(where, "load_from_disk", str(candidate))
-        if split not in found:
+        name, left_out = _choose(list(found), task, split, str(candidate))
+        if not name:
             raise InputError(f"{candidate} has the splits {', '.join(found)}; expected {split} for {task.name}")
-        return found[split]
+        return found[name], f"its split {name}", [f"its split {one}" for one in left_out]
     return None
 
 
-def _parts(folder: Path, split: str) -> list[Path]:
-    """Finds train.parquet, train-00000-of-00001.parquet, data/train-….parquet or train/….parquet; or .arrow."""
+def _parts(folder: Path, task: Task, split: str) -> tuple[list[Path], list[str]]:
+    """Finds train.parquet, train-00000-of-00001.parquet, data/train-….parquet or train/….parquet; or .arrow. Returns
+    them, and the names of those beside them that are of no split of the task."""
     for suffix in ("parquet", "arrow"):
-        for pattern in (f"{split}", f"{split}-*", f"data/{split}-*", f"{split}/*"):
-            found = sorted(folder.glob(f"{pattern}.{suffix}"))
-            if found:
-                return found
-    return []
+        for pattern in (f"[!.]*.{suffix}", f"data/[!.]*.{suffix}", f"[!.]*/[!.]*.{suffix}"):
+            named: dict[str, list[Path]] = {}
+            for path in sorted(folder.glob(pattern)):
+                name = path.parent.name if "*/" in pattern else _without_number(path)
+                named.setdefault(name, []).append(path)
+            chosen, left_out = _choose(list(named), task, split, str(folder))
+            if chosen:
+                return named[chosen], [str(path.relative_to(folder)) for one in left_out for path in named[one]]
+    return [], []
+
+
+def _without_number(path: Path) -> str:
+    """Returns a file's name without its suffix; of a shard also without its number."""
+    return re.sub(r"-\d+(-of-\d+)?(-[0-9a-f]+)?$", "-of", path.stem)
 
 
 def _of_rows(rows: "datasets.Dataset", where: str, task: Task) -> Examples:  # noqa: F821
@@ -422,6 +460,7 @@ class Encoded:
         truncated: examples that were cut.
         tokens: the sum of `lengths`.
         labels: float32 or int32 [n].
+        source, left_out: those of the examples.
     Raises:
         InputError: the tokenizer is not a fast one, or has no padding token; max_length is too small for its special
             tokens and a token a sentence, or more than its model takes.
@@ -439,6 +478,7 @@ class Encoded:
                 f"max_length is {max_length}; expected {least} (special tokens, and a token a sentence) to "
                 f"{tokenizer.model_max_length}, which is what the tokenizer's model takes"
             )
+        self.source, self.left_out = examples.source, examples.left_out
         self._pad, self._left = tokenizer.pad_token_id, tokenizer.padding_side == "left"
         # transformers 5 forgets XLNet's: its tokenizer names no token types, and pads them with 0 (5.23.0).
         xlnet = type(tokenizer).__name__.startswith("XLNet")
@@ -475,7 +515,8 @@ class Encoded:
         """Returns these examples as arrays of a fixed length (L,).
 
         Args:
-            indices: int [B]; -1 is no example: a row of padding, with label 0.
+            indices: int [B]; -1 is no example: a row of padding, with label 0, of which one place is attended to. (A
+                mean over no tokens is not finite, and times 0 it still is not.)
         Returns: "input_ids" int32 [B, L], padded on the tokenizer's padding side; "attention_mask" int32 [B, L], 1 for
         tokens; "token_type_ids" int32 [B, L], the tokenizer's own where it has any (XLNet: <cls> 2, padding 3), else 0;
         "labels" int32 [B], float32 [B] in a regression.
@@ -503,9 +544,11 @@ class Encoded:
         labels = np.zeros(len(indices), self.labels.dtype)
         labels[rows] = self.labels[chosen]
         types, type_pad = (0, 0) if self._types is None else (self._types[source], self._type_pad)
+        attention = spread(1, 0)
+        attention[indices < 0, -1 if self._left else 0] = 1
         return {
             "input_ids": spread(self._ids[source], self._pad),
-            "attention_mask": spread(1, 0),
+            "attention_mask": attention,
             "token_type_ids": spread(types, type_pad),
             "labels": labels,
         }

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import datasets
 
-from data.imagenet import EVAL_NAMES, Images, Split, check_classes, read_file
+from data import splits
+from data.imagenet import Images, Split, check_classes, choose_splits, read_file
 from errors import InputError
 
 IMAGE_COLUMNS = ("image", "img")  # in a data set with several columns of images; then of labels
@@ -21,14 +22,17 @@ class HubImages(Images):
 
     def __init__(self, data: str, split: Split, image_size: int, skip_broken: bool = False):
         super().__init__(split, image_size, skip_broken)
-        splits = _load_splits(data)
-        name = next((name for name in (["train"] if split == "train" else EVAL_NAMES) if name in splits), None)
-        if "train" not in splits or name is None:
-            expected = f"train, and one of {', '.join(EVAL_NAMES)}"
-            raise InputError(f"{data} has the splits {', '.join(splits)}; expected {expected}")
-        self._source, rows = f"{data}, split {name}", splits[name]
+        found = _load_splits(data)
+        train, evaluation = choose_splits(found, data)
+        name = train if split == "train" else evaluation
+        if train is None or name is None:
+            expected = "train, and one of val, validation, test"
+            raise InputError(f"{data} has the splits {', '.join(found)}; expected {expected}")
+        self.source = f"its split {name}"
+        self.left_out = [f"its split {one}" for one in found if one not in (train, evaluation)]
+        self._source, rows = f"{data}, split {name}", found[name]
         self._image, self._label, own_classes = _columns(rows, self._source)
-        self.classes = _columns(splits["train"], f"{data}, split train")[2]
+        self.classes = _columns(found[train], f"{data}, split {train}")[2]
         if isinstance(rows.features[self._label], datasets.ClassLabel):
             check_classes(self._source, own_classes, self.classes)
         # such as the -1 that hub data sets write into a test split without labels
@@ -64,10 +68,29 @@ def _load_splits(data: str) -> dict[str, datasets.Dataset]:
     try:
         if os.path.exists(os.path.join(data, "dataset_dict.json")):
             return datasets.load_from_disk(data)
+        if files := _without_made(data):
+            return datasets.load_dataset(data, data_files=files)
         return datasets.load_dataset(data)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         what = "cannot be read by datasets" if os.path.isdir(data) else "is neither a folder nor a data set of the hub"
         raise InputError(f"{data} {what}: {str(error).partition(chr(10))[0]}") from error
+
+
+def _without_made(data: str) -> dict[str, list[str]]:
+    """Returns the files of each split in a folder that also has what `make data` has made of them, its default output:
+    `datasets` would read the same images twice. Empty where there is nothing of the kind."""
+    folder = Path(data)
+    if not folder.is_dir():
+        return {}
+    for suffix in ("parquet", "arrow"):
+        own = splits.below(folder, f"*.{suffix}")
+        if own and set(own) < {path for path in folder.rglob(f"*.{suffix}") if path.is_file()}:
+            files: dict[str, list[str]] = {}
+            for path in own:
+                split = splits.split_of_path(path.relative_to(folder)) or "train"
+                files.setdefault(split, []).append(str(path))
+            return files
+    return {}
 
 
 def _columns(rows: datasets.Dataset, source: str) -> tuple[str, str, list[str]]:

@@ -5,6 +5,7 @@ moves channels first: uint8 is a quarter of the bytes, and [3, S, S] a seventh o
 are torchvision's reference recipe's (https://github.com/pytorch/vision/tree/main/references/classification).
 """
 
+import glob
 import io
 import itertools
 import json
@@ -13,7 +14,7 @@ import os
 import re
 import unicodedata
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -26,13 +27,13 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as F
 
+from data import splits
 from data.leftovers import is_leftover
 from errors import InputError, optional_module
 
 IMAGENET_MEAN = (123.675, 116.28, 103.53)  # RGB, for pixels 0..255
 IMAGENET_STD = (58.395, 57.12, 57.375)
 
-EVAL_NAMES = ("val", "validation", "test")  # folders or splits to evaluate on: the first that is there
 MAX_SKIPPED = 100  # broken files in a row that say the whole data set is broken
 
 Split = Literal["train", "eval"]
@@ -176,6 +177,7 @@ class Images:
 
     def __init__(self, split: Split, image_size: int, skip_broken: bool = False):
         self.split, self.image_size, self.skip_broken = split, image_size, skip_broken
+        self.source, self.left_out = "", []  # of real images, see data/splits.py
 
     def example(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray | np.number]:
         """Returns {"image": uint8 [S, S, 3], "label": int64}; a broken file raises InputError.
@@ -211,7 +213,8 @@ class Images:
 
 
 class ImageFolder(Images):
-    """Images in ROOT/train/<class>/**/*.jpg, and in ROOT/val, ROOT/validation or ROOT/test alike.
+    """Images in ROOT/train/<class>/**/*.jpg, and in ROOT/val or, where nothing is for validation, ROOT/test alike; by
+    the names in data/splits.py.
 
     Files, labels and order are those of torchvision.datasets.ImageFolder, except that hidden class folders and files,
     and what systems leave in any folder (data/leftovers.py), are passed over. A class may have its name in another
@@ -221,19 +224,21 @@ class ImageFolder(Images):
     def __init__(self, root: str | Path, split: Split, image_size: int, skip_broken: bool = False):
         super().__init__(split, image_size, skip_broken)
         found, _ = _listed(root)
-        if "train" not in found:
+        train, evaluation = choose_splits(found, str(root))
+        if train is None:
             what = f"expected train/<class>/*.jpg and val/<class>/*.jpg, found {', '.join(found[:10]) or 'nothing'}"
             raise InputError(f"{root} has no train/ folder; {what}")
-        self.folder = os.path.join(root, "train")
+        self.folder = os.path.join(root, train)
         self.classes = _class_folders(self.folder)
         if split == "eval":
-            name = next((name for name in EVAL_NAMES if name in found), None)
-            if name is None:
-                raise InputError(f"{root} has no folder to evaluate on; expected one of {', '.join(EVAL_NAMES)}")
-            self.folder = os.path.join(root, name)
+            if evaluation is None:
+                raise InputError(f"{root} has no folder to evaluate on; expected one of val, validation, test")
+            self.folder = os.path.join(root, evaluation)
         self._folders = _class_folders(self.folder)
         if split == "eval":
             self._folders = in_order(self.folder, self._folders, self.classes)
+        self.source = os.path.basename(self.folder) + "/"
+        self.left_out = [f"{name}/" for name in found if name not in (train, evaluation)]
 
         # A million names in one buffer: cheap to send to a worker, and a long one does not widen the others.
         files = [_image_files(os.path.join(self.folder, name)) for name in self._folders]
@@ -243,10 +248,13 @@ class ImageFolder(Images):
     def __len__(self) -> int:
         return len(self._labels)
 
+    def path(self, index: int) -> str:
+        """Returns the path of a file."""
+        return os.path.join(self.folder, self._folders[self._labels[index]], os.fsdecode(self._names[index].as_py()))
+
     def _read(self, index: int) -> tuple[bytes, int, str]:
-        label = int(self._labels[index])
-        path = os.path.join(self.folder, self._folders[label], os.fsdecode(self._names[index].as_py()))
-        return read_file(path), label, path
+        path = self.path(index)
+        return read_file(path), int(self._labels[index]), path
 
 
 class SyntheticImages(Images):
@@ -301,13 +309,24 @@ def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = 
         raise InputError(f"{data} is a file; expected a folder with train/ and val/ (unpack an archive first)")
     if path.is_dir():
         tables = ("*.parquet", "*.arrow", "*/*.parquet", "*/*.arrow", "state.json", "dataset_dict.json")
-        if any(path.glob("train/[!.]*/")) or not any(any(path.glob(pattern)) for pattern in tables):
+        folders, _ = _listed(path)
+        train = splits.named(folders, "train", data)
+        tree = train is not None and any(path.glob(f"{glob.escape(train)}/[!.]*/"))
+        if tree or not any(any(path.glob(pattern)) for pattern in tables):
             return ImageFolder(path, split, image_size, skip_broken)
         data = str(path)
     elif not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", data):
         expected = "expected one with train/ and val/, or an id on the Hugging Face hub"
         raise InputError(f"there is no folder {data}; {expected}")
     return optional_module("data.hub_images", data, "WITH=hub_images").HubImages(data, split, image_size, skip_broken)
+
+
+def choose_splits(names: Iterable[str], where: str) -> tuple[str | None, str | None]:
+    """Returns the names of the folders or splits to train on and to evaluate on, or None. Test images are evaluated on
+    only where there are none for validation. Raises InputError where two are as good."""
+    names = list(names)
+    evaluation = splits.named(names, "valid", where) or splits.named(names, "test", where)
+    return splits.named(names, "train", where), evaluation
 
 
 def in_order(where: str, found: list[str], classes: list[str]) -> list[str]:

@@ -1,17 +1,18 @@
 """MovieLens as a click log: does a user like a film, that is, rate it 4 or higher?
 
 The files are those of https://grouplens.org/datasets/movielens: of the 100k set u.data (or ua.base), u.item and u.user;
-of the 1M set ratings.dat, movies.dat and users.dat; of the later ones ratings.csv and movies.csv. Only the ratings are
-needed. A tenth of them, chosen by a hash of user and film, is for evaluation. The features are the user, the film, the
-user's age, gender and occupation (where known), and the film's genres, a bag as long as the most genres a film has.
-Users, films and words have one vocabulary for both splits; id 0 is unknown. Ratings are read line by line in Python, a
-second or two a million, and kept in memory: meant for sets up to some millions.
+of the 1M set ratings.dat, movies.dat and users.dat; of the later ones ratings.csv and movies.csv, whose columns go by
+the names in their header, in any order. Only the ratings are needed. A tenth of them, by a hash of user and film,
+is for evaluation. The features are the user, the film, the user's age, gender and occupation (where known), and the
+film's genres, a bag as long as the most genres a film has. Users, films and words have one vocabulary for both splits;
+id 0 is unknown. Ratings are read line by line in Python, a second or two a million, and kept in memory: meant for sets
+up to some millions.
 """
 
 import csv
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,6 +22,8 @@ from errors import InputError
 
 RATING_FILES = ("u.data", "ua.base", "ratings.dat", "ratings.csv")
 FILES = (*RATING_FILES, "u.item", "u.user", "movies.dat", "users.dat", "movies.csv")
+RATING_COLUMNS = ("userId", "movieId", "rating", "timestamp")  # of ratings.csv
+ITEM_COLUMNS = ("movieId", "title", "genres")  # of movies.csv
 LIKED = 4  # stars
 AGES = (18, 25, 35, 45, 50, 56)  # where the age groups of the 1M set begin
 YEAR = re.compile(r"\((\d{4})\)\s*$")  # at the end of a title
@@ -56,6 +59,9 @@ class MovieLens:
         ratings = read_ratings(path, bad_rows)
         items, users = _read_items(folder, bad_rows), _read_users(folder, bad_rows)
 
+        # A tenth, by a hash: see _in_evaluation.
+        self.source = f"{path.name} but a tenth by a hash" if split == "train" else f"a tenth of {path.name} by a hash"
+        self.left_out = [name for name in RATING_FILES if name != path.name and (folder / name).is_file()]
         user_ids, user = np.unique(ratings[:, 0].astype(np.int64), return_inverse=True)
         item_ids, item = np.unique(ratings[:, 1].astype(np.int64), return_inverse=True)
         kept = _in_evaluation(user_ids[user], item_ids[item]) == (split == "eval")
@@ -130,16 +136,27 @@ def _in_evaluation(user: np.ndarray, item: np.ndarray) -> np.ndarray:
     return (x ^ (x >> np.uint64(31))) % np.uint64(10) == 0
 
 
-def _read(path: Path, separator: str, parse: Callable, bad_rows: float, encoding: str = "utf-8", header: int = 0):
-    """Returns `parse(*fields)` of each line; it raises ValueError with the reason for a malformed one."""
+def _read(
+    path: Path,
+    separator: str,
+    parse: Callable,
+    bad_rows: float,
+    encoding: str = "utf-8",
+    columns: Sequence[str] = (),
+):
+    """Returns `parse(*fields)` of each line; it raises ValueError with the reason for a malformed one.
+
+    Args:
+        columns: names in the file's first line, in the order in which `parse` takes them; none: there is no such line.
+    """
     results, bad, lines, first = [], 0, 0, ""
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if number <= header:
-                continue
+        header = _Header(path, file.readline(), separator, columns) if columns else None
+        for number, line in enumerate(file, start=2 if columns else 1):
             lines += 1
             try:
-                results.append(parse(*_split(line.decode(encoding).rstrip("\r\n"), separator)))
+                fields = _split(line.decode(encoding).rstrip("\r\n"), separator)
+                results.append(parse(*(header.chosen(fields) if header else fields)))
             except UnicodeDecodeError:
                 reason = "it is not UTF-8"
             except TypeError:
@@ -162,6 +179,32 @@ def _read(path: Path, separator: str, parse: Callable, bad_rows: float, encoding
     return results
 
 
+class _Header:
+    """The first line of a file with named columns. Raises InputError where it does not name those that are needed."""
+
+    def __init__(self, path: Path, line: bytes, separator: str, columns: Sequence[str]):
+        self._names = _split(line.decode("utf-8-sig", "replace").rstrip("\r\n"), separator)
+        plain = [_plain(name) for name in self._names]
+        for name in columns:
+            count = plain.count(_plain(name))
+            if count != 1:
+                found = ", ".join(self._names)[:100] or "nothing"
+                what = f"{path} line 1 is {found!r}, which names the column {name} {count} times"
+                raise InputError(f"{what}; expected a header with {', '.join(columns)}, once each, in any order")
+        self._places = [plain.index(_plain(name)) for name in columns]
+
+    def chosen(self, fields: list[str]) -> list[str]:
+        """Returns the fields of a line that are asked for, in that order; raises ValueError for a malformed one."""
+        if len(fields) != len(self._names):
+            raise ValueError(f"it has {len(fields)} columns instead of {len(self._names)}: {', '.join(self._names)}")
+        return [fields[place] for place in self._places]
+
+
+def _plain(name: str) -> str:
+    """Returns a column's name without case and signs: userId, user_id."""
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
 def _split(line: str, separator: str) -> list[str]:
     return next(csv.reader([line]), []) if separator == "," else line.split(separator)
 
@@ -177,7 +220,7 @@ def rating_file(folder: str | Path) -> Path:
 def read_ratings(path: Path, bad_rows: float) -> np.ndarray:
     """Reads user, film, stars and time in seconds, float64 [N, 4], which holds all of them exactly."""
     separator = {".csv": ",", ".dat": "::"}.get(path.suffix, "\t")
-    rows = _read(path, separator, _rating, bad_rows, header=int(separator == ","))
+    rows = _read(path, separator, _rating, bad_rows, columns=RATING_COLUMNS if separator == "," else ())
     return np.array(rows, np.float64).reshape(-1, 4)
 
 
@@ -202,7 +245,7 @@ def _read_items(folder: Path, bad_rows: float) -> dict[int, Item]:
     if (folder / "movies.dat").is_file():
         return dict(_read(folder / "movies.dat", "::", _item, bad_rows, "latin-1"))
     if (folder / "movies.csv").is_file():
-        return dict(_read(folder / "movies.csv", ",", _item, bad_rows, header=1))
+        return dict(_read(folder / "movies.csv", ",", _item, bad_rows, columns=ITEM_COLUMNS))
     return {}
 
 

@@ -32,6 +32,7 @@ import pyarrow.parquet as pq
 
 from data.imagenet import Images, Split
 from data.remote import cache_folder, open_store, retried
+from data.splits import set_source
 from errors import InputError
 
 INDEX = "shards.json"
@@ -53,6 +54,7 @@ class Shards(Images):
         content = self._cache.read_index() if self._cache else (Path(data).expanduser() / INDEX).read_bytes()
         index = read_index(content, f"{data.rstrip('/')}/{INDEX}")
         self.folder, self.classes = data.rstrip("/"), index["classes"]
+        set_source(self, index, evaluation=split == "eval")
         self._shards = index["splits"][SPLITS[split]]
         self._rows = np.array([shard["rows"] for shard in self._shards])
         self._ends = np.cumsum(self._rows)

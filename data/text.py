@@ -31,6 +31,7 @@ from transformers import (
     XLNetTokenizer,
 )
 
+from data import splits
 from data.prepare.files import read_json
 from data.remote import FINISHED, local_copy
 from data.vocabulary import BERT_SPECIALS, KINDS, LONGEST, ROBERTA_SPECIALS, XLNET_SPECIALS
@@ -134,6 +135,7 @@ class Text:
         length: places of a row, the special tokens around its segments included.
         pairs: whether a row has room for three special tokens, and never crosses documents, or for two.
         tokenizer: of transformers, read when it is asked for.
+        source, left_out: see data/splits.py.
 
     Neither the tokenizer nor the memory maps are pickled: a worker process opens the files itself.
     Raises InputError if a file is missing, damaged or does not belong to the others.
@@ -142,6 +144,7 @@ class Text:
     def __init__(self, folder: str | Path, split: Split):
         self.folder, self.split = Path(folder), split
         report = read_json(self.folder / "report.json")
+        splits.set_source(self, report, evaluation=split != "train")
         try:
             flags = report["flags"]
             self.kind, self.length, self.pairs = flags["kind"], int(flags["length"]), bool(flags["pairs"])

@@ -73,5 +73,5 @@ def contents(out: Path) -> dict:
     files = {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
     for name in {"report.json", "prepared.json"} & set(files):
         report = json.loads(files[name])
-        files[name] = {key: value for key, value in report.items() if key not in ("seconds", "sources")}
+        files[name] = {key: value for key, value in report.items() if key not in ("seconds", "sources", "read_from")}
     return files

@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,30 @@ def test_ids_beyond_their_table_and_damaged_arrays_are_named(tmp_path):
     refused("there is no .*day_1_sparse.npy")
     (tmp_path / "day_1_labels.npy").unlink()
     refused("labels of 1 days")
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.nan, 1e300])
+def test_what_is_not_finite_is_named_with_its_file_row_and_column(tmp_path, value):
+    prepare(write(tmp_path / "train.txt", random_rows(80)))
+    path = tmp_path / "prepared" / "train_dense.npy"
+    dense = np.load(path).astype(np.float64)
+    dense[41, 3] = value
+    np.save(path, dense)
+    log = cr.ClickLog(tmp_path / "prepared", "train")
+    assert np.isfinite(log.batch(np.arange(41))["dense"]).all()
+    message = rf"train_dense.npy has {re.escape(str(value))} in row 41, column 3 \(both from 0\); expected finite"
+    for rows in (np.arange(40, 50), np.array([3, 41, 5])):
+        with pytest.raises(InputError, match=message):
+            log.batch(rows)
+
+
+def test_a_label_that_is_not_finite_is_named_with_its_row_in_its_days_file(tmp_path):
+    torchrec_days(tmp_path, 3)
+    labels = np.load(tmp_path / "day_1_labels.npy").astype(np.float32)
+    labels[7] = np.nan
+    np.save(tmp_path / "day_1_labels.npy", labels)
+    with pytest.raises(InputError, match=r"day_1_labels.npy has the label nan in row 7 \(from 0\); expected 0 or 1"):
+        cr.ClickLog(tmp_path, "train").batch(np.arange(10, 24))
 
 
 def test_the_synthetic_log_is_the_same_twice_and_its_splits_differ():

@@ -55,6 +55,15 @@ def host(tensors) -> list[torch.Tensor]:
     return [tensor.detach().cpu().clone() for tensor in tensors]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_not_called_divergence(mesh, value):
+    model = Tied()
+    with torch.no_grad():
+        model.head.bias[3] = value
+    with pytest.raises(InputError, match="the weight head.bias is not finite before the first step; .* damaged, give"):
+        device.to_device(model, mesh)
+
+
 @pytest.mark.parametrize("precision, kind", [("bfloat16", "bf16"), ("float32", "f32")])
 def test_autocast_decides_the_type_of_matrix_products(mesh, precision, kind):
     model = device.to_device(nn.Linear(8, 4), mesh)

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from criteo_text import random_rows, write
 from helpers import Stop, exported, page_code, records, start, stop_at, terminate
 from sklearn.metrics import roc_auc_score
-from trials import TRIALS
+from trials import SMOOTH_UNITS, TRIALS, smooth_units
 
 from bench import dlrm_torchrec
 from data import criteo
+from data.prepare.criteo import prepare
 from errors import InputError
 from train import dlrm
 from train.common import checkpoint, device, embedding, loading
@@ -28,9 +30,11 @@ def test_the_cross_network_learns(tmp_path):
     assert dlrm.main(replace(config, runs=str(tmp_path)))["auc"] > 0.77
 
 
-def test_terminated_with_its_workers_it_goes_from_eight_devices_to_four_and_back(run_of, tmp_path, capsys):
-    """With plan exchange, beside a run on four devices with plan auto. With SGD, not to the end: Adam makes rounding
-    grow, and so does a unit of the network that is so near 0 that rounding switches it, about once in 256 steps."""
+def test_terminated_with_its_workers_it_goes_from_eight_devices_to_four_and_back(
+    run_of, tmp_path, capsys, monkeypatch
+):
+    """With plan exchange, beside a run on four devices with plan auto. With SGD: Adam makes rounding grow."""
+    smooth_units(monkeypatch.setattr)
     path, _, config = run_of("dlrm", "alike")
     config = replace(config, runs=str(tmp_path), name="moved", plan="exchange", steps_a_call=8, log_every=16)
     for devices, before, last in ((8, 0, 32), (4, 32, 64), (8, 64, 96)):
@@ -38,13 +42,32 @@ def test_terminated_with_its_workers_it_goes_from_eight_devices_to_four_and_back
             stop_at(last, terminate, dlrm.main, config)
             output = capsys.readouterr().out
         else:  # a VM that is shut down signals the worker processes, too
-            code, output = start(dlrm, config, devices, Stop(last, number=signal.SIGTERM))
+            code, output = start(dlrm, config, devices, Stop(last, number=signal.SIGTERM), SMOOTH_UNITS)
             assert code == 143, output
         assert f"stopped by a signal at step {last}: saved" in output and "tables: 8 exchange" in output, output
         assert (f"resuming after step {before}" in output) == bool(before), output
     folders = tmp_path / "moved", path
     moved, expected = ({line["step"]: line["loss"] for line in records(one) if "loss" in line} for one in folders)
     assert moved == pytest.approx({step: expected[step] for step in (8, 16, 32, 48, 64, 80, 96)}, rel=2e-5)
+
+
+def test_a_click_that_is_not_finite_is_named_and_not_called_divergence(tmp_path, refused, capsys):
+    prepare(write(tmp_path / "train.txt", random_rows(140)), tmp_path / "arrays")
+    path = tmp_path / "arrays" / "train_dense.npy"
+    dense = np.load(path)
+    dense[77, 5] = -np.inf
+    np.save(path, dense)
+    words = ["tiny", "--data", tmp_path / "arrays", "--batch-size", "20", "--epochs", "1", "--log-every", "1"]
+    refused(dlrm, words, r"train_dense.npy has -inf in row 77, column 5 \(both from 0\); expected finite numbers")
+
+
+def test_a_start_says_what_it_trains_on(tmp_path, capsys):
+    write(tmp_path / "test.txt", random_rows(3))
+    write(tmp_path / "val.txt", random_rows(20, 1))
+    prepare(write(tmp_path / "train.txt", random_rows(20)).parent)
+    dlrm.main(replace(LEARNS, data=str(tmp_path), batch_size=20, epochs=1, runs=str(tmp_path / "runs")))
+    said = "steps of 20 (trained on train.txt, evaluated on val.txt; left out: test.txt) on"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("where", "batch", "room"), [("training", 256, 0.2), ("evaluation", 16, 0.3)])

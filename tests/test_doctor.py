@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from PIL import Image
 
 from tpu import doctor
 
@@ -306,15 +307,59 @@ def test_gcloud_the_state_of_a_tpu_vm_and_plain_hosts(here):
     assert_line(third, "fix", "worker 2: c: ssh: connect to host c port 22: Connection refused")
 
 
+def picture(path: Path, size: int = 20) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (size, size)).save(path)
+
+
+def test_data_is_opened_as_the_script_would(here, tmp_path):
+    here.command(here.python, f'exec {sys.executable} "$@"')
+
+    def check(script: str, state: str, *texts: str, data: Path = tmp_path / "images", task: str = "") -> None:
+        assert_line(doctor.check_data(str(data), False, script, task), state, f"data: {data}: ", *texts)
+
+    for number in range(3):
+        picture(tmp_path / "images" / "train" / "cat" / f"{number}.jpg")
+    check("resnet50", "fix", "images has no folder to evaluate on; expected one of val, validation, test")
+    for number in range(3):
+        picture(tmp_path / "images" / "valid" / "cat" / f"{number}.jpg")
+    (tmp_path / "images" / "test").mkdir()
+    said = "3 images of 1 classes (trained on train/, evaluated on valid/; left out: test/)"
+    check("resnet50", "ok", said)
+    check("", "ok", f": resnet50: {said}")
+    (tmp_path / "images" / "valid" / "cat" / "1.jpg").write_bytes(b"")
+    check("resnet50", "fix", "valid/cat/1.jpg is broken: the file is empty")
+    check("dlrm", "fix", "images has none of prepared.json (made by make data)")
+    check("pretrain", "fix", "images has no report.json, found test, train, valid")
+    check("transformer", "fix", "images has no train.<source>-<target>.<source>.idx")
+    bare = tmp_path / "clicks.csv"
+    bare.write_text("1,2,3\n")
+    check("dlrm", "fix", "clicks.csv is a file; expected a folder", data=bare)
+    (tmp_path / "glue" / "RTE").mkdir(parents=True)
+    (tmp_path / "glue" / "RTE" / "train.tsv").write_text("index\tsentence1\tsentence2\tlabel\n0\tA\tB\tentailment\n")
+    check("glue", "fix", "RTE has no dev.tsv", data=tmp_path / "glue", task="rte")
+    shutil.copy(tmp_path / "glue" / "RTE" / "train.tsv", tmp_path / "glue" / "RTE" / "val.tsv")
+    said = "1 examples of rte (trained on RTE/train.tsv, evaluated on RTE/val.tsv)"
+    check("glue", "ok", said, data=tmp_path / "glue", task="rte")
+    check("glue", "ok", "tasks rte; TASK= chooses one", data=tmp_path / "glue")
+
+
 def test_data(here, tmp_path, monkeypatch):
     folder = tmp_path / "it's data"
     folder.mkdir()
     assert_line(doctor.check_data(str(folder), False), "fix", f"data: {folder} is empty")
     (folder / "file").touch()
-    assert doctor.check_data(str(folder), False) == f"ok    data: {folder} can be read"
     assert_line(doctor.check_data(f"{folder}/missing", False), "fix", "No such file or directory: give the right path")
-    # A bucket is listed by the environment's fsspec.
+    here.python.rename(here.project / "elsewhere")
+    assert_line(
+        doctor.check_data(str(folder), False), "none", f"data: {folder} can be read; whether a script", "install"
+    )
+    # A folder is opened, and a bucket is listed, by the environment.
     here.command(here.python, f'exec {sys.executable} "$@"')
+    found = doctor.check_data(str(folder), False)
+    assert_line(
+        found, "fix", f"data: {folder}: none of resnet50, dlrm, transformer, pretrain, glue can open it; MODEL="
+    )
     assert_line(doctor.check_data(f"file://{folder}", True), "ok", "1 files, 0.0 GB, can be read; whether the workers")
     url = "memory://bucket/none"
     assert_line(doctor.check_data(url, False), "fix", "there is no memory:///bucket/none; is the name right")
@@ -369,7 +414,7 @@ def test_it_goes_through_without_an_environment_and_says_so_by_its_exit_code(her
     result = run("--python", "python3.11", "--runs", "file:///proc/none", "--data", "tpu")
     assert result.returncode == 1 and not result.stderr
     lines = result.stdout.splitlines()
-    assert lines[-1].startswith("fix   runs: /proc: ") and lines[-2] == "ok    data: tpu can be read"
+    assert lines[-1].startswith("fix   runs: /proc: ") and lines[-2].startswith("none  data: tpu can be read; whether")
     assert "none  environment: .venv/bin/python" in result.stdout
     assert all(line[:6] in ("ok    ", "none  ", "fix   ") for line in lines)
     result = run("--tpu", "My_Tpu")
@@ -382,7 +427,7 @@ def test_examine_finds_the_chips_and_tells_local_from_remote(here):
     for name in ("accel0", "accel_x", "vfio/7", "vfio/vfio"):
         (here.root / "dev" / name).touch()
     here.command(here.python, "echo '2 devices, TPU'")
-    empty = dict.fromkeys(("tpu", "zone", "project", "data", "devices"), "")
+    empty = dict.fromkeys(("tpu", "zone", "project", "data", "script", "task", "devices"), "")
     options = argparse.Namespace(**empty, python="none", runs="runs")
     text = "\n".join(doctor.examine(options))
     assert "TPU: 2 chips (/dev/accel0, /dev/vfio/7)" in text

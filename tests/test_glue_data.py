@@ -13,6 +13,7 @@ from sklearn.linear_model import LogisticRegression
 
 from data import glue
 from data.glue import TASKS, Encoded, Examples, read, score
+from data.splits import said
 from data.vocabulary import learn
 from errors import InputError
 
@@ -146,6 +147,45 @@ def test_what_cannot_be_found_is_explained(tmp_path):
     refused(r"dev\.tsv is a file", path)
     write(tmp_path / "RTE/train.tsv", FILES["rte"][1])
     refused("RTE is the folder of rte, and the task is wnli", tmp_path / "RTE", "wnli")
+
+
+@pytest.mark.parametrize("name", ["dev", "validation", "Val", "valid_set", "sst2-dev"])
+def test_the_names_of_splits_are_those_of_every_data_set(tmp_path, name):
+    write(tmp_path / "SST-2/Training.tsv", FILES["sst2"][1])
+    write(tmp_path / f"SST-2/{name}.tsv", FILES["sst2"][1])
+    write(tmp_path / "SST-2/test.tsv", "index\tsentence\n0\thidden\n")
+    train, valid = (read(tmp_path, "sst2", split) for split in ("train", "validation"))
+    found = f"trained on SST-2/Training.tsv, evaluated on SST-2/{name}.tsv; left out: test.tsv"
+    assert said(train, valid) == f" ({found})"
+    write(tmp_path / "SST-2/train.tsv", FILES["sst2"][1])
+    refused("SST-2 has Training, train, which all say the train split; keep one", tmp_path)
+
+
+def test_the_two_splits_of_mnli_go_by_all_of_their_names(tmp_path):
+    for name, label in (("dev_matched", "neutral"), ("dev-mismatched", "contradiction"), ("train", "entailment")):
+        write(tmp_path / f"MNLI/{name}.tsv", FILES["mnli"][1].replace("entailment", label))
+    for split, label in (("train", 0), ("validation_matched", 1), ("validation_mismatched", 2)):
+        assert read(tmp_path, "mnli", split).labels[0] == label
+
+
+@pytest.mark.parametrize(
+    "form", ["{}.parquet", "{}-00000-of-00001.parquet", "data/{}-00000-of-00001.parquet", "{}/0.parquet"]
+)
+def test_parquet_files_of_any_of_the_names_are_read(tmp_path, cache, form):
+    for name, count in (("training", 3), ("dev", 2), ("test", 1)):
+        path = tmp_path / "sst2" / form.format(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table("sst2", labels=(0, 1, 0)[:count]).to_parquet(path)
+    train, valid = (read(tmp_path, "sst2", split) for split in ("train", "validation"))
+    assert [len(train), len(valid)] == [3, 2]
+    names = [form.format(name) for name in ("training", "dev", "test")]
+    assert said(train, valid) == f" (trained on {names[0]}, evaluated on {names[1]}; left out: {names[2]})"
+
+
+@pytest.mark.parametrize("score", ["nan", "inf", "-inf", "NaN"])
+def test_a_score_that_is_not_finite_is_named_with_its_line(tmp_path, score):
+    write(tmp_path / "STS-B/train.tsv", SCORE_HEADER + tsv("A B 1.0", f"C D {score}"))
+    refused(f"train.tsv line 3 has the score '{score}'; expected a number from 0 to 5", tmp_path, "stsb")
 
 
 def table(task: str, names=None, labels=(0, 1, 0), **columns) -> datasets.Dataset:
@@ -295,6 +335,10 @@ def test_batches_are_what_transformers_pads_and_examples_travel_without_the_toke
     expected["labels"] = examples.labels[indices]
     paddings = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "token_type_ids": type_padding, "labels": 0}
     assert batch.keys() == paddings.keys()
+    # A row without an example attends to one place, where another row has a token: a mean over none is not finite.
+    attended = batch["attention_mask"][2]
+    assert attended.sum() == 1 and attended[-1 if tokenizer.padding_side == "left" else 0] == 1
+    batch["attention_mask"][2] = 0
     for name, padding in paddings.items():
         assert batch[name].dtype == np.int32
         np.testing.assert_array_equal(batch[name], np.insert(expected[name], 2, padding, axis=0), err_msg=name)

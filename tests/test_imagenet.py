@@ -16,6 +16,8 @@ from PIL import Image
 from torchvision import transforms
 
 from data import imagenet as im
+from data import splits
+from data.prepare import images
 from errors import InputError
 
 
@@ -184,13 +186,34 @@ def test_files_labels_and_order_are_those_of_torchvision_without_hidden_ones(tmp
     assert len({dataset.example(i, generator(0, i))["image"].tobytes() for i in range(len(dataset))}) == len(dataset)
 
 
-def test_the_first_evaluation_folder_is_used(tree):
-    names = ["val", "validation", "test"]
-    for name in names[1:]:
-        shutil.copytree(tree / "train", tree / name)
-    for name in names:
-        assert Path(im.open_imagenet(str(tree), "eval", 16).folder).name == name
-        shutil.rmtree(tree / name)
+@pytest.mark.parametrize("name", ["val", "valid", "Validation", "dev", "my_val_set", "val2017"])
+def test_test_images_are_evaluated_on_only_where_there_are_none_for_validation(tree, name):
+    shutil.copytree(tree / "train", tree / "test")
+    (tree / "val").rename(tree / name)
+    (tree / "lists").mkdir()
+    (tree / "train").rename(tree / "Training")
+    opened = [im.open_imagenet(str(tree), split, 16) for split in ("train", "eval")]
+    assert [Path(one.folder).name for one in opened] == ["Training", name]
+    assert splits.said(*opened) == f" (trained on Training/, evaluated on {name}/; left out: lists/, test/)"
+    shutil.rmtree(tree / name)
+    opened = [im.open_imagenet(str(tree), split, 16) for split in ("train", "eval")]
+    assert splits.said(*opened) == " (trained on Training/, evaluated on test/; left out: lists/)"
+
+
+def test_two_folders_for_validation_are_refused(tree):
+    shutil.copytree(tree / "val", tree / "valid")
+    refused("tree has val, valid, which all say the valid split; keep one, or rename", tree)
+
+
+def test_shards_in_the_folder_of_their_images_are_not_read_a_second_time(tmp_path, cache, capsys):
+    data = write(tmp_path / "tables", FLAT, rows(4), rows(2))
+    images.prepare(data)
+    said = " (trained on its split train, evaluated on its split validation)"
+    assert said.strip(" ()") in capsys.readouterr().out
+    for place in (data, f"{data}/prepared"):
+        opened = [im.open_imagenet(place, split, 32) for split in ("train", "eval")]
+        assert [len(one) for one in opened] == [4, 2]
+        assert splits.said(*opened).startswith(" (trained on its split train, evaluated on its split valid")
 
 
 def test_a_million_names_travel_in_few_bytes(tmp_path):

@@ -4,6 +4,7 @@ import functools
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -331,6 +332,35 @@ def test_an_error_stops_the_loop_with_its_own_words_and_leaves_nothing(mesh, wha
     assert all(text in words for text in texts)
     assert kind is not InputError or (str(error.value),) == texts, "a user gets more than the sentence"
     assert_gone(threads, processes)  # while somebody still holds the error and its traceback
+
+
+class Bad(Numbers):
+    """Example 17 has a row that is not finite."""
+
+    def example(self, index, rng):
+        row = np.full(3, index, np.float32)
+        row[2] = -np.inf if index == 17 else 0
+        return {"row": row, "label": np.float32(index)}
+
+
+class BadRows(Rows):
+    def batch(self, indices):
+        label = np.where(np.asarray(indices) == 17, np.nan, 0).astype(np.float32)
+        return {"row": super().batch(indices)["row"], "label": label}
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "dataset, found",
+    [
+        (Bad(32), "example 17 of the Bad has -inf in its 'row' at [2]"),
+        (BadRows(32), "of the BadRows has nan in its 'label'"),
+    ],
+)
+def test_input_that_is_not_finite_is_named_and_not_called_divergence(mesh, dataset, found, workers, train):
+    with pytest.raises(InputError, match=re.escape(f"{found}; expected finite numbers: fix or remove that example")):
+        take(parallel_loader(dataset, 8, mesh, train=train, stop=4, workers=workers))
 
 
 def test_an_error_of_the_upload_is_raised(mesh, monkeypatch):

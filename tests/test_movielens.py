@@ -10,6 +10,7 @@ import pytest
 from data import criteo as cr
 from data import histories as hs
 from data import movielens as ml
+from data import splits
 from errors import InputError
 
 RATINGS = [(user, item, 1 + (user * item) % 5) for user in (1, 2, 5) for item in range(1, 41)]
@@ -117,6 +118,59 @@ def test_the_other_forms_give_the_same_examples(folder, tmp_path):
     assert (batch["ids"] == expected["ids"][:, [0, 1, 5, 6]]).all()
     assert (batch["present"] == expected["present"][:, [0, 1, 5, 6]]).all()
     assert (batch["dense"] == expected["dense"][:, :1]).all() and (batch["label"] == expected["label"]).all()
+
+
+HEADERS = {
+    "as published": ["userId", "movieId", "rating", "timestamp"],
+    "films first": ["movieId", "userId", "rating", "timestamp"],
+    "all turned, other case, one more": ["Timestamp", "tag", "RATING", "movie_id", "USER_ID"],
+    "with a byte order mark": ["\ufeffuserId", "movieId", "rating", "timestamp"],
+}
+
+
+@pytest.mark.parametrize("order", HEADERS)
+def test_columns_of_a_csv_go_by_their_names(tmp_path, order):
+    columns = HEADERS[order]
+    places = {"userid": 0, "movieid": 1, "rating": 2, "timestamp": 3, "tag": 4}
+    lines = [",".join(columns)]
+    expected = []
+    for user, item, stars in RATINGS:
+        values = (user, item, stars, 880000000 + item, '"so, so"')
+        lines.append(",".join(str(values[places[name.strip("\ufeff").lower().replace("_", "")]]) for name in columns))
+        expected.append(values[:4])
+    path = write(tmp_path / "ratings.csv", lines)
+    assert ml.read_ratings(path, 0).tolist() == [list(map(float, row)) for row in expected]
+    write(tmp_path / "movies.csv", ["genres,movieId,title", *(f'Comedy,{item},"A, B (1990)"' for item in FILMS)])
+    log = ml.MovieLens(tmp_path, "train")
+    assert log.table_rows == (4, 41, 2) and hs.read_histories(tmp_path)[1] == 40
+
+
+@pytest.mark.parametrize(
+    "header, found",
+    [
+        ("1,2,3.5,880000000", "'1, 2, 3.5, 880000000', which names the column userId 0 times"),
+        ("userId,movieId,rating", "which names the column timestamp 0 times"),
+        ("userId,movieId,rating,timestamp,user_id", "which names the column userId 2 times"),
+        ("userId;movieId;rating;timestamp", "which names the column userId 0 times"),
+        ("", "'nothing', which names"),
+    ],
+)
+def test_a_csv_without_the_names_of_its_columns_is_refused(tmp_path, header, found):
+    write(tmp_path / "ratings.csv", [header, *(f"{u},{i},{stars},0" for u, i, stars in RATINGS)])
+    message = rf"ratings.csv line 1 is .*{found}.*expected a header with userId, movieId, rating, timestamp, once each"
+    with pytest.raises(InputError, match=message):
+        ml.MovieLens(tmp_path, "train")
+    write(tmp_path / "ratings.csv", ["userId,movieId,rating,timestamp", *(f"{u},{i},{s},0" for u, i, s in RATINGS)])
+    write(tmp_path / "movies.csv", ['1,"A (1990)",Comedy'])
+    with pytest.raises(InputError, match="movies.csv line 1 is .*expected a header with movieId, title, genres"):
+        ml.MovieLens(tmp_path, "train")
+
+
+def test_a_start_says_which_ratings_are_for_what(folder):
+    write(folder / "ua.base", ["1\t1\t3\t0"])
+    logs = [ml.MovieLens(folder, split) for split in ("train", "eval")]
+    said = "trained on u.data but a tenth by a hash, evaluated on a tenth of u.data by a hash; left out: ua.base"
+    assert splits.said(*logs) == f" ({said})"
 
 
 def test_ratings_alone_are_enough(tmp_path):

@@ -175,6 +175,24 @@ def test_an_interrupted_preparation_resumes(tmp_path, capsys, made):
     assert repeated <= Counter(["prepared.json", "train.en-de.de.bin"]), "more than the first of two files of a task"
 
 
+def test_at_a_url_only_what_make_made_is_left_out_whatever_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path / "cache"))
+    bucket, url = fsspec.filesystem("memory"), f"memory://{tmp_path.name}/mine"
+    report = b'{"flags": {}, "sources": []}'
+    files = {"a.txt": b"a", "prepared/b.txt": b"b", "parts/c.txt": b"c", "rows/report.json": report, "rows/d.txt": b"d"}
+    files |= {"prepared/report.json": b"my own", "x/parts/plan.json": report, "x/parts/e.txt": b"e"}
+    for name, content in files.items():
+        bucket.pipe_file(f"/{tmp_path.name}/mine/{name}", content)
+    seen = []
+
+    def prepare(data: str, out: str) -> dict:
+        seen.extend(sorted(str(path.relative_to(data)) for path in Path(data).rglob("*.txt")))
+        return {}
+
+    pipeline.prepare_urls(prepare, url, str(tmp_path / "out"))
+    assert seen == ["a.txt", "parts/c.txt", "prepared/b.txt"]
+
+
 def test_text_at_a_url_becomes_a_folder_at_a_url_whole_or_not_at_all(tmp_path, monkeypatch, capsys, made):
     program, bucket = made.program, fsspec.filesystem("memory")
     data, out = f"memory://{tmp_path.name}/text", f"memory://{tmp_path.name}/rows"

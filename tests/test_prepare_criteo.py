@@ -10,6 +10,7 @@ from corpora import contents
 from criteo_text import everything, random_rows, row, write
 
 from data import criteo as cr
+from data import splits
 from data.prepare import criteo as pre
 from errors import InputError
 
@@ -124,6 +125,23 @@ def test_the_last_seventh_is_for_evaluation_and_its_values_are_not_counted(tmp_p
     assert evaluation["ids"][:, 0].tolist() == [1] * 4 and evaluation["label"].tolist() == [1] * 4
 
 
+@pytest.mark.parametrize("name", ["val.txt", "Validation.txt.gz", "dev.txt", "eval.txt", "my_valid_rows.txt"])
+def test_a_file_for_validation_is_evaluated_on_and_all_of_train_is_trained_on(tmp_path, capsys, name):
+    write(tmp_path / "train.txt", random_rows(20))
+    write(tmp_path / name, random_rows(9, 1))
+    write(tmp_path / "test.txt", [line.split(b"\t", 1)[1] for line in random_rows(5)])
+    assert pre.prepare(tmp_path)["rows"] == {"train": 20, "eval": 9}
+    sentence = f"trained on train.txt, evaluated on {name}; left out: test.txt"
+    assert sentence in capsys.readouterr().out
+    logs = [cr.open_clicks(str(tmp_path), split) for split in ("train", "eval")]
+    assert splits.said(*logs) == f" ({sentence})"
+
+
+def test_the_last_seventh_is_said(tmp_path, capsys):
+    pre.prepare(write(tmp_path / "clicks.tsv", random_rows(14)), tmp_path / "out")
+    assert "trained on clicks.tsv but its last seventh, evaluated on the last seventh of" in capsys.readouterr().out
+
+
 RARE = ["a"] * 5 + ["b"] * 3 + ["c"] * 2 + ["d", "", ""]
 MANY = [f"{value:x}" for value in range(10) for _ in range(20 - value)]
 
@@ -177,6 +195,7 @@ def test_malformed_lines_are_counted_and_the_first_is_named(tmp_path, monkeypatc
 LINES = random_rows(20)
 WITHOUT_LABELS = [line.split(b"\t", 1)[1] for line in LINES]
 COMMAS = [line.replace(b"\t", b",") for line in LINES]
+TWO_VALIDATIONS = {"train.txt": LINES, "val.txt": LINES, "valid.txt": LINES}
 UNUSABLE = {
     "neither train.txt nor day_0 to day_23 .*found notes.md": ("", {"notes.md": []}),
     "train.txt is empty": ("", {"train.txt": []}),
@@ -184,6 +203,10 @@ UNUSABLE = {
     "not Criteo's text: 20 of its first 20 lines": ("", {"train.txt": COMMAS}),
     "has a line of more than 1048576 bytes": ("", {"train.txt": [b"x" * 2**20]}),
     "6 rows; expected at least 7": ("", {"train.txt": LINES[:6]}),
+    "has val, valid, which all say the valid split; keep": (
+        "",
+        dict.fromkeys(("train.txt", "val.txt", "valid.txt"), LINES),
+    ),
     "train.txt as well as day_0": ("", {"train.txt": LINES, "day_0": LINES}),
 }
 

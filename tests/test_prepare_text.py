@@ -9,6 +9,7 @@ import pytest
 from corpora import contents, documents, text_corpus, written
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from data import splits
 from data.prepare import text as pre
 from data.text import SyntheticText, open_text
 from data.vocabulary import KINDS
@@ -198,11 +199,53 @@ def test_files_are_found_by_their_names(tmp_path):
     for name in ("b.txt", "a.txt.gz", "a.txt", "sub/c.txt", "valid.txt", "sub/dev-1.txt.gz", "test.txt", "x.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
-    (tmp_path / "prepared").mkdir()
-    (tmp_path / "prepared" / "train.txt").write_text("x")
-    found = {split: [str(p.relative_to(tmp_path)) for p in paths] for split, paths in pre.find_files(tmp_path).items()}
-    assert found == {"train": ["a.txt", "b.txt", "sub/c.txt"], "valid": ["sub/dev-1.txt.gz", "valid.txt"]}
-    assert pre.find_files(tmp_path / "x.csv") == {"train": [tmp_path / "x.csv"]}
+    found = pre.find_files(tmp_path)
+    assert named(found.train, tmp_path) == ["a.txt", "b.txt", "sub/c.txt"]
+    assert named(found.valid, tmp_path) == ["sub/dev-1.txt.gz", "valid.txt"]
+    assert named(found.left_out, tmp_path) == ["test.txt"]
+    assert pre.find_files(tmp_path / "x.csv").train == [tmp_path / "x.csv"]
+
+
+def named(paths: list[Path], folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in paths]
+
+
+BOOKS = ["a_room.txt", "devils_dictionary.txt", "devotions.txt", "testament_of_youth.txt", "validity.txt"]
+
+
+def test_books_whose_titles_begin_like_a_split_are_trained_on(tmp_path):
+    for name in BOOKS:
+        (tmp_path / name).write_text("x")
+    found = pre.find_files(tmp_path)
+    assert named(found.train, tmp_path) == BOOKS and not found.valid and not found.left_out
+
+
+def test_folders_of_splits_are_known_and_what_is_trained_on_is_said(tmp_path, capsys):
+    text = tmp_path / "text"
+    for number, split in enumerate(("train", "valid", "test")):
+        (text / split).mkdir(parents=True)
+        (text / split / "one.txt").write_bytes(written(documents(60 - 25 * number, number)))
+    (text / "LICENSE.txt").write_text("Not a word of it is trained on.")
+    report = prepare(text, tmp_path / "out")
+    assert report["train"]["documents"] == 60 and report["valid"]["documents"] == 35
+    printed = capsys.readouterr().out
+    sentence = "trained on train/one.txt, evaluated on valid/one.txt; left out: LICENSE.txt, test/one.txt"
+    assert sentence in printed
+    assert splits.said(*(open_text(tmp_path / "out", split) for split in ("train", "valid"))) == f" ({sentence})"
+
+
+def test_only_what_make_made_is_passed_over_whatever_its_name(tmp_path):
+    text = tmp_path / "text"
+    (text / "prepared").mkdir(parents=True)
+    (text / "prepared" / "mine.txt").write_bytes(written(documents(40, 1)))
+    (text / "a.txt").write_bytes(written(documents(40)))
+    prepare(text, text / "rows", valid_share=0.1)
+    (text / "rows" / "tokenizer" / "vocab.txt").write_text("[PAD]")  # as older tokenizers have it
+    (text / ".notes").mkdir()
+    (text / ".notes" / "x.txt").write_text("hidden")
+    (text / "__MACOSX").mkdir()
+    (text / "__MACOSX" / "a.txt").write_text("of the system")
+    assert named(pre.find_files(text).train, text) == ["a.txt", "prepared/mine.txt"]
 
 
 @pytest.mark.parametrize("saved", ["parquet", "save_to_disk"])
@@ -227,6 +270,9 @@ def test_data_sets_give_the_same_as_text(tmp_path, cache, saved):
 NOT_UTF8 = written(documents(60, 1)).replace(b"\n", b"\nStra\xdfe", 100).replace(b"\nStra\xdfe", b"\n", 99)
 UNUSABLE = {
     "neither text files .* nor parquet files; found notes.md": {"notes.md": b"x"},
+    r"has only test text \(.*test.txt\); expected text to train on": {"test.txt": b"x\n"},
+    r"has text \(.*a.txt\) as well as parquet files \(.*rows.parquet\); .*move": {"a.txt": b"x\n", "rows.parquet": b""},
+    "the name train_test.txt says more than one split: train and test; rename it": {"train_test.txt": b"x\n"},
     "has only validation text; expected other": {"valid.txt": b"x\n"},
     r"a\.txt is empty; expected a sentence or a paragraph per line": {"a.txt": b"", "valid.txt": b"x\n"},
     "no documents for the valid split with --valid-share 0.01; .*more text": {"a.txt": b"One document.\n"},

@@ -7,6 +7,7 @@
     fix   what is wrong and what to do about it; the exit code is 1 then
 
     --data, --runs      folder, URL or hub id that is read; folder or URL that runs go to (default: runs)
+    --script, --task    of train/, and GLUE's task: what is to open the data; default: whichever can
     --tpu               name of a TPU VM (--zone, --project: default gcloud's); ssh:host1,host2; local
     --devices           asks torch_xla for its devices also without a TPU
     --python            interpreter of the environment (default: $PYTHON, python3.11; make gives its own)
@@ -44,6 +45,7 @@ LIBTPU_CHOICE = Path(".venv/.libtpu_version")  # what LIBTPU_VERSION= of make ha
 LIBPYTHON = Path(__file__).with_name("libpython.py").resolve()
 REQUIREMENTS = [Path(f"requirements{kind}.txt") for kind in ("", "-torchrec", "-tpu")]
 SECONDS, DEVICE_SECONDS = 60, 180  # per command, on a cold disk; for torch_xla to open the devices
+DATA_SECONDS = 300  # to list a million images
 # Memory of a run: the process that trains (1.1 GB in ResNet-50's trial), and each loader process: itself (0.2 GB there)
 # and the three batches that it keeps in /dev/shm (ResNet-50's recipe on one host: 1024 x 224 x 224 x 3 bytes each).
 MAIN_GB, LOADER_GB, SHARED_GB, GB = 2.0, 0.25, 0.5, 1e9
@@ -66,6 +68,7 @@ except InputError as error:
     sys.exit(str(error))
 print(f"{len(sizes)} files, {sum(sizes) / 1e9:.1f} GB, can be read")
 """
+OPEN_DATA = "import sys; sys.path.insert(0, sys.argv.pop(1)); from data.look import main; main()"
 # On another host, which has no file of the project.
 FIND_PYTHON = (
     "for python in python3.11 python3.12 python3.13; do"
@@ -260,8 +263,8 @@ def check_tpu(tpu: str, zone: str, project: str) -> Iterator[str]:
         yield line(False, "TPU VM", str(error))
 
 
-def check_data(data: str, remote: bool) -> str:
-    """Checks that the data can be read. remote: by the workers of a TPU, not by this machine."""
+def check_data(data: str, remote: bool, script: str = "", task: str = "") -> str:
+    """Checks that the data can be opened as the script would. remote: by the workers of a TPU, not by this machine."""
     path = Path(data).expanduser()
     if "://" in data:
         if not os.access(PYTHON, os.X_OK):
@@ -281,9 +284,13 @@ def check_data(data: str, remote: bool) -> str:
         empty = next(path.iterdir(), None) is None if path.is_dir() else path.open("rb").read(1) == b""
     except OSError as error:
         return line(False, f"data: {data}: {error.strerror}", "give the right path, or chmod -R u+rX")
-    return line(
-        not empty, f"data: {data} {'is empty' if empty else 'can be read'}", "give the folder that has the files"
-    )
+    if empty:
+        return line(False, f"data: {data} is empty", "give the folder that has the files")
+    if not os.access(PYTHON, os.X_OK):
+        text = f"data: {data} can be read; whether a script can open it, only the environment knows"
+        return line(False, text, "make install", "none")
+    works, text = run(PYTHON, "-c", OPEN_DATA, PROJECT, data, script, task, seconds=DATA_SECONDS)
+    return line(works, f"data: {data}: {text}", "docs/data.md says what each script reads")
 
 
 def check_runs(runs: str, remote: bool) -> str:
@@ -320,14 +327,14 @@ def examine(options: argparse.Namespace) -> Iterator[str]:
     yield from check_disk("" if remote else options.runs)
     yield from check_tpu(options.tpu if remote else "", options.zone, options.project)
     if options.data:
-        yield check_data(options.data, remote)
+        yield check_data(options.data, remote, options.script, options.task)
     yield check_runs(options.runs, remote)
 
 
 def main() -> int:
     """Runs the command line. Returns the exit code."""
     parser = argparse.ArgumentParser("tpu.doctor", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    for name in ("data", "tpu", "zone", "project"):
+    for name in ("data", "script", "task", "tpu", "zone", "project"):
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--runs", default="runs")
     parser.add_argument("--python", default=os.environ.get("PYTHON") or "python3.11")

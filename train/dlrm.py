@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data import criteo
+from data import criteo, splits
 from errors import InputError
 from models.dlrm import DLRM
 from train.common import checkpoint, cli, device, embedding, files, loading, many_steps
@@ -245,6 +245,7 @@ def main(config: Config) -> dict[str, float]:
     name = f"dlrm-{'synthetic' if config.data == 'synthetic' else 'clicks'}"
     size = f"{len(data.train):,} examples, {len(data.train.features)} tables of {sum(data.train.table_rows):,} rows"
     headline = f"dlrm on {config.data}: {size}, {config.epochs} epoch(s) of {per_epoch:,} steps of {config.batch_size}"
+    headline += splits.said(*data)
     check_evaluation(data, config, mesh)
     run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total)
     if run.finished:

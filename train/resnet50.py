@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data import imagenet
+from data import imagenet, splits
 from errors import InputError
 from models import heads
 from models.resnet import Normalize, head_order, load_weights, resnet
@@ -258,7 +258,7 @@ def main(config: Config) -> dict[str, float]:
     total = config.epochs * per_epoch
     name = f"{config.model}-{'synthetic' if config.data == 'synthetic' else 'images'}"
     headline = f"{config.model} on {config.data}: {len(data.train)} images of {len(data.train.classes)} classes, "
-    headline += f"{config.epochs} epochs of {per_epoch} steps of {config.batch_size}"
+    headline += f"{config.epochs} epochs of {per_epoch} steps of {config.batch_size}{splits.said(*data)}"
     check_evaluation(data, config, mesh)
     run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total)
     if run.finished:

@@ -28,6 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv
 
+from data import splits
 from data.criteo import MLPERF_MAX_ROWS, NUM_DENSE, map_npz, text_files
 from data.prepare import pipeline
 from data.prepare.files import read_json, write_json
@@ -38,7 +39,7 @@ NUM_SPARSE = 26
 COLUMNS = 1 + NUM_DENSE + NUM_SPARSE
 MISSING, RARE, FIRST = 0, 1, 2  # ids; the vocabulary begins with FIRST
 
-EVAL_FILES = ("dev.txt", "valid.txt", "eval.txt")
+DAYS = [f"day_{day}" for day in range(24)]
 CHUNK_BYTES = 64 << 20  # text of one parsed file: the most that a kill costs, and what a worker holds
 PIECE_BYTES = 4 << 20  # text parsed at once; larger pieces leave the processor's caches and are 3 times slower
 MAX_LINE = 1 << 20  # bytes; a file with a longer line is no table
@@ -53,7 +54,7 @@ class Flags:
     The same command resumes a killed one. The result depends neither on that nor on --workers.
     """
 
-    data: str  # folder with train.txt or day_0, day_1, … (each plain or .gz), or one such file
+    data: str  # folder with train.txt (and val.txt) or day_0, day_1, … (each plain or .gz), or one such file
     out: str = ""  # folder of the arrays; default: a folder `prepared` beside the text
     threshold: int = 1  # values seen fewer times than this in training rows share the id 1; 1 keeps all of them
     max_rows: int = MLPERF_MAX_ROWS  # larger tables are cut to this many rows, the rarest values folded in; 0: never
@@ -346,30 +347,57 @@ def _vocabulary_path(out: Path, feature: int) -> Path:
 # The command
 
 
-def find_sources(data: str | Path) -> tuple[list[Path], list[Path]]:
-    """Returns the text files with training rows and those with evaluation rows.
+@dataclasses.dataclass
+class Texts:
+    """Text files by what they are for."""
 
-    Without evaluation files the last seventh of the only training file is for evaluation. Raises InputError.
+    train: list[Path]
+    evaluation: list[Path]  # empty: the last seventh of the training rows
+    left_out: list[str]
+
+    def read_from(self) -> dict[str, str]:
+        """Returns what the report says of where the rows are from."""
+        train = splits.shown(path.name for path in self.train)
+        if self.evaluation:
+            return splits.read_from(train, self.evaluation[0].name, self.left_out)
+        return splits.read_from(f"{train} but its last seventh", f"the last seventh of {train}", self.left_out)
+
+
+def find_sources(data: str | Path) -> Texts:
+    """Returns the text files with training rows and those with evaluation rows, by their names, see data/splits.py.
+
+    Without evaluation files the last day, or the last seventh of the only training file, is for evaluation. Raises
+    InputError.
     """
     data = Path(data).expanduser()
+    if not data.exists():
+        raise InputError(f"there is no file or folder {data}; expected a folder with train.txt or day_0 to day_23")
+    folder = data.parent if data.is_file() else data
+    texts: dict[str, Path] = {}  # by the name without .txt and .gz; plain rather than .gz
+    for path in sorted([*folder.glob("*.txt.gz"), *folder.glob("*.txt")], key=lambda path: path.suffix == ".txt"):
+        if path.is_file() and not path.name.startswith("."):
+            texts[path.name.removesuffix(".gz").removesuffix(".txt")] = path
+    days = text_files(folder, DAYS)
     if data.is_file():
-        folder, train = data.parent, [data]
-    elif data.is_dir():
-        folder = data
-        train = text_files(folder, ("train.txt",))[:1]
-        days = text_files(folder, [f"day_{day}" for day in range(24)])
+        train = [data]
+        texts = {name: path for name, path in texts.items() if path != data}
+    else:
+        name = splits.named(texts, "train", str(data))
+        train = [texts[name]] if name else []
         if train and days:
             raise InputError(f"{data} has {train[0].name} as well as {days[0].name}; move one to another folder")
         train = train or days
-    else:
-        raise InputError(f"there is no file or folder {data}; expected a folder with train.txt or day_0 to day_23")
     if not train:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
         raise InputError(f"{data} has neither train.txt nor day_0 to day_23 (plain or .gz); found {found}")
-    evaluation = [path for path in text_files(folder, EVAL_FILES) if path not in train][:1]
+    name = splits.named(texts, "valid", str(folder))
+    evaluation = [texts[name]] if name else []
     if not evaluation and len(train) > 1:
         train, evaluation = train[:-1], train[-1:]
-    return train, evaluation
+    others = [path for path in (*texts.values(), *days) if path not in (*train, *evaluation)]
+    if data.is_file():
+        others = []  # the user has named what is read
+    return Texts(train, evaluation, [path.name for path in others])
 
 
 def _check_head(path: Path, bad_rows: float) -> None:
@@ -404,7 +432,9 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     """
     flags = Flags(str(data), str(out), workers=workers, **flags)
     _check_flags(flags)
-    train, evaluation = find_sources(data)
+    found = find_sources(data)
+    print(splits.sentence(found.read_from()), flush=True)
+    train, evaluation = found.train, found.evaluation
     texts = train + evaluation
     sources = [
         {"name": path.name, "bytes": path.stat().st_size, "split": "train" if path in train else "eval"}
@@ -432,8 +462,9 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     chunks = list(zip(itertools.chain.from_iterable(chunks), offsets, strict=True))
     table_rows, seen = _count_all(job, flags, chunks, boundary)
     _write_all(job, flags, chunks, boundary, total)
-    splits = {"train": boundary, "eval": total - boundary}
-    return job.finish({"table_rows": table_rows, "rows": splits, "malformed": malformed_rows, "values_seen": seen})
+    sizes = {"train": boundary, "eval": total - boundary}
+    figures = {"table_rows": table_rows, "rows": sizes, "malformed": malformed_rows, "values_seen": seen}
+    return job.finish(figures | {"read_from": found.read_from()})
 
 
 def _check_flags(flags: Flags) -> None:

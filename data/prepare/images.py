@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data import splits
 from data.imagenet import ImageFolder, Images, open_imagenet
 from data.prepare import pipeline
 from data.prepare.files import read_json, whole, write_json
@@ -87,17 +88,19 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     """
     flags = Flags(str(data), str(out), workers=workers, **flags)
     expect(flags, "seed", flags.seed >= 0, "0 or more")
-    splits = {name: open_imagenet(flags.data, split, image_size=1) for split, name in SPLITS.items()}
-    if isinstance(splits["train"], Shards):
+    opened = {name: open_imagenet(flags.data, split, image_size=1) for split, name in SPLITS.items()}
+    if isinstance(opened["train"], Shards):
         raise InputError(f"{data} has shards already: train with it, or copy the folder as it is")
-    sources = [{"name": f"{name}, {_checksum(images)}", "rows": len(images)} for name, images in splits.items()]
+    read_from = splits.read_from(opened["train"].source, opened["val"].source, opened["train"].left_out)
+    print(splits.sentence(read_from), flush=True)
+    sources = [{"name": f"{name}, {_checksum(images)}", "rows": len(images)} for name, images in opened.items()]
     job = Preparation(flags, sources, report=INDEX, version=1)
     if report := job.finished():
         return report
 
     shard_bytes = job.begin("shard_bytes", SHARD_BYTES)
     tasks = []
-    for name, images in splits.items():
+    for name, images in opened.items():
         order = np.random.default_rng(flags.seed).permutation(len(images))
         sample = [len(images._read(index)[0]) for index in order[:SAMPLED].tolist()]
         count = min(max(1, round(len(images) * np.mean(sample) / shard_bytes)), len(images))
@@ -107,8 +110,9 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
             tasks.append((_part(images, rows), rows, job.out / f"{stem}.parquet", job.parts / f"{stem}.json"))
     job.run(_write_shard, tasks, "shards")
     notes = [read_json(note) for *_, note in tasks]
-    figures = {name: [note for note in notes if note["name"].startswith(f"{name}-")] for name in splits}
-    return job.finish({"classes": splits["train"].classes, "splits": figures, "seconds": job.seconds})
+    shards = {name: [note for note in notes if note["name"].startswith(f"{name}-")] for name in opened}
+    figures = {"classes": opened["train"].classes, "splits": shards, "read_from": read_from}
+    return job.finish(figures | {"seconds": job.seconds})
 
 
 def _checksum(images: Images) -> str:

@@ -13,6 +13,7 @@ URLs of fsspec for both: see prepare_urls.
 
 import contextlib
 import dataclasses
+import glob
 import gzip
 import multiprocessing
 import os
@@ -29,13 +30,13 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from data import splits
 from data.prepare.files import read_json, whole, write_json
 from data.remote import cache_folder, find_files, local_copy, open_store, retried
 from errors import InputError
 
 LAST = ("prepared.json", "report.json", "shards.json", "COMPLETE")  # what is uploaded last, in this order
 UPLOADS = 8  # files uploaded at once
-SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "val", "dev", "validation"), "test": ("test",)}
 
 
 class Preparation:
@@ -226,9 +227,18 @@ def read_text(path: Path | str, name: str, start: int, stop: int) -> str:
     return text.removeprefix("\ufeff") if start == 0 else text
 
 
+@dataclasses.dataclass
+class Splits:
+    """Splits of a data set of `datasets`."""
+
+    rows: dict[str, "datasets.Dataset"] = dataclasses.field(default_factory=dict)  # noqa: F821
+    names: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # of each in `rows`, in the data set
+    left_out: list[str] = dataclasses.field(default_factory=list)
+
+
 def load_splits(
     data: str, expected: str, arguments: Callable[[Path], Sequence[str]], required: Sequence[str], optional: str
-) -> dict[str, "datasets.Dataset"]:  # noqa: F821
+) -> Splits:
     """Opens the splits of `data`, a folder that `datasets` reads or the id of a data set on the hub.
 
     Args:
@@ -260,12 +270,17 @@ def load_splits(
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         what = "cannot be read by datasets" if folder.is_dir() else "is neither here nor a data set of the hub"
         raise InputError(f"{data} {what}: {str(error).partition(chr(10))[0]}") from error
-    names = {split: next((name for name in SPLIT_NAMES[split] if name in found), "") for split in (*required, optional)}
+    names = {split: splits.named(found, split, data) for split in (*required, optional)}
     if not all(names[split] for split in required):
-        wanted = " and ".join(SPLIT_NAMES[split][-1] for split in required)
-        also = f"{SPLIT_NAMES[optional][-1]} if there is any"
+        words = {"train": "train", "valid": "validation", "test": "test"}
+        wanted = " and ".join(words[split] for split in required)
+        also = f"{words[optional]} if there is any"
         raise InputError(f"{data} has the splits {', '.join(found)}; expected {wanted}, and {also}")
-    return {split: found[name] for split, name in names.items() if name}
+    return Splits(
+        rows={split: found[name] for split, name in names.items() if name},
+        names={split: [f"its split {name}"] for split, name in names.items() if name},
+        left_out=[f"its split {name}" for name in found if name not in names.values()],
+    )
 
 
 def expect(flags, name: str, fits: bool, expected: str) -> None:
@@ -282,7 +297,7 @@ def prepare_urls(prepare: Callable[..., dict], data: str, out: str, **flags) -> 
     """
     if "://" in data and not out:
         raise InputError(f"{data} is a URL; name the folder or the URL of the result with --out")
-    data = local_copy(data, "*", "!prepared/*", "!parts/*")
+    data = local_copy(data, "*", *_made_at(data))
     if "://" not in out:
         return prepare(data=data, out=out, **flags)
     (fs, root), stop, folder = open_store(out), threading.Event(), cache_folder(out) / "prepared"
@@ -308,6 +323,22 @@ def prepare_urls(prepare: Callable[..., dict], data: str, out: str, **flags) -> 
         _upload(folder, out)
     shutil.rmtree(folder)
     return report
+
+
+def _made_at(url: str) -> list[str]:
+    """Returns the patterns that leave out what `make data` has made below a URL, which its reports tell."""
+    if "://" not in url:
+        return []
+    (fs, _), stop, patterns = open_store(url), threading.Event(), []
+    for path, (name, _, _) in find_files(url).items():
+        folder, _, last = path.rpartition("/")
+        if path in ("parts/plan.json", "parts/unfinished"):
+            patterns.append("!parts/*")
+            continue
+        known = folder and (last in splits.REPORTS or path.endswith("/parts/plan.json"))
+        if known and splits.is_report(retried(f"{url}/{path}", stop, fs.cat_file, name)):
+            patterns.append(f"!{glob.escape(folder.removesuffix('/parts').lower())}/*")
+    return patterns
 
 
 def _upload(folder: Path, out: str) -> None:

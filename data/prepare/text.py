@@ -4,8 +4,8 @@
 
 TEXT is one of
   * a text file, plain or .gz, in UTF-8; or a folder of such files *.txt and *.txt.gz, also in folders inside it. A line
-    is a sentence or a paragraph; a blank line ends a document, and so does the end of a file. Files named valid…, val…
-    or dev… are the validation text, and those named test… are left out.
+    is a sentence or a paragraph; a blank line ends a document, and so does the end of a file. Names of files and of
+    folders say what is validation text, and what is test text, which is left out: see data/splits.py.
   * the id of a `datasets` data set on the hub with a column of text (its configuration is --config), or a folder of
     parquet files. A row is a document. The split validation, if there is one, is the validation text.
 Without validation text, --valid-share of the documents become it, chosen by a hash of their words: copies of a document
@@ -37,6 +37,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from data import splits
 from data.prepare import pipeline
 from data.prepare.files import whole
 from data.prepare.pipeline import Preparation, expect, load_array, save_arrays
@@ -117,35 +118,28 @@ def is_valid(document: Sequence[str], share: float) -> bool:
 # Finding the text
 
 
-def find_files(data: Path) -> dict[str, list[Path]]:
+def find_files(data: Path) -> splits.Files:
     """Returns the text files of each split, sorted by name; plain rather than .gz where both are there."""
     if data.is_file():
-        return {"train": [data]}
+        return splits.Files(train=[data])
     paths = {}
-    for path in sorted([*data.rglob("*.txt.gz"), *data.rglob("*.txt")], key=lambda path: path.suffix == ".txt"):
-        if path.is_file() and "prepared" not in path.relative_to(data).parts[:-1]:
-            paths[str(path).removesuffix(".gz")] = path
-    files = {split: [] for split in SPLITS}
-    for _, path in sorted(paths.items()):
-        if path.name.lower().startswith("test"):
-            continue
-        split = "valid" if path.name.lower().startswith(("valid", "val.", "val-", "val_", "dev")) else "train"
-        files[split].append(path)
-    return {split: found for split, found in files.items() if found}
+    for path in sorted(splits.below(data, "*.txt", "*.txt.gz"), key=lambda path: path.suffix == ".txt"):
+        paths[str(path).removesuffix(".gz")] = path
+    return splits.sort_files([path for _, path in sorted(paths.items())], data)
 
 
-def load_rows(data: str, config: str, column: str) -> dict[str, "datasets.Dataset"]:  # noqa: F821
+def load_rows(data: str, config: str, column: str) -> pipeline.Splits:
     """Opens the splits train and, if there is one, valid of a `datasets` data set. Raises InputError."""
 
     def arguments(folder: Path) -> tuple:
         return str(folder) if folder.is_dir() else data, config or None
 
-    splits = pipeline.load_splits(data, "text files (*.txt, *.txt.gz)", arguments, ["train"], "valid")
-    for split, rows in splits.items():
+    found = pipeline.load_splits(data, "text files (*.txt, *.txt.gz)", arguments, ["train"], "valid")
+    for split, rows in found.rows.items():
         if column not in rows.column_names:
             has = f"the columns {', '.join(rows.column_names)}"
             raise InputError(f"{data}, split {split}, has {has}; expected a column {column}, or choose with --column")
-    return splits
+    return found
 
 
 def _dump(rows, column: str, plain: Path) -> None:
@@ -328,21 +322,36 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     """
     flags = _completed(Flags(str(data), str(out), workers=workers, **flags))
     source = Path(data).expanduser()
-    files, splits = (find_files(source) if source.exists() else {}), {}
+    found = find_files(source) if source.exists() else splits.Files()
+    files = {split: paths for split in SPLITS if (paths := getattr(found, split))}
+    loaded = pipeline.Splits()
     if files and "train" not in files:
         raise InputError(f"{data} has only validation text; expected other *.txt or *.txt.gz files for training")
+    tables = splits.below(source, "*.parquet") if source.is_dir() else []
+    if files and tables:
+        both = f"text ({splits.shown(files['train'])}) as well as parquet files ({splits.shown(tables)})"
+        raise InputError(f"{data} has {both}; expected one of them: move the other to a folder of its own")
+    if found.left_out and not files and not tables:
+        raise InputError(f"{data} has only test text ({splits.shown(found.left_out)}); expected text to train on")
     if not files:
-        splits = load_rows(flags.data, flags.config, flags.column)
+        loaded = load_rows(flags.data, flags.config, flags.column)
     folder = source if source.is_dir() else source.parent
     paths = itertools.chain.from_iterable(files.values())
     sources = [{"name": str(path.relative_to(folder)), "bytes": path.stat().st_size} for path in paths]
-    sources += [{"name": f"{data}, {split}", "rows": len(rows)} for split, rows in splits.items()]
+    sources += [{"name": f"{data}, {split}", "rows": len(rows)} for split, rows in loaded.rows.items()]
+    names = dict(loaded.names)
+    for split, paths in files.items():
+        names[split] = [str(path.relative_to(folder)) for path in paths]
+    names.setdefault("valid", [f"{flags.valid_share:.2%} of their documents, by a hash"])
+    left_out = loaded.left_out + [str(path.relative_to(folder)) for path in found.left_out]
+    read_from = splits.read_from(splits.shown(names["train"]), splits.shown(names["valid"]), left_out)
+    print(splits.sentence(read_from), flush=True)
     job = Preparation(flags, sources)
     if report := job.finished():
         return report
 
     piece_bytes = job.begin("piece_bytes", PIECE_BYTES)
-    pieces = {name: cut(paths, piece_bytes) for name, paths in _plain_files(job, flags, files, splits).items()}
+    pieces = {name: cut(paths, piece_bytes) for name, paths in _plain_files(job, flags, files, loaded.rows).items()}
     share = 0.0 if "valid" in pieces else flags.valid_share
     folder = job.out / "tokenizer"
     job.run(_make_tokenizer, [(flags, pieces["train"], share, folder)], "tokenizer")
@@ -365,7 +374,7 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
             )
     joins = [(encoded, split, name, job.out / f"{split}.{name}.npy") for split in SPLITS for name in ARRAYS]
     job.run(_join, joins, "joining")
-    return job.finish(figures | {"seconds": job.seconds})
+    return job.finish(figures | {"read_from": read_from, "seconds": job.seconds})
 
 
 def _completed(flags: Flags) -> Flags:
@@ -380,12 +389,12 @@ def _completed(flags: Flags) -> Flags:
     return flags
 
 
-def _plain_files(job: Preparation, flags: Flags, files: dict[str, list[Path]], splits: dict) -> dict:
+def _plain_files(job: Preparation, flags: Flags, files: dict[str, list[Path]], loaded: dict) -> dict:
     """Unpacks what is packed and dumps rows; returns the plain files of each split, with their names for messages."""
     copies = {job.parts / f"{split}.{n:06d}.txt": path for split in files for n, path in enumerate(files[split])}
     unpacked = iter(job.unpack(copies))
     plain = {split: [(next(unpacked), str(path)) for path in paths] for split, paths in files.items()}
-    for split, rows in splits.items():
+    for split, rows in loaded.items():
         copy = job.parts / f"{split}.txt"
         if not copy.exists():
             _dump(rows, flags.column, copy)

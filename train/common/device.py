@@ -144,7 +144,14 @@ def graph_report(reset: bool = False) -> dict[str, Any]:
 
 def to_device(model: nn.Module, mesh: Mesh, rules: Callable | None = None) -> nn.Module:
     """Moves a model to the mesh, replicated, or as a Layout and its `rules` (models/partition.py) say; returns the same
-    object and Parameter objects. Plain `module.to(xla)` makes new ones, and unties tied embeddings."""
+    object and Parameter objects. Plain `module.to(xla)` makes new ones, and unties tied embeddings. Raises InputError
+    where a weight is not finite: a damaged checkpoint must not be called a diverged training."""
+    for name, tensor in model.named_parameters():
+        if tensor.device.type == "cpu" and tensor.is_floating_point() and not tensor.isfinite().all():
+            what = f"the weight {name} is not finite before the first step"
+            raise InputError(
+                f"{what}; expected finite numbers: the checkpoint that it is from is damaged, give another"
+            )
     swap = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:

@@ -355,16 +355,35 @@ class _Examples:
             made = {row: self.dataset.example(row, rng) for row, rng in made.items()}
             batch = [made[row] for row in rows.tolist()]
             if self.collate is as_tensors and not self.masked and torch.utils.data.get_worker_info():
-                return {key: [np.asarray(example[key]) for example in batch] for key in batch[0]}  # _share stacks them
+                arrays = {key: [np.asarray(example[key]) for example in batch] for key in batch[0]}
+                self._check_finite(arrays, rows)
+                return arrays  # _share stacks them
         batch = self.collate(batch)
         for key, tensor in batch.items():
             if tensor.shape[:1] != (len(indices),):
                 own = f"the {len(indices)} examples that this host loads, since batches are sharded by it"
                 raise ValueError(f"batch[{key!r}] has shape {list(tensor.shape)}; its first dimension must be {own}")
+        self._check_finite(batch, rows)
         mask = torch.from_numpy((indices != PADDING).astype(np.float32))
         if self.masked and "skipped" in batch:
             batch["skipped"] = batch["skipped"] * mask.to(batch["skipped"].dtype)
         return batch | {"mask": mask} if self.masked or lengths else batch
+
+    def _check_finite(self, batch: dict[str, Any], indices: np.ndarray) -> None:
+        """Raises InputError where a float of a batch is not finite: the loss would be called divergence. Here, in a
+        worker, it costs no step anything."""
+        for key, values in batch.items():
+            if not isinstance(values, Tensor):  # an array of each example
+                if values[0].dtype.kind != "f":
+                    continue
+                values = torch.from_numpy(np.stack(values))
+            if not values.is_floating_point() or torch.isfinite(values).all():
+                continue
+            place = torch.isfinite(values).logical_not().nonzero()[0].tolist()
+            where = f" at {place[1:]}" if place[1:] else ""
+            found = f"{values[tuple(place)].item()} in its {key!r}{where}"
+            name = f"example {indices[place[0]]} of the {type(self.dataset).__name__}"
+            raise InputError(f"{name} has {found}; expected finite numbers: fix or remove that example")
 
 
 def _start_worker(_: int) -> None:

@@ -199,8 +199,9 @@ class Run:
         """Checks the values of a line of metrics.jsonl, on every host, and writes and prints it on the main one."""
         for key, value in values.items():
             if key.endswith("loss") and not math.isfinite(value):
-                remedy = "a lower --lr or a longer warm-up, and look for bad values in the data"
-                diverged = f"{key} is {value} at step {step}: the training diverged"
+                # Not the data: the loader refuses what is not finite in a batch.
+                remedy = "a lower --lr or a longer warm-up, and look for huge values in the data"
+                diverged = f"{key} is {value} at step {step}: the input was finite, so the training diverged"
                 raise InputError(f"{diverged}; start a run of another --name with {remedy}")
         if self._main:
             self._metrics.write(step, values, timing)
