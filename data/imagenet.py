@@ -42,7 +42,9 @@ Split = Literal["train", "eval"]
 # Pillow's modes of 8 bits and less, which its `convert("RGB")` takes as they are meant.
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
-BITS_PER_SAMPLE, PHOTOMETRIC, MIN_IS_WHITE = 258, 262, 0  # tags of a TIFF
+# Tags of a TIFF, and their values.
+BITS_PER_SAMPLE, PHOTOMETRIC, SAMPLE_FORMAT = 258, 262, 339
+MIN_IS_WHITE, SIGNED = 0, 2
 
 
 class BrokenImage(Exception):
@@ -78,16 +80,17 @@ def decode(encoded: bytes) -> torch.Tensor:
 
 def _rgb(image: Image.Image) -> np.ndarray:
     """Returns the pixels of an open image, uint8 [H, W, 3]; raises BrokenImage where their range is not known."""
-    if image.mode in EIGHT_BITS:
+    tags = getattr(image, "tag_v2", {})
+    signed = tags.get(SAMPLE_FORMAT, (1,))[0] == SIGNED  # 8 bits of it Pillow takes for unsigned
+    if image.mode in EIGHT_BITS and not signed:
         return np.array(image.convert("RGB"))
 
     # Pillow's reader of PGM stretches what it finds to 16 bits.
     sixteen = image.mode in SIXTEEN_BITS or (image.mode == "I" and image.format in ("PNG", "PPM"))
-    if not sixteen:
-        kinds = {"F": "floats (mode F)", "I": "signed or 32-bit numbers (mode I)"}
-        kind = kinds.get(image.mode, f"of mode {image.mode}")
+    if signed or not sixteen:
+        kinds = {"F": "floats (mode F)", "I": "32-bit numbers (mode I)"}
+        kind = "signed numbers" if signed else kinds.get(image.mode, f"of mode {image.mode}")
         raise BrokenImage(f"its pixels are {kind}, of which black and white are not known; save it with 8 or 16 bits")
-    tags = getattr(image, "tag_v2", {})
     bits = tags.get(BITS_PER_SAMPLE, (16,))[0]  # of a TIFF also 12
     grey = np.array(image, np.int64) >> (bits - 8)
     if tags.get(PHOTOMETRIC) == MIN_IS_WHITE:

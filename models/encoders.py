@@ -368,7 +368,9 @@ def classifier(
     rows = _label_rows(model)
     found = {name: shape for name, shape, *_ in report["mismatched_keys"] if name in rows}
     loaded = not found and not rows.keys() & set(report["missing_keys"])
-    if rows.keys() & set(report["missing_keys"]):
+    if left_out := getattr(weights, "left_out", ()):
+        head = heads.other(where, f"classification heads of fairseq, which are left out: {', '.join(left_out)}")
+    elif rows.keys() & set(report["missing_keys"]):
         head = heads.Order(None, f"{heads.NEW}{where} has none")
     elif found:
         name, shape = next(iter(found.items()))

@@ -79,6 +79,17 @@ HEAD = "encoder.lm_head.weight"
 HEAD_BIASES = ("lm_head.bias", "lm_head.decoder.bias")  # one tensor in fairseq; transformers computes with the second
 
 
+class Converted(dict[str, Tensor]):
+    """A state_dict of RobertaForMaskedLM, and the names of the classification heads that were left out."""
+
+    left_out: tuple[str, ...] = ()
+
+
+def head_names(weights: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Returns the names of the classification heads in a state_dict of fairseq."""
+    return tuple(sorted({key.split(".")[1] for key in weights if key.startswith("classification_heads.")}))
+
+
 def _modules(layers: int) -> dict[str, str]:
     """Returns all modules: name in fairseq -> name in transformers."""
     inside = {
@@ -113,9 +124,9 @@ def _upgrade_names(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
         upgraded["encoder.lm_head.dense.bias"] = torch.zeros(dim)
         upgraded["encoder.lm_head.layer_norm.weight"] = torch.ones(dim)
         upgraded["encoder.lm_head.layer_norm.bias"] = torch.zeros(dim)
-    heads = {key.split(".")[1] for key in upgraded if key.startswith("classification_heads.")}
+    heads = head_names(upgraded)
     if heads:
-        warnings.warn(f"{name} has classification heads, which are left out: {', '.join(sorted(heads))}", stacklevel=3)
+        warnings.warn(f"{name} has classification heads, which are left out: {', '.join(heads)}", stacklevel=3)
     kept = {key: value for key, value in upgraded.items() if not key.startswith("classification_heads.")}
     return fairseq_files.upgrade_names(kept)
 
@@ -366,7 +377,7 @@ def _read_tokenizer(folder: Path, positions: int) -> RobertaTokenizer:
     return RobertaTokenizer(vocab=vocabulary, merges=merges, mask_token=mask, model_max_length=positions)
 
 
-def read_folder(path: str | Path) -> tuple[RobertaConfig, dict[str, Tensor], RobertaTokenizer]:
+def read_folder(path: str | Path) -> tuple[RobertaConfig, Converted, RobertaTokenizer]:
     """Reads a RoBERTa of fairseq for transformers; returns (config, state_dict of RobertaForMaskedLM, tokenizer).
 
     The ids of text are those of fairseq's `RobertaHubInterface.encode`, with one difference: transformers takes special
@@ -392,7 +403,9 @@ def read_folder(path: str | Path) -> tuple[RobertaConfig, dict[str, Tensor], Rob
             f"{folder / 'dict.txt'} does not fit {checkpoint}: with the special symbols it has {len(tokenizer)}, and "
             f"the model {config.vocab_size}; expected the dictionary that the model was trained with"
         )
-    return config, state_dict, tokenizer
+    converted = Converted(state_dict)
+    converted.left_out = head_names(weights)
+    return config, converted, tokenizer
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, words: int) -> None:

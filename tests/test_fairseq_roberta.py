@@ -18,7 +18,7 @@ from transformers import RobertaConfig, RobertaForMaskedLM, RobertaTokenizer
 from data import vocabulary
 from data.fairseq_format import Dictionary
 from errors import InputError
-from models import fairseq_roberta
+from models import encoders, fairseq_roberta
 
 PAD, MASK = 1, "<mask>"
 WORDS = "roberta.embeddings.word_embeddings.weight"
@@ -94,6 +94,15 @@ def test_a_released_folder_gives_fairseqs_ids_and_logits(tmp_path):
     tokens[[0, 1], data["masked"][:2]] = tokenizer.mask_token_id
     found = logits(build(config, state_dict), tokens)[tokens != PAD].numpy()
     np.testing.assert_allclose(found, data["logits"], atol=2e-5, rtol=1e-5)
+
+
+def test_a_classifier_says_which_heads_of_fairseq_are_left_out(tmp_path):
+    config, state_dict, _ = fairseq_roberta.read_folder(release(tmp_path / "roberta.tiny"))
+    found = encoders.classifier(config, ("a", "b", "c"), (str(tmp_path), state_dict))
+    assert found.head.rows is None and "without training" in found.head.untrained
+    assert "the head is new" in found.head.said and "heads of fairseq, which are left out: three" in found.head.said
+    words = "roberta.embeddings.word_embeddings.weight"
+    assert torch.equal(found.model.state_dict()[words], state_dict[words])
 
 
 def test_a_folder_survives_the_way_to_transformers_and_back(tmp_path):

@@ -95,8 +95,10 @@ def test_sixteen_bits_of_grey_and_of_colour_are_the_same_picture():
     [
         ("floats .mode F", lambda: saved(Image.fromarray(grey().astype(np.float32) / 65535), "TIFF")),
         ("floats .mode F", lambda: saved(Image.fromarray(grey().astype(np.float32)), "TIFF")),
-        ("32-bit numbers .mode I", lambda: saved(Image.fromarray(grey().astype(np.int32)), "TIFF")),
+        ("signed numbers", lambda: saved(Image.fromarray(grey().astype(np.int32)), "TIFF")),
+        ("32-bit numbers .mode I", lambda: tiff(grey().astype(np.uint32), 32)),
         ("signed", lambda: tiff((grey().astype(np.int32) - 32768).astype(np.int16), 16, kind=2)),
+        ("signed", lambda: tiff(grey().astype(np.int8), 8, kind=2)),
         ("of mode LAB", lambda: saved(Image.new("LAB", (9, 8)), "TIFF")),
     ],
 )
