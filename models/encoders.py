@@ -34,6 +34,7 @@ from transformers import (
 )
 from transformers.activations import GELUActivation
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+from transformers.models.deberta.modeling_deberta import DisentangledSelfAttention
 from transformers.utils import ModelOutput, logging
 
 from errors import InputError, optional_module
@@ -189,7 +190,19 @@ class ShortRows:
         return found
 
 
+class WideAttention(DisentangledSelfAttention):
+    """DeBERTa's attention in float32. Its scores in bfloat16 would be filled with float32's lowest number, which is
+    -inf there, and the rows of padding, which see nothing, would be NaN."""
+
+    def forward(self, hidden_states: Tensor, *args, **options) -> tuple[Tensor, Tensor | None]:
+        """Returns what transformers' own does, in the type of hidden_states [B, T, C]."""
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            mixed, weights = super().forward(hidden_states.float(), *args, **options)
+        return mixed.to(hidden_states.dtype), weights
+
+
 REPLACED = {nn.Dropout: layers.Dropout, nn.Linear: layers.Linear, nn.LayerNorm: layers.LayerNorm, GELUActivation: GELU}
+REPLACED |= {DisentangledSelfAttention: WideAttention}
 
 
 def fast_layers(model: PreTrainedModel, parts: int = 0) -> PreTrainedModel:

@@ -30,7 +30,13 @@ SOFT, HARD, COSINE, TEMPERATURE = 5.0, 2.0, 1.0, 2.0
 def language_model(
     settings: PreTrainedConfig, next_sentence: bool, source: tuple[str, dict[str, Tensor] | None] | None
 ) -> PreTrainedModel:
-    """Returns a model to pretrain: a new one, unless `source` gives the (folder, weights) of `encoders.load`."""
+    """Returns a model to pretrain: a new one, unless `source` gives the (folder, weights) of `encoders.load`.
+
+    Raises:
+        InputError: the next sentence is to be predicted by a BERT that does not tell the two apart.
+    """
+    if next_sentence and settings.type_vocab_size < 2:
+        raise InputError("--next-sentence needs a BERT with 2 types of tokens; the checkpoint's type_vocab_size is 1")
     pretraining = next_sentence or settings.model_type == "xlnet"
     auto_class = AutoModelForPreTraining if pretraining else AutoModelForMaskedLM
     if source is None:

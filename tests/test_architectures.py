@@ -184,6 +184,36 @@ def test_a_step_on_xla_is_transformers(kind, mesh):
     assert_all_close(of_ours, gradients, rtol=1e-3, share=1e-4, atol=1e-5 * largest)
 
 
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "deberta" else pytest.mark.slow) for kind in RUN]
+)
+def test_bfloat16_is_near_and_finite_in_training(kind, mesh):
+    """Numbers of float32 that bfloat16 has not, such as a mask's lowest, become infinite on XLA, in silence."""
+    plain, batch = new(kind), batch_of(kind)
+    ours = device.to_device(encoders.fast_layers(copy.deepcopy(plain)), mesh)
+    uploaded = {name: values.to(mesh.device) for name, values in batch.items()}
+
+    def train(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.autocast("xla", torch.bfloat16):
+            logits = encoders.logits(model, batch)
+        logits.float().square().sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad(set_to_none=True)
+        return gradients
+
+    def evaluate(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad(), torch.autocast("xla", torch.bfloat16):
+            return encoders.logits(model, batch).float()
+
+    found = device.compiled(evaluate, mesh)(ours, uploaded).cpu()
+    with torch.no_grad():
+        expected = encoders.logits(plain, batch)
+    within = 0.03 * expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0, atol=within)
+    for name, gradient in device.compiled(train, mesh)(ours.train(), uploaded).items():
+        assert torch.isfinite(gradient.cpu()).all(), name
+
+
 def test_the_page_lists_what_runs_and_what_is_refused():
     page = (ROOT / "docs/data.md").read_text()
     runs, refused = (

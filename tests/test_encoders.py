@@ -259,7 +259,7 @@ def auto(checkpoint: str, **more) -> glue_script.Config:
 
 @pytest.mark.parametrize("pooling", ["mean", "late"])
 def test_rows_without_an_example_change_neither_metrics_nor_loss(pooling, tmp_path, monkeypatch):
-    """40 examples in batches of 16: the last has 8, in training and evaluation. EuroBERT's mean is over the mask."""
+    """40 examples in batches of 16: the last has 8, in training and in evaluation. EuroBERT's mean is of the mask."""
     fewer_sentences(monkeypatch, (40, 40))
     checkpoint = folder_of("eurobert", tmp_path / "of", classifier_pooling=pooling)
     config = auto(checkpoint, lengths=(32,), batch_size=16, epochs=1, lr=1e-3, log_every=1, runs=str(tmp_path))
@@ -319,6 +319,14 @@ def test_a_pipeline_cuts_a_long_text_to_what_the_model_takes(kind, tmp_path, mes
     assert encoders.ATTENTION not in (tmp_path / "export/config.json").read_text()
     with refused("max_length is 40; expected .* to 32") if kind != "xlnet" else contextlib.nullcontext():
         glue.Encoded(glue.read("synthetic", "sst2", "validation"), classify.tokenizer, 40)
+
+
+def test_the_next_sentence_needs_two_types_of_tokens():
+    settings = encoders.configuration("bert", "tiny", tokenizer_of("bert"), LENGTH)
+    objectives.language_model(settings, True, None)
+    settings.type_vocab_size = 1
+    with refused("--next-sentence needs a BERT with 2 types of tokens; .* is 1"):
+        objectives.language_model(settings, True, None)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "xlnet"])

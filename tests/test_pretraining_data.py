@@ -335,3 +335,14 @@ def test_what_does_not_fit_is_explained():
         with pytest.raises(InputError, match=message):
             make(*arguments)
     assert len(MaskedText(pairs, 5, False, False)) == 3  # rows of pairs do as rows of one segment
+
+
+def test_a_token_that_the_tokenizer_does_not_have_is_refused():
+    bert, xlnet = bert_tokenizer(), xlnet_tokenizer()
+    masked = MaskedText(Rows(bert, 8, [[[5]], [[6, len(bert)]]]), 2, False, False)
+    permuted = PermutedText(Rows(xlnet, 12, [[[9], [10]], [[9], [len(xlnet)]]], True), 2)
+    masked.example(0, generator(0))
+    for rows, words in ((masked, len(bert)), (permuted, len(xlnet))):
+        with pytest.raises(InputError, match=f"has the token {words}, and its tokenizer {words} tokens"):
+            for epoch in range(20):
+                rows.example(1, generator(1, epoch))
