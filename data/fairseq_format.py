@@ -15,6 +15,8 @@ from errors import InputError
 BOS, PAD, EOS, UNK = 0, 1, 2, 3
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 OVERWRITE = "#fairseq:overwrite"
+PIECES = ("words", "subword_nmt", "sentencepiece")  # what the symbols of a dictionary are; fairseq's --remove-bpe
+CERTAIN, SURE, NOISE = 0.25, 0.05, 0.01  # shares of the symbols that have a mark of pieces, see Dictionary.pieces
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQ")  # magic, version, code of the type, sentences; without padding: 26 bytes
@@ -57,6 +59,31 @@ class Dictionary:
     def index(self, symbol: str) -> int:
         """Returns its id, or that of <unk> if it is not in the dictionary."""
         return self._ids.get(symbol, UNK)
+
+    def pieces(self, name: str) -> str:
+        """Returns which of PIECES the symbols are, by the marks that most of them have: "▁" in front of a word's first
+        piece (sentencepiece), "@@" after each but the last (subword-nmt), or none (words).
+
+        A mark on a single symbol, or on one of a hundred, is text. `name` is the dictionary's, for messages.
+        Raises InputError where the marks are of both sorts, or too few to tell.
+        """
+        symbols = self.symbols[len(SPECIALS) :]
+        symbols = [symbol for symbol in symbols if not symbol.startswith("madeupword")]  # which fill it up
+        marked = {
+            "sentencepiece": sum(symbol.startswith("▁") and len(symbol) > 1 for symbol in symbols),
+            "subword_nmt": sum(symbol.endswith("@@") and len(symbol) > 2 for symbol in symbols),
+        }
+        fewer, more = sorted(marked, key=marked.get)
+        count, share = marked[more], marked[more] / max(len(symbols), 1)
+        if share < CERTAIN and (count <= 1 or share <= NOISE):
+            return "words"
+        if share >= SURE and marked[fewer] * 3 <= count:
+            return more
+        counts = f"{marked['sentencepiece']} that begin with ▁ and {marked['subword_nmt']} that end with @@"
+        raise InputError(
+            f"{name} has {len(symbols)} symbols, {counts}: whether they are pieces of sentencepiece, pieces of "
+            f"subword-nmt or words cannot be told; say it with --pieces {', '.join(PIECES[:-1])} or {PIECES[-1]}"
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> "Dictionary":

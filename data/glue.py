@@ -515,7 +515,8 @@ class Encoded:
         """Returns these examples as arrays of a fixed length (L,).
 
         Args:
-            indices: int [B]; -1 is no example: a row of padding, with label 0.
+            indices: int [B]; -1 is no example: a row of padding, with label 0, of which one place is attended to. (A
+                mean over no tokens is not finite, and times 0 it still is not.)
         Returns: "input_ids" int32 [B, L], padded on the tokenizer's padding side; "attention_mask" int32 [B, L], 1 for
         tokens; "token_type_ids" int32 [B, L], the tokenizer's own where it has any (XLNet: <cls> 2, padding 3), else 0;
         "labels" int32 [B], float32 [B] in a regression.
@@ -543,9 +544,11 @@ class Encoded:
         labels = np.zeros(len(indices), self.labels.dtype)
         labels[rows] = self.labels[chosen]
         types, type_pad = (0, 0) if self._types is None else (self._types[source], self._type_pad)
+        attention = spread(1, 0)
+        attention[indices < 0, -1 if self._left else 0] = 1
         return {
             "input_ids": spread(self._ids[source], self._pad),
-            "attention_mask": spread(1, 0),
+            "attention_mask": attention,
             "token_type_ids": spread(types, type_pad),
             "labels": labels,
         }

@@ -100,6 +100,7 @@ class MaskedText:
         ids[end - 1] = self._sep
         attention = np.zeros(self.length, np.int32)
         attention[:end] = 1
+        _check_known(ids, self._ordinary, index)
 
         chosen = self._choose(ids[:end], rng)
         count = len(chosen)
@@ -201,6 +202,7 @@ class PermutedText:
         types[real.start : start] = 0
         types[start:-1] = 1
         types[-1] = 2
+        _check_known(ids, self._ordinary, index)
 
         chosen = self._choose(ids[real], rng) + real.start
         order = np.full(length, length, np.int32)
@@ -318,6 +320,15 @@ def _ordinary(tokenizer) -> np.ndarray:
     if not ordinary.any():
         raise InputError("the tokenizer has special tokens only; expected a trained one, which --tokenizer names")
     return ordinary
+
+
+def _check_known(ids: np.ndarray, ordinary: np.ndarray, index: int) -> None:
+    """Raises InputError for a token that the tokenizer does not have."""
+    if ids.max() >= len(ordinary):
+        raise InputError(
+            f"row {index} has the token {ids.max()}, and its tokenizer {len(ordinary)} tokens, 0 to "
+            f"{len(ordinary) - 1}: prepare the text again, with this tokenizer"
+        )
 
 
 def _check(text: Rows, predictions: int, side: str) -> None:

@@ -15,10 +15,11 @@ of padding) is that of the model's published vocabulary:
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import BertTokenizer, DistilBertTokenizer, PreTrainedTokenizerBase, RobertaTokenizer, XLNetTokenizer
 
 from errors import InputError
@@ -29,6 +30,11 @@ KINDS = ("bert", "distilbert", "roberta", "xlnet")
 LONGEST = 512  # tokens of a text: positions of the published models, and what XLNet was pretrained with
 MOST_CHARACTERS = 1000  # of the alphabet, as in BertWordPieceTokenizer of tokenizers
 BATCH = 1000  # lines given to the trainer at once
+LONGEST_WORD = 1000  # characters of a word that is learnt from, as in clean-corpus-n.perl of Moses
+LONG_WORD = re.compile(rf"\w{{{LONGEST_WORD + 1},}}|[^\w\s]{{{LONGEST_WORD + 1},}}")
+IDEOGRAPHS = r"\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f"  # each is a word to BERT
+LONG_WORD_BERT = re.compile(LONG_WORD.pattern.replace(r"\w{", rf"[^\W{IDEOGRAPHS}]{{"))
+LONGEST_WORDPIECES = 100  # characters of a word that WordPiece divides; a longer one is [UNK]
 
 BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ROBERTA_SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")  # and <mask>, after all others
@@ -39,6 +45,9 @@ SMALLEST = {"bert": 64, "distilbert": 64, "roberta": len(ROBERTA_SPECIALS) + 1 +
 
 def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase:
     """Learns a tokenizer for these lines of text. Uses all cores; memory grows with the number of different words.
+
+    Words of more than LONGEST_WORD characters (base64, ruled lines) are not learnt from; how many is printed. Nor are
+    those that WordPiece takes for [UNK].
 
     The same lines give the same vocabulary, but for XLNet: the Unigram trainer adds numbers up in an order that changes
     from run to run, so that pieces of almost equal scores may change places.
@@ -54,11 +63,18 @@ def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase
         raise InputError(f"kind is {kind}; expected one of {', '.join(KINDS)}")
     if size < SMALLEST[kind]:
         raise InputError(f"the vocabulary size is {size}; expected {SMALLEST[kind]} or more for {kind}")
-    lines = iter(lines)
+    lines = short = _ShortWords(lines, LONG_WORD_BERT if kind in ("bert", "distilbert") else LONG_WORD)
     first = next((line for line in lines if line.strip()), None)
     if first is None:
         raise InputError("there is no text to learn a vocabulary from; expected lines with words")
-    batches = _batches(itertools.chain([first], lines))
+    tokenizer = _learn(_batches(itertools.chain([first], lines)), kind, size)
+    if short.left_out:
+        what = f"{short.left_out:,} words of more than {LONGEST_WORD:,} characters"
+        print(f"{what} are not learnt from", flush=True)
+    return tokenizer
+
+
+def _learn(batches: Iterator[list[str]], kind: str, size: int) -> PreTrainedTokenizerBase:
     if kind == "roberta":
         vocabulary, merges = _learn_bytes(batches, size)
         mask = AddedToken("<mask>", lstrip=True, special=True)  # as published: the mask takes the space before it
@@ -93,6 +109,23 @@ def continues_word(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     return continues
 
 
+class _ShortWords:
+    """Iterates over lines without their long words, and counts these in `left_out`."""
+
+    def __init__(self, lines: Iterable[str], long_word: re.Pattern):
+        self._lines, self._long_word, self.left_out = iter(lines), long_word, 0
+
+    def __iter__(self) -> "_ShortWords":
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        if len(line) > LONGEST_WORD:
+            line, count = self._long_word.subn(" ", line)
+            self.left_out += count
+        return line
+
+
 def _batches(lines: Iterator[str]) -> Iterator[list[str]]:
     while batch := list(itertools.islice(lines, BATCH)):
         yield batch
@@ -110,7 +143,8 @@ def _learn_wordpieces(batches: Iterator[list[str]], size: int) -> list[str]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = bert.normalizer
     sign = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([bert.pre_tokenizer, sign])
+    unknown = pre_tokenizers.Split(Regex(rf"\S{{{LONGEST_WORDPIECES + 1},}}"), "removed")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([bert.pre_tokenizer, unknown, sign])
     # A character can take two places (a, ##a), and half of the vocabulary should be left for longer pieces.
     alphabet = min(MOST_CHARACTERS, size // 4)
     # More than `size`, since a merge such as "▁a" gives no piece that the characters have not given.

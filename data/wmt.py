@@ -14,6 +14,7 @@ Special symbols are fairseq's: <s> 0, <pad> 1, </s> 2, which ends every sentence
 """
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from data import splits
-from data.fairseq_format import BOS, EOS, PAD, UNK, Dictionary, MmapTokens, write_mmap
+from data.fairseq_format import BOS, EOS, PAD, SPECIALS, UNK, Dictionary, MmapTokens, write_mmap
 from data.prepare.files import read_json
 from data.remote import FINISHED, local_copy
 from errors import InputError
@@ -33,6 +34,7 @@ __all__ = [
     "EOS",
     "PAD",
     "UNK",
+    "Chosen",
     "Codec",
     "Dictionary",
     "MmapTokens",
@@ -55,13 +57,15 @@ class Codec:
         source_language, target_language: such as "en" and "de".
         source_dictionary, target_dictionary: Dictionary; one and the same object if their files are equal.
         tokenizer: tokenizers.Tokenizer of both languages, or None in a folder of fairseq-preprocess.
+        pieces: what the target's symbols are: one of fairseq_format.PIECES, by the dictionary unless it is given.
 
     Nothing of these is pickled: a worker process reads the files itself. They raise InputError if they are not there.
     """
 
-    def __init__(self, folder: str | Path, source_language: str, target_language: str):
+    def __init__(self, folder: str | Path, source_language: str, target_language: str, pieces: str = ""):
         self.folder = Path(folder)
         self.source_language, self.target_language = source_language, target_language
+        self._given_pieces = pieces
 
     @cached_property
     def source_dictionary(self) -> Dictionary:
@@ -90,34 +94,35 @@ class Codec:
         """Turns text of the source language into tokens, int64 [tokens] each, EOS last.
 
         Without a tokenizer (folders of fairseq-preprocess) the lines must be split as the folder's text was, into
-        symbols with spaces between; symbols that the dictionary does not have become <unk>.
+        symbols with spaces between; symbols that the dictionary does not have become <unk>. A line in which nothing
+        is visible (see `is_blank`) is EOS alone.
         """
+        lines = ["" if is_blank(line) else line for line in lines]
         if self.tokenizer is None:
             index = self.source_dictionary.index
             return [np.array([*map(index, line.split()), EOS], np.int64) for line in lines]
-        ids = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(lines))]
+        ids = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(lines)]
         return [np.append(self._of_tokenizer[one], EOS) for one in ids]
 
     @cached_property
     def _of_tokenizer(self) -> np.ndarray:
         """Maps each id of the tokenizer to the dictionary's: the same in a folder of make data."""
-        symbols = (self.tokenizer.id_to_token(number) for number in range(self.tokenizer.get_vocab_size()))
+        most = max(self.tokenizer.get_vocab().values())  # above the number of symbols where ids are left out
+        symbols = (self.tokenizer.id_to_token(number) for number in range(most + 1))
         return np.array([self.source_dictionary.index(symbol) for symbol in symbols], np.int64)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], unknown: str = SPECIALS[UNK]) -> str:
         """Turns tokens of the target language into text, up to the first EOS.
 
-        Pieces are joined as fairseq's --remove-bpe does it: sentencepiece's if the dictionary has any ("▁"), or
-        subword-nmt's ("@@"). <s> and <pad> are left out; <unk> is written, as fairseq-generate does.
+        Pieces are joined as fairseq's --remove-bpe does it: see `pieces`. <s> and <pad> are left out; <unk> is
+        written, as fairseq-generate does, or what `unknown` is.
         """
-        return join_symbols(_symbols(self.target_dictionary, ids), self._pieces)
+        return join_symbols(_symbols(self.target_dictionary, ids, unknown), self.pieces)
 
     @cached_property
-    def _pieces(self) -> str:
-        symbols = self.target_dictionary.symbols
-        if any(symbol.startswith("▁") for symbol in symbols):
-            return "sentencepiece"
-        return "subword_nmt" if any(symbol.endswith("@@") for symbol in symbols) else ""
+    def pieces(self) -> str:
+        given = self._given_pieces
+        return given or self.target_dictionary.pieces(str(self.folder / f"dict.{self.target_language}.txt"))
 
     def vocabulary_files(self) -> dict[str, bytes]:
         """Returns the files that a `Codec` needs in another folder: name -> content."""
@@ -131,7 +136,10 @@ class Codec:
 
 
 class Sentences:
-    """Sentences of the source language, without translations: `lengths` int32 [n, 1], `batch`, `decode`."""
+    """Sentences of the source language, without translations: `lengths` int32 [n, 1], `batch`, `decode`.
+
+    `unknown_share` is how many of the words are not in the dictionary, 0 to 1.
+    """
 
     def __init__(self, codec: Codec, lines: Sequence[str]):
         tokens = codec.encode(lines)
@@ -140,6 +148,8 @@ class Sentences:
         self._starts = np.cumsum(sizes, dtype=np.int64) - sizes
         self.lengths = np.array(sizes, np.int32).reshape(-1, 1)
         self.decode = codec.decode
+        words = self._tokens != EOS
+        self.unknown_share = float((self._tokens[words] == UNK).mean()) if words.any() else 0.0
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -151,6 +161,22 @@ class Sentences:
         return {
             "source": _rows(_Ragged(self._tokens, self._starts[indices], self.lengths[indices, 0]), there, shape[0])
         }
+
+
+class Chosen:
+    """The examples of a data set at some places: `lengths`, `batch` and their number."""
+
+    def __init__(self, examples, indices: np.ndarray):
+        self.examples, self.indices = examples, np.asarray(indices, np.int64)
+        self.lengths = examples.lengths[self.indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def batch(self, indices: np.ndarray, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """Returns the batch of the data set's examples at these of the places; -1 is none."""
+        indices = np.asarray(indices, np.int64)
+        return self.examples.batch(np.where(indices < 0, -1, self.indices[indices]), shape)
 
 
 class TranslationPairs(Codec):
@@ -166,8 +192,8 @@ class TranslationPairs(Codec):
     source: str = ""
     left_out: Sequence[str] = ()
 
-    def __init__(self, folder: str | Path, split: Split, source_language: str, target_language: str):
-        super().__init__(folder, source_language, target_language)
+    def __init__(self, folder: str | Path, split: Split, source_language: str, target_language: str, pieces: str = ""):
+        super().__init__(folder, source_language, target_language, pieces)
         self.split = split
         source, target = (self._tokens(language, check=True) for language in (source_language, target_language))
         if len(source) != len(target):
@@ -209,36 +235,49 @@ class TranslationPairs(Codec):
         there = indices >= 0
         source, target = (_Ragged(s.tokens, s.starts(indices[there]), s.sizes[indices[there]]) for s in self._sides)
         batch = _batch(source, target, there, shape)
-        for name, vocabulary in zip(("source", "target"), self._vocabulary, strict=True):
-            highest = batch[name].max(initial=0)
-            if highest >= vocabulary or batch[name].min(initial=0) < 0:
-                path = self._sides[name == "target"].path
-                what = f"the token {highest}, and its dictionary {vocabulary} symbols"
-                raise InputError(f"{path} has {what}; they do not belong together: make the folder again")
+        self._check_ids(batch["source"], batch["target"])
         return batch
 
-    def references(self) -> list[str]:
+    def _check_ids(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Raises InputError if a token is in no dictionary: XLA would take another in its place."""
+        for ids, side, vocabulary in zip((source, target), self._sides, self._vocabulary, strict=True):
+            highest = ids.max(initial=0)
+            if highest >= vocabulary or ids.min(initial=0) < 0:
+                what = f"the token {highest}, and its dictionary {vocabulary} symbols"
+                raise InputError(f"{side.path} has {what}; they do not belong together: make the folder again")
+
+    def references(self, unknown: str = SPECIALS[UNK]) -> list[str]:
         """Returns the target sentences, in order, for scoring: <split>.<language> if it is there, else tokens decoded.
 
-        Raises InputError if the text has another number of lines.
+        Raises InputError if the text has another number of lines, or a token of the split is in no dictionary.
         """
+        self._check_ids(*(side.tokens for side in self._sides))
         path = self.folder / f"{self.split}.{self.target_language}"
         if not path.exists():
-            return [self.decode(self._sides[1][index]) for index in range(len(self))]
+            return [self.decode(self._sides[1][index], unknown) for index in range(len(self))]
         lines = read_lines(path)
         if len(lines) != len(self):
             raise InputError(f"{path} has {len(lines)} lines, and there are {len(self)} pairs; make the folder again")
         return lines
 
 
-def _symbols(dictionary: Dictionary, ids: Sequence[int]) -> list[str]:
+def is_blank(line: str) -> bool:
+    """Returns whether nothing in a line is visible: no characters but spaces, control and format characters."""
+    return all(character.isspace() or unicodedata.category(character) in ("Cc", "Cf") for character in line)
+
+
+def _symbols(dictionary: Dictionary, ids: Sequence[int], unknown: str) -> list[str]:
     ids = np.asarray(ids, np.int64).reshape(-1)
     ids = ids[: np.argmax(ids == EOS)] if (ids == EOS).any() else ids
-    return [dictionary.symbols[number] for number in ids.tolist() if number not in (BOS, PAD)]
+    found = []
+    for number in ids.tolist():
+        if number not in (BOS, PAD):
+            found.append(unknown if number == UNK else dictionary.symbols[number])
+    return found
 
 
-def join_symbols(symbols: Sequence[str], pieces: str = "") -> str:
-    """Joins symbols to a sentence, as fairseq's --remove-bpe: pieces "sentencepiece", "subword_nmt", or "" (words)."""
+def join_symbols(symbols: Sequence[str], pieces: str) -> str:
+    """Joins symbols to a sentence, as fairseq's --remove-bpe; `pieces` is one of fairseq_format.PIECES."""
     if pieces == "sentencepiece":
         return "".join(symbols).replace("▁", " ").strip()
     sentence = " ".join(symbols)
@@ -318,7 +357,7 @@ class SyntheticPairs:
     def __init__(self, split: Split, size: int | None = None, seed: int = 0):
         self.split, self.seed = split, seed
         size = size or (16_384 if split == "train" else 256)
-        self.source_language, self.target_language, self.tokenizer = "w", "v", None
+        self.source_language, self.target_language, self.tokenizer, self.pieces = "w", "v", None, "words"
         words = [f"{letter}{number}" for letter in "wv" for number in range(self.WORDS)]
         self.source_dictionary = self.target_dictionary = Dictionary(words)
         self._arguments = (split, size, seed)
@@ -353,18 +392,18 @@ class SyntheticPairs:
         starts, sizes = self._starts[indices[there]], self._sizes[indices[there]]
         return _batch(_Ragged(self._source, starts, sizes), _Ragged(self._target, starts, sizes), there, shape)
 
-    def references(self) -> list[str]:
+    def references(self, unknown: str = SPECIALS[UNK]) -> list[str]:
         """Returns the target sentences as text, in order."""
         sentences = np.split(self._target, self._starts[1:])
-        return [self.decode(sentence) for sentence in sentences]
+        return [self.decode(sentence, unknown) for sentence in sentences]
 
     def encode(self, lines: Sequence[str]) -> list[np.ndarray]:
         """Turns text such as "w7 w0" into tokens, int64 [tokens] each, EOS last."""
         return [np.array([*map(self.source_dictionary.index, line.split()), EOS], np.int64) for line in lines]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], unknown: str = SPECIALS[UNK]) -> str:
         """Turns tokens into text, up to the first EOS; <s> and <pad> are left out."""
-        return join_symbols(_symbols(self.target_dictionary, ids))
+        return join_symbols(_symbols(self.target_dictionary, ids, unknown), self.pieces)
 
     def vocabulary_files(self) -> dict[str, bytes]:
         """Returns the files, see Codec.vocabulary_files."""
@@ -387,10 +426,20 @@ def _set_source(pairs: TranslationPairs, index: str) -> None:
     pairs.left_out = [name for name in names if name not in ("train", "valid", "test")]
 
 
-def open_pairs(data: str | Path, split: Split) -> TranslationPairs:
+def _languages(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the pairs of languages of files train.<source>-<target>.<source>.idx; a code may have a hyphen."""
+    pairs = set()
+    for name in names:
+        match = re.fullmatch(r"train\.([^.]+)\.([^.]+)\.idx", name)
+        if match and match[1].startswith(f"{match[2]}-"):
+            pairs.add((match[2], match[1].removeprefix(f"{match[2]}-")))
+    return sorted(pairs)
+
+
+def open_pairs(data: str | Path, split: Split, pieces: str = "") -> TranslationPairs:
     """Opens a split of the sentence pairs in a folder, or at a URL, made by make data (or the text it was made from,
     with the default output `prepared` in it) or by fairseq-preprocess. The languages are those of
-    train.<source>-<target>.<source>.idx.
+    train.<source>-<target>.<source>.idx. `pieces`: see Codec.
 
     Raises InputError: nothing of the kind is there, or files are missing, damaged or do not belong together.
     """
@@ -402,8 +451,7 @@ def open_pairs(data: str | Path, split: Split) -> TranslationPairs:
     for candidate in (folder, folder / "prepared"):
         if (candidate / "parts").exists() and not (candidate / "report.json").exists():
             raise InputError(f"{candidate} is not prepared to its end; give the same `make data` command again")
-        names = [re.fullmatch(r"train\.([^.-]+)-([^.-]+)\.(\1)\.idx", path.name) for path in candidate.glob("train.*")]
-        languages = sorted(match.group(1, 2) for match in names if match)
+        languages = _languages([path.name for path in candidate.glob("train.*")])
         if len(languages) > 1:
             listed = ", ".join("-".join(pair) for pair in languages)
             raise InputError(f"{candidate} has the language pairs {listed}; keep them in folders of their own")
@@ -414,7 +462,7 @@ def open_pairs(data: str | Path, split: Split) -> TranslationPairs:
             if split not in found:
                 has = f"no {split} split, only {', '.join(found)}"
                 raise InputError(f"{candidate} has {has}; make the folder again, with {split} text")
-            pairs = TranslationPairs(candidate, split, source, target)
+            pairs = TranslationPairs(candidate, split, source, target, pieces)
             _set_source(pairs, index)
             return pairs
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"

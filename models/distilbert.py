@@ -45,7 +45,7 @@ def begin_with_layers(student: PreTrainedModel, teacher: PreTrainedModel) -> Non
         if f"{theirs}.{kind}" in teachers
     }
     places = "distilbert.embeddings.position_embeddings.weight"
-    weights[places] = weights[places][: encoders.positions(student.config)]
+    weights[places] = weights[places][: encoders.positions(student)]
     student.load_state_dict(weights, strict=True)
 
 
@@ -68,8 +68,9 @@ def open_teacher(
         raise InputError(
             f"teacher {folder} has a width of {config.hidden_size}, its student one of {student.config.dim}"
         )
+    teacher = encoders.load(AutoModelForMaskedLM, config, None, folder)
     sizes = {
-        "positions": (encoders.positions(config), encoders.positions(student.config)),
+        "positions": (encoders.positions(teacher), encoders.positions(student)),
         "layers": (config.num_hidden_layers, student.config.n_layers),
     }
     for what, (theirs, ours) in sizes.items():
@@ -79,7 +80,6 @@ def open_teacher(
         raise InputError(
             f"teacher {folder} has a vocabulary of {config.vocab_size}, its student one of {student.config.vocab_size}"
         )
-    teacher = encoders.load(AutoModelForMaskedLM, config, None, folder)
     if initialise:
         begin_with_layers(student, teacher)
     return teacher.requires_grad_(False).eval()

@@ -33,11 +33,12 @@ from transformers import (
     XLNetConfig,
 )
 from transformers.activations import GELUActivation
-from transformers.masking_utils import bidirectional_mask_function
+from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 from transformers.utils import ModelOutput, logging
 
 from errors import InputError, optional_module
-from models import heads, layers
+from models import architectures, heads, layers
+from models.architectures import positions
 
 # Modules that one --model only needs. They are imported when it is used, so that the copy of a script for another model
 # does without them; `make copy` reads every table of this name, and therefore it is written in plain strings.
@@ -56,32 +57,54 @@ def own_module(model: str, modules: dict[str, str] = MODULES) -> ModuleType:
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, dropout=0.0, scaling=None, **_
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **more,
 ) -> tuple[Tensor, None]:
     """Computes attention with the signature of transformers' AttentionInterface.
 
     Args:
-        query, key, value: [B, H, T, D].
+        query: [B, H, T, D].
+        key, value: the same, or with fewer heads, each of which serves several queries' (Ainslie et al. 2023).
         attention_mask: as `additive_mask` returns it.
+        more: what else the model gives, see `architectures.refuse_more`.
 
     Returns:
         [B, T, H, D], and None for the weights, which are not kept.
     """
+    architectures.refuse_more(module, more)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if key.shape[1] != query.shape[1]:
+        share = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
     query, key, value = query.transpose(1, 2) * scaling, key.transpose(1, 2), value.transpose(1, 2)
     return layers.attention(query, key, value, attention_mask, dropout), None
 
 
 def additive_mask(
-    batch_size: int, kv_length: int, attention_mask: Tensor | None, device: torch.device, mask_function, **_
+    batch_size: int, kv_length: int, attention_mask: Tensor | None, device: torch.device, mask_function, **more
 ) -> Tensor:
-    """Returns what is added to the scores, float32 [B, 1, 1, T]: 0 where attention_mask [B, T] is true, else MASKED.
+    """Returns what is added to the scores, float32 [B, 1, 1, T]: 0 where attention_mask [B, T] is true, else MASKED;
+    or [B, 1, T, T] where a token sees some of the others only, such as those of a window.
 
     transformers' own mask function reads the mask from the device in the middle of the step, to leave it out where all
     values are true.
     """
     if mask_function is not bidirectional_mask_function:
-        raise ValueError(f"{ATTENTION} attention is for encoders: every token sees all that is no padding")
+        seen = sdpa_mask(
+            batch_size=batch_size,
+            kv_length=kv_length,
+            attention_mask=attention_mask,
+            device=device,
+            mask_function=mask_function,
+            **more | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+        )
+        return torch.where(seen, 0.0, layers.MASKED)
     if attention_mask is None:
         attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
     return torch.where(attention_mask, 0.0, layers.MASKED)[:, None, None, :]
@@ -173,20 +196,25 @@ def fast_layers(model: PreTrainedModel, parts: int = 0) -> PreTrainedModel:
     """Replaces the layers of an encoder by those of models/layers.py, which share its parameters; returns the model.
 
     Attention is replaced in encoders that go through transformers' AttentionInterface (BERT, RoBERTa, DistilBERT,
-    ELECTRA, …) and in XLNet. Any other encoder keeps its attention. Those of PACKED get `ShortRows`, if `parts` is a
-    multiple of the devices that share a batch: each part packs rows of its own.
+    ELECTRA, ModernBERT, …) and in XLNet. Any other encoder keeps its attention, with a mask that needs no reading.
+    Those of PACKED get `ShortRows`, if `parts` is a multiple of the devices that share a batch: each part packs rows of
+    its own.
     """
     xlnet = model.config.model_type == "xlnet"
     replaced = REPLACED | own_module("xlnet").replaced(model.config) if xlnet else REPLACED
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             few = type(child) is nn.Embedding and len(child.weight) <= 2 and child.padding_idx is None
+            if isinstance(child, nn.LayerNorm) and len(child.normalized_shape) > 1:
+                continue  # ours is over the last dimension
             if few or type(child) in replaced:
                 layer = nn.Module.__new__(FewRows if few else replaced[type(child)])
                 layer.__dict__ = dict(child.__dict__)
                 setattr(parent, name, layer)
     if model._supports_attention_backend:
         model.set_attn_implementation(ATTENTION)
+    elif not xlnet:
+        architectures.use_own_attention(model)
     if parts and model.config.model_type in PACKED:
         encoder = getattr(model.base_model, "transformer" if model.config.model_type == "distilbert" else "encoder")
         if not isinstance(encoder, ShortRows):
@@ -229,15 +257,19 @@ def configuration(kind: str, size: str, tokenizer, max_tokens: int) -> PreTraine
     raise ValueError(f"kind is {kind!r}; it must be bert, distilbert, roberta or xlnet")
 
 
-def open_checkpoint(folder: str, model: str) -> tuple[PreTrainedConfig, Weights, PreTrainedTokenizerBase]:
+def open_checkpoint(
+    folder: str, model: str, compiled: bool = True
+) -> tuple[PreTrainedConfig, Weights, PreTrainedTokenizerBase]:
     """Opens a hub id or local folder; returns its configuration, its weights if they had to be converted, and its
     tokenizer.
 
     Args:
         model: the architecture that it must have, or "auto" for any; "fairseq-roberta": fairseq's, with model.pt.
+        compiled: whether it is for a device for which a program is compiled, see `architectures.check`.
 
     Raises:
-        InputError: it cannot be read, is another architecture, or has another model's tokenizer.
+        InputError: it cannot be read, is another architecture or one that does not run here, or has another model's
+            tokenizer.
     """
     if model == "fairseq-roberta":
         config, weights, tokenizer = own_module(model).read_folder(folder)
@@ -246,11 +278,15 @@ def open_checkpoint(folder: str, model: str) -> tuple[PreTrainedConfig, Weights,
         try:
             if folder.startswith(("/", ".")) and not os.path.isdir(folder):
                 raise OSError("there is no such folder; give one, or a hub id")
-            config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(folder)
+            if model not in (config.model_type, "auto"):
+                raise InputError(f"checkpoint {folder} is a {config.model_type}, not a {model}")
+            architectures.check(folder, config, compiled)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except InputError:  # which is a ValueError
+            raise
         except (OSError, ValueError) as error:
             raise InputError(f"checkpoint {folder} cannot be read: {str(error).splitlines()[0]}") from error
-        if model not in (config.model_type, "auto"):
-            raise InputError(f"checkpoint {folder} is a {config.model_type}, not a {model}")
     if not 0 <= config.vocab_size - len(tokenizer) < PADDED_VOCABULARY:
         both = f"a model of {config.vocab_size} tokens and a tokenizer of {len(tokenizer)}"
         raise InputError(f"checkpoint {folder} has {both}; they do not belong together")
@@ -316,7 +352,8 @@ def classifier(
         InputError: as `load`; the order is stated of a head that is not there; the checkpoint's names contradict
             themselves.
     """
-    theirs, architectures = copy.deepcopy(settings), settings.architectures or []
+    theirs = copy.deepcopy(settings)
+    made_for = settings.architectures or []
     settings.num_labels = max(len(labels), 1)
     settings.problem_type = "single_label_classification" if labels else "regression"
     if labels:
@@ -336,7 +373,7 @@ def classifier(
     elif found:
         name, shape = next(iter(found.items()))
         head = heads.other(where, f"one of {shape[rows[name]]} outputs, and {settings.num_labels} are needed")
-    elif (job := [name for name in architectures if name.endswith(OTHER_JOBS)]) and not stated:
+    elif (job := [name for name in made_for if name.endswith(OTHER_JOBS)]) and not stated:
         head = heads.other(where, f"the head of a {job[0]}")
     elif labels:
         head = heads.order(where, _names(theirs, where, stated), labels, stated)
@@ -403,7 +440,7 @@ def _arrange(model: PreTrainedModel, rows: dict[str, int], head: heads.Order) ->
 def logits(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """Returns a classifier's logits [B, labels] for "input_ids", "attention_mask" and "token_type_ids" [B, T]."""
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    if model.config.model_type == "xlnet" or getattr(model.config, "type_vocab_size", 0) > 1:  # not RoBERTa's
+    if architectures.takes_types(model):
         inputs["token_type_ids"] = batch["token_type_ids"]
     if model.config.model_type == "xlnet":
         inputs["use_mems"] = False
@@ -418,20 +455,18 @@ def losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Returns an optimizer's two groups: biases and norms do not decay, as in the code of all four papers."""
+    """Returns an optimizer's two groups: biases and norms do not decay, as in the code of all four papers. A norm is
+    one by its type or by its name."""
+    norms = set()
+    for module in model.modules():
+        if architectures.is_norm(module):
+            norms.update(id(parameter) for parameter in module.parameters(recurse=False))
     groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
-        exempt = "bias" in name or "layernorm" in name.lower().replace("_", "")
+        named = "bias" in name or "layernorm" in name.lower().replace("_", "")
+        exempt = named or id(parameter) in norms
         groups[exempt]["params"].append(parameter)
     return groups
-
-
-def positions(config: PreTrainedConfig) -> float:
-    """Returns the length of the longest sequence in tokens; infinite where positions are relative."""
-    if config.model_type == "xlnet":
-        return math.inf
-    offset = config.pad_token_id + 1 if config.model_type in ("roberta", "camembert", "xlm-roberta") else 0
-    return config.max_position_embeddings - offset
 
 
 def save(
@@ -445,11 +480,17 @@ def save(
         fairseq: also writes what fairseq loads, into the folder fairseq.
     """
     logging.disable_progress_bar()
+    settings = copy.deepcopy(model.config)
+    settings._attn_implementation = None  # ours has a name that only this program knows
     with torch.device("meta"):  # so that nothing is held twice
-        on_host = type(model)(model.config)
+        on_host = type(model)(settings)
     on_host.load_state_dict(weights, assign=True)
     on_host.tie_weights()
     on_host.save_pretrained(folder)
+    longest = positions(model)
+    if longest < math.inf:  # else the model has no end, and the tokenizer's own says what it was made for
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.model_max_length = longest
     tokenizer.save_pretrained(folder)
     if fairseq:
         own_module("fairseq-roberta").write_folder(f"{folder}/fairseq", model.config, weights, tokenizer)

@@ -6,11 +6,16 @@ that weights move in both directions. v1.5 means that a bottleneck's stride is i
 libtpu 0.0.51's compiler) from 121.8 to 107.6 million cycles, without any flag; each docstring says why.
 """
 
+import json
+import re
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import InputError
+from models import heads
 
 NATIVE_NORM_DEVICES = ("cpu", "cuda")  # PyTorch runs operation by operation here, and its kernel is the fastest
 
@@ -190,15 +195,71 @@ class Normalize(nn.Module):
         return (images.permute(0, 3, 1, 2).float() - self.mean) / self.std
 
 
-def load_weights(model: ResNet, weights: dict[str, Tensor], path: str) -> None:
+def load_weights(model: ResNet, weights: dict[str, Tensor], path: str, head: heads.Order | None = None) -> None:
     """Loads torchvision's or our exported weights; a head for another number of classes stays as it was initialised.
-    Raises InputError where they are of another model; `path` is where they come from."""
-    own = model.state_dict()
+    Raises InputError where they are of another model; `path` is where they come from, `head` what `head_order` says."""
+    own, weights = model.state_dict(), dict(weights)
     for name in ("fc.weight", "fc.bias"):
-        if name in weights and weights[name].shape[0] != own[name].shape[0]:
+        if name not in weights:
+            continue
+        if weights[name].shape[0] != own[name].shape[0] or (head is not None and head.rows is None):
             weights[name] = own[name]
+        elif head is not None and head.moved:
+            weights[name] = weights[name][head.rows]
     shapes, found = ({name: tensor.shape for name, tensor in each.items()} for each in (own, weights))
     wrong = sorted(name for name in shapes | found if shapes.get(name) != found.get(name))
     if wrong:
         raise InputError(f"--weights {path} does not fit --model: {wrong[0]} and {len(wrong) - 1} more tensors differ")
     model.load_state_dict(weights)
+
+
+def head_order(
+    weights: dict[str, Tensor], metadata: dict[str, str], classes: Sequence[str], path: str, stated: Sequence[str] = ()
+) -> heads.Order:
+    """Decides by the names of the classes what becomes of the head in a weights file, see models/heads.py.
+
+    An export's metadata names its classes. torchvision's files name none: one of 1,000 is taken for ImageNet's where
+    the data has these, in the order of their WordNet ids, as folders have it.
+
+    Raises InputError where the metadata is no list of as many names as the head has rows, and where an order is stated
+    of a head for another number of classes.
+    """
+    where, bias = f"--weights {path}", weights.get("fc.bias")
+    if bias is None:
+        return heads.Order()  # another model's, which load_weights refuses
+    theirs = None
+    if "classes" in metadata:
+        try:
+            theirs = json.loads(metadata["classes"])
+        except ValueError:
+            theirs = ()
+        if not isinstance(theirs, list) or len(theirs) != len(bias):
+            what = f"{where} has a head of {len(bias)} classes and, in its metadata, not the names of so many"
+            raise InputError(f"{what}; export it again, or leave its metadata out and state them in --labels")
+    if len(bias) != len(classes):
+        named = f" ({heads.listed(theirs)})" if theirs else ""
+        counts = f"a head for {len(bias)} classes{named}, the data has {len(classes)}"
+        if stated:
+            raise InputError(f"--labels states the order of a head's classes, but {where} has {counts}")
+        return heads.other(where, counts)
+    if theirs is None and not stated and is_imagenet(classes):
+        said = (
+            f"{where} does not name its 1,000 classes: they are taken for ImageNet's, in the order of the WordNet ids"
+        )
+        return heads.Order(list(range(len(classes))), said)
+    return heads.order(where, theirs, classes, stated)
+
+
+def is_imagenet(classes: Sequence[str]) -> bool:
+    """Returns whether these are ImageNet's 1,000 classes in their usual order: folders named after WordNet's ids, or
+    names that begin as torchvision's do ("tench, Tinca tinca"), nine of ten at least."""
+    if len(classes) != 1000:
+        return False
+    if all(re.fullmatch(r"n\d{8}", name) for name in classes):
+        return list(classes) == sorted(classes)
+    from torchvision.models import ResNet50_Weights
+
+    usual = ResNet50_Weights.IMAGENET1K_V1.meta["categories"]
+    firsts = [name.partition(",")[0].strip().lower() for name in classes]
+    equal = sum(first == name.lower() for first, name in zip(firsts, usual, strict=True))
+    return equal >= 900

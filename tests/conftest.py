@@ -90,7 +90,11 @@ def run_of(mesh, tmp_path_factory):
             config = replace(getattr(trial, which), runs=str(tmp_path_factory.mktemp(name)), name=which)
             device.graph_report(reset=True)
             main, presets = watch.watched(trial.script.main, {which: ("", config)})  # as its command does
-            made[name, which] = f"{config.runs}/{which}", main(presets[which][1]), config
+            with pytest.MonkeyPatch.context() as patch:
+                if which == "alike" and trial.alike_with:
+                    trial.alike_with(patch.setattr)
+                metrics = main(presets[which][1])
+            made[name, which] = f"{config.runs}/{which}", metrics, config
         return made[name, which]
 
     return get

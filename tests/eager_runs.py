@@ -50,6 +50,8 @@ def main(name: str, folder: str, runs: list[str]) -> None:
             continue
         run, _, stop = run.partition(" by ")
         config = replace(configs[run], device=os.environ.get("DEVICE") or "cpu", runs=f"{folder}/{run}", name="run")
+        if run == "alike" and trial.alike_with:
+            trial.alike_with()
         if stop:
             stop_at(*stops[stop], trial.script.main, config)
         else:

@@ -114,6 +114,15 @@ cli.run(script.main, script.PRESETS)
 """
 
 
+# The command line of a script, below what a test has put before it.
+PLAIN = """
+from train import {script} as script
+from train.common import cli
+
+cli.run(script.main, script.PRESETS)
+"""
+
+
 class Stop(NamedTuple):
     """A signal that a process gets when it logs `step`, once the checkpoint of step `saved` exists."""
 
@@ -143,11 +152,22 @@ def environment(devices: int = 4, **variables: str) -> dict[str, str]:
     return {**os.environ, "CPU_NUM_DEVICES": str(devices), **variables}
 
 
-def start(script: ModuleType, config: Any, devices: int = 4, stop: Stop | None = None) -> tuple[int, str]:
-    """Trains in a process of its own, with a worker process if it is stopped: (exit code, output)."""
+def start(
+    script: ModuleType, config: Any, devices: int = 4, stop: Stop | None = None, before: str = ""
+) -> tuple[int, str]:
+    """Trains in a process of its own, with a worker process if it is stopped: (exit code, output).
+
+    Args:
+        before: Python code that the process runs first.
+    """
     name = script.__name__.rpartition(".")[2]
     path = f"{config.runs}/{config.name}"
-    program = ["-c", STOPPED.format(script=name, path=path, **stop._asdict())] if stop else ["-m", script.__name__]
+    if stop:
+        program = ["-c", before + STOPPED.format(script=name, path=path, **stop._asdict())]
+    elif before:
+        program = ["-c", before + PLAIN.format(script=name)]
+    else:
+        program = ["-m", script.__name__]
     process = subprocess.run(
         [sys.executable, *program, "tiny", *flags(config, script.TINY), "--workers", "1" if stop else "0"],
         env=environment(devices),

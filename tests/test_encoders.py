@@ -1,7 +1,10 @@
 """models/encoders.py against transformers' own models: the same parameters, logits and files. Losses and gradients are
 in test_objectives.py."""
 
+import contextlib
 import functools
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers import equal
+from helpers import equal, fewer_sentences, losses
 from model_helpers import fast, randomized
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,6 +21,8 @@ from transformers import PreTrainedModel
 from data import glue, vocabulary
 from errors import InputError
 from models import encoders, layers, objectives, xlnet
+from train import glue as glue_script
+from train import pretrain
 from train.common import device, loading
 
 DENSE = "bert.encoder.layer.1.output.dense.weight"  # one of the encoder's
@@ -82,7 +87,7 @@ def test_fast_layers_keep_class_parameters_keys_and_files(kind, tmp_path):
 def test_padding_changes_no_logits_whatever_stands_in_it(kind):
     tokenizer, model, lengths = tokenizer_of(kind), new(kind, "classifier"), pairs(kind).lengths[:ROWS].tolist()
     padded = batch_of(kind, LONGER)
-    assert encoders.positions(model.config) == (float("inf") if kind == "xlnet" else LONGER)
+    assert encoders.positions(model) == (float("inf") if kind == "xlnet" else LONGER)
     ends = padded["attention_mask"][:, [0, -1]].sum(0).tolist()
     assert ends == ([0, ROWS] if kind == "xlnet" else [ROWS, 0])
     # The same rows, with words in place of the padding.
@@ -234,3 +239,94 @@ def test_an_xlnet_with_other_distances_is_refused():
         setattr(model.config, name, value)
         with pytest.raises(InputError, match=f"{name}={value!r}; expected"):
             encoders.fast_layers(model)
+
+
+def folder_of(model_type: str, folder: Path, **settings) -> str:
+    """A checkpoint of two layers with the trial's BERT tokenizer."""
+    tokenizer = tokenizer_of("bert")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "bos_token_id": 2, "eos_token_id": 3}
+    config = transformers.AutoConfig.for_model(model_type, **sizes | words | settings)
+    torch.manual_seed(0)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def auto(checkpoint: str, **more) -> glue_script.Config:
+    return replace(glue_script.TINY, model="auto", checkpoint=checkpoint, task="mrpc", **more)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "late"])
+def test_rows_without_an_example_change_neither_metrics_nor_loss(pooling, tmp_path, monkeypatch):
+    """40 examples in batches of 16: the last has 8, in training and evaluation. EuroBERT's mean is over the mask."""
+    fewer_sentences(monkeypatch, (40, 40))
+    checkpoint = folder_of("eurobert", tmp_path / "of", classifier_pooling=pooling)
+    config = auto(checkpoint, lengths=(32,), batch_size=16, epochs=1, lr=1e-3, log_every=1, runs=str(tmp_path))
+    metrics = glue_script.main(replace(config, name="run"))
+    assert len(losses(tmp_path / "run")) == 3 and np.isfinite(losses(tmp_path / "run")).all()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/export").eval()
+    examples = glue.read("synthetic", "mrpc", "validation")
+    logits = []
+    for pair in zip(examples.first, examples.second, strict=True):
+        row = tokenizer_of("bert")(*pair, truncation=True, max_length=32, return_tensors="pt")
+        with torch.no_grad():
+            logits.append(model(input_ids=row["input_ids"], attention_mask=row["attention_mask"]).logits)
+    logits, labels = torch.cat(logits), torch.tensor(examples.labels)
+    expected = glue.score("mrpc", logits.argmax(1).numpy(), examples.labels)
+    assert metrics == pytest.approx(expected | {"loss": F.cross_entropy(logits, labels).item()}, rel=1e-4)
+
+
+def test_rows_that_are_longer_than_the_built_models_positions_are_refused(tmp_path):
+    """data2vec's positions begin after the padding's: of a table of 34, with the padding 0, 33 remain."""
+    checkpoint = folder_of("data2vec-text", tmp_path / "of", max_position_embeddings=34)
+    config = glue_script.validate(auto(checkpoint, lengths=(33,)))
+    assert glue_script.open_data(config).model.config.model_type == "data2vec-text"
+    with refused("--lengths go up to 34; the model has 33 positions"):
+        glue_script.open_data(replace(config, lengths=(34,)))
+
+
+def test_a_token_outside_of_the_models_table_is_refused_on_the_host(tmp_path, mesh):
+    """A tokenizer whose numbers have a hole: as many tokens as the model has rows, and one number is above."""
+    folder = Path(folder_of("bert", tmp_path / "of"))
+    description = json.loads((folder / "tokenizer.json").read_text())
+    words = description["model"]["vocab"]
+    assert "the" in words
+    words["the"] = len(words) + 7
+    (folder / "tokenizer.json").write_text(json.dumps(description))
+    config = glue_script.validate(auto(str(folder), lengths=(32,)))
+    data = glue_script.open_data(config)
+    with refused(rf"input_ids has {len(words) + 7} .row \d+ of a batch., and the model has {len(words)} of them"):
+        glue_script.check_evaluation(data, config, mesh)
+
+
+def export(kind: str, folder: Path, mesh: device.Mesh) -> str:
+    """A trial's model, not trained, as train.glue exports it."""
+    config = glue_script.validate(replace(glue_script.TINY, model=kind))
+    data = glue_script.open_data(config)
+    state = glue_script.State(encoders.fast_layers(data.model), None)
+    glue_script.export(str(folder), state, data, mesh)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "roberta", "fairseq-roberta", "xlnet"])
+def test_a_pipeline_cuts_a_long_text_to_what_the_model_takes(kind, tmp_path, mesh):
+    folder = export(kind, tmp_path / "export", mesh)
+    classify = transformers.pipeline("text-classification", model=folder, device="cpu")
+    assert classify.tokenizer.model_max_length == (512 if kind == "xlnet" else 32)
+    (answer,) = classify(["the dog, one of six, then " * 40], truncation=True)
+    assert answer["label"] in ("negative", "positive")
+    assert encoders.ATTENTION not in (tmp_path / "export/config.json").read_text()
+    with refused("max_length is 40; expected .* to 32") if kind != "xlnet" else contextlib.nullcontext():
+        glue.Encoded(glue.read("synthetic", "sst2", "validation"), classify.tokenizer, 40)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "xlnet"])
+def test_what_was_pretrained_says_how_long_a_text_it_takes(kind, tmp_path, mesh):
+    config = pretrain.validate(replace(pretrain.TINY, model=kind))
+    data = pretrain.open_data(config)
+    state = pretrain.State(encoders.fast_layers(data.model), None, None)
+    pretrain.export(str(tmp_path / "export"), state, data, config, mesh)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert tokenizer.model_max_length == (512 if kind == "xlnet" else pretrain.SYNTHETIC_LENGTH)
+    assert data.train.text.tokenizer.model_max_length == 512  # of the data, which is as it was

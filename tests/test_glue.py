@@ -3,7 +3,9 @@ tools load the export. What it shares with the other scripts is in test_scripts.
 
 import copy
 import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,9 +194,72 @@ def test_training_goes_on_from_an_export_and_without_its_weights_it_begins_anew(
     assert model.config.vocab_size == len(tokenizer)
 
 
+def reordered(path: str, to: Path, names: dict[int, str]) -> str:
+    """The run's export as another library might have left it: the rows of its head in the other order, and named so."""
+    shutil.copytree(f"{path}/export", to)
+    model = AutoModelForSequenceClassification.from_pretrained(to)
+    with torch.no_grad():
+        for parameter in (model.classifier.weight, model.classifier.bias):
+            parameter.copy_(parameter.flip(0))
+    model.config.id2label, model.config.label2id = names, {name: number for number, name in names.items()}
+    model.save_pretrained(to)
+    return str(to)
+
+
+def answers(folder: str, names: dict[str, int]) -> np.ndarray:
+    """The classes that transformers' pipeline finds in the synthetic task."""
+    classify = transformers.pipeline("text-classification", model=folder, device="cpu")
+    found = classify(glue_data.read("synthetic", "sst2", "validation").first, batch_size=64)
+    return np.array([names[answer["label"]] for answer in found])
+
+
+@pytest.mark.parametrize("names", [{0: "positive", 1: "negative"}, {0: "POSITIVE", 1: "Negative"}])
+def test_a_checkpoint_whose_classes_have_another_order_is_evaluated_by_their_names(names, trained, tmp_path, capsys):
+    path, metrics, config = trained
+    labels = glue_data.read("synthetic", "sst2", "validation").labels
+    folder = reordered(path, tmp_path / "theirs", names)
+    accuracy = (answers(folder, {name: names[0] == name for name in names.values()}) == labels).mean()
+    assert accuracy == metrics["accuracy"] > 0.9
+    config = replace(config, checkpoint=folder, lr=0.0, epochs=0.1, runs=str(tmp_path), name="run")
+    assert glue.main(config)["accuracy"] == accuracy
+    assert f"order {names[0]}, {names[1]}, the data negative, positive" in capsys.readouterr().out
+    ours = answers(f"{tmp_path}/run/export", {"negative": 0, "positive": 1})
+    assert (ours == labels).mean() == accuracy
+
+
+def test_classes_without_names_are_stated_or_trained_in_an_order_that_is_said(trained, tmp_path, capsys, refused):
+    path, metrics, config = trained
+    folder = reordered(path, tmp_path / "theirs", {0: "LABEL_0", 1: "LABEL_1"})
+    flags = f"tiny --checkpoint {folder} --lr 0 --epochs 0.1"
+    refused(glue, flags, "does not name the 2 classes.*without training.*--labels negative,positive")
+    refused(glue, f"{flags} --labels good,bad", "--labels is good,bad; expected negative,positive")
+    config = replace(config, checkpoint=folder, lr=0.0, epochs=0.1, runs=str(tmp_path), name="stated")
+    assert glue.main(replace(config, labels="Positive, negative"))["accuracy"] == metrics["accuracy"]
+    assert set(transformers.AutoConfig.from_pretrained(f"{tmp_path}/stated/export").label2id) == {
+        "negative",
+        "positive",
+    }
+    capsys.readouterr()
+    glue.main(replace(config, lr=1e-9, name="trained"))
+    assert "taken to be in the order negative, positive" in capsys.readouterr().out
+    names = transformers.AutoConfig.from_pretrained(f"{tmp_path}/trained/export").id2label
+    assert names == {0: "negative", 1: "positive"}
+
+
+def test_a_head_for_other_classes_is_trained_anew_and_not_evaluated(trained, tmp_path, capsys, refused):
+    path, _, config = trained
+    folder = reordered(path, tmp_path / "theirs", {0: "spam", 1: "ham"})
+    refused(glue, f"tiny --checkpoint {folder} --lr 0", "classes spam, ham.*negative, positive.*without training")
+    glue.main(replace(config, checkpoint=folder, epochs=0.1, runs=str(tmp_path), name="run"))
+    assert re.search("the head is new: .* spam, ham, .* negative, positive", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [
+        ("--labels negative,positive", "--labels is negative,positive; it is for the head of a --checkpoint"),
+        ("--labels negative,positive --checkpoint EXPORT --no-pretrained", "for the head of a --checkpoint"),
+        ("--labels a,b --task stsb --checkpoint EXPORT", "stsb is a regression and has no classes"),
         ("--epochs inf", "--epochs is inf.*below inf"),
         ("--warmup 1", "--warmup is 1.*below 1"),
         ("--lengths 32 16", r"--lengths are \(32, 16\).*must rise"),

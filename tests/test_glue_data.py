@@ -335,6 +335,10 @@ def test_batches_are_what_transformers_pads_and_examples_travel_without_the_toke
     expected["labels"] = examples.labels[indices]
     paddings = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "token_type_ids": type_padding, "labels": 0}
     assert batch.keys() == paddings.keys()
+    # A row without an example attends to one place, where another row has a token: a mean over none is not finite.
+    attended = batch["attention_mask"][2]
+    assert attended.sum() == 1 and attended[-1 if tokenizer.padding_side == "left" else 0] == 1
+    batch["attention_mask"][2] = 0
     for name, padding in paddings.items():
         assert batch[name].dtype == np.int32
         np.testing.assert_array_equal(batch[name], np.insert(expected[name], 2, padding, axis=0), err_msg=name)

@@ -58,6 +58,14 @@ def test_the_package_is_found_or_what_to_do_is_said(monkeypatch, tmp_path):
         with pytest.raises(InputError, match=message):
             libtpu.installed(version)
 
+    # A library on its own is told by its path, also where no other is installed.
+    alone = tmp_path / "on/its own/libtpu.so"
+    assert libtpu.version(alone) == str(alone)
+    with monkeypatch.context() as patch:
+        patch.setattr(libtpu, "FOLDER", tmp_path / "nothing")
+        patch.setattr(libtpu.importlib.util, "find_spec", lambda name: None)
+        assert libtpu.version(alone) == str(alone)
+
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
     with pytest.raises(InputError, match=r"TPU_LIBRARY_PATH=.*libtpu.so is not a file"):
         libtpu.find()

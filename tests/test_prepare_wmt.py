@@ -171,6 +171,7 @@ def test_every_reason_is_counted_and_the_right_pairs_stay(tmp_path):
         "not_text": [("12 13 14 ba", "ba di lo mu"), ("ba di lo", "3.1 / 7 -- ||"), ("\u200b", "zwei")],
         "duplicate": [pairs[3], (pairs[3][0].replace(" ", "  "), pairs[3][1]), pairs[49]],
         "length_ratio": [("ba di lo mu ne ga hi", "ba"), ("x y z u", "Q W")],
+        "long_word": [("ba di " + "lo" * 501, "mu ne"), ("mu ne", "Q" * 80_000)],
     }
     added = [pair for of_reason in strange.values() for pair in of_reason]
     order = np.random.default_rng(0).permutation(len(added))
@@ -187,8 +188,47 @@ def test_every_reason_is_counted_and_the_right_pairs_stay(tmp_path):
     flags = {"max_tokens": 1000, "ratio": 0, "letters": 0, "keep_duplicates": True}
     report = prepare(data, tmp_path / "all", **flags)
     dropped = {reason: count for reason, count in report["train"]["dropped"].items() if count}
-    assert dropped == {"empty": 4, "identical": 1}
-    assert report["train"]["pairs"] == len(train) - 5 == len(open_pairs(tmp_path / "all", "train"))
+    assert dropped == {"empty": 4, "identical": 1, "long_word": 2}
+    assert report["train"]["pairs"] == len(train) - 7 == len(open_pairs(tmp_path / "all", "train"))
+
+
+JUNK = "".join(np.random.default_rng(0).choice(list("qxzjk"), 80_000))
+PAIR = sentences(1)[0], translated(sentences(1))[0]
+DROPPED = {
+    "long_word": [("ba di", f"mu {JUNK}")],
+    "too_long": [("ba di lo", " ".join(JUNK[start : start + 5] for start in range(0, 5000, 5)))],
+    "too_long, in pieces": [("ba di " + JUNK[:900], "mu ne " + JUNK[900:1800])],
+    "length_ratio": [("zq " * 40 + "q\u4e16\u754c" * 9, "ba")],
+    "duplicate": [(f"{PAIR[0]} \u4e16\u754c", f"{PAIR[1]} \u4e16\u754c")] * 40,
+}
+
+
+@pytest.mark.parametrize("reason", DROPPED)
+def test_nothing_is_learnt_from_a_pair_that_is_dropped(reason, tmp_path, capsys):
+    lines = [line for line in sentences(200) if len(line) > 20]
+    train = [*zip(lines, translated(lines), strict=True), *DROPPED[reason][:1] * (reason == "duplicate")]
+    for name, pairs in (("clean", train), ("dirty", train + DROPPED[reason])):
+        texts = {f"train_{k}": list(side) for k, side in zip(("en", "de"), zip(*pairs, strict=True), strict=True)}
+        report = prepare(pair_corpus(tmp_path / name, **texts), tmp_path / name / "out", coverage=0.999)
+        dropped = {"clean": 0, "dirty": len(DROPPED[reason])}[name]
+        assert (
+            report["train"]["dropped"][reason.partition(",")[0]] == dropped == sum(report["train"]["dropped"].values())
+        )
+        assert report["learnt_from_pairs"] == len(train) == report["train"]["pairs"]
+    for file in ("tokenizer.json", "dict.en.txt", "train.en-de.en.bin"):
+        assert (tmp_path / "dirty/out" / file).read_bytes() == (tmp_path / "clean/out" / file).read_bytes(), file
+    if reason in ("too_long, in pieces", "length_ratio"):
+        assert f"1 of {len(train) + 1} pairs are not learnt from: they are dropped for their" in capsys.readouterr().out
+
+
+def test_languages_may_have_a_hyphen(tmp_path):
+    train, valid = sentences(30), sentences(7, 1)
+    for name, lines in (("train", train), ("valid", valid)):
+        write_lines(tmp_path, f"{name}.en", lines)
+        write_lines(tmp_path, f"{name}.pt-BR", translated(lines))
+    prepare(tmp_path, tmp_path / "out", target="pt-BR")
+    pairs = open_pairs(tmp_path / "out", "valid")
+    assert (pairs.target_language, pairs.references()) == ("pt-BR", translated(valid))
 
 
 def test_marks_of_letters_are_letters():

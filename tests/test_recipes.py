@@ -14,6 +14,7 @@ import sklearn.metrics
 import timm
 import torch
 import torch.nn.functional as F
+import torchvision
 from helpers import fewer_sentences
 from torch import Tensor, nn
 
@@ -133,18 +134,45 @@ def test_tables_and_network_of_dlrm_have_optimizers_with_the_same_numbers(name, 
     bags = embedding.ShardedEmbeddingBags
 
     def recorded(tables, dim, mesh, update, *options):
-        made.append((update, options[0]))
+        made.append((update, options[:2]))
         return bags(tables, dim, mesh, update, *options)
 
     monkeypatch.setattr(embedding, "ShardedEmbeddingBags", recorded)
     clicks = criteo.SyntheticClicks("train", 64, table_rows=(30, 40), lookups=(1, 2), num_dense=3)
-    config = replace(dlrm.TINY, optimizer=name, lr=0.125)
+    config = replace(dlrm.TINY, optimizer=name, lr=0.125, seed=3)
     optimizer = dlrm.build(config, dlrm.Data(clicks, clicks), mesh).optimizer
     assert type(optimizer) is kind
     assert settings(optimizer, *numbers) == [tuple(numbers.values())]
-    ((update, lr),) = made
-    assert type(update) is embedding.OPTIMIZERS[name] and lr == 0.125
+    ((update, (lr, seed)),) = made
+    assert type(update) is embedding.OPTIMIZERS[name] and (lr, seed) == (0.125, 3)
     assert {name: getattr(update, name) for name in of_tables} == of_tables
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_transformer_has_the_dropout_and_the_embeddings_that_its_flags_say(mesh):
+    pairs = wmt.SyntheticPairs("train", 16)
+    for share, tensors in (("all", 1), ("decoder", 2), ("none", 3)):
+        config = replace(transformer.TINY, dropout=0.25, share_embeddings=share)
+        model = transformer.build(config, transformer.Data(pairs, {}), mesh).model
+        assert {module.arch.dropout for module in model.modules() if hasattr(module, "arch")} == {0.25}
+        tables = model.encoder.embed_tokens, model.decoder.embed_tokens, model.decoder.output_projection
+        assert len({id(table.weight) for table in tables}) == tensors
+
+
+def test_resnets_images_are_normalized_as_its_export_says(mesh):
+    """With ImageNet's numbers, as torchvision's weights have it."""
+    normalize = resnet50.build(resnet50.TINY, resnet50.open_data(resnet50.TINY), mesh).normalize
+    pixels = torch.randint(256, (1, 4, 4, 3), dtype=torch.uint8)
+    found = normalize.to("cpu")(pixels)
+    expected = torchvision.transforms.functional.normalize(
+        pixels[0].permute(2, 0, 1) / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    )
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+
+
+# ---- clipping --------------------------------------------------------------------------------------------------------
 
 
 def moved(script: Any, config: Any, gradient: Tensor) -> float:
@@ -246,6 +274,7 @@ class Rehearsal:
     tables: list[float] = field(default_factory=list)  # of DLRM's tables
     training: list[bool] = field(default_factory=list)  # whether the model was in training mode, likewise
     logged: list[tuple[int, float]] = field(default_factory=list)  # (step, examples so far)
+    evaluated: list[int] = field(default_factory=list)  # steps
 
 
 LOSS = {"loss": torch.tensor(1.0)}
@@ -272,7 +301,7 @@ def rehearse(monkeypatch):
     def run(script, config, crash_at=0):
         found.__init__()
         every = getattr(config, "update_every", 1)
-        build, log = script.build, script.Run.log
+        build, log, evaluation = script.build, script.Run.log, script.Run.evaluation
 
         def built(*options):
             state = build(*options)
@@ -292,14 +321,19 @@ def rehearse(monkeypatch):
             found.logged.append((step, values["examples"]))
             log(self, step, **values)
 
+        def evaluated(self, step, **metrics):
+            found.evaluated.append(step)
+            evaluation(self, step, **metrics)
+
         with monkeypatch.context() as patch:
             patch.setattr(script, "build", built)
-            patch.setattr(script, "evaluate", lambda *_: METRICS)
-            patch.setattr(script, "export", lambda *_: None)
+            patch.setattr(script, "evaluate", lambda *_, **__: METRICS)
+            patch.setattr(script, "export", lambda *_, **__: None)
             patch.setattr(script.Run, "log", logged)
-            patch.setattr(device, "compiled", lambda *_: Step(1))
-            patch.setattr(many_steps, "compiled", lambda *_: Step(1))
-            patch.setattr(accumulate, "AccumulatedStep", lambda *_: Step(every))
+            patch.setattr(script.Run, "evaluation", evaluated)
+            patch.setattr(device, "compiled", lambda *_, **__: Step(1))
+            patch.setattr(many_steps, "compiled", lambda *_, **__: Step(1))
+            patch.setattr(accumulate, "AccumulatedStep", lambda *_, **__: Step(every))
             patch.setattr(device, "seed_step", seeded)
             patch.setattr(device, "set_lr", set_lr)
             if crash_at:
@@ -368,6 +402,29 @@ def test_a_line_of_metrics_counts_the_examples_so_far(loop, rehearse):
         examples = found[0][1]  # tokens: the mean of a batch
         assert 1 < examples < 2 * 1024
     assert found == [(step, step * examples) for step in (1, 2, 3, 4)]
+
+
+@every_loop
+def test_it_evaluates_every_so_many_updates_and_after_the_last(loop, rehearse):
+    script, config, _ = loop
+    if script is not resnet50:  # which counts epochs
+        config = replace(config, eval_every=3)
+    assert rehearse(script, config).evaluated == ([4] if script is resnet50 else [3, 4])
+
+
+def test_scripts_that_count_epochs_train_and_evaluate_for_so_many(rehearse, tmp_path, monkeypatch):
+    fewer_sentences(monkeypatch, (44, 16))
+    monkeypatch.setattr(resnet50, "SYNTHETIC_TRAIN", 128 + 63)
+    monkeypatch.setattr(dlrm, "SYNTHETIC_TRAIN", 3 * 256 + 255)
+    options = {"log_every": 1, "runs": str(tmp_path)}
+    config = glue.validate(replace(glue.TINY, lengths=(32,), batch_size=16, epochs=1.5, **options))
+    found = rehearse(glue, replace(config, name="glue"))  # three batches an epoch, the last of which is not full
+    assert len(found.seeds) == 5 and found.evaluated == [3, 5]
+    found = rehearse(resnet50, replace(resnet50.TINY, epochs=5, eval_every=2, name="resnet50", **options))
+    assert len(found.seeds) == 10 and found.evaluated == [4, 8, 10]
+    config = replace(dlrm.TINY, epochs=2, **options)
+    assert rehearse(dlrm, replace(config, name="dlrm")).evaluated == [3, 6]
+    assert rehearse(dlrm, replace(config, eval_every=4, name="other")).evaluated == [4, 6]
 
 
 def test_dlrm_drops_nothing_at_random_and_its_tables_have_the_networks_rate(rehearse, tmp_path, monkeypatch):

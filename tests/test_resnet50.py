@@ -18,7 +18,7 @@ from helpers import DUMP, crash, environment, losses, page_code, read_program, s
 
 from data import imagenet
 from errors import InputError
-from models.resnet import Normalize, ResNet, load_weights, resnet
+from models.resnet import Normalize, ResNet, head_order, load_weights, resnet
 from tpu.compiler import hlo
 from train import resnet50
 from train.common import device, files
@@ -48,6 +48,99 @@ def test_an_export_is_torchvisions_and_weights_start_from_it_with_a_new_head_for
         assert torch.equal(new.fc.weight, weights["fc.weight"] if classes == 12 else head)
     with pytest.raises(InputError, match=f"--weights {file} does not fit --model: .* more tensors differ"):
         load_weights(resnet("resnet101", 12), weights, file)
+
+
+@pytest.fixture(scope="module")
+def textures(tmp_path_factory):
+    """Two folders of the same pictures of ten classes: their names are in one order in the first, in another in the
+    second. And the names of the second in the order of the first."""
+    folder = tmp_path_factory.mktemp("textures")
+    rng, names = np.random.default_rng(0), {}
+    for split, count in (("train", 130), ("val", 60)):
+        images = imagenet.SyntheticImages(count, 32, 10, 0, "train")
+        for index in range(count):
+            pixels, label = images.example(index, rng).values()
+            names[label] = f"{(label * 7 + 3) % 10} texture"
+            for of, name in (("one", f"Texture {label}"), ("two", names[label])):
+                path = folder / of / split / name / f"{index:03d}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                PIL.Image.fromarray(pixels).save(path)
+    return folder, [names[label] for label in range(10)]
+
+
+def renamed(file: str, to, names: list[str] | None) -> str:
+    """The same weights with other names of their classes, or with none, as torchvision's."""
+    weights, metadata = files.load_with_metadata(file)
+    metadata = {} if names is None else metadata | {"classes": json.dumps(names)}
+    files.save_weights(str(to), weights, metadata)
+    return str(to)
+
+
+def test_weights_are_evaluated_by_the_names_of_their_classes(textures, run_of, tmp_path, capsys, refused):
+    """The trial's export knows the textures; the second folder has its names, in another order of files and classes."""
+    (folder, names), (path, *_) = textures, run_of("resnet50")
+    export = f"{path}/export/model.safetensors"
+    still = replace(resnet50.TINY, lr=0.0, epochs=1, warmup_epochs=0.5, runs=str(tmp_path))
+
+    def evaluated(data: str, weights: str, name: str, **changes) -> float:
+        config = replace(still, data=f"{folder}/{data}", weights=weights, name=name, **changes)
+        return resnet50.main(config)["top1"]
+
+    expected = evaluated("one", export, "as it is")  # in any case: texture 0, Texture 0
+    assert expected > 0.8 and "--weights" not in capsys.readouterr().out
+    same = pytest.approx(expected, abs=0.1)  # the statistics of its norms go on, in another order of pictures
+    theirs = renamed(export, tmp_path / "named.safetensors", names)
+    assert evaluated("two", theirs, "named") == same
+    assert f"in the order {names[0]}, {names[1]}" in capsys.readouterr().out
+    again = f"{tmp_path}/named/export/model.safetensors"
+    assert json.loads(files.load_with_metadata(again)[1]["classes"]) == sorted(names)
+    assert evaluated("two", again, "again") == same
+
+    nameless = renamed(export, tmp_path / "nameless.safetensors", None)
+    flags = f"tiny --lr 0 --weights {nameless} --data {folder}/two"
+    refused(resnet50, flags, "nameless.safetensors does not name the 10 classes.*without training.*--labels")
+    assert evaluated("two", nameless, "stated", labels=",".join(names)) == same
+    capsys.readouterr()
+    evaluated("one", nameless, "trained", lr=1e-9)
+    assert "taken to be in the order Texture 0, Texture 1" in capsys.readouterr().out
+    refused(resnet50, f"tiny --lr 0 --weights {export} --data {folder}/two", "classes texture 0, .*without training")
+    evaluated("two", export, "other", lr=1e-9)
+    assert re.search("the head is new: .*classes texture 0.*the data has .* texture", capsys.readouterr().out)
+    refused(resnet50, f"{flags} --labels a,b", "--labels is a,b; expected 0 texture,1 texture")
+    refused(resnet50, f"tiny --labels a,b --data {folder}/two", "--labels is a,b; it is for the head of --weights")
+
+
+def test_a_head_follows_the_names_of_its_classes_to_the_logit():
+    torch.manual_seed(0)
+    theirs, classes = resnet("resnet_tiny", 4).eval(), ["ant", "bee", "cat", "dog"]
+    metadata = {"classes": json.dumps(["Dog", "ANT", "cat", "bee"])}
+    head = head_order(theirs.state_dict(), metadata, classes, "file")
+    ours = resnet("resnet_tiny", 4).eval()
+    load_weights(ours, theirs.state_dict(), "file", head)
+    images = torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(ours(images), theirs(images)[:, [1, 3, 2, 0]])
+    other = head_order(theirs.state_dict(), {"classes": json.dumps(["ant", "bee", "cat", "eel"])}, classes, "file")
+    new = resnet("resnet_tiny", 4)
+    first = new.fc.weight.clone()
+    load_weights(new, theirs.state_dict(), "file", other)
+    assert torch.equal(new.fc.weight, first) and torch.equal(new.conv1.weight, theirs.conv1.weight)
+    for wrong in ("no JSON", json.dumps(["ant"]), json.dumps({"ant": 0})):
+        with pytest.raises(InputError, match="in its metadata, not the names of so many"):
+            head_order(theirs.state_dict(), {"classes": wrong}, classes, "file")
+    with pytest.raises(InputError, match="--labels states the order .* for 4 classes, the data has 2"):
+        head_order(theirs.state_dict(), {}, ["a", "b"], "file", ["a", "b"])
+
+
+def test_torchvisions_weights_have_imagenets_order_where_the_data_has():
+    weights, ids = {"fc.bias": torch.zeros(1000)}, [f"n{number:08d}" for number in range(1000)]
+    names = [f"{name}, and so on" for name in torchvision.models.ResNet50_Weights.IMAGENET1K_V1.meta["categories"]]
+    for classes in (ids, names):
+        head = head_order(weights, {}, classes, "resnet50.safetensors")
+        assert head.rows == list(range(1000)) and not head.untrained
+        assert "resnet50.safetensors does not name its 1,000 classes: they are taken for ImageNet's" in head.said
+    for classes in (sorted(names), [f"class {number}" for number in range(1000)]):
+        assert "does not name the 1000 classes" in head_order(weights, {}, classes, "file").untrained
 
 
 @pytest.mark.parametrize("name", ["resnet50", "resnet_tiny"])
@@ -113,6 +206,17 @@ def test_an_image_that_is_evaluated_first_or_last_is_read_before_step_1(broken, 
         path.write_bytes(b"")
     refused(resnet50, f"tiny {flags} --skip-broken", "none of the first and last images of the evaluation split")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("label", [0.73, [0.25, 0.75]])
+def test_labels_that_are_no_classes_are_refused_by_the_loss_that_is_for_classes(label, tmp_path, monkeypatch, mesh):
+    class Own(imagenet.SyntheticImages):
+        def example(self, index, rng):
+            return super().example(index, rng) | {"label": imagenet.as_label(label, self.classes, f"picture {index}")}
+
+    monkeypatch.setattr(imagenet, "SyntheticImages", Own)
+    with pytest.raises(InputError, match="a label of the images is float32 of shape .*change forward and eval_step"):
+        resnet50.main(replace(resnet50.TINY, runs=str(tmp_path)))
 
 
 class Ten:

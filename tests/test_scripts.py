@@ -26,7 +26,7 @@ from helpers import (
     summary,
     terminate,
 )
-from trials import TRIALS
+from trials import SMOOTH_UNITS, TRIALS
 
 from data.glue import TASKS
 from errors import InputError
@@ -88,7 +88,7 @@ def test_one_device_gives_the_losses_of_four_within_its_graphs(name, run_of, tmp
     trial = TRIALS[name]
     path, metrics, config = run_of(name, "alike" if trial.alike else "short")
     config = replace(config, runs=str(tmp_path), name="one")
-    code, output = start(trial.script, config, devices=1)
+    code, output = start(trial.script, config, devices=1, before=SMOOTH_UNITS if trial.alike_with else "")
     assert code == 0 and "on 1 CPU device(s)" in output, output
     one, four = losses(tmp_path / "one"), losses(path)
     assert len(one) == len(four)

@@ -2,6 +2,8 @@
 the numbers of one batch, the export is a mean of checkpoints, and it translates. The rest is in test_scripts.py."""
 
 import io
+import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -115,6 +117,26 @@ def test_training_goes_on_from_an_export_and_after_an_evaluation(trained, few_pa
     assert state.model.training
 
 
+def test_weights_whose_words_have_another_order_are_refused_and_without_a_dictionary_it_is_said(
+    trained, few_pairs, mesh, tmp_path, capsys
+):
+    """As many words, so that all shapes fit; counts may differ."""
+    folder = tmp_path / "theirs"
+    shutil.copytree(f"{trained[0]}/export", folder)
+    config = replace(trained[2], weights=f"{folder}/model.pt")
+    lines = (folder / "dict.v.txt").read_text().splitlines()
+    (folder / "dict.v.txt").write_text("".join(f"{line.rpartition(' ')[0]} 7\n" for line in lines))
+    transformer.build(config, few_pairs, mesh)
+    assert capsys.readouterr().out == ""
+    (folder / "dict.v.txt").write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
+    with pytest.raises(InputError, match=r"another dictionary: line 1 of .*dict.v.txt is .*; give weights or data of"):
+        transformer.build(config, few_pairs, mesh)
+    for path in folder.glob("dict.*"):
+        path.unlink()
+    transformer.build(config, few_pairs, mesh)
+    assert "no dict.w.txt nor dict.v.txt beside --weights" in capsys.readouterr().out
+
+
 def translated(monkeypatch, capsys, folder, text: bytes, **settings) -> list[str]:
     """What train/translate.py writes for this standard input, by line."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
@@ -149,6 +171,88 @@ def test_translations_have_the_bleu_of_the_run_and_the_order_of_the_lines_whatev
     assert process.stdout.decode().split("\n") == [*forward[: len(lines)], ""]
 
 
+BLANK = ["", " ", "\t \t", "\u3000", "\u200b", "\xa0\u2009", "\ufeff", "\x0b\x0c"]
+
+
+def test_an_empty_line_has_an_empty_translation_and_changes_no_other(trained, monkeypatch, capsys):
+    folder = f"{trained[0]}/export"
+    lines = [f"w{number} w{number + 2} w{number + 5}" + " w7" * (number % 9) for number in range(11)]
+    alone = translated(monkeypatch, capsys, folder, "\n".join(lines).encode())
+    assert all(alone)
+    mixed = [line for pair in zip(lines, BLANK, strict=False) for line in pair] + lines[len(BLANK) :]
+    expected = [line for pair in zip(alone, [""] * len(BLANK), strict=False) for line in pair] + alone[len(BLANK) :]
+    for text in ("\n".join(mixed), "\r\n".join([*mixed, ""]), "\ufeff" + "\n".join([*mixed, ""])):
+        assert translated(monkeypatch, capsys, folder, text.encode()) == expected
+    assert translated(monkeypatch, capsys, folder, "\n".join([*BLANK, ""]).encode()) == [""] * len(BLANK)
+    assert translated(monkeypatch, capsys, folder, b"\n") == [""]
+
+
+def test_input_that_is_not_split_as_the_dictionary_is_is_said(trained, monkeypatch, capsys):
+    folder = f"{trained[0]}/export"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"w1 w2.\nw1, w3; w4!\n")))
+    translate.main(translate.Config(folder, lengths=(8,), beam=2, precision="float32"))
+    output = capsys.readouterr()
+    assert len(output.out.splitlines()) == 2
+    assert "60% of the words of the input are not in the dictionary: the folder has no tokenizer" in output.err
+    assert translated(monkeypatch, capsys, folder, b"w1 w2\n") and "dictionary" not in capsys.readouterr().err
+
+
+def test_an_empty_sentence_of_an_evaluation_has_an_empty_translation_and_changes_no_other(trained, mesh, tmp_path):
+    path, _, config = trained
+    model, text = translate.load(f"{path}/export", mesh)
+    sources = [[4 + number, 6, 9 + number] for number in range(5)]
+    for name, ids in (("whole", sources), ("gaps", [[], *sources[:2], [], *sources[2:], []])):
+        (tmp_path / name).mkdir()
+        for language in ("w", "v"):
+            text.source_dictionary.save(tmp_path / name / f"dict.{language}.txt")
+            ended = [[*sentence, wmt.EOS] for sentence in ids]
+            for split in ("train", "valid"):
+                prefix = f"{tmp_path}/{name}/{split}.w-v.{language}"
+                wmt.write_mmap(prefix, np.concatenate(ended), list(map(len, ended)), 84)
+    translator = translate.Translator(model, mesh, config)
+    whole, gaps = (wmt.open_pairs(tmp_path / name, "valid") for name in ("whole", "gaps"))
+    lines = translator(whole)
+    assert all(lines) and translator(gaps) == ["", *lines[:2], "", *lines[2:], ""]
+    metrics = transformer.evaluate(
+        lambda state, batch, *rest: transformer.eval_step(state, batch, *rest),
+        translator,
+        transformer.State(model, None),
+        {"valid": gaps},
+        replace(config, data=str(tmp_path / "gaps")),
+        mesh,
+    )
+    assert all(np.isfinite(list(metrics.values())))
+
+
+def test_rows_of_padding_change_neither_sums_nor_gradients(trained):
+    """A last batch is filled up with them."""
+    name = f"{trained[0]}/export/model.pt"
+    settings, weights = fairseq.read_checkpoint(Path(name).read_bytes(), name)
+    pairs, found = wmt.SyntheticPairs("valid", 6), []
+    for indices in (np.arange(6), np.array([*range(6), -1, -1])):
+        model = transformer_of(settings, weights, (84, 84), name)
+        batch = loading.as_tensors(pairs.batch(indices, (16, 16)))
+        sums = label_smoothed(model(batch["source"], batch["previous"]), batch["target"], 0.1)
+        sums["loss"].backward()
+        found.append([*sums.values(), *(parameter.grad for parameter in model.parameters())])
+    assert all(tensor.isfinite().all() for tensor in found[1])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_export_says_how_its_bleu_is_computed_and_what_its_symbols_are(trained, tmp_path, mesh):
+    path, _, config = trained
+    signatures = json.loads(Path(f"{path}/export/bleu.json").read_text())["signatures"]
+    metric = sacrebleu.metrics.BLEU(tokenize="13a")
+    metric.corpus_score(["a"], [["a"]])
+    assert signatures == {"valid": str(metric.get_signature())}
+    data = transformer.open_data(config)
+    state = transformer.build(config, data, mesh)
+    for pieces, expected in (("", "words"), ("subword_nmt", "subword_nmt")):
+        transformer.export(str(tmp_path), state, data, replace(config, pieces=pieces), mesh)
+        assert translate.load(str(tmp_path), mesh)[1].pieces == expected
+    assert translate.load(str(tmp_path), mesh, "words")[1].pieces == "words"
+
+
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [
@@ -174,6 +278,28 @@ def test_a_folder_of_two_dictionaries_is_refused(refused, tmp_path):
             tokens = np.tile([4, 5, wmt.EOS], 12)
             wmt.write_mmap(f"{tmp_path}/{split}.en-de.{language}", tokens, np.full(12, 3), len(dictionary))
     refused(transformer, f"tiny --data {tmp_path}", "two dictionaries.*--share-embeddings decoder")
+
+
+@pytest.mark.parametrize(
+    ("sentence", "pattern"),
+    [
+        ([4] * 1030, "sentence 31 of the split valid has 1031 tokens; the model takes 1024: cut it"),
+        ([4, 24], r"valid\.en-de\.\w+\.bin has the token 24, and its dictionary 24 symbols"),
+    ],
+)
+@pytest.mark.parametrize("side", ["en", "de"])
+def test_what_an_evaluation_cannot_index_is_refused_before_step_1(refused, tmp_path, side, sentence, pattern):
+    """In the middle of the split: the first and the last batch do not have it."""
+    dictionary = wmt.Dictionary([f"word{number}" for number in range(20)])
+    for language in ("en", "de"):
+        dictionary.save(f"{tmp_path}/dict.{language}.txt")
+        for split in ("train", "valid"):
+            sentences = [[4, 5, wmt.EOS]] * 100
+            if (split, language) == ("valid", side):
+                sentences[30] = [*sentence, wmt.EOS]
+            sizes = [len(one) for one in sentences]
+            wmt.write_mmap(f"{tmp_path}/{split}.en-de.{language}", np.concatenate(sentences), sizes, len(dictionary))
+    refused(transformer, f"tiny --batch-tokens 64 --data {tmp_path}", pattern)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """data/vocabulary.py: what is learnt from a page of text, saved, and opened again by transformers."""
 
+import time
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
@@ -96,6 +98,28 @@ def test_the_vocabulary_is_as_large_as_asked_for_or_as_the_text_allows(kind):
     if kind == "xlnet":
         with pytest.raises(InputError, match="size is 100, and the text has more different characters"):
             learn([rare, *text(200)], kind, 100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("long", ["".join(np.random.default_rng(0).choice(list("qxz"), 80_000)), "=" * 2000])
+def test_a_word_without_end_is_not_learnt_from(kind, long, capsys):
+    lines = text()
+    before = time.monotonic()
+    learnt = learn([*lines, f"walk {long} talk", *lines], kind, 300).get_vocab()
+    assert "1 words of more than 1,000 characters are not learnt from" in capsys.readouterr().out
+    assert time.monotonic() - before < 5  # 12 s where it is learnt from
+    expected = learn([*lines, "walk  talk", *lines], kind, 300).get_vocab()
+    assert capsys.readouterr().out == ""
+    assert set(learnt) == set(expected) and (kind == "xlnet" or learnt == expected)
+
+
+def test_what_wordpiece_takes_for_unknown_is_not_learnt_from():
+    """Chinese has no spaces: WordPiece divides it, and it is learnt from."""
+    long, lines = "qx" * 51, [*text(), "\u4eca\u5929" * 600]
+    expected = learn(lines, "bert", 300)
+    learnt = learn([*lines, *[long] * 9], "bert", 300)
+    assert learnt.get_vocab() == expected.get_vocab()
+    assert expected.tokenize(long) == ["[UNK]"] and expected.tokenize("\u4eca") == ["\u4eca"]
 
 
 def test_continuations_of_words(learnt):

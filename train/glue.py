@@ -13,6 +13,7 @@ if __name__ == "__main__" and not __package__:  # by its path, from which the im
 import math
 from collections import namedtuple
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from data import batching, glue, splits, vocabulary
 from errors import InputError
-from models import encoders, heads, layers, partition
+from models import architectures, encoders, heads, layers, partition
 from train.common import accumulate, checkpoint, cli, device, folders, loading
 from train.common.run import Run
 
@@ -128,7 +129,8 @@ def open_data(config: Config) -> Data:
     texts = {split: glue.read(config.data, config.task, split, config.seed) for split in splits}
     if config.checkpoint:
         folder = folders.local_folder(config.checkpoint)
-        settings, weights, tokenizer = encoders.open_checkpoint(folder, config.model)
+        compiled = config.device == "xla"
+        settings, weights, tokenizer = encoders.open_checkpoint(folder, config.model, compiled)
         source = (folder, weights) if config.pretrained else None
     else:  # a trial
         kind, source = {"fairseq-roberta": "roberta", "auto": "bert"}.get(config.model, config.model), None
@@ -136,10 +138,10 @@ def open_data(config: Config) -> Data:
         tokenizer = vocabulary.learn(words, kind, SYNTHETIC_WORDS)
         settings = encoders.configuration(kind, "tiny", tokenizer, config.lengths[-1])
         settings.initializer_range = SYNTHETIC_INIT
-    if config.lengths[-1] > (positions := encoders.positions(settings)):
-        raise InputError(f"--lengths go up to {config.lengths[-1]}; the model has {positions} positions")
     stated = heads.given(config.labels, labels) if config.labels else ()
     found = encoders.classifier(settings, labels, source, stated)
+    if config.lengths[-1] > (positions := encoders.positions(found.model)):
+        raise InputError(f"--lengths go up to {config.lengths[-1]}; the model has {positions} positions")
     if config.lr == 0 and found.head.untrained:
         raise InputError(found.head.untrained)
     sets = {split: glue.Encoded(text, tokenizer, config.lengths[-1]) for split, text in texts.items()}
@@ -154,6 +156,13 @@ def batches(config: Config, examples: glue.Encoded, mesh: device.Mesh, train: bo
     of them; in evaluation those of like length. On plain PyTorch, whose shapes may vary, they are padded no further."""
     sizes = config.lengths if mesh.spmd is not None else range(1, config.lengths[-1] + 1)
     return batching.Shuffled(examples.lengths, config.batch_size, sizes, config.group_by_length or not train)
+
+
+def collate(limits: architectures.Limits, batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    """Checks on the host what a batch indexes: on a device a wrong number would read another row of a table."""
+    tensors = loading.as_tensors(batch)
+    limits.check(tensors)
+    return tensors
 
 
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:
@@ -203,9 +212,10 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
 def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
     """Reads the first and the last examples of each split that is evaluated, and computes the metrics of its labels, as
     if all were predicted; raises InputError where an evaluation would."""
+    checked = partial(collate, architectures.limits(data.model))
     for split, examples in data.eval.items():
         plan = batches(config, examples, mesh, train=False)
-        loading.first_and_last(examples, plan, mesh, parts=config.update_every)
+        loading.first_and_last(examples, plan, mesh, parts=config.update_every, collate=checked)
         try:
             glue.score(config.task, examples.labels, examples.labels)
         except ValueError as error:
@@ -214,11 +224,11 @@ def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
 
 def evaluate(step, state: State, sets: dict[str, glue.Encoded], config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns the task's metrics and the mean loss over each split; `step` is the compiled eval_step."""
-    metrics = {}
+    metrics, checked = {}, partial(collate, architectures.limits(state.model))
     state.model.eval()
     for split, examples in sets.items():
         plan = batches(config, examples, mesh, train=False)
-        options = {"parts": config.update_every, "workers": config.workers}
+        options = {"parts": config.update_every, "workers": config.workers, "collate": checked}
         with loading.parallel_loader(examples, plan, mesh, train=False, **options) as loader:
             scores = {str(number): step(state, batch, config, mesh) for number, batch in enumerate(loader)}
         logits = torch.cat(list(checkpoint.to_host(scores).values()))
@@ -275,6 +285,7 @@ def main(config: Config) -> dict[str, float]:
         step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss",), mesh, "examples", len(plan.shapes))
     state.model.train()
     span = {"seed": config.seed, "start": start, "stop": total, "parts": every, "workers": config.workers}
+    span["collate"] = partial(collate, architectures.limits(state.model))
 
     def evaluation(step: int) -> dict[str, float]:
         """Evaluates the state after `step`, and records it."""

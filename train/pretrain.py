@@ -15,15 +15,17 @@ import math
 import zlib
 from collections import namedtuple
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 from timm.optim import Lamb
 from torch import Tensor
 
 from data import pretraining, splits
 from errors import InputError
-from models import encoders, layers, objectives, partition
+from models import architectures, encoders, layers, objectives, partition
 from train.common import accumulate, checkpoint, cli, device, folders, loading
 from train.common.run import Run
 
@@ -132,13 +134,20 @@ def open_data(config: Config) -> Data:
         settings = encoders.configuration(kind, config.size, tokenizer, length)
         if config.data == "synthetic":
             settings.initializer_range = SYNTHETIC_INIT
-    if length > encoders.positions(settings):
-        raise InputError(f"rows have {length} tokens; the model has {encoders.positions(settings)} positions")
     model, teacher = objectives.language_model(settings, config.next_sentence, source), None
+    if length > encoders.positions(model):
+        raise InputError(f"rows have {length} tokens; the model has {encoders.positions(model)} positions")
     if config.model == "distilbert":
         folder, own = folders.local_folder(config.teacher), encoders.own_module(config.model, objectives.MODULES)
         teacher = own.open_teacher(folder, model, tokenizer, config.data, not config.checkpoint)
     return Data(train, valid, model, teacher)
+
+
+def collate(limits: architectures.Limits, batch: list[dict[str, np.ndarray]]) -> dict[str, Tensor]:
+    """Checks on the host what a batch indexes: on a device a wrong number would read another row of a table."""
+    tensors = loading.as_tensors(batch)
+    limits.check(tensors)
+    return tensors
 
 
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:
@@ -188,6 +197,7 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
 def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
     """Reads the first and the last rows that are evaluated; raises InputError where an evaluation would."""
     options = {"parts": config.update_every, "seed": config.seed}
+    options["collate"] = partial(collate, architectures.limits(data.model))
     batches = loading.first_and_last(data.eval, config.batch_size, mesh, **options)
     predicted = sum(int((batch["weights"] * batch["mask"][:, None]).sum()) for batch in batches)
     if not device.over_hosts(mesh, predicted).total:
@@ -198,6 +208,7 @@ def evaluate(step, state: State, rows: loading.Dataset, config: Config, mesh: de
     """Returns mean loss (nats) and accuracy on the same masks each time; `step` is the compiled eval_step."""
     state.model.eval()
     options = {"parts": config.update_every, "seed": config.seed, "workers": config.workers}
+    options["collate"] = partial(collate, architectures.limits(state.model))
     with loading.parallel_loader(rows, config.batch_size, mesh, train=False, **options) as loader:
         totals = device.fetch_sums([step(state, batch, config, mesh) for batch in loader])
     state.model.train()
@@ -256,6 +267,7 @@ def main(config: Config) -> dict[str, float]:
         step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "words"), mesh)
     state.model.train()
     span = {"seed": config.seed, "start": start, "stop": total, "parts": every, "workers": config.workers}
+    span["collate"] = partial(collate, architectures.limits(state.model))
     if every > 1:
         span["count"] = objectives.counts
 

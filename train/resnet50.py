@@ -27,7 +27,8 @@ from torch import Tensor
 
 from data import imagenet, splits
 from errors import InputError
-from models.resnet import Normalize, load_weights, resnet
+from models import heads
+from models.resnet import Normalize, head_order, load_weights, resnet
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.run import Run
 
@@ -36,7 +37,8 @@ from train.common.run import Run
 class Config:
     data: str = ""  # folder of class folders, of shards (or URL), of `datasets`, or hub id; or "synthetic"
     model: Literal["resnet50", "resnet101", "resnet152", "resnet_tiny"] = "resnet50"  # see models/resnet.py
-    weights: str = ""  # safetensors file to start from (fine-tuning); another number of classes gets a new head
+    weights: str = ""  # safetensors file to start from (fine-tuning); for other classes the head is new
+    labels: str = ""  # classes of --weights in the order of its head, a,b,…, where the file does not name them
     image_size: int = 224  # pixels, square
     epochs: int = 90  # passes over the training data
     batch_size: int = 1024  # examples an update, over all devices
@@ -98,6 +100,8 @@ def validate(config: Config) -> Config:
     if part % groups or (part == groups and config.image_size == 32):  # 32 pixels end as one: no statistics of an image
         sizes = f"--batch-size {config.batch_size}, in --update-every {config.update_every}, does not divide into"
         raise InputError(f"{sizes} {groups} --norm-groups of at least 2 images; raise the first, or lower the others")
+    if config.labels and not config.weights:
+        raise InputError(f"--labels is {config.labels}; it is for the head of --weights, which are not given")
     cli.need_data(config, "a folder of images or a data set id")
     return config
 
@@ -113,6 +117,17 @@ def open_data(config: Config) -> Data:
     return Data(*sets)
 
 
+def open_weights(config: Config, classes: list[str]) -> tuple[dict[str, Tensor], heads.Order]:
+    """Returns the tensors of --weights, and what becomes of their head. Raises InputError where they cannot be read,
+    and where a head whose classes are not known, or other ones, would be evaluated without training."""
+    weights, metadata = files.load_with_metadata(config.weights)
+    stated = heads.given(config.labels, classes) if config.labels else ()
+    head = head_order(weights, metadata, classes, config.weights, stated)
+    if config.lr == 0 and head.untrained:
+        raise InputError(head.untrained)
+    return weights, head
+
+
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     """Makes model, normalisation and optimizer on the device; the optimizer's state exists from the start."""
     norm_groups = config.norm_groups or mesh.num_devices
@@ -120,7 +135,10 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
         raise InputError(f"--norm-groups is {norm_groups}; it must be 1 or a multiple of {mesh.num_devices} devices")
     model = resnet(config.model, len(data.train.classes), norm_groups=norm_groups)
     if config.weights:
-        load_weights(model, files.load_weights(config.weights), config.weights)
+        weights, head = open_weights(config, data.train.classes)
+        load_weights(model, weights, config.weights, head)
+        if head.said and mesh.main_process:
+            print(head.said, flush=True)
     device.to_device(model, mesh)
     normalize = device.to_device(Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD), mesh)
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -185,6 +203,14 @@ def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
     """Reads the first and the last images that are evaluated; raises InputError where an evaluation would."""
     options = {"parts": config.update_every, "workers": config.workers}
     batches = loading.first_and_last(data.eval, config.batch_size, mesh, **options)
+    for batch in batches:
+        labels = batch["label"]
+        if labels.dim() != 1 or labels.is_floating_point():  # XLA's cross-entropy of floats is 0, without a word
+            kind = f"{str(labels.dtype).removeprefix('torch.')} of shape {list(labels.shape[1:])}"
+            expected = "this script's loss and metrics are for the number of a class"
+            raise InputError(
+                f"a label of the images is {kind}; {expected}: change forward and eval_step, and this check"
+            )
     decoded = sum(int((batch["mask"] * (batch["label"] >= 0)).sum()) for batch in batches)
     if not device.over_hosts(mesh, decoded).total:
         raise InputError(f"none of the first and last images of the evaluation split of {config.data} can be decoded")

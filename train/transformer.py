@@ -14,7 +14,10 @@ result    the published recipes: not run yet; tiny and small real data: docs/res
 if __name__ == "__main__" and not __package__:  # by its path, from which the imports below are not found
     raise SystemExit("error: in the project's folder run it as a module: python -m train.transformer tiny")
 
+import itertools
+import json
 import math
+import os
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,6 +26,8 @@ import torch
 from torch import Tensor
 
 from data import batching, splits, wmt
+from data.fairseq_format import PIECES
+from data.languages import TOKENIZERS
 from errors import InputError
 from models import fairseq, layers
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed, rules
@@ -48,6 +53,8 @@ class Config:
     label_smoothing: float = 0.1  # of the training loss
     beam: int = 4  # hypotheses a sentence in evaluation
     length_penalty: float = 0.6  # exponent of a hypothesis' length, by which its log-probability is divided
+    bleu_tokenizer: Literal["", *TOKENIZERS] = ""  # sacrebleu's --tokenize; "": that of the target language
+    pieces: Literal["", *PIECES] = ""  # what a dictionary's symbols are; "": as its marks say (▁ or @@)
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
     layout: cli.Layout = cli.WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
@@ -121,8 +128,30 @@ def open_data(config: Config) -> Data:
     if config.data == "synthetic":
         train, valid = (wmt.SyntheticPairs(split, seed=config.seed) for split in ("train", "valid"))
         return Data(train, {"valid": valid})
-    splits = ["valid", "test"] if wmt.has_split(config.data, "test") else ["valid"]
-    return Data(wmt.open_pairs(config.data, "train"), {split: wmt.open_pairs(config.data, split) for split in splits})
+    names = ["valid", "test"] if wmt.has_split(config.data, "test") else ["valid"]
+    evaluated = {name: wmt.open_pairs(config.data, name, config.pieces) for name in names}
+    return Data(wmt.open_pairs(config.data, "train", config.pieces), evaluated)
+
+
+def check_dictionaries(config: Config, data: Data) -> list[str]:
+    """Compares the dictionaries beside --weights, as an export has them, with those of the data: as many words may be
+    others, or in another order. Returns the names of those that are not there; raises InputError where one differs."""
+    unknown = []
+    for name, content in data.train.vocabulary_files().items():
+        if not name.startswith("dict."):
+            continue
+        path = os.path.join(os.path.dirname(config.weights), name)
+        if not files.exists(path):
+            unknown.append(name)
+            continue
+
+        theirs, ours = files.read_file(path).split(b"\n"), content.split(b"\n")
+        for number, lines in enumerate(itertools.zip_longest(theirs, ours, fillvalue=b""), start=1):
+            one, other = (line.rpartition(b" ")[0].decode(errors="replace") for line in lines)  # without their counts
+            if one != other:
+                what = f"--weights {config.weights} has another dictionary: line {number} of {path} is {one!r}"
+                raise InputError(f"{what}, of {config.data} {other!r}; give weights or data of the same dictionary")
+    return unknown
 
 
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:
@@ -136,6 +165,10 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     if config.weights:
         _, weights = fairseq.read_checkpoint(files.read_file(config.weights), config.weights)
         fairseq.load_weights(model, weights, config.weights)
+        unknown = check_dictionaries(config, data)
+        if unknown and mesh.main_process:
+            beside = f"there is no {' nor '.join(unknown)} beside --weights {config.weights}"
+            print(f"{beside}: its words are taken to be those of {config.data}, in their order", flush=True)
     device.to_device(model, mesh, rules)
     optimizer = torch.optim.Adam(model.parameters(), config.lr, foreach=False, **ADAM)
     device.init_optimizer_state(optimizer, mesh)
@@ -176,15 +209,19 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
 def eval_plan(pairs, config: Config, mesh: device.Mesh) -> batching.Buckets:
     """Returns the batches in which the loss of a split is computed."""
     positions = ARCHITECTURES[config.arch].max_positions
-    return translate.evaluation_plan(pairs.lengths, config.lengths, config.batch_tokens, positions, mesh)
+    return translate.evaluation_plan(pairs.lengths, config.lengths, config.batch_tokens, positions, mesh, pairs.split)
 
 
 def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
     """Reads the first and the last sentences of each split that is evaluated, and makes what computes its BLEU; raises
     InputError where an evaluation would."""
+    notes = []
     for pairs in data.eval.values():
         loading.first_and_last(pairs, eval_plan(pairs, config, mesh), mesh)
-        translate.bleu_metric(pairs)
+        notes += translate.Bleu(pairs, config.bleu_tokenizer).notes
+    if mesh.main_process:
+        for note in dict.fromkeys(notes):
+            print(note, flush=True)
 
 
 def evaluate(step, translator, state: State, sets: dict, config: Config, mesh: device.Mesh) -> dict[str, float]:
@@ -196,8 +233,8 @@ def evaluate(step, translator, state: State, sets: dict, config: Config, mesh: d
         with loading.parallel_loader(pairs, plan, mesh, train=False, workers=config.workers) as loader:
             totals = device.fetch_sums([step(state, batch, config, mesh) for batch in loader])
         loss, nll = (totals[name] / totals["tokens"] for name in ("loss", "nll"))
-        bleu = translate.bleu(translator(pairs), pairs, mesh)
-        values = {"bleu": bleu, "loss": loss, "ppl": math.exp(min(nll, 700))}
+        bleu = translate.Bleu(pairs, config.bleu_tokenizer)
+        values = {"bleu": bleu(translator(pairs, bleu.unknown), mesh), "loss": loss, "ppl": math.exp(min(nll, 700))}
         metrics |= values if split == "valid" else {f"{split}_{name}": value for name, value in values.items()}
     state.model.train()
     return metrics
@@ -205,11 +242,15 @@ def evaluate(step, translator, state: State, sets: dict, config: Config, mesh: d
 
 def export(folder: str, state: State, data: Data, config: Config, mesh: device.Mesh) -> None:
     """Writes model.pt, which fairseq and `make translate` load, with dictionaries and tokenizer beside it."""
-    languages = {"source_lang": data.train.source_language, "target_lang": data.train.target_language}
+    settings = {"source_lang": data.train.source_language, "target_lang": data.train.target_language}
+    if config.pieces:  # make translate joins them in the same way
+        settings["pieces"] = config.pieces
     weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
     if not mesh.main_process:
         return
-    files.write_file(f"{folder}/model.pt", fairseq.write_checkpoint(state.model, weights, config.updates, **languages))
+    files.write_file(f"{folder}/model.pt", fairseq.write_checkpoint(state.model, weights, config.updates, **settings))
+    signatures = {split: translate.Bleu(pairs, config.bleu_tokenizer).signature for split, pairs in data.eval.items()}
+    files.write_file(f"{folder}/bleu.json", json.dumps({"signatures": signatures}, indent=1).encode())
     for name, text in data.train.vocabulary_files().items():
         files.write_file(f"{folder}/{name}", text)
 

@@ -16,13 +16,14 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data import batching, packing, wmt
+from data import batching, languages, packing, wmt
+from data.fairseq_format import PIECES
 from errors import InputError
 from models import beam_search, fairseq, layers
 from models.transformer import PAD, Transformer
@@ -38,6 +39,7 @@ class Config:
     length_penalty: float = 0.6  # exponent of a hypothesis' length, by which its log-probability is divided
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of products, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
+    pieces: Literal["", *PIECES] = ""  # what the dictionary's symbols are; "": as the export or its marks say
     workers: int = 0  # processes that make batches
     strict: bool = True  # a recompilation or a host fall-back stops the run
     safe_forms: bool = False  # slower forms for a TPU whose compiler crashes on the usual ones: docs/tpu.md
@@ -46,6 +48,8 @@ class Config:
 MAX_LENGTH_A, MAX_LENGTH_B = 1.2, 10  # a translation has at most a * (source tokens) + b words
 ROWS_MULTIPLE = 8  # batches divide by it and by the devices: on 1, 2, 4 and 8 of them they are the same
 AUTO_SHAPES, AUTO_LONGEST = 4, 256  # of a training plan without --lengths: shapes, and tokens of the longest
+UNKNOWN_SHARE = 0.2  # of the words of an input, from which on a line says it
+SPLIT_WORDS = ("char", "spm", "flores101", "flores200")  # tokenizers of sacrebleu that divide words
 MAX_SHAPES = 16  # compiled shapes of evaluation and translation: lengths, and what is left over when rows are few
 
 
@@ -70,7 +74,12 @@ def training_plan(pairs, config, devices: int = 1) -> batching.Buckets | packing
 
 
 def evaluation_plan(
-    lengths: np.ndarray, sizes: Sequence[int], batch_tokens: int, max_positions: int, mesh: device.Mesh
+    lengths: np.ndarray,
+    sizes: Sequence[int],
+    batch_tokens: int,
+    max_positions: int,
+    mesh: device.Mesh,
+    split: str = "",
 ) -> batching.Buckets:
     """Batches that hold every sentence, however long.
 
@@ -79,13 +88,15 @@ def evaluation_plan(
         sizes: lengths of the batches; beyond the last they double.
         batch_tokens: places of a batch on each side.
         max_positions: tokens of a sentence that the model takes.
+        split: what the sentences are, for messages.
     Raises:
         InputError: a sentence is longer than the model's positions.
     """
     longest = lengths.max(1)
     if longest.max() > max_positions:
         number = int(longest.argmax())
-        raise InputError(f"sentence {number + 1} has {longest[number]} tokens; the model takes {max_positions}: cut it")
+        which = f"sentence {number + 1}{f' of the split {split}' if split else ''}"
+        raise InputError(f"{which} has {longest[number]} tokens; the model takes {max_positions}: cut it")
     sizes = [*sizes] or [32]
     while sizes[-1] < longest.max():
         sizes.append(min(2 * sizes[-1], max_positions))
@@ -131,8 +142,19 @@ class Translator:
             device.replicate(tensor, self.mesh)
         return best
 
-    def __call__(self, sentences) -> list[str]:
-        """Returns the translations of sentences, a data set of data/wmt.py, in its order."""
+    def __call__(self, sentences, unknown: str = "<unk>") -> list[str]:
+        """Returns the translations of sentences, a data set of data/wmt.py, in its order.
+
+        An empty sentence has an empty translation. It is in no batch, so that the others are translated as without it.
+        `unknown` is written for words that are not in the dictionary.
+        """
+        lines = [""] * len(sentences)
+        there = np.flatnonzero(sentences.lengths[:, 0] > 1)  # more than EOS
+        if not len(there):
+            return lines
+        decode = sentences.decode
+        if len(there) < len(sentences):
+            sentences = wmt.Chosen(sentences, there)
         training = self.model.training
         self.model.eval()
         lengths = sentences.lengths
@@ -143,54 +165,89 @@ class Translator:
             best = {str(number): self._step(self.model, batch)["tokens"] for number, batch in enumerate(loader)}
         self.model.train(training)
         tokens = checkpoint.to_host(best)
-        lines = [""] * len(sentences)
         for number, (indices, _) in enumerate(plan.epoch(None)):
             for index, ids in zip(indices.tolist(), tokens[str(number)].numpy(), strict=True):
                 if index >= 0:
-                    lines[index] = sentences.decode(ids)
+                    lines[there[index]] = decode(ids, unknown)
         return lines
 
 
-def bleu_metric(pairs) -> tuple[Any, list[str]]:
-    """Returns sacrebleu's metric for the target language of `pairs`, and their references. Raises InputError where
-    either cannot be made."""
-    from sacrebleu.metrics import BLEU
+class Bleu:
+    """sacrebleu's BLEU of a split's translations, with the tokenizer of its target language or another.
 
-    references = pairs.references()
-    try:
-        metric = BLEU(trg_lang=pairs.target_language)
-        metric.corpus_score(references[:1], [references[:1]])  # some tokenizers are loaded when they are first used
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        needs = f"BLEU of the target language {pairs.target_language} cannot be computed"
-        raise InputError(f"{needs}: {' '.join(str(error).split())}") from error
-    return metric, references
+    Unknown words are written as fairseq's training writes them (`_inference_with_bleu` of its translation task): those
+    of a translation and those of a reference are words that match nothing.
+
+    Attributes:
+        references: the split's target sentences.
+        unknown: what a translation has for a word that is not in the dictionary.
+        notes: what the user should know of the tokenizer and the references, a sentence each.
+
+    Raises InputError where it cannot be computed: call it before step 1.
+    """
+
+    def __init__(self, pairs, tokenizer: str = ""):
+        from sacrebleu.metrics import BLEU
+
+        scoring = languages.scoring(pairs.target_language, tokenizer)
+        self.split = pairs.split
+        self.unknown, of_reference = "UNKNOWNTOKENINHYP", "UNKNOWNTOKENINREF"
+        if scoring.tokenizer in SPLIT_WORDS:  # these two would have pieces in common
+            self.unknown, of_reference = "\ue000", "\ue001"
+        self.references = pairs.references(of_reference)
+        self._shown = (self.unknown, of_reference)
+        self.notes = [scoring.note] if scoring.note else []
+        lacking = sum(of_reference in line for line in self.references)
+        if lacking:
+            path = f"{pairs.split}.{pairs.target_language}"
+            self.notes.append(
+                f"{lacking:,} of {len(self.references):,} references of the split {pairs.split} have unknown words, "
+                f"which match nothing; BLEU is of the whole text where that lies in the folder as {path}"
+            )
+        try:
+            self._metric = BLEU(trg_lang=scoring.language, tokenize=scoring.tokenizer)
+            # Some tokenizers are loaded when they are first used.
+            self._metric.corpus_score(self.references[:1], [self.references[:1]])
+        except (ImportError, OSError, RuntimeError, ValueError, AssertionError, SystemExit) as error:
+            what = f"BLEU of the target language {pairs.target_language} cannot be computed: the tokenizer "
+            what += f"{scoring.tokenizer} says {' '.join(str(error).split())!r}"
+            remedy = "install what is missing, or give --bleu-tokenizer char for BLEU of characters"
+            raise InputError(f"{what}; {remedy}") from error
+
+    @property
+    def signature(self) -> str:
+        """sacrebleu's, which says how the number was computed."""
+        return str(self._metric.get_signature())
+
+    def __call__(self, hypotheses: list[str], mesh: device.Mesh) -> float:
+        """Returns BLEU of translations, in the split's order; prints it, and the first of them."""
+        score = self._metric.corpus_score(hypotheses, [self.references])
+        if mesh.main_process:
+            print(f"{self.split}: {score} {self.signature}", flush=True)
+            first = f"  {hypotheses[0]}\n  {self.references[0]} (reference)"
+            for unknown in self._shown:
+                first = first.replace(unknown, "<unk>")
+            print(first, flush=True)
+        return score.score
 
 
-def bleu(hypotheses: list[str], pairs, mesh: device.Mesh) -> float:
-    """Returns BLEU of translations of `pairs`, in their order; prints it with its signature, and the first of them."""
-    metric, references = bleu_metric(pairs)
-    score = metric.corpus_score(hypotheses, [references])
-    if mesh.main_process:
-        print(f"{pairs.split}: {score} {metric.get_signature()}", flush=True)
-        print(f"  {hypotheses[0]}\n  {references[0]} (reference)", flush=True)
-    return score.score
-
-
-def load(folder: str, mesh: device.Mesh) -> tuple[Transformer, wmt.Codec]:
+def load(folder: str, mesh: device.Mesh, pieces: str = "") -> tuple[Transformer, wmt.Codec]:
     """Returns (model on the device, what turns text into its tokens and back) from an export or files of fairseq.
 
     Args:
         folder: path or URL.
+        pieces: see wmt.Codec; "": what the export says, if it does.
     Raises:
         InputError: files are missing, or do not belong together.
     """
     layers.use_forms(clamp_weights=not mesh.safe_forms)
     path = f"{folder.rstrip('/')}/model.pt"
     settings, weights = fairseq.read_checkpoint(files.read_file(path), path)
-    languages = [settings.get("source_lang"), settings.get("target_lang")]
-    if None in languages:
+    settled = [settings.get("source_lang"), settings.get("target_lang")]
+    if None in settled:
         raise InputError(f"{path} does not say its languages: its settings have no source_lang and target_lang")
-    text = wmt.Codec(folders.local_folder(folder), *languages)
+    pieces = pieces or settings.get("pieces", "")
+    text = wmt.Codec(folders.local_folder(folder), *settled, pieces if pieces in PIECES else "")
     model = Transformer(
         fairseq.architecture(settings, weights, path), len(text.source_dictionary), len(text.target_dictionary)
     )
@@ -208,7 +265,8 @@ def main(config: Config) -> None:
     if list(config.lengths) != sorted(set(config.lengths)) or min(config.lengths, default=2) < 2:
         raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 2")
     mesh = device.setup(0, config.precision, config.strict, config.device, safe_forms=config.safe_forms)
-    model, text = load(config.model_dir, mesh)
+    model, text = load(config.model_dir, mesh, config.pieces)
+    _ = text.pieces  # a dictionary of which that cannot be told is refused now
     content = sys.stdin.buffer.read()
     low, high, _ = device.over_hosts(mesh, zlib.crc32(content))
     if low != high:
@@ -217,11 +275,16 @@ def main(config: Config) -> None:
             "host: run it on a TPU with one, or give all of them the same lines"
         )
     try:
-        lines = content.decode().split("\n")
+        lines = content.decode("utf-8-sig").split("\n")  # Windows' editors begin with a byte order mark
     except UnicodeDecodeError as error:
         raise InputError(f"the input is not UTF-8 (byte {error.start}); convert it") from error
     lines = lines[:-1] if lines[-1] == "" else lines
-    translations = Translator(model, mesh, config)(text.sentences(lines)) if lines else []
+    sentences = text.sentences(lines)
+    if sentences.unknown_share > UNKNOWN_SHARE and mesh.main_process:
+        split = "" if text.tokenizer else ": the folder has no tokenizer, so lines must be split as its text was"
+        share = f"{sentences.unknown_share:.0%} of the words of the input are not in the dictionary"
+        print(f"warning: {share}{split}", file=sys.stderr, flush=True)
+    translations = Translator(model, mesh, config)(sentences)
     if mesh.main_process:
         sys.stdout.writelines(f"{line}\n" for line in translations)
 

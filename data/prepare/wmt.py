@@ -15,6 +15,7 @@ The result has the layout of fairseq-preprocess (see data/wmt.py), with one dict
 Cleaning. Training pairs are dropped, each counted under the first of these reasons that holds:
     empty         a side has no characters but spaces
     too_long      a side has more than --max-tokens (250) words or, later, pieces
+    long_word     a word of a side has more than 1,000 characters, as in clean-corpus-n.perl of Moses
     identical     both sides are the same
     not_text      less than --letters (half) of a side's characters other than spaces are letters: tables, lists, markup
     duplicate     the same pair came before (a hash of 64 bits is compared)
@@ -22,7 +23,9 @@ Cleaning. Training pairs are dropped, each counted under the first of these reas
 The limits of 250 and 1.5, in pieces, are those of fairseq's recipe for WMT (examples/translation/prepare-wmt14en2de.sh,
 with clean-corpus-n.perl of Moses). The language is not identified. Validation and test text is always kept whole.
 
-Byte-pair encoding is learnt from both languages together, from --sample evenly spaced pairs. Text is normalised by
+Byte-pair encoding is learnt from both languages together, from --sample evenly spaced pairs, and from none that is
+dropped: where the number of pieces drops some of the sample, it is learnt again without them, until at most a
+thousandth of what it was learnt from is dropped, which then lies on the border of the limits. Text is normalised by
 Unicode's NFKC, and every run of spaces, control characters and invisible ones becomes one space. No piece mixes words,
 numbers and punctuation. The alphabet is printable ASCII and the most frequent characters that make up --coverage of the
 text; other characters are <unk>.
@@ -53,8 +56,10 @@ from errors import InputError
 CHUNK_LINES = 100_000  # pairs that a worker handles at once: the most that a kill costs
 ENCODED_LINES = 10_000  # lines given to the tokenizer at once; its results take much memory
 NEWSTEST = re.compile(r"newstest(\d{4})\w*")
-REASONS = ("empty", "too_long", "identical", "not_text", "duplicate", "length_ratio")
-EMPTY, TOO_LONG, IDENTICAL, NOT_TEXT, DUPLICATE, LENGTH_RATIO = range(1, 7)  # 0: kept
+REASONS = ("empty", "too_long", "identical", "not_text", "duplicate", "length_ratio", "long_word")
+EMPTY, TOO_LONG, IDENTICAL, NOT_TEXT, DUPLICATE, LENGTH_RATIO, LONG_WORD = range(1, 8)  # 0: kept
+LONGEST_WORD = 1000  # characters; Moses' default
+ROUNDS, BORDER = 5, 0.001  # of learning: how often at most, and the share of dropped pairs that ends it
 
 # As in sentencepiece's nmt_nfkc: also control characters, invisible ones, and its own sign for a space.
 SPACES = r"[\s\p{Cc}\x{200B}-\x{200F}\x{2060}\x{FEFF}\x{FFFD}▁]+"
@@ -212,11 +217,17 @@ def clean(pairs: Sequence[tuple[str, str]], max_tokens: int, letters: float) -> 
             why[number] = EMPTY
         elif max(len(source_words), len(target_words)) > max_tokens:
             why[number] = TOO_LONG
+        elif _has_long_word(source, source_words) or _has_long_word(target, target_words):
+            why[number] = LONG_WORD
         elif source == target:
             why[number] = IDENTICAL
         elif not (_is_text(source_words, letters) and _is_text(target_words, letters)):
             why[number] = NOT_TEXT
     return why, np.frombuffer(b"".join(hashes), "<u8")
+
+
+def _has_long_word(text: str, words: list[str]) -> bool:
+    return len(text) > LONGEST_WORD and max(map(len, words)) > LONGEST_WORD
 
 
 def _is_text(words: list[str], letters: float) -> bool:
@@ -228,13 +239,20 @@ def _is_text(words: list[str], letters: float) -> bool:
     return sum(unicodedata.category(character)[0] in "LM" for character in text) >= needed
 
 
+def clean_pieces(sizes: np.ndarray, max_tokens: int, ratio: float) -> np.ndarray:
+    """Returns the reason for dropping each pair by the numbers of its pieces [2, n], uint8 [n], 0 for none."""
+    why = np.zeros(sizes.shape[1], np.uint8)
+    if ratio:
+        why[sizes.max(0) > ratio * sizes.min(0)] = LENGTH_RATIO
+    why[sizes.max(0) > max_tokens] = TOO_LONG
+    why[sizes.min(0) == 0] = EMPTY
+    return why
+
+
 def _clean_chunk(texts: tuple[TextFile, TextFile], chunk: int, max_tokens: int, letters: float, path: Path) -> None:
     pairs = list(zip(*(text.lines(chunk) for text in texts), strict=True))
     why, hashes = clean(pairs, max_tokens, letters)
-    kept = "".join(line for pair, reason in zip(pairs, why, strict=True) if not reason for line in pair)
-    kept = unicodedata.normalize("NFKC", kept)
-    characters, counts = np.unique(np.frombuffer(kept.encode("utf-32-le"), "<u4"), return_counts=True)
-    save_arrays(path, why=why, hashes=hashes, characters=characters, counts=counts)
+    save_arrays(path, why=why, hashes=hashes)
 
 
 def _find_duplicates(chunks: list[Path], keep_duplicates: bool, path: Path) -> None:
@@ -253,6 +271,23 @@ def _find_duplicates(chunks: list[Path], keep_duplicates: bool, path: Path) -> N
 
 
 # Byte-pair encoding
+
+
+def _characters(lines: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the characters of normalised text, and how often each occurs."""
+    text = unicodedata.normalize("NFKC", "".join(lines))
+    return np.unique(np.frombuffer(text.encode("utf-32-le"), "<u4"), return_counts=True)
+
+
+def _count_characters(texts: tuple[TextFile, TextFile], chunk: int, why: Path, path: Path) -> None:
+    """Counts the characters of a chunk's kept pairs."""
+    start = chunk * texts[0].chunk_lines
+    kept = np.load(why, mmap_mode="r")[start : start + texts[0].chunk_lines] == 0
+    lines = []
+    for text in texts:
+        lines += itertools.compress(text.lines(chunk), kept)
+    characters, counts = _characters(lines)
+    save_arrays(path, characters=characters, counts=counts)
 
 
 def learn_bpe(lines: Iterator[list[str]], vocabulary: int, alphabet: str) -> Tokenizer:
@@ -294,12 +329,8 @@ def _with_model(model: models.BPE) -> Tokenizer:
     return tokenizer
 
 
-def _alphabet(chunks: list[Path], coverage: float) -> str:
+def _alphabet(counts: Counter, coverage: float) -> str:
     """Returns ASCII and the most frequent characters that make up this share of all."""
-    counts = Counter()
-    for chunk in chunks:
-        characters, of_each = load_array(chunk, "characters"), load_array(chunk, "counts")
-        counts.update(dict(zip(characters.tolist(), of_each.tolist(), strict=True)))
     counts = [(-count, character) for character, count in counts.items() if not _is_space(chr(character))]
     covered, needed, alphabet = 0, -coverage * sum(count for count, _ in counts), ASCII
     for count, character in sorted(counts):
@@ -313,24 +344,61 @@ def _is_space(character: str) -> bool:
     return not normalizers.Replace(Regex(SPACES), "").normalize_str(character)
 
 
-def _sampled(texts: tuple[TextFile, TextFile], why: np.ndarray, sample: int) -> Iterator[list[str]]:
-    """Yields lines of both languages of the kept pairs, or of `sample` evenly spaced ones."""
-    total, before = int((why == 0).sum()), 0
-    sample = min(sample, total)
+def _sampled(why: np.ndarray, sample: int) -> np.ndarray:
+    """Returns the places of the kept pairs, int64, or of `sample` evenly spaced ones."""
+    kept = np.flatnonzero(why == 0)
+    sample = min(sample, len(kept))
+    return kept[np.diff(np.arange(len(kept) + 1) * sample // len(kept)) > 0]
+
+
+def _lines(texts: tuple[TextFile, TextFile], places: np.ndarray) -> Iterator[tuple[list[str], list[str]]]:
+    """Yields the lines of these pairs, in rising order, chunk by chunk: those of the source, and of the target."""
     for chunk in range(len(texts[0].bounds) - 1):
         start = chunk * texts[0].chunk_lines
-        kept = np.flatnonzero(why[start : start + texts[0].chunk_lines] == 0)
-        chosen = kept[np.diff(np.arange(before, before + len(kept) + 1) * sample // total) > 0]
-        before += len(kept)
-        for text in texts:
-            lines = text.lines(chunk)
-            yield [lines[number] for number in chosen]
+        first, after = np.searchsorted(places, [start, start + texts[0].chunk_lines])
+        if first < after:
+            sides = []
+            for text in texts:
+                lines = text.lines(chunk)
+                sides.append([lines[number] for number in places[first:after] - start])
+            yield tuple(sides)
 
 
-def _learn(flags: Flags, train: tuple[TextFile, TextFile], why: Path, cleaned: list[Path], path: Path) -> None:
+def _find_dropped(tokenizer: Tokenizer, texts, places: np.ndarray, flags: Flags) -> tuple[np.ndarray, Counter]:
+    """Returns which of these pairs are dropped for their numbers of pieces, bool; and the characters of those."""
+    reasons, counts = [], Counter()
+    for sides in _lines(texts, places):
+        sizes = [[len(sentence) for sentence in _encode(tokenizer, lines)] for lines in sides]
+        reasons.append(clean_pieces(np.array(sizes), flags.max_tokens, flags.ratio))
+        dropped = []
+        for lines in sides:
+            dropped += itertools.compress(lines, reasons[-1])
+        characters, of_each = _characters(dropped)
+        counts.update(dict(zip(characters.tolist(), of_each.tolist(), strict=True)))
+    return np.concatenate(reasons) > 0, counts
+
+
+def _learn(flags: Flags, train: tuple[TextFile, TextFile], why: Path, counted: list[Path], path: Path) -> None:
+    """Learns from the sample, and again without the pairs of it that are dropped by what was learnt."""
     print("learning byte-pair encoding", flush=True)
-    lines = _sampled(train, np.load(why, mmap_mode="r"), flags.sample)
-    tokenizer = learn_bpe(lines, flags.vocabulary, _alphabet(cleaned, flags.coverage))
+    counts = Counter()
+    for chunk in counted:
+        characters, of_each = load_array(chunk, "characters"), load_array(chunk, "counts")
+        counts.update(dict(zip(characters.tolist(), of_each.tolist(), strict=True)))
+    places = _sampled(np.load(why, mmap_mode="r"), flags.sample)
+    sampled = len(places)
+    for number in range(ROUNDS):
+        lines = itertools.chain.from_iterable(_lines(train, places))
+        tokenizer = learn_bpe(lines, flags.vocabulary, _alphabet(counts, flags.coverage))
+        dropped, characters = _find_dropped(tokenizer, train, places, flags)
+        border = BORDER * len(places) if number else 0
+        if dropped.sum() <= border or dropped.all():
+            break
+        counts -= characters
+        places = places[~dropped]
+    if len(places) < sampled:
+        print(f"{sampled - len(places)} of {sampled} pairs are not learnt from: they are dropped for their lengths")
+    write_json(path.parent / "parts" / "learnt.json", {"pairs": len(places)})
     with whole(path) as file:
         file.write(tokenizer.to_str(pretty=True).encode())
 
@@ -356,11 +424,7 @@ def _encode_chunk(texts: tuple[TextFile, TextFile], chunk: int, out: Path, max_t
     sides = [list(itertools.compress(text.lines(chunk), why == 0)) for text in texts]
     encoded = [_encode(tokenizer, lines) for lines in sides]
     sizes = np.array([[len(sentence) for sentence in side] for side in encoded]).reshape(2, -1)
-    again = np.zeros(sizes.shape[1], np.uint8)
-    if ratio:
-        again[sizes.max(0) > ratio * sizes.min(0)] = LENGTH_RATIO
-    again[sizes.max(0) > max_tokens] = TOO_LONG
-    again[sizes.min(0) == 0] = EMPTY
+    again = clean_pieces(sizes, max_tokens, ratio)
     arrays = {"dropped": np.bincount(np.concatenate([why, again]), minlength=len(REASONS) + 1)[1:]}
     symbols = tokenizer.get_vocab_size()
     for name, side, lines in zip(("source", "target"), encoded, sides, strict=True):
@@ -390,10 +454,10 @@ def _join(chunks: list[Path], side: str, prefix: Path, index: Path) -> None:
 def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -> dict:
     """Writes parallel text as the folder that data.wmt.open_pairs reads; the arguments are those of Flags.
 
-    The passes: unpack what is packed, count lines; clean chunks of lines; find duplicates; learn byte-pair encoding;
-    encode the chunks; join them. Memory: about 0.5 GB per worker, 30 bytes per training pair for duplicates, and what
-    byte-pair encoding takes for the words of the sample. Disk: the result twice, and packed text unpacked, in the
-    folder `parts` until the end.
+    The passes: unpack what is packed, count lines; clean chunks of lines; find duplicates; count characters; learn
+    byte-pair encoding; encode the chunks; join them. Memory: about 0.5 GB per worker, 30 bytes per training pair for
+    duplicates, and what byte-pair encoding takes for the words of the sample. Disk: the result twice, and packed text
+    unpacked, in the folder `parts` until the end.
 
     Returns: the contents of report.json.
     Raises InputError: no such text, text that cannot be used, or `out` holds something prepared differently.
@@ -423,8 +487,10 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     job.run(_find_duplicates, [(cleaned, flags.keep_duplicates, job.parts / "why.npy")], "finding duplicates")
     why = np.load(job.parts / "why.npy", mmap_mode="r")
     _check_pairs(train[0].name, len(why), np.bincount(why, minlength=len(REASONS) + 1)[1:])
+    counted = [job.parts / f"{number:06d}.characters.npz" for number in numbers]
+    job.run(_count_characters, [(train, n, job.parts / "why.npy", counted[n]) for n in numbers], "counting characters")
     path = job.out / "tokenizer.json"
-    job.run(_learn, [(flags, train, job.parts / "why.npy", cleaned, path)], "byte-pair encoding")
+    job.run(_learn, [(flags, train, job.parts / "why.npy", counted, path)], "byte-pair encoding")
 
     encoded = [job.parts / f"{number:06d}.tokens.npz" for number in numbers]
     tasks = [(train, n, job.out, flags.max_tokens, flags.ratio, encoded[n]) for n in numbers]
@@ -440,7 +506,9 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
         figures[split] = _prepare_small(texts[split], languages, tokenizer, len(dictionary), job.out / split)
     for language in languages:
         dictionary.save(job.out / f"dict.{language}.txt")
-    learnt = min(flags.sample, int((why == 0).sum()))
+    learnt = min(flags.sample, int((why == 0).sum()))  # where an older version learnt
+    if (job.parts / "learnt.json").exists():
+        learnt = read_json(job.parts / "learnt.json")["pairs"]
     figures |= {"vocabulary": len(dictionary), "learnt_from_pairs": learnt, "read_from": read_from}
     return job.finish(figures | {"seconds": job.seconds})
 
@@ -455,7 +523,7 @@ def _read_from(folder: Path, files: dict, loaded: pipeline.Splits, languages: tu
 
 def _check_flags(flags: Flags) -> None:
     for name in ("source", "target"):
-        is_language = re.fullmatch(r"[A-Za-z0-9_]+", getattr(flags, name))
+        is_language = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", getattr(flags, name))
         expect(flags, name, bool(is_language), "a language as in the files' names, such as en")
     expect(flags, "target", flags.source != flags.target, "another language than --source")
     for name, least, most in (("vocabulary", 100, 2**30), ("max_tokens", 1, 2**20), ("sample", 1, 2**62)):
@@ -523,7 +591,11 @@ def _dictionary(tokenizer: Tokenizer, encoded: list[Path]) -> Dictionary:
 
 
 def _train_report(encoded: list[Path], lines: int, languages: tuple[str, str]) -> dict:
-    dropped = sum(load_array(chunk, "dropped") for chunk in encoded).tolist()
+    dropped = np.zeros(len(REASONS), np.int64)
+    for chunk in encoded:
+        counts = load_array(chunk, "dropped")
+        dropped[: len(counts)] += counts  # an older version had fewer reasons
+    dropped = dropped.tolist()
     report = {"lines": lines, "dropped": dict(zip(REASONS, dropped, strict=True)), "pairs": lines - sum(dropped)}
     report |= {"tokens": {}, "tokens_per_word": {}, "unknown_share": {}}
     for side, language in zip(("source", "target"), languages, strict=True):

@@ -216,7 +216,11 @@ def version(library: Path | None = None) -> str:
     for distribution in importlib.metadata.distributions(path=[str(library.parent.parent)]):
         if (distribution.metadata["Name"] or "").lower() == "libtpu":
             return distribution.version
-    if library != find().resolve():
+    try:
+        usual = find().resolve()
+    except InputError:  # none but this one is there
+        usual = None
+    if library != usual:
         return str(library)  # a process loads one library only
     with Topology("v5e:2x2") as topology:
         return " ".join(topology.platform_version().split())

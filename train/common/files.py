@@ -1,6 +1,7 @@
 """Files at local paths and at fsspec URLs (gs://…): exports, weights, and what a checkpoint is written with."""
 
 import contextlib
+import json
 import os
 from collections.abc import Iterable
 
@@ -60,6 +61,15 @@ def read_file(path: str) -> bytes:
         raise InputError(f"cannot read the weights file {path}: {reason(error)}") from None
 
 
+def exists(path: str) -> bool:
+    """Returns whether there is a file at a path or URL; raises InputError where the store does not say."""
+    try:
+        fs, root = fsspec.core.url_to_fs(path)
+        return fs.exists(root)
+    except Exception as error:
+        raise InputError(f"cannot look for {path}: {reason(error)}") from None
+
+
 def save_weights(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Writes one safetensors file to a path or URL; raises InputError as `write_file` does."""
     write_file(path, safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))
@@ -67,10 +77,18 @@ def save_weights(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]
 
 def load_weights(path: str) -> dict[str, Tensor]:
     """Returns the tensors of a safetensors file at a path or URL; raises InputError where there is none."""
+    return load_with_metadata(path)[0]
+
+
+def load_with_metadata(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns what `load_weights` does, and the file's metadata."""
+    content = read_file(path)
     try:
-        return safetensors.torch.load(read_file(path))
+        tensors = safetensors.torch.load(content)
     except safetensors.SafetensorError as error:
         raise InputError(f"{path} is not a safetensors file ({error}); pickles are not loaded: convert it") from None
+    size = int.from_bytes(content[:8], "little")  # of the header, which safetensors does not give of bytes
+    return tensors, json.loads(content[8 : 8 + size]).get("__metadata__") or {}
 
 
 def is_local(fs: fsspec.AbstractFileSystem) -> bool:
