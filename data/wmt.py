@@ -248,6 +248,7 @@ class TranslationPairs(Codec):
 
     def references(self, unknown: str = SPECIALS[UNK]) -> list[str]:
         """Returns the target sentences, in order, for scoring: <split>.<language> if it is there, else tokens decoded.
+        Text that is split into pieces as the tokens are is joined.
 
         Raises InputError if the text has another number of lines, or a token of the split is in no dictionary.
         """
@@ -258,7 +259,20 @@ class TranslationPairs(Codec):
         lines = read_lines(path)
         if len(lines) != len(self):
             raise InputError(f"{path} has {len(lines)} lines, and there are {len(self)} pairs; make the folder again")
-        return lines
+        return [join_symbols(line.split(), self.pieces) for line in lines] if self._is_split(lines) else lines
+
+    def _is_split(self, lines: list[str]) -> bool:
+        """Returns whether these lines of the target are its symbols (fairseq-preprocess' input, Haus@@ tür): where
+        these are pieces, and each line gives the tokens of its sentence."""
+        if self.tokenizer is not None or self.pieces == "words":
+            return False
+        index = self.target_dictionary.index
+        for number, line in enumerate(lines):
+            symbols = line.split()
+            tokens = self._sides[1][number]
+            if len(symbols) != len(tokens) - 1 or [*map(index, symbols)] != tokens[:-1].tolist():
+                return False
+        return True
 
 
 def is_blank(line: str) -> bool:

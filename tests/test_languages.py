@@ -163,6 +163,17 @@ def test_a_dictionary_of_both_sorts_is_refused_until_it_is_said_what_it_is(tmp_p
         wmt.Dictionary(few).pieces("dict.txt")
 
 
+def test_references_that_are_split_into_pieces_are_joined(tmp_path):
+    """fairseq-preprocess' input beside its output; other text stays as it is."""
+    ids = [[4, 40, wmt.UNK], [41], []]
+    pairs = write_pairs(tmp_path, ids, BPE)
+    (tmp_path / "valid.de").write_text("w0@@ end6 Kindl\nend7\n\n")
+    assert pairs.references("UNKNOWN") == ["w0end6 Kindl", "end7", ""]
+    for text in ("w0end6 Kindl\nend7\n\n", "w0@@ end6 @@ Kindl\nend7\n\n"):
+        (tmp_path / "valid.de").write_text(text)
+        assert pairs.references() == text.split("\n")[:-1]
+
+
 @pytest.mark.parametrize("target", ["zh-Hans", "pt-BR", "zh_CN", "en-GB"])
 def test_codes_with_a_hyphen_are_languages_of_a_folder(target, tmp_path):
     pairs = write_pairs(tmp_path, [[4, 5]], WORDS, target=target)

@@ -193,7 +193,7 @@ def test_input_that_is_not_split_as_the_dictionary_is_is_said(trained, monkeypat
     translate.main(translate.Config(folder, lengths=(8,), beam=2, precision="float32"))
     output = capsys.readouterr()
     assert len(output.out.splitlines()) == 2
-    assert "60% of the words of the input are not in the dictionary: the folder has no tokenizer" in output.err
+    assert "80% of the words of the input are not in the dictionary: the folder has no tokenizer" in output.err
     assert translated(monkeypatch, capsys, folder, b"w1 w2\n") and "dictionary" not in capsys.readouterr().err
 
 
