@@ -88,6 +88,24 @@ def test_code_is_written_into_a_folder_whose_name_libtpu_can_read(monkeypatch, t
             bundles.read(folder)
 
 
+INTERRUPTED = """
+import runpy, sys
+from tpu.compiler import libtpu
+
+def interrupt(_):
+    raise KeyboardInterrupt
+
+libtpu.Topology = interrupt
+sys.argv = ["compile", "dlrm", "tiny", "--effort", "fast", "--json", "/dev/null"]
+runpy.run_module("tpu.compiler.compile", run_name="__main__")
+"""
+
+
+def test_ctrl_c_ends_a_compile_in_one_line_and_not_as_one_that_does_not_fit():
+    ended = run(code=INTERRUPTED, ends=130)
+    assert ended.stderr.splitlines()[-1] == "ended by Ctrl-C" and "Traceback" not in ended.stderr
+
+
 def test_figures_are_saved_whole_or_not_at_all(tmp_path):
     path = tmp_path / "docs" / "figures.json"
     assert pages.load(path) == {}

@@ -300,7 +300,19 @@ def test_another_death_has_another_remedy(how, output, advice):
     assert advice in said and "--safe-forms" not in said
 
 
-def test_a_compiler_that_dies_in_the_search_for_a_batch_is_a_sentence_too(monkeypatch, tmp_path):
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    """Has compile.main come as far as the compiler, and that one be `compile_step`, of the caller."""
+    topology = MagicMock()
+    topology.__enter__.return_value.name = "v5e:1x1"
+    monkeypatch.setattr(compiling, "open_topology", lambda _: topology)
+    monkeypatch.setattr(compiling.staging, "setup", MagicMock())
+    monkeypatch.setattr(compiling.libtpu, "version", lambda: "0.0.21")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    return ["dlrm", "--json", str(tmp_path / "report.json"), "--effort", "fast"]
+
+
+def test_a_compiler_that_dies_in_the_search_for_a_batch_is_a_sentence_too(no_compiler, monkeypatch):
     def dies(*_):
         raise apart.CompilerDied("0.0.21", "SIGSEGV", TRACE)
 
@@ -309,13 +321,52 @@ def test_a_compiler_that_dies_in_the_search_for_a_batch_is_a_sentence_too(monkey
 
     monkeypatch.setattr(compiling, "compile_step", too_large)
     monkeypatch.setattr(compiling, "search", dies)
-    topology = MagicMock()
-    topology.__enter__.return_value.name = "v5e:1x1"
-    monkeypatch.setattr(compiling, "open_topology", lambda _: topology)
-    monkeypatch.setattr(compiling.staging, "setup", MagicMock())
-    monkeypatch.setattr(compiling.libtpu, "version", lambda: "0.0.21")
     with pytest.raises(compiling.DeadCompiler, match="libtpu 0.0.21 died while it compiled"):
-        compiling.main(["dlrm", "--json", str(tmp_path / "report.json"), "--effort", "fast"])
+        compiling.main(no_compiler)
+
+
+def test_a_step_that_the_compiler_refuses_is_a_sentence_and_not_the_exit_code_of_one_that_does_not_fit(
+    no_compiler, monkeypatch
+):
+    def refuses(*_):
+        raise libtpu.CompilerError(12, "routing limitations.\n\t\n\nError encountered while compiling %start.1 = …")
+
+    monkeypatch.setattr(compiling, "compile_step", refuses)
+    with pytest.raises(InputError, match="libtpu 0.0.21 refuses to compile dlrm kaggle, program train") as caught:
+        compiling.main(no_compiler)
+    said = str(caught.value)
+    assert "UNIMPLEMENTED: routing limitations." in said and f"LIBTPU_VERSION={libtpu.NEWEST}" in said
+    assert "\n" not in said and "%start" not in said
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (libtpu.OutOfMemory("v5e:1x1", 2**35, 2**34, [], ""), "by libtpu 0.0.51, asked for by --besides, out of memory"),
+        (libtpu.CompilerError(12, "no"), "libtpu 0.0.51 refuses to compile dlrm kaggle"),
+    ],
+    ids=["memory", "refusal"],
+)
+def test_what_another_version_makes_of_the_step_is_not_taken_for_the_reports(error, said, monkeypatch):
+    def compiles(_module, _topology, _effort, library):
+        if library == "other":
+            raise error
+        return MagicMock()
+
+    monkeypatch.setattr(compiling, "stage", lambda *_: (MagicMock(examples=8), MagicMock(kept=0)))
+    monkeypatch.setattr(compiling.apart, "compile", compiles)
+    monkeypatch.setattr(compiling.hlo, "fingerprint", lambda _: "")
+    monkeypatch.setattr(compiling.report, "figures", lambda *_: {"memory": {"needed": 1}, "kept_bytes": 0})
+    monkeypatch.setattr(compiling.libtpu, "version", lambda: "0.0.21")
+    monkeypatch.setattr(compiling.libtpu, "find", lambda: "own")
+    monkeypatch.setattr(compiling.libtpu, "installed", lambda _: "other")
+    topology = MagicMock(generation="v5e", num_devices=1, hbm_bytes=2)
+    topology.name = "v5e:1x1"
+    with pytest.raises(InputError, match=said) as caught:
+        compiling.compile_step(
+            compiling.Job("dlrm", "kaggle", "", (), 8), topology, None, "fast", dlrm, besides="0.0.51"
+        )
+    assert not isinstance(caught.value, libtpu.OutOfMemory), "else a smaller batch is looked for"
 
 
 def test_a_temporary_folder_that_cannot_be_written_is_named(monkeypatch):
