@@ -342,7 +342,7 @@ def test_a_step_that_the_compiler_refuses_is_a_sentence_and_not_the_exit_code_of
 @pytest.mark.parametrize(
     "error, said",
     [
-        (libtpu.OutOfMemory("v5e:1x1", 2**35, 2**34, [], ""), "by libtpu 0.0.51, asked for by --besides, out of memory"),
+        (libtpu.OutOfMemory("v5e:1x1", 2**35, 2**34, [], ""), "by libtpu 0.0.51, asked for by --besides, out of mem"),
         (libtpu.CompilerError(12, "no"), "libtpu 0.0.51 refuses to compile dlrm kaggle"),
     ],
     ids=["memory", "refusal"],
@@ -373,6 +373,53 @@ def test_a_temporary_folder_that_cannot_be_written_is_named(monkeypatch):
     monkeypatch.setattr(apart.tempfile, "tempdir", "/proc")
     with pytest.raises(InputError, match="cannot write to /proc: .*set TMPDIR to another folder"):
         apart.compile(b"", "v5e:1x1", "fast", "libtpu.so")
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")  # as from a file's write: without a name
+
+
+@pytest.mark.parametrize("part", [apart.OPTIMIZED, apart.ANSWER])
+def test_a_disk_that_is_full_when_the_program_is_compiled_is_no_death_of_the_compiler(part, tmp_path, monkeypatch):
+    """In both processes."""
+    topology = MagicMock()
+    monkeypatch.setattr(apart.libtpu, "Topology", topology)
+    program = topology.return_value.__enter__.return_value.compile.return_value.__enter__.return_value
+    program.optimized, program.memory, program.cost = b"", libtpu.Memory(*[0] * 6, False), libtpu.Cost(0, 0, 0)
+    (tmp_path / apart.REQUEST).write_text('{"topology": "v5e:1x1", "effort": "fast"}')
+    (tmp_path / apart.MODULE).write_bytes(b"")
+    monkeypatch.setattr(apart.sys, "argv", ["apart", str(tmp_path)])
+    monkeypatch.setattr(apart.resource, "setrlimit", MagicMock())
+    monkeypatch.setattr(apart.ctypes, "CDLL", MagicMock())
+    monkeypatch.setattr(apart.Path, "write_bytes" if part == apart.OPTIMIZED else "write_text", full)
+    with pytest.raises(SystemExit) as ended:
+        apart.main()
+    monkeypatch.undo()
+
+    stand_in(tmp_path, monkeypatch, f"echo 'No space left on device' >&2; exit {ended.value.code}")
+    with pytest.raises(InputError, match="cannot write to .*: No space left on device; make room, or set TMPDIR"):
+        apart.compile(b"", "v5e:1x1", "fast", tmp_path / "libtpu.so")
+
+
+def test_what_a_dead_compiler_has_written_for_itself_goes_with_it(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, f"touch $TMPDIR/log; echo $TMPDIR >{tmp_path}/where; kill -SEGV $$")
+    with pytest.raises(apart.CompilerDied):
+        apart.compile(b"", "v5e:1x1", "fast", tmp_path / "libtpu.so")
+    where = (tmp_path / "where").read_text().strip()
+    assert "compile-" in where and not os.path.exists(where)
+
+
+def test_a_report_for_which_there_is_no_room_leaves_the_one_before(tmp_path, monkeypatch):
+    path = tmp_path / "report.json"
+    compiling.write(str(path), b"an hour's")
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(compiling.Path, "write_bytes", lambda path, _: path.write_text("half a ") and full())
+    with pytest.raises(InputError, match="cannot write .*report.json: No space left on device"):
+        compiling.write(str(path), b"half a report")
+    assert path.read_text() == "an hour's" and os.listdir(tmp_path) == ["report.json"]
+    monkeypatch.undo()
+    compiling.write("/dev/null", b"no regular file")
+    assert not os.path.isfile("/dev/null")
 
 
 def test_errors_of_the_process_that_compiles_arrive_as_they_are():

@@ -35,7 +35,7 @@ from errors import InputError
 from tpu.compiler import apart, bundles, hlo, libtpu, report, steps
 from tpu.compiler.libtpu import GIB
 from train import dlrm, glue, pretrain, resnet50, transformer
-from train.common import cli, device, interrupt, sharding
+from train.common import cli, device, files, interrupt, sharding
 from train.common.xla import backend, staging
 
 ENCODERS = tuple(name for name in glue.RECIPES if name != "auto")
@@ -414,8 +414,11 @@ def another_version(version: str) -> str:
 
 
 def write(path: str, content: bytes) -> None:
-    """Writes a file; raises InputError where it cannot."""
-    try:  # files.write_file would replace what is no regular file, such as /dev/stdout
+    """Writes a file, whole or not at all; raises InputError where it cannot."""
+    if Path(path).is_file() or not Path(path).exists():
+        files.write_file(os.path.realpath(path), content)
+        return
+    try:  # what is no regular file, such as /dev/stdout, would be replaced by one
         Path(path).write_bytes(content)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}; make room or access") from None
