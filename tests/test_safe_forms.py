@@ -40,6 +40,7 @@ def usual_forms():
 
 @pytest.fixture
 def no_flags(monkeypatch):
+    monkeypatch.setattr(backend, "_asked", set())
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
 
 
@@ -103,6 +104,15 @@ def test_a_stack_that_the_user_gives_stays(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
     backend.ask_for_forms(0, safe_forms=False)
     assert os.environ["LIBTPU_INIT_ARGS"].split() == [given, *backend.FUSIONS.split()]
+
+
+@pytest.mark.parametrize("flag", [backend.STACK, backend.DEEP_FUSION])
+def test_the_users_own_flag_stays_with_safe_forms(flag, no_flags, monkeypatch):
+    """With `--remat` these forms are not enough: there is no remedy but the flag (docs/tpu.md)."""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", flag)
+    for safe_forms in (True, False, True):
+        backend.ask_for_forms(0, safe_forms)
+        assert flag in os.environ["LIBTPU_INIT_ARGS"].split()
 
 
 class Asked(Exception):

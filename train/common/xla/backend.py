@@ -36,6 +36,7 @@ STACK = "--fibers_default_thread_stack_size=524288"
 DEEP_FUSION = "--xla_tpu_enable_multi_level_output_dot_dot_fusion=true"  # of some programs it needs STACK
 SHALLOW_FUSIONS = "--xla_tpu_input_conv_multi_users=true --xla_jf_enable_advanced_multi_output_fusion=true"
 FUSIONS = f"{SHALLOW_FUSIONS} {DEEP_FUSION}"
+_asked: set[str] = set()  # flags that this process has put into LIBTPU_INIT_ARGS; the others there are the user's
 ROWS = {("data",): "data", ("copies", "data", "model"): ("copies", "data")}  # what cuts a batch, by the mesh's axes
 
 
@@ -49,6 +50,7 @@ def ask_compiler(flags: str, vmem_kib: int = 0) -> None:
         name = flag.lstrip("-").partition("=")[0]
         if name not in names and f"no{name}" not in names:
             missing.append(flag)
+    _asked.update(missing)
     os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *missing]).strip()
 
 
@@ -59,7 +61,8 @@ def ask_for_forms(vmem_kib: int, safe_forms: bool) -> None:
     What an earlier call of this process has asked for is taken back: it was not the user's.
     """
     given = os.environ.get("LIBTPU_INIT_ARGS", "").split()
-    os.environ["LIBTPU_INIT_ARGS"] = " ".join(flag for flag in given if flag not in (STACK, DEEP_FUSION))
+    ours = _asked & {STACK, DEEP_FUSION}
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(flag for flag in given if flag not in ours)
     ask_compiler(SHALLOW_FUSIONS if safe_forms else f"{STACK} {FUSIONS}", vmem_kib)
 
 
