@@ -205,6 +205,35 @@ def test_a_run_on_a_tpu_says_before_it_compiles_with_which_libtpu_flags_and_form
     assert "in safe forms" in safe and "add --safe-forms" not in safe
 
 
+def test_a_run_on_a_tpu_says_so_before_libtpu_is_loaded_and_may_die_of_a_flag(no_flags, monkeypatch, capsys):
+    def load() -> None:
+        raise Asked
+
+    monkeypatch.setattr(backend.xr, "device_type", lambda: "TPU")
+    monkeypatch.setattr(backend, "set_products", lambda _: None)
+    monkeypatch.setattr(backend.xr, "is_spmd", lambda: True)
+    monkeypatch.setattr(backend.xr, "global_runtime_device_count", load)
+    with pytest.raises(Asked):
+        backend.setup("bfloat16", True, "xla", 0, False)
+    assert f"with LIBTPU_INIT_ARGS='{backend.STACK}" in capsys.readouterr().err
+
+
+def test_a_set_up_whose_flags_come_too_late_is_warned_of(no_flags, monkeypatch, capsys):
+    def said(loaded: bool, safe_forms: bool) -> str:
+        monkeypatch.setattr(backend.torch_xla._XLAC, "_xla_runtime_is_initialized", lambda: loaded)
+        backend.ask_for_forms(0, safe_forms)
+        backend.announce_compiler(safe_forms)
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(backend, "_loaded_with", None)
+    assert "warning: libtpu was loaded before device.setup" in said(True, False)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    assert "warning" not in said(False, False)
+    assert "warning" not in said(True, False)
+    late = said(True, True)
+    assert f"libtpu was loaded earlier in this process, and keeps LIBTPU_INIT_ARGS='{backend.STACK}" in late
+
+
 def test_the_version_that_compiles_is_that_of_the_package_unless_another_is_named(monkeypatch, tmp_path):
     folder = tmp_path / "libtpu-9.8.7.dist-info"
     folder.mkdir()
