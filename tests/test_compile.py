@@ -25,7 +25,7 @@ ACCEPT = 'if that is meant, run `make compile-all ARGS="guards"` and commit docs
 def run(*arguments: str, code: str = "", ends: int = 0, variables: dict | None = None) -> subprocess.CompletedProcess:
     """A process for the CPU without this one's four devices, which exits with `ends`."""
     # torch_xla sets the third of these, and the devices of this process the last.
-    left_out = ("CPU_NUM_DEVICES", "PJRT_DEVICE", "XLA_USE_SPMD", "LIBTPU_INIT_ARGS")
+    left_out = ("CPU_NUM_DEVICES", "PJRT_DEVICE", "XLA_USE_SPMD", "LIBTPU_INIT_ARGS", "XLA_ZOO_SAFE_FORMS")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= variables or {}
     command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "tpu.compiler.compile", *arguments]

@@ -14,7 +14,7 @@ import torch_xla
 
 from errors import InputError
 from models import layers
-from tpu.compiler import apart, libtpu
+from tpu.compiler import apart, libtpu, pages
 from tpu.compiler import compile as compiling
 from tpu.launch import messages
 from train import dlrm, glue, pretrain, resnet50, transformer
@@ -362,6 +362,16 @@ def test_a_compiler_that_dies_in_the_search_for_a_batch_is_a_sentence_too(no_com
     monkeypatch.setattr(compiling, "search", dies)
     with pytest.raises(compiling.DeadCompiler, match="libtpu 0.0.21 died while it compiled"):
         compiling.main(no_compiler)
+
+
+def test_a_report_says_that_it_is_of_safe_forms_and_published_figures_are_of_none(no_compiler, monkeypatch, capsys):
+    monkeypatch.setenv("XLA_ZOO_SAFE_FORMS", "1")
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "libtpu.so")
+    monkeypatch.setattr(compiling, "compile_or_search", lambda *_: ({}, b""))
+    assert compiling.main(no_compiler)["safe_forms"] is True and "forms        safe" in capsys.readouterr().out
+    assert not {"LIBTPU_INIT_ARGS", "XLA_ZOO_SAFE_FORMS"} & set(pages.environment_of_figures())
+    monkeypatch.delenv("XLA_ZOO_SAFE_FORMS")
+    assert "safe_forms" not in compiling.main(no_compiler)
 
 
 def test_a_step_that_the_compiler_refuses_is_a_sentence_and_not_the_exit_code_of_one_that_does_not_fit(

@@ -323,6 +323,9 @@ def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -
     if options.given:  # of the figures' making, as the batch is
         found["libtpu_init_args"] = options.given
         print(f"flags        LIBTPU_INIT_ARGS={options.given}", flush=True)
+    if safe_forms:  # by the flag or the environment
+        found["safe_forms"] = True
+        print("forms        safe, as of --safe-forms", flush=True)
     write(options.json, json.dumps(found, indent=1).encode() + b"\n")
     if options.dump and optimized:
         write(options.dump, optimized)
