@@ -25,7 +25,7 @@ ACCEPT = 'if that is meant, run `make compile-all ARGS="guards"` and commit docs
 def environment_without_devices() -> dict[str, str]:
     """This process's environment for another one, without its four devices; libtpu is what the figures are of."""
     # torch_xla sets the third of these, and the devices of this process the last.
-    left_out = ("CPU_NUM_DEVICES", "PJRT_DEVICE", "XLA_USE_SPMD", "LIBTPU_INIT_ARGS")
+    left_out = ("CPU_NUM_DEVICES", "PJRT_DEVICE", "XLA_USE_SPMD", "LIBTPU_INIT_ARGS", "XLA_ZOO_SAFE_FORMS")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     if hlo_modules.installed():
         environment.setdefault("TPU_LIBRARY_PATH", str(libtpu.installed(libtpu.NEWEST)))
@@ -118,6 +118,24 @@ def test_code_is_written_into_a_folder_whose_name_libtpu_can_read(monkeypatch, t
         assert " " not in folder
         with pytest.raises(RuntimeError, match="wrote no code"):
             bundles.read(folder)
+
+
+INTERRUPTED = """
+import runpy, sys
+from tpu.compiler import libtpu
+
+def interrupt(_):
+    raise KeyboardInterrupt
+
+libtpu.Topology = interrupt
+sys.argv = ["compile", "dlrm", "tiny", "--effort", "fast", "--json", "/dev/null"]
+runpy.run_module("tpu.compiler.compile", run_name="__main__")
+"""
+
+
+def test_ctrl_c_ends_a_compile_in_one_line_and_not_as_one_that_does_not_fit():
+    ended = run(code=INTERRUPTED, ends=130)
+    assert ended.stderr.splitlines()[-1] == "ended by Ctrl-C" and "Traceback" not in ended.stderr
 
 
 def test_figures_are_saved_whole_or_not_at_all(tmp_path):

@@ -21,6 +21,7 @@ esac
 if mkdir $MACHINE/busy 2>/dev/null; then echo "Could not get lock" >&2; exit 100; fi
 echo "$@"
 shift 2
+case $1 in software-properties-common) cp $MACHINE/add-apt-repository $MACHINE/bin; exit;; esac
 for package; do
     [ -e $MACHINE/offered/$package ] || { echo "Unable to locate package $package" >&2; exit 100; }
     touch $MACHINE/packages/$package
@@ -78,6 +79,7 @@ class Machine:
         programs |= {"sudo": 'shift; exec "$@"', "apt-cache": "[ -e $MACHINE/offered/$2 ]"}
         for name, script in programs.items():
             self.write(f"bin/{name}", script)
+        self.write("add-apt-repository", ADD_APT_REPOSITORY)
         self.write("pip", PIP % PINNED)
         self.write("python", IN_VENV)
         for name in ("make", "sh", "env", "id", "sleep", "mkdir", "cp", "rm", "touch", "cat"):
@@ -150,6 +152,21 @@ def test_get_python_installs_what_is_missing(bare, there, said):
     assert made.returncode == 0, made.stderr
     assert [line for line in made.stdout.splitlines() if line[0] == "-" or line.startswith("install")] == said
     assert "error" not in made.stderr
+
+
+def test_get_python_brings_the_program_for_archives_where_it_is_missing(bare):
+    """As in a container, and on a minimal host."""
+    (bare.folder / "bin/add-apt-repository").unlink()
+    made = bare.install("GET_PYTHON=1")
+    assert made.returncode == 0, made.stderr
+    said = [line for line in made.stdout.splitlines() if line[0] == "-" or line.startswith("install")]
+    assert said == ["install -y software-properties-common", PPA, PACKAGES]
+
+
+def test_get_python_takes_the_systems_interpreter_by_its_path(tmp_path):
+    command = ["sh", str(ROOT / "tpu/get_python.sh"), "/usr/bin/python3.12", "--packages"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout == "python3.12 python3.12-venv libpython3.12\n"
 
 
 def test_get_python_is_not_called_where_nothing_is_missing(ready):

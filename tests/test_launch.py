@@ -132,6 +132,15 @@ def test_a_changed_tree_replaces_what_differs_and_keeps_what_is_not_its_own(bed)
     assert [path.stat().st_mode & 0o777 for path in (bed.home(0) / "xla-zoo", bed.zoo(0))] == [0o700, 0o700]
 
 
+@pytest.mark.parametrize("number", [signal.SIGBUS, signal.SIGILL, signal.SIGSEGV, signal.SIGKILL], ids=str)
+def test_how_a_program_died_is_read_from_what_make_says(number, tmp_path):
+    (tmp_path / "Makefile").write_text(f"train:\n\tkill -{int(number)} $$$$\n")
+    environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "LANGUAGE": "C"}  # the last is worker.py's
+    result = subprocess.run(["make"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert keeper.exit_code(result.returncode, result.stderr) == 128 + number
+    assert len(messages.explain_log(result.stderr)) == 1
+
+
 @one_worker
 def test_values_arrive_whole_and_secrets_leave_no_trace(bed):
     path, setting = """/my data/it's $HOME; touch /tmp/x""", "a 'b' \"c\" $d;"
@@ -139,10 +148,13 @@ def test_values_arrive_whole_and_secrets_leave_no_trace(bed):
     secrets = {"HF_TOKEN": "hf_verysecret", "WANDB_API_KEY": "wandbverysecret", "MINE": "mineverysecret"}
     with (bed.project / "train.py").open("a") as program:
         program.write(f"print({{name: len(os.environ.get(name, '')) for name in {(*secrets, 'GET_PYTHON')}}})\n")
-    environment = {**secrets, "OTHER": "x", "ENV": f"SETTING={shlex.quote(setting)} B=1"}
+        program.write("print({name: os.environ[name] for name in ('PYTHONUNBUFFERED', 'LANGUAGE')})\n")
+    setting_words = f"SETTING={shlex.quote(setting)} B=1 PYTHONUNBUFFERED=yes"
+    environment = {**secrets, "OTHER": "x", "ENV": setting_words}
     code, out, err = bed.run("train", "--secret", "MINE", "--env-from", "ENV", words=words, env=environment)
     assert code == 0 and f"with {path!r} and {setting!r}" in out, err
     assert "{'HF_TOKEN': 13, 'WANDB_API_KEY': 15, 'MINE': 14, 'GET_PYTHON': 1}" in out  # of a TPU VM
+    assert "{'PYTHONUNBUFFERED': 'yes', 'LANGUAGE': 'C'}" in out
     assert "verysecret" not in json.dumps(bed.calls()) + out + err
     files = [path for path in bed.folder.rglob("*") if path.is_file()]
     assert len(files) > 10 and not [path for path in files if b"verysecret" in path.read_bytes()]

@@ -90,6 +90,14 @@ def test_the_library_of_an_interpreters_own_folder_is_linked_to_where_torch_xla_
     assert ask("environment")[0] == 2
 
 
+def test_a_library_that_only_this_shell_finds_is_linked_all_the_same(ask, tmp_path, monkeypatch):
+    """As with LD_LIBRARY_PATH of another interpreter's installation, which a later run does not have."""
+    put_own_copy(tmp_path)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "own"))
+    assert ask() == ask("install") == (0, "")
+    assert (tmp_path / "torch_xla/lib" / STRANGE).is_symlink()
+
+
 def test_a_file_that_is_no_library_does_not_count(ask, tmp_path):
     put_own_copy(tmp_path)
     (tmp_path / "own" / STRANGE).write_text("#!/bin/sh\n")

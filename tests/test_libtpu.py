@@ -1,6 +1,7 @@
 """tpu/compiler/libtpu.py: what it needs no library for, and with libtpu the compilation of tiny modules."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,18 @@ def test_the_package_is_found_or_what_to_do_is_said(monkeypatch, tmp_path):
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
     with pytest.raises(InputError, match=r"TPU_LIBRARY_PATH=.*libtpu.so is not a file"):
         libtpu.find()
+
+
+@pytest.mark.parametrize("share, said", [(0.5, "was cut off: it has"), (1, "undefined symbol: GetPjrtApi")])
+def test_a_library_that_was_cut_off_is_refused_before_it_ends_the_process(share, said, tmp_path):
+    some = Path(re.search(r"/\S+/libm[.-]\S*", Path("/proc/self/maps").read_text())[0]).read_bytes()
+    (tmp_path / "libtpu.so").write_bytes(some[: int(len(some) * share)])
+    code = "import sys; from pathlib import Path; from tpu.compiler import pjrt; pjrt.Library(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(tmp_path / "libtpu.so")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1, "no signal"
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("errors.InputError") and said in last
 
 
 def test_an_unknown_topology_lists_the_known_ones():

@@ -14,7 +14,7 @@ import torch_xla
 
 from errors import InputError
 from models import layers
-from tpu.compiler import apart, libtpu
+from tpu.compiler import apart, libtpu, pages
 from tpu.compiler import compile as compiling
 from tpu.launch import messages
 from train import dlrm, glue, pretrain, resnet50, transformer
@@ -40,6 +40,7 @@ def usual_forms():
 
 @pytest.fixture
 def no_flags(monkeypatch):
+    monkeypatch.setattr(backend, "_asked", set())
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
 
 
@@ -103,6 +104,15 @@ def test_a_stack_that_the_user_gives_stays(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
     backend.ask_for_forms(0, safe_forms=False)
     assert os.environ["LIBTPU_INIT_ARGS"].split() == [given, *backend.FUSIONS.split()]
+
+
+@pytest.mark.parametrize("flag", [backend.STACK, backend.DEEP_FUSION])
+def test_the_users_own_flag_stays_with_safe_forms(flag, no_flags, monkeypatch):
+    """With `--remat` these forms are not enough: there is no remedy but the flag (docs/tpu.md)."""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", flag)
+    for safe_forms in (True, False, True):
+        backend.ask_for_forms(0, safe_forms)
+        assert flag in os.environ["LIBTPU_INIT_ARGS"].split()
 
 
 class Asked(Exception):
@@ -193,6 +203,35 @@ def test_a_run_on_a_tpu_says_before_it_compiles_with_which_libtpu_flags_and_form
     assert "the usual forms" in usual and "add --safe-forms" in usual
     safe = backend.about_compiler(safe_forms=True)
     assert "in safe forms" in safe and "add --safe-forms" not in safe
+
+
+def test_a_run_on_a_tpu_says_so_before_libtpu_is_loaded_and_may_die_of_a_flag(no_flags, monkeypatch, capsys):
+    def load() -> None:
+        raise Asked
+
+    monkeypatch.setattr(backend.xr, "device_type", lambda: "TPU")
+    monkeypatch.setattr(backend, "set_products", lambda _: None)
+    monkeypatch.setattr(backend.xr, "is_spmd", lambda: True)
+    monkeypatch.setattr(backend.xr, "global_runtime_device_count", load)
+    with pytest.raises(Asked):
+        backend.setup("bfloat16", True, "xla", 0, False)
+    assert f"with LIBTPU_INIT_ARGS='{backend.STACK}" in capsys.readouterr().err
+
+
+def test_a_set_up_whose_flags_come_too_late_is_warned_of(no_flags, monkeypatch, capsys):
+    def said(loaded: bool, safe_forms: bool) -> str:
+        monkeypatch.setattr(backend.torch_xla._XLAC, "_xla_runtime_is_initialized", lambda: loaded)
+        backend.ask_for_forms(0, safe_forms)
+        backend.announce_compiler(safe_forms)
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(backend, "_loaded_with", None)
+    assert "warning: libtpu was loaded before device.setup" in said(True, False)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    assert "warning" not in said(False, False)
+    assert "warning" not in said(True, False)
+    late = said(True, True)
+    assert f"libtpu was loaded earlier in this process, and keeps LIBTPU_INIT_ARGS='{backend.STACK}" in late
 
 
 def test_the_version_that_compiles_is_that_of_the_package_unless_another_is_named(monkeypatch, tmp_path):
@@ -300,7 +339,19 @@ def test_another_death_has_another_remedy(how, output, advice):
     assert advice in said and "--safe-forms" not in said
 
 
-def test_a_compiler_that_dies_in_the_search_for_a_batch_is_a_sentence_too(monkeypatch, tmp_path):
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    """Has compile.main come as far as the compiler, and that one be `compile_step`, of the caller."""
+    topology = MagicMock()
+    topology.__enter__.return_value.name = "v5e:1x1"
+    monkeypatch.setattr(compiling, "open_topology", lambda _: topology)
+    monkeypatch.setattr(compiling.staging, "setup", MagicMock())
+    monkeypatch.setattr(compiling.libtpu, "version", lambda: "0.0.21")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    return ["dlrm", "--json", str(tmp_path / "report.json"), "--effort", "fast"]
+
+
+def test_a_compiler_that_dies_in_the_search_for_a_batch_is_a_sentence_too(no_compiler, monkeypatch):
     def dies(*_):
         raise apart.CompilerDied("0.0.21", "SIGSEGV", TRACE)
 
@@ -309,19 +360,115 @@ def test_a_compiler_that_dies_in_the_search_for_a_batch_is_a_sentence_too(monkey
 
     monkeypatch.setattr(compiling, "compile_step", too_large)
     monkeypatch.setattr(compiling, "search", dies)
-    topology = MagicMock()
-    topology.__enter__.return_value.name = "v5e:1x1"
-    monkeypatch.setattr(compiling, "open_topology", lambda _: topology)
-    monkeypatch.setattr(compiling.staging, "setup", MagicMock())
-    monkeypatch.setattr(compiling.libtpu, "version", lambda: "0.0.21")
     with pytest.raises(compiling.DeadCompiler, match="libtpu 0.0.21 died while it compiled"):
-        compiling.main(["dlrm", "--json", str(tmp_path / "report.json"), "--effort", "fast"])
+        compiling.main(no_compiler)
+
+
+def test_a_report_says_that_it_is_of_safe_forms_and_published_figures_are_of_none(no_compiler, monkeypatch, capsys):
+    monkeypatch.setenv("XLA_ZOO_SAFE_FORMS", "1")
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "libtpu.so")
+    monkeypatch.setattr(compiling, "compile_or_search", lambda *_: ({}, b""))
+    assert compiling.main(no_compiler)["safe_forms"] is True and "forms        safe" in capsys.readouterr().out
+    assert not {"LIBTPU_INIT_ARGS", "XLA_ZOO_SAFE_FORMS"} & set(pages.environment_of_figures())
+    monkeypatch.delenv("XLA_ZOO_SAFE_FORMS")
+    assert "safe_forms" not in compiling.main(no_compiler)
+
+
+def test_a_step_that_the_compiler_refuses_is_a_sentence_and_not_the_exit_code_of_one_that_does_not_fit(
+    no_compiler, monkeypatch
+):
+    def refuses(*_):
+        raise libtpu.CompilerError(12, "routing limitations.\n\t\n\nError encountered while compiling %start.1 = …")
+
+    monkeypatch.setattr(compiling, "compile_step", refuses)
+    with pytest.raises(InputError, match="libtpu 0.0.21 refuses to compile dlrm kaggle, program train") as caught:
+        compiling.main(no_compiler)
+    said = str(caught.value)
+    assert "UNIMPLEMENTED: routing limitations." in said and f"LIBTPU_VERSION={libtpu.NEWEST}" in said
+    assert "\n" not in said and "%start" not in said
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (libtpu.OutOfMemory("v5e:1x1", 2**35, 2**34, [], ""), "by libtpu 0.0.51, asked for by --besides, out of mem"),
+        (libtpu.CompilerError(12, "no"), "libtpu 0.0.51 refuses to compile dlrm kaggle"),
+    ],
+    ids=["memory", "refusal"],
+)
+def test_what_another_version_makes_of_the_step_is_not_taken_for_the_reports(error, said, monkeypatch):
+    def compiles(_module, _topology, _effort, library):
+        if library == "other":
+            raise error
+        return MagicMock()
+
+    monkeypatch.setattr(compiling, "stage", lambda *_: (MagicMock(examples=8), MagicMock(kept=0)))
+    monkeypatch.setattr(compiling.apart, "compile", compiles)
+    monkeypatch.setattr(compiling.hlo, "fingerprint", lambda _: "")
+    monkeypatch.setattr(compiling.report, "figures", lambda *_: {"memory": {"needed": 1}, "kept_bytes": 0})
+    monkeypatch.setattr(compiling.libtpu, "version", lambda: "0.0.21")
+    monkeypatch.setattr(compiling.libtpu, "find", lambda: "own")
+    monkeypatch.setattr(compiling.libtpu, "installed", lambda _: "other")
+    topology = MagicMock(generation="v5e", num_devices=1, hbm_bytes=2)
+    topology.name = "v5e:1x1"
+    with pytest.raises(InputError, match=said) as caught:
+        compiling.compile_step(
+            compiling.Job("dlrm", "kaggle", "", (), 8), topology, None, "fast", dlrm, besides="0.0.51"
+        )
+    assert not isinstance(caught.value, libtpu.OutOfMemory), "else a smaller batch is looked for"
 
 
 def test_a_temporary_folder_that_cannot_be_written_is_named(monkeypatch):
     monkeypatch.setattr(apart.tempfile, "tempdir", "/proc")
     with pytest.raises(InputError, match="cannot write to /proc: .*set TMPDIR to another folder"):
         apart.compile(b"", "v5e:1x1", "fast", "libtpu.so")
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")  # as from a file's write: without a name
+
+
+@pytest.mark.parametrize("part", [apart.OPTIMIZED, apart.ANSWER])
+def test_a_disk_that_is_full_when_the_program_is_compiled_is_no_death_of_the_compiler(part, tmp_path, monkeypatch):
+    """In both processes."""
+    topology = MagicMock()
+    monkeypatch.setattr(apart.libtpu, "Topology", topology)
+    program = topology.return_value.__enter__.return_value.compile.return_value.__enter__.return_value
+    program.optimized, program.memory, program.cost = b"", libtpu.Memory(*[0] * 6, False), libtpu.Cost(0, 0, 0)
+    (tmp_path / apart.REQUEST).write_text('{"topology": "v5e:1x1", "effort": "fast"}')
+    (tmp_path / apart.MODULE).write_bytes(b"")
+    monkeypatch.setattr(apart.sys, "argv", ["apart", str(tmp_path)])
+    monkeypatch.setattr(apart.resource, "setrlimit", MagicMock())
+    monkeypatch.setattr(apart.ctypes, "CDLL", MagicMock())
+    monkeypatch.setattr(apart.Path, "write_bytes" if part == apart.OPTIMIZED else "write_text", full)
+    with pytest.raises(SystemExit) as ended:
+        apart.main()
+    monkeypatch.undo()
+
+    stand_in(tmp_path, monkeypatch, f"echo 'No space left on device' >&2; exit {ended.value.code}")
+    with pytest.raises(InputError, match="cannot write to .*: No space left on device; make room, or set TMPDIR"):
+        apart.compile(b"", "v5e:1x1", "fast", tmp_path / "libtpu.so")
+
+
+def test_what_a_dead_compiler_has_written_for_itself_goes_with_it(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, f"touch $TMPDIR/log; echo $TMPDIR >{tmp_path}/where; kill -SEGV $$")
+    with pytest.raises(apart.CompilerDied):
+        apart.compile(b"", "v5e:1x1", "fast", tmp_path / "libtpu.so")
+    where = (tmp_path / "where").read_text().strip()
+    assert "compile-" in where and not os.path.exists(where)
+
+
+def test_a_report_for_which_there_is_no_room_leaves_the_one_before(tmp_path, monkeypatch):
+    path = tmp_path / "report.json"
+    compiling.write(str(path), b"an hour's")
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(compiling.Path, "write_bytes", lambda path, _: path.write_text("half a ") and full())
+    with pytest.raises(InputError, match="cannot write .*report.json: No space left on device"):
+        compiling.write(str(path), b"half a report")
+    assert path.read_text() == "an hour's" and os.listdir(tmp_path) == ["report.json"]
+    monkeypatch.undo()
+    compiling.write("/dev/null", b"no regular file")
+    assert not os.path.isfile("/dev/null")
 
 
 def test_errors_of_the_process_that_compiles_arrive_as_they_are():

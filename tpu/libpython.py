@@ -32,8 +32,10 @@ LIBRARY = f"{PACKAGE}.so.1.0"
 OWN_COPY = Path(sys.base_prefix, "lib", LIBRARY)  # of interpreters with a folder of their own; it need not exist
 
 
-def is_found() -> bool:
+def is_found(lasting: bool = False) -> bool:
     """Returns whether the dynamic linker finds the library for an extension whose RUNPATH does not lead to it.
+
+    lasting: also without this shell's LD_LIBRARY_PATH, which a later run, or the launcher's, need not have.
 
     `ctypes.CDLL(LIBRARY)` would answer another question, since it looks where the interpreter's RPATH points, too. So a
     program without an RPATH is asked to load the library first. The dynamic linker names what it cannot load, in any
@@ -42,6 +44,8 @@ def is_found() -> bool:
     if LIBRARY in Path("/proc/self/maps").read_text():  # the interpreter is linked to it
         return True
     environment = {**os.environ, "LD_PRELOAD": LIBRARY}
+    if lasting:
+        environment.pop("LD_LIBRARY_PATH", None)
     said = subprocess.run(["/bin/sh", "-c", ":"], env=environment, stderr=subprocess.PIPE).stderr
     return LIBRARY.encode() not in said
 
@@ -95,13 +99,13 @@ def explain() -> str:
 
 def main(arguments: list[str]) -> int:
     """Runs the command line. Returns the exit code."""
-    found = is_found()
-    own = loads(OWN_COPY)
+    found, lasting = is_found(), is_found(lasting=True)
+    own = loads(OWN_COPY)  # after these, which look whether it is loaded
     sentence = explain()
     if not arguments:
         good = found or own
     elif arguments == ["install"]:
-        if own and not found:
+        if own and not lasting:
             link(place())
         good = imports()
     else:

@@ -29,6 +29,7 @@ from tpu.compiler import libtpu
 ROOT = Path(__file__).resolve().parents[2]
 REQUEST, MODULE, ANSWER, OPTIMIZED = "request.json", "module.pb", "answer.json", "optimized.pb"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
+NO_ROOM = 4  # exit code: the answer could not be written
 LAST_LINES = 5  # of what a process has said before it died
 
 
@@ -88,11 +89,15 @@ def _compile(module: bytes, topology: str, effort: str, library: Path, variables
         (folder / MODULE).write_bytes(module)
         (folder / REQUEST).write_text(json.dumps({"topology": topology, "effort": effort}))
 
-        environment = {**os.environ, **(variables or {}), "TPU_LIBRARY_PATH": str(library)}
+        # What libtpu writes of its own goes with the folder, also where it dies.
+        own = {"TPU_LIBRARY_PATH": str(library), "TMPDIR": name}
+        environment = {**os.environ, **(variables or {}), **own}
         command = [sys.executable, "-m", "tpu.compiler.apart", name]
         pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
         result = subprocess.run(command, cwd=ROOT, env=environment, **pipes)
         answer_path = folder / ANSWER
+        if result.returncode == NO_ROOM:
+            raise OSError(NO_ROOM, result.stderr.splitlines()[-1])
         if result.returncode or not answer_path.exists():
             output = result.stdout + result.stderr
             raise CompilerDied(libtpu.version(library), how_it_ended(result.returncode, output), output)
@@ -160,9 +165,6 @@ def _answer(folder: Path) -> dict:
         return {"kind": "compiler error", "code": error.code, "text": error.text}
     except InputError as error:
         return {"kind": "input", "text": str(error)}
-    except OSError as error:
-        text = f"cannot write {error.filename}: {error.strerror}; make room, or set TMPDIR to another folder"
-        return {"kind": "input", "text": text}
     except MemoryError:
         return {"kind": "input", "text": "this machine has not enough memory to compile it; use one with more"}
 
@@ -172,8 +174,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of a dead compiler it would have gigabytes
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody would read the answer
     folder = Path(sys.argv[1])
-    answer = _answer(folder)
-    (folder / ANSWER).write_text(json.dumps(answer))
+    try:
+        answer = _answer(folder)
+        (folder / ANSWER).write_text(json.dumps(answer))
+    except OSError as error:
+        print(error.strerror, file=sys.stderr)
+        sys.exit(NO_ROOM)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from errors import InputError
 from tpu.compiler import apart, bundles, hlo, libtpu, report, steps
 from tpu.compiler.libtpu import GIB
 from train import dlrm, glue, pretrain, resnet50, transformer
-from train.common import cli, device, sharding
+from train.common import cli, device, files, interrupt, sharding
 from train.common.xla import backend, staging
 
 ENCODERS = tuple(name for name in glue.RECIPES if name != "auto")
@@ -186,7 +186,12 @@ def compile_step(
             raise libtpu.OutOfMemory(topology.name, figures["memory"]["needed"], topology.hbm_bytes, [], "")
 
     if besides:
-        other = apart.compile(staged.module, topology.name, effort, libtpu.installed(besides))
+        try:
+            other = apart.compile(staged.module, topology.name, effort, libtpu.installed(besides))
+        except libtpu.OutOfMemory as error:  # not of the version that the report is of
+            raise InputError(f"by libtpu {besides}, asked for by --besides, {error}") from error
+        except libtpu.CompilerError as error:
+            raise InputError(what_was_refused(error, besides, job, topology.name)) from error
         identity["besides"] = {"libtpu": besides, "needed": other.memory.needed}
     return identity | figures, program.optimized
 
@@ -313,9 +318,14 @@ def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -
             found, optimized = compile_or_search(options, job, topology, mesh, script, code)
         except apart.CompilerDied as error:
             raise DeadCompiler(what_died(error, job, topology.name, mesh.safe_forms)) from error
+        except libtpu.CompilerError as error:
+            raise InputError(what_was_refused(error, libtpu.version(), job, topology.name)) from error
     if options.given:  # of the figures' making, as the batch is
         found["libtpu_init_args"] = options.given
         print(f"flags        LIBTPU_INIT_ARGS={options.given}", flush=True)
+    if safe_forms:  # by the flag or the environment
+        found["safe_forms"] = True
+        print("forms        safe, as of --safe-forms", flush=True)
     write(options.json, json.dumps(found, indent=1).encode() + b"\n")
     if options.dump and optimized:
         write(options.dump, optimized)
@@ -372,9 +382,7 @@ class DeadCompiler(RuntimeError):
 
 def what_died(error: apart.CompilerDied, job: Job, topology: str, safe_forms: bool) -> str:
     """Returns which libtpu died on which step, and what to do about it."""
-    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-    step = " ".join(filter(None, [job.model, job.task, job.preset, *job.flags]))
-    about = f"{error}: {step}, program {job.program}, for {topology}, with LIBTPU_INIT_ARGS={flags!r}"
+    about = f"{error}: {described(job, topology)}"
     if "Unknown command line flag" in error.output:
         return f"{about}; this version does not know a flag of it\n{apart.last_words(error)}"
     if error.how == "SIGKILL":
@@ -385,14 +393,35 @@ def what_died(error: apart.CompilerDied, job: Job, topology: str, safe_forms: bo
         remedies.append("add --safe-forms to ARGS, whose forms ask less of the compiler")
     if "--remat" in job.flags:
         remedies.append("leave --remat out")
-    other = next(version for version in reversed(libtpu.VERSIONS) if version != error.version)
-    remedies.append(f"try another version, LIBTPU_VERSION={other}, to see whether it compiles at all")
+    remedies.append(another_version(error.version))
     return f"{about}; {', or '.join(remedies)}\n{apart.last_words(error)}"
 
 
+def what_was_refused(error: libtpu.CompilerError, version: str, job: Job, topology: str) -> str:
+    """Returns which libtpu refused which step and why, in the compiler's own first lines, and what to do about it."""
+    reason = " ".join(str(error).partition("\n\n")[0].split())
+    return f"libtpu {version} refuses to compile {described(job, topology)}: {reason}; {another_version(version)}"
+
+
+def described(job: Job, topology: str) -> str:
+    """Returns what is compiled, and with which flags."""
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    step = " ".join(filter(None, [job.model, job.task, job.preset, *job.flags]))
+    return f"{step}, program {job.program}, for {topology}, with LIBTPU_INIT_ARGS={flags!r}"
+
+
+def another_version(version: str) -> str:
+    """Returns the advice to compile with another libtpu than this one."""
+    other = next(known for known in reversed(libtpu.VERSIONS) if known != version)
+    return f"try another version, LIBTPU_VERSION={other}, to see whether it compiles at all"
+
+
 def write(path: str, content: bytes) -> None:
-    """Writes a file; raises InputError where it cannot."""
-    try:  # files.write_file would replace what is no regular file, such as /dev/stdout
+    """Writes a file, whole or not at all; raises InputError where it cannot."""
+    if Path(path).is_file() or not Path(path).exists():
+        files.write_file(os.path.realpath(path), content)
+        return
+    try:  # what is no regular file, such as /dev/stdout, would be replaced by one
         Path(path).write_bytes(content)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}; make room or access") from None
@@ -433,6 +462,9 @@ def command(arguments: list[str]) -> int:
     except DeadCompiler as error:
         print(f"error: {error}", file=sys.stderr)
         return DIED
+    except KeyboardInterrupt:
+        print("ended by Ctrl-C", file=sys.stderr)
+        return interrupt.CODE
 
 
 if __name__ == "__main__":

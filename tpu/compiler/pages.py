@@ -192,10 +192,11 @@ def compiled(
 def environment_of_figures() -> dict[str, str]:
     """Returns the environment for figures. Raises InputError where the compiler that they are of is not installed.
 
-    What a shell has of LIBTPU_INIT_ARGS would be in them, unseen. They are of libtpu.NEWEST, unless TPU_LIBRARY_PATH
-    names another.
+    What a shell has of LIBTPU_INIT_ARGS or XLA_ZOO_SAFE_FORMS would be in them, unseen. They are of libtpu.NEWEST,
+    unless TPU_LIBRARY_PATH names another.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "LIBTPU_INIT_ARGS"}
+    unseen = ("LIBTPU_INIT_ARGS", "XLA_ZOO_SAFE_FORMS")
+    environment = {name: value for name, value in os.environ.items() if name not in unseen}
     if not environment.get("TPU_LIBRARY_PATH"):
         environment["TPU_LIBRARY_PATH"] = str(libtpu.installed(libtpu.NEWEST))
     return environment

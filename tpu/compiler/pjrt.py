@@ -17,6 +17,7 @@ import ctypes
 import os
 import re
 import shutil
+import struct
 import tempfile
 from pathlib import Path
 
@@ -238,6 +239,7 @@ class Library:
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         try:
+            _check_whole(path)
             library = ctypes.CDLL(str(path))
             library.GetPjrtApi.restype = pointer
         except (OSError, AttributeError) as error:
@@ -271,6 +273,23 @@ class Library:
     def log(self) -> str:
         """Returns all errors that the library has logged so far."""
         return "".join(file.read_text(errors="replace") for file in sorted(self.log_folder.glob("*.log.ERROR.*")))
+
+
+def _check_whole(path: Path) -> None:
+    """Raises InputError for a library that was cut off, as by a full disk: it would load, and end the process (SIGBUS)
+    where it is used first. The table of an ELF file's sections is its end."""
+    with open(path, "rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return  # no library at all, which loading it tells
+    (table,) = struct.unpack_from("<Q", header, 0x28)
+    size, count = struct.unpack_from("<HH", header, 0x3A)
+    whole, there = table + size * count, path.stat().st_size
+    if there < whole:
+        raise InputError(
+            f"{path} was cut off: it has {there:,} of {whole:,} bytes; remove its version's folder, such as"
+            " .libtpu/0.0.21, and install it again"
+        )
 
 
 def decode(address: int | None, size: int) -> str:

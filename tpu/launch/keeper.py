@@ -35,7 +35,14 @@ FAILED_GRACE = 10  # seconds for the others when one has failed: they wait for i
 KEPT = 20  # starts whose end is known
 LAST_LINES = 25  # of a failed worker's log, in worker 0's
 STOPPED = 143  # a trainer's exit code after SIGTERM, its checkpoint saved
-SIGNALS = {"Killed": 137, "Terminated": 143, "Segmentation fault": 139, "Aborted": 134}
+SIGNALS = {  # as make names them
+    "Illegal instruction": 132,
+    "Aborted": 134,
+    "Bus error": 135,
+    "Killed": 137,
+    "Segmentation fault": 139,
+    "Terminated": 143,
+}
 
 
 def write_json(path: Path, value: object) -> None:
@@ -49,7 +56,7 @@ def exit_code(status: int, end: str) -> int:
     """Returns the trainer's exit code. make's own is 2 for any failure; the log's end says what the program's was."""
     if status < 0:
         return 128 - status
-    pattern = r"^make(?:\[\d+\])?: \*\*\* \[.*\] (?:Error (\d+)|(Killed|Terminated|Segmentation fault|Aborted))"
+    pattern = rf"^make(?:\[\d+\])?: \*\*\* \[.*\] (?:Error (\d+)|({'|'.join(SIGNALS)}))"
     found = re.findall(pattern, end, re.MULTILINE)
     if status != 2 or not found:
         return status

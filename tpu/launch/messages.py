@@ -39,7 +39,7 @@ Invalid TPU external name
     this libtpu does not know these chips; the pinned one does not know TPU7x, which needs LIBTPU_VERSION=0.0.51
 No space left on device|Disk quota exceeded
     the disk of this worker is full: remove what is not needed there
-\*\*\* SIG(?:SEGV|BUS|ILL) .*received|make: \*\*\* \[.*\] (?:Segmentation fault|Error 139)
+\*\*\* SIG(?:SEGV|BUS|ILL) .*received|make: .*\] (?:Segmentation fault|Bus error|Illegal instruction|Error 13[259])
     the process died without a traceback. If the last line before is "compiling …", it was the TPU's compiler, libtpu,
     that died of a step: add --safe-forms to ARGS, or ENV="XLA_ZOO_SAFE_FORMS=1", for forms that ask less of it, and
     leave --remat out (docs/tpu.md, "When the compiler dies")

@@ -220,7 +220,8 @@ def begin(home: Path, request: dict) -> None:
     # Where this machine can be reached by the others.
     found = set(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", Path("/proc/net/fib_trie").read_text()))
     addresses = sorted(found, key=lambda address: address.startswith("127."))
-    environment = dict(os.environ, PYTHONUNBUFFERED="1", **request["environment"])
+    # LANGUAGE: how make says that a program has died is read by keeper.py and messages.py.
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "LANGUAGE": "C", **request["environment"]}
     facts = {"environment": environment, "log": str(log), "offset": log.stat().st_size, "started": time.time()}
     write(RUNTIME / "start.json", json.dumps({"addresses": addresses, **request, **facts}))
     properties = {

@@ -36,6 +36,8 @@ STACK = "--fibers_default_thread_stack_size=524288"
 DEEP_FUSION = "--xla_tpu_enable_multi_level_output_dot_dot_fusion=true"  # of some programs it needs STACK
 SHALLOW_FUSIONS = "--xla_tpu_input_conv_multi_users=true --xla_jf_enable_advanced_multi_output_fusion=true"
 FUSIONS = f"{SHALLOW_FUSIONS} {DEEP_FUSION}"
+_asked: set[str] = set()  # flags that this process has put into LIBTPU_INIT_ARGS; the others there are the user's
+_loaded_with: str | None = None  # LIBTPU_INIT_ARGS when a set-up of this process had libtpu loaded
 ROWS = {("data",): "data", ("copies", "data", "model"): ("copies", "data")}  # what cuts a batch, by the mesh's axes
 
 
@@ -49,6 +51,7 @@ def ask_compiler(flags: str, vmem_kib: int = 0) -> None:
         name = flag.lstrip("-").partition("=")[0]
         if name not in names and f"no{name}" not in names:
             missing.append(flag)
+    _asked.update(missing)
     os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *missing]).strip()
 
 
@@ -59,7 +62,8 @@ def ask_for_forms(vmem_kib: int, safe_forms: bool) -> None:
     What an earlier call of this process has asked for is taken back: it was not the user's.
     """
     given = os.environ.get("LIBTPU_INIT_ARGS", "").split()
-    os.environ["LIBTPU_INIT_ARGS"] = " ".join(flag for flag in given if flag not in (STACK, DEEP_FUSION))
+    ours = _asked & {STACK, DEEP_FUSION}
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(flag for flag in given if flag not in ours)
     ask_compiler(SHALLOW_FUSIONS if safe_forms else f"{STACK} {FUSIONS}", vmem_kib)
 
 
@@ -77,19 +81,37 @@ def compiler() -> str:
     return f"libtpu at {named}"
 
 
+def announce_compiler(safe_forms: bool) -> None:
+    """Says which libtpu compiles, before it is loaded, since it may end the process; and where it was loaded already,
+    that it does not have the flags. Every host does: its own libtpu is what may die."""
+    global _loaded_with
+    print(about_compiler(safe_forms), file=sys.stderr, flush=True)
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    if not torch_xla._XLAC._xla_runtime_is_initialized():
+        _loaded_with = flags
+    elif _loaded_with is None:
+        told = "libtpu was loaded before device.setup, maybe without these flags: call device.setup before any device"
+        print(f"warning: {told} is used", file=sys.stderr, flush=True)
+    elif sorted(_loaded_with.split()) != sorted(flags.split()):
+        told = f"libtpu was loaded earlier in this process, and keeps LIBTPU_INIT_ARGS={_loaded_with!r}: start a new"
+        print(f"warning: {told} process for other flags", file=sys.stderr, flush=True)
+
+
 def about_compiler(safe_forms: bool) -> str:
     """Returns what a log must say before libtpu compiles for the first time: a crash in it says nothing itself."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     about = f"{compiler()} compiles, in {'safe' if safe_forms else 'the usual'} forms, with LIBTPU_INIT_ARGS={flags!r}"
     if safe_forms:
         return about
-    return f"{about}; if the process dies while it compiles, add --safe-forms (docs/tpu.md)"
+    return f"{about}; if the process dies of a flag, or while it compiles, add --safe-forms (docs/tpu.md)"
 
 
 def setup(precision: str, strict: bool, kind: str, vmem_kib: int, safe_forms: bool) -> Mesh:
     """Turns SPMD on and returns the mesh of all devices. Programs are not kept on disk, see docs/tpu.md."""
     ask_for_forms(vmem_kib, safe_forms)
     hardware = xr.device_type() or "CPU"
+    if hardware == "TPU":
+        announce_compiler(safe_forms)
     set_products(precision if hardware == "TPU" else "fast_float32")  # a CPU's are float32 in any case
     if not xr.is_spmd():
         xr.use_spmd()
@@ -108,8 +130,6 @@ def setup(precision: str, strict: bool, kind: str, vmem_kib: int, safe_forms: bo
         safe_forms=safe_forms,
         places=tuple(int(name.split(":")[1]) for name in local) if hosts > 1 else (),
     )
-    if hardware == "TPU" and mesh.main_process:
-        print(about_compiler(safe_forms), file=sys.stderr, flush=True)
     if hosts > 1:
         _check_places(mesh)
     return mesh
