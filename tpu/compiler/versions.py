@@ -310,7 +310,7 @@ yet that its runtime honours the flag. `--safe-forms` asks for less: of the prog
 before the last is of these forms, with no flag for the stack. Of {len(forms)} that were tried {len(forms) - dead}
 compile; {dead} die, all of them with `--remat`. {RUNTIME}'s memory is that of the compilation with the least stack that
 was enough; it does not depend on it. Near the edge the need differs from run to run: BERT's evaluation on MRPC, 80 KiB
-in this table, has also compiled with 64.
+in this table, has also compiled with 64. "At most 64" and "needs none" say that one compilation with 64 KiB went well.
 
 {matrix(figures)}
 
