@@ -242,7 +242,7 @@ def takes_types(model: PreTrainedModel) -> bool:
     if model.config.model_type == "xlnet":
         return True
     several = getattr(model.config, "type_vocab_size", 0) > 1
-    return several and "token_type_ids" in inspect.signature(model.forward).parameters
+    return several and "token_type_ids" in inspect.signature(type(model).forward).parameters
 
 
 def is_norm(module: nn.Module) -> bool:

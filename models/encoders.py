@@ -295,6 +295,8 @@ def open_checkpoint(
             if model not in (config.model_type, "auto"):
                 raise InputError(f"checkpoint {folder} is a {config.model_type}, not a {model}")
             architectures.check(folder, config, compiled)
+            if config.model_type == "xlnet":
+                own_module("xlnet").replaced(config)  # refuses other distances than the published ones'
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except InputError:  # which is a ValueError
             raise

@@ -233,12 +233,15 @@ def test_scores_of_xlnets_distances_are_transformers_in_rows_of_published_length
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * expected.std().item())
 
 
-def test_an_xlnet_with_other_distances_is_refused():
+def test_an_xlnet_with_other_distances_is_refused(tmp_path):
     for name, value in (("clamp_len", 8), ("bi_data", True), ("attn_type", "uni")):
         model = new("xlnet", "language")
         setattr(model.config, name, value)
         with pytest.raises(InputError, match=f"{name}={value!r}; expected"):
             encoders.fast_layers(model)
+        model.config.save_pretrained(tmp_path)
+        with pytest.raises(InputError, match=f"{name}={value!r}; expected"):
+            encoders.open_checkpoint(str(tmp_path), "xlnet")
 
 
 def folder_of(model_type: str, folder: Path, **settings) -> str:

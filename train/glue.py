@@ -1,4 +1,4 @@
-"""GLUE: fine-tuning BERT, DistilBERT, RoBERTa, XLNet, or any encoder of transformers, on any of the nine tasks.
+"""GLUE: fine-tuning BERT, DistilBERT, RoBERTa, XLNet, or one of 30 more encoders, on any of the nine tasks.
 
 paper     Wang et al. 2019, GLUE (arXiv:1804.07461); recipes: RECIPES, with their sources
 data      a folder of GLUE's own TSV files, the hub id nyu-mll/glue, or a folder of `datasets`
@@ -46,7 +46,7 @@ RECIPES["auto"] = RECIPES["bert"]._replace(checkpoint="")  # any architecture, b
 
 @dataclass(frozen=True)
 class Config:
-    model: Literal[tuple(RECIPES)] = "bert"  # architecture; auto: the one of --checkpoint
+    model: Literal[tuple(RECIPES)] = "bert"  # architecture; auto: the one of --checkpoint (docs/data.md lists them)
     task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
     data: str = ""  # folder or URL of TSV files or of `datasets`, hub id, or "synthetic"
     checkpoint: str = ""  # hub id, or folder with configuration, weights and tokenizer; "": the model's usual one
