@@ -5,7 +5,6 @@ moves channels first: uint8 is a quarter of the bytes, and [3, S, S] a seventh o
 are torchvision's reference recipe's (https://github.com/pytorch/vision/tree/main/references/classification).
 """
 
-import glob
 import io
 import itertools
 import json
@@ -311,7 +310,7 @@ def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = 
         tables = ("*.parquet", "*.arrow", "*/*.parquet", "*/*.arrow", "state.json", "dataset_dict.json")
         folders, _ = _listed(path)
         train = splits.named(folders, "train", data)
-        tree = train is not None and any(path.glob(f"{glob.escape(train)}/[!.]*/"))
+        tree = train is not None and bool(_listed(path / train)[0])
         if tree or not any(any(path.glob(pattern)) for pattern in tables):
             return ImageFolder(path, split, image_size, skip_broken)
         data = str(path)

@@ -15,6 +15,7 @@ from PIL import Image
 from test_imagenet import encoded, generator, picture, rows, save, skipping, tree, write  # noqa: F401
 
 from data import imagenet as im
+from data import splits
 from data.leftovers import is_leftover
 from data.prepare import images as prepare
 from errors import InputError
@@ -255,6 +256,20 @@ def test_what_systems_leave_is_no_class_and_no_picture(tree, name):  # noqa: F81
         assert [new._read(index)[1:] for index in range(len(new))] == [
             old._read(index)[1:] for index in range(len(old))
         ]
+
+
+@pytest.mark.parametrize("name", ["@eaDir", "lost+found", "__MACOSX", "$RECYCLE.BIN"])
+def test_what_systems_leave_is_neither_a_table_nor_a_text(name, tmp_path, cache):
+    """Beside parquet files it would make a tree of class folders of their folder."""
+    data = write(tmp_path / "tables", "{}/0.parquet", rows(4), rows(2))
+    for folder in (tmp_path / "tables", tmp_path / "tables/train"):
+        (folder / name).mkdir()
+        (folder / name / "0.parquet").write_bytes(b"a system's")
+    assert len(im.open_imagenet(data, "train", 16)) == 4
+    (tmp_path / "texts" / name).mkdir(parents=True)
+    for path in ("all.txt", f"{name}/all.txt", "._all.txt"):
+        (tmp_path / "texts" / path).write_text("a text")
+    assert splits.below(tmp_path / "texts", "*.txt") == [tmp_path / "texts/all.txt"]
 
 
 def test_names_of_the_users_own_are_no_leftovers():

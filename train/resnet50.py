@@ -205,7 +205,7 @@ def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
     batches = loading.first_and_last(data.eval, config.batch_size, mesh, **options)
     for batch in batches:
         labels = batch["label"]
-        if labels.dim() != 1 or labels.is_floating_point():  # XLA's cross-entropy of floats is 0, without a word
+        if labels.dim() != 1 or labels.is_floating_point():  # kept by the data, but no classes
             kind = f"{str(labels.dtype).removeprefix('torch.')} of shape {list(labels.shape[1:])}"
             expected = "this script's loss and metrics are for the number of a class"
             raise InputError(
