@@ -61,7 +61,8 @@ class MovieLens:
 
         # A tenth, by a hash: see _in_evaluation.
         self.source = f"{path.name} but a tenth by a hash" if split == "train" else f"a tenth of {path.name} by a hash"
-        self.left_out = [name for name in RATING_FILES if name != path.name and (folder / name).is_file()]
+        others = [*RATING_FILES, *sorted(one.name for one in folder.glob("u?.test"))]  # ua.test belongs to ua.base
+        self.left_out = [name for name in others if name != path.name and (folder / name).is_file()]
         user_ids, user = np.unique(ratings[:, 0].astype(np.int64), return_inverse=True)
         item_ids, item = np.unique(ratings[:, 1].astype(np.int64), return_inverse=True)
         kept = _in_evaluation(user_ids[user], item_ids[item]) == (split == "eval")

@@ -168,8 +168,11 @@ def test_a_csv_without_the_names_of_its_columns_is_refused(tmp_path, header, fou
 
 def test_a_start_says_which_ratings_are_for_what(folder):
     write(folder / "ua.base", ["1\t1\t3\t0"])
+    write(folder / "ua.test", ["1\t1\t3\t0"])
     logs = [ml.MovieLens(folder, split) for split in ("train", "eval")]
-    said = "trained on u.data but a tenth by a hash, evaluated on a tenth of u.data by a hash; left out: ua.base"
+    said = (
+        "trained on u.data but a tenth by a hash, evaluated on a tenth of u.data by a hash; left out: ua.base, ua.test"
+    )
     assert splits.said(*logs) == f" ({said})"
 
 
