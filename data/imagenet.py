@@ -91,7 +91,11 @@ def _rgb(image: Image.Image) -> np.ndarray:
         kind = "signed numbers" if signed else kinds.get(image.mode, f"of mode {image.mode}")
         raise BrokenImage(f"its pixels are {kind}, of which black and white are not known; save it with 8 or 16 bits")
     bits = tags.get(BITS_PER_SAMPLE, (16,))[0]  # of a TIFF also 12
-    grey = np.array(image, np.int64) >> (bits - 8)
+    grey = np.array(image, np.int64)
+    if bits == 16 and 0 < grey.max() < 256:  # 8 bits in a file of 16: nothing would be left of them
+        found = f"its pixels have 16 bits and go from {grey.min()} to {grey.max()}, which would be one shade"
+        raise BrokenImage(f"{found}; save it scaled to all of 8 or 16 bits")
+    grey >>= bits - 8
     if tags.get(PHOTOMETRIC) == MIN_IS_WHITE:
         grey = 255 - grey
     return np.repeat(grey.astype(np.uint8)[..., None], 3, axis=2)
@@ -150,8 +154,11 @@ def as_label(label: Any, classes: Sequence[str], name: str) -> np.ndarray | np.i
 
     Raises InputError for what is none of them, a number that is not finite, and a class that is not there.
     """
+    if isinstance(label, torch.Tensor):  # NumPy has no bfloat16, and takes no tensor that has a gradient
+        label = label.detach()
+        label = label.float() if label.is_floating_point() else label
     try:
-        values = np.asarray(label)
+        values = np.empty(0) if np.ma.is_masked(label) else np.asarray(label)
     except ValueError:  # lists of unequal length
         values = np.empty(0)
     if values.dtype.kind not in "biuf" or values.size == 0:

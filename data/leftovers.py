@@ -3,10 +3,13 @@
 import re
 
 MACOS = ("__macosx", ".appledouble", ".fseventsd", ".spotlight-v100", ".temporaryitems", ".trashes")
-WINDOWS = ("$recycle.bin", "system volume information")
+MACOS_SHARES = ("network trash folder", "temporary items", "thevolumesettingsfolder")
+WINDOWS = ("$recycle.bin", "recycler", "system volume information")
 STORAGE = ("@eadir", "#recycle", "#snapshot", ".snapshot", ".snapshots", "lost+found")  # of network disks, and ext4's
-PROGRAMS = (".ipynb_checkpoints", ".thumbnails", "__pycache__", ".git", ".svn", ".hg", ".cache")
-FOLDERS = frozenset((*MACOS, *WINDOWS, *STORAGE, *PROGRAMS))  # in any case
+QNAP = ("@recycle", "@recently-snapshot", ".@__thumb")  # the last has small copies of the pictures beside it
+PROGRAMS = (".ipynb_checkpoints", ".thumbnails", ".picasaoriginals", ".dropbox.cache", "__pycache__", ".git", ".svn")
+PROGRAMS += (".hg", ".cache")
+FOLDERS = frozenset((*MACOS, *MACOS_SHARES, *WINDOWS, *STORAGE, *QNAP, *PROGRAMS))  # in any case
 NUMBERED = re.compile(r"\.trash(es|-\d+)?|found\.\d{3}")  # .Trash-1000, found.000
 FILES = frozenset(("thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store"))
 

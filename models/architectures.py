@@ -72,8 +72,8 @@ class HostOperations(TorchDispatchMode):
     KEYS = ("XLA", "CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
     # On XLA's devices PyTorch computes a layer norm from smaller operations; only elsewhere it has one of its own.
     DECOMPOSED = ("aten::native_layer_norm_backward",)
-    # torch_xla has a kernel of its own, which hands over to the host (for some arguments, such as Funnel's).
-    HANDED_OVER = ("aten::avg_pool2d_backward",)
+    # torch_xla has a kernel of its own, which hands over to the host (for some arguments, such as Funnel's or TAPAS').
+    HANDED_OVER = ("aten::avg_pool2d_backward", "aten::scatter_reduce.two")
 
     def __init__(self):
         super().__init__()
@@ -112,8 +112,12 @@ def check(folder: str, config: PreTrainedConfig, compiled: bool = True) -> None:
     if causal or getattr(config, "is_decoder", False) or getattr(config, "causal", False):
         raise InputError(f"{given}, in which no token sees the next; {expected}")
 
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = classes[type(config)](copy.deepcopy(config))
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = classes[type(config)](copy.deepcopy(config))
+    except Exception as error:  # a package that only this model needs, or a config.json with what it cannot be
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise InputError(f"{given}, of which transformers makes no model ({said}); {expected}") from error
     accepted = inspect.signature(model.forward).parameters
     for name in ("input_ids", "attention_mask"):
         if name not in accepted:

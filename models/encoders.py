@@ -47,8 +47,11 @@ MODULES = {"xlnet": "models.xlnet", "fairseq-roberta": "models.fairseq_roberta"}
 
 ATTENTION = "einsum"  # its name among transformers' attention implementations
 Weights = dict[str, Tensor] | None  # of a checkpoint, by name; None: transformers reads them itself
-OTHER_JOBS = ("ForTokenClassification", "ForMultipleChoice")  # whose heads have the names of a classifier's, and no use
-PADDED_VOCABULARY = 128  # a model may have this many tokens more than its tokenizer, for the hardware's sake
+# Whose heads have the names of a classifier's, and no use for one.
+OTHER_JOBS = ("ForTokenClassification", "ForMultipleChoice", "ForEntityClassification")
+# A model may have this many tokens more than its tokenizer, for the hardware's sake, or this share of its own: mDeBERTa
+# has 251,000 and a tokenizer of 250,102.
+PADDED_VOCABULARY, PADDED_SHARE = 128, 0.005
 
 
 def own_module(model: str, modules: dict[str, str] = MODULES) -> ModuleType:
@@ -297,15 +300,27 @@ def open_checkpoint(
             architectures.check(folder, config, compiled)
             if config.model_type == "xlnet":
                 own_module("xlnet").replaced(config)  # refuses other distances than the published ones'
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer = _tokenizer(folder)
         except InputError:  # which is a ValueError
             raise
         except (OSError, ValueError) as error:
             raise InputError(f"checkpoint {folder} cannot be read: {str(error).splitlines()[0]}") from error
-    if not 0 <= config.vocab_size - len(tokenizer) < PADDED_VOCABULARY:
-        both = f"a model of {config.vocab_size} tokens and a tokenizer of {len(tokenizer)}"
+    words = getattr(config.get_text_config(), "vocab_size", None)  # CANINE hashes characters, and has none
+    if words is not None and not 0 <= words - len(tokenizer) < max(PADDED_VOCABULARY, PADDED_SHARE * words):
+        both = f"a model of {words} tokens and a tokenizer of {len(tokenizer)}"
         raise InputError(f"checkpoint {folder} has {both}; they do not belong together")
     return config, weights, tokenizer
+
+
+def _tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a checkpoint; raises OSError or ValueError where it cannot be read."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # a tokenizer without its files raises TypeError and more
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(f"its tokenizer is not there, or not whole ({said})") from error
 
 
 @dataclass(frozen=True)
@@ -392,6 +407,8 @@ def classifier(
         head = heads.other(where, f"one of {shape[rows[name]]} outputs, and {settings.num_labels} are needed")
     elif (job := [name for name in made_for if name.endswith(OTHER_JOBS)]) and not stated:
         head = heads.other(where, f"the head of a {job[0]}")
+    elif below := sorted(set(report["missing_keys"]) - rows.keys()):  # what its last layer was trained on
+        head = heads.other(where, f"a head that lacks {len(below)} weights, such as {below[0]}")
     elif labels:
         head = heads.order(where, _names(theirs, where, stated), labels, stated)
     elif theirs.problem_type in (None, "regression"):
@@ -423,20 +440,27 @@ def _label_rows(model: PreTrainedModel) -> dict[str, int]:
 def _names(settings: PreTrainedConfig, where: str, stated: Sequence[str]) -> list[str] | None:
     """Returns the names that a configuration gives the rows of its head; None where it does not number them from 0.
 
+    Where id2label has placeholders only, which transformers fills in for one that is not there, label2id has the names.
+
     Raises:
         InputError: id2label and label2id put the same names into different orders, and nothing is stated.
     """
-    numbers = range(settings.num_labels)
-    if set(settings.id2label) != set(numbers):
-        return None
-    names = [settings.id2label[number] for number in numbers]
-    back = {number: name for name, number in (settings.label2id or {}).items()}
-    if set(back) == set(numbers) and not stated:
-        rows = heads.match([back[number] for number in numbers], names)
-        if rows is not None and rows != list(numbers):
+    back = {str(number): name for name, number in (settings.label2id or {}).items()}  # some files have "0" for 0
+    names, others = _numbered(settings.id2label), _numbered({int(n): back[n] for n in back if n.isdecimal()})
+    if others and not heads.unnamed(others) and (names is None or heads.unnamed(names)):
+        return others
+    if names and others and not stated:
+        rows = heads.match(others, names)
+        if rows is not None and rows != list(range(len(names))):
             both = f"{where} has the classes {heads.listed(names)} by its id2label, and others by its label2id"
             raise InputError(f"{both}; state their order in --labels, or correct its config.json")
     return names
+
+
+def _numbered(names: dict[int, str]) -> list[str] | None:
+    """Returns the names of 0, 1, …; None where these are not the numbers."""
+    numbers = range(len(names))
+    return [names[number] for number in numbers] if set(names) == set(numbers) else None
 
 
 def _arrange(model: PreTrainedModel, rows: dict[str, int], head: heads.Order) -> None:
@@ -504,10 +528,12 @@ def save(
     on_host.load_state_dict(weights, assign=True)
     on_host.tie_weights()
     on_host.save_pretrained(folder)
-    longest = positions(model)
+    tokenizer, longest = copy.deepcopy(tokenizer), positions(model)
     if longest < math.inf:  # else the model has no end, and the tokenizer's own says what it was made for
-        tokenizer = copy.deepcopy(tokenizer)
         tokenizer.model_max_length = longest
+    if tokenizer.is_fast:  # its file would have the --lengths of this run, and cut what others read with it
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(folder)
     if fairseq:
         own_module("fairseq-roberta").write_folder(f"{folder}/fairseq", model.config, weights, tokenizer)

@@ -53,6 +53,11 @@ def match(theirs: Sequence[str], ours: Sequence[str]) -> list[int] | None:
     return None
 
 
+def unnamed(names: Sequence[str]) -> bool:
+    """Says whether all names are placeholders, such as LABEL_0."""
+    return all(PLACEHOLDER.fullmatch(str(name)) for name in names)
+
+
 def listed(names: Sequence[str]) -> str:
     """Returns the first names, for a message."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
@@ -77,7 +82,7 @@ def order(where: str, theirs: Sequence[str] | None, classes: Sequence[str], stat
         classes: the names of the data's.
         stated: the names of the rows, as the user gives them, see `given`.
     """
-    named = theirs is not None and not all(PLACEHOLDER.fullmatch(str(name)) for name in theirs)
+    named = theirs is not None and not unnamed(theirs)
     rows = match(theirs, classes) if theirs is not None else None
     if stated:
         chosen, said = match(stated, classes), ""

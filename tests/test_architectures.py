@@ -13,6 +13,7 @@ from model_helpers import assert_all_close, randomized
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
+from data import glue
 from errors import InputError
 from models import architectures, encoders, layers
 from train.common import device
@@ -234,6 +235,25 @@ def test_what_cannot_run_is_refused_in_a_sentence_when_it_is_opened(kind, tmp_pa
     assert "\n" not in str(error.value)
     if reason.startswith(HOST):
         architectures.check("it", settings, compiled=False)  # PyTorch itself can read
+
+
+def test_what_cannot_even_be_made_is_refused_in_a_sentence(tmp_path):
+    """A package that is missing, tokenizers without their files, models without a vocabulary."""
+    expected = {
+        "layoutlmv2": "of which transformers makes no model .ImportError.*detectron2",
+        "esm": "of which transformers makes no model .TypeError",  # its default has no vocabulary
+        "markuplm": "cannot be read: its tokenizer is not there, or not whole .TypeError",
+        "tapas": "XLA has not its operations scatter_reduce.two",
+    }
+    for kind, message in expected.items():
+        AutoConfig.for_model(kind).save_pretrained(tmp_path / kind)
+        with pytest.raises(InputError, match=message) as error:
+            encoders.open_checkpoint(str(tmp_path / kind), "auto")
+        assert "\n" not in str(error.value)
+    AutoConfig.for_model("canine").save_pretrained(tmp_path / "canine")
+    *_, tokenizer = encoders.open_checkpoint(str(tmp_path / "canine"), "auto")
+    with pytest.raises(InputError, match="CanineTokenizer is not a fast tokenizer"):
+        glue.Encoded(glue.read("synthetic", "sst2", "train"), tokenizer, 32)
 
 
 def test_a_model_that_changes_in_its_first_step_is_refused():

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.torch
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
@@ -208,6 +209,18 @@ def test_a_tokenizer_of_another_size_is_refused_and_a_padded_vocabulary_is_not(m
     assert encoders.open_checkpoint(str(folder), "bert")[0].vocab_size >= words
 
 
+@pytest.mark.parametrize(("tokens", "fits"), [(251_000, True), (252_000, False)])
+def test_a_large_vocabulary_may_be_padded_further(tokens, fits, tmp_path, monkeypatch):
+    """mDeBERTa's model has 251,000 tokens, and its tokenizer 250,102."""
+    tokenizer_of("bert").save_pretrained(tmp_path)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    transformers.BertConfig(vocab_size=tokens, **sizes).save_pretrained(tmp_path)
+    kind = type(transformers.AutoTokenizer.from_pretrained(tmp_path))
+    monkeypatch.setattr(kind, "__len__", lambda _: 250_102)
+    with contextlib.nullcontext() if fits else refused("a tokenizer of 250102; they do not belong together"):
+        encoders.open_checkpoint(str(tmp_path), "bert")
+
+
 @pytest.mark.usefixtures("compiled")
 def test_gelu_in_bfloat16_is_exact_but_for_rounding_and_in_float32_pytorchs():
     x = torch.cat((torch.linspace(-9, 9, 20_001), torch.tensor([-3e38, -1e4, -30.0, 30.0, 1e4, 3e38]))).bfloat16()
@@ -319,6 +332,8 @@ def test_a_pipeline_cuts_a_long_text_to_what_the_model_takes(kind, tmp_path, mes
     assert classify.tokenizer.model_max_length == (512 if kind == "xlnet" else 32)
     (answer,) = classify(["the dog, one of six, then " * 40], truncation=True)
     assert answer["label"] in ("negative", "positive")
+    alone = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")  # for other programs, which cut by themselves
+    assert alone.truncation is None and len(alone.encode("the dog, one of six, then " * 40).ids) > 200
     assert encoders.ATTENTION not in (tmp_path / "export/config.json").read_text()
     with refused("max_length is 40; expected .* to 32") if kind != "xlnet" else contextlib.nullcontext():
         glue.Encoded(glue.read("synthetic", "sst2", "validation"), classify.tokenizer, 40)

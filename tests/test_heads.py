@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from model_helpers import randomized
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from errors import InputError
@@ -154,6 +155,48 @@ def test_two_tables_that_contradict_each_other_are_refused(tmp_path):
     with pytest.raises(InputError, match="entailment, neutral, contradiction by its id2label, .*label2id; state"):
         opened(tmp_path)
     assert opened(tmp_path, stated=THEIRS).head.rows == [2, 1, 0]
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 2), ("0", "1", "2")])
+def test_names_that_stand_in_label2id_alone_decide_too(numbers, tmp_path):
+    """As where somebody has set model.config.label2id and forgotten the other."""
+    theirs = write(tmp_path, "bert", ())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"label2id": dict(zip(THEIRS, numbers, strict=True))}))
+    assert AutoConfig.from_pretrained(tmp_path).id2label[0] == "LABEL_0"
+    found = opened(tmp_path)
+    assert found.head.rows == [2, 1, 0] and not found.head.untrained
+    torch.testing.assert_close(logits(found.model), logits(theirs)[:, [2, 1, 0]])
+    assert opened(tmp_path, stated=("neutral", "entailment", "contradiction")).head.rows == [1, 0, 2]
+
+
+@pytest.mark.parametrize(("kind", "lost"), [("bert", "pooler"), ("roberta", "classifier.dense")])
+def test_a_head_of_which_only_the_last_layer_is_there_is_new(kind, lost, tmp_path):
+    """The layer below would be drawn anew, and the last one read noise."""
+    write(tmp_path, kind)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if lost not in name}
+    assert len(kept) == len(weights) - 2
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    found = opened(tmp_path)
+    assert found.head.rows is None and f"a head that lacks 2 weights, such as {kind if lost == 'pooler' else lost}" in (
+        found.head.said
+    )
+    assert "--lr 0" in found.head.untrained
+    assert not torch.equal(found.model.state_dict()[last_layer(kind)], weights[last_layer(kind)])
+
+
+def last_layer(kind: str) -> str:
+    return "classifier.out_proj.weight" if kind == "roberta" else "classifier.weight"
+
+
+def test_the_head_of_an_entity_classifier_is_new(tmp_path):
+    settings = AutoConfig.for_model("luke", **SIZES, entity_vocab_size=10, entity_emb_size=16)
+    settings.num_labels = 3
+    settings.id2label, settings.label2id = dict(enumerate(NLI)), {name: n for n, name in enumerate(NLI)}
+    transformers.LukeForEntityClassification(settings).save_pretrained(tmp_path)
+    found = opened(tmp_path)
+    assert found.head.rows is None and "the head of a LukeForEntityClassification" in found.head.said
 
 
 @pytest.mark.parametrize("head", ["TokenClassification", "MultipleChoice"])

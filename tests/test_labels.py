@@ -101,6 +101,8 @@ def test_sixteen_bits_of_grey_and_of_colour_are_the_same_picture():
         ("signed", lambda: tiff((grey().astype(np.int32) - 32768).astype(np.int16), 16, kind=2)),
         ("signed", lambda: tiff(grey().astype(np.int8), 8, kind=2)),
         ("of mode LAB", lambda: saved(Image.new("LAB", (9, 8)), "TIFF")),
+        ("16 bits and go from 0 to 255, which would be one shade", lambda: SIXTEEN["png"](grey() >> 8)),
+        ("16 bits and go from 0 to 255", lambda: tiff(grey() >> 8, 16, photometric=0)),
     ],
 )
 def test_pixels_of_unknown_range_are_refused_by_the_files_name(kind, content, tree):  # noqa: F811
@@ -111,6 +113,12 @@ def test_pixels_of_unknown_range_are_refused_by_the_files_name(kind, content, tr
     with pytest.raises(InputError, match=f"train/cat/1.tif is broken: .*{kind}.*8 or 16 bits") as error:
         dataset.example(index, generator(0, 1))
     assert "\n" not in str(error.value)
+
+
+def test_a_black_picture_of_sixteen_bits_is_black():
+    assert not im.decode(SIXTEEN["png"](np.zeros((9, 8), np.uint16))).any()
+    almost = np.full((9, 8), 256, np.uint16)
+    assert (im.decode(SIXTEEN["png"](almost)) == 1).all()
 
 
 @pytest.mark.parametrize("mode", ["LA", "RGBA", "P", "1", "L"])
@@ -167,6 +175,8 @@ class Own(im.Images):
         (np.array([3, 0, 7]), np.array([3, 0, 7], np.int64)),
         (torch.tensor([0.5, 2.0]), np.array([0.5, 2.0], np.float32)),
         (torch.tensor(1), np.int64(1)),
+        (torch.tensor(0.5, dtype=torch.bfloat16), np.float32(0.5)),
+        (torch.tensor([0.5, 2.0], requires_grad=True), np.array([0.5, 2.0], np.float32)),
         (1, np.int64(1)),
         (np.uint8(1), np.int64(1)),
         (True, np.int64(1)),
@@ -187,6 +197,7 @@ def test_a_label_stays_what_a_data_set_gives(label, expected):
         ([], "expected the number of a class"),
         ([[1], [1, 2]], "expected the number of a class"),
         (1j, "expected the number of a class"),
+        (np.ma.masked, "picture 2 has the label '--' .MaskedConstant.; expected the number of a class"),
         (float("nan"), "label nan, which is not finite"),
         (np.array([1, np.inf]), "which is not finite"),
         (2, "label 2; expected 0 to 1, one of the 2 classes"),
@@ -239,7 +250,7 @@ def test_a_dangling_link_in_a_folders_place_is_named(tree, tmp_path, where):  # 
 
 
 LEFT = ["__MACOSX", "@eaDir", "lost+found", ".ipynb_checkpoints", "System Volume Information", "$RECYCLE.BIN"]
-LEFT += ["#recycle", ".Trash-1000", "found.000", "__pycache__"]
+LEFT += ["#recycle", ".Trash-1000", "found.000", "__pycache__", "@Recycle", ".@__thumb", "Temporary Items"]
 
 
 @pytest.mark.parametrize("name", LEFT)
