@@ -16,6 +16,7 @@ BOS, PAD, EOS, UNK = 0, 1, 2, 3
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 OVERWRITE = "#fairseq:overwrite"
 PIECES = ("words", "subword_nmt", "sentencepiece")  # what the symbols of a dictionary are; fairseq's --remove-bpe
+NUMBERS = 1000  # symbols from which on a dictionary of numbers alone is one of ids
 CERTAIN, SURE, NOISE = 0.25, 0.05, 0.01  # shares of the symbols that have a mark of pieces, see Dictionary.pieces
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -65,7 +66,7 @@ class Dictionary:
         piece (sentencepiece), "@@" after each but the last (subword-nmt), or none (words).
 
         A mark on a single symbol, or on one of a hundred, is text. `name` is the dictionary's, for messages.
-        Raises InputError where the marks are of both sorts, or too few to tell.
+        Raises InputError where the marks are of both sorts, or too few to tell, and for pieces of other sorts.
         """
         symbols = self.symbols[len(SPECIALS) :]
         symbols = [symbol for symbol in symbols if not symbol.startswith("madeupword")]  # which fill it up
@@ -76,6 +77,11 @@ class Dictionary:
         fewer, more = sorted(marked, key=marked.get)
         count, share = marked[more], marked[more] / max(len(symbols), 1)
         if share < CERTAIN and (count <= 1 or share <= NOISE):
+            if kind := _other_pieces(symbols):
+                raise InputError(
+                    f"{name} has {kind}, which cannot be joined to words here: BLEU would be of pieces, and a "
+                    "translation would be made of them; --pieces words takes each symbol for a word"
+                )
             return "words"
         if share >= SURE and marked[fewer] * 3 <= count:
             return more
@@ -125,6 +131,21 @@ class Dictionary:
     def save(self, path: str | Path) -> None:
         """Writes dict.txt."""
         Path(path).write_bytes(self.dumps())
+
+
+def _other_pieces(symbols: list[str]) -> str:
+    """Returns what these symbols are if they are pieces of another sort than PIECES, else ""."""
+    kinds = {
+        "symbols that begin with Ġ, as byte-level encoding has them": [one.startswith("Ġ") for one in symbols],
+        "symbols that begin with ##, as WordPiece has them": [one.startswith("##") for one in symbols],
+        "symbols that end with </w>": [one.endswith("</w>") for one in symbols],
+    }
+    for kind, marked in kinds.items():
+        if sum(marked) > max(1, CERTAIN * len(symbols)):
+            return kind
+    if len(symbols) >= NUMBERS and all(symbol.isdecimal() for symbol in symbols):
+        return "numbers alone as symbols, as GPT-2's encoding has them"
+    return ""
 
 
 class MmapTokens:

@@ -1,35 +1,41 @@
 """Which split a name means: one list of names, and one matcher for files, folders and the splits of a data set.
 
-A name is cut into words at "-", "_", ".", spaces and digits. A word of NAMES decides, in any case; other words mean
-nothing. So train-00000-of-00008.parquet, wiki.train.tokens, News.2018.valid.txt and val2017 say their split, and
-devotions.txt and testament_of_youth.txt say none. Words and separators are those of `datasets` (its data_files.py),
-but for eval and evaluation, which it takes for test, and for the case.
+A name is cut into words at all that is no letter, but for apostrophes. A word of NAMES decides, in any case; other
+words mean nothing. So train-00000-of-00008.parquet, wiki.train.tokens, News.2018.valid.txt, val2017 and "train(1).txt"
+say their split, and devotions.txt and testament_of_youth.txt say none. Words and separators are those of `datasets`
+(its data_files.py), but for eval and evaluation, which it takes for test, for the case, and for trainset, "train(1)"
+and the like, which say nothing to it.
 
 A folder decides for all that is in it. What says two splits is refused.
 """
 
 import json
+import os
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
 from data.leftovers import is_leftover
 from errors import InputError
 
 NAMES = {
-    "train": ("train", "training"),
-    "valid": ("val", "valid", "validation", "dev", "development", "eval", "evaluation"),
-    "test": ("test", "testing"),
-}
-SEPARATORS = re.compile(r"[-_. 0-9]+")
+    "train": ("train", "training", "trainset", "trainingset"),
+    "valid": ("val", "valid", "validation", "dev", "development", "eval", "evaluation", "valset", "validset",
+              "validationset", "devset", "evalset"),
+    "test": ("test", "testing", "testset"),
+}  # fmt: skip
+SEPARATORS = re.compile(r"(?:[^\w'’]|[\d_])+")
 REPORTS = ("report.json", "prepared.json", "shards.json", "parts/plan.json")  # that make data writes
 SHOWN = 5  # names in a sentence
 
 
 def words(name: str) -> list[str]:
     """Returns the words of a name, in small letters."""
-    return [word for word in SEPARATORS.split(name.lower()) if word]
+    name = unicodedata.normalize("NFC", name.lower())  # else an accent of its own would divide a word
+    return [word for word in SEPARATORS.split(name) if word]
 
 
 def split_of(name: str) -> str | None:
@@ -63,6 +69,11 @@ def split_of_path(path: PurePath) -> str | None:
     return next(iter(said), None) or split_of(path.name)
 
 
+def says_split(path: PurePath) -> bool:
+    """Returns whether a path below the data's folder says a split, or more than one."""
+    return any(word in words(part) for part in path.parts for of_split in NAMES.values() for word in of_split)
+
+
 def named(names: Iterable[str], split: str, where: str) -> str | None:
     """Returns the one of these names that means a split, or None. A name of the list ("val") comes before one that has
     it as a part ("val2017", "x.val"), and that before one with it among other words ("my_val_set"). Raises InputError
@@ -83,6 +94,7 @@ class Files:
     train: list[Path] = field(default_factory=list)
     valid: list[Path] = field(default_factory=list)
     left_out: list[Path] = field(default_factory=list)
+    unread: list[Path] = field(default_factory=list)  # of names that say a split, and endings that are not read
 
 
 def sort_files(paths: Sequence[Path], folder: Path) -> Files:
@@ -120,21 +132,45 @@ def is_report(content: bytes) -> bool:
 
 
 def below(folder: Path, *patterns: str) -> list[Path]:
-    """Returns the files below a folder that fit a pattern, sorted; without hidden ones, what systems leave in a folder,
-    and what `make data` has made."""
-    made: dict[Path, bool] = {}
-    found = set()
-    for path in {path for pattern in patterns for path in folder.rglob(pattern)}:
-        parts = path.relative_to(folder).parts
-        if any(part.startswith(".") or is_leftover(part) for part in parts) or not path.is_file():
-            continue
-        above = [folder.joinpath(*parts[:end]) for end in range(1, len(parts))]
-        for one in above:
-            if one not in made:
-                made[one] = made_by_make(one)
-        if not any(made[one] for one in above):
-            found.add(path)
+    """Returns the files below a folder that fit a pattern (in small letters, for names in any case), sorted; without
+    hidden ones, what systems leave in a folder, and what `make data` has made. Links to folders are followed.
+
+    Raises InputError for a file that is a link to nowhere, a folder that cannot be read, and see `_leads_on`.
+    """
+    found, waiting = [], [folder]
+    while waiting:
+        parent = waiting.pop()
+        try:
+            inside = list(parent.iterdir())
+        except OSError as error:
+            raise InputError(f"folder {parent} cannot be read: {error.strerror}") from error
+        for path in inside:
+            if path.name.startswith(".") or is_leftover(path.name):
+                continue
+            if path.is_dir():
+                if _leads_on(path, folder) and not made_by_make(path):
+                    waiting.append(path)
+            elif any(fnmatchcase(path.name.lower(), pattern) for pattern in patterns):
+                if path.is_symlink() and not path.exists():
+                    raise InputError(f"{path} is a link to {os.readlink(path)}, which is not there; mend or remove it")
+                if path.is_file():
+                    found.append(path)
     return sorted(found)
+
+
+def _leads_on(path: Path, folder: Path) -> bool:
+    """Returns whether the files in a folder, or behind a link to one, are not read in another place: a link that stays
+    in the data's own folder (`latest`), or leads to one that has it, adds none. Raises InputError where such a link
+    says a split: which of both places counts, nobody knows."""
+    if not path.is_symlink():
+        return True
+    to, top = path.resolve(), folder.resolve()
+    if not (to.is_relative_to(top) or top.is_relative_to(to)):
+        return True
+    if split := split_of(path.name):
+        what = f"{path} says the {split} split and is a link to {to}, whose files are read there, too"
+        raise InputError(f"{what}; move the folder to the link's place")
+    return False
 
 
 # What a start says

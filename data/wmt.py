@@ -301,7 +301,7 @@ def join_symbols(symbols: Sequence[str], pieces: str) -> str:
 def read_lines(path: Path) -> list[str]:
     """Reads the lines of a UTF-8 file. Only \\n ends a line: text has other signs that Python takes for line ends."""
     try:
-        lines = path.read_bytes().decode().split("\n")
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")  # without a byte order mark
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path} is not UTF-8 (byte {error.start}); convert it, or prepare the folder again"

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import sacrebleu
 
 from data import wmt
+from data.fairseq_format import Dictionary
 from data.languages import BASES, CODES, base_language, scoring
 from errors import InputError
 from train import translate
@@ -178,3 +180,36 @@ def test_references_that_are_split_into_pieces_are_joined(tmp_path):
 def test_codes_with_a_hyphen_are_languages_of_a_folder(target, tmp_path):
     pairs = write_pairs(tmp_path, [[4, 5]], WORDS, target=target)
     assert (pairs.source_language, pairs.target_language, len(pairs)) == ("en", target, 1)
+
+
+@pytest.mark.parametrize(
+    ("symbols", "kind"),
+    [
+        (["Ġthe", "Ġcat", "s", "Ġon", "at"], "begin with Ġ, as byte-level"),
+        (["the", "##s", "cat", "##ing"], "begin with ##, as WordPiece"),
+        (["the</w>", "ca", "t</w>"], "end with </w>"),
+        ([*map(str, range(1000))], "numbers alone as symbols, as GPT-2"),
+    ],
+)
+def test_pieces_that_cannot_be_joined_are_not_taken_for_words(symbols, kind):
+    with pytest.raises(InputError, match=f"dict.de.txt has .*{kind}.*; --pieces words takes each symbol for a word"):
+        Dictionary(symbols).pieces("dict.de.txt")
+
+
+@pytest.mark.parametrize("symbols", [["##", "a", "b", "Ġ"], [*map(str, range(999))], ["Ġa", *"bcdefgh"]])
+def test_single_marks_and_few_numbers_are_words(symbols):
+    assert Dictionary(symbols).pieces("dict.de.txt") == "words"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_reference(tmp_path):
+    (tmp_path / "valid.de").write_bytes("\ufeffein\u2028Haus\r\n\n".encode())
+    assert wmt.read_lines(tmp_path / "valid.de") == ["ein\u2028Haus\r", ""]
+
+
+def test_a_sentence_that_is_too_long_has_its_number_among_the_empty_lines():
+    mesh = SimpleNamespace(num_devices=1)
+    lengths = np.array([[3], [51]])
+    with pytest.raises(InputError, match="^sentence 8 has 51 tokens; the model takes 50"):
+        translate.evaluation_plan(lengths, (16,), 64, 50, mesh, numbers=np.array([4, 7]))
+    with pytest.raises(InputError, match="^sentence 2 of the split valid has 51"):
+        translate.evaluation_plan(lengths, (16,), 64, 50, mesh, "valid")

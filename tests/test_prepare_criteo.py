@@ -218,3 +218,10 @@ def test_input_that_cannot_be_prepared_is_explained(tmp_path, message):
         write(tmp_path / file, lines)
     with pytest.raises(InputError, match=message):
         pre.prepare(tmp_path / name, tmp_path / "out")
+
+
+def test_what_says_a_split_and_is_not_read_is_named(tmp_path):
+    for name in ("train.txt", "val.csv", "day.txt", "notes.csv"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "val").mkdir()
+    assert pre.find_sources(tmp_path).left_out == ["day.txt", "val", "val.csv"]

@@ -287,3 +287,15 @@ def test_input_that_cannot_be_prepared_is_explained(tmp_path, message):
         (tmp_path / file).write_bytes(data)
     with pytest.raises(InputError, match=message):
         prepare(tmp_path, tmp_path / "out")
+
+
+def test_files_of_other_endings_that_say_a_split_are_named(tmp_path):
+    for name in ("train.txt", "valid.tokens", "README.md", "test/1.html"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("A sentence.\n")
+    found = pre.find_files(tmp_path)
+    assert [path.name for path in found.train] == ["train.txt"] and not found.left_out
+    assert [path.name for path in found.unread] == ["1.html", "valid.tokens"]
+    (tmp_path / "train.txt").rename(tmp_path / "validation.txt")
+    with pytest.raises(InputError, match="only validation text; .*; not read: test/1.html, valid.tokens"):
+        pre.prepare(tmp_path, tmp_path / "out")

@@ -29,6 +29,13 @@ SAID = {
     "trainspotting.txt": None,
     "latest.txt": None,
     "evaluations.txt": None,
+    "train(1).txt": "train",
+    "wiki+valid.txt": "valid",
+    "TestSet": "test",
+    "trainset.txt": "train",
+    "don't-test’s.txt": None,
+    "pre\u0301test.txt": None,
+    "pr\u00e9-test.txt": "test",
 }
 
 
@@ -117,6 +124,42 @@ def test_what_make_made_is_known_by_its_mark(tmp_path):
     assert not splits.made_by_make(folder)
     (folder / "report.json").write_text(json.dumps({"flags": {}, "sources": []}))
     assert splits.made_by_make(folder)
+
+
+def write(folder: Path, *names: str) -> Path:
+    """Makes files of a word, and returns the folder."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("word\n")
+    return folder
+
+
+def found_below(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in splits.below(folder, "*.txt", "*.txt.gz")]
+
+
+def test_links_to_folders_are_followed_and_endings_are_of_any_case(tmp_path):
+    elsewhere = write(tmp_path / "elsewhere", "1.txt")
+    data = write(tmp_path / "data", "A.TXT", "b.Txt.GZ", "c.tex")
+    (data / "train").symlink_to(elsewhere)
+    assert found_below(data) == ["A.TXT", "b.Txt.GZ", "train/1.txt"]
+
+
+def test_a_link_that_stays_in_the_data_adds_nothing_and_may_say_no_split(tmp_path):
+    data = write(tmp_path / "data", "2024/1.txt")
+    (data / "latest").symlink_to(data / "2024")
+    (data / "2024" / "up").symlink_to(tmp_path)
+    assert found_below(data) == ["2024/1.txt"]
+    (data / "val").symlink_to("2024")
+    with pytest.raises(InputError, match="val says the valid split and is a link to .*2024, whose"):
+        splits.below(data, "*.txt")
+
+
+def test_a_link_to_a_file_that_is_not_there_is_refused(tmp_path):
+    data = write(tmp_path / "data", "1.txt")
+    (data / "train.txt").symlink_to("lost.txt")
+    with pytest.raises(InputError, match="train.txt is a link to lost.txt, which is not there; mend or remove it"):
+        splits.below(data, "*.txt")
 
 
 class Rows:

@@ -80,6 +80,7 @@ def evaluation_plan(
     max_positions: int,
     mesh: device.Mesh,
     split: str = "",
+    numbers: np.ndarray | None = None,
 ) -> batching.Buckets:
     """Batches that hold every sentence, however long.
 
@@ -89,13 +90,15 @@ def evaluation_plan(
         batch_tokens: places of a batch on each side.
         max_positions: tokens of a sentence that the model takes.
         split: what the sentences are, for messages.
+        numbers: of the sentences in what the user gave, from 0, for messages; by default their order.
     Raises:
         InputError: a sentence is longer than the model's positions.
     """
     longest = lengths.max(1)
     if longest.max() > max_positions:
         number = int(longest.argmax())
-        which = f"sentence {number + 1}{f' of the split {split}' if split else ''}"
+        shown = number if numbers is None else int(numbers[number])
+        which = f"sentence {shown + 1}{f' of the split {split}' if split else ''}"
         raise InputError(f"{which} has {longest[number]} tokens; the model takes {max_positions}: cut it")
     sizes = [*sizes] or [32]
     while sizes[-1] < longest.max():
@@ -160,7 +163,7 @@ class Translator:
         lengths = sentences.lengths
         places = self.config.batch_tokens // self.config.beam
         positions = self.model.arch.max_positions
-        plan = evaluation_plan(lengths, self.config.lengths, places, positions, self.mesh)
+        plan = evaluation_plan(lengths, self.config.lengths, places, positions, self.mesh, numbers=there)
         with loading.parallel_loader(sentences, plan, self.mesh, train=False, workers=self.config.workers) as loader:
             best = {str(number): self._step(self.model, batch)["tokens"] for number, batch in enumerate(loader)}
         self.model.train(training)

@@ -30,6 +30,7 @@ from pyarrow import csv
 
 from data import splits
 from data.criteo import MLPERF_MAX_ROWS, NUM_DENSE, map_npz, text_files
+from data.leftovers import is_leftover
 from data.prepare import pipeline
 from data.prepare.files import read_json, write_json
 from data.prepare.pipeline import Preparation, expect, save_arrays
@@ -395,6 +396,14 @@ def find_sources(data: str | Path) -> Texts:
     if not evaluation and len(train) > 1:
         train, evaluation = train[:-1], train[-1:]
     others = [path for path in (*texts.values(), *days) if path not in (*train, *evaluation)]
+    # What is not read for its ending or its number (val.csv, val/, day_24) is named as well.
+    known = {*train, *evaluation, *others}
+    known |= {path.with_name(f"{path.name}.gz") for path in known}  # plain rather than .gz
+    for path in sorted(folder.iterdir()):
+        own = path.name.startswith(".") or is_leftover(path.name) or path in known
+        says = splits.says_split(Path(path.name)) or path.name.startswith("day_")
+        if says and not own and not splits.made_by_make(path):
+            others.append(path)
     if data.is_file():
         others = []  # the user has named what is read
     return Texts(train, evaluation, [path.name for path in others])

@@ -147,9 +147,9 @@ class Preparation:
 
     def unpack(self, files: dict[Path, Path]) -> list[Path]:
         """Returns plain files for {copy: file of the user}: the user's own, or a copy of what is in a .gz file."""
-        packed = [(path, copy) for copy, path in files.items() if path.suffix == ".gz"]
+        packed = [(path, copy) for copy, path in files.items() if path.suffix.lower() == ".gz"]
         self.run(_unpack, packed, "unpacking")
-        return [copy if path.suffix == ".gz" else path for copy, path in files.items()]
+        return [copy if path.suffix.lower() == ".gz" else path for copy, path in files.items()]
 
     def finish(self, figures: dict) -> dict:
         """Writes the report, which is the plan and `figures`, deletes everything unfinished, and returns the report."""

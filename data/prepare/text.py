@@ -123,9 +123,18 @@ def find_files(data: Path) -> splits.Files:
     if data.is_file():
         return splits.Files(train=[data])
     paths = {}
-    for path in sorted(splits.below(data, "*.txt", "*.txt.gz"), key=lambda path: path.suffix == ".txt"):
-        paths[str(path).removesuffix(".gz")] = path
-    return splits.sort_files([path for _, path in sorted(paths.items())], data)
+    for path in sorted(splits.below(data, "*.txt", "*.txt.gz"), key=lambda path: path.suffix.lower() == ".txt"):
+        name = str(path)
+        packed = path.suffix.lower() == ".gz"
+        paths[name[: -len(".gz")] if packed else name] = path
+    files = splits.sort_files([path for _, path in sorted(paths.items())], data)
+
+    # Files of other endings are not read; that is said of those that say a split, as in valid.tokens or test.zip.
+    read = {*files.train, *files.valid, *files.left_out, *splits.below(data, "*.txt.gz", "*.parquet")}
+    for path in splits.below(data, "*"):
+        if path not in read and splits.says_split(path.relative_to(data)):
+            files.unread.append(path)
+    return files
 
 
 def load_rows(data: str, config: str, column: str) -> pipeline.Splits:
@@ -325,8 +334,10 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     found = find_files(source) if source.exists() else splits.Files()
     files = {split: paths for split in SPLITS if (paths := getattr(found, split))}
     loaded = pipeline.Splits()
+    unread = f"; not read: {splits.shown(path.relative_to(source) for path in found.unread)}" if found.unread else ""
     if files and "train" not in files:
-        raise InputError(f"{data} has only validation text; expected other *.txt or *.txt.gz files for training")
+        what = "has only validation text; expected other *.txt or *.txt.gz files for training"
+        raise InputError(f"{data} {what}{unread}")
     tables = splits.below(source, "*.parquet") if source.is_dir() else []
     if files and tables:
         both = f"text ({splits.shown(files['train'])}) as well as parquet files ({splits.shown(tables)})"
@@ -343,7 +354,7 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     for split, paths in files.items():
         names[split] = [str(path.relative_to(folder)) for path in paths]
     names.setdefault("valid", [f"{flags.valid_share:.2%} of their documents, by a hash"])
-    left_out = loaded.left_out + [str(path.relative_to(folder)) for path in found.left_out]
+    left_out = loaded.left_out + [str(path.relative_to(folder)) for path in (*found.left_out, *found.unread)]
     read_from = splits.read_from(splits.shown(names["train"]), splits.shown(names["valid"]), left_out)
     print(splits.sentence(read_from), flush=True)
     job = Preparation(flags, sources)

@@ -140,11 +140,16 @@ def find_text(folder: Path, source: str, target: str, valid: str = "", test: str
 
 
 def left_out(folder: Path, files: dict[str, tuple[Path, Path]], languages: tuple[str, str]) -> list[str]:
-    """Returns the names of a folder's other files of these languages."""
+    """Returns the names of a folder's other files of these languages, and what else says a split: valid/, val.tsv."""
     used = {path.name for of_split in files.values() for path in of_split}
     used |= {f"{name}.gz" for name in used}  # plain rather than .gz
     ends = tuple(f".{language}{packed}" for language in languages for packed in ("", ".gz"))
-    return sorted(path.name for path in folder.iterdir() if path.name.endswith(ends) and path.name not in used)
+    others = []
+    for path in folder.iterdir():
+        names_split = splits.says_split(Path(path.name)) and not path.name.startswith(".")
+        if path.name not in used and (path.name.endswith(ends) or names_split) and not splits.made_by_make(path):
+            others.append(path.name)
+    return sorted(others)
 
 
 def load_splits(data: str, config: str, source: str, target: str) -> pipeline.Splits:
