@@ -32,11 +32,11 @@ def environment_without_devices() -> dict[str, str]:
     return environment
 
 
-def run(code: str) -> subprocess.CompletedProcess:
-    """Runs Python code in a process for the CPU."""
+def run(code: str, ends: int = 0) -> subprocess.CompletedProcess:
+    """Runs Python code in a process for the CPU, which exits with `ends`."""
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment_without_devices())
-    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.returncode == ends, result.stderr[-2000:]
     return result
 
 
