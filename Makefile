@@ -45,7 +45,7 @@ DATASETS := $(sort $(patsubst DATASET_%,%,$(filter DATASET_%,$(.VARIABLES))))
 PRESET_dlrm := kaggle
 PRESET_transformer := base
 ifneq ($(origin PRESET),command line)
-PRESET := $(if $(DATA),$(or $(PRESET_$(MODEL)),full),tiny)
+PRESET := $(if $(DATA),$(if $(filter file,$(origin PRESET_$(MODEL))),$(PRESET_$(MODEL)),full),tiny)
 endif
 INSTALLED := $(VENV)/.installed
 

@@ -129,7 +129,11 @@ class ClickLog:
                 of_features = [_map_npy(sparse)]
             if any(array.ndim != 2 or array.dtype not in (np.int32, np.int64) for array in of_features):
                 raise InputError(f"{sparse} is not made of integers [rows, columns]; expected int32 or int64")
-            self._arrays[part] = _map_npy(dense), of_features, _map_npy(labels).reshape(-1)
+            numbers = {path: _map_npy(path) for path in (dense, labels)}
+            for path, array in numbers.items():
+                if array.dtype.kind not in "biuf":
+                    raise InputError(f"{path} is made of {array.dtype}; expected numbers such as float32")
+            self._arrays[part] = numbers[dense], of_features, numbers[labels].reshape(-1)
         return self._arrays[part]
 
     def __getstate__(self) -> dict:

@@ -162,7 +162,7 @@ def _read(
                 reason = "it is not UTF-8"
             except TypeError:
                 reason = "it has too few columns"
-            except ValueError as error:
+            except (ValueError, csv.Error) as error:
                 reason = str(error)
             else:
                 continue
@@ -184,14 +184,21 @@ class _Header:
     """The first line of a file with named columns. Raises InputError where it does not name those that are needed."""
 
     def __init__(self, path: Path, line: bytes, separator: str, columns: Sequence[str]):
-        self._names = _split(line.decode("utf-8-sig", "replace").rstrip("\r\n"), separator)
+        try:
+            self._names = _split(line.decode("utf-8-sig").rstrip("\r\n"), separator)
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path} line 1 is not UTF-8 (byte {error.start}); convert the file") from error
+        except csv.Error as error:
+            what = f"{path} line 1 is no line of CSV: {error}"
+            raise InputError(f"{what}; expected lines that end with \\n, and not with \\r alone") from error
         plain = [_plain(name) for name in self._names]
         for name in columns:
             count = plain.count(_plain(name))
             if count != 1:
                 found = ", ".join(self._names)[:100] or "nothing"
                 what = f"{path} line 1 is {found!r}, which names the column {name} {count} times"
-                raise InputError(f"{what}; expected a header with {', '.join(columns)}, once each, in any order")
+                expected = f"expected a header with {', '.join(columns)}, once each, in any order, separated by commas"
+                raise InputError(f"{what}; {expected}")
         self._places = [plain.index(_plain(name)) for name in columns]
 
     def chosen(self, fields: list[str]) -> list[str]:

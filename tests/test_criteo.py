@@ -206,3 +206,13 @@ def test_open_clicks_finds_what_is_there(tmp_path):
     refused("there is no .*train_sparse.npy", out)
     (out / "COMPLETE").unlink()
     refused("not prepared to its end", out)
+
+
+@pytest.mark.parametrize("name", ["dense", "labels"])
+def test_what_is_no_number_is_refused(tmp_path, name):
+    for day in range(2):
+        arrays = {"dense": np.ones((4, 13)), "labels": np.array([[0], [1], [0], [1]]), "sparse": np.ones((4, 26), int)}
+        for kind, array in arrays.items():
+            np.save(tmp_path / f"day_{day}_{kind}.npy", array + 1j if kind == name else array)
+    with pytest.raises(InputError, match=f"day_0_{name}.npy is made of complex128; expected numbers such as float32"):
+        cr.open_clicks(str(tmp_path), "train")

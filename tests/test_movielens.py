@@ -225,3 +225,18 @@ def test_folders_without_ratings_are_refused(tmp_path):
     assert len(ml.MovieLens(tmp_path, "train")) == 1
     with pytest.raises(InputError, match="none of them in the eval split"):  # one rating cannot be in both
         ml.MovieLens(tmp_path, "eval")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"userId,movieId,rating,timestamp\r1,2,3.0,4\r", "line 1 is no line of CSV: .* not with .r alone"),
+        ("userId,movieId,rating,timestamp\n1,2,3.0,4\n".encode("utf-16"), "line 1 is not UTF-8 .byte 0."),
+        (b"userId;movieId;rating;timestamp\n1;2;3.0;4\n", "names the column userId 0 times; .*separated by commas"),
+        (b"userId,movieId,rating,timestamp\n1,2\r,3.0,4\n", "line 2: new-line character seen in unquoted field"),
+    ],
+)
+def test_tables_of_other_forms_are_refused_in_a_sentence(tmp_path, content, said):
+    (tmp_path / "ratings.csv").write_bytes(content)
+    with pytest.raises(InputError, match=said):
+        ml.MovieLens(tmp_path, "train")

@@ -373,7 +373,9 @@ def main(flags: type, prepare: Callable[..., dict], summary: Callable[[dict], No
     """Runs a program: reads its command line, prepares, prints a summary. InputError: one line and exit code 2."""
     import tyro
 
-    parsed = tyro.cli(flags, args=arguments)
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = spec.name if flags.__module__ == "__main__" and spec else flags.__module__
+    parsed = tyro.cli(flags, args=arguments, prog=f"python -m {module}")
     try:
         report = prepare_urls(prepare, **dataclasses.asdict(parsed))
     except InputError as error:
