@@ -355,4 +355,7 @@ def test_a_fingerprint_is_of_the_program_and_not_of_the_lines_that_it_comes_from
 
     first = hlo.fingerprint(product(8, b"a.py"))
     assert hlo.fingerprint(product(8, b"b.py")) == first
+    # Its number in the process, and the index of files and lines that its operations refer to.
+    another = m.number(5, 77) + m.message(17, m.message(1, b"/a/folder/b.py"))
+    assert hlo.fingerprint(product(8, b"a.py") + another) == first
     assert hlo.fingerprint(product(9, b"a.py")) != first

@@ -746,7 +746,7 @@ def test_translate_refuses_hosts_with_other_lines(tmp_path, others):
     given = SimpleNamespace(buffer=SimpleNamespace(read=lambda: b"w1 w2 w3\n" if this_host() == 0 else others))
 
     def patch(monkeypatch):
-        monkeypatch.setattr(translate, "load", lambda *_: (None, None))
+        monkeypatch.setattr(translate, "load", lambda *_: (None, SimpleNamespace(pieces="")))
         monkeypatch.setattr(translate, "sys", SimpleNamespace(stdin=given, stdout=sys.stdout))
 
     pod = Pod(2, tmp_path, of_step).run(lambda: translate.main(translate.Config(model_dir="export")), patch)

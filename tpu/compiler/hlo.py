@@ -295,9 +295,19 @@ def fingerprint(data: bytes) -> str:
     Two equal ones are the same program; a program that is built in another order may have another. torch_xla counts on
     from program to program in its names and numbers, so what is left is each operation's place in the list.
     """
-    proto, _ = _parse(data)
-    proto.ClearField("name")
-    proto.ClearField("entry_computation_name")
+    whole, _ = _parse(data)
+    # Only the module's fields that hlo.proto has: another is the index of the files and lines of its operations.
+    proto = HloModuleProto()
+    for field, value in whole.ListFields():
+        if field.name in ("name", "entry_computation_name"):
+            continue
+        if isinstance(value, int):
+            setattr(proto, field.name, value)
+        elif hasattr(value, "CopyFrom"):
+            getattr(proto, field.name).CopyFrom(value)
+        else:
+            getattr(proto, field.name).extend(value)
+
     computations = {each.id: place for place, each in enumerate(proto.computations)}
     every = [instruction for computation in proto.computations for instruction in computation.instructions]
     instructions = {each.id: place for place, each in enumerate(every)}
