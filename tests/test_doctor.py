@@ -312,6 +312,14 @@ def picture(path: Path, size: int = 20) -> None:
     Image.new("RGB", (size, size)).save(path)
 
 
+def test_data_without_a_split_to_evaluate_on_is_no_data(here, tmp_path):
+    here.command(here.python, f'exec {sys.executable} "$@"')
+    picture(tmp_path / "images" / "train" / "cat" / "0.jpg")
+    found = doctor.check_data(str(tmp_path / "images"), False, "resnet50", "")
+    assert_line(found, "fix", "images has no folder to evaluate on; expected one of val, validation, test")
+
+
+@pytest.mark.slow  # a process for each
 def test_data_is_opened_as_the_script_would(here, tmp_path):
     here.command(here.python, f'exec {sys.executable} "$@"')
 
