@@ -343,7 +343,9 @@ def test_a_norm_over_several_dimensions_stays():
 def test_an_export_loads_unchanged_and_names_nothing_of_ours(kind, tmp_path):
     model = new(kind)
     ours = encoders.fast_layers(copy.deepcopy(model))
-    encoders.save(str(tmp_path), ours, ours.state_dict(), SimpleNamespace(save_pretrained=lambda folder: None))
+    encoders.save(
+        str(tmp_path), ours, ours.state_dict(), SimpleNamespace(is_fast=False, save_pretrained=lambda folder: None)
+    )
     text = (tmp_path / "config.json").read_text()
     assert encoders.ATTENTION not in text and f'"{architectures.OWN}"' not in text
     again, batch = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval(), batch_of(kind)
