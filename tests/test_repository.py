@@ -193,6 +193,10 @@ def test_no_variable_of_the_shell_is_an_argument_of_make(monkeypatch):
     result = make("-e", "clean")
     assert result.returncode == 2 and "leave out -e" in result.stderr
 
+    # Nor a name that the Makefile makes up of an argument.
+    monkeypatch.setenv("PRESET_bert", "lamb")
+    assert "train.glue full" in make("-n", "train", "MODEL=bert", "DATA=/glue").stdout
+
 
 def test_make_clean_removes_what_make_has_made_and_nothing_else(tmp_path, monkeypatch):
     shutil.copy(ROOT / "Makefile", tmp_path)
