@@ -270,9 +270,9 @@ test: export XLA_FLAGS ?= --xla_cpu_use_fusion_emitters=false --xla_backend_opti
 test: $(INSTALLED) $(WANDB)
 	$(PY) -m pytest $(SHARED_OUT) -m 'not slow' $(ARGS)
 
-# Each test compiles in a process of its own. None is skipped: the compiler is there.
+# Each test compiles in a process of its own. None is skipped: the compiler is there. ARGS="-m ''" has those of test-all.
 guards: $(INSTALLED) $(BOTH_COMPILERS)
-	$(PY) -m pytest -n 2 --maxschedchunk 1 tests/test_compile.py tests/test_libtpu.py $(ARGS)
+	$(PY) -m pytest -n 2 --maxschedchunk 1 -m 'not long' tests/test_compile.py tests/test_libtpu.py $(ARGS)
 
 test-all: $(INSTALLED) $(WANDB) $(FAIRSEQ)/.installed $(BOTH_COMPILERS)
 	$(PY) -m pytest $(SHARED_OUT) $(ARGS)

@@ -431,6 +431,15 @@ def broken_promises(name: str, report: dict, module: hlo.Module) -> list[str]:
 GUARDED = sorted(pages.wanted("guards"), key=lambda job: job[2] == "fast")
 
 
+def guards(jobs: list[tuple[pages.Row, str, str]]) -> list:
+    """Returns pytest's parameters, those marked that `make guards` leaves out."""
+    parameters = []
+    for row, topology, effort in jobs:
+        marks = [pytest.mark.long] if (row.name, topology) in pages.LONG else []
+        parameters.append(pytest.param(row, topology, effort, id=f"{row.name} on {topology}", marks=marks))
+    return parameters
+
+
 def test_what_the_version_of_tpu_vms_compiles_are_guarded_rows():
     rows = {row.name: row.besides for row in pages.GUARDS}
     assert set(pages.KINDS) == {name for name, besides in rows.items() if besides == libtpu.ON_TPU_VMS}
@@ -440,10 +449,12 @@ def test_what_the_version_of_tpu_vms_compiles_are_guarded_rows():
         "dlrm, 8 steps a call",
         "transformer, two chips a layer, translate",
     }
+    places = {(row.name, topology) for row, topology, _ in GUARDED}
+    assert places >= set(pages.LONG), "a row is left out that is not there"
 
 
 @needs_libtpu
-@pytest.mark.parametrize("row, topology, effort", GUARDED, ids=[f"{job[0].name} on {job[1]}" for job in GUARDED])
+@pytest.mark.parametrize("row, topology, effort", guards(GUARDED))
 def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path, compiles):
     before = pages.load(pages.DOCS / "guards.json").get(row.name, {}).get(topology)
     assert before, f"docs/tpu/guards.json has no {row.name} on {topology}; {ACCEPT}"
@@ -491,12 +502,22 @@ def test_a_compiler_that_dies_is_told_in_a_sentence_with_what_helps(compiles):
 
 
 @needs_libtpu
-def test_what_does_not_fit_says_what_takes_the_memory_and_what_would_fit(tmp_path, compiles):
-    arguments = ["bert", "full", "--task", "pretrain", "--batch", "4096", "--topology", "v5e:1x1"]
-    result = compiles(*arguments, "--json", str(tmp_path / "report.json"), "--", "--size", "tiny", ends=1)
-    assert "does NOT fit" in result.stdout and "models/" in result.stdout
+@pytest.mark.parametrize(
+    "arguments, too_many, source",
+    [
+        ("dlrm tiny", 320_000, "train/common/embedding/"),
+        pytest.param("bert full --task pretrain -- --size tiny", 4096, "models/", marks=pytest.mark.long),
+    ],
+)
+def test_what_does_not_fit_says_what_takes_the_memory_and_what_would_fit(
+    arguments, too_many, source, tmp_path, compiles
+):
+    own, _, flags = arguments.partition(" -- ")
+    options = ["--batch", str(too_many), "--topology", "v5e:1x1", "--json", str(tmp_path / "report.json")]
+    result = compiles(*own.split(), *options, "--", *flags.split(), ends=1)
+    assert "does NOT fit" in result.stdout and source in result.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["fits"] is False and report["needed"] > report["capacity"]
-    assert 0 < report["largest_batch"] < 4096
+    assert 0 < report["largest_batch"] < too_many
     # Within a sixteenth.
     assert 0.85 * report["capacity"] < report["report"]["memory"]["needed"] <= report["capacity"]
