@@ -3,7 +3,7 @@
 # These count from make's command line only. What a shell has set under one of these names is for something else: it is
 # no argument of a run, and chooses nothing that is made or removed. PYTHON stays: it only chooses an interpreter.
 ARGUMENTS := MODEL TASK DATA DEVICE PRESET NAME ARGS TOPOLOGY BATCH EFFORT PROGRAM OUT DATASET MODEL_DIR TO WITH BENCH RUNS \
-	PORT TPU ZONE PROJECT RUN ENV RETRIES CREATE SPOT ENGINE BUCKET LAUNCH_ARGS GET_PYTHON VENV LIBTPU_VERSION
+	PORT TPU ZONE PROJECT RUN ENV RETRIES ENGINE BUCKET LAUNCH_ARGS GET_PYTHON VENV LIBTPU_VERSION
 ifneq ($(findstring e,$(filter-out --%,$(firstword -$(MAKEFLAGS)))),)
 $(error make -e lets variables of the shell choose what is made and removed; leave out -e)
 endif
@@ -105,8 +105,8 @@ help:
 	@echo 'OUT      folder that make data writes (default: prepared, in DATA); file of the figures of make compile'
 	@echo 'NAME     folder of the run below runs/; the same command resumes an unfinished run'
 	@echo 'TPU      name of a TPU VM (ZONE=, PROJECT=), ssh:host1,host2, or local; RUN= names the run, ENV="A=b" are its'
-	@echo '         variables, RETRIES= how often it is started again, CREATE=v6e-8 (SPOT=1) asks for the TPU and deletes'
-	@echo '         it after the run; ENGINE=sky leaves all that to SkyPilot; see python3 -m tpu.launch --help'
+	@echo '         variables, RETRIES= how often it is started again after a crash; ENGINE=sky has SkyPilot find a TPU,'
+	@echo '         and give it back after the run; see python3 -m tpu.launch --help'
 	@echo 'ARGS     further flags of the script: ARGS="--epochs 10 --lr 0.05"; ARGS=--help lists them all'
 	@echo 'PYTHON   interpreter of the environment, CPython 3.11, 3.12 or 3.13 (default: the first there); GET_PYTHON=1'
 	@echo '         installs it, or its library alone, where it is missing, by apt on Ubuntu, as root'
@@ -154,25 +154,30 @@ $(WANDB): requirements-wandb.txt | $(INSTALLED)
 
 install: $(INSTALLED)
 
+# make ends with 2 for every failure. What has started it to learn how the trainer ended names a file for its exit code in
+# XLA_ZOO_EXIT_CODE, as tpu/launch/keeper.py and tpu/entry.py do; 2 stands there for an argument that is refused here.
+RECORDED := $(if $(XLA_ZOO_EXIT_CODE),sh tpu/exit_code.sh )
+refuse = $(if $(XLA_ZOO_EXIT_CODE),echo 2 >"$$XLA_ZOO_EXIT_CODE"; )exit 2
+
 # Checked before anything is installed.
 check-model: check-device check-libtpu
-	@test -n '$(SCRIPT_$(MODEL))' || { echo "error: MODEL=$$MODEL is not known; MODEL is one of: $(MODELS)" >&2; exit 2; }
+	@test -n '$(SCRIPT_$(MODEL))' || { echo "error: MODEL=$$MODEL is not known; MODEL is one of: $(MODELS)" >&2; $(refuse); }
 
 check-device:
 	@case "$$DEVICE" in ''|xla|cpu|cuda) ;; \
-		*) echo "error: DEVICE=$$DEVICE is not known; DEVICE is one of: xla cpu cuda" >&2; exit 2;; esac
+		*) echo "error: DEVICE=$$DEVICE is not known; DEVICE is one of: xla cpu cuda" >&2; $(refuse);; esac
 
 check-libtpu:
 ifneq ($(LIBTPU_ASKED),)
 	@case "$$LIBTPU_VERSION" in *[!0-9.]* | .* | *. | *..* | *.*.*.*) false ;; *.*.*) ;; *) false ;; esac || \
-		{ echo "error: LIBTPU_VERSION=$$LIBTPU_VERSION is no version of libtpu; give three numbers, such as 0.0.51" >&2; exit 2; }
+		{ echo "error: LIBTPU_VERSION=$$LIBTPU_VERSION is no version of libtpu; give three numbers, such as 0.0.51" >&2; $(refuse); }
 endif
 
 check-chips: check-libtpu
 ifneq ($(LIBTPU_GIVEN),)
 	@test -n '$(and $(XLA),$(CHIPS))' || \
 		{ echo "error: LIBTPU_VERSION=$$LIBTPU_VERSION is for XLA on a machine with TPU chips, and" \
-			"$(if $(XLA),no chip is here,DEVICE=$$DEVICE is without XLA); leave it out" >&2; exit 2; }
+			"$(if $(XLA),no chip is here,DEVICE=$$DEVICE is without XLA); leave it out" >&2; $(refuse); }
 endif
 
 # What make was given is in the shell's environment, too: "$$DATA" keeps every space and quote in it.
@@ -185,13 +190,13 @@ train: check-model
 		{ echo "error: DEVICE=$$DEVICE runs on one device of this machine, not on TPU=$$TPU; leave out one of them" >&2; exit 2; }
 	@python3 -m tpu.launch train --tpu "$$TPU" $(if $(ZONE),--zone "$$ZONE") $(if $(PROJECT),--project "$$PROJECT") \
 		$(if $(call given,RUN),--run "$$RUN") $(if $(call given,ENV),--env-from ENV) $(if $(RETRIES),--retries "$$RETRIES") \
-		$(if $(call given,CREATE),--create "$$CREATE") $(if $(SPOT),--spot) $(LAUNCH_ARGS) -- \
+		$(LAUNCH_ARGS) -- \
 		$(call passed,MODEL TASK PRESET DATA NAME ARGS PYTHON GET_PYTHON LIBTPU_VERSION)
 else ifeq ($(ENGINE),sky)
 # SkyPilot holds the TPU, in whatever zone has one: see tpu/sky.yaml, which takes these variables.
 SKY := MODEL TASK PRESET DATA ARGS
 train: check-model
-	@test -z '$(filter command,$(foreach name,CREATE SPOT ZONE PROJECT ENV RETRIES NAME PYTHON DEVICE LIBTPU_VERSION,$(origin $(name))))' || \
+	@test -z '$(filter command,$(foreach name,ZONE PROJECT ENV RETRIES NAME PYTHON DEVICE LIBTPU_VERSION,$(origin $(name))))' || \
 		{ echo 'error: ENGINE=sky takes $(SKY) BUCKET RUN only; what TPU it asks for, where and how stands in tpu/sky.yaml' >&2; exit 2; }
 	@test -n "$$BUCKET" -a -n "$$RUN" || \
 		{ echo 'error: ENGINE=sky needs BUCKET=gs://my-bucket for the runs, and RUN= to find the run again' >&2; exit 2; }
@@ -199,7 +204,7 @@ train: check-model
 		$(foreach name,$(SKY),$(if $(call given,$(name)),--env "$(name)=$$$(name)")) $(if $(HF_TOKEN),--secret HF_TOKEN) $(LAUNCH_ARGS)
 else
 train: check-model $(INSTALLED) $(if $(findstring tracker wandb,$(subst =, ,$(ARGS))),$(WANDB))
-	$(PY) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) \
+	$(RECORDED)$(PY) -m train.$(SCRIPT_$(MODEL)) $(PRESET) $(if $(filter $(MODEL),$(ENCODERS)),--model $(MODEL) \
 		$(if $(filter-out pretrain,$(TASK)),--task $(TASK))) $(if $(DATA),--data "$$DATA") $(if $(call given,NAME),--name "$$NAME") \
 		$(if $(DEVICE),--device "$$DEVICE") $(ARGS)
 endif

@@ -23,7 +23,10 @@ ROOT = TESTS.parent
 PYTHON = os.path.realpath(sys.executable)
 FOREVER = "steps=100000 pause=0.05"
 TRAINER, KEEPER = "\0train.py\0", "keeper.py\0keep\0"  # parts of their command lines
-MAKEFILE = 'train:\n\t@python3 -I -S train.py "$(NAME)" "$(DATA)" $(ARGS)\n'
+# As the project's: a shell stands between make and the trainer, and writes its exit code where that is wanted.
+MAKEFILE = """train:
+\t@$(if $(XLA_ZOO_EXIT_CODE),sh exit_code.sh )python3 -I -S train.py "$(NAME)" "$(DATA)" $(ARGS)
+"""
 # A host's last digit is the worker. No variable from here arrives.
 SSH = """#!/bin/sh
 until case $1 in *worker-?|*127.0.0.1?) ;; *) false;; esac; do shift; done
@@ -31,7 +34,9 @@ home={folder}/home-${{1#"${{1%?}}"}}
 shift
 [ "$1" != -- ] || shift
 cd $home
-exec /usr/bin/env -i HOME=$home PATH={remote}:{remote}/system USER=me XLA_ZOO_RUNTIME=$home/run /bin/sh -c "$*"
+connection="127.0.0.1 40000 127.0.0.1 22"
+exec /usr/bin/env -i HOME=$home PATH={remote}:{remote}/system USER=me SSH_CONNECTION="$connection" \
+    XLA_ZOO_RUNTIME=$home/run LANG=de_DE.UTF-8 /bin/sh -c "$*"
 """
 
 
@@ -96,6 +101,7 @@ class Bed:
         write_programs(self.bin, gcloud=gcloud, git="")  # and no gcloud that may be installed here
         git(folder, "init", "-q", self.project)
         files = {"Makefile": MAKEFILE, "train.py": (TESTS / "fake_trainer.py").read_text()}
+        files["exit_code.sh"] = (ROOT / "tpu/exit_code.sh").read_text()
         for name, text in {**files, "message": "it broke", ".gitignore": "runs/\n*.tmp\n"}.items():
             (self.project / name).write_text(text)
         git(self.project, "add", ".")
@@ -185,11 +191,12 @@ class Bed:
         calls = [json.loads(line)[3:] for line in path.read_text().splitlines()] if path.exists() else []
         return [call for call in calls if verb in ("", call[0]) and text in " ".join(call)]
 
-    def zoo(self, worker: int) -> Path:
-        return self.home(worker) / f"xla-zoo/worker-{worker}"
+    def zoo(self, worker: int, tpu: str = "my-tpu") -> Path:
+        return self.home(worker) / f"xla-zoo/{tpu}/worker-{worker}"
 
     def log(self, worker: int) -> str:
-        return (self.zoo(worker) / "jobs/one/log").read_text()
+        (folder,) = self.home(worker).glob(f"xla-zoo/*/worker-{worker}/jobs/one")
+        return "".join(part.read_text() for part in sorted(folder.glob("log.[0-9]*")))
 
     def starts(self) -> list[int]:
         """How often a trainer was started, for each worker."""

@@ -31,9 +31,9 @@ if ! is_known "$1"; then
 	# A container or a minimal host has no program for archives.
 	if ! command -v add-apt-repository > /dev/null; then
 		patiently root apt-get update -q
-		patiently root env DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l apt-get install -y software-properties-common
+		patiently root env DEBIAN_FRONTEND=noninteractive NEEDRESTART_SUSPEND=1 apt-get install -y software-properties-common
 	fi
 	patiently root add-apt-repository -y ppa:deadsnakes/ppa
 fi
 # needrestart would restart services afterwards, and the run that waits for this is one.
-patiently root env DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l apt-get install -y $packages
+patiently root env DEBIAN_FRONTEND=noninteractive NEEDRESTART_SUSPEND=1 apt-get install -y $packages

@@ -1,6 +1,7 @@
 """How to reach the workers: Cloud TPU VMs through gcloud, or plain ssh hosts.
 
-Both have a `name`, `describe()`, and `ssh(worker, command)`, the words that run a shell command on a worker.
+Both have a `name`; `describe()`; `ssh(worker, command)`, the words that run a shell command on a worker;
+`folder(worker)`, the name of a worker's folder there; and `fetch(folder)`, a command to show.
 
 Host keys are checked, and nothing here switches that off. gcloud keeps the keys in a file of its own,
 ~/.ssh/google_compute_known_hosts, under names that contain a part of the key that the VM has published; it accepts the
@@ -25,9 +26,6 @@ from tpu.launch.messages import explain_cloud
 # A connection that is dead is noticed within a minute, and one that cannot be made within 15 s.
 SSH_OPTIONS = ("-oConnectTimeout=15", "-oServerAliveInterval=15", "-oServerAliveCountMax=3")
 CLOUD_SECONDS = 120
-# The software of a TPU VM by what its type begins with.
-VERSIONS = {"v6e": "v2-alpha-tpuv6e", "v5p": "v2-alpha-tpuv5", "v5litepod": "v2-alpha-tpuv5-lite"}
-OLDER_VERSION = "tpu-ubuntu2204-base"
 
 
 class Transient(Exception):
@@ -70,6 +68,10 @@ class TpuVm:
         """Returns a gcloud command to show."""
         return shlex.join(self.command(group, verb, *arguments)[:-1])
 
+    def folder(self, worker: int) -> str:
+        """Returns the name of a worker's folder in its home, which workers and TPUs may share."""
+        return f"{self.name}/worker-{worker}"
+
     def ssh(self, worker: int, command: str) -> list[str]:
         """Returns the words that run a shell command on a worker. gcloud repeats it after 255."""
         flags = [*(f"--ssh-flag={option}" for option in SSH_OPTIONS), *self.flags]
@@ -77,13 +79,15 @@ class TpuVm:
 
     def fetch(self, folder: str) -> str:
         """Returns the command that copies a folder from worker 0, to show."""
-        return self.text("scp", "--recurse", f"{self.name}:{folder}", "runs/", "--worker=0")
+        # --gcloud-flag=--ssh-flag=-oA=b is of ssh; scp has --scp-flag.
+        flags = [flag.replace("--ssh-flag=", "--scp-flag=") for flag in self.flags]
+        return self.text("scp", "--recurse", f"{self.name}:{folder}", "runs/", "--worker=0", *flags)
 
-    def ask(self, group: str, verb: str, *arguments: str) -> dict[str, Any]:
-        """Returns what gcloud answers as JSON, {} if there is no such thing. InputError: it never will. Transient."""
+    def ask(self) -> dict[str, Any]:
+        """Returns what gcloud says of the TPU, {} if there is none. InputError: it never will say it. Transient."""
         if shutil.which("gcloud") is None:
             raise InputError(f"TPU={self.name} needs gcloud: https://cloud.google.com/sdk/docs/install")
-        command = [*self.command(group, verb, self.name, *arguments), "--format=json"]
+        command = [*self.command("tpu-vm", "describe", self.name), "--format=json"]
         streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         try:
             result = subprocess.run(command, timeout=CLOUD_SECONDS, **streams)
@@ -93,34 +97,48 @@ class TpuVm:
             return {}
         if result.returncode:
             final, why = explain_cloud(result.stderr)
-            raise (InputError if final else Transient)(f"TPU={self.name}: {why}")
+            kind = InputError if final else Transient
+            raise kind(f"TPU={self.name}: {why}")
         try:
-            answer = json.loads(result.stdout or "{}")
+            node = json.loads(result.stdout)
         except ValueError:
-            answer = None
-        if isinstance(answer, list) and len(answer) == 1:
-            answer = answer[0]  # what create and delete answer
-        if not isinstance(answer, dict) or (verb == "describe" and not answer):
+            node = None
+        if not isinstance(node, dict) or not node:
             raise Transient(f"TPU={self.name}: gcloud's answer is not JSON: {result.stdout[:60]!r}")
-        return answer
+        return node
 
     def create(self, kind: str = "TYPE", version: str = "VERSION", *flags: str) -> str:
         """Returns the command that creates it, to show."""
         return self.text("create", self.name, f"--accelerator-type={kind}", f"--version={version}", *flags)
 
+    def queue(self, kind: str = "TYPE", version: str = "VERSION") -> str:
+        """Returns the command that asks for it and waits for capacity, to show."""
+        what = [f"--node-id={self.name}", f"--accelerator-type={kind}", f"--runtime-version={version}"]
+        return self.text("create", self.name, *what, group="queued-resources")
+
     def describe(self) -> Machine:
         """Returns state, health and number of workers. InputError: gcloud never will say, and why. Transient."""
-        node = self.ask("tpu-vm", "describe")
+        node = self.ask()
         if not node:
             problem = (
                 f"there is no TPU VM {self.name} in this zone and project: give ZONE= and PROJECT= (gcloud compute tpus"
-                f" tpu-vm list --zone=- lists yours), create it ({self.create()}), or let CREATE=v6e-8 ask for it"
+                f" tpu-vm list --zone=- lists yours), create it ({self.create()}), or wait for free chips"
+                f" ({self.queue()})"
             )
             return Machine(0, f"{self.name}: not found", problem, "absent")
-        state, health, kind = node.get("state", "?"), node.get("health", ""), node.get("acceleratorType", "TYPE")
+        return self.judge(node)
+
+    def judge(self, node: dict[str, Any]) -> Machine:
+        """Returns what gcloud's description of the TPU means for a run."""
+        state = node.get("state", "?")
+        health = node.get("health", "")
+        kind = node.get("acceleratorType", "TYPE")
         # A worker with several networks has an endpoint in each.
-        workers = len(node.get("networkEndpoints", [])) // max(1, len(node.get("networkConfigs", [])))
-        line = f"{self.name}: {kind}, {state}{', ' * bool(health)}{health}, {workers} worker{'s' * (workers != 1)}"
+        networks = max(1, len(node.get("networkConfigs", [])))
+        workers = len(node.get("networkEndpoints", [])) // networks
+        said = ", ".join(word for word in (state, health) if word)
+        line = f"{self.name}: {kind}, {said}, {workers} worker{'s' * (workers != 1)}"
+
         scheduling = node.get("schedulingConfig", {})
         spot = ["--spot"] if scheduling.get("spot") or scheduling.get("preemptible") else []
         create = self.create(kind, node.get("runtimeVersion", "VERSION"), *spot)
@@ -129,15 +147,17 @@ class TpuVm:
             request = node["queuedResource"].rpartition("/")[2]
             recreate = f"{self.text('delete', request, '--force', group='queued-resources')}, then ask for it again"
         wait = f"wait until {self.text('describe', self.name)} says READY and HEALTHY"
+
         if state in ("PREEMPTED", "TERMINATED"):
             now, problem = "gone", f"{state}: the cloud took it back; recreate it: {recreate}"
         elif state in ("STOPPED", "STOPPING", "HIDDEN", "HIDING", "SUSPENDED", "SUSPENDING"):
             now, problem = "gone", f"{state}; start it: {self.text('start', self.name)}"
         elif state == "DELETING":
             now, problem = "gone", f"being deleted; create it again: {create}"
-        elif state == "REPAIRING" or health == "UNHEALTHY_MAINTENANCE":
-            what = "in repair" if state == "REPAIRING" else "in a maintenance event"
-            now, problem = "later", f"{what}: {wait}, or {recreate}"
+        elif state == "REPAIRING":
+            now, problem = "later", f"in repair: {wait}, or {recreate}"
+        elif health == "UNHEALTHY_MAINTENANCE":
+            now, problem = "later", f"in a maintenance event: {wait}, or {recreate}"
         elif state != "READY":
             now, problem = "later", f"{state}, not READY yet: {wait}"
         elif re.match("UNHEALTHY|TIMEOUT", health):
@@ -156,6 +176,11 @@ class SshHosts:
 
     name: str
     hosts: list[str]
+
+    def folder(self, worker: int) -> str:
+        """Returns the name of a worker's folder in its home, which hosts may share."""
+        host = re.sub(r"[^\w.-]", "_", self.hosts[worker])
+        return f"ssh-{host}/worker-{worker}"
 
     def describe(self) -> Machine:
         """Returns the number of hosts; nothing else is known."""

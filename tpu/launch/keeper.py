@@ -4,8 +4,14 @@ The keeper of worker 0 is the owner: it alone decides, and it lives as long as t
 Every keeper tells it each second over the workers' internal network what its trainer does, and gets an order back. (Not
 through the object store: what fails first is often the installation, without which no worker could write there. The
 workers of a slice must reach each other anyway.) The trainers start when all workers have joined. The first that fails
-ends all of them, within a minute; so does a worker that is silent, and the owner's own silence. RETRIES are starts of
-all trainers; after a stop, an exit code of 2 (an input to fix) or a lost worker there are none.
+ends all of them, within a minute; so does a worker that is silent or that comes back with another keeper, and the
+owner's own silence. RETRIES are starts of all trainers; after a stop, an exit code of 2 (an input to fix) or a lost
+worker there are none.
+
+The trainer's exit code is what `make train` writes into the file that $XLA_ZOO_EXIT_CODE names: see
+tpu/exit_code.sh. make's own is 2 for any failure, and what it says of one depends on the language.
+
+What the trainer prints goes through this process into the log, so that neither a full disk nor a removed file ends it.
 
 systemd starts it as `keeper.py keep`, and when it has ended `keeper.py ended`, with $SERVICE_RESULT and the like. Only
 the standard library, Python 3.8 or later.
@@ -14,9 +20,11 @@ the standard library, Python 3.8 or later.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import socketserver
@@ -31,18 +39,19 @@ RUNTIME = Path(__file__).resolve().parent
 PULSE = 1.0  # seconds between two reports
 LOST = 40  # seconds of silence after which a worker is lost, for the others also worker 0
 JOIN = 300  # seconds until all workers must have joined
+HINT = 20  # seconds after which it is said who has not joined
 FAILED_GRACE = 10  # seconds for the others when one has failed: they wait for it, and have nothing to save
 KEPT = 20  # starts whose end is known
 LAST_LINES = 25  # of a failed worker's log, in worker 0's
+LAST_BYTES = 16 << 10  # where those lines are looked for
+LONGEST_MESSAGE = 256 << 10  # bytes of a report: its last lines, escaped
+MOST_CONNECTIONS = 256  # at the same time; a slice has at most as many workers
+SEGMENT = 64 << 20  # bytes of a file of the log
+SEGMENTS = 4  # files of the log that are kept
+INPUT = 2  # a trainer's exit code for an input to fix
 STOPPED = 143  # a trainer's exit code after SIGTERM, its checkpoint saved
-SIGNALS = {  # as make names them
-    "Illegal instruction": 132,
-    "Aborted": 134,
-    "Bus error": 135,
-    "Killed": 137,
-    "Segmentation fault": 139,
-    "Terminated": 143,
-}
+UNKNOWN = 1  # exit code of a failure before or beside the trainer: of the installation, or of make itself
+SHELLS = ("make", "sh", "dash", "bash")
 
 
 def write_json(path: Path, value: object) -> None:
@@ -52,28 +61,43 @@ def write_json(path: Path, value: object) -> None:
     os.replace(new, path)
 
 
-def exit_code(status: int, end: str) -> int:
-    """Returns the trainer's exit code. make's own is 2 for any failure; the log's end says what the program's was."""
-    if status < 0:
-        return 128 - status
-    pattern = rf"^make(?:\[\d+\])?: \*\*\* \[.*\] (?:Error (\d+)|({'|'.join(SIGNALS)}))"
-    found = re.findall(pattern, end, re.MULTILINE)
-    if status != 2 or not found:
-        return status
-    number, name = found[-1]
-    return int(number) if number else SIGNALS[name]
+def epoch() -> str:
+    """Returns what changes with every stop and every restart of the machine; the same as in worker.py."""
+    stopped = RUNTIME / "stopped"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {stopped.stat().st_mtime_ns if stopped.exists() else 0}"
 
 
 def members(group: int) -> list[int]:
     """Returns the processes of a process group that have not ended."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                state, _, its_group = (entry / "stat").read_text().rpartition(") ")[2].split()[:3]
-                if int(its_group) == group and state != "Z":
-                    found.append(int(entry.name))
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            state, _, its_group = (entry / "stat").read_text().rpartition(") ")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                found.append(int(entry.name))
     return found
+
+
+def trainers(group: int) -> list[int]:
+    """Returns the processes of make's group but make and its shells, which would report their own end in place of the
+    trainer's; all of them while nothing else runs."""
+    found = members(group)
+    others = []
+    for pid in found:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() not in SHELLS:
+                others.append(pid)
+    return others or found
+
+
+def tell(pids: list[int], number: int) -> None:
+    """Sends a signal to processes, some of which may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def kill_group(group: int) -> None:
@@ -82,30 +106,119 @@ def kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-class Owner:
-    """Decides for all workers of a run. A report: attempt, running, code (of that attempt), stopped, tail."""
+def exit_code(status: int, recorded: Path) -> int:
+    """Returns the trainer's exit code.
 
-    def __init__(self, workers: int, retries: int, grace: float, say: Callable[..., None]) -> None:
-        self.workers, self.retries, self.grace, self.say = workers, retries, grace, say
+    Args:
+        status: make's, as of subprocess: below 0 for a signal.
+        recorded: the file in which the trainer's is, where there was one.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        return int(recorded.read_text())
+    if status < 0:
+        return 128 - status
+    return UNKNOWN if status else 0
+
+
+class Log:
+    """A run's log: files whose names are the number of bytes before them, and the link `log` to the newest.
+
+    Writing never fails: what finds no room is left out, and that is said as soon as there is room again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.recent = b""  # the end of what has come, also of what found no room
+        self.missing = 0  # bytes that found no room
+        self.guard = threading.Lock()
+        newest = sorted(folder.glob("log.[0-9]*"))[-1]
+        self.open(newest)
+
+    def open(self, path: Path) -> None:
+        """Continues with this file."""
+        self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self.base = int(path.suffix[1:])
+        self.size = os.fstat(self.file).st_size
+
+    def rotate(self) -> None:
+        """Begins a new file, and removes those that are too old."""
+        path = self.folder / f"log.{self.base + self.size:015d}"
+        before = self.file
+        self.open(path)
+        os.close(before)
+        link = self.folder / "log.new"
+        with contextlib.suppress(FileNotFoundError):
+            link.unlink()
+        link.symlink_to(path.name)
+        os.replace(link, self.folder / "log")
+        for old in sorted(self.folder.glob("log.[0-9]*"))[:-SEGMENTS]:
+            old.unlink()
+
+    def write(self, data: bytes) -> None:
+        """Adds to the log as much as there is room for."""
+        with self.guard:
+            self.recent = (self.recent + data)[-LAST_BYTES:]
+            if self.missing:
+                note = f"\n[xla-zoo] the log's disk was full: {self.missing} bytes are not here\n".encode()
+                if not self.put(note):
+                    self.missing += len(data)
+                    return
+                self.missing = 0
+            written = self.put(data)
+            self.missing += len(data) - written
+            if self.size >= SEGMENT:
+                with contextlib.suppress(OSError):
+                    self.rotate()
+
+    def put(self, data: bytes) -> int:
+        """Writes to the file, and returns how many bytes found room."""
+        written = 0
+        with contextlib.suppress(OSError):
+            while written < len(data):
+                written += os.write(self.file, data[written:])
+        self.size += written
+        return written
+
+
+class Owner:
+    """Decides for all workers of a run.
+
+    A report: attempt, running, code (of that attempt), stopped, tail, incarnation.
+    """
+
+    def __init__(self, workers: int, retries: int, grace: float, place: str, say: Callable[..., None]) -> None:
+        self.workers, self.retries, self.grace, self.place, self.say = workers, retries, grace, place, say
         self.reports: dict[int, dict] = {}
         self.heard: dict[int, float] = {}
+        self.incarnations: dict[int, str] = {}
+        self.restarted: set[int] = set()
         self.code, self.why, self.over = 0, "", False
-        self.order = {"do": "wait", "attempt": 0, "grace": grace}  # do: wait, run, end (a retry may follow) or leave
+        # do: wait, run, end (a retry may follow) or leave
+        self.order = {"do": "wait", "attempt": 0, "grace": grace}
         self.begun = time.monotonic()
+        self.hinted = False
         self.guard = threading.Lock()
 
     def report(self, worker: int, report: dict) -> dict:
         """Takes a worker's report. Returns the order for it."""
         with self.guard:
-            self.reports[worker], self.heard[worker] = report, time.monotonic()
+            known = self.incarnations.setdefault(worker, report["incarnation"])
+            if known != report["incarnation"]:
+                # A machine that was switched off and started again: its trainer is gone, and its peers wait for it.
+                self.restarted.add(worker)
+                return {"do": "leave", "attempt": 0, "grace": self.grace}
+            self.reports[worker] = report
+            self.heard[worker] = time.monotonic()
             self.decide()
             return dict(self.order)
 
     def end(self, code: int, why: str, grace: float, again: bool) -> None:
         """Orders the end of this attempt. again: another follows, if retries are left."""
         self.code, self.why = code, why
-        self.say(why + ("; ending the run on the others" if self.workers > 1 else ""))
-        self.order.update(do="end" if again and self.order["attempt"] <= self.retries else "leave", grace=grace)
+        others = "; ending the run on the others" if self.workers > 1 else ""
+        self.say(why + others)
+        retries = again and self.order["attempt"] <= self.retries
+        self.order.update(do="end" if retries else "leave", grace=grace)
 
     def run(self) -> None:
         """Orders the next attempt."""
@@ -114,53 +227,129 @@ class Owner:
 
     def decide(self) -> None:
         """Moves the run on: wait -> run -> end -> run or leave."""
-        do, attempt, reports = self.order["do"], self.order["attempt"], self.reports
-        codes = {w: r["code"] for w, r in reports.items() if r["attempt"] == attempt and not r["running"]}
+        do, attempt = self.order["do"], self.order["attempt"]
+        now = time.monotonic()
+        codes = {}
+        for worker, report in self.reports.items():
+            if report["attempt"] == attempt and not report["running"]:
+                codes[worker] = report["code"]
         failed = [worker for worker, code in codes.items() if code]
-        stopped = [w for w, r in reports.items() if r["stopped"] or (do == "run" and codes.get(w) == STOPPED)]
-        lost = [worker for worker in reports if time.monotonic() > self.heard[worker] + LOST]
+        stopped = []
+        for worker, report in self.reports.items():
+            if report["stopped"] or (do == "run" and codes.get(worker) == STOPPED):
+                stopped.append(worker)
+        silent = [worker for worker in self.reports if now > self.heard[worker] + LOST]
+        lost = sorted({*silent, *self.restarted})
+
         if do in ("end", "leave"):
-            if stopped or lost:
-                self.order["do"] = do = "leave"
-            if all(worker in lost or not report["running"] for worker, report in reports.items()):
-                self.over = do == "leave"
-                if not self.over:
-                    self.say(f"starting again, retry {attempt} of {self.retries}; it resumes from its checkpoint")
-                    self.run()
+            self.decide_end(codes, stopped, lost)
         elif stopped:
             self.end(STOPPED, f"the run was stopped on worker {stopped[0]}", self.grace, again=False)
         elif failed:
-            worker, code = failed[0], codes[failed[0]]
-            for line in reports[worker]["tail"].splitlines() if worker else ():
-                self.say(line, f"[worker {worker}]")
-            self.end(code, f"worker {worker} failed with exit code {code}", FAILED_GRACE, again=code != 2)
+            worker = failed[0]
+            code = codes[worker]
+            if worker:
+                for line in self.reports[worker]["tail"].splitlines():
+                    self.say(line, f"[worker {worker}]")
+            about = " before its trainer began, or beside it" if self.reports[worker].get("apart") else ""
+            why = f"worker {worker} failed{about} with exit code {code}"
+            self.end(code, why, FAILED_GRACE, again=code != INPUT)
+        elif self.restarted:
+            why = f"worker {lost[0]} was restarted: what it trained is gone"
+            self.end(1, why, FAILED_GRACE, again=False)
         elif lost:
             self.end(1, f"worker {lost[0]} was not heard for {LOST} s", FAILED_GRACE, again=False)
         elif do == "run" and len(codes) == self.workers:
             self.order.update(do="leave")
-        elif do == "wait" and len(reports) == self.workers:
+        elif do == "wait" and len(self.reports) == self.workers:
             self.run()
-        elif do == "wait" and time.monotonic() > self.begun + JOIN:
-            absent = ", ".join(str(worker) for worker in range(self.workers) if worker not in reports)
+        elif do == "wait":
+            self.wait_for_all(now)
+
+    def decide_end(self, codes: dict[int, int], stopped: list[int], lost: list[int]) -> None:
+        """Waits until all trainers have ended; then another attempt begins, or the run is over."""
+        if stopped or lost:
+            self.order["do"] = "leave"
+        still = [worker for worker, report in self.reports.items() if report["running"] and worker not in lost]
+        if still:
+            return
+        if self.order["do"] == "leave":
+            if not self.over and self.code == STOPPED:
+                self.check_saved(codes)
+            self.over = True
+            return
+        attempt = self.order["attempt"]
+        self.say(f"starting again, retry {attempt} of {self.retries}; it resumes from its checkpoint")
+        self.run()
+
+    def check_saved(self, codes: dict[int, int]) -> None:
+        """Makes a stop after which a worker has not saved a failure, with that worker's exit code."""
+        for worker, code in sorted(codes.items()):
+            if code not in (0, STOPPED, None):
+                self.code = code
+                self.why = f"{self.why}; worker {worker} did not save: exit code {code}"
+                self.say(f"worker {worker} did not save: exit code {code}")
+                return
+
+    def wait_for_all(self, now: float) -> None:
+        """Says who has not joined yet, and gives up in the end."""
+        absent = ", ".join(str(worker) for worker in range(self.workers) if worker not in self.reports)
+        if now > self.begun + JOIN:
             self.end(1, f"worker {absent} did not join in {JOIN} s", FAILED_GRACE, again=False)
+        elif now > self.begun + HINT and not self.hinted:
+            self.hinted = True
+            self.say(
+                f"worker {absent} has not reached worker 0 at {self.place} yet: are the workers allowed to reach each"
+                " other there (a firewall rule for internal traffic)? LAUNCH_ARGS='--port N' chooses the port"
+            )
 
-    def serve(self, key: str) -> int:
-        """Answers the other workers in the background. Returns the port."""
 
-        class Handler(socketserver.StreamRequestHandler):
-            timeout = 10
+class Server(socketserver.ThreadingTCPServer):
+    """Answers the keepers of the other workers, on one address, and never more than some of them at a time."""
 
-            def handle(handler) -> None:
-                message = json.loads(handler.rfile.readline())
-                if message["key"] == key:
-                    order = self.report(message["worker"], message["report"])
-                    handler.wfile.write(json.dumps(order).encode() + b"\n")
+    daemon_threads = True
+    allow_reuse_address = True
 
-        server = socketserver.ThreadingTCPServer(("", 0), Handler)
-        server.daemon_threads = True
-        server.handle_error = lambda *_: None  # a broken connection, or somebody who does not speak this
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        return server.server_address[1]
+    def __init__(self, owner: Owner, address: str, port: int, key: str) -> None:
+        self.owner, self.key = owner, key.encode()
+        self.places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        super().__init__((address, port), Handler)
+
+    def process_request(self, request, client_address) -> None:
+        """Takes a connection, or drops it where there are too many."""
+        if self.places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request, client_address) -> None:
+        """Answers one connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.places.release()
+
+    def handle_error(self, request, client_address) -> None:
+        """Keeps silent: a broken connection, or somebody who does not speak this."""
+
+
+class Handler(socketserver.StreamRequestHandler):
+    """One report. Nothing of it is read before its key."""
+
+    timeout = 10
+
+    def handle(self) -> None:
+        """Answers a report with an order."""
+        key = self.rfile.read(len(self.server.key))
+        if not hmac.compare_digest(key, self.server.key):
+            return
+        line = self.rfile.readline(LONGEST_MESSAGE)
+        if not line.endswith(b"\n"):
+            return
+        message = json.loads(line)
+        order = self.server.owner.report(message["worker"], message["report"])
+        self.wfile.write(json.dumps(order).encode() + b"\n")
 
 
 class Keeper:
@@ -168,89 +357,122 @@ class Keeper:
 
     def __init__(self, start: dict) -> None:
         self.start, self.worker = start, start["worker"]
-        self.log = open(start["log"], "a+b", buffering=0)  # noqa: SIM115 - kept, should the file be removed
+        self.log = Log(Path(start["folder"]))
+        self.recorded = RUNTIME / "exit-code"
+        self.incarnation = secrets.token_hex(8)
         self.process: subprocess.Popen | None = None
-        self.attempt, self.code, self.tail, self.began = 0, None, "", 0
+        self.pump: threading.Thread | None = None
+        self.attempt, self.code, self.tail = 0, None, ""
+        self.apart = False  # whether the code is not the trainer's own
         self.stopped = False  # SIGTERM has come: make stop, or the machine's shutdown
         self.killed_at = 0.0  # when the trainer's time to save is over
         self.order = {"do": "wait", "attempt": 0, "grace": start["grace"]}
         self.heard = time.monotonic()  # the last order
-        self.owner = None if self.worker else Owner(start["workers"], start["retries"], start["grace"], self.say)
+        place = f"{start['address']} port {start['port']}"
+        owner = Owner(start["workers"], start["retries"], start["grace"], place, self.say)
+        self.owner = None if self.worker else owner
         self.talking = threading.Lock()
 
     def say(self, text: str, mark: str = "[xla-zoo]") -> None:
-        """Writes a line into the worker's log and the journal."""
-        print(mark, text, flush=True)
-        with contextlib.suppress(OSError):  # the disk may be full
-            self.log.write(f"{mark} {text}\n".encode())
+        """Writes a line into the worker's log, and the keeper's own also into the journal, which others may read."""
+        if mark == "[xla-zoo]":
+            print(mark, text, flush=True)
+        self.log.write(f"{mark} {text}\n".encode())
 
     def report(self) -> None:
         """Tells the owner how things stand, and takes its order."""
         with self.talking:
-            report = {"attempt": self.attempt, "running": self.process is not None, "code": self.code}
-            report.update(stopped=self.stopped, tail=self.tail)
+            report = {
+                "incarnation": self.incarnation,
+                "attempt": self.attempt,
+                "running": self.process is not None,
+                "code": self.code,
+                "apart": self.apart,
+                "stopped": self.stopped,
+                "tail": self.tail,
+            }
             order = self.owner.report(self.worker, report) if self.owner else self.ask(report)
             if order:
                 self.order, self.heard = order, time.monotonic()
 
     def ask(self, report: dict) -> dict:
         """Returns the order of worker 0's keeper, {} if it cannot be reached."""
-        message = json.dumps({"key": self.start["key"], "worker": self.worker, "report": report}).encode() + b"\n"
-        addresses = self.start["addresses"]
-        for number, address in enumerate(addresses):
-            try:
-                with socket.create_connection((address, self.start["port"]), timeout=5) as connection:
-                    connection.sendall(message)
-                    order = json.loads(connection.makefile().readline())
-            except (OSError, ValueError):
-                continue
-            addresses.insert(0, addresses.pop(number))
-            return order
-        return {}
+        message = json.dumps({"worker": self.worker, "report": report}).encode() + b"\n"
+        place = self.start["address"], self.start["port"]
+        try:
+            with socket.create_connection(place, timeout=5) as connection:
+                connection.sendall(self.start["key"].encode() + message)
+                return json.loads(connection.makefile().readline(LONGEST_MESSAGE))
+        except (OSError, ValueError):
+            return {}
 
     def run(self) -> None:
         """Starts the trainer, in a session of its own."""
-        self.killed_at, self.began = 0.0, self.log.seek(0, os.SEEK_END)
-        streams = {"stdin": subprocess.DEVNULL, "stdout": self.log, "stderr": self.log, "start_new_session": True}
+        self.killed_at = 0.0
+        if epoch() != self.start["epoch"]:
+            self.stopped = True  # a stop has overtaken this start
+            return
+        with contextlib.suppress(FileNotFoundError):
+            self.recorded.unlink()
+        environment = {**self.start["environment"], "XLA_ZOO_EXIT_CODE": str(self.recorded)}
+        reading, writing = os.pipe()
+        streams = {"stdin": subprocess.DEVNULL, "stdout": writing, "stderr": writing, "start_new_session": True}
         with self.talking:  # no report between these two
-            self.attempt, self.code, self.tail = self.order["attempt"], None, ""
+            self.attempt, self.code, self.tail, self.apart = self.order["attempt"], None, "", False
             try:
-                self.process = subprocess.Popen(self.start["command"], env=self.start["environment"], **streams)
+                self.process = subprocess.Popen(self.start["command"], env=environment, **streams)
             except OSError as error:
-                self.code, self.tail = 127, f"make could not be started on the worker: {error.strerror}"
+                self.code = 127
+                self.tail = f"make could not be started on the worker: {error.strerror}"
+                self.apart = True
                 self.say(self.tail)
+            finally:
+                os.close(writing)
+        self.pump = threading.Thread(target=self.copy, args=(reading,), daemon=True)
+        self.pump.start()
+
+    def copy(self, reading: int) -> None:
+        """Brings what the trainer and its processes print into the log, until none of them is left."""
+        while data := os.read(reading, 1 << 16):
+            self.log.write(data)
+        os.close(reading)
 
     def end(self) -> None:
         """Asks the trainer to save and end, and kills it when its time is over. Of a stop systemd keeps the time."""
         make = self.process.pid
         if not self.killed_at:
             self.killed_at = time.monotonic() + self.order["grace"]
-            # Not to make, which would report its own end instead of the trainer's; a shell does not pass it on.
-            for pid in [pid for pid in members(make) if pid != make] or [make]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
+            tell(trainers(make), signal.SIGTERM)
         elif not self.stopped and time.monotonic() > self.killed_at:
             kill_group(make)
 
     def ended(self, status: int) -> None:
         """Notes how the trainer ended, and kills what is left of it."""
-        size = os.fstat(self.log.fileno()).st_size
-        at = max(self.began, size - 16384)
-        end = os.pread(self.log.fileno(), size - at, at).decode(errors="replace")
-        lines = end.splitlines()[-LAST_LINES:]
-        self.code = exit_code(status, end)
-        self.tail = "\n".join(lines) if self.code else ""
-        print(*lines, sep="\n", flush=True)  # the journal has the end, too
         kill_group(self.process.pid)
-        unit = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2])
-        if unit.name == "xla-zoo.service":
-            with contextlib.suppress(OSError):  # also what has left the group; cgroup v2
-                for pid in map(int, (unit / "cgroup.procs").read_text().split()):
-                    if pid != os.getpid():
-                        os.kill(pid, signal.SIGKILL)
-                if self.code and re.search(r"^oom_kill [1-9]", (unit / "memory.events").read_text(), re.MULTILINE):
-                    self.say("the machine ran out of memory (not the TPU's): the kernel killed a process of the run")
+        killed_for_memory = self.kill_strays()
+        self.pump.join(timeout=5)
+        self.code = exit_code(status, self.recorded)
+        self.apart = self.code != 0 and not self.recorded.exists()
+        if self.code and killed_for_memory:
+            self.say("the machine ran out of memory (not the TPU's): the kernel killed a process of the run")
+        lines = self.log.recent.decode(errors="replace").splitlines()[-LAST_LINES:]
+        self.tail = "\n".join(lines) if self.code else ""
         self.process = None
+
+    def kill_strays(self) -> bool:
+        """Kills what has left the group. Returns whether the kernel has killed one of the unit's processes for memory.
+
+        Needs cgroup v2, as TPU VMs have it; elsewhere systemd does the first when the unit ends.
+        """
+        unit = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2])
+        if unit.name != "xla-zoo.service":
+            return False
+        with contextlib.suppress(OSError):
+            pids = [int(pid) for pid in (unit / "cgroup.procs").read_text().split()]
+            tell([pid for pid in pids if pid != os.getpid()], signal.SIGKILL)
+            events = (unit / "memory.events").read_text()
+            return re.search(r"^oom_kill [1-9]", events, re.MULTILINE) is not None
+        return False
 
     def step(self) -> bool:
         """Does what is to be done now. Returns whether the keeper is needed any longer."""
@@ -259,30 +481,49 @@ class Keeper:
         if status is not None and not (self.killed_at and members(self.process.pid)):
             self.ended(status)
         if not self.owner and self.order["do"] != "leave" and time.monotonic() > self.heard + LOST:
-            self.say(f"worker 0 was not heard for {LOST} s (its keeper's port is open to internal traffic?); ending")
+            place = f"{self.start['address']} port {self.start['port']}"
+            self.say(f"worker 0 was not heard for {LOST} s (is {place} open to internal traffic?); ending")
             self.order = {"do": "leave", "attempt": self.attempt, "grace": self.start["grace"]}
-        do, new = self.order["do"], self.order["attempt"] > self.attempt
+        do = self.order["do"]
+        new = self.order["attempt"] > self.attempt
         if self.process:
             if self.stopped or new or do in ("end", "leave"):
                 self.end()
-        elif self.stopped or (self.owner.over if self.owner else do == "leave"):
+            return True
+        if self.stopped:
             return False
-        elif new and do == "run":
+        if self.owner.over if self.owner else do == "leave":
+            return False
+        if new and do == "run":
             self.run()
         return True
 
 
 def keep() -> int:
     """Runs until the run has ended on this worker. Returns the exit code, on worker 0 the run's."""
-    start = json.loads((RUNTIME / "start.json").read_text())
+    path = RUNTIME / "start.json"
+    start = json.loads(path.read_text()) if path.exists() else {}
+    if not start or "code" in start:
+        # `systemctl restart`, as needrestart does it: the run was stopped and has saved; nobody has started another.
+        print("[xla-zoo] restarted by the system: that was a stop; the same make train resumes the run", flush=True)
+        return 0
     keeper = Keeper(start)
     signal.signal(signal.SIGTERM, lambda *_: setattr(keeper, "stopped", True))
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     owner = keeper.owner
-    if owner:
-        start["port"] = owner.serve(start["key"])
-    write_json(RUNTIME / "start.json", {**start, "ready": True})
+    if owner and start["workers"] > 1:
+        try:
+            server = Server(owner, start["address"], start["port"], start["key"])
+        except OSError as error:
+            why = f"port {start['port']} of worker 0 ({start['address']}) cannot be used: {error.strerror}"
+            keeper.say(why)
+            write_json(path, {**start, "code": INPUT, "why": f"{why}; give another: LAUNCH_ARGS='--port N'"})
+            return INPUT
+        start["port"] = server.server_address[1]
+        owner.place = f"{start['address']} port {start['port']}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    write_json(path, {**start, "ready": True})
 
     def pulse() -> None:
         while True:
@@ -295,18 +536,24 @@ def keep() -> int:
     keeper.report()
     if owner and start["workers"] > 1:
         time.sleep(2 * PULSE)  # the others hear of it, and their units have ended when the next run starts
-    code, why = (owner.code, owner.why) if owner else (1 if keeper.code is None else keeper.code, "")
-    write_json(RUNTIME / "start.json", {**start, "code": code, "why": why, "trainer": keeper.code})
+    if owner:
+        code, why = owner.code, owner.why
+    else:
+        code, why = (1 if keeper.code is None else keeper.code), ""
+    write_json(path, {**start, "code": code, "why": why, "trainer": keeper.code, "apart": keeper.apart})
     return code
 
 
 def ended() -> None:
     """Notes how the unit ended: the keeper's own word, or systemd's if it was killed."""
     path, records = RUNTIME / "start.json", RUNTIME / "ended.json"
+    if not path.exists():
+        return
     record = {"code": 1, "why": "", **json.loads(path.read_text()), "result": os.environ.get("SERVICE_RESULT", "")}
     record.update(ended=time.time(), environment={})
     if os.environ.get("EXIT_CODE") in ("killed", "dumped"):
-        record["code"] = record["trainer"] = 128 + getattr(signal, f"SIG{os.environ['EXIT_STATUS']}", 9)
+        number = getattr(signal, f"SIG{os.environ['EXIT_STATUS']}", 9)
+        record["code"] = record["trainer"] = 128 + number
     before = json.loads(records.read_text()) if records.exists() else []
     write_json(records, [*before, record][-KEPT:])
     path.unlink()  # it has the run's variables

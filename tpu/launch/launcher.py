@@ -5,20 +5,20 @@
 
 make train|logs|stop|status TPU=… calls it. It needs python3 (3.9 or later, only the standard library), git, and gcloud
 or, for TPU=ssh:host1,host2, ssh. On every worker it puts the working tree (tracked and untracked files, not the ignored
-ones) into ~/xla-zoo/worker-<i>/tree and starts `make train` there with the words after `--`; that installs first, into
-an environment that stays.
+ones, and no file that looks like a secret) into ~/xla-zoo/<tpu>/worker-<i>/tree and starts `make train` there with the
+words after `--`; that installs first, into an environment that stays.
 
 The run is a systemd unit on each worker: it survives the launcher and the connection, and the same command, or `logs`,
 attaches to it again. The workers end and repeat it together, whether a launcher looks on or not: see keeper.py. Three
 verbs that share no path: start (all workers, or none), watch (only reads, tries for ever), stop (each worker by itself,
-whatever the others and the TPU's health say). Ctrl-C in `train` is `stop`.
+whatever the others and the TPU's health say; it waits for no start). Ctrl-C in `train` is `stop`.
 
 HF_TOKEN, WANDB_API_KEY and what --secret names travel from this environment over ssh's standard input to the memory of
 the workers: they are in no command line, on no disk and in no log. --env travels in the same way.
 
-Exit codes: the run's own, that of the first worker that failed; 1 when a worker was lost or cannot be reached; 2 for
-what you can fix; 75 when the TPU is gone (preempted, stopped): recreate it and run the same command; 143 when the run
-was stopped; 130 after Ctrl-C.
+Exit codes: the run's own, that of the first worker that failed; 1 when a worker was lost or cannot be reached, or when
+the run failed before its trainer began; 2 for what you can fix; 75 when the TPU is gone (preempted, stopped): recreate
+it and run the same command; 143 when the run was stopped; 129 when the terminal is gone; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import json
 import os
 import secrets
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
@@ -37,47 +38,61 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python3 tpu/launch/launcher.py`
 
 from errors import InputError
-from tpu.launch import hosts, messages, queued
-from tpu.launch.request import make_bundle, read_environment, read_words, runs_folder
-from tpu.launch.workers import PRINTING, TpuGone, WorkerLost, Workers, parallel, say
+from tpu.launch import hosts, messages
+from tpu.launch.request import Bundle, make_bundle, read_environment, read_words, runs_folder
+from tpu.launch.workers import PRINTING, TpuGone, WorkerLost, Workers, names, parallel, say
 
 GONE = 75  # exit code: the TPU is gone; EX_TEMPFAIL of sysexits.h
+HUNG_UP = 129  # exit code: the terminal is gone
 INTERRUPTED = 130  # exit code after Ctrl-C
 RECENT, ALL = 32 << 10, 1 << 60  # bytes of the log so far: shown when attaching, and looked through at the end; all
 LONGEST_GRACE = 86400  # seconds
-ASK_AGAIN = 15  # seconds between two looks at a TPU that is not ready
+HIGHEST_PORT = 65535
+ASK_AGAIN = 10  # seconds between two looks at a TPU that is not ready
 KEEPER = Path(__file__).with_name("keeper.py")
+# How a trainer that was stopped has ended, by its exit code; None: it had not begun.
+STOPS = {143: "stopped and saved", 0: "had just ended", None: "stopped before it trained"}
 
 
-def watch(workers: Workers, run: str, token: str, recent: int) -> int:
-    """Streams the log of worker 0, where the workers also say what ends the run, until it has ended.
+class OutputLost(Exception):
+    """Standard output takes nothing more: its disk is full, its terminal is gone."""
 
-    recent: how many bytes of what there is already. Returns the run's exit code.
-    """
-    end = b""
 
-    def hear(answer: dict[str, Any]) -> dict:
+class Watch:
+    """The log of worker 0, where the workers also say what ends the run, until it has ended."""
+
+    def __init__(self, workers: Workers, run: str, token: str) -> None:
+        self.workers, self.run, self.token = workers, run, token
+        self.end = b""
+
+    def hear(self, answer: dict[str, Any]) -> dict:
         """Prints what an answer brings of the log. Returns where another connection goes on."""
-        nonlocal end
         if "data" not in answer:
             return {}
         data = answer["data"].encode(errors="surrogateescape")
-        end = (end + data)[-RECENT:]
-        with PRINTING:
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
+        self.end = (self.end + data)[-RECENT:]
+        try:
+            with PRINTING:
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputLost(error.strerror) from None
         return {"at": answer["at"]}
 
-    answer = workers.call(0, "follow", hear=hear, forever=True, token=token, at=-recent)
-    if answer["state"] == "unknown":
-        say(f"{workers.label(0)} knows no {run} any more: the machine was restarted or replaced")
-        return 1
-    code = answer["code"]
-    if code:
-        say(answer["why"] or f"the run ended with exit code {code} ({answer['result']})")
-        meanings = messages.explain_log(end.decode(errors="replace"))
-        say(*(f"what this means: {sentence}" for sentence in meanings))
-    return code
+    def follow(self, recent: int) -> int:
+        """Streams the log, of what there is already the last `recent` bytes. Returns the run's exit code."""
+        answer = self.workers.call(0, "follow", hear=self.hear, forever=True, token=self.token, at=-recent)
+        if answer["state"] == "unknown":
+            say(f"{self.workers.label(0)} knows no {self.run} any more: the machine was restarted or replaced")
+            return 1
+        code = answer["code"]
+        if code:
+            say(answer["why"] or f"the run ended with exit code {code} ({answer['result']})")
+            meanings = messages.explain_log(self.end.decode(errors="replace"), code)
+            say(*(f"what this means: {sentence}" for sentence in meanings))
+        return code
 
 
 class Launcher:
@@ -88,31 +103,46 @@ class Launcher:
         self.options, self.host, self.workers = options, host, Workers(host, options.lost_after)
         if options.grace is not None and not 0 <= options.grace <= LONGEST_GRACE:
             raise InputError(f"--grace {options.grace:g} is not a time to save: give 0 to {LONGEST_GRACE} seconds")
-        self.run, self.begun = "", False  # begun: something was started that Ctrl-C must stop
+        if not 0 <= options.port <= HIGHEST_PORT:
+            raise InputError(f"--port {options.port} is not a port: give 1024 to {HIGHEST_PORT}, or 0 for any")
+        self.run = ""
+        self.wanted = ""  # the run's name as it was given
+        self.begun = False  # something was started that Ctrl-C must stop
+        self.watching = False  # the run goes on without this launcher
 
     def make(self, target: str) -> str:
         """Returns the command of make to show, for this TPU."""
-        place = {"TPU": self.host.name, "ZONE": self.options.zone, "PROJECT": self.options.project}
-        return shlex.join(["make", target, *(f"{name}={value}" for name, value in place.items() if value)])
+        options = self.options
+        place = {"TPU": self.host.name, "ZONE": options.zone, "PROJECT": options.project}
+        flags = " ".join(f"--gcloud-flag={shlex.quote(flag)}" for flag in options.gcloud_flag)
+        place["LAUNCH_ARGS"] = flags
+        words = [f"{name}={value}" for name, value in place.items() if value]
+        return shlex.join(["make", target, *words])
 
     def describe_run(self, holder: dict) -> str:
         """Returns what runs, in half a sentence."""
+        if not holder["started"]:
+            return holder["run"]
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(holder["started"]))
         place = f", worker {holder['worker']} of {holder['workers']}" if holder["workers"] > 1 else ""
         return f"{holder['run']} ({shlex.join(holder['words'])}){place}, since {since}"
 
     def ready(self) -> None:
         """Waits until the TPU is ready, and says what it is. TpuGone: it never will be."""
+        begun = time.monotonic()
         said = ""
         while True:
             machine = self.workers.describe()
             if machine.state == "sick":
                 raise TpuGone(machine.problem)
-            if said != (machine.problem or machine.line):
-                said = machine.problem or machine.line
-                say(f"{said}; Ctrl-C gives up" if machine.problem else said)
             if not machine.problem:
+                say(machine.line)
                 return
+            if said != machine.problem:
+                said = machine.problem
+                say(f"{said}; Ctrl-C gives up")
+            else:
+                say(f"{machine.line}: still waiting, {time.monotonic() - begun:.0f} s")
             time.sleep(ASK_AGAIN)
 
     def train(self) -> int:
@@ -121,80 +151,123 @@ class Launcher:
         words, self.wanted = read_words(options.words, options.run)
         self.run = self.wanted
         environment = read_environment(options.env or os.environ.get(options.env_from, ""), options.secret)
-        bundle, content, files = make_bundle(Path.cwd())
-        request = queued.Request(self.workers, options) if options.create else None
-        if request:
-            request.make(runs_folder(words))
+        bundle = make_bundle(Path.cwd())
         self.ready()
         self.check_runs(words)
-        say(f"working tree: {files} files, {len(content) / 1e6:.1f} MB, {bundle[:12]}")
-        ended = False
+        self.describe_bundle(bundle)
         try:
-            token, attached = self.start(words, environment, bundle, content)
+            token, attached = self.start(words, environment, bundle)
             if options.detach:
                 say(f"{self.run} runs; {self.make('logs')} watches it, {self.make('stop')} ends it")
                 return 0
-            if not attached:
+            if attached:
+                say(f"attached; Ctrl-C stops {self.run} on all workers ({self.make('logs')} only looks on)")
+            else:
                 say(f"{self.run} runs on {self.workers.count} workers; Ctrl-C stops it everywhere")
-            code, ended = watch(self.workers, self.run, token, RECENT if attached else ALL), True
+            self.watching = True
+            code = Watch(self.workers, self.run, token).follow(RECENT if attached else ALL)
+            ended = True
         except KeyboardInterrupt:
             if not self.begun:
                 raise
             code, ended = INTERRUPTED, self.interrupted()
-        finally:
-            if request:
-                request.finish(ended)
+        self.watching = False
         if code == 0:
             self.finished(words)
         elif ended:
             say(f"to resume from the newest checkpoint: the same command with RUN={self.run}")
         return code
 
-    def start(self, words: list[str], environment: dict, bundle: str, content: bytes) -> tuple[str, bool]:
+    def describe_bundle(self, bundle: Bundle) -> None:
+        """Says what is sent, and what is not."""
+        say(f"working tree: {bundle.files} files, {len(bundle.content) / 1e6:.1f} MB, {bundle.name[:12]}")
+        if bundle.left_out:
+            say(
+                f"left out, since they look like secrets: {', '.join(bundle.left_out)}; what a run needs of them goes"
+                " through --secret NAME"
+            )
+        if bundle.links:
+            say(f"links out of the working tree, which are sent as they are: {', '.join(bundle.links)}")
+
+    def start(self, words: list[str], environment: dict, bundle: Bundle) -> tuple[str, bool]:
         """Starts the run on all workers, or finds it there. Returns its token, and whether it ran already."""
-        call, options = self.workers.call, self.options
-
-        def prepare(worker: int) -> dict[str, Any]:
-            while not (status := call(worker, "status", name=bundle))["whole"]:
-                say(f"{self.workers.label(worker)}: copying the working tree")
-                call(worker, "receive", name=bundle, data=content)
-            if status["running"]:
-                self.check_holder(worker, status["running"], words)
-            return status
-
-        statuses = {0: prepare(0)}  # the first connection of a fresh home makes a key: not several at once
-        statuses.update(parallel(prepare, range(1, self.workers.count)))
+        statuses = self.send(words, bundle)
+        count = self.workers.count
         model = next((word[6:] for word in words if word.startswith("MODEL=")), "run")
-        run = self.run = self.run or time.strftime(f"{model}-%Y%m%d-%H%M%S")
-        token, count = secrets.token_hex(8), self.workers.count
-        request = {"run": run, "token": token, "bundle": bundle, "words": words, "environment": environment}
+        self.run = self.run or time.strftime(f"{model}-%Y%m%d-%H%M%S")
+        token = secrets.token_hex(8)
         python = ["GET_PYTHON=1"] if isinstance(self.host, hosts.TpuVm) else []  # of its Ubuntu 22.04: 3.10
-        request |= {"command": ["make", "train", *python, *words, f"NAME={run}"], "retries": max(options.retries, 0)}
-        request |= {"workers": count, "keeper": KEEPER.read_text(), "key": secrets.token_hex(16)}
-        request |= {"grace": 60 if options.grace is None else options.grace}
+        request = {
+            "run": self.run,
+            "token": token,
+            "key": secrets.token_hex(16),
+            "bundle": bundle.name,
+            "words": words,
+            "command": ["make", "train", *python, *words, f"NAME={self.run}"],
+            "environment": environment,
+            "keeper": KEEPER.read_text(),
+            "workers": count,
+            "retries": max(self.options.retries, 0),
+            "grace": 60 if self.options.grace is None else self.options.grace,
+            "port": self.options.port,
+        }
+        if count == 1:
+            request["address"] = ""  # nobody asks this keeper
 
         def start_one(worker: int) -> dict[str, Any]:
             own = {"worker": worker, "epoch": statuses[worker]["epoch"]}
-            holder = call(worker, "start", data=json.dumps({**request, **own}).encode())["holder"]
+            data = json.dumps({**request, **own}).encode()
+            holder = self.workers.call(worker, "start", data=data)["holder"]
             self.check_holder(worker, holder, words, request["token"] if worker else "")
             return holder
 
-        self.begun, holder = True, None
+        self.begun = True
+        holder = None
         try:
             # Of two launchers at the same time one is first on worker 0, and the other attaches.
-            holder = start_one(0)
+            holder = parallel(start_one, [0], f"starting {self.run}")[0]
             if holder["token"] != token:
-                changed = "" if holder["bundle"] == bundle else ", with the files of that time, not with today's"
+                changed = "" if holder["bundle"] == bundle.name else ", with the files of that time, not with today's"
                 say(f"{self.describe_run(holder)} runs already{changed}; attaching to it")
-            request |= {name: holder[name] for name in ("token", "key", "addresses", "port")}
+            request |= {name: holder[name] for name in ("token", "key", "address", "port")}
             # On all workers also when attaching: the launcher may have died before it had started them all.
-            parallel(start_one, range(1, count))
+            parallel(start_one, range(1, count), f"starting {self.run}")
         except Exception as error:
             if request["token"] == token and (holder or isinstance(error, WorkerLost)):
                 say(f"{error}; stopping it on the others")
                 self.stop_all(token)
             raise
         return request["token"], request["token"] != token
+
+    def send(self, words: list[str], bundle: Bundle) -> dict[int, dict]:
+        """Brings the working tree to all workers that do not have it. Returns their statuses."""
+        call = self.workers.call
+        copying = set()
+
+        def prepare(worker: int) -> dict[str, Any]:
+            status = call(worker, "status", name=bundle.name)
+            while not status["whole"]:
+                copying.add(worker)
+                say(f"{self.workers.label(worker)}: copying the working tree")
+                call(worker, "receive", name=bundle.name, data=bundle.content)
+                status = call(worker, "status", name=bundle.name)
+            copying.discard(worker)
+            if status["running"]:
+                self.check_holder(worker, status["running"], words)
+            return status
+
+        def progress() -> str:
+            parts = []
+            for worker in sorted(copying):
+                share = self.workers.sent.get(worker, 0) / max(1, len(bundle.content))
+                parts.append(f"{share:.0%} of worker {worker}")
+            return f", copied {', '.join(parts)}" if parts else ""
+
+        doing = f"preparing {self.host.name}"
+        # The first connection of a fresh home makes a key: not several at once.
+        statuses = parallel(prepare, [0], doing, progress=progress)
+        statuses.update(parallel(prepare, range(1, self.workers.count), doing, progress=progress))
+        return statuses
 
     def check_holder(self, worker: int, holder: dict, words: list[str], token: str = "") -> None:
         """Checks that what is alive on a worker is this run (token: this start), and takes its name. InputError."""
@@ -220,7 +293,8 @@ class Launcher:
         """Says where the results are."""
         folder = f"{runs_folder(words) or 'runs'}/{self.run}"
         if "://" not in folder:
-            folder = self.host.fetch(folder if folder.startswith("/") else f"xla-zoo/worker-0/tree/{folder}")
+            own = folder if folder.startswith("/") else f"xla-zoo/{self.host.folder(0)}/tree/{folder}"
+            folder = self.host.fetch(own)
         say(f"{self.run} has ended; its results: {folder}")
 
     def logs(self) -> int:
@@ -232,9 +306,11 @@ class Launcher:
             wanted = f"RUN={self.options.run}" if self.options.run else "a run"
             raise InputError(f"{self.host.name} does not know of {wanted}; {self.make('status')} lists what it knows")
         self.run = runs[-1]["run"]
-        say(f"{self.run}, the newest part of its log; all of it is on worker 0, xla-zoo/worker-0/jobs/{self.run}/log")
+        folder = f"xla-zoo/{self.host.folder(0)}/jobs/{self.run}"
+        say(f"{self.run}, the newest part of its log; all of it is on worker 0: {folder}/log, and before it log.*")
         try:
-            return watch(self.workers, self.run, runs[-1]["token"], RECENT)
+            self.watching = bool(status["running"])
+            return Watch(self.workers, self.run, runs[-1]["token"]).follow(RECENT)
         except KeyboardInterrupt:
             say(f"left; {self.run} continues, {self.make('stop')} ends it")
             return INTERRUPTED
@@ -242,17 +318,26 @@ class Launcher:
     def status(self) -> int:
         """Prints what the TPU is, what runs there and how the newest runs ended."""
         say(self.workers.describe().line)
-        lost = 0
-        for worker in range(self.workers.count):
+
+        def ask(worker: int) -> tuple[int, str]:
             try:
-                status = self.workers.call(worker, "status", name="")
-                now = f"runs {self.describe_run(status['running'])}" if status["running"] else "idle"
-                ended = ", ".join(f"{record['run']} exit code {record['code']}" for record in status["ended"])
-                line = f"{now}; {status['free'] / 1e9:.0f} GB free; ended: {ended or 'none'}"
+                return 0, self.describe_status(self.workers.call(worker, "status", name=""))
             except (InputError, WorkerLost) as error:
-                line, lost = error, 1
-            print(f"{self.workers.label(worker)}: {line}", flush=True)
-        return lost
+                return 1, str(error)
+
+        answers: dict[int, tuple[int, str]] = {}
+        try:
+            parallel(ask, range(self.workers.count), "asking", at_once=0, done=answers)
+        finally:
+            for worker, (_, line) in sorted(answers.items()):
+                print(f"{self.workers.label(worker)}: {line}", flush=True)
+        return max((lost for lost, _ in answers.values()), default=0)
+
+    def describe_status(self, status: dict) -> str:
+        """Returns what a worker does, in a line."""
+        now = f"runs {self.describe_run(status['running'])}" if status["running"] else "idle"
+        ended = ", ".join(f"{record['run']} exit code {record['code']}" for record in status["ended"])
+        return f"{now}; {status['free'] / 1e9:.0f} GB free; ended: {ended or 'none'}"
 
     def stop(self) -> int:
         """Ends whatever runs on the workers."""
@@ -260,28 +345,44 @@ class Launcher:
         return self.stop_all(self.options.run)
 
     def stop_all(self, run: str) -> int:
-        """Stops every worker by itself, and lists how it went. Returns 1 if one may still run something."""
+        """Stops every worker by itself, all at once, and lists how it went, also after Ctrl-C. Returns 1 if one may
+        still run something."""
 
         def stop_one(worker: int) -> tuple[int, str]:
+            arguments = {"run": run, "grace": self.options.grace, "force": self.options.force}
             try:
-                answer = self.workers.call(worker, "stop", run=run, grace=self.options.grace)
+                answer = self.workers.call(worker, "stop", **arguments)
             except Exception as error:
                 return 1, f"not reached: {error}"
-            if answer["state"] == "other":
-                return 1, f"left alone, since RUN={run} does not run there, but {answer['run']}"
-            if answer["state"] == "idle":
-                return 0, "nothing ran"
-            code = answer.get("trainer", "unknown")
-            how = {143: "stopped and saved", 0: "had just ended", None: "stopped before it trained"}
-            return 0, f"{how.get(code, 'stopped unsaved')}: {answer['run']}, exit code {code}"
+            return self.describe_stop(answer)
 
-        answers = parallel(stop_one, range(self.workers.count))
-        for worker, (_, text) in sorted(answers.items()):
-            say(f"{self.workers.label(worker)}: {text}")
+        every = range(self.workers.count)
+        answers: dict[int, tuple[int, str]] = {}
+        try:
+            parallel(stop_one, every, "stopping", at_once=0, done=answers)
+        finally:
+            for worker, (_, text) in sorted(answers.items()):
+                say(f"{self.workers.label(worker)}: {text}")
+            silent = [worker for worker in every if worker not in answers]
+            if silent:
+                say(f"no answer yet from {names(silent)}")
         left = max((code for code, _ in answers.values()), default=0)
         if left:
             say(f"not all workers have stopped; the same again: {self.make('stop')}")
         return left
+
+    def describe_stop(self, answer: dict) -> tuple[int, str]:
+        """Returns 1 if a worker still runs something, and what its answer to a stop means."""
+        if answer["state"] == "other":
+            return 1, f"left alone, since RUN={self.options.run} does not run there, but {answer['run']}"
+        if answer["state"] == "idle":
+            return 0, "nothing ran"
+        if "trainer" not in answer and "code" not in answer:
+            return 0, f"stopped: {answer['run']}; what its trainer did is not known"
+        code = answer.get("trainer", "unknown")
+        if answer.get("apart"):
+            return 0, f"stopped before it trained: {answer['run']}, make's exit code is not the trainer's"
+        return 0, f"{STOPS.get(code, 'stopped unsaved')}: {answer['run']}, exit code {code}"
 
     def interrupted(self) -> bool:
         """Stops the run on all workers after Ctrl-C. A second one leaves at once. Returns whether nothing is left."""
@@ -317,11 +418,9 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     add("--retries", type=int, default=0, help="starts all trainers again when one fails; the workers do, not you")
     add("--detach", action="store_true", help="leave when it runs")
     add("--grace", type=float, help="seconds to save a checkpoint when stopped (train: 60; stop: at most the run's)")
+    add("--force", action="store_true", help="stop: kills also a run of another user, whose time to save is not known")
+    add("--port", type=int, default=0, help="at which worker 0 hears the others, where a firewall is between them")
     add("--lost-after", type=float, default=180, help="seconds after which a worker that is never reached is given up")
-    add("--create", default="", metavar="TYPE", help="ask for the TPU (v6e-8, …) as a queued resource; delete it after")
-    add("--spot", action="store_true", help="with --create: a spot TPU")
-    add("--keep", action="store_true", help="with --create: do not delete it")
-    add("--runtime-version", default="", help="with --create: the VM's software (default: the one for its type)")
     add("--gcloud-flag", action="append", default=[], help="for gcloud's ssh, as --internal-ip")
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:end])
@@ -329,25 +428,51 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def hang_up(*_: object) -> None:
+    """Leaves when the terminal is gone. What runs on the workers goes on."""
+    raise SystemExit(HUNG_UP)
+
+
+def close_output() -> None:
+    """Keeps Python from writing, at its end, what standard output did not take."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def report(launcher: Launcher | None, error: Exception) -> int:
+    """Says what went wrong and what becomes of the run. Returns the exit code."""
+    with contextlib.suppress(OSError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    if isinstance(error, TpuGone) and launcher.run:
+        say(f"then the same command with RUN={launcher.run} resumes from its newest checkpoint in a bucket")
+    elif launcher is not None and launcher.watching:
+        say(f"{launcher.run} continues on the TPU; {launcher.make('logs')} watches it again")
+    return {InputError: 2, TpuGone: GONE, WorkerLost: 1}[type(error)]
+
+
 def main() -> int:
     """Runs the command line. Returns the exit code."""
     options, launcher = read_options(sys.argv[1:]), None
     sys.stderr.reconfigure(errors="backslashreplace")  # a terminal that has only ASCII
     sys.stdout.reconfigure(errors="backslashreplace")
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGHUP, hang_up)
     try:
         launcher = Launcher(options)
         return getattr(launcher, options.action)()
     except (InputError, TpuGone, WorkerLost) as error:
-        with contextlib.suppress(OSError):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            if isinstance(error, TpuGone) and launcher.run:
-                say(f"then the same command with RUN={launcher.run} resumes from its newest checkpoint in a bucket")
-        return {InputError: 2, TpuGone: GONE, WorkerLost: 1}[type(error)]
+        return report(launcher, error)
+    except OutputLost as error:
+        close_output()
+        say(
+            f"standard output takes nothing more: {error}; {launcher.run} continues, {launcher.make('logs')} watches it"
+        )
+        return 1
     except KeyboardInterrupt:
         say("left; nothing was started" if options.action == "train" else "left")
         return INTERRUPTED
     except BrokenPipeError:  # `make logs | head` has seen enough; the run continues
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        close_output()
         return 0
     finally:
         if launcher is not None:

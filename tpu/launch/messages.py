@@ -28,6 +28,9 @@ Failed to get global TPU topology
 TPU is already in use by process|/dev/vfio/\d+\)?: Device or resource busy|/dev/accel\d+.*(?:busy|in use)
     another process on this worker holds the TPU, and none of a run of ours: find it there with
     `sudo lsof -w /dev/accel* /dev/vfio/*` and end it, it may be another user's
+/tmp/libtpu_lockfile|probably owned by another user
+    libtpu's lock belongs to a process that is alive or has died, perhaps another user's: see what holds the chips there
+    with `sudo lsof -w /dev/accel* /dev/vfio/*`; where it is nothing, `sudo rm /tmp/libtpu_lockfile`
 RESOURCE_EXHAUSTED|Ran out of memory in memory space hbm|Out of memory while trying to allocate
     the program does not fit into the TPU's memory (HBM): a smaller --batch-size in ARGS, or more chips
 CPython 3\.11, 3\.12 or 3\.13 is needed|python3\.1[123]: (?:command )?not found|ensurepip is not available
@@ -39,43 +42,43 @@ Invalid TPU external name
     this libtpu does not know these chips; the pinned one does not know TPU7x, which needs LIBTPU_VERSION=0.0.51
 No space left on device|Disk quota exceeded
     the disk of this worker is full: remove what is not needed there
-\*\*\* SIG(?:SEGV|BUS|ILL) .*received|make: .*\] (?:Segmentation fault|Bus error|Illegal instruction|Error 13[259])
-    the process died without a traceback. If the last line before is "compiling …", it was the TPU's compiler, libtpu,
-    that died of a step: add --safe-forms to ARGS, or ENV="XLA_ZOO_SAFE_FORMS=1", for forms that ask less of it, and
-    leave --remat out (docs/tpu.md, "When the compiler dies")
 Unknown command line flag
     this worker's libtpu does not know a flag of LIBTPU_INIT_ARGS; if it is fibers_default_thread_stack_size, which the
     zoo adds, add --safe-forms to ARGS, which does without (docs/tpu.md, "When the compiler dies")
-^(?:\[worker \d+\] )?make: \*\*\* \[.*\] (?:Killed|Error 137)
-    a process was killed from outside, most likely since the worker ran out of memory (not the TPU's): fewer --workers
-    in ARGS; `sudo dmesg | grep -i oom` there tells
 """)
-# gcloud's errors that may pass, as do those that stand nowhere here, and those that will not.
-CLOUD_TRANSIENT = table(r"""
-\b429\b|(?i:rate.?limit)|Quota exceeded for quota metric|\b50[0234]\b|UNAVAILABLE|INTERNAL|DEADLINE_EXCEEDED
-    Google's API is busy
-problem connecting|Unable to find the server|Network is unreachable|Connection (?:aborted|reset)|Max retries exceeded
-    Google's API cannot be reached
-""")
+# A signal that ended the trainer, and what of its log says the same.
+CRASHES = (132, 135, 139)  # SIGILL, SIGBUS, SIGSEGV
+CRASH = r"^\*\*\* SIG(?:SEGV|BUS|ILL) .*received"
+CRASHED = (
+    'the process died without a traceback. If the last line before is "compiling …", it was libtpu, the compiler,'
+    ' that died of a step: add --safe-forms to ARGS, or ENV="XLA_ZOO_SAFE_FORMS=1", for forms that ask less of it, and'
+    ' leave --remat out (docs/tpu.md, "When the compiler dies")'
+)
+KILLED = 137
+WAS_KILLED = (
+    "a process was killed from outside, most likely since the worker ran out of memory (not the TPU's): fewer --workers"
+    " in ARGS; `sudo dmesg | grep -i oom` there tells"
+)
+# gcloud's own line is shown with every error. Those that may pass, as do those that stand nowhere here:
+CLOUD_TRANSIENT = (
+    r"\b429\b|(?i:rate.?limit)|Quota exceeded for quota metric|\b50[0234]\b|UNAVAILABLE|INTERNAL|DEADLINE_EXCEEDED",
+    r"problem connecting|Unable to find the server|Network is unreachable|Connection (?:aborted|reset)",
+    r"Max retries exceeded",
+)
+# And those that will not, with what it does not say: the names that make has for its flags, what else may be meant.
 CLOUD_FINAL = table(r"""
-no more capacity|ZONE_RESOURCE_POOL_EXHAUSTED|Insufficient reserved capacity|"code": 8\b
-    the zone has no free TPUs of this type now: try later, another zone, or wait for one with CREATE=
-(?i)quota (?:limit )?'|quota.{0,40}exceeded|exceeded.{0,40}quota|quota_exceeded
-    your project's quota of this TPU type is used up or 0 in this zone: see and raise it at
-    https://console.cloud.google.com/iam-admin/quotas
 active account|Reauthentication|refreshing your current auth tokens|UNAUTHENTICATED|invalid_grant
     gcloud is not logged in: gcloud auth login
 has not been used in project|SERVICE_DISABLED|is disabled
-    the Cloud TPU API is not enabled in this project: gcloud services enable tpu.googleapis.com
+    gcloud services enable tpu.googleapis.com
 (?:attribute|property) \[(?:core/)?project\]
-    no project is known: give PROJECT=, or gcloud config set project
+    give PROJECT=
 (?:attribute|property) \[(?:compute/)?zone\]
-    no zone is known: give ZONE=, or gcloud config set compute/zone
+    give ZONE=
 PERMISSION_DENIED|Permission denied on
-    your account may not use TPUs in this project, or the zone's name is wrong: look at the zone, and for the role TPU
-    Admin at gcloud projects get-iam-policy
+    or the zone's name is wrong
 INVALID_ARGUMENT|Invalid value|unrecognized arguments
-    gcloud rejects one of these values
+    a value of TPU=, ZONE=, PROJECT= or --gcloud-flag is wrong
 """)
 # The same of ssh. HOST is one worker.
 SSH_FINAL = table(r"""
@@ -107,24 +110,34 @@ def last_line(text: str) -> str:
 
 def explain_cloud(text: str) -> tuple[bool, str]:
     """Returns whether another attempt is useless after this error of gcloud, and what it says."""
-    for final, table in ((False, CLOUD_TRANSIENT), (True, CLOUD_FINAL)):
-        for pattern, sentence in table.items():
-            if re.search(pattern, text):
-                return final, f"{sentence} ({last_line(text)})"
-    return False, f"gcloud failed: {last_line(text)}"
+    said = last_line(text)
+    if any(re.search(pattern, text) for pattern in CLOUD_TRANSIENT):
+        return False, said
+    for pattern, sentence in CLOUD_FINAL.items():
+        if re.search(pattern, text):
+            return True, f"{said} ({sentence})"
+    return False, said
 
 
 def explain_ssh(text: str, host: str) -> tuple[bool, str]:
     """Returns whether another attempt is useless after this error of ssh or gcloud, and what it says."""
     for final, table in ((True, SSH_FINAL), (False, SSH_TRANSIENT)):
         for pattern, sentence in table.items():
-            if found := re.search(f"^.*(?:{pattern}).*$", text, re.MULTILINE):
+            found = re.search(f"^.*(?:{pattern}).*$", text, re.MULTILINE)
+            if found:
                 return final, f"{sentence.replace('HOST', host)} ({found[0].strip()})"
     lines = re.findall(r"^(?:ssh: .*|client_loop.*|.*[Cc]onnection .*|nothing heard.*)$", text, re.MULTILINE)
     return False, lines[-1].strip() if lines else last_line(text)
 
 
-def explain_log(text: str) -> list[str]:
-    """Returns what is known about the end of a failed run's log."""
-    found = [sentence for pattern, sentence in LOG.items() if re.search(pattern, text, re.MULTILINE)]
-    return [sentence.replace("GET_PYTHON", GET_PYTHON) for sentence in found]
+def explain_log(text: str, code: int = 0) -> list[str]:
+    """Returns what is known about the end of a failed run: of its log, and of the trainer's exit code."""
+    found = []
+    for pattern, sentence in LOG.items():
+        if re.search(pattern, text, re.MULTILINE):
+            found.append(sentence.replace("GET_PYTHON", GET_PYTHON))
+    if code in CRASHES or re.search(CRASH, text, re.MULTILINE):
+        found.append(CRASHED)
+    if code == KILLED:
+        found.append(WAS_KILLED)
+    return found

@@ -5,56 +5,156 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import json
 import os
 import re
 import shlex
+import stat
 import subprocess
 import tarfile
+from collections import Counter
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 
 from errors import InputError
 
 BUNDLE_MEGABYTES = 512
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
+SECRET_FILES = (".env", ".env.*", "*.pem", "*.p12", "*.pfx", "id_rsa", "id_ecdsa", "id_ed25519", ".netrc")
+SECRET_PARTS = {"TOKEN", "KEY", "APIKEY", "SECRET", "PASSWORD", "CREDENTIALS"}
+SECRET_ENDS = ("PASSWD", "PASSWORD", "PWD")
+ACCOUNT_FILE = 64 << 10  # bytes; the JSON of an account's key has some 2,400
+ACCOUNTS = ("service_account", "authorized_user", "external_account")  # "type" of Google's credentials
+FOLDERS_NAMED = 3
 
 
-def make_bundle(folder: Path) -> tuple[str, bytes, int]:
-    """Packs the working tree: tracked and untracked files, not the ignored and the deleted ones.
+@dataclass
+class Bundle:
+    """The working tree as it is sent.
 
-    Returns the hash (the bundle's name), the tar.gz and the number of files. The same tree gives the same bytes.
-    InputError: not a git repository with a Makefile, a submodule, more than BUNDLE_MEGABYTES.
+    Attributes:
+        name: its hash.
+        content: a tar.gz.
+        files: how many.
+        left_out: the files that were left out since they look like secrets.
+        links: those that point out of the tree, "data -> /mnt/data": on a worker they mean what is there, or nothing.
+    """
+
+    name: str
+    content: bytes
+    files: int
+    left_out: list[str] = field(default_factory=list)
+    links: list[str] = field(default_factory=list)
+
+
+def make_bundle(folder: Path) -> Bundle:
+    """Packs the working tree: tracked and untracked files, not the ignored and the deleted ones, and no secrets.
+
+    The same tree gives the same bytes. InputError: not a git repository with a Makefile, a submodule, more than
+    BUNDLE_MEGABYTES.
     """
     if not (folder / "Makefile").exists():
         raise InputError(f"{folder} has no Makefile; start a run from the project's folder")
-    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
-    listed = subprocess.run(command, cwd=folder, capture_output=True)
-    if listed.returncode:
-        raise InputError(f"git cannot list the files of {folder}: {listed.stderr.decode(errors='replace').strip()}")
-    names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
-    sizes = {name: (folder / name).lstat().st_size for name in sorted(names) if os.path.lexists(folder / name)}
-    if (total := sum(sizes.values())) > BUNDLE_MEGABYTES << 20:
-        largest = max(sizes, key=sizes.__getitem__)
-        found = f"has {total >> 20} MB, more than {BUNDLE_MEGABYTES} MB, {sizes[largest] >> 20} MB of it {largest}"
-        raise InputError(f"the working tree {found}: put data and outputs into .gitignore")
+    sizes, left_out, links = {}, [], []
+    for name in listed(folder):
+        path = os.path.join(os.fsencode(folder), name)
+        if not os.path.lexists(path):
+            continue
+        if is_secret(path):
+            left_out.append(shown(name))
+            continue
+        if leads_out(path, name):
+            links.append(f"{shown(name)} -> {shown(os.readlink(path))}")
+        sizes[name] = os.lstat(path).st_size
+    check_size(sizes)
+
     packed = io.BytesIO()
     with (
         gzip.GzipFile(filename="", mode="wb", fileobj=packed, mtime=0) as zipped,
-        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
+        # Names are UTF-8 in it, whatever this machine's locale is.
+        tarfile.open(
+            fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape"
+        ) as archive,
     ):
         for name in sizes:
-            archive.add(folder / name, name, recursive=False, filter=make_anonymous)
+            add(archive, os.path.join(os.fsencode(folder), name), name)
     content = packed.getvalue()
-    return hashlib.sha256(content).hexdigest(), content, len(sizes)
+    return Bundle(hashlib.sha256(content).hexdigest(), content, len(sizes), left_out, links)
 
 
-def make_anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Takes away what differs between machines: owner, time, mode except x. InputError: neither a file nor a link."""
-    if not (info.isreg() or info.issym() or info.islnk()):
-        raise InputError(f"{info.name} is neither a file nor a link; repositories inside of this one are not copied")
+def listed(folder: Path) -> list[bytes]:
+    """Returns the names of the files that git tracks or does not ignore, sorted, as git has them: bytes."""
+    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    result = subprocess.run(command, cwd=folder, capture_output=True)
+    if result.returncode:
+        raise InputError(f"git cannot list the files of {folder}: {result.stderr.decode(errors='replace').strip()}")
+    return sorted({name for name in result.stdout.split(b"\0") if name})
+
+
+def shown(name: bytes) -> str:
+    """Returns a file's name for a message."""
+    return name.decode("utf-8", "backslashreplace")
+
+
+def is_secret(path: bytes) -> bool:
+    """Returns whether a file looks like one that is not to leave this machine: by its name, or as an account's key."""
+    name = os.fsdecode(os.path.basename(path))
+    if any(fnmatch(name, pattern) for pattern in SECRET_FILES):
+        return True
+    status = os.lstat(path)
+    if not name.endswith(".json") or not stat.S_ISREG(status.st_mode) or status.st_size > ACCOUNT_FILE:
+        return False
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("type") in ACCOUNTS
+
+
+def leads_out(path: bytes, name: bytes) -> bool:
+    """Returns whether a file is a link to something that is not in the working tree."""
+    if not os.path.islink(path):
+        return False
+    target = os.readlink(path)
+    inside = os.path.normpath(os.path.join(os.path.dirname(name), target))
+    return os.path.isabs(target) or inside.split(b"/")[0] == b".."
+
+
+def check_size(sizes: dict[bytes, int]) -> None:
+    """Raises InputError for a tree that is too large, with the folders that make it so."""
+    total = sum(sizes.values())
+    if total <= BUNDLE_MEGABYTES << 20:
+        return
+    folders = Counter()
+    for name, size in sizes.items():
+        top, slash, _ = name.partition(b"/")
+        folders[top + slash] += size
+    largest = [f"{size >> 20} MB in {shown(name)}" for name, size in folders.most_common(FOLDERS_NAMED)]
+    raise InputError(
+        f"the working tree has {total >> 20} MB, more than {BUNDLE_MEGABYTES} MB: {', '.join(largest)}; put data and"
+        " outputs into .gitignore"
+    )
+
+
+def add(archive: tarfile.TarFile, path: bytes, name: bytes) -> None:
+    """Adds a file or a link, without what differs between machines: owner, time, mode except x."""
+    info = archive.gettarinfo(os.fsdecode(path), arcname=name.decode("utf-8", "surrogateescape"))
+    if info is None or not (info.isreg() or info.issym() or info.islnk()):
+        raise InputError(f"{shown(name)} is neither a file nor a link; repositories inside of this one are not copied")
     info.uid = info.gid = info.mtime = 0
     info.uname = info.gname = ""
     info.mode = 0o755 if info.mode & 0o100 else 0o644
-    return info
+    if info.issym():
+        info.linkname = os.readlink(path).decode("utf-8", "surrogateescape")
+        archive.addfile(info)
+        return
+    info.type = tarfile.REGTYPE  # also a file that has two names here
+    info.linkname = ""
+    info.size = os.lstat(path).st_size
+    with open(path, "rb") as file:
+        archive.addfile(info, file)
 
 
 def read_words(words: list[str], run: str) -> tuple[list[str], str]:
@@ -69,6 +169,8 @@ def read_words(words: list[str], run: str) -> tuple[list[str], str]:
             raise InputError(f"{word} after -- is not an argument of make train; write NAME=value")
         if name in ("TPU", "ZONE", "PROJECT", "ENV", "RUN", "RETRIES"):
             raise InputError(f"{name}= is for this machine, not for the workers; give --{name.lower()}")
+        if re.search(r"[\n\r\0]", value):
+            raise InputError(f"{name}={value!r} has more than one line, of which make would make two; give one")
         if name == "NAME":
             if run and value and run != value:
                 raise InputError(f"the run has two names, RUN={run} and NAME={value}; give one")
@@ -96,6 +198,14 @@ def runs_folder(words: list[str]) -> str:
     return folder.rstrip("/").replace("$$", "$")  # see read_words
 
 
+def is_secret_name(name: str) -> bool:
+    """Returns whether a variable is named as secrets are: MY_KEY, hf_token, PGPASSWD; not TOKENIZERS_PARALLELISM."""
+    upper = name.upper()
+    if SECRET_PARTS.intersection(upper.split("_")):
+        return True
+    return upper.endswith(SECRET_ENDS) and upper != "PWD"
+
+
 def read_environment(assignments: str, names: list[str]) -> dict[str, str]:
     """Returns the run's variables: those of ENV="A=b C='d e'", and the secrets that are set here.
 
@@ -114,7 +224,7 @@ def read_environment(assignments: str, names: list[str]) -> dict[str, str]:
         name, equals, value = part.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise InputError(f"{part} in ENV is not an assignment; write ENV=\"A=b C='d e'\"")
-        if re.search(r"TOKEN|KEY|SECRET|PASSWORD", name):
+        if is_secret_name(name):
             how = "it travels by itself" if name in SECRETS else f"give --secret {name}"
             raise InputError(
                 f"{name} in ENV would stand in this machine's list of processes: export it here, and {how}"

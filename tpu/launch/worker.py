@@ -7,18 +7,21 @@ a password.
 A run is the unit xla-zoo.service, whose main process is tpu/launch/keeper.py. A machine has one unit of this name, so
 systemd itself refuses a second run, kills whatever is left of one that has ended, and knows how it ended.
 
-    ~/xla-zoo/worker-<i>/bundle     the working tree as it was sent
-    ~/xla-zoo/worker-<i>/tree/      the working tree, with its .venv and runs/. A new bundle replaces the files that
-                                    differ and removes those that are gone; what else is there stays, so a run can be
-                                    resumed, and make installs again only when a requirements file differs
-    ~/xla-zoo/worker-<i>/jobs/<run>/log    output of all starts of the run
-    /run/xla-zoo-<uid>/             in memory, for its owner alone: keeper.py; start.json: the start that is alive, with
-                                    its variables; ended.json: how the newest ones ended; stopped: its time is that of
-                                    the last stop
+Below ~/xla-zoo/<tpu>/worker-<i>/, a folder for each TPU and worker, since several may share one home:
+
+    bundle          the working tree as it was sent
+    tree/           the working tree, with its .venv and runs/. A new bundle replaces the files that differ and removes
+                    those that are gone; what else is there stays, so a run can be resumed, and make installs again only
+                    when a requirements file differs
+    jobs/<run>/log  output of all starts of the run, the newest part; log.<bytes before it>: its parts
+
+/run/xla-zoo-<uid>/ is in memory, for its owner alone: keeper.py; start.json: the start that is alive, with its
+variables; ended.json: how the newest ones ended; stopped: its time is that of the last stop; lock: one start at a time.
 
 Every start has a token, the same on all workers: with the same token it is done once, however often it is asked for.
-A start that was asked for before a stop is refused after it (epoch). Answers are lines `@xla-zoo {json}`, the last one
-with a `state`; without that the launcher tries again.
+A start that was asked for before a stop is refused after it (epoch), by this program and, should the stop come later,
+by the keeper before it trains: so a stop waits for no start. Answers are lines `@xla-zoo {json}`, the last one with a
+`state`; without that the launcher tries again.
 """
 
 from __future__ import annotations
@@ -29,7 +32,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -45,8 +47,25 @@ ROOT = [] if os.geteuid() == 0 else ["sudo", "-n"]
 CHUNK = 48 * 1024  # bytes of log in an answer
 HEARTBEAT = 5  # seconds; the launcher takes a long silence for a dead connection
 POLL = 0.1  # seconds
+PATIENCE = 60  # seconds for systemd's programs and for sudo
+ON_ITS_WAY = 3  # seconds in which a stop looks for the run of a start that is under way
+MADE_FOR_SAVING = 15  # seconds that systemd waits longer than the trainer's time to save
 SPEAKING = threading.Lock()
-NOBODY = dict(run="a run of another user", token="", words=[], started=0, grace=60, worker=0, workers=0)
+# What runs, where its record cannot be read.
+NOBODY = {
+    "run": "a run of another user",
+    "token": "",
+    "words": [],
+    "started": 0,
+    "grace": 60,
+    "worker": 0,
+    "workers": 0,
+    "unreadable": True,
+}
+NEEDRESTART = Path("/etc/needrestart/conf.d")
+LEFT_ALONE = r"""# Written by xla-zoo: a training run is not restarted after an upgrade, which would end it.
+$nrconf{override_rc}{qr(^xla-zoo\.service$)} = 0;
+"""
 NEEDED = (
     "a run is a systemd unit, started as root or through sudo without a password; this host says: {}. Use a machine"
     " with both, or run make train there by hand"
@@ -84,8 +103,13 @@ def write(path: Path, content: bytes | str) -> None:
 
 
 def system(*words: object) -> None:
-    """Runs a command as root. Failure: it failed."""
-    result = subprocess.run([*ROOT, *map(str, words)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    """Runs a command as root. Failure: it failed, or did not answer."""
+    command = [*ROOT, *(str(word) for word in words)]
+    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    try:
+        result = subprocess.run(command, timeout=PATIENCE, **streams)
+    except subprocess.TimeoutExpired:
+        raise Failure(f"{words[0]} did not answer in {PATIENCE} s; restart the machine") from None
     if result.returncode:
         raise Failure(NEEDED.format((result.stderr.strip() or f"{words[0]} failed").splitlines()[-1]))
 
@@ -95,9 +119,12 @@ def running() -> dict:
     command = ["systemctl", "show", UNIT, "--property=ActiveState"]
     for _ in range(20):
         try:
-            shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+            shown = subprocess.run(command, timeout=PATIENCE, **streams)
         except FileNotFoundError:
             raise Failure(NEEDED.format("no systemctl")) from None
+        except subprocess.TimeoutExpired:
+            sys.exit(f"systemctl did not answer in {PATIENCE} s")
         if "not been booted with systemd" in shown.stderr:
             raise Failure(NEEDED.format(shown.stderr.strip()))
         if shown.returncode:  # the machine shuts down, or has just been started
@@ -121,6 +148,16 @@ def lock() -> IO:
     file = (RUNTIME / "lock").open("w")
     fcntl.flock(file, fcntl.LOCK_EX)
     return file
+
+
+def starting() -> bool:
+    """Returns whether a start is under way. Waits for nothing."""
+    with (RUNTIME / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def epoch() -> str:
@@ -149,10 +186,15 @@ def bundle(home: Path, name: str) -> bytes:
     return b""
 
 
+def local_name(name: str) -> str:
+    """Returns a name of the bundle, which is UTF-8 there, as this machine's own functions take it."""
+    return os.fsdecode(name.encode("utf-8", "surrogateescape"))
+
+
 def unpack(content: bytes, tree: Path, manifest: Path) -> None:
     """Makes the files of `tree` those of the bundle. Equal files keep their time, which make compares."""
-    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        members = {member.name: member for member in archive}
+    with tarfile.open(fileobj=io.BytesIO(content), encoding="utf-8", errors="surrogateescape") as archive:
+        members = {local_name(member.name): member for member in archive}
         for name in set(read_json(manifest)) - set(members):
             with contextlib.suppress(OSError):
                 (tree / name).unlink()
@@ -160,20 +202,26 @@ def unpack(content: bytes, tree: Path, manifest: Path) -> None:
         # Before the files: an unpacking that is cut off leaves no file that nobody knows.
         write(manifest, json.dumps(list(members)))
         for name, member in members.items():
-            path = tree / name
-            in_the_way = [folder for folder in path.parents if os.path.lexists(folder) and not folder.is_dir()]
-            in_the_way += [path] if path.is_dir() and not path.is_symlink() else []
-            for other in in_the_way:  # of the user's own
-                os.replace(other, f"{other}.old-{time.time():.0f}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if member.issym():
-                path.unlink(missing_ok=True)
-                os.symlink(member.linkname, path)
-                continue
-            new = archive.extractfile(member).read()
-            if path.is_symlink() or not path.is_file() or path.read_bytes() != new:
-                write(path, new)
-            path.chmod(member.mode)
+            put(archive, member, tree / name)
+
+
+def put(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    """Makes one file or link that of the bundle."""
+    in_the_way = [folder for folder in path.parents if os.path.lexists(folder) and not folder.is_dir()]
+    if path.is_dir() and not path.is_symlink():
+        in_the_way.append(path)
+    for other in in_the_way:  # of the user's own
+        os.replace(other, f"{other}.old-{time.time():.0f}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if member.issym():
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        os.symlink(local_name(member.linkname), path)
+        return
+    new = archive.extractfile(member).read()
+    if path.is_symlink() or not path.is_file() or path.read_bytes() != new:
+        write(path, new)
+    path.chmod(member.mode)
 
 
 def receive(home: Path, name: str) -> dict:
@@ -210,24 +258,29 @@ def begin(home: Path, request: dict) -> None:
     if not content:
         raise Failure("the working tree was replaced or damaged while the run was being started; try again")
     unpack(content, home / "tree", home / "manifest.json")
-    if epoch() != request["epoch"]:  # a stop that waits for the lock, too
+    if epoch() != request["epoch"]:
         raise Failure("the run was stopped while it was being started")
-    log = home / "jobs" / request["run"] / "log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.touch()
+    folder = home / "jobs" / request["run"]
+    offset = open_log(folder)
     keeper = RUNTIME / "keeper.py"
     keeper.write_text(request.pop("keeper"))
-    # Where this machine can be reached by the others.
-    found = set(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", Path("/proc/net/fib_trie").read_text()))
-    addresses = sorted(found, key=lambda address: address.startswith("127."))
-    # LANGUAGE: how make says that a program has died is read by keeper.py and messages.py.
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "LANGUAGE": "C", **request["environment"]}
-    facts = {"environment": environment, "log": str(log), "offset": log.stat().st_size, "started": time.time()}
-    write(RUNTIME / "start.json", json.dumps({"addresses": addresses, **request, **facts}))
+    environment = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "LC_ALL": "C.UTF-8",  # one language in all logs, whatever the machine's is
+        "NEEDRESTART_SUSPEND": "1",  # apt of the installation would have services restarted, and the run is one
+        **request["environment"],
+    }
+    facts = {"environment": environment, "folder": str(folder), "offset": offset, "started": time.time()}
+    if "address" not in request:
+        facts["address"] = own_address()
+    write(RUNTIME / "start.json", json.dumps({**request, **facts}))
+    spare_from_needrestart()
+
     properties = {
         "Type": "exec",
         "KillMode": "mixed",  # SIGTERM to the keeper, which passes it on; SIGKILL to all that is left
-        "TimeoutStopSec": f"{request['grace'] + 15:.0f}s",
+        "TimeoutStopSec": f"{request['grace'] + MADE_FOR_SAVING:.0f}s",
         "SuccessExitStatus": "143",
         "ExecStopPost": f"{sys.executable} {keeper} ended",
         "OOMPolicy": "continue",  # a process that was killed for memory is the trainer's failure, no stop
@@ -248,6 +301,75 @@ def begin(home: Path, request: dict) -> None:
         time.sleep(POLL)
 
 
+def open_log(folder: Path) -> int:
+    """Makes a run's log, if it has none. Returns how many bytes it has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "log"
+    if link.is_file() and not link.is_symlink():  # of an older version
+        os.replace(link, folder / f"log.{0:015d}")
+    parts = sorted(folder.glob("log.[0-9]*"))
+    if not parts:
+        parts = [folder / f"log.{0:015d}"]
+        parts[0].touch()
+    newest = parts[-1]
+    if not os.path.lexists(link) or os.readlink(link) != newest.name:
+        with contextlib.suppress(FileNotFoundError):
+            link.unlink()
+        link.symlink_to(newest.name)
+    return int(newest.suffix[1:]) + newest.stat().st_size
+
+
+def own_address() -> str:
+    """Returns the address at which the other workers reach this machine: the one at which ssh has reached it.
+
+    That of a VM in a cloud is the internal one, also where ssh goes to an external one.
+    """
+    reached = os.environ.get("SSH_CONNECTION", "").split()
+    if len(reached) == 4:
+        return reached[2].partition("%")[0]
+    raise Failure(
+        "the address at which the other workers reach this one is not known: its sshd sets no SSH_CONNECTION; use one"
+        " that does, as OpenSSH's"
+    )
+
+
+def spare_from_needrestart() -> None:
+    """Keeps needrestart, which Ubuntu's upgrades start, from restarting the run. Where it fails that is said."""
+    rule = NEEDRESTART / "xla-zoo.conf"
+    if not NEEDRESTART.is_dir() or (rule.exists() and rule.read_text() == LEFT_ALONE):
+        return
+    wanted = RUNTIME / "needrestart.conf"
+    write(wanted, LEFT_ALONE)
+    try:
+        system("install", "-m", "644", wanted, rule)
+    except Failure as error:
+        emit(note=f"needrestart may restart the run after an upgrade, which stops it: {error}")
+
+
+def parts_from(folder: Path, at: int) -> list[Path]:
+    """Returns the files of a log that have something from byte `at` on, in order."""
+    parts = sorted(folder.glob("log.[0-9]*"))
+    return [part for part in parts if int(part.suffix[1:]) + part.stat().st_size > at]
+
+
+def size_of(folder: Path) -> int:
+    """Returns how many bytes a log has, with what was rotated away."""
+    parts = sorted(folder.glob("log.[0-9]*"))
+    return int(parts[-1].suffix[1:]) + parts[-1].stat().st_size if parts else 0
+
+
+def end_of(folder: Path, wanted: int, offset: int) -> int:
+    """Returns where the last `wanted` bytes of a log begin, at the begin of a line and not before `offset`."""
+    at = max(offset, size_of(folder) - wanted)
+    if at == offset:
+        return at
+    for part in parts_from(folder, at)[:1]:
+        with part.open("rb") as file:
+            file.seek(max(at - int(part.suffix[1:]), 0))
+            at += len(file.readline())
+    return at
+
+
 def follow(home: Path, token: str, at: int) -> dict:
     """Streams the log of a start from byte `at` (-n: its last n bytes), then how it ended."""
     looked = 0.0
@@ -259,39 +381,64 @@ def follow(home: Path, token: str, at: int) -> dict:
             looked = time.monotonic()
             if start.get("token") != token or not (running() or ended(token)):
                 return {"state": "unknown"}
-        with contextlib.suppress(FileNotFoundError), open(start["log"], "rb") as file:  # somebody may have removed it
+        with contextlib.suppress(FileNotFoundError):  # somebody may have removed it
+            folder = Path(start["folder"])
             if at < 0:
-                at = max(start["offset"], file.seek(0, os.SEEK_END) + at)
-                file.seek(at)
-                at += len(file.readline()) if at > start["offset"] else 0  # not half a line
-            file.seek(at)
-            while data := file.read(CHUNK):
-                at += len(data)
-                emit(at=at, data=data.decode(errors="surrogateescape"))
+                at = end_of(folder, -at, start["offset"])
+            for part in parts_from(folder, at):
+                at = stream(part, at)
         if record:
-            return dict(record, state="ended")
+            return {**record, "state": "ended"}
         time.sleep(POLL)
 
 
-def stop(home: Path, run: str, grace: float | None) -> dict:
+def stream(part: Path, at: int) -> int:
+    """Emits what a file of the log has from byte `at` of the log on. Returns where it ends."""
+    base = int(part.suffix[1:])
+    if at < base:
+        missing = f"\n[xla-zoo] {base - at} bytes of the log before this were rotated away\n"
+        emit(at=base, data=missing)
+        at = base
+    with part.open("rb") as file:
+        file.seek(at - base)
+        while data := file.read(CHUNK):
+            at += len(data)
+            emit(at=at, data=data.decode(errors="surrogateescape"))
+    return at
+
+
+def stop(home: Path, run: str, grace: float | None, force: bool) -> dict:
     """Stops what runs, and every start that is on its way. Returns when all is gone.
 
-    run: stop only the run of this name, or the start of this token; "": whatever runs.
+    Args:
+        run: stop only the run of this name, or the start of this token; "": whatever runs.
+        grace: seconds to save; None: the run's own.
+        force: also kills a run whose record, with its time to save, cannot be read: another user's.
     """
     holder = running()
     if holder and run not in ("", holder["run"], holder["token"]):
         return {"state": "other", "run": holder["run"]}
     make_runtime()
-    (RUNTIME / "stopped").touch()
-    with lock():  # a start that is under way sees it
-        holder = running()
+    (RUNTIME / "stopped").touch()  # no start that was asked for before trains after this
+    if not holder and starting():
+        end = time.monotonic() + ON_ITS_WAY
+        while not (holder := running()) and starting() and time.monotonic() < end:
+            time.sleep(POLL)
     if not holder:
         for record in history()[-1:]:
             if time.time() < record["ended"] + 60 and run in ("", record["run"], record["token"]):
-                return dict(record, state="stopped")
+                return {**record, "state": "stopped"}
         return {"state": "idle"}
-    begun, grace = time.monotonic(), holder["grace"] if grace is None else grace
-    for words, seconds in ((("stop", "--no-block"), grace), (("kill", "--signal=SIGKILL"), grace + 30)):
+    unreadable = holder.get("unreadable", False)
+    begun = time.monotonic()
+    time_to_save = holder["grace"] if grace is None else grace
+    steps = [(("stop", "--no-block"), time_to_save)]
+    if not unreadable or force:
+        steps.append((("kill", "--signal=SIGKILL"), time_to_save + 30))
+    else:
+        emit(note="a run of another user saves, for as long as its owner gave it; --force kills it")
+        steps[0] = (("stop", "--no-block"), float("inf"))
+    for words, seconds in steps:
         try:
             system("systemctl", *words, UNIT)
         except Failure:
@@ -322,13 +469,13 @@ def heartbeats(action: str) -> None:
 
 
 def main() -> None:
-    """Does what tpu/launch/workers.py asks for: an action, the worker's number, and the action's arguments as JSON."""
-    action, worker, arguments = sys.argv[1:]
+    """Does what tpu/launch/workers.py asks for: an action, the worker's folder, and the action's arguments as JSON."""
+    action, folder, arguments = sys.argv[1:]
     os.umask(0o077)
     threading.Thread(target=heartbeats, args=(action,), daemon=True).start()
     actions = {"start": start, "follow": follow, "stop": stop, "status": status, "receive": receive}
     try:
-        answer = actions[action](Path.home() / f"xla-zoo/worker-{worker}", **json.loads(arguments))
+        answer = actions[action](Path.home() / "xla-zoo" / folder, **json.loads(arguments))
     except Failure as error:
         answer = {"state": "failed", "message": str(error)}
     except OSError as error:

@@ -32,16 +32,20 @@ READ_PROGRAM = (
     f"import hashlib, sys; program = sys.stdin.buffer.read({len(PROGRAM)}); "
     f"hashlib.sha256(program).hexdigest() == '{DIGEST}' and exec(compile(program, 'worker.py', 'exec'))"
 )
-AT_ONCE = 16  # connections that are being made
+AT_ONCE = 16  # connections that are being made for a start
 SILENCE = 60  # seconds without a sign of life, which comes every 5 s, after which a connection is given up
 LONGEST_PAUSE = 15  # seconds between two attempts
 REMIND = 60  # seconds after which it is said again that a worker cannot be reached
+TELL = 10  # seconds after which it is said what is being waited for
+CERTAIN = 3  # answers "there is no such TPU" before it is believed in the middle of a run
+BLOCK = 1 << 16  # bytes that are sent at a time
+MOST_NAMED = 5  # workers that are named in a line
 PRINTING = threading.Lock()
 
 
 def say(*lines: str) -> None:
     """Prints the launcher's own lines to standard error; standard output is the log of worker 0, as it is."""
-    with PRINTING:
+    with PRINTING, contextlib.suppress(OSError):  # the terminal may be gone
         sys.stdout.flush()
         for line in lines:
             print(f"[launch] {line}", file=sys.stderr, flush=True)
@@ -68,27 +72,95 @@ def kill(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def parallel(function: Callable[[int], Any], workers: Iterable[int]) -> dict[int, Any]:
-    """Calls a function for each worker, 16 at a time. Raises the first exception at once; Ctrl-C interrupts it."""
+def names(workers: Iterable[int]) -> str:
+    """Returns workers in a sentence: "worker 3", "workers 0, 1, 2, 3, 4 and 11 others"."""
+    workers = sorted(workers)
+    shown = ", ".join(str(worker) for worker in workers[:MOST_NAMED])
+    others = len(workers) - MOST_NAMED
+    rest = f" and {others} other{'s' * (others > 1)}" if others > 0 else ""
+    return f"worker{'s' * (len(workers) > 1)} {shown}{rest}"
+
+
+def parallel(
+    function: Callable[[int], Any],
+    workers: Iterable[int],
+    doing: str = "",
+    at_once: int = AT_ONCE,
+    done: dict[int, Any] | None = None,
+    progress: Callable[[], str] = lambda: "",
+) -> dict[int, Any]:
+    """Calls a function for each worker, some at a time. Raises the first exception at once; Ctrl-C interrupts it.
+
+    Args:
+        doing: what is being done, which is said every 10 s with the workers that have not answered.
+        at_once: how many at a time; 0: all.
+        done: gets the results as they come, so that an interrupted caller has those that are there.
+        progress: what else is said every 10 s.
+    """
     workers = list(workers)
-    done: queue.Queue = queue.Queue()
-    places = threading.Semaphore(AT_ONCE)
+    answers: queue.Queue = queue.Queue()
+    places = threading.Semaphore(at_once or len(workers) or 1)
 
     def work(worker: int) -> None:
         with places:
             try:
-                done.put((worker, function(worker), None))
+                answers.put((worker, function(worker), None))
             except BaseException as error:
-                done.put((worker, None, error))
+                answers.put((worker, None, error))
 
     for worker in workers:
         threading.Thread(target=work, args=(worker,), daemon=True).start()
-    results = {}
-    for _ in workers:
-        worker, results[worker], error = done.get()
+    results = {} if done is None else done
+    begun = time.monotonic()
+    while len(results) < len(workers):
+        try:
+            worker, result, error = answers.get(timeout=TELL)
+        except queue.Empty:
+            if doing:
+                left = set(workers) - set(results)
+                say(f"{doing}: {names(left)}, {time.monotonic() - begun:.0f} s{progress()}")
+            continue
         if error is not None:
             raise error
+        results[worker] = result
     return results
+
+
+def patient(function: Callable[[], Any], doing: str) -> Any:
+    """Calls a function, and says every 10 s what is being waited for. Ctrl-C interrupts it."""
+    answers: queue.Queue = queue.Queue()
+
+    def work() -> None:
+        try:
+            answers.put((function(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    begun = time.monotonic()
+    while True:
+        try:
+            result, error = answers.get(timeout=TELL)
+        except queue.Empty:
+            say(f"{doing}, {time.monotonic() - begun:.0f} s")
+            continue
+        if error is not None:
+            raise error
+        return result
+
+
+class Trouble:
+    """The time since something was heard, for `patiently`."""
+
+    def __init__(self) -> None:
+        self.heard()
+
+    def heard(self) -> bool:
+        """Counts the time anew. Returns whether there had been trouble."""
+        trouble = bool(getattr(self, "said", ""))
+        self.since = time.monotonic()
+        self.said, self.said_at, self.pause = "", 0.0, 0.25
+        return trouble
 
 
 class Workers:
@@ -97,12 +169,14 @@ class Workers:
     def __init__(self, host: hosts.TpuVm | hosts.SshHosts, lost_after: float) -> None:
         self.host, self.lost_after, self.count = host, lost_after, 0
         self.live: set[subprocess.Popen] = set()  # ssh and gcloud under way
-        self.asking, self.asked = threading.Lock(), 0.0
+        self.sent: dict[int, int] = {}  # bytes of input that a worker's connection has taken
+        self.asking, self.asked, self.absent = threading.Lock(), 0.0, 0
 
     def label(self, worker: int) -> str:
         """Returns the name of a worker in a sentence."""
-        host = self.host
-        return f"worker {worker} ({host.hosts[worker]})" if isinstance(host, hosts.SshHosts) else f"worker {worker}"
+        if isinstance(self.host, hosts.SshHosts):
+            return f"worker {worker} ({self.host.hosts[worker]})"
+        return f"worker {worker}"
 
     def patiently(self, ask: Callable[[Callable[[], bool]], Any], forever: bool = False) -> Any:
         """Returns the answer of `ask`, which is tried with growing pauses as long as it raises Transient.
@@ -110,41 +184,45 @@ class Workers:
         It gets a function that counts the time anew, and returns whether there had been trouble. InputError, TpuGone:
         another attempt is useless. WorkerLost: none has worked for `lost_after` seconds; with `forever` never.
         """
-        since, said, pause = time.monotonic(), ("", 0.0), 0.25
-
-        def heard() -> bool:
-            nonlocal since, said, pause
-            trouble, since, said, pause = bool(said[0]), time.monotonic(), ("", 0.0), 0.25
-            return trouble
-
+        trouble = Trouble()
         while True:
             try:
-                return ask(heard)
+                return ask(trouble.heard)
             except hosts.Transient as error:
                 now = time.monotonic()
-                if now > since + self.lost_after and not forever:
+                if now > trouble.since + self.lost_after and not forever:
                     raise WorkerLost(str(error)) from None
-                if str(error) != said[0] or now > said[1] + REMIND:
+                if str(error) != trouble.said or now > trouble.said_at + REMIND:
                     say(f"{error}; trying again")
-                    said = (str(error), now)
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                    trouble.said, trouble.said_at = str(error), now
+                time.sleep(trouble.pause)
+                trouble.pause = min(2 * trouble.pause, LONGEST_PAUSE)
 
     def describe(self) -> hosts.Machine:
         """Returns what the TPU is, see `patiently`. TpuGone: no worker of it can be reached any more."""
-        machine = self.patiently(lambda heard: self.host.describe())
+        machine = patient(lambda: self.patiently(lambda heard: self.host.describe()), f"asking about {self.host.name}")
         self.count = machine.workers
         return refuse_gone(machine)
 
     def check(self) -> None:
-        """Raises TpuGone if the TPU is gone; asks the cloud at most every 15 s, and passes when it does not answer."""
-        with self.asking:
-            if time.monotonic() > self.asked + LONGEST_PAUSE:
-                self.asked = time.monotonic()
-                with contextlib.suppress(hosts.Transient):
-                    refuse_gone(self.host.describe())
+        """Raises TpuGone if the TPU is gone; asks the cloud at most every 15 s, and passes when it does not answer.
 
-    def connect(self, command: list[str], data: bytes, hear: Callable[[dict], None]) -> tuple[dict[str, Any], str]:
+        That there is none of this name is believed the third time: the API says so of a TPU that is there, now and
+        then, and what runs on it would be left alone.
+        """
+        with self.asking:
+            if time.monotonic() < self.asked + LONGEST_PAUSE:
+                return
+            self.asked = time.monotonic()
+            with contextlib.suppress(hosts.Transient):
+                machine = self.host.describe()
+                self.absent = self.absent + 1 if machine.state == "absent" else 0
+                if machine.state != "absent" or self.absent >= CERTAIN:
+                    refuse_gone(machine)
+
+    def connect(
+        self, worker: int, command: list[str], data: bytes, hear: Callable[[dict], None]
+    ) -> tuple[dict[str, Any], str]:
         """Runs a command until it ends, or is silent. Ctrl-C does not reach it: it has a session of its own.
 
         Returns the last answer if it has a `state`, else {}: the connection broke; and the end of standard error.
@@ -153,23 +231,21 @@ class Workers:
             streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
             process = subprocess.Popen(command, **streams, start_new_session=True)
             self.live.add(process)
-
-            def feed() -> None:
-                with contextlib.suppress(OSError), process.stdin:
-                    process.stdin.write(data)
-
-            threading.Thread(target=feed, daemon=True).start()
+            threading.Thread(target=self.feed, args=(worker, process, data), daemon=True).start()
             answer, rest, chunk = {}, b"", b"-"
             try:
                 while chunk and select.select([process.stdout], [], [], SILENCE)[0]:
                     chunk = os.read(process.stdout.fileno(), 1 << 16)
                     *lines, rest = (rest + chunk).split(b"\n")
                     for line in lines:
-                        with contextlib.suppress(ValueError):  # cut off by a dropped connection
-                            if line.startswith(MARK + b"{"):
-                                found = json.loads(line[len(MARK) :])
-                                answer = found if "state" in found else {}
-                                hear(found)
+                        if not line.startswith(MARK + b"{"):
+                            continue
+                        try:
+                            found = json.loads(line[len(MARK) :])
+                        except ValueError:  # cut off by a dropped connection
+                            continue
+                        answer = found if "state" in found else {}
+                        hear(found)
                 if chunk:
                     errors.write(f"nothing heard for {SILENCE:.0f} s\n".encode())
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -181,6 +257,16 @@ class Workers:
                 self.live.discard(process)
             errors.seek(0)
             return answer, errors.read()[-8192:].decode(errors="replace")
+
+    def feed(self, worker: int, process: subprocess.Popen, data: bytes) -> None:
+        """Writes the worker's program and its input, without another copy of them."""
+        with contextlib.suppress(OSError), process.stdin:
+            process.stdin.write(PROGRAM)
+            view = memoryview(data)
+            for at in range(0, len(view), BLOCK):
+                self.sent[worker] = at
+                process.stdin.write(view[at : at + BLOCK])
+            self.sent[worker] = len(view)
 
     def abort(self) -> None:
         """Kills all ssh and gcloud under way."""
@@ -201,15 +287,20 @@ class Workers:
         data: its input. hear: gets all that it says; what it returns is the arguments of the next attempt.
         """
         label = self.label(worker)
+        noted = set()
 
         def attempt(heard: Callable[[], bool]) -> dict[str, Any]:
             def take(answer: dict) -> None:
                 if heard():
                     say(f"{label}: connected again")
+                if answer.get("note", "") not in ("", *noted):
+                    noted.add(answer["note"])
+                    say(f"{label}: {answer['note']}")
                 arguments.update(hear(answer))
 
-            words = ["python3", "-uc", READ_PROGRAM, action, str(worker), json.dumps(arguments)]
-            answer, errors = self.connect(self.host.ssh(worker, shlex.join(words)), PROGRAM + data, take)
+            words = ["python3", "-uc", READ_PROGRAM, action, self.host.folder(worker), json.dumps(arguments)]
+            command = self.host.ssh(worker, shlex.join(words))
+            answer, errors = self.connect(worker, command, data, take)
             if answer.get("state") == "failed":
                 raise InputError(f"{label}: {answer['message']}")
             if answer:
