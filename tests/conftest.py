@@ -150,3 +150,30 @@ def refused(capsys, tmp_path):
         assert_refused([*words, *runs], pattern, script, capsys, presets)
 
     return check
+
+
+@pytest.fixture
+def bed(tmp_path, request):
+    """Workers of a TPU that are processes of this machine, two or as many as a test's parameter says: launch_bed.py."""
+    from launch_bed import Processes
+
+    bed = Processes(tmp_path, getattr(request, "param", 2))
+    yield bed
+    bed.close()
+
+
+@pytest.fixture
+def here(bed, monkeypatch, capsys):
+    """The launcher's command line in this process, which is quicker: (exit code, standard output, standard error)."""
+    import sys
+
+    from tpu.launch import launcher
+
+    def call(*arguments: str, **own) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["launch", *bed.arguments(*arguments, **own)])
+        monkeypatch.setenv("PATH", str(bed.bin))
+        monkeypatch.setenv("HOME", str(bed.client_home))
+        monkeypatch.chdir(bed.project)
+        return launcher.main(), *capsys.readouterr()
+
+    return call

@@ -136,7 +136,7 @@ def main() -> int:
     *group, verb, name = sys.argv[1:6]
     flags = dict(word[2:].partition("=")[::2] for word in sys.argv[6:])
     assert [*group, name] == ["compute", "tpus", "tpu-vm", tpu["name"]], sys.argv
-    assert set(flags) <= {"zone", "project", "quiet", "format", "worker", "command", "ssh-flag"}, flags
+    assert set(flags) <= {"zone", "project", "quiet", "format", "worker", "command", "ssh-flag", "internal-ip"}, flags
     if verb == "describe":
         assert flags["format"] == "json"
         return describe(tpu)

@@ -2,8 +2,8 @@
 
 What is imitated: the unit's name can be taken once; SIGTERM goes to the main process, after TimeoutStopSec SIGKILL to
 all that is left of the unit, also when the main process has ended by itself; ExecStopPost gets $SERVICE_RESULT,
-$EXIT_CODE and $EXIT_STATUS; a unit that has failed keeps its name until it is reset. tests/test_pods.py runs the real
-one.
+$EXIT_CODE and $EXIT_STATUS; a unit that has failed keeps its name until it is reset; one that is restarted is stopped
+and its command run again. tests/test_pods.py runs the real one.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def manage(properties: dict[str, str], command: list[str]) -> None:
         if (UNIT / "kill").exists() or (deadline and time.monotonic() > deadline):
             result = "timeout" if deadline else "signal"
             main.kill()
-        elif (UNIT / "stop").exists() and not deadline:
+        elif ((UNIT / "stop").exists() or (UNIT / "restart").exists()) and not deadline:
             deadline = time.monotonic() + float(properties["TimeoutStopSec"].rstrip("s"))
             main.terminate()
         time.sleep(0.02)
@@ -51,6 +51,10 @@ def manage(properties: dict[str, str], command: list[str]) -> None:
     environment["EXIT_CODE"] = "exited" if code >= 0 else "killed"
     environment["EXIT_STATUS"] = str(code) if code >= 0 else signal.Signals(-code).name[3:]
     subprocess.run(properties["ExecStopPost"].split(), **streams)
+    if (UNIT / "restart").exists():
+        (UNIT / "restart").unlink()
+        manage(properties, command)
+        return
     os.rename(UNIT, UNIT.with_name(f"ended-{time.time_ns()}"))
     if not good:
         UNIT.with_name("failed").mkdir(exist_ok=True)

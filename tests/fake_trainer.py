@@ -1,12 +1,14 @@
 """Trains nothing, as the project of tests/launch_bed.py: `NAME DATA [--runs=FOLDER] [option=value ...]`.
 
 It takes a lock as a chip would, so that two trainers are noticed, resumes from its checkpoint, saves every ten steps
-and on SIGTERM, which it leaves with 143.
+and on SIGTERM, which it leaves with 143. As real ones do, it dies of its own print where that fails, and waits for ever
+for a peer that was started again.
 
     steps, pause       how many steps, and seconds for each; a file `finish` ends them early
     workers            waits at every step for so many peers, as a collective does; they agree on the last step
     fails, every        the worker that fails, and after how many steps, also when it has resumed: exit code 3
     saving             seconds that it takes to save when it is stopped
+    unsaveable         fails at saving: exit code 1
     burst, deaf, stray    prints much first; ignores SIGTERM; starts a process in a session of its own
 """
 
@@ -29,8 +31,7 @@ leave = folder / ("leave" if peers else f"leave-{me}")
 
 
 def say(*words: object) -> None:
-    with contextlib.suppress(OSError):  # the disk may be full
-        print(*words, flush=True)
+    print(*words, flush=True)
 
 
 def write(path: Path, value: object) -> None:
@@ -41,6 +42,17 @@ def write(path: Path, value: object) -> None:
 def leaving() -> bool:
     with contextlib.suppress(FileNotFoundError):
         return leave.stat().st_mtime > began
+    return False
+
+
+def behind() -> bool:
+    """Returns whether a peer has not done the step before; one that was started again never will have."""
+    for at in peers:
+        if not at.exists() or at.stat().st_mtime < began:  # of an attempt before
+            return True
+        done, pid = at.read_text().split()
+        if known.setdefault(at, pid) != pid or int(done) < step - 1:
+            return True
     return False
 
 
@@ -56,7 +68,7 @@ try:
 except BlockingIOError:
     (folder / "two-trainers").touch()
     sys.exit("The TPU is already in use by process with pid 1")
-stopped = []
+stopped, known = [], {}
 signal.signal(signal.SIGTERM, signal.SIG_IGN if "deaf" in options else lambda *_: stopped.append(1))
 checkpoint = folder / me
 step = int(checkpoint.read_text()) if checkpoint.exists() else 0
@@ -68,15 +80,17 @@ if "burst" in options:
         print(f"line {line:06d} " + "x" * 40)
 while not finished():
     step += 1
-    write(folder / f"at-{me}", step)
+    write(folder / f"at-{me}", f"{step} {os.getpid()}")
     say("step", step)
     time.sleep(float(options.get("pause", 0.02)))
     if stopped:
         write(leave, step)
-    while not leaving() and not finished() and any(not at.exists() or int(at.read_text()) < step - 1 for at in peers):
+    while not leaving() and not finished() and behind():
         time.sleep(0.05)  # in a collective: a signal's handler does not run there
     if leaving():
         time.sleep(float(options.get("saving", 0)))
+        if "unsaveable" in options:
+            raise OSError(28, "No space left on device")
         write(checkpoint, step)
         say("saved")
         sys.exit(143)

@@ -206,7 +206,7 @@ class Bed:
     def steps(self, name: str = "worker") -> list[int]:
         """The checkpoint of each worker, 0 if it has none; name="at-worker": the steps that are done."""
         paths = [self.shared / f"one/{name}-{worker}" for worker in range(self.tpu["workers"])]
-        return [int(path.read_text()) if path.exists() else 0 for path in paths]
+        return [int(path.read_text().split()[0]) if path.exists() else 0 for path in paths]
 
     def saved(self) -> bool:
         """Whether all checkpoints are those of the last step."""
@@ -257,7 +257,8 @@ class Processes(Bed):
 
     def restart(self, worker: int) -> None:
         send(signal.SIGKILL, processes(f"HOME={self.home(worker)}\0"))
-        shutil.rmtree(self.home(worker) / "run")
+        for name in ("run", "unit", "failed"):  # in memory
+            shutil.rmtree(self.home(worker) / name, ignore_errors=True)
 
     def close(self) -> None:
         super().close()

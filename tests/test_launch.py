@@ -21,33 +21,12 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_bed import FOREVER, KEEPER, PYTHON, ROOT, Processes, git, wait, write_programs
+from launch_bed import FOREVER, KEEPER, PYTHON, ROOT, git, wait, write_programs
 
 from errors import InputError
 from tpu.launch import keeper, launcher, messages, request, workers
 
 one_worker = pytest.mark.parametrize("bed", [1], indirect=True)
-
-
-@pytest.fixture
-def bed(tmp_path, request):
-    bed = Processes(tmp_path, getattr(request, "param", 2))
-    yield bed
-    bed.close()
-
-
-@pytest.fixture
-def here(bed, monkeypatch, capsys):
-    """The launcher's command line in this process, which is quicker: (exit code, standard output, standard error)."""
-
-    def call(*arguments: str, **own) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["launch", *bed.arguments(*arguments, **own)])
-        monkeypatch.setenv("PATH", str(bed.bin))
-        monkeypatch.setenv("HOME", str(bed.client_home))
-        monkeypatch.chdir(bed.project)
-        return launcher.main(), *capsys.readouterr()
-
-    return call
 
 
 def write(texts: dict[Path, str]) -> None:

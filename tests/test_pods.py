@@ -16,12 +16,12 @@ import pods
 import pytest
 from launch_bed import FOREVER, KEEPER, TRAINER
 from test_launch import (  # noqa: F401 - what is run here, too
-    here,
     test_detach_logs_status_stop,
     test_launchers_at_once_and_killed_while_they_start_are_one_run,
     test_ssh_hosts,
 )
 
+RESTARTS = "sudo systemctl restart xla-zoo.service"
 SEQUENCES = int(os.environ.get("SEQUENCES", 6))
 SEED = int(os.environ.get("SEED", time.time()))
 FILL = "sudo dd if=/dev/zero of=/home/me/fill bs=1M"
@@ -70,10 +70,29 @@ def test_a_machine_restarts(bed, worker, how):
     bed.begin()
 
 
+def test_a_restart_of_the_unit_is_a_stop_that_saves(bed):
+    """As needrestart does it after an upgrade, where it is not told to leave the unit alone."""
+    for worker in range(2):
+        bed.ssh(worker, "sudo mkdir -p /etc/needrestart/conf.d")
+    client = bed.begin("--retries", "2")
+    rule = bed.ssh(1, "cat /etc/needrestart/conf.d/xla-zoo.conf").stdout
+    assert r"{override_rc}{qr(^xla-zoo\.service$)} = 0;" in rule
+    bed.ssh(1, RESTARTS)
+    assert bed.ended(client)[0] == 143 and bed.saved()
+    bed.check_idle(20)
+    for worker in range(2):
+        shown = bed.ssh(worker, "systemctl is-failed xla-zoo.service || true").stdout
+        assert "failed" not in shown
+    bed.begin()
+
+
 def test_a_full_disk(bed):
-    """A run on a full disk is stopped and saves. A start there is an error with its cause; the same command heals."""
+    """A run on a full disk trains on, is stopped and saves. A start there is an error with its cause; the same command
+    heals."""
     bed.begin("--detach")
-    bed.ssh(0, FILL)  # where what ends the run is written into the log
+    bed.ssh(0, FILL)  # where the log is
+    steps = min(bed.steps("at-worker"))
+    bed.wait(lambda: min(bed.steps("at-worker")) > steps + 20)
     bed.stop()
     assert bed.saved()
     bed.check_idle(stays=3)
@@ -192,6 +211,7 @@ EVENTS = {
     "drop connections": lambda now: now.bed.drop_connections(now.any()),
     "reboot": lambda now: now.bed.ssh(now.any(), "sudo systemctl reboot", "-oConnectTimeout=1"),
     "cut the power": lambda now: now.bed.restart(now.any()),
+    "restart the unit": lambda now: now.bed.ssh(now.any(), RESTARTS, "-oConnectTimeout=1"),
     "cut the network": Sequence.cut_network,
     "fill a disk": lambda now: now.bed.ssh(now.any(), FILL, "-oConnectTimeout=1"),
     "delete a file": Sequence.delete_file,

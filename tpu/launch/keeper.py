@@ -285,7 +285,7 @@ class Owner:
     def check_saved(self, codes: dict[int, int]) -> None:
         """Makes a stop after which a worker has not saved a failure, with that worker's exit code."""
         for worker, code in sorted(codes.items()):
-            if code not in (0, STOPPED, None):
+            if code not in (0, STOPPED, None) and not self.reports[worker].get("apart"):
                 self.code = code
                 self.why = f"{self.why}; worker {worker} did not save: exit code {code}"
                 self.say(f"worker {worker} did not save: exit code {code}")
@@ -452,7 +452,7 @@ class Keeper:
         killed_for_memory = self.kill_strays()
         self.pump.join(timeout=5)
         self.code = exit_code(status, self.recorded)
-        self.apart = self.code != 0 and not self.recorded.exists()
+        self.apart = status > 0 and not self.recorded.exists()
         if self.code and killed_for_memory:
             self.say("the machine ran out of memory (not the TPU's): the kernel killed a process of the run")
         lines = self.log.recent.decode(errors="replace").splitlines()[-LAST_LINES:]

@@ -230,8 +230,9 @@ class Launcher:
                 changed = "" if holder["bundle"] == bundle.name else ", with the files of that time, not with today's"
                 say(f"{self.describe_run(holder)} runs already{changed}; attaching to it")
             request |= {name: holder[name] for name in ("token", "key", "address", "port")}
-            # On all workers also when attaching: the launcher may have died before it had started them all.
-            parallel(start_one, range(1, count), f"starting {self.run}")
+            if "code" not in holder:  # else it has ended already: alone, or for want of a port
+                # On all workers also when attaching: the launcher may have died before it had started them all.
+                parallel(start_one, range(1, count), f"starting {self.run}")
         except Exception as error:
             if request["token"] == token and (holder or isinstance(error, WorkerLost)):
                 say(f"{error}; stopping it on the others")

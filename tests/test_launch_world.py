@@ -1,0 +1,507 @@
+"""tpu/launch where the world is unkind: failed saves, restarts, full disks, wrong answers, firewalls, other users.
+
+Over the same stand-ins as tests/test_launch.py; what a real systemd does stands in tests/test_pods.py.
+"""
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from launch_bed import FOREVER, KEEPER, MAKEFILE, ROOT, wait, write_programs
+
+from errors import InputError
+from tpu.launch import hosts, keeper, launcher, request, worker, workers
+
+one_worker = pytest.mark.parametrize("bed", [1], indirect=True)
+NOT_FOUND = (
+    "ERROR: (gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND: Resource 'projects/mine/locations/us-east5-b/nodes/my-tpu'"
+    " was not found"
+)
+
+
+# ---- how a run ends ----------------------------------------------------------------------------------------------
+
+
+@one_worker
+def test_a_failed_save_is_not_called_saved(bed, here):
+    client = bed.begin(args="unsaveable=1")
+    code, _, err = here("stop")
+    assert code == 0 and "worker 0: stopped unsaved: one, exit code 1" in err
+    code, _, err = bed.ended(client)
+    assert code == 1 and "worker 0 did not save: exit code 1" in err
+
+
+@one_worker
+def test_a_stop_during_the_installation_saves_nothing_and_says_so(bed, here):
+    installation = "train:\n\t@python3 -I -S -c 'import time; time.sleep(100)'\n"
+    (bed.project / "Makefile").write_text(installation)
+    client = bed.start("train", "--run", "one")
+    wait(lambda: bed.processes(0, "time.sleep(100)"))
+    err = here("stop")[2]
+    assert "worker 0: stopped before it trained: one" in err and "saved" not in err
+    assert bed.ended(client)[0] == 143 and bed.idle()
+
+
+@one_worker
+def test_an_installation_that_fails_is_no_input_to_fix_and_is_tried_again(bed):
+    """pip ends with 2 after a stalled download, as make does after every failure."""
+    fails_once = "\t@[ -e $$HOME/tried ] || { touch $$HOME/tried; exit 2; }\n"
+    (bed.project / "Makefile").write_text(MAKEFILE.replace("train:\n", "train:\n" + fails_once))
+    code, out, err = bed.run("train", "--run", "one", "--retries", "1")
+    assert code == 0 and "worker 0 failed before its trainer began, or beside it with exit code 1" in out, err
+    assert "starting again, retry 1 of 1" in out and bed.starts() == [1]
+
+
+@one_worker
+def test_an_input_to_fix_is_not_tried_again(bed):
+    (bed.project / "train.py").write_text("raise SystemExit(2)")
+    code, out, _ = bed.run("train", "--run", "one", "--retries", "5")
+    assert code == 2 and "retry" not in out
+
+
+@one_worker
+def test_a_unit_that_is_restarted_has_stopped_and_saved(bed, here):
+    """As needrestart restarts services after an upgrade."""
+    client = bed.begin("--retries", "3")
+    (bed.home(0) / "unit/restart").touch()
+    code, _, err = bed.ended(client)
+    assert code == 143 and "the run was stopped on worker 0" in err
+    wait(bed.idle)
+    assert bed.saved() and bed.starts() == [1]
+    assert not (bed.home(0) / "failed").exists()
+    assert here("status")[1].count("one exit code 143") == 1
+    bed.begin()
+
+
+def test_a_worker_that_comes_back_is_lost_to_the_attempt(bed):
+    """It reboots faster than silence is noticed, and a client that attaches starts it again there."""
+    client = bed.begin(args="workers=2")
+    bed.restart(1)
+    attached = bed.start("train", "--run", "one", args=f"{FOREVER} workers=2")
+    code, _, err = bed.ended(client)
+    assert code == 1 and "worker 1 was restarted: what it trained is gone" in err
+    assert bed.ended(attached)[0] != 0
+    bed.check_idle(20)
+
+
+def test_an_owner_tells_a_new_keeper_of_a_worker_to_leave():
+    owner = keeper.Owner(2, 3, 60, "10.0.0.1 port 1", lambda *_: None)
+    report = {"attempt": 0, "running": False, "code": None, "stopped": False, "tail": ""}
+    owner.report(0, {**report, "incarnation": "a"})
+    owner.report(1, {**report, "incarnation": "b"})
+    assert owner.report(1, {**report, "incarnation": "c"})["do"] == "leave"
+    assert owner.report(0, {**report, "incarnation": "a"})["do"] == "leave" and owner.code == 1
+
+
+# ---- stop waits for nothing ----------------------------------------------------------------------------------------
+
+
+@one_worker
+def test_a_start_that_hangs_does_not_hold_up_a_stop(bed, here):
+    real = (bed.remote / "systemd-run").rename(bed.remote / "real-run")
+    # It comes through in the end: the run must not train, since a stop was there before.
+    write_programs(bed.remote, **{"systemd-run": f"while [ -e {bed.folder}/hangs ]; do sleep 0.2; done; {real}"})
+    (bed.folder / "hangs").touch()
+    client = bed.start("train", "--run", "one", args=FOREVER)
+    wait(lambda: bed.processes(0, "systemd-run"))
+    begun = time.monotonic()
+    code, _, err = here("stop")
+    assert code == 0 and "nothing ran" in err and time.monotonic() - begun < 15, err
+    (bed.folder / "hangs").unlink()
+    assert bed.ended(client)[0] in (1, 143)
+    bed.check_idle(20)
+    assert bed.starts() == [0]
+
+
+def test_sixteen_dead_workers_hold_no_place_of_a_stop(monkeypatch, capsys):
+    options = launcher.read_options(["stop", "--tpu", "my-tpu"])
+    launch = launcher.Launcher(options)
+    launch.workers.count = 20
+    dead = threading.Event()
+
+    def call(number: int, action: str, **arguments: object) -> dict:
+        if number < 16:
+            dead.wait(20)
+            raise workers.WorkerLost("dead")
+        answered.append(number)
+        return {"state": "idle"}
+
+    answered = []
+    monkeypatch.setattr(launch.workers, "call", call)
+    stopping = threading.Thread(target=launch.stop_all, args=("",))
+    stopping.start()
+    wait(lambda: len(answered) == 4, 5)
+    dead.set()
+    stopping.join()
+    assert capsys.readouterr().err.count("not reached: dead") == 16
+
+
+def test_ctrl_c_in_a_stop_still_lists_what_it_knows(monkeypatch, capsys):
+    launch = launcher.Launcher(launcher.read_options(["stop", "--tpu", "my-tpu"]))
+    launch.workers.count = 2
+    never = threading.Event()
+
+    def call(number: int, action: str, **arguments: object) -> dict:
+        if number:
+            never.wait(20)
+        return {"state": "idle"}
+
+    monkeypatch.setattr(launch.workers, "call", call)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch.stop_all("")
+    never.set()
+    err = capsys.readouterr().err
+    assert "worker 0: nothing ran" in err and "no answer yet from worker 1" in err
+
+
+@one_worker
+def test_another_users_run_has_its_whole_time_to_save(bed, here):
+    """Its record, where its time to save stands, cannot be read by others."""
+    bed.begin("--detach", args="saving=4")
+    record = bed.home(0) / "run/start.json"
+    record.rename(record.with_name("theirs"))
+    code, _, err = here("stop", "--grace", "0.1")
+    assert code == 0 and "stopped: a run of another user; what its trainer did is not known" in err, err
+    assert "--force kills it" in err and bed.saved(), "killed while it saved"
+
+
+@one_worker
+def test_force_kills_another_users_run(bed, here):
+    bed.begin("--detach", args="deaf=1")
+    record = bed.home(0) / "run/start.json"
+    record.rename(record.with_name("theirs"))
+    begun = time.monotonic()
+    assert here("stop", "--grace", "0.1", "--force")[0] == 0
+    assert time.monotonic() - begun < 15
+    bed.check_idle(5)
+
+
+# ---- the log ---------------------------------------------------------------------------------------------------------
+
+
+def make_log(folder: Path) -> keeper.Log:
+    worker.open_log(folder)
+    return keeper.Log(folder)
+
+
+def test_a_full_disk_costs_a_part_of_the_log_and_not_the_run(tmp_path, monkeypatch):
+    log = make_log(tmp_path / "one")
+    log.write(b"before\n")
+    real = os.write
+
+    def full(file: int, data: bytes) -> int:
+        if len(data) > 4:
+            return real(file, data[:4])  # the last that finds room
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper.os, "write", full)
+        log.write(b"lost\n")
+        log.write(b"lost, too\n")
+    assert log.recent.endswith(b"lost, too\n"), "what a failed worker shows of its end needs no disk"
+    log.write(b"after\n")
+    text = (tmp_path / "one/log").read_text()
+    assert text.startswith("before\n") and text.endswith("bytes are not here\nafter\n")
+
+
+def test_a_log_is_rotated_and_followed_through(tmp_path, monkeypatch, capfdbinary):
+    monkeypatch.setattr(keeper, "SEGMENT", 1000)
+    folder = tmp_path / "one"
+    log = make_log(folder)
+    lines = [f"line {number:04d}\n".encode() for number in range(1000)]
+    for line in lines:
+        log.write(line)
+    parts = sorted(folder.glob("log.[0-9]*"))
+    assert len(parts) == keeper.SEGMENTS and all(part.stat().st_size <= 1010 for part in parts)
+    assert os.readlink(folder / "log") == parts[-1].name
+    assert worker.open_log(folder) == worker.size_of(folder) == sum(map(len, lines))
+
+    def read(at: int) -> bytes:
+        for part in worker.parts_from(folder, at):
+            at = worker.stream(part, at)
+        assert at == worker.size_of(folder)
+        answers = [json.loads(line[9:]) for line in capfdbinary.readouterr().out.splitlines() if line]
+        return "".join(answer["data"] for answer in answers).encode()
+
+    middle = int(parts[1].suffix[1:]) - 55  # five and a half lines of the part before
+    assert read(middle) == b"".join(lines)[middle:]
+    text = read(0)
+    assert text.startswith(b"\n[xla-zoo] ") and b"were rotated away\n" in text and text.endswith(lines[-1])
+    at = worker.end_of(folder, 95, 0)
+    assert read(at) == b"".join(lines[-9:]), "whole lines"
+
+
+@one_worker
+def test_the_journal_which_others_may_read_has_the_keepers_own_lines_only(bed):
+    (bed.project / "message").write_text("a secret of the data set")
+    code, out, _ = bed.run("train", "--run", "one", args="fails=0 every=2")
+    assert code == 3 and "a secret of the data set" in out
+    journal = (bed.home(0) / "journal").read_text()
+    assert "worker 0 failed with exit code 3" in journal
+    assert "secret" not in journal and "step" not in journal
+
+
+# ---- the network -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server():
+    owner = keeper.Owner(2, 0, 60, "127.0.0.1", lambda *_: None)
+    server = keeper.Server(owner, "127.0.0.1", 0, "k" * 32)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def ask(server: keeper.Server, sent: bytes) -> bytes:
+    with socket.create_connection(server.server_address, timeout=5) as connection:
+        connection.sendall(sent)
+        try:
+            return connection.makefile("rb").readline()
+        except ConnectionResetError:
+            return b""
+
+
+REPORT = {"attempt": 0, "running": False, "code": None, "stopped": False, "tail": "", "incarnation": "a"}
+
+
+def test_a_keeper_reads_nothing_without_its_key_and_never_much(server):
+    message = json.dumps({"worker": 1, "report": REPORT}).encode() + b"\n"
+    assert json.loads(ask(server, b"k" * 32 + message))["do"] == "wait"
+    assert ask(server, b"x" * 32 + message) == b"" and list(server.owner.reports) == [1]
+    tracemalloc.start()
+    with socket.create_connection(server.server_address, timeout=5) as connection:
+        connection.sendall(b"k" * 32)
+        with pytest.raises(OSError):
+            for _ in range(1000):
+                connection.sendall(b"x" * (1 << 20))
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+
+
+def test_a_keeper_listens_where_the_workers_are_and_alone_it_does_not_listen(bed):
+    client = bed.begin()
+    start = json.loads((bed.home(0) / "run/start.json").read_text())
+    assert start["address"] == "127.0.0.1" and start["port"]
+    listening = Path("/proc/net/tcp").read_text()
+    port = f":{start['port']:04X} "
+    assert f"0100007F{port}" in listening and f"00000000{port}" not in listening
+    bed.interrupt(client)
+
+
+@one_worker
+def test_one_worker_has_no_listener(bed):
+    client = bed.begin()
+    (pid,) = bed.processes(0, KEEPER)
+    open_files = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    assert not [name for name in open_files if name.startswith("socket:")]
+    bed.interrupt(client)
+
+
+def test_the_port_can_be_chosen_and_one_that_is_taken_is_named(bed):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _, err = bed.run("train", "--run", "one", "--port", str(port))
+        assert code == 2 and f"port {port} of worker 0 (127.0.0.1) cannot be used" in err and "--port N" in err
+    code, _, err = bed.run("train", "--run", "two", "--port", str(port))
+    assert code == 0, err
+
+
+def test_workers_that_cannot_reach_each_other_say_so_soon(monkeypatch):
+    now, said = [0.0], []
+    monkeypatch.setattr(keeper.time, "monotonic", lambda: now[0])
+    owner = keeper.Owner(3, 0, 60, "10.0.0.2 port 4711", lambda text, *_: said.append(text))
+    for seconds in range(40):
+        now[0] = float(seconds)
+        owner.report(0, REPORT)
+    (hint,) = said
+    assert hint.startswith("worker 1, 2 has not reached worker 0 at 10.0.0.2 port 4711") and "firewall" in hint
+    assert keeper.HINT < 30
+
+
+# ---- the cloud -------------------------------------------------------------------------------------------------------
+
+
+def test_a_tpu_that_is_not_found_once_is_asked_for_again(bed, here, monkeypatch):
+    monkeypatch.setattr(workers, "LONGEST_PAUSE", 0.1)
+    bed.begin("--detach", args="steps=400")
+    bed.wrong(verb="describe", message=NOT_FOUND)  # the second of the three answers below
+    asked = []
+    describe = hosts.TpuVm.describe
+
+    def counted(host: hosts.TpuVm) -> hosts.Machine:
+        asked.append(1)
+        if len(asked) == 1:
+            return hosts.Machine(2, "my-tpu")
+        return describe(host)
+
+    monkeypatch.setattr(hosts.TpuVm, "describe", counted)
+    bed.wrong(match=" follow ", message="Connection closed by 34.0.0.1 port 22", times=4)
+    bed.set(attempts=1)
+    threading.Timer(3, (bed.shared / "one/finish").touch).start()
+    code, _, err = here("logs")
+    assert code == 0 and len(asked) > 2, err
+    # One that is really gone is believed.
+    bed.set(state="DELETED")
+    watched = workers.Workers(hosts.TpuVm("my-tpu", "us-east5-b"), 1)
+    with pytest.raises(workers.TpuGone, match="there is no TPU VM my-tpu"):
+        for _ in range(workers.CERTAIN):
+            watched.check()
+            watched.asked = 0
+
+
+@one_worker
+def test_a_login_that_ends_while_watching_does_not_end_the_run(bed):
+    client = bed.begin()
+    bed.wrong(times=0, match=" follow ", message="python3: command not found")  # any error that will not pass
+    bed.drop_connections(0)
+    code, _, err = bed.ended(client)
+    assert code == 2 and "one continues on the TPU; make logs TPU=my-tpu ZONE=us-east5-b watches it again" in err
+    assert not bed.idle()
+    bed.heal()
+    bed.stop()
+
+
+# ---- the client ------------------------------------------------------------------------------------------------------
+
+
+@one_worker
+def test_a_client_without_a_terminal_or_room_for_the_log_leaves_the_run_alone(bed):
+    client = bed.begin()
+    client.send_signal(signal.SIGHUP)
+    code, _, _ = bed.ended(client)
+    assert code == 129 and not bed.idle()
+    attached = bed.start("train", "--run", "one", args=FOREVER)
+    wait(lambda: "attached; Ctrl-C stops one on all workers (make logs TPU=my-tpu" in attached.err.read_text())
+    attached.send_signal(signal.SIGHUP)
+    command = [sys.executable, "-I", "-S", f"{ROOT}/tpu/launch/launcher.py", *bed.arguments("logs")]
+    environment = {"PATH": str(bed.bin), "HOME": str(bed.client_home)}
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            command, cwd=bed.project, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    assert "standard output takes nothing more: No space left on device; one continues" in result.stderr
+    assert not bed.idle()
+    bed.stop()
+
+
+def test_what_takes_long_is_said_every_few_seconds(monkeypatch, capsys):
+    monkeypatch.setattr(workers, "TELL", 0.1)
+    ready = threading.Event()
+    threading.Timer(0.5, ready.set).start()
+    workers.parallel(lambda number: number == 7 or ready.wait(5), range(8), "copying", 0, progress=lambda: ", 3 MB")
+    err = capsys.readouterr().err
+    assert "[launch] copying: workers 0, 1, 2, 3, 4 and 2 others, " in err and ", 3 MB" in err
+    threading.Timer(0.5, ready.clear).start()
+    workers.patient(lambda: time.sleep(0.4), "asking about my-tpu")
+    assert "[launch] asking about my-tpu, 0 s" in capsys.readouterr().err
+
+
+def test_input_is_sent_without_a_copy_for_each_worker(tmp_path):
+    data = bytes(32 << 20)
+    every = workers.Workers(hosts.TpuVm("my-tpu"), 1)
+    tracemalloc.start()
+    for number in range(3):
+        with open(os.devnull, "wb") as sink:
+            process = type("Process", (), {"stdin": sink})
+            every.feed(number, process, data)
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20 and every.sent == dict.fromkeys(range(3), len(data))
+    tracemalloc.stop()
+
+
+def test_commands_to_repeat_carry_the_flags_for_gcloud(bed, here):
+    flags = ("--gcloud-flag=--internal-ip", "--gcloud-flag=--ssh-flag=-oA=b")
+    code, _, err = here("logs", *flags[:1])
+    assert code == 2 and "make status TPU=my-tpu ZONE=us-east5-b LAUNCH_ARGS=--gcloud-flag=--internal-ip" in err
+    options = launcher.read_options(["logs", "--tpu", "my-tpu", *flags])
+    launch = launcher.Launcher(options)
+    assert "--gcloud-flag=--internal-ip --gcloud-flag=--ssh-flag=-oA=b" in launch.make("logs")
+    assert launch.host.fetch("runs/one").endswith("--worker=0 --internal-ip --scp-flag=-oA=b")
+
+
+# ---- what is sent --------------------------------------------------------------------------------------------------
+
+
+def test_two_tpus_with_one_home_have_their_own_trees():
+    one, other = hosts.TpuVm("my-tpu"), hosts.TpuVm("her-tpu")
+    plain = hosts.SshHosts("ssh:me@a,b", ["me@a", "b"])
+    folders = [one.folder(0), one.folder(1), other.folder(0), plain.folder(0), plain.folder(1)]
+    assert folders == ["my-tpu/worker-0", "my-tpu/worker-1", "her-tpu/worker-0", "ssh-me_a/worker-0", "ssh-b/worker-1"]
+
+
+def test_files_that_look_like_secrets_stay_here_and_are_named(bed, here):
+    project = bed.project
+    account = json.dumps({"type": "service_account", "private_key": "x"})
+    secrets = {".env": "TOKEN=x", "deep/.env.local": "y", "deep/key.pem": "z", "gcp.json": account}
+    others = {"config.json": '{"type": "linear"}', "list.json": "[1]", "broken.json": "{", "environment.env.py": ""}
+    for name, text in {**secrets, **others}.items():
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text(text)
+    bundle = request.make_bundle(project)
+    assert sorted(bundle.left_out) == sorted(secrets)
+    with tarfile.open(fileobj=io.BytesIO(bundle.content)) as archive:
+        assert not set(archive.getnames()) & set(secrets) and set(others) <= set(archive.getnames())
+    (project / "data").symlink_to("/mnt/data")
+    (project / "up").symlink_to("../elsewhere")
+    (project / "deep/fine").symlink_to("../train.py")
+    code, _, err = here("train", "--run", "one")
+    assert code == 0 and "left out, since they look like secrets: .env, deep/.env.local, deep/key.pem, gcp.json" in err
+    assert "links out of the working tree, which are sent as they are: data -> /mnt/data, up -> ../elsewhere" in err
+
+
+def test_names_are_the_same_whatever_the_locale_of_the_client(bed):
+    name = "größe 木.py"
+    (bed.project / name).write_text("x = 1")
+    code = (
+        "import sys; from pathlib import Path; from tpu.launch import request;"
+        " sys.stdout.buffer.write(request.make_bundle(Path(sys.argv[1])).content)"
+    )
+    ascii_only = {"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code, str(bed.project)]
+    result = subprocess.run(command, cwd=ROOT, env=ascii_only, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    with tarfile.open(fileobj=io.BytesIO(result.stdout)) as archive:
+        assert name in archive.getnames()
+    worker.unpack(result.stdout, bed.folder / "tree", bed.folder / "manifest.json")
+    assert (bed.folder / "tree" / name).read_text() == "x = 1"
+
+
+@pytest.mark.parametrize(
+    "name, secret",
+    [
+        ("TOKENIZERS_PARALLELISM", False),
+        ("KEYBOARD", False),
+        ("PWD", False),
+        ("MONKEY_PATCH", False),
+        ("hf_token", True),
+        ("api_key", True),
+        ("PGPASSWD", True),
+        ("DB_PWD", True),
+        ("GOOGLE_APPLICATION_CREDENTIALS", True),
+        ("MySecret", False),
+        ("my_SECRET_x", True),
+        ("DBPASSWORD", True),
+    ],
+)
+def test_a_secret_is_known_by_the_parts_of_its_name(name, secret):
+    if not secret:
+        assert request.read_environment(f"{name}=x", [])[name] == "x"
+        return
+    with pytest.raises(InputError, match=f"{name} in ENV would stand in this machine's list of processes"):
+        request.read_environment(f"{name}=x", [])
