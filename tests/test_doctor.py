@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -247,7 +248,7 @@ def test_disk_is_added_up_for_folders_that_share_one(here, monkeypatch, tmp_path
 GCLOUD = """
 case "$*" in
 "config list "*) echo '{{"core": {{{core}}}, "compute": {{{zone}}}}}';;
-"compute tpus tpu-vm describe my-tpu "*) echo '{{"state": "{state}", "networkEndpoints": [{{}}]}}';;
+"compute tpus tpu-vm describe my-tpu "*) echo '{{"state": "{state}", "networkEndpoints": [{ends}]}}';;
 *) echo "unexpected: $*" >&2; exit 2;;
 esac
 """
@@ -275,7 +276,7 @@ def test_another_host_is_searched_for_a_python_with_its_library(here):
 def test_gcloud_the_state_of_a_tpu_vm_and_plain_hosts(here):
     def check(tpu: str, place: tuple[str, str] = ("", ""), **values: str) -> list[str]:
         core = '"account": "me@x.org", "project": "mine"'
-        usual = {"core": core, "zone": '"zone": "us-east5-b"', "state": "READY"}
+        usual = {"core": core, "zone": '"zone": "us-east5-b"', "state": "READY", "ends": "{}"}
         here.command("gcloud", GCLOUD.format(**usual | values))
         return list(doctor.check_tpu(tpu, *place))
 
@@ -283,7 +284,9 @@ def test_gcloud_the_state_of_a_tpu_vm_and_plain_hosts(here):
         assert_line(next(doctor.check_tpu(tpu, "", "")), state, "gcloud: TPU=name needs it: gcloud: No such file")
     there = "ok    gcloud: account me@x.org, project mine, zone us-east5-b"
     assert check("") == [there]
-    assert check("my-tpu") == [there, "ok    TPU VM: my-tpu: TYPE, READY, 1 worker"]
+    *found, inside = check("my-tpu")
+    assert found == [there, "ok    TPU VM: my-tpu: TYPE, READY, 1 worker"]
+    assert_line(inside, "fix", "worker 0: no external address", "--gcloud-flag=--internal-ip")
     lost = check("my-tpu", state="PREEMPTED")[1]
     assert_line(lost, "fix", "TPU VM: my-tpu: TYPE, PREEMPTED", "recreate it: gcloud compute tpus tpu-vm delete")
     (line,) = check("my-tpu", core="", zone="")  # and the TPU VM is not asked for, for the same reason
@@ -294,7 +297,7 @@ def test_gcloud_the_state_of_a_tpu_vm_and_plain_hosts(here):
     here.command("gcloud", "echo 'ERROR: no python' >&2; exit 1")
     assert_line(next(doctor.check_tpu("my-tpu", "", "")), "fix", "gcloud: TPU=name needs it: ERROR: no python")
     lines = check("my-tpu", state="'; echo 'ERROR: There was a problem connecting' >&2; exit 1; : '")
-    assert_line(lines[1], "fix", "TPU VM: TPU=my-tpu: Google's API cannot be reached")
+    assert_line(lines[1], "fix", "TPU VM: TPU=my-tpu: ERROR: There was a problem connecting")
     # Plain hosts are logged in to.
     here.command("ssh", SSH)
     first, python, second, third = doctor.check_tpu("ssh:a,b,c", "", "")
@@ -305,6 +308,26 @@ def test_gcloud_the_state_of_a_tpu_vm_and_plain_hosts(here):
     assert_line(python, "fix", f"worker 0: a: {LACKS.removeprefix('error: ')}: CPython 3.11, 3.12")
     assert_line(second, "fix", "worker 1: ", "does not accept your ssh key")
     assert_line(third, "fix", "worker 2: c: ssh: connect to host c port 22: Connection refused")
+
+
+def test_a_blocked_port_22_is_found(monkeypatch):
+    """A server that is there, one that is not, and a firewall, which drops packets without a word."""
+
+    def connect(place: tuple[str, int], timeout: float) -> socket.socket:
+        if place[0] == "34.0.0.2":
+            raise TimeoutError("timed out")
+        return real((place[0], open_port if place[0] == "127.0.0.1" else 1), timeout)
+
+    real = socket.create_connection
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        open_port = server.getsockname()[1]
+        monkeypatch.setattr(doctor.socket, "create_connection", connect)
+        first, second, third = doctor.check_ssh_port(("127.0.0.1", "127.0.0.3", "34.0.0.2"))
+    assert first == "ok    worker 0: 127.0.0.1 port 22 is open"
+    assert_line(second, "fix", "worker 1: 127.0.0.3 port 22: Connection refused")
+    assert_line(third, "fix", "worker 2: 34.0.0.2 port 22: no answer", "must allow tcp:22", "--tunnel-through-iap")
 
 
 def picture(path: Path, size: int = 20) -> None:

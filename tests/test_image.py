@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from launch_bed import wait
 
 from tpu.launch.keeper import STOPPED
 from train.common.watch.stall import EXIT_CODE as HUNG
@@ -79,18 +80,24 @@ def test_the_layer_of_the_dependencies_has_what_make_install_needs_and_the_libtp
 
 
 def test_the_entry_ends_as_the_trainer_does(tmp_path):
-    """137: killed, while a process that it has started holds its standard error open. 143: by SIGTERM, saved."""
+    """137: killed, while a process that it has started, in a session of its own, holds its standard error open. 143: by
+    SIGTERM, saved."""
     (tmp_path / "saves.py").write_text(SAVES)
-    ends = {137: "sleep 60 & kill -9 $$$$", STOPPED: f"{sys.executable} saves.py"}
+    program = f"sh {ROOT}/tpu/exit_code.sh "
+    ends = {137: "sh -c 'setsid sleep 60 & kill -9 $$$$'", STOPPED: f"{sys.executable} saves.py"}
     command, environment = [sys.executable, "-m", "tpu.entry", "MODEL=a b"], BARE | {"PYTHONPATH": str(ROOT)}
     for code in (0, INPUT, HUNG, 137, STOPPED):
-        (tmp_path / "Makefile").write_text(f"train:\n\t@echo $(MODEL) >&2; {ends.get(code, f'exit {code}')}\n")
-        with subprocess.Popen(command, cwd=tmp_path, stdout=-1, stderr=-1, text=True, env=environment) as entry:
-            if code == STOPPED:
-                assert entry.stdout.readline() == "step\n"
-                entry.terminate()
-            out, err = entry.communicate(timeout=30)
-        assert entry.returncode == code and err.startswith("a b\n") and out == "saved\n" * (code == STOPPED)
+        end = ends.get(code, f"sh -c 'exit {code}'")
+        (tmp_path / "Makefile").write_text(f"train:\n\t@echo $(MODEL) >&2; {program}{end}\n")
+        out, err = tmp_path / "out", tmp_path / "err"
+        with out.open("w") as stdout, err.open("w") as stderr:
+            streams = {"stdout": stdout, "stderr": stderr}
+            entry = subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
+        if code == STOPPED:
+            wait(lambda: out.read_text() == "step\n")  # noqa: B023 - it is called at once
+            entry.terminate()
+        assert entry.wait(timeout=30) == code
+        assert err.read_text().startswith("a b\n") and ("saved\n" in out.read_text()) == (code == STOPPED)
     early = "import os, subprocess as s; from tpu import entry; start = s.Popen; "  # SIGTERM as make starts
     early += "s.Popen = lambda *a, **k: (start(*a, **k), os.kill(os.getpid(), 15))[0]; raise SystemExit(entry.main())"
     command = [sys.executable, "-c", early]

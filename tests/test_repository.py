@@ -150,10 +150,10 @@ def test_make_train_with_a_tpu_hands_what_it_was_given_to_the_launcher(monkeypat
     def command(*given: str) -> str:
         return " ".join(make("-n", "train", "MODEL=bert", *given).stdout.replace("\\\n", " ").split())
 
-    given = ["TASK=mrpc", "DATA=/a b", "TPU=my-tpu", "ZONE=z", "RUN=first", "ENV=A=b", "RETRIES=2", "CREATE=v6e-8"]
-    whole = command(*given, "SPOT=1")
+    given = ["TASK=mrpc", "DATA=/a b", "TPU=my-tpu", "ZONE=z", "RUN=first", "ENV=A=b", "RETRIES=2"]
+    whole = command(*given, "LAUNCH_ARGS=--port 1")
     assert 'tpu.launch train --tpu "$TPU" --zone "$ZONE" --run "$RUN" --env-from ENV --retries "$RETRIES"' in whole
-    assert whole.endswith('--create "$CREATE" --spot -- "MODEL=$MODEL" "TASK=$TASK" "DATA=$DATA" "PYTHON=$PYTHON"')
+    assert whole.endswith('--retries "$RETRIES" --port 1 -- "MODEL=$MODEL" "TASK=$TASK" "DATA=$DATA" "PYTHON=$PYTHON"')
     assert "train.resnet50 tiny" in make("-n", "train", "MODEL=resnet50", "TPU=local").stdout
     result = make("logs")
     assert result.returncode == 2 and "TPU is missing" in result.stderr
@@ -166,7 +166,7 @@ def test_make_train_with_a_tpu_hands_what_it_was_given_to_the_launcher(monkeypat
     sky = command("ENGINE=sky", "BUCKET=gs://b", "RUN=first", "PRESET=tiny", "DATA=/a b")
     assert sky.endswith('--env "MODEL=$MODEL" --env "PRESET=$PRESET" --env "DATA=$DATA"')
     assert "needs BUCKET=" in make("train", "MODEL=bert", "ENGINE=sky").stderr
-    assert "takes MODEL TASK PRESET" in make("train", "MODEL=bert", "ENGINE=sky", "CREATE=v6e-8").stderr
+    assert "takes MODEL TASK PRESET" in make("train", "MODEL=bert", "ENGINE=sky", "RETRIES=2").stderr
 
 
 # Of the Makefile's variables those that a user gives: its own help names them, PYTHON aside.

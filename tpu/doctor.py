@@ -27,6 +27,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,8 @@ LIBPYTHON = Path(__file__).with_name("libpython.py").resolve()
 REQUIREMENTS = [Path(f"requirements{kind}.txt") for kind in ("", "-torchrec", "-tpu")]
 SECONDS, DEVICE_SECONDS = 60, 180  # per command, on a cold disk; for torch_xla to open the devices
 DATA_SECONDS = 300  # to list a million images
+SSH_PORT, SSH_SECONDS = 22, 5
+TUNNEL = "LAUNCH_ARGS=--gcloud-flag=--tunnel-through-iap"
 # Memory of a run: the process that trains (1.1 GB in ResNet-50's trial), and each loader process: itself (0.2 GB there)
 # and the three batches that it keeps in /dev/shm (ResNet-50's recipe on one host: 1024 x 224 x 224 x 3 bytes each).
 MAIN_GB, LOADER_GB, SHARED_GB, GB = 2.0, 0.25, 0.5, 1e9
@@ -259,8 +262,29 @@ def check_tpu(tpu: str, zone: str, project: str) -> Iterator[str]:
         if host and good:
             machine = host.describe()
             yield line(not machine.problem, f"TPU VM: {machine.line}", machine.problem)
+            if machine.state in ("ready", "sick"):
+                yield from check_ssh_port(machine.addresses)
     except (InputError, hosts.Transient) as error:
         yield line(False, "TPU VM", str(error))
+
+
+def check_ssh_port(addresses: tuple[str, ...]) -> Iterator[str]:
+    """Checks that each worker of a TPU VM can be reached by ssh from here: a firewall drops packets without a word."""
+    for worker, address in enumerate(addresses):
+        if not address:
+            text = f"worker {worker}: no external address"
+            yield line(
+                False, text, f"from inside of its network LAUNCH_ARGS=--gcloud-flag=--internal-ip, else {TUNNEL}"
+            )
+            continue
+        try:
+            socket.create_connection((address, SSH_PORT), timeout=SSH_SECONDS).close()
+        except OSError as error:
+            reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
+            text = f"worker {worker}: {address} port {SSH_PORT}: {reason}"
+            yield line(False, text, f"a firewall rule of the TPU's network must allow tcp:{SSH_PORT}; or {TUNNEL}")
+        else:
+            yield line(True, f"worker {worker}: {address} port {SSH_PORT} is open", "")
 
 
 def check_data(data: str, remote: bool, script: str = "", task: str = "") -> str:

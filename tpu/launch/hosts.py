@@ -37,13 +37,15 @@ class Machine:
     """The state of a TPU: its workers, one line about it, and, if it cannot train now, why and what to do.
 
     state: "ready"; "later": it will be; "sick": never again, but its workers can be reached; "gone": preempted or
-    stopped; "absent": there is none of this name.
+    stopped; "absent": there is none of this name. addresses: at which the workers are reached from outside; "": one
+    has no such address.
     """
 
     workers: int
     line: str
     problem: str = ""
     state: str = "ready"
+    addresses: tuple[str, ...] = ()
 
 
 @dataclass
@@ -135,7 +137,9 @@ class TpuVm:
         kind = node.get("acceleratorType", "TYPE")
         # A worker with several networks has an endpoint in each.
         networks = max(1, len(node.get("networkConfigs", [])))
-        workers = len(node.get("networkEndpoints", [])) // networks
+        ends = node.get("networkEndpoints", [])
+        workers = len(ends) // networks
+        addresses = tuple(end.get("accessConfig", {}).get("externalIp", "") for end in ends[::networks])
         said = ", ".join(word for word in (state, health) if word)
         line = f"{self.name}: {kind}, {said}, {workers} worker{'s' * (workers != 1)}"
 
@@ -166,8 +170,8 @@ class TpuVm:
         elif not workers:
             now, problem = "later", f"without a network endpoint: {wait}"
         else:
-            return Machine(workers, line)
-        return Machine(workers, line, f"{self.name} is {problem}", now)
+            return Machine(workers, line, addresses=addresses)
+        return Machine(workers, line, f"{self.name} is {problem}", now, addresses)
 
 
 @dataclass
