@@ -99,7 +99,7 @@ def test_a_copy_trains_in_an_empty_folder(what, tmp_path):
     assert any((tmp_path / "mine/runs/trial/export").iterdir())
 
 
-@pytest.mark.parametrize(("device", "other"), [("cpu", "xla"), ("xla", "cpu")])
+@pytest.mark.parametrize(("device", "other"), [("cpu", "xla"), pytest.param("xla", "cpu", marks=pytest.mark.slow)])
 def test_a_copy_for_one_kind_of_device_leaves_out_the_other_and_trains(tmp_path, device, other):
     copied("dlrm", tmp_path, device=device, extras=("watch",))
     assert ("torch_xla==" in (tmp_path / "requirements.txt").read_text()) == (device == "xla")

@@ -30,6 +30,7 @@ def test_the_cross_network_learns(tmp_path):
     assert dlrm.main(replace(config, runs=str(tmp_path)))["auc"] > 0.77
 
 
+@pytest.mark.slow
 def test_terminated_with_its_workers_it_goes_from_eight_devices_to_four_and_back(run_of, tmp_path, capsys, monkeypatch):
     """With plan exchange, beside a run on four devices with plan auto. With SGD: Adam makes rounding grow."""
     smooth_units(monkeypatch.setattr)

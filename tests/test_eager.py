@@ -41,7 +41,7 @@ def test_without_torch_xla_a_trial_learns(name, tmp_path):
 
 
 # Two stand for all: one with tables, one without; the others in `make test-all`.
-MARKED = [name if name in ("dlrm", "glue") else pytest.param(name, marks=pytest.mark.slow) for name in TRIALS]
+MARKED = [name if name == "dlrm" else pytest.param(name, marks=pytest.mark.slow) for name in TRIALS]
 
 
 @pytest.mark.parametrize("name", MARKED)

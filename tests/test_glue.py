@@ -30,7 +30,10 @@ LEARNS = TRIALS["glue"].learns
 
 
 # DistilBERT learns a regression, below.
-@pytest.mark.parametrize(("model", "task", "metric"), [("roberta", "sst2", "accuracy"), ("xlnet", "cola", "mcc")])
+@pytest.mark.parametrize(
+    ("model", "task", "metric"),
+    [("roberta", "sst2", "accuracy"), pytest.param("xlnet", "cola", "mcc", marks=pytest.mark.slow)],
+)
 def test_the_other_models_learn(model, task, metric, tmp_path):
     config = replace(LEARNS, model=model, task=task, lengths=(32,), epochs=0.75, eval_every=10_000, runs=str(tmp_path))
     assert glue.main(config)[metric] > 0.8

@@ -44,7 +44,12 @@ def files(folder: Path) -> list[str]:
     return sorted({re.sub(r"(step_|tfevents)[\w.-]*", r"\1*", name) for name in names})
 
 
-@pytest.mark.parametrize("name", TRIALS)
+# What takes half a minute of a core is slow.
+SLOW = ("transformer", "resnet50")
+MARKED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in TRIALS]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_flags_checkpoints_and_run_folders_stay(name, run_of):
     folder, trial = Path(run_of(name, "short")[0]), TRIALS[name]
     checkpoint = tensors(folder / "checkpoints" / f"step_{trial.checkpoints[-1]:08d}")

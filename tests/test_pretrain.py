@@ -39,6 +39,7 @@ def guess(config) -> float:
     return batch["labels"][batch["weights"] > 0].bincount().max().item() / batch["weights"].sum().item()
 
 
+@pytest.mark.slow
 def test_fairseqs_roberta_learns_what_its_twin_does(fairseq, tmp_path):
     path, metrics, config = fairseq
     assert losses(path)[0] > 5.5
@@ -73,6 +74,7 @@ def test_a_student_learns_of_the_teacher_that_another_run_exported(trained, tmp_
     assert type(model).__name__ == "DistilBertForMaskedLM" and model.config.n_layers == 1
 
 
+@pytest.mark.slow
 def test_the_next_sentence_whole_words_lamb_and_parts_of_a_batch_together(tmp_path):
     config = replace(SHORT, next_sentence=True, whole_words=True, optimizer="lamb", update_every=2, lr=0.02, steps=12)
     metrics = pretrain.main(replace(config, precision="bfloat16", runs=str(tmp_path), name="run"))

@@ -300,6 +300,7 @@ def collectives(module: hlo.Module) -> Counter:
     return counts
 
 
+@pytest.mark.slow
 def test_norm_per_device_needs_no_collective_in_the_forward_and_backward_pass(tmp_path):
     flags = environment(XLA_FLAGS=DUMP.format(tmp_path))
     subprocess.run([sys.executable, "-c", COMPILED], env=flags, check=True)

@@ -83,7 +83,13 @@ def test_without_a_learning_rate_it_does_not_learn(name, tmp_path):
     assert not any(within(metrics, {name: trial.learned[name]}) for name in trial.untrained)
 
 
-@every_script
+# What trains on several devices in a process of its own takes half a minute of a core.
+QUICK = ("dlrm", "glue")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TRIALS]
+)
 def test_one_device_gives_the_losses_of_four_within_its_graphs(name, run_of, tmp_path):
     trial = TRIALS[name]
     path, metrics, config = run_of(name, "alike" if trial.alike else "short")
