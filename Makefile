@@ -8,7 +8,8 @@ ifneq ($(findstring e,$(filter-out --%,$(firstword -$(MAKEFLAGS)))),)
 $(error make -e lets variables of the shell choose what is made and removed; leave out -e)
 endif
 IGNORED := $(strip $(foreach name,$(ARGUMENTS),$(if $(findstring environment,$(origin $(name))),$(name))))
-$(foreach name,$(IGNORED),$(eval undefine $(name))$(eval unexport $(name)))
+# Emptied rather than undefined, which the make of a Mac, 3.81, cannot do.
+$(foreach name,$(IGNORED),$(eval $(name) :=)$(eval unexport $(name)))
 ifneq ($(and $(IGNORED),$(filter 0,$(MAKELEVEL))),)
 $(shell echo 'note: not taken from the environment: $(IGNORED); give them after make, as make train MODEL=bert' >&2)
 endif

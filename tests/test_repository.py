@@ -169,6 +169,17 @@ def test_make_train_with_a_tpu_hands_what_it_was_given_to_the_launcher(monkeypat
     assert "takes MODEL TASK PRESET" in make("train", "MODEL=bert", "ENGINE=sky", "RETRIES=2").stderr
 
 
+def test_the_makefile_is_one_for_the_make_of_a_mac():
+    """GNU make 3.81, from which runs are started on a TPU: at what came later it stops with "missing separator".
+    Reading a file by $(file …), which it takes for an empty variable, matters where something is installed, on Linux.
+    """
+    text = (ROOT / "Makefile").read_text()
+    code = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    newer = r"\bundefine\b|^\s*private\b|\.ONESHELL|\.SHELLFLAGS|\.RECIPEPREFIX|^\w+\s*(?:!=|::=)"
+    newer += r"|\$\(file >|\$\(let |\$\(intcmp "
+    assert re.findall(newer, code, re.MULTILINE) == []
+
+
 # Of the Makefile's variables those that a user gives: its own help names them, PYTHON aside.
 ARGUMENTS = ("VENV", "DATA", "PRESET", "MODEL", "TASK", "DEVICE", "OUT", "NAME", "TPU", "RUNS", "ARGS", "TO", "WITH")
 
