@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from launch_bed import ROOT, TRAINER, Bed, processes, wait, write_programs
+from launch_bed import ROOT, SHELL, TRAINER, Bed, processes, wait, write_programs
 
 PACKAGES = "systemd,systemd-sysv,dbus,sudo,python3,openssh-server,make,procps"
 CUSTOMIZE = r"""set -e
@@ -171,7 +171,11 @@ class Pod(Bed):
 
     def trainers(self) -> list[int]:
         """The number of trainers on each worker."""
-        return [len(self.processes(worker, TRAINER)) for worker in range(self.tpu["workers"])]
+        found = []
+        for worker in range(self.tpu["workers"]):
+            shells = self.processes(worker, SHELL)
+            found.append(len(self.processes(worker, TRAINER)) - len(shells))
+        return found
 
     def idle(self) -> bool:
         """Whether neither a trainer nor anything of a unit is left."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pods
 import pytest
-from launch_bed import FOREVER, KEEPER, TRAINER
+from launch_bed import FOREVER, KEEPER, SHELL, TRAINER
 from test_launch import (  # noqa: F401 - what is run here, too
     test_detach_logs_status_stop,
     test_launchers_at_once_and_killed_while_they_start_are_one_run,
@@ -207,6 +207,7 @@ EVENTS = {
     "kill the client": lambda now: now.bed.clients[-1].kill(),  # its gcloud and ssh live on
     "interrupt the client": Sequence.interrupt,
     "kill a trainer": lambda now: now.bed.kill(now.any(), TRAINER),
+    "kill a shell": lambda now: now.bed.kill(now.any(), SHELL),
     "kill a keeper": lambda now: now.bed.kill(now.any(), KEEPER),
     "drop connections": lambda now: now.bed.drop_connections(now.any()),
     "reboot": lambda now: now.bed.ssh(now.any(), "sudo systemctl reboot", "-oConnectTimeout=1"),
