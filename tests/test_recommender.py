@@ -46,6 +46,7 @@ def test_it_finds_more_than_popularity_if_it_learns(lr, epochs, capsys):
     assert re.search(r"loss \d+\.\d{4} recall@10 0\.\d{4} popularity@10 0\.1315", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_eight_devices_and_another_plan_give_the_same_numbers(capsys):
     recommender.main(recommender.Config("synthetic", epochs=1))
     command = [sys.executable, "-m", "examples.recommender", "tiny", "--epochs", "1", "--plan", "exchange"]

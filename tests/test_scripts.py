@@ -33,6 +33,12 @@ from errors import InputError
 from train import glue
 
 every_script = pytest.mark.parametrize("name", TRIALS)
+# Where a test trains anew, which takes up to half a minute of a core, two scripts show what holds for all; the others'
+# are slow.
+QUICK = ("dlrm", "glue")
+quick_scripts = pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TRIALS]
+)
 
 
 def crash_in_evaluation(script: ModuleType, config: Any) -> None:
@@ -83,13 +89,7 @@ def test_without_a_learning_rate_it_does_not_learn(name, tmp_path):
     assert not any(within(metrics, {name: trial.learned[name]}) for name in trial.untrained)
 
 
-# What trains on several devices in a process of its own takes half a minute of a core.
-QUICK = ("dlrm", "glue")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TRIALS]
-)
+@quick_scripts
 def test_one_device_gives_the_losses_of_four_within_its_graphs(name, run_of, tmp_path):
     trial = TRIALS[name]
     path, metrics, config = run_of(name, "alike" if trial.alike else "short")
@@ -181,7 +181,7 @@ FINITE = "loss is (nan|inf) at step .*the training diverged.*lower --lr"
 SAVED = r"is not finite at step \d+: .*nothing is saved; .*lower --lr"
 
 
-@every_script
+@quick_scripts
 @pytest.mark.parametrize(
     ("changes", "pattern"), [({}, FINITE), ({"log_every": 10**6, "save_every": 1}, SAVED)], ids=["loss", "weights"]
 )
