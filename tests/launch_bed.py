@@ -164,7 +164,11 @@ class Bed:
         """Starts the run `one`, for ever. Returns its client when all workers have done some steps."""
         goal = max(self.steps("at-worker")) + 3
         client = self.start("train", "--run", "one", *flags, args=f"{FOREVER} {args}", **options)
-        wait(lambda: client.poll() or min(self.steps("at-worker")) > goal, 60)
+        try:
+            wait(lambda: client.poll() or min(self.steps("at-worker")) > goal, 60)
+        except AssertionError:
+            logs = [self.log(worker)[-2000:] for worker in range(self.tpu["workers"])]
+            raise AssertionError([f"steps {self.steps('at-worker')}", client.err.read_text(), *logs]) from None
         assert not client.poll(), client.err.read_text()
         return client
 
