@@ -118,6 +118,11 @@ PARTS = {"optimizer": "lamb", "update_every": 2, "next_sentence": True}
 IMAGES = {"script": resnet50, "batch_size": 32, "norm_groups": 4}
 
 
+def slow(*values: object):
+    """Returns a case that takes a quarter of a minute of a core and more, and has a sibling that takes less."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("layout", "changes", "weight", "moment"),
     [  # the parts of the [128, 32] of a feed-forward layer's first product, and of its moments
@@ -125,10 +130,10 @@ IMAGES = {"script": resnet50, "batch_size": 32, "norm_groups": 4}
         (FULL, PARTS, [32, 32], [32, 32]),
         (COPIES, {"model": "roberta"}, [64, 32], [64, 32]),
         (ALL, PARTS, [64, 16], [64, 16]),
-        (replace(ALL, shard_state="optimizer"), {"model": "xlnet"}, [64, 32], [64, 16]),
-        (Layout("data=1,model=4"), {"model": "distilbert", "size": "mini"}, [32, 32], [32, 32]),
+        slow(replace(ALL, shard_state="optimizer"), {"model": "xlnet"}, [64, 32], [64, 16]),
+        slow(Layout("data=1,model=4"), {"model": "distilbert", "size": "mini"}, [32, 32], [32, 32]),
         # of a convolution
-        (Layout(shard_state="optimizer"), IMAGES, [128, 128, 3, 3], [32, 128, 3, 3]),
+        slow(Layout(shard_state="optimizer"), IMAGES, [128, 128, 3, 3], [32, 128, 3, 3]),
     ],
     ids=["model", "full", "copies", "all", "xlnet", "distilbert", "resnet50"],
 )
@@ -257,7 +262,7 @@ def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(cut, tmp_pa
     assert records(tmp_path / "run") == records(cut[0]) and equal(exported(tmp_path / "run"), exported(cut[0]))
 
 
-@pytest.mark.parametrize(("devices", "layout"), [(8, OF_1_3B), (2, Layout("data = 1, model= 2"))])
+@pytest.mark.parametrize(("devices", "layout"), [slow(8, OF_1_3B), (2, Layout("data = 1, model= 2"))])
 def test_a_checkpoint_and_an_export_do_not_know_the_layout(devices, layout, cut, tmp_path):
     config = begun_again(cut, tmp_path, layout)
     command = [sys.executable, "-c", SMALL, "tiny", *flags(config, pretrain.TINY)]
@@ -268,6 +273,7 @@ def test_a_checkpoint_and_an_export_do_not_know_the_layout(devices, layout, cut,
     torch.testing.assert_close(exported(tmp_path / "run"), exported(cut[0]), **CLOSE)
 
 
+@pytest.mark.slow
 def test_recomputation_in_bfloat16_changes_no_bit_where_every_rounding_is_done(tmp_path):
     """XLA leaves out roundings inside of its fusions, and the two programs have other ones."""
     config = replace(pretrain.TINY, precision="bfloat16", steps=6, warmup_steps=2, log_every=1, runs=str(tmp_path))
@@ -291,7 +297,7 @@ TRANSLATED |= {"updates": 4, "warmup_updates": 2, "eval_every": 4, "save_every":
     ("script", "changes", "name", "layouts"),
     [
         (glue, FINE_TUNED, "roberta.encoder.layer.0.intermediate.dense.weight", (Layout(), ALL)),
-        (transformer, TRANSLATED, "decoder.layers.0.fc1.weight", (ALL, Layout())),
+        slow(transformer, TRANSLATED, "decoder.layers.0.fc1.weight", (ALL, Layout())),
     ],
     ids=["glue", "transformer"],
 )
