@@ -188,7 +188,7 @@ def test_parquet_files_of_any_of_the_names_are_read(tmp_path, cache, form):
 @pytest.mark.parametrize("form", ["parquet", "parquet in folders", "disk"])
 @pytest.mark.parametrize("folder", ["sst2", "SST-2"])
 def test_tables_of_another_task_with_the_same_columns_are_refused(tmp_path, cache, form, folder):
-    rows = table("sst2").cast_column("label", datasets.Value("int64"))  # whose names of labels would tell it from CoLA's
+    rows = table("sst2").cast_column("label", datasets.Value("int64"))  # else its names tell it from CoLA's
     data = tmp_path / folder
     if form == "disk":
         datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(data)
