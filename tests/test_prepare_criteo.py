@@ -125,7 +125,9 @@ def test_the_last_seventh_is_for_evaluation_and_its_values_are_not_counted(tmp_p
     assert evaluation["ids"][:, 0].tolist() == [1] * 4 and evaluation["label"].tolist() == [1] * 4
 
 
-@pytest.mark.parametrize("name", ["val.txt", "Validation.txt.gz", "dev.txt", "eval.txt", "my_valid_rows.txt"])
+@pytest.mark.parametrize(
+    "name", ["val.txt", "Validation.txt.gz", "dev.txt", "eval.txt", "my_valid_rows.txt", "Val.TXT"]
+)
 def test_a_file_for_validation_is_evaluated_on_and_all_of_train_is_trained_on(tmp_path, capsys, name):
     write(tmp_path / "train.txt", random_rows(20))
     write(tmp_path / name, random_rows(9, 1))
