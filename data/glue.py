@@ -175,21 +175,27 @@ def _choose(names: Sequence[str], task: Task, split: str, where: str) -> tuple[s
 
 def _tsv_file(folder: Path, task: Task, split: str) -> tuple[Path, list[str]]:
     """Returns the file of a split, and the names of the folder's files that are of no split."""
-    plain = {_plain(one.folder): one.name for one in TASKS.values()}
     inner = [path for path in sorted(folder.iterdir()) if path.is_dir() and _plain(path.name) == _plain(task.folder)]
     name = f"{split.replace('validation', 'dev')}.tsv"
     for candidate in (*inner, folder):
         stems = [path.stem for path in candidate.glob("[!.]*.tsv") if path.is_file()]
+        if stems:
+            _refuse_another_tasks(candidate, task)
         stem, left_out = _choose(stems, task, split, str(candidate))
         if stem:
-            other = plain.get(_plain(candidate.resolve().name), task.name)
-            if other != task.name:
-                raise InputError(f"{candidate} is the folder of {other}, and the task is {task.name}; give one of both")
             return candidate / f"{stem}.tsv", [f"{one}.tsv" for one in left_out]
     first = (*inner, folder)[0]
     found = ", ".join(sorted(path.name for path in first.iterdir())[:10]) or "nothing"
     what = f"{first} has no {name} and no parquet files of the split {split}, found {found}"
     raise InputError(f"{what}; expected GLUE's {task.folder}/{name}")
+
+
+def _refuse_another_tasks(folder: Path, task: Task) -> None:
+    """Raises InputError for a folder with the name of another task: the columns of CoLA and SST-2 are the same."""
+    tasks = {_plain(one.folder): one.name for one in TASKS.values()}
+    other = tasks.get(_plain(folder.resolve().name), task.name)
+    if other != task.name:
+        raise InputError(f"{folder} is the folder of {other}, and the task is {task.name}; give one of both")
 
 
 def _plain(name: str) -> str:
@@ -314,6 +320,8 @@ def _tables(folder: Path, task: Task, split: str) -> tuple["datasets.Dataset", s
         if (candidate / "state.json").exists():
             raise InputError(f"{candidate} is a single split written by save_to_disk; expected a DatasetDict")
         saved = (candidate / "dataset_dict.json").exists()
+        if saved:
+            _refuse_another_tasks(candidate, task)
         parts, left_out = ([], []) if saved else _parts(candidate, task, split)
         if not saved and not parts:
             continue
@@ -339,6 +347,8 @@ def _parts(folder: Path, task: Task, split: str) -> tuple[list[Path], list[str]]
             for path in sorted(folder.glob(pattern)):
                 name = path.parent.name if "*/" in pattern else _without_number(path)
                 named.setdefault(name, []).append(path)
+            if any(splits.says_split(Path(name)) for name in named):
+                _refuse_another_tasks(folder, task)
             chosen, left_out = _choose(list(named), task, split, str(folder))
             if chosen:
                 return named[chosen], [str(path.relative_to(folder)) for one in left_out for path in named[one]]

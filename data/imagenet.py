@@ -353,11 +353,11 @@ def check_classes(where: str, found: list[str], classes: list[str]) -> None:
         raise InputError(f"{where} has the classes of train in another order")
 
 
-def read_file(path: str) -> bytes:
-    """Returns the content of an image file; raises InputError where it cannot be read."""
+def read_file(path: str, size: int = -1) -> bytes:
+    """Returns the content of an image file, or its first bytes; raises InputError where it cannot be read."""
     try:  # not a broken image: a file system that fails must stop the run, with --skip-broken too
         with open(path, "rb", buffering=0) as file:
-            return file.read()
+            return file.read(size)
     except FileNotFoundError as error:
         if os.path.islink(path):
             raise DanglingLink(f"{path} is a link to {os.readlink(path)}, which is not there; mend the link") from error

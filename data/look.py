@@ -6,7 +6,6 @@ Prints what the script would train and evaluate on, or ends with the reason why 
 resnet50, dlrm, transformer, glue, pretrain; without it, the scripts that can open the data are named.
 """
 
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from errors import InputError
 
 
 def images(data: str, task: str) -> str:
-    """Opens images; decodes the first and the last of each split, and looks for empty files of the evaluation."""
+    """Opens images; decodes the first and the last of each split, and opens all files of the evaluation."""
     opened = [imagenet.open_imagenet(data, split, image_size=8) for split in ("train", "eval")]
     for one in opened:
         for index in (0, len(one) - 1):
@@ -26,8 +25,9 @@ def images(data: str, task: str) -> str:
     evaluation = opened[1]
     if isinstance(evaluation, imagenet.ImageFolder):
         for index in range(len(evaluation)):
-            if os.path.getsize(evaluation.path(index)) == 0:
-                raise InputError(f"{evaluation.path(index)} is broken: the file is empty; replace the file")
+            path = evaluation.path(index)
+            if not imagenet.read_file(path, 1):
+                raise InputError(f"{path} is broken: the file is empty; replace the file")
     return f"{len(opened[0]):,} images of {len(opened[0].classes)} classes{splits.said(*opened)}"
 
 

@@ -389,3 +389,9 @@ def test_types_that_a_model_is_not_given_are_not_checked():
     grown = new("bert")
     grown.resize_token_embeddings(WORDS + 3)
     assert architectures.limits(grown).rows["input_ids"] == WORDS + 3
+
+
+def test_labels_of_a_head_of_words_and_tokens_of_a_table_that_is_no_embedding_are_checked():
+    masked = transformers.AutoModelForMaskedLM.from_config(new("bert").config)
+    assert architectures.limits(masked).rows["labels"] == WORDS  # not the 3 classes of its configuration
+    assert architectures.limits(new("perceiver")).rows == {"input_ids": WORDS, "labels": 3}

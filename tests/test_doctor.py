@@ -14,6 +14,8 @@ from unittest.mock import Mock
 import pytest
 from PIL import Image
 
+from data import look
+from errors import InputError
 from tpu import doctor
 
 ROOT = Path(__file__).parent.parent
@@ -340,6 +342,21 @@ def test_data_without_a_split_to_evaluate_on_is_no_data(here, tmp_path):
     picture(tmp_path / "images" / "train" / "cat" / "0.jpg")
     found = doctor.check_data(str(tmp_path / "images"), False, "resnet50", "")
     assert_line(found, "fix", "images has no folder to evaluate on; expected one of val, validation, test")
+
+
+def test_every_image_that_is_evaluated_is_opened(tmp_path):
+    for number in range(4):
+        for split in ("train", "valid"):
+            picture(tmp_path / split / "cat" / f"{number}.jpg")
+    assert look.look(str(tmp_path), "resnet50").startswith("4 images of 1 classes")
+    path = tmp_path / "valid" / "cat" / "1.jpg"
+    path.write_bytes(b"")
+    with pytest.raises(InputError, match="1.jpg is broken: the file is empty; replace the file"):
+        look.look(str(tmp_path), "resnet50")
+    path.unlink()
+    path.symlink_to("nowhere.jpg")
+    with pytest.raises(InputError, match="1.jpg is a link to nowhere.jpg, which is not there; mend the link"):
+        look.look(str(tmp_path), "resnet50")
 
 
 @pytest.mark.slow  # a process for each

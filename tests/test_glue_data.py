@@ -147,6 +147,9 @@ def test_what_cannot_be_found_is_explained(tmp_path):
     refused(r"dev\.tsv is a file", path)
     write(tmp_path / "RTE/train.tsv", FILES["rte"][1])
     refused("RTE is the folder of rte, and the task is wnli", tmp_path / "RTE", "wnli")
+    for name in ("train", "dev_matched", "dev_mismatched"):
+        write(tmp_path / f"MNLI/{name}.tsv", FILES["mnli"][1])
+    refused("MNLI is the folder of mnli, and the task is rte; give one of both", tmp_path / "MNLI", "rte", "validation")
 
 
 @pytest.mark.parametrize("name", ["dev", "validation", "Val", "valid_set", "sst2-dev"])
@@ -180,6 +183,22 @@ def test_parquet_files_of_any_of_the_names_are_read(tmp_path, cache, form):
     assert [len(train), len(valid)] == [3, 2]
     names = [form.format(name) for name in ("training", "dev", "test")]
     assert said(train, valid) == f" (trained on {names[0]}, evaluated on {names[1]}; left out: {names[2]})"
+
+
+@pytest.mark.parametrize("form", ["parquet", "parquet in folders", "disk"])
+@pytest.mark.parametrize("folder", ["sst2", "SST-2"])
+def test_tables_of_another_task_with_the_same_columns_are_refused(tmp_path, cache, form, folder):
+    rows = table("sst2").cast_column("label", datasets.Value("int64"))  # else its names tell it from CoLA's
+    data = tmp_path / folder
+    if form == "disk":
+        datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(data)
+    for split in ("train", "validation") if form != "disk" else ():
+        path = data / (f"{split}.parquet" if form == "parquet" else f"{split}/0.parquet")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows.to_parquet(path)
+    for split in ("train", "validation"):
+        assert len(read(data, "sst2", split)) == 3
+        refused(f"{folder} is the folder of sst2, and the task is cola; give one of both", data, "cola", split)
 
 
 @pytest.mark.parametrize("score", ["nan", "inf", "-inf", "NaN"])

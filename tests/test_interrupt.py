@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,30 @@ except KeyboardInterrupt:
 """
 
 
+# A script that waits for what comes before the training, in Python or in a call as above.
+BEFORE = """
+import ctypes, dataclasses, signal, sys, time
+from train.common import cli, interrupt
+
+interrupt.LINGER = 0.2
+library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    seconds: float = 0.0  # in Python
+
+def main(config):
+    library.pthread_mutex_lock(mutex)
+    print("ready", flush=True)
+    time.sleep(config.seconds)
+    if not config.seconds:
+        library.pthread_mutex_lock(mutex)
+
+sys.argv[1:] = ["tiny"]
+cli.run(main, {"tiny": ("a trial", Config())})
+"""
+
+
 @pytest.fixture
 def begun():
     """Starts a program in a process that can be sent signals, and waits until it is ready."""
@@ -47,7 +72,8 @@ def begun():
 
     def begin(program: str) -> subprocess.Popen:
         command = [sys.executable, "-c", program]
-        processes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True))
         assert processes[-1].stdout.readline() == "ready\n"
         return processes[-1]
 
@@ -56,6 +82,7 @@ def begun():
         process.kill()
         process.wait()
         process.stdout.close()
+        process.stderr.close()
 
 
 def answer(process: subprocess.Popen, number: int) -> str:
@@ -83,3 +110,19 @@ def test_a_main_thread_that_comes_to_it_ends_by_itself(begun):
     assert sorted(lines) == ["\n", "seen\n", "stops after this step; Ctrl-C again ends now\n"]
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "interrupted\n" and process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize("seconds", ["0.0", "60.0"], ids=["in a call", "in Python"])
+def test_before_the_training_the_first_ends_the_process(begun, seconds):
+    process = begun(BEFORE.replace("0.0", seconds))
+    time.sleep(0.2)  # mostly, the call has begun then
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert process.stderr.read().splitlines()[-1] == "ended by Ctrl-C"
+
+
+def test_a_shells_ignored_ctrl_c_stays_ignored(begun):
+    ignored = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    process = begun(ignored + BEFORE.replace("0.0", "1.0"))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0

@@ -287,6 +287,7 @@ def test_names_of_the_users_own_are_no_leftovers():
     left = [*LEFT, "THUMBS.DB", "._a.jpg", ".DS_Store", "ehthumbs.db"]
     assert all(map(is_leftover, left))
     own = ["cat", "found.footage", "recycle", "macosx", "lost", "train", ".jpg", "_cat", "system", "thumbs.jpg"]
+    own += ["found.0001", ".trash-1000-kept"]
     assert not any(map(is_leftover, own))
 
 

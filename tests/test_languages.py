@@ -27,6 +27,7 @@ SPOKEN = ["我们明天去北京。", "他昨天没有来这里。", "这本书�
         ("pt pt-BR pt_BR por por_Latn", "pt", "13a"),
         ("de de_DE deu ger de-AT", "de", "13a"),
         ("zh-Latn zh_Latn_CN", "zh", "13a"),  # pinyin
+        ("th-Latn tha_Latn", "th", "13a"),  # with spaces
     ],
 )
 def test_all_codes_of_a_language_have_its_tokenizer(codes, language, tokenizer):
@@ -45,9 +46,11 @@ def test_what_the_tokenizer_does_not_fit_is_said():
     for code in ("th", "tha_Thai", "my_MM", "km", "lo", "bod"):
         assert scoring(code).tokenizer == "13a" and "written without spaces" in scoring(code).note, code
     assert "no code that is known here" in scoring("klingon").note
+    assert scoring("KLINGON_Latn").language == "klingon"
+    assert "Javanese in its own script" in scoring("jv_Java").note and not scoring("jv_Latn").note
     given = scoring("th", "flores200")
     assert (given.tokenizer, given.note) == ("flores200", "")
-    for code, meant in (("jp", "ja-mecab"), ("cn", "zh"), ("kr", "ko-mecab")):
+    for code, meant in (("jp", "ja-mecab"), ("cn", "zh"), ("kr", "ko-mecab"), ("jp_JP", "ja-mecab"), ("CN-Hans", "zh")):
         with pytest.raises(InputError, match=f"target language is {code}, .*--bleu-tokenizer {meant}"):
             scoring(code)
         assert scoring(code, "13a").tokenizer == "13a"

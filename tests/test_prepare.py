@@ -1,6 +1,7 @@
 """What the three preparations have in common: plan, passes, resume, report, command line (data/prepare/pipeline.py)."""
 
 import contextlib
+import errno
 import os
 import re
 import runpy
@@ -21,7 +22,7 @@ from criteo_text import random_rows, write
 
 from data import remote
 from data.criteo import open_clicks
-from data.prepare import criteo, pipeline, text, wmt
+from data.prepare import criteo, files, pipeline, text, wmt
 from data.remote import local_copy
 from data.text import open_text
 from data.wmt import open_pairs
@@ -298,3 +299,15 @@ def test_what_no_preparation_can_use_is_explained(tmp_path, made):
         packed.write_bytes(data)
         with pytest.raises(InputError, match=rf"{packed.name} cannot be (read|decompressed): .*{message}"):
             made.prepare(tmp_path / message, text=tmp_path / "text")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_costs_a_sentence_and_leaves_no_part(tmp_path, number):
+    path = tmp_path / "chunk.npz"
+    message = f"chunk.npz cannot be written: {os.strerror(number)}; make room, and give the same command again"
+    with pytest.raises(InputError, match=message), files.whole(path) as file:
+        file.write(b"a part")
+        raise OSError(number, os.strerror(number))
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="Input/output error"), files.whole(path):  # of what is read
+        raise OSError(errno.EIO, "Input/output error")

@@ -125,7 +125,9 @@ def test_the_last_seventh_is_for_evaluation_and_its_values_are_not_counted(tmp_p
     assert evaluation["ids"][:, 0].tolist() == [1] * 4 and evaluation["label"].tolist() == [1] * 4
 
 
-@pytest.mark.parametrize("name", ["val.txt", "Validation.txt.gz", "dev.txt", "eval.txt", "my_valid_rows.txt"])
+@pytest.mark.parametrize(
+    "name", ["val.txt", "Validation.txt.gz", "dev.txt", "eval.txt", "my_valid_rows.txt", "Val.TXT"]
+)
 def test_a_file_for_validation_is_evaluated_on_and_all_of_train_is_trained_on(tmp_path, capsys, name):
     write(tmp_path / "train.txt", random_rows(20))
     write(tmp_path / name, random_rows(9, 1))
@@ -142,7 +144,17 @@ def test_the_last_seventh_is_said(tmp_path, capsys):
     assert "trained on clicks.tsv but its last seventh, evaluated on the last seventh of" in capsys.readouterr().out
 
 
+def test_a_malformed_line_of_a_later_piece_has_its_number(tmp_path):
+    good = [line + b"\n" for line in random_rows(5)]
+    pieces = [b"".join(good[:3]), b"".join([*good[3:], row(3) + b"\n"])]
+    pre._save_chunk(iter(pieces), tmp_path / "chunk.npz")
+    chunk = cr.map_npz(tmp_path / "chunk.npz")
+    assert (chunk["lines"], chunk["bad"], chunk["first_bad"]) == (6, 1, 5)
+
+
 RARE = ["a"] * 5 + ["b"] * 3 + ["c"] * 2 + ["d", "", ""]
+EQUAL = [f"{value:x}" for value in range(100) for _ in range(1 + value % 2)]
+ODD_FIRST = [*range(1, 100, 2), *range(0, 100, 2)]  # twice, and once
 MANY = [f"{value:x}" for value in range(10) for _ in range(20 - value)]
 
 
@@ -151,9 +163,10 @@ MANY = [f"{value:x}" for value in range(10) for _ in range(20 - value)]
     [
         (RARE, {"threshold": 3}, [4, *[2] * 25], 4, [2] * 5 + [3] * 3 + [1] * 3 + [0] * 2),
         (MANY, {"max_rows": 6}, [6, *[2] * 25], 10, [2 + value % 4 for value in range(10) for _ in range(20 - value)]),
+        (EQUAL, {}, [102, *[2] * 25], 100, [2 + ODD_FIRST.index(int(value, 16)) for value in EQUAL]),
         (["0", "9", "a", "ffffffff", ""], {"hash_rows": 10}, [10] * 26, None, [1, 1, 2, 1 + (2**32 - 1) % 9, 0]),
     ],
-    ids=["rare values share an id", "larger tables are folded", "hashing needs no vocabulary"],
+    ids=["rare values share an id", "larger tables are folded", "equal counts", "hashing needs no vocabulary"],
 )
 def test_values_become_rows_of_tables(tmp_path, values, flags, rows, seen, ids):
     lines = [row(0, {}, {0: value}) for value in values]

@@ -129,6 +129,7 @@ Does it?| Yes!| 3 times.
 He said "no."| "Yes", she said.
 (It ends.)| [Here.
 Mr. Smith and Dr. J. Miller vs. Prof. Low met.
+Mrs. Low, Ms. Hill, St. Mary etc. All met.
 It is 3.5 m, e.g. long ... and on, i.e. here.
 Homarus , a lobster .| It is closely related to H. americanus .
 Ünder.| Über, nach. über
@@ -175,6 +176,14 @@ def test_held_out_documents_are_the_same_for_every_cut_and_twins_stay_together(t
     prepare(tmp_path, tmp_path / "two", valid_share=0.3)
     for split in ("train", "valid"):
         assert decoded(open_text(tmp_path / "two", split)) == decoded(open_text(tmp_path, split))
+
+
+def test_spaces_and_line_ends_do_not_part_copies_of_a_document():
+    text = [f"one two {number} three four" for number in range(200)]
+    held = [pre.is_valid([line], 0.3) for line in text]
+    assert 30 < sum(held) < 90
+    assert held == [pre.is_valid([line.replace(" ", "  \t")], 0.3) for line in text]
+    assert held == [pre.is_valid(line.split(), 0.3) for line in text]
 
 
 def test_the_vocabulary_is_learnt_from_training_text_evenly_spaced(tmp_path, monkeypatch):

@@ -260,6 +260,27 @@ def test_evaluation_counts_every_readable_example_once(mesh, capsys):
     assert "evaluated 9 of 10 images" in capsys.readouterr().out
 
 
+class Descending(torch.nn.Module):
+    """Finds class 0 the most likely in each picture, class 1 the next, and so on."""
+
+    def forward(self, x):
+        logits = -torch.arange(8.0, device=x.device)
+        return logits.expand(len(x), 8)
+
+
+def test_top_1_and_top_5_end_at_their_numbers(mesh):
+    """The right classes have the ranks 0 to 7: one of eight is the first, five are among the first five."""
+    state, labels = resnet50.State(Descending(), torch.nn.Identity(), None), torch.arange(8)
+    batch = {"image": torch.zeros(8, 3, 4, 4), "label": labels, "mask": torch.ones(8)}
+    batch = {name: device.upload(tensor, mesh) for name, tensor in batch.items()}
+    step = device.compiled(resnet50.eval_step, mesh)
+    found = device.fetch_sums([step(state, batch, resnet50.TINY, mesh)])
+    assert (found["top1"], found["top5"], found["count"]) == (1, 5, 8)
+    logits = -torch.arange(8.0).expand(8, 8)
+    loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    assert found["loss"] == pytest.approx(loss.item())
+
+
 # Train steps of two stages on four devices: with a norm per device, then with one of the whole batch.
 COMPILED = """
 from dataclasses import replace

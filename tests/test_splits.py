@@ -19,6 +19,7 @@ SAID = {
     "Validation": "valid",
     "newsdev2019.dev.en": "valid",
     "eval.txt": "valid",
+    "development.txt": "valid",
     "test_b.csv": "test",
     "testing": "test",
     "testament_of_youth.txt": None,
@@ -120,8 +121,9 @@ def test_what_make_made_is_known_by_its_mark(tmp_path):
     assert not splits.made_by_make(folder)
     (folder / "report.json").write_text("my own report")
     assert not splits.made_by_make(folder)
-    (folder / "report.json").write_text(json.dumps({"accuracy": 1}))
-    assert not splits.made_by_make(folder)
+    for own in ({"accuracy": 1}, {"flags": {"lr": 1}}, {"sources": []}, {"flags": [], "sources": []}):
+        (folder / "report.json").write_text(json.dumps(own))
+        assert not splits.made_by_make(folder), own
     (folder / "report.json").write_text(json.dumps({"flags": {}, "sources": []}))
     assert splits.made_by_make(folder)
 

@@ -45,6 +45,7 @@ CHUNK_BYTES = 64 << 20  # text of one parsed file: the most that a kill costs, a
 PIECE_BYTES = 4 << 20  # text parsed at once; larger pieces leave the processor's caches and are 3 times slower
 MAX_LINE = 1 << 20  # bytes; a file with a longer line is no table
 
+TEXT = re.compile(r"\.txt(\.gz)?$", re.IGNORECASE)  # how the names of text files end
 INTEGER = "^-?[0-9]{1,18}$"
 
 
@@ -375,9 +376,10 @@ def find_sources(data: str | Path) -> Texts:
         raise InputError(f"there is no file or folder {data}; expected a folder with train.txt or day_0 to day_23")
     folder = data.parent if data.is_file() else data
     texts: dict[str, Path] = {}  # by the name without .txt and .gz; plain rather than .gz
-    for path in sorted([*folder.glob("*.txt.gz"), *folder.glob("*.txt")], key=lambda path: path.suffix == ".txt"):
-        if path.is_file() and not path.name.startswith("."):
-            texts[path.name.removesuffix(".gz").removesuffix(".txt")] = path
+    for path in sorted(folder.iterdir(), key=lambda path: path.suffix.lower() != ".gz"):
+        ending = TEXT.search(path.name)
+        if ending and path.is_file() and not path.name.startswith("."):
+            texts[path.name[: ending.start()]] = path
     days = text_files(folder, DAYS)
     if data.is_file():
         train = [data]
@@ -412,7 +414,7 @@ def find_sources(data: str | Path) -> Texts:
 def _check_head(path: Path, bad_rows: float) -> None:
     """Raises InputError for a file of another kind: empty, without labels, with other separators."""
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else open(path, "rb") as file:
             lines = [line for line in (_read_line(file, str(path)) for _ in range(100)) if line]
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
@@ -488,7 +490,10 @@ def _check_flags(flags: Flags) -> None:
 
 def _parse_all(job: Preparation, sources: list[Path], chunk_bytes: int) -> list[list[Path]]:
     """Parses what is not parsed yet; returns the chunks of each source, in its order."""
-    counts = {number: job.parts / f"{number:02d}.json" for number, path in enumerate(sources) if path.suffix == ".gz"}
+    counts = {}
+    for number, path in enumerate(sources):
+        if path.suffix.lower() == ".gz":
+            counts[number] = job.parts / f"{number:02d}.json"
     packed = [(sources[number], job.parts, number, chunk_bytes, count) for number, count in counts.items()]
     job.run(_parse_gz, packed, "parsing")
     plain, chunks = [], []

@@ -1,6 +1,7 @@
 """Reads and writes the files of prepared folders, each of which is whole or not there."""
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -9,13 +10,23 @@ from typing import BinaryIO
 
 from errors import InputError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk says that takes no more
+
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for writing that gets its name only when it is finished."""
+    """Opens a file for writing that gets its name only when it is finished. Raises InputError for a full disk."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with open(partial, "wb") as file:
-        yield file
+    try:
+        with open(partial, "wb") as file:
+            yield file
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        what = f"{path} cannot be written: {error.strerror}"
+        raise InputError(f"{what}; make room, and give the same command again") from error
     os.replace(partial, path)
 
 

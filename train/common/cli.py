@@ -34,19 +34,20 @@ def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None
     """Runs `main(config)` for `python -m train.<script> PRESET [--flag value …]`; PRESET --help shows every field.
 
     `presets`: name -> (one line about it, Config). An InputError ends the process with one line, `error: …`, and exit
-    code 2; so does Ctrl-C before the training, with 130. Any other exception keeps its traceback. Where
-    train/common/watch is, its flags are there, too.
+    code 2; so does Ctrl-C before the training, with 130 and at the latest two seconds later. Any other exception keeps
+    its traceback. Where train/common/watch is, its flags are there, too.
     """
     prog = f"python -m {_module(main)}"
     if importlib.util.find_spec("train.common.watch"):
         main, presets = importlib.import_module("train.common.watch").watched(main, presets)
     try:
-        main(parse(presets, prog))
+        with interrupt.ended():
+            main(parse(presets, prog))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("ended by Ctrl-C", file=sys.stderr, flush=True)
+        print(interrupt.ENDED, file=sys.stderr, flush=True)
         sys.exit(interrupt.CODE)
 
 

@@ -7,12 +7,14 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-LINGER = 2.0  # seconds that the main thread has to end by itself after the second Ctrl-C
+LINGER = 2.0  # seconds that the main thread has to end by itself after the Ctrl-C that ends it
 STOPS = "stops after this step"
 AGAIN = "; Ctrl-C again ends now"
-STDOUT = 1  # which a notebook puts nothing in place of
+ENDED = "ended by Ctrl-C"
+STDOUT, STDERR = 1, 2  # which a notebook puts nothing in place of
 CODE = 128 + signal.SIGINT  # as a shell gives it for a process that SIGINT has ended
 
 
@@ -31,14 +33,32 @@ def caught(says: bool) -> Iterator[Callable[[], int]]:
         received.append(number)
 
     in_main_thread = threading.current_thread() is threading.main_thread()
-    answering = _answering(ending, says) if in_main_thread else contextlib.nullcontext()
-    with answering, _handling(handle):
+    answering = _answering(partial(_answer, ending=ending, says=says)) if in_main_thread else contextlib.nullcontext()
+    with answering, _handling(handle, signal.SIGTERM, signal.SIGINT):
         yield lambda: len(received)
 
 
 @contextlib.contextmanager
-def _handling(handle: Callable[[int, Any], None]) -> Iterator[None]:
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+def ended() -> Iterator[None]:
+    """Lets Ctrl-C raise KeyboardInterrupt, and ends the process where the main thread does not come to it: before the
+    training there is nothing to save. Where SIGINT is ignored, or in another thread, nothing changes."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    ending = threading.Event()
+
+    def handle(_number: int, _frame: Any) -> None:
+        ending.set()
+        raise KeyboardInterrupt
+
+    with _answering(partial(_end, ending=ending)), _handling(handle, signal.SIGINT):
+        yield
+
+
+@contextlib.contextmanager
+def _handling(handle: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+    previous = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:
@@ -47,12 +67,12 @@ def _handling(handle: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _answering(ending: threading.Event, says: bool) -> Iterator[None]:
+def _answering(answer: Callable[[socket.socket], None]) -> Iterator[None]:
     """Answers in a thread that gets the signals' numbers from the interpreter, whatever the main thread does."""
     numbers, interpreter = socket.socketpair()
     interpreter.setblocking(False)
     previous = signal.set_wakeup_fd(interpreter.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=_answer, args=(numbers, ending, says), name="signals", daemon=True)
+    thread = threading.Thread(target=answer, args=(numbers,), name="signals", daemon=True)
     thread.start()
     try:
         yield
@@ -78,3 +98,11 @@ def _answer(numbers: socket.socket, ending: threading.Event, says: bool) -> None
             line = STOPS + AGAIN * (number == signal.SIGINT)
             with contextlib.suppress(OSError):
                 os.write(STDOUT, f"\n{line}\n".encode())
+
+
+def _end(numbers: socket.socket, ending: threading.Event) -> None:
+    while content := numbers.recv(1):
+        if content[0] == signal.SIGINT and not ending.wait(LINGER):
+            with contextlib.suppress(OSError):
+                os.write(STDERR, f"{ENDED}\n".encode())
+            os._exit(CODE)
