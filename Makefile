@@ -68,7 +68,7 @@ LIBTPU := .libtpu
 BOARD := .venv-board
 
 .DEFAULT_GOAL := help
-.PHONY: help install train copy translate data compile compile-all logs stop status board doctor test guards test-all bench lint clean fairseq fairseq-golden jax \
+.PHONY: help install train copy translate data compile compile-all logs stop status board doctor accept test guards test-all bench lint clean fairseq fairseq-golden jax \
 	check-model check-device check-libtpu check-chips check-data check-translate check-bench
 
 help:
@@ -82,6 +82,7 @@ help:
 	@echo '                                             and with what it can do without: WITH="watch sharding hub_images shards"'
 	@echo 'make board                                   all runs in a browser, by TensorBoard (RUNS=gs://bucket/runs, PORT=)'
 	@echo 'make doctor                                  what is here, what is missing: each line ok, or what to do'
+	@echo 'make accept TPU=my-tpu                       the first 15 minutes on a new kind of TPU: all that is promised, tried'
 	@echo 'make compile MODEL=bert TOPOLOGY=v5e:2x4     does it fit that TPU? by its own compiler, on this machine'
 	@echo 'make test                                    all tests, half an hour on two CPU cores'
 	@echo 'make guards                                  the steps cost the TPU what they did, by its compiler: 15 minutes'
@@ -225,6 +226,11 @@ doctor:
 	@python3 -m tpu.doctor --python "$(PYTHON)" $(if $(DATA),--data "$$DATA") $(if $(SCRIPT_$(MODEL)),--script $(SCRIPT_$(MODEL))) \
 		$(if $(filter-out pretrain,$(TASK)),--task "$$TASK") $(if $(TPU),--tpu "$$TPU") $(if $(ZONE),--zone "$$ZONE") \
 		$(if $(PROJECT),--project "$$PROJECT") $(ARGS)
+
+# What is promised, tried on a TPU, or on this machine without TPU=. Runs install what they need.
+accept:
+	@python3 -m tpu.accept --python "$(PYTHON)" $(if $(TPU),--tpu "$$TPU") $(if $(ZONE),--zone "$$ZONE") \
+		$(if $(PROJECT),--project "$$PROJECT") $(if $(RUNS),--runs "$$RUNS") $(if $(OUT),--out "$$OUT") $(ARGS)
 
 # Checked before anything is installed.
 check-data:

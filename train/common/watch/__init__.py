@@ -7,6 +7,7 @@
     board.py                         settings and picture for TensorBoard
     tracker.py   --tracker wandb     the same and all numbers for Weights & Biases
     card.py                          the model card of an export in transformers' format
+    report.py    --report            start, metrics and result as lines of JSON, which `make accept` reads
 
 A copy of a script (`make copy`) goes without it; the folder, or any of its files beside this one (board.py and card.py
 need curves.py, goodput.py _flops.py), brings the flags back.

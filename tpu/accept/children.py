@@ -1,0 +1,354 @@
+"""The programs that an acceptance starts: their log, their reports, their time limits, their end.
+
+A child runs in a session of its own, so that Ctrl-C reaches us alone, and we end what we have started: see `Here` and
+`Tpu`, which also know how a run is started, asked to stop and ended in each place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MARK = "report "  # train/common/watch/report.py
+TAIL = 20  # lines that a page shows of a failed child
+LOOK = 0.2  # seconds between two looks
+# What make hands to a make that it starts, and what it was given: neither is meant for the runs.
+OF_MAKE = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "TPU", "ZONE", "PROJECT", "ARGS", "RUNS", "OUT", "RUN")
+SIGNALS = {}
+for number in signal.valid_signals():
+    SIGNALS[signal.strsignal(number) or ""] = 128 + number
+INTERRUPTED = threading.Event()
+
+
+class Interrupted(Exception):
+    """Ctrl-C, or SIGTERM: everything that was started is to end."""
+
+
+def catch_signals() -> None:
+    """Lets Ctrl-C, SIGTERM and SIGHUP end the acceptance at the next look, and not in the middle of a line."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: INTERRUPTED.set())
+
+
+def environment() -> dict[str, str]:
+    """Returns the environment of the children, whose make speaks English."""
+    kept = {name: value for name, value in os.environ.items() if name not in OF_MAKE}
+    return {**kept, "LC_ALL": "C.UTF-8", "LANGUAGE": "C", "PYTHONUNBUFFERED": "1"}
+
+
+def read_report(line: str) -> tuple[dict, str]:
+    """Returns the report in a line, {} if there is none, and the rest of the line.
+
+    In the log of a worker two programs write: what one says may get between a line of the other and its end.
+    """
+    before, mark, after = line.partition(f"{MARK}{{")
+    if mark:
+        with contextlib.suppress(ValueError):
+            event, end = json.JSONDecoder().raw_decode("{" + after)
+            if "event" in event:
+                return event, before + after[end - 1 :]
+    return {}, line
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a child may take, in seconds."""
+
+    whole: float  # from its start to its end; 0: no limit
+    silent: float  # from its report of a start on, without a line; 0: no limit
+    ending: float  # from being asked to stop to its end
+
+
+@dataclass
+class Child:
+    """A program that was started.
+
+    Attributes:
+        command: as a person can repeat it.
+        log: the file of what it printed.
+        events: its reports.
+        lines: the last ones that it printed, without reports.
+        hung: which time limit it went over; "": none.
+    """
+
+    command: list[str]
+    log: Path
+    process: Any = None
+    events: list[dict] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    hung: str = ""
+    began: float = 0.0
+    heard: float = 0.0
+    compiling: str = ""
+
+    def start(self, folder: Path) -> None:
+        """Starts the program in a folder."""
+        self.began = self.heard = time.monotonic()
+        self._queue: queue.Queue = queue.Queue()
+        self._file = self.log.open("a", errors="replace")
+        self._file.write(f"$ {self.shown()}\n")
+        self.process = subprocess.Popen(
+            self.command,
+            cwd=folder,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._readers = []
+        for stream in (self.process.stdout, self.process.stderr):
+            reader = threading.Thread(target=self._read, args=(stream,), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def shown(self) -> str:
+        return shlex.join(self.command)
+
+    def _read(self, stream: Any) -> None:
+        """Passes the lines of a stream on; stdout and stderr apart, so that no line of one is cut by the other."""
+        for line in stream:
+            self._queue.put(line)
+
+    def _take(self, seconds: float) -> None:
+        """Takes what was printed meanwhile; waits for it at most so long."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                line = self._queue.get(timeout=seconds)
+                seconds = 0.0
+                self._hear(line)
+
+    def _hear(self, line: str) -> None:
+        self.heard = time.monotonic()
+        self._file.write(line)
+        self._file.flush()
+        line = line.rstrip("\n")
+        event, line = read_report(line)
+        if event:
+            self.events.append(event)
+            if not line:
+                return
+        self.lines = [*self.lines[1 - TAIL * 10 :], line]
+        found = re.search(r"compil(ing|ed) (\w+) (?:with|in) (.*)", line)
+        if found:
+            self.compiling = f"{found[2]} with {found[3]}" if found[1] == "ing" else ""
+
+    def follow(self, limits: Limits, until: Callable[[], bool] | None = None) -> bool:
+        """Waits for the end of the child, or until a condition holds. Returns whether it does.
+
+        A child that goes over a limit is `hung`; whoever started it ends it. Raises Interrupted after Ctrl-C.
+        """
+        while True:
+            if INTERRUPTED.is_set():
+                raise Interrupted
+            over = self.process.poll() is not None
+            if over:
+                for reader in self._readers:
+                    reader.join(2)  # what it leaves behind may keep its end open
+            self._take(0.0 if over else LOOK)
+            if until is not None and until():
+                return True
+            if over:
+                return False
+            self.hung = self._over_limit(limits)
+            if self.hung:
+                return False
+
+    def _over_limit(self, limits: Limits) -> str:
+        now = time.monotonic()
+        if limits.whole and now - self.began > limits.whole:
+            return f"it was not over after {limits.whole:.0f} s, the limit of --limit; it was {self.place()}"
+        quiet = now - self.heard
+        if limits.silent and self.event("start") and not self.compiling and quiet > limits.silent:
+            return f"it printed nothing for {limits.silent:.0f} s, the limit of --silent; it was {self.place()}"
+        return ""
+
+    def place(self) -> str:
+        """Returns how far the child has come, in words."""
+        if self.compiling:
+            return f"compiling {self.compiling}"
+        if not self.event("start"):
+            return "before its first step"
+        steps = [event["step"] for event in self.events if event["event"] == "line"]
+        return f"after step {steps[-1]}" if steps else "in its first steps"
+
+    def event(self, name: str) -> dict:
+        """Returns the last report of this name, {} without one."""
+        for event in reversed(self.events):
+            if event["event"] == name:
+                return event
+        return {}
+
+    def records(self) -> list[dict]:
+        """Returns the lines of metrics that it has reported."""
+        return [event for event in self.events if event["event"] == "line"]
+
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def close(self) -> None:
+        """Takes the last lines, and closes the log."""
+        self._take(0.0)
+        self._file.close()
+
+    def code(self) -> int:
+        """Returns the exit code of the program that make has started: make's own is 2 for any failure."""
+        status = self.process.returncode
+        if status is None or self.hung:
+            return 137  # it was killed for its time limit
+        if status < 0:
+            return 128 - status
+        names = "|".join(re.escape(name) for name in SIGNALS if name)
+        pattern = rf"^make(?:\[\d+\])?: \*\*\* \[.*\] (?:Error (\d+)|({names}))"
+        found = re.findall(pattern, self.text(), re.MULTILINE)
+        if status != 2 or not found:
+            return status
+        error, name = found[-1]
+        return int(error) if error else SIGNALS[name]
+
+
+def kill_group(child: Child, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.process.pid, number)
+
+
+def group_lives(child: Child) -> bool:
+    """Returns whether a process of the child's group is left; one that has ended and waits for make is none."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == child.process.pid and state not in "ZX":
+                return True
+    return False
+
+
+def end_group(child: Child) -> None:
+    """Ends whatever is left of a child on this machine."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if not group_lives(child):
+            break
+        kill_group(child, number)
+        wait_for(lambda: not group_lives(child), 10)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.process.wait(5)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Waits until a condition holds. Returns whether it does, at the latest after some seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(LOOK / 4)
+    return True
+
+
+class Here:
+    """Runs of `make train` on this machine."""
+
+    name = "this machine"
+
+    def __init__(self, folder: Path, python: str):
+        self.folder, self.python = folder, python
+
+    def train(self, run: str, words: str, flags: str) -> list[str]:
+        """Returns the command that trains."""
+        python = [f"PYTHON={self.python}"] if self.python else []
+        return ["make", "train", *python, *shlex.split(words), f"NAME={run}", f"ARGS={flags}"]
+
+    def stop(self, child: Child, run: str, log: Path, limits: Limits) -> str:
+        """Asks a run to save and stop. Returns what went wrong, "" if nothing."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.event("start")["pid"], signal.SIGTERM)
+        return ""
+
+    def left(self, child: Child) -> bool:
+        """Returns whether something of a run may be left."""
+        return group_lives(child)
+
+    def end(self, child: Child, run: str, log: Path, limits: Limits) -> str:
+        """Ends whatever is left of a run. Returns what may still run, "" if nothing."""
+        end_group(child)
+        return f"processes of group {child.process.pid}" if group_lives(child) else ""
+
+
+class Tpu:
+    """Runs on the workers of a TPU, by the launcher's command line."""
+
+    def __init__(self, folder: Path, tpu: str, zone: str, project: str, given: str):
+        self.folder, self.name, self.given = folder, tpu, given
+        place = ["--tpu", tpu]
+        place += ["--zone", zone] if zone else []
+        place += ["--project", project] if project else []
+        self.place = place
+
+    def launch(self, verb: str, run: str, *more: str) -> list[str]:
+        return ["python3", "-m", "tpu.launch", verb, *self.place, *shlex.split(self.given), "--run", run, *more]
+
+    def train(self, run: str, words: str, flags: str) -> list[str]:
+        return self.launch("train", run, "--", *shlex.split(words), f"ARGS={flags}")
+
+    def stop(self, child: Child, run: str, log: Path, limits: Limits) -> str:
+        asked = Child(self.launch("stop", run), log)
+        asked.start(self.folder)
+        try:
+            asked.follow(limits)
+        finally:
+            kill_group(asked, signal.SIGKILL)
+            asked.process.wait()
+            asked.close()
+        if asked.hung:
+            return f"stop: {asked.hung}"
+        if asked.process.returncode:
+            return f"stop ended with {asked.process.returncode}: {last_line(asked.lines)}"
+        return ""
+
+    def left(self, child: Child) -> bool:
+        """Returns whether something of a run may be left: the launcher has not seen its end."""
+        code = child.process.poll()
+        return code is None or code < 0 or code in (1, 130)
+
+    def end(self, child: Child, run: str, log: Path, limits: Limits) -> str:
+        """Ctrl-C lets the launcher stop what it has begun, also a run that is only about to start; stop makes sure."""
+        if child.process.poll() is None:
+            kill_group(child, signal.SIGINT)
+            wait_for(lambda: child.process.poll() is not None, limits.ending)
+        kill_group(child, signal.SIGKILL)
+        child.process.wait()
+        asked = Child(self.launch("stop", run), log)
+        asked.start(self.folder)
+        wait_for(lambda: asked.process.poll() is not None, limits.ending)
+        kill_group(asked, signal.SIGKILL)
+        asked.process.wait()
+        asked.close()
+        # It refuses to stop another run than ours, which is none of ours to end.
+        if asked.process.returncode and "does not run there" not in asked.text():
+            return f"{run}: {last_line(asked.lines)}; look: {shlex.join(self.launch('status', run))}"
+        return ""
+
+
+def say(text: str) -> None:
+    """Prints a line. Whoever reads it may have left: what runs is ended all the same."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def last_line(lines: list[str]) -> str:
+    for line in reversed(lines):
+        if line.strip():
+            return line.strip()
+    return "it said nothing"

@@ -1,0 +1,129 @@
+"""What a trial must reach, and which recipes README's table of results has. Standard library only, Python 3.9."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# The ranges of a trial's final metrics, by script. Convergence tests (tests/trials.py) read them here, too.
+LEARNED = {
+    "resnet50": {"top1": (0.9, 1.0), "top5": (0.9, 1.0), "loss": (0.0, 0.6)},  # chance: 0.1 and 2.3
+    "dlrm": {"auc": (0.78, 0.86), "ne": (0.0, 0.82)},
+    "glue": {"accuracy": (0.95, 1.0), "loss": (0.0, 0.2)},
+    "transformer": {"bleu": (25.0, 100.0), "ppl": (1.0, 5.0)},  # the right words in any order: 6
+    "pretrain": {"accuracy": (0.33, 1.0), "loss": (0.0, 2.3)},  # always the commonest token: 0.085
+}
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script in train/, and how its trial is run, killed and stopped."""
+
+    name: str
+    words: str  # of make train
+    kill_at: int  # a step between two checkpoints of the trial
+    long: str  # flags of a run that does not end by itself within an hour; it saves when it is stopped
+    label: str
+
+
+SCRIPTS = (
+    Script(
+        "resnet50",
+        "MODEL=resnet50",
+        kill_at=110,  # after 100
+        long="--epochs 100000 --eval-every 100000 --save-every 10000000 --log-every 5",
+        label="ResNet-50",
+    ),
+    Script(
+        "dlrm",
+        "MODEL=dlrm",
+        kill_at=160,  # after 128
+        long="--epochs 100000 --save-every 10000000 --log-every 5",
+        label="DLRM",
+    ),
+    Script(
+        "transformer",
+        "MODEL=transformer",
+        kill_at=380,  # after 350
+        long="--updates 10000000 --eval-every 10000000 --save-every 10000000 --log-every 5",
+        label="Transformer",
+    ),
+    Script(
+        "glue",
+        "MODEL=bert TASK=sst2",
+        kill_at=100,  # after 64
+        long="--epochs 100000 --eval-every 10000000 --log-every 5",
+        label="BERT, fine-tuning",
+    ),
+    Script(
+        "pretrain",
+        "MODEL=bert TASK=pretrain",
+        kill_at=280,  # after 250
+        long="--steps 10000000 --eval-every 10000000 --log-every 5",
+        label="BERT, pretraining",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A published recipe, as `--recipe` runs it."""
+
+    words: str  # of make train, without DATA=
+    label: str
+    target: str
+
+
+RECIPES = {
+    "resnet50": Recipe("MODEL=resnet50 PRESET=full", "ResNet-50 v1.5, ImageNet, 90 epochs", "76.3 % top-1"),
+    "dlrm-v1": Recipe("MODEL=dlrm PRESET=mlperf_v1", "DLRM `mlperf_v1`, Criteo Terabyte", "AUC 0.8025"),
+    "dlrm-v2": Recipe("MODEL=dlrm PRESET=mlperf_v2", "DLRM-DCNv2 `mlperf_v2`, Criteo Terabyte", "AUC 0.80275"),
+    "transformer-big": Recipe("MODEL=transformer PRESET=big", "Transformer big, WMT'16 en-de", "28.6 BLEU"),
+    "transformer-wmt18": Recipe("MODEL=transformer PRESET=wmt18", "Transformer `wmt18`", "29.0 BLEU"),
+    "bert-mrpc": Recipe("MODEL=bert TASK=mrpc PRESET=full", "BERT-base, MRPC", "F1 88.9 on the test set"),
+    "bert-pretrain": Recipe("MODEL=bert TASK=pretrain PRESET=full", "BERT-base, pretraining", ""),
+}
+
+# Of a step that is large enough for the chip, and not its host, to be what takes the time: ResNet-50's own, on
+# synthetic images of 224 pixels. Its 10 classes instead of 1,000 take 0.1 % of the work.
+SPEED_WORDS = "MODEL=resnet50 PRESET=full DATA=synthetic"
+SPEED_BATCH, SPEED_IMAGES, SPEED_STEPS = 128, 2048, 60  # images a chip, in the synthetic data; steps
+
+# How much slower than its estimate a step may be. Others' published logs took 0.57 to 1.0 of libtpu's estimate of such
+# steps (docs/compile.md); twice leaves room for what carries no estimate. Where the clock of a chip is not published
+# there are no seconds: the roofline is a lower bound, of which ResNet-50's estimate on v5e is the double.
+SLOW_ESTIMATE, SLOW_ROOFLINE = 2.0, 4.0
+INPUT_BOUND = 0.1  # share of the time that waits for a batch, from which on the step says nothing of the chip
+
+# By what torch_xla calls a device: the name of its generation for make compile, and how its shapes are written.
+GENERATIONS = {
+    "TPU v2": ("v2", 2),
+    "TPU v3": ("v3", 2),
+    "TPU v4": ("v4", 3),
+    "TPU v5 lite": ("v5e", 2),
+    "TPU v5": ("v5p", 3),
+    "TPU v6 lite": ("v6e", 2),
+    "TPU7x": ("TPU7x", 3),
+}
+TWO_CORES = ("TPU v2", "TPU v3", "TPU7x")  # two devices a chip
+SHAPES = {  # chips: shape of two, of three dimensions
+    1: ("1x1", "1x1x1"),
+    4: ("2x2", "2x2x1"),
+    8: ("2x4", "2x2x2"),
+    16: ("4x4", "2x2x4"),
+    32: ("4x8", "2x4x4"),
+    64: ("8x8", "4x4x4"),
+    128: ("8x16", "4x4x8"),
+    256: ("16x16", "4x8x8"),
+}
+
+
+def topology(kind: str, devices: int) -> str:
+    """Returns what make compile calls so many devices of this kind, "v5e:2x4"; "" where it knows none."""
+    if kind not in GENERATIONS:
+        return ""
+    generation, dimensions = GENERATIONS[kind]
+    chips = devices // 2 if kind in TWO_CORES else devices
+    shapes = SHAPES.get(chips)
+    if shapes is None:
+        return ""
+    return f"{generation}:{shapes[dimensions - 2]}"
