@@ -87,6 +87,7 @@ while not finished():
         write(leave, step)
     while not leaving() and not finished() and behind():
         time.sleep(0.05)  # in a collective: a signal's handler does not run there
+        os.utime(folder / f"at-{me}")  # for peers that begin later: it is of this attempt
     if leaving():
         time.sleep(float(options.get("saving", 0)))
         if "unsaveable" in options:
