@@ -223,7 +223,7 @@ copy: check-model
 
 # What is here and what is missing, before anything is installed.
 doctor:
-	@python3 -m tpu.doctor --python "$(PYTHON)" $(if $(DATA),--data "$$DATA") $(if $(SCRIPT_$(MODEL)),--script $(SCRIPT_$(MODEL))) \
+	@$(RECORDED)python3 -m tpu.doctor --python "$(PYTHON)" $(if $(DATA),--data "$$DATA") $(if $(SCRIPT_$(MODEL)),--script $(SCRIPT_$(MODEL))) \
 		$(if $(filter-out pretrain,$(TASK)),--task "$$TASK") $(if $(TPU),--tpu "$$TPU") $(if $(ZONE),--zone "$$ZONE") \
 		$(if $(PROJECT),--project "$$PROJECT") $(ARGS)
 
@@ -264,7 +264,7 @@ BOTH_COMPILERS := $(foreach version,$(ON_TPU_VMS) $(NEWEST),$(LIBTPU)/$(version)
 COMPILER := $(or $(LIBTPU_ASKED),$(ON_TPU_VMS))
 
 compile: check-model $(INSTALLED) $(LIBTPU)/$(COMPILER)/.installed
-	$(PY) -m tpu.compiler.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
+	$(RECORDED)$(PY) -m tpu.compiler.compile $(MODEL) $(if $(filter file,$(origin PRESET)),,$(PRESET)) $(if $(TASK),--task $(TASK)) \
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") $(if $(and $(TPU_LIBRARY_PATH),$(if $(LIBTPU_ASKED),,unasked)),,--libtpu $(COMPILER)) \
 		$(if $(call given,PROGRAM),--program "$(PROGRAM)") $(if $(call given,OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
 

@@ -26,9 +26,6 @@ TAIL = 20  # lines that a page shows of a failed child
 LOOK = 0.2  # seconds between two looks
 # What make hands to a make that it starts, and what it was given: neither is meant for the runs.
 OF_MAKE = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "TPU", "ZONE", "PROJECT", "ARGS", "RUNS", "OUT", "RUN")
-SIGNALS = {}
-for number in signal.valid_signals():
-    SIGNALS[signal.strsignal(number) or ""] = 128 + number
 INTERRUPTED = threading.Event()
 
 
@@ -42,10 +39,11 @@ def catch_signals() -> None:
         signal.signal(number, lambda *_: INTERRUPTED.set())
 
 
-def environment() -> dict[str, str]:
-    """Returns the environment of the children, whose make speaks English."""
+def environment(recorded: Path) -> dict[str, str]:
+    """Returns the environment of a child. `recorded`: where `make train` and `make compile` write the exit code of the
+    program that they start; make's own is 2 for any failure."""
     kept = {name: value for name, value in os.environ.items() if name not in OF_MAKE}
-    return {**kept, "LC_ALL": "C.UTF-8", "LANGUAGE": "C", "PYTHONUNBUFFERED": "1"}
+    return {**kept, "LC_ALL": "C.UTF-8", "PYTHONUNBUFFERED": "1", "XLA_ZOO_EXIT_CODE": str(recorded)}
 
 
 def read_report(line: str) -> tuple[dict, str]:
@@ -81,6 +79,7 @@ class Child:
         events: its reports.
         lines: the last ones that it printed, without reports.
         hung: which time limit it went over; "": none.
+        recorded: the exit code of the program that make has started, once the child is closed.
     """
 
     command: list[str]
@@ -92,6 +91,7 @@ class Child:
     began: float = 0.0
     heard: float = 0.0
     compiling: str = ""
+    recorded: int | None = None
 
     def start(self, folder: Path) -> None:
         """Starts the program in a folder."""
@@ -99,10 +99,12 @@ class Child:
         self._queue: queue.Queue = queue.Queue()
         self._file = self.log.open("a", errors="replace")
         self._file.write(f"$ {self.shown()}\n")
+        self._recorded = self.log.with_suffix(".exit-code").absolute()
+        self._recorded.unlink(missing_ok=True)
         self.process = subprocess.Popen(
             self.command,
             cwd=folder,
-            env=environment(),
+            env=environment(self._recorded),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -204,21 +206,19 @@ class Child:
         """Takes the last lines, and closes the log."""
         self._take(0.0)
         self._file.close()
+        if self._recorded.exists():
+            with contextlib.suppress(ValueError):
+                self.recorded = int(self._recorded.read_text())
+            self._recorded.unlink()
 
     def code(self) -> int:
-        """Returns the exit code of the program that make has started: make's own is 2 for any failure."""
+        """Returns the exit code of the program that make, or the launcher, has started."""
         status = self.process.returncode
         if status is None or self.hung:
             return 137  # it was killed for its time limit
-        if status < 0:
-            return 128 - status
-        names = "|".join(re.escape(name) for name in SIGNALS if name)
-        pattern = rf"^make(?:\[\d+\])?: \*\*\* \[.*\] (?:Error (\d+)|({names}))"
-        found = re.findall(pattern, self.text(), re.MULTILINE)
-        if status != 2 or not found:
-            return status
-        error, name = found[-1]
-        return int(error) if error else SIGNALS[name]
+        if self.recorded is not None:
+            return self.recorded
+        return 128 - status if status < 0 else status
 
 
 def kill_group(child: Child, number: int) -> None:
