@@ -17,7 +17,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from launch_bed import FOREVER, KEEPER, MAKEFILE, ROOT, wait, write_programs
+from launch_bed import FOREVER, KEEPER, MAKEFILE, ROOT, send, wait, write_programs
 
 from errors import InputError
 from tpu.launch import hosts, keeper, launcher, request, worker, workers
@@ -505,3 +505,187 @@ def test_a_secret_is_known_by_the_parts_of_its_name(name, secret):
         return
     with pytest.raises(InputError, match=f"{name} in ENV would stand in this machine's list of processes"):
         request.read_environment(f"{name}=x", [])
+
+
+# ---- what somebody else tried: signals, files and neighbours --------------------------------------------------------
+
+
+@one_worker
+def test_sigterm_to_all_processes_of_the_unit_hides_no_failed_save(bed):
+    """`systemctl kill` sends it to make and its shells, too, which then do not say how the trainer ended."""
+    client = bed.begin(args="unsaveable=1 saving=1")
+    bed.kill(0, number=signal.SIGTERM)
+    code, _, err = bed.ended(client)
+    assert code == 1 and "worker 0 did not save: exit code 1" in err
+    wait(bed.idle)
+    bed.begin(args="saving=1")
+    bed.kill(0, number=signal.SIGTERM)
+    wait(bed.idle)
+    assert bed.saved()
+
+
+@one_worker
+def test_a_step_of_the_installation_whose_failure_make_ignores_does_not_train_after_a_stop(bed, here):
+    """As the look for a Python, which `make stop` ends: what comes next must not begin."""
+    ignored = "train:\n\t@python3 -I -S -c 'import time; time.sleep(100)' || true\n"
+    (bed.project / "Makefile").write_text(MAKEFILE.replace("train:\n", ignored))
+    client = bed.start("train", "--run", "one", args=FOREVER)
+    wait(lambda: bed.processes(0, "time.sleep(100)"))
+    begun = time.monotonic()
+    err = here("stop")[2]
+    assert "worker 0: stopped before it trained: one" in err and time.monotonic() - begun < 10, err
+    assert bed.ended(client)[0] == 143 and bed.starts() == [0]
+
+
+@pytest.mark.parametrize("content", ["", "rubbish\n", b"\xff\xfe"])
+def test_an_exit_code_that_cannot_be_read_is_not_the_trainers(content, tmp_path):
+    """As a full /run leaves it."""
+    recorded = tmp_path / "code"
+    recorded.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert keeper.read_code(recorded) is None
+    assert keeper.exit_code(2, recorded) == keeper.UNKNOWN
+
+
+@one_worker
+def test_an_exit_code_that_cannot_be_written_is_no_failed_save(bed, here):
+    makefile = MAKEFILE.replace("\t@", "\t@mkdir $(XLA_ZOO_EXIT_CODE); ")
+    (bed.project / "Makefile").write_text(makefile)
+    client = bed.begin()
+    err = here("stop")[2]
+    assert "unsaved" not in err and "exit code is not the trainer's" in err
+    assert bed.ended(client)[0] == 143 and bed.saved()
+
+
+def test_a_journal_that_is_gone_does_not_end_the_decisions(monkeypatch):
+    said = []
+
+    def broken(*_: object, **__: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    log = type("Log", (), {"line": lambda self, text: said.append(text), "write": lambda self, data: said.append(data)})
+    monkeypatch.setattr("builtins.print", broken)
+    own = keeper.Keeper.__new__(keeper.Keeper)
+    own.log = log()
+    own.say("worker 0 failed")
+    assert len(said) == 1
+
+
+# ---- the log, in other hands
+
+
+def test_other_files_beside_the_log_are_none_of_its_parts(tmp_path):
+    """Somebody compresses a part, or logrotate does."""
+    folder = tmp_path / "one"
+    log = make_log(folder)
+    log.write(b"text\n")
+    for name in ("log.000000000000000.gz", "log.1", "log.2026-01-01"):
+        (folder / name).write_bytes(b"other")
+    again = make_log(folder)
+    again.write(b"more\n")
+    assert worker.size_of(folder) == 10 and (folder / "log").read_text() == "text\nmore\n"
+    assert [part.name for part in worker.parts_from(folder, 0)] == ["log.000000000000000"]
+
+
+def test_a_log_that_an_editor_has_replaced_costs_no_part_of_it(tmp_path, monkeypatch):
+    """`sed -i` makes a file of the link."""
+    monkeypatch.setattr(keeper, "SEGMENT", 10)
+    folder = tmp_path / "one"
+    log = make_log(folder)
+    log.write(b"0123456789")
+    log.write(b"more\n")
+    (folder / "log").unlink()
+    (folder / "log").write_text("edited")
+    assert worker.open_log(folder) == 15
+    assert (folder / f"log.{0:015d}").read_bytes() == b"0123456789" and (folder / "log").read_bytes() == b"more\n"
+    assert [path.read_text() for path in folder.glob("log.old-*")] == ["edited"]
+
+
+@pytest.mark.parametrize("how", ["removed", "emptied", "with its folder"])
+def test_a_log_that_is_taken_away_begins_again(how, tmp_path):
+    folder = tmp_path / "one"
+    log = make_log(folder)
+    log.write(b"before\n")
+    at = worker.size_of(folder)
+    (part,) = folder.glob("log.[0-9]*")
+    if how == "emptied":
+        os.truncate(part, 0)
+    else:
+        part.unlink()
+    if how == "with its folder":
+        (folder / "log").unlink()
+        folder.rmdir()
+    log.write(b"after\n")
+    (newest,) = worker.parts_from(folder, at)
+    assert newest.read_bytes() == b"after\n" and int(newest.suffix[1:]) == at
+    assert (folder / "log").read_bytes() == b"after\n"
+
+
+def test_the_end_of_a_log_of_one_long_line_is_shown(tmp_path):
+    """A progress bar ends its lines by \\r."""
+    folder = tmp_path / "one"
+    make_log(folder).write(b"x" * 100_000)
+    assert worker.end_of(folder, 1000, 0) == 99_000
+
+
+def test_the_keepers_line_is_a_line_of_its_own(tmp_path):
+    log = make_log(tmp_path / "one")
+    log.line("[xla-zoo] first")
+    log.write(b"epoch 1: 50%")
+    log.line("[xla-zoo] worker 1 failed")
+    assert (tmp_path / "one/log").read_text() == "[xla-zoo] first\nepoch 1: 50%\n[xla-zoo] worker 1 failed\n"
+
+
+def test_memory_that_ran_out_in_an_earlier_attempt_is_not_said_again(tmp_path):
+    events = tmp_path / "memory.events"
+    events.write_text("low 0\noom 3\noom_kill 2\noom_group_kill 0\n")
+    assert keeper.memory_kills(tmp_path) == 2
+    events.write_text("low 0\noom_kill 0\n")
+    assert keeper.memory_kills(tmp_path) == 0 and keeper.memory_kills(tmp_path / "none") == 0
+
+
+# ---- the entry, as a container's first process
+
+
+SAVES_SLOWLY = """import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), print("saved", flush=True), sys.exit(143)))
+print("step", flush=True)
+time.sleep(20)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a namespace of processes")
+@pytest.mark.parametrize("shell", ["sh {root}/tpu/exit_code.sh ", "true; "])
+def test_as_process_1_a_signal_to_all_processes_lets_the_trainer_save(shell, tmp_path):
+    """As `kill -TERM -1` in the container, twice."""
+    (tmp_path / "saves.py").write_text(SAVES_SLOWLY)
+    (tmp_path / "Makefile").write_text(f"train:\n\t@{shell.format(root=ROOT)}{sys.executable} -I -S saves.py\n")
+    out = tmp_path / "out"
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "tpu.entry", "MODEL=bert"]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    with out.open("w") as stdout:
+        entry = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=stdout)
+    wait(lambda: out.read_text() == "step\n")
+    inside = [pid for pid in map(int, os.listdir(f"/proc/{entry.pid}/task")) if pid]
+    children = Path(f"/proc/{entry.pid}/task/{inside[0]}/children").read_text().split()
+    everything = set(map(int, children))
+    while True:
+        more = set()
+        for pid in everything:
+            more |= set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+        if more <= everything:
+            break
+        everything |= more
+    send(signal.SIGTERM, everything)
+    time.sleep(0.3)
+    send(signal.SIGTERM, map(int, children))
+    code = entry.wait(timeout=20)
+    assert "saved" in out.read_text()
+    assert code == 143 or shell == "true; ", "the second has no program that says how it ended"
+
+
+def test_an_entry_without_make_is_an_input_to_fix(tmp_path):
+    """A crash would be started again a thousand times."""
+    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tpu.entry", "MODEL=bert"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2 and result.stderr.startswith("error: make cannot be started: No such file"), result

@@ -50,6 +50,7 @@ POLL = 0.1  # seconds
 PATIENCE = 60  # seconds for systemd's programs and for sudo
 ON_ITS_WAY = 3  # seconds in which a stop looks for the run of a start that is under way
 MADE_FOR_SAVING = 15  # seconds that systemd waits longer than the trainer's time to save
+PARTS = "log." + "[0-9]" * 15  # as in keeper.py
 SPEAKING = threading.Lock()
 # What runs, where its record cannot be read.
 NOBODY = {
@@ -305,13 +306,13 @@ def open_log(folder: Path) -> int:
     """Makes a run's log, if it has none. Returns how many bytes it has."""
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "log"
-    if link.is_file() and not link.is_symlink():  # of an older version
-        os.replace(link, folder / f"log.{0:015d}")
-    parts = sorted(folder.glob("log.[0-9]*"))
+    parts = sorted(folder.glob(PARTS))
+    first = folder / f"log.{0:015d}"
+    if link.is_file() and not link.is_symlink():  # of an older version, or an editor's
+        os.replace(link, f"{link}.old-{time.time():.0f}" if parts else first)
     if not parts:
-        parts = [folder / f"log.{0:015d}"]
-        parts[0].touch()
-    newest = parts[-1]
+        first.touch()
+    newest = parts[-1] if parts else first
     if not os.path.lexists(link) or os.readlink(link) != newest.name:
         with contextlib.suppress(FileNotFoundError):
             link.unlink()
@@ -348,13 +349,13 @@ def spare_from_needrestart() -> None:
 
 def parts_from(folder: Path, at: int) -> list[Path]:
     """Returns the files of a log that have something from byte `at` on, in order."""
-    parts = sorted(folder.glob("log.[0-9]*"))
+    parts = sorted(folder.glob(PARTS))
     return [part for part in parts if int(part.suffix[1:]) + part.stat().st_size > at]
 
 
 def size_of(folder: Path) -> int:
     """Returns how many bytes a log has, with what was rotated away."""
-    parts = sorted(folder.glob("log.[0-9]*"))
+    parts = sorted(folder.glob(PARTS))
     return int(parts[-1].suffix[1:]) + parts[-1].stat().st_size if parts else 0
 
 
@@ -366,7 +367,8 @@ def end_of(folder: Path, wanted: int, offset: int) -> int:
     for part in parts_from(folder, at)[:1]:
         with part.open("rb") as file:
             file.seek(max(at - int(part.suffix[1:]), 0))
-            at += len(file.readline())
+            line = file.readline(wanted)
+            at += len(line) if line.endswith(b"\n") else 0  # one line is longer, a progress bar's
     return at
 
 
