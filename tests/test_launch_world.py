@@ -6,6 +6,7 @@ Over the same stand-ins as tests/test_launch.py; what a real systemd does stands
 import io
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -552,7 +553,7 @@ def test_an_exit_code_that_cannot_be_written_is_no_failed_save(bed, here):
     (bed.project / "Makefile").write_text(makefile)
     client = bed.begin()
     err = here("stop")[2]
-    assert "unsaved" not in err and "exit code is not the trainer's" in err
+    assert "unsaved" not in err and "or its Makefile records no exit code" in err
     assert bed.ended(client)[0] == 143 and bed.saved()
 
 
@@ -689,3 +690,243 @@ def test_an_entry_without_make_is_an_input_to_fix(tmp_path):
     command = [sys.executable, "-m", "tpu.entry", "MODEL=bert"]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 2 and result.stderr.startswith("error: make cannot be started: No such file"), result
+
+
+# ---- what is sent, from a less tidy folder
+
+
+def test_secrets_are_known_in_capitals_in_folders_and_in_other_accounts_files(bed):
+    project = bed.project
+    account = {"type": "service_account", "private_key": "x" * 70_000}
+    other = {"type": "impersonated_service_account"}
+    secrets = {".ENV": "x", "server.PEM": "x", ".env-files/x": "", "large.json": json.dumps(account)}
+    secrets |= {"key.JSON": json.dumps(other), "bom.json": "\ufeff" + json.dumps(other), ".envrc": "export X=y"}
+    for name, text in secrets.items():
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text(text, encoding="utf-8")
+    for number in range(30):
+        (project / "deep/.env").mkdir(exist_ok=True, parents=True)
+        (project / f"deep/.env/file-{number}").write_text("x")
+    bundle = request.make_bundle(project)
+    secrets.pop(".env-files/x")
+    assert sorted(bundle.left_out) == sorted([*secrets, "deep/.env/"]), "a folder is named once"
+
+
+@pytest.mark.parametrize("how", ["unreadable", "shrinks", "removed"])
+def test_a_file_that_cannot_be_packed_is_one_sentence(how, bed, here, monkeypatch):
+    real, name = open, os.path.join(os.fsencode(bed.project), b"message")
+
+    def opened(path: object, *rest: object, **more: object) -> object:
+        if path == name:
+            if how == "unreadable":
+                raise PermissionError(13, "Permission denied", "message")
+            if how == "removed":
+                os.unlink(name)
+            else:
+                os.truncate(name, 1)
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(request, "open", opened, raising=False)
+    code, _, err = here("train")
+    assert code == 2 and "error: message cannot be read: " in err and "Traceback" not in err, err
+    assert ".gitignore" in err
+
+
+@one_worker
+def test_odd_names_and_many_files_arrive(bed):
+    names = ["-rf", "--help.py", "a\nb.py", "tab\tand space", "deep/" * 30 + "x", "x" * 200]
+    for name in names:
+        (bed.project / name).parent.mkdir(exist_ok=True, parents=True)
+        (bed.project / name).write_text("x = 1")
+    os.link(bed.project / "message", bed.project / "second")
+    for number in range(500):
+        (bed.project / f"many-{number}").write_text(str(number))
+    code, _, err = bed.run("train", "--run", "one")
+    assert code == 0, err
+    tree = bed.zoo(0) / "tree"
+    assert all((tree / name).read_text() == "x = 1" for name in names)
+    assert (tree / "second").read_text() == "it broke" and (tree / "many-499").read_text() == "499"
+
+
+# ---- the cloud, in other words
+
+
+WARNED = "WARNING: a newer gcloud is there\n"
+
+
+@one_worker
+def test_what_gcloud_prints_before_its_answer_is_passed_over(bed, here, monkeypatch):
+    node = json.dumps({"state": "READY", "health": "HEALTHY", "networkEndpoints": [{}], "acceleratorType": "v5e"})
+    bed.wrong(verb="describe", out=f"{WARNED}{{not this}}\n{node}\n")
+    code, _, err = here("status", "--lost-after", "0.1")
+    assert code == 0 and "my-tpu: v5e, READY, HEALTHY, 1 worker" in err, err
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "HttpError accessing <https://tpu.googleapis.com/v2/x>: response: <{'status': '404'}>, content <Not Found>",
+        "ResponseError: code=404, message=Resource 'projects/mine/nodes/my-tpu' was not found",
+        "HTTPError 404: Requested entity was not found.",
+    ],
+)
+def test_a_tpu_that_is_not_there_is_known_in_other_words(said, bed, here):
+    bed.wrong(verb="describe", message=f"ERROR: (gcloud.compute.tpus.tpu-vm.describe) {said}")
+    code, _, err = here("status", "--lost-after", "0.1")
+    assert code == 75 and "there is no TPU VM my-tpu in this zone" in err, err
+
+
+def test_a_refusal_in_the_middle_of_a_run_is_asked_again_before_it_is_believed(bed):
+    """gcloud's rights and tokens come and go; the run is not to be left alone for one answer."""
+    watched = workers.Workers(hosts.TpuVm("my-tpu", "us-east5-b"), 1)
+    answers = [InputError("PERMISSION_DENIED")]
+
+    def describe() -> hosts.Machine:
+        if answers:
+            raise answers.pop()
+        return hosts.Machine(1, "my-tpu")
+
+    watched.host.describe = describe
+
+    def check() -> None:
+        watched.asked = -workers.LONGEST_PAUSE
+        watched.check()
+
+    check()
+    check()
+    answers += [InputError("PERMISSION_DENIED")] * workers.CERTAIN
+    with pytest.raises(InputError, match="PERMISSION_DENIED"):
+        for _ in range(workers.CERTAIN):
+            check()
+    assert not answers
+
+
+@one_worker
+def test_gcloud_that_crashes_once_is_tried_again(bed, here):
+    """Several at once lock each other out of their database."""
+    here("status")
+    bed.wrong(message="ERROR: gcloud crashed (OperationalError): database is locked")
+    bed.set(attempts=1)
+    code, _, err = here("train", "--run", "one")
+    assert code == 0 and "trying again" in err, err
+
+
+# ---- the client's own machine
+
+
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>&-", ">&-"])
+@one_worker
+def test_a_client_without_its_streams_does_what_it_is_asked(streams, bed):
+    """As cron and some supervisors start programs."""
+    words = shlex.join([sys.executable, "-I", "-S", f"{ROOT}/tpu/launch/launcher.py", *bed.arguments("train")])
+    environment = {"PATH": f"{bed.bin}", "HOME": str(bed.client_home)}
+    result = subprocess.run(
+        ["/bin/sh", "-c", f"exec {words} {streams}"], cwd=bed.project, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+    assert bed.starts() == [1]
+
+
+@pytest.mark.parametrize("program", ["git", "ssh"])
+def test_a_program_that_is_missing_here_is_named(program, bed, here):
+    (bed.bin / program).unlink()
+    words = ["status", "--tpu", "ssh:worker-0"] if program == "ssh" else ["train"]
+    code, out, err = here(*words)
+    assert code != 0 and f"{program} is not installed here" in out + err and "Traceback" not in err, err
+
+
+@one_worker
+def test_sigterm_ends_the_client_with_a_word_and_not_the_run(bed):
+    """143 would say that the run was stopped."""
+    client = bed.begin()
+    client.terminate()
+    code, _, err = bed.ended(client)
+    assert code == 129 and "one continues on the TPU; make logs TPU=my-tpu" in err
+    assert not bed.idle()
+    bed.stop()
+
+
+def test_a_third_ctrl_c_does_not_say_that_nothing_was_started(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launch", "train", "--tpu", "my-tpu"])
+
+    def train(launch: launcher.Launcher) -> int:
+        launch.run, launch.begun = "one", True
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher.Launcher, "train", train)
+    assert launcher.main() == 130
+    err = capsys.readouterr().err
+    assert "nothing was started" not in err and "make stop TPU=my-tpu ends it" in err
+
+
+# ---- the worker's machine
+
+
+@pytest.mark.parametrize("rule", ["a folder", "read-only"])
+def test_needrestarts_folder_that_cannot_be_used_keeps_no_run_from_starting(rule, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(worker, "NEEDRESTART", tmp_path / "conf.d")
+    monkeypatch.setattr(worker, "RUNTIME", tmp_path)
+    monkeypatch.setattr(worker, "ROOT", [])
+    (tmp_path / "conf.d").mkdir()
+    if rule == "a folder":
+        (tmp_path / "conf.d/xla-zoo.conf").mkdir()
+    write_programs(tmp_path / "bin", install="echo 'install: cannot create: Read-only file system' >&2; exit 1;")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    worker.spare_from_needrestart()
+    (answer,) = [line for line in capfd.readouterr().out.splitlines() if line]
+    note = json.loads(answer[9:])["note"]
+    assert note.startswith("needrestart may restart the run") and "systemd unit" not in note, note
+
+
+def test_a_full_run_folder_at_the_end_leaves_no_variables_and_a_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeper, "RUNTIME", tmp_path)
+    start = {"token": "t", "run": "one", "environment": {"HF_TOKEN": "x"}, "code": 143, "trainer": 143, "apart": False}
+    (tmp_path / "start.json").write_text(json.dumps(start))
+    real, calls = keeper.write_json, []
+
+    def full(path: Path, value: object) -> None:
+        calls.append(path.name)
+        if (tmp_path / "start.json").exists():
+            raise OSError(28, "No space left on device")
+        real(path, value)
+
+    monkeypatch.setattr(keeper, "write_json", full)
+    keeper.ended()
+    assert not (tmp_path / "start.json").exists()
+    (record,) = json.loads((tmp_path / "ended.json").read_text())
+    assert record["code"] == 143 and not record["environment"]
+
+
+@one_worker
+def test_a_run_of_an_older_launcher_is_named(bed, here):
+    """Its record has no folder and no address; it is stopped as any other."""
+    client = bed.begin("--detach")
+    assert bed.ended(client)[0] == 0
+    record = bed.home(0) / "run/start.json"
+    start = json.loads(record.read_text())
+    del start["address"], start["folder"]
+    record.write_text(json.dumps(start))
+    for action in (("train", "--run", "one"), ("logs",)):
+        code, _, err = here(*action, args=FOREVER if action[0] == "train" else "")
+        assert code == 2 and "was started by another version of the launcher" in err and "make stop" in err, err
+    assert here("stop")[0] == 0
+
+
+def test_workers_that_ask_at_an_address_of_this_machine_alone_are_told_so(monkeypatch):
+    """ssh through a tunnel ends at 127.0.0.1."""
+    now, said = [0.0], []
+    monkeypatch.setattr(keeper.time, "monotonic", lambda: now[0])
+    owner = keeper.Owner(2, 0, 60, "127.0.0.1 port 4711", lambda text, *_: said.append(text))
+    for seconds in range(40):
+        now[0] = float(seconds)
+        owner.report(0, REPORT)
+    assert "only worker 0 itself has this address" in said[0], said
+
+
+@one_worker
+def test_a_copied_makefile_that_records_no_exit_code_is_not_said_to_have_trained_nothing(bed, here):
+    (bed.project / "Makefile").write_text(MAKEFILE.replace("sh exit_code.sh ", ""))
+    client = bed.begin()
+    err = here("stop")[2]
+    assert "stopped before it trained: one, or its Makefile records no exit code (tpu/exit_code.sh)" in err, err
+    assert bed.ended(client)[0] == 143 and bed.saved()

@@ -52,14 +52,21 @@ PARTS = "log." + "[0-9]" * 15  # their names, and not those of parts that somebo
 INPUT = 2  # a trainer's exit code for an input to fix
 STOPPED = 143  # a trainer's exit code after SIGTERM, its checkpoint saved
 UNKNOWN = 1  # exit code of a failure before or beside the trainer: of the installation, or of make itself
+LOOPBACK = ("127.", "::1 ", "localhost")  # how addresses begin that mean a machine itself
 SHELLS = ("make", "sh", "dash", "bash")
 
 
 def write_json(path: Path, value: object) -> None:
     """Replaces a file as a whole, also for processes that read it at this moment."""
     new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(value))
-    os.replace(new, path)
+    text = json.dumps(value)
+    try:
+        new.write_text(text)
+        os.replace(new, path)
+    except OSError:  # no room for two: the file's own is taken
+        with contextlib.suppress(FileNotFoundError):
+            new.unlink()
+        path.write_text(text)
 
 
 def epoch() -> str:
@@ -341,10 +348,16 @@ class Owner:
             self.end(1, f"worker {absent} did not join in {JOIN} s", FAILED_GRACE, again=False)
         elif now > self.begun + HINT and not self.hinted:
             self.hinted = True
-            self.say(
-                f"worker {absent} has not reached worker 0 at {self.place} yet: are the workers allowed to reach each"
-                " other there (a firewall rule for internal traffic)? LAUNCH_ARGS='--port N' chooses the port"
+            remedy = (
+                "are the workers allowed to reach each other there (a firewall rule for internal traffic)?"
+                " LAUNCH_ARGS='--port N' chooses the port"
             )
+            if self.place.startswith(LOOPBACK):
+                remedy = (
+                    "only worker 0 itself has this address, at which ssh has reached it, perhaps through a tunnel: give"
+                    " TPU=ssh: the addresses that the workers have in their own network"
+                )
+            self.say(f"worker {absent} has not reached worker 0 at {self.place} yet: {remedy}")
 
 
 class Server(socketserver.ThreadingTCPServer):
@@ -601,8 +614,14 @@ def ended() -> None:
         number = getattr(signal, f"SIG{os.environ['EXIT_STATUS']}", 9)
         record["code"] = record["trainer"] = 128 + number
     before = json.loads(records.read_text()) if records.exists() else []
-    write_json(records, [*before, record][-KEPT:])
-    path.unlink()  # it has the run's variables
+    kept = [*before, record][-KEPT:]
+    try:
+        write_json(records, kept)
+    except OSError:  # no room; the other record's is enough
+        path.unlink()
+        write_json(records, kept)
+    if path.exists():
+        path.unlink()  # it has the run's variables
 
 
 if __name__ == "__main__":

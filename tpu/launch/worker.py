@@ -103,8 +103,8 @@ def write(path: Path, content: bytes | str) -> None:
             new.unlink()
 
 
-def system(*words: object) -> None:
-    """Runs a command as root. Failure: it failed, or did not answer."""
+def system(*words: object, needed: str = NEEDED) -> None:
+    """Runs a command as root. Failure: it failed, with what it said in the sentence `needed`, or did not answer."""
     command = [*ROOT, *(str(word) for word in words)]
     streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     try:
@@ -112,7 +112,7 @@ def system(*words: object) -> None:
     except subprocess.TimeoutExpired:
         raise Failure(f"{words[0]} did not answer in {PATIENCE} s; restart the machine") from None
     if result.returncode:
-        raise Failure(NEEDED.format((result.stderr.strip() or f"{words[0]} failed").splitlines()[-1]))
+        raise Failure(needed.format((result.stderr.strip() or f"{words[0]} failed").splitlines()[-1]))
 
 
 def running() -> dict:
@@ -337,12 +337,13 @@ def own_address() -> str:
 def spare_from_needrestart() -> None:
     """Keeps needrestart, which Ubuntu's upgrades start, from restarting the run. Where it fails that is said."""
     rule = NEEDRESTART / "xla-zoo.conf"
-    if not NEEDRESTART.is_dir() or (rule.exists() and rule.read_text() == LEFT_ALONE):
-        return
+    with contextlib.suppress(OSError):  # not there, or not for this user to read
+        if not NEEDRESTART.is_dir() or rule.read_bytes() == LEFT_ALONE.encode():
+            return
     wanted = RUNTIME / "needrestart.conf"
     write(wanted, LEFT_ALONE)
     try:
-        system("install", "-m", "644", wanted, rule)
+        system("install", "-m", "644", wanted, rule, needed="{}")
     except Failure as error:
         emit(note=f"needrestart may restart the run after an upgrade, which stops it: {error}")
 
