@@ -925,8 +925,62 @@ def test_workers_that_ask_at_an_address_of_this_machine_alone_are_told_so(monkey
 
 @one_worker
 def test_a_copied_makefile_that_records_no_exit_code_is_not_said_to_have_trained_nothing(bed, here):
-    (bed.project / "Makefile").write_text(MAKEFILE.replace("sh exit_code.sh ", ""))
+    (bed.project / "Makefile").write_text(MAKEFILE.replace("exec sh exit_code.sh ", ""))
     client = bed.begin()
     err = here("stop")[2]
     assert "stopped before it trained: one, or its Makefile records no exit code (tpu/exit_code.sh)" in err, err
     assert bed.ended(client)[0] == 143 and bed.saved()
+
+
+@one_worker
+def test_a_trainer_that_is_killed_when_its_time_is_over_is_not_called_out_of_memory(bed):
+    client = bed.begin(args="deaf=1")
+    bed.stop(0, "--grace", "1")
+    code, _, err = bed.ended(client)
+    assert code == 137 and "it did not end in its time to save, and was killed" in err and "out of memory" not in err
+
+
+def test_a_record_of_ends_that_found_no_room_costs_only_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeper, "RUNTIME", tmp_path)
+    (tmp_path / "start.json").write_text(json.dumps({"token": "t", "run": "one", "environment": {"HF_TOKEN": "x"}}))
+    (tmp_path / "ended.json").write_text('[{"tok')
+    keeper.ended()
+    (record,) = json.loads((tmp_path / "ended.json").read_text())
+    assert record["run"] == "one" and not (tmp_path / "start.json").exists()
+
+
+@one_worker
+def test_a_clock_that_is_set_back_makes_no_old_end_a_new_one(bed, here):
+    client = bed.begin()
+    assert "stopped and saved" in here("stop")[2]
+    bed.ended(client)
+    path = bed.home(0) / "run/ended.json"
+    (record,) = json.loads(path.read_text())
+    record["ended"] += 86400
+    path.write_text(json.dumps([record]))
+    assert "worker 0: nothing ran" in here("stop")[2]
+
+
+def test_a_busy_tpu_is_not_said_to_run_what_was_asked_for(bed):
+    first = bed.begin()
+    code, _, err = bed.run("train", "--run", "two", args=FOREVER)
+    assert code == 2 and "my-tpu is busy: one" in err and "two" not in err, err
+    bed.interrupt(first)
+
+
+def test_a_keeper_that_no_systemd_stops_ends_a_deaf_trainer_itself(monkeypatch):
+    """SIGTERM came by `systemctl kill`, or from anybody."""
+    monkeypatch.setattr(keeper, "NOT_STOPPED", 0.2)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    command = [sys.executable, "-I", "-S", "-c", deaf]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    own = keeper.Keeper.__new__(keeper.Keeper)
+    own.process, own.stopped, own.asked, own.killed_at, own.order = process, True, False, 0.0, {"grace": 0}
+
+    def ended() -> bool:
+        own.end()
+        return process.poll() is not None
+
+    wait(ended, 5)
+    process.stdout.close()

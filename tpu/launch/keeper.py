@@ -41,6 +41,7 @@ LOST = 40  # seconds of silence after which a worker is lost, for the others als
 JOIN = 300  # seconds until all workers must have joined
 HINT = 20  # seconds after which it is said who has not joined
 FAILED_GRACE = 10  # seconds for the others when one has failed: they wait for it, and have nothing to save
+NOT_STOPPED = 30  # seconds after the time to save in which systemd would have killed a unit that it stops
 KEPT = 20  # starts whose end is known
 LAST_LINES = 25  # of a failed worker's log, in worker 0's
 LAST_BYTES = 16 << 10  # where those lines are looked for
@@ -499,13 +500,14 @@ class Keeper:
         os.close(reading)
 
     def end(self) -> None:
-        """Asks the trainer to save and end, and kills it when its time is over. Of a stop systemd keeps the time."""
+        """Asks the trainer to save and end, and kills it when its time is over. Of a stop systemd keeps the time, if it
+        is one: SIGTERM may have come from elsewhere."""
         make = self.process.pid
         if not self.killed_at:
             self.killed_at = time.monotonic() + self.order["grace"]
         if not self.asked:
             self.asked = ask_to_end(make, signal.SIGTERM)
-        if not self.stopped and time.monotonic() > self.killed_at:
+        if time.monotonic() > self.killed_at + (NOT_STOPPED if self.stopped else 0):
             kill_group(make)
 
     def ended(self, status: int) -> None:
@@ -613,7 +615,9 @@ def ended() -> None:
     if os.environ.get("EXIT_CODE") in ("killed", "dumped"):
         number = getattr(signal, f"SIG{os.environ['EXIT_STATUS']}", 9)
         record["code"] = record["trainer"] = 128 + number
-    before = json.loads(records.read_text()) if records.exists() else []
+    before = []
+    with contextlib.suppress(OSError, ValueError):  # none yet, or one that found no room
+        before = json.loads(records.read_text())
     kept = [*before, record][-KEPT:]
     try:
         write_json(records, kept)

@@ -91,7 +91,11 @@ class Watch:
         code = answer["code"]
         if code:
             say(answer["why"] or f"the run ended with exit code {code} ({answer['result']})")
-            meanings = messages.explain_log(self.end.decode(errors="replace"), code)
+            text = self.end.decode(errors="replace")
+            late = code == messages.KILLED and "[xla-zoo] the run was stopped" in text
+            meanings = messages.explain_log(text, 0 if late else code)
+            if late:
+                meanings.append("it did not end in its time to save, and was killed; --grace gives it more")
             say(*(f"what this means: {sentence}" for sentence in meanings))
         return code
 
@@ -484,7 +488,7 @@ def report(launcher: Launcher | None, error: Exception) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
     if isinstance(error, TpuGone) and launcher.run:
         say(f"then the same command with RUN={launcher.run} resumes from its newest checkpoint in a bucket")
-    else:
+    elif launcher is not None and launcher.watching:
         leave(launcher)
     return {InputError: 2, TpuGone: GONE, WorkerLost: 1}[type(error)]
 

@@ -48,6 +48,7 @@ CHUNK = 48 * 1024  # bytes of log in an answer
 HEARTBEAT = 5  # seconds; the launcher takes a long silence for a dead connection
 POLL = 0.1  # seconds
 PATIENCE = 60  # seconds for systemd's programs and for sudo
+RECENT = 60  # seconds in which a run that has ended is one that a stop has ended, too
 ON_ITS_WAY = 3  # seconds in which a stop looks for the run of a start that is under way
 MADE_FOR_SAVING = 15  # seconds that systemd waits longer than the trainer's time to save
 PARTS = "log." + "[0-9]" * 15  # as in keeper.py
@@ -429,7 +430,8 @@ def stop(home: Path, run: str, grace: float | None, force: bool) -> dict:
             time.sleep(POLL)
     if not holder:
         for record in history()[-1:]:
-            if time.time() < record["ended"] + 60 and run in ("", record["run"], record["token"]):
+            recent = abs(time.time() - record["ended"]) < RECENT  # abs: the clock may have been set back
+            if recent and run in ("", record["run"], record["token"]):
                 return {**record, "state": "stopped"}
         return {"state": "idle"}
     unreadable = holder.get("unreadable", False)
