@@ -258,7 +258,8 @@ def test_the_journal_which_others_may_read_has_the_keepers_own_lines_only(bed):
 
 
 @pytest.fixture
-def server():
+def server(monkeypatch, request):
+    monkeypatch.setattr(keeper, "MOST_CONNECTIONS", getattr(request, "param", keeper.MOST_CONNECTIONS))
     owner = keeper.Owner(2, 0, 60, "127.0.0.1", lambda *_: None)
     server = keeper.Server(owner, "127.0.0.1", 0, "k" * 32)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -984,3 +985,27 @@ def test_a_keeper_that_no_systemd_stops_ends_a_deaf_trainer_itself(monkeypatch):
 
     wait(ended, 5)
     process.stdout.close()
+
+
+@pytest.mark.parametrize("server", [32], indirect=True)
+def test_a_neighbour_that_holds_connections_keeps_no_worker_out(server):
+    """It opens as many as it can, and says nothing."""
+    held = []
+    for _ in range(keeper.MOST_CONNECTIONS + 10):
+        held.append(socket.create_connection(server.server_address, timeout=5, source_address=("127.0.0.9", 0)))
+    message = json.dumps({"worker": 1, "report": REPORT}).encode() + b"\n"
+    assert json.loads(ask(server, b"k" * 32 + message) or b"{}").get("do") == "wait"
+    for connection in held:
+        connection.close()
+
+
+@pytest.mark.parametrize("address, code", [("::1", 0), ("192.0.2.7", 2), ("fe80::1%eth9", 2)])
+def test_ssh_reaches_a_worker_at_another_address(address, code, bed):
+    """IPv6; behind a proxy, an address that is not the machine's own."""
+    ssh = bed.bin / "ssh"
+    ssh.write_text(ssh.read_text().replace("40000 127.0.0.1 22", f"40000 {address} 22"))
+    found, _, err = bed.run("train", "--run", "one", args="workers=2")
+    if code and "Address family not supported" in err:
+        pytest.skip("no IPv6 here")
+    assert found == code, err
+    assert not code or "that is where ssh has reached it; give TPU=ssh: addresses" in err, err

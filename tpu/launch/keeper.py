@@ -20,6 +20,7 @@ the standard library, Python 3.8 or later.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -32,6 +33,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +49,7 @@ LAST_LINES = 25  # of a failed worker's log, in worker 0's
 LAST_BYTES = 16 << 10  # where those lines are looked for
 LONGEST_MESSAGE = 256 << 10  # bytes of a report: its last lines, escaped
 MOST_CONNECTIONS = 256  # at the same time; a slice has at most as many workers
+MOST_OF_ONE = 16  # of these from one address: a worker has one, and somebody else is not to hold them all
 SEGMENT = 64 << 20  # bytes of a file of the log
 SEGMENTS = 4  # files of the log that are kept
 PARTS = "log." + "[0-9]" * 15  # their names, and not those of parts that somebody has compressed
@@ -369,13 +372,18 @@ class Server(socketserver.ThreadingTCPServer):
 
     def __init__(self, owner: Owner, address: str, port: int, key: str) -> None:
         self.owner, self.key = owner, key.encode()
-        self.places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self.held: Counter[str] = Counter()  # connections by address
+        self.counting = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, port), Handler)
 
     def process_request(self, request, client_address) -> None:
         """Takes a connection, or drops it where there are too many."""
-        if self.places.acquire(blocking=False):
+        address = client_address[0]
+        with self.counting:
+            has_place = sum(self.held.values()) < MOST_CONNECTIONS and self.held[address] < MOST_OF_ONE
+            self.held[address] += has_place
+        if has_place:
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -385,7 +393,8 @@ class Server(socketserver.ThreadingTCPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.places.release()
+            with self.counting:
+                self.held[client_address[0]] -= 1
 
     def handle_error(self, request, client_address) -> None:
         """Keeps silent: a broken connection, or somebody who does not speak this."""
@@ -579,7 +588,10 @@ def keep() -> int:
         except OSError as error:
             why = f"port {start['port']} of worker 0 ({start['address']}) cannot be used: {error.strerror}"
             keeper.say(why)
-            write_json(path, {**start, "code": INPUT, "why": f"{why}; give another: LAUNCH_ARGS='--port N'"})
+            remedy = "give another: LAUNCH_ARGS='--port N'"
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                remedy = "that is where ssh has reached it; give TPU=ssh: addresses of the workers' own network"
+            write_json(path, {**start, "code": INPUT, "why": f"{why}; {remedy}"})
             return INPUT
         start["port"] = server.server_address[1]
         owner.place = f"{start['address']} port {start['port']}"
