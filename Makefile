@@ -158,7 +158,8 @@ install: $(INSTALLED)
 
 # make ends with 2 for every failure. What has started it to learn how the trainer ended names a file for its exit code in
 # XLA_ZOO_EXIT_CODE, as tpu/launch/keeper.py and tpu/entry.py do; 2 stands there for an argument that is refused here.
-RECORDED := $(if $(XLA_ZOO_EXIT_CODE),sh tpu/exit_code.sh )
+# exec: a shell between make and that program would end at once by the SIGTERM that make hands on, and make with it.
+RECORDED := $(if $(XLA_ZOO_EXIT_CODE),exec sh tpu/exit_code.sh )
 refuse = $(if $(XLA_ZOO_EXIT_CODE),echo 2 >"$$XLA_ZOO_EXIT_CODE"; )exit 2
 
 # Checked before anything is installed.

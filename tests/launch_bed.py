@@ -26,7 +26,7 @@ TRAINER, KEEPER = "\0train.py\0", "keeper.py\0keep\0"  # parts of their command 
 SHELL = "sh\0exit_code.sh\0"  # of the shell between make and the trainer, whose command line has the trainer's, too
 # As the project's: a shell stands between make and the trainer, and writes its exit code where that is wanted.
 MAKEFILE = """train:
-\t@$(if $(XLA_ZOO_EXIT_CODE),sh exit_code.sh )python3 -I -S train.py "$(NAME)" "$(DATA)" $(ARGS)
+\t@$(if $(XLA_ZOO_EXIT_CODE),exec sh exit_code.sh )python3 -I -S train.py "$(NAME)" "$(DATA)" $(ARGS)
 """
 # A host's last digit is the worker. No variable from here arrives.
 SSH = """#!/bin/sh

@@ -237,3 +237,32 @@ def test_random_sequences(bed, number):
         sequence.check()
         time.sleep(generator.choice([0, 0.5, 1, 3]))
     sequence.end()
+
+
+@pytest.mark.parametrize("bed", [1], indirect=True)
+def test_a_signal_to_the_whole_unit_loses_no_save(bed):
+    """`systemctl kill` means all processes of a unit, make and its shells among them."""
+    client = bed.begin(args="saving=2")
+    bed.ssh(0, "sudo systemctl kill xla-zoo.service")
+    assert bed.ended(client)[0] == 143 and bed.saved()
+    bed.check_idle(20)
+    client = bed.begin(args="saving=2 unsaveable=1")
+    bed.ssh(0, "sudo systemctl kill xla-zoo.service")
+    code, _, err = bed.ended(client)
+    assert code == 1 and "worker 0 did not save: exit code 1" in err
+
+
+@pytest.mark.parametrize("bed", [1], indirect=True)
+def test_a_full_run_folder(bed):
+    """The end of a run is known, and its variables are gone."""
+    client = bed.begin("--env", "SETTING=here")
+    full = "sudo dd if=/dev/zero of=/run/fill bs=4k; sudo dd if=/dev/zero of=/run/fill2 bs=1"
+    assert "No space left" in bed.ssh(0, full).stderr
+    steps = min(bed.steps("at-worker"))
+    bed.wait(lambda: min(bed.steps("at-worker")) > steps + 5)
+    err = bed.stop()
+    assert bed.ended(client)[0] in (1, 143) and bed.saved(), err
+    assert "unsaved" not in err, err
+    assert bed.ssh(0, "sudo sh -c 'cat /run/xla-zoo-*/start.json'").returncode
+    bed.ssh(0, "sudo rm /run/fill /run/fill2")
+    bed.begin()

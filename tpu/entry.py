@@ -14,47 +14,52 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
 
-from tpu.launch.keeper import exit_code, kill_group, tell, trainers
+from tpu.launch.keeper import INPUT, ask_to_end, exit_code, kill_group, members
+
+PAUSE = 0.1  # seconds between two looks at the processes that are left
 
 
 def main() -> int:
     """Returns the trainer's exit code, once nothing of make's process group is left."""
-    make = None
-    early = []  # signals that came before make was there
-
-    def forward(number: int, _frame: Any) -> None:
-        if make is None:
-            early.append(number)
-        else:
-            tell(trainers(make.pid), number)
+    asked = []  # signals that are still to be handed on
+    stopping = False
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, forward)
+        signal.signal(number, lambda number, _: asked.append(number))
     with tempfile.TemporaryDirectory() as folder:
         recorded = Path(folder, "exit-code")
         environment = {**os.environ, "XLA_ZOO_EXIT_CODE": str(recorded)}
-        make = subprocess.Popen(["make", "train", *sys.argv[1:]], env=environment, start_new_session=True)
-        for number in early:
-            forward(number, None)
-        status = wait(make.pid)
+        try:
+            make = subprocess.Popen(["make", "train", *sys.argv[1:]], env=environment, start_new_session=True)
+        except OSError as error:
+            print(f"error: make cannot be started: {error.strerror}; install it in this image", file=sys.stderr)
+            return INPUT
+        status = None
+        # A signal to all processes ends make before the trainer, which saves.
+        while status is None or (stopping and members(make.pid)):
+            time.sleep(PAUSE)
+            if asked:
+                stopping = True
+                if ask_to_end(make.pid, asked[0]):
+                    asked.pop(0)
+            status = reap().get(make.pid, status)
         kill_group(make.pid)  # a loader's process whose trainer was killed
         return exit_code(status, recorded)
 
 
-def wait(pid: int) -> int:
-    """Waits for a process, and takes in all others that end before it, orphans among them. Returns how it ended, as of
-    subprocess: below 0 for a signal."""
-    while True:
-        ended, status = os.waitpid(-1, 0)
-        if ended == pid:
-            break
+def reap() -> dict[int, int]:
+    """Takes in the processes that have ended, orphans among them. Returns how: below 0 for a signal."""
+    ended = {}
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    return os.waitstatus_to_exitcode(status)
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            ended[pid] = os.waitstatus_to_exitcode(status)
+    return ended
 
 
 if __name__ == "__main__":

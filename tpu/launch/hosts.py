@@ -12,6 +12,7 @@ known_hosts: log in to it once before.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -26,6 +27,8 @@ from tpu.launch.messages import explain_cloud
 # A connection that is dead is noticed within a minute, and one that cannot be made within 15 s.
 SSH_OPTIONS = ("-oConnectTimeout=15", "-oServerAliveInterval=15", "-oServerAliveCountMax=3")
 CLOUD_SECONDS = 120
+# There is no such TPU, in the words of several gclouds.
+ABSENT = r"NOT_FOUND|was not found|(?i:\b404\b.{0,80}not found)"
 
 
 class Transient(Exception):
@@ -46,6 +49,14 @@ class Machine:
     problem: str = ""
     state: str = "ready"
     addresses: tuple[str, ...] = ()
+
+
+def read_node(text: str) -> dict[str, Any]:
+    """Returns the JSON in gcloud's answer, before which warnings may stand. {}: it has none."""
+    for line in re.finditer(r"^\{", text, re.MULTILINE):
+        with contextlib.suppress(ValueError):
+            return json.JSONDecoder().raw_decode(text, line.start())[0]
+    return {}
 
 
 @dataclass
@@ -95,17 +106,14 @@ class TpuVm:
             result = subprocess.run(command, timeout=CLOUD_SECONDS, **streams)
         except subprocess.TimeoutExpired:
             raise Transient(f"gcloud did not answer in {CLOUD_SECONDS} s: {shlex.join(command)}") from None
-        if "NOT_FOUND" in result.stderr and result.returncode:
+        if result.returncode and re.search(ABSENT, result.stderr):
             return {}
         if result.returncode:
             final, why = explain_cloud(result.stderr)
             kind = InputError if final else Transient
             raise kind(f"TPU={self.name}: {why}")
-        try:
-            node = json.loads(result.stdout)
-        except ValueError:
-            node = None
-        if not isinstance(node, dict) or not node:
+        node = read_node(result.stdout)
+        if not node:
             raise Transient(f"TPU={self.name}: gcloud's answer is not JSON: {result.stdout[:60]!r}")
         return node
 
@@ -188,6 +196,8 @@ class SshHosts:
 
     def describe(self) -> Machine:
         """Returns the number of hosts; nothing else is known."""
+        if shutil.which("ssh") is None:
+            raise InputError(f"TPU={self.name} needs ssh, and ssh is not installed here: install openssh-client")
         return Machine(len(self.hosts), f"{self.name}: {len(self.hosts)} worker{'s' * (len(self.hosts) > 1)}")
 
     def fetch(self, folder: str) -> str:

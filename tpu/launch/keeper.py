@@ -20,6 +20,7 @@ the standard library, Python 3.8 or later.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -32,6 +33,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,24 +43,34 @@ LOST = 40  # seconds of silence after which a worker is lost, for the others als
 JOIN = 300  # seconds until all workers must have joined
 HINT = 20  # seconds after which it is said who has not joined
 FAILED_GRACE = 10  # seconds for the others when one has failed: they wait for it, and have nothing to save
+NOT_STOPPED = 30  # seconds after the time to save in which systemd would have killed a unit that it stops
 KEPT = 20  # starts whose end is known
 LAST_LINES = 25  # of a failed worker's log, in worker 0's
 LAST_BYTES = 16 << 10  # where those lines are looked for
 LONGEST_MESSAGE = 256 << 10  # bytes of a report: its last lines, escaped
 MOST_CONNECTIONS = 256  # at the same time; a slice has at most as many workers
+MOST_OF_ONE = 16  # of these from one address: a worker has one, and somebody else is not to hold them all
 SEGMENT = 64 << 20  # bytes of a file of the log
 SEGMENTS = 4  # files of the log that are kept
+PARTS = "log." + "[0-9]" * 15  # their names, and not those of parts that somebody has compressed
 INPUT = 2  # a trainer's exit code for an input to fix
 STOPPED = 143  # a trainer's exit code after SIGTERM, its checkpoint saved
 UNKNOWN = 1  # exit code of a failure before or beside the trainer: of the installation, or of make itself
+LOOPBACK = ("127.", "::1 ", "localhost")  # how addresses begin that mean a machine itself
 SHELLS = ("make", "sh", "dash", "bash")
 
 
 def write_json(path: Path, value: object) -> None:
     """Replaces a file as a whole, also for processes that read it at this moment."""
     new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(value))
-    os.replace(new, path)
+    text = json.dumps(value)
+    try:
+        new.write_text(text)
+        os.replace(new, path)
+    except OSError:  # no room for two: the file's own is taken
+        with contextlib.suppress(FileNotFoundError):
+            new.unlink()
+        path.write_text(text)
 
 
 def epoch() -> str:
@@ -83,14 +95,13 @@ def members(group: int) -> list[int]:
 
 def trainers(group: int) -> list[int]:
     """Returns the processes of make's group but make and its shells, which would report their own end in place of the
-    trainer's; all of them while nothing else runs."""
-    found = members(group)
+    trainer's."""
     others = []
-    for pid in found:
+    for pid in members(group):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text().strip() not in SHELLS:
                 others.append(pid)
-    return others or found
+    return others
 
 
 def tell(pids: list[int], number: int) -> None:
@@ -100,10 +111,30 @@ def tell(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
+def ask_to_end(make: int, number: int) -> bool:
+    """Sends a signal to the trainer, which saves, and to make, which then begins nothing else: it may go on after a
+    step of the installation has failed.
+
+    Returns whether that is enough. Else only make and shells were there, one of which may just start the trainer.
+    """
+    others = trainers(make)
+    all_of_it = members(make)
+    asked = [pid for pid in all_of_it if pid == make or pid in others or not others]
+    tell(asked, number)
+    return bool(others)
+
+
 def kill_group(group: int) -> None:
     """Kills what is left of a process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
+
+
+def read_code(recorded: Path) -> int | None:
+    """Returns the exit code that a trainer's shell wrote, None if it is not there or not whole."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(recorded.read_text())
+    return None
 
 
 def exit_code(status: int, recorded: Path) -> int:
@@ -113,11 +144,20 @@ def exit_code(status: int, recorded: Path) -> int:
         status: make's, as of subprocess: below 0 for a signal.
         recorded: the file in which the trainer's is, where there was one.
     """
-    with contextlib.suppress(OSError, ValueError):
-        return int(recorded.read_text())
+    code = read_code(recorded)
+    if code is not None:
+        return code
     if status < 0:
         return 128 - status
     return UNKNOWN if status else 0
+
+
+def memory_kills(unit: Path) -> int:
+    """Returns how many processes of a unit the kernel has killed for want of memory: all since it was started."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^oom_kill (\d+)", (unit / "memory.events").read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0
 
 
 class Log:
@@ -131,7 +171,7 @@ class Log:
         self.recent = b""  # the end of what has come, also of what found no room
         self.missing = 0  # bytes that found no room
         self.guard = threading.Lock()
-        newest = sorted(folder.glob("log.[0-9]*"))[-1]
+        newest = sorted(folder.glob(PARTS))[-1]
         self.open(newest)
 
     def open(self, path: Path) -> None:
@@ -142,6 +182,7 @@ class Log:
 
     def rotate(self) -> None:
         """Begins a new file, and removes those that are too old."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"log.{self.base + self.size:015d}"
         before = self.file
         self.open(path)
@@ -151,13 +192,14 @@ class Log:
             link.unlink()
         link.symlink_to(path.name)
         os.replace(link, self.folder / "log")
-        for old in sorted(self.folder.glob("log.[0-9]*"))[:-SEGMENTS]:
+        for old in sorted(self.folder.glob(PARTS))[:-SEGMENTS]:
             old.unlink()
 
     def write(self, data: bytes) -> None:
         """Adds to the log as much as there is room for."""
         with self.guard:
             self.recent = (self.recent + data)[-LAST_BYTES:]
+            self.renew()
             if self.missing:
                 note = f"\n[xla-zoo] the log's disk was full: {self.missing} bytes are not here\n".encode()
                 if not self.put(note):
@@ -169,6 +211,18 @@ class Log:
             if self.size >= SEGMENT:
                 with contextlib.suppress(OSError):
                     self.rotate()
+
+    def line(self, text: str) -> None:
+        """Adds a line, a line of its own even after half a line."""
+        begin = "\n" if self.recent and not self.recent.endswith(b"\n") else ""
+        self.write(f"{begin}{text}\n".encode())
+
+    def renew(self) -> None:
+        """Begins a new file if somebody has removed or emptied this one: nobody would see what comes."""
+        status = os.fstat(self.file)
+        if not status.st_nlink or status.st_size < self.size:
+            with contextlib.suppress(OSError):
+                self.rotate()
 
     def put(self, data: bytes) -> int:
         """Writes to the file, and returns how many bytes found room."""
@@ -298,10 +352,16 @@ class Owner:
             self.end(1, f"worker {absent} did not join in {JOIN} s", FAILED_GRACE, again=False)
         elif now > self.begun + HINT and not self.hinted:
             self.hinted = True
-            self.say(
-                f"worker {absent} has not reached worker 0 at {self.place} yet: are the workers allowed to reach each"
-                " other there (a firewall rule for internal traffic)? LAUNCH_ARGS='--port N' chooses the port"
+            remedy = (
+                "are the workers allowed to reach each other there (a firewall rule for internal traffic)?"
+                " LAUNCH_ARGS='--port N' chooses the port"
             )
+            if self.place.startswith(LOOPBACK):
+                remedy = (
+                    "only worker 0 itself has this address, at which ssh has reached it, perhaps through a tunnel: give"
+                    " TPU=ssh: the addresses that the workers have in their own network"
+                )
+            self.say(f"worker {absent} has not reached worker 0 at {self.place} yet: {remedy}")
 
 
 class Server(socketserver.ThreadingTCPServer):
@@ -312,13 +372,18 @@ class Server(socketserver.ThreadingTCPServer):
 
     def __init__(self, owner: Owner, address: str, port: int, key: str) -> None:
         self.owner, self.key = owner, key.encode()
-        self.places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self.held: Counter[str] = Counter()  # connections by address
+        self.counting = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__((address, port), Handler)
 
     def process_request(self, request, client_address) -> None:
         """Takes a connection, or drops it where there are too many."""
-        if self.places.acquire(blocking=False):
+        address = client_address[0]
+        with self.counting:
+            has_place = sum(self.held.values()) < MOST_CONNECTIONS and self.held[address] < MOST_OF_ONE
+            self.held[address] += has_place
+        if has_place:
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -328,7 +393,8 @@ class Server(socketserver.ThreadingTCPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.places.release()
+            with self.counting:
+                self.held[client_address[0]] -= 1
 
     def handle_error(self, request, client_address) -> None:
         """Keeps silent: a broken connection, or somebody who does not speak this."""
@@ -359,6 +425,8 @@ class Keeper:
         self.start, self.worker = start, start["worker"]
         self.log = Log(Path(start["folder"]))
         self.recorded = RUNTIME / "exit-code"
+        self.unit = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2])
+        self.memory_kills = memory_kills(self.unit)  # those of the attempts before
         self.incarnation = secrets.token_hex(8)
         self.process: subprocess.Popen | None = None
         self.pump: threading.Thread | None = None
@@ -366,6 +434,7 @@ class Keeper:
         self.apart = False  # whether the code is not the trainer's own
         self.stopped = False  # SIGTERM has come: make stop, or the machine's shutdown
         self.killed_at = 0.0  # when the trainer's time to save is over
+        self.asked = False  # whether it has been asked to save
         self.order = {"do": "wait", "attempt": 0, "grace": start["grace"]}
         self.heard = time.monotonic()  # the last order
         place = f"{start['address']} port {start['port']}"
@@ -376,8 +445,9 @@ class Keeper:
     def say(self, text: str, mark: str = "[xla-zoo]") -> None:
         """Writes a line into the worker's log, and the keeper's own also into the journal, which others may read."""
         if mark == "[xla-zoo]":
-            print(mark, text, flush=True)
-        self.log.write(f"{mark} {text}\n".encode())
+            with contextlib.suppress(OSError):  # the journal was killed
+                print(mark, text, flush=True)
+        self.log.line(f"{mark} {text}")
 
     def report(self) -> None:
         """Tells the owner how things stand, and takes its order."""
@@ -409,6 +479,7 @@ class Keeper:
     def run(self) -> None:
         """Starts the trainer, in a session of its own."""
         self.killed_at = 0.0
+        self.asked = False
         if epoch() != self.start["epoch"]:
             self.stopped = True  # a stop has overtaken this start
             return
@@ -438,47 +509,46 @@ class Keeper:
         os.close(reading)
 
     def end(self) -> None:
-        """Asks the trainer to save and end, and kills it when its time is over. Of a stop systemd keeps the time."""
+        """Asks the trainer to save and end, and kills it when its time is over. Of a stop systemd keeps the time, if it
+        is one: SIGTERM may have come from elsewhere."""
         make = self.process.pid
         if not self.killed_at:
             self.killed_at = time.monotonic() + self.order["grace"]
-            tell(trainers(make), signal.SIGTERM)
-        elif not self.stopped and time.monotonic() > self.killed_at:
+        if not self.asked:
+            self.asked = ask_to_end(make, signal.SIGTERM)
+        if time.monotonic() > self.killed_at + (NOT_STOPPED if self.stopped else 0):
             kill_group(make)
 
     def ended(self, status: int) -> None:
         """Notes how the trainer ended, and kills what is left of it."""
         kill_group(self.process.pid)
-        killed_for_memory = self.kill_strays()
+        self.kill_strays()
+        kills = memory_kills(self.unit)
+        killed_for_memory = kills > self.memory_kills
+        self.memory_kills = kills
         self.pump.join(timeout=5)
         self.code = exit_code(status, self.recorded)
-        self.apart = status > 0 and not self.recorded.exists()
+        self.apart = status != 0 and read_code(self.recorded) is None
         if self.code and killed_for_memory:
             self.say("the machine ran out of memory (not the TPU's): the kernel killed a process of the run")
         lines = self.log.recent.decode(errors="replace").splitlines()[-LAST_LINES:]
         self.tail = "\n".join(lines) if self.code else ""
         self.process = None
 
-    def kill_strays(self) -> bool:
-        """Kills what has left the group. Returns whether the kernel has killed one of the unit's processes for memory.
-
-        Needs cgroup v2, as TPU VMs have it; elsewhere systemd does the first when the unit ends.
-        """
-        unit = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2])
-        if unit.name != "xla-zoo.service":
-            return False
+    def kill_strays(self) -> None:
+        """Kills what has left the group. Needs cgroup v2, as TPU VMs have it; elsewhere systemd does it at the end."""
+        if self.unit.name != "xla-zoo.service":
+            return
         with contextlib.suppress(OSError):
-            pids = [int(pid) for pid in (unit / "cgroup.procs").read_text().split()]
+            pids = [int(pid) for pid in (self.unit / "cgroup.procs").read_text().split()]
             tell([pid for pid in pids if pid != os.getpid()], signal.SIGKILL)
-            events = (unit / "memory.events").read_text()
-            return re.search(r"^oom_kill [1-9]", events, re.MULTILINE) is not None
-        return False
 
     def step(self) -> bool:
         """Does what is to be done now. Returns whether the keeper is needed any longer."""
         status = self.process.poll() if self.process else None
-        # make may end before the program that it has started, which is saving.
-        if status is not None and not (self.killed_at and members(self.process.pid)):
+        # make may end before the program that it has started, which is saving: SIGTERM may have reached make as well.
+        saving = (self.stopped or self.killed_at) and self.process and members(self.process.pid)
+        if status is not None and not saving:
             self.ended(status)
         if not self.owner and self.order["do"] != "leave" and time.monotonic() > self.heard + LOST:
             place = f"{self.start['address']} port {self.start['port']}"
@@ -518,7 +588,10 @@ def keep() -> int:
         except OSError as error:
             why = f"port {start['port']} of worker 0 ({start['address']}) cannot be used: {error.strerror}"
             keeper.say(why)
-            write_json(path, {**start, "code": INPUT, "why": f"{why}; give another: LAUNCH_ARGS='--port N'"})
+            remedy = "give another: LAUNCH_ARGS='--port N'"
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                remedy = "that is where ssh has reached it; give TPU=ssh: addresses of the workers' own network"
+            write_json(path, {**start, "code": INPUT, "why": f"{why}; {remedy}"})
             return INPUT
         start["port"] = server.server_address[1]
         owner.place = f"{start['address']} port {start['port']}"
@@ -554,9 +627,17 @@ def ended() -> None:
     if os.environ.get("EXIT_CODE") in ("killed", "dumped"):
         number = getattr(signal, f"SIG{os.environ['EXIT_STATUS']}", 9)
         record["code"] = record["trainer"] = 128 + number
-    before = json.loads(records.read_text()) if records.exists() else []
-    write_json(records, [*before, record][-KEPT:])
-    path.unlink()  # it has the run's variables
+    before = []
+    with contextlib.suppress(OSError, ValueError):  # none yet, or one that found no room
+        before = json.loads(records.read_text())
+    kept = [*before, record][-KEPT:]
+    try:
+        write_json(records, kept)
+    except OSError:  # no room; the other record's is enough
+        path.unlink()
+        write_json(records, kept)
+    if path.exists():
+        path.unlink()  # it has the run's variables
 
 
 if __name__ == "__main__":

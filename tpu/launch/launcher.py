@@ -18,7 +18,8 @@ the workers: they are in no command line, on no disk and in no log. --env travel
 
 Exit codes: the run's own, that of the first worker that failed; 1 when a worker was lost or cannot be reached, or when
 the run failed before its trainer began; 2 for what you can fix; 75 when the TPU is gone (preempted, stopped): recreate
-it and run the same command; 143 when the run was stopped; 129 when the terminal is gone; 130 after Ctrl-C.
+it and run the same command; 143 when the run was stopped; 129 when the terminal is gone, or after SIGTERM; 130 after
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from tpu.launch.request import Bundle, make_bundle, read_environment, read_words
 from tpu.launch.workers import PRINTING, TpuGone, WorkerLost, Workers, names, parallel, say
 
 GONE = 75  # exit code: the TPU is gone; EX_TEMPFAIL of sysexits.h
-HUNG_UP = 129  # exit code: the terminal is gone
+HUNG_UP = 129  # exit code: the terminal is gone, or SIGTERM has come; 143 would say that the run was stopped
 INTERRUPTED = 130  # exit code after Ctrl-C
 RECENT, ALL = 32 << 10, 1 << 60  # bytes of the log so far: shown when attaching, and looked through at the end; all
 LONGEST_GRACE = 86400  # seconds
@@ -90,7 +91,11 @@ class Watch:
         code = answer["code"]
         if code:
             say(answer["why"] or f"the run ended with exit code {code} ({answer['result']})")
-            meanings = messages.explain_log(self.end.decode(errors="replace"), code)
+            text = self.end.decode(errors="replace")
+            late = code == messages.KILLED and "[xla-zoo] the run was stopped" in text
+            meanings = messages.explain_log(text, 0 if late else code)
+            if late:
+                meanings.append("it did not end in its time to save, and was killed; --grace gives it more")
             say(*(f"what this means: {sentence}" for sentence in meanings))
         return code
 
@@ -277,7 +282,17 @@ class Launcher:
         if not same or token not in ("", holder["token"]):
             ways = f"watch it with {self.make('logs')}, end it with {self.make('stop')}"
             raise InputError(f"{self.host.name} is busy: {self.describe_run(holder)}: {ways}")
+        self.check_version(holder)
         self.run = holder["run"]
+
+    def check_version(self, record: dict) -> None:
+        """Checks that a run can be followed. InputError: an older launcher has started it."""
+        if "folder" in record and "address" in record:
+            return
+        raise InputError(
+            f"{record['run']} was started by another version of the launcher; watch it with that one, or end it with"
+            f" {self.make('stop')}, and the same make train resumes it"
+        )
 
     def check_runs(self, words: list[str]) -> None:
         """Checks that all workers share the run's folder. InputError: no checkpoint would ever be whole."""
@@ -306,6 +321,7 @@ class Launcher:
         if not runs:
             wanted = f"RUN={self.options.run}" if self.options.run else "a run"
             raise InputError(f"{self.host.name} does not know of {wanted}; {self.make('status')} lists what it knows")
+        self.check_version(runs[-1])
         self.run = runs[-1]["run"]
         folder = f"xla-zoo/{self.host.folder(0)}/jobs/{self.run}"
         say(f"{self.run}, the newest part of its log; all of it is on worker 0: {folder}/log, and before it log.*")
@@ -382,7 +398,10 @@ class Launcher:
             return 0, f"stopped: {answer['run']}; what its trainer did is not known"
         code = answer.get("trainer", "unknown")
         if answer.get("apart"):
-            return 0, f"stopped before it trained: {answer['run']}, make's exit code is not the trainer's"
+            unsure = "or its Makefile records no exit code (tpu/exit_code.sh)"
+            return 0, f"stopped before it trained: {answer['run']}, {unsure}"
+        if code is None:
+            return 0, f"{STOPS[None]}: {answer['run']}"
         return 0, f"{STOPS.get(code, 'stopped unsaved')}: {answer['run']}, exit code {code}"
 
     def interrupted(self) -> bool:
@@ -430,8 +449,31 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def hang_up(*_: object) -> None:
-    """Leaves when the terminal is gone. What runs on the workers goes on."""
+    """Leaves when the terminal is gone, or at SIGTERM. What runs on the workers goes on."""
     raise SystemExit(HUNG_UP)
+
+
+def open_streams() -> None:
+    """Opens the standard streams that are closed, as cron and the like may start programs."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    if sys.stdout is None:
+        sys.stdout = open(1, "w")  # noqa: SIM115 - for as long as this process lives
+    if sys.stderr is None:
+        sys.stderr = open(2, "w")  # noqa: SIM115
+
+
+def leave(launcher: Launcher | None) -> None:
+    """Says what becomes of the run when this launcher leaves it."""
+    if launcher is None or not launcher.run:
+        return
+    if launcher.watching:
+        say(f"{launcher.run} continues on the TPU; {launcher.make('logs')} watches it again")
+    elif launcher.begun:
+        say(f"{launcher.run} may go on: {launcher.make('stop')} ends it")
 
 
 def close_output() -> None:
@@ -447,17 +489,19 @@ def report(launcher: Launcher | None, error: Exception) -> int:
     if isinstance(error, TpuGone) and launcher.run:
         say(f"then the same command with RUN={launcher.run} resumes from its newest checkpoint in a bucket")
     elif launcher is not None and launcher.watching:
-        say(f"{launcher.run} continues on the TPU; {launcher.make('logs')} watches it again")
+        leave(launcher)
     return {InputError: 2, TpuGone: GONE, WorkerLost: 1}[type(error)]
 
 
 def main() -> int:
     """Runs the command line. Returns the exit code."""
+    open_streams()
     options, launcher = read_options(sys.argv[1:]), None
     sys.stderr.reconfigure(errors="backslashreplace")  # a terminal that has only ASCII
     sys.stdout.reconfigure(errors="backslashreplace")
     with contextlib.suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGHUP, hang_up)
+        signal.signal(signal.SIGTERM, hang_up)
     try:
         launcher = Launcher(options)
         return getattr(launcher, options.action)()
@@ -470,8 +514,13 @@ def main() -> int:
         )
         return 1
     except KeyboardInterrupt:
-        say("left; nothing was started" if options.action == "train" else "left")
+        begun = launcher is not None and launcher.begun
+        say("left; nothing was started" if options.action == "train" and not begun else "left")
+        leave(launcher)
         return INTERRUPTED
+    except SystemExit as hung_up:
+        leave(launcher)
+        return hung_up.code
     except BrokenPipeError:  # `make logs | head` has seen enough; the run continues
         close_output()
         return 0

@@ -89,7 +89,7 @@ python3: (?:command )?not found
     HOST has no python3
 future feature annotations|invalid syntax
     HOST has a python3 that is older than 3.8
-gcloud crashed|unrecognized arguments
+gcloud crashed \((?:AttributeError|TypeError|KeyError|\w*ImportError|ModuleNotFoundError)|unrecognized arguments
     gcloud does not know the command: gcloud components update
 """)
 SSH_TRANSIENT = table(r"""

@@ -9,23 +9,26 @@ import json
 import os
 import re
 import shlex
+import shutil
 import stat
 import subprocess
 import tarfile
 from collections import Counter
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from errors import InputError
 
 BUNDLE_MEGABYTES = 512
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
-SECRET_FILES = (".env", ".env.*", "*.pem", "*.p12", "*.pfx", "id_rsa", "id_ecdsa", "id_ed25519", ".netrc")
+# Files and folders, in small letters.
+SECRET_FILES = (".env", ".envrc", ".env.*", "*.pem", "*.p12", "*.pfx", "id_rsa", "id_ecdsa", "id_ed25519", ".netrc")
 SECRET_PARTS = {"TOKEN", "KEY", "APIKEY", "SECRET", "PASSWORD", "CREDENTIALS"}
 SECRET_ENDS = ("PASSWD", "PASSWORD", "PWD")
-ACCOUNT_FILE = 64 << 10  # bytes; the JSON of an account's key has some 2,400
-ACCOUNTS = ("service_account", "authorized_user", "external_account")  # "type" of Google's credentials
+ACCOUNT_FILE = 1 << 20  # bytes; the JSON of an account's key has some 2,400
+# "type" of Google's credentials: service_account, gdch_service_account, external_account_authorized_user and the like.
+ACCOUNTS = ("service_account", "authorized_user", "external_account")
 FOLDERS_NAMED = 3
 
 
@@ -61,8 +64,9 @@ def make_bundle(folder: Path) -> Bundle:
         path = os.path.join(os.fsencode(folder), name)
         if not os.path.lexists(path):
             continue
-        if is_secret(path):
-            left_out.append(shown(name))
+        secret = secret_part(path, name)
+        if secret:
+            left_out.append(shown(secret))
             continue
         if leads_out(path, name):
             links.append(f"{shown(name)} -> {shown(os.readlink(path))}")
@@ -78,13 +82,21 @@ def make_bundle(folder: Path) -> Bundle:
         ) as archive,
     ):
         for name in sizes:
-            add(archive, os.path.join(os.fsencode(folder), name), name)
+            try:
+                add(archive, os.path.join(os.fsencode(folder), name), name)
+            except OSError as error:
+                raise InputError(
+                    f"{shown(name)} cannot be read: {error.strerror or error}; a file that is not yours, or that"
+                    " changes all the time, belongs into .gitignore"
+                ) from None
     content = packed.getvalue()
-    return Bundle(hashlib.sha256(content).hexdigest(), content, len(sizes), left_out, links)
+    return Bundle(hashlib.sha256(content).hexdigest(), content, len(sizes), list(dict.fromkeys(left_out)), links)
 
 
 def listed(folder: Path) -> list[bytes]:
     """Returns the names of the files that git tracks or does not ignore, sorted, as git has them: bytes."""
+    if shutil.which("git") is None:
+        raise InputError("git is not installed here, which lists the files that a run needs; install it")
     command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
     result = subprocess.run(command, cwd=folder, capture_output=True)
     if result.returncode:
@@ -97,20 +109,31 @@ def shown(name: bytes) -> str:
     return name.decode("utf-8", "backslashreplace")
 
 
-def is_secret(path: bytes) -> bool:
-    """Returns whether a file looks like one that is not to leave this machine: by its name, or as an account's key."""
-    name = os.fsdecode(os.path.basename(path))
-    if any(fnmatch(name, pattern) for pattern in SECRET_FILES):
-        return True
+def secret_part(path: bytes, name: bytes) -> bytes:
+    """Returns what of a file's name looks like something that is not to leave this machine: a folder, with a slash at
+    its end, or the whole name, also of an account's key. b"": nothing does."""
+    begun = b""
+    for part in name.split(b"/"):
+        begun += part
+        small = os.fsdecode(part).lower()
+        if any(fnmatchcase(small, pattern) for pattern in SECRET_FILES):
+            return name if begun == name else begun + b"/"
+        begun += b"/"
+    return name if is_account(path) else b""
+
+
+def is_account(path: bytes) -> bool:
+    """Returns whether a file has Google's credentials in JSON."""
     status = os.lstat(path)
-    if not name.endswith(".json") or not stat.S_ISREG(status.st_mode) or status.st_size > ACCOUNT_FILE:
+    if not path.lower().endswith(b".json") or not stat.S_ISREG(status.st_mode) or status.st_size > ACCOUNT_FILE:
         return False
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # an editor may have put a mark before it
             found = json.load(file)
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and found.get("type") in ACCOUNTS
+    kind = found.get("type") if isinstance(found, dict) else None
+    return isinstance(kind, str) and any(account in kind for account in ACCOUNTS)
 
 
 def leads_out(path: bytes, name: bytes) -> bool:

@@ -48,8 +48,10 @@ CHUNK = 48 * 1024  # bytes of log in an answer
 HEARTBEAT = 5  # seconds; the launcher takes a long silence for a dead connection
 POLL = 0.1  # seconds
 PATIENCE = 60  # seconds for systemd's programs and for sudo
+RECENT = 60  # seconds in which a run that has ended is one that a stop has ended, too
 ON_ITS_WAY = 3  # seconds in which a stop looks for the run of a start that is under way
 MADE_FOR_SAVING = 15  # seconds that systemd waits longer than the trainer's time to save
+PARTS = "log." + "[0-9]" * 15  # as in keeper.py
 SPEAKING = threading.Lock()
 # What runs, where its record cannot be read.
 NOBODY = {
@@ -102,8 +104,8 @@ def write(path: Path, content: bytes | str) -> None:
             new.unlink()
 
 
-def system(*words: object) -> None:
-    """Runs a command as root. Failure: it failed, or did not answer."""
+def system(*words: object, needed: str = NEEDED) -> None:
+    """Runs a command as root. Failure: it failed, with what it said in the sentence `needed`, or did not answer."""
     command = [*ROOT, *(str(word) for word in words)]
     streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     try:
@@ -111,7 +113,7 @@ def system(*words: object) -> None:
     except subprocess.TimeoutExpired:
         raise Failure(f"{words[0]} did not answer in {PATIENCE} s; restart the machine") from None
     if result.returncode:
-        raise Failure(NEEDED.format((result.stderr.strip() or f"{words[0]} failed").splitlines()[-1]))
+        raise Failure(needed.format((result.stderr.strip() or f"{words[0]} failed").splitlines()[-1]))
 
 
 def running() -> dict:
@@ -305,13 +307,13 @@ def open_log(folder: Path) -> int:
     """Makes a run's log, if it has none. Returns how many bytes it has."""
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "log"
-    if link.is_file() and not link.is_symlink():  # of an older version
-        os.replace(link, folder / f"log.{0:015d}")
-    parts = sorted(folder.glob("log.[0-9]*"))
+    parts = sorted(folder.glob(PARTS))
+    first = folder / f"log.{0:015d}"
+    if link.is_file() and not link.is_symlink():  # of an older version, or an editor's
+        os.replace(link, f"{link}.old-{time.time():.0f}" if parts else first)
     if not parts:
-        parts = [folder / f"log.{0:015d}"]
-        parts[0].touch()
-    newest = parts[-1]
+        first.touch()
+    newest = parts[-1] if parts else first
     if not os.path.lexists(link) or os.readlink(link) != newest.name:
         with contextlib.suppress(FileNotFoundError):
             link.unlink()
@@ -336,25 +338,26 @@ def own_address() -> str:
 def spare_from_needrestart() -> None:
     """Keeps needrestart, which Ubuntu's upgrades start, from restarting the run. Where it fails that is said."""
     rule = NEEDRESTART / "xla-zoo.conf"
-    if not NEEDRESTART.is_dir() or (rule.exists() and rule.read_text() == LEFT_ALONE):
-        return
+    with contextlib.suppress(OSError):  # not there, or not for this user to read
+        if not NEEDRESTART.is_dir() or rule.read_bytes() == LEFT_ALONE.encode():
+            return
     wanted = RUNTIME / "needrestart.conf"
     write(wanted, LEFT_ALONE)
     try:
-        system("install", "-m", "644", wanted, rule)
+        system("install", "-m", "644", wanted, rule, needed="{}")
     except Failure as error:
         emit(note=f"needrestart may restart the run after an upgrade, which stops it: {error}")
 
 
 def parts_from(folder: Path, at: int) -> list[Path]:
     """Returns the files of a log that have something from byte `at` on, in order."""
-    parts = sorted(folder.glob("log.[0-9]*"))
+    parts = sorted(folder.glob(PARTS))
     return [part for part in parts if int(part.suffix[1:]) + part.stat().st_size > at]
 
 
 def size_of(folder: Path) -> int:
     """Returns how many bytes a log has, with what was rotated away."""
-    parts = sorted(folder.glob("log.[0-9]*"))
+    parts = sorted(folder.glob(PARTS))
     return int(parts[-1].suffix[1:]) + parts[-1].stat().st_size if parts else 0
 
 
@@ -366,7 +369,8 @@ def end_of(folder: Path, wanted: int, offset: int) -> int:
     for part in parts_from(folder, at)[:1]:
         with part.open("rb") as file:
             file.seek(max(at - int(part.suffix[1:]), 0))
-            at += len(file.readline())
+            line = file.readline(wanted)
+            at += len(line) if line.endswith(b"\n") else 0  # one line is longer, a progress bar's
     return at
 
 
@@ -426,7 +430,8 @@ def stop(home: Path, run: str, grace: float | None, force: bool) -> dict:
             time.sleep(POLL)
     if not holder:
         for record in history()[-1:]:
-            if time.time() < record["ended"] + 60 and run in ("", record["run"], record["token"]):
+            recent = abs(time.time() - record["ended"]) < RECENT  # abs: the clock may have been set back
+            if recent and run in ("", record["run"], record["token"]):
                 return {**record, "state": "stopped"}
         return {"state": "idle"}
     unreadable = holder.get("unreadable", False)

@@ -170,7 +170,7 @@ class Workers:
         self.host, self.lost_after, self.count = host, lost_after, 0
         self.live: set[subprocess.Popen] = set()  # ssh and gcloud under way
         self.sent: dict[int, int] = {}  # bytes of input that a worker's connection has taken
-        self.asking, self.asked, self.absent = threading.Lock(), 0.0, 0
+        self.asking, self.asked, self.absent, self.refused = threading.Lock(), 0.0, 0, 0
 
     def label(self, worker: int) -> str:
         """Returns the name of a worker in a sentence."""
@@ -207,18 +207,26 @@ class Workers:
     def check(self) -> None:
         """Raises TpuGone if the TPU is gone; asks the cloud at most every 15 s, and passes when it does not answer.
 
-        That there is none of this name is believed the third time: the API says so of a TPU that is there, now and
-        then, and what runs on it would be left alone.
+        That there is none of this name, or that it is not ours to ask about, is believed the third time: the API says
+        so of a TPU that is there, now and then, and what runs on it would be left alone.
         """
         with self.asking:
             if time.monotonic() < self.asked + LONGEST_PAUSE:
                 return
             self.asked = time.monotonic()
-            with contextlib.suppress(hosts.Transient):
+            try:
                 machine = self.host.describe()
-                self.absent = self.absent + 1 if machine.state == "absent" else 0
-                if machine.state != "absent" or self.absent >= CERTAIN:
-                    refuse_gone(machine)
+            except hosts.Transient:
+                return
+            except InputError:
+                self.refused += 1
+                if self.refused >= CERTAIN:
+                    raise
+                return
+            self.refused = 0
+            self.absent = self.absent + 1 if machine.state == "absent" else 0
+            if machine.state != "absent" or self.absent >= CERTAIN:
+                refuse_gone(machine)
 
     def connect(
         self, worker: int, command: list[str], data: bytes, hear: Callable[[dict], None]
