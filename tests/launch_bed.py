@@ -28,10 +28,11 @@ SHELL = "sh\0exit_code.sh\0"  # of the shell between make and the trainer, whose
 MAKEFILE = """train:
 \t@$(if $(XLA_ZOO_EXIT_CODE),exec sh exit_code.sh )python3 -I -S train.py "$(NAME)" "$(DATA)" $(ARGS)
 """
-# A host's last digit is the worker. No variable from here arrives.
+# The number at the end of a host's name, or the last digit of an address, is the worker. No variable from here arrives.
 SSH = """#!/bin/sh
-until case $1 in *worker-?|*127.0.0.1?) ;; *) false;; esac; do shift; done
-home={folder}/home-${{1#"${{1%?}}"}}
+until case $1 in *worker-[0-9]*|*127.0.0.1?) ;; *) false;; esac; do shift; done
+case $1 in *worker-*) number=${{1##*worker-}};; *) number=${{1#"${{1%?}}"}};; esac
+home={folder}/home-$number
 shift
 [ "$1" != -- ] || shift
 cd $home
