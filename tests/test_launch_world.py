@@ -324,14 +324,19 @@ def test_the_port_can_be_chosen_and_one_that_is_taken_is_named(bed):
     assert code == 0, err
 
 
-def test_workers_that_cannot_reach_each_other_say_so_soon(monkeypatch):
+def said_while_alone(workers: int, place: str, monkeypatch) -> list[str]:
+    """Returns what the owner says in 40 seconds in which only worker 0 has joined."""
     now, said = [0.0], []
     monkeypatch.setattr(keeper.time, "monotonic", lambda: now[0])
-    owner = keeper.Owner(3, 0, 60, "10.0.0.2 port 4711", lambda text, *_: said.append(text))
+    owner = keeper.Owner(workers, 0, 60, place, lambda text, *_: said.append(text))
     for seconds in range(40):
         now[0] = float(seconds)
         owner.report(0, REPORT)
-    (hint,) = said
+    return said
+
+
+def test_workers_that_cannot_reach_each_other_say_so_soon(monkeypatch):
+    (hint,) = said_while_alone(3, "10.0.0.2 port 4711", monkeypatch)
     assert hint.startswith("worker 1, 2 has not reached worker 0 at 10.0.0.2 port 4711") and "firewall" in hint
     assert keeper.HINT < 30
 
@@ -915,12 +920,7 @@ def test_a_run_of_an_older_launcher_is_named(bed, here):
 
 def test_workers_that_ask_at_an_address_of_this_machine_alone_are_told_so(monkeypatch):
     """ssh through a tunnel ends at 127.0.0.1."""
-    now, said = [0.0], []
-    monkeypatch.setattr(keeper.time, "monotonic", lambda: now[0])
-    owner = keeper.Owner(2, 0, 60, "127.0.0.1 port 4711", lambda text, *_: said.append(text))
-    for seconds in range(40):
-        now[0] = float(seconds)
-        owner.report(0, REPORT)
+    said = said_while_alone(2, "127.0.0.1 port 4711", monkeypatch)
     assert "only worker 0 itself has this address" in said[0], said
 
 

@@ -434,15 +434,14 @@ def stop(home: Path, run: str, grace: float | None, force: bool) -> dict:
             if recent and run in ("", record["run"], record["token"]):
                 return {**record, "state": "stopped"}
         return {"state": "idle"}
-    unreadable = holder.get("unreadable", False)
     begun = time.monotonic()
-    time_to_save = holder["grace"] if grace is None else grace
-    steps = [(("stop", "--no-block"), time_to_save)]
-    if not unreadable or force:
-        steps.append((("kill", "--signal=SIGKILL"), time_to_save + 30))
-    else:
+    ask, kill = ("stop", "--no-block"), ("kill", "--signal=SIGKILL")
+    if holder.get("unreadable") and not force:
         emit(note="a run of another user saves, for as long as its owner gave it; --force kills it")
-        steps[0] = (("stop", "--no-block"), float("inf"))
+        steps = [(ask, float("inf"))]
+    else:
+        time_to_save = holder["grace"] if grace is None else grace
+        steps = [(ask, time_to_save), (kill, time_to_save + 30)]
     for words, seconds in steps:
         try:
             system("systemctl", *words, UNIT)

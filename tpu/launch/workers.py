@@ -34,7 +34,7 @@ READ_PROGRAM = (
 )
 AT_ONCE = 16  # connections that are being made for a start
 SILENCE = 60  # seconds without a sign of life, which comes every 5 s, after which a connection is given up
-LONGEST_PAUSE = 15  # seconds between two attempts
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.25, 15  # seconds between two attempts
 REMIND = 60  # seconds after which it is said again that a worker cannot be reached
 TELL = 10  # seconds after which it is said what is being waited for
 CERTAIN = 3  # answers "there is no such TPU" before it is believed in the middle of a run
@@ -153,13 +153,18 @@ class Trouble:
     """The time since something was heard, for `patiently`."""
 
     def __init__(self) -> None:
-        self.heard()
+        self.since = time.monotonic()
+        self.said = ""  # the last trouble that was said
+        self.said_at = 0.0
+        self.pause = SHORTEST_PAUSE
 
     def heard(self) -> bool:
         """Counts the time anew. Returns whether there had been trouble."""
-        trouble = bool(getattr(self, "said", ""))
+        trouble = bool(self.said)
         self.since = time.monotonic()
-        self.said, self.said_at, self.pause = "", 0.0, 0.25
+        self.said = ""
+        self.said_at = 0.0
+        self.pause = SHORTEST_PAUSE
         return trouble
 
 
