@@ -24,10 +24,11 @@ from helpers import equal, on_mesh, update
 from torch import nn
 
 from errors import InputError
-from train.common import checkpoint, cli, device, files, folders
+from train.common import checkpoint, device, files, folders
 from train.common.averaging import average
 from train.common.checkpoint import Checkpointer
 from train.common.files import load_weights, save_weights
+from train.common.mesh import WHOLE
 from train.common.sharding.placement import Layers
 from train.common.xla import backend as xla
 
@@ -354,7 +355,7 @@ class HttpError(Exception):
     """As gcsfs and aiohttp have them: no OSError."""
 
 
-@pytest.mark.parametrize("layers", [None, Layers(cli.WHOLE, {}, None)], ids=["whole", "cut"])
+@pytest.mark.parametrize("layers", [None, Layers(WHOLE, {}, None)], ids=["whole", "cut"])
 def test_whatever_a_store_raises_is_a_sentence(monkeypatch, layers):
     place = f"memory://{uuid.uuid4().hex}/checkpoints"
     save_all(place, [10])
@@ -386,7 +387,7 @@ def test_whatever_a_store_raises_is_a_sentence(monkeypatch, layers):
 def test_a_checkpoint_of_a_cut_state_is_read_once_and_damage_is_found(monkeypatch, capsys):
     place = f"memory://{uuid.uuid4().hex}/checkpoints"
     save_all(place, [10, 20])
-    checkpoints, read = Checkpointer(place, layers=Layers(cli.WHOLE, {}, None)), []
+    checkpoints, read = Checkpointer(place, layers=Layers(WHOLE, {}, None)), []
     whole = files.read_file(path := f"{place}/step_00000020/state.safetensors")
 
     class Counted(io.BytesIO):

@@ -165,6 +165,7 @@ from collections import namedtuple
 from tpu.compiler import analysis, compile as compiling, hlo
 from train.common import device, embedding
 from train.common.embedding import tables
+from train.common.mesh import GraphError
 from train.common.xla import backend, staging
 mesh = staging.setup(256, "TPU v5 lite", "float32")  # more than 8 bits count, as autograd of torch 2.9 does
 
@@ -203,7 +204,7 @@ def reading_step(model, batch):
         return batch["ids"] + 1
 try:
     staging.stage(reading_step, model, batch)
-except device.GraphError:
+except GraphError:
     found["error"] = traceback.format_exc()
 
 models = (

@@ -57,6 +57,42 @@ def test_arrows_go_one_way():
                 assert not imports(path) & others, path
 
 
+def files_imported(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Returns which of `modules`, {dotted name: file}, a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                below = f"{node.module}.{alias.name}"
+                found.add(below if below in modules else node.module)
+    return found & modules.keys()
+
+
+def test_no_file_imports_another_in_a_circle():
+    modules = {}
+    for path in CODE:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        modules[name.removesuffix(".__init__")] = path
+    waiting = {name: files_imported(path, modules) - {name} for name, path in modules.items()}
+
+    # A file of which everything that it imports is gone can go, too; what stays imports in a circle.
+    while leaves := [name for name, others in waiting.items() if not others & waiting.keys()]:
+        for name in leaves:
+            del waiting[name]
+    assert not waiting, {name: sorted(others & waiting.keys()) for name, others in waiting.items()}
+
+
+def test_backends_alone_ask_for_the_spmd_mesh():
+    asks = re.compile(r"spmd is (not )?None|if .*\bmesh\.spmd\b")
+    asking = [path for path in CODE if asks.search(path.read_text())]
+    answering = ("train/common/mesh.py", "train/common/sharding/placement.py")  # Mesh.compiles, Layers.compiles
+    allowed = ("train/common/xla/", "tpu/compiler/staging.py", *answering)
+    strangers = [name for path in asking if not (name := str(path.relative_to(ROOT))).startswith(allowed)]
+    assert strangers == []
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_reads_like_the_others(script):
     text, tree = script.read_text().splitlines(), ast.parse(script.read_text())

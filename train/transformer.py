@@ -33,6 +33,7 @@ from models import fairseq, layers
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed, rules
 from train import translate
 from train.common import accumulate, averaging, checkpoint, cli, device, files, loading
+from train.common.mesh import WHOLE, Layout
 from train.common.run import Run
 
 
@@ -57,7 +58,7 @@ class Config:
     pieces: Literal["", *PIECES] = ""  # what a dictionary's symbols are; "": as its marks say (▁ or @@)
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
-    layout: cli.Layout = cli.WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
+    layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of the initial weights, the order of the data and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
     log_every: int = 100  # updates between lines of metrics
@@ -269,7 +270,9 @@ def main(config: Config) -> dict[str, float]:
     )
     data = open_data(config)
     plan = translate.training_plan(data.train, config, mesh.num_devices)
-    total, every, per_epoch = config.updates, config.update_every, loading.steps_per_epoch(data.train, plan, mesh)
+    total = config.updates
+    every = config.update_every
+    per_epoch = loading.steps_per_epoch(data.train, plan, mesh)
     tokens = every * int(data.train.lengths[:, 1].sum()) // per_epoch  # real target tokens per update
     shapes = ", ".join("x".join(map(str, shape)) for shape in plan.shapes)
     languages = data.train.source_language + data.train.target_language
@@ -286,14 +289,15 @@ def main(config: Config) -> dict[str, float]:
     start = run.resume(
         state.model, state.optimizer, examples=len(data.train), keep=config.keep, every=config.save_every
     )
-    step_fn = device.compiled(train_step, mesh, len(plan.shapes))
+    train = accumulate.SeededStep(train_step, mesh, len(plan.shapes))
     if every > 1:
-        means, shapes = ("loss", "nll"), len(plan.shapes)
-        step_fn = accumulate.AccumulatedStep(forward, update, state, means, mesh, "tokens", shapes)
+        means = ("loss", "nll")
+        train = accumulate.AccumulatedStep(
+            forward, update, state, means, mesh, per="tokens", max_graphs=len(plan.shapes)
+        )
     eval_fn = device.compiled(eval_step, mesh, translate.MAX_SHAPES)
     translator = translate.Translator(state.model, mesh, config)
     state.model.train()
-    span = {"seed": config.seed, "start": start * every, "stop": total * every}
 
     def evaluation(step: int) -> None:
         """Evaluates the state after `step` on the validation split, and records it."""
@@ -301,18 +305,24 @@ def main(config: Config) -> dict[str, float]:
             metrics = evaluate(eval_fn, translator, state, {"valid": data.eval["valid"]}, config, mesh)
         run.evaluation(step, **metrics)
 
-    loader = loading.parallel_loader(data.train, plan, mesh, train=True, workers=config.workers, **span)
+    loader = loading.parallel_loader(
+        data.train,
+        plan,
+        mesh,
+        train=True,
+        seed=config.seed,
+        start=start * every,
+        stop=total * every,
+        update_every=every,
+        workers=config.workers,
+    )
     with run.training(loader, stop_every=max(10 // every, 1)):
         if run.evaluation_due:  # its checkpoint is there, the run ended in it
             evaluation(start)
-        for number, batch in enumerate(loader, start * every + 1):
-            device.seed_step(config.seed, number)
-            step = -(-number // every)
+        for step, batch in enumerate(loader, start + 1):
             lr = learning_rate(config, step - 1)
             device.set_lr(state.optimizer, lr)
-            step_metrics = step_fn(state, batch, config, mesh)
-            if step_metrics is None:  # more batches are to come before the update
-                continue
+            step_metrics = train(state, batch, config, mesh)
             if step == 1 or step % config.log_every == 0 or step == total:
                 run.log(step, examples=step * tokens, input_wait=loader.input_wait(), lr=lr, **step_metrics)
             evaluates = step % config.eval_every == 0 or step == total

@@ -123,7 +123,7 @@ class Translator:
     def __init__(self, model: Transformer, mesh: device.Mesh, config):
         self.model, self.mesh, self.config = model, mesh, config
         self._loop = None  # on plain PyTorch the search's own loop in Python
-        if mesh.spmd is not None:
+        if mesh.compiles:
             from train.common.xla.while_loop import WhileLoop
 
             self._loop = WhileLoop(partial(beam_search.step, model, length_penalty=config.length_penalty), model)

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
-from train.common.device import Mesh
+from train.common.mesh import Mesh
 
 # tpu/libtpu's name of a generation, where it is not the device's own.
 GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
@@ -20,7 +20,7 @@ class Flops(contextlib.AbstractContextManager):
     """
 
     def __init__(self, mesh: Mesh):
-        known = mesh.spmd is not None and mesh.strict and importlib.util.find_spec("tpu")
+        known = mesh.compiles and mesh.strict and importlib.util.find_spec("tpu")
         self.done: int | None = 0 if known else None
         self.counts = False
         self._devices = mesh.num_devices

@@ -148,7 +148,7 @@ class Goodput(Watcher):
 
     @contextlib.contextmanager
     def _timed_loader(self):
-        original = loading.Loader.__next__
+        original = loading.Loader.take
 
         @functools.wraps(original)
         def timed(loader: loading.Loader) -> Any:
@@ -158,11 +158,11 @@ class Goodput(Watcher):
             finally:
                 self._waited += time.monotonic() - started
 
-        loading.Loader.__next__ = timed
+        loading.Loader.take = timed
         try:
             yield
         finally:
-            loading.Loader.__next__ = original
+            loading.Loader.take = original
 
 
 def _earlier(run: Any) -> list[dict[str, Any]]:

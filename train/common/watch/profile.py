@@ -93,10 +93,10 @@ class Profile(Watcher):
             self._step.enter_context(self._span("train", step=number))
 
     def _start(self) -> None:
-        backend = _Eager() if self._run.mesh.spmd is None else _Xla()
+        backend = _Xla() if self._run.mesh.compiles else _Eager()
         self._trace.enter_context(backend.tracing(f"{self._run.folder.local}/profile"))
         self._span = backend.span
-        spans = {"wait for a batch": (loading.Loader, "__next__"), "upload": (loading.Loader, "_upload")}
+        spans = {"wait for a batch": (loading.Loader, "take"), "upload": (loading.Loader, "_upload")}
         for name, method in (spans | backend.methods).items():
             self._trace.enter_context(_named(*method, functools.partial(backend.span, name)))
 

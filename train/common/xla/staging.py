@@ -27,7 +27,8 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor, nn
 
-from train.common.device import GraphError, Mesh, annotate, choose_backend
+from train.common.device import annotate, choose_backend
+from train.common.mesh import GraphError, Mesh
 from train.common.xla.backend import row_sharding
 
 MOST_DEVICES = 64  # autograd counts them in 8 bits: with 128 and more, no backward pass begins
