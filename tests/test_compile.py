@@ -162,10 +162,10 @@ def test_libtpu_is_asked_for_the_vector_memory_that_a_run_of_the_script_asks_for
 STAGING = """
 import dataclasses, json, torch, traceback
 from collections import namedtuple
-from tpu.compiler import analysis, compile as compiling, hlo
+from tpu.compiler import analysis, compile as compiling, hlo, staging
 from train.common import device, embedding
 from train.common.embedding import tables
-from train.common.xla import backend, staging
+from train.common.xla import backend
 mesh = staging.setup(256, "TPU v5 lite", "float32")  # more than 8 bits count, as autograd of torch 2.9 does
 
 State = namedtuple("State", "model optimizer")
@@ -325,9 +325,8 @@ def test_the_bundles_of_a_loop_count_as_often_as_it_runs(tmp_path):
 
 GROUPS = """
 import json, sys, torch
-from tpu.compiler import analysis, hlo, libtpu
+from tpu.compiler import analysis, hlo, libtpu, staging
 from train.common.sharding import groups
-from train.common.xla import staging
 devices, spec = staging.setup(8, "TPU v5 lite", "float32"), (("data", "model"), None)
 mesh, found = groups.axes(devices, data=4, model=2), {}
 for name in ("group_sum", "group_mean", "all_gather", "reduce_scatter", "all_to_all"):

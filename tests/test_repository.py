@@ -17,7 +17,7 @@ import copy_model
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [ROOT / f"train/{name}.py" for name in ("resnet50", "transformer", "glue", "pretrain", "dlrm")]
-FOLDERS = ("train", "models", "data", "tpu", "bench")
+FOLDERS = ("train", "models", "data", "tpu", "bench", "research")
 CODE = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if "_pb2" not in path.name]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -40,16 +40,24 @@ def make(*arguments: str, python: str = "python3") -> subprocess.CompletedProces
 
 def test_only_the_common_module_imports_torch_xla():
     users = [str(path.relative_to(ROOT)) for path in CODE if "torch_xla" in imports(path)]
-    places = ("train/common/xla/", "train/common/embedding/sharding.py", "train/common/watch/profile.py")
+    places = (
+        "train/common/xla/",
+        "train/common/embedding/sharding.py",
+        "train/common/watch/profile.py",
+        "tpu/compiler/staging.py",  # which trains nothing
+    )
     assert users and all(user.startswith(places) for user in users), users
 
 
 def test_arrows_go_one_way():
     strangers = {
-        "train/common": {"models", "data", "tpu", "bench"},
-        "models": {"train", "data", "tpu", "bench", "torch_xla", "tyro"},
-        "data": {"train", "models", "tpu", "bench", "torch_xla"},  # a preparation has a command line of its own
-        "train": {"tpu", "bench"},
+        "train/common": {"models", "data", "tpu", "bench", "research"},
+        "models": {"train", "data", "tpu", "bench", "research", "torch_xla", "tyro"},
+        # A preparation has a command line of its own.
+        "data": {"train", "models", "tpu", "bench", "research", "torch_xla"},
+        "train": {"tpu", "bench", "research"},
+        "tpu": {"bench", "research"},
+        "bench": {"research"},
     }
     for path in CODE:
         for folder, others in strangers.items():
@@ -211,7 +219,8 @@ def test_no_variable_of_the_shell_is_an_argument_of_make(monkeypatch):
 
 def test_make_clean_removes_what_make_has_made_and_nothing_else(tmp_path, monkeypatch):
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("train", "models", "data", "tpu", "bench", "docs", "examples", "tests", "mine", "linked", "runs"):
+    code = ("train", "models", "data", "tpu", "bench", "research", "docs", "examples", "tests")
+    for name in (*code, "mine", "linked", "runs"):
         (tmp_path / name / "__pycache__").mkdir(parents=True)
         (tmp_path / name / "__pycache__/a.cpython-311.pyc").touch()
     (tmp_path / "data/__pycache__/kept.txt").touch()

@@ -8,7 +8,7 @@
     make compile-all ARGS="recipes --missing"   only what the files do not have yet
 
 tpu/compiler/compile.py compiles each step in a process of its own, two at a time. docs/tpu/*.json keeps the figures,
-and docs/tpu/README.md is written from them. Estimated cycles on one chip: bench/tpu_cycles.py.
+and docs/tpu/README.md is written from them. Estimated cycles on one chip: research/tpu_cycles.py.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Row:
         """Returns the command, which does not search for a batch that fits."""
         task = ["--task", self.task] if self.task else []
         options = ["--topology", topology, "--batch", str(self.batch), "--effort", effort, "--json", output]
-        options += [] if self.program == "train" else ["--program", self.program]  # bench/jax_peers.py has one only
+        options += [] if self.program == "train" else ["--program", self.program]  # research/jax_peers.py has one only
         options += ["--besides", self.besides] if self.besides else []
         flags = ["--", *self.flags] if self.flags else []
         return [sys.executable, "-m", module, self.model, self.preset, *task, *options, "--no-search", *flags]

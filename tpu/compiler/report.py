@@ -1,8 +1,7 @@
 """The report of a compiled step: figures of its program, and the same for people."""
 
-from tpu.compiler import analysis, bundles, hlo, libtpu
+from tpu.compiler import analysis, bundles, hlo, libtpu, staging
 from tpu.compiler.libtpu import GIB
-from train.common.xla import staging
 
 
 def figures(

@@ -9,7 +9,7 @@ A case is a configuration and the programs of it. A process of its own stages ea
 fast) with each version of libtpu.VERSIONS; with that of TPU VMs also with smaller stacks, to find the least that it
 needs, and those that need a larger one than libtpu's own also in the safe forms, without a flag. The figures are kept
 in docs/tpu/versions.json, the page is docs/tpu/versions.md; the cycles in it are those of stock.json and
-stock_tpu_vm.json, see bench/tpu_cycles.py.
+stock_tpu_vm.json, see research/tpu_cycles.py.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from errors import InputError
-from tpu.compiler import apart, libtpu
+from tpu.compiler import apart, libtpu, staging
 from tpu.compiler import compile as compiling
 from tpu.compiler.libtpu import GIB
 from tpu.compiler.pages import DOCS, ROOT, Row, environment_of_figures, load, save, table, two_at_a_time
-from train.common.xla import backend, staging
+from train.common.xla import backend
 
 FIGURES, PAGE = DOCS / "versions.json", DOCS / "versions.md"
 RUNTIME, NEWEST = libtpu.VERSIONS

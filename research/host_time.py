@@ -9,9 +9,9 @@ before. `device.compiled` starts the program at once instead (train/common/xla/r
     repeated the same call of a strict run, from its third on; in turn with the traced one
     looped   a repeated call of LOOPED steps in one program (--steps-a-call), a step of it; DLRM alone has that
     time     of the processor for the calling thread: not what it waits for, nor the step itself
-    chip     libtpu's estimate for one v5e, of docs/tpu/stock.json (bench/tpu_cycles.py), at that table's batch
-    run      python -m bench.host_time
-             python -m bench.host_time --only bert --rounds 31
+    chip     libtpu's estimate for one v5e, of docs/tpu/stock.json (research/tpu_cycles.py), at that table's batch
+    run      python -m research.host_time
+             python -m research.host_time --only bert --rounds 31
 """
 
 import gc
@@ -65,7 +65,7 @@ LOOPED = 8
 class Options:
     only: str = ""  # part of the name of a step
     rounds: int = 15  # counted calls of each kind
-    out: str = "runs/bench/host_time.json"  # where the figures go
+    out: str = "runs/research/host_time.json"  # where the figures go
 
 
 def call_ms(start: Callable[[], Tensor]) -> float:

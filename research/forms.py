@@ -1,7 +1,7 @@
 """What the forms that the TPU's compiler rewards gain on each generation: a step with each, and with the usual one.
 
-    python -m bench.forms                   every form on v5e, v6e, v5p and v4; libtpu: `make guards` installs it
-    python -m bench.forms LayerNorm v6e     those with "LayerNorm" in their name or their step's, on one of them
+    python -m research.forms                   every form on v5e, v6e, v5p and v4; libtpu: `make guards` installs it
+    python -m research.forms LayerNorm v6e     those with "LayerNorm" in their name or their step's, on one of them
 
 Steps of the scripts with two layers (ResNet: a block a stage) at their published widths, compiled for one chip with
 effort full, our step as it is and with one form replaced. The figures are kept in docs/tpu/forms.json, the table in
@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.tpu_cycles import CHIPS, ONE
 from errors import InputError
 from models import encoders, layers, resnet, transformer
+from research.tpu_cycles import CHIPS, ONE
 from tpu.compiler import compile as compiling
 from tpu.compiler import libtpu, steps
 from tpu.compiler.pages import DOCS, Row, compiled, load, memory, save, table, two_at_a_time
@@ -172,7 +172,7 @@ def page(figures: dict) -> str:
     version = next(each[KEPT]["libtpu"] for found in figures.values() for each in found.values())
     return f"""# What each form gains on each generation
 
-Written by `python -m bench.forms`; do not edit. Estimates of libtpu {version} (effort full) for whole train steps of
+Written by `python -m research.forms`; do not edit. Estimates of libtpu {version} (effort full) for whole train steps of
 two layers (ResNet: a block a stage) on one chip: with the usual form in one place -> as it is. GB are what operations
 read and write, in on-chip memory as well as in HBM.
 
@@ -198,7 +198,7 @@ def main() -> None:
         jobs = [(row, KEPT) for row in rows] + [(FORMS[form][0], form) for form in forms]
         with two_at_a_time() as pool:
             variables = [{FORM: form} for _, form in jobs]
-            rest = ([value] * len(jobs) for value in (topology, "full", "bench.forms"))
+            rest = ([value] * len(jobs) for value in (topology, "full", "research.forms"))
             reports = pool.map(compiled, [row for row, _ in jobs], *rest, variables)
             for (row, form), report in zip(jobs, reports, strict=True):
                 found.setdefault(row.name, {})[form] = {key: report[key] for key in READ if key in report}

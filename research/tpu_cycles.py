@@ -1,12 +1,12 @@
 """Estimated cycles of the scripts' train steps beside the usual ones of bench/stock.py, by the TPU's own compiler.
 
-    python -m bench.tpu_cycles                  every row: 1.5 hours on two cores; libtpu: `make guards` installs it
-    python -m bench.tpu_cycles bert --missing   rows with "bert" in their name that docs/tpu/stock.json does not have
-    python -m bench.tpu_cycles --only ours      our steps (or: usual); of the others the figures that are there
-    python -m bench.tpu_cycles --print          only the tables, of what is there
-    python -m bench.tpu_cycles --generation v6e the networks' on one chip of v6e (or v5p, v4) instead of v5e
-    python -m bench.tpu_cycles --on-tpu-vms     our steps by the libtpu that TPU VMs run, for docs/tpu/versions.md
-    python -m bench.tpu_cycles --stale          which rows are older than the code; compiles nothing
+    python -m research.tpu_cycles                  every row: 1.5 hours on two cores; libtpu: `make guards` installs it
+    python -m research.tpu_cycles bert --missing   rows with "bert" in their name that docs/tpu/stock.json does not have
+    python -m research.tpu_cycles --only ours      our steps (or: usual); of the others the figures that are there
+    python -m research.tpu_cycles --print          only the tables, of what is there
+    python -m research.tpu_cycles --generation v6e the networks' on one chip of v6e (or v5p, v4) instead of v5e
+    python -m research.tpu_cycles --on-tpu-vms     our steps by the libtpu that TPU VMs run, for docs/tpu/versions.md
+    python -m research.tpu_cycles --stale          which rows are older than the code; compiles nothing
 
 Each row is two compiles with effort full, of the same Config and batch: ours (tpu/compiler/compile.py) and the usual
 step (bench/stock.py), by the newest libtpu. The figures are kept in docs/tpu/stock.json, the tables in
@@ -133,7 +133,7 @@ def page(figures: dict) -> str:
     parts = [
         f"""# The scripts' steps beside the usual ones
 
-Written by `python -m bench.tpu_cycles`; do not edit. Estimates of libtpu {version} (effort full) for v5e, for whole
+Written by `python -m research.tpu_cycles`; do not edit. Estimates of libtpu {version} (effort full) for v5e, for whole
 train steps: bf16 autocast, float32 parameters and optimizer state, dropout on, update included. "Usual" means
 torchvision's ResNet, transformers' models, torch's `nn.Transformer`, and tables as parameters with a dense gradient
 (bench/stock.py), with the same Config, optimizer and batch, as libtpu compiles them by default; ours ask it for
@@ -158,7 +158,7 @@ def generations_page(figures: dict) -> str:
     parts = [
         """# The networks' steps on other generations
 
-Written by `python -m bench.tpu_cycles --generation`; do not edit. As [stock.md](stock.md), which has v5e's and says
+Written by `python -m research.tpu_cycles --generation`; do not edit. As [stock.md](stock.md), which has v5e's and says
 what is compared and what the cycles leave out. Of v5p and v4 a chip's two TensorCores work as one.
 """
     ]

@@ -31,7 +31,7 @@ from train.common.device import GraphError, Mesh, annotate, choose_backend
 from train.common.xla.backend import row_sharding
 
 MOST_DEVICES = 64  # autograd counts them in 8 bits: with 128 and more, no backward pass begins
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ what      20 updates of pretraining and of the Transformer on synthetic data, dr
           that. But the input of a ReLU that is 0 within rounding may get either sign: with --seed 0 the Transformer has
           such a one in update 4, and differs by 2e-5 from then on, as on one device if its weights are moved by 1e-7
 export    whether its weights are those of the first row with these devices and this --mesh, bit for bit
-run       python -m bench.layouts        prints the table of docs/large_models.md in Markdown
+run       python -m research.layouts        prints the table of docs/large_models.md in Markdown
 """
 
 import json
@@ -81,7 +81,7 @@ def trained(what: str, how: str, runs: str, teacher: str) -> dict:
 def on(devices: int, jobs: list, folder: str) -> list[dict]:
     """Returns what `trained` gives for each (what, how), all in a process with so many devices."""
     folders = f"{folder}/{devices}", f"{folder}/1/bert_/export"
-    command = [sys.executable, "-m", "bench.layouts", json.dumps(jobs), *folders]
+    command = [sys.executable, "-m", "research.layouts", json.dumps(jobs), *folders]
     environment = os.environ | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
     process = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(process.stdout.splitlines()[-1])

@@ -1,18 +1,18 @@
 """Estimated cycles of our train steps beside JAX's and the usual PyTorch/XLA ones, by the same TPU compiler.
 
     make jax                             the environment of JAX, .venv-jax; libtpu: `make guards` installs it
-    python -m bench.jax_peers            every row: an hour on two cores
-    python -m bench.jax_peers GLUE       rows with "glue" in their name
-    python -m bench.jax_peers --missing  rows and settings that docs/tpu/jax.json does not have yet
-    python -m bench.jax_peers --print    only the table, of what is there
+    python -m research.jax_peers            every row: an hour on two cores
+    python -m research.jax_peers GLUE       rows with "glue" in their name
+    python -m research.jax_peers --missing  rows and settings that docs/tpu/jax.json does not have yet
+    python -m research.jax_peers --print    only the table, of what is there
 
-JAX's steps (bench/jax/steps.py) have the shapes, batch, optimizer, dropout and clipping of ours; JAX lowers them, and
-libtpu compiles them for one chip of v5e with effort full, by the code that compiles ours. A step with dropout is
+JAX's steps (research/jax/steps.py) have the shapes, batch, optimizer, dropout and clipping of ours; JAX lowers them,
+and libtpu compiles them for one chip of v5e with effort full, by the code that compiles ours. A step with dropout is
 compiled with JAX's default random numbers and with "rbg", BERT's also with the masks of attention that its example
 shares among rows and heads. What ours asks libtpu for, fusions (train/common/xla/backend.py) and for ResNet-50 and the
 Transformer the vector memory of one (their VMEM_KIB), is tried on the settings that PEERS names, not on all. The
 quickest is in the table. The figures are kept in docs/tpu/jax.json; those of the other two columns are
-docs/tpu/stock.json's (bench/tpu_cycles.py).
+docs/tpu/stock.json's (research/tpu_cycles.py).
 """
 
 import argparse
@@ -28,9 +28,9 @@ from errors import InputError
 from tpu.compiler import bundles, libtpu, report
 from tpu.compiler.libtpu import GIB
 from tpu.compiler.pages import DOCS, ROOT, bundle_count, environment_of_figures, load, ratio, save, table, two_at_a_time
+from tpu.compiler.staging import Staged
 from train import resnet50, transformer
 from train.common.xla import backend
-from train.common.xla.staging import Staged
 
 JAX = ROOT / ".venv-jax/bin/python"
 TOPOLOGY = "v5e:1x1"
@@ -41,7 +41,7 @@ TORCH = ("parameters", "to_donate", "largest_buffers")  # what a report knows of
 
 @dataclass(frozen=True)
 class Peer:
-    """A row: its name in docs/tpu/stock.json, a step of bench/jax/steps.py, and the settings to try."""
+    """A row: its name in docs/tpu/stock.json, a step of research/jax/steps.py, and the settings to try."""
 
     name: str
     step: str
@@ -72,7 +72,7 @@ def lowered(step: str, batch: int, setting: str) -> bytes:
     environment()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "step.pb")
-        command = [JAX, "bench/jax/steps.py", step, "--batch", str(batch), "--rng", setting.partition(",")[0]]
+        command = [JAX, "research/jax/steps.py", step, "--batch", str(batch), "--rng", setting.partition(",")[0]]
         command += [*(["--shared-masks"] if SHARED in setting else []), "--out", path]
         subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
         return path.read_bytes()
@@ -103,7 +103,7 @@ def measured(step: str, batch: int, setting: str) -> dict:
     """Does `compile_one` in a process of its own: libtpu reads its flags once."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
-        command = [sys.executable, "-m", "bench.jax_peers", "--one", step, str(batch), setting, str(path)]
+        command = [sys.executable, "-m", "research.jax_peers", "--one", step, str(batch), setting, str(path)]
         subprocess.run(command, cwd=ROOT, check=True, env=environment_of_figures())
         return json.loads(path.read_text())
 
@@ -140,9 +140,9 @@ def page(figures: dict, stock: dict) -> str:
     jax = ", ".join(f"{package} {pinned(package)}" for package in ("jax", "flax", "optax"))
     return f"""# The scripts' steps beside JAX's
 
-Written by `python -m bench.jax_peers`; do not edit. Estimates of libtpu {version} (effort full) for one chip of v5e,
+Written by `python -m research.jax_peers`; do not edit. Estimates of libtpu {version} (effort full) for one chip of v5e,
 for whole train steps: bfloat16 with float32 parameters and optimizer state, dropout on, update included, state donated.
-JAX: {jax}; bench/jax/steps.py says which examples its steps follow. All sides have the same shapes, batch, optimizer
+JAX: {jax}; research/jax/steps.py says which examples its steps follow. All sides have the same shapes, batch, optimizer
 and dropout, but for two things: the usual pretraining steps score all places of a row, not only the predicted ones; and
 with "shared masks" BERT's attention drops the same weights in all rows and heads of JAX's batch, as transformers'
 example has it, where ours and its other settings draw for each. Of JAX's settings (these, its two kinds of random
