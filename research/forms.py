@@ -2,9 +2,10 @@
 
     python -m research.forms                   every form on v5e, v6e, v5p and v4; libtpu: `make guards` installs it
     python -m research.forms LayerNorm v6e     those with "LayerNorm" in their name or their step's, on one of them
+    python -m research.forms --print           only the table, of what is there
 
 Steps of the scripts with two layers (ResNet: a block a stage) at their published widths, compiled for one chip with
-effort full, our step as it is and with one form replaced. The figures are kept in docs/tpu/forms.json, the table in
+effort full, our step as it is and with one form replaced. The figures are kept in results/forms.json, the table in
 docs/tpu/forms.md. Cycles are estimates, which leave out what docs/tpu/stock.md says.
 """
 
@@ -26,13 +27,14 @@ from errors import InputError
 from models import encoders, layers, resnet, transformer
 from research.tpu_cycles import CHIPS, ONE
 from tpu.compiler import compile as compiling
-from tpu.compiler import libtpu, steps
-from tpu.compiler.pages import DOCS, Row, compiled, load, memory, save, table, two_at_a_time
+from tpu.compiler import libtpu, results, steps
+from tpu.compiler.pages import DOCS, Row, compiled, memory, table, two_at_a_time
 
+GENERATIONS = {"v5e": ONE, **CHIPS}  # a chip of each
 FORM = "FORM"  # the environment variable that names what a compiling process replaces
 KEPT = "as it is"
 LAYERS = 2
-READ = ("libtpu", "fits", "needed", "memory", "cycles", "bytes_accessed")  # of a report, what the table needs
+READ = ("libtpu", *results.SHORTAGE, *results.MEMORY, "cycles", "bytes_accessed")  # of a report, what the table needs
 GLUE = Row("GLUE, 128 x 128", "bert", "full", 128, "mrpc")
 SHORT = Row("GLUE, 256 x 64", "bert", "full", 256, "mrpc", ("--lengths", "64"))
 TRANSLATION = Row("Transformer base, 256 x 64", "transformer", "tpu", 256)
@@ -166,7 +168,7 @@ def page(figures: dict) -> str:
     """docs/tpu/forms.md. `figures`: {generation: {step: {form: report}}}."""
     rows = []
     for form, (step, _) in FORMS.items():
-        reports = [figures.get(chip, {}).get(step.name, {}) for chip in ("v5e", *CHIPS)]
+        reports = [figures.get(chip, {}).get(step.name, {}) for chip in GENERATIONS]
         cells = [cell(each[form], each[KEPT]) if {form, KEPT} <= each.keys() else "not run" for each in reports]
         rows.append([form, step.name, *cells])
     version = next(each[KEPT]["libtpu"] for found in figures.values() for each in found.values())
@@ -176,24 +178,45 @@ Written by `python -m research.forms`; do not edit. Estimates of libtpu {version
 two layers (ResNet: a block a stage) on one chip: with the usual form in one place -> as it is. GB are what operations
 read and write, in on-chip memory as well as in HBM.
 
-{table(["form", "step", "v5e", *CHIPS], rows)}
+{table(["form", "step", *GENERATIONS], rows)}
 """
+
+
+def arranged(figures: dict) -> dict:
+    """The figures in the order of the generations, of the steps and of their forms."""
+    steps_of_forms = [row.name for row, _ in FORMS.values()]
+    figures = results.in_order(figures, GENERATIONS)
+    for generation, by_step in figures.items():
+        by_step = results.in_order(by_step, dict.fromkeys(steps_of_forms))
+        figures[generation] = by_step
+        for step, by_form in by_step.items():
+            by_step[step] = results.in_order(by_form, [KEPT, *FORMS])
+    return figures
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", default="", help="part of the forms' or their steps' names (default: all)")
-    parser.add_argument("generation", nargs="?", choices=("v5e", *CHIPS), help="default: all")
+    parser.add_argument("generation", nargs="?", choices=[*GENERATIONS], help="default: all")
+    parser.add_argument("--print", action="store_true", help="compile nothing")
     options = parser.parse_args()
     forms = [form for form, (row, _) in FORMS.items() if options.name.lower() in f"{form}, {row.name}".lower()]
     if not forms:
         parser.error(f"no form or step has {options.name!r} in its name; there are the forms {', '.join(FORMS)}")
-    path = DOCS / "forms.json"
-    figures = load(path)
+    path = results.FOLDER / "forms.json"
+    figures = results.load(path)
+    if options.print:
+        if not figures:
+            raise InputError(f"{path} has no figures yet: leave --print out")
+        text = page(figures)
+        (DOCS / "forms.md").write_text(text)
+        print(text)
+        return
+
     libtpu.installed(libtpu.NEWEST)  # rather than an error of each
-    for generation in [options.generation] if options.generation else ("v5e", *CHIPS):
-        topology, found = {"v5e": ONE, **CHIPS}[generation], figures.setdefault(generation, {})
+    for generation in [options.generation] if options.generation else GENERATIONS:
+        topology = GENERATIONS[generation]
         rows = dict.fromkeys(FORMS[form][0] for form in forms)
         jobs = [(row, KEPT) for row in rows] + [(FORMS[form][0], form) for form in forms]
         with two_at_a_time() as pool:
@@ -201,9 +224,11 @@ def main() -> None:
             rest = ([value] * len(jobs) for value in (topology, "full", "research.forms"))
             reports = pool.map(compiled, [row for row, _ in jobs], *rest, variables)
             for (row, form), report in zip(jobs, reports, strict=True):
-                found.setdefault(row.name, {})[form] = {key: report[key] for key in READ if key in report}
-                save(path, figures)
-                path.with_suffix(".md").write_text(page(figures))
+                found = figures.setdefault(generation, {}).setdefault(row.name, {})
+                found[form] = results.record(report, READ)
+                figures = arranged(figures)
+                results.save(path, figures)
+                (DOCS / "forms.md").write_text(page(figures))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ before. `device.compiled` starts the program at once instead (train/common/xla/r
     repeated the same call of a strict run, from its third on; in turn with the traced one
     looped   a repeated call of LOOPED steps in one program (--steps-a-call), a step of it; DLRM alone has that
     time     of the processor for the calling thread: not what it waits for, nor the step itself
-    chip     libtpu's estimate for one v5e, of docs/tpu/stock.json (research/tpu_cycles.py), at that table's batch
+    chip     libtpu's estimate for one v5e, of results/stock.json (research/tpu_cycles.py), at that table's batch
     run      python -m research.host_time
              python -m research.host_time --only bert --rounds 31
 """
@@ -28,12 +28,12 @@ from torch import Tensor
 
 from bench import usual_step
 from tpu.compiler import compile as compiling
-from tpu.compiler.pages import DOCS
+from tpu.compiler import results
 from train import dlrm
 from train.common import device
 
 FLOAT = usual_step.FLOAT
-# The script's step, and where docs/tpu/stock.json has it.
+# The script's step, and its row in research/results/stock.json.
 STEPS = {
     "ResNet-50": (
         compiling.Job("resnet50", "full", "", (*FLOAT, "--norm-groups", "1", "--image-size", "32"), 2),
@@ -104,7 +104,7 @@ def main(options: Options) -> None:
     os.environ["CPU_NUM_DEVICES"] = "1"
     os.environ.setdefault("XLA_RNG_BIT_GENERATOR", "three_fry")
     mesh = device.setup(seed=0, precision="float32")
-    stock = json.loads((DOCS / "stock.json").read_text())
+    stock = results.load(results.FOLDER / "stock.json")
     record = {}
     head = ["step", "usual, traced, ms", "ours, traced", "ours, repeated", "ours, looped", "the step on a v5e"]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")

@@ -3,7 +3,7 @@
     make jax                             the environment of JAX, .venv-jax; libtpu: `make guards` installs it
     python -m research.jax_peers            every row: an hour on two cores
     python -m research.jax_peers GLUE       rows with "glue" in their name
-    python -m research.jax_peers --missing  rows and settings that docs/tpu/jax.json does not have yet
+    python -m research.jax_peers --missing  rows and settings that results/jax.json does not have yet
     python -m research.jax_peers --print    only the table, of what is there
 
 JAX's steps (research/jax/steps.py) have the shapes, batch, optimizer, dropout and clipping of ours; JAX lowers them,
@@ -11,8 +11,8 @@ and libtpu compiles them for one chip of v5e with effort full, by the code that 
 compiled with JAX's default random numbers and with "rbg", BERT's also with the masks of attention that its example
 shares among rows and heads. What ours asks libtpu for, fusions (train/common/xla/backend.py) and for ResNet-50 and the
 Transformer the vector memory of one (their VMEM_KIB), is tried on the settings that PEERS names, not on all. The
-quickest is in the table. The figures are kept in docs/tpu/jax.json; those of the other two columns are
-docs/tpu/stock.json's (research/tpu_cycles.py).
+quickest is in the table. The figures are kept in results/jax.json, the table in docs/tpu/jax.md; figures of the other
+two columns are those of results/stock.json (research/tpu_cycles.py).
 """
 
 import argparse
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import InputError
-from tpu.compiler import bundles, libtpu, report
+from tpu.compiler import bundles, libtpu, report, results
 from tpu.compiler.libtpu import GIB
-from tpu.compiler.pages import DOCS, ROOT, bundle_count, environment_of_figures, load, ratio, save, table, two_at_a_time
+from tpu.compiler.pages import DOCS, ROOT, bundle_count, environment_of_figures, ratio, table, two_at_a_time
 from tpu.compiler.staging import Staged
 from train import resnet50, transformer
 from train.common.xla import backend
@@ -36,12 +36,21 @@ JAX = ROOT / ".venv-jax/bin/python"
 TOPOLOGY = "v5e:1x1"
 DEFAULT, RBG, SHARED, FUSIONS, VMEM = "threefry2x32", "rbg", ", shared masks", ", fusions", ", vmem"
 SIDES = ("usual", "JAX", "ours")
-TORCH = ("parameters", "to_donate", "largest_buffers")  # what a report knows of torch's program, or needs its lines for
+# What the page reads of a report.
+READ = (
+    "libtpu",
+    "rng",
+    *results.SHORTAGE,
+    *results.MEMORY,
+    "bytes_accessed",
+    "random_bytes",
+    *results.CYCLES,
+)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A row: its name in docs/tpu/stock.json, a step of research/jax/steps.py, and the settings to try."""
+    """A row: its name in results/stock.json, a step of research/jax/steps.py, and the settings to try."""
 
     name: str
     step: str
@@ -79,7 +88,7 @@ def lowered(step: str, batch: int, setting: str) -> bytes:
 
 
 def compile_one(step: str, batch: int, setting: str) -> dict:
-    """Returns the report of one of JAX's steps, see tpu/compiler/report.py; of one that does not fit, what it needs."""
+    """Returns the record of one of JAX's steps, see tpu/compiler/report.py; of one that does not fit, what it needs."""
     module = lowered(step, batch, setting)
     kib = (resnet50 if step == "resnet50" else transformer).VMEM_KIB
     backend.ask_compiler(backend.FUSIONS * (FUSIONS in setting), kib * (VMEM in setting))
@@ -88,7 +97,7 @@ def compile_one(step: str, batch: int, setting: str) -> dict:
         if not endless:
             bundles.dump_to(code)
         with libtpu.Topology(TOPOLOGY) as topology:
-            identity = {"step": step, "batch": batch, "rng": setting, "libtpu": libtpu.version(), "topology": TOPOLOGY}
+            identity = {"rng": setting, "libtpu": libtpu.version()}
             try:
                 with topology.compile(module, "full") as program:
                     staged = Staged(module, {}, [], {}, outputs=0, kept=0)
@@ -96,7 +105,7 @@ def compile_one(step: str, batch: int, setting: str) -> dict:
                     made = report.figures(staged, program, topology.specification, "full", counted)
             except libtpu.OutOfMemory as error:
                 return identity | {"fits": False, "needed": error.needed}
-    return identity | {"fits": True} | {name: value for name, value in made.items() if name not in TORCH}
+    return results.record(identity | {"fits": True} | made, READ)
 
 
 def measured(step: str, batch: int, setting: str) -> dict:
@@ -162,6 +171,15 @@ JAX's settings, million cycles: {both(figures)}.
 """
 
 
+def arranged(figures: dict) -> dict:
+    """Returns the figures in the order of PEERS and of their settings."""
+    figures = results.in_order(figures, [peer.name for peer in PEERS])
+    for peer in PEERS:
+        if peer.name in figures:
+            figures[peer.name] = results.in_order(figures[peer.name], peer.settings)
+    return figures
+
+
 def both(figures: dict) -> str:
     """Returns what each setting of random numbers costs, in a sentence."""
     found = []
@@ -184,7 +202,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", default="", help="part of the rows' names (default: all)")
-    parser.add_argument("--missing", action="store_true", help="keep what docs/tpu/jax.json has")
+    parser.add_argument("--missing", action="store_true", help="keep what results/jax.json has")
     parser.add_argument("--print", action="store_true", help="compile nothing")
     parser.add_argument("--one", nargs=4, metavar=("STEP", "BATCH", "RNG", "JSON"), help="compile one step")
     options = parser.parse_args()
@@ -192,8 +210,8 @@ def main() -> None:
         step, batch, setting, path = options.one
         Path(path).write_text(json.dumps(compile_one(step, int(batch), setting)))
         return
-    file = DOCS / "jax.json"
-    figures = load(file)
+    file = results.FOLDER / "jax.json"
+    figures = results.load(file)
     jobs = [(peer, setting) for peer in PEERS for setting in peer.settings if options.name.lower() in peer.name.lower()]
     if not jobs:
         parser.error(f"no row has {options.name!r} in its name; there are {', '.join(peer.name for peer in PEERS)}")
@@ -205,12 +223,13 @@ def main() -> None:
         libtpu.installed(libtpu.NEWEST), environment()  # rather than an error of each
     elif not figures:
         raise InputError(f"{file} has no figures yet: leave --print out")
-    stock = load(DOCS / "stock.json")
+    stock = results.load(results.FOLDER / "stock.json")
     with two_at_a_time() as pool:
-        results = pool.map(lambda job: measured(job[0].step, job[0].batch, job[1]), jobs)
-        for (peer, setting), result in zip(jobs, results, strict=True):
+        found = pool.map(lambda job: measured(job[0].step, job[0].batch, job[1]), jobs)
+        for (peer, setting), result in zip(jobs, found, strict=True):
             figures.setdefault(peer.name, {})[setting] = result
-            save(file, figures)
+            figures = arranged(figures)
+            results.save(file, figures)
             print(peer.name, setting, result.get("cycles", "does not fit"), flush=True)
     text = page(figures, stock)
     (DOCS / "jax.md").write_text(text)

@@ -1,7 +1,7 @@
 """Estimated cycles of the scripts' train steps beside the usual ones of bench/stock.py, by the TPU's own compiler.
 
     python -m research.tpu_cycles                  every row: 1.5 hours on two cores; libtpu: `make guards` installs it
-    python -m research.tpu_cycles bert --missing   rows with "bert" in their name that docs/tpu/stock.json does not have
+    python -m research.tpu_cycles bert --missing   rows with "bert" in their name that results/stock.json does not have
     python -m research.tpu_cycles --only ours      our steps (or: usual); of the others the figures that are there
     python -m research.tpu_cycles --print          only the tables, of what is there
     python -m research.tpu_cycles --generation v6e the networks' on one chip of v6e (or v5p, v4) instead of v5e
@@ -9,17 +9,18 @@
     python -m research.tpu_cycles --stale          which rows are older than the code; compiles nothing
 
 Each row is two compiles with effort full, of the same Config and batch: ours (tpu/compiler/compile.py) and the usual
-step (bench/stock.py), by the newest libtpu. The figures are kept in docs/tpu/stock.json, the tables in
-docs/tpu/stock.md; those of other generations in docs/tpu/generations.json and generations.md. Cycles are estimates.
+step (bench/stock.py), by the newest libtpu. The figures are kept in results/stock.json, the tables in
+docs/tpu/stock.md; those of other generations in generations.json and generations.md. Cycles are estimates.
 """
 
 import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 
 from errors import InputError
-from tpu.compiler import libtpu, versions
+from tpu.compiler import libtpu, results, versions
 from tpu.compiler.libtpu import GIB
 from tpu.compiler.pages import (
     DOCS,
@@ -28,10 +29,8 @@ from tpu.compiler.pages import (
     bundle_count,
     compiled,
     environment_of_figures,
-    load,
     memory,
     ratio,
-    save,
     table,
     two_at_a_time,
 )
@@ -52,7 +51,19 @@ STEPS = (
     (Row("Transformer base, 64 tokens", "transformer", "tpu", 256), ONE),
     (Row("Transformer big, packed, 256 tokens", "transformer", "big", 32, "", WHOLE), ONE),
 )
-READ = ("libtpu", "fingerprint", "fits", "needed", "memory", "cycles", "bytes_accessed")  # of a TPU VM's report
+# What the pages read of a report; jax.md (jax_peers.py) also reads what stock.json has of random numbers.
+READ = (
+    *results.IDENTITY,
+    *results.SHORTAGE,
+    *results.MEMORY,
+    "bytes_accessed",
+    "estimated_seconds",
+    "roofline_seconds.flops",
+    "roofline_seconds.bytes",
+    *results.CYCLES,
+)
+READ_OF_STOCK = (*READ, "random_bytes")
+READ_OF_TPU_VMS = (*results.IDENTITY, *results.SHORTAGE, *results.MEMORY, "cycles")
 MILLION = ("--hash-rows", "1000000")
 TABLES = (
     (Row("Kaggle, 1 chip, at most 1M rows a table", "dlrm", "kaggle", 128, "", MILLION), ONE),
@@ -66,20 +77,31 @@ TABLES = (
 )
 
 
-def measure(row: Row, topology: str, known: dict) -> dict:
-    """{"ours": report, "usual": report}, see tpu/compiler/pages.py's `compiled`; `known`: those of them that are."""
-    modules = {"ours": "tpu.compiler.compile", "usual": "bench.stock"}
-    return {name: known.get(name) or compiled(row, topology, "full", module) for name, module in modules.items()}
+MODULES = {"ours": "tpu.compiler.compile", "usual": "bench.stock"}
+
+
+def measure(row: Row, topology: str, known: dict, fields: tuple[str, ...]) -> dict:
+    """Compiles both steps of a row; returns {"ours": record, "usual": record}.
+
+    Args:
+        known: those of the two records that are not to be compiled.
+        fields: of a report, those that the records have.
+    """
+    found = {}
+    for side, module in MODULES.items():
+        if side in known:
+            found[side] = known[side]
+        else:
+            report = compiled(row, topology, "full", module)
+            found[side] = results.record(report, fields)
+    return found
 
 
 def measure_on_tpu_vms(row: Row, topology: str) -> dict:
-    """Our step's figures by the libtpu that TPU VMs run, without what no page reads."""
+    """Compiles our step by the libtpu that TPU VMs run; returns its record."""
     library = str(libtpu.installed(libtpu.ON_TPU_VMS))
     report = compiled(row, topology, "full", variables={"TPU_LIBRARY_PATH": library})
-    kept = {key: report[key] for key in READ if key in report}
-    if "uncounted" in report:
-        kept["uncounted"] = {"bundles": report["uncounted"]["bundles"]}
-    return kept
+    return results.record(report, READ_OF_TPU_VMS)
 
 
 def age(row: Row, topology: str, report: dict) -> str:
@@ -168,17 +190,30 @@ what is compared and what the cycles leave out. Of v5p and v4 a chip's two Tenso
     return "".join(parts)
 
 
+def names_of(rows: Iterable[tuple[Row, str]]) -> list[str]:
+    """The names of (row, topology), in the order of the tables."""
+    return [row.name for row, _ in rows]
+
+
+def whole_file(kept: dict, generation: str | None, figures: dict) -> dict:
+    """The figures of a file, in order; those of a generation are new. v5e has a file of its own (None)."""
+    if generation is None:
+        return figures
+    return results.in_order(kept | {generation: figures}, CHIPS)
+
+
 def on_tpu_vms(name: str, missing: bool) -> None:
     """Writes stock_tpu_vm.json, and the page that shows it."""
-    path = DOCS / "stock_tpu_vm.json"
-    figures = load(path)
+    path = results.FOLDER / "stock_tpu_vm.json"
+    figures = results.load(path)
     rows = [(row, topology) for row, topology in STEPS + TABLES if name.lower() in row.name.lower()]
     if missing:
         rows = [(row, topology) for row, topology in rows if row.name not in figures]
     with two_at_a_time() as pool:
         for (row, _), result in zip(rows, pool.map(lambda job: measure_on_tpu_vms(*job), rows), strict=True):
             figures[row.name] = result
-            save(path, figures)
+            figures = results.in_order(figures, names_of(STEPS + TABLES))
+            results.save(path, figures)
             print(row.name, cycles(result), flush=True)
     versions.write_page()
 
@@ -197,10 +232,17 @@ def main() -> None:
     if options.on_tpu_vms:
         on_tpu_vms(options.name, options.missing)
         return
-    path = DOCS / ("generations.json" if options.generation else "stock.json")
-    kept = load(path)
-    figures = kept.setdefault(options.generation, {}) if options.generation else kept
-    every = [(row, CHIPS[options.generation]) for row, _ in STEPS] if options.generation else STEPS + TABLES
+    if options.generation:
+        name = "generations"
+        every = [(row, CHIPS[options.generation]) for row, _ in STEPS]
+        fields = READ
+    else:
+        name = "stock"
+        every = STEPS + TABLES
+        fields = READ_OF_STOCK
+    path = results.FOLDER / f"{name}.json"
+    kept = results.load(path)
+    figures = kept.get(options.generation, {}) if options.generation else kept
     rows = [(row, topology) for row, topology in every if options.name.lower() in row.name.lower()]
     if not rows:
         parser.error(f"no row has {options.name!r} in its name; there are {', '.join(row.name for row, _ in every)}")
@@ -218,18 +260,24 @@ def main() -> None:
     elif not figures:
         raise InputError(f"{path} has no figures yet: leave --print out")
     other = {"ours": "usual", "usual": "ours"}.get(options.only)
-    known = {name: {other: pair[other]} for name, pair in figures.items()} if other else {}
+    known = {}
+    if other:
+        known = {row: {other: pair[other]} for row, pair in figures.items()}
+
+    def one(job: tuple[Row, str]) -> dict:
+        row, topology = job
+        return measure(row, topology, known.get(row.name, {}), fields)
+
     with two_at_a_time() as pool:
-        results = pool.map(lambda job: measure(*job, known.get(job[0].name, {})), rows)
-        for (row, _), result in zip(rows, results, strict=True):
+        for (row, _), result in zip(rows, pool.map(one, rows), strict=True):
             figures[row.name] = result
-            order = [row.name for row, _ in every if row.name in figures]
-            for name in order:  # the tables' order
-                figures[name] = figures.pop(name)
-            save(path, kept)
+            figures = results.in_order(figures, names_of(every))
+            kept = whole_file(kept, options.generation, figures)
+            results.save(path, kept)
             print(" | ".join(cells(row, result)), flush=True)
+
     text = generations_page(kept) if options.generation else page(kept)
-    path.with_suffix(".md").write_text(text)
+    (DOCS / f"{name}.md").write_text(text)
     print(text)
 
 
