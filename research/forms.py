@@ -1,11 +1,12 @@
-"""What the forms that the TPU's compiler rewards gain on each generation: a step with each, and with the usual one.
+"""What the forms that the TPU's compiler rewards gain on each generation.
 
-    python -m research.forms                   every form on v5e, v6e, v5p and v4; libtpu: `make guards` installs it
-    python -m research.forms LayerNorm v6e     those with "LayerNorm" in their name or their step's, on one of them
+    python -m research.forms                   every form on v5e, v6e, v5p and v4
+    python -m research.forms LayerNorm v6e     those with "LayerNorm" in their name or their step's
     python -m research.forms --print           only the table, of what is there
 
-Steps of the scripts with two layers (ResNet: a block a stage) at their published widths, compiled for one chip with
-effort full, our step as it is and with one form replaced. The figures are kept in results/forms.json, the table in
+`make guards` installs libtpu. Steps of the scripts with two layers (ResNet: a block a stage) at
+their published widths are compiled for one chip with effort full: our step as it is, and with one
+form replaced by the usual one. The figures are kept in research/results/forms.json, the table in
 docs/tpu/forms.md. Cycles are estimates, which leave out what docs/tpu/stock.md says.
 """
 
@@ -17,7 +18,8 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -34,27 +36,35 @@ GENERATIONS = {"v5e": ONE, **CHIPS}  # a chip of each
 FORM = "FORM"  # the environment variable that names what a compiling process replaces
 KEPT = "as it is"
 LAYERS = 2
-READ = ("libtpu", *results.SHORTAGE, *results.MEMORY, "cycles", "bytes_accessed")  # of a report, what the table needs
-GLUE = Row("GLUE, 128 x 128", "bert", "full", 128, "mrpc")
-SHORT = Row("GLUE, 256 x 64", "bert", "full", 256, "mrpc", ("--lengths", "64"))
-TRANSLATION = Row("Transformer base, 256 x 64", "transformer", "tpu", 256)
-IMAGES = Row("ResNet, 128 x 224 px", "resnet50", "full", 128)
+# What the table reads of a report.
+READ = ("libtpu", *results.SHORTAGE, *results.MEMORY, "cycles", "bytes_accessed")
+GLUE = Row("GLUE, 128 x 128", "bert", "full", batch=128, task="mrpc")
+SHORT = Row("GLUE, 256 x 64", "bert", "full", batch=256, task="mrpc", flags=("--lengths", "64"))
+TRANSLATION = Row("Transformer base, 256 x 64", "transformer", "tpu", batch=256)
+IMAGES = Row("ResNet, 128 x 224 px", "resnet50", "full", batch=128)
 
 
 def native_norm(self: layers.LayerNorm, x: Tensor) -> Tensor:
-    """Two readings of a row, one for the mean and one for the variance."""
+    """Reads a row twice: for the mean, and for the variance."""
     wide = F.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps)
     return wide.to(layers.compute_dtype(x))
 
 
-def usual_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0) -> Tensor:
-    """Autograd's backward pass keeps weights, their mask and what it leaves of them."""
-    weights = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k).float() + mask, -1).to(v.dtype)
+def usual_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Leaves the backward pass to autograd, which keeps weights, mask and dropped weights."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k).float() + mask
+    weights = torch.softmax(scores, -1).to(v.dtype)
     return torch.einsum("bhqk,bkhd->bqhd", layers.dropout(weights, dropout, True), v)
 
 
 def usual_sums(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-    """AttentionCore's backward pass with the softmax's sums over the keys."""
+    """Computes AttentionCore's gradients with the softmax's sums over the keys."""
     v, signed, _ = ctx.saved_tensors
     to_v = torch.einsum("bhqk,bqhd->bkhd", signed.clamp(min=0) * ctx.scale, gradient)
     to_weights = torch.einsum("bqhd,bkhd->bhqk", gradient, v).float()
@@ -65,7 +75,7 @@ def usual_sums(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
 
 
 def cast_at_once(ctx, scores: Tensor, v: Tensor, mask: Tensor, _: float) -> Tensor:
-    """AttentionCore's forward pass without dropout, with nothing between the softmax and its cast."""
+    """Computes AttentionCore without dropout, and nothing between softmax and cast."""
     signed = torch.softmax(scores.float() + mask, -1).to(v.dtype)
     ctx.scale = 1.0
     mixed = torch.einsum("bhqk,bkhd->bqhd", signed.clamp(min=0), v)
@@ -82,7 +92,7 @@ class AtOnce:
 
 
 def other_gradient(ctx, *gradients: Tensor) -> tuple[Tensor, None]:
-    """SumsOverWords' gradient written where it is computed again, and the other way round."""
+    """Writes SumsOverWords' gradient where it is computed again, and the other way round."""
     ctx.written = not ctx.written
     return AS_IT_IS(ctx, *gradients)
 
@@ -91,53 +101,115 @@ AS_IT_IS = transformer.SumsOverWords.backward
 
 
 def usual_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`."""
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    """Computes `F.linear` in the type of `x`."""
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    return F.linear(x, weight.to(x.dtype), bias)
 
 
 def alone(*_) -> int:
-    """Short rows one by one."""
+    """Leaves each short row by itself."""
     return 1
 
 
-def four_dimensions(self: resnet.PointwiseConv2d, in_channels: int, out_channels: int, stride: int = 1) -> None:
+def four_dimensions(
+    self: resnet.PointwiseConv2d,
+    in_channels: int,
+    out_channels: int,
+    stride: int = 1,
+) -> None:
     """A weight [out, in, 1, 1], which the compiler stores with one row a tile."""
     nn.Module.__init__(self)
     self.stride = stride
     self.weight = nn.Parameter(torch.empty(out_channels, in_channels, 1, 1))
 
 
-# What replaces a form: the step to look at, and (where, name, replacement).
-FORMS: dict[str, tuple[Row, list[tuple[object, str, Callable]]]] = {
-    "LayerNorm: both moments in one reading": (GLUE, [(layers.LayerNorm, "forward", native_norm)]),
-    "attention keeps one tensor of scores": (GLUE, [(layers, "attention", usual_attention)]),
-    "the softmax's sums from the result": (GLUE, [(layers.AttentionCore, "backward", staticmethod(usual_sums))]),
-    "GELU by tanh": (GLUE, [(encoders.GELU, "forward", lambda self, x: F.gelu(x))]),
-    "linear as one dot_general": (GLUE, [(layers, "linear", usual_linear)]),
-    "short rows side by side": (SHORT, [(layers, "rows_together", alone)]),
-    "short pairs side by side": (TRANSLATION, [(transformer, "rows_together", alone)]),
-    "softmax without dropout, clamped before its cast": (
-        TRANSLATION,
-        [(layers.AttentionCore, "forward", staticmethod(cast_at_once))],
+def usual_gelu(self: encoders.GELU, x: Tensor) -> Tensor:
+    """Computes GELU by erf."""
+    return F.gelu(x)
+
+
+def usual_pointwise(self: resnet.PointwiseConv2d, x: Tensor) -> Tensor:
+    """Convolves with the weight of `four_dimensions`."""
+    return F.conv2d(x, self.weight, stride=self.stride)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What stands in the usual step in place of a form: an attribute of a module or a class."""
+
+    owner: object
+    name: str
+    value: Callable
+
+
+@dataclass(frozen=True)
+class Form:
+    """The step to look at, and what makes it the usual one."""
+
+    step: Row
+    replaced: tuple[Replacement, ...]
+
+
+def form(step: Row, owner: object, name: str, value: Callable) -> Form:
+    """Returns a form that one replacement makes the usual one."""
+    return Form(step, (Replacement(owner, name, value),))
+
+
+FORMS = {
+    "LayerNorm: both moments in one reading": form(
+        GLUE,
+        layers.LayerNorm,
+        "forward",
+        native_norm,
     ),
-    "sums over the words in parts of the tokens": (TRANSLATION, [(transformer, "SumsOverWords", AtOnce)]),
-    "the logits' gradient written on v6e, computed twice on the others": (
-        TRANSLATION,
-        [(transformer.SumsOverWords, "backward", staticmethod(other_gradient))],
+    "attention keeps one tensor of scores": form(GLUE, layers, "attention", usual_attention),
+    "the softmax's sums from the result": form(
+        GLUE,
+        layers.AttentionCore,
+        "backward",
+        staticmethod(usual_sums),
     ),
-    "BatchNorm in plain operations": (IMAGES, [(resnet.BatchNorm, "forward", nn.BatchNorm2d.forward)]),
-    "weights of 1x1 convolutions as matrices": (
+    "GELU by tanh": form(GLUE, encoders.GELU, "forward", usual_gelu),
+    "linear as one dot_general": form(GLUE, layers, "linear", usual_linear),
+    "short rows side by side": form(SHORT, layers, "rows_together", alone),
+    "short pairs side by side": form(TRANSLATION, transformer, "rows_together", alone),
+    "softmax without dropout, clamped before its cast": form(
+        TRANSLATION, layers.AttentionCore, "forward", staticmethod(cast_at_once)
+    ),
+    "sums over the words in parts of the tokens": form(
+        TRANSLATION,
+        transformer,
+        "SumsOverWords",
+        AtOnce,
+    ),
+    "the logits' gradient written on v6e, computed twice on the others": form(
+        TRANSLATION, transformer.SumsOverWords, "backward", staticmethod(other_gradient)
+    ),
+    "BatchNorm in plain operations": form(
         IMAGES,
-        [
-            (resnet.PointwiseConv2d, "__init__", four_dimensions),
-            (resnet.PointwiseConv2d, "forward", lambda self, x: F.conv2d(x, self.weight, stride=self.stride)),
-        ],
+        resnet.BatchNorm,
+        "forward",
+        nn.BatchNorm2d.forward,
+    ),
+    "weights of 1x1 convolutions as matrices": Form(
+        IMAGES,
+        (
+            Replacement(resnet.PointwiseConv2d, "__init__", four_dimensions),
+            Replacement(resnet.PointwiseConv2d, "forward", usual_pointwise),
+        ),
     ),
 }
 
 
-def compile_one(form: str) -> dict:
-    """Compiles the step of the command line, small in depth, with the form replaced; returns its report."""
+def compile_one(name: str) -> dict:
+    """Compiles the step of the command line, small in depth, with a form replaced.
+
+    Args:
+        name: of the form; KEPT: none.
+    Returns:
+        The report.
+    """
     published = steps.published
 
     def shallow(model: str):
@@ -146,32 +218,45 @@ def compile_one(form: str) -> dict:
         return config
 
     steps.published = shallow
-    for name, arch in transformer.ARCHITECTURES.items():
-        transformer.ARCHITECTURES[name] = replace(arch, encoder_layers=LAYERS, decoder_layers=LAYERS)
+    for arch, sizes in transformer.ARCHITECTURES.items():
+        small = replace(sizes, encoder_layers=LAYERS, decoder_layers=LAYERS)
+        transformer.ARCHITECTURES[arch] = small
     resnet.LAYERS["resnet50"] = (1, 1, 1, 1)
-    for where, name, replacement in FORMS[form][1] if form != KEPT else ():
-        getattr(where, name)  # a form that has another name by now is an error, not a step as it is
-        setattr(where, name, replacement)
+
+    if name != KEPT:
+        for each in FORMS[name].replaced:
+            # A form that has another name by now is an error, not a step as it is.
+            getattr(each.owner, each.name)
+            setattr(each.owner, each.name, each.value)
     return compiling.main()
 
 
 def cell(usual: dict, ours: dict) -> str:
-    """Cycles, bytes and memory: with the usual form -> with ours."""
+    """Returns cycles, bytes and memory: with the usual form -> with ours."""
     if "cycles" not in usual or "cycles" not in ours:
         return f"{memory(usual)} -> {memory(ours)}"
-    cycles = f"{usual['cycles'] / 1e6:.1f} -> {ours['cycles'] / 1e6:.1f}M ({ours['cycles'] / usual['cycles']:.2f})"
+
+    share = ours["cycles"] / usual["cycles"]
+    cycles = f"{usual['cycles'] / 1e6:.1f} -> {ours['cycles'] / 1e6:.1f}M ({share:.2f})"
     moved = f"{usual['bytes_accessed'] / 1e9:.1f} -> {ours['bytes_accessed'] / 1e9:.1f} GB"
     return f"{cycles}, {moved}, {memory(usual)} -> {memory(ours)} GiB"
 
 
 def page(figures: dict) -> str:
-    """docs/tpu/forms.md. `figures`: {generation: {step: {form: report}}}."""
+    """Returns docs/tpu/forms.md, of {generation: {step: {form: record}}}."""
     rows = []
-    for form, (step, _) in FORMS.items():
-        reports = [figures.get(chip, {}).get(step.name, {}) for chip in GENERATIONS]
-        cells = [cell(each[form], each[KEPT]) if {form, KEPT} <= each.keys() else "not run" for each in reports]
-        rows.append([form, step.name, *cells])
-    version = next(each[KEPT]["libtpu"] for found in figures.values() for each in found.values())
+    for name, each in FORMS.items():
+        cells = []
+        for generation in GENERATIONS:
+            records = figures.get(generation, {}).get(each.step.name, {})
+            if name in records and KEPT in records:
+                cells.append(cell(records[name], records[KEPT]))
+            else:
+                cells.append("not run")
+        rows.append([name, each.step.name, *cells])
+
+    of_one = next(iter(figures.values()))
+    version = next(iter(of_one.values()))[KEPT]["libtpu"]
     return f"""# What each form gains on each generation
 
 Written by `python -m research.forms`; do not edit. Estimates of libtpu {version} (effort full) for whole train steps of
@@ -183,27 +268,53 @@ read and write, in on-chip memory as well as in HBM.
 
 
 def arranged(figures: dict) -> dict:
-    """The figures in the order of the generations, of the steps and of their forms."""
-    steps_of_forms = [row.name for row, _ in FORMS.values()]
-    figures = results.in_order(figures, GENERATIONS)
-    for generation, by_step in figures.items():
-        by_step = results.in_order(by_step, dict.fromkeys(steps_of_forms))
-        figures[generation] = by_step
-        for step, by_form in by_step.items():
-            by_step[step] = results.in_order(by_form, [KEPT, *FORMS])
-    return figures
+    """Returns the figures in the order of the generations, of the steps and of their forms."""
+    order_of_steps = dict.fromkeys(each.step.name for each in FORMS.values())
+    order_of_forms = [KEPT, *FORMS]
+    found = {}
+    for generation, by_step in results.in_order(figures, GENERATIONS).items():
+        found[generation] = {}
+        for step, by_form in results.in_order(by_step, order_of_steps).items():
+            found[generation][step] = results.in_order(by_form, order_of_forms)
+    return found
+
+
+def measure(names: list[str], generation: str, figures: dict, path: Path) -> None:
+    """Compiles forms and the steps as they are for a generation; adds to figures, file and page."""
+    rows = [FORMS[name].step for name in names]
+    jobs = [(row, KEPT) for row in dict.fromkeys(rows)]
+    jobs += list(zip(rows, names, strict=True))
+
+    def one(job: tuple[Row, str]) -> dict:
+        row, name = job
+        variables = {FORM: name}
+        return compiled(row, GENERATIONS[generation], "full", "research.forms", variables)
+
+    with two_at_a_time() as pool:
+        for (row, name), report in zip(jobs, pool.map(one, jobs), strict=True):
+            records = figures.setdefault(generation, {}).setdefault(row.name, {})
+            records[name] = results.record(report, READ)
+            results.save(path, arranged(figures))
+            (DOCS / "forms.md").write_text(page(figures))
 
 
 def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", default="", help="part of the forms' or their steps' names (default: all)")
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", default="", help="part of a form's or step's name (all)")
     parser.add_argument("generation", nargs="?", choices=[*GENERATIONS], help="default: all")
     parser.add_argument("--print", action="store_true", help="compile nothing")
     options = parser.parse_args()
-    forms = [form for form, (row, _) in FORMS.items() if options.name.lower() in f"{form}, {row.name}".lower()]
-    if not forms:
-        parser.error(f"no form or step has {options.name!r} in its name; there are the forms {', '.join(FORMS)}")
+    part = options.name.lower()
+    names = [name for name, each in FORMS.items() if part in f"{name}, {each.step.name}".lower()]
+    if not names:
+        known = ", ".join(FORMS)
+        missing = f"no form or step has {options.name!r} in its name"
+        parser.error(f"{missing}; there are the forms {known}")
+
     path = results.FOLDER / "forms.json"
     figures = results.load(path)
     if options.print:
@@ -215,20 +326,9 @@ def main() -> None:
         return
 
     libtpu.installed(libtpu.NEWEST)  # rather than an error of each
-    for generation in [options.generation] if options.generation else GENERATIONS:
-        topology = GENERATIONS[generation]
-        rows = dict.fromkeys(FORMS[form][0] for form in forms)
-        jobs = [(row, KEPT) for row in rows] + [(FORMS[form][0], form) for form in forms]
-        with two_at_a_time() as pool:
-            variables = [{FORM: form} for _, form in jobs]
-            rest = ([value] * len(jobs) for value in (topology, "full", "research.forms"))
-            reports = pool.map(compiled, [row for row, _ in jobs], *rest, variables)
-            for (row, form), report in zip(jobs, reports, strict=True):
-                found = figures.setdefault(generation, {}).setdefault(row.name, {})
-                found[form] = results.record(report, READ)
-                figures = arranged(figures)
-                results.save(path, figures)
-                (DOCS / "forms.md").write_text(page(figures))
+    generations = [options.generation] if options.generation else [*GENERATIONS]
+    for generation in generations:
+        measure(names, generation, figures, path)
 
 
 if __name__ == "__main__":

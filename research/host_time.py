@@ -1,15 +1,19 @@
-"""Time that the host of a TPU spends on a train step, traced and repeated, beside what the chip needs for it.
+"""Time that the host of a TPU spends on a train step, beside what the chip needs for it.
 
-torch_xla runs a step's Python and looks up its graph in every call; the chip waits if that takes longer than the step
-before. `device.compiled` starts the program at once instead (train/common/xla/replay.py).
+torch_xla runs a step's Python and looks up its graph in every call; the chip waits if that takes
+longer than the step before. `device.compiled` starts the program at once instead
+(train/common/xla/replay.py).
 
-    steps    the published networks, of the scripts and the usual ones (bench/stock.py), on one XLA CPU device; the
-             batch is tiny, since a step's size changes nothing here
-    traced   a call with --no-strict, which traces every time and then starts the program; the device is idle
+    steps    the published networks, of the scripts and the usual ones (bench/stock.py), on one XLA
+             CPU device; the batch is tiny, since a step's size changes nothing here
+    traced   a call with --no-strict, which traces every time and then starts the program; the
+             device is idle
     repeated the same call of a strict run, from its third on; in turn with the traced one
-    looped   a repeated call of LOOPED steps in one program (--steps-a-call), a step of it; DLRM alone has that
+    looped   a repeated call of LOOPED steps in one program (--steps-a-call), a step of it; DLRM
+             alone has that
     time     of the processor for the calling thread: not what it waits for, nor the step itself
-    chip     libtpu's estimate for one v5e, of results/stock.json (research/tpu_cycles.py), at that table's batch
+    chip     libtpu's estimate for one v5e, of results/stock.json (research/tpu_cycles.py), at that
+             table's batch
     run      python -m research.host_time
              python -m research.host_time --only bert --rounds 31
 """
@@ -33,32 +37,55 @@ from train import dlrm
 from train.common import device
 
 FLOAT = usual_step.FLOAT
-# The script's step, and its row in research/results/stock.json.
+LOOPED = 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """A script's step, and its row in research/results/stock.json."""
+
+    job: compiling.Job
+    row: str
+
+
+def pretraining(model: str, row: str) -> Step:
+    """Returns an encoder's step."""
+    job = compiling.Job(model, "full", task="pretrain", flags=FLOAT, batch=1)
+    return Step(job, f"{row} pretraining, 512 tokens")
+
+
+def of_script(model: str, preset: str, flags: tuple[str, ...], batch: int, row: str) -> Step:
+    """Returns the step of a script that has no tasks."""
+    job = compiling.Job(model, preset, task="", flags=(*FLOAT, *flags), batch=batch)
+    return Step(job, row)
+
+
 STEPS = {
-    "ResNet-50": (
-        compiling.Job("resnet50", "full", "", (*FLOAT, "--norm-groups", "1", "--image-size", "32"), 2),
-        "ResNet-50, 224 px",
+    "ResNet-50": of_script(
+        "resnet50",
+        "full",
+        flags=("--norm-groups", "1", "--image-size", "32"),
+        batch=2,
+        row="ResNet-50, 224 px",
     ),
-    "BERT-base pretraining": (compiling.Job("bert", "full", "pretrain", FLOAT, 1), "BERT-base pretraining, 512 tokens"),
-    "DistilBERT pretraining": (
-        compiling.Job("distilbert", "full", "pretrain", FLOAT, 1),
-        "DistilBERT pretraining, 512 tokens",
+    "BERT-base pretraining": pretraining("bert", "BERT-base"),
+    "DistilBERT pretraining": pretraining("distilbert", "DistilBERT"),
+    "XLNet-base pretraining": pretraining("xlnet", "XLNet-base"),
+    "Transformer base": of_script(
+        "transformer",
+        "tpu",
+        flags=("--lengths", "16"),
+        batch=2,
+        row="Transformer base, 64 tokens",
     ),
-    "XLNet-base pretraining": (
-        compiling.Job("xlnet", "full", "pretrain", FLOAT, 1),
-        "XLNet-base pretraining, 512 tokens",
-    ),
-    "Transformer base": (
-        compiling.Job("transformer", "tpu", "", (*FLOAT, "--lengths", "16"), 2),
-        "Transformer base, 64 tokens",
-    ),
-    "DLRM, Kaggle": (
-        compiling.Job("dlrm", "kaggle", "", (*FLOAT, "--hash-rows", "2000"), 16),
-        "Kaggle, 1 chip, up to 10.1M",
+    "DLRM, Kaggle": of_script(
+        "dlrm",
+        "kaggle",
+        flags=("--hash-rows", "2000"),
+        batch=16,
+        row="Kaggle, 1 chip, up to 10.1M",
     ),
 }
-
-LOOPED = 8
 
 
 @dataclass(frozen=True)
@@ -69,7 +96,7 @@ class Options:
 
 
 def call_ms(start: Callable[[], Tensor]) -> float:
-    """Milliseconds that this thread computes in one call; then it waits for the device."""
+    """Returns the milliseconds that this thread computes in one call; waits for the device."""
     started = time.thread_time()
     loss = start()
     elapsed = 1000 * (time.thread_time() - started)
@@ -78,24 +105,39 @@ def call_ms(start: Callable[[], Tensor]) -> float:
 
 
 def measure(job: compiling.Job, rounds: int, mesh: device.Mesh) -> dict[str, list[float]]:
-    """Milliseconds of each call: "usual, traced", "traced", "repeated" and, for DLRM, a step's share of "looped"."""
+    """Returns the milliseconds of each call.
+
+    The kinds are "usual, traced", "traced", "repeated" and, for DLRM, a step's share of "looped".
+    """
     lenient = replace(mesh, strict=False)
-    kinds = {"usual, traced": (True, lenient), "traced": (False, lenient), "repeated": (False, mesh)}
+    kinds = {
+        "usual, traced": (True, lenient),
+        "traced": (False, lenient),
+        "repeated": (False, mesh),
+    }
     times: dict[str, list[float]] = {}
-    for pair in (("usual, traced",), ("traced", "repeated")):  # two networks at a time are enough for the memory
-        starts = {kind: usual_step.make(job, *kinds[kind]) for kind in pair}
+    # Two networks at a time are enough for the memory.
+    for pair in (("usual, traced",), ("traced", "repeated")):
+        starts = {}
+        for kind in pair:
+            usual, its_mesh = kinds[kind]
+            starts[kind] = usual_step.make(job, usual, its_mesh)
+            times[kind] = []
         for _ in range(4):
             for start in starts.values():
                 call_ms(start)
-        times |= {kind: [] for kind in starts}
         for _ in range(rounds):
             for kind, start in starts.items():
                 times[kind].append(call_ms(start))
         del starts, start
         gc.collect()
+
     if job.script is dlrm:
-        start = usual_step.make(replace(job, flags=(*job.flags, "--steps-a-call", str(LOOPED))), False, mesh)
-        times["looped"] = [call_ms(start) / LOOPED for _ in range(4 + rounds)][4:]
+        looped = replace(job, flags=(*job.flags, "--steps-a-call", str(LOOPED)))
+        start = usual_step.make(looped, False, mesh)
+        for _ in range(4):
+            call_ms(start)
+        times["looped"] = [call_ms(start) / LOOPED for _ in range(rounds)]
     return times
 
 
@@ -105,18 +147,28 @@ def main(options: Options) -> None:
     os.environ.setdefault("XLA_RNG_BIT_GENERATOR", "three_fry")
     mesh = device.setup(seed=0, precision="float32")
     stock = results.load(results.FOLDER / "stock.json")
+
     record = {}
-    head = ["step", "usual, traced, ms", "ours, traced", "ours, repeated", "ours, looped", "the step on a v5e"]
+    head = [
+        "step",
+        "usual, traced, ms",
+        "ours, traced",
+        "ours, repeated",
+        "ours, looped",
+        "the step on a v5e",
+    ]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    for name, (job, row) in STEPS.items():
+    for name, step in STEPS.items():
         if options.only.lower() not in name.lower():
             continue
-        times = measure(job, options.rounds, mesh)
-        chip = 1000 * stock[row]["ours"]["estimated_seconds"]
-        kinds = ("usual, traced", "traced", "repeated", "looped")
-        medians = [f"{statistics.median(times[kind]):.2f}" if kind in times else "" for kind in kinds]
+        times = measure(step.job, options.rounds, mesh)
+        chip = 1000 * stock[step.row]["ours"]["estimated_seconds"]
+        medians = []
+        for kind in ("usual, traced", "traced", "repeated", "looped"):
+            medians.append(f"{statistics.median(times[kind]):.2f}" if kind in times else "")
         print(f"| {name} | {' | '.join(medians)} | {chip:.1f} |", flush=True)
         record[name] = {"ms": times, "v5e_ms": chip}
+
     path = Path(options.out)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"options": vars(options), "steps": record}, indent=1) + "\n")

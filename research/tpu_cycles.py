@@ -1,16 +1,20 @@
-"""Estimated cycles of the scripts' train steps beside the usual ones of bench/stock.py, by the TPU's own compiler.
+"""Estimated cycles of the scripts' train steps beside the usual ones, by the TPU's own compiler.
 
-    python -m research.tpu_cycles                  every row: 1.5 hours on two cores; libtpu: `make guards` installs it
-    python -m research.tpu_cycles bert --missing   rows with "bert" in their name that results/stock.json does not have
-    python -m research.tpu_cycles --only ours      our steps (or: usual); of the others the figures that are there
+    python -m research.tpu_cycles                  every row: 1.5 hours on two cores
+    python -m research.tpu_cycles bert --missing   those with "bert" in their name, if new
+    python -m research.tpu_cycles --only ours      our steps (or: usual) alone
     python -m research.tpu_cycles --print          only the tables, of what is there
-    python -m research.tpu_cycles --generation v6e the networks' on one chip of v6e (or v5p, v4) instead of v5e
-    python -m research.tpu_cycles --on-tpu-vms     our steps by the libtpu that TPU VMs run, for docs/tpu/versions.md
-    python -m research.tpu_cycles --stale          which rows are older than the code; compiles nothing
+    python -m research.tpu_cycles --generation v6e the networks on one chip of v6e, v5p or v4
+    python -m research.tpu_cycles --on-tpu-vms     our steps by the libtpu that TPU VMs run
+    python -m research.tpu_cycles --stale          which rows are older than the code
 
-Each row is two compiles with effort full, of the same Config and batch: ours (tpu/compiler/compile.py) and the usual
-step (bench/stock.py), by the newest libtpu. The figures are kept in results/stock.json, the tables in
-docs/tpu/stock.md; those of other generations in generations.json and generations.md. Cycles are estimates.
+`make guards` installs libtpu. Each row is two compiles with effort full, of the same Config and
+batch: ours (tpu/compiler/compile.py) and the usual step (bench/stock.py), by the newest libtpu, for
+v5e. Cycles are estimates. The figures are kept in research/results, the tables in docs/tpu:
+
+    stock.json           stock.md         v5e
+    generations.json     generations.md   --generation
+    stock_tpu_vm.json    versions.md      --on-tpu-vms (tpu/compiler/versions.py writes the page)
 """
 
 import argparse
@@ -35,23 +39,52 @@ from tpu.compiler.pages import (
     two_at_a_time,
 )
 
-ONE, EIGHT = "v5e:1x1", "v5e:2x4"
+ONE = "v5e:1x1"
+EIGHT = "v5e:2x4"
 CHIPS = {"v6e": "v6e:1x1", "v5p": "v5p:1x1x1", "v4": "v4:1x1x1"}
-LARGE = ("--size", "large", "--predictions", "79")
+PLACES = ("--predictions", "79")
+LARGE = ("--size", "large", *PLACES)
 WHOLE = ("--update-every", "1")
-STEPS = (
-    (Row("ResNet-50, 224 px", "resnet50", "full", 128), ONE),
-    (Row("BERT-base pretraining, 512 tokens", "bert", "full", 32, "pretrain", ("--predictions", "79")), ONE),
-    (Row("the same, 64 rows", "bert", "full", 64, "pretrain", ("--predictions", "79")), ONE),
-    (Row("BERT-large pretraining, 512 tokens", "bert", "full", 8, "pretrain", LARGE), ONE),
-    (Row("BERT-base on GLUE, 128 tokens", "bert", "full", 128, "mrpc"), ONE),
-    (Row("RoBERTa-base pretraining, 512 tokens", "roberta", "full", 32, "pretrain", WHOLE), ONE),
-    (Row("DistilBERT pretraining, 512 tokens", "distilbert", "full", 32, "pretrain", WHOLE), ONE),
-    (Row("XLNet-base pretraining, 512 tokens", "xlnet", "full", 32, "pretrain", WHOLE), ONE),
-    (Row("Transformer base, 64 tokens", "transformer", "tpu", 256), ONE),
-    (Row("Transformer big, packed, 256 tokens", "transformer", "big", 32, "", WHOLE), ONE),
+MILLION = ("--hash-rows", "1000000")
+THREE_MILLION = ("--hash-rows", "3000000")
+
+
+def pretraining(name: str, model: str, batch: int, flags: tuple[str, ...]) -> Row:
+    """Returns a row of the encoders' pretraining."""
+    return Row(f"{name}, 512 tokens", model, "full", batch, task="pretrain", flags=flags)
+
+
+def tables(name: str, preset: str, batch: int, flags: tuple[str, ...] = ()) -> Row:
+    """Returns a row of DLRM."""
+    return Row(name, "dlrm", preset, batch, flags=flags)
+
+
+NETWORKS = (
+    Row("ResNet-50, 224 px", "resnet50", "full", batch=128),
+    pretraining("BERT-base pretraining", "bert", batch=32, flags=PLACES),
+    Row("the same, 64 rows", "bert", "full", batch=64, task="pretrain", flags=PLACES),
+    pretraining("BERT-large pretraining", "bert", batch=8, flags=LARGE),
+    Row("BERT-base on GLUE, 128 tokens", "bert", "full", batch=128, task="mrpc"),
+    pretraining("RoBERTa-base pretraining", "roberta", batch=32, flags=WHOLE),
+    pretraining("DistilBERT pretraining", "distilbert", batch=32, flags=WHOLE),
+    pretraining("XLNet-base pretraining", "xlnet", batch=32, flags=WHOLE),
+    Row("Transformer base, 64 tokens", "transformer", "tpu", batch=256),
+    Row("Transformer big, packed, 256 tokens", "transformer", "big", batch=32, flags=WHOLE),
 )
-# What the pages read of a report; jax.md (jax_peers.py) also reads what stock.json has of random numbers.
+# Rows of the tables, each with the TPU that it is compiled for.
+STEPS = tuple((row, ONE) for row in NETWORKS)
+TABLES = (
+    (tables("Kaggle, 1 chip, at most 1M rows a table", "kaggle", batch=128, flags=MILLION), ONE),
+    (tables("Kaggle, 1 chip, up to 10.1M", "kaggle", batch=128), ONE),
+    (tables("Kaggle, 8 chips, at most 1M", "kaggle", batch=16, flags=MILLION), EIGHT),
+    (tables("Kaggle, 8 chips, up to 10.1M", "kaggle", batch=16), EIGHT),
+    (tables("Terabyte, 1 chip, at most 1M", "mlperf_v1", batch=2048, flags=MILLION), ONE),
+    (tables("Terabyte, 1 chip, at most 3M", "mlperf_v1", batch=2048, flags=THREE_MILLION), ONE),
+    (tables("Terabyte, 8 chips, at most 1M", "mlperf_v1", batch=256, flags=MILLION), EIGHT),
+    (tables("Terabyte, 8 chips, up to 40M", "mlperf_v1", batch=256), EIGHT),
+)
+
+# What the pages read of a report. jax.md (jax_peers.py) also reads random_bytes of stock.json.
 READ = (
     *results.IDENTITY,
     *results.SHORTAGE,
@@ -64,20 +97,7 @@ READ = (
 )
 READ_OF_STOCK = (*READ, "random_bytes")
 READ_OF_TPU_VMS = (*results.IDENTITY, *results.SHORTAGE, *results.MEMORY, "cycles")
-MILLION = ("--hash-rows", "1000000")
-TABLES = (
-    (Row("Kaggle, 1 chip, at most 1M rows a table", "dlrm", "kaggle", 128, "", MILLION), ONE),
-    (Row("Kaggle, 1 chip, up to 10.1M", "dlrm", "kaggle", 128), ONE),
-    (Row("Kaggle, 8 chips, at most 1M", "dlrm", "kaggle", 16, "", MILLION), EIGHT),
-    (Row("Kaggle, 8 chips, up to 10.1M", "dlrm", "kaggle", 16), EIGHT),
-    (Row("Terabyte, 1 chip, at most 1M", "dlrm", "mlperf_v1", 2048, "", MILLION), ONE),
-    (Row("Terabyte, 1 chip, at most 3M", "dlrm", "mlperf_v1", 2048, "", ("--hash-rows", "3000000")), ONE),
-    (Row("Terabyte, 8 chips, at most 1M", "dlrm", "mlperf_v1", 256, "", MILLION), EIGHT),
-    (Row("Terabyte, 8 chips, up to 40M", "dlrm", "mlperf_v1", 256), EIGHT),
-)
-
-
-MODULES = {"ours": "tpu.compiler.compile", "usual": "bench.stock"}
+MODULES = {"ours": "tpu.compiler.compile", "usual": "bench.stock"}  # the program of each side
 
 
 def measure(row: Row, topology: str, known: dict, fields: tuple[str, ...]) -> dict:
@@ -104,54 +124,98 @@ def measure_on_tpu_vms(row: Row, topology: str) -> dict:
     return results.record(report, READ_OF_TPU_VMS)
 
 
-def age(row: Row, topology: str, report: dict) -> str:
-    """Whether the code still makes the program that a report is of."""
-    if "fingerprint" not in report:
+def age(row: Row, topology: str, record: dict) -> str:
+    """Returns whether the code still makes the program that a record is of, in words."""
+    if "fingerprint" not in record:
         return "not known: it is from before reports had a fingerprint"
-    command = [*row.command(topology, "full", os.devnull), "--stage"]
-    if "--" in command:  # the script's flags stay the last
-        command.remove("--stage")
-        command.insert(command.index("--"), "--stage")
-    result = subprocess.run(command, cwd=ROOT, env=environment_of_figures(), capture_output=True, text=True)
+
+    command = row.command(topology, "full", os.devnull)
+    # The script's flags stay the last.
+    end = command.index("--") if "--" in command else len(command)
+    command.insert(end, "--stage")
+    environment = environment_of_figures()
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if result.returncode:
         lines = result.stderr.strip().splitlines()
         reason = lines[-1] if lines else f"exit code {result.returncode}"
         return f"not known: it cannot be staged: {reason}"
+
     now = result.stdout.split()[-1]
-    return "as the code" if now == report["fingerprint"] else "OLDER than the code"
+    return "as the code" if now == record["fingerprint"] else "OLDER than the code"
 
 
-def cycles(report: dict) -> str:
-    """In millions, or why there are none."""
-    if "cycles" not in report:
-        return f"{memory(report)} GiB" if "needed" in report else memory(report)
-    return f"{report['cycles'] / 1e6:.{1 if report['cycles'] > 1e7 else 3}f}M"
+def cycles(record: dict) -> str:
+    """Returns the cycles in millions, or why there are none."""
+    if "cycles" in record:
+        digits = 1 if record["cycles"] > 1e7 else 3
+        return f"{record['cycles'] / 1e6:.{digits}f}M"
+    if "needed" in record:
+        return f"{memory(record)} GiB"
+    return memory(record)
 
 
-HEADER = ["step", "batch per chip", "usual, cycles", "ours", "ours / usual", "usual, bundles besides", "ours"]
-HEADER += ["usual, GiB", "ours", "usual, GB moved", "ours", "ours, ms", "by flops", "by bytes"]
+HEADER = [
+    "step",
+    "batch per chip",
+    "usual, cycles",
+    "ours",
+    "ours / usual",
+    "usual, bundles besides",
+    "ours",
+    "usual, GiB",
+    "ours",
+    "usual, GB moved",
+    "ours",
+    "ours, ms",
+    "by flops",
+    "by bytes",
+]
 
 
-def times(report: dict) -> list[str]:
-    """The estimate in ms, and what no step is shorter than: by its flops, by its bytes in HBM."""
-    limits = report.get("roofline_seconds", {})
-    seconds = report.get("estimated_seconds"), limits.get("flops"), limits.get("bytes")
-    return ["" if each is None else f"{each * 1e3:.{1 if each > 0.01 else 2}f}" for each in seconds]
+def milliseconds(seconds: float | None) -> str:
+    """Returns a time for a cell; "" where there is none."""
+    if seconds is None:
+        return ""
+    digits = 1 if seconds > 0.01 else 2
+    return f"{seconds * 1e3:.{digits}f}"
 
 
 def cells(row: Row, figures: dict) -> list[str]:
-    """A line of the table."""
-    ours, usual = figures["ours"], figures["usual"]
-    amounts = [f"{report['memory']['needed'] / GIB:.2f}" if "memory" in report else "" for report in (usual, ours)]
-    moved = [f"{report['bytes_accessed'] / 1e9:.1f}" if "memory" in report else "" for report in (usual, ours)]
-    besides = [bundle_count(usual), bundle_count(ours)]
-    counted = [cycles(usual), cycles(ours), ratio(ours, usual), *besides]
-    return [row.name, f"{row.batch:,}", *counted, *amounts, *moved, *times(ours)]
+    """Returns a line of the table, see HEADER."""
+    ours = figures["ours"]
+    usual = figures["usual"]
+
+    gib = []
+    moved = []
+    for record in (usual, ours):
+        fits = "memory" in record
+        gib.append(f"{record['memory']['needed'] / GIB:.2f}" if fits else "")
+        moved.append(f"{record['bytes_accessed'] / 1e9:.1f}" if fits else "")
+
+    # No step is shorter than its flops and its bytes in HBM take.
+    limits = ours.get("roofline_seconds", {})
+    times = [ours.get("estimated_seconds"), limits.get("flops"), limits.get("bytes")]
+    return [
+        row.name,
+        f"{row.batch:,}",
+        cycles(usual),
+        cycles(ours),
+        ratio(ours, usual),
+        bundle_count(usual),
+        bundle_count(ours),
+        *gib,
+        *moved,
+        *[milliseconds(each) for each in times],
+    ]
 
 
 def page(figures: dict) -> str:
-    """docs/tpu/stock.md."""
-    version = next(report["libtpu"] for pair in figures.values() for report in pair.values() if "libtpu" in report)
+    """Returns docs/tpu/stock.md, of {row: {"ours": record, "usual": record}}."""
+    versions_of_records = []
+    for pair in figures.values():
+        versions_of_records += [record["libtpu"] for record in pair.values() if "libtpu" in record]
+    version = versions_of_records[0]
+
     parts = [
         f"""# The scripts' steps beside the usual ones
 
@@ -176,7 +240,7 @@ DLRM's estimate, which leaves out gathers and scatters, may be below it.
 
 
 def generations_page(figures: dict) -> str:
-    """docs/tpu/generations.md. `figures`: {generation: {row: {"ours": report, "usual": report}}}."""
+    """Returns docs/tpu/generations.md, of {generation: {row: {"ours": record, …}}}."""
     parts = [
         """# The networks' steps on other generations
 
@@ -185,18 +249,22 @@ what is compared and what the cycles leave out. Of v5p and v4 a chip's two Tenso
 """
     ]
     for name, pairs in figures.items():
-        rows = [cells(row, pairs[row.name]) for row, _ in STEPS if row.name in pairs]
+        rows = [cells(row, pairs[row.name]) for row in NETWORKS if row.name in pairs]
         parts.append(f"\n## {name}, one chip\n\n{table(HEADER, rows)}\n")
     return "".join(parts)
 
 
 def names_of(rows: Iterable[tuple[Row, str]]) -> list[str]:
-    """The names of (row, topology), in the order of the tables."""
+    """Returns the rows' names, in the order of the tables."""
     return [row.name for row, _ in rows]
 
 
 def whole_file(kept: dict, generation: str | None, figures: dict) -> dict:
-    """The figures of a file, in order; those of a generation are new. v5e has a file of its own (None)."""
+    """Returns the figures of a file, those of a generation replaced by `figures`.
+
+    Args:
+        generation: None: v5e, which has a file of its own.
+    """
     if generation is None:
         return figures
     return results.in_order(kept | {generation: figures}, CHIPS)
@@ -206,35 +274,50 @@ def on_tpu_vms(name: str, missing: bool) -> None:
     """Writes stock_tpu_vm.json, and the page that shows it."""
     path = results.FOLDER / "stock_tpu_vm.json"
     figures = results.load(path)
-    rows = [(row, topology) for row, topology in STEPS + TABLES if name.lower() in row.name.lower()]
+    jobs = named(STEPS + TABLES, name)
     if missing:
-        rows = [(row, topology) for row, topology in rows if row.name not in figures]
+        jobs = [(row, topology) for row, topology in jobs if row.name not in figures]
+
     with two_at_a_time() as pool:
-        for (row, _), result in zip(rows, pool.map(lambda job: measure_on_tpu_vms(*job), rows), strict=True):
-            figures[row.name] = result
+        records = pool.map(lambda job: measure_on_tpu_vms(*job), jobs)
+        for (row, _), record in zip(jobs, records, strict=True):
+            figures[row.name] = record
             figures = results.in_order(figures, names_of(STEPS + TABLES))
             results.save(path, figures)
-            print(row.name, cycles(result), flush=True)
+            print(row.name, cycles(record), flush=True)
     versions.write_page()
 
 
+def named(jobs: Iterable[tuple[Row, str]], part: str) -> list[tuple[Row, str]]:
+    """Returns those jobs that have `part` in the row's name."""
+    return [(row, topology) for row, topology in jobs if part.lower() in row.name.lower()]
+
+
 def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", default="", help="part of the rows' names (default: all)")
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", default="", help="part of the rows' names (all)")
     parser.add_argument("--missing", action="store_true", help="keep the figures that are there")
-    parser.add_argument("--only", choices=("ours", "usual"), help="compile these steps; keep the others' figures")
+    parser.add_argument("--only", choices=("ours", "usual"), help="compile these alone")
     parser.add_argument("--generation", choices=[*CHIPS], help="instead of v5e")
-    parser.add_argument("--on-tpu-vms", action="store_true", help="our steps by the libtpu of TPU VMs")
-    parser.add_argument("--stale", action="store_true", help="compile nothing; say which rows are older than the code")
+    parser.add_argument("--on-tpu-vms", action="store_true", help="our steps by their libtpu")
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="compile nothing; say which rows are older than the code",
+    )
     parser.add_argument("--print", action="store_true", help="compile nothing")
     options = parser.parse_args()
     if options.on_tpu_vms:
         on_tpu_vms(options.name, options.missing)
         return
+
     if options.generation:
         name = "generations"
-        every = [(row, CHIPS[options.generation]) for row, _ in STEPS]
+        every = [(row, CHIPS[options.generation]) for row in NETWORKS]
         fields = READ
     else:
         name = "stock"
@@ -243,22 +326,27 @@ def main() -> None:
     path = results.FOLDER / f"{name}.json"
     kept = results.load(path)
     figures = kept.get(options.generation, {}) if options.generation else kept
-    rows = [(row, topology) for row, topology in every if options.name.lower() in row.name.lower()]
-    if not rows:
-        parser.error(f"no row has {options.name!r} in its name; there are {', '.join(row.name for row, _ in every)}")
+
+    jobs = named(every, options.name)
+    if not jobs:
+        known = ", ".join(names_of(every))
+        parser.error(f"no row has {options.name!r} in its name; there are {known}")
     if options.missing:
-        rows = [(row, topology) for row, topology in rows if row.name not in figures]
+        jobs = [(row, topology) for row, topology in jobs if row.name not in figures]
     if options.stale:
-        for row, topology in rows:
+        for row, topology in jobs:
             if row.name in figures:
-                print(f"{row.name}: {age(row, topology, figures[row.name]['ours'])}", flush=True)
+                said = age(row, topology, figures[row.name]["ours"])
+                print(f"{row.name}: {said}", flush=True)
         return
+
     if options.print:
-        rows = []
-    if rows:
+        jobs = []
+    if jobs:
         libtpu.installed(libtpu.NEWEST)  # rather than an error of each
     elif not figures:
         raise InputError(f"{path} has no figures yet: leave --print out")
+
     other = {"ours": "usual", "usual": "ours"}.get(options.only)
     known = {}
     if other:
@@ -269,7 +357,7 @@ def main() -> None:
         return measure(row, topology, known.get(row.name, {}), fields)
 
     with two_at_a_time() as pool:
-        for (row, _), result in zip(rows, pool.map(one, rows), strict=True):
+        for (row, _), result in zip(jobs, pool.map(one, jobs), strict=True):
             figures[row.name] = result
             figures = results.in_order(figures, names_of(every))
             kept = whole_file(kept, options.generation, figures)

@@ -240,10 +240,15 @@ def evaluate(step, translator, state: State, sets: dict, config: Config, mesh: d
     return metrics
 
 
-def average_checkpoints(checkpoints: checkpoint.Checkpointer, model: nn.Module, mesh: device.Mesh) -> list[int]:
-    """Gives a model on the device the mean weights of the last checkpoints (Vaswani et al. 2017, section 6.1).
+def average_checkpoints(
+    checkpoints: checkpoint.Checkpointer,
+    model: nn.Module,
+    mesh: device.Mesh,
+) -> list[int]:
+    """Gives a model on the device the mean weights of the last checkpoints.
 
-    These are the last `keep` of the steps that are multiples of `every`; the very last step is always among them.
+    These are the last `keep` of the steps that are multiples of `every`; the very last step is
+    always among them (Vaswani et al. 2017, section 6.1).
 
     Returns:
         The steps of the checkpoints.
@@ -254,15 +259,17 @@ def average_checkpoints(checkpoints: checkpoint.Checkpointer, model: nn.Module, 
     known = checkpoints.complete_steps()
     regular = [step for step in known if step % checkpoints.every == 0]
     steps = sorted({*regular, known[-1]})[-checkpoints.keep :]
-    device.same_on_all_hosts(mesh, "the checkpoints to average (the sum of their steps)", sum(steps))
+    what = "the checkpoints to average (the sum of their steps)"
+    device.same_on_all_hosts(mesh, what, sum(steps))
 
     sums: dict[str, Tensor] = {}
     for step in steps:
         saved = checkpoints.read(step)
         if saved is None:
-            damaged = f"the checkpoint of step {step} in {checkpoints.path}, one of those to average, is damaged"
-            remedy = "remove it and those of later steps: the same command then trains again from what is left"
-            raise InputError(f"{damaged}; {remedy}")
+            one = f"the checkpoint of step {step} in {checkpoints.path}, one of those to average"
+            remedy = "remove it and those of later steps"
+            then = "the same command then trains again from what is left"
+            raise InputError(f"{one}, is damaged; {remedy}: {then}")
         for name, _ in model.named_parameters():
             weight = saved[f"model.{name}"].double()
             if name in sums:

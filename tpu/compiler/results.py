@@ -1,8 +1,9 @@
 """The compiler's figures that pages, guards and benches read: files below research/results.
 
-A file is a JSON object of records, in groups: {step: {topology: record}}, or {generation: {step: {side: record}}}. Each
-record is one line, so that a diff shows which ones have changed. It has those entries of a report
-(tpu/compiler/report.py) that something reads, and the fingerprint of its program; `make compile` shows the others.
+A file is a JSON object of records, in groups: {step: {topology: record}}, or {generation: {step:
+{side: record}}}. Each record is one line, so that a diff shows which ones have changed. It has
+those entries of a report (tpu/compiler/report.py) that something reads, and the fingerprint of its
+program; `make compile` shows the others.
 """
 
 import json
@@ -32,7 +33,7 @@ def load(path: Path) -> dict:
 def save(path: Path, figures: dict) -> None:
     """Writes figures, whole or not at all: they took minutes each.
 
-    Groups keep their order, which is that of the tables; entries of a record are sorted by their names.
+    Groups keep their order, which is that of the tables; entries of a record are sorted by name.
 
     Raises:
         InputError: the file cannot be written.
@@ -41,7 +42,7 @@ def save(path: Path, figures: dict) -> None:
 
 
 def _written(figures: dict, indent: str = "") -> str:
-    """Returns figures as JSON: a record in one line, a group with a line for each of its entries."""
+    """Returns figures as JSON: a record in one line, a group with a line for each entry."""
     is_group = bool(figures) and all(isinstance(entry, dict) for entry in figures.values())
     if not is_group:
         return json.dumps(figures, sort_keys=True, ensure_ascii=False)
@@ -79,7 +80,7 @@ def _copy(report: Mapping, path: list[str], kept: dict) -> None:
 
 
 def in_order(group: dict, names: Iterable[str]) -> dict:
-    """Returns a group with its entries in this order; those that `names` lacks come last, by their names."""
+    """Returns a group with its entries in this order; those that `names` lacks come last."""
     known = [name for name in names if name in group]
     others = sorted(set(group) - set(known))
     return {name: group[name] for name in [*known, *others]}

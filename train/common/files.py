@@ -1,4 +1,7 @@
-"""Files and folders at local paths and at fsspec URLs (gs://…): exports, weights, what checkpoints are written with."""
+"""Files and folders at local paths and at fsspec URLs (gs://…).
+
+Exports, weights, and what checkpoints are written with.
+"""
 
 import contextlib
 import json
