@@ -44,7 +44,7 @@ from data import text, wmt
 from data.batching import Buckets
 from errors import InputError
 from train import dlrm, glue, pretrain, resnet50, transformer, translate
-from train.common import averaging, checkpoint, device, files, interrupt, loading, sharding
+from train.common import checkpoint, device, files, interrupt, loading, sharding
 from train.common import run as tracking
 from train.common.embedding import storage
 from train.common.mesh import WHOLE, Layout
@@ -619,14 +619,17 @@ def test_the_mean_of_checkpoints_waits_for_the_last_of_the_main_process(tmp_path
 
 def test_a_host_that_does_not_see_the_last_checkpoint_yet_has_no_mean_of_its_own(tmp_path):
     """A listing of a network file system may be a minute old."""
-    average = averaging.average
+    average = transformer.average_checkpoints
 
     def behind(checkpoints, *arguments):
         known = checkpoints.complete_steps()[: -1 if this_host() else None]
         checkpoints.complete_steps = lambda: known
         return average(checkpoints, *arguments)
 
-    pod = train("transformer", 2, tmp_path, patch=lambda patched, _: patched.setattr(averaging, "average", behind))
+    def patch(patched, _):
+        patched.setattr(transformer, "average_checkpoints", behind)
+
+    pod = train("transformer", 2, tmp_path, patch=patch)
     pod.refused("disagree about the checkpoints to average")
 
 

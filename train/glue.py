@@ -23,7 +23,7 @@ from torch import Tensor
 from data import batching, glue, splits, vocabulary
 from errors import InputError
 from models import architectures, encoders, heads, layers, partition
-from train.common import accumulate, checkpoint, cli, device, folders, loading
+from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.mesh import WHOLE, Layout
 from train.common.run import Run
 
@@ -129,7 +129,7 @@ def open_data(config: Config) -> Data:
     labels, splits = glue.TASKS[config.task].labels, ("train", *glue.TASKS[config.task].evaluation)
     texts = {split: glue.read(config.data, config.task, split, config.seed) for split in splits}
     if config.checkpoint:
-        folder = folders.local_folder(config.checkpoint)
+        folder = files.local_folder(config.checkpoint)
         compiled = config.device == "xla"
         settings, weights, tokenizer = encoders.open_checkpoint(folder, config.model, compiled)
         source = (folder, weights) if config.pretrained else None
@@ -248,7 +248,7 @@ def export(folder: str, state: State, data: Data, mesh: device.Mesh) -> None:
     """Writes what transformers' `pipeline("text-classification", model=folder)` loads."""
     weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
     if mesh.main_process:
-        folders.write_folder(folder, lambda local: encoders.save(local, state.model, weights, data.tokenizer))
+        files.write_folder(folder, lambda local: encoders.save(local, state.model, weights, data.tokenizer))
 
 
 def main(config: Config) -> dict[str, float]:

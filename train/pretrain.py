@@ -26,7 +26,7 @@ from torch import Tensor
 from data import pretraining, splits
 from errors import InputError
 from models import architectures, encoders, layers, objectives, partition
-from train.common import accumulate, checkpoint, cli, device, folders, loading
+from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.mesh import WHOLE, Layout
 from train.common.run import Run
 
@@ -127,7 +127,7 @@ def open_data(config: Config) -> Data:
     train, valid = (pretraining.open_rows(config.data, split, *options) for split in ("train", "valid"))
     tokenizer, length, source = train.text.tokenizer, train.text.length, None
     if config.checkpoint:
-        folder = folders.local_folder(config.checkpoint)
+        folder = files.local_folder(config.checkpoint)
         settings, weights, own = encoders.open_checkpoint(folder, config.model)
         objectives.same_vocabulary(config.checkpoint, own, tokenizer, config.data)
         source = folder, weights
@@ -139,7 +139,7 @@ def open_data(config: Config) -> Data:
     if length > encoders.positions(model):
         raise InputError(f"rows have {length} tokens; the model has {encoders.positions(model)} positions")
     if config.model == "distilbert":
-        folder, own = folders.local_folder(config.teacher), encoders.own_module(config.model, objectives.MODULES)
+        folder, own = files.local_folder(config.teacher), encoders.own_module(config.model, objectives.MODULES)
         teacher = own.open_teacher(folder, model, tokenizer, config.data, not config.checkpoint)
     return Data(train, valid, model, teacher)
 
@@ -222,7 +222,7 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: device.M
     weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
     options = state.model, weights, data.train.text.tokenizer, config.model == "fairseq-roberta"
     if mesh.main_process:
-        folders.write_folder(folder, lambda local: encoders.save(local, *options))
+        files.write_folder(folder, lambda local: encoders.save(local, *options))
 
 
 def with_teacher(config: Config, mesh: device.Mesh) -> Config:

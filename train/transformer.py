@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data import batching, splits, wmt
 from data.fairseq_format import PIECES
@@ -32,7 +32,7 @@ from errors import InputError
 from models import fairseq, layers
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed, rules
 from train import translate
-from train.common import accumulate, averaging, checkpoint, cli, device, files, loading
+from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.mesh import WHOLE, Layout
 from train.common.run import Run
 
@@ -241,6 +241,51 @@ def evaluate(step, translator, state: State, sets: dict, config: Config, mesh: d
     return metrics
 
 
+def average_checkpoints(
+    checkpoints: checkpoint.Checkpointer,
+    model: nn.Module,
+    mesh: device.Mesh,
+) -> list[int]:
+    """Gives a model on the device the mean weights of the last checkpoints.
+
+    These are the last `keep` of the steps that are multiples of `every`; the very last step is
+    always among them (Vaswani et al. 2017, section 6.1).
+
+    Returns:
+        The steps of the checkpoints.
+    Raises:
+        InputError: one of them is damaged, or the hosts of a pod see different ones.
+    """
+    device.over_hosts(mesh, 0)  # all hosts wait: the main process has now written the last one
+    known = checkpoints.complete_steps()
+    regular = [step for step in known if step % checkpoints.every == 0]
+    steps = sorted({*regular, known[-1]})[-checkpoints.keep :]
+    what = "the checkpoints to average (the sum of their steps)"
+    device.same_on_all_hosts(mesh, what, sum(steps))
+
+    sums: dict[str, Tensor] = {}
+    for step in steps:
+        saved = checkpoints.read(step)
+        if saved is None:
+            one = f"the checkpoint of step {step} in {checkpoints.path}, one of those to average"
+            remedy = "remove it and those of later steps"
+            then = "the same command then trains again from what is left"
+            raise InputError(f"{one}, is damaged; {remedy}: {then}")
+        for name, _ in model.named_parameters():
+            weight = saved[f"model.{name}"].double()
+            if name in sums:
+                sums[name] = sums[name] + weight
+            else:
+                sums[name] = weight
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(sums[name] / len(steps))
+            if parameter.device.type != "cpu":
+                device.replicate(parameter, mesh)
+    return steps
+
+
 def export(folder: str, state: State, data: Data, config: Config, mesh: device.Mesh) -> None:
     """Writes model.pt, which fairseq and `make translate` load, with dictionaries and tokenizer beside it."""
     settings = {"source_lang": data.train.source_language, "target_lang": data.train.target_language}
@@ -330,7 +375,8 @@ def main(config: Config) -> dict[str, float]:
             if evaluates:
                 evaluation(step)
         run.checkpoints.wait()
-        run.message(f"the mean of the checkpoints of updates {averaging.average(run.checkpoints, state.model, mesh)}:")
+        averaged = average_checkpoints(run.checkpoints, state.model, mesh)
+        run.message(f"the mean of the checkpoints of updates {averaged}:")
         metrics = evaluate(eval_fn, translator, state, data.eval, config, mesh)
         export(f"{run.path}/export", state, data, config, mesh)
         run.finish(metrics)

@@ -6,7 +6,7 @@
     python -m tpu.compiler.compile transformer big --program translate      beam search instead of the train step
 
 This needs neither a TPU nor a network nor data, only the package libtpu: the version that a TPU VM runs, or another by
---libtpu. The script builds its step (steps.py); train/common/xla/staging.py traces it without numbers; libtpu compiles
+--libtpu. The script builds its step (steps.py); tpu/compiler/staging.py traces it without numbers; libtpu compiles
 it (libtpu.py) in a process of its own (apart.py), since it may die of a program. Every time, cycle and rate printed is
 an estimate; memory is what the program will ask for.
 """
@@ -32,12 +32,12 @@ if __name__ == "__main__":
 import tyro
 
 from errors import InputError
-from tpu.compiler import apart, bundles, hlo, libtpu, report, steps
+from tpu.compiler import apart, bundles, hlo, libtpu, report, staging, steps
 from tpu.compiler.libtpu import GIB
 from train import dlrm, glue, pretrain, resnet50, transformer
 from train.common import cli, device, files, interrupt, sharding
 from train.common.mesh import WHOLE, GraphError
-from train.common.xla import backend, staging
+from train.common.xla import backend
 
 ENCODERS = tuple(name for name in glue.RECIPES if name != "auto")
 MODELS = ("resnet50", "transformer", "dlrm", *ENCODERS)

@@ -74,6 +74,7 @@ class Mesh:
 
     def autocast(self) -> torch.autocast:
         """Returns a context for the forward pass; parameters, gradients and optimizer state stay float32."""
-        # Not torch_xla 2.9's, which crashes on the CPU backend. "xla" also where staging.py has meta tensors.
+        # Not torch_xla 2.9's, which crashes on the CPU backend. "xla" also for the meta tensors of
+        # tpu/compiler/staging.py.
         kind = "xla" if self.compiles else self.device.type
         return torch.autocast(kind, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")

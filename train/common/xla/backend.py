@@ -155,7 +155,7 @@ def set_products(precision: str) -> None:
 
 
 def annotate(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> None:
-    if tensor.is_meta:  # for staging.py
+    if tensor.is_meta:  # for tpu/compiler/staging.py
         tensor.sharding = spmd, spec
     else:
         xs.mark_sharding(tensor, spmd, spec)
