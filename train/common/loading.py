@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from errors import InputError
-from train.common import device
+from train.common import device, hooks
 from train.common.device import Mesh
 
 PADDING = -1  # the index of a padded example
@@ -101,8 +101,14 @@ class Loader(AbstractContextManager, Iterator):
 
     def __next__(self) -> dict[str, Tensor]:
         started = time.perf_counter()
-        batch = self._ahead[0].result()  # an error, or the end, stays there: every later call raises it, too
-        self._waited += time.perf_counter() - started
+        try:
+            with hooks.span(hooks.WAIT):
+                batch = self._ahead[0].result()  # an error, or the end, stays there: every later call raises it, too
+        finally:
+            waited = time.perf_counter() - started
+            self._waited += waited
+            for watcher in hooks.watchers:
+                watcher.waited(waited)
         self._ahead.popleft()
         self._ahead.append(self._thread.submit(self._load))
         return batch
@@ -174,7 +180,8 @@ class Loader(AbstractContextManager, Iterator):
         return error
 
     def _upload(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {key: device.upload(tensor, self._mesh) for key, tensor in batch.items()}
+        with hooks.span(hooks.UPLOAD):
+            return {key: device.upload(tensor, self._mesh) for key, tensor in batch.items()}
 
 
 def parallel_loader(
