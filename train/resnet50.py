@@ -30,6 +30,7 @@ from errors import InputError
 from models import heads
 from models.resnet import Normalize, head_order, load_weights, resnet
 from train.common import accumulate, checkpoint, cli, device, files, loading
+from train.common.mesh import WHOLE, Layout
 from train.common.run import Run
 
 
@@ -52,7 +53,7 @@ class Config:
     norm_groups: int = 0  # slices of a batch, or of its part, with their own batch-norm statistics; 0: one a device
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
-    layout: cli.Layout = cli.WHOLE  # --shard-state, docs/large_models.md; its other flags are for models with layers
+    layout: Layout = WHOLE  # --shard-state, docs/large_models.md; its other flags are for models with layers
     seed: int = 0  # of the initial weights, the order of the data and the augmentation
     workers: int = -1  # processes a host that decode images; -1: one a core, 0: none
     skip_broken: bool = False  # replace images that cannot be decoded, and count them, instead of stopping
@@ -201,7 +202,7 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
 
 def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
     """Reads the first and the last images that are evaluated; raises InputError where an evaluation would."""
-    options = {"parts": config.update_every, "workers": config.workers}
+    options = {"split": config.update_every, "workers": config.workers}
     batches = loading.first_and_last(data.eval, config.batch_size, mesh, **options)
     for batch in batches:
         labels = batch["label"]
@@ -219,7 +220,7 @@ def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
 def evaluate(step, state: State, images: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns top-1 and top-5 accuracy and mean loss over every image once; `step` is the compiled eval_step."""
     state.model.eval()
-    options = {"parts": config.update_every, "workers": config.workers}
+    options = {"split": config.update_every, "workers": config.workers}
     with loading.parallel_loader(images, config.batch_size, mesh, train=False, **options) as loader:
         totals = device.fetch_sums([step(state, batch, config, mesh) for batch in loader])
     state.model.train()
@@ -253,8 +254,8 @@ def main(config: Config) -> dict[str, float]:
         vmem_kib=VMEM_KIB,
         safe_forms=config.safe_forms,
     )
-    data, every = open_data(config), config.update_every
-    per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh, parts=every)
+    data = open_data(config)
+    per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh, micro_batches=config.update_every)
     total = config.epochs * per_epoch
     name = f"{config.model}-{'synthetic' if config.data == 'synthetic' else 'images'}"
     headline = f"{config.model} on {config.data}: {len(data.train)} images of {len(data.train.classes)} classes, "
@@ -266,11 +267,11 @@ def main(config: Config) -> dict[str, float]:
 
     state = build(config, data, mesh)
     start = run.resume(state.model, state.optimizer, examples=len(data.train), keep=config.keep)
-    step_fn, eval_fn = device.compiled(train_step, mesh), device.compiled(eval_step, mesh)
-    if every > 1:
-        step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)
+    train = accumulate.SeededStep(train_step, mesh)
+    if config.update_every > 1:
+        train = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)
+    eval_fn = device.compiled(eval_step, mesh)
     state.model.train()
-    span = {"seed": config.seed, "start": start, "stop": total, "parts": every, "workers": config.workers}
 
     def evaluation(step: int) -> dict[str, float]:
         """Evaluates the state after `step`, and records it."""
@@ -279,17 +280,24 @@ def main(config: Config) -> dict[str, float]:
         run.evaluation(step, **metrics)
         return metrics
 
-    loader = loading.parallel_loader(data.train, config.batch_size, mesh, train=True, **span)
-    with run.training(loader, stop_every=max(10 // every, 1)):
+    loader = loading.parallel_loader(
+        data.train,
+        config.batch_size,
+        mesh,
+        train=True,
+        seed=config.seed,
+        start=start,
+        stop=total,
+        split=config.update_every,
+        update_every=config.update_every,
+        workers=config.workers,
+    )
+    with run.training(loader, stop_every=max(10 // config.update_every, 1)):
         metrics = evaluation(start) if run.evaluation_due else {}  # its checkpoint is there, the run ended in it
-        for number, batch in enumerate(loader, start * every + 1):
-            device.seed_step(config.seed, number)
-            step = -(-number // every)
+        for step, batch in enumerate(loader, start + 1):
             lr = learning_rate(config, step - 1, per_epoch)
             device.set_lr(state.optimizer, lr)
-            step_metrics = step_fn(state, batch, config, mesh)
-            if step_metrics is None:  # more parts are to come before the update
-                continue
+            step_metrics = train(state, batch, config, mesh)
             if step == 1 or step % config.log_every == 0 or step == total:
                 run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
             evaluates = step % (per_epoch * config.eval_every) == 0 or step == total

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data import batching, splits, wmt
 from data.fairseq_format import PIECES
@@ -32,7 +32,8 @@ from errors import InputError
 from models import fairseq, layers
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed, rules
 from train import translate
-from train.common import accumulate, averaging, checkpoint, cli, device, files, loading
+from train.common import accumulate, checkpoint, cli, device, files, loading
+from train.common.mesh import WHOLE, Layout
 from train.common.run import Run
 
 
@@ -57,7 +58,7 @@ class Config:
     pieces: Literal["", *PIECES] = ""  # what a dictionary's symbols are; "": as its marks say (▁ or @@)
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
-    layout: cli.Layout = cli.WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
+    layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of the initial weights, the order of the data and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
     log_every: int = 100  # updates between lines of metrics
@@ -240,6 +241,51 @@ def evaluate(step, translator, state: State, sets: dict, config: Config, mesh: d
     return metrics
 
 
+def average_checkpoints(
+    checkpoints: checkpoint.Checkpointer,
+    model: nn.Module,
+    mesh: device.Mesh,
+) -> list[int]:
+    """Gives a model on the device the mean weights of the last checkpoints.
+
+    These are the last `keep` of the steps that are multiples of `every`; the very last step is
+    always among them (Vaswani et al. 2017, section 6.1).
+
+    Returns:
+        The steps of the checkpoints.
+    Raises:
+        InputError: one of them is damaged, or the hosts of a pod see different ones.
+    """
+    device.over_hosts(mesh, 0)  # all hosts wait: the main process has now written the last one
+    known = checkpoints.complete_steps()
+    regular = [step for step in known if step % checkpoints.every == 0]
+    steps = sorted({*regular, known[-1]})[-checkpoints.keep :]
+    what = "the checkpoints to average (the sum of their steps)"
+    device.same_on_all_hosts(mesh, what, sum(steps))
+
+    sums: dict[str, Tensor] = {}
+    for step in steps:
+        saved = checkpoints.read(step)
+        if saved is None:
+            one = f"the checkpoint of step {step} in {checkpoints.path}, one of those to average"
+            remedy = "remove it and those of later steps"
+            then = "the same command then trains again from what is left"
+            raise InputError(f"{one}, is damaged; {remedy}: {then}")
+        for name, _ in model.named_parameters():
+            weight = saved[f"model.{name}"].double()
+            if name in sums:
+                sums[name] = sums[name] + weight
+            else:
+                sums[name] = weight
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(sums[name] / len(steps))
+            if parameter.device.type != "cpu":
+                device.replicate(parameter, mesh)
+    return steps
+
+
 def export(folder: str, state: State, data: Data, config: Config, mesh: device.Mesh) -> None:
     """Writes model.pt, which fairseq and `make translate` load, with dictionaries and tokenizer beside it."""
     settings = {"source_lang": data.train.source_language, "target_lang": data.train.target_language}
@@ -269,7 +315,9 @@ def main(config: Config) -> dict[str, float]:
     )
     data = open_data(config)
     plan = translate.training_plan(data.train, config, mesh.num_devices)
-    total, every, per_epoch = config.updates, config.update_every, loading.steps_per_epoch(data.train, plan, mesh)
+    total = config.updates
+    every = config.update_every
+    per_epoch = loading.steps_per_epoch(data.train, plan, mesh)
     tokens = every * int(data.train.lengths[:, 1].sum()) // per_epoch  # real target tokens per update
     shapes = ", ".join("x".join(map(str, shape)) for shape in plan.shapes)
     languages = data.train.source_language + data.train.target_language
@@ -286,14 +334,15 @@ def main(config: Config) -> dict[str, float]:
     start = run.resume(
         state.model, state.optimizer, examples=len(data.train), keep=config.keep, every=config.save_every
     )
-    step_fn = device.compiled(train_step, mesh, len(plan.shapes))
+    train = accumulate.SeededStep(train_step, mesh, len(plan.shapes))
     if every > 1:
-        means, shapes = ("loss", "nll"), len(plan.shapes)
-        step_fn = accumulate.AccumulatedStep(forward, update, state, means, mesh, "tokens", shapes)
+        means = ("loss", "nll")
+        train = accumulate.AccumulatedStep(
+            forward, update, state, means, mesh, per="tokens", max_graphs=len(plan.shapes)
+        )
     eval_fn = device.compiled(eval_step, mesh, translate.MAX_SHAPES)
     translator = translate.Translator(state.model, mesh, config)
     state.model.train()
-    span = {"seed": config.seed, "start": start * every, "stop": total * every}
 
     def evaluation(step: int) -> None:
         """Evaluates the state after `step` on the validation split, and records it."""
@@ -301,18 +350,24 @@ def main(config: Config) -> dict[str, float]:
             metrics = evaluate(eval_fn, translator, state, {"valid": data.eval["valid"]}, config, mesh)
         run.evaluation(step, **metrics)
 
-    loader = loading.parallel_loader(data.train, plan, mesh, train=True, workers=config.workers, **span)
+    loader = loading.parallel_loader(
+        data.train,
+        plan,
+        mesh,
+        train=True,
+        seed=config.seed,
+        start=start * every,
+        stop=total * every,
+        update_every=every,
+        workers=config.workers,
+    )
     with run.training(loader, stop_every=max(10 // every, 1)):
         if run.evaluation_due:  # its checkpoint is there, the run ended in it
             evaluation(start)
-        for number, batch in enumerate(loader, start * every + 1):
-            device.seed_step(config.seed, number)
-            step = -(-number // every)
+        for step, batch in enumerate(loader, start + 1):
             lr = learning_rate(config, step - 1)
             device.set_lr(state.optimizer, lr)
-            step_metrics = step_fn(state, batch, config, mesh)
-            if step_metrics is None:  # more batches are to come before the update
-                continue
+            step_metrics = train(state, batch, config, mesh)
             if step == 1 or step % config.log_every == 0 or step == total:
                 run.log(step, examples=step * tokens, input_wait=loader.input_wait(), lr=lr, **step_metrics)
             evaluates = step % config.eval_every == 0 or step == total
@@ -320,7 +375,8 @@ def main(config: Config) -> dict[str, float]:
             if evaluates:
                 evaluation(step)
         run.checkpoints.wait()
-        run.message(f"the mean of the checkpoints of updates {averaging.average(run.checkpoints, state.model, mesh)}:")
+        averaged = average_checkpoints(run.checkpoints, state.model, mesh)
+        run.message(f"the mean of the checkpoints of updates {averaged}:")
         metrics = evaluate(eval_fn, translator, state, data.eval, config, mesh)
         export(f"{run.path}/export", state, data, config, mesh)
         run.finish(metrics)

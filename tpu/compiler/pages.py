@@ -1,4 +1,4 @@
-"""Writes the figures of docs/tpu: every recipe compiled for several TPUs, and how it scales.
+"""Writes docs/tpu/README.md and the figures of guards: every recipe compiled for several TPUs, and how it scales.
 
     make compile-all                        everything: three quarters of an hour on two cores
     make compile-all ARGS=recipes           memory and collectives of every recipe on four TPUs
@@ -6,9 +6,10 @@
     make compile-all ARGS=mlperf            DLRM with the batch of a published run, on 64 chips of two TPUs
     make compile-all ARGS=guards            the small configurations that `make guards` compares: accepts a change
     make compile-all ARGS="recipes --missing"   only what the files do not have yet
+    make compile-all ARGS=page              compiles nothing: writes the page again
 
-tpu/compiler/compile.py compiles each step in a process of its own, two at a time. docs/tpu/*.json keeps the figures,
-and docs/tpu/README.md is written from them. Estimated cycles on one chip: bench/tpu_cycles.py.
+tpu/compiler/compile.py compiles each step in a process of its own, two at a time. The figures are kept in
+research/results, and docs/tpu/README.md is written from them. Estimated cycles on one chip: research/tpu_cycles.py.
 """
 
 import argparse
@@ -24,13 +25,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from errors import InputError
-from tpu.compiler import libtpu
+from tpu.compiler import libtpu, results
 from tpu.compiler.libtpu import GENERATIONS, GIB
-from train.common import files
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs/tpu"
-PARTS = ("recipes", "scaling", "mlperf", "guards")
+_SCALING = (*results.IDENTITY, "devices", "batch", *results.MEMORY, *results.CYCLES, *results.COLLECTIVES)
+# The parts, and what the page and the guards (tests/test_compile.py) read of their reports.
+FIELDS = {
+    "recipes": (*results.IDENTITY, *results.SHORTAGE, "batch", *results.MEMORY, *results.COLLECTIVES),
+    "scaling": _SCALING,
+    "mlperf": _SCALING,
+    "guards": (
+        *results.IDENTITY,
+        "program",
+        "besides.libtpu",
+        "besides.needed",
+        *results.MEMORY,
+        "kept_bytes",
+        "bytes_accessed",
+        "copies.count",
+        "copies.bytes",
+        "donated",
+        *results.CYCLES,
+        *results.COLLECTIVES,
+    ),
+}
+PARTS = tuple(FIELDS)
 
 
 @dataclass(frozen=True)
@@ -54,7 +75,7 @@ class Row:
         """Returns the command, which does not search for a batch that fits."""
         task = ["--task", self.task] if self.task else []
         options = ["--topology", topology, "--batch", str(self.batch), "--effort", effort, "--json", output]
-        options += [] if self.program == "train" else ["--program", self.program]  # bench/jax_peers.py has one only
+        options += [] if self.program == "train" else ["--program", self.program]  # research/jax_peers.py has one only
         options += ["--besides", self.besides] if self.besides else []
         flags = ["--", *self.flags] if self.flags else []
         return [sys.executable, "-m", module, self.model, self.preset, *task, *options, "--no-search", *flags]
@@ -246,31 +267,33 @@ def wanted(part: str) -> list[tuple[Row, str, str]]:
 
 def make(part: str, missing: bool) -> None:
     """Compiles a part and writes its file after every step, so that an interrupted run keeps what it has."""
-    path = DOCS / f"{part}.json"
-    figures = load(path) if missing else {}
+    path = results.FOLDER / f"{part}.json"
+    figures = results.load(path) if missing else {}
 
     def one(job: tuple[Row, str, str]) -> tuple[str, str, dict]:
         row, topology, effort = job
         return row.name, topology, compiled(row, topology, effort)
 
     jobs = [job for job in wanted(part) if job[1] not in figures.get(job[0].name, {})]
-    order = list(dict.fromkeys(row.name for row, _, _ in wanted(part)))
     with two_at_a_time() as pool:
         for name, topology, report in pool.map(one, jobs):
-            figures.setdefault(name, {})[topology] = report
-            figures = {row: figures[row] for row in order if row in figures}
-            save(path, figures)
+            figures.setdefault(name, {})[topology] = results.record(report, FIELDS[part])
+            figures = arranged(part, figures)
+            results.save(path, figures)
             print(f"{name} on {topology}: {memory(report)}", flush=True)
 
 
-def load(path: Path) -> dict:
-    """Returns the figures that `save` wrote; {} where there are none."""
-    return json.loads(path.read_text()) if path.exists() else {}
+def arranged(part: str, figures: dict) -> dict:
+    """Returns the figures of a part in the order of its table; those of rows that are gone are left out."""
+    topologies: dict[str, list[str]] = {}
+    for row, topology, _ in wanted(part):
+        topologies.setdefault(row.name, []).append(topology)
 
-
-def save(path: Path, figures: dict) -> None:
-    """Writes figures, whole or not at all: they took minutes each. Raises InputError where it cannot."""
-    files.write_file(str(path), json.dumps(figures, indent=1).encode() + b"\n")
+    found = {}
+    for name, wanted_topologies in topologies.items():
+        if name in figures:
+            found[name] = results.in_order(figures[name], wanted_topologies)
+    return found
 
 
 def memory(report: dict) -> str:
@@ -398,15 +421,27 @@ def draw(figures: dict) -> None:
 
 def write_page(redraw: bool) -> None:
     """Writes docs/tpu/README.md from the parts that are there."""
-    parts = {
-        part: json.loads((DOCS / f"{part}.json").read_text()) for part in PARTS if (DOCS / f"{part}.json").exists()
-    }
-    version = next(
-        report["libtpu"] for f in parts.values() for t in f.values() for report in t.values() if "libtpu" in report
-    )
+    page = text_of_page()
+    figures = results.load(results.FOLDER / "scaling.json")
+    if redraw and figures:
+        draw(figures)
+    (DOCS / "README.md").write_text(page)
+
+
+def text_of_page() -> str:
+    """Returns docs/tpu/README.md from the parts that are there."""
+    parts = {}
+    versions = []
+    for part in PARTS:
+        figures = results.load(results.FOLDER / f"{part}.json")
+        if figures:
+            parts[part] = figures
+        for by_topology in figures.values():
+            versions += [report["libtpu"] for report in by_topology.values() if "libtpu" in report]
+
     page = f"""# What the TPU's compiler says about every recipe
 
-Written by `make compile-all`; do not edit. No TPU ran any of this: libtpu {version} compiled the train step of each
+Written by `make compile-all`; do not edit. No TPU ran any of this: libtpu {versions[0]} compiled the train step of each
 script on a CPU. Memory is what the program asks for. Cycles, times and rates are the compiler's estimates: they leave
 out random numbers, asynchronous copies, custom calls and waiting for other chips. "Bundles besides" are the code of
 operations that the compiler gives no cycles, gathers and scatters above all: a bundle takes a cycle or more. `make
@@ -417,14 +452,12 @@ compile MODEL=… TOPOLOGY=…` shows more of each. Estimated cycles on one chip
         page += "\n## Does it fit?\n\nMemory that the step needs per chip; quick compile (effort fast).\n\n"
         page += recipes_table(parts["recipes"]) + "\n"
     if "scaling" in parts:
-        if redraw:
-            draw(parts["scaling"])
         page += "\n## More chips\n\nThe batch per chip stays the same; effort full.\n\n"
         page += f"{scaling_table(parts['scaling'])}\n\n![growth with the number of chips](scaling.png)\n"
     if "mlperf" in parts:
         page += "\n## DLRM with the batch of a published run\n\n64 chips; effort full.\n\n"
         page += mlperf_table(parts["mlperf"]) + "\n"
-    (DOCS / "README.md").write_text(page)
+    return page
 
 
 def main() -> None:

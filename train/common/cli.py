@@ -3,8 +3,8 @@
 import difflib
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import tyro
 from tyro import _errors as tyro_errors  # private, hence tyro's exact version in requirements.txt
@@ -15,19 +15,6 @@ from train.common import interrupt
 
 # What makes a preset a trial: it needs no files, no TPU and no second core.
 TRIAL = {"data": "synthetic", "precision": "float32", "workers": 0}
-
-
-@tyro.conf.configure(tyro.conf.OmitArgPrefixes)  # --mesh, not --layout.mesh
-@dataclass(frozen=True)
-class Layout:
-    """Flags that change memory and speed, but no number beyond rounding: a resumed run may have others."""
-
-    mesh: str = ""  # devices by axis, such as data=4,model=2: model cuts the layers themselves; "": none for model
-    shard_state: Literal["none", "optimizer", "full"] = "none"  # cut over data: optimizer's state; full: weights too
-    remat: bool = False  # keeps of each layer its input only and computes it again in the backward pass
-
-
-WHOLE = Layout()  # on every device
 
 
 def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None:

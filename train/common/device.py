@@ -13,7 +13,6 @@ import os
 import random
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -24,50 +23,9 @@ from torch import Tensor, nn
 import optional
 from errors import InputError
 from train.common import interrupt
-from train.common.cli import WHOLE, Layout
-
-DEVICES, PRECISIONS = ("xla", "cpu", "cuda"), ("bfloat16", "float32", "fast_float32")
+from train.common.mesh import DEVICES, PRECISIONS, WHOLE, Layout, Mesh
 
 _backend: Any = None  # the module that `choose_backend` has chosen
-
-
-class GraphError(RuntimeError):
-    """A compiled step broke its contract: it recompiled after warm-up, or left the device in the middle."""
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """All devices of the run, and this host's place among them."""
-
-    device: torch.device  # holds every tensor; on XLA a virtual one, for all devices
-    spmd: Any  # torch_xla's mesh with the axis "data", see `Layout` for others; None on one device of plain PyTorch
-    num_devices: int  # of all hosts
-    process_index: int  # of this host
-    process_count: int  # hosts
-    kind: str  # hardware, such as "TPU v5 lite" or "CPU"
-    precision: str  # what `autocast` computes in, one of PRECISIONS
-    strict: bool  # a recompilation after warm-up or a host fall-back is an error; otherwise a warning
-    places: tuple[int, ...] = ()  # of this host's devices, as torch_xla fills them; (): after those of the hosts before
-    safe_forms: bool = False  # steps are written in forms that libtpu compiles without flags, see docs/tpu.md
-    layers: Any = None  # where a Layout is asked for: train/common/sharding's Layers
-
-    @property
-    def main_process(self) -> bool:
-        """True on the one host that prints and writes."""
-        return self.process_index == 0
-
-    def rows(self, batch_size: int) -> np.ndarray:
-        """Returns the rows of a batch that this host loads, in the order in which it uploads them: torch_xla gives the
-        i-th of equal parts to the i-th of the host's devices. On a 4x4 slice devices are counted along its lines, and a
-        host has a square, such as 0, 1, 4 and 5."""
-        places = self.places or np.split(np.arange(self.num_devices), self.process_count)[self.process_index]
-        return np.arange(batch_size).reshape(self.num_devices, -1)[[*places]].ravel()
-
-    def autocast(self) -> torch.autocast:
-        """Returns a context for the forward pass; parameters, gradients and optimizer state stay float32."""
-        # Not torch_xla 2.9's, which crashes on the CPU backend. "xla" also where staging.py has meta tensors.
-        kind = self.device.type if self.spmd is None else "xla"
-        return torch.autocast(kind, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
 def setup(
@@ -199,7 +157,8 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
             if number == 0:
                 for name in stepped.param_groups[0].keys() - group.keys():  # timm's count of steps, on the host
                     group[name] = stepped.param_groups[0][name] * 0
-                _backend.prepare_group(optimizer, group, mesh)
+                for changed in _backend.prepare_group(optimizer, group, mesh):
+                    replicate(changed, mesh)
             state = {}
             for name, value in next(iter(stepped.state.values()), {}).items():
                 if not torch.is_tensor(value):

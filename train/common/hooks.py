@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 # Spans: what the host's threads do, by the names that a trace shows.
-WAIT = "wait for a batch"  # the loop, in Loader.__next__
+WAIT = "wait for a batch"  # the loop, in Loader.take
 UPLOAD = "upload"  # the loader's thread
 START = "start the program"  # the loop, in the call of a compiled step
 

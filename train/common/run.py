@@ -32,6 +32,7 @@ from train.common.metrics import (
     format_number,
     summary_table,
 )
+from train.common.mesh import Mesh
 from train.common.run_folder import RunFolder, now, to_json
 
 SEEN_SECONDS = 60  # in which other hosts see what the main process writes: NFS may remember that there was nothing
@@ -365,7 +366,7 @@ class Run:
             self.folder.upload()
 
 
-def _check_hosts(mesh: device.Mesh, folder: RunFolder) -> None:
+def _check_hosts(mesh: Mesh, folder: RunFolder) -> None:
     """Raises InputError, on every host, where the hosts of a pod do not see the config.json just written."""
     if mesh.process_count == 1:
         return

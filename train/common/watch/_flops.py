@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 
 import optional
-from train.common.device import Mesh
+from train.common.mesh import Mesh
 
 # tpu/libtpu's name of a generation, where it is not the device's own.
 GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}

@@ -29,6 +29,7 @@ from typing import Any
 from errors import InputError
 from train.common import device
 from train.common.hooks import Watcher
+from train.common.mesh import Mesh
 from train.common.run_folder import to_json
 from train.common.watch import _flops
 
@@ -189,7 +190,7 @@ def _earlier(run: Any) -> list[dict[str, Any]]:
     return starts
 
 
-def _chips(mesh: device.Mesh) -> float:
+def _chips(mesh: Mesh) -> float:
     """A device is a chip from v4 on, and one of two cores of a chip before."""
     return mesh.num_devices / (2 if mesh.kind.startswith(("TPU v2", "TPU v3")) else 1)
 

@@ -97,7 +97,7 @@ class Profile(Watcher):
             self._step.enter_context(self._span("train", step=number))
 
     def _start(self) -> None:
-        profiler = _Xla() if self._run.mesh.device.type == "xla" else _Eager()
+        profiler = _Xla() if self._run.mesh.compiles else _Eager()
         self._trace.enter_context(profiler.tracing(f"{self._run.folder.local}/profile"))
         self._trace.enter_context(hooks.traced_by(profiler.span))
         self._span = profiler.span

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch_xla import backends
 
 from train.common import hooks
-from train.common.device import GraphError, Mesh, replicate
+from train.common.mesh import GraphError, Mesh
 from train.common.xla import replay
 
 set_seed = xm.set_rng_state
@@ -157,7 +157,7 @@ def set_products(precision: str) -> None:
 
 
 def annotate(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> None:
-    if tensor.is_meta:  # for staging.py
+    if tensor.is_meta:  # for tpu/compiler/staging.py
         tensor.sharding = spmd, spec
     else:
         xs.mark_sharding(tensor, spmd, spec)
@@ -181,20 +181,25 @@ def fetch(values: list[Tensor]) -> list[float]:
     return [float(value) for value in read(values)]
 
 
-def prepare_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh) -> None:
-    """Puts Adam's learning rate and count of steps on the device. As Python floats, its bias corrections and
-    lr * weight_decay round to the constants 0.0 and 1.0 in the middle of a run (with beta2 = 0.98 after 823 steps), and
-    the step would be compiled again."""
+def prepare_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh) -> list[Tensor]:
+    """Puts Adam's learning rate and count of steps on the device; returns the parameters that it has computed anew,
+    whose annotations the caller makes again.
+
+    As Python floats, Adam's bias corrections and lr * weight_decay round to the constants 0.0 and 1.0 in the middle of
+    a run (with beta2 = 0.98 after 823 steps), and the step would be compiled again.
+    """
     if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
-        return
+        return []
+
     group["capturable"] = True
     group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32).to(mesh.device)
+
     # From its first addcdiv_ on, torch_xla 2.9 traces the views of a tensor in another way (an embedding's step 2 would
     # be another graph): do one that adds 0, now.
     with torch.no_grad():
         for parameter in group["params"]:
             parameter.addcdiv_(torch.zeros_like(parameter), torch.ones_like(parameter))
-            replicate(parameter, mesh)
+    return list(group["params"])
 
 
 def compilations() -> int:
