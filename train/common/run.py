@@ -24,6 +24,7 @@ from torch import Tensor
 from errors import InputError
 from train.common import device, hooks
 from train.common.checkpoint import Checkpointer
+from train.common.mesh import Mesh
 from train.common.metrics import (
     EVALUATION,
     Metrics,
@@ -32,7 +33,6 @@ from train.common.metrics import (
     format_number,
     summary_table,
 )
-from train.common.mesh import Mesh
 from train.common.run_folder import RunFolder, now, to_json
 
 SEEN_SECONDS = 60  # in which other hosts see what the main process writes: NFS may remember that there was nothing
