@@ -1,7 +1,7 @@
 """Copies a training script with exactly the files that it needs: `make copy MODEL=resnet50 TO=../mine`.
 
-The files are those that the script imports, directly or through others, and of the files that belong to one --model
-(the tables MODULES in models/) those of this model. Only the standard library is needed.
+The files are those that the script imports, directly or through others, and of the encoders (models/encoders) the
+record of this one. Only the standard library is needed.
 """
 
 import argparse
@@ -14,7 +14,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ("errors", "train", "models", "data")  # what a script may import of this repository
-ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta", "auto")
+
+
+def encoder_modules(root: Path = ROOT) -> dict[str, str]:
+    """Returns MODULES of models/encoders: --model -> the module with its record.
+
+    It is read and not imported, since that would need transformers.
+    """
+    tree = ast.parse((root / "models/encoders/__init__.py").read_text())
+    tables = [node for node in tree.body if isinstance(node, ast.Assign)]
+    (modules,) = [node.value for node in tables if ast.unparse(node.targets[0]) == "MODULES"]
+    return ast.literal_eval(modules)
+
+
+ENCODERS = encoder_modules()
 TASKS = ("pretrain", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli")  # of the encoders
 SCRIPTS = {"resnet50": "resnet50", "dlrm": "dlrm", "transformer": "transformer"} | dict.fromkeys(ENCODERS, "glue")
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "torch.utils.tensorboard": "tensorboard"}
@@ -39,14 +52,13 @@ def imported(tree: ast.Module) -> set[str]:
     return names
 
 
-def of_model(tree: ast.Module, model: str) -> set[str]:
-    """Returns the modules that a table `MODULES = {model: module}` of a file has for this model."""
-    tables = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "MODULES"
-    ]
-    return {table[model] for table in tables if model in table}
+def objective(tree: ast.Module) -> set[str]:
+    """Returns the module that a record of an encoder names as its `objective`, for pretraining."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "objective" and isinstance(node.value, ast.Constant):
+            names.add(node.value.value)
+    return names
 
 
 def way(
@@ -57,6 +69,8 @@ def way(
     found: set[Path] = set()
     others: set[str] = set()
     waiting = {f"train.{script}"}
+    if model in ENCODERS:
+        waiting.add(ENCODERS[model])
     for name in extras:
         path = root / EXTRAS[name].replace(".", "/")
         beside = path.glob("*.py") if path.is_dir() else ()
@@ -74,7 +88,9 @@ def way(
             continue
         found |= {path.relative_to(root)}
         tree = ast.parse(path.read_text())
-        waiting |= imported(tree) | of_model(tree, model)
+        waiting |= imported(tree)
+        if script == "pretrain" and name in ENCODERS.values():
+            waiting |= objective(tree)
         waiting |= {name.rsplit(".", 1)[0]} if "." in name else set()  # the package's own __init__.py
     return sorted(found), others
 
@@ -131,8 +147,9 @@ def copy(
     if unknown := [name for name in extras if name not in EXTRAS]:
         sys.exit(f"error: WITH={unknown[0]} is not known; WITH is one or several of: {' '.join(EXTRAS)}")
     script = "pretrain" if task == "pretrain" else SCRIPTS[model]
-    if script == "pretrain" and model == "auto":
-        sys.exit("error: MODEL=auto is for fine-tuning; TASK=pretrain needs one of: " + " ".join(ENCODERS[:-1]))
+    pretrained = [name for name in ENCODERS if name != "auto"]
+    if script == "pretrain" and model not in pretrained:
+        sys.exit("error: MODEL=auto is for fine-tuning; TASK=pretrain needs one of: " + " ".join(pretrained))
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         sys.exit(f"error: TO={to} is there and not an empty folder; give another, or empty it")
     files, modules = way(script, model, device, extras, root)

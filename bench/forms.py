@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from bench.tpu_cycles import CHIPS, ONE
 from errors import InputError
-from models import encoders, layers, resnet, transformer
+from models import encoder_layers, encoders, layers, resnet, transformer
 from tpu.compiler import compile as compiling
-from tpu.compiler import libtpu, steps
+from tpu.compiler import libtpu
 from tpu.compiler.pages import DOCS, Row, compiled, load, memory, save, table, two_at_a_time
 
 FORM = "FORM"  # the environment variable that names what a compiling process replaces
@@ -110,7 +110,7 @@ FORMS: dict[str, tuple[Row, list[tuple[object, str, Callable]]]] = {
     "LayerNorm: both moments in one reading": (GLUE, [(layers.LayerNorm, "forward", native_norm)]),
     "attention keeps one tensor of scores": (GLUE, [(layers, "attention", usual_attention)]),
     "the softmax's sums from the result": (GLUE, [(layers.AttentionCore, "backward", staticmethod(usual_sums))]),
-    "GELU by tanh": (GLUE, [(encoders.GELU, "forward", lambda self, x: F.gelu(x))]),
+    "GELU by tanh": (GLUE, [(encoder_layers.GELU, "forward", lambda self, x: F.gelu(x))]),
     "linear as one dot_general": (GLUE, [(layers, "linear", usual_linear)]),
     "short rows side by side": (SHORT, [(layers, "rows_together", alone)]),
     "short pairs side by side": (TRANSLATION, [(transformer, "rows_together", alone)]),
@@ -136,14 +136,14 @@ FORMS: dict[str, tuple[Row, list[tuple[object, str, Callable]]]] = {
 
 def compile_one(form: str) -> dict:
     """Compiles the step of the command line, small in depth, with the form replaced; returns its report."""
-    published = steps.published
+    published = encoders.published
 
     def shallow(model: str):
         config = published(model)
         config.num_hidden_layers = LAYERS
         return config
 
-    steps.published = shallow
+    encoders.published = shallow
     for name, arch in transformer.ARCHITECTURES.items():
         transformer.ARCHITECTURES[name] = replace(arch, encoder_layers=LAYERS, decoder_layers=LAYERS)
     resnet.LAYERS["resnet50"] = (1, 1, 1, 1)

@@ -32,14 +32,14 @@ if __name__ == "__main__":
 import tyro
 
 from errors import InputError
+from models import encoders
 from tpu.compiler import apart, bundles, hlo, libtpu, report, steps
 from tpu.compiler.libtpu import GIB
 from train import dlrm, glue, pretrain, resnet50, transformer
 from train.common import cli, device, files, interrupt, sharding
 from train.common.xla import backend, staging
 
-ENCODERS = tuple(name for name in glue.RECIPES if name != "auto")
-MODELS = ("resnet50", "transformer", "dlrm", *ENCODERS)
+MODELS = ("resnet50", "transformer", "dlrm", *encoders.PRETRAINED)
 EFFORTS = ("fast", "full")
 PROGRAMS = ("train", "evaluate", "translate")
 DIED = 3  # exit code: the compiler died; 1: it does not fit, 2: input
@@ -368,8 +368,8 @@ def ask_compiler(job: Job, script: Any) -> None:
     layout = getattr(config, "layout", cli.WHOLE)
     if script is job.script:
         vmem_kib = getattr(script, "VMEM_KIB", 0)
-        if isinstance(vmem_kib, dict):
-            vmem_kib = vmem_kib.get(job.model, 0)
+        if script is pretrain:
+            vmem_kib = encoders.record(job.model).vmem_kib
         backend.ask_for_forms(vmem_kib, device.wants_safe_forms(config.safe_forms))
     else:
         backend.ask_compiler(backend.STACK)
