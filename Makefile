@@ -30,8 +30,8 @@ XLA    := $(if $(findstring eager,$(NEEDED)),,yes)
 SCRIPT_resnet50 := resnet50
 SCRIPT_dlrm     := dlrm
 SCRIPT_transformer := transformer
-# The encoders, as their list says: a line each of MODULES.
-ENCODERS := $(shell sed -n 's/^    "\(.*\)": "models\.encoders\..*/\1/p' models/encoders/__init__.py 2>/dev/null)
+# The encoders, as their list says: a line each of ENCODERS in optional.py.
+ENCODERS := $(shell sed -n 's/^    "\(.*\)": "models\.encoders\..*/\1/p' optional.py 2>/dev/null)
 $(foreach model,$(ENCODERS),$(eval SCRIPT_$(model) := $(if $(filter pretrain,$(TASK)),pretrain,glue)))
 MODELS := resnet50 dlrm transformer $(ENCODERS)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
@@ -91,7 +91,7 @@ help:
 	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
 	@echo 'make lint                                    ruff'
 	@echo 'make fairseq                                 fairseq in an environment of its own, $(FAIRSEQ): the reference'
-	@echo 'make jax                                     JAX in an environment of its own, $(JAX): python -m bench.jax_peers'
+	@echo 'make jax                                     JAX in an environment of its own, $(JAX): python -m research.jax_peers'
 	@echo 'make install                                 only the environment, in $(VENV)'
 	@echo 'make clean                                   remove the environments that make has made, and caches; runs/ stays'
 	@echo
@@ -270,7 +270,7 @@ compile: check-model $(INSTALLED) $(LIBTPU)/$(COMPILER)/.installed
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") $(if $(and $(TPU_LIBRARY_PATH),$(if $(LIBTPU_ASKED),,unasked)),,--libtpu $(COMPILER)) \
 		$(if $(call given,PROGRAM),--program "$(PROGRAM)") $(if $(call given,OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
 
-# The tables and pictures of docs/tpu: an hour. ARGS=guards: the figures that `make guards` compares.
+# Figures of research/results, with page and picture in docs/tpu: an hour. ARGS=guards: what `make guards` compares.
 compile-all: $(INSTALLED) $(BOTH_COMPILERS)
 	$(PY) -m tpu.compiler.pages $(ARGS)
 
@@ -316,7 +316,7 @@ fairseq: $(FAIRSEQ)/.installed
 fairseq-golden: $(FAIRSEQ)/.installed
 	$(FAIRSEQ)/bin/python tests/fairseq_reference/record.py $(ARGS)
 
-# What lowers JAX's steps for bench/jax_peers.py.
+# What lowers JAX's steps for research/jax_peers.py.
 $(JAX)/.installed: requirements-jax.txt
 	$(call mark,$(JAX))
 	$(PYTHON) -m venv $(JAX)
@@ -342,7 +342,7 @@ lint: $(INSTALLED)
 
 # Environments of versions before the mark are known by their names here and by the stamp of their installation.
 OWN := .venv .venv-eager $(FAIRSEQ) $(JAX) $(BOARD) $(LIBTPU)
-CODE := train models data tpu bench docs examples tests
+CODE := train models data tpu bench research docs examples tests
 
 clean:
 	@for folder in '$(VENV)' $(filter-out .venv,$(OWN)); do \

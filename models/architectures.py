@@ -108,7 +108,7 @@ def check(folder: str, config: PreTrainedConfig, compiled: bool = True) -> None:
         raise InputError(f"{given}, which transformers has no text classifier of; {expected}")
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(f"{given}, an encoder with a decoder; {expected}")
-    known = kind in encoders.MODULES  # XLNet, too, which transformers takes for a causal model
+    known = kind in encoders.NAMES  # XLNet, too, which transformers takes for a causal model
     masked = known or type(config) in AutoModelForMaskedLM._model_mapping
     causal = type(config) in AutoModelForCausalLM._model_mapping and not masked
     if causal or getattr(config, "is_decoder", False) or getattr(config, "causal", False):

@@ -11,6 +11,7 @@ Each has `forward(model, batch)`; one with a teacher has `losses` and `open_teac
 """
 
 import functools
+import importlib
 from types import ModuleType
 
 import torch
@@ -24,20 +25,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from errors import InputError, optional_module
+from errors import InputError
 from models import encoder_files, encoders, layers
 from models.encoder_files import Source
 
 
 @functools.cache
 def of_encoder(name: str) -> ModuleType:
-    """Returns the module of the objective of an encoder, a name of models/encoders.
-
-    Raises:
-        InputError: it is not there, as in a copy of another script.
-    """
-    objective = encoders.record(name).objective
-    return optional_module(objective, f"--model {name}", f"MODEL={name}")
+    """Returns the module of the objective of an encoder, a name of models/encoders."""
+    return importlib.import_module(encoders.record(name).objective)
 
 
 def language_model(settings: PreTrainedConfig, next_sentence: bool, source: Source | None) -> PreTrainedModel:
@@ -78,7 +74,7 @@ def forward(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tenso
 def _of_model(model: PreTrainedModel) -> ModuleType:
     """Returns the module of a model's objective."""
     kind = model.config.model_type
-    if kind not in encoders.MODULES:
+    if kind not in encoders.NAMES:
         raise ValueError(f"the language-model head of a {kind} is not known; add a record to models/encoders")
     return of_encoder(kind)
 

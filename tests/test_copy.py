@@ -32,7 +32,7 @@ OF_MODELS = {
     "models/permutation.py": {"xlnet pretrain"},
     "models/distillation.py": {"distilbert pretrain"},
     "models/fairseq_folders.py": {"fairseq-roberta", "fairseq-roberta pretrain"},
-    "train/common/xla/staging.py": set(),
+    "tpu/compiler/staging.py": set(),
     "train/common/watch/__init__.py": set(),
     "train/common/sharding/__init__.py": set(),
     "train/common/xla/recompute.py": set(),
@@ -209,13 +209,13 @@ def with_electra(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("project")
     for name in ("train", "models", "data"):
         shutil.copytree(copy_model.ROOT / name, root / name)
-    for path in (copy_model.ROOT / "errors.py", copy_model.ROOT / "copy_model.py", copy_model.ROOT / "Makefile"):
-        shutil.copy(path, root)
+    for name in ("errors.py", "optional.py", "copy_model.py", "Makefile"):
+        shutil.copy(copy_model.ROOT / name, root)
     for path in copy_model.ROOT.glob("requirements*.txt"):
         shutil.copy(path, root)
 
     (root / "models/encoders/electra.py").write_text(ELECTRA)
-    table = root / "models/encoders/__init__.py"
+    table = root / "optional.py"
     text = table.read_text()
     last = '    "auto": '
     assert text.count(last) == 1

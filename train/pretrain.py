@@ -26,7 +26,8 @@ from data import pretraining, splits
 from errors import InputError
 from models import architectures, encoder_files, encoder_layers, encoders, layers, objectives
 from models.encoders.record import Pretraining
-from train.common import accumulate, checkpoint, cli, device, folders, loading
+from train.common import accumulate, checkpoint, cli, device, files, loading
+from train.common.mesh import WHOLE, Layout
 from train.common.run import Run
 
 
@@ -48,7 +49,7 @@ class Config:
     update_every: int = 1  # parts that a batch comes in, where it does not fit into memory
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
-    layout: cli.Layout = cli.WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
+    layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of new weights, the order of the data, masks and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
     log_every: int = 100  # updates between lines of metrics
@@ -120,7 +121,7 @@ def open_data(config: Config) -> Data:
 
     source = None
     if config.checkpoint:
-        opened = encoder_files.open_checkpoint(folders.local_folder(config.checkpoint), config.model)
+        opened = encoder_files.open_checkpoint(files.local_folder(config.checkpoint), config.model)
         objectives.same_vocabulary(config.checkpoint, opened.tokenizer, tokenizer, config.data)
         settings = opened.config
         source = opened.source
@@ -135,7 +136,7 @@ def open_data(config: Config) -> Data:
 
     teacher = None
     if encoder.teacher:
-        folder = folders.local_folder(config.teacher)
+        folder = files.local_folder(config.teacher)
         open_teacher = objectives.of_encoder(config.model).open_teacher
         teacher = open_teacher(folder, model, tokenizer, config.data, initialise=not config.checkpoint)
     return Data(train, valid, model, teacher)
@@ -196,7 +197,7 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
 
 def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
     """Reads the first and the last rows that are evaluated; raises InputError where an evaluation would."""
-    options = {"parts": config.update_every, "seed": config.seed}
+    options = {"split": config.update_every, "seed": config.seed}
     options["collate"] = partial(collate, architectures.limits(data.model))
     batches = loading.first_and_last(data.eval, config.batch_size, mesh, **options)
     predicted = sum(int((batch["weights"] * batch["mask"][:, None]).sum()) for batch in batches)
@@ -207,7 +208,7 @@ def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
 def evaluate(step, state: State, rows: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns mean loss (nats) and accuracy on the same masks each time; `step` is the compiled eval_step."""
     state.model.eval()
-    options = {"parts": config.update_every, "seed": config.seed, "workers": config.workers}
+    options = {"split": config.update_every, "seed": config.seed, "workers": config.workers}
     options["collate"] = partial(collate, architectures.limits(state.model))
     with loading.parallel_loader(rows, config.batch_size, mesh, train=False, **options) as loader:
         totals = device.fetch_sums([step(state, batch, config, mesh) for batch in loader])
@@ -222,7 +223,7 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: device.M
     write_folder = encoders.record(config.model).write_folder
     options = state.model, weights, data.train.text.tokenizer, write_folder
     if mesh.main_process:
-        folders.write_folder(folder, lambda local: encoder_files.save(local, *options))
+        files.write_folder(folder, lambda local: encoder_files.save(local, *options))
 
 
 def with_teacher(config: Config, mesh: device.Mesh) -> Config:
@@ -250,8 +251,10 @@ def main(config: Config) -> dict[str, float]:
     if encoders.record(config.model).teacher and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)
-    total, every, rows = config.steps, config.update_every, data.train.text
-    epochs = total / loading.steps_per_epoch(data.train, config.batch_size, mesh, parts=every)
+    rows = data.train.text
+    total = config.steps
+    per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh, micro_batches=config.update_every)
+    epochs = total / per_epoch
     name = f"{config.model}-{'synthetic' if config.data == 'synthetic' else 'pretraining'}"
     headline = f"{config.model} on {config.data}: {len(rows):,} rows of {rows.length} tokens, "
     headline += f"{data.train.predictions} predicted, {data.model.num_parameters():,} parameters, {total:,} updates of "
@@ -263,14 +266,13 @@ def main(config: Config) -> dict[str, float]:
 
     state = build(config, data, mesh)
     start = run.resume(state.model, state.optimizer, examples=len(rows), keep=config.keep)
-    step_fn, eval_fn = device.compiled(train_step, mesh), device.compiled(eval_step, mesh)
-    if every > 1:
-        step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "words"), mesh)
+    train = accumulate.SeededStep(train_step, mesh)
+    count = None
+    if config.update_every > 1:
+        train = accumulate.AccumulatedStep(forward, update, state, ("loss", "words"), mesh)
+        count = objectives.counts
+    eval_fn = device.compiled(eval_step, mesh)
     state.model.train()
-    span = {"seed": config.seed, "start": start, "stop": total, "parts": every, "workers": config.workers}
-    span["collate"] = partial(collate, architectures.limits(state.model))
-    if every > 1:
-        span["count"] = objectives.counts
 
     def evaluation(step: int) -> dict[str, float]:
         """Evaluates the state after `step`, and records it."""
@@ -279,17 +281,26 @@ def main(config: Config) -> dict[str, float]:
         run.evaluation(step, **metrics)
         return metrics
 
-    loader = loading.parallel_loader(data.train, config.batch_size, mesh, train=True, **span)
-    with run.training(loader, stop_every=max(10 // every, 1)):
+    loader = loading.parallel_loader(
+        data.train,
+        config.batch_size,
+        mesh,
+        train=True,
+        seed=config.seed,
+        start=start,
+        stop=total,
+        split=config.update_every,
+        update_every=config.update_every,
+        count=count,
+        collate=partial(collate, architectures.limits(state.model)),
+        workers=config.workers,
+    )
+    with run.training(loader, stop_every=max(10 // config.update_every, 1)):
         metrics = evaluation(start) if run.evaluation_due else {}  # its checkpoint is there, the run ended in it
-        for number, batch in enumerate(loader, start * every + 1):
-            device.seed_step(config.seed, number)
-            step = -(-number // every)
+        for step, batch in enumerate(loader, start + 1):
             lr = learning_rate(config, step - 1)
             device.set_lr(state.optimizer, lr)
-            step_metrics = step_fn(state, batch, config, mesh)
-            if step_metrics is None:  # more batches are to come before the update
-                continue
+            step_metrics = train(state, batch, config, mesh)
             if step == 1 or step % config.log_every == 0 or step == total:
                 run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
             evaluates = step % config.eval_every == 0 or step == total

@@ -1,4 +1,4 @@
-"""The encoders, one record in one file each. A new one is a file here, and a line in MODULES.
+"""The encoders, one record in one file each. A new one is a file here, and a line in optional.py.
 
     encoder = encoders.record("bert")
     settings = encoders.configuration("bert", "tiny", tokenizer, max_tokens=32)
@@ -12,23 +12,13 @@ import functools
 from torch import nn
 from transformers import PreTrainedConfig
 
-from errors import InputError, optional_module
+import optional
+from errors import InputError
 from models.encoders.record import Encoder, Size
 from models.partition import Rules
 
-# --model -> the module whose ENCODER is its record. The record of an architecture has the name that
-# transformers gives it (model_type). A copy of a script has the file of its own encoder only, so a
-# module is imported when it is used. copy_model.py and the Makefile read these lines as text.
-MODULES = {
-    "bert": "models.encoders.bert",
-    "distilbert": "models.encoders.distilbert",
-    "roberta": "models.encoders.roberta",
-    "xlnet": "models.encoders.xlnet",
-    "fairseq-roberta": "models.encoders.fairseq_roberta",
-    "auto": "models.encoders.auto",
-}
-NAMES = tuple(MODULES)
-PRETRAINED = tuple(name for name in NAMES if name != "auto")  # auto is for fine-tuning only
+NAMES = tuple(optional.ENCODERS)
+PRETRAINED = optional.PRETRAINED
 
 SIZES = {
     "tiny": Size(layers=2, width=64, heads=2),
@@ -46,15 +36,15 @@ def record(name: str) -> Encoder:
     Raises:
         InputError: its file is not there, as in a copy of a script for another model.
     """
-    if name not in MODULES:
+    if name not in NAMES:
         raise ValueError(f"name is {name!r}; it must be {', '.join(NAMES)}")
-    return optional_module(MODULES[name], f"--model {name}", f"MODEL={name}").ENCODER
+    return optional.load(name).ENCODER
 
 
 def record_of(config: PreTrainedConfig) -> Encoder | None:
     """Returns the record of a configuration's architecture; None where it has none, as most that
     --model auto takes. Raises InputError as `record`."""
-    if config.model_type not in MODULES:
+    if config.model_type not in NAMES:
         return None
     return record(config.model_type)
 
@@ -63,7 +53,7 @@ def configuration(name: str, size: str, tokenizer, max_tokens: int) -> PreTraine
     """Returns the configuration of a new encoder, as the published models of its kind have it.
 
     Args:
-        name: a key of MODULES.
+        name: one of NAMES.
         size: a key of SIZES.
         tokenizer: of transformers; gives the size of the vocabulary and the special tokens.
         max_tokens: the longest row; XLNet's positions are relative and have no end.

@@ -36,7 +36,6 @@ import torch
 from torch import Tensor, nn
 
 from train.common import device
-from train.common.device import Mesh
 from train.common.embedding import exchange, pieces, regions
 from train.common.embedding.arrays import TableArray
 from train.common.embedding.one_device import OneDevice
@@ -48,6 +47,7 @@ from train.common.embedding.tables import (
     device_bytes_for_tables,
     place_tables,
 )
+from train.common.mesh import Mesh
 
 
 class ShardedEmbeddingBags(nn.Module):
@@ -223,7 +223,7 @@ class ShardedEmbeddingBags(nn.Module):
 
 
 def _sharding(mesh: Mesh, parts: int) -> OneDevice:
-    if mesh.spmd is None:
+    if not mesh.compiles:
         return OneDevice(mesh, parts)
     from train.common.embedding.sharding import Sharding
 

@@ -11,7 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from errors import InputError
-from train.common.device import Mesh, annotate
+from train.common.device import annotate
+from train.common.mesh import Mesh
 
 
 class OneDevice:

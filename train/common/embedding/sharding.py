@@ -13,8 +13,8 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from torch import Tensor
 
-from train.common.device import Mesh
 from train.common.embedding.one_device import OneDevice
+from train.common.mesh import Mesh
 
 MANUAL = torch_xla._XLAC.OpSharding([], [], [], xs.ShardingType.MANUAL)
 

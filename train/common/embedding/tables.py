@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from errors import InputError
-from train.common.device import Mesh
+from train.common.mesh import Mesh
 
 PLANS = ("exchange", "row", "table", "column", "data")
 # `auto` copies a table (with its optimizer state) to every device up to this size: adding up its whole gradient over
