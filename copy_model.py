@@ -18,8 +18,8 @@ ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta", "auto")
 TASKS = ("pretrain", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli")  # of the encoders
 SCRIPTS = {"resnet50": "resnet50", "dlrm": "dlrm", "transformer": "transformer"} | dict.fromkeys(ENCODERS, "glue")
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "torch.utils.tensorboard": "tensorboard"}
-# What device.py, embedding/bags.py and watch/profile.py import for one kind of device only.
-ONLY_ON_XLA = "torch_xla", "train.common.xla", "train.common.embedding.sharding"
+# What device.py, embedding/devices.py and watch/profile.py import for one kind of device only.
+ONLY_ON_XLA = "torch_xla", "train.common.xla", "train.common.embedding.xla_devices"
 NOT_ON_XLA = ("train.common.eager",)
 DEVICES = ("xla", "cpu", "cuda")
 ALONG = {"fsspec": ["gcsfs"], "datasets": ["pyarrow"]}  # what a package needs for the sake of a user's data
