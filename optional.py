@@ -100,7 +100,7 @@ PARTS = (
     # The backends of train/common/device.py: a copy for one --device goes without the other.
     Part(
         name="xla",
-        modules=("train.common.xla", "train.common.embedding.sharding", "torch_xla"),
+        modules=("train.common.xla", "train.common.embedding.xla_devices", "torch_xla"),
         entry="train.common.xla.backend",
         whole=False,
         given=("DEVICE=xla",),

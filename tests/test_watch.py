@@ -32,7 +32,7 @@ from torch import nn
 
 from errors import InputError
 from train.common import cli, device, hooks
-from train.common.embedding.tables import USABLE_GIB
+from train.common.embedding.memory import USABLE_GIB
 from train.common.files import write_file
 from train.common.loading import parallel_loader
 from train.common.run import Run

@@ -235,7 +235,7 @@ def clicks(config: dlrm.Config, mesh: device.Mesh, script: Any = dlrm) -> Step:
     data = dlrm.Data(Clicks(tables, lookups, 13, [f"c{i}" for i in range(26)]), None)
     what = f"dlrm, {name}, {sum(tables):,} rows of {config.dim}"
     found = step(script, config, data, click_batch(config, mesh, sum(lookups)), mesh, what, "examples")
-    plans = ", ".join(f"{count} {plan}" for plan, count in found.arguments[0].embeddings.plan.counts().items())
+    plans = ", ".join(f"{count} {plan}" for plan, count in found.arguments[0].embeddings.tables_by_plan().items())
     found = replace(found, what=f"{what} ({plans})")
     return in_a_loop(found, config.steps_a_call, mesh) if config.steps_a_call > 1 else found
 
