@@ -39,9 +39,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from errors import InputError
 from train.common import device
 from train.common.embedding import exchange, pieces
-from train.common.embedding.devices import table_devices
+from train.common.embedding.devices import OneDevice, TableDevices
 from train.common.embedding.memory import PLANS, choose_plans, device_bytes_for_tables
 from train.common.embedding.optimizers import Optimizer
 from train.common.embedding.plan import Plan
@@ -274,3 +275,20 @@ class ShardedEmbeddingBags(nn.Module):
     def load_pieces(self, shapes: dict[str, Sequence[int]], read: Callable[[str], Tensor]) -> None:
         """Fills the tables and their optimizer state, see `pieces.load_pieces`."""
         pieces.load_pieces(self, shapes, read)
+
+
+def table_devices(mesh: Mesh, parts: int) -> TableDevices:
+    """Returns the devices of a mesh for tables that are shared by groups of `parts` of them.
+
+    Raises:
+        InputError: the groups do not make up all devices.
+    """
+    if parts < 1 or mesh.num_devices % parts:
+        allowed = f"it must divide the {mesh.num_devices} devices, 0 takes all"
+        raise InputError(f"model_devices is {parts}; {allowed}")
+    if not mesh.compiles:
+        return OneDevice(mesh, parts)
+
+    from train.common.embedding.xla_devices import XlaDevices
+
+    return XlaDevices(mesh, parts)
