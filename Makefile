@@ -90,7 +90,7 @@ help:
 	@echo 'make bench BENCH=step_time                   a side-by-side benchmark: $(BENCHES)'
 	@echo 'make lint                                    ruff'
 	@echo 'make fairseq                                 fairseq in an environment of its own, $(FAIRSEQ): the reference'
-	@echo 'make jax                                     JAX in an environment of its own, $(JAX): python -m bench.jax_peers'
+	@echo 'make jax                                     JAX in an environment of its own, $(JAX): python -m research.jax_peers'
 	@echo 'make install                                 only the environment, in $(VENV)'
 	@echo 'make clean                                   remove the environments that make has made, and caches; runs/ stays'
 	@echo
@@ -269,7 +269,7 @@ compile: check-model $(INSTALLED) $(LIBTPU)/$(COMPILER)/.installed
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") $(if $(and $(TPU_LIBRARY_PATH),$(if $(LIBTPU_ASKED),,unasked)),,--libtpu $(COMPILER)) \
 		$(if $(call given,PROGRAM),--program "$(PROGRAM)") $(if $(call given,OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
 
-# The tables and pictures of docs/tpu: an hour. ARGS=guards: the figures that `make guards` compares.
+# Figures of research/results, with page and picture in docs/tpu: an hour. ARGS=guards: what `make guards` compares.
 compile-all: $(INSTALLED) $(BOTH_COMPILERS)
 	$(PY) -m tpu.compiler.pages $(ARGS)
 
@@ -315,7 +315,7 @@ fairseq: $(FAIRSEQ)/.installed
 fairseq-golden: $(FAIRSEQ)/.installed
 	$(FAIRSEQ)/bin/python tests/fairseq_reference/record.py $(ARGS)
 
-# What lowers JAX's steps for bench/jax_peers.py.
+# What lowers JAX's steps for research/jax_peers.py.
 $(JAX)/.installed: requirements-jax.txt
 	$(call mark,$(JAX))
 	$(PYTHON) -m venv $(JAX)
@@ -341,7 +341,7 @@ lint: $(INSTALLED)
 
 # Environments of versions before the mark are known by their names here and by the stamp of their installation.
 OWN := .venv .venv-eager $(FAIRSEQ) $(JAX) $(BOARD) $(LIBTPU)
-CODE := train models data tpu bench docs examples tests
+CODE := train models data tpu bench research docs examples tests
 
 clean:
 	@for folder in '$(VENV)' $(filter-out .venv,$(OWN)); do \

@@ -39,7 +39,7 @@ from torchvision.transforms.v2.functional import resize
 
 from data import imagenet
 from errors import InputError
-from train.common import device, loading
+from train.common import batches, device, loading
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ def one_thread(_: int = 0) -> None:
 def our_loader(options: Options, mesh: device.Mesh, workers: int) -> DataLoader:
     """The DataLoader inside `loading.parallel_loader`, for one host, with workers that stay between the rounds."""
     dataset = imagenet.open_imagenet(options.data, "train", options.image_size)
-    keys = list(loading._batches(len(dataset), options.batch_size, 0, 0, options.batches, "examples"))
-    examples = loading._Examples(dataset, seed=0, masked=False, collate=loading.as_tensors)
-    return loading.data_loader(examples, keys, workers, persistent_workers=True)
+    keys = list(batches.training_keys(dataset, options.batch_size, seed=0, start=0, stop=options.batches))
+    maker = batches.BatchMaker(dataset, seed=0, masked=False, collate=batches.as_tensors)
+    return batches.data_loader(maker, keys, workers, persistent_workers=True)
 
 
 def reference_loader(options: Options, workers: int) -> DataLoader:

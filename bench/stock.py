@@ -31,6 +31,7 @@ from models.transformer import ARCHITECTURES, PAD, sinusoids
 from tpu.compiler import compile as compiling
 from train import dlrm, glue, pretrain, resnet50, transformer
 from train.common import device
+from train.common.mesh import GraphError
 
 
 class Images:
@@ -251,6 +252,6 @@ FUNCTIONS = {resnet50: Images, glue: Sentences, pretrain: Text, transformer: Tra
 if __name__ == "__main__":
     try:
         sys.exit(0 if compiling.main(functions=FUNCTIONS).get("fits", True) else 1)
-    except (InputError, device.GraphError) as error:
+    except (InputError, GraphError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

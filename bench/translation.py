@@ -98,7 +98,7 @@ def training(config: transformer.Config, mesh: device.Mesh) -> Callable[[int], t
         seconds = time.perf_counter() - started
         return seconds, sum(int((batch["target"].cpu() != wmt.PAD).sum()) for batch in batches)
 
-    if mesh.spmd is None:
+    if not mesh.compiles:
         return run
     # Compiles every shape.
     seen = set()

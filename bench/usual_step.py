@@ -35,7 +35,8 @@ from tpu.compiler import compile as compiling
 from tpu.compiler import steps
 from tpu.compiler.libtpu import GIB
 from train import dlrm, glue, pretrain
-from train.common import cli, device, sharding
+from train.common import device, sharding
+from train.common.mesh import WHOLE
 
 TEXT_TOKENS = {"xla": 128, "cpu": 128, "cuda": 512}
 FLOAT = ("--precision", "float32")
@@ -97,7 +98,7 @@ def values(name: str, shape: torch.Size, dtype: torch.dtype, job: compiling.Job,
 def make(job: compiling.Job, usual: bool, mesh: device.Mesh) -> Callable[[], Tensor]:
     """A function that starts a step and returns its loss."""
     torch.manual_seed(0)
-    layout = getattr(job.config(1), "layout", cli.WHOLE)
+    layout = getattr(job.config(1), "layout", WHOLE)
     script, mesh = (stock.FUNCTIONS[job.script], mesh) if usual else (job.script, sharding.arranged(mesh, layout))
     tokens = TEXT_TOKENS[mesh.device.type]
     options = {"tokens": tokens} if job.script is pretrain else {}

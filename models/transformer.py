@@ -3,8 +3,8 @@
 Equal to fairseq's `transformer` in logits, and its `state_dict` has fairseq's keys, so that weights move in both
 directions (models/fairseq.py reads and writes its checkpoint files). Inside it takes the forms of models/layers.py:
 the training step of the base model (256 sentence pairs of 64 tokens, 32,768 words) takes 241.5 million cycles as
-torch's `nn.Transformer` (libtpu 0.0.51's estimate for one v5e chip, bench/tpu_cycles.py), flax's example 157.6 and the
-forms used here 91.1.
+torch's `nn.Transformer` (libtpu 0.0.51's estimate for one v5e chip, research/tpu_cycles.py), flax's example 157.6 and
+the forms used here 91.1.
 """
 
 import math

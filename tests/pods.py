@@ -9,6 +9,7 @@ system, with a disk of 64 MB that outlives a reboot, the address 10.7.0.1<i>, an
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -173,8 +174,10 @@ class Pod(Bed):
         """The number of trainers on each worker."""
         found = []
         for worker in range(self.tpu["workers"]):
-            shells = self.processes(worker, SHELL)
-            found.append(len(self.processes(worker, TRAINER)) - len(shells))
+            # In one look: of two, a trainer that starts between them would be counted with its shell.
+            group = f"/{self.cgroup}/worker-{worker}/"
+            trainers = processes(group, TRAINER, without=re.escape(SHELL), file="cgroup")
+            found.append(len(trainers))
         return found
 
     def idle(self) -> bool:

@@ -14,7 +14,7 @@ from models.beam_search import CHUNK, search, top_k
 from models.layers import MASKED
 from models.transformer import EOS, PAD, Architecture, Transformer, rules
 from train.common import device, sharding
-from train.common.cli import Layout
+from train.common.mesh import Layout
 from train.common.xla import backend as xla
 from train.common.xla.while_loop import WhileLoop
 

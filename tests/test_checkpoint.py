@@ -1,4 +1,4 @@
-"""train/common/checkpoint.py, files.py and averaging.py: exact, atomic, off the loop, on a disk and on memory://."""
+"""train/common/checkpoint.py, files.py and the mean of checkpoints: exact, atomic, off the loop, on a disk and on memory://."""
 
 import concurrent.futures
 import errno
@@ -24,12 +24,13 @@ from helpers import equal, on_mesh, update
 from torch import nn
 
 from errors import InputError
-from train.common import checkpoint, cli, device, files, folders
-from train.common.averaging import average
+from train.common import checkpoint, device, files
 from train.common.checkpoint import Checkpointer
 from train.common.files import load_weights, save_weights
+from train.common.mesh import WHOLE
 from train.common.sharding.placement import Layers
 from train.common.xla import backend as xla
+from train.transformer import average_checkpoints
 
 
 class Model(nn.Module):
@@ -354,7 +355,7 @@ class HttpError(Exception):
     """As gcsfs and aiohttp have them: no OSError."""
 
 
-@pytest.mark.parametrize("layers", [None, Layers(cli.WHOLE, {}, None)], ids=["whole", "cut"])
+@pytest.mark.parametrize("layers", [None, Layers(WHOLE, {}, None)], ids=["whole", "cut"])
 def test_whatever_a_store_raises_is_a_sentence(monkeypatch, layers):
     place = f"memory://{uuid.uuid4().hex}/checkpoints"
     save_all(place, [10])
@@ -386,7 +387,7 @@ def test_whatever_a_store_raises_is_a_sentence(monkeypatch, layers):
 def test_a_checkpoint_of_a_cut_state_is_read_once_and_damage_is_found(monkeypatch, capsys):
     place = f"memory://{uuid.uuid4().hex}/checkpoints"
     save_all(place, [10, 20])
-    checkpoints, read = Checkpointer(place, layers=Layers(cli.WHOLE, {}, None)), []
+    checkpoints, read = Checkpointer(place, layers=Layers(WHOLE, {}, None)), []
     whole = files.read_file(path := f"{place}/step_00000020/state.safetensors")
 
     class Counted(io.BytesIO):
@@ -464,27 +465,27 @@ def test_a_folder_of_a_url_is_copied(place):
     contents = {"model.pt": b"\x00weights", "dict.de.txt": "ä 1\n".encode()}
     for name, content in contents.items():
         files.write_file(f"{place}/export/{name}", content)
-    folder = folders.local_folder(f"{place}/export/")
+    folder = files.local_folder(f"{place}/export/")
     assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == contents
     assert ("memory" in place) == (Path(folder).resolve() != Path(f"{place}/export").resolve())
     for missing, sentence in (("memory://none", "no folder memory://none"), ("nope://x", "cannot read .*nope")):
         with pytest.raises(InputError, match=sentence):
-            folders.local_folder(missing)
-    assert folders.local_folder("file:///a/b") == "/a/b" and folders.local_folder("~/a") == f"{Path.home()}/a"
+            files.local_folder(missing)
+    assert files.local_folder("file:///a/b") == "/a/b" and files.local_folder("~/a") == f"{Path.home()}/a"
 
 
 def test_a_folder_is_written_in_chunks_and_a_full_temporary_disk_is_a_sentence(place, monkeypatch):
-    monkeypatch.setattr(folders, "CHUNK_BYTES", 3)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 3)
     with monkeypatch.context() as patch:
         written = []
-        patch.setattr(folders, "write_file", lambda path, parts: written.append((path, list(parts))))
-        folders.write_folder(place, lambda local: Path(local, "a").write_bytes(b"12345678"))
+        patch.setattr(files, "write_file", lambda path, parts: written.append((path, list(parts))))
+        files.write_folder(place, lambda local: Path(local, "a").write_bytes(b"12345678"))
     assert written == [(f"{place}/a", [b"123", b"456", b"78"])]
-    folders.write_folder(place, lambda local: [Path(local, "ab"[n]).write_bytes(b"1234" * n) for n in (0, 1)])
+    files.write_folder(place, lambda local: [Path(local, "ab"[n]).write_bytes(b"1234" * n) for n in (0, 1)])
     assert files.read_file(f"{place}/a") == b"" and files.read_file(f"{place}/b") == b"1234"
     for error in (OSError(errno.ENOSPC, "No space left"), safetensors.SafetensorError("No space left")):
         with pytest.raises(InputError, match="which is made in a temporary folder: .*No space left; .*TMPDIR"):
-            folders.write_folder(place, Mock(side_effect=error))
+            files.write_folder(place, Mock(side_effect=error))
 
 
 # ---- the mean of the last checkpoints --------------------------------------------------------------------------------
@@ -501,7 +502,7 @@ def test_the_mean_of_the_last_regular_checkpoints_and_the_last_of_all(mesh, tmp_
             checkpoints.save(step, model, sgd(model.parameters()))
     model, _ = build(mesh)
     buffers = {name: buffer.cpu().clone() for name, buffer in model.named_buffers()}
-    assert average(Checkpointer(str(tmp_path), keep=keep, every=10), model, mesh) == averaged
+    assert average_checkpoints(Checkpointer(str(tmp_path), keep=keep, every=10), model, mesh) == averaged
     for name, parameter in model.named_parameters():
         mean = sum(models[step].get_parameter(name).detach().double() for step in averaged) / len(averaged)
         assert parameter.device.type == "xla" and torch.equal(parameter.detach().cpu(), mean.float()), name
@@ -515,5 +516,5 @@ def test_a_damaged_checkpoint_among_those_to_average_is_named(mesh, tmp_path):
     save_all(place, (10, 20, 25), keep=3, every=10)
     damage(place, 20, *TEARS["a wrong state"])
     with pytest.raises(InputError, match="checkpoint of step 20 in .*, one of those to average, is damaged; remove it"):
-        average(Checkpointer(place, keep=3, every=10), model, mesh)
+        average_checkpoints(Checkpointer(place, keep=3, every=10), model, mesh)
     assert value_of(model, optimizer) == -1.0

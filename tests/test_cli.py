@@ -11,6 +11,7 @@ import pytest
 
 from errors import InputError
 from train.common import cli
+from train.common.mesh import Layout
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,7 +25,7 @@ class Config:
     pair: tuple[float, float] = (1.0, 1.0)  # two factors
     log_every: int = 5  # steps
     strict: bool = True  # an error, or a warning
-    layout: cli.Layout = field(default_factory=cli.Layout)
+    layout: Layout = field(default_factory=Layout)
 
 
 PRESETS = {"full": ("all", Config()), "tiny": ("a trial", Config(lr=0.2)), "terabyte": ("more", Config())}
@@ -37,7 +38,7 @@ def parse(*words: str) -> Config:
 def test_a_command_line_makes_the_config_of_its_preset():
     assert parse("tiny") == Config(lr=0.2)
     given = parse("full", "--log-every", "8", "--optimizer", "adagrad", "--no-strict", "--sizes", "3", "4", "--remat")
-    assert given == Config(log_every=8, optimizer="adagrad", strict=False, sizes=(3, 4), layout=cli.Layout(remat=True))
+    assert given == Config(log_every=8, optimizer="adagrad", strict=False, sizes=(3, 4), layout=Layout(remat=True))
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ import hlo_modules
 import pytest
 
 from errors import InputError
-from tpu.compiler import analysis, bundles, hlo, libtpu, pages, steps
+from tpu.compiler import analysis, bundles, hlo, libtpu, pages, results, steps
 from tpu.compiler import compile as compiling
 
 ROOT = Path(__file__).parent.parent
 needs_libtpu = hlo_modules.needs_libtpu
-ACCEPT = 'if that is meant, run `make compile-all ARGS="guards"` and commit docs/tpu/guards.json'
+ACCEPT = 'if that is meant, run `make compile-all ARGS="guards"` and commit research/results/guards.json'
 
 
 def environment_without_devices() -> dict[str, str]:
@@ -138,15 +138,6 @@ def test_ctrl_c_ends_a_compile_in_one_line_and_not_as_one_that_does_not_fit():
     assert ended.stderr.splitlines()[-1] == "ended by Ctrl-C" and "Traceback" not in ended.stderr
 
 
-def test_figures_are_saved_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "docs" / "figures.json"
-    assert pages.load(path) == {}
-    pages.save(path, {"a": 1})
-    with pytest.raises(TypeError):
-        pages.save(path, {"a": object()})
-    assert pages.load(path) == {"a": 1} and [each.name for each in path.parent.iterdir()] == ["figures.json"]
-
-
 VMEM = {"resnet50": "40960", "transformer": "32768", "bert": "", "xlnet": "", "xlnet --task pretrain": "32768"}
 
 
@@ -162,9 +153,10 @@ def test_libtpu_is_asked_for_the_vector_memory_that_a_run_of_the_script_asks_for
 STAGING = """
 import dataclasses, json, torch, traceback
 from collections import namedtuple
-from tpu.compiler import analysis, compile as compiling, hlo
+from tpu.compiler import analysis, compile as compiling, hlo, staging
 from train.common import device, embedding
-from train.common.xla import backend, staging
+from train.common.mesh import GraphError
+from train.common.xla import backend
 mesh = staging.setup(256, "TPU v5 lite", "float32")  # more than 8 bits count, as autograd of torch 2.9 does
 
 State = namedtuple("State", "model optimizer")
@@ -202,7 +194,7 @@ def reading_step(model, batch):
         return batch["ids"] + 1
 try:
     staging.stage(reading_step, model, batch)
-except device.GraphError:
+except GraphError:
     found["error"] = traceback.format_exc()
 
 models = (
@@ -324,9 +316,8 @@ def test_the_bundles_of_a_loop_count_as_often_as_it_runs(tmp_path):
 
 GROUPS = """
 import json, sys, torch
-from tpu.compiler import analysis, hlo, libtpu
+from tpu.compiler import analysis, hlo, libtpu, staging
 from train.common.sharding import groups
-from train.common.xla import staging
 devices, spec = staging.setup(8, "TPU v5 lite", "float32"), (("data", "model"), None)
 mesh, found = groups.axes(devices, data=4, model=2), {}
 for name in ("group_sum", "group_mean", "all_gather", "reduce_scatter", "all_to_all"):
@@ -382,7 +373,7 @@ def test_what_does_not_fit_says_what_takes_the_memory_and_what_would_fit(
     assert 0.85 * report["capacity"] < report["report"]["memory"]["needed"] <= report["capacity"]
 
 
-# What may differ from docs/tpu/guards.json, as a share of it.
+# What may differ from research/results/guards.json, as a share of it.
 TOLERANCES = {"cycles": 0.005} | dict.fromkeys(("bundles", "needed", "bytes_accessed", "collective_bytes"), 0.02)
 TOLERANCES |= dict.fromkeys(("copies", "bytes_copied"), 0.05)
 
@@ -478,8 +469,8 @@ def test_what_the_version_of_tpu_vms_compiles_are_guarded_rows():
 @needs_libtpu
 @pytest.mark.parametrize("row, topology, effort", guards(GUARDED))
 def test_a_step_costs_the_tpu_what_it_did(row, topology, effort, tmp_path, compiles):
-    before = pages.load(pages.DOCS / "guards.json").get(row.name, {}).get(topology)
-    assert before, f"docs/tpu/guards.json has no {row.name} on {topology}; {ACCEPT}"
+    before = results.load(results.FOLDER / "guards.json").get(row.name, {}).get(topology)
+    assert before, f"research/results/guards.json has no {row.name} on {topology}; {ACCEPT}"
     paths = tmp_path / "report.json", tmp_path / "module.pb"
     command = row.command(topology, effort, str(paths[0]))[3:]
     compiles(*command[:2], "--dump", str(paths[1]), *command[2:])

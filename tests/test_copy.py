@@ -27,7 +27,7 @@ OF_MODELS = {
     "models/permutation.py": {"xlnet pretrain"},
     "models/distilbert.py": {"distilbert pretrain"},
     "models/fairseq_roberta.py": {"fairseq-roberta", "fairseq-roberta pretrain"},
-    "train/common/xla/staging.py": set(),
+    "tpu/compiler/staging.py": set(),
     "train/common/watch/__init__.py": set(),
     "train/common/sharding/__init__.py": set(),
     "train/common/xla/recompute.py": set(),

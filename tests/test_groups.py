@@ -17,7 +17,7 @@ from helpers import environment
 from errors import InputError
 from models import layers, resnet
 from train.common import device
-from train.common.cli import Layout
+from train.common.mesh import Layout
 from train.common.sharding import arranged, groups
 
 ROOT = Path(__file__).parent.parent

@@ -1,11 +1,11 @@
-"""bench/jax_peers.py: which of JAX's settings stands beside ours, and that its steps are lowered for a TPU."""
+"""research/jax_peers.py: which of JAX's settings stands beside ours, and that its steps are lowered for a TPU."""
 
 import os
 from unittest.mock import MagicMock
 
 import pytest
 
-from bench import jax_peers
+from research import jax_peers
 from tpu.compiler import analysis, hlo
 from tpu.compiler.hlo_pb2 import HloModuleProto
 

@@ -20,7 +20,16 @@ from data.batching import Buckets
 from data.packing import pack
 from errors import InputError
 from train.common import loading
-from train.common.loading import PADDING, parallel_loader
+from train.common.batches import (
+    PADDING,
+    PREFETCH,
+    BatchMaker,
+    data_loader,
+    start_worker,
+    training_keys,
+    worker_context,
+)
+from train.common.loading import parallel_loader
 
 
 # ---- data sets -------------------------------------------------------------------------------------------------------
@@ -201,8 +210,8 @@ def test_each_part_of_a_batch_has_the_counts_of_all_its_parts(mesh, workers):
     def count(part):
         return {"total": 2 * part["index"] + 1, "rows": torch.ones(len(part["index"]))}
 
-    parts = train_batches("examples", mesh, start=1, parts=2, workers=workers)
-    counted = train_batches("examples", mesh, start=1, parts=2, workers=workers, count=count)
+    parts = train_batches("examples", mesh, start=1, split=2, workers=workers)
+    counted = train_batches("examples", mesh, start=1, split=2, workers=workers, count=count)
     assert len(parts) == 18
     for number, part in enumerate(parts):
         first = number // 2 * 2
@@ -215,7 +224,7 @@ def test_parts_are_read_one_by_one_except_for_those_of_the_first_batch(mesh, mon
     monkeypatch.setattr(loading.Loader, "_upload", lambda self, batch: batch)
     monkeypatch.setattr(loading, "AHEAD", 1)
     dataset, read = Numbers(64), []
-    options = {"parts": 4, "stop": 3, "count": lambda part: {"rows": torch.ones(len(part["index"]))}}
+    options = {"split": 4, "stop": 3, "count": lambda part: {"rows": torch.ones(len(part["index"]))}}
     with parallel_loader(dataset, 16, mesh, train=True, **options) as loader:
         for _ in range(12):
             loader._ahead[0].result()
@@ -234,7 +243,7 @@ def test_batches_lie_in_parts_on_the_devices_and_do_not_change_any_more(mesh, wo
     with parallel_loader(Pictures(200), 8, mesh, train=True, stop=25, workers=workers) as loader:
         batches = list(loader)
     specs = {"index": "{devices=[4]0,1,2,3", "row": "{devices=[4,1]0,1,2,3", "image": "{devices=[4,1,1,1]0,1,2,3"}
-    for batch, (_, indices) in zip(batches, loading._batches(200, 8, 0, 0, 25, "examples"), strict=True):
+    for batch, (_, indices) in zip(batches, training_keys(Pictures(200), 8, 0, 0, 25), strict=True):
         for key, expected in specs.items():
             assert torch_xla._XLAC._get_xla_sharding_spec(batch[key]).startswith(expected), key
         assert batch["index"].cpu().tolist() == indices.tolist()
@@ -244,15 +253,15 @@ def test_batches_lie_in_parts_on_the_devices_and_do_not_change_any_more(mesh, wo
 
 
 def test_a_worker_uses_its_memory_in_turns_and_sends_it_where_it_grew(monkeypatch):
-    worker, parent = (loading._Examples(SENTENCES, 0, False, loading.as_tensors) for _ in range(2))
+    worker, parent = (BatchMaker(SENTENCES, 0, False, loading.as_tensors) for _ in range(2))
     keys = [(0, *key) for epoch in range(40) for key in PLAN.epoch(np.random.default_rng(epoch))]
     made, held, grown = [worker[key] for key in keys], [], 0
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: type("Worker", (), {"id": 3}))
     for number, key in enumerate(keys):
         sent = worker[key]
-        held.append(parent.received(*sent))
-        grown += sent[-1] is not None
-        start = max(0, number - loading.PREFETCH)
+        held.append(parent.opened(sent))
+        grown += sent.memory is not None
+        start = max(0, number - PREFETCH)
         assert equal(made[start : number + 1], held[start:]), number
     assert 1 <= grown <= len(SHAPES)
 
@@ -443,22 +452,43 @@ def test_batches_are_uploaded_ahead_of_the_loop_but_not_far(mesh):
 
 def test_workers_start_from_a_clean_process_one_per_core(mesh, monkeypatch):
     """A fork of this process would copy the locks of XLA's threads, held as they are."""
-    assert loading._worker_context(Numbers(1)).get_start_method() == "forkserver"
-    monkeypatch.setattr(loading, "DataLoader", lambda examples, **options: options)
+    assert worker_context(Numbers(1)).get_start_method() == "forkserver"
+    monkeypatch.setattr("train.common.batches.DataLoader", lambda examples, **options: options)
     cores = len(os.sched_getaffinity(0))
-    examples = loading._Examples(Numbers(1), 0, masked=False, collate=loading.as_tensors)
-    assert [loading.data_loader(examples, [], workers)["num_workers"] for workers in (-1, 3)] == [cores, 3]
+    examples = BatchMaker(Numbers(1), 0, masked=False, collate=loading.as_tensors)
+    assert [data_loader(examples, [], workers)["num_workers"] for workers in (-1, 3)] == [cores, 3]
 
 
 def signalled_worker() -> None:
-    loading._start_worker(0)
+    start_worker(0)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.5)  # still here: the main process wants batches until it has saved
 
 
 def test_a_worker_survives_sigterm_but_does_not_keep_the_run_from_ending():
     started = time.monotonic()
-    worker = loading._worker_context(Numbers(1)).Process(target=signalled_worker)
+    worker = worker_context(Numbers(1)).Process(target=signalled_worker)
     worker.start()
     worker.join(30)
     assert worker.exitcode == 0 and time.monotonic() - started > 0.5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_update_has_its_micro_batches_in_order_and_numbered(mesh, workers):
+    whole = train_batches("examples", mesh, start=2, stop=5, split=2)
+    options = {"start": 2, "stop": 5, "split": 2, "update_every": 2, "workers": workers}
+    with parallel_loader(KINDS["examples"][0], 8, mesh, train=True, seed=3, **options) as loader:
+        updates = []
+        for update in loader:
+            updates.append((update.first, [batch["index"].cpu().tolist() for batch in update]))
+            assert update.left == 0
+    assert [first for first, _ in updates] == [5, 7, 9]
+    expected = [batch["index"].tolist() for batch in whole]
+    assert [each for _, batches in updates for each in batches] == expected
+
+
+def test_an_update_that_is_not_taken_whole_is_an_error(mesh):
+    with parallel_loader(Numbers(64), 8, mesh, train=True, stop=4, split=2, update_every=2) as loader:
+        next(next(loader))
+        with pytest.raises(RuntimeError, match="1 micro-batches of the update before this one were not taken"):
+            next(loader)

@@ -44,9 +44,10 @@ from data import text, wmt
 from data.batching import Buckets
 from errors import InputError
 from train import dlrm, glue, pretrain, resnet50, transformer, translate
-from train.common import averaging, checkpoint, cli, device, files, interrupt, loading, sharding
+from train.common import checkpoint, device, files, interrupt, loading, sharding
 from train.common import run as tracking
 from train.common.embedding import storage
+from train.common.mesh import WHOLE, Layout
 from train.common.run_folder import RunFolder
 from train.common.sharding import gather
 from train.common.xla import backend as xla
@@ -242,7 +243,7 @@ class Pod:
         def upload(local, mesh):
             return torch.cat(pod.meet(("upload", tuple(local.shape)), local))
 
-        def setup(seed, precision, strict, kind, layout=cli.WHOLE, vmem_kib=0, safe_forms=False):
+        def setup(seed, precision, strict, kind, layout=WHOLE, vmem_kib=0, safe_forms=False):
             return sharding.arranged(pod.mesh(this_host()), layout)
 
         def stop_requested(mesh, *every):
@@ -564,7 +565,7 @@ def test_a_state_that_is_cut_over_hosts_is_made_whole_by_all_of_them(trained, na
     def newest(pod):
         return max(Path(run_folder(pod), "checkpoints").iterdir()) / "state.safetensors"
 
-    options = {"devices": 4, "patch": patch, "layout": cli.Layout("data=2,model=2", "full")}
+    options = {"devices": 4, "patch": patch, "layout": Layout("data=2,model=2", "full")}
     stopped = train(name, 2, tmp_path, {1: 4}, **options).stopped()
     saved = newest(stopped).read_bytes()
     pod, alone = train(name, 4, tmp_path, **options).succeeded(), trained(name, 1)
@@ -629,14 +630,17 @@ def test_the_mean_of_checkpoints_waits_for_the_last_of_the_main_process(tmp_path
 
 def test_a_host_that_does_not_see_the_last_checkpoint_yet_has_no_mean_of_its_own(tmp_path):
     """A listing of a network file system may be a minute old."""
-    average = averaging.average
+    average = transformer.average_checkpoints
 
     def behind(checkpoints, *arguments):
         known = checkpoints.complete_steps()[: -1 if this_host() else None]
         checkpoints.complete_steps = lambda: known
         return average(checkpoints, *arguments)
 
-    pod = train("transformer", 2, tmp_path, patch=lambda patched, _: patched.setattr(averaging, "average", behind))
+    def patch(patched, _):
+        patched.setattr(transformer, "average_checkpoints", behind)
+
+    pod = train("transformer", 2, tmp_path, patch=patch)
     pod.refused("disagree about the checkpoints to average")
 
 

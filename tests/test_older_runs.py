@@ -12,8 +12,9 @@ import torch
 from helpers import records
 from trials import TRIALS
 
-from train.common import checkpoint, cli
+from train.common import checkpoint
 from train.common.embedding import read_table
+from train.common.mesh import Layout
 from train.common.run import Run
 
 ARCHIVE = Path(__file__).parent / "older_runs.tar.xz"
@@ -29,7 +30,7 @@ def unpacked(tmp_path) -> Path:
 def config_of(script, run: Path):
     """Returns the config with which the older version ran; fields that it did not have are the defaults."""
     stored = json.loads((run / "config.json").read_text())["config"]
-    stored["layout"] = cli.Layout(**stored["layout"]) if "layout" in stored else None
+    stored["layout"] = Layout(**stored["layout"]) if "layout" in stored else None
     known = {field.name for field in fields(script.Config)} & stored.keys()
     values = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in known}
     return script.Config(**values | {"runs": str(run.parent), "name": run.name})

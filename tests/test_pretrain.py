@@ -19,7 +19,8 @@ from data import pretraining
 from data.prepare import text as prepare_text
 from models import encoders, objectives
 from train import glue, pretrain
-from train.common import accumulate, cli, loading
+from train.common import accumulate, loading
+from train.common.mesh import Layout
 from train.common.xla import backend as xla
 
 LEARNS, SHORT = TRIALS["pretrain"].learns, TRIALS["pretrain"].short
@@ -264,6 +265,6 @@ def test_a_teacher_may_have_more_positions_than_rows_have_tokens(teacher):
 def test_a_trials_teacher_is_the_same_whatever_changes_no_number(mesh, monkeypatch):
     monkeypatch.setattr(pretrain, "main", lambda config: {})
     config = replace(pretrain.TINY, model="distilbert")
-    changes = {}, {"workers": 2, "layout": cli.Layout(remat=True)}, {"lr": 1.0}
+    changes = {}, {"workers": 2, "layout": Layout(remat=True)}, {"lr": 1.0}
     first, free, other = (pretrain.with_teacher(replace(config, **change), mesh).teacher for change in changes)
     assert first == free != other

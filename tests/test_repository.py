@@ -14,12 +14,13 @@ import pytest
 import yaml
 
 import copy_model
+import optional
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [ROOT / f"train/{name}.py" for name in ("resnet50", "transformer", "glue", "pretrain", "dlrm")]
-FOLDERS = ("train", "models", "data", "tpu", "bench")
+FOLDERS = ("train", "models", "data", "tpu", "bench", "research")
 CODE = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if "_pb2" not in path.name]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "research").rglob("*.md"))]
 
 # The names of a script, in this order.
 CONTRACT = ["Config", "learning_rate", "validate", "open_data", "build", "train_step", "eval_step", "evaluate", "main"]
@@ -40,21 +41,62 @@ def make(*arguments: str, python: str = "python3") -> subprocess.CompletedProces
 
 def test_only_the_common_module_imports_torch_xla():
     users = [str(path.relative_to(ROOT)) for path in CODE if "torch_xla" in imports(path)]
-    places = ("train/common/xla/", "train/common/embedding/xla_devices.py", "train/common/watch/profile.py")
-    assert users and all(user.startswith(places) for user in users), users
+    places = [module.replace(".", "/") for module in optional.part("xla").modules]
+    places.append("train/common/watch/profile.py")
+    places.append("tpu/compiler/staging.py")  # which trains nothing
+    assert users and all(user.startswith(tuple(places)) for user in users), users
 
 
 def test_arrows_go_one_way():
     strangers = {
-        "train/common": {"models", "data", "tpu", "bench"},
-        "models": {"train", "data", "tpu", "bench", "torch_xla", "tyro"},
-        "data": {"train", "models", "tpu", "bench", "torch_xla"},  # a preparation has a command line of its own
-        "train": {"tpu", "bench"},
+        "train/common": {"models", "data", "tpu", "bench", "research"},
+        "models": {"train", "data", "tpu", "bench", "research", "torch_xla", "tyro"},
+        # A preparation has a command line of its own.
+        "data": {"train", "models", "tpu", "bench", "research", "torch_xla"},
+        "train": {"tpu", "bench", "research"},
+        "tpu": {"bench", "research"},
+        "bench": {"research"},
     }
     for path in CODE:
         for folder, others in strangers.items():
             if path.is_relative_to(ROOT / folder) and path.name != "_flops.py":  # which can do without
                 assert not imports(path) & others, path
+
+
+def files_imported(path: Path, modules: dict[str, Path]) -> set[str]:
+    """Returns which of `modules`, {dotted name: file}, a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                below = f"{node.module}.{alias.name}"
+                found.add(below if below in modules else node.module)
+    return found & modules.keys()
+
+
+def test_no_file_imports_another_in_a_circle():
+    modules = {}
+    for path in CODE:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        modules[name.removesuffix(".__init__")] = path
+    waiting = {name: files_imported(path, modules) - {name} for name, path in modules.items()}
+
+    # A file of which everything that it imports is gone can go, too; what stays imports in a circle.
+    while leaves := [name for name, others in waiting.items() if not others & waiting.keys()]:
+        for name in leaves:
+            del waiting[name]
+    assert not waiting, {name: sorted(others & waiting.keys()) for name, others in waiting.items()}
+
+
+def test_backends_alone_ask_for_the_spmd_mesh():
+    asks = re.compile(r"spmd is (not )?None|if .*\bmesh\.spmd\b")
+    asking = [path for path in CODE if asks.search(path.read_text())]
+    answering = ("train/common/mesh.py", "train/common/sharding/placement.py")  # Mesh.compiles, Layers.compiles
+    allowed = ("train/common/xla/", "tpu/compiler/staging.py", *answering)
+    strangers = [name for path in asking if not (name := str(path.relative_to(ROOT))).startswith(allowed)]
+    assert strangers == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -126,10 +168,60 @@ def test_every_command_of_the_pages_is_one():
     assert checked == {"make", "python"}
 
 
+def headings(page: Path) -> list[str]:
+    """Returns the headings of a page, without marks; a code block of these pages is indented, and has none."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip() for heading in found]
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the names that GitHub gives the headings of a page."""
+    names = []
+    for heading in headings(page):
+        words = re.sub(r"[^\w\- ]", "", heading.lower())
+        names.append(words.replace(" ", "-"))
+    assert len(names) == len(set(names)), f"{page}: two headings of one name"
+    return set(names)
+
+
 def test_every_link_of_the_pages_leads_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), (page.name, target)
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            if ":" in path:  # a URL
+                continue
+            target = page.parent / path if path else page
+            assert target.exists(), (page.name, link)
+            if anchor and target.suffix == ".md":
+                assert anchor in anchors(target), (page.name, link)
+
+
+def test_every_page_that_code_names_is_there():
+    """Comments, docstrings and messages name a page as it is, or with an anchor, or with a heading in quotes."""
+    named = r'\b((?:docs|research)/[\w/]+\.md)(?:#([\w-]+))?(?:, "([^"]+)")?'
+    texts = [ROOT / "Makefile", ROOT / "Dockerfile", ROOT / "copy_model.py", ROOT / "errors.py"]
+    texts += sorted(ROOT.glob("requirements*.txt")) + sorted((ROOT / "tests").glob("*.py"))
+    for folder in (*FOLDERS, "docs", "examples", "notebooks"):
+        texts += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh", ".yaml", ".ipynb")]
+    found = 0
+    for text in texts:
+        for name, anchor, heading in re.findall(named, text.read_text()):
+            page = ROOT / name
+            assert page.exists(), (text.name, name)
+            assert not anchor or anchor in anchors(page), (text.name, name, anchor)
+            assert not heading or heading in headings(page), (text.name, name, heading)
+            found += 1
+    assert found >= 40
+
+
+def test_what_the_findings_name_is_in_the_code():
+    text = (ROOT / "docs/tpu/findings.md").read_text()
+    places = re.findall(r"((?:`\w+`, )*`\w+`) in ([\w/]+\.py)", text)
+    assert len(places) >= 20
+    for names, path in places:
+        for name in re.findall(r"\w+", names):
+            defined = rf"^ *(def|class) {name}\b|^{name} = "
+            assert re.search(defined, (ROOT / path).read_text(), re.MULTILINE), (name, path)
 
 
 def test_make_explains_itself_and_lists_the_models():
@@ -211,7 +303,8 @@ def test_no_variable_of_the_shell_is_an_argument_of_make(monkeypatch):
 
 def test_make_clean_removes_what_make_has_made_and_nothing_else(tmp_path, monkeypatch):
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("train", "models", "data", "tpu", "bench", "docs", "examples", "tests", "mine", "linked", "runs"):
+    code = ("train", "models", "data", "tpu", "bench", "research", "docs", "examples", "tests")
+    for name in (*code, "mine", "linked", "runs"):
         (tmp_path / name / "__pycache__").mkdir(parents=True)
         (tmp_path / name / "__pycache__/a.cpython-311.pyc").touch()
     (tmp_path / "data/__pycache__/kept.txt").touch()

@@ -30,7 +30,7 @@ from models import encoders, objectives, partition
 from models.transformer import ARCHITECTURES, Architecture
 from train import glue, pretrain, resnet50, transformer
 from train.common import accumulate, checkpoint, device, loading, sharding
-from train.common.cli import Layout
+from train.common.mesh import Layout
 from train.common.sharding import gather, placement
 from train.common.watch import _flops
 from train.common.xla import backend, marks
@@ -83,18 +83,17 @@ def opened(mesh, layout: Layout, script=pretrain, **changes):
 def taken(mesh, layout: Layout, script=pretrain, **changes):
     """Takes STEPS updates; returns the losses, all that they changed, on the host, and the state."""
     config, mesh, data, state = opened(mesh, layout, script, **changes)
-    step, found = device.compiled(script.train_step, mesh), []
-    if config.update_every > 1:
+    step, found, every = accumulate.SeededStep(script.train_step, mesh), [], config.update_every
+    if every > 1:
         step = accumulate.AccumulatedStep(script.forward, script.update, state, ("loss", "words"), mesh)
-    span = {"seed": 0, "start": 0, "stop": STEPS, "parts": config.update_every, "workers": 0}
-    if config.update_every > 1:
+    span = {"seed": 0, "start": 0, "stop": STEPS, "split": every, "update_every": every, "workers": 0}
+    if every > 1:
         span["count"] = objectives.counts
+    config = replace(config, seed=0)
     with loading.parallel_loader(data.train, config.batch_size, mesh, train=True, **span) as loader:
-        for number, batch in enumerate(loader, 1):
-            device.seed_step(0, number)
+        for batch in loader:
             device.set_lr(state.optimizer, 3e-3)
-            if (metrics := step(state, batch, config, mesh)) is not None:
-                found.append(metrics["loss"])
+            found.append(step(state, batch, config, mesh)["loss"])
     return device.fetch(found), checkpoint.to_host(checkpoint.named_state(state.model, state.optimizer)), state
 
 

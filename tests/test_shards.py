@@ -20,6 +20,7 @@ from data.imagenet import open_imagenet
 from data.prepare import images
 from errors import InputError
 from train.common import loading
+from train.common.batches import training_keys
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_an_epoch_has_every_image_once_in_an_order_of_seed_and_epoch(folder):
         assert (order != data.order(4, 5, batch)).any()
         lane = order.reshape(-1, lanes, batch // lanes)[:, 0].ravel()  # the first images of all batches
         assert len(set(np.searchsorted(data._ends, lane, "right"))) <= 1 + -(-8 // lanes)
-    keys = list(loading._batches(75, 12, 3, 4, 12, "examples", data.order))
+    keys = list(training_keys(data, 12, 3, 4, 12))
     second = np.concatenate([indices for epoch, indices in keys if epoch == 1])
     np.testing.assert_array_equal(second, data.order(3, 1, 12))
 

@@ -44,7 +44,7 @@ def test_text(mesh, model, next_sentence):
 def test_a_part_of_a_batch_of_text(mesh):
     config = pretrain.validate(replace(pretrain.TINY, update_every=2))
     expected = steps.text_batch(config, mesh, pretrain.SYNTHETIC_LENGTH)
-    check(pretrain.open_data(config).train, config.batch_size, mesh, expected, parts=2, count=objectives.counts)
+    check(pretrain.open_data(config).train, config.batch_size, mesh, expected, split=2, count=objectives.counts)
 
 
 @pytest.mark.parametrize("pack", [False, True])

@@ -18,13 +18,13 @@ def test_every_program_has_a_name_of_its_own():
 def test_all_but_the_longest_have_figures():
     """And no figure is of a case that is gone."""
     every = {case.named(program) for case in versions.CASES for program in case.programs}
-    figures = set(versions.load(versions.FIGURES))
+    figures = set(versions.results.load(versions.FIGURES))
     assert figures <= every
     assert all(name.startswith("xlnet-large") for name in every - figures), every - figures
 
 
 def test_the_safe_forms_that_die_have_remat_as_the_page_says():
-    figures = versions.load(versions.FIGURES)
+    figures = versions.results.load(versions.FIGURES)
     died = [name for name, found in figures.items() if "died" in found.get(versions.SAFE, {})]
     assert died and all("--remat" in name for name in died), died
     assert versions.PAGE.read_text() == versions.page(figures), "python -m tpu.compiler.versions --print"
@@ -51,13 +51,13 @@ def test_a_flag_that_is_given_twice_has_the_last_value():
 
 
 def test_the_default_stack_is_four_times_the_largest_need():
-    needs = [found["least_stack"] for found in versions.load(versions.FIGURES).values()]
+    needs = [found["least_stack"] for found in versions.results.load(versions.FIGURES).values()]
     assert None not in needs, "a program that dies with every stack that was tried"
     assert 4 * max(needs) <= versions.DEFAULT_STACK
 
 
 def test_every_program_that_was_compiled_compiles_on_a_tpu_vm():
-    for name, found in versions.load(versions.FIGURES).items():
+    for name, found in versions.results.load(versions.FIGURES).items():
         assert "needed" in found[OLD], (name, found[OLD])
         if versions.SAFE in found and "--remat" not in name:  # of which docs/tpu.md says that they may not be enough
             assert "needed" in found[versions.SAFE], (name, found[versions.SAFE])

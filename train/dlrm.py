@@ -256,10 +256,9 @@ def main(config: Config) -> dict[str, float]:
     start = run.resume(state.model, state.optimizer, tables=embedding.TableStorage(state.embeddings), **sizes)
     by_plan = state.embeddings.tables_by_plan()
     run.message("tables: " + ", ".join(f"{count} {plan}" for plan, count in by_plan.items()))
-    step_fn, eval_fn = many_steps.compiled(train_step, mesh, config.steps_a_call), device.compiled(eval_step, mesh)
+    train = many_steps.compiled(train_step, mesh, config.steps_a_call)
+    eval_fn = device.compiled(eval_step, mesh)
     state.model.train()
-    span = {"seed": config.seed, "start": start, "stop": total, "shuffle": config.shuffle, "workers": config.workers}
-    span["collate"] = partial(collate, table_list(config, data.train))
 
     def evaluation(step: int) -> dict[str, float]:
         """Evaluates the state after `step`, and records it."""
@@ -268,17 +267,35 @@ def main(config: Config) -> dict[str, float]:
         run.evaluation(step, **metrics)
         return metrics
 
-    loader = loading.parallel_loader(data.train, config.batch_size, mesh, train=True, **span)
-    with run.training(loader, stop_every=-(-100 // config.steps_a_call)):
+    loader = loading.parallel_loader(
+        data.train,
+        config.batch_size,
+        mesh,
+        train=True,
+        seed=config.seed,
+        start=start,
+        stop=total,
+        shuffle=config.shuffle,
+        collate=partial(collate, table_list(config, data.train)),
+        workers=config.workers,
+    )
+    batches = []  # of the updates that the next call makes
+    with run.training(loader, stop_every=math.ceil(100 / config.steps_a_call)):
         metrics = evaluation(start) if run.evaluation_due else {}  # its checkpoint is there, the run ended in it
-        for step, batches, due in many_steps.calls(loader, start, config.steps_a_call, config.warmup_steps):
+        for step, batch in enumerate(loader, start + 1):
+            batches.append(batch)
+            if not many_steps.ends_call(step, config.steps_a_call, total, alone=config.warmup_steps):
+                continue
+
             lr = learning_rate(config, step - 1)
             device.set_lr(state.optimizer, lr)
             device.set_lr(state.embeddings, lr)
-            step_metrics = step_fn(state, batches, config, mesh)
+            step_metrics = train(state, batches, config, mesh)
+            due = partial(many_steps.is_due, step=step, updates=len(batches))
             if step == len(batches) or due(config.log_every) or step == total:
                 run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
                 device.after_next_step(partial(state.embeddings.check, step_metrics.get("dropped")))
+            batches = []
             evaluates = due(config.eval_every or per_epoch) or step == total
             run.checkpoint(step, due=due(config.save_every), evaluates=evaluates)
             if evaluates:

@@ -23,7 +23,8 @@ from torch import Tensor
 from data import batching, glue, splits, vocabulary
 from errors import InputError
 from models import architectures, encoders, heads, layers, partition
-from train.common import accumulate, checkpoint, cli, device, folders, loading
+from train.common import accumulate, checkpoint, cli, device, files, loading
+from train.common.mesh import WHOLE, Layout
 from train.common.run import Run
 
 # checkpoint: a hub id; warmup: the share of the steps in which the learning rate rises.
@@ -63,7 +64,7 @@ class Config:
     clip: float = 1.0  # largest norm of all gradients
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
-    layout: cli.Layout = cli.WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
+    layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of new weights, the order of the data and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
     log_every: int = 50  # steps between lines of metrics
@@ -128,7 +129,7 @@ def open_data(config: Config) -> Data:
     labels, splits = glue.TASKS[config.task].labels, ("train", *glue.TASKS[config.task].evaluation)
     texts = {split: glue.read(config.data, config.task, split, config.seed) for split in splits}
     if config.checkpoint:
-        folder = folders.local_folder(config.checkpoint)
+        folder = files.local_folder(config.checkpoint)
         compiled = config.device == "xla"
         settings, weights, tokenizer = encoders.open_checkpoint(folder, config.model, compiled)
         source = (folder, weights) if config.pretrained else None
@@ -154,7 +155,7 @@ def open_data(config: Config) -> Data:
 def batches(config: Config, examples: glue.Encoded, mesh: device.Mesh, train: bool) -> batching.Plan:
     """Returns which examples share a batch: in training any, padded to the shortest of --lengths that holds the longest
     of them; in evaluation those of like length. On plain PyTorch, whose shapes may vary, they are padded no further."""
-    sizes = config.lengths if mesh.spmd is not None else range(1, config.lengths[-1] + 1)
+    sizes = range(1, config.lengths[-1] + 1) if mesh.shapes_may_vary else config.lengths
     return batching.Shuffled(examples.lengths, config.batch_size, sizes, config.group_by_length or not train)
 
 
@@ -215,7 +216,7 @@ def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
     checked = partial(collate, architectures.limits(data.model))
     for split, examples in data.eval.items():
         plan = batches(config, examples, mesh, train=False)
-        loading.first_and_last(examples, plan, mesh, parts=config.update_every, collate=checked)
+        loading.first_and_last(examples, plan, mesh, split=config.update_every, collate=checked)
         try:
             glue.score(config.task, examples.labels, examples.labels)
         except ValueError as error:
@@ -228,7 +229,7 @@ def evaluate(step, state: State, sets: dict[str, glue.Encoded], config: Config, 
     state.model.eval()
     for split, examples in sets.items():
         plan = batches(config, examples, mesh, train=False)
-        options = {"parts": config.update_every, "workers": config.workers, "collate": checked}
+        options = {"split": config.update_every, "workers": config.workers, "collate": checked}
         with loading.parallel_loader(examples, plan, mesh, train=False, **options) as loader:
             scores = {str(number): step(state, batch, config, mesh) for number, batch in enumerate(loader)}
         logits = torch.cat(list(checkpoint.to_host(scores).values()))
@@ -247,7 +248,7 @@ def export(folder: str, state: State, data: Data, mesh: device.Mesh) -> None:
     """Writes what transformers' `pipeline("text-classification", model=folder)` loads."""
     weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
     if mesh.main_process:
-        folders.write_folder(folder, lambda local: encoders.save(local, state.model, weights, data.tokenizer))
+        files.write_folder(folder, lambda local: encoders.save(local, state.model, weights, data.tokenizer))
 
 
 def main(config: Config) -> dict[str, float]:
@@ -264,8 +265,9 @@ def main(config: Config) -> dict[str, float]:
     if mesh.process_count > 1 and config.model == "xlnet" and not config.checkpoint:  # see vocabulary.learn
         raise InputError(f"the trial of --model xlnet is for one host, not {mesh.process_count}; give --checkpoint")
     data = open_data(config)
-    plan, every = batches(config, data.train, mesh, train=True), config.update_every
-    total = math.ceil(config.epochs * loading.steps_per_epoch(data.train, plan, mesh, parts=every))
+    plan = batches(config, data.train, mesh, train=True)
+    per_epoch = loading.steps_per_epoch(data.train, plan, mesh, micro_batches=config.update_every)
+    total = math.ceil(config.epochs * per_epoch)
     name = f"{config.model}-{config.task}{'-synthetic' if config.data == 'synthetic' else ''}"
     headline = f"{config.model} on {config.task}: {len(data.train):,} examples ({data.train.truncated:,} cut to "
     headline += f"{config.lengths[-1]} tokens) in batches of {config.batch_size} x {'|'.join(map(str, config.lengths))}"
@@ -280,12 +282,12 @@ def main(config: Config) -> dict[str, float]:
 
     state = build(config, data, mesh)
     start = run.resume(state.model, state.optimizer, examples=len(data.train), keep=config.keep)
-    step_fn, eval_fn = (device.compiled(step, mesh, len(plan.shapes)) for step in (train_step, eval_step))
-    if every > 1:
-        step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss",), mesh, "examples", len(plan.shapes))
+    shapes = len(plan.shapes)
+    train = accumulate.SeededStep(train_step, mesh, shapes)
+    if config.update_every > 1:
+        train = accumulate.AccumulatedStep(forward, update, state, ("loss",), mesh, per="examples", max_graphs=shapes)
+    eval_fn = device.compiled(eval_step, mesh, shapes)
     state.model.train()
-    span = {"seed": config.seed, "start": start, "stop": total, "parts": every, "workers": config.workers}
-    span["collate"] = partial(collate, architectures.limits(state.model))
 
     def evaluation(step: int) -> dict[str, float]:
         """Evaluates the state after `step`, and records it."""
@@ -294,17 +296,25 @@ def main(config: Config) -> dict[str, float]:
         run.evaluation(step, **metrics)
         return metrics
 
-    loader = loading.parallel_loader(data.train, plan, mesh, train=True, **span)
-    with run.training(loader, stop_every=max(10 // every, 1)):
+    loader = loading.parallel_loader(
+        data.train,
+        plan,
+        mesh,
+        train=True,
+        seed=config.seed,
+        start=start,
+        stop=total,
+        split=config.update_every,
+        update_every=config.update_every,
+        collate=partial(collate, architectures.limits(state.model)),
+        workers=config.workers,
+    )
+    with run.training(loader, stop_every=max(10 // config.update_every, 1)):
         metrics = evaluation(start) if run.evaluation_due else {}  # its checkpoint is there, the run ended in it
-        for number, batch in enumerate(loader, start * every + 1):
-            device.seed_step(config.seed, number)
-            step = -(-number // every)
+        for step, batch in enumerate(loader, start + 1):
             lr = learning_rate(config, step - 1, total)
             device.set_lr(state.optimizer, lr)
-            step_metrics = step_fn(state, batch, config, mesh)
-            if step_metrics is None:  # more parts are to come before the update
-                continue
+            step_metrics = train(state, batch, config, mesh)
             if step == 1 or step % config.log_every == 0 or step == total:
                 examples = step * len(data.train) // len(plan)
                 run.log(step, examples=examples, input_wait=loader.input_wait(), lr=lr, **step_metrics)

@@ -23,10 +23,12 @@ import torch
 from timm.optim import Lamb
 from torch import Tensor
 
+import optional
 from data import pretraining, splits
 from errors import InputError
 from models import architectures, encoders, layers, objectives, partition
-from train.common import accumulate, checkpoint, cli, device, folders, loading
+from train.common import accumulate, checkpoint, cli, device, files, loading
+from train.common.mesh import WHOLE, Layout
 from train.common.run import Run
 
 Recipe = namedtuple("Recipe", "batch_size steps lr warmup_steps weight_decay beta2 clip")  # clip: norm of all gradients
@@ -63,7 +65,7 @@ class Config:
     update_every: int = 1  # parts that a batch comes in, where it does not fit into memory
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
-    layout: cli.Layout = cli.WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
+    layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of new weights, the order of the data, masks and dropout
     workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
     log_every: int = 100  # updates between lines of metrics
@@ -126,7 +128,7 @@ def open_data(config: Config) -> Data:
     train, valid = (pretraining.open_rows(config.data, split, *options) for split in ("train", "valid"))
     tokenizer, length, source = train.text.tokenizer, train.text.length, None
     if config.checkpoint:
-        folder = folders.local_folder(config.checkpoint)
+        folder = files.local_folder(config.checkpoint)
         settings, weights, own = encoders.open_checkpoint(folder, config.model)
         objectives.same_vocabulary(config.checkpoint, own, tokenizer, config.data)
         source = folder, weights
@@ -138,7 +140,8 @@ def open_data(config: Config) -> Data:
     if length > encoders.positions(model):
         raise InputError(f"rows have {length} tokens; the model has {encoders.positions(model)} positions")
     if config.model == "distilbert":
-        folder, own = folders.local_folder(config.teacher), encoders.own_module(config.model, objectives.MODULES)
+        folder = files.local_folder(config.teacher)
+        own = optional.load("distilbert pretraining")
         teacher = own.open_teacher(folder, model, tokenizer, config.data, not config.checkpoint)
     return Data(train, valid, model, teacher)
 
@@ -196,7 +199,7 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: devi
 
 def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
     """Reads the first and the last rows that are evaluated; raises InputError where an evaluation would."""
-    options = {"parts": config.update_every, "seed": config.seed}
+    options = {"split": config.update_every, "seed": config.seed}
     options["collate"] = partial(collate, architectures.limits(data.model))
     batches = loading.first_and_last(data.eval, config.batch_size, mesh, **options)
     predicted = sum(int((batch["weights"] * batch["mask"][:, None]).sum()) for batch in batches)
@@ -207,7 +210,7 @@ def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
 def evaluate(step, state: State, rows: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
     """Returns mean loss (nats) and accuracy on the same masks each time; `step` is the compiled eval_step."""
     state.model.eval()
-    options = {"parts": config.update_every, "seed": config.seed, "workers": config.workers}
+    options = {"split": config.update_every, "seed": config.seed, "workers": config.workers}
     options["collate"] = partial(collate, architectures.limits(state.model))
     with loading.parallel_loader(rows, config.batch_size, mesh, train=False, **options) as loader:
         totals = device.fetch_sums([step(state, batch, config, mesh) for batch in loader])
@@ -221,7 +224,7 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: device.M
     weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
     options = state.model, weights, data.train.text.tokenizer, config.model == "fairseq-roberta"
     if mesh.main_process:
-        folders.write_folder(folder, lambda local: encoders.save(local, *options))
+        files.write_folder(folder, lambda local: encoders.save(local, *options))
 
 
 def with_teacher(config: Config, mesh: device.Mesh) -> Config:
@@ -249,8 +252,10 @@ def main(config: Config) -> dict[str, float]:
     if config.model == "distilbert" and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)
-    total, every, rows = config.steps, config.update_every, data.train.text
-    epochs = total / loading.steps_per_epoch(data.train, config.batch_size, mesh, parts=every)
+    rows = data.train.text
+    total = config.steps
+    per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh, micro_batches=config.update_every)
+    epochs = total / per_epoch
     name = f"{config.model}-{'synthetic' if config.data == 'synthetic' else 'pretraining'}"
     headline = f"{config.model} on {config.data}: {len(rows):,} rows of {rows.length} tokens, "
     headline += f"{data.train.predictions} predicted, {data.model.num_parameters():,} parameters, {total:,} updates of "
@@ -262,14 +267,13 @@ def main(config: Config) -> dict[str, float]:
 
     state = build(config, data, mesh)
     start = run.resume(state.model, state.optimizer, examples=len(rows), keep=config.keep)
-    step_fn, eval_fn = device.compiled(train_step, mesh), device.compiled(eval_step, mesh)
-    if every > 1:
-        step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "words"), mesh)
+    train = accumulate.SeededStep(train_step, mesh)
+    count = None
+    if config.update_every > 1:
+        train = accumulate.AccumulatedStep(forward, update, state, ("loss", "words"), mesh)
+        count = objectives.counts
+    eval_fn = device.compiled(eval_step, mesh)
     state.model.train()
-    span = {"seed": config.seed, "start": start, "stop": total, "parts": every, "workers": config.workers}
-    span["collate"] = partial(collate, architectures.limits(state.model))
-    if every > 1:
-        span["count"] = objectives.counts
 
     def evaluation(step: int) -> dict[str, float]:
         """Evaluates the state after `step`, and records it."""
@@ -278,17 +282,26 @@ def main(config: Config) -> dict[str, float]:
         run.evaluation(step, **metrics)
         return metrics
 
-    loader = loading.parallel_loader(data.train, config.batch_size, mesh, train=True, **span)
-    with run.training(loader, stop_every=max(10 // every, 1)):
+    loader = loading.parallel_loader(
+        data.train,
+        config.batch_size,
+        mesh,
+        train=True,
+        seed=config.seed,
+        start=start,
+        stop=total,
+        split=config.update_every,
+        update_every=config.update_every,
+        count=count,
+        collate=partial(collate, architectures.limits(state.model)),
+        workers=config.workers,
+    )
+    with run.training(loader, stop_every=max(10 // config.update_every, 1)):
         metrics = evaluation(start) if run.evaluation_due else {}  # its checkpoint is there, the run ended in it
-        for number, batch in enumerate(loader, start * every + 1):
-            device.seed_step(config.seed, number)
-            step = -(-number // every)
+        for step, batch in enumerate(loader, start + 1):
             lr = learning_rate(config, step - 1)
             device.set_lr(state.optimizer, lr)
-            step_metrics = step_fn(state, batch, config, mesh)
-            if step_metrics is None:  # more batches are to come before the update
-                continue
+            step_metrics = train(state, batch, config, mesh)
             if step == 1 or step % config.log_every == 0 or step == total:
                 run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
             evaluates = step % config.eval_every == 0 or step == total

@@ -27,7 +27,7 @@ from data.fairseq_format import PIECES
 from errors import InputError
 from models import beam_search, fairseq, layers
 from models.transformer import PAD, Transformer
-from train.common import checkpoint, cli, device, files, folders, loading
+from train.common import checkpoint, cli, device, files, loading
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Translator:
     def __init__(self, model: Transformer, mesh: device.Mesh, config):
         self.model, self.mesh, self.config = model, mesh, config
         self._loop = None  # on plain PyTorch the search's own loop in Python
-        if mesh.spmd is not None:
+        if mesh.compiles:
             from train.common.xla.while_loop import WhileLoop
 
             self._loop = WhileLoop(partial(beam_search.step, model, length_penalty=config.length_penalty), model)
@@ -250,7 +250,7 @@ def load(folder: str, mesh: device.Mesh, pieces: str = "") -> tuple[Transformer,
     if None in settled:
         raise InputError(f"{path} does not say its languages: its settings have no source_lang and target_lang")
     pieces = pieces or settings.get("pieces", "")
-    text = wmt.Codec(folders.local_folder(folder), *settled, pieces if pieces in PIECES else "")
+    text = wmt.Codec(files.local_folder(folder), *settled, pieces if pieces in PIECES else "")
     model = Transformer(
         fairseq.architecture(settings, weights, path), len(text.source_dictionary), len(text.target_dictionary)
     )

@@ -22,7 +22,7 @@ WRONG = (
 OURS = [
     ("data/batching.py", "class Buckets(Plan):"),
     ("data/packing.py", "class Packed(Plan):"),
-    ("train/common/loading.py", "yield 0, np.where(indices < size, indices, PADDING)"),
+    ("train/common/batches.py", "yield 0, np.where(indices < size, indices, PADDING)"),
 ]
 
 

@@ -2,11 +2,11 @@
 
     python -m tpu.compiler.compile resnet50 full --topology v5e:2x4     does it fit, memory, collectives: half a minute
     python -m tpu.compiler.compile bert full --task pretrain --batch 32 --effort full  and estimated cycles: minutes
-    python -m tpu.compiler.compile dlrm mlperf_v1 --topology v6e:4x8 -- --optimizer adagrad   flags of the script after --
+    python -m tpu.compiler.compile dlrm mlperf_v1 --topology v6e:4x8 -- --lr 0.5    flags of the script after --
     python -m tpu.compiler.compile transformer big --program translate      beam search instead of the train step
 
 This needs neither a TPU nor a network nor data, only the package libtpu: the version that a TPU VM runs, or another by
---libtpu. The script builds its step (steps.py); train/common/xla/staging.py traces it without numbers; libtpu compiles
+--libtpu. The script builds its step (steps.py); tpu/compiler/staging.py traces it without numbers; libtpu compiles
 it (libtpu.py) in a process of its own (apart.py), since it may die of a program. Every time, cycle and rate printed is
 an estimate; memory is what the program will ask for.
 """
@@ -32,11 +32,12 @@ if __name__ == "__main__":
 import tyro
 
 from errors import InputError
-from tpu.compiler import apart, bundles, hlo, libtpu, report, steps
+from tpu.compiler import apart, bundles, hlo, libtpu, report, staging, steps
 from tpu.compiler.libtpu import GIB
 from train import dlrm, glue, pretrain, resnet50, transformer
 from train.common import cli, device, files, interrupt, sharding
-from train.common.xla import backend, staging
+from train.common.mesh import WHOLE, GraphError
+from train.common.xla import backend
 
 ENCODERS = tuple(name for name in glue.RECIPES if name != "auto")
 MODELS = ("resnet50", "transformer", "dlrm", *ENCODERS)
@@ -97,7 +98,7 @@ def stage(job: Job, mesh: device.Mesh, script: Any) -> tuple[steps.Step, staging
         InputError: the devices cannot share its batch equally.
     """
     config = job.config(mesh.num_devices)
-    mesh = sharding.arranged(mesh, getattr(config, "layout", cli.WHOLE))
+    mesh = sharding.arranged(mesh, getattr(config, "layout", WHOLE))
     if job.program == "train":
         step = MAKERS[job.script](config, mesh, script)
     else:
@@ -177,7 +178,7 @@ def compile_step(
             "compile_seconds": round(seconds, 1),
             "hbm_bytes": topology.hbm_bytes,
         }
-        if getattr(job.config(topology.num_devices), "layout", cli.WHOLE) != cli.WHOLE:
+        if getattr(job.config(topology.num_devices), "layout", WHOLE) != WHOLE:
             state = next(each for each in step.arguments if hasattr(each, "model") and hasattr(each, "optimizer"))
             identity["placement"] = sharding.table(state.model)
         counted = bundles.read(code) if code else None
@@ -365,7 +366,7 @@ def ask_compiler(job: Job, script: Any) -> None:
     Another's step is compared without what ours asks for, but for the stack without which the compiler may die.
     """
     config = job.config(1)
-    layout = getattr(config, "layout", cli.WHOLE)
+    layout = getattr(config, "layout", WHOLE)
     if script is job.script:
         vmem_kib = getattr(script, "VMEM_KIB", 0)
         if isinstance(vmem_kib, dict):
@@ -456,7 +457,7 @@ def command(arguments: list[str]) -> int:
     """Does what the command line says; returns the exit code."""
     try:
         return 0 if main(arguments).get("fits", True) else 1
-    except (InputError, device.GraphError) as error:
+    except (InputError, GraphError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except DeadCompiler as error:

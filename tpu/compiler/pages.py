@@ -1,4 +1,4 @@
-"""Writes the figures of docs/tpu: every recipe compiled for several TPUs, and how it scales.
+"""Writes docs/tpu/README.md and the figures of guards: every recipe compiled for several TPUs, and how it scales.
 
     make compile-all                        everything: three quarters of an hour on two cores
     make compile-all ARGS=recipes           memory and collectives of every recipe on four TPUs
@@ -6,9 +6,10 @@
     make compile-all ARGS=mlperf            DLRM with the batch of a published run, on 64 chips of two TPUs
     make compile-all ARGS=guards            the small configurations that `make guards` compares: accepts a change
     make compile-all ARGS="recipes --missing"   only what the files do not have yet
+    make compile-all ARGS=page              compiles nothing: writes the page again
 
-tpu/compiler/compile.py compiles each step in a process of its own, two at a time. docs/tpu/*.json keeps the figures,
-and docs/tpu/README.md is written from them. Estimated cycles on one chip: bench/tpu_cycles.py.
+tpu/compiler/compile.py compiles each step in a process of its own, two at a time. The figures are kept in
+research/results, and docs/tpu/README.md is written from them. Estimated cycles on one chip: research/tpu_cycles.py.
 """
 
 import argparse
@@ -24,13 +25,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from errors import InputError
-from tpu.compiler import libtpu
+from tpu.compiler import libtpu, results
 from tpu.compiler.libtpu import GENERATIONS, GIB
-from train.common import files
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs/tpu"
-PARTS = ("recipes", "scaling", "mlperf", "guards")
+_SCALING = (*results.IDENTITY, "devices", "batch", *results.MEMORY, *results.CYCLES, *results.COLLECTIVES)
+# The parts, and what the page and the guards (tests/test_compile.py) read of their reports.
+FIELDS = {
+    "recipes": (*results.IDENTITY, *results.SHORTAGE, "batch", *results.MEMORY, *results.COLLECTIVES),
+    "scaling": _SCALING,
+    "mlperf": _SCALING,
+    "guards": (
+        *results.IDENTITY,
+        "program",
+        "besides.libtpu",
+        "besides.needed",
+        *results.MEMORY,
+        "kept_bytes",
+        "bytes_accessed",
+        "copies.count",
+        "copies.bytes",
+        "donated",
+        *results.CYCLES,
+        *results.COLLECTIVES,
+    ),
+}
+PARTS = tuple(FIELDS)
 
 
 @dataclass(frozen=True)
@@ -54,7 +75,7 @@ class Row:
         """Returns the command, which does not search for a batch that fits."""
         task = ["--task", self.task] if self.task else []
         options = ["--topology", topology, "--batch", str(self.batch), "--effort", effort, "--json", output]
-        options += [] if self.program == "train" else ["--program", self.program]  # bench/jax_peers.py has one only
+        options += [] if self.program == "train" else ["--program", self.program]  # research/jax_peers.py has one only
         options += ["--besides", self.besides] if self.besides else []
         flags = ["--", *self.flags] if self.flags else []
         return [sys.executable, "-m", module, self.model, self.preset, *task, *options, "--no-search", *flags]
@@ -246,52 +267,64 @@ def wanted(part: str) -> list[tuple[Row, str, str]]:
 
 def make(part: str, missing: bool) -> None:
     """Compiles a part and writes its file after every step, so that an interrupted run keeps what it has."""
-    path = DOCS / f"{part}.json"
-    figures = load(path) if missing else {}
+    path = results.FOLDER / f"{part}.json"
+    figures = results.load(path) if missing else {}
 
     def one(job: tuple[Row, str, str]) -> tuple[str, str, dict]:
         row, topology, effort = job
         return row.name, topology, compiled(row, topology, effort)
 
     jobs = [job for job in wanted(part) if job[1] not in figures.get(job[0].name, {})]
-    order = list(dict.fromkeys(row.name for row, _, _ in wanted(part)))
     with two_at_a_time() as pool:
         for name, topology, report in pool.map(one, jobs):
-            figures.setdefault(name, {})[topology] = report
-            figures = {row: figures[row] for row in order if row in figures}
-            save(path, figures)
+            figures.setdefault(name, {})[topology] = results.record(report, FIELDS[part])
+            figures = arranged(part, figures)
+            results.save(path, figures)
             print(f"{name} on {topology}: {memory(report)}", flush=True)
 
 
-def load(path: Path) -> dict:
-    """Returns the figures that `save` wrote; {} where there are none."""
-    return json.loads(path.read_text()) if path.exists() else {}
+def arranged(part: str, figures: dict) -> dict:
+    """Returns the figures of a part in the order of its table; those of rows that are gone are left out."""
+    topologies: dict[str, list[str]] = {}
+    for row, topology, _ in wanted(part):
+        topologies.setdefault(row.name, []).append(topology)
+
+    found = {}
+    for name, wanted_topologies in topologies.items():
+        if name in figures:
+            found[name] = results.in_order(figures[name], wanted_topologies)
+    return found
 
 
-def save(path: Path, figures: dict) -> None:
-    """Writes figures, whole or not at all: they took minutes each. Raises InputError where it cannot."""
-    files.write_file(str(path), json.dumps(figures, indent=1).encode() + b"\n")
-
-
-def memory(report: dict) -> str:
+def memory(record: dict) -> str:
     """Returns the GiB that a chip needs, and whether it has them."""
-    if "memory" in report:
-        return f"{report['memory']['needed'] / GIB:.2f}"
-    return f"does not fit: {report['needed'] / GIB:.2f}" if "needed" in report else "does not fit: the tables"
+    if "memory" in record:
+        return f"{record['memory']['needed'] / GIB:.2f}"
+    if "needed" in record:
+        return f"does not fit: {record['needed'] / GIB:.2f}"
+    return "does not fit: the tables"
 
 
-def bundle_count(report: dict) -> str:
-    """Returns the bundles of operations without an estimate, in millions; "" where they were not counted."""
-    return f"{report['uncounted']['bundles'] / 1e6:.2f}M" if "uncounted" in report else ""
+def bundle_count(record: dict) -> str:
+    """Returns the bundles of operations without an estimate, in millions; "" if they were not counted."""
+    if "uncounted" not in record:
+        return ""
+    return f"{record['uncounted']['bundles'] / 1e6:.2f}M"
 
 
 def ratio(ours: dict, other: dict) -> str:
-    """Returns ours / other, of the cycles, and of what has none the bundles where both were counted; "" without."""
+    """Returns ours / other for a cell; "" where one has no cycles.
+
+    It is of the cycles, and with them of the bundles of what has none, where both were counted.
+    """
     if "cycles" not in ours or "cycles" not in other:
         return ""
-    counted = "uncounted" in ours and "uncounted" in other
-    both = (each["cycles"] + (each["uncounted"]["bundles"] if counted else 0) for each in (ours, other))
-    return f"{next(both) / next(both):.2g}"
+    own = ours["cycles"]
+    theirs = other["cycles"]
+    if "uncounted" in ours and "uncounted" in other:
+        own += ours["uncounted"]["bundles"]
+        theirs += other["uncounted"]["bundles"]
+    return f"{own / theirs:.2g}"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -300,44 +333,42 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def collectives(report: dict) -> str:
+def collectives(record: dict) -> str:
     """Returns the collectives for a cell: "2 all-reduce 51.4 MB, …"."""
-    found = report["collectives"]
-    return ", ".join(f"{c['count']} {kind} {c['bytes'] / 1e6:,.1f} MB" for kind, c in sorted(found.items())) or "none"
+    found = []
+    for kind, entry in sorted(record["collectives"].items()):
+        found.append(f"{entry['count']} {kind} {entry['bytes'] / 1e6:,.1f} MB")
+    return ", ".join(found) or "none"
+
+
+def examples(record: dict) -> str:
+    """Returns the examples of a step of all chips, for a cell."""
+    return f"{record['batch'] * record['devices']:,}"
 
 
 def recipes_table(figures: dict) -> str:
     """Returns the table of every recipe's memory on every TPU, and its collectives on the first."""
+    header = ["step", "batch per chip"]
+    header += [f"{topology}, GiB" for topology in TOPOLOGIES]
+    header.append(f"collectives on {TOPOLOGIES[0]}, bytes per chip")
+
     rows = []
     for name, by_topology in figures.items():
-        first = by_topology.get(TOPOLOGIES[0], {})
-        batch = max(report.get("batch", 0) for report in by_topology.values())
+        batch = max(record.get("batch", 0) for record in by_topology.values())
         cells = [name, f"{batch:,}" if batch else ""]
         for topology in TOPOLOGIES:
-            cells.append(memory(by_topology[topology]) if topology in by_topology else "not run")
-        rows.append([*cells, collectives(first) if "memory" in first else ""])
-    columns = [f"{topology}, GiB" for topology in TOPOLOGIES]
-    return table(["step", "batch per chip", *columns, f"collectives on {TOPOLOGIES[0]}, bytes per chip"], rows)
+            if topology in by_topology:
+                cells.append(memory(by_topology[topology]))
+            else:
+                cells.append("not run")
+        first = by_topology.get(TOPOLOGIES[0], {})
+        cells.append(collectives(first) if "memory" in first else "")
+        rows.append(cells)
+    return table(header, rows)
 
 
 def scaling_table(figures: dict) -> str:
     """Returns the table of the growth with the number of chips."""
-    rows = []
-    for name, by_topology in figures.items():
-        first = next(iter(by_topology.values()))
-        for report in by_topology.values():
-            rows.append(
-                [
-                    name,
-                    str(report["devices"]),
-                    f"{report['batch'] * report['devices']:,}",
-                    f"{report['memory']['needed'] / GIB:.2f}",
-                    collectives(report),
-                    f"{report['cycles'] / 1e6:.{1 if report['cycles'] > 1e7 else 3}f}M",
-                    f"{report['cycles'] / first['cycles']:.2f}",
-                    bundle_count(report),
-                ]
-            )
     header = [
         "step",
         "chips",
@@ -348,23 +379,62 @@ def scaling_table(figures: dict) -> str:
         "/ those of 8 chips",
         "bundles besides",
     ]
+    rows = []
+    for name, by_topology in figures.items():
+        first = next(iter(by_topology.values()))
+        for record in by_topology.values():
+            digits = 1 if record["cycles"] > 1e7 else 3
+            rows.append(
+                [
+                    name,
+                    str(record["devices"]),
+                    examples(record),
+                    memory(record),
+                    collectives(record),
+                    f"{record['cycles'] / 1e6:.{digits}f}M",
+                    f"{record['cycles'] / first['cycles']:.2f}",
+                    bundle_count(record),
+                ]
+            )
     return table(header, rows)
 
 
 def mlperf_table(figures: dict) -> str:
     """Returns the table of estimated examples a second and chip, beside the published ones."""
+    header = [
+        "TPU",
+        "batch",
+        "memory, GiB per chip",
+        "collectives, bytes per chip",
+        "cycles",
+        "bundles besides",
+        "examples a second and chip, by the cycles",
+        "by cycles and bundles",
+        "published, MLPerf Training 1.0",
+    ]
     rows = []
-    for topology, report in figures[MLPERF.name].items():
-        clock = GENERATIONS[topology.partition(":")[0]].clock_hz
-        both = report["cycles"] + report["uncounted"]["bundles"]
-        rates = [f"{clock * report['batch'] / count / 1e6:.2f}M" for count in (report["cycles"], both)]
-        published = f"{PUBLISHED[topology] / 1e6:.2f}M" if topology in PUBLISHED else ""
-        counts = [f"{report['cycles'] / 1e6:.2f}M", bundle_count(report)]
-        amounts = [f"{report['memory']['needed'] / GIB:.2f}", collectives(report)]
-        rows.append([topology, f"{report['batch'] * report['devices']:,}", *amounts, *counts, *rates, published])
-    header = ["TPU", "batch", "memory, GiB per chip", "collectives, bytes per chip", "cycles", "bundles besides"]
-    rates = ["examples a second and chip, by the cycles", "by cycles and bundles", "published, MLPerf Training 1.0"]
-    return table([*header, *rates], rows)
+    for topology, record in figures[MLPERF.name].items():
+        generation, _, _ = topology.partition(":")
+        in_a_second = GENERATIONS[generation].clock_hz * record["batch"]
+        cycles = record["cycles"]
+        both = cycles + record["uncounted"]["bundles"]
+        published = ""
+        if topology in PUBLISHED:
+            published = f"{PUBLISHED[topology] / 1e6:.2f}M"
+        rows.append(
+            [
+                topology,
+                examples(record),
+                memory(record),
+                collectives(record),
+                f"{cycles / 1e6:.2f}M",
+                bundle_count(record),
+                f"{in_a_second / cycles / 1e6:.2f}M",
+                f"{in_a_second / both / 1e6:.2f}M",
+                published,
+            ]
+        )
+    return table(header, rows)
 
 
 def draw(figures: dict) -> None:
@@ -376,17 +446,24 @@ def draw(figures: dict) -> None:
 
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     for name, by_topology in figures.items():
-        reports = list(by_topology.values())
-        chips = [report["devices"] for report in reports]
-        moved = [sum(entry["bytes"] for entry in report["collectives"].values()) / 1e6 for report in reports]
-        series = [
-            [report["memory"]["needed"] / GIB for report in reports],
-            moved,
-            [report["cycles"] / reports[0]["cycles"] for report in reports],
-        ]
-        for axis, values in zip(axes, series, strict=True):
+        first = next(iter(by_topology.values()))
+        chips = []
+        needed = []
+        moved = []
+        growth = []
+        for record in by_topology.values():
+            chips.append(record["devices"])
+            needed.append(record["memory"]["needed"] / GIB)
+            sent = sum(entry["bytes"] for entry in record["collectives"].values())
+            moved.append(sent / 1e6)
+            growth.append(record["cycles"] / first["cycles"])
+        for axis, values in zip(axes, (needed, moved, growth), strict=True):
             axis.plot(chips, values, marker="o", label=name)
-    titles = ("memory, GiB per chip", "collectives, MB per chip and step", "estimated cycles / those of 8 chips")
+    titles = (
+        "memory, GiB per chip",
+        "collectives, MB per chip and step",
+        "estimated cycles / those of 8 chips",
+    )
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="chips of v5e", xscale="log", ylim=(0, None))
         axis.set_xticks([8, 32, 256], ["8", "32", "256"])
@@ -398,15 +475,27 @@ def draw(figures: dict) -> None:
 
 def write_page(redraw: bool) -> None:
     """Writes docs/tpu/README.md from the parts that are there."""
-    parts = {
-        part: json.loads((DOCS / f"{part}.json").read_text()) for part in PARTS if (DOCS / f"{part}.json").exists()
-    }
-    version = next(
-        report["libtpu"] for f in parts.values() for t in f.values() for report in t.values() if "libtpu" in report
-    )
+    page = text_of_page()
+    figures = results.load(results.FOLDER / "scaling.json")
+    if redraw and figures:
+        draw(figures)
+    (DOCS / "README.md").write_text(page)
+
+
+def text_of_page() -> str:
+    """Returns docs/tpu/README.md from the parts that are there."""
+    parts = {}
+    versions = []
+    for part in PARTS:
+        figures = results.load(results.FOLDER / f"{part}.json")
+        if figures:
+            parts[part] = figures
+        for by_topology in figures.values():
+            versions += [report["libtpu"] for report in by_topology.values() if "libtpu" in report]
+
     page = f"""# What the TPU's compiler says about every recipe
 
-Written by `make compile-all`; do not edit. No TPU ran any of this: libtpu {version} compiled the train step of each
+Written by `make compile-all`; do not edit. No TPU ran any of this: libtpu {versions[0]} compiled the train step of each
 script on a CPU. Memory is what the program asks for. Cycles, times and rates are the compiler's estimates: they leave
 out random numbers, asynchronous copies, custom calls and waiting for other chips. "Bundles besides" are the code of
 operations that the compiler gives no cycles, gathers and scatters above all: a bundle takes a cycle or more. `make
@@ -417,14 +506,12 @@ compile MODEL=… TOPOLOGY=…` shows more of each. Estimated cycles on one chip
         page += "\n## Does it fit?\n\nMemory that the step needs per chip; quick compile (effort fast).\n\n"
         page += recipes_table(parts["recipes"]) + "\n"
     if "scaling" in parts:
-        if redraw:
-            draw(parts["scaling"])
         page += "\n## More chips\n\nThe batch per chip stays the same; effort full.\n\n"
         page += f"{scaling_table(parts['scaling'])}\n\n![growth with the number of chips](scaling.png)\n"
     if "mlperf" in parts:
         page += "\n## DLRM with the batch of a published run\n\n64 chips; effort full.\n\n"
         page += mlperf_table(parts["mlperf"]) + "\n"
-    (DOCS / "README.md").write_text(page)
+    return page
 
 
 def main() -> None:

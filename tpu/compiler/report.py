@@ -1,8 +1,7 @@
 """The report of a compiled step: figures of its program, and the same for people."""
 
-from tpu.compiler import analysis, bundles, hlo, libtpu
+from tpu.compiler import analysis, bundles, hlo, libtpu, staging
 from tpu.compiler.libtpu import GIB
-from train.common.xla import staging
 
 
 def figures(
@@ -143,7 +142,7 @@ def describe(report: dict) -> str:
         f"work         {report['flops'] / 1e12:.2f} TFLOP and {report['bytes_accessed'] / 1e9:.1f} GB per device, "
         f"up to {report['on_chip_bytes'] / 1e9:.1f} of them in on-chip memory",
         f"roofline     {1e3 * roofline['flops']:.1f} ms by its flops, {1e3 * roofline['bytes']:.1f} ms by the bytes in "
-        "HBM; no step is shorter, unless its bytes are counted too high (docs/tpu/findings.md, Left)",
+        "HBM; no step is shorter, unless its bytes are counted too high (docs/tpu/findings.md)",
     ]
     if report["kept_bytes"] > GIB / 200:
         kept = f"{report['kept_bytes'] / GIB:.2f} GiB of what the program does not take, such as the optimizer's state"

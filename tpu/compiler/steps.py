@@ -3,7 +3,7 @@
 Config, `build` and `train_step` are the script's own. The published recipe stands for what a data set or a checkpoint
 would say: classes, words, rows of tables.
 
-Each function takes a script's Config, whose batch is that of all devices; a mesh of train/common/xla/staging.py; and
+Each function takes a script's Config, whose batch is that of all devices; a mesh of tpu/compiler/staging.py; and
 the script, or another object with functions of the same names (bench/stock.py). A test compares names, shapes and types
 of the inputs with what the data sets give.
 """
@@ -28,10 +28,10 @@ from transformers import (
 from data import glue
 from errors import InputError
 from models import encoders
+from tpu.compiler import staging
 from train import dlrm, pretrain, resnet50, transformer
 from train import glue as glue_script
 from train.common import accumulate, device
-from train.common.xla import staging
 from train.common.xla.step_loop import StepLoop
 from train.translate import Translator, rows
 

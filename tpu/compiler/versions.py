@@ -2,14 +2,14 @@
 
     python -m tpu.compiler.versions               every case of CASES: about two hours of one core
     python -m tpu.compiler.versions bert          those with "bert" in their name
-    python -m tpu.compiler.versions --missing     those that docs/tpu/versions.json does not have
+    python -m tpu.compiler.versions --missing     those that research/results/versions.json does not have
     python -m tpu.compiler.versions --print       compiles nothing: writes the page again
 
 A case is a configuration and the programs of it. A process of its own stages each program once, and compiles it (effort
 fast) with each version of libtpu.VERSIONS; with that of TPU VMs also with smaller stacks, to find the least that it
 needs, and those that need a larger one than libtpu's own also in the safe forms, without a flag. The figures are kept
-in docs/tpu/versions.json, the page is docs/tpu/versions.md; the cycles in it are those of stock.json and
-stock_tpu_vm.json, see bench/tpu_cycles.py.
+in research/results/versions.json, the page is docs/tpu/versions.md; the cycles in it are those of stock.json and
+stock_tpu_vm.json there, see research/tpu_cycles.py.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from errors import InputError
-from tpu.compiler import apart, libtpu
+from tpu.compiler import apart, libtpu, results, staging
 from tpu.compiler import compile as compiling
 from tpu.compiler.libtpu import GIB
-from tpu.compiler.pages import DOCS, ROOT, Row, environment_of_figures, load, save, table, two_at_a_time
-from train.common.xla import backend, staging
+from tpu.compiler.pages import DOCS, ROOT, Row, environment_of_figures, table, two_at_a_time
+from train.common.xla import backend
 
-FIGURES, PAGE = DOCS / "versions.json", DOCS / "versions.md"
+FIGURES = results.FOLDER / "versions.json"
+PAGE = DOCS / "versions.md"
 RUNTIME, NEWEST = libtpu.VERSIONS
 STACKS = (65_536, 81_920, 98_304, 114_688, 131_072, 163_840, 196_608, 262_144)  # bytes; libtpu's own is the first
 DEFAULT_STACK = int(backend.STACK.partition("=")[2])
@@ -160,6 +161,7 @@ def _large() -> Iterator[Case]:
 
 
 CASES = (*_published(), *_flags(), *_generations(), *_large())
+NAMES = [case.named(program) for case in CASES for program in case.programs]  # of the figures, in the page's order
 
 
 # ---- one case, in a process of its own -------------------------------------------------------------------------------
@@ -296,7 +298,9 @@ def page(figures: dict) -> str:
     margin = DEFAULT_STACK / largest
     forms = [found[SAFE] for found in figures.values() if SAFE in found]
     dead = sum("died" in each for each in forms)
-    cycles = cycles_table(load(DOCS / "stock.json"), load(DOCS / "stock_tpu_vm.json"))
+    newest = results.load(results.FOLDER / "stock.json")
+    runtime = results.load(results.FOLDER / "stock_tpu_vm.json")
+    cycles = cycles_table(newest, runtime)
     return f"""# What a TPU VM's compiler makes of every program
 
 Written by `python -m tpu.compiler.versions`; do not edit. No TPU ran any of this. A TPU VM compiles with libtpu
@@ -324,7 +328,7 @@ Effort full, the rows of [stock.md](stock.md), our steps; v5e.
 
 def write_page() -> None:
     """Writes docs/tpu/versions.md from the figures that are there."""
-    PAGE.write_text(page(load(FIGURES)))
+    PAGE.write_text(page(results.load(FIGURES)))
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -351,7 +355,7 @@ def main() -> None:
         print(json.dumps(compile_case(CASES[options.case])))
         return
 
-    figures = load(FIGURES)
+    figures = results.load(FIGURES)
     cases = [case for case in CASES if options.name.lower() in f"{case.row.name} {case.topology}".lower()]
     if not cases:
         raise InputError(f"no case has {options.name!r} in its name; there are {', '.join(c.row.name for c in CASES)}")
@@ -376,7 +380,8 @@ def main() -> None:
             for program, result in found.items():
                 figures[case.named(program)] = result
                 print(case.named(program), cell(result[RUNTIME]), cell(result[NEWEST]), stack(result), flush=True)
-            save(FIGURES, figures)
+            figures = results.in_order(figures, NAMES)
+            results.save(FIGURES, figures)
     write_page()
     if failed:
         raise InputError("\n".join(failed))

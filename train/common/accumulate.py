@@ -1,11 +1,16 @@
-"""Gradients that several batches, or parts of one, add up before an update, where all their examples do not fit.
+"""The train step of a loop: one update from the micro-batches that the loader yields for it.
 
-    step_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)
-    metrics = step_fn(state, part, config, mesh)  # None until the last of config.update_every parts
+    train = accumulate.SeededStep(train_step, mesh)  # an update has one
+    train = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)  # it has several
+    metrics = train(state, batch, config, mesh)
 
-The numbers are those of all examples in one batch, within rounding; batch norm's are those of its parts. So a loss is
-never a mean over what the parts have unequal numbers of, such as tokens: it is a sum, which `per` counts; or, where the
-losses of an update have several counts, each is divided by that of the whole update, see `count` of the loader.
+Gradient accumulation is for updates whose examples do not fit together. The numbers are those of all examples in one
+batch, within rounding; batch norm's are those of its micro-batches. So a loss is never a mean over what micro-batches
+have unequal numbers of, such as tokens: it is a sum, which `per` counts; or, where the losses of an update have several
+counts, each is divided by that of the whole update, see `count` of the loader.
+
+Both steps draw what is random in a micro-batch (dropout) by config.seed and its number, so that a resumed run draws the
+same.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,46 +20,73 @@ import torch
 from torch import Tensor, nn
 
 from train.common import device
-from train.common.device import Mesh
+from train.common.loading import MicroBatches
+from train.common.mesh import Mesh
+
+
+class SeededStep:
+    """`train_step(state, batch, config, mesh)`, compiled, for updates of one micro-batch.
+
+    Args:
+        max_graphs: shapes of batches.
+    """
+
+    def __init__(self, train_step: Callable, mesh: Mesh, max_graphs: int = 1):
+        self._train_step = device.compiled(train_step, mesh, max_graphs)
+
+    def __call__(self, state: Any, batch: MicroBatches, config: Any, mesh: Mesh) -> dict[str, Tensor]:
+        """Returns the metrics of the update. Raises ValueError where it has several micro-batches."""
+        (only,) = batch
+        device.seed_step(config.seed, batch.first)
+        return self._train_step(state, only, config, mesh)
 
 
 class AccumulatedStep:
-    """`forward` and its backward pass on every part; after each `config.update_every` of them `update`, with the mean
-    of their gradients.
+    """`forward` and its backward pass on every micro-batch; after the last one `update`, with the mean of their
+    gradients.
 
     Args:
         forward: called as (state, batch, config, mesh); returns scalars, "loss" among them: means over as many examples
-            in each part, or sums.
+            in each micro-batch, or sums.
         update: called as (state, config); updates the parameters from their `grad` and returns further metrics.
         state: what both work on, with its `model`.
         means: names of forward's scalars whose means over an update are returned.
         per: the scalar that counts what the sums are over, such as "tokens"; "" where forward returns means, each of
             which counts the same.
-        max_graphs: shapes of parts.
+        max_graphs: shapes of micro-batches.
     """
 
     def __init__(
-        self, forward: Callable, update: Callable, state: Any, means: Sequence[str], mesh: Mesh, per="", max_graphs=1
+        self,
+        forward: Callable,
+        update: Callable,
+        state: Any,
+        means: Sequence[str],
+        mesh: Mesh,
+        per: str = "",
+        max_graphs: int = 1,
     ):
-        self._forward, self._update, self._per = forward, update, per
+        self._forward = forward
+        self._update = update
+        self._per = per
         self._gradient_step = device.compiled(gradient_step, mesh, max_graphs)
         self._update_step = device.compiled(update_step, mesh)
-        self._totals = gradient_buffers(state.model, [*means, *([per] if per else [])], mesh)
-        self._parts = 0
+        sums = [*means, per] if per else [*means]
+        self._totals = gradient_buffers(state.model, sums, mesh)
 
-    def __call__(self, state: Any, batch: dict[str, Tensor], config: Any, mesh: Mesh) -> dict[str, Tensor] | None:
-        """Returns the metrics of an update, None where more parts are to come before it."""
-        self._gradient_step(self._forward, state, batch, self._totals, config, mesh)
-        self._parts += 1
-        if self._parts % config.update_every:
-            return None
+    def __call__(self, state: Any, batch: MicroBatches, config: Any, mesh: Mesh) -> dict[str, Tensor]:
+        """Returns the metrics of the update."""
+        for number, micro_batch in enumerate(batch, batch.first):
+            device.seed_step(config.seed, number)
+            self._gradient_step(self._forward, state, micro_batch, self._totals, config, mesh)
         return self._update_step(self._update, state, self._totals, config, self._per)
 
 
 def gradient_step(
     forward: Callable, state: Any, batch: dict[str, Tensor], totals: dict[str, Tensor], config: Any, mesh: Mesh
 ) -> None:
-    """Adds a part's gradients to the parameters' `grad`, and its scalars to `totals`: both stay on the device."""
+    """Adds the gradients of a micro-batch to the parameters' `grad`, and its scalars to `totals`: both stay on the
+    device."""
     found = forward(state, batch, config, mesh)
     found["loss"].backward()
     for name, total in totals.items():

@@ -86,7 +86,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         main_process: False on the hosts of a pod that only read.
         tables: an `embedding.TableStorage`, where sharded tables belong to the state; every host writes its part.
         every: `keep` counts only steps that are multiples of it. Others (saved after an evaluation or by a signal) go
-            with the next one, so that what `averaging.average` takes does not depend on when a run was stopped.
+            with the next one, so that which ones train/transformer.py averages does not depend on when a run was
+            stopped.
         layers: of a mesh over which the state is cut: no host then holds it twice.
     `evaluates` tells of the checkpoint that was restored whether an evaluation of its state was to follow. One of an
     older version says no: its evaluation came first.

@@ -1,33 +1,21 @@
 """The command line of a script: presets and flags from its Config, one sentence for what the user can fix."""
 
 import difflib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import tyro
 from tyro import _errors as tyro_errors  # private, hence tyro's exact version in requirements.txt
 
+import optional
 from errors import InputError
 from train.common import interrupt
 
 # What makes a preset a trial: it needs no files, no TPU and no second core.
 TRIAL = {"data": "synthetic", "precision": "float32", "workers": 0}
 
-
-@tyro.conf.configure(tyro.conf.OmitArgPrefixes)  # --mesh, not --layout.mesh
-@dataclass(frozen=True)
-class Layout:
-    """Flags that change memory and speed, but no number beyond rounding: a resumed run may have others."""
-
-    mesh: str = ""  # devices by axis, such as data=4,model=2: model cuts the layers themselves; "": none for model
-    shard_state: Literal["none", "optimizer", "full"] = "none"  # cut over data: optimizer's state; full: weights too
-    remat: bool = False  # keeps of each layer its input only and computes it again in the backward pass
-
-
-WHOLE = Layout()  # on every device
 
 # Values that flags of earlier versions took, and what is said of them.
 _PLAN_REMOVED = "was removed: use --plan auto, exchange or data, which also restore its checkpoints"
@@ -46,8 +34,8 @@ def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None
     its traceback. Where train/common/watch is, its flags are there, too.
     """
     prog = f"python -m {_module(main)}"
-    if importlib.util.find_spec("train.common.watch"):
-        main, presets = importlib.import_module("train.common.watch").watched(main, presets)
+    if optional.is_here("watch"):
+        main, presets = optional.load("watch").watched(main, presets)
     try:
         with interrupt.ended():
             main(parse(presets, prog))

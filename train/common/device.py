@@ -13,7 +13,6 @@ import os
 import random
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -21,52 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from errors import InputError, optional_module
+import optional
+from errors import InputError
 from train.common import interrupt
-from train.common.cli import WHOLE, Layout
-
-DEVICES, PRECISIONS = ("xla", "cpu", "cuda"), ("bfloat16", "float32", "fast_float32")
+from train.common.mesh import DEVICES, PRECISIONS, WHOLE, Layout, Mesh
 
 _backend: Any = None  # the module that `choose_backend` has chosen
-
-
-class GraphError(RuntimeError):
-    """A compiled step broke its contract: it recompiled after warm-up, or left the device in the middle."""
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """All devices of the run, and this host's place among them."""
-
-    device: torch.device  # holds every tensor; on XLA a virtual one, for all devices
-    spmd: Any  # torch_xla's mesh with the axis "data", see `Layout` for others; None on one device of plain PyTorch
-    num_devices: int  # of all hosts
-    process_index: int  # of this host
-    process_count: int  # hosts
-    kind: str  # hardware, such as "TPU v5 lite" or "CPU"
-    precision: str  # what `autocast` computes in, one of PRECISIONS
-    strict: bool  # a recompilation after warm-up or a host fall-back is an error; otherwise a warning
-    places: tuple[int, ...] = ()  # of this host's devices, as torch_xla fills them; (): after those of the hosts before
-    safe_forms: bool = False  # steps are written in forms that libtpu compiles without flags, see docs/tpu.md
-    layers: Any = None  # where a Layout is asked for: train/common/sharding's Layers
-
-    @property
-    def main_process(self) -> bool:
-        """True on the one host that prints and writes."""
-        return self.process_index == 0
-
-    def rows(self, batch_size: int) -> np.ndarray:
-        """Returns the rows of a batch that this host loads, in the order in which it uploads them: torch_xla gives the
-        i-th of equal parts to the i-th of the host's devices. On a 4x4 slice devices are counted along its lines, and a
-        host has a square, such as 0, 1, 4 and 5."""
-        places = self.places or np.split(np.arange(self.num_devices), self.process_count)[self.process_index]
-        return np.arange(batch_size).reshape(self.num_devices, -1)[[*places]].ravel()
-
-    def autocast(self) -> torch.autocast:
-        """Returns a context for the forward pass; parameters, gradients and optimizer state stay float32."""
-        # Not torch_xla 2.9's, which crashes on the CPU backend. "xla" also where staging.py has meta tensors.
-        kind = self.device.type if self.spmd is None else "xla"
-        return torch.autocast(kind, dtype=torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
 def setup(
@@ -97,15 +56,17 @@ def setup(
     for name, value, known in (("precision", precision, PRECISIONS), ("device", kind, DEVICES)):
         if value not in known:
             raise InputError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
-    backend, flags = choose_backend(kind), "--mesh, --shard-state or --remat"
-    if spread := layout != WHOLE and optional_module("train.common.sharding", flags, "WITH=sharding"):
-        spread.ask_for_reduce_scatters(layout, backend)
+    backend = choose_backend(kind)
+    sharding = None
+    if layout != WHOLE:
+        sharding = optional.load("sharding")
+        sharding.ask_for_reduce_scatters(layout, backend)
     mesh = backend.setup(precision, strict, kind, vmem_kib, wants_safe_forms(safe_forms))
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     _backend.set_seed(seed)
-    return spread.arranged(mesh, layout) if spread else mesh
+    return sharding.arranged(mesh, layout) if sharding else mesh
 
 
 def wants_safe_forms(given: bool) -> bool:
@@ -120,14 +81,7 @@ def wants_safe_forms(given: bool) -> bool:
 def choose_backend(kind: str) -> ModuleType:
     """Makes every function below work on this kind of device; returns the backend, which only `setup` needs."""
     global _backend
-    try:
-        if kind == "xla":
-            from train.common.xla import backend as _backend
-        else:
-            from train.common import eager as _backend
-    except ImportError as error:
-        remedy = f"install requirements.txt, copy with DEVICE={kind}, or give another --device (cpu needs no torch_xla)"
-        raise InputError(f"--device is {kind}, but what it needs is not here ({error}); {remedy}") from error
+    _backend = optional.load("xla" if kind == "xla" else "eager", asked=kind)
     return _backend
 
 
@@ -140,6 +94,12 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
 def graph_report(reset: bool = False) -> dict[str, Any]:
     """Returns `GraphReport.summary` of this process's steps since the last `reset`; {} on plain PyTorch."""
     return _backend.graph_report(reset)
+
+
+def compiling_since() -> float | None:
+    """Returns since when, by time.monotonic(), a compiled step traces and compiles a new program; None where none does,
+    and on plain PyTorch. Another thread than that of the steps may ask."""
+    return _backend.compiling_since()
 
 
 def to_device(model: nn.Module, mesh: Mesh, rules: Callable | None = None) -> nn.Module:
@@ -197,7 +157,8 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
             if number == 0:
                 for name in stepped.param_groups[0].keys() - group.keys():  # timm's count of steps, on the host
                     group[name] = stepped.param_groups[0][name] * 0
-                _backend.prepare_group(optimizer, group, mesh)
+                for changed in _backend.prepare_group(optimizer, group, mesh):
+                    replicate(changed, mesh)
             state = {}
             for name, value in next(iter(stepped.state.values()), {}).items():
                 if not torch.is_tensor(value):

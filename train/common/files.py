@@ -1,9 +1,15 @@
-"""Files at local paths and at fsspec URLs (gs://…): exports, weights, and what a checkpoint is written with."""
+"""Files and folders at local paths and at fsspec URLs (gs://…).
+
+Exports, weights, and what checkpoints are written with.
+"""
 
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
 
 import fsspec
 import safetensors
@@ -11,6 +17,8 @@ import safetensors.torch
 from torch import Tensor
 
 from errors import InputError
+
+CHUNK_BYTES = 16 * 2**20  # of a file that is copied to a store
 
 
 def reason(error: Exception) -> str:
@@ -89,6 +97,54 @@ def load_with_metadata(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise InputError(f"{path} is not a safetensors file ({error}); pickles are not loaded: convert it") from None
     size = int.from_bytes(content[:8], "little")  # of the header, which safetensors does not give of bytes
     return tensors, json.loads(content[8 : 8 + size]).get("__metadata__") or {}
+
+
+def write_folder(folder: str, write: Callable[[str], None]) -> None:
+    """Has `write` fill a temporary local folder, and copies its files to `folder`, a path or URL.
+
+    This is for what transformers and others write as one.
+
+    Raises:
+        InputError: one of the two folders cannot be written.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as local:
+            write(local)
+            for path in sorted(Path(local).rglob("*")):
+                if path.is_file():
+                    with path.open("rb") as file:
+                        write_file(f"{folder.rstrip('/')}/{path.relative_to(local)}", _chunks(file))
+    except (OSError, safetensors.SafetensorError) as error:
+        failed = f"cannot write {folder}, which is made in a temporary folder: {error}"
+        raise InputError(f"{failed}; make room there, or set TMPDIR to a folder with room") from error
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    """Yields the content of an open file in pieces of CHUNK_BYTES."""
+    chunk = file.read(CHUNK_BYTES)
+    while chunk:
+        yield chunk
+        chunk = file.read(CHUNK_BYTES)
+
+
+def local_folder(folder: str) -> str:
+    """Returns a local path to a folder: the path itself, or a temporary copy of a URL's files.
+
+    Raises:
+        InputError: the URL cannot be read.
+    """
+    try:
+        fs, root = fsspec.core.url_to_fs(folder)
+        if is_local(fs):
+            return os.path.expanduser(folder.removeprefix("file://"))
+
+        copy = tempfile.mkdtemp()
+        fs.get(f"{root.rstrip('/')}/", copy, recursive=True)
+    except FileNotFoundError:
+        raise InputError(f"there is no folder {folder}") from None
+    except Exception as error:  # every store has exceptions of its own
+        raise InputError(f"cannot read the folder {folder}: {error}") from error
+    return copy
 
 
 def is_local(fs: fsspec.AbstractFileSystem) -> bool:

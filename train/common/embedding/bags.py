@@ -40,13 +40,13 @@ import torch
 from torch import Tensor, nn
 
 from train.common import device
-from train.common.device import Mesh
 from train.common.embedding import exchange, pieces
 from train.common.embedding.devices import table_devices
 from train.common.embedding.memory import PLANS, choose_plans, device_bytes_for_tables
 from train.common.embedding.optimizers import Optimizer
 from train.common.embedding.plan import Plan
 from train.common.embedding.tables import Table, check_tables
+from train.common.mesh import Mesh
 
 
 @dataclass

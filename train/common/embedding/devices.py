@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from errors import InputError
-from train.common.device import Mesh
-from train.common.embedding.rows import IN_PLACE_DEVICES
+from train.common.mesh import Mesh
 
 # The axis, or axes, that cut each dimension of a tensor; None: none.
 Spec = tuple[str | tuple[str, ...] | None, ...]
@@ -31,7 +30,7 @@ def table_devices(mesh: Mesh, parts: int) -> "TableDevices":
     if parts < 1 or mesh.num_devices % parts:
         allowed = f"it must divide the {mesh.num_devices} devices, 0 takes all"
         raise InputError(f"model_devices is {parts}; {allowed}")
-    if mesh.device.type in IN_PLACE_DEVICES:
+    if not mesh.compiles:
         return OneDevice(mesh, parts)
     from train.common.embedding.xla_devices import XlaDevices
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from errors import InputError
-from train.common.device import Mesh
 from train.common.embedding.copied import Copied
 from train.common.embedding.exchange import Exchanged
 from train.common.embedding.optimizers import Optimizer, row_bytes
 from train.common.embedding.plan import Plan
 from train.common.embedding.tables import Table
+from train.common.mesh import Mesh
 
 PLANS: dict[str, type[Plan]] = {plan.name: plan for plan in (Exchanged, Copied)}
 # `auto` copies a table (with its optimizer state) to every device up to this size: adding up its

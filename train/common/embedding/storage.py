@@ -26,9 +26,10 @@ from torch import Tensor
 from errors import InputError
 from train.common import files
 from train.common.checkpoint import COMPLETE, UNREADABLE
-from train.common.device import Mesh, over_hosts
+from train.common.device import over_hosts
 from train.common.embedding.bags import ShardedEmbeddingBags
 from train.common.embedding.owners import Rows
+from train.common.mesh import Mesh
 
 HOSTS_SECONDS = 1800  # how long the main process waits for the other hosts' tables
 

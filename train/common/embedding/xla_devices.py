@@ -16,8 +16,8 @@ import torch_xla.distributed.spmd as xs
 from torch import Tensor
 
 from train.common import device
-from train.common.device import Mesh
 from train.common.embedding.devices import LocalPart, Spec, TableDevices
+from train.common.mesh import Mesh
 
 _XLAC = torch_xla._XLAC
 MANUAL = _XLAC.OpSharding([], [], [], xs.ShardingType.MANUAL)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from errors import InputError
-from train.common import device
+from train.common.mesh import Mesh
 
 Spec = tuple[str | tuple[str, ...] | None, ...]  # the axis, or axes, that cut each dimension of a tensor; None: none
 
@@ -33,7 +33,7 @@ class Axes:
         return self.sizes[axis]
 
 
-def axes(mesh: device.Mesh, **sizes: int) -> Axes:
+def axes(mesh: Mesh, **sizes: int) -> Axes:
     """Returns the devices of a mesh by axis, such as axes(mesh, group=2, chip=4); without sizes those of `--mesh`, or
     all as "data".
 
@@ -46,7 +46,7 @@ def axes(mesh: device.Mesh, **sizes: int) -> Axes:
     if not whole or math.prod(sizes.values()) != mesh.num_devices:
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise InputError(f"the axes are {given}; their sizes must multiply to the {mesh.num_devices} devices")
-    if mesh.spmd is None:
+    if not mesh.compiles:
         return Axes(sizes, None)
     from train.common.xla.regions import Regions
 

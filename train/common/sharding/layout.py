@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from errors import InputError
-from train.common.cli import WHOLE, Layout
-from train.common.device import Mesh
+from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.sharding.placement import Layers
 
 AXES = ("copies", "data", "model")
@@ -33,7 +32,7 @@ def arranged(mesh: Mesh, layout: Layout) -> Mesh:
     """
     if layout == WHOLE:
         return mesh
-    if mesh.spmd is None:
+    if not mesh.compiles:
         for flag, given in (("--mesh", layout.mesh), ("--shard-state", layout.shard_state.replace("none", ""))):
             if given:
                 raise InputError(
@@ -48,10 +47,13 @@ def arranged(mesh: Mesh, layout: Layout) -> Mesh:
     if not layers.spreads:
         return replace(mesh, layers=layers)
     spmd = type(mesh.spmd)(mesh.spmd.device_ids, tuple(axes.values()), AXES)
+    layers = replace(layers, spmd=spmd)
+
     # On a pod batches come cut over all devices: the upload of a host's own rows takes no other mesh (torch_xla's
     # ShardingSpec with minibatch). The annotations of the first layers keep "model" out.
-    by_data = axes["model"] > 1 and mesh.process_count == 1
-    return replace(mesh, spmd=spmd if by_data else mesh.spmd, layers=replace(layers, spmd=spmd))
+    if axes["model"] > 1 and mesh.process_count == 1:
+        return replace(mesh, spmd=spmd, layers=layers)
+    return replace(mesh, layers=layers)
 
 
 def _default(devices: int, layout: Layout) -> str:

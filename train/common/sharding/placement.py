@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from errors import InputError
-from train.common.cli import Layout
-from train.common.device import Mesh, replicate
+from train.common.device import replicate
+from train.common.mesh import Layout, Mesh
 from train.common.sharding import gather
 from train.common.sharding.head import ROWS, sum_by_rows
 
@@ -53,6 +53,11 @@ class Layers:
     spmd: Any  # torch_xla's mesh, with these axes where something is cut; None on a device of plain PyTorch
 
     read, pack, load = map(staticmethod, (gather.read, gather.pack, gather.load))  # what checkpoint.py needs
+
+    @property
+    def compiles(self) -> bool:
+        """True on XLA, see `Mesh.compiles`."""
+        return self.spmd is not None
 
     @property
     def spreads(self) -> bool:
@@ -158,14 +163,14 @@ def _mark_layers(model: nn.Module, layers: Layers, cuts: Mapping[nn.Parameter, C
 
 def recompute(model: nn.Module, layers: Layers, rules: Rules) -> None:
     """Lets each layer keep its input only, and compute the rest again in the backward pass."""
-    if layers.spmd is None:
+    if layers.compiles:
+        from train.common.xla.recompute import again
+    else:
         from torch.utils.checkpoint import checkpoint
 
         def again(layer: nn.Module) -> Any:
             forward = layer.forward
             return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    else:
-        from train.common.xla.recompute import again
 
     for path in rules.layers:
         for layer in model.get_submodule(path):

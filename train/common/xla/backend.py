@@ -1,12 +1,13 @@
 """The XLA backend of device.py: a 1-D mesh named "data" over all devices, on which batches are sharded and parameters
 replicated, so that XLA inserts the gradient all-reduce; and a step is one compiled graph."""
 
+import contextlib
 import functools
 import importlib.metadata
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla import backends
 
-from train.common.device import GraphError, Mesh, replicate
+from train.common import hooks
+from train.common.mesh import GraphError, Mesh
 from train.common.xla import replay
 
 set_seed = xm.set_rng_state
@@ -155,7 +157,7 @@ def set_products(precision: str) -> None:
 
 
 def annotate(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> None:
-    if tensor.is_meta:  # for staging.py
+    if tensor.is_meta:  # for tpu/compiler/staging.py
         tensor.sharding = spmd, spec
     else:
         xs.mark_sharding(tensor, spmd, spec)
@@ -179,20 +181,25 @@ def fetch(values: list[Tensor]) -> list[float]:
     return [float(value) for value in read(values)]
 
 
-def prepare_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh) -> None:
-    """Puts Adam's learning rate and count of steps on the device. As Python floats, its bias corrections and
-    lr * weight_decay round to the constants 0.0 and 1.0 in the middle of a run (with beta2 = 0.98 after 823 steps), and
-    the step would be compiled again."""
+def prepare_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh) -> list[Tensor]:
+    """Puts Adam's learning rate and count of steps on the device; returns the parameters that it has computed anew,
+    whose annotations the caller makes again.
+
+    As Python floats, Adam's bias corrections and lr * weight_decay round to the constants 0.0 and 1.0 in the middle of
+    a run (with beta2 = 0.98 after 823 steps), and the step would be compiled again.
+    """
     if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
-        return
+        return []
+
     group["capturable"] = True
     group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32).to(mesh.device)
+
     # From its first addcdiv_ on, torch_xla 2.9 traces the views of a tensor in another way (an embedding's step 2 would
     # be another graph): do one that adds 0, now.
     with torch.no_grad():
         for parameter in group["params"]:
             parameter.addcdiv_(torch.zeros_like(parameter), torch.ones_like(parameter))
-            replicate(parameter, mesh)
+    return list(group["params"])
 
 
 def compilations() -> int:
@@ -222,6 +229,24 @@ class GraphReport:
         if reset:
             self.__init__()
         return found
+
+
+_compiling_since: float | None = None  # by time.monotonic(): a step traces and compiles a new program
+
+
+def compiling_since() -> float | None:
+    return _compiling_since
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Says, to other threads too, that what is done inside may take as long as a compiler does."""
+    global _compiling_since
+    _compiling_since = time.monotonic()
+    try:
+        yield
+    finally:
+        _compiling_since = None
 
 
 _report = GraphReport()  # one per process, since torch_xla counts compilations and transfers of the process
@@ -276,6 +301,11 @@ class CompiledStep:
         self._strays = 0  # calls in a row before which something else was compiled
 
     def __call__(self, *args: Any) -> Any:
+        with hooks.span(hooks.START):
+            return self._call(args)
+
+    def _call(self, args: Sequence[Any]) -> Any:
+        """Starts the known program of these arguments, or traces, compiles and starts theirs."""
         self._sync_pending()
         arguments = replay.Arguments(args)
         inputs = tuple(arguments.inputs.items())
@@ -285,6 +315,14 @@ class CompiledStep:
             self._report.repeated += 1
             return calls.program(arguments)
         self._report.traced += 1
+        if calls.count > 2 or calls.confirmed:
+            return self._traced_call(args, arguments, calls)
+        with _compiling():
+            return self._traced_call(args, arguments, calls)
+
+    def _traced_call(self, args: Sequence[Any], arguments: replay.Arguments, calls: _Calls) -> Any:
+        """Traces a step and runs its program, which is compiled where it is new."""
+        inputs = tuple(arguments.inputs.items())
         is_new = inputs not in self._known
         if is_new and self._compiler:
             print(f"compiling {self.name} with {self._compiler}", file=sys.stderr, flush=True)

@@ -8,7 +8,8 @@ import torch_xla
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from train.common.device import Mesh, annotate
+from train.common.device import annotate
+from train.common.mesh import Mesh
 from train.common.xla import backend, replay
 from train.common.xla.while_loop import WhileLoop, lowered, placeholders
 

@@ -1,6 +1,8 @@
-"""Train steps of the same models in JAX, as flax's and transformers' own examples write them, for bench/jax_peers.py.
+"""Train steps of the same models in JAX, as flax's and transformers' own examples write them.
 
-    .venv-jax/bin/python bench/jax/steps.py bert --batch 32 --rng rbg --out step.pb    an HloModuleProto for TPUs
+research/jax_peers.py compiles them:
+
+    .venv-jax/bin/python research/jax/steps.py bert --batch 32 --rng rbg --out step.pb    an HloModuleProto for TPUs
 
 It runs in the environment of `make jax`, which has neither torch nor a TPU: JAX lowers a step without running it, and
 no weight is allocated. All compute in bfloat16 and keep parameters and optimizer state in float32; state is donated.

@@ -1,0 +1,114 @@
+"""The files of research/results: one record a line, only what is read, and the pages that are written from them."""
+
+import json
+
+import pytest
+
+from research import forms, jax_peers, tpu_cycles
+from tpu.compiler import pages, results, versions
+
+FILES = sorted(path.stem for path in results.FOLDER.iterdir())
+FIELDS = {
+    **pages.FIELDS,
+    "stock": tpu_cycles.READ_OF_STOCK,
+    "generations": tpu_cycles.READ,
+    "stock_tpu_vm": tpu_cycles.READ_OF_TPU_VMS,
+    "jax": jax_peers.READ,
+    "forms": forms.READ,
+}
+
+
+def load(name: str) -> dict:
+    return results.load(results.FOLDER / f"{name}.json")
+
+
+def records(figures: dict) -> list[dict]:
+    """Returns the records of a file, whatever its groups."""
+    if not all(isinstance(entry, dict) for entry in figures.values()):
+        return [figures]
+    found = []
+    for entry in figures.values():
+        found += records(entry)
+    return found
+
+
+def test_every_file_has_a_tool_that_writes_it():
+    assert sorted([*FIELDS, "versions"]) == FILES
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_what_its_tool_would_write(name, tmp_path):
+    path = results.FOLDER / f"{name}.json"
+    results.save(tmp_path / "again.json", results.load(path))
+    assert (tmp_path / "again.json").read_text() == path.read_text()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_record_has_only_what_something_reads(name):
+    for each in records(load(name)):
+        assert results.record(each, FIELDS[name]) == each
+
+
+def test_the_order_of_a_file_is_that_of_its_table():
+    for part in pages.PARTS:
+        figures = load(part)
+        assert json.dumps(pages.arranged(part, figures)) == json.dumps(figures), part
+    for name, arranged in (("jax", jax_peers.arranged), ("forms", forms.arranged)):
+        figures = load(name)
+        assert json.dumps(arranged(load(name))) == json.dumps(figures), name
+    names = tpu_cycles.names_of(tpu_cycles.STEPS + tpu_cycles.TABLES)
+    assert [*load("stock")] == names
+    assert [*load("stock_tpu_vm")] == [name for name in names if name in load("stock_tpu_vm")]
+    assert [*load("generations")] == [*tpu_cycles.CHIPS]
+    assert [*load("versions")] == [name for name in versions.NAMES if name in load("versions")]
+
+
+def test_the_pages_are_what_the_figures_say():
+    """docs/tpu/versions.md: tests/test_versions.py."""
+    made = {
+        "README": pages.text_of_page(),
+        "stock": tpu_cycles.page(load("stock")),
+        "generations": tpu_cycles.generations_page(load("generations")),
+        "jax": jax_peers.page(load("jax"), load("stock")),
+        "forms": forms.page(load("forms")),
+    }
+    for name, text in made.items():
+        assert (pages.DOCS / f"{name}.md").read_text() == text, f"write docs/tpu/{name}.md again: --print"
+
+
+def test_a_record_is_one_line_and_its_entries_are_sorted(tmp_path):
+    path = tmp_path / "results" / "figures.json"
+    assert results.load(path) == {}
+    figures = {"second": {"v5e": {"b": 1, "a": {"n": 2}}}, "first": {"v4": {"fits": False}, "v5p": {"c": {}, "d": 1}}}
+    results.save(path, figures)
+    assert path.read_text().splitlines() == [
+        "{",
+        ' "second": {',
+        '  "v5e": {"a": {"n": 2}, "b": 1}',
+        " },",
+        ' "first": {',
+        '  "v4": {"fits": false},',
+        '  "v5p": {"c": {}, "d": 1}',
+        " }",
+        "}",
+    ]
+    assert results.load(path) == figures
+
+
+def test_figures_are_saved_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "results" / "figures.json"
+    results.save(path, {"a": 1})
+    with pytest.raises(TypeError):
+        results.save(path, {"a": object()})
+    assert results.load(path) == {"a": 1} and [each.name for each in path.parent.iterdir()] == ["figures.json"]
+
+
+def test_a_record_has_the_named_entries_that_are_there():
+    report = {"memory": {"needed": 1, "peak": 2}, "collectives": {"all-reduce": {"count": 3, "bytes": 4}}, "what": ""}
+    fields = ("memory.needed", "collectives.*.count", "uncounted.bundles", "cycles")
+    assert results.record(report, fields) == {"memory": {"needed": 1}, "collectives": {"all-reduce": {"count": 3}}}
+    assert results.record({"collectives": {}}, fields) == {"collectives": {}}
+
+
+def test_entries_follow_the_table_and_others_come_last():
+    assert [*results.in_order({"z": 1, "b": 2, "a": 3, "y": 4}, ["a", "c", "b"])] == ["a", "b", "y", "z"]

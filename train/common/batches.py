@@ -1,0 +1,300 @@
+"""Batches in host memory: which examples are in each, and the worker processes that make them.
+
+    keys (an epoch, indices, a plan's lengths)  ->  BatchMaker, in worker processes  ->  tensors by name
+
+loading.py uploads them to the devices.
+"""
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from errors import InputError
+
+PADDING = -1  # the index of a padded example
+PREFETCH = 2  # batches that a worker makes ahead
+ALIGNMENT = 64  # bytes: each tensor starts at a multiple of it in shared memory
+
+
+class Dataset(Protocol):
+    """A size, and examples (numbers, arrays; floats: float32) that depend only on the index and the generator.
+
+    A data set without augmentation may have `batch(indices) -> dict of arrays [len(indices), ...]` instead of
+    `example`: rows of memory-mapped arrays are read hundreds of times faster together than one by one.
+
+    One that is read in sequence may have `order(seed, epoch, batch_size)`, the indices of the epoch's full batches;
+    and `ahead(keys)`, which yields its keys, each batch's epoch and indices, while it fetches what the next ones need.
+    """
+
+    def __len__(self) -> int: ...
+
+    def example(self, index: int, rng: np.random.Generator) -> dict[str, Any]: ...
+
+
+def as_tensors(batch: list[dict[str, Any]] | dict[str, np.ndarray]) -> dict[str, Tensor]:
+    """Makes tensors [batch, ...] of a list of examples, or of the arrays that a data set's `batch` returns."""
+    if isinstance(batch, list):
+        batch = {key: np.stack([example[key] for example in batch]) for key in batch[0]}
+    return {key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in batch.items()}
+
+
+# ---- which examples --------------------------------------------------------------------------------------------------
+
+
+def training_keys(
+    dataset: Dataset,
+    batch_size: int,
+    seed: int,
+    start: int,
+    stop: int,
+    shuffle: Literal["examples", "batches"] = "examples",
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields the epoch and the indices [batch_size] of each batch from `start` to `stop`.
+
+    Each epoch is a permutation by (seed, epoch), or the data set's own `order`; what does not fill a batch at its end
+    is left out. `shuffle`: "batches" permutes whole batches, whose examples stay neighbours.
+    """
+    per_epoch = len(dataset) // batch_size
+    own_order = getattr(dataset, "order", None)
+    rows = np.arange(batch_size)
+    permuted_epoch = -1
+    for step in range(start, stop):
+        epoch, number = divmod(step, per_epoch)
+        if epoch != permuted_epoch:
+            permuted_epoch = epoch
+            if own_order is not None:
+                order = own_order(seed, epoch, batch_size)
+            else:
+                permuted = len(dataset) if shuffle == "examples" else per_epoch
+                order = np.random.default_rng((seed, epoch)).permutation(permuted)
+
+        if shuffle == "examples":
+            yield epoch, order[number * batch_size + rows]
+        else:
+            yield epoch, order[number] * batch_size + rows
+
+
+def evaluation_keys(size: int, batch_size: int, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields epoch 0 and the indices [batch_size] of each batch from `start` to `stop`, in order; PADDING after the
+    last of `size` examples."""
+    rows = np.arange(batch_size)
+    for step in range(start, stop):
+        indices = step * batch_size + rows
+        yield 0, np.where(indices < size, indices, PADDING)
+
+
+# ---- what workers make of them ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where a tensor of a batch lies in a slot of its worker's memory."""
+
+    start: int  # bytes
+    end: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SharedBatch:
+    """Where a worker's batch lies in the memory that it shares with the main process."""
+
+    worker: int
+    slot: int  # of PREFETCH + 1
+    fields: dict[str, Field]
+    memory: Tensor | None  # uint8 [slots, bytes]; sent once, when it is new
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The sentence of an InputError in a worker: DataLoader would wrap the error into a traceback."""
+
+    sentence: str
+
+
+class BatchMaker:
+    """Makes collated batches of their keys, in a worker process: what DataLoader takes for a data set.
+
+    Args:
+        masked: every batch gets a "mask" [batch] float32, 1 for examples and 0 for padding.
+        collate: makes a dict of tensors [n, ...] from n examples or from the result of the data set's `batch`.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int, masked: bool, collate: Callable):
+        self.dataset = dataset
+        self.seed = seed
+        self.masked = masked
+        self.collate = collate
+        self._slot = 0  # of this worker, the last that it has filled
+        self._memories: dict[int, Tensor] = {}  # by worker: uint8 [PREFETCH + 1, bytes], shared
+
+    def __getitem__(self, key: tuple) -> dict[str, Tensor] | SharedBatch | Refused:
+        try:
+            return self._share(self._batch(*key))
+        except InputError as error:
+            return Refused(str(error))
+        except Exception as error:
+            # A worker sends it by its class's name; one of a cloud's client may have none: a wait forever.
+            module = sys.modules.get(type(error).__module__)
+            is_known = getattr(module, type(error).__name__, None) is type(error)
+            if not is_known or isinstance(error, (StopIteration, ExceptionGroup)):  # of which the words would be lost
+                raise RuntimeError(f"the data set or collate raised {type(error).__name__}: {error}") from error
+            raise
+
+    def opened(self, made: dict[str, Tensor] | SharedBatch | Refused) -> dict[str, Tensor]:
+        """Returns the tensors of what `__getitem__` has made; those of a worker lie in its memory, and are overwritten
+        when it makes its next batch but PREFETCH. Raises InputError where it was refused."""
+        if isinstance(made, Refused):
+            raise InputError(made.sentence)
+        if isinstance(made, SharedBatch):
+            return self._tensors(made)
+        return made
+
+    def _share(self, batch: dict[str, Any]) -> dict[str, Tensor] | SharedBatch:
+        """Copies a worker's batch, of tensors or of lists of arrays, into its shared memory.
+
+        Sending a tensor costs 0.3 ms, fresh memory page faults. A worker has at most PREFETCH batches under way, and
+        the upload thread lets go of one when it takes the next: slots in use never meet.
+        """
+        worker = torch.utils.data.get_worker_info()
+        if worker is None:
+            return {key: tensor.detach().contiguous() for key, tensor in batch.items()}  # as a worker's would be
+
+        fields = {}
+        end = 0
+        for key, rows in batch.items():
+            row = torch.as_tensor(rows[0])
+            size = len(rows) * row.nbytes
+            fields[key] = Field(end, end + size, row.dtype, (len(rows), *row.shape))
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+
+        memory = None
+        if worker.id not in self._memories or end > self._memories[worker.id].shape[1]:
+            memory = torch.empty(PREFETCH + 1, end + end // 4, dtype=torch.uint8).share_memory_()
+        self._slot = (self._slot + 1) % (PREFETCH + 1)
+
+        shared = SharedBatch(worker.id, self._slot, fields, memory)
+        for key, tensor in self._tensors(shared).items():
+            rows = batch[key]
+            if isinstance(rows, Tensor):
+                tensor.copy_(rows)
+            else:
+                np.stack(rows, out=tensor.numpy(), casting="equiv")
+        return shared
+
+    def _tensors(self, shared: SharedBatch) -> dict[str, Tensor]:
+        if shared.memory is not None:
+            self._memories[shared.worker] = shared.memory
+        slot = self._memories[shared.worker][shared.slot]
+
+        tensors = {}
+        for key, field in shared.fields.items():
+            tensors[key] = slot[field.start : field.end].view(field.dtype).view(field.shape)
+        return tensors
+
+    def _batch(self, epoch: int, indices: np.ndarray, *lengths: tuple[int, ...]) -> dict[str, Any]:
+        """Returns the collated batch of a key; a list of arrays in place of a tensor where only _share stacks them."""
+        rows = np.maximum(indices, 0)  # something must stand in the padding
+        if lengths:
+            examples = self.dataset.batch(indices, *lengths)
+        elif hasattr(self.dataset, "batch"):
+            examples = self.dataset.batch(rows)
+        else:
+            examples = self._examples(epoch, rows)
+            if self.collate is as_tensors and not self.masked and torch.utils.data.get_worker_info():
+                arrays = {key: [np.asarray(example[key]) for example in examples] for key in examples[0]}
+                self._check_finite(arrays, rows)
+                return arrays
+
+        batch = self.collate(examples)
+        for key, tensor in batch.items():
+            if tensor.shape[:1] != (len(indices),):
+                own = f"the {len(indices)} examples that this host loads, since batches are sharded by it"
+                raise ValueError(f"batch[{key!r}] has shape {list(tensor.shape)}; its first dimension must be {own}")
+        self._check_finite(batch, rows)
+
+        mask = torch.from_numpy((indices != PADDING).astype(np.float32))
+        if self.masked and "skipped" in batch:
+            batch["skipped"] = batch["skipped"] * mask.to(batch["skipped"].dtype)
+        if self.masked or lengths:
+            batch = batch | {"mask": mask}
+        return batch
+
+    def _examples(self, epoch: int, rows: np.ndarray) -> list[dict[str, Any]]:
+        """Returns the examples of a batch; each draws from a generator of its own, by (seed, epoch, row)."""
+        # All generators first: between images their code is not in the processor's cache, and takes 4 times as long.
+        generators = {row: np.random.default_rng((self.seed, epoch, row)) for row in dict.fromkeys(rows.tolist())}
+        made = {row: self.dataset.example(row, generator) for row, generator in generators.items()}
+        return [made[row] for row in rows.tolist()]
+
+    def _check_finite(self, batch: dict[str, Any], indices: np.ndarray) -> None:
+        """Raises InputError where a float of a batch is not finite: the loss would be called divergence. Here, in a
+        worker, it costs no step anything."""
+        for key, values in batch.items():
+            if not isinstance(values, Tensor):  # an array of each example
+                if values[0].dtype.kind != "f":
+                    continue
+                values = torch.from_numpy(np.stack(values))
+            if not values.is_floating_point() or torch.isfinite(values).all():
+                continue
+
+            example, *position = torch.isfinite(values).logical_not().nonzero()[0].tolist()
+            where = f" at {position}" if position else ""
+            found = f"{values[(example, *position)].item()} in its {key!r}{where}"
+            name = f"example {indices[example]} of the {type(self.dataset).__name__}"
+            raise InputError(f"{name} has {found}; expected finite numbers: fix or remove that example")
+
+
+def data_loader(maker: BatchMaker, keys: Iterable[tuple], workers: int, **options: Any) -> DataLoader:
+    """Returns a DataLoader of what `maker` makes of these keys, in order. `workers`: processes; -1: one a core."""
+    if workers < 0:
+        # macOS has no affinity.
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return DataLoader(
+        maker,
+        batch_size=None,  # a key makes a batch
+        sampler=keys,
+        num_workers=workers,
+        multiprocessing_context=worker_context(maker.dataset) if workers else None,
+        prefetch_factor=PREFETCH if workers else None,
+        worker_init_fn=start_worker,
+        generator=torch.Generator(),  # else it draws from the global one
+        **options,
+    )
+
+
+def start_worker(_: int) -> None:
+    """Prepares a worker process: one thread, and an end that leaves the main process time to save."""
+    torch.set_num_threads(1)
+    gc.freeze()  # what was imported need not be searched for garbage again and again
+    # Ctrl-C, and the SIGTERM of a VM that is shut down, reach every process, but the main one needs batches until it
+    # has saved: a worker ends a minute later, or with the main one, since after a kill -9 its fork server waits for it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
+    threading.Thread(target=_end_with_the_main_process, daemon=True).start()
+
+
+def _end_with_the_main_process() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def worker_context(dataset: Dataset) -> multiprocessing.context.BaseContext:
+    """Returns a context that forks workers from a clean process: this one's XLA threads hold locks, and forks hang."""
+    context = multiprocessing.get_context("forkserver")
+    packages = {__name__.split(".")[0], type(dataset).__module__.split(".")[0]} - {"__main__"}
+    # Each worker runs the imports of the main script; what the server has loaded costs it nothing.
+    context.set_forkserver_preload([name for name in sys.modules if name.split(".")[0] in packages])
+    return context
