@@ -34,6 +34,7 @@ from train.common.embedding import (
     TableStorage,
 )
 from train.common.embedding.owners import Rows
+from train.common.mesh import Mesh
 
 TOLERANCE = 2e-6
 DIM = 16
@@ -67,7 +68,7 @@ def make(mesh, plan="mixed", optimizer="sgd", model_devices=0, seed=0, tables=TA
     return ShardedEmbeddingBags(with_plan(plan, tables), dim, mesh, rule, LR[optimizer], seed, model_devices)
 
 
-def in_lines(mesh) -> device.Mesh:
+def in_lines(mesh: Mesh) -> Mesh:
     """Returns a mesh that says that it is a TPU's: tables have rows side by side in lines of
     128."""
     return dataclasses.replace(mesh, kind="TPU v4")

@@ -2,7 +2,7 @@
 
     python -m tpu.compiler.compile resnet50 full --topology v5e:2x4     does it fit, memory, collectives: half a minute
     python -m tpu.compiler.compile bert full --task pretrain --batch 32 --effort full  and estimated cycles: minutes
-    python -m tpu.compiler.compile dlrm mlperf_v1 --topology v6e:4x8 -- --optimizer adagrad  flags after --
+    python -m tpu.compiler.compile dlrm mlperf_v1 --topology v6e:4x8 -- --lr 0.5    flags of the script after --
     python -m tpu.compiler.compile transformer big --program translate      beam search instead of the train step
 
 This needs neither a TPU nor a network nor data, only the package libtpu: the version that a TPU VM runs, or another by
