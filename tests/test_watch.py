@@ -32,7 +32,7 @@ from torch import nn
 
 from errors import InputError
 from train.common import cli, device, hooks
-from train.common.embedding.tables import USABLE_GIB
+from train.common.embedding.memory import USABLE_GIB
 from train.common.files import write_file
 from train.common.loading import parallel_loader
 from train.common.run import Run
@@ -219,7 +219,7 @@ class Folder:
 
 
 def run_from(start: int, folder: Folder | None = None, messages: list | None = None, devices=4) -> SimpleNamespace:
-    mesh = SimpleNamespace(main_process=True, process_count=1, process_index=0, kind="TPU v3")
+    mesh = SimpleNamespace(main_process=True, process_count=1, process_index=0, kind="TPU v3", compiles=False)
     mesh.num_devices = devices
     mesh.compiles = False
     run = SimpleNamespace(start=start, total_steps=100, mesh=mesh, path="runs/x", resumed=start > 0, folder=folder)

@@ -17,6 +17,15 @@ from train.common import interrupt
 TRIAL = {"data": "synthetic", "precision": "float32", "workers": 0}
 
 
+# Values that flags of earlier versions took, and what is said of them.
+_PLAN_REMOVED = "was removed: use --plan auto, exchange or data, which also restore its checkpoints"
+REMOVED = {
+    ("--plan", "row"): _PLAN_REMOVED,
+    ("--plan", "table"): _PLAN_REMOVED,
+    ("--plan", "column"): _PLAN_REMOVED,
+}
+
+
 def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None:
     """Runs `main(config)` for `python -m train.<script> PRESET [--flag value …]`; PRESET --help shows every field.
 
@@ -68,6 +77,9 @@ def _sentence(event: Any, presets: dict[str, tuple[str, Any]], prog: str, argume
         nearest = _nearest(unknown.partition("=")[0], _flags(presets[preset][1]))
         return f"{unknown} is no flag{nearest}; {helped}"
     if isinstance(event, tyro_errors.InvalidChoice):
+        removed = REMOVED.get((_flag(event.argument), event.value))
+        if removed:
+            return f"{_flag(event.argument)} {event.value} {removed}"
         value = f"{_flag(event.argument)} is {event.value}{_nearest(event.value, event.choices)}"
         return f"{value}; it must be one of: {', '.join(event.choices)}"
     if isinstance(event, tyro_errors.InstantiationFailure) and event.argument is not None:

@@ -3,7 +3,7 @@
     xla          xla/backend.py: one program serves one core and a pod (SPMD); a step is one compiled graph
     cpu, cuda    eager.py: plain PyTorch on one device, operation by operation; torch_xla need not be installed
 
-Nothing else asks which one it is. train/common/xla and train/common/embedding/sharding.py alone import torch_xla.
+Nothing else asks which one it is. train/common/xla and train/common/embedding/xla_devices.py alone import torch_xla.
 """
 
 import contextlib
