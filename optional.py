@@ -164,7 +164,7 @@ def names(argument: str) -> list[str]:
     for each in PARTS:
         for given in each.given:
             key, _, value = given.partition("=")
-            if key == argument:
+            if key == argument and value not in found:
                 found.append(value)
     return found
 
