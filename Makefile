@@ -269,7 +269,7 @@ compile: check-model $(INSTALLED) $(LIBTPU)/$(COMPILER)/.installed
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") $(if $(and $(TPU_LIBRARY_PATH),$(if $(LIBTPU_ASKED),,unasked)),,--libtpu $(COMPILER)) \
 		$(if $(call given,PROGRAM),--program "$(PROGRAM)") $(if $(call given,OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
 
-# The tables and pictures of docs/tpu: an hour. ARGS=guards: the figures that `make guards` compares.
+# Figures of research/results, with page and picture in docs/tpu: an hour. ARGS=guards: what `make guards` compares.
 compile-all: $(INSTALLED) $(BOTH_COMPILERS)
 	$(PY) -m tpu.compiler.pages $(ARGS)
 

@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import safetensors
 import torch
@@ -37,13 +36,10 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 from transformers.models.deberta.modeling_deberta import DisentangledSelfAttention
 from transformers.utils import ModelOutput, logging
 
-from errors import InputError, optional_module
+import optional
+from errors import InputError
 from models import architectures, heads, layers
 from models.architectures import positions
-
-# Modules that one --model only needs. They are imported when it is used, so that the copy of a script for another model
-# does without them; `make copy` reads every table of this name, and therefore it is written in plain strings.
-MODULES = {"xlnet": "models.xlnet", "fairseq-roberta": "models.fairseq_roberta"}
 
 ATTENTION = "einsum"  # its name among transformers' attention implementations
 Weights = dict[str, Tensor] | None  # of a checkpoint, by name; None: transformers reads them itself
@@ -52,12 +48,6 @@ OTHER_JOBS = ("ForTokenClassification", "ForMultipleChoice", "ForEntityClassific
 # A model may have this many tokens more than its tokenizer, for the hardware's sake, or this share of its own: mDeBERTa
 # has 251,000 and a tokenizer of 250,102.
 PADDED_VOCABULARY, PADDED_SHARE = 128, 0.005
-
-
-def own_module(model: str, modules: dict[str, str] = MODULES) -> ModuleType:
-    """Imports the module that `model`, a key of a table as MODULES, alone needs; raises InputError where the file is
-    missing, as in a copy of a script for another model."""
-    return optional_module(modules[model], f"--model {model}", f"MODEL={model}")
 
 
 def attend(
@@ -217,7 +207,7 @@ def fast_layers(model: PreTrainedModel, parts: int = 0) -> PreTrainedModel:
     its own.
     """
     xlnet = model.config.model_type == "xlnet"
-    replaced = REPLACED | own_module("xlnet").replaced(model.config) if xlnet else REPLACED
+    replaced = REPLACED | optional.load("xlnet").replaced(model.config) if xlnet else REPLACED
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             few = type(child) is nn.Embedding and len(child.weight) <= 2 and child.padding_idx is None
@@ -288,7 +278,7 @@ def open_checkpoint(
             tokenizer.
     """
     if model == "fairseq-roberta":
-        config, weights, tokenizer = own_module(model).read_folder(folder)
+        config, weights, tokenizer = optional.load(model).read_folder(folder)
     else:
         weights = None
         try:
@@ -299,7 +289,7 @@ def open_checkpoint(
                 raise InputError(f"checkpoint {folder} is a {config.model_type}, not a {model}")
             architectures.check(folder, config, compiled)
             if config.model_type == "xlnet":
-                own_module("xlnet").replaced(config)  # refuses other distances than the published ones'
+                optional.load("xlnet").replaced(config)  # refuses other distances than the published ones'
             tokenizer = _tokenizer(folder)
         except InputError:  # which is a ValueError
             raise
@@ -536,4 +526,4 @@ def save(
         tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(folder)
     if fairseq:
-        own_module("fairseq-roberta").write_folder(f"{folder}/fairseq", model.config, weights, tokenizer)
+        optional.load("fairseq-roberta").write_folder(f"{folder}/fairseq", model.config, weights, tokenizer)

@@ -17,11 +17,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+import optional
 from errors import InputError
 from models import encoders, layers
-
-# Modules that one --model's pretraining only needs, see encoders.MODULES.
-MODULES = {"xlnet": "models.permutation", "distilbert": "models.distilbert"}
 
 # Weights of DistilBERT's three losses, and the temperature of the first: distillation/README.md of its authors.
 SOFT, HARD, COSINE, TEMPERATURE = 5.0, 2.0, 1.0, 2.0
@@ -75,7 +73,7 @@ def forward(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tenso
     if model.config.model_type in ("bert", "xlnet"):  # RoBERTa and DistilBERT have no types of tokens
         inputs["token_type_ids"] = batch["token_type_ids"]
     if model.config.model_type == "xlnet":
-        permutation = encoders.own_module("xlnet", MODULES)
+        permutation = optional.load("xlnet pretraining")
         length = batch["order"].shape[1]
         targets = permutation.is_target(positions, batch["weights"], length)
         inputs["perm_mask"] = permutation.perm_mask(batch["order"], targets)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from errors import InputError, optional_module
+import optional
+from errors import InputError
 
 OUT, IN, VECTOR = ("model", None), (None, "model"), ("model",)  # of a weight [out, in], and of a bias
 
@@ -73,7 +74,7 @@ def rules(model: nn.Module) -> Rules:
         )
     parameters, layers, shared, time_major = tables[kind]
     if kind == "xlnet":
-        parameters = optional_module("models.xlnet", "--model xlnet", "MODEL=xlnet").CUTS
+        parameters = optional.load("xlnet").CUTS
     for name, table in HEADS.items():
         if hasattr(model, name):
             parameters = parameters | table

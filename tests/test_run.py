@@ -403,7 +403,7 @@ def test_an_evaluation_draws_at_most_once_a_minute_and_so_does_the_end(start, mo
     monkeypatch.setattr(curves, "draw_curves", lambda records, title: drawn.append(len(records)) or b"png")
     run = start(runs="memory://bucket/runs")
     with curves.Curves(run) as drawer:
-        run.tell = lambda event, *facts: getattr(drawer, event)(*facts)
+        run.watchers = [drawer]
         for clock[0] in (0.0, 59.0, 61.0):
             run.evaluation(1, accuracy=0.5)
             run.log(1, loss=1.0)

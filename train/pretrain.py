@@ -23,6 +23,7 @@ import torch
 from timm.optim import Lamb
 from torch import Tensor
 
+import optional
 from data import pretraining, splits
 from errors import InputError
 from models import architectures, encoders, layers, objectives, partition
@@ -139,7 +140,8 @@ def open_data(config: Config) -> Data:
     if length > encoders.positions(model):
         raise InputError(f"rows have {length} tokens; the model has {encoders.positions(model)} positions")
     if config.model == "distilbert":
-        folder, own = files.local_folder(config.teacher), encoders.own_module(config.model, objectives.MODULES)
+        folder = files.local_folder(config.teacher)
+        own = optional.load("distilbert pretraining")
         teacher = own.open_teacher(folder, model, tokenizer, config.data, not config.checkpoint)
     return Data(train, valid, model, teacher)
 

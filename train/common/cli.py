@@ -1,7 +1,6 @@
 """The command line of a script: presets and flags from its Config, one sentence for what the user can fix."""
 
 import difflib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
@@ -10,6 +9,7 @@ from typing import Any
 import tyro
 from tyro import _errors as tyro_errors  # private, hence tyro's exact version in requirements.txt
 
+import optional
 from errors import InputError
 from train.common import interrupt
 
@@ -25,8 +25,8 @@ def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None
     its traceback. Where train/common/watch is, its flags are there, too.
     """
     prog = f"python -m {_module(main)}"
-    if importlib.util.find_spec("train.common.watch"):
-        main, presets = importlib.import_module("train.common.watch").watched(main, presets)
+    if optional.is_here("watch"):
+        main, presets = optional.load("watch").watched(main, presets)
     try:
         with interrupt.ended():
             main(parse(presets, prog))

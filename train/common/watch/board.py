@@ -15,7 +15,7 @@ import numpy as np
 import PIL.Image
 
 from errors import InputError
-from train.common.watch import Watcher
+from train.common.hooks import Watcher
 from train.common.watch.curves import draw_curves, records
 
 
@@ -60,7 +60,7 @@ class Board(Watcher):
 
 
 def _writer(path: str) -> Any:
-    # Without tensorflow, as in train/common/run.py.
+    # Without tensorflow, as in train/common/metrics.py.
     sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
     from torch.utils.tensorboard import SummaryWriter
 

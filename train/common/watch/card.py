@@ -14,8 +14,8 @@ from typing import Any
 
 from errors import InputError
 from train.common.files import write_file
-from train.common.run import format_number
-from train.common.watch import Watcher
+from train.common.hooks import Watcher
+from train.common.metrics import format_number
 from train.common.watch.curves import draw_curves, records
 
 # The hub's name of what a transformers class of this ending is for.

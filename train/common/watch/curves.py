@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from errors import InputError
-from train.common.run import format_number
-from train.common.watch import Watcher
+from train.common.hooks import Watcher
+from train.common.metrics import format_number
 
 DRAW_EVERY = 60  # seconds
 

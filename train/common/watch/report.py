@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from errors import InputError
-from train.common.watch import Watcher
+from train.common.hooks import Watcher
 
 MARK = "report "  # what each line begins with
 LOOK_EVERY = 1.0  # seconds between two looks at the memory of the chips

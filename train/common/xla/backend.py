@@ -4,12 +4,13 @@ A 1-D mesh named "data" goes over all devices. Batches are sharded on it and par
 that XLA inserts the all-reduce of gradients. A step is one compiled graph.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla import backends
 
+from train.common import hooks
 from train.common.mesh import GraphError, Mesh
 from train.common.xla import replay
 
@@ -316,6 +318,26 @@ class GraphReport:
         return found
 
 
+# Since when, by time.monotonic(), a step traces and compiles a new program; None: none does.
+_compiling_since: float | None = None
+
+
+def compiling_since() -> float | None:
+    """Does what device.compiling_since says."""
+    return _compiling_since
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Says, to other threads too, that what is done inside may take as long as a compiler does."""
+    global _compiling_since
+    _compiling_since = time.monotonic()
+    try:
+        yield
+    finally:
+        _compiling_since = None
+
+
 # One per process, since torch_xla counts compilations and transfers of the process.
 _report = GraphReport()
 graph_report = _report.summary
@@ -385,6 +407,11 @@ class CompiledStep:
         self._strays = 0  # calls in a row before which something else was compiled
 
     def __call__(self, *args: Any) -> Any:
+        with hooks.span(hooks.START):
+            return self._call(args)
+
+    def _call(self, args: Sequence[Any]) -> Any:
+        """Starts the known program of these arguments, or traces, compiles and starts theirs."""
         self._sync_pending()
         arguments = replay.Arguments(args)
         inputs = tuple(arguments.inputs.items())
@@ -395,6 +422,15 @@ class CompiledStep:
             return calls.program(arguments)
 
         self._report.traced += 1
+        is_check = calls.count > 2 or calls.confirmed
+        if is_check:
+            return self._traced_call(args, arguments, calls)
+        with _compiling():
+            return self._traced_call(args, arguments, calls)
+
+    def _traced_call(self, args: Sequence[Any], arguments: replay.Arguments, calls: _Calls) -> Any:
+        """Traces a step and runs its program, which is compiled where it is new."""
+        inputs = tuple(arguments.inputs.items())
         is_new = inputs not in self._known
         if is_new and self._compiler:
             self._print(f"compiling {self.name} with {self._compiler}")

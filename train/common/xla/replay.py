@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
+from train.common import hooks
+
 _XLAC = torch_xla._XLAC
 
 # Constants of loops (while_loop.py) by handle, kept alive so that their handles are not reused.
@@ -227,6 +229,8 @@ class Program:
             The step's result, whose tensors the device may not have computed yet.
         """
         inputs = self._input_tensors(arguments, traced)
+        for watcher in hooks.watchers:
+            watcher.started(self.graph)
         outputs = _XLAC._run_cached_graph(self.graph, inputs)
         self._replace_updated(arguments, outputs)
         return self._result(arguments, outputs)
@@ -341,6 +345,8 @@ class Trace:
         constants = self._read_constants(inputs)
         with alias_with_buffer_donor_config():
             graph = _XLAC._get_graph_hash(pending)
+            for watcher in hooks.watchers:
+                watcher.traced(graph, lambda: _XLAC._get_xla_tensors_hlo_proto(pending))
             _XLAC._xla_warm_up_cache(pending, [])
 
         facts = self.arguments.facts
