@@ -2,14 +2,14 @@
 
     checkpoints/step_00001200/
         state.safetensors   every parameter, buffer and optimizer tensor, by name
-        state.json          the step, what of the optimizer is not a tensor, and whether an evaluation
-                            of this state follows
+        state.json          the step, what of the optimizer is not a tensor, and whether an
+                            evaluation of this state follows
         COMPLETE            size and CRC-32 of both, written last
         metrics.json        that evaluation's metrics, added when it has ended
 
-A checkpoint without a COMPLETE that fits is torn: `restore` warns, skips it and takes the one before
-it. Nothing is ever unpickled. Embedding tables that are sharded over hosts add files of their own, see
-embedding/storage.py.
+A checkpoint without a COMPLETE that fits is torn: `restore` warns, skips it and takes the one
+before it. Nothing is ever unpickled. Embedding tables that are sharded over hosts add files of
+their own, see embedding/storage.py.
 """
 
 import contextlib
@@ -70,8 +70,8 @@ def to_host(values: dict[str, Any], layers: Any = None, keep: bool = True) -> di
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns what a step changes, tensors and numbers, by name.
 
-    Names are "model.<parameter or buffer>" and "optimizer.<parameter>.<state>". Parameters are taken
-    as they are, not as a `state_dict` hook shows them.
+    Names are "model.<parameter or buffer>" and "optimizer.<parameter>.<state>". Parameters are
+    taken as they are, not as a `state_dict` hook shows them.
     """
     state = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -130,6 +130,11 @@ def _check_same_shapes(
         raise InputError(f"{'; '.join(differences[:3])}; {len(differences)} in all")
 
 
+def _pack_whole(tensors: dict[str, torch.Tensor]) -> list[bytes]:
+    """Returns a safetensors file in one part."""
+    return [safetensors.torch.save(tensors)]
+
+
 def _checksum(parts: Sequence[Any]) -> dict[str, int]:
     """Returns the size and the CRC-32 of a file that consists of these bytes-like parts."""
     size = 0
@@ -148,14 +153,14 @@ class Checkpointer(contextlib.AbstractContextManager):
         main_process: False on the hosts of a pod that only read.
         tables: an `embedding.TableStorage`, where sharded tables belong to the state; every host
             writes its part.
-        every: `keep` counts only checkpoints whose step is a multiple of it. Off-schedule ones, saved
-            after an evaluation or by a signal, are deleted at the next save: which checkpoints
-            train/transformer.py averages must not depend on when a run was stopped.
+        every: `keep` counts only checkpoints whose step is a multiple of it. Off-schedule ones,
+            saved after an evaluation or by a signal, are deleted at the next save: which
+            checkpoints train/transformer.py averages must not depend on when a run was stopped.
         layers: of a mesh over which the state is split: no host then holds it twice.
 
     Attributes:
-        evaluates: whether an evaluation of the restored state was to follow. A checkpoint of an older
-            version says no: its evaluation came first.
+        evaluates: whether an evaluation of the restored state was to follow. A checkpoint of an
+            older version says no: its evaluation came first.
     """
 
     def __init__(
@@ -210,19 +215,19 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._last = self._writer.submit(self._write, step, state, pieces, evaluates)
 
     def add_metrics(self, step: int, metrics: dict[str, float | None]) -> None:
-        """Adds an evaluation's metrics to the checkpoint of its step, after it, in the background."""
+        """Adds an evaluation's metrics to its step's checkpoint, in the background, after it."""
         if self.main_process:
             self._last = self._writer.submit(self._write_metrics, step, metrics, self._last)
 
     def wait(self) -> None:
-        """Returns when the last save is on disk; raises the error that kept it from getting there."""
+        """Waits until the last save is on disk; raises the error that kept it from that."""
         last = self._last
         self._last = None
         if last is not None:
             last.result()
 
     def raise_failure(self) -> None:
-        """Raises the error of the last save, if it failed; costs nothing, so call it in every step."""
+        """Raises the error of the last save, if it failed. It costs nothing: call it each step."""
         if self._last is not None and self._last.done():
             self.wait()
 
@@ -276,15 +281,12 @@ class Checkpointer(contextlib.AbstractContextManager):
             else:
                 numbers[name] = value
 
-        if self.layers:
-            state_parts = self.layers.pack(tensors)
-        else:
-            state_parts = [safetensors.torch.save(tensors)]
+        pack = self.layers.pack if self.layers else _pack_whole
         record = {"step": step, "numbers": numbers, "evaluates": evaluates}
-        return {STATE: state_parts, NUMBERS: [json.dumps(record).encode()]}
+        return {STATE: pack(tensors), NUMBERS: [json.dumps(record).encode()]}
 
     def _write_files(self, folder: str, contents: dict[str, list[Any]], pieces: Any) -> None:
-        """Writes the files of a checkpoint, COMPLETE last; on a disk, waits until they are there."""
+        """Writes a checkpoint's files, COMPLETE last, and waits until they are on the disk."""
         self._fs.makedirs(folder, exist_ok=True)
         if self.tables is not None:
             self.tables.write(self._fs, folder, pieces)
@@ -412,7 +414,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         optimizer: torch.optim.Optimizer,
         mesh: Any,
     ) -> str:
-        """Loads sharded tables and a `named_state`; returns what of the tables is damaged, or ""."""
+        """Loads sharded tables and a `named_state`; returns what is damaged in the tables."""
         folder = self.folder(step)
         try:
             if self.tables is not None:

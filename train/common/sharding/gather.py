@@ -1,4 +1,4 @@
-"""Whole tensors on a host, of a model that is split over devices: for its checkpoints and its export.
+"""Whole tensors on a host, of a model that is split over devices: for checkpoints and exports.
 
 No host holds them twice. It reads a few at a time from the devices, writes a file straight from the
 tensors' memory, and reads one tensor by tensor. The files are the same as those of
@@ -38,8 +38,8 @@ DAMAGE = (
 def read(tensors: Sequence[Tensor], keep: bool) -> list[Tensor]:
     """Copies tensors to the host; returns [] if not `keep`.
 
-    Split tensors are gathered on the devices first, by a program for each shape, which all hosts of a
-    pod run together: every host must call this with the same tensors.
+    Split tensors are gathered on the devices first, by a program for each shape, which all hosts of
+    a pod run together: every host must call this with the same tensors.
     """
     found = []
     batch = []
@@ -94,7 +94,7 @@ class _Checked:
         self.crc32 = 0
 
     def take(self, count: int) -> bytes:
-        """Returns the next `count` bytes, or fewer at the end; at most one more than `size` in all."""
+        """Returns the next `count` bytes, or fewer at the end, of at most `size` + 1 in all."""
         left = self._size + 1 - self.read  # whatever a damaged header says
         content = self._file.read(max(0, min(count, left)))
         self.read += len(content)
@@ -102,9 +102,7 @@ class _Checked:
         return content
 
 
-def load(
-    fs: fsspec.AbstractFileSystem, path: str, expected: dict[str, int]
-) -> dict[str, Tensor]:
+def load(fs: fsspec.AbstractFileSystem, path: str, expected: dict[str, int]) -> dict[str, Tensor]:
     """Returns the tensors of a safetensors file, reading it once: it may be a download.
 
     Args:

@@ -2,7 +2,8 @@
 
 In a per-device region a tensor is the shard that each device has. `per_device` makes a region of a
 function; in it the devices along an axis of the mesh share what they have, by `group_sum` and the
-others. Gradients are those of the whole computation, as on one device. On plain PyTorch there is one
+others. Gradients are those of the whole computation, as on one device. On plain PyTorch there is
+one
 device: a shard is the whole tensor, and nothing below changes it.
 """
 
@@ -149,8 +150,9 @@ def per_device(
     Args:
         inputs: how each argument is split; along an axis that splits no dimension, all devices have
             the same.
-        results: how the result is split, or a list for a `function` that returns a tuple. Along an axis
-            that splits no dimension the devices' results must be the same, as after a `group_sum`.
+        results: how the result is split, or a list for a `function` that returns a tuple. Along an
+            axis that splits no dimension the devices' results must be the same, as after a
+            `group_sum`.
     """
     regions = mesh.regions
     if regions is None:
@@ -232,7 +234,7 @@ def all_gather(x: Tensor, mesh: Axes, axis: str) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, mesh: Axes, axis: str) -> Tensor:
-    """Sums [devices * n, …] along `axis`; the i-th of its devices gets the i-th [n, …] of the sum."""
+    """Sums [devices * n, …] along `axis`; its i-th device gets the i-th [n, …] of the sum."""
     if _divided(x, mesh, axis) == 1:
         return x
     gather, scatter = _gather_and_scatter(mesh, axis)
@@ -268,15 +270,14 @@ def all_to_all(x: Tensor, mesh: Axes, axis: str) -> Tensor:
 def _devices(mesh: Axes, axis: str) -> int:
     """Returns the devices along an axis; raises InputError outside of a region.
 
-    There tensors are whole, and so would be what a sum adds. A region's backward pass runs after it,
-    and is allowed.
+    There tensors are whole, and so would be what a sum adds. A region's backward pass runs after
+    it, and is allowed.
     """
     devices = mesh.size(axis)
     in_backward = torch._C._current_graph_task_id() != -1
     if mesh.regions is not None and not (mesh.regions.inside or in_backward):
-        raise InputError(
-            "outside of a per-device region a tensor is whole: call this in a function of per_device"
-        )
+        whole = "outside of a per-device region a tensor is whole"
+        raise InputError(f"{whole}: call this in a function of per_device")
     return devices
 
 

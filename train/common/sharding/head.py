@@ -1,14 +1,14 @@
 """The embedding of many words, such as BERT's 30,522, and the head that shares its weight.
 
 Their optimizer's state is split along the width of the weight [words, width]. Left to itself, XLA's
-partitioner would all-reduce the head's gradient where the devices do not divide the words, and bring
-all rows that the devices look up to each device, which adds up its columns: on 256 chips a quarter of
-a small model's step. Split along the words, the weight would send each look-up's gradient whole and in
-float32.
+partitioner would all-reduce the head's gradient where the devices do not divide the words, and
+bring all rows that the devices look up to each device, which adds up its columns: on 256 chips a
+quarter of a small model's step. Split along the words, the weight would send each look-up's
+gradient whole and in float32.
 
 Here each device sums the gradient of its own examples, of look-ups and head together. Rows of zeros
-are added so that the devices divide the words; then the gradient is reduce-scattered by rows, and an
-all-to-all splits it along its width.
+are added so that the devices divide the words; then the gradient is reduce-scattered by rows, and
+an all-to-all splits it along its width.
 """
 
 import weakref
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from train.common.sharding.groups import Axes, Entered, Linear, per_device
 
-# Rows per device of a reduce-scatter are a multiple of this: libtpu would add rows itself otherwise,
-# and exchange them once more.
+# Rows per device of a reduce-scatter are a multiple of this: libtpu would add rows itself
+# otherwise, and exchange them once more.
 ROW_MULTIPLE = 128
 
 
@@ -124,8 +124,8 @@ class _Weight:
     def _local(self) -> Tensor:
         """Returns each device's copy of the weight, in the type that autocast computes in.
 
-        It is that of the last look-up while its graph is alive, so that the gradients of look-ups and
-        head become one.
+        It is that of the last look-up while its graph is alive, so that the gradients of look-ups
+        and head become one.
         """
         weight = self._embedding.weight
         kind = weight.device.type

@@ -11,12 +11,13 @@ from train.common.sharding.placement import Layers
 
 AXES = ("copies", "data", "model")
 
-# The most shards of a state by default: among more devices libtpu makes all-reduces, of the full size.
+# The most shards of a state by default: among more devices libtpu makes all-reduces, of the full
+# size.
 MOST_SHARDS = 32
 
-# Without these flags the TPU's compiler sums split gradients in rings of permutes beside the products,
-# which takes more memory, more cycles and more bytes (docs/large_models.md). libtpu 0.0.21 and 0.0.51
-# know both.
+# Without these flags the TPU's compiler sums split gradients in rings of permutes beside the
+# products, which takes more memory, more cycles and more bytes (docs/large_models.md). libtpu
+# 0.0.21 and 0.0.51 know both.
 REDUCE_SCATTERS = "--xla_tpu_enable_windowed_einsum_for_reduce_scatter=false"
 REDUCE_SCATTERS += " --xla_tpu_enable_reduce_scatter_legalizer=true"
 
@@ -57,8 +58,9 @@ def arranged(mesh: Mesh, layout: Layout) -> Mesh:
     if axes["model"] > 1 and mesh.process_count == 1:
         return replace(mesh, spmd=spmd, layers=layers)
 
-    # On a pod batches come split over all devices: the upload of a host's own rows takes no other mesh
-    # (torch_xla's ShardingSpec with minibatch). The annotations of the first layers keep "model" out.
+    # On a pod batches come split over all devices: the upload of a host's own rows takes no other
+    # mesh (torch_xla's ShardingSpec with minibatch). The annotations of the first layers keep
+    # "model" out.
     return replace(mesh, layers=layers)
 
 

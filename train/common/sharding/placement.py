@@ -1,9 +1,9 @@
 """Where parameters, their gradients and their optimizer's state lie on the devices, and stay.
 
-XLA's partitioner splits as it likes what is not annotated. Where only the split parameters were, the
-split of a bias spread to LayerNorm and its activations (770 MB of all-gathers in BERT-base's step). So
-everything is annotated: every parameter, its gradient before it is clipped, its state after the
-update, and the input and result of every layer that has parameters, forward and backward.
+XLA's partitioner splits as it likes what is not annotated. Where only the split parameters were,
+the split of a bias spread to LayerNorm and its activations (770 MB of all-gathers in BERT-base's
+step). So everything is annotated: every parameter, its gradient before it is clipped, its state
+after the update, and the input and result of every layer that has parameters, forward and backward.
 """
 
 import re
@@ -86,8 +86,8 @@ class Layers:
 
         Raises:
             InputError: a pattern matches no parameter, or a parameter matches two or has other
-                dimensions than its rule; or the devices of "model" do not divide the heads; or there
-                are no rules.
+                dimensions than its rule; or the devices of "model" do not divide the heads; or
+                there are no rules.
         """
         if rules_of is None and (self.layout.remat or self.axes["model"] > 1):
             given = "--remat" if self.layout.remat else f"--mesh {self.layout.mesh}"
@@ -182,9 +182,9 @@ def _state_spec(parameter: Tensor, layer: Spec, layers: Layers, is_embedding: bo
     """Returns how a parameter's gradient and optimizer state are split, given its layer's spec.
 
     A matrix is split over "data", too, along the first dimension that the devices divide (ZeRO:
-    Rajbhandari et al. 2020): the TPU's compiler reduce-scatters only along the first. An embedding of
-    many words is split along its width, see head.py. Vectors and matrices of one or two rows are not
-    worth a collective each.
+    Rajbhandari et al. 2020): the TPU's compiler reduce-scatters only along the first. An embedding
+    of many words is split along its width, see head.py. Vectors and matrices of one or two rows are
+    not worth a collective each.
     """
     if layers.layout.shard_state == "none" or parameter.dim() < 2 or len(parameter) <= 2:
         return layer
@@ -216,8 +216,8 @@ def _pin_layers(
 ) -> None:
     """Pins the sharding of gradients, and of inputs and results of every layer with a weight.
 
-    A batch is split over "copies" and "data"; the last dimension of a product with a split weight is
-    split as the weight is.
+    A batch is split over "copies" and "data"; the last dimension of a product with a split weight
+    is split as the weight is.
     """
     from train.common.xla import pin_sharding
 

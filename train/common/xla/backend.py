@@ -1,7 +1,7 @@
 """The XLA backend of device.py.
 
-A 1-D mesh named "data" goes over all devices. Batches are sharded on it and parameters replicated, so
-that XLA inserts the all-reduce of gradients. A step is one compiled graph.
+A 1-D mesh named "data" goes over all devices. Batches are sharded on it and parameters replicated,
+so that XLA inserts the all-reduce of gradients. A step is one compiled graph.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ run_pending = torch_xla.sync
 wait_for_steps = xm.wait_device_ops
 read = torch_xla._XLAC._xla_get_cpu_tensors
 
-# libtpu compiles on fibers whose stack has 64 KiB by default. Before 0.0.51 it recurses deeper than that
-# in some of our programs, and the process dies. How much each program needs stands in
+# libtpu compiles on fibers whose stack has 64 KiB by default. Before 0.0.51 it recurses deeper than
+# that in some of our programs, and the process dies. How much each program needs stands in
 # docs/tpu/versions.md.
 STACK = "--fibers_default_thread_stack_size=524288"
 
@@ -86,12 +86,12 @@ def _flag_name(flag: str) -> str:
 def ask_for_forms(vmem_kib: int, safe_forms: bool) -> None:
     """Gives libtpu, before it is loaded, the flags that our steps are written for.
 
-    `make compile` calls it, too. What an earlier call of this process has asked for is taken back: it
-    was not the user's.
+    `make compile` calls it, too. What an earlier call of this process has asked for is taken back:
+    it was not the user's.
 
     Args:
-        safe_forms: gives no flag that a step needs in order to compile, and not the fusion that needs a
-            larger stack.
+        safe_forms: gives no flag that a step needs in order to compile, and not the fusion that
+            needs a larger stack.
     """
     taken_back = _asked & {STACK, DEEP_FUSION}
     given = os.environ.get("LIBTPU_INIT_ARGS", "").split()
@@ -102,7 +102,7 @@ def ask_for_forms(vmem_kib: int, safe_forms: bool) -> None:
 
 
 def compiler() -> str:
-    """Returns which libtpu compiles for this process' TPU: "libtpu 0.0.21", or the path of another."""
+    """Returns which libtpu compiles: "libtpu 0.0.21", or the path of one that is no package."""
     named = os.environ.get("TPU_LIBRARY_PATH", "")
     try:
         package = importlib.metadata.distribution("libtpu")
@@ -118,8 +118,8 @@ def compiler() -> str:
 def announce_compiler(safe_forms: bool) -> None:
     """Prints which libtpu compiles, before it is loaded: it may end the process.
 
-    Where it is loaded already, with other flags, a warning says so. Every host prints: its own libtpu
-    is what may die.
+    Where it is loaded already, with other flags, a warning says so. Every host prints: its own
+    libtpu is what may die.
     """
     global _loaded_with
     print(about_compiler(safe_forms), file=sys.stderr, flush=True)
@@ -135,9 +135,10 @@ def announce_compiler(safe_forms: bool) -> None:
             flush=True,
         )
     elif sorted(_loaded_with.split()) != sorted(flags.split()):
-        kept = f"libtpu was loaded earlier in this process, and keeps LIBTPU_INIT_ARGS={_loaded_with!r}"
+        loaded = "libtpu was loaded earlier in this process"
+        kept = f"keeps LIBTPU_INIT_ARGS={_loaded_with!r}"
         print(
-            f"warning: {kept}: start a new process for other flags",
+            f"warning: {loaded}, and {kept}: start a new process for other flags",
             file=sys.stderr,
             flush=True,
         )
@@ -210,12 +211,13 @@ def _check_places(mesh: Mesh) -> None:
 def set_products(precision: str) -> None:
     """Chooses how a TPU multiplies float32 matrices in graphs that are traced from now on.
 
-    By default it rounds them to bfloat16, 8 bits; "highest" takes six passes. torch_xla 2.9 asks for
-    the latter neither in einsum, which models/products.py therefore replaces, nor in the backward pass
-    of convolutions, which stays at one pass.
+    By default it rounds them to bfloat16, 8 bits; "highest" takes six passes. torch_xla 2.9 asks
+    for the latter neither in einsum, which models/products.py therefore replaces, nor in the
+    backward pass of convolutions, which stays at one pass.
     """
     exact = precision == "float32"
-    torch.backends.cuda.matmul.fp32_precision = "ieee" if exact else "none"  # for models/products.py
+    # models/products.py reads this one.
+    torch.backends.cuda.matmul.fp32_precision = "ieee" if exact else "none"
     wanted = "highest" if exact else "default"
     if backends.get_mat_mul_precision() != wanted:  # torch_xla warns of a second call
         backends.set_mat_mul_precision(wanted)
@@ -239,8 +241,8 @@ def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
 def row_sharding(spmd: xs.Mesh, rank: int, hosts: bool) -> xs.ShardingSpec:
     """Returns what splits a tensor of `rank` dimensions by its first one.
 
-    A vector stays whole on a mesh of several axes: torch_xla 2.9 cannot upload one that is split over
-    some of them.
+    A vector stays whole on a mesh of several axes: torch_xla 2.9 cannot upload one that is split
+    over some of them.
 
     Args:
         hosts: there are several, and each uploads its own rows.
@@ -262,8 +264,9 @@ def prepare_group(
 ) -> list[Tensor]:
     """Puts Adam's learning rate and count of steps on the device.
 
-    As Python floats, Adam's bias corrections and lr * weight_decay round to the constants 0.0 and 1.0
-    in the middle of a run (with beta2 = 0.98 after 823 steps), and the step would be compiled again.
+    As Python floats, Adam's bias corrections and lr * weight_decay round to the constants 0.0 and
+    1.0 in the middle of a run (with beta2 = 0.98 after 823 steps), and the step would be compiled
+    again.
 
     Returns:
         The parameters that it has computed anew, whose annotations the caller makes again.
@@ -274,8 +277,8 @@ def prepare_group(
     group["capturable"] = True
     group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32).to(mesh.device)
 
-    # From a tensor's first addcdiv_ on, torch_xla 2.9 traces views of it in another way: step 2 of an
-    # embedding would be another graph. So do one now, which adds 0.
+    # From a tensor's first addcdiv_ on, torch_xla 2.9 traces views of it in another way: step 2 of
+    # an embedding would be another graph. So do one now, which adds 0.
     with torch.no_grad():
         for parameter in group["params"]:
             parameter.addcdiv_(torch.zeros_like(parameter), torch.ones_like(parameter))
@@ -362,29 +365,29 @@ class _Calls:
 class CompiledStep:
     """A step that is one XLA graph per call; a GraphError says where it is not.
 
-    The first call with new input shapes or numbers traces and compiles. The second must trace the same
-    program, which from then on starts at once, without running `step_fn` (replay.py): as under
-    `jax.jit`, what else its Python does is not repeated. Every `check_every`-th call traces it again,
-    and so does each call with other modules or optimizers among its arguments.
+    The first call with new input shapes or numbers traces and compiles. The second must trace the
+    same program, which from then on starts at once, without running `step_fn` (replay.py): as under
+    `jax.jit`, what else its Python does is not repeated. Every `check_every`-th call traces it
+    again, and so does each call with other modules or optimizers among its arguments.
 
     What breaks the contract stops a strict step, because each makes a TPU crawl unnoticed:
 
     * more than `max_graphs` (1, or the number of length buckets) different input shapes or numbers;
     * another graph although these are known;
-    * a value read in the middle of the step (`.item()`, `if tensor:`), or an operation that falls back
-      to the host;
-    * a program that cannot be started again: the step reads or changes tensors that are not among its
-      arguments, or computes with a Python number that differs from call to call.
+    * a value read in the middle of the step (`.item()`, `if tensor:`), or an operation that falls
+      back to the host;
+    * a program that cannot be started again: the step reads or changes tensors that are not among
+      its arguments, or computes with a Python number that differs from call to call.
 
-    A step that is not strict warns instead. It may read values in its middle, so it is traced in every
-    call.
+    A step that is not strict warns instead. It may read values in its middle, so it is traced in
+    every call.
 
     Args:
-        step_fn: takes modules, optimizers, tensors, dicts of tensors and numbers; returns tensors or a
-            dict of them. Gradients must not outlive it (`zero_grad(set_to_none=True)`): live tensors
-            are outputs of the graph.
-        compiler: what compiles, for the line that is printed before each new program; "": no line. A
-            compiler that dies takes the process with it, and the log must say in what.
+        step_fn: takes modules, optimizers, tensors, dicts of tensors and numbers; returns tensors
+            or a dict of them. Gradients must not outlive it (`zero_grad(set_to_none=True)`): live
+            tensors are outputs of the graph.
+        compiler: what compiles, for the line that is printed before each new program; "": no line.
+            A compiler that dies takes the process with it, and the log must say in what.
     """
 
     def __init__(
@@ -446,8 +449,8 @@ class CompiledStep:
                 self._print(f"compiled {self.name} in {seconds:.0f} s")
             if not is_new:
                 self._recompiled(
-                    f"{self.name} was compiled again for known input shapes: a Python value or branch "
-                    "inside it changed, or it made state in its first call "
+                    f"{self.name} was compiled again for known input shapes: a Python value or "
+                    "branch inside it changed, or it made state in its first call "
                     "(device.init_optimizer_state makes it before) or kept gradients alive "
                     "(zero_grad), or a module (device.to_device) or an input was not uploaded"
                 )
@@ -475,17 +478,16 @@ class CompiledStep:
 
         if self._strays == 3:
             self._recompiled(
-                f"operations outside of {self.name} were compiled before three calls in a row: move "
-                "them into it, or give them inputs of a constant shape"
+                f"operations outside of {self.name} were compiled before three calls in a row: "
+                "move them into it, or give them inputs of a constant shape"
             )
 
     def _new_calls(self, inputs: dict[str, Any]) -> _Calls:
         """Returns the record of calls with new inputs; reports them where there are too many."""
         if len(self._known) >= self._max_graphs:
             known = [dict(each) for each in self._known]
-            self._recompiled(
-                f"{self.name} would be compiled again: {_difference(inputs, known)}"
-            )
+            difference = _difference(inputs, known)
+            self._recompiled(f"{self.name} would be compiled again: {difference}")
         if not self._strict and not self._known:
             reason = "--no-strict lets it read values in its middle"
             print(
@@ -507,17 +509,17 @@ class CompiledStep:
         fallbacks = fallback_counts()
         torch_xla._XLAC._set_allow_execution(not self._strict)
         try:
-            # Autograd's own thread may hold tensors a moment longer than `backward`: alive, they would
-            # be results of the graph.
+            # Autograd's own thread may hold tensors a moment longer than `backward`: alive, they
+            # would be results of the graph.
             with torch.autograd.set_multithreading_enabled(False):
                 return self._step_fn(*args)
         except RuntimeError as error:
             if "Unexpected execution" not in str(error):
                 raise
             raise GraphError(
-                f"{self.name} reads a device value before its end (.item(), float(), print, `if` on "
-                "a tensor), in the line of the step that the traceback above ends with; keep the "
-                "value a tensor, or return it"
+                f"{self.name} reads a device value before its end (.item(), float(), print, `if` "
+                "on a tensor), in the line of the step that the traceback above ends with; keep "
+                "the value a tensor, or return it"
             ) from error
         finally:
             torch_xla._XLAC._set_allow_execution(True)
@@ -545,25 +547,26 @@ class CompiledStep:
         try:
             program, result = replay.Trace(args, arguments, calls.count).start(self._run)
             known = calls.program
-            calls.confirmed = (
-                known is not None
-                and known.graph == program.graph
-                and known.facts == program.facts
-            )
+            calls.confirmed = known is not None and _same_trace(known, program)
             if calls.confirmed and not known.same_as(program):
                 raise replay.NotRepeatable(
                     "a number or tensor that it makes differs from call to call"
                 )
         except replay.NotRepeatable as reason:
             remedy = (
-                "change that (of a learning rate by device.set_lr), or use --no-strict, which traces "
-                "every call"
+                "change that (of a learning rate by device.set_lr), or use --no-strict, which "
+                "traces every call"
             )
             raise GraphError(
                 f"call {calls.count} of {self.name} cannot be repeated: {reason}; {remedy}"
             ) from reason
         calls.program = program
         return result
+
+
+def _same_trace(known: replay.Program, program: replay.Program) -> bool:
+    """Returns whether two traces gave one graph, for arguments with the same facts."""
+    return known.graph == program.graph and known.facts == program.facts
 
 
 def fallback_counts() -> dict[str, int]:

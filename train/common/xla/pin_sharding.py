@@ -22,10 +22,9 @@ BATCH = ("copies", "data")  # the axes of sharding/layout.py over which a batch 
 
 def pin(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> Tensor:
     """Returns the same values as a new tensor, which is split as `spec` says."""
-    if _XLAC._get_xla_sharding_spec(tensor):
-        tensor = _recomputed(tensor)  # one that is annotated, such as a batch, refuses another
-    else:
-        tensor = tensor.clone()
+    is_annotated = bool(_XLAC._get_xla_sharding_spec(tensor))
+    # One that is annotated, such as a batch, refuses another annotation.
+    tensor = _recomputed(tensor) if is_annotated else tensor.clone()
     _XLAC._xla_mark_sharding(tensor, spmd.get_op_sharding(spec))
     return tensor
 
@@ -48,8 +47,8 @@ def _recomputed(tensor: Tensor) -> Tensor:
 def gather(tensor: Tensor) -> Tensor:
     """Returns a computed tensor whole on every device; the program that gathers it has run.
 
-    One that is not split is returned as it is. Reading a split one would gather it, too, but compile
-    the program for each tensor and each time.
+    One that is not split is returned as it is. Reading a split one would gather it, too, but
+    compile the program for each tensor and each time.
     """
     is_split = "devices=" in _XLAC._get_xla_sharding_spec(tensor)
     if not is_split:
@@ -58,8 +57,8 @@ def gather(tensor: Tensor) -> Tensor:
     tensor = pin_replicated(tensor)
     _XLAC._xla_sync_multi([tensor], devices=[], wait=True, sync_xla_data=False)
     # Of several such programs at once XLA's CPU backend may leave a device of one without a thread:
-    # the others wait for it for 10 seconds, and it ends the process. On a pod a host that keeps nothing
-    # would have all of them at once.
+    # the others wait for it for 10 seconds, and it ends the process. On a pod a host that keeps
+    # nothing would have all of them at once.
     xm.wait_device_ops()
     return tensor
 

@@ -1,8 +1,8 @@
 """Recomputation of a layer in the backward pass, in a step that is started again without a trace.
 
-torch.utils.checkpoint does not know XLA, and torch_xla.utils.checkpoint draws dropout's numbers again
-by setting the random state from the host, which a repeated program would not do (replay.py refuses
-it).
+torch.utils.checkpoint does not know XLA, and torch_xla.utils.checkpoint draws dropout's numbers
+again by setting the random state from the host, which a repeated program would not do (replay.py
+refuses it).
 """
 
 from collections.abc import Callable, Sequence
@@ -61,8 +61,8 @@ class Seeds(TorchFunctionMode):
 class Recompute(torch.autograd.Function):
     """A function of which only the inputs are kept; the backward pass runs it again, same seeds.
 
-    The optimization barrier keeps the compiler from finding out that both passes compute the same, and
-    from beginning the second before its gradient is there.
+    The optimization barrier keeps the compiler from finding out that both passes compute the same,
+    and from beginning the second before its gradient is there.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """Per-device regions of an XLA mesh with named axes, and the collectives inside them.
 
 sharding/groups.py is what layers use of it. Of torch_xla 2.9's own collectives all-reduce and
-reduce-scatter of `_XLAC._xla_spmd_*` are right in a region (xm.all_reduce silently is not). The others
-step out of it: what the devices have becomes one tensor with a dimension for each axis, and the
-partitioner splits it along another dimension.
+reduce-scatter of `_XLAC._xla_spmd_*` are right in a region (xm.all_reduce silently is not). The
+others step out of it: what the devices have becomes one tensor with a dimension for each axis, and
+the partitioner splits it along another dimension.
 """
 
 import contextlib
@@ -137,8 +137,8 @@ class Regions:
         return _XLAC._xla_spmd_all_reduce(xm.REDUCE_SUM, x, 1.0, self._groups(axes))
 
     def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
-        """Sums [devices * n, …] along `axis`; its i-th device gets the i-th [n, …], see two_steps."""
-        first, second = two_steps(self.sizes[axis])
+        """Sums [devices * n, …] along `axis`; its i-th device gets the i-th [n, …] of the sum."""
+        first, second = two_steps(self.sizes[axis])  # devices of each of two reduce-scatters
         groups = np.array(self._groups((axis,))).reshape(-1, first, second)
         first_groups = groups.swapaxes(1, 2).reshape(-1, first)
         second_groups = groups.reshape(-1, second)
@@ -146,9 +146,8 @@ class Regions:
         for step in (first_groups, second_groups):
             devices = step.shape[1]
             if devices > 1:
-                x = _XLAC._xla_spmd_reduce_scatter(
-                    xm.REDUCE_SUM, x, 1.0, 0, devices, step.tolist()
-                )
+                ids = step.tolist()
+                x = _XLAC._xla_spmd_reduce_scatter(xm.REDUCE_SUM, x, 1.0, 0, devices, ids)
         return x
 
     def all_gather(self, x: Tensor, axis: str) -> Tensor:

@@ -1,11 +1,11 @@
 """Starts a compiled step again without tracing it, as `jax.jit` does.
 
-torch_xla runs a step's Python in every call, only to find that it has compiled this program already.
-For BERT-base that takes longer than the step on a v5e does (docs/compile.md).
+torch_xla runs a step's Python in every call, only to find that it has compiled this program
+already. For BERT-base that takes longer than the step on a v5e does (docs/compile.md).
 
 `Trace` looks at one such call: which of the program's inputs are the arguments' tensors, which of
-these the program replaces, and what the step returns. A `Program` then starts it at once on what these
-tensors are now. Both rest on what torch_xla's own bridge to torch.compile uses
+these the program replaces, and what the step returns. A `Program` then starts it at once on what
+these tensors are now. Both rest on what torch_xla's own bridge to torch.compile uses
 (_dynamo/dynamo_bridge.py).
 """
 
@@ -32,7 +32,7 @@ loop_constants: dict[int, Tensor] = {}
 
 
 class NotRepeatable(Exception):
-    """Says, as the end of a sentence, why a step must be traced in each call, and what to change."""
+    """Says why a step must be traced in each call, and what to change; the end of a sentence."""
 
 
 class Arguments:
@@ -256,8 +256,8 @@ class Program:
     def _replace_updated(self, arguments: Arguments, outputs: list[Tensor]) -> None:
         """Makes the updated arguments' tensors point to the first outputs, without a copy.
 
-        This happens below PyTorch's functionalization, so that all views and detached copies of them
-        see the update, too.
+        This happens below PyTorch's functionalization, so that all views and detached copies of
+        them see the update, too.
         """
         targets = []
         sources = []
@@ -291,10 +291,10 @@ class Program:
 class Trace:
     """One call of a step, traced but not run, and then started: `Trace(args, …).start(step)`.
 
-    A learning rate that is a Python number becomes an input of the program, since it changes from step
-    to step. The step is therefore traced with probes: rates that occur nowhere else, and differ with
-    `call_number`. (A rate that equals another number of the step would share its input, which makes
-    another graph.)
+    A learning rate that is a Python number becomes an input of the program, since it changes from
+    step to step. The step is therefore traced with probes: rates that occur nowhere else, and
+    differ with `call_number`. (A rate that equals another number of the step would share its input,
+    which makes another graph.)
     """
 
     host_reads = 0  # of the process: transfers of the values of programs' constants
@@ -437,7 +437,8 @@ class Trace:
         """Returns what each input of the program is, and lets it reuse the memory of updated ones.
 
         Raises:
-            NotRepeatable: an input is neither an argument nor made by the step, or it is two arguments.
+            NotRepeatable: an input is neither an argument nor made by the step, or it is two
+                arguments.
         """
         inputs: list[Argument | Constant | Seed] = []
         handles = _XLAC._get_tensors_handle(values)
@@ -517,6 +518,6 @@ def _refuse_seed(*_: Any) -> None:
     """Stands in for the setting of the random seed in a trace, and raises NotRepeatable."""
     raise NotRepeatable(
         "it sets the random state, as torch_xla.utils.checkpoint does, so a repeated program would "
-        "draw the numbers of the traced call (recompute in a Function that keeps dropout's masks or "
-        "seeds)"
+        "draw the numbers of the traced call (recompute in a Function that keeps dropout's masks "
+        "or seeds)"
     )

@@ -33,9 +33,10 @@ class _TracedStep:
 class StepLoop:
     """Calls `step_fn(state, batch, *rest)` for one batch after the other; itself a step function.
 
-    Two traces make the loop: that of a step, and that of a round, which annotates all that enters the
-    step and calls it. Without annotations, what a loop carries takes on the sharding of the per-device
-    regions that read it (embedding/sharding.py), and XLA's partitioner aborts the process.
+    Two traces make the loop: that of a step, and that of a round, which annotates all that enters
+    the step and calls it. Without annotations, what a loop carries takes on the sharding of the
+    per-device regions that read it (embedding/sharding.py), and XLA's partitioner aborts the
+    process.
 
     Names in the loop: "held 0", … for the tensors of `state` and `rest`, the fields of a batch,
     "result 0", … for what a step returns, "constant 0", … for its Python numbers.

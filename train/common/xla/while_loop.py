@@ -22,9 +22,9 @@ class WhileLoop:
     """Runs `while state["running"]: state = body(state, reads)` as one program on the device.
 
     Called inside a compiled step it becomes a part of the step's graph. However many rounds a loop
-    takes, the host traces its body once for each set of shapes, starts one program and reads nothing
-    in between: the device decides when the loop ends. It also works on tensors that are sharded over
-    the mesh. `body` must not draw random numbers.
+    takes, the host traces its body once for each set of shapes, starts one program and reads
+    nothing in between: the device decides when the loop ends. It also works on tensors that are
+    sharded over the mesh. `body` must not draw random numbers.
 
     Args:
         body: takes two dicts of tensors, `state` and `reads`, and returns the next state: the same
@@ -96,7 +96,7 @@ def _signature(tensors: dict[str, Tensor]) -> Signature:
 
 
 def _check_state(before: Signature, after: Signature) -> None:
-    """Raises ValueError with the tensors of the state that the body has changed in name or shape."""
+    """Raises ValueError with the tensors whose name, shape or type the body has changed."""
     if before == after:
         return
 
@@ -106,9 +106,8 @@ def _check_state(before: Signature, after: Signature) -> None:
             names.append(name)
     was = {name: before.get(name) for name in names}
     became = {name: after.get(name) for name in names}
-    raise ValueError(
-        f"the body of a loop must keep names, shapes and types: {was} became {became}"
-    )
+    kept = "the body of a loop must keep names, shapes and types"
+    raise ValueError(f"{kept}: {was} became {became}")
 
 
 def gathered(weight: Tensor) -> Tensor:
@@ -143,7 +142,7 @@ class Lowered:
     """A traced function as an XLA computation."""
 
     computation: Any
-    arguments: list[int]  # for each parameter of the computation, an index into operands + constants
+    arguments: list[int]  # what each of its parameters is, an index into operands + constants
     constants: list[Tensor]  # Python numbers, of which torch_xla makes parameters
 
 
@@ -205,7 +204,7 @@ def _condition(shape: Any, running: int) -> Any:
 
 
 def _round(shape: Any, body: Lowered, carried_count: int, state_count: int) -> Any:
-    """Returns the computation of one round: `body` replaces the first elements of what is carried."""
+    """Returns the computation of one round, in which `body` replaces the first elements."""
     builder = xb.create_builder("round")
     carried = xb.mkparam(builder, 0, shape)
     elements = [carried.get_tuple_element(number) for number in range(carried_count)]
