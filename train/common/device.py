@@ -106,8 +106,8 @@ def choose_backend(kind: str) -> ModuleType:
 def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
     """Returns `step_fn` as one XLA graph per call.
 
-    What it must keep to stands in `CompiledStep` (xla/backend.py). On plain PyTorch it runs as it is,
-    and may be a `torch.compile(step_fn)`.
+    What it must keep to stands in `CompiledStep` (xla/backend.py). On plain PyTorch it runs as it
+    is, and may be a `torch.compile(step_fn)`.
     """
     return _backend.compiled(step_fn, mesh, max_graphs)
 
