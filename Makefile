@@ -30,7 +30,8 @@ XLA    := $(if $(findstring eager,$(NEEDED)),,yes)
 SCRIPT_resnet50 := resnet50
 SCRIPT_dlrm     := dlrm
 SCRIPT_transformer := transformer
-ENCODERS := bert distilbert roberta xlnet fairseq-roberta auto
+# The encoders, as their list says: a line each of ENCODERS in optional.py.
+ENCODERS := $(shell sed -n 's/^    "\(.*\)": "models\.encoders\..*/\1/p' optional.py 2>/dev/null)
 $(foreach model,$(ENCODERS),$(eval SCRIPT_$(model) := $(if $(filter pretrain,$(TASK)),pretrain,glue)))
 MODELS := resnet50 dlrm transformer $(ENCODERS)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))

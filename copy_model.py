@@ -1,7 +1,7 @@
 """Copies a training script with exactly the files that it needs: `make copy MODEL=resnet50 TO=../mine`.
 
 The files are those that the script imports, directly or through others, and those of the parts in optional.py that this
-model, this device and WITH= ask for. Only the standard library is needed.
+model, this device and WITH= ask for; of the encoders the record of this one. Only the standard library is needed.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import optional
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ("errors", "optional", "train", "models", "data")  # what a script may import of this repository
-ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta", "auto")
+ENCODERS = optional.ENCODERS
 TASKS = ("pretrain", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli")  # of the encoders
 SCRIPTS = {"resnet50": "resnet50", "dlrm": "dlrm", "transformer": "transformer"} | dict.fromkeys(ENCODERS, "glue")
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "torch.utils.tensorboard": "tensorboard"}
@@ -42,6 +42,15 @@ def module_file(module: str, root: Path) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+def objective(record: ast.Module) -> set[str]:
+    """Returns the module that the record of an encoder names as its `objective`; only pretraining imports it."""
+    names = set()
+    for node in ast.walk(record):
+        if isinstance(node, ast.keyword) and node.arg == "objective":
+            names.add(ast.literal_eval(node.value))
+    return names
+
+
 def modules_of(part: optional.Part, root: Path) -> set[str]:
     """Returns the modules of a part that a copy with this part gets, whoever imports them."""
     if not part.whole:
@@ -61,7 +70,7 @@ def way(
     given = {f"MODEL={model}"}
     given.update(f"DEVICE={name}" for name in ([device] if device else DEVICES))
     given.update(f"WITH={name}" for name in extras)
-    parts = optional.in_copy(script, given)
+    parts = optional.in_copy(given)
     left_out = [part for part in optional.PARTS if part not in parts]
 
     found: set[Path] = set()
@@ -82,7 +91,10 @@ def way(
         if file in found or not path.exists():  # a name in a module is no file
             continue
         found.add(file)
-        waiting |= imported(ast.parse(path.read_text()))
+        tree = ast.parse(path.read_text())
+        waiting |= imported(tree)
+        if script == "pretrain" and name in ENCODERS.values():
+            waiting |= objective(tree)
         package = name.rpartition(".")[0]
         if package:
             waiting.add(package)  # its own __init__.py
@@ -141,8 +153,9 @@ def copy(
     if unknown := [name for name in extras if name not in EXTRAS]:
         sys.exit(f"error: WITH={unknown[0]} is not known; WITH is one or several of: {' '.join(EXTRAS)}")
     script = "pretrain" if task == "pretrain" else SCRIPTS[model]
-    if script == "pretrain" and model == "auto":
-        sys.exit("error: MODEL=auto is for fine-tuning; TASK=pretrain needs one of: " + " ".join(ENCODERS[:-1]))
+    if script == "pretrain" and model not in optional.PRETRAINED:
+        known = " ".join(optional.PRETRAINED)
+        sys.exit(f"error: MODEL={model} is for fine-tuning; TASK=pretrain needs one of: {known}")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         sys.exit(f"error: TO={to} is there and not an empty folder; give another, or empty it")
     files, modules = way(script, model, device, extras, root)

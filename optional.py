@@ -28,7 +28,6 @@ class Part:
         needed_by: the flags that need it; {asked} is what the caller of `load` fills in.
         missing: the sentence of the InputError that `load` raises where it is missing; it may name
             {needed_by}, {entry}, {given}, {asked} and the {error} of the import.
-        scripts: the only ones that need it; none: all.
         entry: the module that `load` imports; "": the first of `modules`.
         whole: a copy gets all files of `modules`; otherwise `entry` and what is imported from there.
         foreign: it is a library, or needs one of its own: any ImportError means that it is missing.
@@ -40,7 +39,6 @@ class Part:
     given: tuple[str, ...]
     needed_by: str
     missing: str = NOT_IN_THIS_COPY
-    scripts: tuple[str, ...] = ()
     entry: str = ""
     whole: bool = True
     foreign: bool = False
@@ -54,6 +52,19 @@ class Part:
         """Returns the dotted name of the module that `load` imports."""
         return self.entry or self.modules[0]
 
+
+# The encoders: --model -> the module of its record. A new one is a file in models/encoders, and a
+# line here. The record of an architecture has the name that transformers gives it (model_type). The
+# Makefile reads these lines as text.
+ENCODERS = {
+    "bert": "models.encoders.bert",
+    "distilbert": "models.encoders.distilbert",
+    "roberta": "models.encoders.roberta",
+    "xlnet": "models.encoders.xlnet",
+    "fairseq-roberta": "models.encoders.fairseq_roberta",
+    "auto": "models.encoders.auto",
+}
+PRETRAINED = tuple(name for name in ENCODERS if name != "auto")  # auto is for fine-tuning only
 
 NO_DEVICE = (
     "--device is {asked}, but what it needs is not here ({error}); install requirements.txt, copy with "
@@ -85,33 +96,6 @@ PARTS = (
         modules=("data.shards",),
         given=("WITH=shards",),
         needed_by="{asked}",  # a folder or URL of shards
-    ),
-    # What only the copy for one --model has.
-    Part(
-        name="xlnet",
-        modules=("models.xlnet",),
-        given=("MODEL=xlnet",),
-        needed_by="--model xlnet",
-    ),
-    Part(
-        name="xlnet pretraining",
-        modules=("models.permutation",),
-        given=("MODEL=xlnet",),
-        needed_by="--model xlnet",
-        scripts=("pretrain",),
-    ),
-    Part(
-        name="distilbert pretraining",
-        modules=("models.distilbert",),
-        given=("MODEL=distilbert",),
-        needed_by="--model distilbert",
-        scripts=("pretrain",),
-    ),
-    Part(
-        name="fairseq-roberta",
-        modules=("models.fairseq_roberta",),
-        given=("MODEL=fairseq-roberta",),
-        needed_by="--model fairseq-roberta",
     ),
     # The backends of train/common/device.py: a copy for one --device goes without the other.
     Part(
@@ -156,8 +140,20 @@ PARTS = (
 )
 
 
+def encoder(name: str) -> Part:
+    """Returns the record of an encoder as a part. Unlike one of PARTS it is also in a copy whose files import it."""
+    return Part(
+        name=name,
+        modules=(ENCODERS[name],),
+        given=(f"MODEL={name}",),
+        needed_by=f"--model {name}",
+    )
+
+
 def part(name: str) -> Part:
     """Returns the part of this name."""
+    if name in ENCODERS:
+        return encoder(name)
     (found,) = [each for each in PARTS if each.name == name]
     return found
 
@@ -173,15 +169,10 @@ def names(argument: str) -> list[str]:
     return found
 
 
-def in_copy(script: str, given: Set[str]) -> list[Part]:
-    """Returns the parts that the copy of a script has, for what `make copy` is given: "MODEL=bert", …"""
-    found = []
-    for each in PARTS:
-        is_given = bool(given & set(each.given))
-        fits_script = not each.scripts or script in each.scripts
-        if is_given and fits_script:
-            found.append(each)
-    return found
+def in_copy(given: Set[str]) -> list[Part]:
+    """Returns the parts that a copy has, for what `make copy` is given: "MODEL=bert", …"""
+    every = [*PARTS, *map(encoder, ENCODERS)]
+    return [each for each in every if given & set(each.given)]
 
 
 def is_here(name: str) -> bool:

@@ -16,16 +16,18 @@ OF_THE_PROJECT = [part for part in optional.PARTS if part.given]
 
 
 def test_every_module_of_a_part_is_here_and_its_name_is_its_own():
-    names = [part.name for part in optional.PARTS]
+    names = [*optional.ENCODERS, *(part.name for part in optional.PARTS)]
     assert len(set(names)) == len(names)
-    for part in OF_THE_PROJECT:
+    for part in (*OF_THE_PROJECT, *map(optional.encoder, optional.ENCODERS)):
         own = [module for module in part.modules if module != "torch_xla"]
         for module in own:
             assert copy_model.module_file(module, ROOT).exists(), module
         assert part.has(part.loaded()) and optional.is_here(part.name), part.name
 
 
-@pytest.mark.parametrize("part", optional.PARTS, ids=lambda part: part.name)
+@pytest.mark.parametrize(
+    "part", [*optional.PARTS, *map(optional.encoder, optional.ENCODERS)], ids=lambda part: part.name
+)
 def test_a_missing_part_is_one_sentence_with_its_remedy(part, monkeypatch):
     monkeypatch.setitem(sys.modules, part.loaded(), None)  # import_module says that it is not there
     with pytest.raises(InputError) as refused:
@@ -71,7 +73,7 @@ def test_a_copy_has_a_part_only_where_it_is_asked_for(model):
             copied = names_of(files) | others
             for part in optional.PARTS:
                 own = {name for name in copied if part.has(name)}
-                if part in optional.in_copy(script, given):
+                if part in optional.in_copy(given):
                     assert part.loaded() in own, (script, device, part.name)
                 else:
                     assert own == set(), (script, device, part.name)

@@ -219,9 +219,9 @@ class Folder:
 
 
 def run_from(start: int, folder: Folder | None = None, messages: list | None = None, devices=4) -> SimpleNamespace:
-    mesh = SimpleNamespace(main_process=True, process_count=1, process_index=0, kind="TPU v3")
+    mesh = SimpleNamespace(main_process=True, process_count=1, process_index=0, kind="TPU v3", compiles=False)
     mesh.num_devices = devices
-    mesh.device = torch.device("cpu")
+    mesh.compiles = False
     run = SimpleNamespace(start=start, total_steps=100, mesh=mesh, path="runs/x", resumed=start > 0, folder=folder)
     run.message = (messages if messages is not None else []).append
     return run

@@ -44,7 +44,7 @@ class Watcher(contextlib.AbstractContextManager):
         return {}
 
     def waited(self, seconds: float) -> None:
-        """Follows each batch of any loader, of an evaluation too, for which the loop waited so long."""
+        """Follows each batch that the loop takes from any loader, an evaluation's too; taking it took so long."""
 
     def traced(self, graph: bytes, module: Callable[[], bytes]) -> None:
         """Follows a trace of a compiled step, before its program is compiled.

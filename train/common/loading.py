@@ -120,12 +120,16 @@ class Loader(AbstractContextManager, Iterator):
         started = time.perf_counter()
         try:
             with hooks.span(hooks.WAIT):
-                batch = self._ahead[0].result()  # an error, or the end, stays there: every later call raises it, too
+                return self._take()
         finally:
             waited = time.perf_counter() - started
-            self._waited += waited
             for watcher in hooks.watchers:
                 watcher.waited(waited)
+
+    def _take(self) -> dict[str, Tensor]:
+        started = time.perf_counter()
+        batch = self._ahead[0].result()  # an error, or the end, stays there: every later call raises it, too
+        self._waited += time.perf_counter() - started
         self._ahead.popleft()
         self._ahead.append(self._thread.submit(self._load))
         return batch

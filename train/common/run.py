@@ -24,6 +24,7 @@ from torch import Tensor
 from errors import InputError
 from train.common import device, hooks
 from train.common.checkpoint import Checkpointer
+from train.common.mesh import Mesh
 from train.common.metrics import (
     EVALUATION,
     Metrics,
@@ -365,7 +366,7 @@ class Run:
             self.folder.upload()
 
 
-def _check_hosts(mesh: device.Mesh, folder: RunFolder) -> None:
+def _check_hosts(mesh: Mesh, folder: RunFolder) -> None:
     """Raises InputError, on every host, where the hosts of a pod do not see the config.json just written."""
     if mesh.process_count == 1:
         return

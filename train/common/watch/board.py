@@ -33,7 +33,8 @@ class Board(Watcher):
     """Writes the settings of a new run, and its picture when it has finished."""
 
     def __init__(self, run: Any):
-        self._run, self._folder = run, run.folder
+        self._run = run
+        self._folder = run.folder
 
     def __enter__(self) -> "Board":
         if self._run.mesh.main_process and not self._run.resumed:

@@ -30,7 +30,8 @@ class Curves(Watcher):
     """Draws curves.png in the folder of a run."""
 
     def __init__(self, run: Any):
-        self._run, self._drawn = run, -math.inf
+        self._run = run
+        self._drawn = -math.inf  # when, by time.monotonic()
 
     def line(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
         if any(key.startswith("eval/") for key in values) and time.monotonic() - self._drawn > DRAW_EVERY:

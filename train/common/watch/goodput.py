@@ -29,6 +29,7 @@ from typing import Any
 from errors import InputError
 from train.common import device
 from train.common.hooks import Watcher
+from train.common.mesh import Mesh
 from train.common.run_folder import to_json
 from train.common.watch import _flops
 
@@ -126,9 +127,11 @@ class Goodput(Watcher):
         if self._price:
             found["cost"] = found["chip_hours"] * self._price
             message += f"; {found['chip_hours']:.2f} chip-hours at {self._price:g}: {found['cost']:.2f}"
-        done, spent = self._flops.done, self._seconds["steps"] + self._seconds["input_wait"]
+        done = self._flops.done
+        spent = self._seconds["steps"] + self._seconds["input_wait"]
         if done and spent:
-            rate, peak = done / spent, _flops.peak(self._run.mesh)
+            rate = done / spent
+            peak = _flops.peak(self._run.mesh)
             found |= {"model_flops_per_second": rate, "mfu": peak and rate / peak}
             message += f"; {rate / 1e12:.3g} TFLOP/s" + (f", MFU {100 * rate / peak:.1f} %" if peak else "")
         self._run.message(message)
@@ -175,9 +178,11 @@ def _earlier(run: Any) -> list[dict[str, Any]]:
         starts = json.loads(content or b"[]")
         for start in starts:
             start["chips"] = float(start.get("chips", _chips(run.mesh)))  # older notes have none
-            done, useful = start["to"] - start["from"], min(start["to"], run.start) - start["from"]
+            done = start["to"] - start["from"]  # steps
+            useful = min(start["to"], run.start) - start["from"]
             if useful < done:
-                seconds, share = start["seconds"], 1 - max(0, useful) / done
+                seconds = start["seconds"]
+                share = 1 - max(0, useful) / done
                 for part in ("steps", "input_wait"):
                     seconds["lost"] += share * seconds[part]
                     seconds[part] *= 1 - share
@@ -189,7 +194,7 @@ def _earlier(run: Any) -> list[dict[str, Any]]:
     return starts
 
 
-def _chips(mesh: device.Mesh) -> float:
+def _chips(mesh: Mesh) -> float:
     """A device is a chip from v4 on, and one of two cores of a chip before."""
     return mesh.num_devices / (2 if mesh.kind.startswith(("TPU v2", "TPU v3")) else 1)
 

@@ -82,7 +82,8 @@ class Profile(Watcher):
 
     def _begin(self, number: int) -> None:
         """Starts or ends the trace where step `number` is the next."""
-        size, self._next = number - self._next, number  # of a call (DLRM's --steps-a-call): the next is as large
+        size = number - self._next  # of a call (DLRM's --steps-a-call): the next is as large
+        self._next = number
         self._step.close()
         if self._span and number > self._last:
             self._stop()
@@ -107,7 +108,8 @@ class Profile(Watcher):
         self._step.close()
         if not self._span:
             return
-        self._span, steps = None, f"steps {self._began} to {max(self._began, self._next - 1)}"
+        self._span = None
+        steps = f"steps {self._began} to {max(self._began, self._next - 1)}"
         try:
             self._trace.close()
             self._run.message(f"traced {steps} to {self._run.path}/profile; docs/profiling.md says how to read it")

@@ -50,7 +50,8 @@ class Report(Watcher):
     """The reporter of one run."""
 
     def __init__(self, run: Any, flags: Flags):
-        self._run, self._flags = run, flags
+        self._run = run
+        self._flags = flags
         self._chips = ChipMemory(run.mesh.kind) if flags.report else None
 
     def __enter__(self) -> "Report":

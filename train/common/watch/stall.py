@@ -111,12 +111,15 @@ class Stall(Watcher):
         return max(LEAST, self._times * statistics.median(self._durations))
 
     def _watch(self) -> None:
-        every, before = min(5.0, LEAST / 10), time.monotonic()
+        every = min(5.0, LEAST / 10)
+        before = time.monotonic()
         while not self._over.wait(every):
             with self._looking:
                 # What kept this thread from looking, such as a stop of the process, is no silence of the run.
                 now = time.monotonic()
-                self._seen_at, before = min(now, self._seen_at + max(0.0, now - before - every)), now
+                kept = max(0.0, now - before - every)
+                self._seen_at = min(now, self._seen_at + kept)
+                before = now
                 self._arm()
                 self._look()
 
@@ -125,7 +128,8 @@ class Stall(Watcher):
         with self._looking:
             faulthandler.cancel_dump_traceback_later()
             os.kill(os.getpid(), signal.SIGSTOP)
-            self._seen_at, self._whole = time.monotonic(), False
+            self._seen_at = time.monotonic()
+            self._whole = False
             self._arm()
 
     def _arm(self) -> None:
@@ -137,7 +141,8 @@ class Stall(Watcher):
         """Ends the process if it has stalled."""
         calls = _calls()
         if calls != self._calls:
-            self._calls, self._seen_at = calls, time.monotonic()
+            self._calls = calls
+            self._seen_at = time.monotonic()
         silent = time.monotonic() - self._seen_at
         if silent <= self.limit() or self._over.is_set():
             return
@@ -155,7 +160,8 @@ class Stall(Watcher):
             f"--stall-after {self._times:g}): the stacks of all threads follow, and are in {file}; the same command "
             "resumes from the last checkpoint"
         )
-        stacks, deadline = _stacks(sentence), time.monotonic() + LINGER
+        stacks = _stacks(sentence)
+        deadline = time.monotonic() + LINGER
         # What hangs may be the log, a pipe that nobody reads, or the storage.
         writing = [
             threading.Thread(target=_log, args=(stacks,), daemon=True),

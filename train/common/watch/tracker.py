@@ -51,7 +51,8 @@ class Tracker(Watcher):
     """
 
     def __init__(self, run: Any):
-        self._run, self._folder = run, run.folder
+        self._run = run
+        self._folder = run.folder
         self._events: queue.SimpleQueue[Callable[[Any], Any] | None] = queue.SimpleQueue()  # called with wandb's run
         self._thread = threading.Thread(target=self._send, name="tracker", daemon=True)
         self._given_up = False
