@@ -6,6 +6,7 @@ shape: T = text.length places per row, P = `predictions` places for predicted to
 runs on P places and not on T. Token type, position and weight of a place are explained at each class.
 """
 
+import math
 import string
 from typing import Protocol
 
@@ -363,6 +364,12 @@ def _check_pairs(text: Rows, what: str) -> None:
         raise InputError(f"{what} takes second segments from other rows, but the text has {len(text)}; give more text")
 
 
+def usual_predictions(kind: str, length: int) -> int:
+    """Returns the predicted places of a row: 16 % of its tokens, XLNet's 17 %, rounded up."""
+    percent = 17 if kind == "xlnet" else 16
+    return math.ceil(length * percent / 100)
+
+
 def open_rows(
     data: str, split: str, kind: str, predictions: int, whole_words: bool, next_sentence: bool, trial: tuple[int, int]
 ) -> MaskedText | PermutedText:
@@ -371,8 +378,8 @@ def open_rows(
     Args:
         data: folder that `make data DATASET=text` made, or "synthetic".
         split: train or valid.
-        kind: the model's architecture: bert, distilbert, roberta or xlnet.
-        predictions: predicted places per row; 0: 16 % of the row, XLNet 17 %.
+        kind: of the model's tokenizer, one of KINDS in data/vocabulary.py.
+        predictions: predicted places per row; 0: `usual_predictions`.
         trial: (tokens per row, seed) of the synthetic text.
     Raises:
         InputError: the folder is missing, damaged, or prepared for another kind.
@@ -383,7 +390,7 @@ def open_rows(
         rows = text.open_text(data, split)
         if rows.kind != kind and {rows.kind, kind} != {"bert", "distilbert"}:
             raise InputError(f"{data} was prepared with --kind {rows.kind}; this model needs --kind {kind}")
-    predictions = predictions or -(-rows.length * (17 if kind == "xlnet" else 16) // 100)
+    predictions = predictions or usual_predictions(kind, rows.length)
     if kind == "xlnet":
         return PermutedText(rows, predictions)
     return MaskedText(rows, predictions, whole_words, next_sentence)

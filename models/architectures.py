@@ -29,9 +29,10 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 
 from errors import InputError
+from models import encoders
 
 # Names among transformers' attention implementations. OWN: the model's own, with a mask that is
-# made without reading one. PROBED: the same, but it refuses what `encoders.attend` cannot do.
+# made without reading one. PROBED: the same, but it refuses what `encoder_layers.attend` cannot do.
 OWN = "own"
 PROBED = "probed"
 # Other arguments that models give to attention, where they change no number: either the mask has
@@ -140,8 +141,7 @@ def check(folder: str, config: PreTrainedConfig, compiled: bool = True) -> None:
         compiled: False for a device on which PyTorch runs operation by operation. It can do all
             that the model can, so no step is tried.
     """
-    kind = config.model_type
-    given = f"checkpoint {folder} is a {kind}"
+    given = f"checkpoint {folder} is a {config.model_type}"
     _check_kind(given, config)
 
     model = _without_numbers(given, config)
@@ -150,20 +150,25 @@ def check(folder: str, config: PreTrainedConfig, compiled: bool = True) -> None:
         if name not in accepted:
             raise InputError(f"{given}, which takes no {name}; {EXPECTED}")
 
-    if compiled and kind != "xlnet":  # models/xlnet.py replaces the layers of an XLNet
+    encoder = encoders.record_of(config)
+    if encoder is not None and encoder.own_layers is not None:
+        return  # transformers' layers are not those that compute its step
+    if compiled:
         _try_step(given, model)
 
 
 def _check_kind(given: str, config: PreTrainedConfig) -> None:
     """Raises InputError where the configuration is no encoder's, or has no classifier."""
-    kind = type(config)
-    if kind not in AutoModelForSequenceClassification._model_mapping:
+    config_class = type(config)
+    if config_class not in AutoModelForSequenceClassification._model_mapping:
         raise InputError(f"{given}, which transformers has no text classifier of; {EXPECTED}")
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(f"{given}, an encoder with a decoder; {EXPECTED}")
 
-    predicts_masked = kind in AutoModelForMaskedLM._model_mapping or config.model_type == "xlnet"
-    predicts_next = kind in AutoModelForCausalLM._model_mapping
+    # transformers takes an XLNet, which is one of ours, for a causal model.
+    is_ours = config.model_type in encoders.NAMES
+    predicts_masked = is_ours or config_class in AutoModelForMaskedLM._model_mapping
+    predicts_next = config_class in AutoModelForCausalLM._model_mapping
     causal = (
         (predicts_next and not predicts_masked)
         or getattr(config, "is_decoder", False)
@@ -345,10 +350,12 @@ def limits(model: PreTrainedModel) -> Limits:
 
 
 def takes_types(model: PreTrainedModel) -> bool:
-    """Returns whether a model is given the types of its tokens. RoBERTa has one type only."""
-    if model.config.model_type == "xlnet":
-        return True
-    if getattr(model.config, "type_vocab_size", 0) <= 1:
+    """Returns whether a classifier is given the types of its tokens. RoBERTa has one type only."""
+    count = getattr(model.config, "type_vocab_size", None)
+    if count is None:
+        encoder = encoders.record_of(model.config)
+        return encoder is not None and encoder.token_types  # XLNet has relations, and no table
+    if count <= 1:
         return False
     return "token_type_ids" in inspect.signature(type(model).forward).parameters
 
@@ -361,3 +368,27 @@ def is_norm(module: nn.Module) -> bool:
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return True
     return type(module).__name__.lower().endswith("norm")
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Returns an optimizer's two groups: biases and norms do not decay.
+
+    So it is in the code of all four papers. A norm is one by its type or by its name.
+    """
+    norms = set()
+    for module in model.modules():
+        if is_norm(module):
+            norms.update(id(parameter) for parameter in module.parameters(recurse=False))
+
+    decayed = []
+    exempt = []
+    for name, parameter in model.named_parameters():
+        named_norm = "layernorm" in name.lower().replace("_", "")
+        if "bias" in name or named_norm or id(parameter) in norms:
+            exempt.append(parameter)
+        else:
+            decayed.append(parameter)
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
+    ]

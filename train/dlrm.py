@@ -43,7 +43,7 @@ class Config:
     top: tuple[int, ...] = (512, 256, 1)  # layers over the interactions
     interaction: Literal["dot", "dcn"] = "dot"  # dot products of all pairs, or the low-rank cross network of DCN-v2
     cross: tuple[int, int] = (3, 512)  # layers and rank of the cross network
-    plan: Literal["auto", "exchange", "row", "table", "column", "data"] = "auto"  # of tables, see docs/embeddings.md
+    plan: Literal["auto", "exchange", "data"] = "auto"  # of tables: spread or copied, see docs/embeddings.md
     model_devices: int = 0  # devices that share one copy of the tables; 0: all
     exchange_room: tuple[float, float] = (1.0, 1.0)  # factors on plan exchange's places for ids, and for updated rows
     epochs: int = 1  # passes over the training data; click logs overfit in the second
@@ -92,7 +92,7 @@ TINY = Config(
     log_every=32,
     save_every=128,
 )
-SYNTHETIC_ROWS = (20, 50, 100, 400, 6_000, 6_000, 8_000, 30_000)  # large enough that "auto" uses three of the plans
+SYNTHETIC_ROWS = (20, 50, 100, 400, 6_000, 6_000, 8_000, 30_000)  # of these "auto" copies four, exchanges four
 SYNTHETIC_LOOKUPS = (1, 1, 1, 3, 1, 1, 1, 1)
 SYNTHETIC_TRAIN, SYNTHETIC_EVAL = 65_536, 8_192
 
@@ -254,7 +254,8 @@ def main(config: Config) -> dict[str, float]:
     state = build(config, data, mesh)
     sizes = {"examples": len(data.train), "keep": config.keep}
     start = run.resume(state.model, state.optimizer, tables=embedding.TableStorage(state.embeddings), **sizes)
-    run.message("tables: " + ", ".join(f"{n} {plan}" for plan, n in state.embeddings.plan.counts().items()))
+    by_plan = state.embeddings.tables_by_plan()
+    run.message("tables: " + ", ".join(f"{count} {plan}" for plan, count in by_plan.items()))
     train = many_steps.compiled(train_step, mesh, config.steps_a_call)
     eval_fn = device.compiled(eval_step, mesh)
     state.model.train()

@@ -1,6 +1,6 @@
 """GLUE: fine-tuning BERT, DistilBERT, RoBERTa, XLNet, or one of 30 more encoders, on any of the nine tasks.
 
-paper     Wang et al. 2019, GLUE (arXiv:1804.07461); recipes: RECIPES, with their sources
+paper     Wang et al. 2019, GLUE (arXiv:1804.07461); recipes with their sources: models/encoders
 data      a folder of GLUE's own TSV files, the hub id nyu-mll/glue, or a folder of `datasets`
 run       python -m train.glue tiny                                          a minute on two CPU cores, synthetic task
           python -m train.glue full --data nyu-mll/glue --task mrpc          on a TPU VM
@@ -22,32 +22,15 @@ from torch import Tensor
 
 from data import batching, glue, splits, vocabulary
 from errors import InputError
-from models import architectures, encoders, heads, layers, partition
+from models import architectures, classification, encoder_files, encoder_layers, encoders, heads, layers
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.mesh import WHOLE, Layout
 from train.common.run import Run
 
-# checkpoint: a hub id; warmup: the share of the steps in which the learning rate rises.
-Recipe = namedtuple("Recipe", "checkpoint lr warmup weight_decay epochs beta2", defaults=(0.999,))
-# One of the values that the papers searched for each task; --lr, --batch-size and --epochs give others.
-RECIPES = {
-    # Devlin et al. 2019, A.3: 5e-5, 3e-5 or 2e-5; the rest from google-research/bert, run_classifier.py
-    "bert": Recipe("google-bert/bert-base-uncased", lr=2e-5, warmup=0.1, weight_decay=0.01, epochs=3),
-    # Sanh et al. 2019 fine-tune as BERT
-    "distilbert": Recipe("distilbert/distilbert-base-uncased", lr=5e-5, warmup=0.1, weight_decay=0.01, epochs=3),
-    # Liu et al. 2019, table 10: 1e-5, 2e-5 or 3e-5
-    "roberta": Recipe("FacebookAI/roberta-base", lr=2e-5, warmup=0.06, weight_decay=0.1, epochs=10, beta2=0.98),
-    # Yang et al. 2019, table 8: 2e-5 to 5e-5, no weight decay; there in steps: 800 (MRPC) to 12,000 (MNLI)
-    "xlnet": Recipe("xlnet/xlnet-base-cased", lr=3e-5, warmup=0.1, weight_decay=0.0, epochs=3),
-}
-# fairseq's examples/roberta; --checkpoint is a folder of fairseq's release, with model.pt
-RECIPES["fairseq-roberta"] = RECIPES["roberta"]._replace(checkpoint="")
-RECIPES["auto"] = RECIPES["bert"]._replace(checkpoint="")  # any architecture, by --checkpoint
-
 
 @dataclass(frozen=True)
 class Config:
-    model: Literal[tuple(RECIPES)] = "bert"  # architecture; auto: the one of --checkpoint (docs/data.md lists them)
+    model: Literal[encoders.NAMES] = "bert"  # architecture; auto: the one of --checkpoint (docs/data.md lists them)
     task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
     data: str = ""  # folder or URL of TSV files or of `datasets`, hub id, or "synthetic"
     checkpoint: str = ""  # hub id, or folder with configuration, weights and tokenizer; "": the model's usual one
@@ -100,8 +83,10 @@ def learning_rate(config: Config, step: int, total: int) -> float:
 
 def validate(config: Config) -> Config:
     """Returns the config with the model's recipe where a field is None; refuses values outside their range."""
-    recipe = RECIPES[config.model]
-    config = replace(config, **{k: value for k, value in recipe._asdict().items() if getattr(config, k, "") is None})
+    recipe = encoders.record(config.model).fine_tuning
+    for name in ("epochs", "lr", "warmup", "weight_decay"):
+        if getattr(config, name) is None:
+            config = replace(config, **{name: getattr(recipe, name)})
     cli.at_least(config, 1, "batch_size", "update_every", "log_every", "keep")
     cli.at_least(config, 0, "lr", "weight_decay", "eval_every", "save_every", "seed")
     cli.at_least(config, -1, "workers")
@@ -130,18 +115,20 @@ def open_data(config: Config) -> Data:
     texts = {split: glue.read(config.data, config.task, split, config.seed) for split in splits}
     if config.checkpoint:
         folder = files.local_folder(config.checkpoint)
-        compiled = config.device == "xla"
-        settings, weights, tokenizer = encoders.open_checkpoint(folder, config.model, compiled)
-        source = (folder, weights) if config.pretrained else None
+        opened = encoder_files.open_checkpoint(folder, config.model, compiled=config.device == "xla")
+        settings = opened.config
+        tokenizer = opened.tokenizer
+        source = opened.source if config.pretrained else None
     else:  # a trial
-        kind, source = {"fairseq-roberta": "roberta", "auto": "bert"}.get(config.model, config.model), None
         words = [*texts["train"].first, *(texts["train"].second or [])]
-        tokenizer = vocabulary.learn(words, kind, SYNTHETIC_WORDS)
-        settings = encoders.configuration(kind, "tiny", tokenizer, config.lengths[-1])
+        tokenizer = vocabulary.learn(words, encoders.record(config.model).tokenizer, SYNTHETIC_WORDS)
+        settings = encoders.configuration(config.model, "tiny", tokenizer, config.lengths[-1])
         settings.initializer_range = SYNTHETIC_INIT
+        source = None
     stated = heads.given(config.labels, labels) if config.labels else ()
-    found = encoders.classifier(settings, labels, source, stated)
-    if config.lengths[-1] > (positions := encoders.positions(found.model)):
+    found = classification.classifier(settings, labels, source, stated)
+    positions = architectures.positions(found.model)
+    if config.lengths[-1] > positions:
         raise InputError(f"--lengths go up to {config.lengths[-1]}; the model has {positions} positions")
     if config.lr == 0 and found.head.untrained:
         raise InputError(found.head.untrained)
@@ -170,9 +157,10 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     """Moves the model to the device and makes its optimizer, whose state exists from the start."""
     layers.use_forms(clamp_weights=not mesh.safe_forms)
     parts = math.lcm(8, mesh.num_devices) if mesh.kind.startswith("TPU") else 0  # 8: on 1 to 8 chips the same rows
-    model = device.to_device(encoders.fast_layers(data.model, parts), mesh, partition.rules)
-    groups = encoders.parameter_groups(model, config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, config.lr, (0.9, RECIPES[config.model].beta2), ADAM_EPS, foreach=False)
+    model = device.to_device(encoder_layers.fast_layers(data.model, parts), mesh, encoders.rules)
+    groups = architectures.parameter_groups(model, config.weight_decay)
+    betas = (0.9, encoders.record(config.model).fine_tuning.beta2)
+    optimizer = torch.optim.AdamW(groups, config.lr, betas, ADAM_EPS, foreach=False)
     device.init_optimizer_state(optimizer, mesh)
     return State(model, optimizer)
 
@@ -180,8 +168,9 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
 def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
     """Returns sums over a batch with data/glue.py's entries, or over a part of one; padding does not count."""
     with mesh.autocast():
-        logits = encoders.logits(state.model, batch)
-    return {"loss": (encoders.losses(logits, batch["labels"]) * batch["mask"]).sum(), "examples": batch["mask"].sum()}
+        logits = classification.logits(state.model, batch)
+    losses = classification.losses(logits, batch["labels"])
+    return {"loss": (losses * batch["mask"]).sum(), "examples": batch["mask"].sum()}
 
 
 def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
@@ -204,7 +193,7 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> Tensor:
     """Returns logits [B, labels], on every device and so on every host."""
     with torch.no_grad(), mesh.autocast():
-        logits = encoders.logits(state.model, batch)
+        logits = classification.logits(state.model, batch)
     logits = logits.float()
     device.replicate(logits, mesh)
     return logits
@@ -235,7 +224,7 @@ def evaluate(step, state: State, sets: dict[str, glue.Encoded], config: Config, 
         logits = torch.cat(list(checkpoint.to_host(scores).values()))
         order = np.concatenate([indices for indices, _ in plan.epoch(None)])
         logits, labels = logits[order >= 0], torch.from_numpy(examples.labels[order[order >= 0]])
-        loss = (encoders.losses(logits, labels).sum() / len(labels)).item()
+        loss = (classification.losses(logits, labels).sum() / len(labels)).item()
         predictions = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
         values = glue.score(config.task, predictions.numpy(), labels.numpy()) | {"loss": loss}
         prefix = "mismatched_" if split.endswith("mismatched") else ""
@@ -248,7 +237,7 @@ def export(folder: str, state: State, data: Data, mesh: device.Mesh) -> None:
     """Writes what transformers' `pipeline("text-classification", model=folder)` loads."""
     weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
     if mesh.main_process:
-        files.write_folder(folder, lambda local: encoders.save(local, state.model, weights, data.tokenizer))
+        files.write_folder(folder, lambda local: encoder_files.save(local, state.model, weights, data.tokenizer))
 
 
 def main(config: Config) -> dict[str, float]:
@@ -262,7 +251,8 @@ def main(config: Config) -> dict[str, float]:
         config.layout,
         safe_forms=config.safe_forms,
     )
-    if mesh.process_count > 1 and config.model == "xlnet" and not config.checkpoint:  # see vocabulary.learn
+    varies = encoders.record(config.model).tokenizer in vocabulary.VARYING
+    if mesh.process_count > 1 and varies and not config.checkpoint:
         raise InputError(f"the trial of --model xlnet is for one host, not {mesh.process_count}; give --checkpoint")
     data = open_data(config)
     plan = batches(config, data.train, mesh, train=True)

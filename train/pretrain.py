@@ -11,7 +11,6 @@ result      the published recipes: not run yet; tiny and small real text: docs/r
 if __name__ == "__main__" and not __package__:  # by its path, from which the imports below are not found
     raise SystemExit("error: in the project's folder run it as a module: python -m train.pretrain tiny")
 
-import math
 import zlib
 from collections import namedtuple
 from dataclasses import dataclass, fields, replace
@@ -25,30 +24,16 @@ from torch import Tensor
 
 from data import pretraining, splits
 from errors import InputError
-from models import architectures, encoders, layers, objectives, partition
+from models import architectures, encoder_files, encoder_layers, encoders, layers, objectives
+from models.encoders.record import Pretraining
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.mesh import WHOLE, Layout
 from train.common.run import Run
 
-Recipe = namedtuple("Recipe", "batch_size steps lr warmup_steps weight_decay beta2 clip")  # clip: norm of all gradients
-RECIPES = {
-    "bert": Recipe(256, 1_000_000, 1e-4, 10_000, 0.01, 0.999, 1.0),  # Devlin et al. 2019, A.2
-    "roberta": Recipe(8192, 500_000, 6e-4, 24_000, 0.01, 0.98, math.inf),  # Liu et al. 2019, table 9; no clipping
-    # Yang et al. 2019, table 7, of the large model
-    "xlnet": Recipe(8192, 500_000, 4e-4, 40_000, 0.01, 0.999, 1.0),
-    # Sanh et al. 2019, section 4: batches of up to 4,000; the rest from its distillation/train.py
-    "distilbert": Recipe(4096, 100_000, 5e-4, 5_000, 0.0, 0.98, 5.0),
-}
-RECIPES["fairseq-roberta"] = RECIPES["roberta"]
-# Where another size of (model, size) has other numbers: ibid., and Shoeybi et al. 2019, section 4.2, of BERT.
-SIZED = {("roberta", "large"): RECIPES["roberta"]._replace(lr=4e-4, warmup_steps=30_000)}
-SIZED |= dict.fromkeys([("bert", "1.3b"), ("roberta", "1.3b")], Recipe(1024, 2_000_000, 1e-4, 10_000, 0.01, 0.999, 1.0))
-ARCHITECTURE = {name: name.removeprefix("fairseq-") for name in RECIPES}
-
 
 @dataclass(frozen=True)
 class Config:
-    model: Literal[tuple(RECIPES)] = "bert"  # architecture, and with it the objective
+    model: Literal[encoders.PRETRAINED] = "bert"  # architecture, and with it the objective
     size: Literal[tuple(encoders.SIZES)] = "base"  # of a new model
     data: str = ""  # folder or URL that `make data DATASET=text` made, or "synthetic"
     checkpoint: str = ""  # hub id or folder of a model to start from; "": a new one of --size
@@ -86,16 +71,16 @@ TINY = Config(
 # Fields that a resumed run may change: none of these touches a number.
 FREE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
 ADAM_EPS = 1e-6  # as in all four papers
-VMEM_KIB = {"xlnet": 32_768}  # of a TPU core for one fusion; others would pay with memory: docs/tpu/findings.md
 SYNTHETIC_LENGTH, SYNTHETIC_INIT = 32, 0.05  # a trial's tokens per row, and the spread of its new weights
 
 Data = namedtuple("Data", "train eval model teacher")  # rows of data/pretraining.py; models on the host
 State = namedtuple("State", "model teacher optimizer")  # what a step works on; teacher: DistilBERT's, else None
 
 
-def recipe_of(config: Config) -> Recipe:
+def recipe_of(config: Config) -> Pretraining:
     """Returns the published numbers for a model of this size."""
-    return SIZED.get((ARCHITECTURE[config.model], config.size), RECIPES[config.model])
+    encoder = encoders.record(config.model)
+    return encoder.pretraining_of_size.get(config.size, encoder.pretraining)
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -107,40 +92,53 @@ def learning_rate(config: Config, step: int) -> float:
 
 def validate(config: Config) -> Config:
     """Returns the config with the model's recipe where a field is None; refuses values outside their range."""
-    recipe = recipe_of(config)._asdict()
-    config = replace(config, **{k: value for k, value in recipe.items() if getattr(config, k, "") is None})
+    recipe = recipe_of(config)
+    for name in ("batch_size", "steps", "lr", "warmup_steps"):
+        if getattr(config, name) is None:
+            config = replace(config, **{name: getattr(recipe, name)})
     cli.at_least(config, 1, "batch_size", "steps", "update_every", "log_every", "eval_every", "keep")
     cli.at_least(config, 0, "predictions", "lr", "warmup_steps", "save_every", "seed")
     cli.at_least(config, -1, "workers")
     cli.need_data(config, "a folder that `make data` made")
-    if config.model == "distilbert" and not (config.teacher or config.data == "synthetic"):
-        raise InputError("--teacher is missing: give a folder or hub id, such as google-bert/bert-base-uncased")
-    if config.next_sentence and config.model != "bert":
+    encoder = encoders.record(config.model)
+    if encoder.teacher and not config.teacher and config.data != "synthetic":
+        such_as = encoders.record(encoder.teacher).fine_tuning.checkpoint
+        raise InputError(f"--teacher is missing: give a folder or hub id, such as {such_as}")
+    if config.next_sentence and encoder.head.next_sentence is None:
         raise InputError(f"--next-sentence is an objective of bert, not of {config.model}")
     return config
 
 
 def open_data(config: Config) -> Data:
     """Opens the rows, the model that --checkpoint names or a new one, and DistilBERT's teacher."""
-    kind, trial = ARCHITECTURE[config.model], (SYNTHETIC_LENGTH, config.seed)
-    options = kind, config.predictions, config.whole_words, config.next_sentence, trial
-    train, valid = (pretraining.open_rows(config.data, split, *options) for split in ("train", "valid"))
-    tokenizer, length, source = train.text.tokenizer, train.text.length, None
+    encoder = encoders.record(config.model)
+    trial = (SYNTHETIC_LENGTH, config.seed)
+    options = encoder.tokenizer, config.predictions, config.whole_words, config.next_sentence, trial
+    train = pretraining.open_rows(config.data, "train", *options)
+    valid = pretraining.open_rows(config.data, "valid", *options)
+    tokenizer = train.text.tokenizer
+    length = train.text.length
+
+    source = None
     if config.checkpoint:
-        folder = files.local_folder(config.checkpoint)
-        settings, weights, own = encoders.open_checkpoint(folder, config.model)
-        objectives.same_vocabulary(config.checkpoint, own, tokenizer, config.data)
-        source = folder, weights
+        opened = encoder_files.open_checkpoint(files.local_folder(config.checkpoint), config.model)
+        objectives.same_vocabulary(config.checkpoint, opened.tokenizer, tokenizer, config.data)
+        settings = opened.config
+        source = opened.source
     else:
-        settings = encoders.configuration(kind, config.size, tokenizer, length)
+        settings = encoders.configuration(config.model, config.size, tokenizer, length)
         if config.data == "synthetic":
             settings.initializer_range = SYNTHETIC_INIT
-    model, teacher = objectives.language_model(settings, config.next_sentence, source), None
-    if length > encoders.positions(model):
-        raise InputError(f"rows have {length} tokens; the model has {encoders.positions(model)} positions")
-    if config.model == "distilbert":
-        folder, own = files.local_folder(config.teacher), encoders.own_module(config.model, objectives.MODULES)
-        teacher = own.open_teacher(folder, model, tokenizer, config.data, not config.checkpoint)
+    model = objectives.language_model(settings, config.next_sentence, source)
+    positions = architectures.positions(model)
+    if length > positions:
+        raise InputError(f"rows have {length} tokens; the model has {positions} positions")
+
+    teacher = None
+    if encoder.teacher:
+        folder = files.local_folder(config.teacher)
+        open_teacher = objectives.of_encoder(config.model).open_teacher
+        teacher = open_teacher(folder, model, tokenizer, config.data, initialise=not config.checkpoint)
     return Data(train, valid, model, teacher)
 
 
@@ -154,15 +152,17 @@ def collate(limits: architectures.Limits, batch: list[dict[str, np.ndarray]]) ->
 def build(config: Config, data: Data, mesh: device.Mesh) -> State:
     """Moves the models to the device and makes the optimizer, whose state exists from the start."""
     layers.use_forms(clamp_weights=not mesh.safe_forms)
-    model = device.to_device(encoders.fast_layers(data.model), mesh, partition.rules)
+    model = device.to_device(encoder_layers.fast_layers(data.model), mesh, encoders.rules)
     recipe = recipe_of(config)
-    groups = encoders.parameter_groups(model, recipe.weight_decay)
+    groups = architectures.parameter_groups(model, recipe.weight_decay)
     options = {"lr": config.lr, "betas": (0.9, recipe.beta2), "eps": ADAM_EPS, "foreach": False}
     if config.optimizer == "lamb":  # without bias correction, as in the authors' code: the warm-up does its work
         options |= {"bias_correction": False, "max_grad_norm": None}
     optimizer = (Lamb if config.optimizer == "lamb" else torch.optim.AdamW)(groups, **options)
     device.init_optimizer_state(optimizer, mesh)
-    teacher = data.teacher and device.to_device(encoders.fast_layers(data.teacher), mesh, partition.rules)
+    teacher = data.teacher
+    if teacher is not None:
+        teacher = device.to_device(encoder_layers.fast_layers(teacher), mesh, encoders.rules)
     return State(model, teacher, optimizer)
 
 
@@ -220,16 +220,17 @@ def evaluate(step, state: State, rows: loading.Dataset, config: Config, mesh: de
 def export(folder: str, state: State, data: Data, config: Config, mesh: device.Mesh) -> None:
     """Writes what transformers and `train.glue --checkpoint` load; of fairseq-roberta also what fairseq loads."""
     weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
-    options = state.model, weights, data.train.text.tokenizer, config.model == "fairseq-roberta"
+    write_folder = encoders.record(config.model).write_folder
+    options = state.model, weights, data.train.text.tokenizer, write_folder
     if mesh.main_process:
-        files.write_folder(folder, lambda local: encoders.save(local, *options))
+        files.write_folder(folder, lambda local: encoder_files.save(local, *options))
 
 
 def with_teacher(config: Config, mesh: device.Mesh) -> Config:
-    """Pretrains the teacher of a DistilBERT's trial, which has none; returns the config that names it."""
+    """Pretrains the teacher of a trial, which has none; returns the config that names it."""
     own = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in FREE}
     name = f"teacher-{zlib.crc32(repr(own).encode()):08x}"  # one for each set of flags that change numbers
-    main(replace(config, model="bert", name=name))
+    main(replace(config, model=encoders.record(config.model).teacher, name=name))
     device.over_hosts(mesh, 0)  # the main process has written it when all are here
     device.graph_report(reset=True)
     return replace(config, teacher=f"{config.runs}/{name}/export")
@@ -244,10 +245,10 @@ def main(config: Config) -> dict[str, float]:
         config.strict,
         config.device,
         config.layout,
-        vmem_kib=VMEM_KIB.get(config.model, 0),
+        vmem_kib=encoders.record(config.model).vmem_kib,
         safe_forms=config.safe_forms,
     )
-    if config.model == "distilbert" and not config.teacher:
+    if encoders.record(config.model).teacher and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)
     rows = data.train.text
