@@ -143,7 +143,7 @@ def named(names: Iterable[str], split: str, where: str) -> str | None:
 
 @dataclass
 class Files:
-    """Files by what they are for; those `unread` say a split, but have an ending that is not read."""
+    """Files by what they are for; `unread`: the name says a split, and the ending is not known."""
 
     train: list[Path] = field(default_factory=list)
     valid: list[Path] = field(default_factory=list)
