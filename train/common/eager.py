@@ -45,8 +45,7 @@ def _check_one_device(kind: str) -> None:
         value = os.environ.get(variable, "1")
         if value not in ("", "1"):
             raise InputError(
-                f"{variable} is {value}, but --device {kind} runs on one device: unset it, or use "
-                "--device xla"
+                f"{variable} is {value}, but --device {kind} runs on one device: unset it, or use --device xla"
             )
 
 
@@ -96,9 +95,7 @@ def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
     return tensor.pin_memory().to(mesh.device, non_blocking=True)
 
 
-def prepare_group(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh
-) -> list[Tensor]:
+def prepare_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh) -> list[Tensor]:
     """Chooses the fused kernel, which updates in one pass.
 
     Updates by single operations took a sixth of a BERT's step.

@@ -259,9 +259,7 @@ def fetch(values: list[Tensor]) -> list[float]:
     return [float(value) for value in read(values)]
 
 
-def prepare_group(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh
-) -> list[Tensor]:
+def prepare_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh) -> list[Tensor]:
     """Puts Adam's learning rate and count of steps on the device.
 
     As Python floats, Adam's bias corrections and lr * weight_decay round to the constants 0.0 and
@@ -491,8 +489,7 @@ class CompiledStep:
         if not self._strict and not self._known:
             reason = "--no-strict lets it read values in its middle"
             print(
-                f"note: {self.name} is traced in every call: {reason}, which a repeated program "
-                "would not do",
+                f"note: {self.name} is traced in every call: {reason}, which a repeated program would not do",
                 flush=True,
             )
         return _Calls()
@@ -549,17 +546,10 @@ class CompiledStep:
             known = calls.program
             calls.confirmed = known is not None and _same_trace(known, program)
             if calls.confirmed and not known.same_as(program):
-                raise replay.NotRepeatable(
-                    "a number or tensor that it makes differs from call to call"
-                )
+                raise replay.NotRepeatable("a number or tensor that it makes differs from call to call")
         except replay.NotRepeatable as reason:
-            remedy = (
-                "change that (of a learning rate by device.set_lr), or use --no-strict, which "
-                "traces every call"
-            )
-            raise GraphError(
-                f"call {calls.count} of {self.name} cannot be repeated: {reason}; {remedy}"
-            ) from reason
+            remedy = "change that (of a learning rate by device.set_lr), or use --no-strict, which traces every call"
+            raise GraphError(f"call {calls.count} of {self.name} cannot be repeated: {reason}; {remedy}") from reason
         calls.program = program
         return result
 
