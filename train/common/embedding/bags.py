@@ -39,9 +39,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from errors import InputError
 from train.common import device
 from train.common.embedding import exchange, pieces
-from train.common.embedding.devices import table_devices
+from train.common.embedding.devices import OneDevice, TableDevices
 from train.common.embedding.memory import PLANS, choose_plans, device_bytes_for_tables
 from train.common.embedding.optimizers import Optimizer
 from train.common.embedding.plan import Plan
@@ -112,7 +113,7 @@ class ShardedEmbeddingBags(nn.Module):
         self.room = room
         parts = model_devices or mesh.num_devices
         check_tables(self.tables)
-        self.devices = table_devices(mesh, parts)
+        self.devices = _table_devices(mesh, parts)
         device_bytes = device_bytes or device_bytes_for_tables(mesh)
         self.plans = choose_plans(self.tables, dim, parts, optimizer, device_bytes)
         self.param_groups = [{"lr": torch.tensor(lr, dtype=torch.float32).to(mesh.device)}]
@@ -274,3 +275,19 @@ class ShardedEmbeddingBags(nn.Module):
     def load_pieces(self, shapes: dict[str, Sequence[int]], read: Callable[[str], Tensor]) -> None:
         """Fills the tables and their optimizer state, see `pieces.load_pieces`."""
         pieces.load_pieces(self, shapes, read)
+
+
+def _table_devices(mesh: Mesh, parts: int) -> TableDevices:
+    """Returns the devices of a mesh for tables that are shared by groups of `parts` of them.
+
+    Raises:
+        InputError: the groups do not make up all devices.
+    """
+    if parts < 1 or mesh.num_devices % parts:
+        allowed = f"it must divide the {mesh.num_devices} devices, 0 takes all"
+        raise InputError(f"model_devices is {parts}; {allowed}")
+    if not mesh.compiles:
+        return OneDevice(mesh, parts)
+    from train.common.embedding.xla_devices import XlaDevices
+
+    return XlaDevices(mesh, parts)

@@ -4,6 +4,8 @@
     OneDevice      one device of plain PyTorch: a part is the whole, so nothing moves
     XlaDevices     the devices of an XLA mesh (xla_devices.py)
 
+bags.py chooses between the two.
+
 A region is code in which a tensor is the part that each device holds: `enter` begins one, `leave`
 ends it. The collectives below are for tensors in a region; `shard` is for those outside.
 """
@@ -15,27 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from errors import InputError
 from train.common.mesh import Mesh
 
 # The axis, or axes, that cut each dimension of a tensor; None: none.
 Spec = tuple[str | tuple[str, ...] | None, ...]
-
-
-def table_devices(mesh: Mesh, parts: int) -> "TableDevices":
-    """Returns the devices of a mesh for tables that are shared by groups of `parts` of them.
-
-    Raises:
-        InputError: the groups do not make up all devices.
-    """
-    if parts < 1 or mesh.num_devices % parts:
-        allowed = f"it must divide the {mesh.num_devices} devices, 0 takes all"
-        raise InputError(f"model_devices is {parts}; {allowed}")
-    if not mesh.compiles:
-        return OneDevice(mesh, parts)
-    from train.common.embedding.xla_devices import XlaDevices
-
-    return XlaDevices(mesh, parts)
 
 
 @dataclass(frozen=True)
