@@ -113,7 +113,7 @@ class ShardedEmbeddingBags(nn.Module):
         self.room = room
         parts = model_devices or mesh.num_devices
         check_tables(self.tables)
-        self.devices = table_devices(mesh, parts)
+        self.devices = _table_devices(mesh, parts)
         device_bytes = device_bytes or device_bytes_for_tables(mesh)
         self.plans = choose_plans(self.tables, dim, parts, optimizer, device_bytes)
         self.param_groups = [{"lr": torch.tensor(lr, dtype=torch.float32).to(mesh.device)}]
@@ -277,7 +277,7 @@ class ShardedEmbeddingBags(nn.Module):
         pieces.load_pieces(self, shapes, read)
 
 
-def table_devices(mesh: Mesh, parts: int) -> TableDevices:
+def _table_devices(mesh: Mesh, parts: int) -> TableDevices:
     """Returns the devices of a mesh for tables that are shared by groups of `parts` of them.
 
     Raises:
@@ -288,7 +288,6 @@ def table_devices(mesh: Mesh, parts: int) -> TableDevices:
         raise InputError(f"model_devices is {parts}; {allowed}")
     if not mesh.compiles:
         return OneDevice(mesh, parts)
-
     from train.common.embedding.xla_devices import XlaDevices
 
     return XlaDevices(mesh, parts)

@@ -4,6 +4,8 @@
     OneDevice      one device of plain PyTorch: a part is the whole, so nothing moves
     XlaDevices     the devices of an XLA mesh (xla_devices.py)
 
+bags.py chooses between the two.
+
 A region is code in which a tensor is the part that each device holds: `enter` begins one, `leave`
 ends it. The collectives below are for tensors in a region; `shard` is for those outside.
 """
