@@ -102,9 +102,7 @@ def given(text: str, classes: Sequence[str], flag: str = "--labels") -> list[str
     return names
 
 
-def order(
-    where: str, theirs: Sequence[str] | None, classes: Sequence[str], stated: Sequence[str] = ()
-) -> Order:
+def order(where: str, theirs: Sequence[str] | None, classes: Sequence[str], stated: Sequence[str] = ()) -> Order:
     """Decides which row is which class in a head that has as many rows as there are classes.
 
     Args:
@@ -127,9 +125,7 @@ def order(
     return _other_names(where, theirs, classes)
 
 
-def _stated(
-    where: str, theirs: Sequence[str] | None, classes: Sequence[str], stated: Sequence[str]
-) -> Order:
+def _stated(where: str, theirs: Sequence[str] | None, classes: Sequence[str], stated: Sequence[str]) -> Order:
     """Returns the order that the user states, and says so where the checkpoint has another."""
     rows = match(stated, classes)
     said = ""
@@ -140,9 +136,7 @@ def _stated(
     return Order(rows, said)
 
 
-def _same_names(
-    where: str, theirs: Sequence[str], classes: Sequence[str], rows: list[int]
-) -> Order:
+def _same_names(where: str, theirs: Sequence[str], classes: Sequence[str], rows: list[int]) -> Order:
     """Returns the order for a checkpoint with the names of the data."""
     found = Order(rows)
     if not found.moved:

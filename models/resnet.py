@@ -113,8 +113,7 @@ class BatchNorm(nn.BatchNorm2d):
         if x.shape[0] % self.groups or values < 2:
             expected = f"{self.groups} groups of at least 2 values per channel"
             raise InputError(
-                f"batch norm: an input {list(x.shape)} does not divide into {expected}; "
-                "raise --batch-size"
+                f"batch norm: an input {list(x.shape)} does not divide into {expected}; raise --batch-size"
             )
 
         y, mean, variance = batch_statistics_norm(x, self.weight, self.bias, self.eps, self.groups)
@@ -288,9 +287,7 @@ class Normalize(nn.Module):
         return (images - self.mean) / self.std
 
 
-def load_weights(
-    model: ResNet, weights: dict[str, Tensor], path: str, head: heads.Order | None = None
-) -> None:
+def load_weights(model: ResNet, weights: dict[str, Tensor], path: str, head: heads.Order | None = None) -> None:
     """Loads torchvision's weights, or those that we exported.
 
     A head for another number of classes stays as it was initialized.
@@ -385,9 +382,7 @@ def _names_of_rows(text: str, rows: int, where: str) -> list[str]:
     except ValueError:
         names = None
     if not isinstance(names, list) or len(names) != rows:
-        problem = (
-            f"{where} has a head of {rows} classes and, in its metadata, not the names of so many"
-        )
+        problem = f"{where} has a head of {rows} classes and, in its metadata, not the names of so many"
         remedy = "export it again, or leave its metadata out and state them in --labels"
         raise InputError(f"{problem}; {remedy}")
     return names

@@ -121,7 +121,7 @@ def test_a_copy_brings_what_it_can_do_without_or_says_how_to_get_it(tmp_path):
     copied("resnet50", tmp_path / "plain")
     files = copied("resnet50", tmp_path / "full", extras=("watch", "sharding", "hub_images"))
     watchers = {str(path.relative_to(copy_model.ROOT)) for path in copy_model.ROOT.glob("train/common/watch/*.py")}
-    assert {*watchers, "data/hub_images.py", "train/common/xla/marks.py"} <= files
+    assert {*watchers, "data/hub_images.py", "train/common/xla/pin_sharding.py"} <= files
     assert "\ndatasets==" in (tmp_path / "full/requirements.txt").read_text()
     data = "--data uoft-cs/cifar10"
     refused = train(tmp_path / "plain", "resnet50", "--shard-state full", data).stderr

@@ -310,10 +310,10 @@ class Share:
     def read_parts(self, tensor) -> list:
         return self.devices.read_parts(tensor)[self.own]
 
-    def load_parts(self, tensor, parts) -> None:
+    def load_parts(self, tensor, parts, numbers) -> None:
         every = self.devices.read_parts(tensor)
         every[self.own] = parts
-        self.devices.load_parts(tensor, every)
+        self.devices.load_parts(tensor, every, numbers)
 
 
 def shared(plan, devices: Share):

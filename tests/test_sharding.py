@@ -34,8 +34,8 @@ from train.common import accumulate, checkpoint, device, loading, sharding
 from train.common.mesh import Layout
 from train.common.sharding import gather, placement
 from train.common.watch import _flops
-from train.common.xla import backend, marks
-from train.common.xla.recompute import again
+from train.common.xla import backend, pin_sharding
+from train.common.xla.recompute import recomputing_forward
 
 TWO, FULL = Layout("data=2,model=2"), Layout(shard_state="full")
 ALL = Layout("data=2,model=2", "full", remat=True)
@@ -139,7 +139,7 @@ def slow(*values: object):
     ids=["model", "full", "copies", "all", "xlnet", "distilbert", "resnet50"],
 )
 def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight, moment, mesh, whole, monkeypatch):
-    monkeypatch.setattr(marks, "two_steps", lambda n: (-(-n // 2), min(n, 2)))  # as of a square slice
+    monkeypatch.setattr(pin_sharding, "two_steps", lambda n: (-(-n // 2), min(n, 2)))  # as of a square slice
     (found, after, state), (expected, expected_after) = taken(mesh, layout, **changes), whole(**changes)
     assert found == pytest.approx(expected, rel=2e-6)
     torch.testing.assert_close(after, expected_after, **CLOSE)
@@ -157,13 +157,13 @@ def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight
 
 def test_the_state_of_weights_with_heads_is_cut_by_heads_where_the_devices_divide_them(mesh):
     layers = sharding.arranged(mesh, FULL).layers
-    assert [placement._state_axes(torch.empty(8, n, 2), [None] * 3, layers, 0).index("data") for n in (4, 6)] == [1, 0]
-    words = [placement._state_axes(torch.empty(n, 8), [None] * 2, layers, True) for n in (512, 1024)]
+    assert [placement._state_spec(torch.empty(8, n, 2), [None] * 3, layers, 0).index("data") for n in (4, 6)] == [1, 0]
+    words = [placement._state_spec(torch.empty(n, 8), [None] * 2, layers, True) for n in (512, 1024)]
     assert words == [("data", None), (None, "data")]
 
 
 def test_gradients_over_all_of_a_square_slice_are_cut_in_two_steps(mesh, monkeypatch):
-    monkeypatch.setattr(marks, "two_steps", lambda devices: (2, 2))
+    monkeypatch.setattr(pin_sharding, "two_steps", lambda devices: (2, 2))
     layer = device.to_device(nn.Linear(4, 8), sharding.arranged(mesh, FULL))
     found = torch.autograd.grad(layer(torch.ones(8, 4).to(mesh.device)).square().sum(), layer.weight)
     cuts = re.findall(r"devices=(\[[^\]]*\])", torch_xla._XLAC._get_xla_tensors_hlo(found))
@@ -237,7 +237,7 @@ def test_recomputation_refuses_another_dropout(mesh):
     """Its mask would be another one in the second pass."""
     layer = nn.Dropout()
     with pytest.raises(RuntimeError, match="draws other numbers"):
-        again(layer)(torch.ones(4, requires_grad=True).to(mesh.device))
+        recomputing_forward(layer)(torch.ones(4, requires_grad=True).to(mesh.device))
 
 
 @pytest.fixture(scope="module")
@@ -354,8 +354,8 @@ def test_cut_tensors_are_made_whole_by_a_program_for_each_shape_one_at_a_time(me
     for tensor, axes in zip(tensors, (("data", "model"), ("data", "model"), ("model",), (None,)), strict=True):
         device.annotate(tensor, spmd, axes)
     torch_xla.sync()
-    graphs, waits, wait = backend.compilations(), [], marks.xm.wait_device_ops
-    monkeypatch.setattr(marks.xm, "wait_device_ops", lambda: waits.append(wait()))
+    graphs, waits, wait = backend.compilations(), [], pin_sharding.xm.wait_device_ops
+    monkeypatch.setattr(pin_sharding.xm, "wait_device_ops", lambda: waits.append(wait()))
     for _ in range(2):
         assert all(map(torch.equal, gather.read(tensors, True), numbers))
     assert gather.read(tensors, False) == [] and backend.compilations() == graphs + 2
@@ -376,7 +376,7 @@ def test_a_file_in_parts_is_the_librarys_and_comes_back_tensor_by_tensor(tmp_pat
         one = {name: torch.ones(1)}
         assert b"".join(map(bytes, gather.pack(one))) == safetensors.torch.save(one)
     (tmp_path / "file").write_bytes(content)
-    place, mark = (fsspec.filesystem("file"), str(tmp_path / "file")), checkpoint._mark(content)
+    place, mark = (fsspec.filesystem("file"), str(tmp_path / "file")), checkpoint._checksum([content])
     assert equal(gather.load(*place, mark), tensors)
     (tmp_path / "file").write_bytes(content[:-1] + b"!")
     with pytest.raises(ValueError, match=f"file has {len(content)} bytes that do not match"):

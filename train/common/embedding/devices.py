@@ -12,6 +12,7 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from train.common.mesh import Mesh
@@ -67,6 +68,12 @@ class TableDevices(abc.ABC):
         self.annotate_replicated(tensor)
         return tensor
 
+    def device_numbers(self) -> Tensor:
+        """Returns a tensor [parts] of which each device of a group holds its own number."""
+        numbers = torch.arange(self.parts, dtype=torch.int32).to(self.mesh.device)
+        self.annotate(numbers, (self.axis,))
+        return numbers
+
     @abc.abstractmethod
     def annotate(self, tensor: Tensor, spec: Spec) -> None:
         """Annotates a tensor on the device as cut by `spec`."""
@@ -115,8 +122,9 @@ class TableDevices(abc.ABC):
         `local_parts`."""
 
     @abc.abstractmethod
-    def load_parts(self, tensor: Tensor, parts: list[Tensor]) -> None:
-        """Fills a tensor that is cut over the devices with the parts of this host's."""
+    def load_parts(self, tensor: Tensor, parts: list[Tensor], numbers: Tensor) -> None:
+        """Fills a tensor that is cut over the devices with the parts of this host's; `numbers` is
+        of `device_numbers`, and tells which devices these are."""
 
 
 class OneDevice(TableDevices):
@@ -152,5 +160,5 @@ class OneDevice(TableDevices):
     def read_parts(self, tensor: Tensor) -> list[Tensor]:
         return [tensor.detach().to("cpu", copy=True)]
 
-    def load_parts(self, tensor: Tensor, parts: list[Tensor]) -> None:
+    def load_parts(self, tensor: Tensor, parts: list[Tensor], numbers: Tensor) -> None:
         tensor.copy_(parts[0])

@@ -112,7 +112,7 @@ class Exchanged(Plan):
         return [part.number for part in self.devices.local_parts(tensor)]
 
     def fill(self, tensor: Tensor, parts: list[Tensor]) -> None:
-        self.devices.load_parts(tensor, parts)
+        self.devices.load_parts(tensor, parts, self.device_numbers)
 
     # ---- lookup
 

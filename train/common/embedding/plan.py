@@ -100,6 +100,7 @@ class Plan(abc.ABC):
         spec: how the array is cut over the devices.
         weight: the array [lines, width]; states: those of the optimizer, cut as `state_specs` say.
         offsets, positions: `start` of each column of ids, and `numbers`, on the devices.
+        device_numbers: of each device its own, for `TableDevices.load_parts`.
     """
 
     name: ClassVar[str]
@@ -233,6 +234,7 @@ class Plan(abc.ABC):
         offsets = np.repeat(self.start, self.lookups).astype(np.int32)
         self.offsets = self.devices.replicated(torch.from_numpy(offsets))
         self.positions = self.devices.replicated(torch.tensor(self.numbers))
+        self.device_numbers = self.devices.device_numbers()
         self.weight = self._initial_weight(seed)
         self.states = []
         for shape, spec in zip(self.state_shapes, self.state_specs, strict=True):

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
@@ -41,7 +40,6 @@ class XlaDevices(TableDevices):
             # one over both.
             self.spmd = xs.Mesh(ids, (self.copies, parts), ("data", "model"))
         self._op_shardings: dict[Spec, Any] = {}  # what torch_xla makes of each spec
-        self._device_numbers: Tensor | None = None  # see `load_parts`
 
     def annotate(self, tensor: Tensor, spec: Spec) -> None:
         device.annotate(tensor, self.spmd, spec)
@@ -101,12 +99,8 @@ class XlaDevices(TableDevices):
     def read_parts(self, tensor: Tensor) -> list[Tensor]:
         return [data for data, _ in _XLAC._get_local_shards([tensor])[0]]
 
-    def load_parts(self, tensor: Tensor, parts: list[Tensor]) -> None:
-        if self._device_numbers is None:
-            # A small tensor that is cut in the same way, to ask for the devices' names.
-            self._device_numbers = torch.arange(self.parts, dtype=torch.int32).to(self.mesh.device)
-            self.annotate(self._device_numbers, (self.axis,))
-        names = [name for _, name in _XLAC._get_local_shards([self._device_numbers])[0]]
+    def load_parts(self, tensor: Tensor, parts: list[Tensor], numbers: Tensor) -> None:
+        names = [name for _, name in _XLAC._get_local_shards([numbers])[0]]
         _XLAC._load_local_shards(tensor, parts, names)
 
     def _op_sharding(self, spec: Spec) -> Any:
