@@ -511,10 +511,8 @@ def _read_vocabulary(path: Path, numbers: dict[str, int]) -> dict[str, int]:
     vocabulary: dict[str, int] = {}
     for token_id, symbol in enumerate(symbols):
         where = f"{path} line {token_id + 1 - len(SPECIALS)} has {symbol[:60]!r}"
-        if symbol in (*SPECIALS, MASK) or FILLER.fullmatch(symbol):
-            token = symbol
-        else:
-            token = tokens.get(symbol)
+        is_number = symbol not in (*SPECIALS, MASK) and not FILLER.fullmatch(symbol)
+        token = tokens.get(symbol) if is_number else symbol
         if token is None:
             raise InputError(f"{where}; expected a number that encoder.json has")
         if token in vocabulary:

@@ -159,7 +159,7 @@ def _assumed(where: str, classes: Sequence[str]) -> Order:
 
 
 def _other_names(where: str, theirs: Sequence[str], classes: Sequence[str]) -> Order:
-    """Returns that the head is new, since its classes have other names."""
+    """Returns a new head, since the classes of the checkpoint have other names."""
     differ = f"a head for the classes {listed(theirs)}, the data has {listed(classes)}"
     flag = f"--labels {_value_of_flag(classes)}"
     remedy = f"if they mean the same, state the order of its own by {flag}"
@@ -168,7 +168,7 @@ def _other_names(where: str, theirs: Sequence[str], classes: Sequence[str]) -> O
 
 
 def other(where: str, what: str, remedy: str = "train it") -> Order:
-    """Returns that the head is new, since the checkpoint has `what` in its place."""
+    """Returns a new head, since the checkpoint has `what` in its place."""
     has = f"{where} has {what}"
     untrained = f"{has}, which says nothing without training (--lr 0); {remedy}"
     return Order(None, f"{NEW}{has}", untrained)
