@@ -27,9 +27,10 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as F
 
+import optional
 from data import splits
 from data.leftovers import is_leftover
-from errors import InputError, optional_module
+from errors import InputError
 
 IMAGENET_MEAN = (123.675, 116.28, 103.53)  # RGB, for pixels 0..255
 IMAGENET_STD = (58.395, 57.12, 57.375)
@@ -434,7 +435,7 @@ def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = 
     """
     path = Path(data).expanduser()
     if "://" in data or (path / "shards.json").is_file():
-        shards = optional_module("data.shards", data, "WITH=shards")
+        shards = optional.load("shards", asked=data)
         return shards.Shards(data, split, image_size, skip_broken)
     if path.is_file():
         expected = "expected a folder with train/ and val/ (unpack an archive first)"
@@ -447,7 +448,7 @@ def open_imagenet(data: str, split: Split, image_size: int, skip_broken: bool = 
     elif not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", data):
         expected = "expected one with train/ and val/, or an id on the Hugging Face hub"
         raise InputError(f"there is no folder {data}; {expected}")
-    hub_images = optional_module("data.hub_images", data, "WITH=hub_images")
+    hub_images = optional.load("hub_images", asked=data)
     return hub_images.HubImages(data, split, image_size, skip_broken)
 
 

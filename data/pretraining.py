@@ -7,6 +7,7 @@ P = `predictions` slots for predicted tokens, so that the language-model head ru
 and not on T. Each class explains its token types, positions and weights.
 """
 
+import math
 import string
 from dataclasses import dataclass
 from typing import Protocol
@@ -490,6 +491,12 @@ def _check_pairs(text: Rows, what: str) -> None:
         raise InputError(f"{has}; give more text")
 
 
+def usual_predictions(kind: str, length: int) -> int:
+    """Returns how many tokens of a row are predicted: 16 % of it, XLNet's 17 %, rounded up."""
+    percent = 17 if kind == "xlnet" else 16
+    return math.ceil(length * percent / 100)
+
+
 def open_rows(
     data: str,
     split: str,
@@ -504,8 +511,8 @@ def open_rows(
     Args:
         data: folder that `make data DATASET=text` made, or "synthetic".
         split: train or valid.
-        kind: the model's architecture: bert, distilbert, roberta or xlnet.
-        predictions: predicted tokens per row; 0: 16 % of the row, XLNet 17 %.
+        kind: of the model's tokenizer, one of KINDS in data/vocabulary.py.
+        predictions: predicted tokens per row; 0: `usual_predictions`.
         trial: (tokens per row, seed) of the synthetic text.
     Raises:
         InputError: the folder is missing, damaged, or prepared for another kind.
@@ -519,10 +526,7 @@ def open_rows(
             what = f"{data} was prepared with --kind {rows.kind}"
             raise InputError(f"{what}; this model needs --kind {kind}")
 
-    is_xlnet = kind == "xlnet"
-    if not predictions:
-        percent = 17 if is_xlnet else 16
-        predictions = -(-rows.length * percent // 100)
-    if is_xlnet:
+    predictions = predictions or usual_predictions(kind, rows.length)
+    if kind == "xlnet":
         return PermutedText(rows, predictions)
     return MaskedText(rows, predictions, whole_words, next_sentence)

@@ -29,9 +29,10 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 
 from errors import InputError
+from models import encoders
 
 # Names among transformers' attention implementations: the model's own, with a mask that is made without reading one;
-# and the same, which refuses what `encoders.attend` cannot do.
+# and the same, which refuses what `encoder_layers.attend` cannot do.
 OWN, PROBED = "own", "probed"
 # What models give to attention besides, where it changes no number: the mask has it, or other implementations need it.
 IGNORED = {"deterministic", "output_attentions", "output_hidden_states", "position_ids", "sliding_window", "use_cache"}
@@ -107,7 +108,8 @@ def check(folder: str, config: PreTrainedConfig, compiled: bool = True) -> None:
         raise InputError(f"{given}, which transformers has no text classifier of; {expected}")
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(f"{given}, an encoder with a decoder; {expected}")
-    masked = type(config) in AutoModelForMaskedLM._model_mapping or kind == "xlnet"
+    known = kind in encoders.NAMES  # XLNet, too, which transformers takes for a causal model
+    masked = known or type(config) in AutoModelForMaskedLM._model_mapping
     causal = type(config) in AutoModelForCausalLM._model_mapping and not masked
     if causal or getattr(config, "is_decoder", False) or getattr(config, "causal", False):
         raise InputError(f"{given}, in which no token sees the next; {expected}")
@@ -122,7 +124,10 @@ def check(folder: str, config: PreTrainedConfig, compiled: bool = True) -> None:
     for name in ("input_ids", "attention_mask"):
         if name not in accepted:
             raise InputError(f"{given}, which takes no {name}; {expected}")
-    if compiled and kind != "xlnet":  # whose layers models/xlnet.py replaces
+    encoder = encoders.record_of(config)
+    if encoder is not None and encoder.own_layers is not None:
+        return  # transformers' own are not those that compute its step
+    if compiled:
         _try_step(given, model)
 
 
@@ -242,13 +247,38 @@ def limits(model: PreTrainedModel) -> Limits:
 
 
 def takes_types(model: PreTrainedModel) -> bool:
-    """Says whether a model is given the types of its tokens. RoBERTa has one type only."""
-    if model.config.model_type == "xlnet":
-        return True
-    several = getattr(model.config, "type_vocab_size", 0) > 1
-    return several and "token_type_ids" in inspect.signature(type(model).forward).parameters
+    """Says whether a classifier is given the types of its tokens. RoBERTa has one type only."""
+    count = getattr(model.config, "type_vocab_size", None)
+    if count is None:
+        encoder = encoders.record_of(model.config)
+        return encoder is not None and encoder.token_types  # XLNet has relations, and no table
+    return count > 1 and "token_type_ids" in inspect.signature(type(model).forward).parameters
 
 
 def is_norm(module: nn.Module) -> bool:
     """Says whether a module is a norm, by its type: LayerNorm, RMSNorm, and models' own, such as NoNorm."""
     return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.lower().endswith("norm")
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Returns an optimizer's two groups: biases and norms do not decay, as in the code of all four papers.
+
+    A norm is one by its type or by its name.
+    """
+    norms = set()
+    for module in model.modules():
+        if is_norm(module):
+            norms.update(id(parameter) for parameter in module.parameters(recurse=False))
+
+    decayed = []
+    exempt = []
+    for name, parameter in model.named_parameters():
+        named_norm = "layernorm" in name.lower().replace("_", "")
+        if "bias" in name or named_norm or id(parameter) in norms:
+            exempt.append(parameter)
+        else:
+            decayed.append(parameter)
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
+    ]

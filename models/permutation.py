@@ -1,16 +1,36 @@
-"""Masks of XLNet's two-stream attention, made on the device from integers per token.
+"""The objective of XLNet: the last sixth of a permutation is predicted, with two streams of attention.
 
     targets = is_target(positions, weights, length)
     model(input_ids, perm_mask=perm_mask(order, targets), target_mapping=target_mapping(positions, length), …)
 
-Rows come from data/pretraining.py (`PermutedText`). The order is uploaded and not the mask, which has T x T numbers per
-row. Yang et al. 2019, "XLNet: Generalized Autoregressive Pretraining for Language
-Understanding", sections 2.2 and 2.3, https://arxiv.org/abs/1906.08237, and data_utils.py (`_local_perm`) of the
-authors' code. Static shapes, and nothing is read back from the device.
+The masks are made on the device from integers per token. Rows come from data/pretraining.py
+(`PermutedText`). The order is uploaded and not the mask, which has T x T numbers per row. Yang et al.
+2019, "XLNet: Generalized Autoregressive Pretraining for Language Understanding", sections 2.2 and 2.3,
+https://arxiv.org/abs/1906.08237, and data_utils.py (`_local_perm`) of the authors' code. Static shapes,
+and nothing is read back from the device.
 """
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from models import encoders
+
+
+def forward(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns "logits" [B, P, words] of the predicted places."""
+    encoder = encoders.record_of(model.config)
+    positions = batch["positions"]
+    length = batch["order"].shape[1]
+    targets = is_target(positions, batch["weights"], length)
+    outputs = model.base_model(
+        input_ids=batch["input_ids"],
+        token_type_ids=batch["token_type_ids"],
+        perm_mask=perm_mask(batch["order"], targets),
+        target_mapping=target_mapping(positions, length),
+        use_mems=False,
+    )
+    return {"logits": encoder.head.words(model, outputs.last_hidden_state)}
 
 
 def is_target(positions: Tensor, weights: Tensor, length: int) -> Tensor:

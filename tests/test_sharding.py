@@ -26,7 +26,8 @@ from torch import nn
 from transformers import ElectraConfig, ElectraForMaskedLM
 
 from errors import InputError
-from models import encoders, objectives, partition
+from models import encoder_layers, encoders, objectives, partition
+from models.encoders.record import Size
 from models.transformer import ARCHITECTURES, Architecture
 from train import glue, pretrain, resnet50, transformer
 from train.common import accumulate, checkpoint, device, loading, sharding
@@ -42,11 +43,12 @@ COPIES = Layout("copies=2,data=2", "full")
 OF_1_3B = replace(FULL, remat=True)  # RoBERTa of size 1.3b in docs/large_models.md
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # sums over devices are of other parts, and Adam divides by small numbers
 STEPS = 4  # two traced, two repeated
-SIZE = (1, 32, 4)  # layers, width, heads
+SIZE = Size(layers=1, width=32, heads=4)
 CPU = device.Mesh(torch.device("cpu"), None, 1, 0, 1, "CPU", "float32", True)
 # The command line of train.pretrain, with that size.
 SMALL = f"""
 from models import encoders
+from models.encoders.record import Size
 encoders.SIZES["tiny"] = {SIZE}
 from train import pretrain
 from train.common import cli
@@ -58,7 +60,7 @@ cli.run(pretrain.main, pretrain.PRESETS)
 def small():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(encoders.SIZES, "tiny", SIZE)
-        patch.setitem(encoders.SIZES, "mini", (2, *SIZE[1:]))  # DistilBERT has half the layers
+        patch.setitem(encoders.SIZES, "mini", replace(SIZE, layers=2))  # DistilBERT has half the layers
         dropped = {"attention_dropout": 0.1, "activation_dropout": 0.1}
         patch.setitem(ARCHITECTURES, "transformer_tiny", Architecture(32, 128, 4, 1, 1, **dropped))
         yield
@@ -219,11 +221,11 @@ def test_recomputation_changes_no_bit(mesh, whole):
 def test_recomputation_on_plain_pytorch_changes_no_bit_either():
     config = pretrain.validate(pretrain.TINY)
     data, found = pretrain.open_data(config), []
-    model = encoders.fast_layers(data.model)
+    model = encoder_layers.fast_layers(data.model)
     batch = loading.as_tensors([data.train.example(row, np.random.default_rng(row)) for row in range(8)])
     for remat in (False, True):
         if remat:
-            sharding.arranged(CPU, Layout(remat=True)).layers.arrange(model, partition.rules)
+            sharding.arranged(CPU, Layout(remat=True)).layers.arrange(model, encoders.rules)
         torch.manual_seed(1)
         loss = objectives.losses(model, None, batch)["loss"]
         found.append((loss, torch.autograd.grad(loss, [*model.parameters()])))
@@ -334,7 +336,7 @@ def test_a_run_goes_on_under_another_layout(script, changes, name, layouts, tmp_
     ],
 )
 def test_values_that_are_refused(refused, script, flags, pattern, monkeypatch):
-    monkeypatch.setitem(encoders.SIZES, "tiny", (2, 64, 2))
+    monkeypatch.setitem(encoders.SIZES, "tiny", Size(layers=2, width=64, heads=2))
     refused(script, f"tiny {flags}", pattern)
 
 
@@ -457,15 +459,15 @@ def test_a_state_that_would_not_be_cut_is_refused(given, mesh):
 )
 def test_a_rule_that_does_not_fit_is_an_error(rule, pattern, mesh):
     data = pretrain.open_data(pretrain.validate(pretrain.TINY))
-    known = partition.rules(data.model)
+    known = encoders.rules(data.model)
     wrong = replace(known, parameters=known.parameters | {rule: partition.OUT})
     with pytest.raises(InputError, match=pattern):
         device.to_device(data.model, sharding.arranged(mesh, TWO), lambda _: wrong)
 
 
 def test_the_table_of_a_model_says_where_its_parameters_lie_and_one_without_is_refused(mesh):
-    with pytest.raises(InputError, match="bert, roberta, distilbert, xlnet, not electra.*partition.py"):
-        partition.rules(ElectraForMaskedLM(ElectraConfig(num_hidden_layers=0, vocab_size=8)))
+    with pytest.raises(InputError, match="bert, distilbert, roberta, xlnet, .*not electra.*models/encoders"):
+        encoders.rules(ElectraForMaskedLM(ElectraConfig(num_hidden_layers=0, vocab_size=8)))
     *_, state = opened(mesh, replace(TWO, shard_state="optimizer"), model="roberta")
     line = next(line for line in sharding.table(state.model) if "*.intermediate.dense.weight" in line)
     assert line.startswith("roberta.encoder.layer.*.intermediate.dense.weight ")

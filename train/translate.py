@@ -7,8 +7,12 @@ run       make translate MODEL_DIR=runs/<name>/export < in.en > out.de
 Python    load(folder, mesh) makes the model; Translator(model, mesh, config)(text) translates
 """
 
-if __name__ == "__main__" and not __package__:  # by its path, from which the imports below are not found
-    raise SystemExit("error: in the project's folder run it as a module: python -m train.translate text")
+if (
+    __name__ == "__main__" and not __package__
+):  # by its path, from which the imports below are not found
+    raise SystemExit(
+        "error: in the project's folder run it as a module: python -m train.translate text"
+    )
 
 import math
 import sys
@@ -33,21 +37,42 @@ from train.common import checkpoint, cli, device, files, loading
 @dataclass(frozen=True)
 class Config:
     model_dir: str = ""  # folder or URL with model.pt, the dictionaries and the tokenizer
-    lengths: tuple[int, ...] = (16, 32, 64)  # tokens of a sentence: a compiled shape each; beyond the last they double
-    batch_tokens: int = 16_384  # places a batch: sentences of length L come batch_tokens / (L * beam) together
+    lengths: tuple[int, ...] = (
+        16,
+        32,
+        64,
+    )  # tokens of a sentence: a compiled shape each; beyond the last they double
+    batch_tokens: int = (
+        16_384  # places a batch: sentences of length L come batch_tokens / (L * beam) together
+    )
     beam: int = 4  # hypotheses a sentence
-    length_penalty: float = 0.6  # exponent of a hypothesis' length, by which its log-probability is divided
-    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of products, see train/common/device.py
-    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
-    pieces: Literal["", *PIECES] = ""  # what the dictionary's symbols are; "": as the export or its marks say
+    length_penalty: float = (
+        0.6  # exponent of a hypothesis' length, by which its log-probability is divided
+    )
+    precision: Literal["bfloat16", "float32", "fast_float32"] = (
+        "bfloat16"  # of products, see train/common/device.py
+    )
+    device: Literal["xla", "cpu", "cuda"] = (
+        "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
+    )
+    pieces: Literal["", *PIECES] = (
+        ""  # what the dictionary's symbols are; "": as the export or its marks say
+    )
     workers: int = 0  # processes that make batches
     strict: bool = True  # a recompilation or a host fall-back stops the run
-    safe_forms: bool = False  # slower forms for a TPU whose compiler crashes on the usual ones: docs/tpu.md
+    safe_forms: bool = (
+        False  # slower forms for a TPU whose compiler crashes on the usual ones: docs/tpu.md
+    )
 
 
 MAX_LENGTH_A, MAX_LENGTH_B = 1.2, 10  # a translation has at most a * (source tokens) + b words
-ROWS_MULTIPLE = 8  # batches divide by it and by the devices: on 1, 2, 4 and 8 of them they are the same
-AUTO_SHAPES, AUTO_LONGEST = 4, 256  # of a training plan without --lengths: shapes, and tokens of the longest
+ROWS_MULTIPLE = (
+    8  # batches divide by it and by the devices: on 1, 2, 4 and 8 of them they are the same
+)
+AUTO_SHAPES, AUTO_LONGEST = (
+    4,
+    256,
+)  # of a training plan without --lengths: shapes, and tokens of the longest
 UNKNOWN_SHARE = 0.2  # of the words of an input, from which on a line says it
 SPLIT_WORDS = ("char", "spm", "flores101", "flores200")  # tokenizers of sacrebleu that divide words
 MAX_SHAPES = 16  # compiled shapes of evaluation and translation: lengths, and what is left over when rows are few
@@ -65,7 +90,9 @@ def training_plan(pairs, config, devices: int = 1) -> batching.Buckets | packing
     if not lengths:
         usual = pairs.lengths[pairs.lengths.max(1) <= AUTO_LONGEST]
         if not len(usual):
-            raise InputError(f"{config.data} has no pair of at most {AUTO_LONGEST} tokens a side; give --lengths")
+            raise InputError(
+                f"{config.data} has no pair of at most {AUTO_LONGEST} tokens a side; give --lengths"
+            )
         lengths = [length for _, length, _ in packing.propose_shapes(usual, 2**30, AUTO_SHAPES)]
     shapes = [(rows(config.batch_tokens, length, devices), length, length) for length in lengths]
     if config.pack:
@@ -99,7 +126,9 @@ def evaluation_plan(
         number = int(longest.argmax())
         shown = number if numbers is None else int(numbers[number])
         which = f"sentence {shown + 1}{f' of the split {split}' if split else ''}"
-        raise InputError(f"{which} has {longest[number]} tokens; the model takes {max_positions}: cut it")
+        raise InputError(
+            f"{which} has {longest[number]} tokens; the model takes {max_positions}: cut it"
+        )
     sizes = [*sizes] or [32]
     while sizes[-1] < longest.max():
         sizes.append(min(2 * sizes[-1], max_positions))
@@ -109,7 +138,9 @@ def evaluation_plan(
         if sentences:  # no more rows than there are sentences
             multiple = math.lcm(ROWS_MULTIPLE, mesh.num_devices)
             few = -(-sentences // multiple) * multiple
-            shapes.append((min(rows(batch_tokens, size, mesh.num_devices), few), *(size,) * lengths.shape[1]))
+            shapes.append(
+                (min(rows(batch_tokens, size, mesh.num_devices), few), *(size,) * lengths.shape[1])
+            )
     return batching.Buckets(lengths, shapes)
 
 
@@ -126,7 +157,9 @@ class Translator:
         if mesh.compiles:
             from train.common.xla.while_loop import WhileLoop
 
-            self._loop = WhileLoop(partial(beam_search.step, model, length_penalty=config.length_penalty), model)
+            self._loop = WhileLoop(
+                partial(beam_search.step, model, length_penalty=config.length_penalty), model
+            )
         self._step = device.compiled(self.translate_step, mesh, MAX_SHAPES)
 
     def translate_step(self, model: Transformer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -137,7 +170,13 @@ class Translator:
         most = min(most, model.arch.max_positions - 1)
         with self.mesh.autocast():
             tokens, scores = beam_search.search(
-                model, source, limit.clamp(max=most), config.beam, most + 1, config.length_penalty, self._loop
+                model,
+                source,
+                limit.clamp(max=most),
+                config.beam,
+                most + 1,
+                config.length_penalty,
+                self._loop,
             )
         # Copies: a slice would keep all hypotheses as results of the program.
         best = {"tokens": tokens[:, 0].clone(), "score": scores[:, 0].clone()}
@@ -163,9 +202,16 @@ class Translator:
         lengths = sentences.lengths
         places = self.config.batch_tokens // self.config.beam
         positions = self.model.arch.max_positions
-        plan = evaluation_plan(lengths, self.config.lengths, places, positions, self.mesh, numbers=there)
-        with loading.parallel_loader(sentences, plan, self.mesh, train=False, workers=self.config.workers) as loader:
-            best = {str(number): self._step(self.model, batch)["tokens"] for number, batch in enumerate(loader)}
+        plan = evaluation_plan(
+            lengths, self.config.lengths, places, positions, self.mesh, numbers=there
+        )
+        with loading.parallel_loader(
+            sentences, plan, self.mesh, train=False, workers=self.config.workers
+        ) as loader:
+            best = {
+                str(number): self._step(self.model, batch)["tokens"]
+                for number, batch in enumerate(loader)
+            }
         self.model.train(training)
         tokens = checkpoint.to_host(best)
         for number, (indices, _) in enumerate(plan.epoch(None)):
@@ -211,7 +257,14 @@ class Bleu:
             self._metric = BLEU(trg_lang=scoring.language, tokenize=scoring.tokenizer)
             # Some tokenizers are loaded when they are first used.
             self._metric.corpus_score(self.references[:1], [self.references[:1]])
-        except (ImportError, OSError, RuntimeError, ValueError, AssertionError, SystemExit) as error:
+        except (
+            ImportError,
+            OSError,
+            RuntimeError,
+            ValueError,
+            AssertionError,
+            SystemExit,
+        ) as error:
             what = f"BLEU of the target language {pairs.target_language} cannot be computed: the tokenizer "
             what += f"{scoring.tokenizer} says {' '.join(str(error).split())!r}"
             remedy = "install what is missing, or give --bleu-tokenizer char for BLEU of characters"
@@ -248,11 +301,15 @@ def load(folder: str, mesh: device.Mesh, pieces: str = "") -> tuple[Transformer,
     settings, weights = fairseq.read_checkpoint(files.read_file(path), path)
     settled = [settings.get("source_lang"), settings.get("target_lang")]
     if None in settled:
-        raise InputError(f"{path} does not say its languages: its settings have no source_lang and target_lang")
+        raise InputError(
+            f"{path} does not say its languages: its settings have no source_lang and target_lang"
+        )
     pieces = pieces or settings.get("pieces", "")
     text = wmt.Codec(files.local_folder(folder), *settled, pieces if pieces in PIECES else "")
     model = Transformer(
-        fairseq.architecture(settings, weights, path), len(text.source_dictionary), len(text.target_dictionary)
+        fairseq.architecture(settings, weights, path),
+        len(text.source_dictionary),
+        len(text.target_dictionary),
     )
     fairseq.load_weights(model, weights, path)
     return device.to_device(model, mesh).eval(), text
@@ -261,13 +318,19 @@ def load(folder: str, mesh: device.Mesh, pieces: str = "") -> tuple[Transformer,
 def main(config: Config) -> None:
     """Reads lines from the standard input and writes their translations to the standard output, in the same order."""
     if not config.model_dir:
-        raise InputError("--model-dir is missing: give the folder of an export, such as runs/<name>/export")
+        raise InputError(
+            "--model-dir is missing: give the folder of an export, such as runs/<name>/export"
+        )
     for field in ("batch_tokens", "beam"):
         if getattr(config, field) < 1:
-            raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least 1")
+            raise InputError(
+                f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least 1"
+            )
     if list(config.lengths) != sorted(set(config.lengths)) or min(config.lengths, default=2) < 2:
         raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 2")
-    mesh = device.setup(0, config.precision, config.strict, config.device, safe_forms=config.safe_forms)
+    mesh = device.setup(
+        0, config.precision, config.strict, config.device, safe_forms=config.safe_forms
+    )
     model, text = load(config.model_dir, mesh, config.pieces)
     _ = text.pieces  # a dictionary of which that cannot be told is refused now
     content = sys.stdin.buffer.read()
@@ -278,13 +341,19 @@ def main(config: Config) -> None:
             "host: run it on a TPU with one, or give all of them the same lines"
         )
     try:
-        lines = content.decode("utf-8-sig").split("\n")  # Windows' editors begin with a byte order mark
+        lines = content.decode("utf-8-sig").split(
+            "\n"
+        )  # Windows' editors begin with a byte order mark
     except UnicodeDecodeError as error:
         raise InputError(f"the input is not UTF-8 (byte {error.start}); convert it") from error
     lines = lines[:-1] if lines[-1] == "" else lines
     sentences = text.sentences(lines)
     if sentences.unknown_share > UNKNOWN_SHARE and mesh.main_process:
-        split = "" if text.tokenizer else ": the folder has no tokenizer, so lines must be split as its text was"
+        split = (
+            ""
+            if text.tokenizer
+            else ": the folder has no tokenizer, so lines must be split as its text was"
+        )
         share = f"{sentences.unknown_share:.0%} of the words of the input are not in the dictionary"
         print(f"warning: {share}{split}", file=sys.stderr, flush=True)
     translations = Translator(model, mesh, config)(sentences)

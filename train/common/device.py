@@ -3,7 +3,7 @@
     xla          xla/backend.py: one program serves one core and a pod (SPMD); a step is one compiled graph
     cpu, cuda    eager.py: plain PyTorch on one device, operation by operation; torch_xla need not be installed
 
-Nothing else asks which one it is. train/common/xla and train/common/embedding/sharding.py alone import torch_xla.
+Nothing else asks which one it is. train/common/xla and train/common/embedding/xla_devices.py alone import torch_xla.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from errors import InputError, optional_module
+import optional
+from errors import InputError
 from train.common import interrupt
 from train.common.mesh import DEVICES, PRECISIONS, WHOLE, Layout, Mesh
 
@@ -55,15 +56,17 @@ def setup(
     for name, value, known in (("precision", precision, PRECISIONS), ("device", kind, DEVICES)):
         if value not in known:
             raise InputError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
-    backend, flags = choose_backend(kind), "--mesh, --shard-state or --remat"
-    if spread := layout != WHOLE and optional_module("train.common.sharding", flags, "WITH=sharding"):
-        spread.ask_for_reduce_scatters(layout, backend)
+    backend = choose_backend(kind)
+    sharding = None
+    if layout != WHOLE:
+        sharding = optional.load("sharding")
+        sharding.ask_for_reduce_scatters(layout, backend)
     mesh = backend.setup(precision, strict, kind, vmem_kib, wants_safe_forms(safe_forms))
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     _backend.set_seed(seed)
-    return spread.arranged(mesh, layout) if spread else mesh
+    return sharding.arranged(mesh, layout) if sharding else mesh
 
 
 def wants_safe_forms(given: bool) -> bool:
@@ -78,14 +81,7 @@ def wants_safe_forms(given: bool) -> bool:
 def choose_backend(kind: str) -> ModuleType:
     """Makes every function below work on this kind of device; returns the backend, which only `setup` needs."""
     global _backend
-    try:
-        if kind == "xla":
-            from train.common.xla import backend as _backend
-        else:
-            from train.common import eager as _backend
-    except ImportError as error:
-        remedy = f"install requirements.txt, copy with DEVICE={kind}, or give another --device (cpu needs no torch_xla)"
-        raise InputError(f"--device is {kind}, but what it needs is not here ({error}); {remedy}") from error
+    _backend = optional.load("xla" if kind == "xla" else "eager", asked=kind)
     return _backend
 
 
@@ -98,6 +94,12 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int = 1) -> Callable:
 def graph_report(reset: bool = False) -> dict[str, Any]:
     """Returns `GraphReport.summary` of this process's steps since the last `reset`; {} on plain PyTorch."""
     return _backend.graph_report(reset)
+
+
+def compiling_since() -> float | None:
+    """Returns since when, by time.monotonic(), a compiled step traces and compiles a new program; None where none does,
+    and on plain PyTorch. Another thread than that of the steps may ask."""
+    return _backend.compiling_since()
 
 
 def to_device(model: nn.Module, mesh: Mesh, rules: Callable | None = None) -> nn.Module:

@@ -1,12 +1,13 @@
 """The XLA backend of device.py: a 1-D mesh named "data" over all devices, on which batches are sharded and parameters
 replicated, so that XLA inserts the gradient all-reduce; and a step is one compiled graph."""
 
+import contextlib
 import functools
 import importlib.metadata
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla import backends
 
+from train.common import hooks
 from train.common.mesh import GraphError, Mesh
 from train.common.xla import replay
 
@@ -229,6 +231,24 @@ class GraphReport:
         return found
 
 
+_compiling_since: float | None = None  # by time.monotonic(): a step traces and compiles a new program
+
+
+def compiling_since() -> float | None:
+    return _compiling_since
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Says, to other threads too, that what is done inside may take as long as a compiler does."""
+    global _compiling_since
+    _compiling_since = time.monotonic()
+    try:
+        yield
+    finally:
+        _compiling_since = None
+
+
 _report = GraphReport()  # one per process, since torch_xla counts compilations and transfers of the process
 graph_report = _report.summary
 
@@ -281,6 +301,11 @@ class CompiledStep:
         self._strays = 0  # calls in a row before which something else was compiled
 
     def __call__(self, *args: Any) -> Any:
+        with hooks.span(hooks.START):
+            return self._call(args)
+
+    def _call(self, args: Sequence[Any]) -> Any:
+        """Starts the known program of these arguments, or traces, compiles and starts theirs."""
         self._sync_pending()
         arguments = replay.Arguments(args)
         inputs = tuple(arguments.inputs.items())
@@ -290,6 +315,14 @@ class CompiledStep:
             self._report.repeated += 1
             return calls.program(arguments)
         self._report.traced += 1
+        if calls.count > 2 or calls.confirmed:
+            return self._traced_call(args, arguments, calls)
+        with _compiling():
+            return self._traced_call(args, arguments, calls)
+
+    def _traced_call(self, args: Sequence[Any], arguments: replay.Arguments, calls: _Calls) -> Any:
+        """Traces a step and runs its program, which is compiled where it is new."""
+        inputs = tuple(arguments.inputs.items())
         is_new = inputs not in self._known
         if is_new and self._compiler:
             print(f"compiling {self.name} with {self._compiler}", file=sys.stderr, flush=True)

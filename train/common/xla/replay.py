@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
+from train.common import hooks
+
 _XLAC = torch_xla._XLAC
 
 fixed: dict[int, Tensor] = {}  # what nothing ever changes, by its handle; kept, or another tensor could get the handle
@@ -148,6 +150,8 @@ class Program:
             elif isinstance(what, int):
                 what = arguments.tensors[what]
             inputs.append(what)
+        for watcher in hooks.watchers:
+            watcher.started(self.graph)
         outputs = _XLAC._run_cached_graph(self.graph, inputs)
         # Below PyTorch's functionalization, torch_xla's tensors point to the outputs from now on, without a copy, and
         # with them all views and detached copies.
@@ -217,6 +221,8 @@ class Trace:
         constants = self._constants(inputs)
         with alias_with_buffer_donor_config():
             graph = _XLAC._get_graph_hash(pending)
+            for watcher in hooks.watchers:
+                watcher.traced(graph, lambda: _XLAC._get_xla_tensors_hlo_proto(pending))
             _XLAC._xla_warm_up_cache(pending, [])
         program = Program(graph, inputs, constants, updated, leaves, structure, self.arguments.facts)
         return program, program.start(self.arguments, values)

@@ -21,7 +21,7 @@ class StepLoop:
 
     Two traces make it: that of a step, and that of a round of the loop, which annotates all that enters the step and
     calls it. Without annotations, what a loop carries takes on the sharding of the per-device regions that read it
-    (embedding/sharding.py), and XLA's partitioner aborts the process.
+    (embedding/xla_devices.py), and XLA's partitioner aborts the process.
     """
 
     def __init__(self, step_fn: Callable, mesh: Mesh):
