@@ -292,10 +292,8 @@ class Images:
                     pixels = torch.zeros(3, 1, 1, dtype=torch.uint8)
                     label = np.full_like(label, -1)[()]
 
-        if is_training:
-            image = train_crop(pixels, self.image_size, rng)
-        else:
-            image = eval_crop(pixels, self.image_size)
+        size = self.image_size
+        image = train_crop(pixels, size, rng) if is_training else eval_crop(pixels, size)
         example = {"image": image, "label": label}
         if self.skip_broken:
             example["skipped"] = np.int64(skipped)
@@ -465,10 +463,8 @@ def _has_class_folders(folder: Path, data: str) -> bool:
 def _has_tables(folder: Path) -> bool:
     """Returns whether a folder has parquet or arrow files, or those of save_to_disk."""
     tables = ("*.parquet", "*.arrow", "*/*.parquet", "*/*.arrow")
-    for pattern in (*tables, "state.json", "dataset_dict.json"):
-        if any(folder.glob(pattern)):
-            return True
-    return False
+    patterns = (*tables, "state.json", "dataset_dict.json")
+    return any(any(folder.glob(pattern)) for pattern in patterns)
 
 
 def choose_splits(names: Iterable[str], where: str) -> tuple[str | None, str | None]:

@@ -369,10 +369,11 @@ def _check_ids(ids: np.ndarray, path: Path, vocabulary: int) -> None:
 
 def is_blank(line: str) -> bool:
     """Returns whether a line has only spaces, control and format characters: none are visible."""
-    for character in line:
-        if not (character.isspace() or unicodedata.category(character) in ("Cc", "Cf")):
-            return False
-    return True
+    return all(_is_invisible(character) for character in line)
+
+
+def _is_invisible(character: str) -> bool:
+    return character.isspace() or unicodedata.category(character) in ("Cc", "Cf")
 
 
 def _encode_symbols(dictionary: Dictionary, line: str) -> np.ndarray:
@@ -600,10 +601,8 @@ class SyntheticPairs:
 def has_split(data: str | Path, split: Split) -> bool:
     """Returns whether `open_pairs` would find a split in a folder that has a training split."""
     folder = Path(local_copy(str(data), *FILES)).expanduser()
-    for candidate in (folder, folder / "prepared"):
-        if any(candidate.glob(f"{split}.*-*.idx")):
-            return True
-    return False
+    name = f"{split}.*-*.idx"
+    return any([*folder.glob(name), *folder.glob(f"prepared/{name}")])
 
 
 def _set_source(pairs: TranslationPairs, ending: str) -> None:
