@@ -460,8 +460,8 @@ class _Rows:
         starts = ends - self._sizes
         total = ends[-1] if len(ends) else 0
         self.within = np.arange(total) - np.repeat(starts, self._sizes)
-        source = np.repeat(sentences.starts, self._sizes) + self.within
-        self.tokens = sentences.tokens[source].astype(np.int32)
+        flat_indices = np.repeat(sentences.starts, self._sizes) + self.within
+        self.tokens = sentences.tokens[flat_indices].astype(np.int32)
 
         rows = self._entries[:, 0]
         used = np.bincount(rows, self._sizes, len(present)).astype(np.int64)
@@ -473,12 +473,12 @@ class _Rows:
         # Where each token goes in the flattened array; a row's first sentence begins at column 0.
         row_starts = np.cumsum(used) - used
         columns = starts - row_starts[rows]
-        self._target = np.repeat(rows * width + columns, self._sizes) + self.within
+        self._destinations = np.repeat(rows * width + columns, self._sizes) + self.within
 
     def scatter(self, values: np.ndarray, fill: int) -> np.ndarray:
         """Returns int32 [B, width] with a value per token, and `fill` at padding."""
         array = np.full(self._shape, fill, np.int32)
-        array.reshape(-1)[self._target] = values
+        array.reshape(-1)[self._destinations] = values
         return array
 
     def segments(self) -> np.ndarray:
