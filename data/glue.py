@@ -281,7 +281,7 @@ def _find_tsv(folder: Path, task: Task, split: str) -> tuple[Path, list[str]]:
     """
     candidates = []
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and _plain(path.name) == _plain(task.folder):
+        if path.is_dir() and _normalized(path.name) == _normalized(task.folder):
             candidates.append(path)
     candidates.append(folder)
 
@@ -305,14 +305,14 @@ def _refuse_another_task(folder: Path, task: Task) -> None:
 
     The columns would not show it: those of CoLA and SST-2 are the same.
     """
-    tasks = {_plain(one.folder): one.name for one in TASKS.values()}
-    other = tasks.get(_plain(folder.resolve().name), task.name)
+    tasks = {_normalized(one.folder): one.name for one in TASKS.values()}
+    other = tasks.get(_normalized(folder.resolve().name), task.name)
     if other != task.name:
         what = f"{folder} is the folder of {other}, and the task is {task.name}"
         raise InputError(f"{what}; give one of both")
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     """Returns a folder's name without case and hyphens, in which spellings differ: SST-2, sst2."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
