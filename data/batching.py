@@ -115,12 +115,12 @@ class Buckets(Plan):
     def _assign(self) -> np.ndarray:
         """Returns int16 [n], the number of each example's shape; -1 where none holds it."""
 
-        def row_length(number: int) -> tuple[int, int]:
+        def by_row_length(number: int) -> tuple[int, int]:
             return sum(self.shapes[number][1:]), number
 
         # The longest rows first: the last shape to claim an example is the shortest that holds it.
         bucket_of_example = np.full(len(self._lengths), -1, np.int16)
-        for number in sorted(range(len(self.shapes)), key=row_length, reverse=True):
+        for number in sorted(range(len(self.shapes)), key=by_row_length, reverse=True):
             fits = fit_mask(self._lengths, self.shapes[number][1:])
             bucket_of_example[fits] = number
         return bucket_of_example

@@ -279,7 +279,7 @@ def _find_tsv(folder: Path, task: Task, split: str) -> tuple[Path, list[str]]:
     """
     candidates = []
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and _plain(path.name) == _plain(task.folder):
+        if path.is_dir() and _normalized(path.name) == _normalized(task.folder):
             candidates.append(path)
     candidates.append(folder)
 
@@ -303,14 +303,14 @@ def _refuse_another_task(folder: Path, task: Task) -> None:
 
     The columns would not show it: those of CoLA and SST-2 are the same.
     """
-    tasks = {_plain(one.folder): one.name for one in TASKS.values()}
-    other = tasks.get(_plain(folder.resolve().name), task.name)
+    tasks = {_normalized(one.folder): one.name for one in TASKS.values()}
+    other = tasks.get(_normalized(folder.resolve().name), task.name)
     if other != task.name:
         what = f"{folder} is the folder of {other}, and the task is {task.name}"
         raise InputError(f"{what}; give one of both")
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     """Returns a folder's name without case and hyphens, in which spellings differ: SST-2, sst2."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
@@ -832,16 +832,16 @@ class Encoded:
             what = f"example {chosen[row]} has {sizes[row]} tokens"
             raise ValueError(f"{what}, and the shape has {width} places")
 
-        # All tokens of the batch, one after the other: the token's number in its example, where it
-        # is in the flat arrays, and where it goes in a [B, L] array of the batch.
+        # For all tokens of the batch, one example after the other: the token's number in its
+        # example, where it is in the flat arrays, and where it goes in the flattened batch.
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        source = np.repeat(self._starts[chosen], sizes) + within
+        flat_indices = np.repeat(self._starts[chosen], sizes) + within
         first_column = width - sizes if self._pads_left else 0
-        target = np.repeat(rows * width + first_column, sizes) + within
+        destinations = np.repeat(rows * width + first_column, sizes) + within
 
         def scatter(values: np.ndarray | int, fill: int) -> np.ndarray:
             array = np.full((len(indices), width), fill, np.int32)
-            array.reshape(-1)[target] = values
+            array.reshape(-1)[destinations] = values
             return array
 
         attention = scatter(1, fill=0)
@@ -849,11 +849,11 @@ class Encoded:
         if self._types is None:
             types = np.zeros((len(indices), width), np.int32)
         else:
-            types = scatter(self._types[source], fill=self._type_pad)
+            types = scatter(self._types[flat_indices], fill=self._type_pad)
         labels = np.zeros(len(indices), self.labels.dtype)
         labels[rows] = self.labels[chosen]
         return {
-            "input_ids": scatter(self._ids[source], fill=self._pad),
+            "input_ids": scatter(self._ids[flat_indices], fill=self._pad),
             "attention_mask": attention,
             "token_type_ids": types,
             "labels": labels,

@@ -367,10 +367,11 @@ def _check_ids(ids: np.ndarray, path: Path, vocabulary: int) -> None:
 
 def is_blank(line: str) -> bool:
     """Returns whether a line has only spaces, control and format characters: none are visible."""
-    for character in line:
-        if not (character.isspace() or unicodedata.category(character) in ("Cc", "Cf")):
-            return False
-    return True
+    return all(_is_invisible(character) for character in line)
+
+
+def _is_invisible(character: str) -> bool:
+    return character.isspace() or unicodedata.category(character) in ("Cc", "Cf")
 
 
 def _encode_symbols(dictionary: Dictionary, line: str) -> np.ndarray:
@@ -457,8 +458,8 @@ class _Rows:
         starts = ends - self._sizes
         total = ends[-1] if len(ends) else 0
         self.within = np.arange(total) - np.repeat(starts, self._sizes)
-        source = np.repeat(sentences.starts, self._sizes) + self.within
-        self.tokens = sentences.tokens[source].astype(np.int32)
+        flat_indices = np.repeat(sentences.starts, self._sizes) + self.within
+        self.tokens = sentences.tokens[flat_indices].astype(np.int32)
 
         rows = self._entries[:, 0]
         used = np.bincount(rows, self._sizes, len(present)).astype(np.int64)
@@ -470,12 +471,12 @@ class _Rows:
         # Where each token goes in the flattened array; a row's first sentence begins at column 0.
         row_starts = np.cumsum(used) - used
         columns = starts - row_starts[rows]
-        self._target = np.repeat(rows * width + columns, self._sizes) + self.within
+        self._destinations = np.repeat(rows * width + columns, self._sizes) + self.within
 
     def scatter(self, values: np.ndarray, fill: int) -> np.ndarray:
         """Returns int32 [B, width] with a value per token, and `fill` at padding."""
         array = np.full(self._shape, fill, np.int32)
-        array.reshape(-1)[self._target] = values
+        array.reshape(-1)[self._destinations] = values
         return array
 
     def segments(self) -> np.ndarray:
@@ -596,10 +597,8 @@ class SyntheticPairs:
 def has_split(data: str | Path, split: Split) -> bool:
     """Returns whether `open_pairs` would find a split in a folder that has a training split."""
     folder = Path(local_copy(str(data), *FILES)).expanduser()
-    for candidate in (folder, folder / "prepared"):
-        if any(candidate.glob(f"{split}.*-*.idx")):
-            return True
-    return False
+    name = f"{split}.*-*.idx"
+    return any([*folder.glob(name), *folder.glob(f"prepared/{name}")])
 
 
 def _set_source(pairs: TranslationPairs, ending: str) -> None:
