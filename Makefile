@@ -30,7 +30,8 @@ XLA    := $(if $(findstring eager,$(NEEDED)),,yes)
 SCRIPT_resnet50 := resnet50
 SCRIPT_dlrm     := dlrm
 SCRIPT_transformer := transformer
-ENCODERS := bert distilbert roberta xlnet fairseq-roberta auto
+# The encoders, as their list says: a line each of ENCODERS in optional.py.
+ENCODERS := $(shell sed -n 's/^    "\(.*\)": "models\.encoders\..*/\1/p' optional.py 2>/dev/null)
 $(foreach model,$(ENCODERS),$(eval SCRIPT_$(model) := $(if $(filter pretrain,$(TASK)),pretrain,glue)))
 MODELS := resnet50 dlrm transformer $(ENCODERS)
 BENCHES := $(patsubst bench/%.py,%,$(filter-out bench/__init__.py,$(wildcard bench/*.py)))
@@ -269,7 +270,7 @@ compile: check-model $(INSTALLED) $(LIBTPU)/$(COMPILER)/.installed
 		$(if $(TOPOLOGY),--topology "$(TOPOLOGY)") $(if $(BATCH),--batch "$(BATCH)") $(if $(EFFORT),--effort "$(EFFORT)") $(if $(and $(TPU_LIBRARY_PATH),$(if $(LIBTPU_ASKED),,unasked)),,--libtpu $(COMPILER)) \
 		$(if $(call given,PROGRAM),--program "$(PROGRAM)") $(if $(call given,OUT),--json "$(OUT)") $(if $(ARGS),-- $(ARGS))
 
-# The tables and pictures of docs/tpu: an hour. ARGS=guards: the figures that `make guards` compares.
+# Figures of research/results, with page and picture in docs/tpu: an hour. ARGS=guards: what `make guards` compares.
 compile-all: $(INSTALLED) $(BOTH_COMPILERS)
 	$(PY) -m tpu.compiler.pages $(ARGS)
 

@@ -1,7 +1,7 @@
 """Copies a training script with exactly the files that it needs: `make copy MODEL=resnet50 TO=../mine`.
 
-The files are those that the script imports, directly or through others, and of the files that belong to one --model
-(the tables MODULES in models/) those of this model. Only the standard library is needed.
+The files are those that the script imports, directly or through others, and those of the parts in optional.py that this
+model, this device and WITH= ask for; of the encoders the record of this one. Only the standard library is needed.
 """
 
 import argparse
@@ -12,20 +12,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import optional
+
 ROOT = Path(__file__).resolve().parent
-PACKAGES = ("errors", "train", "models", "data")  # what a script may import of this repository
-ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta", "auto")
+PACKAGES = ("errors", "optional", "train", "models", "data")  # what a script may import of this repository
+ENCODERS = optional.ENCODERS
 TASKS = ("pretrain", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli")  # of the encoders
 SCRIPTS = {"resnet50": "resnet50", "dlrm": "dlrm", "transformer": "transformer"} | dict.fromkeys(ENCODERS, "glue")
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "torch.utils.tensorboard": "tensorboard"}
-# What device.py, embedding/bags.py and watch/profile.py import for one kind of device only.
-ONLY_ON_XLA = "torch_xla", "train.common.xla", "train.common.embedding.sharding"
-NOT_ON_XLA = ("train.common.eager",)
-DEVICES = ("xla", "cpu", "cuda")
+DEVICES = optional.names("DEVICE")
+EXTRAS = optional.names("WITH")
 ALONG = {"fsspec": ["gcsfs"], "datasets": ["pyarrow"]}  # what a package needs for the sake of a user's data
-# What a copy can do without, and its modules.
-EXTRAS = {"watch": "train.common.watch", "sharding": "train.common.sharding"}
-EXTRAS |= {"hub_images": "data.hub_images", "shards": "data.shards"}
 
 
 def imported(tree: ast.Module) -> set[str]:
@@ -39,14 +36,30 @@ def imported(tree: ast.Module) -> set[str]:
     return names
 
 
-def of_model(tree: ast.Module, model: str) -> set[str]:
-    """Returns the modules that a table `MODULES = {model: module}` of a file has for this model."""
-    tables = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "MODULES"
-    ]
-    return {table[model] for table in tables if model in table}
+def module_file(module: str, root: Path) -> Path:
+    """Returns the file of a module of this repository, there or not."""
+    path = root / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def objective(record: ast.Module) -> set[str]:
+    """Returns the module that the record of an encoder names as its `objective`; only pretraining imports it."""
+    names = set()
+    for node in ast.walk(record):
+        if isinstance(node, ast.keyword) and node.arg == "objective":
+            names.add(ast.literal_eval(node.value))
+    return names
+
+
+def modules_of(part: optional.Part, root: Path) -> set[str]:
+    """Returns the modules of a part that a copy with this part gets, whoever imports them."""
+    if not part.whole:
+        return {part.loaded()}
+    modules = set(part.modules)
+    for module in part.modules:
+        for file in (root / module.replace(".", "/")).glob("*.py"):
+            modules.add(f"{module}.{file.stem}")
+    return modules
 
 
 def way(
@@ -54,28 +67,37 @@ def way(
 ) -> tuple[list[Path], set[str]]:
     """Returns the files that a script needs for a model on a device ("": on all), relative to `root`, and the other
     modules that they import."""
+    given = {f"MODEL={model}"}
+    given.update(f"DEVICE={name}" for name in ([device] if device else DEVICES))
+    given.update(f"WITH={name}" for name in extras)
+    parts = optional.in_copy(given)
+    left_out = [part for part in optional.PARTS if part not in parts]
+
     found: set[Path] = set()
     others: set[str] = set()
     waiting = {f"train.{script}"}
-    for name in extras:
-        path = root / EXTRAS[name].replace(".", "/")
-        beside = path.glob("*.py") if path.is_dir() else ()
-        waiting |= {EXTRAS[name], *(f"{EXTRAS[name]}.{file.stem}" for file in beside)}
+    for part in parts:
+        waiting |= modules_of(part, root)
     while waiting:
         name = waiting.pop()
-        if device and name.startswith(ONLY_ON_XLA if device != "xla" else NOT_ON_XLA):
+        if any(part.has(name) for part in left_out):
             continue
         if name.split(".")[0] not in PACKAGES:
             others.add(name)
             continue
-        path = root / name.replace(".", "/")
-        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        if not path.exists() or path.relative_to(root) in found:  # a name in a module is no file
+
+        path = module_file(name, root)
+        file = path.relative_to(root)
+        if file in found or not path.exists():  # a name in a module is no file
             continue
-        found |= {path.relative_to(root)}
+        found.add(file)
         tree = ast.parse(path.read_text())
-        waiting |= imported(tree) | of_model(tree, model)
-        waiting |= {name.rsplit(".", 1)[0]} if "." in name else set()  # the package's own __init__.py
+        waiting |= imported(tree)
+        if script == "pretrain" and name in ENCODERS.values():
+            waiting |= objective(tree)
+        package = name.rpartition(".")[0]
+        if package:
+            waiting.add(package)  # its own __init__.py
     return sorted(found), others
 
 
@@ -131,8 +153,9 @@ def copy(
     if unknown := [name for name in extras if name not in EXTRAS]:
         sys.exit(f"error: WITH={unknown[0]} is not known; WITH is one or several of: {' '.join(EXTRAS)}")
     script = "pretrain" if task == "pretrain" else SCRIPTS[model]
-    if script == "pretrain" and model == "auto":
-        sys.exit("error: MODEL=auto is for fine-tuning; TASK=pretrain needs one of: " + " ".join(ENCODERS[:-1]))
+    if script == "pretrain" and model not in optional.PRETRAINED:
+        known = " ".join(optional.PRETRAINED)
+        sys.exit(f"error: MODEL={model} is for fine-tuning; TASK=pretrain needs one of: {known}")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         sys.exit(f"error: TO={to} is there and not an empty folder; give another, or empty it")
     files, modules = way(script, model, device, extras, root)

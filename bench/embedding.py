@@ -14,7 +14,7 @@
                those that do not fit the memory together get a process of their own. --rounds times all of that
     run        python -m bench.embedding --rows 1e6,4e6,16e6
 
-    fill       python -m bench.embedding --clicks FOLDER --dim 128 times nothing: how full the places of plan "exchange"
+    fill       python -m bench.embedding --clicks FOLDER --dim 128 times nothing: how full the slots of plan "exchange"
                are with the ids of a click log, a power law's and uniform ones, computed on the host
 
 Tables halve in size from one to the next; every example looks up one id in each. Ratios are taken within a round, and
@@ -43,10 +43,11 @@ from torch import Tensor, nn
 from data.criteo import ClickLog, open_clicks
 from errors import InputError
 from train.common import device
-from train.common.embedding import exchange
-from train.common.embedding.bags import ShardedEmbeddingBags
-from train.common.embedding.hashing import owner_of
-from train.common.embedding.tables import OPTIMIZERS, Table, place_tables, row_bytes
+from train.common.embedding import OPTIMIZERS, ShardedEmbeddingBags, Table
+from train.common.embedding.exchange import planned_capacity
+from train.common.embedding.memory import choose_plans
+from train.common.embedding.optimizers import row_bytes
+from train.common.embedding.owners import owner_of
 
 CONTENDERS = ("ours", "ours, --plan", "eager", "fbgemm", "gspmd", "torchrec")
 LR, WARM = 0.05, 2  # learning rate; steps that are not counted
@@ -61,7 +62,7 @@ class Options:
     batch: int = 2048  # examples a step
     tables: int = 8  # features, with a table each
     optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # the rule of all contenders
-    plan: Literal["", "exchange", "row", "table", "column", "data"] = ""  # besides the automatic one, for ours
+    plan: Literal["", "exchange", "data"] = ""  # besides the automatic one, for ours
     devices: int = 1  # virtual devices of XLA's CPU backend, over which ours and gspmd shard; the others have one
     steps: int = 20  # counted ones, of each contender in each round; WARM more before them are not
     seconds: float = 60.0  # a slow contender has fewer steps: it stops after so long in a round, not before 3
@@ -120,7 +121,7 @@ def waiting(step: Callable, *args) -> Callable[[dict], Tensor]:
 def ours(options: Options, sizes: list[int], mesh: device.Mesh, plan: str = "auto") -> Callable:
     tables = [Table(f"table{t}", rows, plan=plan) for t, rows in enumerate(sizes)]
     embeddings = ShardedEmbeddingBags(tables, options.dim, mesh, OPTIMIZERS[options.optimizer](), LR, seed=0)
-    print(f"ours, {plan}: {', '.join(embeddings.plan.plans)}", flush=True)
+    print(f"ours, {plan}: {', '.join(embeddings.plans)}", flush=True)
 
     def train_step(embeddings, batch):
         loss = squared_error(embeddings(batch["ids"]), batch["y"])
@@ -271,30 +272,36 @@ def measure(options: Options, names: list[str]) -> dict[str, dict]:
     return results
 
 
-# ---- how full the places of the exchange are -------------------------------------------------------------------------
+# ---- how full the slots of the exchange are --------------------------------------------------------------------------
 
 
 class Fill(NamedTuple):
-    """Places for the ids of a pair of devices and for the rows that a device updates, and the fullest one's share."""
+    """How full the slots of a step are.
 
-    places: int
+    Attributes:
+        slots: for the ids of a pair of devices; pair: the share that the fullest pair uses.
+        updates: rows that a device can update; update: the share that the fullest device uses.
+    """
+
+    slots: int
     pair: float
     updates: int
     update: float
 
 
 def exchange_fill(rows: Tensor) -> Fill:
-    """Returns what a step's `pair_load` and `update_load` would be; `rows` [devices, ids] are those of one large array,
-    int32."""
-    devices, n = rows.shape
+    """Returns what a step's `pair_load` and `update_load` would be; `rows` [devices, ids] are array rows, int32."""
+    devices, ids = rows.shape
 
     def fullest(distinct: Tensor) -> int:
-        return int(torch.bincount(owner_of(distinct, devices)[0]).max())
+        owner = owner_of(distinct, devices)[0]
+        return int(torch.bincount(owner).max())
 
-    places = exchange.planned(n / devices, devices**2, 1.0, n)
-    updates = exchange.planned(n, devices, 1.0, devices * places)
-    pair = max(fullest(own.unique()) for own in rows)
-    return Fill(places, pair / places, updates, fullest(rows.unique()) / updates)
+    slots = planned_capacity(ids / devices, devices**2, 1.0, ids)
+    updates = planned_capacity(ids, devices, 1.0, devices * slots)
+    fullest_pair = max(fullest(own.unique()) for own in rows)
+    fullest_owner = fullest(rows.unique())
+    return Fill(slots, fullest_pair / slots, updates, fullest_owner / updates)
 
 
 def drawn_rows(devices: int, examples: int, tables: int, skewed: bool) -> Tensor:
@@ -306,10 +313,10 @@ def drawn_rows(devices: int, examples: int, tables: int, skewed: bool) -> Tensor
 
 
 def clicked_rows(clicks: ClickLog, dim: int, devices: int, examples: int) -> Tensor:
-    """Returns the rows [devices, ids] of the first examples of a log, in the tables that `auto` exchanges on TPUs.
+    """Returns the rows [devices, ids] of the first examples of a log, in the tables that `auto` exchanges.
     Raises InputError where there is none, or a feature has several ids."""
     tables = [Table(name, rows) for name, rows in zip(clicks.features, clicks.table_rows, strict=True)]
-    plans = place_tables(tables, dim, devices, OPTIMIZERS["sgd"](), math.inf, tpu=True).plans
+    plans = choose_plans(tables, dim, devices, OPTIMIZERS["sgd"](), math.inf)
     exchanged = [t for t, plan in enumerate(plans) if plan == "exchange"]
     if not exchanged or max(clicks.lookups) > 1:
         raise InputError(
@@ -323,7 +330,7 @@ def clicked_rows(clicks: ClickLog, dim: int, devices: int, examples: int) -> Ten
 
 def fill_table(clicks: ClickLog, dim: int) -> str:
     """Markdown: as many examples of the log as 256 devices can share equally are the batch of one step."""
-    lines = ["| devices | ids of a device | | places of a pair | fullest | updates of a device | fullest |"]
+    lines = ["| devices | ids of a device | | slots of a pair | fullest | updates of a device | fullest |"]
     lines.append("|---|---|---|---|---|---|---|")
     for devices in (8, 64, 256):
         examples = len(clicks) // 256 * 256 // devices
@@ -332,7 +339,7 @@ def fill_table(clicks: ClickLog, dim: int) -> str:
         kinds = {"uniform": drawn_rows(*drawn, False), "power law": drawn_rows(*drawn, True), "clicks": rows}
         for kind, rows in kinds.items():
             fill = exchange_fill(rows)
-            shares = f"{fill.places} | {fill.pair:.2f} | {fill.updates:,} | {fill.update:.2f}"
+            shares = f"{fill.slots} | {fill.pair:.2f} | {fill.updates:,} | {fill.update:.2f}"
             lines.append(f"| {devices} | {rows.shape[1]:,} | {kind} | {shares} |")
     return "\n".join(lines)
 

@@ -58,7 +58,7 @@ class Options:
     task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
     checkpoint: str = ""  # hub id, or folder with configuration and tokenizer
     kind: Literal[vocabulary.KINDS] = "bert"  # architecture without --checkpoint
-    size: Literal[tuple(encoders.SIZES)] = "mini"  # layers and width without --checkpoint, see models/encoders.py
+    size: Literal[tuple(encoders.SIZES)] = "mini"  # layers and width without --checkpoint, see models/encoders
     vocabulary: int = 8000  # tokens learnt from the training text without --checkpoint
     device: Literal["xla", "cpu"] = "xla"  # of our sides
     lengths: tuple[int, ...] = (32, 64, 128)  # of our batches on XLA; all sides cut at the last

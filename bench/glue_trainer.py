@@ -41,7 +41,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Data
 from bench.transformer_fairseq import FAST_RANDOM
 from data import glue, vocabulary
 from errors import InputError
-from models import encoders
+from models import classification, encoder_files, encoders
 
 ADAM_EPS = 1e-6  # train.glue's; Trainer's default is 1e-8
 
@@ -52,7 +52,7 @@ class Options:
     task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
     checkpoint: str = ""  # hub id, or folder with configuration and tokenizer; without weights they are random
     kind: Literal[vocabulary.KINDS] = "bert"  # architecture without --checkpoint
-    size: Literal[tuple(encoders.SIZES)] = "mini"  # layers and width without --checkpoint, see models/encoders.py
+    size: Literal[tuple(encoders.SIZES)] = "mini"  # layers and width without --checkpoint, see models/encoders
     vocabulary: int = 8000  # tokens learnt from the training text without --checkpoint
     train_examples: int = 0  # the first of the training split; 0: all
     lengths: tuple[int, ...] = (32, 64, 128)  # our buckets; both sides cut at the last
@@ -69,9 +69,13 @@ class Options:
 
 def prepare(options: Options, data: str, seed: int, folder: str) -> None:
     """Writes the classifier that both sides start from: configuration, tokenizer, weights."""
-    given, weights = options.checkpoint, None
+    given = options.checkpoint
+    source = None
     if given:
-        settings, weights, tokenizer = encoders.open_checkpoint(given, "auto")
+        checkpoint = encoder_files.open_checkpoint(given, "auto")
+        settings = checkpoint.config
+        tokenizer = checkpoint.tokenizer
+        source = checkpoint.source if has_weights(given) else None
     else:
         examples = glue.read(data, options.task, "train")
         text = [*examples.first, *(examples.second or [])]
@@ -79,8 +83,7 @@ def prepare(options: Options, data: str, seed: int, folder: str) -> None:
         settings = encoders.configuration(options.kind, options.size, tokenizer, options.lengths[-1])
     labels = glue.TASKS[options.task].labels
     transformers.set_seed(seed)  # of the head, or of all weights
-    source = (given, weights) if given and has_weights(given) else None
-    model = encoders.classifier(settings, labels, source).model
+    model = classification.classifier(settings, labels, source).model
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -49,7 +49,7 @@ SIDES = ("ours", "trainer")
 @dataclass(frozen=True)
 class Options:
     data: str  # folder that `make data DATASET=text` made with --kind bert
-    size: Literal[tuple(encoders.SIZES)] = "mini"  # layers and width, see models/encoders.py
+    size: Literal[tuple(encoders.SIZES)] = "mini"  # layers and width, see models/encoders
     updates: int = 400  # of the weights
     batch_size: int = 32  # rows an update
     lr: float = 1e-3  # peak learning rate; it falls linearly to 0
@@ -111,9 +111,9 @@ def ours(options: Options, seed: int, folder: str) -> list[str]:
 def trainer_settings(options: Options) -> dict[str, float]:
     """TrainingArguments of the recipe."""
     # Here, so that Trainer's process does without torch_xla.
-    from train.pretrain import ADAM_EPS, RECIPES
+    from train.pretrain import ADAM_EPS
 
-    recipe = RECIPES["bert"]
+    recipe = encoders.record("bert").pretraining
     return {
         "max_steps": options.updates,
         "per_device_train_batch_size": options.batch_size,

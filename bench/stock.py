@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from bench.resnet50_eager import eager_model
 from data import imagenet
 from errors import InputError
-from models import encoders, objectives, permutation
+from models import architectures, distillation, encoders, permutation
 from models.dlrm import DLRM
 from models.resnet import Normalize
 from models.transformer import ARCHITECTURES, PAD, sinusoids
@@ -62,7 +62,7 @@ def four_dimensions(attention_mask: Tensor) -> Tensor:
 def adamw(model, lr: float, weight_decay: float, beta2: float, eps: float, mesh: device.Mesh) -> torch.optim.Optimizer:
     """The encoders' optimizer; moves the model to the device as it is."""
     device.to_device(model, mesh)
-    groups = encoders.parameter_groups(model, weight_decay)
+    groups = architectures.parameter_groups(model, weight_decay)
     optimizer = torch.optim.AdamW(groups, lr, (0.9, beta2), eps, foreach=False)
     device.init_optimizer_state(optimizer, mesh)
     return optimizer
@@ -74,7 +74,7 @@ class Sentences:
     @staticmethod
     def build(config: glue.Config, data: glue.Data, mesh: device.Mesh) -> glue.State:
         """Does what train/glue.py's does."""
-        beta2 = glue.RECIPES[config.model].beta2
+        beta2 = encoders.record(config.model).fine_tuning.beta2
         return glue.State(data.model, adamw(data.model, config.lr, config.weight_decay, beta2, glue.ADAM_EPS, mesh))
 
     @staticmethod
@@ -93,7 +93,7 @@ class Text:
         """Does what train/pretrain.py's does, with AdamW."""
         if config.optimizer != "adamw":
             raise InputError(f"--optimizer is {config.optimizer}; the usual step has adamw")
-        recipe = pretrain.RECIPES[config.model]
+        recipe = pretrain.recipe_of(config)
         optimizer = adamw(data.model, config.lr, recipe.weight_decay, recipe.beta2, pretrain.ADAM_EPS, mesh)
         teacher = device.to_device(data.teacher, mesh) if data.teacher is not None else None
         return pretrain.State(data.model, teacher, optimizer)
@@ -122,14 +122,14 @@ class Text:
             return {"loss": result.loss}
         with torch.no_grad():
             taught = teacher(**inputs, output_hidden_states=True)
-        real, temperature = batch["attention_mask"].float(), objectives.TEMPERATURE
+        real, temperature = batch["attention_mask"].float(), distillation.TEMPERATURE
         student = F.log_softmax(result.logits / temperature, -1)
         wanted = F.softmax(taught.logits / temperature, -1)
         apart = torch.xlogy(wanted, wanted) - wanted * student  # F.kl_div, which has no gradient on XLA
         soft = (apart.sum(-1) * real).sum() / real.sum() * temperature**2
         apart = 1 - F.cosine_similarity(result.hidden_states[-1], taught.hidden_states[-1], dim=-1)
         cosine = (apart * real).sum() / real.sum()
-        loss = objectives.SOFT * soft + objectives.HARD * result.loss + objectives.COSINE * cosine
+        loss = distillation.SOFT * soft + distillation.HARD * result.loss + distillation.COSINE * cosine
         return {"loss": loss, "words": result.loss, "soft": soft, "cosine": cosine}
 
     @staticmethod
@@ -138,7 +138,7 @@ class Text:
         with mesh.autocast():
             parts = Text.losses(state.model, state.teacher, batch)
         parts["loss"].backward()
-        clip = pretrain.RECIPES[config.model].clip
+        clip = pretrain.recipe_of(config).clip
         torch.nn.utils.clip_grad_norm_(state.model.parameters(), clip)
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)

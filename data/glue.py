@@ -1,20 +1,22 @@
-"""GLUE's nine tasks (Wang et al. 2019, https://arxiv.org/abs/1804.07461): to read, to tokenize, to score; and synthetic
-twins of them.
+"""Reads, tokenizes and scores GLUE's nine tasks, and makes synthetic twins of them.
+
+GLUE is Wang et al. 2019, https://arxiv.org/abs/1804.07461.
 
     examples = read("glue_data", "mrpc", "train")           # text and labels
-    encoded = Encoded(examples, tokenizer, max_length=128)  # tokens, for parallel_loader with a plan
+    encoded = Encoded(examples, tokenizer, max_length=128)  # tokens, for the loader
     score("mrpc", predictions, labels)                      # {"accuracy": …, "f1": …}
 
 Data is one of
-    a folder of GLUE's own files, DATA/MRPC/train.tsv and dev.tsv, or the task's own folder, DATA/train.tsv
-    a folder of parquet or arrow files or of save_to_disk, with a folder a task or without: DATA/mrpc/train-….parquet
+    a folder of GLUE's own files, DATA/MRPC/train.tsv and dev.tsv, or the task's own, DATA/train.tsv
+    a folder of parquet or arrow files, or of save_to_disk; with one folder per task or without:
+        DATA/mrpc/train-….parquet
     the URL of one of these, such as gs://bucket/glue, see data/remote.py
     an id on the hub, such as nyu-mll/glue
     "synthetic"
 
-Names of columns, labels and splits are those of nyu-mll/glue, and so are the numbers of the labels; files and folders
-may have any name of data/splits.py for a split. The labels of GLUE's test splits are not public, so a task is evaluated
-on validation.
+Columns, labels, splits and the numbers of the labels are those of nyu-mll/glue. Files and folders
+may have any name that data/splits.py knows for a split. The labels of GLUE's test splits are not
+public, so a task is evaluated on validation.
 """
 
 import re
@@ -31,12 +33,17 @@ from data import splits
 from data.remote import local_copy
 from errors import InputError
 
-SCORES = (0.0, 5.0)  # the labels of STS-B, a regression
-# QQP's official train.tsv has line breaks inside some questions (jiant, transformers and `datasets` leave such rows out
-# as well), about one row in 20,000. More than one in a thousand is a damaged file.
+SCORES = (0.0, 5.0)  # lowest and highest label of STS-B, a regression
+
+# The largest share of QQP's rows that may be broken. Its official train.tsv has line breaks inside
+# some questions, about one row in 20,000; jiant, transformers and `datasets` leave such rows out
+# as well. More than one in a thousand is a damaged file.
 QQP_BROKEN = 1e-3
-XLNET_TYPE_PAD = 3  # 0 and 1 are the sentences, 2 is <cls>
-CHUNK = 1000  # examples tokenized at once: Python's lists of ints take about ten times the memory of the arrays
+
+XLNET_TYPE_PAD = 3  # token type of padding; 0 and 1 are the sentences, 2 is <cls>
+
+# Examples tokenized at once. Python's lists of ints take about ten times the memory of the arrays.
+CHUNK = 1000
 
 
 @dataclass(frozen=True)
@@ -47,9 +54,9 @@ class Task:
         name: as in --task and on the hub.
         folder: of GLUE's own files.
         columns: of the sentences, one or two.
-        labels: the names of the classes in the order of their numbers; () is regression.
-        metrics: the names of what `score` returns.
-        evaluation: the splits to evaluate on.
+        labels: names of the classes, in the order of their numbers; () is a regression.
+        metrics: names of what `score` returns.
+        evaluation: splits to evaluate on.
         own_columns, own_label: names in the header of GLUE's own files.
     """
 
@@ -63,28 +70,79 @@ class Task:
     own_label: str = "label"
 
 
-_PAIR, _ONE, _QUESTIONS = ("sentence1", "sentence2"), ("sentence",), ("question1", "question2")
-_STRINGS, _QUESTION = ("#1 String", "#2 String"), ("question", "sentence")
-_DUPLICATE, _ENTAILED = ("not_duplicate", "duplicate"), ("entailment", "not_entailment")
-_MNLI = ("validation_matched", "validation_mismatched")
-TASKS = {
-    task.name: task
-    for task in (
-        Task("cola", "CoLA", _ONE, ("unacceptable", "acceptable"), ("mcc",), own_columns=_ONE),
-        Task("sst2", "SST-2", _ONE, ("negative", "positive"), own_columns=_ONE),
-        Task("mrpc", "MRPC", _PAIR, ("not_equivalent", "equivalent"), ("accuracy", "f1"), own_columns=_STRINGS,
-             own_label="Quality"),
-        Task("stsb", "STS-B", _PAIR, (), ("pearson", "spearman"), own_label="score"),
-        Task("qqp", "QQP", _QUESTIONS, _DUPLICATE, ("accuracy", "f1"), own_columns=_QUESTIONS,
-             own_label="is_duplicate"),
-        Task("mnli", "MNLI", ("premise", "hypothesis"), ("entailment", "neutral", "contradiction"), evaluation=_MNLI,
-             own_label="gold_label"),
-        Task("qnli", "QNLI", _QUESTION, _ENTAILED, own_columns=_QUESTION),
-        Task("rte", "RTE", _PAIR, _ENTAILED),
-        Task("wnli", "WNLI", _PAIR, ("not_entailment", "entailment")),
-    )
-}  # fmt: skip
-_COLA = ["source", "label", "original_label", "sentence"]  # its file has no header
+_ALL_TASKS = (
+    Task(
+        name="cola",
+        folder="CoLA",
+        columns=("sentence",),
+        labels=("unacceptable", "acceptable"),
+        metrics=("mcc",),
+        own_columns=("sentence",),
+    ),
+    Task(
+        name="sst2",
+        folder="SST-2",
+        columns=("sentence",),
+        labels=("negative", "positive"),
+        own_columns=("sentence",),
+    ),
+    Task(
+        name="mrpc",
+        folder="MRPC",
+        columns=("sentence1", "sentence2"),
+        labels=("not_equivalent", "equivalent"),
+        metrics=("accuracy", "f1"),
+        own_columns=("#1 String", "#2 String"),
+        own_label="Quality",
+    ),
+    Task(
+        name="stsb",
+        folder="STS-B",
+        columns=("sentence1", "sentence2"),
+        labels=(),
+        metrics=("pearson", "spearman"),
+        own_label="score",
+    ),
+    Task(
+        name="qqp",
+        folder="QQP",
+        columns=("question1", "question2"),
+        labels=("not_duplicate", "duplicate"),
+        metrics=("accuracy", "f1"),
+        own_columns=("question1", "question2"),
+        own_label="is_duplicate",
+    ),
+    Task(
+        name="mnli",
+        folder="MNLI",
+        columns=("premise", "hypothesis"),
+        labels=("entailment", "neutral", "contradiction"),
+        evaluation=("validation_matched", "validation_mismatched"),
+        own_label="gold_label",
+    ),
+    Task(
+        name="qnli",
+        folder="QNLI",
+        columns=("question", "sentence"),
+        labels=("entailment", "not_entailment"),
+        own_columns=("question", "sentence"),
+    ),
+    Task(
+        name="rte",
+        folder="RTE",
+        columns=("sentence1", "sentence2"),
+        labels=("entailment", "not_entailment"),
+    ),
+    Task(
+        name="wnli",
+        folder="WNLI",
+        columns=("sentence1", "sentence2"),
+        labels=("not_entailment", "entailment"),
+    ),
+)
+TASKS = {task.name: task for task in _ALL_TASKS}
+
+_COLA_HEADER = ["source", "label", "original_label", "sentence"]  # CoLA's file has no header line
 
 
 @dataclass(frozen=True)
@@ -92,11 +150,12 @@ class Examples:
     """Labelled sentences, or pairs of them.
 
     Attributes:
-        first: sentences.
-        second: as many, or None.
-        labels: int64 [n] classes, float32 [n] scores in a regression.
-        skipped: rows of the file that were broken and left out; only QQP may have any, see `read`.
-        source, left_out: the files they were read from, and others of the same kind, see data/splits.py.
+        first: n sentences.
+        second: n sentences, or None where an example is a single sentence.
+        labels: [n], int64 classes, or float32 scores in a regression.
+        skipped: broken rows that were left out; only QQP may have any, see `read`.
+        source, left_out: the files that were read, and files of the same kind that were not; see
+            data/splits.py.
     """
 
     first: list[str]
@@ -111,7 +170,7 @@ class Examples:
 
 
 def find_task(name: str) -> Task:
-    """Returns the task of this name, or raises InputError with the names that there are."""
+    """Returns the task of this name; raises InputError with the known names for another."""
     if name not in TASKS:
         raise InputError(f"task is {name!r}; expected one of {', '.join(TASKS)}")
     return TASKS[name]
@@ -120,8 +179,9 @@ def find_task(name: str) -> Task:
 def read(data: str | Path, task: str, split: str, seed: int = 0) -> Examples:
     """Reads the examples of a split, in the order of the file.
 
-    Sentences are taken as they stand: nothing is stripped, and quotes mean nothing (GLUE's files have no quoting).
-    QQP's broken rows are left out with a warning, as long as they are fewer than QQP_BROKEN of the file.
+    Sentences are taken as they stand: nothing is stripped, and quotes mean nothing (GLUE's files
+    have no quoting). QQP's broken rows are left out with a warning, as long as they are at most
+    QQP_BROKEN of the file.
 
     Args:
         data: a folder, a URL, an id on the hub, or "synthetic"; see the top of this file.
@@ -129,327 +189,543 @@ def read(data: str | Path, task: str, split: str, seed: int = 0) -> Examples:
         split: "train", or one of the task's evaluation splits.
         seed: of the synthetic examples.
     Raises:
-        InputError: unknown task or split; no such data; a file that is not what GLUE has, with the line.
+        InputError: an unknown task or split; no such data; a file that is not what GLUE has, with
+            the line.
     """
     chosen = find_task(task)
-    known = ("train", *chosen.evaluation)
-    if split not in known:
-        hidden = "; the labels of GLUE's test splits are not public" if split.startswith("test") else ""
-        raise InputError(f"split is {split!r}; expected one of {', '.join(known)} for {task}{hidden}")
+    _check_split(chosen, split)
     if str(data) == "synthetic":
         return _synthetic(chosen, split, seed)
-    others = {f"!{name.lower()}/*" for one in TASKS.values() if one != chosen for name in (one.name, one.folder)}
-    folder = Path(local_copy(str(data), "*", *sorted(others))).expanduser()
-    if folder.is_file():
-        raise InputError(f"{data} is a file; expected the folder that it is in, or GLUE's folder")
+
+    folder = _local_folder(data, chosen)
     if not folder.is_dir():
-        if str(data).count("/") != 1 or str(data).startswith((".", "/", "~")):
-            raise InputError(f"there is no folder {data}; expected GLUE's folder, with {chosen.folder} in it")
-        where = f"{data} is neither a folder nor a data set of the hub with {task} and its split {split}"
-        rows = _loaded(where, "load_dataset", str(data), task, split=split)
-        return replace(_of_rows(rows, f"{data}, split {split}", chosen), source=f"{data}'s split {split}")
-    tables = _tables(folder, chosen, split)
-    if tables is not None:
-        rows, source, left_out = tables
-        examples = _of_rows(rows, f"{data}, split {split}", chosen)
-        return replace(examples, source=source, left_out=left_out)
-    path, left_out = _tsv_file(folder, chosen, split)
-    return replace(_of_tsv(path, chosen), source=f"{path.parent.name}/{path.name}", left_out=left_out)
+        return _read_hub(str(data), chosen, split)
+
+    table = _find_table(folder, chosen, split)
+    if table is not None:
+        examples = _examples_of_rows(table.rows, f"{data}, split {split}", chosen)
+        return replace(examples, source=table.source, left_out=table.left_out)
+
+    path, left_out = _find_tsv(folder, chosen, split)
+    examples, broken = _read_tsv(path, chosen)
+    if broken:
+        what = f"{path}: {len(broken)} broken rows are left out, the first: {broken[0]}"
+        warnings.warn(what, stacklevel=2)
+    return replace(examples, source=f"{path.parent.name}/{path.name}", left_out=left_out)
+
+
+def _check_split(task: Task, split: str) -> None:
+    """Raises InputError for a split that a task is neither trained nor evaluated on."""
+    known = ("train", *task.evaluation)
+    if split in known:
+        return
+
+    hidden = ""
+    if split.startswith("test"):
+        hidden = "; the labels of GLUE's test splits are not public"
+    expected = f"expected one of {', '.join(known)} for {task.name}{hidden}"
+    raise InputError(f"split is {split!r}; {expected}")
+
+
+def _local_folder(data: str | Path, task: Task) -> Path:
+    """Returns the folder of the data, which may not exist; copies a URL's files to the cache.
+
+    Of a URL the folders of other tasks are not copied.
+    """
+    not_copied = set()
+    for other in TASKS.values():
+        if other != task:
+            not_copied.add(f"!{other.name.lower()}/*")
+            not_copied.add(f"!{other.folder.lower()}/*")
+
+    folder = Path(local_copy(str(data), "*", *sorted(not_copied))).expanduser()
+    if folder.is_file():
+        expected = "expected the folder that it is in, or GLUE's folder"
+        raise InputError(f"{data} is a file; {expected}")
+    return folder
 
 
 def _choose(names: Sequence[str], task: Task, split: str, where: str) -> tuple[str | None, list[str]]:
-    """Returns which of these names of files, folders or splits means a split of a task, or None, and those of them that
-    mean no split of the task. Raises InputError where two are as good."""
+    """Returns the name that means a split of a task, or None; and the names of no split of it.
 
-    def one(split: str) -> str | None:
-        kind, _, which = split.partition("_")  # MNLI has validation_matched and validation_mismatched
-        fitting = [name for name in names if not which or which in splits.words(name)]
-        return splits.named(fitting, "train" if kind == "train" else "valid", where)
+    Args:
+        names: of files, of folders, or of the splits of a data set.
+        where: what has these names, for messages.
+    Raises:
+        InputError: two names mean the same split equally well, be it another than `split`.
+    """
+    name_of = {}
+    for known in ("train", *task.evaluation):
+        name_of[known] = _find_name(names, known, where)
+    left_out = [name for name in names if name not in name_of.values()]
+    return name_of[split], sorted(left_out)
 
-    chosen = {name: one(name) for name in ("train", *task.evaluation)}
-    return chosen[split], sorted(name for name in names if name not in chosen.values())
+
+def _find_name(names: Sequence[str], split: str, where: str) -> str | None:
+    """Returns the name that means "train", "validation", or MNLI's "validation_matched"."""
+    kind, _, variant = split.partition("_")
+    if variant:
+        names = [name for name in names if variant in splits.words(name)]
+    return splits.named(names, "train" if kind == "train" else "valid", where)
 
 
 # GLUE's own files
 
 
-def _tsv_file(folder: Path, task: Task, split: str) -> tuple[Path, list[str]]:
-    """Returns the file of a split, and the names of the folder's files that are of no split."""
-    inner = [path for path in sorted(folder.iterdir()) if path.is_dir() and _plain(path.name) == _plain(task.folder)]
-    name = f"{split.replace('validation', 'dev')}.tsv"
-    for candidate in (*inner, folder):
+def _find_tsv(folder: Path, task: Task, split: str) -> tuple[Path, list[str]]:
+    """Returns the TSV file of a split, and the names of TSV files beside it that are of no split.
+
+    The task's own folder comes before the folder that has it.
+    """
+    candidates = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and _plain(path.name) == _plain(task.folder):
+            candidates.append(path)
+    candidates.append(folder)
+
+    for candidate in candidates:
         stems = [path.stem for path in candidate.glob("[!.]*.tsv") if path.is_file()]
         if stems:
-            _refuse_another_tasks(candidate, task)
+            _refuse_another_task(candidate, task)
         stem, left_out = _choose(stems, task, split, str(candidate))
         if stem:
-            return candidate / f"{stem}.tsv", [f"{one}.tsv" for one in left_out]
-    first = (*inner, folder)[0]
+            return candidate / f"{stem}.tsv", [f"{name}.tsv" for name in left_out]
+
+    first = candidates[0]
+    name = f"{split.replace('validation', 'dev')}.tsv"
     found = ", ".join(sorted(path.name for path in first.iterdir())[:10]) or "nothing"
     what = f"{first} has no {name} and no parquet files of the split {split}, found {found}"
     raise InputError(f"{what}; expected GLUE's {task.folder}/{name}")
 
 
-def _refuse_another_tasks(folder: Path, task: Task) -> None:
-    """Raises InputError for a folder with the name of another task: the columns of CoLA and SST-2 are the same."""
+def _refuse_another_task(folder: Path, task: Task) -> None:
+    """Raises InputError for a folder that has the name of another task.
+
+    The columns would not show it: those of CoLA and SST-2 are the same.
+    """
     tasks = {_plain(one.folder): one.name for one in TASKS.values()}
     other = tasks.get(_plain(folder.resolve().name), task.name)
     if other != task.name:
-        raise InputError(f"{folder} is the folder of {other}, and the task is {task.name}; give one of both")
+        what = f"{folder} is the folder of {other}, and the task is {task.name}"
+        raise InputError(f"{what}; give one of both")
 
 
 def _plain(name: str) -> str:
-    """Returns the name of a folder without case and hyphens, which differ: SST-2, sst2."""
+    """Returns a folder's name without case and hyphens, in which spellings differ: SST-2, sst2."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-def _of_tsv(path: Path, task: Task) -> Examples:
-    try:
-        text = path.read_bytes().decode("utf-8-sig")  # MRPC begins with a byte order mark
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 (byte {error.start}); convert it") from error
-    # Only \n ends a line: the sentences have other signs that Python takes for line ends.
-    lines = [line.removesuffix("\r") for line in text.split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    header, first = (lines[0].split("\t") if lines else []), 1
-    if task.name == "cola":
-        header, first = _COLA, 0
-    missing = [name for name in (*task.own_columns, task.own_label) if name not in header]
-    if missing:
-        if len(header) == 1 and header[0]:
-            _need_tabs(header[0], [*task.own_columns, task.own_label], f"{path} line 1")
-        what = f"{path} line 1 has the columns {', '.join(header) or 'nothing'}; expected {', '.join(missing)}"
-        raise InputError(f"{what} among them, separated by tabs, as in GLUE's {task.folder}")
-    places, label_place = [header.index(name) for name in task.own_columns], header.index(task.own_label)
-    rows, broken, numbers = [], [], _label_numbers(task)
+@dataclass(frozen=True)
+class _Layout:
+    """What the fields of a TSV file's lines are."""
+
+    header: list[str]
+    header_lines: int  # 0 in CoLA's file, else 1
+    sentence_columns: list[int]
+    label_column: int
+
+
+def _read_tsv(path: Path, task: Task) -> tuple[Examples, list[InputError]]:
+    """Reads one of GLUE's own files.
+
+    Returns the examples, and one error for each broken row that is left out: only QQP's file may
+    have any, at most QQP_BROKEN of its lines. Raises InputError, with the line, for a row or a
+    header that is not GLUE's.
+    """
+    lines = _read_lines(path)
+    layout = _find_layout(lines, path, task)
+    label_numbers = _label_numbers(task)
+    columns = [[] for _ in task.own_columns]
+    labels = []
+    broken = []
+    first = layout.header_lines
     for number, line in enumerate(lines[first:], start=first + 1):
-        where, fields = f"{path} line {number}", line.split("\t")
+        where = f"{path} line {number}"
         try:
-            if number == 1 and len(fields) == 1:  # CoLA's, which has no header
-                _need_tabs(line, header, where)
-            if len(fields) != len(header):
-                raise InputError(f"{where} has {_wrong_fields(fields, header, first)}")
-            for place in places:
-                if not fields[place].strip():
-                    raise InputError(f"{where} has an empty {header[place]}; expected a sentence")
-            label = _label(fields[label_place], task, numbers, where)
-            rows.append((*(fields[place] for place in places), label))
+            fields = _split_fields(line, layout, where, is_first_line=number == 1)
+            label = _parse_label(fields[layout.label_column], task, label_numbers, where)
         except InputError as error:
             if task.name != "qqp":
                 raise
             broken.append(error)
-    if broken:
-        if len(broken) > QQP_BROKEN * len(lines):
-            raise broken[0]
-        warnings.warn(f"{path}: {len(broken)} broken rows are left out, the first: {broken[0]}", stacklevel=3)
-    if not rows:
+            continue
+        for column, place in zip(columns, layout.sentence_columns, strict=True):
+            column.append(fields[place])
+        labels.append(label)
+
+    if len(broken) > QQP_BROKEN * len(lines):
+        raise broken[0]
+    if not labels:
         raise InputError(f"{path} has no examples; expected GLUE's {task.folder}/{path.name}")
-    *columns, labels = map(list, zip(*rows, strict=True))
-    return _examples(columns, labels, task, len(broken))
+    return _examples(columns, labels, task, len(broken)), broken
 
 
-def _need_tabs(line: str, columns: Sequence[str], where: str) -> None:
-    """Raises InputError where a line without a tab has fields that something else separates."""
+def _read_lines(path: Path) -> list[str]:
+    """Returns the lines of a UTF-8 file, without empty ones at its end.
+
+    Only \\n ends a line: the sentences have other characters that Python takes for line ends.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")  # MRPC begins with a byte order mark
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 (byte {error.start}); convert it") from error
+
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _find_layout(lines: list[str], path: Path, task: Task) -> _Layout:
+    """Returns the layout that a file's first line gives; raises InputError for missing columns."""
+    if task.name == "cola":
+        header = _COLA_HEADER
+        header_lines = 0
+    else:
+        header = lines[0].split("\t") if lines else []
+        header_lines = 1
+
+    needed = [*task.own_columns, task.own_label]
+    missing = [name for name in needed if name not in header]
+    if missing:
+        if len(header) == 1 and header[0]:
+            _refuse_other_separators(header[0], needed, f"{path} line 1")
+        what = f"{path} line 1 has the columns {', '.join(header) or 'nothing'}"
+        expected = f"expected {', '.join(missing)} among them, separated by tabs"
+        raise InputError(f"{what}; {expected}, as in GLUE's {task.folder}")
+
+    return _Layout(
+        header=header,
+        header_lines=header_lines,
+        sentence_columns=[header.index(name) for name in task.own_columns],
+        label_column=header.index(task.own_label),
+    )
+
+
+def _split_fields(line: str, layout: _Layout, where: str, is_first_line: bool) -> list[str]:
+    """Returns the fields of an example's line; raises InputError where any are missing or empty."""
+    fields = line.split("\t")
+    header = layout.header
+    if is_first_line and len(fields) == 1:  # in CoLA's file, which has no header to check instead
+        _refuse_other_separators(line, header, where)
+    if len(fields) != len(header):
+        raise InputError(f"{where} has {_describe_fields(fields, layout)}")
+    for column in layout.sentence_columns:
+        if not fields[column].strip():
+            raise InputError(f"{where} has an empty {header[column]}; expected a sentence")
+    return fields
+
+
+def _refuse_other_separators(line: str, columns: Sequence[str], where: str) -> None:
+    """Raises InputError for a line without tabs whose fields commas or the like separate."""
     for sign, name in ((",", "commas"), (";", "semicolons"), ("|", "vertical bars")):
         if line.count(sign) >= len(columns) - 1:
             what = f"{where} has no tab, but {name}: {line[:60]!r}"
+            expected = f"expected {', '.join(columns)} separated by tabs"
             remedy = "write it as TSV: separated by tabs, and without quoting"
-            raise InputError(f"{what}; expected {', '.join(columns)} separated by tabs; {remedy}")
+            raise InputError(f"{what}; {expected}; {remedy}")
 
 
-def _wrong_fields(fields: list[str], header: list[str], header_lines: int) -> str:
-    """Says what is wrong with a line of another number of fields."""
+def _describe_fields(fields: list[str], layout: _Layout) -> str:
+    """Returns what is wrong with a line that has more or fewer fields than the header."""
+    header = layout.header
     what = f"{len(fields)} fields, separated by tabs; expected {len(header)}: {', '.join(header)}"
-    if not header_lines:
+    if layout.header_lines == 0:
         what += " (without a header line)"
-    if any(field.startswith('"') and field.count('"') % 2 for field in fields):
-        what += (
-            ". A field begins with \" and does not end: GLUE's files have no quoting, so write the file without it "
-            "(csv.QUOTE_NONE), and without tabs and line breaks in the sentences"
-        )
+
+    for field in fields:
+        if field.startswith('"') and field.count('"') % 2 == 1:
+            what += ". A field begins with \" and does not end: GLUE's files have no quoting, "
+            what += "so write the file without it (csv.QUOTE_NONE), "
+            what += "and without tabs and line breaks in the sentences"
+            break
     return what
 
 
 def _label_numbers(task: Task) -> dict[str, int]:
-    """Returns the number of each class by what stands for it in a file: its name in lower case, or its number."""
-    return {text: number for number, name in enumerate(task.labels) for text in (name, str(number))}
+    """Returns the number of a class by what may stand for it in a file: its name or its number."""
+    numbers = {}
+    for number, name in enumerate(task.labels):
+        numbers[name] = number
+        numbers[str(number)] = number
+    return numbers
 
 
-def _label(text: str, task: Task, numbers: dict[str, int], where: str) -> float:
+def _parse_label(text: str, task: Task, numbers: dict[str, int], where: str) -> float:
+    """Returns the number of a class, or the score in a regression; raises InputError for neither.
+
+    `numbers` maps a class as the file writes it, in lower case, to its number.
+    """
     if task.labels:
         plain = text.strip().lower()
         if plain in numbers:
             return numbers[plain]
         listed = ", ".join(f"{number} ({name})" for number, name in enumerate(task.labels))
         raise InputError(f"{where} has the label {text!r}; expected one of {listed}")
+
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not SCORES[0] <= value <= SCORES[1]:
-        raise InputError(f"{where} has the score {text!r}; expected a number from {SCORES[0]:g} to {SCORES[1]:g}")
+    lowest, highest = SCORES
+    if not lowest <= value <= highest:  # nor is "nan" a score
+        expected = f"expected a number from {lowest:g} to {highest:g}"
+        raise InputError(f"{where} has the score {text!r}; {expected}")
     return value
 
 
 def _examples(columns: list[list[str]], labels: Sequence[float], task: Task, skipped: int = 0) -> Examples:
-    second = columns[1] if len(columns) > 1 else None
-    return Examples(columns[0], second, np.array(labels, np.int64 if task.labels else np.float32), skipped)
+    """Returns Examples of one or two columns of sentences and their labels."""
+    return Examples(
+        first=columns[0],
+        second=columns[1] if len(columns) > 1 else None,
+        labels=np.array(labels, np.int64 if task.labels else np.float32),
+        skipped=skipped,
+    )
 
 
 # `datasets`
 
 
-def _loaded(where: str, function: str, *arguments, **options) -> Any:
-    """Calls a function of `datasets`, whose errors become one sentence that begins with `where`."""
-    import datasets  # two seconds, and GLUE's own files do not need it
+def _call_datasets(what_failed: str, function: str, *arguments, **options) -> Any:
+    """Calls a function of `datasets`; its errors become InputError, `what_failed` and one line."""
+    import datasets  # takes two seconds, and GLUE's own files do not need it
 
     try:
         return getattr(datasets, function)(*arguments, **options)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise InputError(f"{where}: {str(error).partition(chr(10))[0]}") from error
+        first_line = str(error).partition("\n")[0]
+        raise InputError(f"{what_failed}: {first_line}") from error
 
 
-def _tables(folder: Path, task: Task, split: str) -> tuple["datasets.Dataset", str, list[str]] | None:  # noqa: F821
-    """Returns the split in a folder of save_to_disk, or of parquet or arrow files, with what it is read from and what
-    is left out; None if there is nothing of them.
+def _read_hub(data: str, task: Task, split: str) -> Examples:
+    """Reads a split of a data set on the hub, whose id is `data`."""
+    if data.count("/") != 1 or data.startswith((".", "/", "~")):
+        expected = f"expected GLUE's folder, with {task.folder} in it"
+        raise InputError(f"there is no folder {data}; {expected}")
 
-    `datasets` itself would take validation_matched-….parquet and validation_mismatched-….parquet for one split.
+    what_failed = f"{data} is neither a folder nor a data set of the hub"
+    what_failed += f" with {task.name} and its split {split}"
+    rows = _call_datasets(what_failed, "load_dataset", data, task.name, split=split)
+    examples = _examples_of_rows(rows, f"{data}, split {split}", task)
+    return replace(examples, source=f"{data}'s split {split}")
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The rows of a split, and where they are from."""
+
+    rows: "datasets.Dataset"  # noqa: F821
+    source: str
+    left_out: list[str]
+
+
+def _find_table(folder: Path, task: Task, split: str) -> _Table | None:
+    """Opens a split in a folder of save_to_disk, or of parquet or arrow files.
+
+    Returns None if the folder has neither. `datasets` itself would take
+    validation_matched-….parquet and validation_mismatched-….parquet for one split.
     """
     for candidate in (folder / task.name, folder / task.folder, folder):
         if (candidate / "state.json").exists():
-            raise InputError(f"{candidate} is a single split written by save_to_disk; expected a DatasetDict")
-        saved = (candidate / "dataset_dict.json").exists()
-        if saved:
-            _refuse_another_tasks(candidate, task)
-        parts, left_out = ([], []) if saved else _parts(candidate, task, split)
-        if not saved and not parts:
-            continue
-        where = f"{candidate} cannot be read by datasets"
-        if parts:
-            files = {split: [str(part) for part in parts]}
-            rows = _loaded(where, "load_dataset", parts[0].suffix[1:], data_files=files, split=split)
-            return rows, splits.shown(part.relative_to(candidate) for part in parts), left_out
-        found = _loaded(where, "load_from_disk", str(candidate))
-        name, left_out = _choose(list(found), task, split, str(candidate))
-        if not name:
-            raise InputError(f"{candidate} has the splits {', '.join(found)}; expected {split} for {task.name}")
-        return found[name], f"its split {name}", [f"its split {one}" for one in left_out]
+            what = f"{candidate} is a single split written by save_to_disk"
+            raise InputError(f"{what}; expected a DatasetDict")
+
+        if (candidate / "dataset_dict.json").exists():
+            _refuse_another_task(candidate, task)
+            return _open_saved(candidate, task, split)
+
+        paths, left_out = _find_table_files(candidate, task, split)
+        if paths:
+            names = [str(path) for path in paths]
+            rows = _call_datasets(
+                f"{candidate} cannot be read by datasets",
+                "load_dataset",
+                paths[0].suffix[1:],
+                data_files={split: names},
+                split=split,
+            )
+            source = splits.shown(path.relative_to(candidate) for path in paths)
+            return _Table(rows, source, left_out)
     return None
 
 
-def _parts(folder: Path, task: Task, split: str) -> tuple[list[Path], list[str]]:
-    """Finds train.parquet, train-00000-of-00001.parquet, data/train-….parquet or train/….parquet; or .arrow. Returns
-    them, and the names of those beside them that are of no split of the task."""
+def _open_saved(folder: Path, task: Task, split: str) -> _Table:
+    """Opens a split of a DatasetDict that save_to_disk has written."""
+    what_failed = f"{folder} cannot be read by datasets"
+    saved = _call_datasets(what_failed, "load_from_disk", str(folder))
+    name, left_out = _choose(list(saved), task, split, str(folder))
+    if not name:
+        what = f"{folder} has the splits {', '.join(saved)}"
+        raise InputError(f"{what}; expected {split} for {task.name}")
+    return _Table(saved[name], f"its split {name}", [f"its split {other}" for other in left_out])
+
+
+def _find_table_files(folder: Path, task: Task, split: str) -> tuple[list[Path], list[str]]:
+    """Returns a split's parquet or arrow files, and the names of those beside them of no split.
+
+    The first of these forms that is there counts: train.parquet or train-00000-of-00001.parquet,
+    then data/train-….parquet, then train/….parquet.
+    """
     for suffix in ("parquet", "arrow"):
         for pattern in (f"[!.]*.{suffix}", f"data/[!.]*.{suffix}", f"[!.]*/[!.]*.{suffix}"):
-            named: dict[str, list[Path]] = {}
+            files: dict[str, list[Path]] = {}
             for path in sorted(folder.glob(pattern)):
-                name = path.parent.name if "*/" in pattern else _without_number(path)
-                named.setdefault(name, []).append(path)
-            if any(splits.says_split(Path(name)) for name in named):
-                _refuse_another_tasks(folder, task)
-            chosen, left_out = _choose(list(named), task, split, str(folder))
+                name = path.parent.name if "*/" in pattern else _without_shard_number(path)
+                files.setdefault(name, []).append(path)
+            if any(splits.says_split(Path(name)) for name in files):
+                _refuse_another_task(folder, task)
+
+            chosen, unused = _choose(list(files), task, split, str(folder))
             if chosen:
-                return named[chosen], [str(path.relative_to(folder)) for one in left_out for path in named[one]]
+                left_out = []
+                for name in unused:
+                    left_out += [str(path.relative_to(folder)) for path in files[name]]
+                return files[chosen], left_out
     return [], []
 
 
-def _without_number(path: Path) -> str:
-    """Returns a file's name without its suffix; of a shard also without its number."""
+def _without_shard_number(path: Path) -> str:
+    """Returns a file's name without its suffix; for a shard also without its number."""
     return re.sub(r"-\d+(-of-\d+)?(-[0-9a-f]+)?$", "-of", path.stem)
 
 
-def _of_rows(rows: "datasets.Dataset", where: str, task: Task) -> Examples:  # noqa: F821
+def _examples_of_rows(rows: "datasets.Dataset", where: str, task: Task) -> Examples:  # noqa: F821
+    """Returns the rows of a data set as Examples; raises InputError for rows that are not GLUE's.
+
+    `where` names the data, for messages.
+    """
     missing = [name for name in (*task.columns, "label") if name not in rows.column_names]
     if missing:
-        expected = ", ".join(missing)
-        raise InputError(f"{where} has the columns {', '.join(rows.column_names)}; expected {expected} for {task.name}")
+        what = f"{where} has the columns {', '.join(rows.column_names)}"
+        raise InputError(f"{what}; expected {', '.join(missing)} for {task.name}")
     if len(rows) == 0:
         raise InputError(f"{where} has no examples")
+
     columns = [list(rows[name]) for name in task.columns]
-    for name, column in zip(task.columns, columns, strict=True):
-        for number, sentence in enumerate(column):
-            # QQP has three questions that are empty, also on the hub.
-            if not isinstance(sentence, str) or (task.name != "qqp" and not sentence.strip()):
-                raise InputError(f"{where}, row {number} has {sentence!r} as its {name}; expected a sentence")
-    numbers = _label_numbers(task)
-    names = getattr(rows.features["label"], "names", None)
-    if names is not None and task.labels:
-        plain = [name.strip().lower() for name in names]
-        if sorted(plain) != sorted(task.labels):
-            listed = ", ".join(task.labels)
-            raise InputError(f"{where} has the labels {', '.join(names)}; expected {listed} for {task.name}")
-        numbers = {str(number): task.labels.index(name) for number, name in enumerate(plain)}
+    for name, sentences in zip(task.columns, columns, strict=True):
+        _check_sentences(sentences, name, where, task)
+
+    label_numbers = _numbers_of_feature(rows.features["label"], where, task)
     labels = []
     for number, label in enumerate(rows["label"]):
         if label is None or label == -1:
-            hidden = f"{where}, row {number} has the label {label}, which stands for a hidden one"
-            raise InputError(f"{hidden}; expected a split with labels")
-        labels.append(_label(str(label), task, numbers, f"{where}, row {number}"))
+            what = f"{where}, row {number} has the label {label}, which stands for a hidden one"
+            raise InputError(f"{what}; expected a split with labels")
+        labels.append(_parse_label(str(label), task, label_numbers, f"{where}, row {number}"))
     return _examples(columns, labels, task)
+
+
+def _check_sentences(sentences: list[Any], column: str, where: str, task: Task) -> None:
+    """Raises InputError for a row that has no text."""
+    may_be_empty = task.name == "qqp"  # three of its questions are, also on the hub
+    for number, sentence in enumerate(sentences):
+        if not isinstance(sentence, str) or not (may_be_empty or sentence.strip()):
+            what = f"{where}, row {number} has {sentence!r} as its {column}"
+            raise InputError(f"{what}; expected a sentence")
+
+
+def _numbers_of_feature(feature: Any, where: str, task: Task) -> dict[str, int]:
+    """Returns the number of a class by what stands for it in a data set's label column.
+
+    A ClassLabel's names decide, since its numbers may be in another order than the task's.
+    """
+    names = getattr(feature, "names", None)
+    if names is None or not task.labels:
+        return _label_numbers(task)
+
+    plain = [name.strip().lower() for name in names]
+    if sorted(plain) != sorted(task.labels):
+        what = f"{where} has the labels {', '.join(names)}"
+        raise InputError(f"{what}; expected {', '.join(task.labels)} for {task.name}")
+    return {str(number): task.labels.index(name) for number, name in enumerate(plain)}
 
 
 # Synthetic twins
 
-# Common words, so that any tokenizer takes them whole, those of pretrained models included.
+# Common words, which every tokenizer takes whole, those of pretrained models included.
 _WORDS = (
-    "the a an this that some small big old new red blue green black white long short and of in on with near under over "
-    "from by at very quite then now here there today dog cat horse bird fish tree house car river"
+    "the a an this that some small big old new red blue green black white long short and of in on "
+    "with near under over from by at very quite then now here there today dog cat horse bird fish "
+    "tree house car river"
 )
 _FILLERS = _WORDS.split()
 _NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+_NO_NUMBER = -1
 
 
 def _synthetic(task: Task, split: str, seed: int) -> Examples:
-    """Makes a task of the same type that a small encoder learns from scratch in a few hundred steps.
+    """Makes a task of the same type; a small encoder learns it from scratch in some hundred steps.
 
-    Sentences have 4 to 25 words, most of them fewer than 10. The second, third or fourth word is a number, one to ten;
-    all other words are drawn independently.
+    Sentences have 4 to 25 words, most of them fewer than 10. The second, third or fourth word is a
+    number, one to ten; all other words are drawn independently.
 
         one sentence            the class says whether the number is above five
-        two classes             whether the first sentence's number is the larger; they differ by 2 or more
-        three classes (MNLI)    likewise entailment and contradiction; neutral: the hypothesis has no number
+        two classes             whether the first sentence's number is the larger; they differ by
+                                2 or more
+        three classes (MNLI)    likewise entailment and contradiction; neutral: the hypothesis has
+                                no number
         regression              2.5 + 2.5 (first - second) / 9
 
-    Swapping the sentences of a pair changes the answer and leaves the words what they are: a bag of words knows nothing
-    (of MNLI, only what is neutral). The number comes early so that its position tells models without token types of
-    which sentence it is; anywhere in a sentence, they take much longer to learn it.
+    Swapping the sentences of a pair changes the answer and leaves the words what they are, so a bag
+    of words knows nothing (of MNLI, only what is neutral). The number comes early so that its
+    position tells models without token types of which sentence it is; anywhere in a sentence, they
+    take much longer to learn it.
     """
     size = 2048 if split == "train" else 512
-    rng = np.random.default_rng((seed, ("train", *task.evaluation).index(split), sorted(TASKS).index(task.name)))
-    classes = rng.permutation(np.arange(size) % max(len(task.labels), 1))  # equally frequent
+    split_number = ("train", *task.evaluation).index(split)
+    task_number = sorted(TASKS).index(task.name)
+    rng = np.random.default_rng((seed, split_number, task_number))
+
+    num_classes = max(len(task.labels), 1)
+    classes = rng.permutation(np.arange(size) % num_classes)  # equally frequent
     columns: list[list[str]] = [[] for _ in task.columns]
     labels = []
-    for chosen in classes.tolist():
-        # Places in _NUMBERS; no number is -1.
+    for class_number in classes.tolist():
+        label = class_number
         if len(columns) == 1:
-            values = [int(rng.integers(5)) + 5 * chosen]
-            label = chosen
+            values = [int(rng.integers(5)) + 5 * class_number]
         elif not task.labels:
             values = rng.integers(len(_NUMBERS), size=2).tolist()
             label = 2.5 + 2.5 * (values[0] - values[1]) / (len(_NUMBERS) - 1)
         else:
-            smaller = int(rng.integers(len(_NUMBERS) - 2))
-            larger = int(rng.integers(smaller + 2, len(_NUMBERS)))
-            name = task.labels[chosen]
-            if name == "neutral":
-                values = [int(rng.integers(len(_NUMBERS))), -1]
-            else:
-                first_larger = name in ("entailment", "equivalent", "duplicate")
-                values = [larger, smaller] if first_larger else [smaller, larger]
-            label = chosen
+            values = _synthetic_pair(task.labels[class_number], rng)
         labels.append(label)
         for column, value in zip(columns, values, strict=True):
-            words = int(rng.integers(3, 9) if rng.random() < 0.6 else rng.integers(9, 25))
-            sentence = [_FILLERS[place] for place in rng.integers(len(_FILLERS), size=words)]
-            extra = _NUMBERS[value] if value >= 0 else _FILLERS[int(rng.integers(len(_FILLERS)))]
-            sentence.insert(int(rng.integers(1, 4)), extra)
-            # XLNet's vocabulary is learnt from what different words have in common: of "dog" and "dog,", that is "dog".
-            commas = rng.random(words) < 0.05
-            sentence[:-1] = [word + "," * comma for word, comma in zip(sentence[:-1], commas.tolist(), strict=True)]
-            column.append(" ".join(sentence) + ".")
+            column.append(_synthetic_sentence(value, rng))
     return _examples(columns, labels, task)
+
+
+def _synthetic_pair(label: str, rng: np.random.Generator) -> list[int]:
+    """Draws two indices of _NUMBERS whose order is the answer; neutral: the second is no number."""
+    smaller = int(rng.integers(len(_NUMBERS) - 2))
+    larger = int(rng.integers(smaller + 2, len(_NUMBERS)))
+    if label == "neutral":
+        return [int(rng.integers(len(_NUMBERS))), _NO_NUMBER]
+    if label in ("entailment", "equivalent", "duplicate"):
+        return [larger, smaller]
+    return [smaller, larger]
+
+
+def _synthetic_sentence(value: int, rng: np.random.Generator) -> str:
+    """Draws a sentence with the number _NUMBERS[value] in it, or without for _NO_NUMBER."""
+    is_short = rng.random() < 0.6
+    num_words = int(rng.integers(3, 9) if is_short else rng.integers(9, 25))
+    words = [_FILLERS[index] for index in rng.integers(len(_FILLERS), size=num_words)]
+
+    if value == _NO_NUMBER:
+        index = int(rng.integers(len(_FILLERS)))
+        extra = _FILLERS[index]
+    else:
+        extra = _NUMBERS[value]
+    words.insert(int(rng.integers(1, 4)), extra)
+
+    # XLNet's vocabulary is learnt from what different words have in common: of "dog" and "dog,",
+    # that is "dog".
+    has_comma = rng.random(num_words) < 0.05
+    for index in np.flatnonzero(has_comma).tolist():
+        words[index] += ","
+    return " ".join(words) + "."
 
 
 # Tokens
@@ -458,8 +734,9 @@ def _synthetic(task: Task, split: str, seed: int) -> Examples:
 class Encoded:
     """Tokenized examples, as a data set for `parallel_loader` with a plan of `lengths`.
 
-    A pair that is too long is cut longest first, token by token (transformers' "longest_first", and run_glue's). All
-    tokens lie in one flat array, 4 bytes a token, 5 with token types; the tokenizer is not kept.
+    A pair that is too long is cut token by token at its longer side (transformers'
+    "longest_first", and run_glue's). All tokens lie in one flat array: 4 bytes per token, 5 with
+    token types. The tokenizer is not kept.
 
     Args:
         examples: what `read` returns.
@@ -467,55 +744,60 @@ class Encoded:
         max_length: most tokens of an example, special tokens included.
     Attributes:
         lengths: int32 [n], tokens of each example after cutting, special tokens included.
-        truncated: examples that were cut.
+        truncated: how many examples were cut.
         tokens: the sum of `lengths`.
-        labels: float32 or int32 [n].
+        labels: [n], int32, or float32 in a regression.
         source, left_out: those of the examples.
     Raises:
-        InputError: the tokenizer is not a fast one, or has no padding token; max_length is too small for its special
-            tokens and a token a sentence, or more than its model takes.
+        InputError: the tokenizer is not a fast one, or has no padding token; max_length is too
+            small for its special tokens and one token per sentence, or more than its model takes.
     """
 
     def __init__(self, examples: Examples, tokenizer, max_length: int):
-        if not getattr(tokenizer, "is_fast", False):
-            raise InputError(f"{type(tokenizer).__name__} is not a fast tokenizer; expected one with a tokenizer.json")
-        if tokenizer.pad_token_id is None:
-            raise InputError("the tokenizer has no padding token; expected one of an encoder, or set its pad_token")
-        least = tokenizer.num_special_tokens_to_add(pair=examples.second is not None)
-        least += 1 if examples.second is None else 2
-        if not least <= max_length <= tokenizer.model_max_length:
-            raise InputError(
-                f"max_length is {max_length}; expected {least} (special tokens, and a token a sentence) to "
-                f"{tokenizer.model_max_length}, which is what the tokenizer's model takes"
-            )
-        self.source, self.left_out = examples.source, examples.left_out
-        self._pad, self._left = tokenizer.pad_token_id, tokenizer.padding_side == "left"
-        # transformers 5 forgets XLNet's: its tokenizer names no token types, and pads them with 0 (5.23.0).
-        xlnet = type(tokenizer).__name__.startswith("XLNet")
-        typed = xlnet or "token_type_ids" in tokenizer.model_input_names
-        self._type_pad = XLNET_TYPE_PAD if xlnet else tokenizer.pad_token_type_id
-        self.labels = examples.labels.astype(np.float32 if examples.labels.dtype.kind == "f" else np.int32)
+        _check_tokenizer(tokenizer, max_length, pairs=examples.second is not None)
+        self.source = examples.source
+        self.left_out = examples.left_out
+        is_regression = examples.labels.dtype.kind == "f"
+        self.labels = examples.labels.astype(np.float32 if is_regression else np.int32)
 
-        ids, types, lengths = [], [], []
+        self._pad = tokenizer.pad_token_id
+        self._pads_left = tokenizer.padding_side == "left"
+        # transformers 5 (5.23.0) forgets XLNet's token types: its tokenizer names none, and pads
+        # them with 0.
+        is_xlnet = type(tokenizer).__name__.startswith("XLNet")
+        has_types = is_xlnet or "token_type_ids" in tokenizer.model_input_names
+        self._type_pad = XLNET_TYPE_PAD if is_xlnet else tokenizer.pad_token_type_id
+        self._tokenize(examples, tokenizer, max_length, has_types)
+
+    def _tokenize(self, examples: Examples, tokenizer, max_length: int, has_types: bool) -> None:
+        """Sets the flat arrays of tokens and token types, and what is counted of them."""
+        ids = [np.empty(0, np.int32)]
+        types = [np.empty(0, np.uint8)]
+        lengths = [np.empty(0, np.int32)]
         self.truncated = 0
         for start in range(0, len(examples), CHUNK):
-            part = slice(start, start + CHUNK)
-            second = None if examples.second is None else examples.second[part]
-            cut = {"truncation": "longest_first", "max_length": max_length}
-            unused = {"return_attention_mask": False, "return_token_type_ids": False}
-            encodings = tokenizer(examples.first[part], second, **cut, **unused).encodings
+            chunk = slice(start, start + CHUNK)
+            encodings = tokenizer(
+                examples.first[chunk],
+                None if examples.second is None else examples.second[chunk],
+                truncation="longest_first",
+                max_length=max_length,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            ).encodings
             rows = [encoding.ids for encoding in encodings]
             sizes = np.fromiter(map(len, rows), np.int32, len(rows))
             lengths.append(sizes)
             ids.append(np.fromiter(chain.from_iterable(rows), np.int32, sizes.sum()))
-            if typed:
-                rows = (encoding.type_ids for encoding in encodings)
-                types.append(np.fromiter(chain.from_iterable(rows), np.uint8, sizes.sum()))
+            if has_types:
+                type_rows = (encoding.type_ids for encoding in encodings)
+                types.append(np.fromiter(chain.from_iterable(type_rows), np.uint8, sizes.sum()))
             self.truncated += sum(bool(encoding.overflowing) for encoding in encodings)
-        self.lengths = np.concatenate([*lengths, np.empty(0, np.int32)])
+
+        self.lengths = np.concatenate(lengths)
         self._starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
-        self._ids = np.concatenate([*ids, np.empty(0, np.int32)])
-        self._types = np.concatenate([*types, np.empty(0, np.uint8)]) if typed else None
+        self._ids = np.concatenate(ids)
+        self._types = np.concatenate(types) if has_types else None
         self.tokens = len(self._ids)
 
     def __len__(self) -> int:
@@ -525,12 +807,18 @@ class Encoded:
         """Returns these examples as arrays of a fixed length (L,).
 
         Args:
-            indices: int [B]; -1 is no example: a row of padding, with label 0, of which one place is attended to. (A
-                mean over no tokens is not finite, and times 0 it still is not.)
-        Returns: "input_ids" int32 [B, L], padded on the tokenizer's padding side; "attention_mask" int32 [B, L], 1 for
-        tokens; "token_type_ids" int32 [B, L], the tokenizer's own where it has any (XLNet: <cls> 2, padding 3), else 0;
-        "labels" int32 [B], float32 [B] in a regression.
-        Raises IndexError for an example that is not there, ValueError if one is longer than L.
+            indices: int [B]; -1 is no example: a row of padding with label 0, one of whose
+                positions is attended to. (A mean over no tokens is not finite, and times 0 it
+                still is not.)
+        Returns:
+            "input_ids" int32 [B, L], padded on the tokenizer's padding side
+            "attention_mask" int32 [B, L], 1 for tokens
+            "token_type_ids" int32 [B, L], the tokenizer's own where it has any (XLNet: <cls> 2,
+                padding 3), else 0
+            "labels" int32 [B], or float32 [B] in a regression
+        Raises:
+            IndexError: an example that is not there.
+            ValueError: an example that is longer than L.
         """
         indices = np.asarray(indices, np.int64)
         if indices.size and not -1 <= indices.min() <= indices.max() < len(self):
@@ -541,27 +829,53 @@ class Encoded:
         sizes = self.lengths[chosen].astype(np.int64)
         if sizes.max(initial=0) > width:
             row = int(sizes.argmax())
-            raise ValueError(f"example {chosen[row]} has {sizes[row]} tokens, and the shape has {width} places")
-        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # 0, 1, … in each example
-        source = np.repeat(self._starts[chosen], sizes) + within
-        to = np.repeat(rows * width + (width - sizes if self._left else 0), sizes) + within
+            what = f"example {chosen[row]} has {sizes[row]} tokens"
+            raise ValueError(f"{what}, and the shape has {width} places")
 
-        def spread(values: np.ndarray | int, fill: int) -> np.ndarray:
+        # All tokens of the batch, one after the other: the token's number in its example, where it
+        # is in the flat arrays, and where it goes in a [B, L] array of the batch.
+        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        source = np.repeat(self._starts[chosen], sizes) + within
+        first_column = width - sizes if self._pads_left else 0
+        target = np.repeat(rows * width + first_column, sizes) + within
+
+        def scatter(values: np.ndarray | int, fill: int) -> np.ndarray:
             array = np.full((len(indices), width), fill, np.int32)
-            array.reshape(-1)[to] = values
+            array.reshape(-1)[target] = values
             return array
 
+        attention = scatter(1, fill=0)
+        attention[indices < 0, -1 if self._pads_left else 0] = 1
+        if self._types is None:
+            types = np.zeros((len(indices), width), np.int32)
+        else:
+            types = scatter(self._types[source], fill=self._type_pad)
         labels = np.zeros(len(indices), self.labels.dtype)
         labels[rows] = self.labels[chosen]
-        types, type_pad = (0, 0) if self._types is None else (self._types[source], self._type_pad)
-        attention = spread(1, 0)
-        attention[indices < 0, -1 if self._left else 0] = 1
         return {
-            "input_ids": spread(self._ids[source], self._pad),
+            "input_ids": scatter(self._ids[source], fill=self._pad),
             "attention_mask": attention,
-            "token_type_ids": spread(types, type_pad),
+            "token_type_ids": types,
             "labels": labels,
         }
+
+
+def _check_tokenizer(tokenizer, max_length: int, pairs: bool) -> None:
+    """Raises InputError where a tokenizer cannot make examples of `max_length` tokens."""
+    if not getattr(tokenizer, "is_fast", False):
+        what = f"{type(tokenizer).__name__} is not a fast tokenizer"
+        raise InputError(f"{what}; expected one with a tokenizer.json")
+    if tokenizer.pad_token_id is None:
+        expected = "expected one of an encoder, or set its pad_token"
+        raise InputError(f"the tokenizer has no padding token; {expected}")
+
+    sentences = 2 if pairs else 1
+    least = tokenizer.num_special_tokens_to_add(pair=pairs) + sentences
+    most = tokenizer.model_max_length
+    if not least <= max_length <= most:
+        expected = f"expected {least} (special tokens, and a token a sentence) to {most}"
+        why = "which is what the tokenizer's model takes"
+        raise InputError(f"max_length is {max_length}; {expected}, {why}")
 
 
 # Metrics
@@ -574,34 +888,47 @@ def score(task: str, predictions: Sequence[float], labels: Sequence[float]) -> d
         task: a key of TASKS.
         predictions: [n] class numbers, or scores in a regression.
         labels: [n] likewise.
-    Returns: "mcc" (Matthews' correlation) for cola, "accuracy" and "f1" (of class 1) for mrpc and qqp, "pearson" and
-    "spearman" for stsb, else "accuracy". Constant predictions have a correlation of 0.
-    Raises ValueError if the numbers differ or there are none.
+    Returns:
+        "mcc" (Matthews' correlation) for cola, "accuracy" and "f1" (of class 1) for mrpc and qqp,
+        "pearson" and "spearman" for stsb, else "accuracy". Constant predictions have a correlation
+        of 0.
+    Raises:
+        ValueError: the numbers of predictions and labels differ, or there are none.
     """
-    chosen = find_task(task)
-    predictions, labels = np.asarray(predictions), np.asarray(labels)
+    metrics = find_task(task).metrics
+    predictions = np.asarray(predictions)
+    labels = np.asarray(labels)
     if predictions.shape != labels.shape or labels.ndim != 1 or not labels.size:
-        raise ValueError(
-            f"predictions {list(predictions.shape)} and labels {list(labels.shape)}; expected as many, one or more"
-        )
-    return {name: _metric(name, predictions, labels) for name in chosen.metrics}
+        shapes = f"predictions {list(predictions.shape)} and labels {list(labels.shape)}"
+        raise ValueError(f"{shapes}; expected as many, one or more")
+    return {name: _metric(name, predictions, labels) for name in metrics}
 
 
 def _metric(name: str, predictions: np.ndarray, labels: np.ndarray) -> float:
-    # Imported here: a second and 60 MB in each worker process, which never scores.
+    """Computes one metric; `name` is one of those in TASKS."""
     if name in ("pearson", "spearman"):
-        from scipy import stats
+        return _correlation(name, predictions, labels)
 
-        if not (np.isfinite(predictions).all() and np.isfinite(labels).all()):
-            raise ValueError("predictions or labels are not finite")
-        # In float64: float32 predictions that hardly differ would have a variance of rounding errors.
-        predictions, labels = predictions.astype(np.float64), labels.astype(np.float64)
-        if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
-            return 0.0
-        function = stats.pearsonr if name == "pearson" else stats.spearmanr
-        return float(function(predictions, labels)[0])
+    # Imported here: it takes a second and 60 MB in each worker process, which never scores.
     from sklearn import metrics
 
-    known = {"mcc": metrics.matthews_corrcoef, "accuracy": metrics.accuracy_score}
-    known["f1"] = lambda *both: metrics.f1_score(*both, zero_division=0)
-    return float(known[name](labels, predictions))
+    if name == "mcc":
+        return float(metrics.matthews_corrcoef(labels, predictions))
+    if name == "accuracy":
+        return float(metrics.accuracy_score(labels, predictions))
+    return float(metrics.f1_score(labels, predictions, zero_division=0))
+
+
+def _correlation(name: str, predictions: np.ndarray, labels: np.ndarray) -> float:
+    """Computes the correlation of Pearson or Spearman; 0 where one side is constant."""
+    from scipy import stats  # imported here: see _metric
+
+    if not (np.isfinite(predictions).all() and np.isfinite(labels).all()):
+        raise ValueError("predictions or labels are not finite")
+    # In float64: float32 predictions that hardly differ would have a variance of rounding errors.
+    predictions = predictions.astype(np.float64)
+    labels = labels.astype(np.float64)
+    if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
+        return 0.0
+    correlation = stats.pearsonr if name == "pearson" else stats.spearmanr
+    return float(correlation(predictions, labels)[0])

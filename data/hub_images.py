@@ -1,6 +1,7 @@
 """Labelled images of a `datasets` data set; imagenet.py opens it."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -9,15 +10,17 @@ from data import splits
 from data.imagenet import Images, Split, check_classes, choose_splits, read_file
 from errors import InputError
 
-IMAGE_COLUMNS = ("image", "img")  # in a data set with several columns of images; then of labels
+# In a data set with several columns of images, or of labels, the first of these names counts.
+IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target")
 
 
 class HubImages(Images):
-    """A data set of `datasets`: a folder of parquet or arrow files, one written by save_to_disk, or an id on the hub.
+    """A data set of `datasets`: parquet or arrow files, one of save_to_disk, or an id on the hub.
 
-    The columns are found by their features, Image and ClassLabel; where there are several, or labels are integers, by
-    their usual names. `datasets` copies parquet to its cache, so the data takes its size once more on disk.
+    The columns are found by their features, Image and ClassLabel; where there are several, or
+    labels are integers, by their usual names. `datasets` copies parquet to its cache, so the data
+    takes its size once more on disk.
     """
 
     def __init__(self, data: str, split: Split, image_size: int, skip_broken: bool = False):
@@ -28,63 +31,105 @@ class HubImages(Images):
         if train is None or name is None:
             expected = "train, and one of val, validation, test"
             raise InputError(f"{data} has the splits {', '.join(found)}; expected {expected}")
+        unused = [other for other in found if other not in (train, evaluation)]
         self.source = f"its split {name}"
-        self.left_out = [f"its split {one}" for one in found if one not in (train, evaluation)]
-        self._source, rows = f"{data}, split {name}", found[name]
-        self._image, self._label, own_classes = _columns(rows, self._source)
-        self.classes = _columns(found[train], f"{data}, split {train}")[2]
+        self.left_out = [f"its split {other}" for other in unused]
+
+        rows = found[name]
+        self._source = f"{data}, split {name}"
+        columns = _find_columns(rows, self._source)
+        self._image = columns.image
+        self._label = columns.label
+        self.classes = _find_columns(found[train], f"{data}, split {train}").classes
         if isinstance(rows.features[self._label], datasets.ClassLabel):
-            check_classes(self._source, own_classes, self.classes)
-        # such as the -1 that hub data sets write into a test split without labels
-        strange = [label for label in rows.unique(self._label) if label not in range(len(self.classes))]
-        if strange:
-            expected = f"expected labels 0 to {len(self.classes) - 1} in {self._label}"
-            raise InputError(f"{self._source} has the label {strange[0]}; {expected}")
+            check_classes(self._source, columns.classes, self.classes)
+        self._check_labels(rows)
+
         rows = rows.select_columns([self._image, self._label])
-        self._rows = rows.cast_column(self._image, datasets.Image(decode=False))  # the bytes, for decode() above
+        # Rows give the bytes of a file: imagenet.decode reads them.
+        self._rows = rows.cast_column(self._image, datasets.Image(decode=False))
+
+    def _check_labels(self, rows: datasets.Dataset) -> None:
+        """Raises InputError for a label that is no class of the training split.
+
+        Such as the -1 that hub data sets write into a test split without labels.
+        """
+        known = range(len(self.classes))
+        for label in rows.unique(self._label):
+            if label not in known:
+                expected = f"expected labels 0 to {len(self.classes) - 1} in {self._label}"
+                raise InputError(f"{self._source} has the label {label}; {expected}")
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def _read(self, index: int) -> tuple[bytes, int, str]:
         row = self._rows[index]
-        image = row[self._image] or {"bytes": b""}
+        label = row[self._label]
+        image = row[self._image]
+        name = f"row {index} of {self._source}"
+        if not image:
+            return b"", label, name
         if image["bytes"] is None:
-            return read_file(image["path"]), row[self._label], image["path"]
-        return image["bytes"], row[self._label], f"row {index} of {self._source}"
+            return read_file(image["path"]), label, image["path"]
+        return image["bytes"], label, name
 
 
 def _load_splits(data: str) -> dict[str, datasets.Dataset]:
+    """Opens all splits of a folder or of a data set on the hub, by their names.
+
+    Raises InputError where `datasets` cannot, and for folders that it would take for something
+    else: a single split of save_to_disk, and shards of data/prepare/images.py.
+    """
     if os.path.exists(os.path.join(data, "state.json")):
-        raise InputError(f"{data} is a single split written by save_to_disk; expected a DatasetDict with train and val")
-    if os.path.exists(os.path.join(data, "parts", "plan.json")):  # shards of data/prepare/images.py, a part of them
-        raise InputError(f"{data} is not prepared to its end; give the same `make data` command again")
-    number = 5 * "[0-9]"
-    if any(Path(data).glob(f"val-{number}-of-{number}.parquet")):  # as plain parquet they would train in another order
-        remedy = (
-            "copy shards.json there, too, or prepare the images again; for other images name the files validation-…"
-        )
-        raise InputError(f"{data} has shards of make data DATASET=images, but not their index shards.json; {remedy}")
+        what = f"{data} is a single split written by save_to_disk"
+        raise InputError(f"{what}; expected a DatasetDict with train and val")
+    _refuse_shards(data)
     try:
         if os.path.exists(os.path.join(data, "dataset_dict.json")):
             return datasets.load_from_disk(data)
-        if files := _without_made(data):
+        files = _files_beside_prepared(data)
+        if files:
             return datasets.load_dataset(data, data_files=files)
         return datasets.load_dataset(data)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        what = "cannot be read by datasets" if os.path.isdir(data) else "is neither a folder nor a data set of the hub"
-        raise InputError(f"{data} {what}: {str(error).partition(chr(10))[0]}") from error
+        what = "is neither a folder nor a data set of the hub"
+        if os.path.isdir(data):
+            what = "cannot be read by datasets"
+        first_line = str(error).partition("\n")[0]
+        raise InputError(f"{data} {what}: {first_line}") from error
 
 
-def _without_made(data: str) -> dict[str, list[str]]:
-    """Returns the files of each split in a folder that also has what `make data` has made of them, its default output:
-    `datasets` would read the same images twice. Empty where there is nothing of the kind."""
+def _refuse_shards(data: str) -> None:
+    """Raises InputError for shards of data/prepare/images.py without their index.
+
+    As plain parquet they would be trained on in another order.
+    """
+    if os.path.exists(os.path.join(data, "parts", "plan.json")):
+        what = f"{data} is not prepared to its end"
+        raise InputError(f"{what}; give the same `make data` command again")
+
+    number = 5 * "[0-9]"
+    if any(Path(data).glob(f"val-{number}-of-{number}.parquet")):
+        what = f"{data} has shards of make data DATASET=images, but not their index shards.json"
+        remedy = "copy shards.json there, too, or prepare the images again"
+        raise InputError(f"{what}; {remedy}; for other images name the files validation-…")
+
+
+def _files_beside_prepared(data: str) -> dict[str, list[str]]:
+    """Returns the files of each split in a folder that `make data` has put its output into.
+
+    That is its default output; `datasets` would read the same images twice. The result is empty
+    where nothing in the folder was made by `make data`.
+    """
     folder = Path(data)
     if not folder.is_dir():
         return {}
+
     for suffix in ("parquet", "arrow"):
         own = splits.below(folder, f"*.{suffix}")
-        if own and set(own) < {path for path in folder.rglob(f"*.{suffix}") if path.is_file()}:
+        everything = {path for path in folder.rglob(f"*.{suffix}") if path.is_file()}
+        if own and set(own) < everything:
             files: dict[str, list[str]] = {}
             for path in own:
                 split = splits.split_of_path(path.relative_to(folder)) or "train"
@@ -93,19 +138,51 @@ def _without_made(data: str) -> dict[str, list[str]]:
     return {}
 
 
-def _columns(rows: datasets.Dataset, source: str) -> tuple[str, str, list[str]]:
-    """Returns the image column, the label column, and the class names."""
-    kinds = rows.features
-    images = [column for column, kind in kinds.items() if isinstance(kind, datasets.Image)]
-    labels = [column for column, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)]
-    labels = labels or [column for column in LABEL_COLUMNS if "int" in getattr(kinds.get(column), "dtype", "")]
+@dataclass(frozen=True)
+class _Columns:
+    """The columns of a data set that are trained on."""
+
+    image: str
+    label: str
+    classes: list[str]  # names, in the order of their numbers
+
+
+def _find_columns(rows: datasets.Dataset, source: str) -> _Columns:
+    """Returns the columns of images and of labels; raises InputError where either is missing.
+
+    `source` names the rows, for messages.
+    """
+    features = rows.features
+    images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+    labels = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    if not labels:
+        labels = [name for name in LABEL_COLUMNS if "int" in _type_name(features.get(name), "")]
     if not images or not labels:
-        what = "label column (feature ClassLabel, or integers)" if images else "image column (feature Image)"
-        listed = ", ".join(f"{column} ({getattr(kind, 'dtype', 'nested')})" for column, kind in kinds.items())
-        raise InputError(f"{source} has no {what}; its columns: {listed}")
-    image = next((column for column in IMAGE_COLUMNS if column in images), images[0])
-    label = next((column for column in LABEL_COLUMNS if column in labels), labels[0])
-    if isinstance(kinds[label], datasets.ClassLabel):
-        return image, label, kinds[label].names
-    highest = max((value for value in rows.unique(label) if value is not None), default=-1)
-    return image, label, [str(value) for value in range(highest + 1)]
+        missing = "image column (feature Image)"
+        if images:
+            missing = "label column (feature ClassLabel, or integers)"
+        types = {name: _type_name(kind, "nested") for name, kind in features.items()}
+        listed = ", ".join(f"{name} ({type_name})" for name, type_name in types.items())
+        raise InputError(f"{source} has no {missing}; its columns: {listed}")
+
+    image = _first_usual(images, IMAGE_COLUMNS)
+    label = _first_usual(labels, LABEL_COLUMNS)
+    if isinstance(features[label], datasets.ClassLabel):
+        return _Columns(image, label, features[label].names)
+
+    numbers = [value for value in rows.unique(label) if value is not None]
+    highest = max(numbers, default=-1)
+    return _Columns(image, label, [str(number) for number in range(highest + 1)])
+
+
+def _type_name(feature: object, default: str) -> str:
+    """Returns the type of a column such as "int64"; `default` where it has none, as a list."""
+    return getattr(feature, "dtype", default)
+
+
+def _first_usual(names: list[str], usual: tuple[str, ...]) -> str:
+    """Returns the first of the `usual` names that is among `names`, else the first of `names`."""
+    for name in usual:
+        if name in names:
+            return name
+    return names[0]

@@ -1,9 +1,10 @@
-"""Opens data as a training script would, without a model: what `make doctor DATA=` asks before a run.
+"""Opens data as a training script would, without a model; `make doctor DATA=` asks it before a run.
 
     python -m data.look DATA [SCRIPT [TASK]]
 
-Prints what the script would train and evaluate on, or ends with the reason why it cannot and code 1. SCRIPT is one of
-resnet50, dlrm, transformer, glue, pretrain; without it, the scripts that can open the data are named.
+Prints what the script would train and evaluate on, or ends with the reason why it cannot and code
+1. SCRIPT is one of resnet50, dlrm, transformer, glue, pretrain; without it, the scripts that can
+open the data are named.
 """
 
 import sys
@@ -17,62 +18,76 @@ from errors import InputError
 
 
 def images(data: str, task: str) -> str:
-    """Opens images; decodes the first and the last of each split, and opens all files of the evaluation."""
-    opened = [imagenet.open_imagenet(data, split, image_size=8) for split in ("train", "eval")]
-    for one in opened:
-        for index in (0, len(one) - 1):
-            one.example(index, np.random.default_rng(0))
-    evaluation = opened[1]
+    """Opens images; decodes the first and last of each split, and opens all of the evaluation's."""
+    train = imagenet.open_imagenet(data, "train", image_size=8)
+    evaluation = imagenet.open_imagenet(data, "eval", image_size=8)
+    for dataset in (train, evaluation):
+        for index in (0, len(dataset) - 1):
+            dataset.example(index, np.random.default_rng(0))
+
     if isinstance(evaluation, imagenet.ImageFolder):
         for index in range(len(evaluation)):
             path = evaluation.path(index)
-            if not imagenet.read_file(path, 1):
+            if not imagenet.read_file(path, size=1):
                 raise InputError(f"{path} is broken: the file is empty; replace the file")
-    return f"{len(opened[0]):,} images of {len(opened[0].classes)} classes{splits.said(*opened)}"
+    what = f"{len(train):,} images of {len(train.classes)} classes"
+    return f"{what}{splits.said(train, evaluation)}"
 
 
 def clicks(data: str, task: str) -> str:
-    """Opens clicks, and reads the first and the last of each split."""
-    opened = [criteo.open_clicks(data, split) for split in ("train", "eval")]
-    for one in opened:
-        one.batch(np.array([0, len(one) - 1]))
-    return f"{len(opened[0]):,} clicks{splits.said(*opened)}"
+    """Opens clicks, and reads the first and last of each split."""
+    train = criteo.open_clicks(data, "train")
+    evaluation = criteo.open_clicks(data, "eval")
+    for dataset in (train, evaluation):
+        dataset.batch(np.array([0, len(dataset) - 1]))
+    return f"{len(train):,} clicks{splits.said(train, evaluation)}"
 
 
 def pairs(data: str, task: str) -> str:
-    """Opens sentence pairs, and reads the first and the last of each split."""
-    names = ["train", "valid", "test"] if wmt.has_split(data, "test") else ["train", "valid"]
+    """Opens sentence pairs, and reads the first and last of each split."""
+    names = ["train", "valid"]
+    if wmt.has_split(data, "test"):
+        names.append("test")
     opened = [wmt.open_pairs(data, split) for split in names]
-    for one in opened:
-        ends = np.array([0, len(one) - 1])
-        one.batch(ends, tuple(one.lengths[ends].max(0).tolist()))
+    for dataset in opened:
+        ends = np.array([0, len(dataset) - 1])
+        longest = dataset.lengths[ends].max(0).tolist()
+        dataset.batch(ends, tuple(longest))
     return f"{len(opened[0]):,} sentence pairs{splits.said(*opened)}"
 
 
 def rows(data: str, task: str) -> str:
     """Opens rows of text, their tokenizer, and the first row of each split."""
-    opened = [text.open_text(data, split) for split in ("train", "valid")]
-    for one in opened:
-        one.row(0)
-    return f"{len(opened[0]):,} rows of {len(opened[0].tokenizer):,} tokens{splits.said(*opened)}"
+    train = text.open_text(data, "train")
+    valid = text.open_text(data, "valid")
+    for dataset in (train, valid):
+        dataset.row(0)
+    what = f"{len(train):,} rows of {len(train.tokenizer):,} tokens"
+    return f"{what}{splits.said(train, valid)}"
 
 
 def sentences(data: str, task: str) -> str:
-    """Reads a task of GLUE, or finds out which there are."""
+    """Reads a task of GLUE, or without `task` finds out which tasks there are."""
     if task:
-        read = [glue.read(data, task, split) for split in ("train", *glue.find_task(task).evaluation)]
-        return f"{len(read[0]):,} examples of {task}{splits.said(*read)}"
+        examples = _read_task(data, task)
+        return f"{len(examples[0]):,} examples of {task}{splits.said(*examples)}"
+
     found = []
-    for name, one in glue.TASKS.items():
+    for name in glue.TASKS:
         try:
-            for split in ("train", *one.evaluation):
-                glue.read(data, name, split)
+            _read_task(data, name)
             found.append(name)
         except InputError as error:
-            why = error
+            last_error = error
     if not found:
-        raise why
+        raise last_error
     return f"tasks {', '.join(found)}; TASK= chooses one"
+
+
+def _read_task(data: str, task: str) -> list[glue.Examples]:
+    """Reads the splits of a task of GLUE, those to train on first."""
+    evaluation = glue.find_task(task).evaluation
+    return [glue.read(data, task, split) for split in ("train", *evaluation)]
 
 
 SCRIPTS: dict[str, Callable[[str, str], str]] = {
@@ -85,7 +100,10 @@ SCRIPTS: dict[str, Callable[[str, str], str]] = {
 
 
 def look(data: str, script: str = "", task: str = "") -> str:
-    """Returns what a script would train on, or what each of them would. Raises InputError where none can."""
+    """Returns what a script would train on, or without one what each of them would.
+
+    Raises InputError where the script, or none of them, can open the data.
+    """
     if script:
         return SCRIPTS[script](data, task)
     found = []

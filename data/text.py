@@ -285,27 +285,74 @@ class SyntheticText:
 
 
 def _synthetic_tokenizer(kind: str, first: Sequence[str], second: Sequence[str]) -> PreTrainedTokenizerBase:
-    """Makes a tokenizer whose pieces are all syllables, and the words whose second syllable has an even number."""
-    whole = [f"{topic}{number}" for topic in first for number in second[::2]]
+    """Makes a tokenizer for words of two syllables.
+
+    Its pieces are all syllables, and the words whose second syllable has an even number.
+
+    Args:
+        kind: one of data.vocabulary.KINDS.
+        first, second: the syllables.
+    """
+    words = []
+    for topic in first:
+        for number in second[::2]:
+            words.append(topic + number)
     if kind == "roberta":
-        alphabet = sorted(RobertaTokenizer().backend_tokenizer.pre_tokenizer.alphabet())
-        merges = [(syllable[0], syllable[1]) for syllable in (*first, *second)]
-        merges += [("Ġ", topic) for topic in first]
-        merges += [(f"Ġ{word[:2]}", word[2:]) for word in whole]
-        tokens = [*ROBERTA_SPECIALS, *alphabet, *map("".join, merges), "<mask>"]
-        vocabulary = {token: number for number, token in enumerate(tokens)}
-        mask = AddedToken("<mask>", lstrip=True, special=True)
-        return RobertaTokenizer(vocab=vocabulary, merges=merges, mask_token=mask, model_max_length=LONGEST)
-    letters = sorted({letter for syllable in (*first, *second) for letter in syllable})
+        return _byte_level(first, second, words)
     if kind == "xlnet":
-        # A whole word is likelier than two syllables, and these than letters.
-        pieces = [(f"▁{word}", -5.0) for word in whole] + [(f"▁{topic}", -5.0) for topic in first]
-        pieces += [(number, -5.0) for number in second] + [(".", -3.0)]
-        pieces += [(letter, -20.0) for letter in ("▁", *letters)]
-        return XLNetTokenizer(vocab=[(s, -1000.0) for s in XLNET_SPECIALS] + pieces, model_max_length=LONGEST)
-    pieces = [".", *letters, *(f"##{letter}" for letter in letters), *first, *(f"##{n}" for n in second), *whole]
-    vocabulary = {piece: number for number, piece in enumerate([*BERT_SPECIALS, *pieces])}
-    return (BertTokenizer if kind == "bert" else DistilBertTokenizer)(vocab=vocabulary, model_max_length=LONGEST)
+        return _unigrams(first, second, words)
+    tokenizer_class = BertTokenizer if kind == "bert" else DistilBertTokenizer
+    pieces = _word_pieces(first, second, words)
+    return tokenizer_class(vocab=pieces, model_max_length=LONGEST)
+
+
+def _byte_level(first: Sequence[str], second: Sequence[str], words: Sequence[str]) -> RobertaTokenizer:
+    """Makes a tokenizer of bytes, letters to syllables, and syllables to words."""
+    merges = []
+    for syllable in (*first, *second):
+        merges.append((syllable[0], syllable[1]))
+    for topic in first:
+        merges.append(("Ġ", topic))  # which stands for the space before a word
+    for word in words:
+        merges.append((f"Ġ{word[:2]}", word[2:]))
+
+    alphabet = sorted(RobertaTokenizer().backend_tokenizer.pre_tokenizer.alphabet())
+    merged = [left + right for left, right in merges]
+    tokens = [*ROBERTA_SPECIALS, *alphabet, *merged, "<mask>"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    mask = AddedToken("<mask>", lstrip=True, special=True)  # it takes the space before it, as published
+    return RobertaTokenizer(vocab=vocabulary, merges=merges, mask_token=mask, model_max_length=LONGEST)
+
+
+def _unigrams(first: Sequence[str], second: Sequence[str], words: Sequence[str]) -> XLNetTokenizer:
+    """Makes a tokenizer of pieces with logarithmic probabilities: one piece of a whole word is likelier than two of its
+    syllables, and these than letters."""
+    pieces = [(special, -1000.0) for special in XLNET_SPECIALS]
+    pieces += [(f"▁{word}", -5.0) for word in words]
+    pieces += [(f"▁{topic}", -5.0) for topic in first]
+    pieces += [(number, -5.0) for number in second]
+    pieces.append((".", -3.0))
+    pieces += [(letter, -20.0) for letter in ("▁", *_letters(first, second))]
+    return XLNetTokenizer(vocab=pieces, model_max_length=LONGEST)
+
+
+def _word_pieces(first: Sequence[str], second: Sequence[str], words: Sequence[str]) -> dict[str, int]:
+    """Returns BERT's pieces with their ids; "##" is in front of those that continue a word."""
+    letters = _letters(first, second)
+    pieces = [*BERT_SPECIALS, ".", *letters]
+    pieces += [f"##{letter}" for letter in letters]
+    pieces += first
+    pieces += [f"##{number}" for number in second]
+    pieces += words
+    return {piece: number for number, piece in enumerate(pieces)}
+
+
+def _letters(*syllables: Sequence[str]) -> list[str]:
+    """Returns all letters of these syllables, sorted."""
+    letters = set()
+    for each in syllables:
+        letters.update("".join(each))
+    return sorted(letters)
 
 
 def check_rows(kind: str, length: int, pairs: bool) -> None:

@@ -27,6 +27,7 @@ from errors import InputError
 __all__ = ["KINDS", "continues_word", "learn"]
 
 KINDS = ("bert", "distilbert", "roberta", "xlnet")
+VARYING = ("xlnet",)  # the same lines may give another vocabulary in the next run, see `learn`
 LONGEST = 512  # tokens of a text: positions of the published models, and what XLNet was pretrained with
 MOST_CHARACTERS = 1000  # of the alphabet, as in BertWordPieceTokenizer of tokenizers
 BATCH = 1000  # lines given to the trainer at once

@@ -68,7 +68,7 @@ def main(config):
     steps = config.epochs * loading.steps_per_epoch(data.train, config.batch_size, mesh)
     for batch in loading.parallel_loader(data.train, config.batch_size, mesh, train=True, seed=config.seed, stop=steps):
         loss = step_fn(model, embeddings, optimizer, batch)
-    embeddings.check()  # plan "exchange" had a place for every id
+    embeddings.check()  # plan "exchange" had a slot for every id
     loader = loading.parallel_loader(data.held_out, config.batch_size, mesh, train=False)
     users, films = torch.cat(device.read([eval_fn(model, embeddings, batch, mesh) for batch in loader]), 1).numpy()
     metrics = data.recall(users[: data.users], films[data.users : len(data.held_out)])

@@ -1,13 +1,16 @@
-"""The Transformer for translation (Vaswani et al. 2017, arXiv:1706.03762) with fairseq's numbers and parameter names.
+"""The Transformer for translation (Vaswani et al. 2017, arXiv:1706.03762), with fairseq's numbers.
 
-Equal to fairseq's `transformer` in logits, and its `state_dict` has fairseq's keys, so that weights move in both
-directions (models/fairseq.py reads and writes its checkpoint files). Inside it takes the forms of models/layers.py:
-the training step of the base model (256 sentence pairs of 64 tokens, 32,768 words) takes 241.5 million cycles as
-torch's `nn.Transformer` (libtpu 0.0.51's estimate for one v5e chip, research/tpu_cycles.py), flax's example 157.6 and
-the forms used here 91.1.
+Its logits equal those of fairseq's `transformer`, and its `state_dict` has fairseq's keys, so that
+weights move in both directions (models/fairseq.py reads and writes fairseq's checkpoint files).
+
+Inside it takes the forms of models/layers.py. The training step of the base model (256 sentence
+pairs of 64 tokens, 32,768 words) takes 241.5 million cycles as torch's `nn.Transformer`, 157.6 as
+flax's example, and 91.1 in these forms (libtpu 0.0.51's estimates for one v5e chip,
+research/tpu_cycles.py).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,21 +29,29 @@ from models.layers import (
 )
 from models.partition import IN, OUT, VECTOR, Rules
 
-PAD, EOS, UNK = 1, 2, 3  # fairseq's; 0 is <s>
+# Token ids of fairseq; 0 is <s>.
+PAD = 1
+EOS = 2
+UNK = 3
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes and switches of a Transformer; the defaults are fairseq's `transformer`, the paper's base model.
+    """Sizes and switches of a Transformer.
+
+    The defaults are those of fairseq's `transformer`, the paper's base model.
 
     Attributes:
-        dim, ffn_dim, heads: width of the model, of the feed-forward layers, and number of attention heads.
+        dim, ffn_dim: width of the model, and of the feed-forward layers.
+        heads: attention heads of a layer.
         encoder_layers, decoder_layers: number of layers.
         dropout: of embeddings and of each sub-layer's output.
-        attention_dropout, activation_dropout: of attention weights; after the feed-forward's ReLU.
-        pre_norm: normalize a sub-layer's input (`--encoder-normalize-before`) and not its output plus residual.
-        share_embeddings: "all": source, target and output weights are one matrix; "decoder": target and output;
-            "none".
+        attention_dropout: of attention weights.
+        activation_dropout: after the feed-forward layers' ReLU.
+        pre_norm: normalize a sub-layer's input (fairseq's `--encoder-normalize-before`), instead of
+            its output plus residual.
+        share_embeddings: which of the source, target and output weights are one matrix: "all";
+            "decoder": target and output; or "none".
         max_positions: longest source and target, in tokens.
     """
 
@@ -57,25 +68,59 @@ class Architecture:
     max_positions: int = 1024
 
 
-# fairseq's architectures of the same names (fairseq/models/transformer/transformer_legacy.py); "transformer_small" and
-# "transformer_tiny" are this repository's, for small data and for tests.
+# fairseq's architectures of the same names (fairseq/models/transformer/transformer_legacy.py).
+# "transformer_small" and "transformer_tiny" are this repository's, for small data and for tests.
 ARCHITECTURES = {
     "transformer_iwslt_de_en": Architecture(ffn_dim=1024, heads=4),
     "transformer_wmt_en_de": Architecture(),
-    "transformer_vaswani_wmt_en_de_big": Architecture(dim=1024, ffn_dim=4096, heads=16, dropout=0.3),
-    "transformer_wmt_en_de_big": Architecture(dim=1024, ffn_dim=4096, heads=16, dropout=0.3, attention_dropout=0.1),
-    "transformer_wmt_en_de_big_t2t": Architecture(
-        1024, 4096, 16, dropout=0.3, attention_dropout=0.1, activation_dropout=0.1, pre_norm=True
+    "transformer_vaswani_wmt_en_de_big": Architecture(
+        dim=1024,
+        ffn_dim=4096,
+        heads=16,
+        dropout=0.3,
     ),
-    "transformer_small": Architecture(256, 512, 4, 3, 3),
-    "transformer_tiny": Architecture(64, 128, 4, 2, 2, dropout=0.0),
+    "transformer_wmt_en_de_big": Architecture(
+        dim=1024,
+        ffn_dim=4096,
+        heads=16,
+        dropout=0.3,
+        attention_dropout=0.1,
+    ),
+    "transformer_wmt_en_de_big_t2t": Architecture(
+        dim=1024,
+        ffn_dim=4096,
+        heads=16,
+        dropout=0.3,
+        attention_dropout=0.1,
+        activation_dropout=0.1,
+        pre_norm=True,
+    ),
+    "transformer_small": Architecture(
+        dim=256,
+        ffn_dim=512,
+        heads=4,
+        encoder_layers=3,
+        decoder_layers=3,
+    ),
+    "transformer_tiny": Architecture(
+        dim=64,
+        ffn_dim=128,
+        heads=4,
+        encoder_layers=2,
+        decoder_layers=2,
+        dropout=0.0,
+    ),
 }
 
 
 def sinusoids(count: int, dim: int) -> Tensor:
-    """Returns position encodings [count, dim] as in tensor2tensor and fairseq: sines, then cosines; PAD's row is 0."""
+    """Returns position encodings [count, dim] as in tensor2tensor and fairseq.
+
+    The first half of the columns has the sines, the second the cosines. The row of PAD is 0.
+    """
     half = dim // 2
-    frequency = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / (half - 1)))
+    log_step = math.log(10000) / (half - 1)
+    frequency = torch.exp(torch.arange(half, dtype=torch.float32) * -log_step)
     angle = torch.arange(count, dtype=torch.float32)[:, None] * frequency
     table = torch.cat([angle.sin(), angle.cos()], 1)
     table = F.pad(table, (0, dim % 2))
@@ -84,27 +129,36 @@ def sinusoids(count: int, dim: int) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """The common part of encoder and decoder layers: residual connections, fc1, ReLU and fc2, under fairseq's names."""
+    """What encoder and decoder layers have in common, under fairseq's names.
+
+    These are the residual connections, and the feed-forward sub-layer: fc1, ReLU, fc2.
+    """
 
     def __init__(self, arch: Architecture):
         super().__init__()
         self.arch = arch
-        self.fc1, self.fc2 = Linear(arch.dim, arch.ffn_dim), Linear(arch.ffn_dim, arch.dim)
+        self.fc1 = Linear(arch.dim, arch.ffn_dim)
+        self.fc2 = Linear(arch.ffn_dim, arch.dim)
         self.final_layer_norm = LayerNorm(arch.dim)
 
-    def residual(self, x: Tensor, norm: LayerNorm, sublayer) -> Tensor:
+    def residual(self, x: Tensor, norm: LayerNorm, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns x plus sublayer(x), with dropout, normalized before or after."""
-        y = sublayer(norm(x) if self.arch.pre_norm else x)
-        x = x + dropout(y, self.arch.dropout, self.training)
-        return x if self.arch.pre_norm else norm(x)
+        if self.arch.pre_norm:
+            y = sublayer(norm(x))
+            return x + dropout(y, self.arch.dropout, self.training)
+
+        y = sublayer(x)
+        return norm(x + dropout(y, self.arch.dropout, self.training))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """Computes fc2(ReLU(fc1(x))) with its residual connection."""
-        return self.residual(
-            x,
-            self.final_layer_norm,
-            lambda y: self.fc2(dropout(F.relu(self.fc1(y)), self.arch.activation_dropout, self.training)),
-        )
+        """Computes the feed-forward sub-layer of x [B, T, dim] with its residual connection."""
+        return self.residual(x, self.final_layer_norm, self._two_layers)
+
+    def _two_layers(self, x: Tensor) -> Tensor:
+        """Returns fc2(ReLU(fc1(x))), with dropout after the ReLU."""
+        hidden = F.relu(self.fc1(x))
+        hidden = dropout(hidden, self.arch.activation_dropout, self.training)
+        return self.fc2(hidden)
 
 
 class EncoderLayer(FeedForward):
@@ -115,8 +169,16 @@ class EncoderLayer(FeedForward):
         self.self_attn = MultiHeadAttention(arch.dim, arch.heads, arch.attention_dropout)
         self.self_attn_layer_norm = LayerNorm(arch.dim)
 
+    def attend_to_itself(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Computes the self-attention of x [B, T, dim] with its residual connection."""
+        return self.residual(
+            x,
+            self.self_attn_layer_norm,
+            lambda y: self.self_attn(y, y, mask),
+        )
+
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = self.residual(x, self.self_attn_layer_norm, lambda y: self.self_attn(y, y, mask))
+        x = self.attend_to_itself(x, mask)
         return self.feed_forward(x)
 
 
@@ -129,8 +191,12 @@ class DecoderLayer(EncoderLayer):
         self.encoder_attn_layer_norm = LayerNorm(arch.dim)
 
     def forward(self, x: Tensor, mask: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
-        x = self.residual(x, self.self_attn_layer_norm, lambda y: self.self_attn(y, y, mask))
-        x = self.residual(x, self.encoder_attn_layer_norm, lambda y: self.encoder_attn(y, memory, memory_mask))
+        x = self.attend_to_itself(x, mask)
+        x = self.residual(
+            x,
+            self.encoder_attn_layer_norm,
+            lambda y: self.encoder_attn(y, memory, memory_mask),
+        )
         return self.feed_forward(x)
 
 
@@ -139,65 +205,104 @@ class Stack(nn.Module):
 
     def __init__(self, arch: Architecture, embed_tokens: nn.Embedding, layers: list[nn.Module]):
         super().__init__()
-        self.arch, self.embed_tokens, self.layers = arch, embed_tokens, nn.ModuleList(layers)
+        self.arch = arch
+        self.embed_tokens = embed_tokens
+        self.layers = nn.ModuleList(layers)
         if arch.pre_norm:
             self.layer_norm = LayerNorm(arch.dim)
         # fairseq's positions start at PAD + 1.
-        self.register_buffer("positions", sinusoids(arch.max_positions + PAD + 1, arch.dim), persistent=False)
+        table = sinusoids(arch.max_positions + PAD + 1, arch.dim)
+        self.register_buffer("positions", table, persistent=False)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Embeds tokens [B, T] at positions [B, T] (PAD for padding); returns [B, T, dim] in the type of autocast."""
-        if tokens.shape[1] > self.arch.max_positions:
-            raise ValueError(f"{tokens.shape[1]} tokens a sentence; the model has {self.arch.max_positions} positions")
-        x = math.sqrt(self.arch.dim) * self.embed_tokens(tokens) + F.embedding(positions, self.positions)
+        """Embeds tokens [B, T] at positions [B, T] (PAD for padding).
+
+        Returns:
+            [B, T, dim] in the type of autocast.
+        """
+        length = tokens.shape[1]
+        most = self.arch.max_positions
+        if length > most:
+            raise ValueError(f"{length} tokens a sentence; the model has {most} positions")
+
+        words = math.sqrt(self.arch.dim) * self.embed_tokens(tokens)
+        x = words + F.embedding(positions, self.positions)
         return dropout(x.to(compute_dtype(x)), self.arch.dropout, self.training)
 
     def normalized(self, x: Tensor) -> Tensor:
         """Applies the last norm of a model that normalizes before its sub-layers."""
-        return self.layer_norm(x) if self.arch.pre_norm else x
+        if self.arch.pre_norm:
+            return self.layer_norm(x)
+        return x
 
 
 def same_segment(queries: Tensor, keys: Tensor) -> Tensor:
-    """Returns whether a query [B, Tq] and a key [B, Tk] belong to the same sentence of a row, bool [B, Tq, Tk]."""
+    """Returns whether each query and key belong to the same sentence of a row, bool [B, Tq, Tk].
+
+    Args:
+        queries: the sentence of each query, [B, Tq], see `Transformer.encode`.
+        keys: the sentence of each key, [B, Tk].
+    """
     return queries[:, :, None] == keys[:, None, :]
 
 
-def side_by_side(source: Tensor, previous: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns short rows as packed rows of at most LANES tokens, with their segments; see `Transformer.forward`."""
-    together = rows_together(source.shape[0], max(source.shape[1], previous.shape[1]), parts)
-    if together == 1:
-        return source, previous, None, None
-    packed = [side.reshape(-1, together * side.shape[1]) for side in (source, previous)]
-    places = (torch.arange(side.shape[1], device=side.device) * together // side.shape[1] + 1 for side in packed)
-    return *packed, *(place * (side != PAD) for place, side in zip(places, packed, strict=True))
+def side_by_side(tokens: Tensor, together: int) -> tuple[Tensor, Tensor]:
+    """Returns every `together` consecutive rows as one row, and of which of them each token is.
+
+    Args:
+        tokens: [B, T].
+        together: divides B.
+
+    Returns:
+        Tokens and segments, both [B / together, together * T]. Segments are 1, 2, … for the rows,
+        and 0 for padding.
+    """
+    length = together * tokens.shape[1]
+    packed = tokens.reshape(-1, length)
+    row = torch.arange(length, device=packed.device) * together // length
+    return packed, (row + 1) * (packed != PAD)
 
 
 def score_mask(allowed: Tensor) -> Tensor:
-    """Returns a float32 mask for `attention`, [B, 1, Tq or 1, Tk], of bool [B, Tq or 1, Tk]: 0 or MASKED."""
+    """Returns a mask for `attention`, float32 [B, 1, Tq or 1, Tk]: 0 where allowed, else MASKED.
+
+    Args:
+        allowed: bool [B, Tq or 1, Tk].
+    """
     return (~allowed)[:, None].float() * MASKED
 
 
 class Transformer(nn.Module):
-    """Encoder and decoder with tied or separate embeddings.
-
-    Args:
-        source_words, target_words: sizes of the dictionaries; equal where share_embeddings is "all".
-    """
+    """Encoder and decoder with tied or separate embeddings."""
 
     def __init__(self, arch: Architecture, source_words: int, target_words: int):
+        """Initializes the parameters as fairseq does.
+
+        Args:
+            arch: sizes and switches.
+            source_words, target_words: sizes of the dictionaries; equal where share_embeddings is
+                "all".
+        """
         super().__init__()
-        if arch.share_embeddings == "all" and source_words != target_words:
-            raise ValueError(f"dictionaries of {source_words} and {target_words} words cannot share embeddings")
+        share_all = arch.share_embeddings == "all"
+        if share_all and source_words != target_words:
+            sizes = f"{source_words} and {target_words} words"
+            raise ValueError(f"dictionaries of {sizes} cannot share embeddings")
+
         self.arch = arch
         source = self._embedding(source_words, arch.dim)
-        target = source if arch.share_embeddings == "all" else self._embedding(target_words, arch.dim)
-        self.encoder = Stack(arch, source, [EncoderLayer(arch) for _ in range(arch.encoder_layers)])
-        self.decoder = Stack(arch, target, [DecoderLayer(arch) for _ in range(arch.decoder_layers)])
-        self.decoder.output_projection = Linear(arch.dim, target_words, bias=False)
+        target = source if share_all else self._embedding(target_words, arch.dim)
+        encoder_layers = [EncoderLayer(arch) for _ in range(arch.encoder_layers)]
+        self.encoder = Stack(arch, source, encoder_layers)
+        decoder_layers = [DecoderLayer(arch) for _ in range(arch.decoder_layers)]
+        self.decoder = Stack(arch, target, decoder_layers)
+
+        projection = Linear(arch.dim, target_words, bias=False)
+        self.decoder.output_projection = projection
         if arch.share_embeddings == "none":
-            nn.init.normal_(self.decoder.output_projection.weight, std=arch.dim**-0.5)
+            nn.init.normal_(projection.weight, std=arch.dim**-0.5)
         else:
-            self.decoder.output_projection.weight = target.weight
+            projection.weight = target.weight
 
     @staticmethod
     def _embedding(words: int, dim: int) -> nn.Embedding:
@@ -207,19 +312,27 @@ class Transformer(nn.Module):
         return embedding
 
     def encode(self, source: Tensor, segment: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Encodes source tokens [B, S], padded on either side; returns ([B, S, dim], mask of the keys for `attention`).
+        """Encodes source tokens [B, S], padded on either side.
 
         Args:
-            segment: [B, S], where several sentences share a row: 1, 2, … for their places, 0 for padding.
+            source: [B, S].
+            segment: [B, S], where several sentences share a row: 1, 2, … for the first, second, …
+                of them, 0 for padding.
+
+        Returns:
+            The encoder's last features [B, S, dim], and the mask of these keys for `attention`.
         """
         real = source != PAD
         if segment is None:
-            allowed, positions = real[:, None, :], real.cumsum(1) * real + PAD
+            allowed = real[:, None, :]
+            count = real.cumsum(1)
         else:
             allowed = same_segment(segment, segment)
-            positions = allowed.tril().sum(-1) * real + PAD
+            count = allowed.tril().sum(-1)
         mask = score_mask(allowed)
-        x = self.encoder.embed(source, positions)
+
+        # A position counts the sentence's tokens up to this one.
+        x = self.encoder.embed(source, count * real + PAD)
         for layer in self.encoder.layers:
             x = layer(x, mask)
         return self.encoder.normalized(x), mask
@@ -232,23 +345,35 @@ class Transformer(nn.Module):
         segment: Tensor | None = None,
         source_segment: Tensor | None = None,
     ) -> Tensor:
-        """Returns the decoder's last features [B, T, dim] for previous target tokens [B, T] and the results of
-        `encode`."""
+        """Returns the decoder's last features [B, T, dim].
+
+        Args:
+            previous: [B, T], the previous target token of each.
+            memory, memory_mask: the results of `encode`.
+            segment, source_segment: [B, T] and [B, S], where several sentence pairs share a row,
+                see `encode`.
+        """
         real = previous != PAD
         if segment is None:
-            allowed, positions = real[:, None, :].expand(-1, real.shape[1], -1), real.cumsum(1) * real + PAD
+            allowed = real[:, None, :].expand(-1, real.shape[1], -1)
+            count = real.cumsum(1)
         else:
             allowed = same_segment(segment, segment)
-            positions = allowed.tril().sum(-1) * real + PAD
+            count = allowed.tril().sum(-1)
             memory_mask = score_mask(same_segment(segment, source_segment))
         mask = score_mask(allowed.tril())
-        x = self.decoder.embed(previous, positions)
+
+        # A position counts the sentence's tokens up to this one.
+        x = self.decoder.embed(previous, count * real + PAD)
         for layer in self.decoder.layers:
             x = layer(x, mask, memory, memory_mask)
         return self.decoder.normalized(x)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Returns scores of the target words [B, T, words] for decoder features [B, T, dim], in the same type."""
+        """Returns scores of the target words [B, T, words] for decoder features [B, T, dim].
+
+        They have the type of the features.
+        """
         return self.decoder.output_projection(features)
 
     def forward(
@@ -261,24 +386,34 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Returns logits [B, T, words] of the target's tokens.
 
-        With `parts` short rows are computed as packed rows of up to 128 tokens, for TPUs: the base model's step with
-        256 x 64 tokens takes 142.5 -> 103.5 million cycles. On a CPU it is slower.
+        With `parts` short rows are computed as packed rows of up to 128 tokens, for TPUs: the base
+        model's step with 256 x 64 tokens takes 142.5 -> 103.5 million cycles. On a CPU it is
+        slower.
 
         Args:
             source: [B, S] tokens, EOS at the end, PAD on either side.
             previous: [B, T], the target shifted right: EOS, then its tokens.
-            source_segment, target_segment: [B, S] and [B, T], for packed rows: 1, 2, … for the places of the first,
-                second, … sentence pair, 0 for padding. Attention stays within a pair and positions start again.
-            parts: a multiple of the devices that share the rows; those of a part may be packed together. 0: none are.
+            source_segment, target_segment: [B, S] and [B, T], for rows of several sentence pairs:
+                1, 2, … for the first, second, … pair, 0 for padding. Attention stays within a pair,
+                and each pair's positions start anew.
+            parts: the batch is divided into so many equal parts, and rows are packed within a part
+                only; a multiple of the devices that share the rows. 0: none are packed.
         """
         shape = previous.shape
         if source_segment is None and parts:
-            source, previous, source_segment, target_segment = side_by_side(source, previous, parts)
-        memory, mask = self.encode(source, source_segment)
-        return self.logits(self.decode(previous, memory, mask, target_segment, source_segment)).view(*shape, -1)
+            longest = max(source.shape[1], previous.shape[1])
+            together = rows_together(source.shape[0], longest, parts)
+            if together > 1:
+                source, source_segment = side_by_side(source, together)
+                previous, target_segment = side_by_side(previous, together)
+
+        memory, memory_mask = self.encode(source, source_segment)
+        features = self.decode(previous, memory, memory_mask, target_segment, source_segment)
+        return self.logits(features).view(*shape, -1)
 
 
-# How the name of a parameter ends, as a pattern -> the axis over which each of its dimensions is cut; see partition.py.
+# How the name of a parameter ends, as a pattern -> the axis over which each of its dimensions is
+# cut; see partition.py.
 CUTS = {
     r"\w+_attn\.[qkv]_proj\.weight": OUT,
     r"\w+_attn\.[qkv]_proj\.bias": VECTOR,
@@ -293,64 +428,93 @@ CUTS = {
 def rules(model: Transformer) -> Rules:
     """Returns how the model may be cut over devices."""
     parameters = dict(CUTS)
-    if model.arch.share_embeddings == "none":  # else it is an embedding's
+    if model.arch.share_embeddings == "none":
+        # Otherwise the output's weight is an embedding's, which CUTS has.
         parameters[r"output_projection\.weight"] = OUT
-    return Rules(parameters, ("encoder.layers", "decoder.layers"), model.arch.heads, r"self_attn$")
+    return Rules(
+        parameters=parameters,
+        layers=("encoder.layers", "decoder.layers"),
+        heads=model.arch.heads,
+        shared=r"self_attn$",
+    )
 
 
 class SumsOverWords(torch.autograd.Function):
-    """log(sum(exp(logits))) and sum(logits) over the words, float32 [B, T], of logits [B, T, words]; keeps the logits.
+    """log(sum(exp(logits))) and sum(logits) over the words; keeps the logits for the backward pass.
 
-    A row's tokens are summed in up to eight parts, which become one operation that reads the logits in as many streams
-    side by side: one stream leaves two thirds of the memory's bandwidth unused. The two products that take the gradient
-    compute it again; with `written`, which divides it number by number, libtpu writes it to memory once instead.
+    A row's tokens are summed in up to eight chunks. The compiler makes them one operation that
+    reads the logits in as many streams side by side; a single stream leaves two thirds of the
+    memory's bandwidth unused.
+
+    Two products take the gradient, and each computes it again. With `written` it is divided number
+    by number, and then libtpu writes it to memory once instead.
     """
 
     @staticmethod
     def forward(ctx, logits: Tensor, written: bool) -> tuple[Tensor, Tensor]:
-        parts = max(1, math.gcd(logits.shape[1], 64) // 8)  # of whole rows of registers, 8 tokens
+        """Returns both, float32 [B, T], for logits [B, T, words]."""
+        # Chunks are whole rows of registers, which have 8 tokens.
+        chunks = max(1, math.gcd(logits.shape[1], 64) // 8)
         largest = logits.amax(2).float()
-        exponentials, sums = [], []
-        for part, most in zip(logits.chunk(parts, 1), largest.chunk(parts, 1), strict=True):
-            wide = part.float()
+        exponentials = []
+        sums = []
+        for chunk, most in zip(logits.chunk(chunks, 1), largest.chunk(chunks, 1), strict=True):
+            wide = chunk.float()
             exponentials.append((wide - most[..., None]).exp().sum(2))
             sums.append(wide.sum(2))
+
         total = torch.cat(exponentials, 1)
         ctx.save_for_backward(logits, largest, total)
         ctx.written = written
         return total.log() + largest, torch.cat(sums, 1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # a second one would be wrong, in silence
-    def backward(ctx, to_normalizer: Tensor, to_sum: Tensor) -> tuple[Tensor, None]:
+    @torch.autograd.function.once_differentiable  # second derivatives would be wrong, without error
+    def backward(ctx, normalizer_gradient: Tensor, sum_gradient: Tensor) -> tuple[Tensor, None]:
+        """Returns the gradient of the logits, softmax * normalizer_gradient + sum_gradient."""
         logits, largest, total = ctx.saved_tensors
-        scaled = (logits.float() - largest[..., None]).exp()
+        exponentials = (logits.float() - largest[..., None]).exp()
         if ctx.written:
-            scaled = scaled / total[..., None] * to_normalizer[..., None]
+            scaled = exponentials / total[..., None] * normalizer_gradient[..., None]
         else:
-            scaled = scaled * (to_normalizer / total)[..., None]
-        return (scaled + to_sum[..., None]).to(logits.dtype), None
+            scaled = exponentials * (normalizer_gradient / total)[..., None]
+        return (scaled + sum_gradient[..., None]).to(logits.dtype), None
 
 
 def label_smoothed(logits: Tensor, target: Tensor, smoothing: float, written: bool = False) -> dict[str, Tensor]:
-    """Computes label-smoothed cross-entropy (Szegedy et al. 2015, arXiv:1512.00567, section 7) with fairseq's numbers.
+    """Computes label-smoothed cross-entropy with fairseq's numbers.
 
-    Returns sums over the real tokens of target [B, T]: "loss" and "nll" in nats, and "tokens", their number. Three sums
-    per token over the logits [B, T, words] are enough, so that no log_softmax is kept for the backward pass: 177.8 ->
-    164.9 million cycles of the base model's step on one v5e chip (libtpu 0.0.51's estimate). `written`: as of
-    SumsOverWords. NATIVE_DEVICES take log_softmax, which is faster there.
+    Source: Szegedy et al. 2015, arXiv:1512.00567, section 7.
+
+    Three sums per token over the logits are enough, so that no log_softmax is kept for the backward
+    pass: 177.8 -> 164.9 million cycles of the base model's step on one v5e chip (libtpu 0.0.51's
+    estimate). NATIVE_DEVICES take log_softmax, which is faster there.
+
+    Args:
+        logits: [B, T, words].
+        target: labels [B, T]; PAD does not count.
+        smoothing: the probability that is spread over all words.
+        written: see `SumsOverWords`.
+
+    Returns:
+        Sums over the real tokens: "loss" and "nll" in nats, and "tokens", their number.
     """
     words = logits.shape[2]
     labels = target.to(torch.int64)[..., None]
     if logits.device.type in NATIVE_DEVICES:
         log_probabilities = F.log_softmax(logits.float(), 2)
         nll = -log_probabilities.gather(2, labels)[..., 0]
-        of_all = -log_probabilities.sum(2)
+        nll_of_all_words = -log_probabilities.sum(2)
     else:
         normalizer, total = SumsOverWords.apply(logits, written)
         nll = normalizer - logits.gather(2, labels)[..., 0].float()
-        of_all = words * normalizer - total
+        nll_of_all_words = words * normalizer - total
+
     real = (target != PAD).float()
-    each = smoothing / (words - 1)
-    loss = (1 - smoothing - each) * nll + each * of_all
-    return {"loss": (loss * real).sum(), "nll": (nll * real).sum(), "tokens": real.sum()}
+    share = smoothing / (words - 1)  # of the probability, for each word that is not the label
+    loss = (1 - smoothing - share) * nll + share * nll_of_all_words
+    return {
+        "loss": (loss * real).sum(),
+        "nll": (nll * real).sum(),
+        "tokens": real.sum(),
+    }

@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import InputError
-from models import encoders, layers, resnet, transformer
+from models import encoder_layers, encoders, layers, resnet, transformer
 from research.tpu_cycles import CHIPS, ONE
 from tpu.compiler import compile as compiling
-from tpu.compiler import libtpu, results, steps
+from tpu.compiler import libtpu, results
 from tpu.compiler.pages import DOCS, Row, compiled, memory, table, two_at_a_time
 
 GENERATIONS = {"v5e": ONE, **CHIPS}  # a chip of each
@@ -124,7 +124,7 @@ def four_dimensions(
     self.weight = nn.Parameter(torch.empty(out_channels, in_channels, 1, 1))
 
 
-def usual_gelu(self: encoders.GELU, x: Tensor) -> Tensor:
+def usual_gelu(self: encoder_layers.GELU, x: Tensor) -> Tensor:
     """Computes GELU by erf."""
     return F.gelu(x)
 
@@ -170,7 +170,7 @@ FORMS = {
         "backward",
         staticmethod(usual_sums),
     ),
-    "GELU by tanh": form(GLUE, encoders.GELU, "forward", usual_gelu),
+    "GELU by tanh": form(GLUE, encoder_layers.GELU, "forward", usual_gelu),
     "linear as one dot_general": form(GLUE, layers, "linear", usual_linear),
     "short rows side by side": form(SHORT, layers, "rows_together", alone),
     "short pairs side by side": form(TRANSLATION, transformer, "rows_together", alone),
@@ -210,14 +210,14 @@ def compile_one(name: str) -> dict:
     Returns:
         The report.
     """
-    published = steps.published
+    published = encoders.published
 
     def shallow(model: str):
         config = published(model)
         config.num_hidden_layers = LAYERS
         return config
 
-    steps.published = shallow
+    encoders.published = shallow
     for arch, sizes in transformer.ARCHITECTURES.items():
         small = replace(sizes, encoder_layers=LAYERS, decoder_layers=LAYERS)
         transformer.ARCHITECTURES[arch] = small

@@ -24,6 +24,7 @@ from pathlib import Path
 import tyro
 
 from models import encoders
+from models.encoders.record import Size
 from train import pretrain, transformer
 
 
@@ -78,7 +79,7 @@ ROWS = [
     Row("transformer --seed 1", "--mesh data=2,model=2 --shard-state full --remat", devices=4),
     Row("transformer --seed 1", "--mesh data=4,model=2 --shard-state full --remat", devices=8),
 ]
-SIZE = (2, 32, 8)  # layers, width, heads
+SIZE = Size(layers=2, width=32, heads=8)
 
 
 def trained(what: str, how: str, runs: str, teacher: str) -> dict:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models import encoders, fairseq
+from models import encoder_layers, fairseq
 from models.transformer import Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -88,7 +88,7 @@ def randomized(model: nn.Module) -> nn.Module:
 
 def fast(model: PreTrainedModel | None, parts: int = 0) -> PreTrainedModel | None:
     """A copy of a model of transformers with our layers."""
-    return encoders.fast_layers(copy.deepcopy(model), parts) if model is not None else None
+    return encoder_layers.fast_layers(copy.deepcopy(model), parts) if model is not None else None
 
 
 def assert_all_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, share: float, atol: float):

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from data import glue
 from errors import InputError
-from models import architectures, encoders, layers
+from models import architectures, classification, encoder_files, encoder_layers, layers
 from train.common import device
 
 ROOT = Path(__file__).parent.parent
@@ -161,11 +161,11 @@ def test_a_step_on_xla_is_transformers(kind, mesh):
     """The logits and all gradients in float32; strict: an operation on the host, or a read, raises."""
     architectures.check(kind, settings_of(kind))
     plain, batch = new(kind), batch_of(kind)
-    ours = device.to_device(encoders.fast_layers(copy.deepcopy(plain)), mesh)
+    ours = device.to_device(encoder_layers.fast_layers(copy.deepcopy(plain)), mesh)
     wanted = torch.randn(len(batch["input_ids"]), 3)
 
     def step(model: PreTrainedModel, batch: dict[str, Tensor], wanted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        logits = encoders.logits(model, batch)
+        logits = classification.logits(model, batch)
         (logits * wanted).sum().backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad(set_to_none=True)
@@ -191,12 +191,12 @@ def test_a_step_on_xla_is_transformers(kind, mesh):
 def test_bfloat16_is_near_and_finite_in_training(kind, mesh):
     """Numbers of float32 that bfloat16 has not, such as a mask's lowest, become infinite on XLA, in silence."""
     plain, batch = new(kind), batch_of(kind)
-    ours = device.to_device(encoders.fast_layers(copy.deepcopy(plain)), mesh)
+    ours = device.to_device(encoder_layers.fast_layers(copy.deepcopy(plain)), mesh)
     uploaded = {name: values.to(mesh.device) for name, values in batch.items()}
 
     def train(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.autocast("xla", torch.bfloat16):
-            logits = encoders.logits(model, batch)
+            logits = classification.logits(model, batch)
         logits.float().square().sum().backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad(set_to_none=True)
@@ -204,11 +204,11 @@ def test_bfloat16_is_near_and_finite_in_training(kind, mesh):
 
     def evaluate(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
         with torch.no_grad(), torch.autocast("xla", torch.bfloat16):
-            return encoders.logits(model, batch).float()
+            return classification.logits(model, batch).float()
 
     found = device.compiled(evaluate, mesh)(ours, uploaded).cpu()
     with torch.no_grad():
-        expected = encoders.logits(plain, batch)
+        expected = classification.logits(plain, batch)
     within = 0.03 * expected.abs().max().item()
     torch.testing.assert_close(found, expected, rtol=0, atol=within)
     for name, gradient in device.compiled(train, mesh)(ours.train(), uploaded).items():
@@ -231,7 +231,7 @@ def test_what_cannot_run_is_refused_in_a_sentence_when_it_is_opened(kind, tmp_pa
     settings = AutoConfig.for_model(kind) if kind in ("clip", "vit", "t5") else settings_of(kind)
     settings.save_pretrained(tmp_path)
     with pytest.raises(InputError, match=f"checkpoint {tmp_path} is a {kind}.*{re.escape(reason)}") as error:
-        encoders.open_checkpoint(str(tmp_path), "auto")
+        encoder_files.open_checkpoint(str(tmp_path), "auto")
     assert "\n" not in str(error.value)
     if reason.startswith(HOST):
         architectures.check("it", settings, compiled=False)  # PyTorch itself can read
@@ -248,10 +248,10 @@ def test_what_cannot_even_be_made_is_refused_in_a_sentence(tmp_path):
     for kind, message in expected.items():
         AutoConfig.for_model(kind).save_pretrained(tmp_path / kind)
         with pytest.raises(InputError, match=message) as error:
-            encoders.open_checkpoint(str(tmp_path / kind), "auto")
+            encoder_files.open_checkpoint(str(tmp_path / kind), "auto")
         assert "\n" not in str(error.value)
     AutoConfig.for_model("canine").save_pretrained(tmp_path / "canine")
-    *_, tokenizer = encoders.open_checkpoint(str(tmp_path / "canine"), "auto")
+    tokenizer = encoder_files.open_checkpoint(str(tmp_path / "canine"), "auto").tokenizer
     with pytest.raises(InputError, match="CanineTokenizer is not a fast tokenizer"):
         glue.Encoded(glue.read("synthetic", "sst2", "train"), tokenizer, 32)
 
@@ -267,7 +267,7 @@ def test_a_decoder_and_attention_with_a_bias_of_its_own_are_refused():
     attention = SimpleNamespace()
     architectures.refuse_more(attention, {"sliding_window": 4, "output_attentions": False, "head_mask": None})
     with pytest.raises(InputError, match="gives its attention position_bias, which"):
-        encoders.attend(attention, *[torch.zeros(1, 1, 2, 4)] * 3, None, position_bias=torch.zeros(1, 1, 2, 2))
+        encoder_layers.attend(attention, *[torch.zeros(1, 1, 2, 4)] * 3, None, position_bias=torch.zeros(1, 1, 2, 2))
 
 
 @each_that_runs
@@ -299,9 +299,9 @@ def test_positions_begin_after_the_paddings_or_at_0():
 
 @each_that_runs
 def test_norms_and_biases_do_not_decay_as_in_transformers_trainer(kind):
-    for model in (new(kind), encoders.fast_layers(new(kind))):
+    for model in (new(kind), encoder_layers.fast_layers(new(kind))):
         expected = transformers.Trainer.get_decay_parameter_names(None, model)
-        decayed, exempt = encoders.parameter_groups(model, 0.1)
+        decayed, exempt = architectures.parameter_groups(model, 0.1)
         ids = {id(parameter) for parameter in decayed["params"]}
         found = {name for name, parameter in model.named_parameters() if id(parameter) in ids}
         assert found == {name for name in expected if name in dict(model.named_parameters())}
@@ -335,23 +335,23 @@ def test_a_product_takes_any_number_of_dimensions(shape):
 def test_a_norm_over_several_dimensions_stays():
     model = nn.Sequential(nn.LayerNorm((4, 6)), nn.LayerNorm(6))
     model.config, model._supports_attention_backend = SimpleNamespace(model_type="bert"), False
-    encoders.fast_layers(model)
+    encoder_layers.fast_layers(model)
     assert [type(module) for module in model] == [nn.LayerNorm, layers.LayerNorm]
 
 
 @pytest.mark.parametrize("kind", QUICK)
 def test_an_export_loads_unchanged_and_names_nothing_of_ours(kind, tmp_path):
     model = new(kind)
-    ours = encoders.fast_layers(copy.deepcopy(model))
-    encoders.save(
+    ours = encoder_layers.fast_layers(copy.deepcopy(model))
+    encoder_files.save(
         str(tmp_path), ours, ours.state_dict(), SimpleNamespace(is_fast=False, save_pretrained=lambda folder: None)
     )
     text = (tmp_path / "config.json").read_text()
-    assert encoders.ATTENTION not in text and f'"{architectures.OWN}"' not in text
+    assert encoder_layers.ATTENTION not in text and f'"{architectures.OWN}"' not in text
     again, batch = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval(), batch_of(kind)
     batch.pop("token_type_ids")
     torch.testing.assert_close(again(**batch).logits, model(**batch).logits)
-    assert ours.config._attn_implementation in (encoders.ATTENTION, architectures.OWN)  # which goes on as it was
+    assert ours.config._attn_implementation in (encoder_layers.ATTENTION, architectures.OWN)  # which goes on as it was
 
 
 class Indexed(dict):

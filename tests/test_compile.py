@@ -155,7 +155,6 @@ import dataclasses, json, torch, traceback
 from collections import namedtuple
 from tpu.compiler import analysis, compile as compiling, hlo, staging
 from train.common import device, embedding
-from train.common.embedding import tables
 from train.common.mesh import GraphError
 from train.common.xla import backend
 mesh = staging.setup(256, "TPU v5 lite", "float32")  # more than 8 bits count, as autograd of torch 2.9 does
@@ -167,8 +166,8 @@ tied.weight is model[2].weight or exit("untied before")
 device.to_device(model, mesh)
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
 device.init_optimizer_state(optimizer, mesh)
-every = [tables.Table("huge", 30_000_000, 1, plan="row"), tables.Table("few", 8, 1, plan="data")]
-bags = embedding.ShardedEmbeddingBags(every, 8, mesh, tables.SGD(), 0.1, 0)
+every = [embedding.Table("huge", 30_000_000, 1, plan="exchange"), embedding.Table("few", 8, 1, plan="data")]
+bags = embedding.ShardedEmbeddingBags(every, 8, mesh, embedding.SGD(), 0.1, 0)
 batch = staging.inputs({"ids": ((256, 2), torch.int32)}, mesh)
 
 def train_step(state, bags, batches, mesh):
@@ -260,14 +259,14 @@ def test_a_staged_step_updates_in_place_what_it_trains_and_knows_how_it_is_shard
     assert message in staged["error"] and re.search(r"stage.py:\d+: if model\(batch", staged["error"])
     names = [f"state.model.{name}" for name in ("0.weight", "1.bias", "1.weight")]
     names += [f"state.optimizer.0.{i}.{name}" for i in range(3) for name in ("exp_avg", "exp_avg_sq", "step")]
-    names += ["bags.data.weight", "bags.row.weight"]
+    names += ["bags.data.weight", "bags.exchange.weight"]
     # The running statistics are changed inside of native batch norm.
     names += [f"state.model.1.{name}" for name in ("num_batches_tracked", "running_mean", "running_var")]
     assert set(names) <= set(staged["donated"]) <= {*names, "bags.step_count"}
     assert staged["outputs"] == len(staged["donated"]) + 1
     shardings = staged["shardings"]  # of all that the step reads, the batch among it
     assert shardings["batches.0.ids"] == [["data", None], {"data": 256}]
-    assert shardings["bags.row.weight"] == [["model", None], {"model": 256}]
+    assert shardings["bags.exchange.weight"] == [["model", None], {"model": 256}]
     assert shardings["state.model.0.weight"][0] == [None, None]
     # 30 million rows of 8, in lines of 16 rows: a gigabyte that never existed.
     assert [shape for shape in staged["shapes"] if re.fullmatch(r"f32\[187\d+,128\]", shape)], staged["shapes"]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from test_repository import make
 
 import copy_model
+from models import encoders
 
 TEXT = "--epochs 0.1 --eval-every 1000 --lengths 32"
 ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta")
@@ -23,10 +25,13 @@ OF_MODELS = {
     "train/common/embedding/bags.py": {"dlrm"},
     "models/transformer.py": {"transformer"},
     "train/translate.py": {"transformer"},
-    "models/xlnet.py": {"xlnet", "xlnet pretrain"},
+    "models/encoders/xlnet.py": {"xlnet", "xlnet pretrain"},
+    "models/encoders/fairseq_roberta.py": {"fairseq-roberta", "fairseq-roberta pretrain"},
+    "models/encoders/auto.py": {"auto"},
+    "models/two_streams.py": {"xlnet", "xlnet pretrain"},
     "models/permutation.py": {"xlnet pretrain"},
-    "models/distilbert.py": {"distilbert pretrain"},
-    "models/fairseq_roberta.py": {"fairseq-roberta", "fairseq-roberta pretrain"},
+    "models/distillation.py": {"distilbert pretrain"},
+    "models/fairseq_folders.py": {"fairseq-roberta", "fairseq-roberta pretrain"},
     "tpu/compiler/staging.py": set(),
     "train/common/watch/__init__.py": set(),
     "train/common/sharding/__init__.py": set(),
@@ -116,7 +121,7 @@ def test_a_copy_brings_what_it_can_do_without_or_says_how_to_get_it(tmp_path):
     copied("resnet50", tmp_path / "plain")
     files = copied("resnet50", tmp_path / "full", extras=("watch", "sharding", "hub_images"))
     watchers = {str(path.relative_to(copy_model.ROOT)) for path in copy_model.ROOT.glob("train/common/watch/*.py")}
-    assert {*watchers, "data/hub_images.py", "train/common/xla/marks.py"} <= files
+    assert {*watchers, "data/hub_images.py", "train/common/xla/pin_sharding.py"} <= files
     assert "\ndatasets==" in (tmp_path / "full/requirements.txt").read_text()
     data = "--data uoft-cs/cifar10"
     refused = train(tmp_path / "plain", "resnet50", "--shard-state full", data).stderr
@@ -125,6 +130,125 @@ def test_a_copy_brings_what_it_can_do_without_or_says_how_to_get_it(tmp_path):
     flags = f"{data} --stall-after 30 --shard-state full"  # of hub_images, watch and sharding
     refused = train(tmp_path / "full", "resnet50", flags, HF_HUB_OFFLINE="1").stderr
     assert re.search("cifar10 is neither a folder nor a data set of the hub.*\nexit code 2", refused), refused
+
+
+# The record of an encoder that the project does not have, and its line.
+LINE = '    "electra": "models.encoders.electra",\n'
+ELECTRA = '''"""ELECTRA (Clark et al. 2020, arXiv:2003.10555)."""
+
+from transformers import ElectraConfig
+
+from models.encoders.record import Cuts, Encoder, FineTuning, LanguageHead, Pretraining
+from models.partition import IN, OUT, VECTOR
+
+
+def configuration(size, tokenizer, max_tokens):
+    return ElectraConfig(
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        embedding_size=size.width,
+        num_hidden_layers=size.layers,
+        hidden_size=size.width,
+        num_attention_heads=size.heads,
+        intermediate_size=4 * size.width,
+        max_position_embeddings=max_tokens,
+    )
+
+
+def words(model, hidden):
+    return model.generator_lm_head(model.generator_predictions(hidden))
+
+
+ENCODER = Encoder(
+    architecture="electra",
+    tokenizer="bert",
+    published=ElectraConfig(),
+    configuration=configuration,
+    cuts=Cuts(
+        parameters={
+            r"attention\\.self\\.(query|key|value)\\.weight": OUT,
+            r"attention\\.self\\.(query|key|value)\\.bias": VECTOR,
+            r"attention\\.output\\.dense\\.weight": IN,
+            r"intermediate\\.dense\\.weight": OUT,
+            r"intermediate\\.dense\\.bias": VECTOR,
+            r"\\d+\\.output\\.dense\\.weight": IN,
+            r"word_embeddings\\.weight": OUT,
+        },
+        layers="electra.encoder.layer",
+        shared=r"attention\\.self$",
+    ),
+    head=LanguageHead("generator_lm_head", {r"generator_lm_head\\.bias": VECTOR}, words),
+    fine_tuning=FineTuning(
+        source="made up",
+        checkpoint="google/electra-base-discriminator",
+        lr=1e-4,
+        warmup=0.1,
+        weight_decay=0.01,
+        epochs=3,
+    ),
+    objective="models.masked_words",
+    pretraining=Pretraining(
+        source="made up",
+        batch_size=256,
+        steps=1_000_000,
+        lr=2e-4,
+        warmup_steps=10_000,
+        weight_decay=0.01,
+        beta2=0.999,
+        clip=1.0,
+    ),
+    token_types=True,
+    packed_layers="encoder",
+)
+'''
+
+
+@pytest.fixture(scope="module")
+def with_electra(tmp_path_factory) -> Path:
+    """Returns the project with one encoder more: a file, and a line."""
+    root = tmp_path_factory.mktemp("project")
+    for name in ("train", "models", "data"):
+        shutil.copytree(copy_model.ROOT / name, root / name)
+    for name in ("errors.py", "optional.py", "copy_model.py", "Makefile"):
+        shutil.copy(copy_model.ROOT / name, root)
+    for path in copy_model.ROOT.glob("requirements*.txt"):
+        shutil.copy(path, root)
+
+    (root / "models/encoders/electra.py").write_text(ELECTRA)
+    table = root / "optional.py"
+    text = table.read_text()
+    last = '    "auto": '
+    assert text.count(last) == 1
+    table.write_text(text.replace(last, LINE + last))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("task", "flags"),
+    [
+        ("", f"{TEXT} --mesh data=2,model=2"),
+        pytest.param("pretrain", "--steps 2 --eval-every 2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_new_encoder_is_one_file_and_one_line(task, flags, with_electra, tmp_path):
+    """It is copied, and its copy trains, layers cut over devices included."""
+    given = ["MODEL=electra", f"TASK={task}", f"TO={tmp_path}/mine", "WITH=sharding"]
+    result = make("copy", "-C", str(with_electra), *given)
+    assert result.returncode == 0, result.stderr
+    files = {str(path.relative_to(tmp_path / "mine")) for path in (tmp_path / "mine").rglob("*.py")}
+    assert "models/encoders/electra.py" in files and "models/encoders/bert.py" not in files
+    assert ("models/masked_words.py" in files) == (task == "pretrain")
+
+    train(tmp_path / "mine", task or "glue", f"{flags} --model electra", CPU_NUM_DEVICES="4")
+    run = tmp_path / "mine/runs/trial"
+    assert json.loads((run / "summary.json").read_text())["report"]["recompilations"] == []
+    assert json.loads((run / "export/config.json").read_text())["model_type"] == "electra"
+
+
+def test_make_copy_and_the_scripts_know_the_same_encoders():
+    assert list(copy_model.ENCODERS) == list(encoders.NAMES)
+    known = re.search(r"^MODEL    one of: (.*)$", make("help").stdout, re.MULTILINE)[1].split()
+    assert known[-len(encoders.NAMES) :] == list(encoders.NAMES)
 
 
 def test_refusals(tmp_path):

@@ -20,7 +20,7 @@ from data.prepare.criteo import prepare
 from errors import InputError
 from train import dlrm
 from train.common import checkpoint, device, embedding, loading
-from train.common.embedding import tables
+from train.common.embedding import memory
 
 LEARNS = TRIALS["dlrm"].learns
 
@@ -152,13 +152,13 @@ def test_torchrec_loads_the_export_and_gives_the_same_auc(trained):
 def test_ten_steps_give_torchrecs_losses(mesh, tmp_path, monkeypatch, interaction, optimizer):
     """On four devices with sharded tables, against torchrec's DLRM and torch's optimizers on the CPU."""
     monkeypatch.setattr(dlrm, "SYNTHETIC_TRAIN", 10 * 128)
-    monkeypatch.setattr(tables, "COPIED_BYTES", 100_000)
+    monkeypatch.setattr(memory, "COPIED_BYTES", 100_000)
     lr = 0.2 if optimizer == "sgd" else 0.02
     config = replace(LEARNS, interaction=interaction, cross=(2, 8), optimizer=optimizer, lr=lr)
     data = dlrm.open_data(config)
     dataset, state = data.train, dlrm.build(config, data, mesh)
     model, embeddings, own_optimizer = state
-    assert set(embeddings.plan.plans) == {"row", "table", "data"}, embeddings.plan
+    assert set(embeddings.plans) == {"exchange", "data"}, embeddings.plans
     with checkpoint.Checkpointer(str(tmp_path), tables=embedding.TableStorage(embeddings)) as checkpoints:
         checkpoints.save(1, model, own_optimizer)
     dlrm.export(f"{tmp_path}/export", state, data, config, checkpoints.folder(1))
@@ -210,7 +210,7 @@ def test_evaluation_has_every_example_once_whatever_the_batch(mesh, monkeypatch)
         step = device.compiled(dlrm.eval_step, mesh)
         results.append(dlrm.evaluate(step, state, dataset, config, mesh))
     assert results[1] == pytest.approx(results[0], rel=1e-6)
-    assert state.embeddings._pending == []
+    assert state.embeddings._forward_passes == []
 
 
 def test_the_schedule_reaches_tables_and_network(tmp_path, monkeypatch):
@@ -244,6 +244,9 @@ def test_torchrecs_arrays_train_with_tables_of_the_given_rows(tmp_path):
         ("--batch-size 6", "batch_size is 6.*4 devices.*nearest that does is 8"),
         ("--batch-size 131072", "batch_size is 131072.*65536 examples"),
         ("--model-devices 3", "model_devices is 3.*divide the 4 devices"),
+        ("--plan row", "--plan row was removed: use --plan auto, exchange or data, which also restore its checkpoints"),
+        ("--plan column", "--plan column was removed: use --plan auto, exchange or data"),
+        ("--plan rows", "--plan is rows; it must be one of: auto, exchange, data"),
         ("--data /nowhere/at/all", "/nowhere/at/all"),
     ],
 )

@@ -1,5 +1,5 @@
-"""models/encoders.py against transformers' own models: the same parameters, logits and files. Losses and gradients are
-in test_objectives.py."""
+"""The encoders, their layers and their files against transformers' own models: the same parameters, logits and files.
+Losses and gradients are in test_objectives.py."""
 
 import contextlib
 import functools
@@ -21,7 +21,17 @@ from transformers import PreTrainedModel
 
 from data import glue, vocabulary
 from errors import InputError
-from models import encoders, layers, objectives, xlnet
+from models import (
+    architectures,
+    classification,
+    encoder_files,
+    encoder_layers,
+    encoders,
+    layers,
+    objectives,
+    two_streams,
+)
+from models.encoder_files import Source
 from train import glue as glue_script
 from train import pretrain
 from train.common import device, loading
@@ -77,10 +87,11 @@ def test_fast_layers_keep_class_parameters_keys_and_files(kind, tmp_path):
         return type(model), list(model.state_dict()), modes, identities, files
 
     expected = described(tmp_path / "before")
-    assert encoders.fast_layers(model) is model
+    assert encoder_layers.fast_layers(model) is model
     assert described(tmp_path / "after") == expected and {"config.json", "model.safetensors"} <= set(expected[-1])
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    left = [type(module) for module in model.modules() if type(module) in encoders.REPLACED | xlnet.REPLACED]
+    replaced = encoder_layers.REPLACED | two_streams.REPLACED
+    left = [type(module) for module in model.modules() if type(module) in replaced]
     assert left == [] and any(isinstance(module, layers.LayerNorm) for module in model.modules())
 
 
@@ -88,7 +99,7 @@ def test_fast_layers_keep_class_parameters_keys_and_files(kind, tmp_path):
 def test_padding_changes_no_logits_whatever_stands_in_it(kind):
     tokenizer, model, lengths = tokenizer_of(kind), new(kind, "classifier"), pairs(kind).lengths[:ROWS].tolist()
     padded = batch_of(kind, LONGER)
-    assert encoders.positions(model) == (float("inf") if kind == "xlnet" else LONGER)
+    assert architectures.positions(model) == (float("inf") if kind == "xlnet" else LONGER)
     ends = padded["attention_mask"][:, [0, -1]].sum(0).tolist()
     assert ends == ([0, ROWS] if kind == "xlnet" else [ROWS, 0])
     # The same rows, with words in place of the padding.
@@ -99,9 +110,10 @@ def test_padding_changes_no_logits_whatever_stands_in_it(kind):
     assert expected.std(0).min() > 0.01 and min(lengths) < LENGTH  # the rows differ
     for parts in (0, 2):  # of a batch, of which each has its short rows side by side
         quick = fast(model, parts)
-        assert sum(isinstance(module, encoders.ShortRows) for module in quick.modules()) == (parts and kind != "xlnet")
+        packed = sum(isinstance(module, encoder_layers.ShortRows) for module in quick.modules())
+        assert packed == (parts and kind != "xlnet")
         for batch in (batch_of(kind), padded, disguised):
-            torch.testing.assert_close(encoders.logits(quick, batch).detach(), expected, **EXACT)
+            torch.testing.assert_close(classification.logits(quick, batch).detach(), expected, **EXACT)
     assert [layers.rows_together(8, *each) for each in ((32, 2), (56, 2), (32, 3), (65, 2))] == [4, 2, 1, 1]
 
 
@@ -110,11 +122,11 @@ def test_bfloat16_is_about_as_exact_as_transformers_under_autocast(kind, mesh):
     """The mean squared error of the logits against float64's."""
     model, batch = new(kind, "language"), batch_of(kind, rows=range(48))
     shown = batch["attention_mask"].bool()
-    exact = encoders.logits(new(kind, "language").double(), batch)[shown].detach()
+    exact = classification.logits(new(kind, "language").double(), batch)[shown].detach()
 
     def error(model, place: str, batch) -> float:
         with torch.no_grad(), torch.autocast(place, torch.bfloat16):
-            logits = encoders.logits(model, batch)
+            logits = classification.logits(model, batch)
         return (logits.cpu().double()[shown] - exact).square().mean().sqrt().item()
 
     usual = error(model, "cpu", batch)
@@ -137,8 +149,25 @@ def test_sizes_are_those_of_the_published_models():
         with torch.device("meta"):
             model = transformers.AutoModel.from_config(settings)
         assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06), kind
-    with pytest.raises(ValueError, match="kind is 'gpt2'; it must be bert"):
+    with pytest.raises(ValueError, match="name is 'gpt2'; it must be bert"):
         encoders.configuration("gpt2", "tiny", Words([0]), 16)
+
+
+@pytest.mark.parametrize("name", encoders.NAMES)
+def test_a_record_names_what_is_there(name):
+    record = encoders.record(name)
+    assert record.tokenizer in vocabulary.KINDS
+    assert record.architecture in (record.published.model_type, "")
+    assert record.teacher in ("", *encoders.NAMES)
+    assert callable(objectives.of_encoder(name).forward)
+    assert set(record.pretraining_of_size) <= set(encoders.SIZES)
+    recipes = [record.fine_tuning, record.pretraining, *record.pretraining_of_size.values()]
+    assert all(recipe.source for recipe in recipes)
+
+
+def test_what_is_published_is_a_copy_that_may_be_changed():
+    encoders.published("bert").num_labels = 7
+    assert encoders.published("bert").num_labels == 2
 
 
 def write(kind: str, folder: Path, model: PreTrainedModel | None = None) -> str:
@@ -148,16 +177,17 @@ def write(kind: str, folder: Path, model: PreTrainedModel | None = None) -> str:
 
 
 def classifier(settings, folder: str) -> PreTrainedModel:
-    return encoders.load(transformers.AutoModelForSequenceClassification, settings, None, folder)
+    return encoder_files.load(transformers.AutoModelForSequenceClassification, settings, Source(folder)).model
 
 
 @every_kind
 def test_a_checkpoint_gives_its_encoder_to_a_new_classifier(kind, tmp_path):
     folder = write(kind, tmp_path / "of")
     for model in (kind, "auto"):
-        settings, weights, tokenizer = encoders.open_checkpoint(folder, model)
-    assert weights is None and settings.model_type == kind
-    assert tokenizer.padding_side == tokenizer_of(kind).padding_side
+        checkpoint = encoder_files.open_checkpoint(folder, model)
+    settings = checkpoint.config
+    assert checkpoint.source == Source(folder) and settings.model_type == kind
+    assert checkpoint.tokenizer.padding_side == tokenizer_of(kind).padding_side
     settings.num_labels = 3
     model = classifier(settings, folder)
     assert isinstance(model, type(new(kind, "classifier"))) and model.num_labels == 3
@@ -171,7 +201,7 @@ def refused(message: str):
 
 def test_a_checkpoint_that_is_incomplete_or_cannot_be_read_is_refused(tmp_path):
     folder, path = write("bert", tmp_path / "of"), tmp_path / "of/model.safetensors"
-    settings, _, _ = encoders.open_checkpoint(folder, "bert")
+    settings = encoder_files.open_checkpoint(folder, "bert").config
     classifier(settings, folder)  # a masked LM has no pooler, which nobody misses
     weights = safetensors.torch.load_file(path)
     del weights[DENSE]
@@ -187,7 +217,7 @@ def test_a_checkpoint_that_is_incomplete_or_cannot_be_read_is_refused(tmp_path):
 def test_a_head_for_another_number_of_labels_is_new_and_misshapen_encoders_are_refused(tmp_path):
     of_three = new("bert", "classifier")
     folder = write("bert", tmp_path / "of", of_three)
-    settings, _, _ = encoders.open_checkpoint(folder, "bert")
+    settings = encoder_files.open_checkpoint(folder, "bert").config
     torch.testing.assert_close(classifier(settings, folder).classifier.weight, of_three.classifier.weight)
     settings.num_labels = 2
     of_two = classifier(settings, folder)
@@ -198,15 +228,15 @@ def test_a_head_for_another_number_of_labels_is_new_and_misshapen_encoders_are_r
         classifier(settings, folder)
 
 
-@pytest.mark.parametrize("more", [1, -encoders.PADDED_VOCABULARY])
+@pytest.mark.parametrize("more", [1, -encoder_files.PADDED_VOCABULARY])
 def test_a_tokenizer_of_another_size_is_refused_and_a_padded_vocabulary_is_not(more, tmp_path):
     folder, words = tmp_path / "of", len(tokenizer_of("bert"))
     tokenizer_of("bert").save_pretrained(folder)
     transformers.BertConfig(vocab_size=words - more).save_pretrained(folder)
     with refused(f"{folder} has a model of {words - more} tokens and a tokenizer of {words}"):
-        encoders.open_checkpoint(str(folder), "bert")
+        encoder_files.open_checkpoint(str(folder), "bert")
     transformers.BertConfig(vocab_size=words - more + (1 if more > 0 else -1)).save_pretrained(folder)
-    assert encoders.open_checkpoint(str(folder), "bert")[0].vocab_size >= words
+    assert encoder_files.open_checkpoint(str(folder), "bert").config.vocab_size >= words
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(251_000, True), (252_000, False)])
@@ -218,13 +248,13 @@ def test_a_large_vocabulary_may_be_padded_further(tokens, fits, tmp_path, monkey
     kind = type(transformers.AutoTokenizer.from_pretrained(tmp_path))
     monkeypatch.setattr(kind, "__len__", lambda _: 250_102)
     with contextlib.nullcontext() if fits else refused("a tokenizer of 250102; they do not belong together"):
-        encoders.open_checkpoint(str(tmp_path), "bert")
+        encoder_files.open_checkpoint(str(tmp_path), "bert")
 
 
 @pytest.mark.usefixtures("compiled")
 def test_gelu_in_bfloat16_is_exact_but_for_rounding_and_in_float32_pytorchs():
     x = torch.cat((torch.linspace(-9, 9, 20_001), torch.tensor([-3e38, -1e4, -30.0, 30.0, 1e4, 3e38]))).bfloat16()
-    inputs, ours = [x, x.double()], encoders.GELU()
+    inputs, ours = [x, x.double()], encoder_layers.GELU()
     found, exact = (function(leaf.requires_grad_()) for function, leaf in zip((ours, F.gelu), inputs, strict=True))
     slope, exact_slope = (torch.autograd.grad(y.sum(), leaf)[0] for y, leaf in zip((found, exact), inputs, strict=True))
     rounding = 2**-8  # half of the distance between two numbers of bfloat16
@@ -240,7 +270,7 @@ def test_scores_of_xlnets_distances_are_transformers_in_rows_of_published_length
     sinusoids = own.relative_positional_encoding(length, length, bsz=2)
     scores = torch.einsum("ibnd,jbnd->bnij", q, torch.einsum("jbh,hnd->jbnd", sinusoids, weight))
     expected = own.layer[0].rel_attn.rel_shift_bnij(scores, length)
-    turned = xlnet.turned(q, weight.chunk(2), torch.arange(length, dtype=torch.float32)[:, None])
+    turned = two_streams.turned(q, weight.chunk(2), torch.arange(length, dtype=torch.float32)[:, None])
     found = torch.einsum("ibnh,jbh->bnij", torch.cat(turned, -1), sinusoids[length:])
     assert expected.std() > 20
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * expected.std().item())
@@ -251,10 +281,10 @@ def test_an_xlnet_with_other_distances_is_refused(tmp_path):
         model = new("xlnet", "language")
         setattr(model.config, name, value)
         with pytest.raises(InputError, match=f"{name}={value!r}; expected"):
-            encoders.fast_layers(model)
+            encoder_layers.fast_layers(model)
         model.config.save_pretrained(tmp_path)
         with pytest.raises(InputError, match=f"{name}={value!r}; expected"):
-            encoders.open_checkpoint(str(tmp_path), "xlnet")
+            encoder_files.open_checkpoint(str(tmp_path), "xlnet")
 
 
 def folder_of(model_type: str, folder: Path, **settings) -> str:
@@ -320,7 +350,7 @@ def export(kind: str, folder: Path, mesh: device.Mesh) -> str:
     """A trial's model, not trained, as train.glue exports it."""
     config = glue_script.validate(replace(glue_script.TINY, model=kind))
     data = glue_script.open_data(config)
-    state = glue_script.State(encoders.fast_layers(data.model), None)
+    state = glue_script.State(encoder_layers.fast_layers(data.model), None)
     glue_script.export(str(folder), state, data, mesh)
     return str(folder)
 
@@ -334,7 +364,7 @@ def test_a_pipeline_cuts_a_long_text_to_what_the_model_takes(kind, tmp_path, mes
     assert answer["label"] in ("negative", "positive")
     alone = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")  # for other programs, which cut by themselves
     assert alone.truncation is None and len(alone.encode("the dog, one of six, then " * 40).ids) > 200
-    assert encoders.ATTENTION not in (tmp_path / "export/config.json").read_text()
+    assert encoder_layers.ATTENTION not in (tmp_path / "export/config.json").read_text()
     with refused("max_length is 40; expected .* to 32") if kind != "xlnet" else contextlib.nullcontext():
         glue.Encoded(glue.read("synthetic", "sst2", "validation"), classify.tokenizer, 40)
 
@@ -351,7 +381,7 @@ def test_the_next_sentence_needs_two_types_of_tokens():
 def test_what_was_pretrained_says_how_long_a_text_it_takes(kind, tmp_path, mesh):
     config = pretrain.validate(replace(pretrain.TINY, model=kind))
     data = pretrain.open_data(config)
-    state = pretrain.State(encoders.fast_layers(data.model), None, None)
+    state = pretrain.State(encoder_layers.fast_layers(data.model), None, None)
     pretrain.export(str(tmp_path / "export"), state, data, config, mesh)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer.model_max_length == (512 if kind == "xlnet" else pretrain.SYNTHETIC_LENGTH)

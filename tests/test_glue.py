@@ -22,7 +22,7 @@ from trials import TRIALS
 
 from data import glue as glue_data
 from data import vocabulary
-from models import encoders
+from models import architectures, classification, encoders
 from train import glue
 from train.common import checkpoint, device, loading
 
@@ -48,14 +48,14 @@ def test_what_is_not_given_is_the_models_recipe():
 
 def test_parts_of_a_batch_give_the_numbers_of_all_of_it(monkeypatch, tmp_path):
     """One parameter is not trained, as sinusoidal positions, such as RoFormer's: parts must not let it decay."""
-    positions, classifier = "bert.embeddings.position_embeddings.weight", encoders.classifier
+    positions, classifier = "bert.embeddings.position_embeddings.weight", classification.classifier
 
     def partly_trained(*args):
         found = classifier(*args)
         found.model.get_parameter(positions).requires_grad_(False)
         return found
 
-    monkeypatch.setattr(encoders, "classifier", partly_trained)
+    monkeypatch.setattr(classification, "classifier", partly_trained)
     monkeypatch.setattr(encoders, "configuration", encoders.configuration)  # which is replaced here
     without_dropout(encoders)
     fewer_sentences(monkeypatch, (44, 20))  # 16, 16 and 12 an epoch; a part of the last is half empty
@@ -94,7 +94,7 @@ def test_a_step_is_that_of_plain_pytorch_on_the_cpu(mesh, monkeypatch):
     loss = plain(**rows | {"labels": rows["labels"].long()}).loss
     loss.backward()
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    torch.optim.AdamW(encoders.parameter_groups(plain, 10.0), 1e-3, (0.9, 0.999), 1e-2).step()
+    torch.optim.AdamW(architectures.parameter_groups(plain, 10.0), 1e-3, (0.9, 0.999), 1e-2).step()
     assert found["loss"].item() == pytest.approx(loss.item(), rel=1e-5)
     assert found["gradient_norm"].item() == pytest.approx(norm.item(), rel=1e-4) and norm > 0.5
     torch.testing.assert_close(checkpoint.to_host(state.model.state_dict()), plain.state_dict(), rtol=1e-6, atol=2e-7)
@@ -104,7 +104,7 @@ def test_a_step_is_that_of_plain_pytorch_on_the_cpu(mesh, monkeypatch):
 @pytest.mark.parametrize("kind", vocabulary.KINDS)
 def test_biases_and_norms_do_not_decay_and_all_else_does(kind):
     model = glue.open_data(glue.validate(replace(glue.TINY, model=kind))).model
-    decayed, exempt = encoders.parameter_groups(model, 0.3)
+    decayed, exempt = architectures.parameter_groups(model, 0.3)
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.3, 0.0)
     assert len(decayed["params"]) + len(exempt["params"]) == len(list(model.parameters()))
     ids = {id(p) for p in exempt["params"]}

@@ -31,7 +31,7 @@ def tensors(folder: Path) -> dict[str, str]:
     for file in sorted(folder.glob("*.safetensors")):
         with safetensors.safe_open(file, "pt") as opened:
             for key in opened.offset_keys():
-                name, pieces = re.subn(r"/\d+/\d+$", "", key)
+                name, pieces = re.subn(r"/[\d.]+/\d+$", "", key)
                 shape = opened.get_slice(key).get_shape()
                 rows = found[name][0] if pieces and name in found else 0
                 found[name] = [rows + shape[0], *shape[1:]] if pieces else shape

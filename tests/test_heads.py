@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from errors import InputError
-from models import encoders, heads
+from models import classification, encoder_files, heads
+from models.encoder_files import Source
 
 NLI = ("entailment", "neutral", "contradiction")
 THEIRS = ("CONTRADICTION", "Neutral", "entailment")  # as checkpoints of MNLI have it
@@ -50,8 +51,8 @@ def write(folder: Path, kind: str, names=THEIRS, count: int = 3, head=AutoModelF
     return model
 
 
-def opened(folder: Path, labels=NLI, stated=()) -> encoders.Classifier:
-    return encoders.classifier(AutoConfig.from_pretrained(folder), labels, (str(folder), None), stated)
+def opened(folder: Path, labels=NLI, stated=()) -> classification.Classifier:
+    return classification.classifier(AutoConfig.from_pretrained(folder), labels, Source(str(folder)), stated)
 
 
 @torch.no_grad()
@@ -86,7 +87,7 @@ def test_a_head_for_other_classes_is_new_and_nothing_else(kind, tmp_path):
     assert "yes, no, maybe" in found.head.said and "entailment, neutral, contradiction" in found.head.said
     assert "--labels" in found.head.said and "--lr 0" in found.head.untrained
     changed = {name for name, value in found.model.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed == set(encoders._label_rows(found.model))
+    assert changed == set(classification._label_dims(found.model))
     for name in changed:
         spread = found.model.state_dict()[name].std().item()
         assert 0.01 < spread < 0.04 if name.endswith("weight") else spread == 0
@@ -103,7 +104,7 @@ def test_a_normal_fine_tuning_draws_the_numbers_that_it_drew(tmp_path):
         torch.manual_seed(0)
         settings = AutoConfig.from_pretrained(tmp_path / name)
         settings.num_labels = 3
-        plain = encoders.load(AutoModelForSequenceClassification, settings, None, str(tmp_path / name))
+        plain = encoder_files.load(AutoModelForSequenceClassification, settings, Source(str(tmp_path / name))).model
         assert torch.equal(found.model.classifier.weight, plain.classifier.weight) and torch.equal(drawn, torch.rand(3))
         assert found.head.rows is None and found.head.said.startswith("the head is new: ")
     assert "5 outputs, and 3 are needed" in found.head.said and found.head.untrained

@@ -11,7 +11,7 @@ import pytest
 
 from errors import InputError
 from tpu.compiler import analysis, apart, hlo, libtpu
-from train.common.embedding.tables import USABLE_GIB
+from train.common.embedding.memory import USABLE_GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -93,7 +93,7 @@ def test_where_calls_end_and_what_is_due_there(start, most, alone, expected):
 @pytest.mark.parametrize(("plan", "model_devices", "optimizer"), [("exchange", 2, "lazy_adam"), ("auto", 0, "adagrad")])
 def test_tables_are_updated_as_by_single_steps(mesh, monkeypatch, plan, model_devices, optimizer):
     small = {"SYNTHETIC_TRAIN": 12 * 64, "SYNTHETIC_ROWS": (400, 8_000, 30_000), "SYNTHETIC_LOOKUPS": (3, 1, 1)}
-    for name, value in small.items():  # of these rows "auto" makes three plans
+    for name, value in small.items():  # of these rows "auto" makes both plans
         monkeypatch.setattr(dlrm, name, value)
     config = replace(dlrm.TINY, plan=plan, model_devices=model_devices, optimizer=optimizer, lr=0.1, batch_size=64)
     data = dlrm.open_data(config)

@@ -229,7 +229,10 @@ class Pod:
                 torch.manual_seed(config.seed)
                 pod.state = real_build(config, data, pod.real)
             embeddings = copy.copy(pod.state.embeddings)
-            embeddings.mesh, embeddings.sharding, embeddings._pending = mesh, Share(embeddings.sharding, mesh), []
+            embeddings.mesh = mesh
+            embeddings.devices = Share(embeddings.devices, mesh)
+            embeddings.arrays = [shared(array, embeddings.devices) for array in embeddings.arrays]
+            embeddings._forward_passes = []
             return pod.state._replace(embeddings=embeddings)
 
         def run_closures():
@@ -291,25 +294,33 @@ class Pod:
 
 
 class Share:
-    """How tables are cut over the devices, as one host has it: it sees and fills the parts on its own devices."""
+    """The devices that share tables, as one host has them: it sees and fills the parts on its own devices."""
 
-    def __init__(self, sharding, mesh: device.Mesh):
-        devices = mesh.num_devices // mesh.process_count
-        self.sharding, self.own = sharding, slice(mesh.process_index * devices, (mesh.process_index + 1) * devices)
+    def __init__(self, devices, mesh: device.Mesh):
+        count = mesh.num_devices // mesh.process_count
+        self.devices = devices
+        self.own = slice(mesh.process_index * count, (mesh.process_index + 1) * count)
 
     def __getattr__(self, name: str):
-        return getattr(self.sharding, name)
+        return getattr(self.devices, name)
 
-    def places(self, tensor) -> list:
-        return self.sharding.places(tensor)[self.own]
+    def local_parts(self, tensor) -> list:
+        return self.devices.local_parts(tensor)[self.own]
 
-    def parts_of(self, tensor) -> list:
-        return self.sharding.parts_of(tensor)[self.own]
+    def read_parts(self, tensor) -> list:
+        return self.devices.read_parts(tensor)[self.own]
 
-    def load_parts(self, tensor, parts, device_index) -> None:
-        every = self.sharding.parts_of(tensor)
+    def load_parts(self, tensor, parts, numbers) -> None:
+        every = self.devices.read_parts(tensor)
         every[self.own] = parts
-        self.sharding.load_parts(tensor, every, device_index)
+        self.devices.load_parts(tensor, every, numbers)
+
+
+def shared(plan, devices: Share):
+    """Returns the tables of a plan as one host has them."""
+    own = copy.copy(plan)
+    own.devices = devices
+    return own
 
 
 # ---- the scripts -----------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ MAGIC = "%%zoo\n"
 def execute(name: str, folder: Path):
     """The notebook with the outputs of a run in `folder`. It installs nothing: the environment is this one."""
     (folder / "notebooks").mkdir()
-    for part in ("train", "models", "data", "errors.py"):
+    for part in ("train", "models", "data", "errors.py", "optional.py"):
         (folder / part).symlink_to(ROOT / part)
     (folder / ".venv").symlink_to(sys.prefix)
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)

@@ -1,4 +1,4 @@
-"""models/objectives.py, and what it needs of models/encoders.py, layers.py and permutation.py, against transformers'
+"""models/objectives.py, the modules of the objectives, and what they need of layers.py, against transformers'
 models, which run their heads on every token, torch's losses and XLNet's code; on the CPU and as one program of XLA."""
 
 import copy
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from data.pretraining import MaskedText, PermutedText
 from data.text import SyntheticText
-from models import distilbert, encoders, layers, objectives, permutation
+from models import distillation, encoders, layers, objectives, permutation
 from train.common import device, loading
 
 # Model, kind of the rows, and places for predictions: more than most rows need, so that there are fillers.
@@ -234,7 +234,7 @@ def test_a_student_begins_as_its_teacher_without_the_layers_between():
         return model(input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"]).logits
 
     before = copy.deepcopy(teacher.state_dict())
-    distilbert.begin_with_layers(student, teacher)
+    distillation.begin_with_layers(student, teacher)
     assert equal(teacher.state_dict(), before)
     # The teacher as the student: of these layers alone, and without types of tokens.
     teacher.bert.encoder.layer = nn.ModuleList(teacher.bert.encoder.layer[i] for i in (0, 3))
@@ -251,7 +251,7 @@ def test_a_student_begins_as_its_teacher_without_the_layers_between():
 
 def test_the_head_of_another_architecture_is_not_guessed():
     with pytest.raises(ValueError, match="head of a electra is not known"):
-        objectives.predict(SimpleNamespace(config=transformers.ElectraConfig()), torch.zeros(1, 2, 16))
+        objectives.forward(SimpleNamespace(config=transformers.ElectraConfig()), {})
 
 
 def local_perm(order: np.ndarray, target: np.ndarray, functional: np.ndarray) -> np.ndarray:

@@ -90,7 +90,8 @@ def test_the_next_sentence_whole_words_lamb_and_parts_of_a_batch_together(tmp_pa
 def test_an_update_of_unequal_parts_is_that_of_their_rows_in_one_batch_clipped(mesh, monkeypatch):
     """On the host, with plain gradient descent."""
     whole_config, config = pretrain.TINY, replace(pretrain.TINY, update_every=2)
-    monkeypatch.setitem(pretrain.RECIPES, "bert", pretrain.RECIPES["bert"]._replace(clip=0.125))
+    clipped = replace(encoders.record("bert").pretraining, clip=0.125)
+    monkeypatch.setattr(pretrain, "recipe_of", lambda config: clipped)
     data = pretrain.open_data(config)
     batch = loading.as_tensors([data.train.example(row, np.random.default_rng(row)) for row in range(8)])
     batch["weights"][:4, 1:] = 0
@@ -137,7 +138,8 @@ def test_a_models_recipe_fills_what_is_not_given_and_is_its_optimizers(mesh):
     for model, size, expected in [*sized, ("fairseq-roberta", "1.3b", (1024, 1e-4))]:
         config = pretrain.validate(pretrain.Config(model=model, size=size, data="somewhere"))
         assert (config.batch_size, config.lr) == expected
-    for name, recipe in pretrain.RECIPES.items():
+    for name in encoders.PRETRAINED:
+        recipe = encoders.record(name).pretraining
         config = replace(pretrain.TINY, model=name)
         data = pretrain.open_data(replace(config, model="bert") if name == "distilbert" else config)
         decayed, spared = pretrain.build(config, data, mesh).optimizer.param_groups

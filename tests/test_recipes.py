@@ -19,7 +19,7 @@ from helpers import fewer_sentences
 from torch import Tensor, nn
 
 from data import criteo, wmt
-from models import architectures, objectives
+from models import architectures, encoders, objectives
 from train import dlrm, glue, pretrain, resnet50, transformer, translate
 from train.common import accumulate, device, embedding, loading, many_steps
 
@@ -42,7 +42,7 @@ FINE_TUNING["fairseq-roberta"] = FINE_TUNING["roberta"]
 FINE_TUNING["auto"] = FINE_TUNING["bert"]
 
 
-@pytest.mark.parametrize("model", glue.RECIPES)
+@pytest.mark.parametrize("model", encoders.NAMES)
 def test_fine_tuning_has_the_optimizer_of_its_recipe(model, mesh):
     recipe = FINE_TUNING[model]
     config = glue.validate(glue.Config(model=model, data="x/y", checkpoint="a/b"))
@@ -67,7 +67,7 @@ PRETRAINING = {
 PRETRAINING["fairseq-roberta"] = PRETRAINING["roberta"]
 
 
-@pytest.mark.parametrize("model", pretrain.RECIPES)
+@pytest.mark.parametrize("model", encoders.PRETRAINED)
 def test_pretraining_has_the_optimizer_of_its_recipe(model, mesh):
     *sizes, weight_decay, beta2, _ = PRETRAINING[model]
     config = pretrain.validate(pretrain.Config(model=model, data="somewhere", teacher="there"))
@@ -185,7 +185,7 @@ def moved(script: Any, config: Any, gradient: Tensor) -> float:
     return (model.weight - before).norm().item()
 
 
-@pytest.mark.parametrize("model", pretrain.RECIPES)
+@pytest.mark.parametrize("model", encoders.PRETRAINED)
 def test_pretraining_clips_as_its_recipe_says(model):
     clip = PRETRAINING[model][-1]
     for norm in (0.5, 3.0, 100.0):

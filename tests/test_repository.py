@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import copy_model
+import optional
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [ROOT / f"train/{name}.py" for name in ("resnet50", "transformer", "glue", "pretrain", "dlrm")]
@@ -40,13 +41,10 @@ def make(*arguments: str, python: str = "python3") -> subprocess.CompletedProces
 
 def test_only_the_common_module_imports_torch_xla():
     users = [str(path.relative_to(ROOT)) for path in CODE if "torch_xla" in imports(path)]
-    places = (
-        "train/common/xla/",
-        "train/common/embedding/sharding.py",
-        "train/common/watch/profile.py",
-        "tpu/compiler/staging.py",  # which trains nothing
-    )
-    assert users and all(user.startswith(places) for user in users), users
+    places = [module.replace(".", "/") for module in optional.part("xla").modules]
+    places.append("train/common/watch/profile.py")
+    places.append("tpu/compiler/staging.py")  # which trains nothing
+    assert users and all(user.startswith(tuple(places)) for user in users), users
 
 
 def test_arrows_go_one_way():

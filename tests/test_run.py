@@ -15,6 +15,7 @@ import tempfile
 import time
 import zlib
 from pathlib import Path
+from unittest.mock import Mock
 
 import fsspec
 import matplotlib.figure
@@ -176,7 +177,7 @@ def test_finish_writes_summary_last_and_prints_the_table_as_a_later_start_does(s
     clock[0] = 0.5
     run.log(2, examples=20, input_wait=0.3, loss=1.0)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(run, "tell", lambda *_: 1 / 0)
+        patch.setattr(run, "watchers", [Mock(summary=lambda: 1 / 0)])
         run.finish({})
     assert not os.path.exists(f"{run.path}/summary.json")
     capsys.readouterr()
@@ -403,7 +404,7 @@ def test_an_evaluation_draws_at_most_once_a_minute_and_so_does_the_end(start, mo
     monkeypatch.setattr(curves, "draw_curves", lambda records, title: drawn.append(len(records)) or b"png")
     run = start(runs="memory://bucket/runs")
     with curves.Curves(run) as drawer:
-        run.tell = lambda event, *facts: getattr(drawer, event)(*facts)
+        run.watchers = [drawer]
         for clock[0] in (0.0, 59.0, 61.0):
             run.evaluation(1, accuracy=0.5)
             run.log(1, loss=1.0)

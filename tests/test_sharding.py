@@ -26,15 +26,16 @@ from torch import nn
 from transformers import ElectraConfig, ElectraForMaskedLM
 
 from errors import InputError
-from models import encoders, objectives, partition
+from models import encoder_layers, encoders, objectives, partition
+from models.encoders.record import Size
 from models.transformer import ARCHITECTURES, Architecture
 from train import glue, pretrain, resnet50, transformer
 from train.common import accumulate, checkpoint, device, loading, sharding
 from train.common.mesh import Layout
 from train.common.sharding import gather, placement
 from train.common.watch import _flops
-from train.common.xla import backend, marks
-from train.common.xla.recompute import again
+from train.common.xla import backend, pin_sharding
+from train.common.xla.recompute import recomputing_forward
 
 TWO, FULL = Layout("data=2,model=2"), Layout(shard_state="full")
 ALL = Layout("data=2,model=2", "full", remat=True)
@@ -42,11 +43,12 @@ COPIES = Layout("copies=2,data=2", "full")
 OF_1_3B = replace(FULL, remat=True)  # RoBERTa of size 1.3b in docs/large_models.md
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # sums over devices are of other parts, and Adam divides by small numbers
 STEPS = 4  # two traced, two repeated
-SIZE = (1, 32, 4)  # layers, width, heads
+SIZE = Size(layers=1, width=32, heads=4)
 CPU = device.Mesh(torch.device("cpu"), None, 1, 0, 1, "CPU", "float32", True)
 # The command line of train.pretrain, with that size.
 SMALL = f"""
 from models import encoders
+from models.encoders.record import Size
 encoders.SIZES["tiny"] = {SIZE}
 from train import pretrain
 from train.common import cli
@@ -58,7 +60,7 @@ cli.run(pretrain.main, pretrain.PRESETS)
 def small():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(encoders.SIZES, "tiny", SIZE)
-        patch.setitem(encoders.SIZES, "mini", (2, *SIZE[1:]))  # DistilBERT has half the layers
+        patch.setitem(encoders.SIZES, "mini", replace(SIZE, layers=2))  # DistilBERT has half the layers
         dropped = {"attention_dropout": 0.1, "activation_dropout": 0.1}
         patch.setitem(ARCHITECTURES, "transformer_tiny", Architecture(32, 128, 4, 1, 1, **dropped))
         yield
@@ -137,7 +139,7 @@ def slow(*values: object):
     ids=["model", "full", "copies", "all", "xlnet", "distilbert", "resnet50"],
 )
 def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight, moment, mesh, whole, monkeypatch):
-    monkeypatch.setattr(marks, "two_steps", lambda n: (-(-n // 2), min(n, 2)))  # as of a square slice
+    monkeypatch.setattr(pin_sharding, "two_steps", lambda n: (-(-n // 2), min(n, 2)))  # as of a square slice
     (found, after, state), (expected, expected_after) = taken(mesh, layout, **changes), whole(**changes)
     assert found == pytest.approx(expected, rel=2e-6)
     torch.testing.assert_close(after, expected_after, **CLOSE)
@@ -155,13 +157,13 @@ def test_cut_and_recomputed_layers_give_the_same_numbers(layout, changes, weight
 
 def test_the_state_of_weights_with_heads_is_cut_by_heads_where_the_devices_divide_them(mesh):
     layers = sharding.arranged(mesh, FULL).layers
-    assert [placement._state_axes(torch.empty(8, n, 2), [None] * 3, layers, 0).index("data") for n in (4, 6)] == [1, 0]
-    words = [placement._state_axes(torch.empty(n, 8), [None] * 2, layers, True) for n in (512, 1024)]
+    assert [placement._state_spec(torch.empty(8, n, 2), [None] * 3, layers, 0).index("data") for n in (4, 6)] == [1, 0]
+    words = [placement._state_spec(torch.empty(n, 8), [None] * 2, layers, True) for n in (512, 1024)]
     assert words == [("data", None), (None, "data")]
 
 
 def test_gradients_over_all_of_a_square_slice_are_cut_in_two_steps(mesh, monkeypatch):
-    monkeypatch.setattr(marks, "two_steps", lambda devices: (2, 2))
+    monkeypatch.setattr(pin_sharding, "two_steps", lambda devices: (2, 2))
     layer = device.to_device(nn.Linear(4, 8), sharding.arranged(mesh, FULL))
     found = torch.autograd.grad(layer(torch.ones(8, 4).to(mesh.device)).square().sum(), layer.weight)
     cuts = re.findall(r"devices=(\[[^\]]*\])", torch_xla._XLAC._get_xla_tensors_hlo(found))
@@ -219,11 +221,11 @@ def test_recomputation_changes_no_bit(mesh, whole):
 def test_recomputation_on_plain_pytorch_changes_no_bit_either():
     config = pretrain.validate(pretrain.TINY)
     data, found = pretrain.open_data(config), []
-    model = encoders.fast_layers(data.model)
+    model = encoder_layers.fast_layers(data.model)
     batch = loading.as_tensors([data.train.example(row, np.random.default_rng(row)) for row in range(8)])
     for remat in (False, True):
         if remat:
-            sharding.arranged(CPU, Layout(remat=True)).layers.arrange(model, partition.rules)
+            sharding.arranged(CPU, Layout(remat=True)).layers.arrange(model, encoders.rules)
         torch.manual_seed(1)
         loss = objectives.losses(model, None, batch)["loss"]
         found.append((loss, torch.autograd.grad(loss, [*model.parameters()])))
@@ -235,7 +237,7 @@ def test_recomputation_refuses_another_dropout(mesh):
     """Its mask would be another one in the second pass."""
     layer = nn.Dropout()
     with pytest.raises(RuntimeError, match="draws other numbers"):
-        again(layer)(torch.ones(4, requires_grad=True).to(mesh.device))
+        recomputing_forward(layer)(torch.ones(4, requires_grad=True).to(mesh.device))
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +336,7 @@ def test_a_run_goes_on_under_another_layout(script, changes, name, layouts, tmp_
     ],
 )
 def test_values_that_are_refused(refused, script, flags, pattern, monkeypatch):
-    monkeypatch.setitem(encoders.SIZES, "tiny", (2, 64, 2))
+    monkeypatch.setitem(encoders.SIZES, "tiny", Size(layers=2, width=64, heads=2))
     refused(script, f"tiny {flags}", pattern)
 
 
@@ -352,8 +354,8 @@ def test_cut_tensors_are_made_whole_by_a_program_for_each_shape_one_at_a_time(me
     for tensor, axes in zip(tensors, (("data", "model"), ("data", "model"), ("model",), (None,)), strict=True):
         device.annotate(tensor, spmd, axes)
     torch_xla.sync()
-    graphs, waits, wait = backend.compilations(), [], marks.xm.wait_device_ops
-    monkeypatch.setattr(marks.xm, "wait_device_ops", lambda: waits.append(wait()))
+    graphs, waits, wait = backend.compilations(), [], pin_sharding.xm.wait_device_ops
+    monkeypatch.setattr(pin_sharding.xm, "wait_device_ops", lambda: waits.append(wait()))
     for _ in range(2):
         assert all(map(torch.equal, gather.read(tensors, True), numbers))
     assert gather.read(tensors, False) == [] and backend.compilations() == graphs + 2
@@ -374,7 +376,7 @@ def test_a_file_in_parts_is_the_librarys_and_comes_back_tensor_by_tensor(tmp_pat
         one = {name: torch.ones(1)}
         assert b"".join(map(bytes, gather.pack(one))) == safetensors.torch.save(one)
     (tmp_path / "file").write_bytes(content)
-    place, mark = (fsspec.filesystem("file"), str(tmp_path / "file")), checkpoint._mark(content)
+    place, mark = (fsspec.filesystem("file"), str(tmp_path / "file")), checkpoint._checksum([content])
     assert equal(gather.load(*place, mark), tensors)
     (tmp_path / "file").write_bytes(content[:-1] + b"!")
     with pytest.raises(ValueError, match=f"file has {len(content)} bytes that do not match"):
@@ -457,15 +459,15 @@ def test_a_state_that_would_not_be_cut_is_refused(given, mesh):
 )
 def test_a_rule_that_does_not_fit_is_an_error(rule, pattern, mesh):
     data = pretrain.open_data(pretrain.validate(pretrain.TINY))
-    known = partition.rules(data.model)
+    known = encoders.rules(data.model)
     wrong = replace(known, parameters=known.parameters | {rule: partition.OUT})
     with pytest.raises(InputError, match=pattern):
         device.to_device(data.model, sharding.arranged(mesh, TWO), lambda _: wrong)
 
 
 def test_the_table_of_a_model_says_where_its_parameters_lie_and_one_without_is_refused(mesh):
-    with pytest.raises(InputError, match="bert, roberta, distilbert, xlnet, not electra.*partition.py"):
-        partition.rules(ElectraForMaskedLM(ElectraConfig(num_hidden_layers=0, vocab_size=8)))
+    with pytest.raises(InputError, match="bert, distilbert, roberta, xlnet, .*not electra.*models/encoders"):
+        encoders.rules(ElectraForMaskedLM(ElectraConfig(num_hidden_layers=0, vocab_size=8)))
     *_, state = opened(mesh, replace(TWO, shard_state="optimizer"), model="roberta")
     line = next(line for line in sharding.table(state.model) if "*.intermediate.dense.weight" in line)
     assert line.startswith("roberta.encoder.layer.*.intermediate.dense.weight ")

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,10 +31,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from errors import InputError
-from train.common import cli, device
-from train.common.embedding.tables import USABLE_GIB
+from train.common import cli, device, hooks
+from train.common.embedding.memory import USABLE_GIB
 from train.common.files import write_file
-from train.common.loading import Loader, parallel_loader
+from train.common.loading import parallel_loader
 from train.common.run import Run
 from train.common.run_folder import RunFolder
 from train.common.watch import _flops, card, goodput, profile, stall, tracker
@@ -97,14 +98,13 @@ def main(config: Config) -> None:
 
 def test_a_profile_has_the_steps_the_hosts_part_and_the_programs_operations(tmp_path, monkeypatch, capsys):
     """Also with a checkpoint in its middle; and it changes no number."""
-    methods = Loader.__next__, Loader._upload
     for name in ("traced", "plain"):
         flags = ["--profile", "3:5"] if name == "traced" else []
         monkeypatch.setattr(sys, "argv", ["script.py", "tiny", "--runs", str(tmp_path), "--name", name, *flags])
         cli.run(main, PRESETS)
         assert ("traced steps 3 to 5" in capsys.readouterr().out) == bool(flags)
     assert len(losses(tmp_path / "plain")) == STEPS and losses(tmp_path / "plain") == losses(tmp_path / "traced")
-    assert methods == (Loader.__next__, Loader._upload) and not (tmp_path / "plain/profile").exists()
+    assert hooks.span("upload") is hooks.span("start the program") and not (tmp_path / "plain/profile").exists()
     (file,) = (tmp_path / "traced/profile/plugins/profile").glob("*/*.trace.json.gz")
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     assert [event["args"]["step_num"] for event in events if event.get("name") == "train"] == ["3", "4", "5"]
@@ -219,16 +219,17 @@ class Folder:
 
 
 def run_from(start: int, folder: Folder | None = None, messages: list | None = None, devices=4) -> SimpleNamespace:
-    mesh = SimpleNamespace(main_process=True, process_count=1, process_index=0, kind="TPU v3", spmd=None)
+    mesh = SimpleNamespace(main_process=True, process_count=1, process_index=0, kind="TPU v3", compiles=False)
     mesh.num_devices = devices
+    mesh.compiles = False
     run = SimpleNamespace(start=start, total_steps=100, mesh=mesh, path="runs/x", resumed=start > 0, folder=folder)
     run.message = (messages if messages is not None else []).append
     return run
 
 
 def test_the_watchdog_waits_as_long_as_a_slow_run_needs(clock, monkeypatch):
-    ended, compiling = [], [False]
-    monkeypatch.setattr(stall, "compiling", lambda frame: compiling[0])
+    ended, compiling = [], [None]
+    monkeypatch.setattr(device, "compiling_since", lambda: compiling[0])
     dog = stall.Stall(run_from(0), times=20.0)
     monkeypatch.setattr(dog, "_end", ended.append)
 
@@ -256,7 +257,7 @@ def test_the_watchdog_waits_as_long_as_a_slow_run_needs(clock, monkeypatch):
     assert dog.limit() == 600  # a pause is no step
     monkeypatch.setattr(device, "graph_report", lambda: {"traced": 1, "repeated": 5})  # another batch of an evaluation
     assert not silent(601) and silent(601)
-    compiling[0] = True
+    compiling[0] = clock[0]
     assert not silent(10_000)
     dog.step(100)
     assert dog.limit() == 3600  # the export
@@ -304,21 +305,36 @@ def test_a_full_disk_costs_the_picture_and_the_clock_but_no_run(tmp_path, monkey
     assert set(warned) == {"curves.png", "goodput.json"}
 
 
-def test_the_watchdog_knows_a_compilation_by_its_frame(mesh, monkeypatch):
+def test_a_compiled_step_says_while_it_compiles(mesh, monkeypatch):
     found = []
+    before = time.monotonic()
+
+    def note_compiling() -> None:
+        """Asks from another thread, as the watchdog does."""
+        with ThreadPoolExecutor() as other:
+            since = other.submit(device.compiling_since).result()
+        assert since is None or before <= since <= time.monotonic()
+        found.append(since is not None)
 
     def step(x):
-        found.append(stall.compiling(sys._getframe()))
+        note_compiling()
         return x + 1
 
     compiled = device.compiled(step, mesh)
     compiled._check_every = 2
     sync = compiled._sync_pending  # it may wait for a device that hangs
-    monkeypatch.setattr(compiled, "_sync_pending", lambda: (sync(), found.append(stall.compiling(sys._getframe()))))
+    monkeypatch.setattr(compiled, "_sync_pending", lambda: (sync(), note_compiling()))
     for _ in range(4):
         compiled(torch.ones(4).to(mesh.device))
     assert found == [False, True, False, True, False, False, False]  # traced, confirmed, started, looked at again
-    assert not stall.compiling(sys._getframe())
+    assert device.compiling_since() is None
+
+    def fails(x):
+        raise ValueError("of a step")
+
+    with pytest.raises(ValueError, match="of a step"):
+        device.compiled(fails, mesh)(torch.ones(4).to(mesh.device))
+    assert device.compiling_since() is None
 
 
 def test_every_generation_has_a_peak():
@@ -329,10 +345,10 @@ def test_every_generation_has_a_peak():
 def test_goodput_counts_every_second_once_over_all_starts(clock, monkeypatch):
     folder, report, messages = Folder(), {"compile_seconds": 0.0}, []
     monkeypatch.setattr(device, "graph_report", lambda: report)
-    monkeypatch.setattr(Loader, "__next__", lambda self: clock.__setitem__(0, clock[0] + 2))
 
     def spend(seconds: float, watch: goodput.Goodput, step: int, compiling: float = 0.0) -> None:
-        Loader.__next__(None)
+        clock[0] += 2
+        watch.waited(2)  # for a batch
         clock[0] += seconds
         report["compile_seconds"] += compiling
         watch.step(step)
@@ -505,7 +521,7 @@ def test_the_card_of_an_export(place, mesh, monkeypatch, capsys):
         write_file(f"{run.path}/export/config.json", json.dumps({} if kind == "other" else model).encode())
         monkeypatch.setattr(card, "write_file", full if kind == "full" else write_file)
         run.log(1, loss=0.5)
-        run.tell = lambda event, run=run: card.Card(run).summary() if event == "summary" else {}
+        run.watchers = [card.Card(run)]
         run.finish({"accuracy": 0.123456789, "f1": float("nan")})
         files = [os.path.basename(file) for file in run.folder.files.ls(f"{run.path}/export", detail=False)]
         assert sorted(files) == names

@@ -162,7 +162,7 @@ def test_a_loop_whose_body_changes_its_state_is_refused(mesh, change, words):
 
 def test_no_tensor_gets_the_handle_of_a_loops_constant(mesh):
     """A strict step would take it for one. torch_xla itself keeps the newest 128 numbers of Python only."""
-    constants, x = set(replay.fixed), torch.zeros((), device=mesh.device)
+    constants, x = set(replay.loop_constants), torch.zeros((), device=mesh.device)
     for number in range(12 * 150):
         x = x * (1 + number * 1e-5)
         if number % 150 == 149:

@@ -1,93 +1,102 @@
-"""GLUE: fine-tuning BERT, DistilBERT, RoBERTa, XLNet, or one of 30 more encoders, on any of the nine tasks.
+"""GLUE: fine-tuning BERT, DistilBERT, RoBERTa, XLNet, or one of 30 more encoders, on any of the
+nine tasks.
 
-paper     Wang et al. 2019, GLUE (arXiv:1804.07461); recipes: RECIPES, with their sources
+paper     Wang et al. 2019, GLUE (arXiv:1804.07461); recipes with their sources: models/encoders
 data      a folder of GLUE's own TSV files, the hub id nyu-mll/glue, or a folder of `datasets`
-run       python -m train.glue tiny                                          a minute on two CPU cores, synthetic task
-          python -m train.glue full --data nyu-mll/glue --task mrpc          on a TPU VM
-result    of published checkpoints: not run yet (they cannot be had here); small real data: docs/results.md
+run       python -m train.glue tiny                                     a synthetic task: a minute
+                                                                        on two CPU cores
+          python -m train.glue full --data nyu-mll/glue --task mrpc     on a TPU VM
+result    of published checkpoints: not run yet (they cannot be had here); small real data:
+          docs/results.md
 """
 
-if __name__ == "__main__" and not __package__:  # by its path, from which the imports below are not found
+if __name__ == "__main__" and not __package__:  # by its path: the imports below are not found
     raise SystemExit("error: in the project's folder run it as a module: python -m train.glue tiny")
 
 import math
-from collections import namedtuple
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data import batching, glue, splits, vocabulary
 from errors import InputError
-from models import architectures, encoders, heads, layers, partition
+from models import (
+    architectures,
+    classification,
+    encoder_files,
+    encoder_layers,
+    encoders,
+    heads,
+    layers,
+)
 from train.common import accumulate, checkpoint, cli, device, files, loading
-from train.common.mesh import WHOLE, Layout
+from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
-
-# checkpoint: a hub id; warmup: the share of the steps in which the learning rate rises.
-Recipe = namedtuple("Recipe", "checkpoint lr warmup weight_decay epochs beta2", defaults=(0.999,))
-# One of the values that the papers searched for each task; --lr, --batch-size and --epochs give others.
-RECIPES = {
-    # Devlin et al. 2019, A.3: 5e-5, 3e-5 or 2e-5; the rest from google-research/bert, run_classifier.py
-    "bert": Recipe("google-bert/bert-base-uncased", lr=2e-5, warmup=0.1, weight_decay=0.01, epochs=3),
-    # Sanh et al. 2019 fine-tune as BERT
-    "distilbert": Recipe("distilbert/distilbert-base-uncased", lr=5e-5, warmup=0.1, weight_decay=0.01, epochs=3),
-    # Liu et al. 2019, table 10: 1e-5, 2e-5 or 3e-5
-    "roberta": Recipe("FacebookAI/roberta-base", lr=2e-5, warmup=0.06, weight_decay=0.1, epochs=10, beta2=0.98),
-    # Yang et al. 2019, table 8: 2e-5 to 5e-5, no weight decay; there in steps: 800 (MRPC) to 12,000 (MNLI)
-    "xlnet": Recipe("xlnet/xlnet-base-cased", lr=3e-5, warmup=0.1, weight_decay=0.0, epochs=3),
-}
-# fairseq's examples/roberta; --checkpoint is a folder of fairseq's release, with model.pt
-RECIPES["fairseq-roberta"] = RECIPES["roberta"]._replace(checkpoint="")
-RECIPES["auto"] = RECIPES["bert"]._replace(checkpoint="")  # any architecture, by --checkpoint
 
 
 @dataclass(frozen=True)
 class Config:
-    model: Literal[tuple(RECIPES)] = "bert"  # architecture; auto: the one of --checkpoint (docs/data.md lists them)
+    model: Literal[encoders.NAMES] = "bert"  # auto: the architecture of --checkpoint (docs/data.md)
     task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
     data: str = ""  # folder or URL of TSV files or of `datasets`, hub id, or "synthetic"
-    checkpoint: str = ""  # hub id, or folder with configuration, weights and tokenizer; "": the model's usual one
-    pretrained: bool = True  # False: of --checkpoint only configuration and tokenizer, with new weights
-    labels: str = ""  # classes of --checkpoint in the order of its head, a,b,…, where it has no names for them
-    lengths: tuple[int, ...] = (32, 64, 128)  # tokens of a sequence: a compiled shape each; longer ones are cut
-    group_by_length: bool = False  # batches of like length: less padding, so faster, but they learn worse
-    batch_size: int = 32  # sequences an update, over all devices
-    update_every: int = 1  # parts that a batch comes in, where it does not fit into memory
-    epochs: float | None = None  # passes over the data; None: the model's recipe, as for the next three
+    checkpoint: str = ""  # hub id, or folder with configuration, weights, tokenizer; "": the usual
+    pretrained: bool = True  # False: of --checkpoint only configuration and tokenizer; new weights
+    labels: str = ""  # classes in the order of the head of --checkpoint: a,b,…; if it has no names
+    lengths: tuple[int, ...] = (32, 64, 128)  # tokens: a compiled shape each; longer rows are cut
+    group_by_length: bool = False  # batches of like length: less padding, but they learn worse
+    batch_size: int = 32  # sequences per update, over all devices
+    update_every: int = 1  # gradient-accumulation steps: micro-batches that a batch is cut into
+    epochs: float | None = None  # passes over the data; None: the model's recipe, as for the next 3
     lr: float | None = None  # peak learning rate
-    warmup: float | None = None  # share of the steps in which the learning rate rises; then it falls linearly to 0
+    warmup: float | None = None  # share of the steps in which the rate rises; then it falls to 0
     weight_decay: float | None = None  # of AdamW; not of biases and norms
     clip: float = 1.0  # largest norm of all gradients
-    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
-    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
+    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
+    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
     layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of new weights, the order of the data and dropout
-    workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
+    workers: int = 1  # processes per host that make batches; -1: one per core, 0: none
     log_every: int = 50  # steps between lines of metrics
     eval_every: int = 0  # steps between evaluations; 0: an epoch
-    save_every: int = 0  # steps between checkpoints, besides the one at each evaluation; 0: none
+    save_every: int = 0  # steps between checkpoints besides those at evaluations; 0: none
     keep: int = 1  # checkpoints that stay
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
-    safe_forms: bool = False  # slower forms for a TPU whose compiler crashes on the usual ones: docs/tpu.md
+    safe_forms: bool = False  # slower forms for a TPU whose compiler crashes: docs/tpu.md
 
 
 TINY = Config(**cli.TRIAL, task="sst2", lengths=(16, 32), epochs=6, lr=2e-3, weight_decay=0.01)
 
 # Fields that a resumed run may change: none of these touches a number.
 FREE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
-REQUIRED = ("group_by_length",)  # a run from before there was this field has another order of examples
+# A run from before this field was there has another order of examples.
+REQUIRED = ("group_by_length",)
 ADAM_EPS = 1e-6  # as in all four papers
-SYNTHETIC_WORDS, SYNTHETIC_INIT = 400, 0.05  # a trial's largest vocabulary, and the spread of its new weights
+SYNTHETIC_WORDS = 400  # a trial's largest vocabulary
+SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
+ROWS_MULTIPLE = 8  # batches are laid out for 1 to 8 chips in the same way
 
-# eval: {split: examples}; model: on the host; head: what a start says of the head of a checkpoint
-Data = namedtuple("Data", "train eval model tokenizer head", defaults=("",))
-State = namedtuple("State", "model optimizer")  # what a step works on
+
+class Data(NamedTuple):
+    """What a run reads."""
+
+    train: glue.Encoded
+    eval: dict[str, glue.Encoded]  # by split
+    model: nn.Module  # on the host
+    tokenizer: Any
+    head: str = ""  # what a start says of the head of a checkpoint
+
+
+class State(NamedTuple):
+    """What a step works on."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
 
 def learning_rate(config: Config, step: int, total: int) -> float:
@@ -99,92 +108,132 @@ def learning_rate(config: Config, step: int, total: int) -> float:
 
 
 def validate(config: Config) -> Config:
-    """Returns the config with the model's recipe where a field is None; refuses values outside their range."""
-    recipe = RECIPES[config.model]
-    config = replace(config, **{k: value for k, value in recipe._asdict().items() if getattr(config, k, "") is None})
+    """Returns the config with the model's recipe where a field is None; raises InputError where a
+    value is outside its range."""
+    recipe = encoders.record(config.model).fine_tuning
+    for name in ("epochs", "lr", "warmup", "weight_decay"):
+        if getattr(config, name) is None:
+            config = replace(config, **{name: getattr(recipe, name)})
+
     cli.at_least(config, 1, "batch_size", "update_every", "log_every", "keep")
     cli.at_least(config, 0, "lr", "weight_decay", "eval_every", "save_every", "seed")
     cli.at_least(config, -1, "workers")
     cli.at_least(config, 0, "warmup", below=1)
     cli.at_least(config, 0, "clip", above=True)
     cli.at_least(config, 0, "epochs", above=True, below=math.inf)
-    if not config.lengths or list(config.lengths) != sorted(set(config.lengths)) or config.lengths[0] < 8:
+    rising = list(config.lengths) == sorted(set(config.lengths))
+    if not config.lengths or not rising or config.lengths[0] < 8:
         raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 8")
+
     cli.need_data(config, "GLUE's folder or nyu-mll/glue")
     if not config.checkpoint and config.data != "synthetic":
         if not recipe.checkpoint:
             raise InputError(f"--checkpoint is missing: --model {config.model} needs one")
         config = replace(config, checkpoint=recipe.checkpoint)
     if config.labels:
-        if not config.checkpoint or not config.pretrained:
-            raise InputError(f"--labels is {config.labels}; it is for the head of a --checkpoint with its weights")
-        if not glue.TASKS[config.task].labels:
-            raise InputError(f"--labels is {config.labels}; {config.task} is a regression and has no classes")
-        heads.given(config.labels, glue.TASKS[config.task].labels)
+        check_labels(config)
     return config
+
+
+def check_labels(config: Config) -> None:
+    """Raises InputError where --labels cannot name the classes of a checkpoint's head."""
+    given = f"--labels is {config.labels}"
+    labels = glue.TASKS[config.task].labels
+    if not config.checkpoint or not config.pretrained:
+        raise InputError(f"{given}; it is for the head of a --checkpoint with its weights")
+    if not labels:
+        raise InputError(f"{given}; {config.task} is a regression and has no classes")
+    heads.given(config.labels, labels)
 
 
 def open_data(config: Config) -> Data:
     """Opens the model and its tokenizer, and encodes the task's splits with it."""
-    labels, splits = glue.TASKS[config.task].labels, ("train", *glue.TASKS[config.task].evaluation)
-    texts = {split: glue.read(config.data, config.task, split, config.seed) for split in splits}
+    task = glue.TASKS[config.task]
+    texts = {}
+    for split in ("train", *task.evaluation):
+        texts[split] = glue.read(config.data, config.task, split, config.seed)
+
+    source = None
     if config.checkpoint:
         folder = files.local_folder(config.checkpoint)
         compiled = config.device == "xla"
-        settings, weights, tokenizer = encoders.open_checkpoint(folder, config.model, compiled)
-        source = (folder, weights) if config.pretrained else None
+        opened = encoder_files.open_checkpoint(folder, config.model, compiled=compiled)
+        settings = opened.config
+        tokenizer = opened.tokenizer
+        if config.pretrained:
+            source = opened.source
     else:  # a trial
-        kind, source = {"fairseq-roberta": "roberta", "auto": "bert"}.get(config.model, config.model), None
         words = [*texts["train"].first, *(texts["train"].second or [])]
+        kind = encoders.record(config.model).tokenizer
         tokenizer = vocabulary.learn(words, kind, SYNTHETIC_WORDS)
-        settings = encoders.configuration(kind, "tiny", tokenizer, config.lengths[-1])
+        settings = encoders.configuration(config.model, "tiny", tokenizer, config.lengths[-1])
         settings.initializer_range = SYNTHETIC_INIT
-    stated = heads.given(config.labels, labels) if config.labels else ()
-    found = encoders.classifier(settings, labels, source, stated)
-    if config.lengths[-1] > (positions := encoders.positions(found.model)):
-        raise InputError(f"--lengths go up to {config.lengths[-1]}; the model has {positions} positions")
+
+    stated = heads.given(config.labels, task.labels) if config.labels else ()
+    found = classification.classifier(settings, task.labels, source, stated)
+    positions = architectures.positions(found.model)
+    if config.lengths[-1] > positions:
+        longest = f"--lengths go up to {config.lengths[-1]}"
+        raise InputError(f"{longest}; the model has {positions} positions")
     if config.lr == 0 and found.head.untrained:
         raise InputError(found.head.untrained)
-    sets = {split: glue.Encoded(text, tokenizer, config.lengths[-1]) for split, text in texts.items()}
+
+    sets = {}
+    for split, text in texts.items():
+        sets[split] = glue.Encoded(text, tokenizer, config.lengths[-1])
     said = found.head.said
     if said.startswith(heads.NEW) and config.lr == 0:
         said += "; --lr 0 does not train it"
     return Data(sets.pop("train"), sets, found.model, tokenizer, said)
 
 
-def batches(config: Config, examples: glue.Encoded, mesh: device.Mesh, train: bool) -> batching.Plan:
-    """Returns which examples share a batch: in training any, padded to the shortest of --lengths that holds the longest
-    of them; in evaluation those of like length. On plain PyTorch, whose shapes may vary, they are padded no further."""
-    sizes = range(1, config.lengths[-1] + 1) if mesh.shapes_may_vary else config.lengths
-    return batching.Shuffled(examples.lengths, config.batch_size, sizes, config.group_by_length or not train)
+def batches(config: Config, examples: glue.Encoded, mesh: Mesh, train: bool) -> batching.Plan:
+    """Returns which examples share a batch.
+
+    In training any do, padded to the shortest of --lengths that holds the longest of them; in
+    evaluation those of like length. Where shapes may vary, they are padded no further.
+    """
+    sizes = config.lengths
+    if mesh.shapes_may_vary:
+        sizes = range(1, config.lengths[-1] + 1)
+    by_length = config.group_by_length or not train
+    return batching.Shuffled(examples.lengths, config.batch_size, sizes, by_length)
 
 
 def collate(limits: architectures.Limits, batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """Checks on the host what a batch indexes: on a device a wrong number would read another row of a table."""
+    """Returns a batch as tensors; checks on the host what it indexes: on a device a wrong number
+    would read another row of a table."""
     tensors = loading.as_tensors(batch)
     limits.check(tensors)
     return tensors
 
 
-def build(config: Config, data: Data, mesh: device.Mesh) -> State:
+def build(config: Config, data: Data, mesh: Mesh) -> State:
     """Moves the model to the device and makes its optimizer, whose state exists from the start."""
     layers.use_forms(clamp_weights=not mesh.safe_forms)
-    parts = math.lcm(8, mesh.num_devices) if mesh.kind.startswith("TPU") else 0  # 8: on 1 to 8 chips the same rows
-    model = device.to_device(encoders.fast_layers(data.model, parts), mesh, partition.rules)
-    groups = encoders.parameter_groups(model, config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, config.lr, (0.9, RECIPES[config.model].beta2), ADAM_EPS, foreach=False)
+    rows_multiple = 0
+    if mesh.kind.startswith("TPU"):
+        rows_multiple = math.lcm(ROWS_MULTIPLE, mesh.num_devices)
+    model = encoder_layers.fast_layers(data.model, rows_multiple)
+    model = device.to_device(model, mesh, encoders.rules)
+
+    groups = architectures.parameter_groups(model, config.weight_decay)
+    betas = (0.9, encoders.record(config.model).fine_tuning.beta2)
+    optimizer = torch.optim.AdamW(groups, config.lr, betas, ADAM_EPS, foreach=False)
     device.init_optimizer_state(optimizer, mesh)
     return State(model, optimizer)
 
 
-def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
-    """Returns sums over a batch with data/glue.py's entries, or over a part of one; padding does not count."""
+def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+    """Returns sums over the examples of a batch or micro-batch, which has data/glue.py's entries;
+    padding does not count."""
     with mesh.autocast():
-        logits = encoders.logits(state.model, batch)
-    return {"loss": (encoders.losses(logits, batch["labels"]) * batch["mask"]).sum(), "examples": batch["mask"].sum()}
+        logits = classification.logits(state.model, batch)
+    losses = classification.losses(logits, batch["labels"])
+    return {"loss": (losses * batch["mask"]).sum(), "examples": batch["mask"].sum()}
 
 
-def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
+def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
     """Updates once on a batch; returns the mean loss and the gradients' norm."""
     sums = forward(state, batch, config, mesh)
     loss = sums["loss"] / sums["examples"]
@@ -201,18 +250,18 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
     return {"gradient_norm": norm.detach()}
 
 
-def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> Tensor:
+def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> Tensor:
     """Returns logits [B, labels], on every device and so on every host."""
     with torch.no_grad(), mesh.autocast():
-        logits = encoders.logits(state.model, batch)
+        logits = classification.logits(state.model, batch)
     logits = logits.float()
     device.replicate(logits, mesh)
     return logits
 
 
-def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
-    """Reads the first and the last examples of each split that is evaluated, and computes the metrics of its labels, as
-    if all were predicted; raises InputError where an evaluation would."""
+def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
+    """Reads the first and the last examples of each split that is evaluated, and computes the
+    metrics of its labels, as if all were predicted; raises InputError where an evaluation would."""
     checked = partial(collate, architectures.limits(data.model))
     for split, examples in data.eval.items():
         plan = batches(config, examples, mesh, train=False)
@@ -220,39 +269,77 @@ def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
         try:
             glue.score(config.task, examples.labels, examples.labels)
         except ValueError as error:
-            raise InputError(f"the labels of {config.task}'s split {split} cannot be evaluated: {error}") from error
+            what = f"the labels of {config.task}'s split {split} cannot be evaluated"
+            raise InputError(f"{what}: {error}") from error
 
 
-def evaluate(step, state: State, sets: dict[str, glue.Encoded], config: Config, mesh: device.Mesh) -> dict[str, float]:
-    """Returns the task's metrics and the mean loss over each split; `step` is the compiled eval_step."""
-    metrics, checked = {}, partial(collate, architectures.limits(state.model))
+def evaluate(step, state: State, sets: dict[str, glue.Encoded], config: Config, mesh: Mesh) -> dict[str, float]:
+    """Returns the task's metrics and the mean loss over each split; `step` is the compiled
+    eval_step."""
+    metrics = {}
+    checked = partial(collate, architectures.limits(state.model))
     state.model.eval()
     for split, examples in sets.items():
         plan = batches(config, examples, mesh, train=False)
-        options = {"split": config.update_every, "workers": config.workers, "collate": checked}
-        with loading.parallel_loader(examples, plan, mesh, train=False, **options) as loader:
-            scores = {str(number): step(state, batch, config, mesh) for number, batch in enumerate(loader)}
-        logits = torch.cat(list(checkpoint.to_host(scores).values()))
+        loader = loading.parallel_loader(
+            examples,
+            plan,
+            mesh,
+            train=False,
+            split=config.update_every,
+            collate=checked,
+            workers=config.workers,
+        )
+        scores = {}
+        with loader:
+            for number, batch in enumerate(loader):
+                scores[str(number)] = step(state, batch, config, mesh)
+
+        on_host = checkpoint.to_host(scores)
+        logits = torch.cat(list(on_host.values()))
         order = np.concatenate([indices for indices, _ in plan.epoch(None)])
-        logits, labels = logits[order >= 0], torch.from_numpy(examples.labels[order[order >= 0]])
-        loss = (encoders.losses(logits, labels).sum() / len(labels)).item()
-        predictions = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
-        values = glue.score(config.task, predictions.numpy(), labels.numpy()) | {"loss": loss}
+        is_example = order >= 0  # the others are padding
+        logits = logits[is_example]
+        labels = torch.from_numpy(examples.labels[order[is_example]])
+
+        loss = classification.losses(logits, labels).sum() / len(labels)
+        is_regression = logits.shape[1] == 1
+        predictions = logits[:, 0] if is_regression else logits.argmax(1)
+        values = glue.score(config.task, predictions.numpy(), labels.numpy())
+        values["loss"] = loss.item()
         prefix = "mismatched_" if split.endswith("mismatched") else ""
-        metrics |= {prefix + name: value for name, value in values.items()}
+        for name, value in values.items():
+            metrics[prefix + name] = value
     state.model.train()
     return metrics
 
 
-def export(folder: str, state: State, data: Data, mesh: device.Mesh) -> None:
+def export(folder: str, state: State, data: Data, mesh: Mesh) -> None:
     """Writes what transformers' `pipeline("text-classification", model=folder)` loads."""
     weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
-    if mesh.main_process:
-        files.write_folder(folder, lambda local: encoders.save(local, state.model, weights, data.tokenizer))
+    if not mesh.main_process:
+        return
+
+    def save(local: str) -> None:
+        encoder_files.save(local, state.model, weights, data.tokenizer)
+
+    files.write_folder(folder, save)
+
+
+def headline(config: Config, data: Data, plan: batching.Plan, total: int) -> str:
+    """Returns what a run of `total` steps says first."""
+    cut = f"{data.train.truncated:,} cut to {config.lengths[-1]} tokens"
+    examples = f"{len(data.train):,} examples ({cut})"
+    lengths = "|".join(map(str, config.lengths))
+    shapes = f"in batches of {config.batch_size} x {lengths} with {plan.padding:.1%} padding"
+    said = splits.said(data.train, *data.eval.values())
+    steps = f"{total:,} steps ({config.epochs:g} epochs){said}"
+    return f"{config.model} on {config.task}: {examples} {shapes}, {steps}"
 
 
 def main(config: Config) -> dict[str, float]:
-    """Fine-tunes, evaluates and exports; returns the final metrics, MNLI's second split's as mismatched_…."""
+    """Fine-tunes, evaluates and exports; returns the final metrics, those of MNLI's second split as
+    mismatched_…."""
     config = validate(config)
     mesh = device.setup(
         config.seed,
@@ -262,19 +349,27 @@ def main(config: Config) -> dict[str, float]:
         config.layout,
         safe_forms=config.safe_forms,
     )
-    if mesh.process_count > 1 and config.model == "xlnet" and not config.checkpoint:  # see vocabulary.learn
-        raise InputError(f"the trial of --model xlnet is for one host, not {mesh.process_count}; give --checkpoint")
+    varies = encoders.record(config.model).tokenizer in vocabulary.VARYING
+    if mesh.process_count > 1 and varies and not config.checkpoint:
+        trial = f"the trial of --model {config.model} is for one host"
+        raise InputError(f"{trial}, not {mesh.process_count}; give --checkpoint")
+
     data = open_data(config)
     plan = batches(config, data.train, mesh, train=True)
     per_epoch = loading.steps_per_epoch(data.train, plan, mesh, micro_batches=config.update_every)
     total = math.ceil(config.epochs * per_epoch)
-    name = f"{config.model}-{config.task}{'-synthetic' if config.data == 'synthetic' else ''}"
-    headline = f"{config.model} on {config.task}: {len(data.train):,} examples ({data.train.truncated:,} cut to "
-    headline += f"{config.lengths[-1]} tokens) in batches of {config.batch_size} x {'|'.join(map(str, config.lengths))}"
-    headline += f" with {plan.padding:.1%} padding, {total:,} steps ({config.epochs:g} epochs)"
-    headline += splits.said(data.train, *data.eval.values())
+
+    suffix = "-synthetic" if config.data == "synthetic" else ""
     check_evaluation(data, config, mesh)
-    run = Run(config, mesh, name=name, headline=headline, free=FREE, required=REQUIRED, total_steps=total)
+    run = Run(
+        config,
+        mesh,
+        name=f"{config.model}-{config.task}{suffix}",
+        headline=headline(config, data, plan, total),
+        free=FREE,
+        required=REQUIRED,
+        total_steps=total,
+    )
     if run.finished:
         return run.print_summary()
     if data.head:
@@ -310,21 +405,31 @@ def main(config: Config) -> dict[str, float]:
         workers=config.workers,
     )
     with run.training(loader, stop_every=max(10 // config.update_every, 1)):
-        metrics = evaluation(start) if run.evaluation_due else {}  # its checkpoint is there, the run ended in it
+        metrics = {}
+        if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
+            metrics = evaluation(start)
+
         for step, batch in enumerate(loader, start + 1):
             lr = learning_rate(config, step - 1, total)
             device.set_lr(state.optimizer, lr)
             step_metrics = train(state, batch, config, mesh)
+
             if step == 1 or step % config.log_every == 0 or step == total:
-                examples = step * len(data.train) // len(plan)
-                run.log(step, examples=examples, input_wait=loader.input_wait(), lr=lr, **step_metrics)
+                run.log(
+                    step,
+                    examples=step * len(data.train) // len(plan),
+                    input_wait=loader.input_wait(),
+                    lr=lr,
+                    **step_metrics,
+                )
             evaluates = step % (config.eval_every or len(plan)) == 0 or step == total
             due = config.save_every > 0 and step % config.save_every == 0
             run.checkpoint(step, due=due, evaluates=evaluates)
             if evaluates:
                 metrics = evaluation(step)
+
         run.checkpoints.wait()
-        if not metrics:  # killed after the last step, before the export
+        if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)
         export(f"{run.path}/export", state, data, mesh)
         run.finish(metrics)

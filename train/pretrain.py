@@ -1,101 +1,116 @@
 """Pretraining of BERT, RoBERTa, XLNet and DistilBERT on plain text, each by its own objective.
 
-objectives  masked words for bert (with --next-sentence, --whole-words) and roberta; a permutation's last sixth for
-            xlnet; a teacher's words for distilbert: models/objectives.py. fairseq-roberta: with fairseq's checkpoints
+objectives  masked words for bert (with --next-sentence, --whole-words) and roberta; a permutation's
+            last sixth for xlnet; a teacher's words for distilbert: models/objectives.py.
+            fairseq-roberta: with fairseq's checkpoints
 data        a folder that `make data DATASET=text DATA=…` makes from text
-run         python -m train.pretrain tiny                              two minutes on two CPU cores, a small language
-            python -m train.pretrain full --data /data/text            on a TPU VM
+run         python -m train.pretrain tiny                      a small language: two minutes on two
+                                                               CPU cores
+            python -m train.pretrain full --data /data/text    on a TPU VM
 result      the published recipes: not run yet; tiny and small real text: docs/results.md
 """
 
-if __name__ == "__main__" and not __package__:  # by its path, from which the imports below are not found
+if __name__ == "__main__" and not __package__:  # by its path: the imports below are not found
     raise SystemExit("error: in the project's folder run it as a module: python -m train.pretrain tiny")
 
-import math
 import zlib
-from collections import namedtuple
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from timm.optim import Lamb
-from torch import Tensor
+from torch import Tensor, nn
 
 from data import pretraining, splits
 from errors import InputError
-from models import architectures, encoders, layers, objectives, partition
+from models import architectures, encoder_files, encoder_layers, encoders, layers, objectives
+from models.encoders.record import Pretraining
 from train.common import accumulate, checkpoint, cli, device, files, loading
-from train.common.mesh import WHOLE, Layout
+from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
-
-Recipe = namedtuple("Recipe", "batch_size steps lr warmup_steps weight_decay beta2 clip")  # clip: norm of all gradients
-RECIPES = {
-    "bert": Recipe(256, 1_000_000, 1e-4, 10_000, 0.01, 0.999, 1.0),  # Devlin et al. 2019, A.2
-    "roberta": Recipe(8192, 500_000, 6e-4, 24_000, 0.01, 0.98, math.inf),  # Liu et al. 2019, table 9; no clipping
-    # Yang et al. 2019, table 7, of the large model
-    "xlnet": Recipe(8192, 500_000, 4e-4, 40_000, 0.01, 0.999, 1.0),
-    # Sanh et al. 2019, section 4: batches of up to 4,000; the rest from its distillation/train.py
-    "distilbert": Recipe(4096, 100_000, 5e-4, 5_000, 0.0, 0.98, 5.0),
-}
-RECIPES["fairseq-roberta"] = RECIPES["roberta"]
-# Where another size of (model, size) has other numbers: ibid., and Shoeybi et al. 2019, section 4.2, of BERT.
-SIZED = {("roberta", "large"): RECIPES["roberta"]._replace(lr=4e-4, warmup_steps=30_000)}
-SIZED |= dict.fromkeys([("bert", "1.3b"), ("roberta", "1.3b")], Recipe(1024, 2_000_000, 1e-4, 10_000, 0.01, 0.999, 1.0))
-ARCHITECTURE = {name: name.removeprefix("fairseq-") for name in RECIPES}
 
 
 @dataclass(frozen=True)
 class Config:
-    model: Literal[tuple(RECIPES)] = "bert"  # architecture, and with it the objective
+    model: Literal[encoders.PRETRAINED] = "bert"  # architecture, and with it the objective
     size: Literal[tuple(encoders.SIZES)] = "base"  # of a new model
     data: str = ""  # folder or URL that `make data DATASET=text` made, or "synthetic"
     checkpoint: str = ""  # hub id or folder of a model to start from; "": a new one of --size
     teacher: str = ""  # hub id or folder of the BERT that a DistilBERT learns from
-    predictions: int = 0  # places a row for predicted tokens; 0: 16 % of the row, XLNet 17 %
+    predictions: int = 0  # predicted tokens per row, at most; 0: 16 % of the row, XLNet 17 %
     whole_words: bool = False  # all pieces of a word are masked, or none
-    next_sentence: bool = False  # bert: predicts as well whether one half of a row follows the other
-    optimizer: Literal["adamw", "lamb"] = "adamw"  # lamb (You et al. 2020): for batches of many thousands
-    batch_size: int | None = None  # rows an update, over all devices; None: the recipe's, as for the next three
+    next_sentence: bool = False  # bert: predicts, too, whether half a row follows the other half
+    optimizer: Literal["adamw", "lamb"] = "adamw"  # lamb (You et al. 2020): for very large batches
+    batch_size: int | None = None  # rows per update, over all devices; None: the recipe, next 3 too
     steps: int | None = None  # updates
     lr: float | None = None  # peak learning rate; it falls linearly to 0
     warmup_steps: int | None = None  # updates in which it rises
-    update_every: int = 1  # parts that a batch comes in, where it does not fit into memory
-    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
-    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
+    update_every: int = 1  # gradient-accumulation steps: micro-batches that a batch is cut into
+    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
+    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
     layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of new weights, the order of the data, masks and dropout
-    workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
+    workers: int = 1  # processes per host that make batches; -1: one per core, 0: none
     log_every: int = 100  # updates between lines of metrics
     eval_every: int = 5000  # updates between evaluations
-    save_every: int = 0  # updates between checkpoints, besides the one at each evaluation; 0: none
+    save_every: int = 0  # updates between checkpoints besides those at evaluations; 0: none
     keep: int = 2  # checkpoints that stay
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
-    safe_forms: bool = False  # slower forms for a TPU whose compiler crashes on the usual ones: docs/tpu.md
+    safe_forms: bool = False  # slower forms for a TPU whose compiler crashes: docs/tpu.md
 
 
 # You et al. 2020, table 4: batches of 32k
-LAMB = Config(optimizer="lamb", batch_size=32_768, steps=15_625, lr=5e-3, warmup_steps=3_125, update_every=8)
+LAMB = Config(
+    optimizer="lamb",
+    batch_size=32_768,
+    steps=15_625,
+    lr=5e-3,
+    warmup_steps=3_125,
+    update_every=8,
+)
 TINY = Config(
-    **cli.TRIAL, size="tiny", batch_size=32, steps=500, lr=3e-3, warmup_steps=50, log_every=25, eval_every=250
+    **cli.TRIAL,
+    size="tiny",
+    batch_size=32,
+    steps=500,
+    lr=3e-3,
+    warmup_steps=50,
+    log_every=25,
+    eval_every=250,
 )
 
 # Fields that a resumed run may change: none of these touches a number.
 FREE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
 ADAM_EPS = 1e-6  # as in all four papers
-VMEM_KIB = {"xlnet": 32_768}  # of a TPU core for one fusion; others would pay with memory: docs/tpu/findings.md
-SYNTHETIC_LENGTH, SYNTHETIC_INIT = 32, 0.05  # a trial's tokens per row, and the spread of its new weights
-
-Data = namedtuple("Data", "train eval model teacher")  # rows of data/pretraining.py; models on the host
-State = namedtuple("State", "model teacher optimizer")  # what a step works on; teacher: DistilBERT's, else None
+SYNTHETIC_LENGTH = 32  # a trial's tokens per row
+SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
 
 
-def recipe_of(config: Config) -> Recipe:
+class Data(NamedTuple):
+    """What a run reads."""
+
+    train: pretraining.Rows
+    eval: pretraining.Rows
+    model: nn.Module  # on the host
+    teacher: nn.Module | None  # of DistilBERT, on the host
+
+
+class State(NamedTuple):
+    """What a step works on."""
+
+    model: nn.Module
+    teacher: nn.Module | None
+    optimizer: torch.optim.Optimizer
+
+
+def recipe_of(config: Config) -> Pretraining:
     """Returns the published numbers for a model of this size."""
-    return SIZED.get((ARCHITECTURE[config.model], config.size), RECIPES[config.model])
+    encoder = encoders.record(config.model)
+    return encoder.pretraining_of_size.get(config.size, encoder.pretraining)
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -106,74 +121,115 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def validate(config: Config) -> Config:
-    """Returns the config with the model's recipe where a field is None; refuses values outside their range."""
-    recipe = recipe_of(config)._asdict()
-    config = replace(config, **{k: value for k, value in recipe.items() if getattr(config, k, "") is None})
-    cli.at_least(config, 1, "batch_size", "steps", "update_every", "log_every", "eval_every", "keep")
+    """Returns the config with the model's recipe where a field is None; raises InputError where a
+    value is outside its range."""
+    recipe = recipe_of(config)
+    for name in ("batch_size", "steps", "lr", "warmup_steps"):
+        if getattr(config, name) is None:
+            config = replace(config, **{name: getattr(recipe, name)})
+
+    cli.at_least(config, 1, "batch_size", "steps", "update_every")
+    cli.at_least(config, 1, "log_every", "eval_every", "keep")
     cli.at_least(config, 0, "predictions", "lr", "warmup_steps", "save_every", "seed")
     cli.at_least(config, -1, "workers")
     cli.need_data(config, "a folder that `make data` made")
-    if config.model == "distilbert" and not (config.teacher or config.data == "synthetic"):
-        raise InputError("--teacher is missing: give a folder or hub id, such as google-bert/bert-base-uncased")
-    if config.next_sentence and config.model != "bert":
+    encoder = encoders.record(config.model)
+    if encoder.teacher and not config.teacher and config.data != "synthetic":
+        such_as = encoders.record(encoder.teacher).fine_tuning.checkpoint
+        raise InputError(f"--teacher is missing: give a folder or hub id, such as {such_as}")
+    if config.next_sentence and encoder.head.next_sentence is None:
         raise InputError(f"--next-sentence is an objective of bert, not of {config.model}")
     return config
 
 
 def open_data(config: Config) -> Data:
     """Opens the rows, the model that --checkpoint names or a new one, and DistilBERT's teacher."""
-    kind, trial = ARCHITECTURE[config.model], (SYNTHETIC_LENGTH, config.seed)
-    options = kind, config.predictions, config.whole_words, config.next_sentence, trial
-    train, valid = (pretraining.open_rows(config.data, split, *options) for split in ("train", "valid"))
-    tokenizer, length, source = train.text.tokenizer, train.text.length, None
+    encoder = encoders.record(config.model)
+    train = _open_rows(config, "train")
+    valid = _open_rows(config, "valid")
+    tokenizer = train.text.tokenizer
+    length = train.text.length
+
+    source = None
     if config.checkpoint:
         folder = files.local_folder(config.checkpoint)
-        settings, weights, own = encoders.open_checkpoint(folder, config.model)
-        objectives.same_vocabulary(config.checkpoint, own, tokenizer, config.data)
-        source = folder, weights
+        opened = encoder_files.open_checkpoint(folder, config.model)
+        objectives.same_vocabulary(config.checkpoint, opened.tokenizer, tokenizer, config.data)
+        settings = opened.config
+        source = opened.source
     else:
-        settings = encoders.configuration(kind, config.size, tokenizer, length)
+        settings = encoders.configuration(config.model, config.size, tokenizer, length)
         if config.data == "synthetic":
             settings.initializer_range = SYNTHETIC_INIT
-    model, teacher = objectives.language_model(settings, config.next_sentence, source), None
-    if length > encoders.positions(model):
-        raise InputError(f"rows have {length} tokens; the model has {encoders.positions(model)} positions")
-    if config.model == "distilbert":
-        folder, own = files.local_folder(config.teacher), encoders.own_module(config.model, objectives.MODULES)
-        teacher = own.open_teacher(folder, model, tokenizer, config.data, not config.checkpoint)
+
+    model = objectives.language_model(settings, config.next_sentence, source)
+    positions = architectures.positions(model)
+    if length > positions:
+        raise InputError(f"rows have {length} tokens; the model has {positions} positions")
+
+    teacher = None
+    if encoder.teacher:
+        folder = files.local_folder(config.teacher)
+        open_teacher = objectives.of_encoder(config.model).open_teacher
+        is_new = not config.checkpoint
+        teacher = open_teacher(folder, model, tokenizer, config.data, initialise=is_new)
     return Data(train, valid, model, teacher)
 
 
+def _open_rows(config: Config, split: str) -> pretraining.Rows:
+    return pretraining.open_rows(
+        config.data,
+        split,
+        encoders.record(config.model).tokenizer,
+        config.predictions,
+        config.whole_words,
+        config.next_sentence,
+        (SYNTHETIC_LENGTH, config.seed),
+    )
+
+
 def collate(limits: architectures.Limits, batch: list[dict[str, np.ndarray]]) -> dict[str, Tensor]:
-    """Checks on the host what a batch indexes: on a device a wrong number would read another row of a table."""
+    """Returns a batch as tensors; checks on the host what it indexes: on a device a wrong number
+    would read another row of a table."""
     tensors = loading.as_tensors(batch)
     limits.check(tensors)
     return tensors
 
 
-def build(config: Config, data: Data, mesh: device.Mesh) -> State:
+def build(config: Config, data: Data, mesh: Mesh) -> State:
     """Moves the models to the device and makes the optimizer, whose state exists from the start."""
     layers.use_forms(clamp_weights=not mesh.safe_forms)
-    model = device.to_device(encoders.fast_layers(data.model), mesh, partition.rules)
-    recipe = recipe_of(config)
-    groups = encoders.parameter_groups(model, recipe.weight_decay)
-    options = {"lr": config.lr, "betas": (0.9, recipe.beta2), "eps": ADAM_EPS, "foreach": False}
-    if config.optimizer == "lamb":  # without bias correction, as in the authors' code: the warm-up does its work
-        options |= {"bias_correction": False, "max_grad_norm": None}
-    optimizer = (Lamb if config.optimizer == "lamb" else torch.optim.AdamW)(groups, **options)
+    model = encoder_layers.fast_layers(data.model)
+    model = device.to_device(model, mesh, encoders.rules)
+    optimizer = make_optimizer(config, model)
     device.init_optimizer_state(optimizer, mesh)
-    teacher = data.teacher and device.to_device(encoders.fast_layers(data.teacher), mesh, partition.rules)
+
+    teacher = data.teacher
+    if teacher is not None:
+        teacher = encoder_layers.fast_layers(teacher)
+        teacher = device.to_device(teacher, mesh, encoders.rules)
     return State(model, teacher, optimizer)
 
 
-def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
-    """Returns the mean losses over a batch with data/pretraining.py's entries; of the parts of one, losses whose mean
-    is that of the whole batch."""
+def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """Returns AdamW or LAMB; biases and norms have no weight decay."""
+    recipe = recipe_of(config)
+    groups = architectures.parameter_groups(model, recipe.weight_decay)
+    options = {"lr": config.lr, "betas": (0.9, recipe.beta2), "eps": ADAM_EPS, "foreach": False}
+    if config.optimizer == "lamb":
+        # Without bias correction, as in the authors' code: the warm-up does its work.
+        return Lamb(groups, bias_correction=False, max_grad_norm=None, **options)
+    return torch.optim.AdamW(groups, **options)
+
+
+def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+    """Returns the mean losses over a batch, which has data/pretraining.py's entries; of a
+    micro-batch, losses whose mean over the micro-batches is that of the whole batch."""
     with mesh.autocast():
         return objectives.losses(state.model, state.teacher, batch, config.update_every)
 
 
-def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
+def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
     """Updates once from one batch; returns the losses."""
     losses = forward(state, batch, config, mesh)
     losses["loss"].backward()
@@ -183,56 +239,104 @@ def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: dev
 
 
 def update(state: State, config: Config) -> dict[str, Tensor]:
-    """Updates the parameters from their gradients."""
+    """Updates the parameters from their gradients; has no metrics of its own."""
     torch.nn.utils.clip_grad_norm_(state.model.parameters(), recipe_of(config).clip)
     state.optimizer.step()
     return {}
 
 
-def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
+def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
     """Returns sums over a batch, see models/objectives.py."""
     with torch.no_grad(), mesh.autocast():
         return objectives.scores(state.model, batch)
 
 
-def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
-    """Reads the first and the last rows that are evaluated; raises InputError where an evaluation would."""
-    options = {"split": config.update_every, "seed": config.seed}
-    options["collate"] = partial(collate, architectures.limits(data.model))
-    batches = loading.first_and_last(data.eval, config.batch_size, mesh, **options)
-    predicted = sum(int((batch["weights"] * batch["mask"][:, None]).sum()) for batch in batches)
+def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
+    """Reads the first and the last rows that are evaluated; raises InputError where an evaluation
+    would."""
+    batches = loading.first_and_last(
+        data.eval,
+        config.batch_size,
+        mesh,
+        seed=config.seed,
+        split=config.update_every,
+        collate=partial(collate, architectures.limits(data.model)),
+    )
+    predicted = 0
+    for batch in batches:
+        weights = batch["weights"] * batch["mask"][:, None]
+        predicted += int(weights.sum())
     if not device.over_hosts(mesh, predicted).total:
-        raise InputError(f"no token of the first and last validation rows of {config.data} can be predicted")
+        rows = f"the first and last validation rows of {config.data}"
+        raise InputError(f"no token of {rows} can be predicted")
 
 
-def evaluate(step, state: State, rows: loading.Dataset, config: Config, mesh: device.Mesh) -> dict[str, float]:
-    """Returns mean loss (nats) and accuracy on the same masks each time; `step` is the compiled eval_step."""
+def evaluate(step, state: State, rows: loading.Dataset, config: Config, mesh: Mesh) -> dict[str, float]:
+    """Returns mean loss (nats) and accuracy on the same masks each time; `step` is the compiled
+    eval_step."""
     state.model.eval()
-    options = {"split": config.update_every, "seed": config.seed, "workers": config.workers}
-    options["collate"] = partial(collate, architectures.limits(state.model))
-    with loading.parallel_loader(rows, config.batch_size, mesh, train=False, **options) as loader:
-        totals = device.fetch_sums([step(state, batch, config, mesh) for batch in loader])
+    loader = loading.parallel_loader(
+        rows,
+        config.batch_size,
+        mesh,
+        train=False,
+        seed=config.seed,
+        split=config.update_every,
+        collate=partial(collate, architectures.limits(state.model)),
+        workers=config.workers,
+    )
+    with loader:
+        sums = [step(state, batch, config, mesh) for batch in loader]
+        totals = device.fetch_sums(sums)
     state.model.train()
+
     counts = {"loss": "predicted", "accuracy": "predicted", "next_sentence_accuracy": "rows"}
-    return {name: totals[name] / totals[count] for name, count in counts.items() if name in totals}
+    metrics = {}
+    for name, count in counts.items():
+        if name in totals:
+            metrics[name] = totals[name] / totals[count]
+    return metrics
 
 
-def export(folder: str, state: State, data: Data, config: Config, mesh: device.Mesh) -> None:
-    """Writes what transformers and `train.glue --checkpoint` load; of fairseq-roberta also what fairseq loads."""
+def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
+    """Writes what transformers and `train.glue --checkpoint` load; of fairseq-roberta also what
+    fairseq loads."""
     weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
-    options = state.model, weights, data.train.text.tokenizer, config.model == "fairseq-roberta"
-    if mesh.main_process:
-        files.write_folder(folder, lambda local: encoders.save(local, *options))
+    if not mesh.main_process:
+        return
+
+    tokenizer = data.train.text.tokenizer
+    write_folder = encoders.record(config.model).write_folder
+
+    def save(local: str) -> None:
+        encoder_files.save(local, state.model, weights, tokenizer, write_folder)
+
+    files.write_folder(folder, save)
 
 
-def with_teacher(config: Config, mesh: device.Mesh) -> Config:
-    """Pretrains the teacher of a DistilBERT's trial, which has none; returns the config that names it."""
-    own = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in FREE}
-    name = f"teacher-{zlib.crc32(repr(own).encode()):08x}"  # one for each set of flags that change numbers
-    main(replace(config, model="bert", name=name))
+def with_teacher(config: Config, mesh: Mesh) -> Config:
+    """Pretrains the teacher of a trial, which has none; returns the config that names it."""
+    own = {}
+    for field in fields(config):
+        if field.name not in FREE:
+            own[field.name] = getattr(config, field.name)
+    # A name for each set of flags that change numbers.
+    name = f"teacher-{zlib.crc32(repr(own).encode()):08x}"
+    main(replace(config, model=encoders.record(config.model).teacher, name=name))
     device.over_hosts(mesh, 0)  # the main process has written it when all are here
     device.graph_report(reset=True)
     return replace(config, teacher=f"{config.runs}/{name}/export")
+
+
+def headline(config: Config, data: Data, per_epoch: int) -> str:
+    """Returns what a run says first."""
+    text = data.train.text
+    rows = f"{len(text):,} rows of {text.length} tokens, {data.train.predictions} predicted"
+    parameters = f"{data.model.num_parameters():,} parameters"
+    epochs = config.steps / per_epoch
+    said = splits.said(text, data.eval.text)
+    updates = f"{config.steps:,} updates of {config.batch_size} rows ({epochs:.1f} epochs){said}"
+    return f"{config.model} on {config.data}: {rows}, {parameters}, {updates}"
 
 
 def main(config: Config) -> dict[str, float]:
@@ -244,27 +348,31 @@ def main(config: Config) -> dict[str, float]:
         config.strict,
         config.device,
         config.layout,
-        vmem_kib=VMEM_KIB.get(config.model, 0),
+        vmem_kib=encoders.record(config.model).vmem_kib,
         safe_forms=config.safe_forms,
     )
-    if config.model == "distilbert" and not config.teacher:
+    if encoders.record(config.model).teacher and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)
-    rows = data.train.text
     total = config.steps
     per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh, micro_batches=config.update_every)
-    epochs = total / per_epoch
-    name = f"{config.model}-{'synthetic' if config.data == 'synthetic' else 'pretraining'}"
-    headline = f"{config.model} on {config.data}: {len(rows):,} rows of {rows.length} tokens, "
-    headline += f"{data.train.predictions} predicted, {data.model.num_parameters():,} parameters, {total:,} updates of "
-    headline += f"{config.batch_size} rows ({epochs:.1f} epochs){splits.said(rows, data.eval.text)}"
+
+    kind = "synthetic" if config.data == "synthetic" else "pretraining"
     check_evaluation(data, config, mesh)
-    run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total)
+    run = Run(
+        config,
+        mesh,
+        name=f"{config.model}-{kind}",
+        headline=headline(config, data, per_epoch),
+        free=FREE,
+        total_steps=total,
+    )
     if run.finished:
         return run.print_summary()
 
     state = build(config, data, mesh)
-    start = run.resume(state.model, state.optimizer, examples=len(rows), keep=config.keep)
+    rows = len(data.train.text)
+    start = run.resume(state.model, state.optimizer, examples=rows, keep=config.keep)
     train = accumulate.SeededStep(train_step, mesh)
     count = None
     if config.update_every > 1:
@@ -295,20 +403,31 @@ def main(config: Config) -> dict[str, float]:
         workers=config.workers,
     )
     with run.training(loader, stop_every=max(10 // config.update_every, 1)):
-        metrics = evaluation(start) if run.evaluation_due else {}  # its checkpoint is there, the run ended in it
+        metrics = {}
+        if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
+            metrics = evaluation(start)
+
         for step, batch in enumerate(loader, start + 1):
             lr = learning_rate(config, step - 1)
             device.set_lr(state.optimizer, lr)
             step_metrics = train(state, batch, config, mesh)
+
             if step == 1 or step % config.log_every == 0 or step == total:
-                run.log(step, examples=step * config.batch_size, input_wait=loader.input_wait(), lr=lr, **step_metrics)
+                run.log(
+                    step,
+                    examples=step * config.batch_size,
+                    input_wait=loader.input_wait(),
+                    lr=lr,
+                    **step_metrics,
+                )
             evaluates = step % config.eval_every == 0 or step == total
             due = config.save_every > 0 and step % config.save_every == 0
             run.checkpoint(step, due=due, evaluates=evaluates)
             if evaluates:
                 metrics = evaluation(step)
+
         run.checkpoints.wait()
-        if not metrics:  # killed after the last update, before the export
+        if not metrics:  # the run ended after the last update, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)
         export(f"{run.path}/export", state, data, config, mesh)
         run.finish(metrics)

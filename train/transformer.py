@@ -1,26 +1,31 @@
 """The Transformer on WMT English-German: from text to BLEU, with fairseq's numbers.
 
-paper     Vaswani et al. 2017, Attention is all you need (arXiv:1706.03762); Ott et al. 2018 (arXiv:1806.00187)
-recipes   base    Vaswani et al., tables 2 and 3: 25,000 source and target tokens a batch, 100,000 updates
-          big     fairseq examples/scaling_nmt: 459,000 tokens a batch, rate 1e-3; 28.6 sacreBLEU on newstest2014 (Ott)
-          wmt18   fairseq examples/backtranslation, without its synthetic data: 29.0 sacreBLEU on newstest2017
-          tpu     base with the two shapes of Google's TPU tutorial for fairseq, 64 and 32 tokens on eight cores
+paper     Vaswani et al. 2017, Attention is all you need (arXiv:1706.03762);
+          Ott et al. 2018 (arXiv:1806.00187)
+recipes   base    Vaswani et al., tables 2 and 3: 25,000 source and target tokens per batch,
+                  100,000 updates
+          big     fairseq examples/scaling_nmt: 459,000 tokens per batch, rate 1e-3;
+                  28.6 sacreBLEU on newstest2014 (Ott)
+          wmt18   fairseq examples/backtranslation, without its synthetic data;
+                  29.0 sacreBLEU on newstest2017
+          tpu     base with the two shapes of Google's TPU tutorial for fairseq, 64 and 32 tokens on
+                  eight cores
 data      a folder that `make data DATASET=wmt18 DATA=…` makes from text, or fairseq-preprocess
-run       python -m train.transformer tiny                        a minute on two CPU cores, a synthetic language
-          python -m train.transformer base --data /data/wmt18     on a TPU VM
+run       python -m train.transformer tiny                       a synthetic language: a minute on
+                                                                 two CPU cores
+          python -m train.transformer base --data /data/wmt18    on a TPU VM
 result    the published recipes: not run yet; tiny and small real data: docs/results.md
 """
 
-if __name__ == "__main__" and not __package__:  # by its path, from which the imports below are not found
+if __name__ == "__main__" and not __package__:  # by its path: the imports below are not found
     raise SystemExit("error: in the project's folder run it as a module: python -m train.transformer tiny")
 
 import itertools
 import json
 import math
 import os
-from collections import namedtuple
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +38,7 @@ from models import fairseq, layers
 from models.transformer import ARCHITECTURES, Transformer, label_smoothed, rules
 from train import translate
 from train.common import accumulate, checkpoint, cli, device, files, loading
-from train.common.mesh import WHOLE, Layout
+from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.run import Run
 
 
@@ -41,38 +46,43 @@ from train.common.run import Run
 class Config:
     data: str = ""  # folder or URL that `make data` or fairseq-preprocess made, or "synthetic"
     arch: Literal[tuple(ARCHITECTURES)] = "transformer_wmt_en_de"  # sizes by fairseq's name
-    share_embeddings: Literal["all", "decoder", "none"] = "all"  # all: one joint dictionary; decoder: in- and output
+    share_embeddings: Literal["all", "decoder", "none"] = "all"  # all: one joint dictionary
     dropout: float = 0.1  # of embeddings and of each sub-layer's output
-    weights: str = ""  # checkpoint of fairseq or of an export to start from; it must fit arch and dictionaries
-    lengths: tuple[int, ...] = ()  # tokens of a sentence: a compiled shape each; (): from the data, up to 256
-    batch_tokens: int = 26_624  # places a batch on either side: sentences of length L come batch_tokens / L together
-    pack: bool = True  # several sentence pairs in a row of the longest of `lengths`, instead of a shape a length
-    update_every: int = 1  # batches whose gradients make an update
+    weights: str = ""  # checkpoint of fairseq or of an export; it must fit arch and dictionaries
+    lengths: tuple[int, ...] = ()  # tokens of a sentence, a compiled shape each; (): from the data
+    batch_tokens: int = 26_624  # tokens of a batch on either side: batch_tokens / L rows of length L
+    pack: bool = True  # several pairs in a row of the longest of `lengths`; else a shape per length
+    update_every: int = 1  # gradient-accumulation steps: batches per update
     updates: int = 100_000  # updates of the weights
     lr: float = 7e-4  # peak learning rate
     warmup_updates: int = 4000  # linear; then with the inverse square root of the update
     label_smoothing: float = 0.1  # of the training loss
-    beam: int = 4  # hypotheses a sentence in evaluation
-    length_penalty: float = 0.6  # exponent of a hypothesis' length, by which its log-probability is divided
-    bleu_tokenizer: Literal["", *TOKENIZERS] = ""  # sacrebleu's --tokenize; "": that of the target language
-    pieces: Literal["", *PIECES] = ""  # what a dictionary's symbols are; "": as its marks say (▁ or @@)
-    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the passes, see train/common/device.py
-    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
+    beam: int = 4  # hypotheses per sentence in evaluation
+    length_penalty: float = 0.6  # exponent of the length that divides a hypothesis' log-probability
+    bleu_tokenizer: Literal["", *TOKENIZERS] = ""  # sacrebleu's --tokenize; "": the target language's
+    pieces: Literal["", *PIECES] = ""  # what a dictionary's symbols are; "": by their marks, ▁ or @@
+    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
+    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
     layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
     seed: int = 0  # of the initial weights, the order of the data and dropout
-    workers: int = 1  # processes a host that make batches; -1: one a core, 0: none
+    workers: int = 1  # processes per host that make batches; -1: one per core, 0: none
     log_every: int = 100  # updates between lines of metrics
     eval_every: int = 5000  # updates between evaluations
     save_every: int = 1500  # updates between checkpoints; there is one at each evaluation, too
-    keep: int = 5  # checkpoints of save_every that stay; the mean of their weights is what is exported
+    keep: int = 5  # checkpoints of save_every that stay; the mean of their weights is exported
     runs: str = "runs"  # folder or URL (gs://bucket/runs) of all runs
     name: str = ""  # folder of this run below it; "": chosen
     strict: bool = True  # a recompilation or a host fall-back stops the run
-    safe_forms: bool = False  # slower forms for a TPU whose compiler crashes on the usual ones: docs/tpu.md
+    safe_forms: bool = False  # slower forms for a TPU whose compiler crashes: docs/tpu.md
 
 
 BIG = Config(
-    arch="transformer_vaswani_wmt_en_de_big", dropout=0.3, batch_tokens=65_536, update_every=8, updates=40_000, lr=1e-3
+    arch="transformer_vaswani_wmt_en_de_big",
+    dropout=0.3,
+    batch_tokens=65_536,
+    update_every=8,
+    updates=40_000,
+    lr=1e-3,
 )
 WMT18 = replace(BIG, updates=30_000, beam=5, length_penalty=1.0)
 TPU = Config(lengths=(32, 64), batch_tokens=131_072, pack=False, lr=5e-4)
@@ -95,48 +105,81 @@ TINY = Config(
 
 # Fields that a resumed run may change: none of these touches a number.
 FREE = ("workers", "log_every", "strict", "layout", "safe_forms")
-VMEM_KIB = 32_768  # of a TPU core for one fusion, as v6e gives; others give less: docs/tpu/findings.md
-WRITES_GRADIENT = "TPU v6 lite"  # that of the logits: 9 % fewer cycles there, more elsewhere, docs/tpu/findings.md
-ADAM, WARMUP_INIT_LR = {"betas": (0.9, 0.98), "eps": 1e-8}, 1e-7  # as in fairseq's recipes
+# Of a TPU core's vector memory for one fusion, as v6e gives; others give less: docs/tpu/findings.md
+VMEM_KIB = 32_768
+# Where the gradient of the logits is written to memory: 9 % fewer cycles there, more elsewhere
+# (docs/tpu/findings.md).
+WRITES_GRADIENT = "TPU v6 lite"
+ADAM = {"betas": (0.9, 0.98), "eps": 1e-8}  # as in fairseq's recipes
+WARMUP_INIT_LR = 1e-7  # likewise
+LARGEST_EXPONENT = 700  # math.exp of more overflows
 
-Data = namedtuple("Data", "train eval")  # sentence pairs of data/wmt.py; eval: {"valid": …}, and "test" if it is there
-State = namedtuple("State", "model optimizer")  # what a step works on
+
+class Data(NamedTuple):
+    """What a run reads: sentence pairs of data/wmt.py."""
+
+    train: wmt.TranslationPairs
+    eval: dict[str, wmt.TranslationPairs]  # "valid", and "test" if it is there
+
+
+class State(NamedTuple):
+    """What a step works on."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
 
 def learning_rate(config: Config, step: int) -> float:
     """Returns the rate at 0-based update `step`: fairseq's inverse_sqrt."""
     if step < config.warmup_updates:
-        return WARMUP_INIT_LR + (config.lr - WARMUP_INIT_LR) * step / config.warmup_updates
+        rise = config.lr - WARMUP_INIT_LR
+        return WARMUP_INIT_LR + rise * step / config.warmup_updates
     return config.lr * math.sqrt(config.warmup_updates / step)
 
 
 def validate(config: Config) -> Config:
-    """Returns the config; refuses values outside their range."""
+    """Returns the config; raises InputError where a value is outside its range."""
     cli.at_least(config, 1, "batch_tokens", "update_every", "updates", "warmup_updates", "beam")
     cli.at_least(config, 1, "log_every", "eval_every", "save_every", "keep")
     cli.at_least(config, 0, "lr", "seed", "length_penalty")
     cli.at_least(config, -1, "workers")
     cli.at_least(config, 0, "dropout", "label_smoothing", below=1)
+
     positions = ARCHITECTURES[config.arch].max_positions
-    if list(config.lengths) != sorted(set(config.lengths)) or not all(2 <= n <= positions for n in config.lengths):
-        raise InputError(f"--lengths are {config.lengths}; they must rise and be between 2 and {positions}")
+    rising = list(config.lengths) == sorted(set(config.lengths))
+    possible = all(2 <= length <= positions for length in config.lengths)
+    if not rising or not possible:
+        expected = f"they must rise and be between 2 and {positions}"
+        raise InputError(f"--lengths are {config.lengths}; {expected}")
     cli.need_data(config, "a folder that `make data` made")
     return config
 
 
 def open_data(config: Config) -> Data:
-    """Opens the training pairs, and those of the validation split and of the test split if there is one."""
+    """Opens the pairs of the training and the validation split, and of the test split if there is
+    one."""
     if config.data == "synthetic":
-        train, valid = (wmt.SyntheticPairs(split, seed=config.seed) for split in ("train", "valid"))
+        train = wmt.SyntheticPairs("train", seed=config.seed)
+        valid = wmt.SyntheticPairs("valid", seed=config.seed)
         return Data(train, {"valid": valid})
-    names = ["valid", "test"] if wmt.has_split(config.data, "test") else ["valid"]
-    evaluated = {name: wmt.open_pairs(config.data, name, config.pieces) for name in names}
-    return Data(wmt.open_pairs(config.data, "train", config.pieces), evaluated)
+
+    evaluated = {}
+    for split in ("valid", "test"):
+        if split == "valid" or wmt.has_split(config.data, split):
+            evaluated[split] = wmt.open_pairs(config.data, split, config.pieces)
+    train = wmt.open_pairs(config.data, "train", config.pieces)
+    return Data(train, evaluated)
 
 
 def check_dictionaries(config: Config, data: Data) -> list[str]:
-    """Compares the dictionaries beside --weights, as an export has them, with those of the data: as many words may be
-    others, or in another order. Returns the names of those that are not there; raises InputError where one differs."""
+    """Compares the dictionaries beside --weights, as an export has them, with those of the data: as
+    many words may be other ones, or in another order.
+
+    Returns:
+        The names of the dictionaries that are not beside --weights.
+    Raises:
+        InputError: one differs.
+    """
     unknown = []
     for name, content in data.train.vocabulary_files().items():
         if not name.startswith("dict."):
@@ -146,22 +189,38 @@ def check_dictionaries(config: Config, data: Data) -> list[str]:
             unknown.append(name)
             continue
 
-        theirs, ours = files.read_file(path).split(b"\n"), content.split(b"\n")
-        for number, lines in enumerate(itertools.zip_longest(theirs, ours, fillvalue=b""), start=1):
-            one, other = (line.rpartition(b" ")[0].decode(errors="replace") for line in lines)  # without their counts
-            if one != other:
-                what = f"--weights {config.weights} has another dictionary: line {number} of {path} is {one!r}"
-                raise InputError(f"{what}, of {config.data} {other!r}; give weights or data of the same dictionary")
+        theirs = files.read_file(path).split(b"\n")
+        ours = content.split(b"\n")
+        pairs = itertools.zip_longest(theirs, ours, fillvalue=b"")
+        for number, (their_line, our_line) in enumerate(pairs, start=1):
+            their_word = _word(their_line)
+            our_word = _word(our_line)
+            if their_word != our_word:
+                what = f"--weights {config.weights} has another dictionary"
+                where = f"line {number} of {path} is {their_word!r}, of {config.data} {our_word!r}"
+                raise InputError(f"{what}: {where}; give weights or data of the same dictionary")
     return unknown
 
 
-def build(config: Config, data: Data, mesh: device.Mesh) -> State:
+def _word(line: bytes) -> str:
+    """Returns the word of a dictionary's line, without its count."""
+    return line.rpartition(b" ")[0].decode(errors="replace")
+
+
+def build(config: Config, data: Data, mesh: Mesh) -> State:
     """Makes model and optimizer on the device; the optimizer's state exists from the start."""
     layers.use_forms(clamp_weights=not mesh.safe_forms)
-    arch = replace(ARCHITECTURES[config.arch], dropout=config.dropout, share_embeddings=config.share_embeddings)
-    source, target = data.train.source_dictionary, data.train.target_dictionary
+    source = data.train.source_dictionary
+    target = data.train.target_dictionary
     if config.share_embeddings == "all" and source is not target:
-        raise InputError(f"{config.data} has two dictionaries; use --share-embeddings decoder, or a joint dictionary")
+        remedy = "use --share-embeddings decoder, or a joint dictionary"
+        raise InputError(f"{config.data} has two dictionaries; {remedy}")
+
+    arch = replace(
+        ARCHITECTURES[config.arch],
+        dropout=config.dropout,
+        share_embeddings=config.share_embeddings,
+    )
     model = Transformer(arch, len(source), len(target))
     if config.weights:
         _, weights = fairseq.read_checkpoint(files.read_file(config.weights), config.weights)
@@ -169,23 +228,38 @@ def build(config: Config, data: Data, mesh: device.Mesh) -> State:
         unknown = check_dictionaries(config, data)
         if unknown and mesh.main_process:
             beside = f"there is no {' nor '.join(unknown)} beside --weights {config.weights}"
-            print(f"{beside}: its words are taken to be those of {config.data}, in their order", flush=True)
+            taken = f"its words are taken to be those of {config.data}, in their order"
+            print(f"{beside}: {taken}", flush=True)
+
     device.to_device(model, mesh, rules)
     optimizer = torch.optim.Adam(model.parameters(), config.lr, foreach=False, **ADAM)
     device.init_optimizer_state(optimizer, mesh)
     return State(model, optimizer)
 
 
-def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
-    """Returns sums over a batch: "source" [B, S], "previous" and "target" [B, T], segments where it is packed."""
+def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+    """Returns sums over the target tokens of a batch or micro-batch of B rows.
+
+    Args:
+        batch: "source" [B, S], "previous" and "target" [B, T]; and "source_segment" [B, S] and
+            "target_segment" [B, T] where several pairs are packed into a row.
+    """
+    rows_multiple = 0
+    if mesh.kind.startswith("TPU"):
+        rows_multiple = math.lcm(translate.ROWS_MULTIPLE, mesh.num_devices)
     with mesh.autocast():
-        segments = batch.get("source_segment"), batch.get("target_segment")
-        parts = math.lcm(translate.ROWS_MULTIPLE, mesh.num_devices) if mesh.kind.startswith("TPU") else 0
-        logits = state.model(batch["source"], batch["previous"], *segments, parts)
-    return label_smoothed(logits, batch["target"], config.label_smoothing, mesh.kind == WRITES_GRADIENT)
+        logits = state.model(
+            batch["source"],
+            batch["previous"],
+            batch.get("source_segment"),
+            batch.get("target_segment"),
+            rows_multiple,
+        )
+    writes_gradient = mesh.kind == WRITES_GRADIENT
+    return label_smoothed(logits, batch["target"], config.label_smoothing, writes_gradient)
 
 
-def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
+def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
     """Updates once from one batch; returns the mean loss and nll of its tokens."""
     sums = forward(state, batch, config, mesh)
     means = {name: sums[name] / sums["tokens"] for name in ("loss", "nll")}
@@ -196,26 +270,27 @@ def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: dev
 
 
 def update(state: State, config: Config) -> dict[str, Tensor]:
-    """Updates the parameters from their gradients; of several batches, each token counts the same."""
+    """Updates the parameters from their gradients; of several batches, each token counts the
+    same."""
     state.optimizer.step()
     return {}
 
 
-def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh) -> dict[str, Tensor]:
+def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
     """Returns sums over the tokens of a batch; padding does not count."""
     with torch.no_grad():
         return forward(state, batch, config, mesh)
 
 
-def eval_plan(pairs, config: Config, mesh: device.Mesh) -> batching.Buckets:
+def eval_plan(pairs: wmt.TranslationPairs, config: Config, mesh: Mesh) -> batching.Buckets:
     """Returns the batches in which the loss of a split is computed."""
     positions = ARCHITECTURES[config.arch].max_positions
     return translate.evaluation_plan(pairs.lengths, config.lengths, config.batch_tokens, positions, mesh, pairs.split)
 
 
-def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
-    """Reads the first and the last sentences of each split that is evaluated, and makes what computes its BLEU; raises
-    InputError where an evaluation would."""
+def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
+    """Reads the first and the last sentences of each split that is evaluated, and makes what
+    computes its BLEU; raises InputError where an evaluation would."""
     notes = []
     for pairs in data.eval.values():
         loading.first_and_last(pairs, eval_plan(pairs, config, mesh), mesh)
@@ -225,18 +300,39 @@ def check_evaluation(data: Data, config: Config, mesh: device.Mesh) -> None:
             print(note, flush=True)
 
 
-def evaluate(step, translator, state: State, sets: dict, config: Config, mesh: device.Mesh) -> dict[str, float]:
-    """Returns BLEU, loss and perplexity per token, the test split's as test_…; `step` is the compiled eval_step."""
+def evaluate(
+    step,
+    translator: translate.Translator,
+    state: State,
+    sets: dict[str, wmt.TranslationPairs],
+    config: Config,
+    mesh: Mesh,
+) -> dict[str, float]:
+    """Returns BLEU, loss and perplexity per token of each split, those of the test split as test_….
+
+    `step` is the compiled eval_step.
+    """
     metrics = {}
     state.model.eval()
     for split, pairs in sets.items():
         plan = eval_plan(pairs, config, mesh)
-        with loading.parallel_loader(pairs, plan, mesh, train=False, workers=config.workers) as loader:
-            totals = device.fetch_sums([step(state, batch, config, mesh) for batch in loader])
-        loss, nll = (totals[name] / totals["tokens"] for name in ("loss", "nll"))
+        loader = loading.parallel_loader(pairs, plan, mesh, train=False, workers=config.workers)
+        with loader:
+            sums = [step(state, batch, config, mesh) for batch in loader]
+            totals = device.fetch_sums(sums)
+        loss = totals["loss"] / totals["tokens"]
+        nll = totals["nll"] / totals["tokens"]
+
         bleu = translate.Bleu(pairs, config.bleu_tokenizer)
-        values = {"bleu": bleu(translator(pairs, bleu.unknown), mesh), "loss": loss, "ppl": math.exp(min(nll, 700))}
-        metrics |= values if split == "valid" else {f"{split}_{name}": value for name, value in values.items()}
+        translations = translator(pairs, bleu.unknown)
+        values = {
+            "bleu": bleu(translations, mesh),
+            "loss": loss,
+            "ppl": math.exp(min(nll, LARGEST_EXPONENT)),
+        }
+        prefix = "" if split == "valid" else f"{split}_"
+        for name, value in values.items():
+            metrics[prefix + name] = value
     state.model.train()
     return metrics
 
@@ -244,7 +340,7 @@ def evaluate(step, translator, state: State, sets: dict, config: Config, mesh: d
 def average_checkpoints(
     checkpoints: checkpoint.Checkpointer,
     model: nn.Module,
-    mesh: device.Mesh,
+    mesh: Mesh,
 ) -> list[int]:
     """Gives a model on the device the mean weights of the last checkpoints.
 
@@ -286,23 +382,47 @@ def average_checkpoints(
     return steps
 
 
-def export(folder: str, state: State, data: Data, config: Config, mesh: device.Mesh) -> None:
-    """Writes model.pt, which fairseq and `make translate` load, with dictionaries and tokenizer beside it."""
-    settings = {"source_lang": data.train.source_language, "target_lang": data.train.target_language}
-    if config.pieces:  # make translate joins them in the same way
-        settings["pieces"] = config.pieces
+def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
+    """Writes model.pt, which fairseq and `make translate` load, with dictionaries and tokenizer
+    beside it."""
     weights = checkpoint.to_host(state.model.state_dict(), mesh.layers, mesh.main_process)
     if not mesh.main_process:
         return
-    files.write_file(f"{folder}/model.pt", fairseq.write_checkpoint(state.model, weights, config.updates, **settings))
-    signatures = {split: translate.Bleu(pairs, config.bleu_tokenizer).signature for split, pairs in data.eval.items()}
-    files.write_file(f"{folder}/bleu.json", json.dumps({"signatures": signatures}, indent=1).encode())
+
+    settings = {
+        "source_lang": data.train.source_language,
+        "target_lang": data.train.target_language,
+    }
+    if config.pieces:  # make translate joins them in the same way
+        settings["pieces"] = config.pieces
+    model = fairseq.write_checkpoint(state.model, weights, config.updates, **settings)
+    files.write_file(f"{folder}/model.pt", model)
+
+    signatures = {}
+    for split, pairs in data.eval.items():
+        signatures[split] = translate.Bleu(pairs, config.bleu_tokenizer).signature
+    described = json.dumps({"signatures": signatures}, indent=1)
+    files.write_file(f"{folder}/bleu.json", described.encode())
+
     for name, text in data.train.vocabulary_files().items():
         files.write_file(f"{folder}/{name}", text)
 
 
+def headline(config: Config, data: Data, plan: batching.Plan, per_epoch: int, tokens: int) -> str:
+    """Returns what a run says first. `tokens`: real target tokens per update."""
+    pairs = f"{len(data.train):,} pairs, {plan.dropped:,} too long"
+    shapes = ", ".join("x".join(map(str, shape)) for shape in plan.shapes)
+    batches = f"in batches of {shapes} with {plan.padding:.1%} padding"
+    updates = f"{config.updates:,} updates of {tokens:,} target tokens"
+    epochs = config.updates * config.update_every / per_epoch
+    said = splits.said(data.train, *data.eval.values())
+    length = f"{updates} ({epochs:.1f} epochs){said}"
+    return f"{config.arch} on {config.data}: {pairs}, {batches}, {length}"
+
+
 def main(config: Config) -> dict[str, float]:
-    """Trains, averages the last checkpoints, evaluates, exports; returns bleu, loss and ppl, and test_bleu, …."""
+    """Trains, averages the last checkpoints, evaluates, exports; returns bleu, loss and ppl, and
+    test_bleu, …."""
     config = validate(config)
     mesh = device.setup(
         config.seed,
@@ -318,27 +438,36 @@ def main(config: Config) -> dict[str, float]:
     total = config.updates
     every = config.update_every
     per_epoch = loading.steps_per_epoch(data.train, plan, mesh)
-    tokens = every * int(data.train.lengths[:, 1].sum()) // per_epoch  # real target tokens per update
-    shapes = ", ".join("x".join(map(str, shape)) for shape in plan.shapes)
+    tokens = every * int(data.train.lengths[:, 1].sum()) // per_epoch  # per update, without padding
+
     languages = data.train.source_language + data.train.target_language
-    name = f"transformer-{'synthetic' if config.data == 'synthetic' else languages}"
-    headline = f"{config.arch} on {config.data}: {len(data.train):,} pairs, {plan.dropped:,} too long, in batches of "
-    headline += f"{shapes} with {plan.padding:.1%} padding, {total:,} updates of {tokens:,} target tokens "
-    headline += f"({total * every / per_epoch:.1f} epochs){splits.said(data.train, *data.eval.values())}"
+    kind = "synthetic" if config.data == "synthetic" else languages
     check_evaluation(data, config, mesh)
-    run = Run(config, mesh, name=name, headline=headline, free=FREE, total_steps=total, unit="tokens")
+    run = Run(
+        config,
+        mesh,
+        name=f"transformer-{kind}",
+        headline=headline(config, data, plan, per_epoch, tokens),
+        free=FREE,
+        total_steps=total,
+        unit="tokens",
+    )
     if run.finished:
         return run.print_summary()
 
     state = build(config, data, mesh)
     start = run.resume(
-        state.model, state.optimizer, examples=len(data.train), keep=config.keep, every=config.save_every
+        state.model,
+        state.optimizer,
+        examples=len(data.train),
+        keep=config.keep,
+        every=config.save_every,
     )
-    train = accumulate.SeededStep(train_step, mesh, len(plan.shapes))
+    shapes = len(plan.shapes)
+    train = accumulate.SeededStep(train_step, mesh, shapes)
     if every > 1:
-        means = ("loss", "nll")
         train = accumulate.AccumulatedStep(
-            forward, update, state, means, mesh, per="tokens", max_graphs=len(plan.shapes)
+            forward, update, state, ("loss", "nll"), mesh, per="tokens", max_graphs=shapes
         )
     eval_fn = device.compiled(eval_step, mesh, translate.MAX_SHAPES)
     translator = translate.Translator(state.model, mesh, config)
@@ -346,8 +475,9 @@ def main(config: Config) -> dict[str, float]:
 
     def evaluation(step: int) -> None:
         """Evaluates the state after `step` on the validation split, and records it."""
+        valid = {"valid": data.eval["valid"]}
         with run.pause():
-            metrics = evaluate(eval_fn, translator, state, {"valid": data.eval["valid"]}, config, mesh)
+            metrics = evaluate(eval_fn, translator, state, valid, config, mesh)
         run.evaluation(step, **metrics)
 
     loader = loading.parallel_loader(
@@ -362,18 +492,27 @@ def main(config: Config) -> dict[str, float]:
         workers=config.workers,
     )
     with run.training(loader, stop_every=max(10 // every, 1)):
-        if run.evaluation_due:  # its checkpoint is there, the run ended in it
+        if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             evaluation(start)
+
         for step, batch in enumerate(loader, start + 1):
             lr = learning_rate(config, step - 1)
             device.set_lr(state.optimizer, lr)
             step_metrics = train(state, batch, config, mesh)
+
             if step == 1 or step % config.log_every == 0 or step == total:
-                run.log(step, examples=step * tokens, input_wait=loader.input_wait(), lr=lr, **step_metrics)
+                run.log(
+                    step,
+                    examples=step * tokens,
+                    input_wait=loader.input_wait(),
+                    lr=lr,
+                    **step_metrics,
+                )
             evaluates = step % config.eval_every == 0 or step == total
             run.checkpoint(step, due=step % config.save_every == 0, evaluates=evaluates)
             if evaluates:
                 evaluation(step)
+
         run.checkpoints.wait()
         averaged = average_checkpoints(run.checkpoints, state.model, mesh)
         run.message(f"the mean of the checkpoints of updates {averaged}:")
@@ -387,7 +526,10 @@ PRESETS = {
     "base": ("the paper's base model; needs --data and accelerators", Config()),
     "big": ("the big model with fairseq's large batches (WMT'16)", BIG),
     "wmt18": ("the big model on WMT'18", WMT18),
-    "tpu": ("the base model with the shapes of Google's tutorial: 2,048x64 and 4,096x32 on eight cores", TPU),
+    "tpu": (
+        "the base model with the shapes of Google's tutorial: 2,048x64 and 4,096x32 on eight cores",
+        TPU,
+    ),
     "tiny": ("a small network on a synthetic language: a minute on a CPU", TINY),
 }
 

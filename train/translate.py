@@ -33,7 +33,11 @@ from train.common import checkpoint, cli, device, files, loading
 @dataclass(frozen=True)
 class Config:
     model_dir: str = ""  # folder or URL with model.pt, the dictionaries and the tokenizer
-    lengths: tuple[int, ...] = (16, 32, 64)  # tokens of a sentence: a compiled shape each; beyond the last they double
+    lengths: tuple[int, ...] = (
+        16,
+        32,
+        64,
+    )  # tokens of a sentence: a compiled shape each; beyond the last they double
     batch_tokens: int = 16_384  # places a batch: sentences of length L come batch_tokens / (L * beam) together
     beam: int = 4  # hypotheses a sentence
     length_penalty: float = 0.6  # exponent of a hypothesis' length, by which its log-probability is divided
@@ -47,7 +51,10 @@ class Config:
 
 MAX_LENGTH_A, MAX_LENGTH_B = 1.2, 10  # a translation has at most a * (source tokens) + b words
 ROWS_MULTIPLE = 8  # batches divide by it and by the devices: on 1, 2, 4 and 8 of them they are the same
-AUTO_SHAPES, AUTO_LONGEST = 4, 256  # of a training plan without --lengths: shapes, and tokens of the longest
+AUTO_SHAPES, AUTO_LONGEST = (
+    4,
+    256,
+)  # of a training plan without --lengths: shapes, and tokens of the longest
 UNKNOWN_SHARE = 0.2  # of the words of an input, from which on a line says it
 SPLIT_WORDS = ("char", "spm", "flores101", "flores200")  # tokenizers of sacrebleu that divide words
 MAX_SHAPES = 16  # compiled shapes of evaluation and translation: lengths, and what is left over when rows are few
@@ -137,7 +144,13 @@ class Translator:
         most = min(most, model.arch.max_positions - 1)
         with self.mesh.autocast():
             tokens, scores = beam_search.search(
-                model, source, limit.clamp(max=most), config.beam, most + 1, config.length_penalty, self._loop
+                model,
+                source,
+                limit.clamp(max=most),
+                config.beam,
+                most + 1,
+                config.length_penalty,
+                self._loop,
             )
         # Copies: a slice would keep all hypotheses as results of the program.
         best = {"tokens": tokens[:, 0].clone(), "score": scores[:, 0].clone()}
@@ -211,7 +224,14 @@ class Bleu:
             self._metric = BLEU(trg_lang=scoring.language, tokenize=scoring.tokenizer)
             # Some tokenizers are loaded when they are first used.
             self._metric.corpus_score(self.references[:1], [self.references[:1]])
-        except (ImportError, OSError, RuntimeError, ValueError, AssertionError, SystemExit) as error:
+        except (
+            ImportError,
+            OSError,
+            RuntimeError,
+            ValueError,
+            AssertionError,
+            SystemExit,
+        ) as error:
             what = f"BLEU of the target language {pairs.target_language} cannot be computed: the tokenizer "
             what += f"{scoring.tokenizer} says {' '.join(str(error).split())!r}"
             remedy = "install what is missing, or give --bleu-tokenizer char for BLEU of characters"
@@ -252,7 +272,9 @@ def load(folder: str, mesh: device.Mesh, pieces: str = "") -> tuple[Transformer,
     pieces = pieces or settings.get("pieces", "")
     text = wmt.Codec(files.local_folder(folder), *settled, pieces if pieces in PIECES else "")
     model = Transformer(
-        fairseq.architecture(settings, weights, path), len(text.source_dictionary), len(text.target_dictionary)
+        fairseq.architecture(settings, weights, path),
+        len(text.source_dictionary),
+        len(text.target_dictionary),
     )
     fairseq.load_weights(model, weights, path)
     return device.to_device(model, mesh).eval(), text

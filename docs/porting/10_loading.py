@@ -16,7 +16,7 @@ from train.common import loading
 WRONG = "4 images, no error"
 WRONG_SHARDS = [27, 27, 26]
 OURS = [
-    ("train/resnet50.py", "loader = loading.parallel_loader(data.train"),
+    ("train/resnet50.py", "loader = loading.parallel_loader("),
     ("train/common/loading.py", "except BaseException as error:"),
 ]
 

@@ -2,7 +2,7 @@
 
     python -m tpu.compiler.compile resnet50 full --topology v5e:2x4     does it fit, memory, collectives: half a minute
     python -m tpu.compiler.compile bert full --task pretrain --batch 32 --effort full  and estimated cycles: minutes
-    python -m tpu.compiler.compile dlrm mlperf_v1 --topology v6e:4x8 -- --plan row     flags of the script after --
+    python -m tpu.compiler.compile dlrm mlperf_v1 --topology v6e:4x8 -- --lr 0.5    flags of the script after --
     python -m tpu.compiler.compile transformer big --program translate      beam search instead of the train step
 
 This needs neither a TPU nor a network nor data, only the package libtpu: the version that a TPU VM runs, or another by
@@ -32,6 +32,7 @@ if __name__ == "__main__":
 import tyro
 
 from errors import InputError
+from models import encoders
 from tpu.compiler import apart, bundles, hlo, libtpu, report, staging, steps
 from tpu.compiler.libtpu import GIB
 from train import dlrm, glue, pretrain, resnet50, transformer
@@ -39,8 +40,7 @@ from train.common import cli, device, files, interrupt, sharding
 from train.common.mesh import WHOLE, GraphError
 from train.common.xla import backend
 
-ENCODERS = tuple(name for name in glue.RECIPES if name != "auto")
-MODELS = ("resnet50", "transformer", "dlrm", *ENCODERS)
+MODELS = ("resnet50", "transformer", "dlrm", *encoders.PRETRAINED)
 EFFORTS = ("fast", "full")
 PROGRAMS = ("train", "evaluate", "translate")
 DIED = 3  # exit code: the compiler died; 1: it does not fit, 2: input
@@ -369,8 +369,8 @@ def ask_compiler(job: Job, script: Any) -> None:
     layout = getattr(config, "layout", WHOLE)
     if script is job.script:
         vmem_kib = getattr(script, "VMEM_KIB", 0)
-        if isinstance(vmem_kib, dict):
-            vmem_kib = vmem_kib.get(job.model, 0)
+        if script is pretrain:
+            vmem_kib = encoders.record(job.model).vmem_kib
         backend.ask_for_forms(vmem_kib, device.wants_safe_forms(config.safe_forms))
     else:
         backend.ask_compiler(backend.STACK)

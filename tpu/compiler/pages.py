@@ -296,25 +296,35 @@ def arranged(part: str, figures: dict) -> dict:
     return found
 
 
-def memory(report: dict) -> str:
+def memory(record: dict) -> str:
     """Returns the GiB that a chip needs, and whether it has them."""
-    if "memory" in report:
-        return f"{report['memory']['needed'] / GIB:.2f}"
-    return f"does not fit: {report['needed'] / GIB:.2f}" if "needed" in report else "does not fit: the tables"
+    if "memory" in record:
+        return f"{record['memory']['needed'] / GIB:.2f}"
+    if "needed" in record:
+        return f"does not fit: {record['needed'] / GIB:.2f}"
+    return "does not fit: the tables"
 
 
-def bundle_count(report: dict) -> str:
-    """Returns the bundles of operations without an estimate, in millions; "" where they were not counted."""
-    return f"{report['uncounted']['bundles'] / 1e6:.2f}M" if "uncounted" in report else ""
+def bundle_count(record: dict) -> str:
+    """Returns the bundles of operations without an estimate, in millions; "" if they were not counted."""
+    if "uncounted" not in record:
+        return ""
+    return f"{record['uncounted']['bundles'] / 1e6:.2f}M"
 
 
 def ratio(ours: dict, other: dict) -> str:
-    """Returns ours / other, of the cycles, and of what has none the bundles where both were counted; "" without."""
+    """Returns ours / other for a cell; "" where one has no cycles.
+
+    It is of the cycles, and with them of the bundles of what has none, where both were counted.
+    """
     if "cycles" not in ours or "cycles" not in other:
         return ""
-    counted = "uncounted" in ours and "uncounted" in other
-    both = (each["cycles"] + (each["uncounted"]["bundles"] if counted else 0) for each in (ours, other))
-    return f"{next(both) / next(both):.2g}"
+    own = ours["cycles"]
+    theirs = other["cycles"]
+    if "uncounted" in ours and "uncounted" in other:
+        own += ours["uncounted"]["bundles"]
+        theirs += other["uncounted"]["bundles"]
+    return f"{own / theirs:.2g}"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -323,44 +333,42 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def collectives(report: dict) -> str:
+def collectives(record: dict) -> str:
     """Returns the collectives for a cell: "2 all-reduce 51.4 MB, …"."""
-    found = report["collectives"]
-    return ", ".join(f"{c['count']} {kind} {c['bytes'] / 1e6:,.1f} MB" for kind, c in sorted(found.items())) or "none"
+    found = []
+    for kind, entry in sorted(record["collectives"].items()):
+        found.append(f"{entry['count']} {kind} {entry['bytes'] / 1e6:,.1f} MB")
+    return ", ".join(found) or "none"
+
+
+def examples(record: dict) -> str:
+    """Returns the examples of a step of all chips, for a cell."""
+    return f"{record['batch'] * record['devices']:,}"
 
 
 def recipes_table(figures: dict) -> str:
     """Returns the table of every recipe's memory on every TPU, and its collectives on the first."""
+    header = ["step", "batch per chip"]
+    header += [f"{topology}, GiB" for topology in TOPOLOGIES]
+    header.append(f"collectives on {TOPOLOGIES[0]}, bytes per chip")
+
     rows = []
     for name, by_topology in figures.items():
-        first = by_topology.get(TOPOLOGIES[0], {})
-        batch = max(report.get("batch", 0) for report in by_topology.values())
+        batch = max(record.get("batch", 0) for record in by_topology.values())
         cells = [name, f"{batch:,}" if batch else ""]
         for topology in TOPOLOGIES:
-            cells.append(memory(by_topology[topology]) if topology in by_topology else "not run")
-        rows.append([*cells, collectives(first) if "memory" in first else ""])
-    columns = [f"{topology}, GiB" for topology in TOPOLOGIES]
-    return table(["step", "batch per chip", *columns, f"collectives on {TOPOLOGIES[0]}, bytes per chip"], rows)
+            if topology in by_topology:
+                cells.append(memory(by_topology[topology]))
+            else:
+                cells.append("not run")
+        first = by_topology.get(TOPOLOGIES[0], {})
+        cells.append(collectives(first) if "memory" in first else "")
+        rows.append(cells)
+    return table(header, rows)
 
 
 def scaling_table(figures: dict) -> str:
     """Returns the table of the growth with the number of chips."""
-    rows = []
-    for name, by_topology in figures.items():
-        first = next(iter(by_topology.values()))
-        for report in by_topology.values():
-            rows.append(
-                [
-                    name,
-                    str(report["devices"]),
-                    f"{report['batch'] * report['devices']:,}",
-                    f"{report['memory']['needed'] / GIB:.2f}",
-                    collectives(report),
-                    f"{report['cycles'] / 1e6:.{1 if report['cycles'] > 1e7 else 3}f}M",
-                    f"{report['cycles'] / first['cycles']:.2f}",
-                    bundle_count(report),
-                ]
-            )
     header = [
         "step",
         "chips",
@@ -371,23 +379,62 @@ def scaling_table(figures: dict) -> str:
         "/ those of 8 chips",
         "bundles besides",
     ]
+    rows = []
+    for name, by_topology in figures.items():
+        first = next(iter(by_topology.values()))
+        for record in by_topology.values():
+            digits = 1 if record["cycles"] > 1e7 else 3
+            rows.append(
+                [
+                    name,
+                    str(record["devices"]),
+                    examples(record),
+                    memory(record),
+                    collectives(record),
+                    f"{record['cycles'] / 1e6:.{digits}f}M",
+                    f"{record['cycles'] / first['cycles']:.2f}",
+                    bundle_count(record),
+                ]
+            )
     return table(header, rows)
 
 
 def mlperf_table(figures: dict) -> str:
     """Returns the table of estimated examples a second and chip, beside the published ones."""
+    header = [
+        "TPU",
+        "batch",
+        "memory, GiB per chip",
+        "collectives, bytes per chip",
+        "cycles",
+        "bundles besides",
+        "examples a second and chip, by the cycles",
+        "by cycles and bundles",
+        "published, MLPerf Training 1.0",
+    ]
     rows = []
-    for topology, report in figures[MLPERF.name].items():
-        clock = GENERATIONS[topology.partition(":")[0]].clock_hz
-        both = report["cycles"] + report["uncounted"]["bundles"]
-        rates = [f"{clock * report['batch'] / count / 1e6:.2f}M" for count in (report["cycles"], both)]
-        published = f"{PUBLISHED[topology] / 1e6:.2f}M" if topology in PUBLISHED else ""
-        counts = [f"{report['cycles'] / 1e6:.2f}M", bundle_count(report)]
-        amounts = [f"{report['memory']['needed'] / GIB:.2f}", collectives(report)]
-        rows.append([topology, f"{report['batch'] * report['devices']:,}", *amounts, *counts, *rates, published])
-    header = ["TPU", "batch", "memory, GiB per chip", "collectives, bytes per chip", "cycles", "bundles besides"]
-    rates = ["examples a second and chip, by the cycles", "by cycles and bundles", "published, MLPerf Training 1.0"]
-    return table([*header, *rates], rows)
+    for topology, record in figures[MLPERF.name].items():
+        generation, _, _ = topology.partition(":")
+        in_a_second = GENERATIONS[generation].clock_hz * record["batch"]
+        cycles = record["cycles"]
+        both = cycles + record["uncounted"]["bundles"]
+        published = ""
+        if topology in PUBLISHED:
+            published = f"{PUBLISHED[topology] / 1e6:.2f}M"
+        rows.append(
+            [
+                topology,
+                examples(record),
+                memory(record),
+                collectives(record),
+                f"{cycles / 1e6:.2f}M",
+                bundle_count(record),
+                f"{in_a_second / cycles / 1e6:.2f}M",
+                f"{in_a_second / both / 1e6:.2f}M",
+                published,
+            ]
+        )
+    return table(header, rows)
 
 
 def draw(figures: dict) -> None:
@@ -399,17 +446,24 @@ def draw(figures: dict) -> None:
 
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     for name, by_topology in figures.items():
-        reports = list(by_topology.values())
-        chips = [report["devices"] for report in reports]
-        moved = [sum(entry["bytes"] for entry in report["collectives"].values()) / 1e6 for report in reports]
-        series = [
-            [report["memory"]["needed"] / GIB for report in reports],
-            moved,
-            [report["cycles"] / reports[0]["cycles"] for report in reports],
-        ]
-        for axis, values in zip(axes, series, strict=True):
+        first = next(iter(by_topology.values()))
+        chips = []
+        needed = []
+        moved = []
+        growth = []
+        for record in by_topology.values():
+            chips.append(record["devices"])
+            needed.append(record["memory"]["needed"] / GIB)
+            sent = sum(entry["bytes"] for entry in record["collectives"].values())
+            moved.append(sent / 1e6)
+            growth.append(record["cycles"] / first["cycles"])
+        for axis, values in zip(axes, (needed, moved, growth), strict=True):
             axis.plot(chips, values, marker="o", label=name)
-    titles = ("memory, GiB per chip", "collectives, MB per chip and step", "estimated cycles / those of 8 chips")
+    titles = (
+        "memory, GiB per chip",
+        "collectives, MB per chip and step",
+        "estimated cycles / those of 8 chips",
+    )
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="chips of v5e", xscale="log", ylim=(0, None))
         axis.set_xticks([8, 32, 256], ["8", "32", "256"])

@@ -14,20 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoModelForPreTraining,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    DistilBertConfig,
-    PreTrainedConfig,
-    RobertaConfig,
-    XLNetConfig,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
-from data import glue
+from data import glue, pretraining
 from errors import InputError
-from models import encoders
+from models import encoders, objectives
 from tpu.compiler import staging
 from train import dlrm, pretrain, resnet50, transformer
 from train import glue as glue_script
@@ -123,35 +114,14 @@ def image_batch(config: resnet50.Config, mesh: device.Mesh) -> dict:
     return staging.inputs({"image": ((count, size, size, 3), U8), "label": ((count,), I64)}, mesh)
 
 
-# Of the encoders that RECIPES of train/glue.py name: what their config.json on the hub has.
-PUBLISHED = {
-    "bert": BertConfig(),
-    "distilbert": DistilBertConfig(),
-    "roberta": RobertaConfig(
-        vocab_size=50_265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5, pad_token_id=1
-    ),
-    "xlnet": XLNetConfig(d_model=768, n_layer=12, n_head=12, d_inner=3072),
-}
-PUBLISHED["fairseq-roberta"] = PUBLISHED["roberta"]
-
-
-def published(model: str) -> PreTrainedConfig:
-    """Returns the configuration of a published model, as a copy that may be changed."""
-    if model not in PUBLISHED:
-        raise InputError(f"the shapes of --model {model} are not known; it is one of {', '.join(PUBLISHED)}")
-    return type(PUBLISHED[model]).from_dict(PUBLISHED[model].to_dict())
-
-
 class Vocabulary:
     """The stand-in for a tokenizer: how many tokens there are, and which are special."""
 
     def __init__(self, config: PreTrainedConfig):
         self.size = config.vocab_size
-        self.pad_token_id, self.bos_token_id, self.eos_token_id = (
-            config.pad_token_id,
-            config.bos_token_id,
-            config.eos_token_id,
-        )
+        self.pad_token_id = config.pad_token_id
+        self.bos_token_id = config.bos_token_id
+        self.eos_token_id = config.eos_token_id
 
     def __len__(self) -> int:
         return self.size
@@ -160,7 +130,7 @@ class Vocabulary:
 def sentences(config: glue_script.Config, mesh: device.Mesh, script: Any = glue_script) -> Step:
     """Returns the step of fine-tuning on a task of GLUE, on a batch of the longest bucket."""
     config = glue_script.validate(replace(config, data=config.data or "nyu-mll/glue"))
-    settings = published(config.model)
+    settings = encoders.published(config.model)
     settings.num_labels = max(len(glue.TASKS[config.task].labels), 1)
     model = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
     what = f"{config.model}-base on {config.task}, {config.lengths[-1]} tokens"
@@ -180,14 +150,10 @@ def text(config: pretrain.Config, mesh: device.Mesh, script: Any = pretrain, tok
     """Returns the step of pretraining on rows of `tokens`."""
     given = replace(config, data=config.data or "text", teacher=config.teacher or "google-bert/bert-base-uncased")
     config = pretrain.validate(given)
-    auto_class = AutoModelForPreTraining if config.next_sentence or config.model == "xlnet" else AutoModelForMaskedLM
-    kind = pretrain.ARCHITECTURE[config.model]
-    settings = encoders.configuration(kind, config.size, Vocabulary(published(kind)), tokens)
-    model = auto_class.from_config(settings, dtype=torch.float32)
+    model = language_model(config.model, config.size, tokens, config.next_sentence)
     teacher = None
-    if config.model == "distilbert":
-        settings = encoders.configuration("bert", config.size, Vocabulary(published("bert")), tokens)
-        teacher = AutoModelForMaskedLM.from_config(settings, dtype=torch.float32).eval()
+    if encoders.record(config.model).teacher:
+        teacher = language_model(encoders.record(config.model).teacher, config.size, tokens).eval()
         teacher.requires_grad_(False)
     batch = text_batch(config, mesh, tokens)
     what = f"{config.model}-{config.size}, {tokens} tokens, {batch['positions'].shape[1]} predicted"
@@ -195,14 +161,22 @@ def text(config: pretrain.Config, mesh: device.Mesh, script: Any = pretrain, tok
     return step(script, config, data, batch, mesh, what, "sequences", ("loss", "words"))
 
 
+def language_model(name: str, size: str, tokens: int, next_sentence: bool = False) -> PreTrainedModel:
+    """Returns a new encoder to pretrain, with as many words as the published one."""
+    settings = encoders.configuration(name, size, Vocabulary(encoders.published(name)), tokens)
+    return objectives.language_model(settings, next_sentence, source=None)
+
+
 def text_batch(config: pretrain.Config, mesh: device.Mesh, tokens: int) -> dict:
     """Returns a batch of data/pretraining.py; of an update in parts, one part."""
     count = config.batch_size // config.update_every
-    predictions = config.predictions or -(-tokens * (17 if config.model == "xlnet" else 16) // 100)
-    names = ["input_ids", "attention_mask", "token_type_ids", *(["order"] if config.model == "xlnet" else [])]
-    shapes = dict.fromkeys(names, ((count, tokens), I32)) | dict.fromkeys(
-        ("positions", "labels"), ((count, predictions), I32)
-    )
+    kind = encoders.record(config.model).tokenizer
+    predictions = config.predictions or pretraining.usual_predictions(kind, tokens)
+    names = ["input_ids", "attention_mask", "token_type_ids"]
+    if kind == "xlnet":
+        names.append("order")
+    shapes = dict.fromkeys(names, ((count, tokens), I32))
+    shapes |= dict.fromkeys(("positions", "labels"), ((count, predictions), I32))
     shapes["weights"] = ((count, predictions), F32)
     if config.next_sentence:
         shapes["next_sentence"] = ((count,), I32)
@@ -261,7 +235,7 @@ def clicks(config: dlrm.Config, mesh: device.Mesh, script: Any = dlrm) -> Step:
     data = dlrm.Data(Clicks(tables, lookups, 13, [f"c{i}" for i in range(26)]), None)
     what = f"dlrm, {name}, {sum(tables):,} rows of {config.dim}"
     found = step(script, config, data, click_batch(config, mesh, sum(lookups)), mesh, what, "examples")
-    plans = ", ".join(f"{count} {plan}" for plan, count in found.arguments[0].embeddings.plan.counts().items())
+    plans = ", ".join(f"{count} {plan}" for plan, count in found.arguments[0].embeddings.tables_by_plan().items())
     found = replace(found, what=f"{what} ({plans})")
     return in_a_loop(found, config.steps_a_call, mesh) if config.steps_a_call > 1 else found
 

@@ -1,22 +1,24 @@
 """Checkpoints: exact resume, written off the training loop, to a folder or any fsspec URL (gs://…).
 
-    checkpoints/step_00001200/state.safetensors   every parameter, buffer and optimizer tensor, by name
-                              state.json          the step, what of the optimizer is not a tensor, and whether an
-                                                  evaluation of this state follows
-                              COMPLETE            size and CRC-32 of both, written last
-                              metrics.json        that evaluation's metrics, added when it has ended
+    checkpoints/step_00001200/
+        state.safetensors   every parameter, buffer and optimizer tensor, by name
+        state.json          the step, what of the optimizer is not a tensor, and whether an
+                            evaluation of this state follows
+        COMPLETE            size and CRC-32 of both, written last
+        metrics.json        that evaluation's metrics, added when it has ended
 
-A checkpoint without a COMPLETE that fits is torn: `restore` warns, skips it and takes the one before it. Nothing is
-ever unpickled. Embedding tables that are sharded over hosts add files of their own, see embedding/storage.py.
+A checkpoint without a COMPLETE that fits is torn: `restore` warns, skips it and takes the one
+before it. Nothing is ever unpickled. Embedding tables that are sharded over hosts add files of
+their own, see embedding/storage.py.
 """
 
 import contextlib
-import functools
 import json
 import os
 import re
 import sys
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -28,54 +30,112 @@ from torch import nn
 from errors import InputError
 from train.common import device, files
 
-STATE, NUMBERS, COMPLETE, METRICS = "state.safetensors", "state.json", "COMPLETE", "metrics.json"
+STATE = "state.safetensors"
+NUMBERS = "state.json"
+COMPLETE = "COMPLETE"
+METRICS = "metrics.json"
+
 UNREADABLE = "cannot read the checkpoints in {}: {}; resume when they can be read"
 OTHER = "the checkpoint {} is of another model or optimizer: {}. Use the settings it was made with, or another --name"
 
 
 def to_host(values: dict[str, Any], layers: Any = None, keep: bool = True) -> dict[str, Any]:
-    """Copies the tensors among `values` to the host in one transfer; waits for the steps that compute them. `layers`: a
-    mesh's. Where it has them, all hosts of a pod call this together, and those that do not `keep` the values get {}."""
-    tensors = {name: value.detach() for name, value in values.items() if torch.is_tensor(value)}
-    read = layers.read([*tensors.values()], keep) if layers else device.read([*tensors.values()]) if keep else []
-    return {**values, **dict(zip(tensors, read, strict=True))} if keep else {}
+    """Returns `values` with the tensors among them copied to the host, in one transfer.
+
+    It waits for the steps that compute them.
+
+    Args:
+        layers: of a mesh whose model is split. All hosts of a pod must then call this together.
+        keep: whether this host needs the values; else it gets {}.
+    """
+    tensors = {}
+    for name, value in values.items():
+        if torch.is_tensor(value):
+            tensors[name] = value.detach()
+
+    copies = []
+    if layers:
+        copies = layers.read(list(tensors.values()), keep)
+    elif keep:
+        copies = device.read(list(tensors.values()))
+
+    if not keep:
+        return {}
+    return {**values, **dict(zip(tensors, copies, strict=True))}
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns what a step changes, tensors and numbers, by name ("model.…", "optimizer.<parameter>.<state>").
-    Parameters are taken as they are, not as a `state_dict` hook shows them."""
-    state = {f"model.{name}": tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    """Returns what a step changes, tensors and numbers, by name.
+
+    Names are "model.<parameter or buffer>" and "optimizer.<parameter>.<state>". Parameters are
+    taken as they are, not as a `state_dict` hook shows them.
+    """
+    state = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        state[f"model.{name}"] = tensor
+
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, values in optimizer.state.items():
-        state |= {f"optimizer.{names[parameter]}.{key}": value for key, value in values.items()}
+        for key, value in values.items():
+            state[f"optimizer.{names[parameter]}.{key}"] = value
     return state
 
 
-def _mark(*parts: Any) -> dict[str, int]:
-    return {"bytes": sum(map(len, parts)), "crc32": functools.reduce(lambda crc, part: zlib.crc32(part, crc), parts, 0)}
-
-
 def load_state(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any) -> None:
-    """Copies a `named_state` into a model and an optimizer; raises InputError with the first that differ."""
+    """Copies a `named_state` into a model and an optimizer, whose state exists; empties `saved`.
+
+    Raises:
+        InputError: names or shapes differ; it names the first that do, and nothing is copied.
+    """
     state = named_state(model, optimizer)
-    expected, found = (
-        {name: list(value.shape) if torch.is_tensor(value) else "a number" for name, value in each.items()}
-        for each in (state, saved)
-    )
-    differing = [name for name in sorted(expected | found) if expected.get(name) != found.get(name)]
-    if differing:
-        first = [f"{name} is {found.get(name, 'missing')}, not {expected.get(name, 'missing')}" for name in differing]
-        raise InputError(f"{'; '.join(first[:3])}; {len(differing)} in all")
+    _check_same_shapes(_shapes(saved), _shapes(state))
+
     with torch.no_grad():
         for name, tensor in state.items():
             if torch.is_tensor(tensor):
-                tensor.copy_(saved.pop(name))  # which the host then holds no longer
+                tensor.copy_(saved.pop(name))  # so that the host does not keep it any longer
                 if tensor.device.type != "cpu":
                     device.replicate(tensor, mesh)
+
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if not torch.is_tensor(value):
                 optimizer.state[parameter][key] = saved[f"optimizer.{name}.{key}"]
+
+
+def _shapes(state: dict[str, Any]) -> dict[str, list[int] | str]:
+    """Returns the shape of each tensor of a state, and "a number" for anything else."""
+    shapes: dict[str, list[int] | str] = {}
+    for name, value in state.items():
+        shapes[name] = list(value.shape) if torch.is_tensor(value) else "a number"
+    return shapes
+
+
+def _check_same_shapes(found: dict[str, list[int] | str], expected: dict[str, list[int] | str]) -> None:
+    """Raises InputError with the first three names whose shapes differ."""
+    differences = []
+    for name in sorted(expected | found):
+        was = found.get(name, "missing")
+        now = expected.get(name, "missing")
+        if was != now:
+            differences.append(f"{name} is {was}, not {now}")
+    if differences:
+        raise InputError(f"{'; '.join(differences[:3])}; {len(differences)} in all")
+
+
+def _pack_whole(tensors: dict[str, torch.Tensor]) -> list[bytes]:
+    """Returns a safetensors file in one part."""
+    return [safetensors.torch.save(tensors)]
+
+
+def _checksum(parts: Sequence[Any]) -> dict[str, int]:
+    """Returns the size and the CRC-32 of a file that consists of these bytes-like parts."""
+    size = 0
+    crc32 = 0
+    for part in parts:
+        size += len(part)
+        crc32 = zlib.crc32(part, crc32)
+    return {"bytes": size, "crc32": crc32}
 
 
 class Checkpointer(contextlib.AbstractContextManager):
@@ -84,32 +144,62 @@ class Checkpointer(contextlib.AbstractContextManager):
     Args:
         keep: how many complete checkpoints stay.
         main_process: False on the hosts of a pod that only read.
-        tables: an `embedding.TableStorage`, where sharded tables belong to the state; every host writes its part.
-        every: `keep` counts only steps that are multiples of it. Others (saved after an evaluation or by a signal) go
-            with the next one, so that which ones train/transformer.py averages does not depend on when a run was
-            stopped.
-        layers: of a mesh over which the state is cut: no host then holds it twice.
-    `evaluates` tells of the checkpoint that was restored whether an evaluation of its state was to follow. One of an
-    older version says no: its evaluation came first.
+        tables: an `embedding.TableStorage`, where sharded tables belong to the state; every host
+            writes its part.
+        every: `keep` counts only checkpoints whose step is a multiple of it. Off-schedule ones,
+            saved after an evaluation or by a signal, are deleted at the next save: which
+            checkpoints train/transformer.py averages must not depend on when a run was stopped.
+        layers: of a mesh over which the state is split: no host then holds it twice.
+
+    Attributes:
+        evaluates: whether an evaluation of the restored state was to follow. A checkpoint of an
+            older version says no: its evaluation came first.
     """
 
-    def __init__(self, path: str, keep=3, main_process=True, tables: Any = None, every: int = 1, layers: Any = None):
-        self.path, self.layers = path.removeprefix("file://").rstrip("/"), layers
-        self.keep, self.main_process, self.tables, self.every = keep, main_process, tables, every
+    def __init__(
+        self,
+        path: str,
+        keep: int = 3,
+        main_process: bool = True,
+        tables: Any = None,
+        every: int = 1,
+        layers: Any = None,
+    ):
+        self.path = path.removeprefix("file://").rstrip("/")
+        self.keep = keep
+        self.main_process = main_process
+        self.tables = tables
+        self.every = every
+        self.layers = layers
+        self.evaluates = False
         self._fs = fsspec.core.url_to_fs(self.path)[0]
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self.evaluates = False
-        self._last: Future | None = None  # the last save, until somebody has seen how it ended
+        self._last: Future | None = None  # the last write, until its error would have been raised
 
     def __exit__(self, error_type: type | None, *_) -> None:
-        with contextlib.suppress(*(() if error_type is None else (Exception,))):  # the first error is the one to show
+        """Waits for the last save; an error that ends the run already is the one to show."""
+        if error_type is None:
+            self.wait()
+            return
+        with contextlib.suppress(Exception):
             self.wait()
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, evaluates: bool = False) -> None:
-        """Copies the state to the host, which is all that the training loop waits for, and writes it in the background.
-        Raises the InputError of the save before this one, which names the checkpoint that is safe.
+    # ---- saving ----------------------------------------------------------------------------------
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        evaluates: bool = False,
+    ) -> None:
+        """Copies the state to the host and starts writing it in the background.
 
-        `evaluates`: an evaluation of this state follows, whose metrics `add_metrics` adds.
+        The training loop waits only for the copy.
+
+        Args:
+            evaluates: an evaluation of this state follows, whose metrics `add_metrics` adds.
+        Raises:
+            InputError: the save before this one failed; it names the checkpoint that is safe.
         """
         self.wait()
         state = to_host(named_state(model, optimizer), self.layers, self.main_process)
@@ -118,141 +208,251 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._last = self._writer.submit(self._write, step, state, pieces, evaluates)
 
     def add_metrics(self, step: int, metrics: dict[str, float | None]) -> None:
-        """Adds the metrics of an evaluation to the checkpoint of its step, in the background, once that is written."""
+        """Adds an evaluation's metrics to its step's checkpoint, in the background, after it."""
         if self.main_process:
             self._last = self._writer.submit(self._write_metrics, step, metrics, self._last)
 
-    def _write_metrics(self, step: int, metrics: dict[str, float | None], saving: Future | None) -> None:
-        if saving is not None:
-            saving.result()  # whose error is to be seen by the next `wait`
-        path = f"{self.folder(step)}/{METRICS}"
-        try:
-            files.write_synced(self._fs, path, [json.dumps({"step": step, "metrics": metrics}).encode()])
-        except Exception as error:  # every store has exceptions of its own
-            again = "metrics.jsonl has them, and a resume from this checkpoint adds them again"
-            print(f"warning: cannot write {path}: {files.reason(error)}; {again}", file=sys.stderr, flush=True)
-
     def wait(self) -> None:
-        """Returns when the last save is on disk; raises the error that kept it from getting there."""
-        last, self._last = self._last, None
+        """Waits until the last save is on disk; raises the error that kept it from that."""
+        last = self._last
+        self._last = None
         if last is not None:
             last.result()
 
     def raise_failure(self) -> None:
-        """Raises the error of the last save, if it failed; costs nothing, so call it in every step."""
+        """Raises the error of the last save, if it failed. It costs nothing: call it each step."""
         if self._last is not None and self._last.done():
             self.wait()
 
     def _write(self, step: int, state: dict[str, Any], pieces: Any, evaluates: bool = False) -> None:
-        """Writes one checkpoint and removes those that `keep` no longer covers, the torn ones before it too."""
-        folder = self.folder(step)
-        for name, value in (state | (pieces or {})).items():
-            if torch.is_tensor(value) and not value.isfinite().all():
-                diverged = f"{name} is not finite at step {step}: the training diverged, so nothing is saved"
-                raise InputError(f"{diverged}; {self._known()}; start a run of another --name with a lower --lr")
-        tensors = {name: value.contiguous() for name, value in state.items() if torch.is_tensor(value)}
-        numbers = {name: value for name, value in state.items() if name not in tensors}
-        parts = self.layers.pack(tensors) if self.layers else [safetensors.torch.save(tensors)]
-        record = {"step": step, "numbers": numbers, "evaluates": evaluates}
-        contents = {STATE: parts, NUMBERS: [json.dumps(record).encode()]}
-        marks = {file: _mark(*parts) for file, parts in contents.items()}
-        marks |= {"hosts": self.tables.hosts if self.tables else 0}
+        """Writes one checkpoint and deletes those that `keep` no longer covers.
+
+        Args:
+            pieces: of the sharded tables on this host, by name; None: there are none.
+        """
+        self._check_finite(step, state | (pieces or {}))
+        contents = self._contents(step, state, evaluates)
+        checksums: dict[str, Any] = {name: _checksum(parts) for name, parts in contents.items()}
+        checksums["hosts"] = self.tables.hosts if self.tables else 0
+        contents[COMPLETE] = [json.dumps(checksums).encode()]
+
         try:
-            self._fs.makedirs(folder, exist_ok=True)
-            if self.tables is not None:
-                self.tables.write(self._fs, folder, pieces)
-                if not self.main_process:
-                    return
-                self.tables.wait(self._fs, folder)
-            for file, parts in (contents | {COMPLETE: [json.dumps(marks).encode()]}).items():
-                files.write_synced(self._fs, f"{folder}/{file}", parts)
-            for place in (folder, self.path) if files.is_local(self._fs) else ():
-                files.fsync(place)
-            # A torn checkpoint of a later step may have its marker, but must not push this one out.
-            regular = [other for other in self.complete_steps() if other <= step and other % self.every == 0]
-            for old in self._steps():
-                if old < step and old not in regular[-self.keep :]:
-                    with contextlib.suppress(FileNotFoundError):  # without its marker a half-deleted one is torn
-                        self._fs.rm(f"{self.folder(old)}/{COMPLETE}")
-                    self._fs.rm(self.folder(old), recursive=True)
+            self._write_files(self.folder(step), contents, pieces)
+            if self.main_process:
+                self._delete_old(step)
         except (InputError, TypeError, AttributeError):  # the last two are bugs
             raise
         except Exception as error:  # every store has exceptions of its own
-            failed = f"cannot write the checkpoint of step {step} to {self.path}: {files.reason(error)}"
+            failed = f"cannot write the checkpoint of step {step} to {self.path}"
             remedy = "make room or access, then the same command resumes from the newest complete one, if any"
-            raise InputError(f"{failed}; {self._known()}; {remedy}") from error
+            raise InputError(f"{failed}: {files.reason(error)}; {self._what_is_safe()}; {remedy}") from error
 
-    def _known(self) -> str:
-        with contextlib.suppress(Exception):
+    def _check_finite(self, step: int, values: dict[str, Any]) -> None:
+        """Raises InputError where a tensor has a number that is not finite."""
+        for name, value in values.items():
+            if torch.is_tensor(value) and not value.isfinite().all():
+                diverged = f"{name} is not finite at step {step}: the training diverged"
+                remedy = "start a run of another --name with a lower --lr"
+                raise InputError(f"{diverged}, so nothing is saved; {self._what_is_safe()}; {remedy}")
+
+    def _contents(self, step: int, state: dict[str, Any], evaluates: bool) -> dict[str, list[Any]]:
+        """Returns the files of a checkpoint by name, each in parts, without COMPLETE."""
+        tensors = {}
+        numbers = {}
+        for name, value in state.items():
+            if torch.is_tensor(value):
+                tensors[name] = value.contiguous()
+            else:
+                numbers[name] = value
+
+        pack = self.layers.pack if self.layers else _pack_whole
+        record = {"step": step, "numbers": numbers, "evaluates": evaluates}
+        return {STATE: pack(tensors), NUMBERS: [json.dumps(record).encode()]}
+
+    def _write_files(self, folder: str, contents: dict[str, list[Any]], pieces: Any) -> None:
+        """Writes a checkpoint's files, COMPLETE last, and waits until they are on the disk."""
+        self._fs.makedirs(folder, exist_ok=True)
+        if self.tables is not None:
+            self.tables.write(self._fs, folder, pieces)
+            if not self.main_process:
+                return
+            self.tables.wait(self._fs, folder)
+
+        for name, parts in contents.items():
+            files.write_synced(self._fs, f"{folder}/{name}", parts)
+        if files.is_local(self._fs):
+            files.fsync(folder)
+            files.fsync(self.path)
+
+    def _delete_old(self, step: int) -> None:
+        """Deletes checkpoints before `step` but for the last `keep`, torn ones as well."""
+        # A torn checkpoint of a later step may have its COMPLETE, but must not push this one out.
+        regular = []
+        for other in self.complete_steps():
+            if other <= step and other % self.every == 0:
+                regular.append(other)
+        kept = regular[-self.keep :]
+
+        for old in self._steps():
+            if old < step and old not in kept:
+                # Without its COMPLETE a checkpoint that is only half deleted is torn.
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm(f"{self.folder(old)}/{COMPLETE}")
+                self._fs.rm(self.folder(old), recursive=True)
+
+    def _write_metrics(self, step: int, metrics: dict[str, float | None], saving: Future | None) -> None:
+        """Writes metrics.json; warns where it cannot.
+
+        Args:
+            saving: the write before this one, whose error the next `wait` must raise.
+        """
+        if saving is not None:
+            saving.result()
+
+        path = f"{self.folder(step)}/{METRICS}"
+        record = {"step": step, "metrics": metrics}
+        try:
+            files.write_synced(self._fs, path, [json.dumps(record).encode()])
+        except Exception as error:  # every store has exceptions of its own
+            again = "metrics.jsonl has them, and a resume from this checkpoint adds them again"
+            _warn(f"cannot write {path}: {files.reason(error)}; {again}")
+
+    def _what_is_safe(self) -> str:
+        """Returns which checkpoint is safe, for an error's sentence."""
+        try:
             steps = self.complete_steps()
-            return f"the one of step {steps[-1]} is complete and safe" if steps else "there is no complete one yet"
-        return "which earlier ones are complete cannot be read"
+        except Exception:
+            return "which earlier ones are complete cannot be read"
+        if not steps:
+            return "there is no complete one yet"
+        return f"the one of step {steps[-1]} is complete and safe"
 
+    # ---- which checkpoints there are -------------------------------------------------------------
     def folder(self, step: int) -> str:
         """Returns the path or URL of a step's checkpoint."""
         return f"{self.path}/step_{step:08d}"
 
+    def complete_steps(self) -> list[int]:
+        """Returns the steps whose checkpoint has its COMPLETE now, in rising order."""
+        self._fs.invalidate_cache()
+        return [step for step in self._steps() if COMPLETE in self._names(self.folder(step))]
+
+    def _steps(self) -> list[int]:
+        """Returns the steps of all checkpoints, torn ones as well, in rising order."""
+        steps = []
+        for name in self._names(self.path):
+            match = re.fullmatch(r"step_(\d+)", name)
+            if match:
+                steps.append(int(match[1]))
+        return sorted(steps)
+
     def _names(self, folder: str) -> list[str]:
-        try:  # not `exists`, which takes any error for a no
-            return [os.path.basename(entry.rstrip("/")) for entry in self._fs.ls(folder, detail=False)]
+        """Returns the names in a folder; [] where there is none.
+
+        Not by `exists`, which takes any error of a store for a no.
+        """
+        try:
+            entries = self._fs.ls(folder, detail=False)
         except FileNotFoundError:
             return []
         except Exception as error:
             raise InputError(UNREADABLE.format(self.path, files.reason(error))) from error
+        return [os.path.basename(entry.rstrip("/")) for entry in entries]
 
-    def _steps(self) -> list[int]:
-        matches = [re.fullmatch(r"step_(\d+)", name) for name in self._names(self.path)]
-        return sorted(int(match[1]) for match in matches if match)
-
-    def complete_steps(self) -> list[int]:
-        """Returns the steps whose checkpoint has its marker now, in rising order."""
-        self._fs.invalidate_cache()
-        return [step for step in self._steps() if COMPLETE in self._names(self.folder(step))]
-
+    # ---- restoring -------------------------------------------------------------------------------
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any) -> int:
-        """Loads the newest complete checkpoint into a model and an optimizer (whose state exists) on the device, and
-        returns the step after which it was saved; 0 when there is none. Raises InputError where it is of another model
-        or optimizer, or the tables of every checkpoint are damaged."""
+        """Loads the newest complete checkpoint into a model and an optimizer, whose state exists.
+
+        Returns:
+            The step after which it was saved; 0 when there is none.
+        Raises:
+            InputError: it is of another model or optimizer, or the tables of every checkpoint are
+                damaged.
+        """
         damage = ""
         for step in reversed(self._steps()):
-            folder, saved = self.folder(step), self.read(step)
-            try:
-                if saved is not None:
-                    damage = self.tables.load(self._fs, folder, mesh) if self.tables is not None else ""
-                    if not damage:
-                        load_state(saved, model, optimizer, mesh)
-                        return step
-                    self._warn(step, damage)
-            except InputError as error:
-                if error.__cause__ is not None:  # the store's, which says nothing of what it holds
-                    raise
-                raise InputError(OTHER.format(folder, error)) from None
-            if self.main_process and self.tables is not None:  # the checkpoint may be written again
-                self.tables.drop_marks(self._fs, folder)
+            saved = self.read(step)
+            if saved is not None:
+                damage = self._load(step, saved, model, optimizer, mesh)
+                if not damage:
+                    return step
+                self._warn_torn(step, damage)
+
+            if self.main_process and self.tables is not None:
+                # This step's checkpoint may be written again, and its old marks must not count.
+                self.tables.drop_marks(self._fs, self.folder(step))
+
         if damage:
             raise InputError(f"no checkpoint in {self.path} has whole tables; remove the folder to start again")
         return 0
 
-    def read(self, step: int) -> dict[str, Any] | None:
-        """Reads a checkpoint's `named_state`; returns None, with a warning, where it is torn."""
+    def _load(
+        self,
+        step: int,
+        saved: dict[str, Any],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        mesh: Any,
+    ) -> str:
+        """Loads sharded tables and a `named_state`; returns what is damaged in the tables."""
+        folder = self.folder(step)
         try:
-            marks = json.loads(self._fs.cat_file(f"{self.folder(step)}/{COMPLETE}"))
-            contents, path, load = {}, f"{self.folder(step)}/", self.layers and self.layers.load
-            for name in (NUMBERS,) if load else (NUMBERS, STATE):
-                contents[name] = self._fs.cat_file(path + name)
-                if _mark(contents[name]) != marks[name]:
-                    raise ValueError(f"{name} has {len(contents[name])} bytes that do not match its checksum")
-            record = json.loads(contents[NUMBERS])
-            self.evaluates, state = record.get("evaluates", False), record["numbers"]
-            state |= load(self._fs, path + STATE, marks[STATE]) if load else safetensors.torch.load(contents[STATE])
-        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-            self._warn(step, "it was never finished" if isinstance(error, FileNotFoundError) else str(error))
+            if self.tables is not None:
+                damage = self.tables.load(self._fs, folder, mesh)
+                if damage:
+                    return damage
+            load_state(saved, model, optimizer, mesh)
+            return ""
+        except InputError as error:
+            if error.__cause__ is not None:  # of the store, which says nothing of what it holds
+                raise
+            raise InputError(OTHER.format(folder, error)) from None
+
+    def read(self, step: int) -> dict[str, Any] | None:
+        """Reads a checkpoint's `named_state`; returns None, with a warning, where it is torn.
+
+        It also sets `evaluates`.
+        """
+        folder = self.folder(step)
+        try:
+            checksums = json.loads(self._fs.cat_file(f"{folder}/{COMPLETE}"))
+            numbers_file = self._read_checked(folder, NUMBERS, checksums)
+            state_file = None
+            if not self.layers:
+                state_file = self._read_checked(folder, STATE, checksums)
+
+            record = json.loads(numbers_file)
+            self.evaluates = record.get("evaluates", False)
+            state = record["numbers"]
+            if self.layers:
+                path = f"{folder}/{STATE}"
+                state |= self.layers.load(self._fs, path, checksums[STATE])
+            else:
+                state |= safetensors.torch.load(state_file)
+        except FileNotFoundError:
+            self._warn_torn(step, "it was never finished")
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            self._warn_torn(step, str(error))
             return None
         except Exception as error:
             raise InputError(UNREADABLE.format(self.path, files.reason(error))) from error
-        if self.tables is None and marks.get("hosts"):
-            raise InputError(OTHER.format(self.folder(step), "it has embedding tables, this model has none"))
+
+        if self.tables is None and checksums.get("hosts"):
+            tables = "it has embedding tables, this model has none"
+            raise InputError(OTHER.format(folder, tables))
         return state
 
-    def _warn(self, step: int, reason: str) -> None:
-        print(f"warning: skipping the torn checkpoint {self.folder(step)}: {reason}", file=sys.stderr, flush=True)
+    def _read_checked(self, folder: str, name: str, checksums: dict[str, Any]) -> bytes:
+        """Returns a file of a checkpoint; raises ValueError where it is not what was written."""
+        content = self._fs.cat_file(f"{folder}/{name}")
+        if _checksum([content]) != checksums[name]:
+            raise ValueError(f"{name} has {len(content)} bytes that do not match its checksum")
+        return content
+
+    def _warn_torn(self, step: int, reason: str) -> None:
+        _warn(f"skipping the torn checkpoint {self.folder(step)}: {reason}")
+
+
+def _warn(sentence: str) -> None:
+    print(f"warning: {sentence}", file=sys.stderr, flush=True)

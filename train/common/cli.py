@@ -1,7 +1,6 @@
 """The command line of a script: presets and flags from its Config, one sentence for what the user can fix."""
 
 import difflib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
@@ -10,11 +9,21 @@ from typing import Any
 import tyro
 from tyro import _errors as tyro_errors  # private, hence tyro's exact version in requirements.txt
 
+import optional
 from errors import InputError
 from train.common import interrupt
 
 # What makes a preset a trial: it needs no files, no TPU and no second core.
 TRIAL = {"data": "synthetic", "precision": "float32", "workers": 0}
+
+
+# Values that flags of earlier versions took, and what is said of them.
+_PLAN_REMOVED = "was removed: use --plan auto, exchange or data, which also restore its checkpoints"
+REMOVED = {
+    ("--plan", "row"): _PLAN_REMOVED,
+    ("--plan", "table"): _PLAN_REMOVED,
+    ("--plan", "column"): _PLAN_REMOVED,
+}
 
 
 def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None:
@@ -25,8 +34,8 @@ def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None
     its traceback. Where train/common/watch is, its flags are there, too.
     """
     prog = f"python -m {_module(main)}"
-    if importlib.util.find_spec("train.common.watch"):
-        main, presets = importlib.import_module("train.common.watch").watched(main, presets)
+    if optional.is_here("watch"):
+        main, presets = optional.load("watch").watched(main, presets)
     try:
         with interrupt.ended():
             main(parse(presets, prog))
@@ -68,6 +77,9 @@ def _sentence(event: Any, presets: dict[str, tuple[str, Any]], prog: str, argume
         nearest = _nearest(unknown.partition("=")[0], _flags(presets[preset][1]))
         return f"{unknown} is no flag{nearest}; {helped}"
     if isinstance(event, tyro_errors.InvalidChoice):
+        removed = REMOVED.get((_flag(event.argument), event.value))
+        if removed:
+            return f"{_flag(event.argument)} {event.value} {removed}"
         value = f"{_flag(event.argument)} is {event.value}{_nearest(event.value, event.choices)}"
         return f"{value}; it must be one of: {', '.join(event.choices)}"
     if isinstance(event, tyro_errors.InstantiationFailure) and event.argument is not None:

@@ -1,6 +1,7 @@
 """The backend of device.py without XLA: plain PyTorch on one CPU or GPU, operation by operation.
 
 A debugger stops inside a step, `print` and `.item()` work there, and the first step starts at once.
+Functions without more words do what those of the same names in device.py say.
 """
 
 import os
@@ -13,29 +14,60 @@ from torch import Tensor
 from errors import InputError
 from train.common.mesh import Mesh
 
-_waiting: list[Callable[[], None]] = []  # for the next step
+_waiting: list[Callable[[], None]] = []  # what `after_next_step` was given
 
 
 def setup(precision: str, strict: bool, kind: str, _vmem_kib: int, _safe_forms: bool) -> Mesh:
-    """Returns the mesh of one device; raises InputError where it is not there, or the environment asks for more."""
-    for variable in ("CPU_NUM_DEVICES", "WORLD_SIZE"):  # of XLA's CPU backend; of torchrun
-        if os.environ.get(variable, "1") not in ("", "1"):
-            count = f"{variable} is {os.environ[variable]}"
-            raise InputError(f"{count}, but --device {kind} runs on one device: unset it, or use --device xla")
+    """Returns the mesh of one device.
+
+    Raises:
+        InputError: the device is not there, or the environment asks for several.
+    """
+    _check_one_device(kind)
     if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise InputError("--device is cuda, but PyTorch finds no GPU here (nvidia-smi lists them); use cpu or xla")
-        # PyTorch's defaults: convolutions take TF32, 10 bits, products do not; some sums differ from run to run.
-        products = "tf32" if precision == "fast_float32" else "ieee"
-        torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = products
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-    name = torch.cuda.get_device_name() if kind == "cuda" else "CPU"
-    return Mesh(torch.device(kind), None, 1, 0, 1, kind=name, precision=precision, strict=strict)
+        _set_up_cuda(precision)
+
+    return Mesh(
+        device=torch.device(kind),
+        spmd=None,
+        num_devices=1,
+        process_index=0,
+        process_count=1,
+        kind=torch.cuda.get_device_name() if kind == "cuda" else "CPU",
+        precision=precision,
+        strict=strict,
+    )
+
+
+def _check_one_device(kind: str) -> None:
+    """Raises InputError where the environment asks for several devices or processes."""
+    for variable in ("CPU_NUM_DEVICES", "WORLD_SIZE"):  # of XLA's CPU backend; of torchrun
+        value = os.environ.get(variable, "1")
+        if value not in ("", "1"):
+            raise InputError(
+                f"{variable} is {value}, but --device {kind} runs on one device: unset it, or use --device xla"
+            )
+
+
+def _set_up_cuda(precision: str) -> None:
+    """Makes a GPU compute the same in every run, and as exactly as `precision` says."""
+    if not torch.cuda.is_available():
+        missing = "PyTorch finds no GPU here (nvidia-smi lists them)"
+        raise InputError(f"--device is cuda, but {missing}; use cpu or xla")
+
+    # By default convolutions take TF32, 10 bits, products do not, and some sums differ between
+    # runs.
+    products = "tf32" if precision == "fast_float32" else "ieee"
+    torch.backends.cudnn.conv.fp32_precision = products
+    torch.backends.cuda.matmul.fp32_precision = products
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int) -> Callable:
+    """Returns `step_fn`, which calls after itself what `after_next_step` was given."""
+
     def step(*args: Any) -> Any:
         result = step_fn(*args)
         run_pending()
@@ -45,7 +77,12 @@ def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int) -> Callable:
 
 
 def graph_report(reset: bool) -> dict[str, Any]:
+    """Returns {}: there are no graphs."""
     return {}
+
+
+def compiling_since() -> None:
+    """Returns None: nothing is compiled before it runs."""
 
 
 def annotate(tensor: Tensor, spmd: None, spec: tuple) -> None:
@@ -54,13 +91,18 @@ def annotate(tensor: Tensor, spmd: None, spec: tuple) -> None:
 
 def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
     if mesh.device.type == "cpu":
-        return tensor.clone()  # a worker's shared memory is used again
+        return tensor.clone()  # the loader's worker uses its shared memory again
     return tensor.pin_memory().to(mesh.device, non_blocking=True)
 
 
 def prepare_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh) -> list[Tensor]:
-    """Chooses the fused kernel, which updates in one pass; that of single operations was a sixth of a BERT's step.
-    Returns the parameters that it has computed anew: none."""
+    """Chooses the fused kernel, which updates in one pass.
+
+    Updates by single operations took a sixth of a BERT's step.
+
+    Returns:
+        The parameters that it has computed anew: none.
+    """
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD)):  # AdamW is an Adam
         group["fused"] = True
     return []
@@ -84,7 +126,8 @@ def after_next_step(function: Callable[[], None]) -> None:
 
 def run_pending() -> None:
     while _waiting:
-        _waiting.pop(0)()
+        function = _waiting.pop(0)
+        function()
 
 
 def wait_for_steps() -> None:

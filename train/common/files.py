@@ -23,43 +23,63 @@ CHUNK_BYTES = 16 * 2**20  # of a file that is copied to a store
 
 def reason(error: Exception) -> str:
     """Returns what an error says, in a few words."""
-    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    strerror = getattr(error, "strerror", None)
+    return strerror or f"{type(error).__name__}: {error}"
 
 
 def write_file(path: str, content: bytes | Iterable[bytes]) -> None:
-    """Writes a file to a path or URL, whole or in parts, see `write_synced`; raises InputError where it cannot."""
+    """Writes a file to a path or URL, whole or in parts, see `write_synced`.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    parts = [content] if isinstance(content, bytes) else content
     try:
         fs, root = fsspec.core.url_to_fs(path)
         fs.makedirs(os.path.dirname(root), exist_ok=True)
-        write_synced(fs, root, [content] if isinstance(content, bytes) else content)
+        write_synced(fs, root, parts)
     except Exception as error:  # every store has exceptions of its own
         raise InputError(f"cannot write {path}: {reason(error)}; make room or access") from None
 
 
 def write_synced(fs: fsspec.AbstractFileSystem, path: str, contents: Iterable[bytes | memoryview]) -> None:
-    """Writes `contents` one after the other into a file. On a local disk it is written aside and renamed when it is on
-    the disk, so that a kill or an error leaves the old file or the new one, never a part."""
-    # Not fsspec's transaction: it writes to the temporary folder, which may be on another disk, and it would hold back
-    # what another thread writes in the meantime.
-    aside = f"{path}.writing" if is_local(fs) else path
+    """Writes `contents` one after the other into a file.
+
+    On a local disk the file is written aside, and renamed when it is on the disk: a kill or an
+    error leaves the old file or the new one, never a part. A store shows a file when it is whole.
+    """
+    if is_local(fs):
+        _write_aside(fs, path, contents)
+        return
+    with fs.open(path, "wb") as file:
+        for content in contents:
+            file.write(content)
+
+
+def _write_aside(fs: fsspec.AbstractFileSystem, path: str, contents: Iterable[bytes | memoryview]) -> None:
+    """Writes a local file under another name, and renames it when it is on the disk."""
+    # Not by fsspec's transaction: it writes to the temporary folder, which may be on another disk,
+    # and it would hold back what another thread writes in the meantime.
+    aside = f"{path}.writing"
     try:
         with fs.open(aside, "wb") as file:
             for content in contents:
                 file.write(content)
-            if aside != path:
-                file.flush()
-                os.fsync(file.fileno())
-        if aside != path:
-            os.replace(aside, path)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
     except Exception:
-        if aside != path:
-            with contextlib.suppress(OSError):
-                os.remove(aside)
+        with contextlib.suppress(OSError):
+            os.remove(aside)
         raise
 
 
 def read_file(path: str) -> bytes:
-    """Returns the content of a weights file at a path or URL; raises InputError where it is not there or unreadable."""
+    """Returns the content of a weights file at a path or URL.
+
+    Raises:
+        InputError: it is not there, or cannot be read.
+    """
     try:
         with fsspec.open(path, "rb") as file:
             return file.read()
@@ -70,7 +90,11 @@ def read_file(path: str) -> bytes:
 
 
 def exists(path: str) -> bool:
-    """Returns whether there is a file at a path or URL; raises InputError where the store does not say."""
+    """Returns whether there is a file at a path or URL.
+
+    Raises:
+        InputError: the store does not say.
+    """
     try:
         fs, root = fsspec.core.url_to_fs(path)
         return fs.exists(root)
@@ -79,30 +103,39 @@ def exists(path: str) -> bool:
 
 
 def save_weights(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes one safetensors file to a path or URL; raises InputError as `write_file` does."""
-    write_file(path, safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata))
+    """Writes a safetensors file to a path or URL; raises InputError as `write_file` does."""
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_file(path, safetensors.torch.save(contiguous, metadata))
 
 
 def load_weights(path: str) -> dict[str, Tensor]:
-    """Returns the tensors of a safetensors file at a path or URL; raises InputError where there is none."""
-    return load_with_metadata(path)[0]
+    """Returns the tensors of a safetensors file at a path or URL; see `load_with_metadata`."""
+    tensors, _ = load_with_metadata(path)
+    return tensors
 
 
 def load_with_metadata(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns what `load_weights` does, and the file's metadata."""
+    """Returns the tensors and the metadata of a safetensors file at a path or URL.
+
+    Raises:
+        InputError: there is none, or it is another file.
+    """
     content = read_file(path)
     try:
         tensors = safetensors.torch.load(content)
     except safetensors.SafetensorError as error:
         raise InputError(f"{path} is not a safetensors file ({error}); pickles are not loaded: convert it") from None
-    size = int.from_bytes(content[:8], "little")  # of the header, which safetensors does not give of bytes
-    return tensors, json.loads(content[8 : 8 + size]).get("__metadata__") or {}
+
+    # safetensors returns no metadata of bytes. The first 8 bytes are the length of the header.
+    header_bytes = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + header_bytes])
+    return tensors, header.get("__metadata__") or {}
 
 
 def write_folder(folder: str, write: Callable[[str], None]) -> None:
-    """Has `write` fill a temporary local folder, and copies its files to `folder`, a path or URL.
+    """Makes `write` fill a temporary local folder, and copies its files to `folder`, a path or URL.
 
-    This is for what transformers and others write as one.
+    This is for what transformers and others write as a folder.
 
     Raises:
         InputError: one of the two folders cannot be written.
@@ -110,13 +143,20 @@ def write_folder(folder: str, write: Callable[[str], None]) -> None:
     try:
         with tempfile.TemporaryDirectory() as local:
             write(local)
-            for path in sorted(Path(local).rglob("*")):
-                if path.is_file():
-                    with path.open("rb") as file:
-                        write_file(f"{folder.rstrip('/')}/{path.relative_to(local)}", _chunks(file))
+            _copy_files(local, folder)
     except (OSError, safetensors.SafetensorError) as error:
         failed = f"cannot write {folder}, which is made in a temporary folder: {error}"
-        raise InputError(f"{failed}; make room there, or set TMPDIR to a folder with room") from error
+        remedy = "make room there, or set TMPDIR to a folder with room"
+        raise InputError(f"{failed}; {remedy}") from error
+
+
+def _copy_files(local: str, folder: str) -> None:
+    """Copies all files below a local folder to the same paths below `folder`."""
+    for path in sorted(Path(local).rglob("*")):
+        if path.is_file():
+            copy = f"{folder.rstrip('/')}/{path.relative_to(local)}"
+            with path.open("rb") as file:
+                write_file(copy, _chunks(file))
 
 
 def _chunks(file: BinaryIO) -> Iterator[bytes]:
@@ -149,7 +189,8 @@ def local_folder(folder: str) -> str:
 
 def is_local(fs: fsspec.AbstractFileSystem) -> bool:
     """Returns whether a file system is the local disk."""
-    return "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
+    protocols = fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)
+    return "file" in protocols
 
 
 def fsync(folder: str) -> None:

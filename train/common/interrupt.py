@@ -1,5 +1,9 @@
-"""The answer to Ctrl-C and SIGTERM, at once: Python calls their handlers between two operations of the main thread,
-which may be in a compilation for minutes."""
+"""The answer to Ctrl-C and SIGTERM, at once.
+
+Python calls signal handlers between two operations of the main thread, which may be in a
+compilation for minutes. So a thread of its own answers: the interpreter writes the number of each
+signal into a socket, at any time.
+"""
 
 import contextlib
 import os
@@ -10,19 +14,25 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-LINGER = 2.0  # seconds that the main thread has to end by itself after the Ctrl-C that ends it
+LINGER = 2.0  # seconds for the main thread to end by itself after the Ctrl-C that ends it
 STOPS = "stops after this step"
 AGAIN = "; Ctrl-C again ends now"
 ENDED = "ended by Ctrl-C"
-STDOUT, STDERR = 1, 2  # which a notebook puts nothing in place of
-CODE = 128 + signal.SIGINT  # as a shell gives it for a process that SIGINT has ended
+STDOUT = 1  # file descriptors, which a notebook does not replace
+STDERR = 2
+CODE = 128 + signal.SIGINT  # a shell's exit code for a process that SIGINT has ended
 
 
 @contextlib.contextmanager
 def caught(says: bool) -> Iterator[Callable[[], int]]:
-    """Catches SIGTERM and Ctrl-C; yields a function that returns how many have come. The second Ctrl-C raises
-    KeyboardInterrupt, or ends the process where the main thread does not come to it. `says`: whether this process
-    answers them on the terminal. In another thread than the main one nothing is answered."""
+    """Catches SIGTERM and Ctrl-C; yields a function that returns how many have come.
+
+    The second Ctrl-C raises KeyboardInterrupt, or ends the process where the main thread does not
+    get to it. Outside of the main thread nothing is answered.
+
+    Args:
+        says: whether this process answers on the terminal.
+    """
     received: list[int] = []
     ending = threading.Event()
 
@@ -32,20 +42,25 @@ def caught(says: bool) -> Iterator[Callable[[], int]]:
             raise KeyboardInterrupt
         received.append(number)
 
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    answering = _answering(partial(_answer, ending=ending, says=says)) if in_main_thread else contextlib.nullcontext()
+    answering = contextlib.nullcontext()
+    if _in_main_thread():
+        answering = _answering(partial(_answer, ending=ending, says=says))
     with answering, _handling(handle, signal.SIGTERM, signal.SIGINT):
         yield lambda: len(received)
 
 
 @contextlib.contextmanager
 def ended() -> Iterator[None]:
-    """Lets Ctrl-C raise KeyboardInterrupt, and ends the process where the main thread does not come to it: before the
-    training there is nothing to save. Where SIGINT is ignored, or in another thread, nothing changes."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    """Makes Ctrl-C raise KeyboardInterrupt, or end the process if the main thread is busy.
+
+    This is for the time before the training, when there is nothing to save. Where SIGINT is
+    ignored, or outside of the main thread, nothing changes.
+    """
+    handler = signal.getsignal(signal.SIGINT) if _in_main_thread() else None
+    if handler is not signal.default_int_handler:
         yield
         return
+
     ending = threading.Event()
 
     def handle(_number: int, _frame: Any) -> None:
@@ -56,8 +71,13 @@ def ended() -> Iterator[None]:
         yield
 
 
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 @contextlib.contextmanager
 def _handling(handle: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+    """Makes `handle` the handler of these signals."""
     previous = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
@@ -68,7 +88,7 @@ def _handling(handle: Callable[[int, Any], None], *numbers: int) -> Iterator[Non
 
 @contextlib.contextmanager
 def _answering(answer: Callable[[socket.socket], None]) -> Iterator[None]:
-    """Answers in a thread that gets the signals' numbers from the interpreter, whatever the main thread does."""
+    """Runs `answer` in a thread, on a socket that gets a byte with the number of each signal."""
     numbers, interpreter = socket.socketpair()
     interpreter.setblocking(False)
     previous = signal.set_wakeup_fd(interpreter.fileno(), warn_on_full_buffer=False)
@@ -83,26 +103,39 @@ def _answering(answer: Callable[[socket.socket], None]) -> Iterator[None]:
         numbers.close()
 
 
+def _received(numbers: socket.socket) -> Iterator[int]:
+    """Yields the number of each signal, until the other end of the socket is closed."""
+    content = numbers.recv(1)
+    while content:
+        yield content[0]
+        content = numbers.recv(1)
+
+
 def _answer(numbers: socket.socket, ending: threading.Event, says: bool) -> None:
-    came = 0
-    while content := numbers.recv(1):
-        number = content[0]
+    """Prints a line for the first signal; ends the process by a later Ctrl-C, see `caught`."""
+    count = 0
+    for number in _received(numbers):
         if number not in (signal.SIGINT, signal.SIGTERM):
             continue
-        came += 1
-        if came > 1 and number == signal.SIGINT:
-            if not ending.wait(LINGER):
-                os._exit(CODE)
-        elif came == 1 and says:
-            # Not by print: the main thread may be within one.
-            line = STOPS + AGAIN * (number == signal.SIGINT)
-            with contextlib.suppress(OSError):
-                os.write(STDOUT, f"\n{line}\n".encode())
+
+        count += 1
+        if count == 1:
+            if says:
+                line = STOPS + AGAIN if number == signal.SIGINT else STOPS
+                _write(STDOUT, f"\n{line}\n")
+        elif number == signal.SIGINT and not ending.wait(LINGER):
+            os._exit(CODE)
 
 
 def _end(numbers: socket.socket, ending: threading.Event) -> None:
-    while content := numbers.recv(1):
-        if content[0] == signal.SIGINT and not ending.wait(LINGER):
-            with contextlib.suppress(OSError):
-                os.write(STDERR, f"{ENDED}\n".encode())
+    """Ends the process by Ctrl-C, where the main thread does not do it in LINGER seconds."""
+    for number in _received(numbers):
+        if number == signal.SIGINT and not ending.wait(LINGER):
+            _write(STDERR, f"{ENDED}\n")
             os._exit(CODE)
+
+
+def _write(descriptor: int, text: str) -> None:
+    """Writes to a terminal, if it is there. Not by print: the main thread may be within one."""
+    with contextlib.suppress(OSError):
+        os.write(descriptor, text.encode())

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from errors import InputError
-from train.common import batches, device
+from train.common import batches, device, hooks
 from train.common.batches import BatchMaker, Dataset, as_tensors
 from train.common.mesh import Mesh
 
@@ -118,6 +118,16 @@ class Loader(AbstractContextManager, Iterator):
         """Returns the next single batch, or micro-batch, on the device. Raises what loading raised; StopIteration at
         the end. Nothing else asks for one, so here alone the loop waits."""
         started = time.perf_counter()
+        try:
+            with hooks.span(hooks.WAIT):
+                return self._take()
+        finally:
+            waited = time.perf_counter() - started
+            for watcher in hooks.watchers:
+                watcher.waited(waited)
+
+    def _take(self) -> dict[str, Tensor]:
+        started = time.perf_counter()
         batch = self._ahead[0].result()  # an error, or the end, stays there: every later call raises it, too
         self._waited += time.perf_counter() - started
         self._ahead.popleft()
@@ -193,7 +203,8 @@ class Loader(AbstractContextManager, Iterator):
         return error
 
     def _upload(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {key: device.upload(tensor, self._mesh) for key, tensor in batch.items()}
+        with hooks.span(hooks.UPLOAD):
+            return {key: device.upload(tensor, self._mesh) for key, tensor in batch.items()}
 
 
 class MicroBatches(Iterator):

@@ -1,4 +1,7 @@
-"""The folder of a run, local or at a URL: its name, its lock, config.json, and files that are whole or not there."""
+"""The folder of a run, local or at a URL: its name, its lock, config.json, and files.
+
+Each file is whole or not there.
+"""
 
 import contextlib
 import dataclasses
@@ -23,57 +26,117 @@ import fsspec
 from errors import InputError
 from train.common.files import write_synced
 
-PACKAGES = ("torch", "torch_xla", "torchvision", "libtpu", "numpy", "timm", "datasets", "transformers", "safetensors")
-_LOCKS: dict[str, contextlib.ExitStack] = {}  # this process's last one of each folder
+PACKAGES = (
+    "torch",
+    "torch_xla",
+    "torchvision",
+    "libtpu",
+    "numpy",
+    "timm",
+    "datasets",
+    "transformers",
+    "safetensors",
+)
+
+_LOCKS: dict[str, contextlib.ExitStack] = {}  # this process's last lock of each folder
 
 
 class RunFolder:
     """The folder of a run below `runs`, a root folder or fsspec URL, and the files in it.
 
-    The arguments are those of `Run`. `path` is the folder or URL, `local` where `write` writes: for a URL a temporary
-    folder, which `upload` copies. `stored` and `summary` are its config.json and summary.json, or None; `reason` says
-    why a number was added to the name. Raises InputError where the folder cannot be used.
+    The arguments are those of `Run`. Raises InputError where the folder cannot be used.
+
+    Attributes:
+        path: the folder or URL.
+        local: where `write` writes. For a URL it is a temporary folder, which `upload` copies.
+        stored: the content of config.json as it was found, or None.
+        summary: the content of summary.json as it was found, or None.
+        reason: why a number was added to the name, or "".
+        uploaded: whether the URL has all files.
+        last_step: the last step that is in metrics.jsonl.
     """
 
-    def __init__(self, config: Any, default_name: str, free: Iterable[str] = (), required: Iterable[str] = ()):
+    def __init__(
+        self,
+        config: Any,
+        default_name: str,
+        free: Iterable[str] = (),
+        required: Iterable[str] = (),
+    ):
         if not config.runs:
             raise InputError("--runs is empty; give the folder or URL of all runs, such as runs")
-        self.root = os.path.expanduser(config.runs.removeprefix("file://")).rstrip("/") or "/"
+
+        root = os.path.expanduser(config.runs.removeprefix("file://"))
+        self.root = root.rstrip("/") or "/"
         self.remote = "://" in self.root
-        self.local, self._lock, self.uploaded, self.last_step = None, contextlib.ExitStack(), False, 0
+        self.local = None
+        self.uploaded = False
+        self.last_step = 0
+        self._lock = contextlib.ExitStack()
         try:
             self.files = fsspec.core.url_to_fs(self.root)[0]
         except (ImportError, ValueError) as error:
             raise InputError(f"cannot use --runs {config.runs}: {error}") from error
         self.files.invalidate_cache()
-        self.config, defaults = (json.loads(to_json(dataclasses.asdict(each))) for each in (config, type(config)()))
-        defaults = {field: value for field, value in defaults.items() if field not in required}
+
+        self.config = _as_stored(config)
+        defaults = {}
+        for field, value in _as_stored(type(config)()).items():
+            if field not in required:
+                defaults[field] = value
         self._choose(config.name, default_name, defaults, {"runs", "name", *free})
 
     def _choose(self, given: str, default_name: str, defaults: dict[str, Any], free: set[str]) -> None:
-        """Finds the run's name and reads what its folder has."""
+        """Finds the run's name and reads what its folder has.
+
+        A given name is taken, and must be of a run with the same values. Otherwise it is the
+        default name, or that with the first number whose folder is free or has an unfinished run
+        with the same values.
+
+        Args:
+            defaults: values of the fields that an older run may not have stored.
+            free: fields that may differ.
+        """
         if "/" in given or given in (".", ".."):
             raise InputError(f"--name {given} is not the name of one folder; use --runs for the root folder")
+
         self.reason = ""
         for number in itertools.count(1):
-            self.name = given or (default_name if number == 1 else f"{default_name}-{number}")
+            numbered = default_name if number == 1 else f"{default_name}-{number}"
+            self.name = given or numbered
             self.path = os.path.join(self.root, self.name)
-            self.stored, self.summary = self._read_json("config.json", "config"), None
+            self.stored = self._read_json("config.json", "config")
+            self.summary = None
             changed = {}
             if self.stored is not None:
                 self.summary = self._read_json("summary.json", "metrics")
-                old, new = defaults | self.stored["config"], self.config
-                both = {key: (old.get(key, "absent"), new.get(key, "absent")) for key in new | old if key not in free}
-                changed = {key: f"{key} was {was}, now {now}" for key, (was, now) in both.items() if was != now}
+                changed = self._changed(defaults, free)
+
             if given and changed:
-                values = ", ".join(changed.values())
-                older = "; it is of an older version" if "was absent" in values else ""
-                remedy = "use another --name or the old values"
-                raise InputError(f"{self.path} was started with other values ({values}){older}; {remedy}")
+                self._refuse(changed)
             if given or not (changed or self.summary):
                 return
             why = f"was trained with another {', '.join(changed)}" if changed else "is finished"
             self.reason = f" ({self.name} {why})"
+
+    def _changed(self, defaults: dict[str, Any], free: set[str]) -> dict[str, str]:
+        """Returns the fields whose value is not the stored run's, each with what has changed."""
+        old = defaults | self.stored["config"]
+        new = self.config
+        changed = {}
+        for field in new | old:
+            was = old.get(field, "absent")
+            now = new.get(field, "absent")
+            if field not in free and was != now:
+                changed[field] = f"{field} was {was}, now {now}"
+        return changed
+
+    def _refuse(self, changed: dict[str, str]) -> None:
+        """Raises InputError: a run of this name was started with other values."""
+        values = ", ".join(changed.values())
+        older = "; it is of an older version" if "was absent" in values else ""
+        remedy = "use another --name or the old values"
+        raise InputError(f"{self.path} was started with other values ({values}){older}; {remedy}")
 
     def open(self, devices: dict[str, Any]) -> None:
         """Creates and locks the folder, and adds this start to its config.json."""
@@ -84,17 +147,25 @@ class RunFolder:
             else:
                 os.makedirs(self.local, exist_ok=True)
                 self._take_lock()
-        stored = {"config": self.config, "starts": []} | (self.stored or {})
-        stored["starts"] = [*stored["starts"], _start_record(devices)]
-        self.write("config.json", to_json(stored, indent=2))
+
+        content = {"config": self.config, "starts": []}
+        content.update(self.stored or {})
+        content["starts"] = [*content["starts"], _start_record(devices)]
+        self.write("config.json", to_json(content, indent=2))
         self.upload()
 
     def _take_lock(self) -> None:
-        _LOCKS.get(self.local, self._lock).close()  # of a failed start, which a notebook's last traceback keeps
+        """Locks the folder for this process; InputError where another one has it."""
+        # A start that failed may hold the lock: a notebook's last traceback keeps its objects
+        # alive.
+        _LOCKS.get(self.local, self._lock).close()
         _LOCKS[self.local] = self._lock
-        lock = self._lock.enter_context(open(os.path.join(self.local, ".lock"), "a+"))  # noqa: SIM115 - kept open
+
+        path = os.path.join(self.local, ".lock")
+        lock = self._lock.enter_context(open(path, "a+"))  # noqa: SIM115 - kept open
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops it, even after kill -9
+            # The kernel drops it with the process, even after kill -9.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.seek(0)
             raise InputError(f"{self.path} is being trained by process {lock.read()}; use another --name") from error
@@ -102,10 +173,17 @@ class RunFolder:
         print(os.getpid(), end="", file=lock, flush=True)
 
     def fingerprint(self) -> int:
-        """Returns a number for config.json as this host sees it, and for whether the run is finished."""
-        with contextlib.suppress(InputError):  # a host that failed here alone would leave the others waiting
-            return 2 * zlib.crc32(self.read("config.json") or b"") + (self.summary is not None)
-        return -1
+        """Returns a number for what this host sees: config.json, and whether the run is finished.
+
+        It is -1 where config.json cannot be read: a host that failed here alone would leave the
+        others waiting.
+        """
+        try:
+            content = self.read("config.json") or b""
+        except InputError:
+            return -1
+        is_finished = self.summary is not None
+        return 2 * zlib.crc32(content) + is_finished
 
     def read(self, name: str) -> bytes | None:
         """Returns the content of a file of the run, None where there is none."""
@@ -117,24 +195,37 @@ class RunFolder:
             raise InputError(f"cannot read {self.path}/{name}: {error}") from error
 
     def _read_json(self, name: str, key: str) -> dict[str, Any] | None:
+        """Returns the content of a JSON file that has a dict at `key`; None where there is no file.
+
+        Raises:
+            InputError: it is something else.
+        """
         content = self.read(name)
+        if content is None:
+            return None
+
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            parsed = None if content is None else json.loads(content)
+            parsed = json.loads(content)
             if parsed is None or isinstance(parsed[key], dict):
                 return parsed
         damaged = f"{self.path}/{name} is damaged"
-        raise InputError(f"{damaged}; remove {self.path} to start again, or use another --name")
+        remedy = f"remove {self.path} to start again, or use another --name"
+        raise InputError(f"{damaged}; {remedy}")
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[str]:
-        """Yields the local path of a file to write; an OSError becomes an InputError that says what to do."""
+        """Yields the local path of a file to write; makes an OSError an InputError with advice."""
         path = os.path.join(self.local, name).rstrip("/")
         try:
             yield path
         except OSError as error:
-            again = "make room or access; the same command then resumes from the newest complete checkpoint, if any"
-            advice = again if self.last_step else "use another folder with --runs"
-            raise InputError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
+            advice = "use another folder with --runs"
+            if self.last_step:
+                advice = (
+                    "make room or access; the same command then resumes from the newest complete checkpoint, if any"
+                )
+            reason = error.strerror or error
+            raise InputError(f"cannot write {path}: {reason}; {advice}") from error
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a file, whole or not at all."""
@@ -142,14 +233,21 @@ class RunFolder:
             write_synced(fsspec.filesystem("file"), path, [content])
 
     def upload(self) -> None:
-        """Copies all files to a remote run's URL, whole (object stores cannot append), summary.json last."""
+        """Copies all files to a remote run's URL, whole: object stores cannot append.
+
+        summary.json comes last, since it says that the run is finished.
+        """
         if not self.remote or self.local is None:
             return
+
         self.uploaded = False
+        paths = []
+        for folder, _, names in os.walk(self.local):
+            paths += [os.path.join(folder, name) for name in names]
+        paths.sort(key=_is_summary)
         try:
-            files = [os.path.join(folder, file) for folder, _, names in os.walk(self.local) for file in names]
-            for file in sorted(files, key=lambda file: file.endswith("summary.json")):
-                self.files.put_file(file, f"{self.path}/{os.path.relpath(file, self.local)}")
+            for path in paths:
+                self.files.put_file(path, f"{self.path}/{os.path.relpath(path, self.local)}")
         except Exception as error:  # every store has exceptions of its own
             raise InputError(f"cannot write to {self.path}: {error}; the files are in {self.local}") from error
         self.uploaded = True
@@ -159,6 +257,15 @@ class RunFolder:
         self._lock.close()
         if self.uploaded:
             shutil.rmtree(self.local, ignore_errors=True)
+
+
+def _is_summary(path: str) -> bool:
+    return path.endswith("summary.json")
+
+
+def _as_stored(config: Any) -> dict[str, Any]:
+    """Returns a configuration's fields as config.json brings them back."""
+    return json.loads(to_json(dataclasses.asdict(config)))
 
 
 def to_json(content: Any, indent: int | None = None) -> bytes:
@@ -172,18 +279,32 @@ def now() -> str:
 
 
 def _start_record(devices: dict[str, Any]) -> dict[str, Any]:
-    """Returns what config.json keeps of each start; git is null where this file is in no git repository."""
-
-    def ask_git(*arguments: str) -> str:
-        command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        git = {"commit": ask_git("rev-parse", "HEAD"), "dirty": bool(ask_git("status", "--porcelain", "-uno"))}
-    except (OSError, subprocess.SubprocessError):
-        git = None
+    """Returns what config.json keeps of each start; versions only of what is installed."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    return {"time": now(), "command": shlex.join(sys.orig_argv), "devices": devices, "versions": versions, "git": git}
+    return {
+        "time": now(),
+        "command": shlex.join(sys.orig_argv),
+        "devices": devices,
+        "versions": versions,
+        "git": _git_state(),
+    }
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Returns the commit of this file, and whether tracked files differ; None outside of git."""
+    try:
+        commit = _ask_git("rev-parse", "HEAD")
+        changes = _ask_git("status", "--porcelain", "-uno")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "dirty": bool(changes)}
+
+
+def _ask_git(*arguments: str) -> str:
+    """Returns what git says of the repository that this file is in."""
+    command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    return result.stdout.strip()

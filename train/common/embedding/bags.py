@@ -1,63 +1,79 @@
-"""Embedding tables sharded over the devices of the mesh, updated in time and memory of the rows that a step touches.
+"""Embedding tables sharded over the devices of the mesh, updated in time and memory of the rows
+that a step touches.
 
-    embeddings = ShardedEmbeddingBags(tables, dim=128, mesh=mesh, optimizer=RowWiseAdagrad(), lr=0.01, seed=0)
+    rule = RowWiseAdagrad()
+    embeddings = ShardedEmbeddingBags(tables, dim=128, mesh=mesh, optimizer=rule, lr=0.01, seed=0)
     pooled = embeddings(ids)            # [batch, tables, dim], a leaf of the autograd graph
     loss(model(pooled)).backward()
     embeddings.step()                   # inside the compiled step, beside optimizer.step()
 
-The plain way (nn.EmbeddingBag, a sharding annotation, autograd) is not used: nn.EmbeddingBag runs on the host, and the
-gradient of nn.Embedding is as large as the table, as is the optimizer's pass over it. Here lookups are outside of
-autograd. `step` takes the ids of the forward pass and the gradient of the pooled output, adds up the gradients of equal
-ids (sort, segment ids, index_add: static shapes), and changes those rows only.
+The plain way (nn.EmbeddingBag, a sharding annotation, autograd) is not used: nn.EmbeddingBag runs
+on the host, and the gradient of nn.Embedding is as large as the table, as is the optimizer's pass
+over it. Here lookups are outside of autograd. `step` takes the ids of the forward pass and the
+gradient of the pooled output, adds up the gradients of equal ids (sort, segment ids, index_add:
+static shapes), and changes those rows only.
 
-Tables of one plan lie in one array [rows, dim] (arrays.py, sharding.py; regions.py looks up and updates its rows):
+All tables of one plan lie in one array (plan.py). There are two, each a class:
 
-    exchange  rows spread evenly        distinct ids and their rows exchanged all-to-all, see exchange.py
-    row       rows cut in equal parts   ids all-gathered, masked local lookup, pooled rows reduce-scattered
-    table     each table on one device  ids and pooled rows exchanged all-to-all; so lookups are distributed, too
-    column    columns in equal parts    ids all-gathered, local lookup, pooled rows all-to-all
-    data      a copy on every device    local lookup; the gradient is all-reduced, or all-gathered when it is sparse
+    exchange.py  rows spread over the devices: a device asks the owners of its ids for their rows
+    copied.py    a copy on every device: each looks up its own ids, gradients are sent to all
 
-`auto` chooses a plan for each table (see `place_tables`). With `model_devices` the mesh is 2-D, data x model: tables
-are sharded over groups of that many devices, and every group has a copy.
+`auto` chooses a plan for each table (memory.py). With `model_devices` the mesh is 2-D, data x
+model: tables are shared by groups of that many devices, and every group has a copy.
 
 Four rules keep XLA from copying a whole table in each step (torch_xla 2.9, CPU and TPU compilers):
-1. Write back with `array.copy_(leave(local.index_add(...)))`, so that input and output share their memory.
-2. Let no tensor of the per-device region live at the end of the step: it would become an output, and a copy.
+1. Write back with `array.copy_(leave(local.index_add(...)))`, so that input and output share their
+   memory.
+2. Let no tensor of the per-device region live at the end of the step: it would become an output,
+   and a copy.
 3. After an index_add into a state, read the state from its result only.
-4. Give every array a size in bytes of its own (`_distinct_rows` pads): XLA pairs inputs with outputs by size alone, and
-   arrays of one size can be paired crosswise.
+4. Give every array a size in bytes of its own (`plan._distinct_rows` pads): XLA pairs inputs with
+   outputs by size alone, and arrays of one size can be paired crosswise.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from errors import InputError
 from train.common import device
-from train.common.embedding import exchange, pieces, regions
-from train.common.embedding.arrays import TableArray
-from train.common.embedding.one_device import OneDevice
-from train.common.embedding.tables import (
-    PLANS,
-    Optimizer,
-    Table,
-    check_tables,
-    device_bytes_for_tables,
-    place_tables,
-)
+from train.common.embedding import exchange, pieces
+from train.common.embedding.devices import OneDevice, TableDevices
+from train.common.embedding.memory import PLANS, choose_plans, device_bytes_for_tables
+from train.common.embedding.optimizers import Optimizer
+from train.common.embedding.plan import Plan
+from train.common.embedding.tables import Table, check_tables
 from train.common.mesh import Mesh
+
+
+@dataclass
+class ForwardPass:
+    """What `step` needs of a forward pass.
+
+    Attributes:
+        looked_up: what each array's lookup has kept.
+        divisor: of mean pooling, see `_divisor`.
+        embedded: the output, whose gradient the backward pass sets.
+    """
+
+    looked_up: list[Any]
+    divisor: Tensor | None
+    embedded: Tensor
 
 
 class ShardedEmbeddingBags(nn.Module):
     """Embedding tables of one width, sharded over the mesh, with their optimizer.
 
-    Every table starts uniform in +-rows**-0.5 (facebookresearch/dlrm). Each number is a hash of (seed, table, row,
-    column): every device computes its own part, and the numbers depend neither on the devices nor on the plan.
+    Every table starts uniform in +-rows**-0.5 (facebookresearch/dlrm). Each number is a hash of
+    (seed, table, row, column): every device computes its own part, and the numbers depend neither
+    on the devices nor on the plan.
 
-    With one table and one id per bag it is an nn.Embedding, such as the vocabulary of a language model:
-    `embeddings(ids.reshape(-1, 1)).reshape(batch, length, dim)`.
+    With one table and one id per bag it is an nn.Embedding, such as the vocabulary of a language
+    model: `embeddings(ids.reshape(-1, 1)).reshape(batch, length, dim)`.
 
     Args:
         tables: at least one; names are distinct.
@@ -65,11 +81,13 @@ class ShardedEmbeddingBags(nn.Module):
         optimizer: SGD, RowWiseAdagrad, Adagrad or LazyAdam.
         lr: learning rate; `device.set_lr(embeddings, lr)` changes it.
         model_devices: devices that share a copy of the tables; 0: all.
-        room: factors on the capacities of plan "exchange": the places for ids of a pair of devices, the rows that a
-            device updates in a step. 1 is enough for ids that are all distinct, see exchange.py.
+        room: capacity factors of plan "exchange": of the slots for the ids of a pair of devices,
+            and of the rows that a device updates in a step. 1 is enough for ids that are all
+            distinct, see exchange.py.
         device_bytes: memory of one device for tables and their state; 0: known from the hardware.
     Attributes:
-        plan: the Placement: the plan that was chosen for each table.
+        plans: the name of each table's plan.
+        arrays: a Plan for each plan that has tables.
         param_groups: [{"lr": tensor}], as torch's optimizers have it.
     Raises:
         InputError: a table is not possible, or they do not fit.
@@ -88,45 +106,60 @@ class ShardedEmbeddingBags(nn.Module):
         device_bytes: float = 0,
     ):
         super().__init__()
-        self.tables, self.dim, self.mesh, self.optimizer = tuple(tables), dim, mesh, optimizer
+        self.tables = tuple(tables)
+        self.dim = dim
+        self.mesh = mesh
+        self.optimizer = optimizer
+        self.room = room
         parts = model_devices or mesh.num_devices
-        check_tables(self.tables, dim, parts)
-        self.sharding = _sharding(mesh, parts)
+        check_tables(self.tables)
+        self.devices = table_devices(mesh, parts)
         device_bytes = device_bytes or device_bytes_for_tables(mesh)
-        self.plan = place_tables(tables, dim, parts, optimizer, device_bytes, mesh.kind.startswith("TPU"))
+        self.plans = choose_plans(self.tables, dim, parts, optimizer, device_bytes)
         self.param_groups = [{"lr": torch.tensor(lr, dtype=torch.float32).to(mesh.device)}]
-        self.step_count = self.sharding.replicated(torch.zeros(()))
-        self._pending: list[tuple[list[Tensor | exchange.Route], Tensor | None, Tensor]] = []
-        positions = {plan: [t for t, own in enumerate(self.plan.plans) if own == plan] for plan in PLANS}
-        self.arrays = [
-            TableArray(plan, own, self.tables, dim, self.plan.owners, self.sharding, optimizer, room)
-            for plan, own in positions.items()
-            if own
-        ]
+        self.step_count = self.devices.replicated(torch.zeros(()))
+        self._forward_passes: list[ForwardPass] = []  # since the last step
+
+        self.arrays: list[Plan] = []
+        for name, plan in PLANS.items():
+            numbers = [number for number, own in enumerate(self.plans) if own == name]
+            if numbers:
+                self.arrays.append(plan(numbers, self.tables, dim, self.devices, optimizer, room))
         for array in self.arrays:
             array.allocate(seed)
-        self.room = room
-        self.load = self.sharding.replicated(torch.zeros(3))  # of all steps, see exchange.add_load
+        self.load = self.devices.replicated(torch.zeros(3))  # of all steps, see exchange.add_load
+
         # Where each table's pooled rows are, after the arrays' have been put side by side.
-        order = [t for array in self.arrays for t in array.tables]
-        self._order = None if order == sorted(order) else self.sharding.replicated(torch.tensor(np.argsort(order)))
-        if any(table.pooling == "mean" for table in tables):
+        side_by_side = [number for array in self.arrays for number in array.numbers]
+        self._order = None
+        if side_by_side != sorted(side_by_side):
+            self._order = self.devices.replicated(torch.tensor(np.argsort(side_by_side)))
+        if self._has_means():
             # 1 for sums, so that they are divided by 1.
-            is_mean, lookups = [float(t.pooling == "mean") for t in tables], [float(t.lookups) for t in tables]
-            self._is_mean = self.sharding.replicated(torch.tensor(is_mean)[None, :, None])
-            self._lookups = self.sharding.replicated(torch.tensor(lookups)[None, :, None])
+            is_mean = torch.tensor([float(table.pooling == "mean") for table in tables])
+            lookups = torch.tensor([float(table.lookups) for table in tables])
+            self._is_mean = self.devices.replicated(is_mean[None, :, None])
+            self._lookups = self.devices.replicated(lookups[None, :, None])
         device.run_pending()
 
     def extra_repr(self) -> str:
-        return ", ".join(
-            f"{table.name}: {table.rows} {plan}" for table, plan in zip(self.tables, self.plan.plans, strict=True)
-        )
+        tables = zip(self.tables, self.plans, strict=True)
+        return ", ".join(f"{table.name}: {table.rows} {plan}" for table, plan in tables)
+
+    def tables_by_plan(self) -> dict[str, int]:
+        """Returns how many tables each plan has."""
+        return {array.name: len(array.numbers) for array in self.arrays}
 
     def on_device(self) -> dict[str, Tensor]:
-        """Returns everything that it holds on the device: tables, optimizer states and what finds the rows."""
-        holders = {"": self} | {f"{array.plan}.": array for array in self.arrays}
-        held = {prefix + name: value for prefix, holder in holders.items() for name, value in vars(holder).items()}
-        held |= {f"{array.plan}.state{i}": state for array in self.arrays for i, state in enumerate(array.states)}
+        """Returns everything that it holds on the device: tables, optimizer states and what finds
+        the rows."""
+        held = dict(vars(self))
+        for array in self.arrays:
+            for name, value in vars(array).items():
+                held[f"{array.name}.{name}"] = value
+        for array in self.arrays:
+            for number, state in enumerate(array.states):
+                held[f"{array.name}.state{number}"] = state
         held["lr"] = self.param_groups[0]["lr"]
         return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
@@ -134,20 +167,22 @@ class ShardedEmbeddingBags(nn.Module):
         """Looks up and pools. Ids are not checked here (see `check_ids`).
 
         Args:
-            ids: [batch, sum of lookups] int32, sharded by the first dimension; the tables' columns side by side.
+            ids: [batch, sum of lookups] int32, sharded by the first dimension; the tables' columns
+                side by side.
             present: [batch, sum of lookups], 0 where a bag has no id; None: all bags are full.
         Returns:
             [batch, tables, dim] float32, a leaf: its gradient is what `step` uses.
         """
         with torch.no_grad():
-            looked_up, pooled = [], []
+            looked_up = []
+            pooled = []
             for array in self.arrays:
-                row = array.own_columns(ids) + array.offsets
+                array_rows = array.own_columns(ids) + array.offsets
                 if present is not None:
-                    row = torch.where(array.own_columns(present) > 0, row, torch.full_like(row, -1))
-                exchanged = array.plan == "exchange"
-                found, kept = exchange.lookup(array, row) if exchanged else (regions.lookup(array, row), row)
-                pooled.append(found)
+                    is_there = array.own_columns(present) > 0
+                    array_rows = torch.where(is_there, array_rows, torch.full_like(array_rows, -1))
+                of_array, kept = array.lookup(array_rows)
+                pooled.append(of_array)
                 looked_up.append(kept)
             embedded = pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1)
             if self._order is not None:
@@ -155,66 +190,86 @@ class ShardedEmbeddingBags(nn.Module):
             divisor = self._divisor(present)
             if divisor is not None:
                 embedded = embedded / divisor
-            embedded = self.sharding.shard(embedded, (self.sharding.batch_axes, None, None))
+            embedded = self.devices.shard(embedded, (self.devices.batch_axes, None, None))
+
         if not torch.is_grad_enabled():
-            for load in [kept.load for kept in looked_up if isinstance(kept, exchange.Route)]:
-                exchange.add_load(self.load, [load], self.sharding)
+            for array, kept in zip(self.arrays, looked_up, strict=True):
+                loads = array.loads(kept)
+                if loads:
+                    exchange.add_load(self.load, loads, self.devices)
             return embedded
         embedded = embedded.detach().requires_grad_()
-        self._pending.append((looked_up, divisor, embedded))
+        self._forward_passes.append(ForwardPass(looked_up, divisor, embedded))
         return embedded
 
+    def _has_means(self) -> bool:
+        return any(table.pooling == "mean" for table in self.tables)
+
     def _divisor(self, present: Tensor | None) -> Tensor | None:
-        """Returns [batch or 1, tables, 1]: ids in the bag for mean pooling (1 for an empty one), 1 for sums."""
-        if all(table.pooling == "sum" for table in self.tables):
+        """Returns [batch or 1, tables, 1]: ids in the bag for mean pooling (1 for an empty one), 1
+        for sums."""
+        if not self._has_means():
             return None
         counts = self._lookups
         if present is not None:
-            bags = torch.split((present > 0).float(), [table.lookups for table in self.tables], dim=1)
+            lookups = [table.lookups for table in self.tables]
+            bags = torch.split((present > 0).float(), lookups, dim=1)
             counts = torch.stack([bag.sum(1) for bag in bags], 1)[..., None].clamp(min=1)
         return torch.where(self._is_mean > 0, counts, torch.ones_like(counts))
 
     @torch.no_grad()
     def step(self) -> dict[str, Tensor]:
-        """Updates the rows that the forward passes since the last step have read, with the gradients of their outputs.
+        """Updates the rows that the forward passes since the last step have read, with the
+        gradients of their outputs.
 
         Returns:
-            With plan "exchange", for the metrics of the step and for `check`: "dropped", the ids so far that found no
-            place, and the shares of the places that the fullest pair of devices ("pair_load") and of the updates that
-            the fullest device ("update_load") had in this step. Otherwise nothing.
+            With plan "exchange", for the metrics of the step and for `check`: "dropped", the ids so
+            far that found no slot, and the shares of the slots that the fullest pair of devices
+            ("pair_load") and of the updates that the fullest device ("update_load") had in this
+            step. Otherwise nothing.
         Raises:
             RuntimeError: there was no forward pass, or one of their outputs has no gradient.
         """
-        pending, self._pending = self._pending, []
-        if not pending or any(embedded.grad is None for _, _, embedded in pending):
-            raise RuntimeError("embeddings.step() needs a forward pass and a backward pass that reaches its output")
+        passes = self._forward_passes
+        self._forward_passes = []
+        if not passes or any(one.embedded.grad is None for one in passes):
+            needed = "a forward pass and a backward pass that reaches its output"
+            raise RuntimeError(f"embeddings.step() needs {needed}")
+
         self.step_count += 1
-        grads = [embedded.grad if divisor is None else embedded.grad / divisor for _, divisor, embedded in pending]
+        gradients = []
+        for one in passes:
+            gradient = one.embedded.grad
+            gradients.append(gradient if one.divisor is None else gradient / one.divisor)
+        lr = self.param_groups[0]["lr"]
         metrics = {}
-        for a, array in enumerate(self.arrays):
-            looked_up = [kept[a] for kept, _, _ in pending]
-            own_grads = grads if len(self.arrays) == 1 else [grad.index_select(1, array.positions) for grad in grads]
-            options = own_grads, self.optimizer, self.param_groups[0]["lr"], self.step_count
-            if array.plan == "exchange":
-                metrics = exchange.add_load(self.load, exchange.update(array, looked_up, *options), self.sharding)
-            else:
-                regions.update(array, looked_up, *options)
+        for number, array in enumerate(self.arrays):
+            looked_up = [one.looked_up[number] for one in passes]
+            own_gradients = gradients
+            if len(self.arrays) > 1:
+                own_gradients = [one.index_select(1, array.positions) for one in gradients]
+            loads = array.update(looked_up, own_gradients, lr, self.step_count)
+            if loads:
+                metrics = exchange.add_load(self.load, loads, self.devices)
         return metrics
 
     def check(self, dropped: Tensor | None = None) -> None:
-        """Raises InputError where ids found no place in the exchange, so that their rows were not trained. Checkpoints
-        call it before anything is written; it reads from the device.
+        """Raises InputError where ids found no slot in the exchange, so that their rows were not
+        trained. Checkpoints call it before anything is written; it reads from the device.
 
         Args:
             dropped: of a step's metrics, if 0 is enough to know; None: the count so far.
         """
-        if "exchange" in self.plan.plans:
-            load = device.read([self.load if dropped is None else dropped])[0].reshape(-1)
-            if load[0] > 0:
-                exchange.check_load(device.read([self.load])[0].tolist(), self.room)
+        if not any(array.may_drop for array in self.arrays):
+            return
+        count = device.read([self.load if dropped is None else dropped])[0].reshape(-1)[0]
+        if count > 0:
+            load = device.read([self.load])[0].tolist()
+            exchange.check_load(load, self.room)
 
     def pieces(self) -> dict[str, Tensor]:
-        """Copies this host's share of tables and optimizer state to its memory, see `pieces.copy_pieces`."""
+        """Copies this host's share of tables and optimizer state to its memory, see
+        `pieces.copy_pieces`."""
         return pieces.copy_pieces(self)
 
     def load_pieces(self, shapes: dict[str, Sequence[int]], read: Callable[[str], Tensor]) -> None:
@@ -222,9 +277,18 @@ class ShardedEmbeddingBags(nn.Module):
         pieces.load_pieces(self, shapes, read)
 
 
-def _sharding(mesh: Mesh, parts: int) -> OneDevice:
+def table_devices(mesh: Mesh, parts: int) -> TableDevices:
+    """Returns the devices of a mesh for tables that are shared by groups of `parts` of them.
+
+    Raises:
+        InputError: the groups do not make up all devices.
+    """
+    if parts < 1 or mesh.num_devices % parts:
+        allowed = f"it must divide the {mesh.num_devices} devices, 0 takes all"
+        raise InputError(f"model_devices is {parts}; {allowed}")
     if not mesh.compiles:
         return OneDevice(mesh, parts)
-    from train.common.embedding.sharding import Sharding
 
-    return Sharding(mesh, parts)
+    from train.common.embedding.xla_devices import XlaDevices
+
+    return XlaDevices(mesh, parts)

@@ -1,200 +1,364 @@
-"""Plan "exchange": a device asks the owners of its ids for their rows, so that a step does not grow with the devices.
+"""Plan "exchange": a device asks the owners of its ids for their rows, so that a step does not grow
+with the devices.
 
-    lookup   1. sort the ids of a device by owner and row; equal ones are asked for once
-             2. put the distinct ones into places [owners, capacity]; all-to-all
-             3. the owner looks up what it is asked for; all-to-all back; each id takes the row of its place
-    update   4. add up the gradients of equal ids in their place; all-to-all
-             5. the owner adds up what several devices have sent for a row, and updates at most a planned number of rows
+    lookup   1. sort the ids of a device by owner and device row; equal ones are asked for once
+             2. put the distinct ones into slots [owners, capacity]; all-to-all
+             3. the owner looks up what it is asked for; all-to-all back
+             4. each id takes the row of its slot
+    update   5. add up the gradients of equal ids in their slot; all-to-all
+             6. the owner adds up what several devices have sent for a row
+             7. it updates at most a planned number of rows
 
-Shapes are static, so capacities are planned: for ids that are all distinct and fall on owners at random (`owner_of`),
-from the tail of the Poisson distribution. An id that finds no place reads zeros and is not trained. It is counted, and
-`check_load` ends the run before anything is saved: a run is exact, or it stops.
+Shapes are static, so capacities are planned: for ids that are all distinct and fall on owners at
+random (`owner_of`), from the tail of the Poisson distribution. An id that finds no slot ("no
+place", in messages) reads zeros and is not trained. It is counted, and `check_load` ends the run
+before anything is saved: a run is exact, or it stops.
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from errors import InputError
-from train.common.embedding import regions
-from train.common.embedding.arrays import TableArray
-from train.common.embedding.hashing import divide, owner_of
-from train.common.embedding.one_device import OneDevice
-from train.common.embedding.tables import Optimizer, take_rows
+from train.common.embedding.devices import TableDevices
+from train.common.embedding.hashing import divide
+from train.common.embedding.owners import Rows, array_row_of, owner_of
+from train.common.embedding.plan import HeldRows, Load, Plan
+from train.common.embedding.rows import LAST, gradient_of_ids, pool, sum_equal_rows, take_rows
 
-NOTHING = 2**31 - 1  # a key after all others
-# Probability that some capacity of a step is too small; 10 million steps make an epoch, which then has 1e-6.
+# Probability that some capacity of a step is too small; 10 million steps make an epoch, which then
+# has 1e-6.
 OVERFLOW = 1e-13
 
 
-class Load(NamedTuple):
-    """How full the places of a lookup or an update were, [1] on each device: ids without a place; the fullest owner's
-    share of the places for this device's ids, and this device's share of the rows that it may update; 0: not known."""
-
-    dropped: Tensor
-    pair: Tensor
-    update: Tensor
-
-
-class Route(NamedTuple):
+@dataclass(frozen=True)
+class Route:
     """What the update needs of a lookup, on each device.
 
     Attributes:
-        asked: [owners * capacity] rows of this device that others have asked for; `local_rows`: an empty place.
-        places: [batch, columns] the place of each id; owners * capacity: it has none.
+        asked: [owners * capacity] device rows of this device that others have asked for;
+            `device_rows`: an empty slot.
+        slots: [batch, columns] the slot of each id; owners * capacity: it has none.
         load: of this lookup.
     """
 
     asked: Tensor
-    places: Tensor
+    slots: Tensor
     load: Load
 
 
-def lookup(array: TableArray, rows: Tensor) -> tuple[Tensor, Route]:
-    """Looks up and adds up the rows of each bag; returns [batch, tables of the array, dim], sharded by the batch, and
-    what `update` needs."""
-    sharding, parts, by_batch = array.sharding, array.parts, (array.sharding.batch_axes, None)
-    own = sharding.enter(sharding.shard(rows, by_batch), by_batch)
-    most = min(own.numel(), array.used_rows)
-    capacity = planned(own.numel() / parts, sharding.mesh.num_devices * parts, array.room[0], most)
-    asked, places, load = _places(array, own.reshape(-1), capacity)
-    asked = sharding.all_to_all(asked)
-    weight = sharding.enter(array.weight, array.spec)
-    found = take_rows(weight, _used(asked, array.local_rows).reshape(-1), array.dim)
-    found = sharding.all_to_all(found.reshape(parts, capacity, array.dim)).reshape(-1, array.dim)
-    places = places.reshape(own.shape)
-    pooled = regions.pool(found, places, places < parts * capacity, array.lookups, array.dim)
-    pooled = sharding.leave(pooled, (*by_batch, None), (rows.shape[0], len(array.tables), array.dim))
-    return pooled, Route(asked.reshape(-1), places, load)
+@dataclass(frozen=True)
+class SortedIds:
+    """The ids of a device in the order of their keys, by owner and then by device row. All tensors
+    are [n].
 
-
-def update(
-    array: TableArray, routes: Sequence[Route], grads: list[Tensor], optimizer: Optimizer, lr: Tensor, step: Tensor
-) -> list[Load]:
-    """Updates the rows of several lookups at once, each row once; returns the loads.
-
-    Args:
-        grads: the gradient of each lookup's pooled rows, [batch, tables of the array, dim].
-        step: 1-based number of this update.
+    Attributes:
+        key: owner * (device_rows + 1) + device row; LAST for an id that is not there.
+        order: the permutation: the i-th key is that of the order[i]-th id.
+        is_first: whether the key is the first one of its value.
+        owner: at least the number of owners for an id that is not there.
     """
-    sharding = array.sharding
-    sent = [_gradients(array, route, grad) for route, grad in zip(routes, grads, strict=True)]
-    rows, g = (sharding.gather_copies(torch.cat(tensors)) for tensors in zip(*sent, strict=True))
-    # A row in the memory of a TPU costs ten times what one of this list does, and most of the list is empty places. The
-    # list cannot be cut before equal rows are added up: a frequent id comes from all devices, and to one owner.
-    rows, g = regions.sum_equal_rows(rows, g, array.local_rows)
-    ids = sum(route.places.numel() for route in routes) * (sharding.mesh.num_devices // array.parts)
-    capacity = planned(ids, array.parts, array.room[1], min(rows.numel(), array.used_rows))
-    distinct = (rows < array.local_rows).sum(dtype=torch.int32)[None].float()
-    rows, g = rows[:capacity], g[:capacity]
-    touched = (rows < array.local_rows)[:, None].float()
-    regions.write(array, _used(rows, array.local_rows), g, touched, optimizer, lr, step)
-    own = Load((distinct - capacity).clamp(min=0), torch.zeros_like(distinct), distinct / capacity)
-    return [*(route.load for route in routes), own]
+
+    key: Tensor
+    order: Tensor
+    is_first: Tensor
+    owner: Tensor
 
 
-def _places(array: TableArray, rows: Tensor, capacity: int) -> tuple[Tensor, Tensor, Load]:
-    """Distributes the rows [n] of a device's ids, -1 for none, over places.
+class Exchanged(Plan):
+    """Tables whose rows are spread over all devices."""
 
-    Returns:
-        The rows to ask each owner for [owners, capacity], local_rows in empty places; the place of each id [n]; how
-        full the places are.
-    """
-    n, parts, size = rows.numel(), array.parts, array.local_rows + 1
-    numbers = torch.arange(parts, dtype=torch.int32, device=rows.device)
-    owner, local = owner_of(rows.clamp(min=0), parts)
-    keys, order = torch.sort(torch.where(rows >= 0, owner * size + local, torch.full_like(rows, NOTHING)))
-    first = (keys != torch.cat([torch.full_like(keys[:1], -1), keys[:-1]])) & (keys != NOTHING)
-    owner = divide(keys, size)[0]  # at least `parts` where there is none
-    mine = owner[:, None] == numbers  # [n, owners], which the compiler never writes; reading at indices is slower
-    distinct = (mine & first[:, None]).sum(0, dtype=torch.int32)
-    before = torch.cumsum(distinct, 0, dtype=torch.int32) - distinct
-    before = torch.where(mine, before, torch.zeros_like(before)).sum(1, dtype=torch.int32)
-    in_line = torch.cumsum(first, 0, dtype=torch.int32) - 1 - before
-    fits = (keys != NOTHING) & (in_line < capacity)
-    places = torch.where(fits, owner * capacity + in_line, torch.full_like(keys, parts * capacity))
-    # Each owner's line is filled up with keys that come after its own, and a sort puts all where they belong.
-    begin, nothing = (numbers * size)[:, None], torch.full_like(keys, NOTHING)
-    empty = torch.arange(capacity, dtype=torch.int32, device=rows.device) >= distinct[:, None]
-    filling = torch.where(empty, begin + array.local_rows, nothing[:1])
-    asked = torch.sort(torch.cat([torch.where(first & fits, keys, nothing), filling.reshape(-1)]))[0]
-    asked = asked[: parts * capacity].reshape(parts, capacity) - begin
-    dropped = (distinct - capacity).clamp(min=0).sum(dtype=torch.int32)[None].float()
-    load = Load(dropped, distinct.amax(0, keepdim=True) / capacity, torch.zeros_like(dropped))
-    return asked, _unsort(places, order, parts * capacity, n), load
+    name = "exchange"
+    may_drop = True
+
+    @property
+    def spec(self) -> tuple[str, None]:
+        return self.devices.axis, None
+
+    # ---- where rows lie
+
+    @classmethod
+    def rows_per_device(cls, rows: int, parts: int) -> float:
+        return rows * (1 / parts)
+
+    def _lay_out(self) -> tuple[list[int], int]:
+        # A table begins at a multiple of `parts` array rows, which is the same device row on every
+        # device.
+        device_row = 0
+        start = []
+        for rows in self.sizes:
+            start.append(device_row * self.parts)
+            device_row += math.ceil(rows / self.parts)
+        return start, device_row
+
+    def _array_rows(self, stored: Tensor) -> Tensor:
+        owner, device_row = divide(stored, self.device_rows)
+        return array_row_of(owner, device_row, self.parts)
+
+    def held_rows(self, table: int, part: int) -> HeldRows:
+        first = self.start[table] // self.parts
+        rows = Rows(first=0, parts=self.parts, owner=part, table_start=first)
+        # Of the table's last `parts` array rows some may be after its end.
+        count = self.sizes[table] // self.parts
+        last = int(rows.table_rows(count, count + 1))
+        if last < self.sizes[table]:
+            count += 1
+        return HeldRows(rows, first, count)
+
+    def parts_to_fill(self, tensor: Tensor) -> list[int]:
+        return [part.number for part in self.devices.local_parts(tensor)]
+
+    def fill(self, tensor: Tensor, parts: list[Tensor]) -> None:
+        self.devices.load_parts(tensor, parts, self.device_numbers)
+
+    # ---- lookup
+
+    def lookup(self, array_rows: Tensor) -> tuple[Tensor, Route]:
+        """Looks up and adds up the rows of each bag, see Plan; returns the route beside the
+        sums."""
+        by_batch = (self.devices.batch_axes, None)
+        own_rows = self.devices.enter(self.devices.shard(array_rows, by_batch), by_batch)
+        capacity = self._slots_per_owner(own_rows.numel())
+        to_ask, slots, load = self._assign_slots(own_rows.reshape(-1), capacity)
+
+        asked = self.devices.all_to_all(to_ask)
+        weight = self.devices.enter(self.weight, self.spec)
+        found = take_rows(weight, _or_row_0(asked, self.device_rows).reshape(-1), self.dim)
+        found = self.devices.all_to_all(found.reshape(self.parts, capacity, self.dim))
+
+        slots = slots.reshape(own_rows.shape)
+        here = slots < self.parts * capacity
+        pooled = pool(found.reshape(-1, self.dim), slots, here, self.lookups, self.dim)
+        shape = (array_rows.shape[0], len(self.numbers), self.dim)
+        pooled = self.devices.leave(pooled, (*by_batch, None), shape)
+        return pooled, Route(asked.reshape(-1), slots, load)
+
+    def loads(self, looked_up: Route) -> list[Load]:
+        return [looked_up.load]
+
+    @property
+    def _keys_per_owner(self) -> int:
+        """The keys of an owner: one for each device row, and one after them, for empty slots."""
+        return self.device_rows + 1
+
+    def _slots_per_owner(self, ids: int) -> int:
+        """Returns the capacity: the slots that a device with so many ids has at each owner."""
+        pairs = self.devices.mesh.num_devices * self.parts
+        most = min(ids, self.used_rows)
+        return planned_capacity(ids / self.parts, pairs, self.room[0], most)
+
+    def _assign_slots(self, array_rows: Tensor, capacity: int) -> tuple[Tensor, Tensor, Load]:
+        """Gives each distinct row that this device's ids name a slot at its owner.
+
+        Args:
+            array_rows: [n], -1 for an id that is not there.
+            capacity: slots at each owner.
+        Returns:
+            The device rows to ask each owner for [owners, capacity], `device_rows` in empty slots;
+            the slot of each id [n], owners * capacity where it has none; how full the slots are.
+        """
+        ids = self._sort_ids(array_rows)
+        owners = torch.arange(self.parts, dtype=torch.int32, device=array_rows.device)
+
+        # [n, owners], which the compiler never writes; reading at indices is slower.
+        is_owner = ids.owner[:, None] == owners
+
+        # Of each owner: its distinct rows, and those of the owners before it.
+        distinct = (is_owner & ids.is_first[:, None]).sum(0, dtype=torch.int32)
+        rows_before = torch.cumsum(distinct, 0, dtype=torch.int32) - distinct
+
+        # Of each id: the number of its row among all distinct ones, and among its owner's.
+        row_number = torch.cumsum(ids.is_first, 0, dtype=torch.int32) - 1
+        of_own_owner = torch.where(is_owner, rows_before, torch.zeros_like(rows_before))
+        slot_at_owner = row_number - of_own_owner.sum(1, dtype=torch.int32)
+
+        has_slot = (ids.key != LAST) & (slot_at_owner < capacity)
+        no_slot = torch.full_like(ids.key, self.parts * capacity)
+        slots = torch.where(has_slot, ids.owner * capacity + slot_at_owner, no_slot)
+        slots = _unsort(slots, ids.order, largest=self.parts * capacity)
+
+        to_ask = self._rows_to_ask(ids.key, ids.is_first & has_slot, owners, distinct, capacity)
+        dropped = (distinct - capacity).clamp(min=0).sum(dtype=torch.int32)[None].float()
+        fullest = distinct.amax(0, keepdim=True) / capacity
+        return to_ask, slots, Load(dropped, fullest, torch.zeros_like(dropped))
+
+    def _sort_ids(self, array_rows: Tensor) -> SortedIds:
+        """Sorts array rows [n], -1 for an id that is not there, by owner and then by device row."""
+        owner, device_row = owner_of(array_rows.clamp(min=0), self.parts)
+        no_key = torch.full_like(array_rows, LAST)
+        key = torch.where(array_rows >= 0, owner * self._keys_per_owner + device_row, no_key)
+        key, order = torch.sort(key)
+        key_before = torch.cat([torch.full_like(key[:1], -1), key[:-1]])
+        is_first = (key != key_before) & (key != LAST)
+        sorted_owner = divide(key, self._keys_per_owner)[0]
+        return SortedIds(key, order, is_first, sorted_owner)
+
+    def _rows_to_ask(
+        self,
+        key: Tensor,
+        asks: Tensor,
+        owners: Tensor,
+        distinct: Tensor,
+        capacity: int,
+    ) -> Tensor:
+        """Returns the device rows to ask each owner for, [owners, capacity]; `device_rows` in empty
+        slots.
+
+        As many keys as there are empty slots at an owner are added, each of which comes after all
+        of its device rows and before the next owner's: one sort puts every key into its slot.
+
+        Args:
+            key: [n], of the ids.
+            asks: [n], whether it is a key to ask for.
+            owners: [owners], their numbers.
+            distinct: [owners], the rows of each, those without a slot included.
+        """
+        first_key = (owners * self._keys_per_owner)[:, None]
+        nothing = torch.full_like(key, LAST)
+        slot = torch.arange(capacity, dtype=torch.int32, device=key.device)
+        is_empty = slot >= distinct[:, None]
+        filling = torch.where(is_empty, first_key + self.device_rows, nothing[:1])
+
+        keys = torch.cat([torch.where(asks, key, nothing), filling.reshape(-1)])
+        in_slots = torch.sort(keys)[0][: self.parts * capacity]
+        return in_slots.reshape(self.parts, capacity) - first_key
+
+    # ---- update
+
+    def update(
+        self,
+        looked_up: Sequence[Route],
+        grads: Sequence[Tensor],
+        lr: Tensor,
+        step: Tensor,
+    ) -> list[Load]:
+        sent_rows = []
+        sent_gradients = []
+        for route, gradient in zip(looked_up, grads, strict=True):
+            sent_rows.append(route.asked)
+            sent_gradients.append(self._send_gradient(route, gradient))
+        rows = self.devices.gather_copies(torch.cat(sent_rows))
+        g = self.devices.gather_copies(torch.cat(sent_gradients))
+
+        # A row in the memory of a TPU costs ten times what one of this list does, and most of the
+        # list is empty slots. The list cannot be cut before equal rows are added up: a frequent id
+        # comes from all devices, and to one owner.
+        rows, g = sum_equal_rows(rows, g, self.device_rows)
+        ids = sum(route.slots.numel() for route in looked_up) * self.devices.copies
+        most = min(rows.numel(), self.used_rows)
+        capacity = planned_capacity(ids, self.parts, self.room[1], most)
+        distinct = (rows < self.device_rows).sum(dtype=torch.int32)[None].float()
+        rows = rows[:capacity]
+        g = g[:capacity]
+        touched = (rows < self.device_rows)[:, None].float()
+        self._write(_or_row_0(rows, self.device_rows), g, touched, lr, step)
+
+        dropped = (distinct - capacity).clamp(min=0)
+        of_update = Load(dropped, torch.zeros_like(distinct), distinct / capacity)
+        return [*(route.load for route in looked_up), of_update]
+
+    def _send_gradient(self, route: Route, gradient: Tensor) -> Tensor:
+        """Sends the gradient of pooled rows [batch, tables, dim] to the owners, equal ids added up;
+        returns what this device gets for the rows that others have asked it for, [owners *
+        capacity, dim]."""
+        by_batch = (self.devices.batch_axes, None, None)
+        own = self.devices.enter(self.devices.shard(gradient, by_batch), by_batch)
+        of_ids = gradient_of_ids(own, self.lookups).reshape(-1, self.dim)
+
+        count = route.asked.numel()
+        slots = route.slots.reshape(-1)
+        here = (slots < count)[:, None]
+        of_ids = torch.where(here, of_ids, torch.zeros((), device=of_ids.device))
+        sums = torch.zeros(count, self.dim, device=of_ids.device)
+        sums = sums.index_add_(0, _or_row_0(slots, count), of_ids)
+        received = self.devices.all_to_all(sums.reshape(self.parts, -1, self.dim))
+        return received.reshape(count, self.dim)
 
 
-def _unsort(values: Tensor, order: Tensor, largest: int, n: int) -> Tensor:
-    """Returns values [n] in the order that they had before a sort whose permutation is `order`."""
+def _or_row_0(rows: Tensor, nothing: int) -> Tensor:
+    """Replaces `nothing`, which stands for no row, by row 0."""
+    return torch.where(rows < nothing, rows, torch.zeros_like(rows))
+
+
+def _unsort(values: Tensor, order: Tensor, largest: int) -> Tensor:
+    """Returns values [n], each 0 to `largest`, in the order before a sort with the permutation
+    `order`."""
     bits = largest.bit_length()
-    if bits + n.bit_length() > 31:
+    if bits + values.numel().bit_length() > 31:
         return values[torch.sort(order)[1]]
-    return torch.sort((order.int() << bits) | values)[0] & ((1 << bits) - 1)  # a fifth of reading at indices, on a TPU
+
+    # One sort of (order, value) in one number takes a TPU a fifth of reading at indices.
+    together = (order.int() << bits) | values
+    return torch.sort(together)[0] & ((1 << bits) - 1)
 
 
-def _gradients(array: TableArray, route: Route, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what an owner is sent for one lookup: (its rows [n], gradients [n, dim])."""
-    sharding, spec = array.sharding, (array.sharding.batch_axes, None, None)
-    grad = regions.by_column(sharding.enter(sharding.shard(grad, spec), spec), array.lookups)
-    size, places = route.asked.numel(), route.places.reshape(-1)
-    here = (places < size)[:, None]
-    grad = torch.where(here, grad.reshape(-1, array.dim), torch.zeros((), device=grad.device))
-    sums = torch.zeros(size, array.dim, device=grad.device).index_add_(0, _used(places, size), grad)
-    return route.asked, sharding.all_to_all(sums.reshape(array.parts, -1, array.dim)).reshape(size, array.dim)
+# ---- capacities ----------------------------------------------------------------------------------
 
 
-def _used(rows: Tensor, unused: int) -> Tensor:
-    """Replaces rows that are `unused` by row 0."""
-    return torch.where(rows < unused, rows, torch.zeros_like(rows))
-
-
-# ---- capacities ------------------------------------------------------------------------------------------------------
-
-
-def planned(mean: float, events: int, room: float, most: int) -> int:
+def planned_capacity(mean: float, events: int, room: float, most: int) -> int:
     """Returns a capacity for a Poisson number of this mean.
 
     Args:
-        events: how many such numbers a step has; that one of them is larger has a probability below OVERFLOW.
+        events: how many such numbers a step has; that one of them is larger has a probability below
+            OVERFLOW.
         room: a factor on the capacity.
         most: the number is never larger than this.
     """
     capacity = math.ceil(mean)
     while capacity < most and _log_tail(mean, capacity) > math.log(OVERFLOW / events):
         capacity += 1
-    return min(most, -(-math.ceil(capacity * room) // 8) * 8)
+    in_eights = math.ceil(math.ceil(capacity * room) / 8) * 8
+    return min(most, in_eights)
 
 
 def _log_tail(mean: float, capacity: int) -> float:
-    """Returns the logarithm of an upper bound of P(Poisson(mean) > capacity), where capacity >= mean."""
+    """Returns the logarithm of an upper bound of P(Poisson(mean) > capacity), where capacity >=
+    mean."""
     k = capacity + 1  # its probability, times a geometric series for those after it
-    return k * math.log(mean) - mean - math.lgamma(k + 1) - math.log1p(-mean / (k + 1))
+    log_probability = k * math.log(mean) - mean - math.lgamma(k + 1)
+    return log_probability - math.log1p(-mean / (k + 1))
 
 
-def add_load(total: Tensor, loads: Sequence[Load], sharding: OneDevice) -> dict[str, Tensor]:
-    """Adds the loads of a step to the `total` [3] of all steps, on all devices; returns the metrics of the step, see
-    ShardedEmbeddingBags.step. As few operations as possible: the smallest takes a TPU 2,000 cycles."""
-    numbers, spec = torch.cat([number for load in loads for number in load]), (sharding.batch_axes, None)
-    every = sharding.leave(numbers[None], spec, (sharding.mesh.num_devices, len(numbers)))
-    every = sharding.shard(every, (None, None)).reshape(-1, 3)
-    dropped, fullest = every.sum(0), every.amax(0)
+# ---- load ----------------------------------------------------------------------------------------
+
+
+def add_load(total: Tensor, loads: Sequence[Load], devices: TableDevices) -> dict[str, Tensor]:
+    """Adds the loads of a step to the `total` [3] of all steps, on all devices; returns the metrics
+    of the step, see ShardedEmbeddingBags.step. As few operations as possible: the smallest takes a
+    TPU 2,000 cycles."""
+    numbers = []
+    for load in loads:
+        numbers += [load.dropped, load.pair, load.update]
+    own = torch.cat(numbers)
+    by_device = (devices.batch_axes, None)
+    every = devices.leave(own[None], by_device, (devices.mesh.num_devices, len(own)))
+    every = devices.shard(every, (None, None)).reshape(-1, 3)
+    dropped = every.sum(0)
+    fullest = every.amax(0)
     total.copy_(torch.cat([total[:1] + dropped[:1], torch.maximum(total, fullest)[1:]]))
     return {"dropped": total[0] + 0, "pair_load": fullest[1], "update_load": fullest[2]}
 
 
 def check_load(load: Sequence[float], room: tuple[float, float]) -> None:
-    """Raises InputError where ids were dropped; says which capacity was too small, and what would do."""
+    """Raises InputError where ids were dropped; says which capacity was too small, and what would
+    do."""
     dropped, *shares = load
-    if dropped:
-        needed = [r if share <= 1 else math.ceil(11 * r * share) / 10 for r, share in zip(room, shares, strict=True)]
-        if shares[0] > 1:  # an id without a place is not among the updates, so their share is too low
-            needed[1] = max(needed[1], 1.0)
-        raise InputError(
-            f"{dropped:,.0f} ids found no place in the exchange of embeddings: the fullest pair of devices had "
-            f"{shares[0]:.2f} of the ids that there is room for, the fullest device {shares[1]:.2f} of the updates; "
-            f"give --exchange-room {needed[0]:g} {needed[1]:g} or more instead of {room[0]:g} {room[1]:g}, and the "
-            "same command resumes from the last checkpoint, before which nothing was dropped"
-        )
+    if not dropped:
+        return
+
+    needed = []
+    for factor, share in zip(room, shares, strict=True):
+        enough = share <= 1
+        needed.append(factor if enough else math.ceil(11 * factor * share) / 10)
+    if shares[0] > 1:  # an id without a slot is not among the updates, so their share is too low
+        needed[1] = max(needed[1], 1.0)
+    raise InputError(
+        f"{dropped:,.0f} ids found no place in the exchange of embeddings: the fullest pair of "
+        f"devices had {shares[0]:.2f} of the ids that there is room for, the fullest device "
+        f"{shares[1]:.2f} of the updates; give --exchange-room {needed[0]:g} {needed[1]:g} or more "
+        f"instead of {room[0]:g} {room[1]:g}, and the same command resumes from the last "
+        "checkpoint, before which nothing was dropped"
+    )

@@ -1,10 +1,13 @@
-"""Sharded tables in a checkpoint: no host has a whole table in its memory, so each writes what its devices hold.
+"""Sharded tables in a checkpoint: no host has a whole table in its memory, so each writes what its
+devices hold.
 
-    checkpoints/step_00001200/tables-00000.safetensors   the pieces of host 0, see ShardedEmbeddingBags.pieces
-                              tables-00000.json          its mark, written after it: size, CRC-32 of each piece
+    checkpoints/step_00001200/
+        tables-00000.safetensors   the pieces of host 0, see pieces.py
+        tables-00000.json          its mark, written after it: size, and CRC-32 of each piece
 
-The main process waits for the marks of all hosts before it writes COMPLETE, which then has their number. Any number of
-devices, under any plan, reads the pieces back. On a pod the folder must be one that all hosts see.
+The main process waits for the marks of all hosts before it writes COMPLETE, which then has their
+number. Any number of devices, under any plan, reads the pieces back. On a pod the folder must be
+one that all hosts see.
 """
 
 import contextlib
@@ -14,7 +17,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import fsspec
 import torch
@@ -25,13 +28,14 @@ from train.common import files
 from train.common.checkpoint import COMPLETE, UNREADABLE
 from train.common.device import over_hosts
 from train.common.embedding.bags import ShardedEmbeddingBags
-from train.common.embedding.pieces import Rows
+from train.common.embedding.owners import Rows
 from train.common.mesh import Mesh
 
 HOSTS_SECONDS = 1800  # how long the main process waits for the other hosts' tables
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class StoredPiece:
     """Where a piece lies: its file, the offset in it in bytes, its shape and its CRC-32."""
 
     path: str
@@ -41,7 +45,8 @@ class Place(NamedTuple):
 
 
 class TableStorage:
-    """The tables of a model as a Checkpointer takes them: `Checkpointer(path, tables=TableStorage(embeddings))`."""
+    """The tables of a model as a Checkpointer takes them: `Checkpointer(path,
+    tables=TableStorage(embeddings))`."""
 
     def __init__(self, embeddings: ShardedEmbeddingBags):
         self.embeddings = embeddings
@@ -58,20 +63,28 @@ class TableStorage:
     def write(self, fs: fsspec.AbstractFileSystem, folder: str, pieces: dict[str, Tensor]) -> None:
         """Writes this host's pieces and then its mark.
 
-        The safetensors file is written piece by piece: as bytes, all of them together would take the memory twice.
+        The safetensors file is written piece by piece: as bytes, all of them together would take
+        the memory twice.
         """
         name = f"{folder}/tables-{self.embeddings.mesh.process_index:05d}"
-        header, end = {}, 0
+        header = {}
+        contents = {}
+        sums = {}
+        end = 0
         for key, piece in pieces.items():
-            size = piece.numel() * piece.element_size()
-            header[key] = {"dtype": "F32", "shape": list(piece.shape), "data_offsets": [end, end + size]}
-            end += size
+            content = memoryview(piece.contiguous().reshape(-1).numpy()).cast("B")
+            begin = end
+            end = begin + len(content)
+            header[key] = {"dtype": "F32", "shape": list(piece.shape), "data_offsets": [begin, end]}
+            contents[key] = content
+            sums[key] = zlib.crc32(content)
         head = json.dumps(header).encode()
         head += b" " * (-len(head) % 8)
-        contents = {key: memoryview(p.contiguous().reshape(-1).numpy()).cast("B") for key, p in pieces.items()}
-        files.write_synced(fs, f"{name}.safetensors", [len(head).to_bytes(8, "little") + head, *contents.values()])
-        sums = {key: zlib.crc32(content) for key, content in contents.items()}
-        files.write_synced(fs, f"{name}.json", [json.dumps({"bytes": 8 + len(head) + end, "crc32": sums}).encode()])
+        length = len(head).to_bytes(8, "little")
+        files.write_synced(fs, f"{name}.safetensors", [length + head, *contents.values()])
+
+        mark = {"bytes": len(length) + len(head) + end, "crc32": sums}
+        files.write_synced(fs, f"{name}.json", [json.dumps(mark).encode()])
 
     def wait(self, fs: fsspec.AbstractFileSystem, folder: str) -> None:
         """Waits for the marks of all hosts.
@@ -80,11 +93,18 @@ class TableStorage:
             InputError: a mark is still missing after HOSTS_SECONDS.
         """
         deadline = time.monotonic() + HOSTS_SECONDS
-        while missing := [host for host in range(self.hosts) if not fs.exists(f"{folder}/tables-{host:05d}.json")]:
+        while True:
+            missing = []
+            for host in range(self.hosts):
+                if not fs.exists(f"{folder}/tables-{host:05d}.json"):
+                    missing.append(host)
+            if not missing:
+                return
             if time.monotonic() > deadline:
                 raise InputError(
-                    f"host {missing[0]} and {len(missing) - 1} more have not written their tables to {folder} in "
-                    f"{HOSTS_SECONDS // 60} minutes; all hosts must write to one folder: use --runs gs://bucket/runs"
+                    f"host {missing[0]} and {len(missing) - 1} more have not written their tables "
+                    f"to {folder} in {HOSTS_SECONDS // 60} minutes; all hosts must write to one "
+                    "folder: use --runs gs://bucket/runs"
                 )
             time.sleep(1)
             fs.invalidate_cache()
@@ -93,9 +113,11 @@ class TableStorage:
         """Fills the tables and their optimizer state from a checkpoint's folder.
 
         Returns:
-            What is damaged on this or another host, else "". Some numbers may be in the tables already.
+            What is damaged on this or another host, else "". Some numbers may be in the tables
+            already.
         Raises:
-            InputError: the pieces are those of other tables or of another optimizer, or the store cannot be read.
+            InputError: the pieces are those of other tables or of another optimizer, or the store
+                cannot be read.
         """
         damage = ""
         try:
@@ -106,7 +128,8 @@ class TableStorage:
                 with _store(folder):
                     return _read_piece(fs, index, key)
 
-            self.embeddings.load_pieces({key: place.shape for key, place in index.items()}, read)
+            shapes = {key: piece.shape for key, piece in index.items()}
+            self.embeddings.load_pieces(shapes, read)
         except ValueError as error:
             if isinstance(error, InputError):
                 raise
@@ -116,9 +139,11 @@ class TableStorage:
         return damage or ("" if whole else "the tables of another host are damaged")
 
     def drop_marks(self, fs: fsspec.AbstractFileSystem, folder: str) -> None:
-        """Removes the marks of all hosts from a torn checkpoint, so that they cannot pass for those of a new attempt.
+        """Removes the marks of all hosts from a torn checkpoint, so that they cannot pass for those
+        of a new attempt.
 
-        The scripts compare the step to resume from on all hosts next, so no host saves before this is done.
+        The scripts compare the step to resume from on all hosts next, so no host saves before this
+        is done.
         """
         with _store(folder):
             for path in fs.glob(f"{folder}/tables-*.json"):
@@ -137,16 +162,27 @@ def read_table(folder: str, name: str) -> Tensor:
     fs, root = fsspec.core.url_to_fs(folder)
     with _store(folder):
         index = _index(fs, root)
-    pieces = {key: place.shape for key, place in index.items() if key.startswith(f"{name}/weight/")}
-    if not pieces:
+    keys = [key for key in index if key.startswith(f"{name}/weight/")]
+    if not keys:
         raise KeyError(f"the checkpoint {folder} has no table {name!r}")
-    numbers = {key: Rows.of_piece(key).numbers(0, shape[0]) for key, shape in pieces.items()}
-    columns = {key: int(key.rsplit("/", 1)[1]) for key in pieces}
-    width = max(columns[key] + shape[1] for key, shape in pieces.items())
-    table = torch.full((1 + max(int(rows[-1]) for rows in numbers.values()), width), float("nan"))
-    for key, shape in pieces.items():
+
+    rows = 0
+    dim = 0
+    table_rows = {}
+    first_columns = {}
+    for key in keys:
+        piece_rows, piece_columns = index[key].shape
+        table_rows[key] = Rows.of_piece(key).table_rows(0, piece_rows)
+        first_columns[key] = int(key.rsplit("/", 1)[1])
+        rows = max(rows, int(table_rows[key][-1]) + 1)
+        dim = max(dim, first_columns[key] + piece_columns)
+
+    table = torch.full((rows, dim), float("nan"))
+    for key in keys:
+        first = first_columns[key]
         with _store(folder):
-            table[numbers[key], columns[key] : columns[key] + shape[1]] = _read_piece(fs, index, key)
+            piece = _read_piece(fs, index, key)
+        table[table_rows[key], first : first + piece.shape[1]] = piece
     return table
 
 
@@ -161,7 +197,7 @@ def _store(folder: str) -> Iterator[None]:
         raise InputError(UNREADABLE.format(folder, files.reason(error))) from error
 
 
-def _index(fs: fsspec.AbstractFileSystem, folder: str) -> dict[str, Place]:
+def _index(fs: fsspec.AbstractFileSystem, folder: str) -> dict[str, StoredPiece]:
     """Returns where each piece of a complete checkpoint lies, those of all hosts."""
     hosts = json.loads(fs.cat_file(f"{folder}/{COMPLETE}")).get("hosts", 0)
     index = {}
@@ -180,17 +216,20 @@ def _index(fs: fsspec.AbstractFileSystem, folder: str) -> dict[str, Place]:
                 first, end = entry["data_offsets"]
                 if 4 * math.prod(entry["shape"]) != end - first:
                     raise ValueError(f"{key} has another shape than the one that was written")
-                index[key] = Place(f"{name}.safetensors", 8 + length + first, entry["shape"], mark["crc32"][key])
+                offset = 8 + length + first
+                path = f"{name}.safetensors"
+                index[key] = StoredPiece(path, offset, entry["shape"], mark["crc32"][key])
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{os.path.basename(name)} is not whole: {error}") from None
     return index
 
 
-def _read_piece(fs: fsspec.AbstractFileSystem, index: dict[str, Place], key: str) -> Tensor:
-    place = index[key]
-    with fs.open(place.path, "rb") as file:
-        file.seek(place.offset)
-        content = bytearray(file.read(4 * math.prod(place.shape)))
-    if zlib.crc32(content) != place.crc32:
-        raise ValueError(f"{key} in {os.path.basename(place.path)} does not match its checksum")
-    return torch.frombuffer(content, dtype=torch.float32).reshape(place.shape)
+def _read_piece(fs: fsspec.AbstractFileSystem, index: dict[str, StoredPiece], key: str) -> Tensor:
+    """Returns a piece; raises ValueError where its file is damaged."""
+    stored = index[key]
+    with fs.open(stored.path, "rb") as file:
+        file.seek(stored.offset)
+        content = bytearray(file.read(4 * math.prod(stored.shape)))
+    if zlib.crc32(content) != stored.crc32:
+        raise ValueError(f"{key} in {os.path.basename(stored.path)} does not match its checksum")
+    return torch.frombuffer(content, dtype=torch.float32).reshape(stored.shape)

@@ -1,8 +1,9 @@
-"""Layers that are spread over the devices: `--mesh`, `--shard-state` and `--remat` of a script (docs/large_models.md).
+"""Layers that are split over the devices: --mesh, --shard-state and --remat of a script.
 
-Nothing imports it but `device.setup`, where one of the three is given. From then on the mesh has `Layers`, to which
-`device.to_device` and `device.init_optimizer_state` hand over: a script does not see it. The model stays plain PyTorch:
-which axis cuts which parameter stands in models/partition.py.
+Only `device.setup` imports it, where one of the three is given (docs/large_models.md). From then on
+the mesh has `Layers`, to which `device.to_device` and `device.init_optimizer_state` hand over: a
+script does not see it. The model stays plain PyTorch: which axis splits which parameter stands in
+the model's own file, see models/partition.py.
 """
 
 from train.common.sharding.layout import arranged, ask_for_reduce_scatters

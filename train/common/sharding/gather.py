@@ -1,14 +1,15 @@
-"""Whole tensors on a host, of a model that is cut over devices: for its checkpoints and its export.
+"""Whole tensors on a host, of a model that is split over devices: for checkpoints and exports.
 
-No host holds them twice: it reads a few at a time from the devices, writes a file from the memory of the tensors, and
-reads one tensor by tensor. The files are those of `safetensors.torch.save`, which makes one of a copy of them all.
+No host holds them twice. It reads a few at a time from the devices, writes a file straight from the
+tensors' memory, and reads one tensor by tensor. The files are the same as those of
+`safetensors.torch.save`, which needs a copy of all tensors.
 """
 
 import json
 import os
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
 import safetensors
@@ -18,67 +19,130 @@ from torch import Tensor
 
 from train.common import device
 
-READ_BYTES = 256 * 2**20  # of one transfer, if it is not of one tensor: torch_xla holds them twice until it ends
+READ_BYTES = 256 * 2**20  # of one transfer of several tensors: torch_xla holds them twice meanwhile
 CHUNK_BYTES = 16 * 2**20
-DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)  # of a header
+LENGTH_BYTES = 8  # of the header's length, with which a safetensors file begins
+
+# What a damaged header makes json and safetensors raise.
+DAMAGE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    safetensors.SafetensorError,
+)
 
 
 def read(tensors: Sequence[Tensor], keep: bool) -> list[Tensor]:
-    """Copies tensors to the host. Those that are cut are made whole on the devices first, by a program for each shape,
-    which all hosts of a pod run together: so each calls this with the same tensors. Not to `keep` them returns []."""
-    found, part = [], []
-    for number, tensor in enumerate(tensors, 1):
-        part.append(on_every_device(tensor))
-        if number == len(tensors) or sum(each.nbytes for each in part) >= READ_BYTES:
-            found += device.read(part) if keep else []
-            part = []
+    """Copies tensors to the host; returns [] if not `keep`.
+
+    Split tensors are gathered on the devices first, by a program for each shape, which all hosts of
+    a pod run together: every host must call this with the same tensors.
+    """
+    found = []
+    batch = []
+    for tensor in tensors:
+        batch.append(on_every_device(tensor))
+        if sum(each.nbytes for each in batch) >= READ_BYTES:
+            if keep:
+                found += device.read(batch)
+            batch = []
+    if batch and keep:
+        found += device.read(batch)
     return found
 
 
 def on_every_device(tensor: Tensor) -> Tensor:
-    """Returns a computed tensor itself, or as every device holds it if it is cut; the program for it has run."""
+    """Returns a computed tensor as every device holds it; the program that gathers it has run."""
     if tensor.device.type != "xla":
         return tensor
-    from train.common.xla import marks
+    from train.common.xla import pin_sharding
 
-    return marks.computed_whole(tensor)
+    return pin_sharding.gather(tensor)
 
 
 def pack(tensors: dict[str, Tensor]) -> list[Any]:
-    """Returns a safetensors file in parts: its header, and the memory of each tensor."""
-    # Without numbers, for the order in which the library has tensors in a file, and the names of their types.
+    """Returns the parts of a safetensors file: length, header, and the memory of each tensor."""
+    # The library decides on the order of the tensors and on the names of their types.
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    header, parts, end = json.loads(safetensors.torch.save(empty)[8:]), [], 0
+    header = json.loads(safetensors.torch.save(empty)[LENGTH_BYTES:])
+
+    contents = []
+    end = 0
     for name, entry in header.items():
-        entry |= {"shape": [*tensors[name].shape], "data_offsets": [end, end := end + tensors[name].nbytes]}
-        parts.append(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())
-    head = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    head += b" " * (-len(head) % 8)
-    return [len(head).to_bytes(8, "little"), head, *parts]
+        tensor = tensors[name]
+        start = end
+        end += tensor.nbytes
+        entry["shape"] = [*tensor.shape]
+        entry["data_offsets"] = [start, end]
+        contents.append(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(LENGTH_BYTES, "little"), text, *contents]
 
 
-def load(fs: fsspec.AbstractFileSystem, path: str, mark: dict[str, int]) -> dict[str, Tensor]:
-    """Returns the tensors of a safetensors file; raises ValueError where it has not the size and CRC-32 of `mark`."""
-    read = checksum = 0
-    found, broken = {}, False
+class _Checked:
+    """Reads a file that should have `size` bytes, and sums up what it has read."""
 
-    def take(count: int) -> bytes:
-        nonlocal read, checksum
-        part = file.read(max(0, min(count, mark["bytes"] + 1 - read)))  # whatever a damaged header says
-        read, checksum = read + len(part), zlib.crc32(part, checksum)
-        return part
+    def __init__(self, file: BinaryIO, size: int):
+        self._file = file
+        self._size = size
+        self.read = 0  # bytes
+        self.crc32 = 0
 
-    with fs.open(path, "rb") as file:  # once: it may be a download
+    def take(self, count: int) -> bytes:
+        """Returns the next `count` bytes, or fewer at the end, of at most `size` + 1 in all."""
+        left = self._size + 1 - self.read  # whatever a damaged header says
+        content = self._file.read(max(0, min(count, left)))
+        self.read += len(content)
+        self.crc32 = zlib.crc32(content, self.crc32)
+        return content
+
+
+def load(fs: fsspec.AbstractFileSystem, path: str, expected: dict[str, int]) -> dict[str, Tensor]:
+    """Returns the tensors of a safetensors file, reading it once: it may be a download.
+
+    Args:
+        expected: "bytes" and "crc32" of the file.
+    Raises:
+        ValueError: it has others, or is damaged.
+    """
+    with fs.open(path, "rb") as file:
+        checked = _Checked(file, expected["bytes"])
         try:
-            header = json.loads(take(int.from_bytes(take(8), "little")))
-            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                size = entry["data_offsets"][1] - entry["data_offsets"][0]
-                head = json.dumps({name: entry | {"data_offsets": [0, size]}}).encode()
-                found |= safetensors.torch.load(len(head).to_bytes(8, "little") + head + take(size))
-        except (*DAMAGE, safetensors.SafetensorError):
-            found, broken = {}, True
-        while take(CHUNK_BYTES):
+            found = _read_tensors(checked)
+        except DAMAGE:
+            found = None
+        while checked.take(CHUNK_BYTES):
             pass
-    if broken or {"bytes": read, "crc32": checksum} != mark:
-        raise ValueError(f"{os.path.basename(path)} has {read} bytes that do not match its checksum")
+
+    matches = {"bytes": checked.read, "crc32": checked.crc32} == expected
+    if found is None or not matches:
+        name = os.path.basename(path)
+        raise ValueError(f"{name} has {checked.read} bytes that do not match its checksum")
     return found
+
+
+def _read_tensors(checked: _Checked) -> dict[str, Tensor]:
+    """Returns the tensors of a safetensors file, in the order in which they lie in it."""
+    length = int.from_bytes(checked.take(LENGTH_BYTES), "little")
+    header = json.loads(checked.take(length))
+
+    found = {}
+    for name, entry in sorted(header.items(), key=_offsets):
+        start = entry["data_offsets"][0]
+        size = entry["data_offsets"][1] - start
+        # A file with this tensor only.
+        own_header = json.dumps({name: entry | {"data_offsets": [0, size]}}).encode()
+        own_length = len(own_header).to_bytes(LENGTH_BYTES, "little")
+        found |= safetensors.torch.load(own_length + own_header + checked.take(size))
+    return found
+
+
+def _offsets(item: tuple[str, dict[str, Any]]) -> list[int]:
+    """Returns where a tensor of a header lies."""
+    _, entry = item
+    return entry["data_offsets"]

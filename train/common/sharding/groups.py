@@ -1,8 +1,10 @@
 """Collectives over groups of devices, for layers of your own: docs/groups.md.
 
-A per-device region is code in which a tensor is the part that each device has. `per_device` makes one of a function; in
-it the devices along an axis of the mesh share what they have, by `group_sum` and the others. Gradients are those of the
-whole computation, as on one device. Plain PyTorch has one device: a part is the whole, and nothing below changes it.
+In a per-device region a tensor is the shard that each device has. `per_device` makes a region of a
+function; in it the devices along an axis of the mesh share what they have, by `group_sum` and the
+others. Gradients are those of the whole computation, as on one device. On plain PyTorch there is
+one
+device: a shard is the whole tensor, and nothing below changes it.
 """
 
 import math
@@ -16,7 +18,8 @@ from torch import Tensor
 from errors import InputError
 from train.common.mesh import Mesh
 
-Spec = tuple[str | tuple[str, ...] | None, ...]  # the axis, or axes, that cut each dimension of a tensor; None: none
+# For each dimension of a tensor the axis or axes that split it, or None.
+Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -24,28 +27,32 @@ class Axes:
     """The devices of a mesh along named axes; neighbours differ in the last one."""
 
     sizes: dict[str, int]
-    regions: Any  # train/common/xla/regions.py's; None on plain PyTorch
+    regions: Any  # a Regions of train/common/xla/regions.py; None on plain PyTorch
 
     def size(self, axis: str) -> int:
         """Returns the devices along an axis; raises InputError where there is no such axis."""
         if axis not in self.sizes:
-            raise InputError(f"axis {axis!r} is not of this mesh; give one of {', '.join(self.sizes)}")
+            known = ", ".join(self.sizes)
+            raise InputError(f"axis {axis!r} is not of this mesh; give one of {known}")
         return self.sizes[axis]
 
 
 def axes(mesh: Mesh, **sizes: int) -> Axes:
-    """Returns the devices of a mesh by axis, such as axes(mesh, group=2, chip=4); without sizes those of `--mesh`, or
-    all as "data".
+    """Returns the devices of a mesh by axis, such as axes(mesh, group=2, chip=4).
+
+    Without sizes the axes are those of `--mesh`, or all devices as "data".
 
     Raises:
         InputError: the sizes do not multiply to the number of devices.
     """
-    of_mesh = mesh.layers.axes if mesh.layers else {"data": mesh.num_devices}
-    sizes = sizes or {axis: size for axis, size in of_mesh.items() if size > 1 or axis != "copies"}
-    whole = all(type(size) is int and size > 0 for size in sizes.values())
-    if not whole or math.prod(sizes.values()) != mesh.num_devices:
+    if not sizes:
+        sizes = _own_sizes(mesh)
+
+    are_positive = all(type(size) is int and size > 0 for size in sizes.values())
+    if not are_positive or math.prod(sizes.values()) != mesh.num_devices:
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise InputError(f"the axes are {given}; their sizes must multiply to the {mesh.num_devices} devices")
+
     if not mesh.compiles:
         return Axes(sizes, None)
     from train.common.xla.regions import Regions
@@ -53,8 +60,18 @@ def axes(mesh: Mesh, **sizes: int) -> Axes:
     return Axes(sizes, Regions(sizes))
 
 
+def _own_sizes(mesh: Mesh) -> dict[str, int]:
+    """Returns the devices by axis of `--mesh`, without "copies" where there is one."""
+    all_sizes = mesh.layers.axes if mesh.layers else {"data": mesh.num_devices}
+    sizes = {}
+    for axis, size in all_sizes.items():
+        if size > 1 or axis != "copies":
+            sizes[axis] = size
+    return sizes
+
+
 class Linear(torch.autograd.Function):
-    """A linear function of a tensor, beside the one that takes its gradient back."""
+    """Applies a linear function to a tensor, and its transposed one to the gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, function: Callable, transposed: Callable) -> Tensor:
@@ -62,128 +79,201 @@ class Linear(torch.autograd.Function):
         return function(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # a second one would be wrong, in silence
+    @torch.autograd.function.once_differentiable  # a second derivative would be wrong, in silence
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.transposed(gradient), None, None
 
 
 class Entered(Linear):
-    """Makes parts of a whole tensor."""
+    """Makes shards of a whole tensor."""
 
 
 class Left(Linear):
-    """Makes a whole tensor of parts."""
+    """Makes a whole tensor of shards."""
 
 
 def _check(what: str, tensors: Sequence[Any], specs: Sequence[Spec]) -> None:
     """Raises InputError where there is not a tensor for each spec, or a spec is no tuple."""
     if len(tensors) != len(specs):
-        raise InputError(f"the function has {len(tensors)} {what} and {len(specs)} specs: give one for each")
+        counts = f"{len(tensors)} {what} and {len(specs)} specs"
+        raise InputError(f"the function has {counts}: give one for each")
+
     for tensor, spec in zip(tensors, specs, strict=True):
         if not torch.is_tensor(tensor) or not isinstance(spec, tuple):
-            raise InputError(
-                f"one of the {what} is a {type(tensor).__name__}, its spec {spec!r}: give a tensor, and a tuple"
-            )
+            kind = type(tensor).__name__
+            raise InputError(f"one of the {what} is a {kind}, its spec {spec!r}: give a tensor, and a tuple")
 
 
-def _check_sources(found: Sequence[Tensor]) -> None:
-    """Raises InputError where results have a gradient to a tensor that was whole, which would end the process."""
-    seen, ahead = {None}, [x.grad_fn for x in found]
-    outside = any(x.requires_grad and x.grad_fn is None for x in found)
-    while ahead and not outside:
-        node = ahead.pop()
-        if node in seen or node.name() == f"{Entered.__name__}Backward":
-            continue
-        outside = hasattr(node, "variable") or node.name() == f"{Left.__name__}Backward"
-        seen.add(node)
-        ahead.extend(before for before, _ in node.next_functions)
-    if outside:
+def _check_sources(results: Sequence[Tensor]) -> None:
+    """Raises InputError where results have a gradient to a tensor that was never entered.
+
+    Such a gradient would end the process.
+    """
+    if _reach_outside(results):
         raise InputError("a tensor with a gradient is used in a per-device region, but is no argument: pass it")
 
 
+def _reach_outside(results: Sequence[Tensor]) -> bool:
+    """Returns whether the graph of results goes back to a whole tensor other than by `Entered`."""
+    if any(result.requires_grad and result.grad_fn is None for result in results):
+        return True  # the result is itself such a tensor
+
+    ahead = [result.grad_fn for result in results]
+    seen = {None}
+    while ahead:
+        node = ahead.pop()
+        if node in seen or node.name() == f"{Entered.__name__}Backward":
+            continue
+
+        is_leaf = hasattr(node, "variable")
+        if is_leaf or node.name() == f"{Left.__name__}Backward":
+            return True
+        seen.add(node)
+        for before, _ in node.next_functions:
+            ahead.append(before)
+    return False
+
+
 def per_device(function: Callable, mesh: Axes, inputs: Sequence[Spec], results: Spec | list[Spec]) -> Callable:
-    """Returns a function of whole tensors that runs `function` on every device's parts of them, as jax.shard_map does.
+    """Returns a function of whole tensors that runs `function` on each device's shards of them.
+
+    It is what jax.shard_map is.
 
     Args:
-        inputs: how each argument is cut; along an axis that cuts no dimension, all devices have the same.
-        results: how the result is cut, or a list for a `function` that returns a tuple. Along an axis that cuts no
-            dimension the devices' results must be the same, as after a `group_sum`.
+        inputs: how each argument is split; along an axis that splits no dimension, all devices have
+            the same.
+        results: how the result is split, or a list for a `function` that returns a tuple. Along an
+            axis that splits no dimension the devices' results must be the same, as after a
+            `group_sum`.
     """
-    on_xla = mesh.regions
-    if on_xla is None:
+    regions = mesh.regions
+    if regions is None:
         return function
-    specs = results if isinstance(results, list) else [results]
+    returns_tuple = isinstance(results, list)
+    specs = results if returns_tuple else [results]
 
-    def entered(x: Tensor, spec: Spec) -> Tensor:
-        def summed(gradient: Tensor) -> Tensor:
-            return on_xla.leave(on_xla.all_reduce(gradient, on_xla.unused(spec)), spec)
-
-        return Entered.apply(x, lambda x: on_xla.enter(x, spec), summed)
-
-    def left(x: Tensor, spec: Spec) -> Tensor:
-        copies = on_xla.count(on_xla.unused(spec))
-        return Left.apply(x, lambda x: on_xla.leave(x, spec), lambda g: on_xla.enter(g, spec) / copies)
-
-    def whole(*args: Tensor) -> Any:
+    def call(*args: Tensor) -> Any:
         _check("arguments", args, inputs)
-        with on_xla.entered():
-            found = function(*(entered(x, spec) for x, spec in zip(args, inputs, strict=True)))
-        if isinstance(found, tuple | list) != isinstance(results, list):
+        with regions.entered():
+            shards = [_enter(x, regions, spec) for x, spec in zip(args, inputs, strict=True)]
+            found = function(*shards)
+
+        if isinstance(found, tuple | list) != returns_tuple:
             raise InputError(
                 "a list of specs is for a function that returns a tuple, a tuple for one that returns a tensor"
             )
-        found = found if isinstance(results, list) else (found,)
+        if not returns_tuple:
+            found = (found,)
         _check("results", found, specs)
         _check_sources(found)
-        wholes = tuple(left(x, spec) for x, spec in zip(found, specs, strict=True))
-        return wholes if isinstance(results, list) else wholes[0]
 
-    return whole
+        wholes = [_leave(x, regions, spec) for x, spec in zip(found, specs, strict=True)]
+        return tuple(wholes) if returns_tuple else wholes[0]
+
+    return call
+
+
+def _enter(x: Tensor, regions: Any, spec: Spec) -> Tensor:
+    """Returns each device's shard of a whole tensor; its gradient is whole again."""
+
+    def enter(whole: Tensor) -> Tensor:
+        return regions.enter(whole, spec)
+
+    def leave_summed(gradient: Tensor) -> Tensor:
+        # Devices with the same shard have a part of its gradient each.
+        summed = regions.all_reduce(gradient, regions.unused(spec))
+        return regions.leave(summed, spec)
+
+    return Entered.apply(x, enter, leave_summed)
+
+
+def _leave(x: Tensor, regions: Any, spec: Spec) -> Tensor:
+    """Returns the whole tensor of the devices' shards; its gradient is split again."""
+    copies = regions.count(regions.unused(spec))
+
+    def leave(shard: Tensor) -> Tensor:
+        return regions.leave(shard, spec)
+
+    def enter_share(gradient: Tensor) -> Tensor:
+        # Devices with the same shard share its gradient, since `_enter` sums theirs.
+        return regions.enter(gradient, spec) / copies
+
+    return Left.apply(x, leave, enter_share)
 
 
 def group_sum(x: Tensor, mesh: Axes, axis: str) -> Tensor:
-    """Returns the sum of the parts of the devices along `axis`, to each of them."""
+    """Returns the sum of the shards of the devices along `axis`, to each of them."""
     if _devices(mesh, axis) == 1:
         return x
-    return Linear.apply(x, *[lambda x: mesh.regions.all_reduce(x, (axis,))] * 2)
+
+    def all_reduce(x: Tensor) -> Tensor:
+        return mesh.regions.all_reduce(x, (axis,))
+
+    return Linear.apply(x, all_reduce, all_reduce)
 
 
 def group_mean(x: Tensor, mesh: Axes, axis: str) -> Tensor:
-    """Returns the mean of the parts of the devices along `axis`, to each of them."""
+    """Returns the mean of the shards of the devices along `axis`, to each of them."""
     return group_sum(x, mesh, axis) / mesh.size(axis)
 
 
 def all_gather(x: Tensor, mesh: Axes, axis: str) -> Tensor:
-    """Returns the parts [n, …] of the devices along `axis` behind each other, [devices * n, …], to each of them."""
+    """Returns the shards [n, …] along `axis` one after the other, [devices * n, …], to each."""
     if _devices(mesh, axis) == 1:
         return x
-    return Linear.apply(x, lambda x: mesh.regions.all_gather(x, axis), lambda x: mesh.regions.reduce_scatter(x, axis))
+    return Linear.apply(x, *_gather_and_scatter(mesh, axis))
 
 
 def reduce_scatter(x: Tensor, mesh: Axes, axis: str) -> Tensor:
-    """Adds up the parts [devices * n, …] along `axis`; the i-th of its devices gets the i-th [n, …] of the sum."""
+    """Sums [devices * n, …] along `axis`; its i-th device gets the i-th [n, …] of the sum."""
     if _divided(x, mesh, axis) == 1:
         return x
-    return Linear.apply(x, lambda x: mesh.regions.reduce_scatter(x, axis), lambda x: mesh.regions.all_gather(x, axis))
+    gather, scatter = _gather_and_scatter(mesh, axis)
+    return Linear.apply(x, scatter, gather)
+
+
+def _gather_and_scatter(mesh: Axes, axis: str) -> tuple[Callable, Callable]:
+    """Returns all-gather and reduce-scatter along `axis`, each the transposed of the other."""
+
+    def gather(x: Tensor) -> Tensor:
+        return mesh.regions.all_gather(x, axis)
+
+    def scatter(x: Tensor) -> Tensor:
+        return mesh.regions.reduce_scatter(x, axis)
+
+    return gather, scatter
 
 
 def all_to_all(x: Tensor, mesh: Axes, axis: str) -> Tensor:
-    """Sends the i-th [n, …] of [devices * n, …] to the i-th device along `axis`; returns what they sent, in order."""
+    """Sends the i-th [n, …] of x [devices * n, …] to the i-th device along `axis`.
+
+    Returns what the devices sent to this one, in their order: [devices * n, …].
+    """
     if _divided(x, mesh, axis) == 1:
         return x
-    return Linear.apply(x, *[lambda x: mesh.regions.all_to_all(x, axis)] * 2)
+
+    def exchange(x: Tensor) -> Tensor:
+        return mesh.regions.all_to_all(x, axis)
+
+    return Linear.apply(x, exchange, exchange)
 
 
 def _devices(mesh: Axes, axis: str) -> int:
-    """Returns the devices along an axis; raises InputError outside of a region, where a sum would be of wholes."""
-    devices, backward = mesh.size(axis), torch._C._current_graph_task_id() != -1  # of a region, after it
-    if mesh.regions is not None and not (mesh.regions.inside or backward):
-        raise InputError("outside of a per-device region a tensor is whole: call this in a function of per_device")
+    """Returns the devices along an axis; raises InputError outside of a region.
+
+    There tensors are whole, and so would be what a sum adds. A region's backward pass runs after
+    it, and is allowed.
+    """
+    devices = mesh.size(axis)
+    in_backward = torch._C._current_graph_task_id() != -1
+    if mesh.regions is not None and not (mesh.regions.inside or in_backward):
+        whole = "outside of a per-device region a tensor is whole"
+        raise InputError(f"{whole}: call this in a function of per_device")
     return devices
 
 
 def _divided(x: Tensor, mesh: Axes, axis: str) -> int:
-    """Returns the devices along an axis; raises InputError where they cannot share the rows of x equally."""
+    """Returns the devices along an axis; raises InputError if they do not divide the rows of x."""
     devices = _devices(mesh, axis)
     if x.dim() == 0 or x.shape[0] % devices:
         rows = f"a multiple of {devices}, the devices along {axis}"

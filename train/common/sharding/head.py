@@ -1,13 +1,18 @@
-"""The embedding of many words, such as BERT's 30,522, and the head that has its weight.
+"""The embedding of many words, such as BERT's 30,522, and the head that shares its weight.
 
-Its optimizer's state is cut along the width. XLA's partitioner would all-reduce the head's gradient, where devices do
-not divide the words, and bring all rows that the devices look up to each of them, which adds up its part of the width:
-on 256 chips a quarter of a small model's step. Cut along the words it would send each look-up's gradient, whole and in
-float32. Here a device adds up the gradient of its own rows, of look-ups and head. With rows of zeros, so that the
-devices divide them, it is reduce-scattered, and an all-to-all of the parts cuts it along its width.
+Their optimizer's state is split along the width of the weight [words, width]. Left to itself, XLA's
+partitioner would all-reduce the head's gradient where the devices do not divide the words, and
+bring all rows that the devices look up to each device, which adds up its columns: on 256 chips a
+quarter of a small model's step. Split along the words, the weight would send each look-up's
+gradient whole and in float32.
+
+Here each device sums the gradient of its own examples, of look-ups and head together. Rows of zeros
+are added so that the devices divide the words; then the gradient is reduce-scattered by rows, and
+an all-to-all splits it along its width.
 """
 
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,59 +22,149 @@ from torch import Tensor, nn
 
 from train.common.sharding.groups import Axes, Entered, Linear, per_device
 
-ROWS = 128  # of a device, a multiple: libtpu would add rows of its own, and exchange them again
+# Rows per device of a reduce-scatter are a multiple of this: libtpu would add rows itself
+# otherwise, and exchange them once more.
+ROW_MULTIPLE = 128
 
 
-def sum_by_rows(embedding: nn.Embedding, head: nn.Linear | None, axes: dict[str, int], spmd: Any, spec: tuple) -> None:
-    """Lets an embedding [words, width], and a head with its weight, reduce-scatter their gradient over "data", once;
-    a small one is all-reduced. `spec`: how the result is cut."""
-    from train.common.xla.marks import BATCH, mark
-    from train.common.xla.regions import Regions
+def reduce_scatter_gradient(
+    embedding: nn.Embedding, head: nn.Linear | None, axes: dict[str, int], spmd: Any, spec: tuple
+) -> None:
+    """Makes an embedding, and a head with its weight, reduce-scatter their gradient over "data".
 
-    regions, words = Regions(axes), embedding.num_embeddings
-    padding = -1 if embedding.padding_idx is None else embedding.padding_idx
-    begun: dict[tuple, weakref.ref] = {}  # which weight, and as what, the last look-up took -> as each device has it
+    Both share one reduce-scatter. The gradient of a small embedding is all-reduced instead.
 
-    def summed(own: Tensor) -> Tensor:
-        """Returns the whole gradient; each device has that of its part of the batch."""
-        if words < ROWS * axes["data"]:
-            return mark(regions.leave(regions.all_reduce(own, BATCH), (None, None)), spmd, spec)
-        padded = F.pad(own, (0, 0, 0, -words % (ROWS * axes["data"])))
-        part = regions.all_reduce(regions.reduce_scatter(padded, "data"), ("copies",))
-        return mark(regions.leave(part, ("data", None)), spmd, spec)[:words]
+    Args:
+        axes: devices by axis.
+        spmd: torch_xla's mesh with these axes.
+        spec: how the gradient is split in the end, over `spmd`.
+    """
+    weight = _Weight(embedding, axes, spmd, spec)
 
-    def on_each_device() -> Tensor:
-        """Returns the weight of the last look-up, so that their gradients are one, or of a pass that begins."""
-        weight, kind = embedding.weight, embedding.weight.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        this = id(weight), weight._version, dtype
-        own = begun[this]() if this in begun else None
-        if own is None:
-            own = Entered.apply(weight.to(dtype), lambda whole: regions.enter(whole, (None, None)), summed)
-        begun.clear()
-        begun[this] = weakref.ref(own)
-        return own
-
-    def look_up(input: Tensor) -> Tensor:
-        if input.shape[0] % regions.count(BATCH):  # positions, the same for all rows
-            return type(embedding).forward(embedding, input)
-        rows, own = (BATCH, *[None] * (input.dim() - 1)), on_each_device()
-
-        def added_up(gradient: Tensor, own: Tensor = own) -> Tensor:  # which lives as long as the graph
-            parts = regions.enter(gradient, (*rows, None)), regions.enter(input, rows)
-            return torch.ops.aten.embedding_dense_backward(*parts, words, padding, False)
-
-        return Linear.apply(own, lambda _: F.embedding(input, embedding.weight), added_up)
-
-    def predict(x: Tensor) -> Tensor:
-        if x.shape[0] % regions.count(BATCH):
-            return type(head).forward(head, x)
-        product = SimpleNamespace(weight=on_each_device(), bias=None)
-        begun.clear()
-        cut = (BATCH, *[None] * (x.dim() - 1))
-        y = per_device(lambda x: type(head).forward(product, x), Axes(axes, regions), [cut], cut)(x)
-        return y if head.bias is None else y + head.bias.to(y.dtype)
+    def look_up(input: Tensor) -> Tensor:  # nn.Embedding's name of the argument
+        return weight.look_up(input)
 
     embedding.forward = look_up
-    if head:
-        head.forward = predict
+    if head is None:
+        return
+
+    def predict(x: Tensor) -> Tensor:
+        return weight.predict(head, x)
+
+    head.forward = predict
+
+
+class _Weight:
+    """The weight [words, width] of an embedding, and of its head, as each device has it."""
+
+    def __init__(self, embedding: nn.Embedding, axes: dict[str, int], spmd: Any, spec: tuple):
+        from train.common.xla import pin_sharding
+        from train.common.xla.regions import Regions
+
+        self._embedding = embedding
+        self._axes = axes
+        self._spmd = spmd
+        self._spec = spec
+        self._batch = pin_sharding.BATCH  # the axes over which examples are split
+        self._pin = pin_sharding.pin
+        self._regions = Regions(axes)
+
+        # What the last look-up took: the weight's key, and a weak reference to its local copy.
+        self._last_key: tuple | None = None
+        self._last_local: Callable[[], Tensor | None] | None = None
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Returns the rows of ids [B, …], as [B, …, width]."""
+        embedding = self._embedding
+        if self._replicated(ids):  # such as positions, the same for all examples
+            return type(embedding).forward(embedding, ids)
+
+        spec = self._examples_spec(ids)
+        local = self._local()
+
+        # `local` as a default keeps it alive as long as the graph of this look-up.
+        def sum_rows(gradient: Tensor, local: Tensor = local) -> Tensor:
+            local_gradient = self._regions.enter(gradient, (*spec, None))
+            local_ids = self._regions.enter(ids, spec)
+            padding = -1 if embedding.padding_idx is None else embedding.padding_idx
+            return torch.ops.aten.embedding_dense_backward(
+                local_gradient, local_ids, embedding.num_embeddings, padding, False
+            )
+
+        def find_rows(_: Tensor) -> Tensor:
+            return F.embedding(ids, embedding.weight)
+
+        return Linear.apply(local, find_rows, sum_rows)
+
+    def predict(self, head: nn.Linear, x: Tensor) -> Tensor:
+        """Returns the head's scores [B, …, words] of x [B, …, width]."""
+        if self._replicated(x):
+            return type(head).forward(head, x)
+
+        local_head = SimpleNamespace(weight=self._local(), bias=None)
+        self._forget()
+
+        def product(x: Tensor) -> Tensor:
+            return type(head).forward(local_head, x)
+
+        spec = self._examples_spec(x)
+        y = per_device(product, Axes(self._axes, self._regions), [spec], spec)(x)
+        if head.bias is None:
+            return y
+        return y + head.bias.to(y.dtype)
+
+    def _replicated(self, x: Tensor) -> bool:
+        """Returns whether the devices do not divide the rows of x, so that each has all of them."""
+        return x.shape[0] % self._regions.count(self._batch) != 0
+
+    def _examples_spec(self, x: Tensor) -> tuple:
+        """Returns the spec of a tensor whose first dimension is split by examples."""
+        return (self._batch, *(None,) * (x.dim() - 1))
+
+    def _local(self) -> Tensor:
+        """Returns each device's copy of the weight, in the type that autocast computes in.
+
+        It is that of the last look-up while its graph is alive, so that the gradients of look-ups
+        and head become one.
+        """
+        weight = self._embedding.weight
+        kind = weight.device.type
+        dtype = weight.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+
+        key = (id(weight), weight._version, dtype)
+        local = self._last_local() if key == self._last_key else None
+        if local is None:
+            local = Entered.apply(weight.to(dtype), self._enter_whole, self._reduce)
+        self._last_key = key
+        self._last_local = weakref.ref(local)
+        return local
+
+    def _forget(self) -> None:
+        """Makes the next look-up or head begin with a new copy of the weight."""
+        self._last_key = None
+        self._last_local = None
+
+    def _enter_whole(self, weight: Tensor) -> Tensor:
+        return self._regions.enter(weight, (None, None))
+
+    def _reduce(self, local: Tensor) -> Tensor:
+        """Returns the whole gradient, split as `spec` says.
+
+        Args:
+            local: each device's gradient [words, width], of its own examples.
+        """
+        regions = self._regions
+        words = self._embedding.num_embeddings
+        multiple = ROW_MULTIPLE * self._axes["data"]
+        if words < multiple:
+            summed = regions.all_reduce(local, self._batch)
+            whole = regions.leave(summed, (None, None))
+            return self._pin(whole, self._spmd, self._spec)
+
+        padded = F.pad(local, (0, 0, 0, -words % multiple))
+        rows = regions.reduce_scatter(padded, "data")
+        rows = regions.all_reduce(rows, ("copies",))
+        whole = regions.leave(rows, ("data", None))
+        return self._pin(whole, self._spmd, self._spec)[:words]

@@ -1,4 +1,4 @@
-"""The mesh that the three flags of a script ask for."""
+"""The mesh that a script's --mesh, --shard-state and --remat ask for."""
 
 import math
 import re
@@ -10,22 +10,34 @@ from train.common.mesh import WHOLE, Layout, Mesh
 from train.common.sharding.placement import Layers
 
 AXES = ("copies", "data", "model")
-MOST_SHARES = 32  # that the default cuts a state into: of larger groups libtpu makes all-reduces, of full size
-# Without them the TPU's compiler sums cut gradients in rings of permutes beside the products, which takes more memory,
-# more cycles and more bytes (docs/large_models.md). libtpu 0.0.21 and 0.0.51 know both.
+
+# The most shards of a state by default: among more devices libtpu makes all-reduces, of the full
+# size.
+MOST_SHARDS = 32
+
+# Without these flags the TPU's compiler sums split gradients in rings of permutes beside the
+# products, which takes more memory, more cycles and more bytes (docs/large_models.md). libtpu
+# 0.0.21 and 0.0.51 know both.
 REDUCE_SCATTERS = "--xla_tpu_enable_windowed_einsum_for_reduce_scatter=false"
 REDUCE_SCATTERS += " --xla_tpu_enable_reduce_scatter_legalizer=true"
 
 
 def ask_for_reduce_scatters(layout: Layout, backend: Any) -> None:
-    """Has the TPU's compiler reduce-scatter the gradients of a state that is cut; call it before libtpu is loaded.
-    `backend`: train/common/xla/backend.py; that of plain PyTorch has no such compiler."""
+    """Makes the TPU's compiler reduce-scatter the gradients of a sharded state.
+
+    Call it before libtpu is loaded.
+
+    Args:
+        backend: train/common/xla/backend.py, or that of plain PyTorch, which has no such compiler.
+    """
     if layout.shard_state != "none" and hasattr(backend, "ask_compiler"):
         backend.ask_compiler(REDUCE_SCATTERS)
 
 
 def arranged(mesh: Mesh, layout: Layout) -> Mesh:
-    """Returns the mesh with the axes of a layout, and its `layers`. Batches are cut over all but "model".
+    """Returns the mesh with the axes of a layout, and its `layers`.
+
+    Batches are split over all axes but "model".
 
     Raises:
         InputError: the flags do not fit the devices, or each other.
@@ -33,34 +45,54 @@ def arranged(mesh: Mesh, layout: Layout) -> Mesh:
     if layout == WHOLE:
         return mesh
     if not mesh.compiles:
-        for flag, given in (("--mesh", layout.mesh), ("--shard-state", layout.shard_state.replace("none", ""))):
-            if given:
-                raise InputError(
-                    f"{flag} is {given}, but --device {mesh.device.type} runs on one device: leave it out, or use "
-                    "--device xla"
-                )
+        _check_one_device(mesh, layout)
+
     axes = parse(layout.mesh or _default(mesh.num_devices, layout), mesh.num_devices)
-    if layout.mesh and layout.shard_state != "none" and axes["data"] == 1 < mesh.num_devices:
-        given = f"--shard-state {layout.shard_state} cuts a state over data, of which --mesh {layout.mesh} has one"
-        raise InputError(f"{given}: give more of data, or leave --shard-state out")
+    _check_shards(mesh, layout, axes)
     layers = Layers(layout, axes, mesh.spmd)
     if not layers.spreads:
         return replace(mesh, layers=layers)
+
     spmd = type(mesh.spmd)(mesh.spmd.device_ids, tuple(axes.values()), AXES)
     layers = replace(layers, spmd=spmd)
-
-    # On a pod batches come cut over all devices: the upload of a host's own rows takes no other mesh (torch_xla's
-    # ShardingSpec with minibatch). The annotations of the first layers keep "model" out.
     if axes["model"] > 1 and mesh.process_count == 1:
         return replace(mesh, spmd=spmd, layers=layers)
+
+    # On a pod batches come split over all devices: the upload of a host's own rows takes no other
+    # mesh (torch_xla's ShardingSpec with minibatch). The annotations of the first layers keep
+    # "model" out.
     return replace(mesh, layers=layers)
 
 
+def _check_one_device(mesh: Mesh, layout: Layout) -> None:
+    """Raises InputError where a layout asks for several devices of plain PyTorch."""
+    shard_state = "" if layout.shard_state == "none" else layout.shard_state
+    for flag, given in (("--mesh", layout.mesh), ("--shard-state", shard_state)):
+        if given:
+            only_one = f"--device {mesh.device.type} runs on one device"
+            raise InputError(f"{flag} is {given}, but {only_one}: leave it out, or use --device xla")
+
+
+def _check_shards(mesh: Mesh, layout: Layout, axes: dict[str, int]) -> None:
+    """Raises InputError where the mesh that a user gives leaves a state whole."""
+    cuts_state = layout.shard_state != "none"
+    if layout.mesh and cuts_state and axes["data"] == 1 and mesh.num_devices > 1:
+        flag = f"--shard-state {layout.shard_state}"
+        raise InputError(
+            f"{flag} cuts a state over data, of which --mesh {layout.mesh} has one: give more of "
+            "data, or leave --shard-state out"
+        )
+
+
 def _default(devices: int, layout: Layout) -> str:
-    """Returns a mesh without "model" in which a state is cut over MOST_SHARES devices at most (hybrid sharding, Zhao et
-    al. 2023, section 3.2.2)."""
-    shares = devices if layout.shard_state == "none" or devices <= MOST_SHARES else math.gcd(devices, MOST_SHARES)
-    return f"copies={devices // shares},data={shares}"
+    """Returns a mesh without "model" that splits a state over MOST_SHARDS devices at most.
+
+    Groups of devices then hold copies of it: hybrid sharding (Zhao et al. 2023, section 3.2.2).
+    """
+    shards = devices
+    if layout.shard_state != "none" and devices > MOST_SHARDS:
+        shards = math.gcd(devices, MOST_SHARDS)
+    return f"copies={devices // shards},data={shards}"
 
 
 def parse(text: str, devices: int) -> dict[str, int]:
@@ -69,24 +101,28 @@ def parse(text: str, devices: int) -> dict[str, int]:
     Raises:
         InputError: it cannot be read, or is of another number of devices.
     """
-    axes: dict[str, int] = {}
     example = f"give such as data={devices // 2},model=2" if devices % 2 == 0 else "leave it out"
-    for part in text.split(","):
-        name, _, size = map(str.strip, part.partition("="))
+    axes: dict[str, int] = {}
+    for item in text.split(","):
+        name, _, size = item.partition("=")
+        name = name.strip()
+        size = size.strip()
         if name not in AXES or name in axes:
-            raise InputError(
-                f"--mesh {text} has {part.strip()!r}; its axes are copies, data and model, each once: {example}"
-            )
-        if not re.fullmatch("[0-9]{1,9}", size) or int(size) < 1:  # int takes other alphabets' digits as well
-            raise InputError(
-                f"--mesh {text} has {name}={size}; the size of an axis is a number of at least 1: {example}"
-            )
+            known = "its axes are copies, data and model, each once"
+            raise InputError(f"--mesh {text} has {item.strip()!r}; {known}: {example}")
+
+        is_number = re.fullmatch("[0-9]{1,9}", size)  # int() takes other alphabets' digits, too
+        if not is_number or int(size) < 1:
+            expected = "the size of an axis is a number of at least 1"
+            raise InputError(f"--mesh {text} has {name}={size}; {expected}: {example}")
         axes[name] = int(size)
-    if math.prod(axes.values()) != devices:
-        if "model" not in axes:  # not every model can be cut over it
+
+    product = math.prod(axes.values())
+    if product != devices:
+        if "model" not in axes:  # not every model can be split over it
             example = f"leave it out for data={devices}"
         raise InputError(
-            f"--mesh {text} is for {math.prod(axes.values())} devices, and there are {devices}; sizes multiply to "
+            f"--mesh {text} is for {product} devices, and there are {devices}; sizes multiply to "
             f"their number: {example}"
         )
     return {name: axes.get(name, 1) for name in AXES}

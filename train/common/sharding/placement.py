@@ -1,17 +1,16 @@
-"""Where the parameters of a model, their gradients and their optimizer's state lie on the devices, and what keeps them
-there.
+"""Where parameters, their gradients and their optimizer's state lie on the devices, and stay.
 
-XLA's partitioner cuts what is not annotated as it likes: where only the split parameters were, the split of a bias went
-on into LayerNorm and its activations (770 MB of all-gathers in BERT-base's step). So everything is annotated: every
-parameter, its gradient before it is clipped, its state after the update, and the input and result of every layer that
-has parameters, forward and backward.
+XLA's partitioner splits as it likes what is not annotated. Where only the split parameters were,
+the split of a bias spread to LayerNorm and its activations (770 MB of all-gathers in BERT-base's
+step). So everything is annotated: every parameter, its gradient before it is clipped, its state
+after the update, and the input and result of every layer that has parameters, forward and backward.
 """
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +19,15 @@ from errors import InputError
 from train.common.device import replicate
 from train.common.mesh import Layout, Mesh
 from train.common.sharding import gather
-from train.common.sharding.head import ROWS, sum_by_rows
+from train.common.sharding.head import ROW_MULTIPLE, reduce_scatter_gradient
+
+Spec = tuple  # of a tensor: for each dimension the axis that splits it, or None
 
 
 class Rules(Protocol):
     """What models/partition.py says of a model."""
 
-    parameters: Mapping[str, tuple]  # how a parameter's name ends, as a pattern -> the axis of each dimension, or None
+    parameters: Mapping[str, Spec]  # by a pattern of how the parameter's name ends
     layers: tuple[str, ...]  # names of the lists of layers
     heads: int  # of attention
     shared: str  # pattern of the names of modules in which several products take the input
@@ -36,23 +37,35 @@ class Rules(Protocol):
 NO_RULES = SimpleNamespace(parameters={}, layers=(), heads=1, shared="", time_major="")
 
 
-class Cut(NamedTuple):
-    """The axis that cuts each dimension of a parameter, or None."""
+@dataclass(frozen=True)
+class Placement:
+    """How a tensor lies on the devices."""
 
-    layer: tuple  # where it is used
-    rest: tuple  # where it is kept from step to step
-    state: tuple  # of its gradient and its optimizer's state
+    spmd: Any  # torch_xla's mesh
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class ParameterSpecs:
+    """How a parameter is split in three roles."""
+
+    layer: Spec  # where its layer computes with it
+    stored: Spec  # as it is kept from step to step
+    state: Spec  # its gradient and its optimizer's state
 
 
 @dataclass(frozen=True)
 class Layers:
-    """How models lie on a mesh; device.py calls it where the mesh has it."""
+    """How models lie on a mesh. device.py and checkpoint.py call it where the mesh has it."""
 
     layout: Layout
     axes: dict[str, int]  # devices by axis
-    spmd: Any  # torch_xla's mesh, with these axes where something is cut; None on a device of plain PyTorch
+    spmd: Any  # torch_xla's mesh, with these axes if something is split; None on plain PyTorch
 
-    read, pack, load = map(staticmethod, (gather.read, gather.pack, gather.load))  # what checkpoint.py needs
+    # What checkpoint.py needs.
+    read = staticmethod(gather.read)
+    pack = staticmethod(gather.pack)
+    load = staticmethod(gather.load)
 
     @property
     def compiles(self) -> bool:
@@ -61,123 +74,229 @@ class Layers:
 
     @property
     def spreads(self) -> bool:
-        """True where a parameter or its state may be cut."""
-        return self.axes["model"] > 1 or (self.axes["data"] > 1 and self.layout.shard_state != "none")
+        """True where a parameter or its state may be split."""
+        if self.axes["model"] > 1:
+            return True
+        return self.axes["data"] > 1 and self.layout.shard_state != "none"
 
     def arrange(self, model: nn.Module, rules_of: Callable[[nn.Module], Rules] | None) -> None:
-        """Says where the parameters of a model belong, and lets its layers keep to it. Without rules only the
-        optimizer's state and the parameters can be cut, over "data".
+        """Chooses where a model's parameters lie, and makes its layers keep to it.
+
+        Without rules only the optimizer's state and the parameters can be split, over "data".
 
         Raises:
-            InputError: a pattern matches no parameter, or a parameter matches two or has other dimensions than its
-                rule; or the devices of "model" do not divide the heads; or there are no rules.
+            InputError: a pattern matches no parameter, or a parameter matches two or has other
+                dimensions than its rule; or the devices of "model" do not divide the heads; or
+                there are no rules.
         """
         if rules_of is None and (self.layout.remat or self.axes["model"] > 1):
             given = "--remat" if self.layout.remat else f"--mesh {self.layout.mesh}"
-            raise InputError(f"{given} needs rules, which {type(model).__name__} does not have: leave it out")
+            name = type(model).__name__
+            raise InputError(f"{given} needs rules, which {name} does not have: leave it out")
+
         rules = rules_of(model) if rules_of else NO_RULES
         if self.spreads:
-            cuts = cuts_of(model, self, rules)
-            for parameter, cut in cuts.items():
-                parameter.placement, parameter.state_placement = (self.spmd, cut.rest), (self.spmd, cut.state)
-            _mark_layers(model, self, cuts, rules)
+            specs = parameter_specs(model, self, rules)
+            for parameter, own in specs.items():
+                parameter.placement = Placement(self.spmd, own.stored)
+                parameter.state_placement = Placement(self.spmd, own.state)
+            _pin_layers(model, self, specs, rules)
         if self.layout.remat:
             recompute(model, self, rules)
 
     def keep(self, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         """Keeps parameters and the optimizer's state where they are after every update."""
-        if self.spreads:
-            optimizer.register_step_post_hook(lambda optimizer, *_: _pin(optimizer, mesh))
+        if not self.spreads:
+            return
+
+        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            _annotate_state(optimizer, mesh)
+
+        optimizer.register_step_post_hook(hook)
 
 
-def cuts_of(model: nn.Module, layers: Layers, rules: Rules) -> dict[nn.Parameter, Cut]:
-    """Returns how each parameter is cut; raises InputError, see `Layers.arrange`."""
-    parts, found = layers.axes["model"], dict.fromkeys(rules.parameters, 0)
+def parameter_specs(model: nn.Module, layers: Layers, rules: Rules) -> dict[nn.Parameter, ParameterSpecs]:
+    """Returns how each parameter is split; raises InputError, see `Layers.arrange`."""
+    parts = layers.axes["model"]
     if rules.heads % parts:
         raise InputError(f"--mesh has model={parts} and the model {rules.heads} heads: give a divisor of {rules.heads}")
-    cuts, embedded = {}, {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+
+    embedded = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            embedded.add(module.weight)
+
+    specs = {}
+    used_patterns = set()
     for name, parameter in model.named_parameters():
-        matching = [pattern for pattern in rules.parameters if re.search(rf"(^|\.){pattern}$", name)]
-        found |= dict.fromkeys(matching, 1)
-        axes = rules.parameters[matching[0]] if matching else (None,) * parameter.dim()
-        if len(matching) > 1 or len(axes) != parameter.dim():
-            raise InputError(f"the rules for {name} {list(parameter.shape)} are {matching}, {axes}: one must fit")
-        axes = axes if parts > 1 else (None,) * parameter.dim()
-        state = _state_axes(parameter, axes, layers, parameter in embedded)
-        cuts[parameter] = Cut(axes, state if layers.layout.shard_state == "full" else axes, state)
-    if unused := [pattern for pattern, used in found.items() if not used]:
-        raise InputError(f"the rule {unused[0]} fits no parameter of {type(model).__name__}: see models/partition.py")
-    devices, state = layers.axes["data"], layers.layout.shard_state
-    if cuts and state != "none" and devices > 1 and not any("data" in cut.state for cut in cuts.values()):
-        uncut = f"the {devices} devices of data divide no matrix of more than two rows of {type(model).__name__}"
-        raise InputError(f"--shard-state {state} would cut nothing: {uncut}; give another --mesh, or leave it out")
-    return cuts
+        patterns = _matching_patterns(name, rules)
+        used_patterns.update(patterns)
+        whole = (None,) * parameter.dim()
+        spec = rules.parameters[patterns[0]] if patterns else whole
+        if len(patterns) > 1 or len(spec) != parameter.dim():
+            shape = list(parameter.shape)
+            raise InputError(f"the rules for {name} {shape} are {patterns}, {spec}: one must fit")
+
+        layer = spec if parts > 1 else whole
+        state = _state_spec(parameter, layer, layers, parameter in embedded)
+        stored = state if layers.layout.shard_state == "full" else layer
+        specs[parameter] = ParameterSpecs(layer, stored, state)
+
+    for pattern in rules.parameters:
+        if pattern not in used_patterns:
+            raise InputError(f"the rule {pattern} fits no parameter of {type(model).__name__}: see models/partition.py")
+    _check_state_is_split(model, layers, specs)
+    return specs
 
 
-def _state_axes(parameter: nn.Parameter, axes: tuple, layers: Layers, embedded: bool) -> tuple:
-    """Returns the axes that cut a parameter's optimizer state: of a matrix also "data", on the first dimension that
-    the devices divide (Rajbhandari et al. 2020, ZeRO): the TPU's compiler reduce-scatters only along the first. Of many
-    words it is the width, see head.py. Vectors and one or two rows are not worth a collective each."""
+def _matching_patterns(name: str, rules: Rules) -> list[str]:
+    """Returns the rules' patterns that fit the end of a parameter's name."""
+    return [pattern for pattern in rules.parameters if re.search(rf"(^|\.){pattern}$", name)]
+
+
+def _check_state_is_split(model: nn.Module, layers: Layers, specs: Mapping[nn.Parameter, ParameterSpecs]) -> None:
+    """Raises InputError where --shard-state would leave the state of every parameter whole."""
+    devices = layers.axes["data"]
+    shard_state = layers.layout.shard_state
+    if not specs or shard_state == "none" or devices == 1:
+        return
+
+    if not any("data" in own.state for own in specs.values()):
+        rows = "no matrix of more than two rows"
+        uncut = f"the {devices} devices of data divide {rows} of {type(model).__name__}"
+        remedy = "give another --mesh, or leave it out"
+        raise InputError(f"--shard-state {shard_state} would cut nothing: {uncut}; {remedy}")
+
+
+def _state_spec(parameter: Tensor, layer: Spec, layers: Layers, is_embedding: bool) -> Spec:
+    """Returns how a parameter's gradient and optimizer state are split, given its layer's spec.
+
+    A matrix is split over "data", too, along the first dimension that the devices divide (ZeRO:
+    Rajbhandari et al. 2020): the TPU's compiler reduce-scatters only along the first. An embedding
+    of many words is split along its width, see head.py. Vectors and matrices of one or two rows are
+    not worth a collective each.
+    """
     if layers.layout.shard_state == "none" or parameter.dim() < 2 or len(parameter) <= 2:
-        return axes
-    size = layers.axes["data"]
-    free = [i for i, axis in enumerate(axes) if axis is None and parameter.shape[i] % size == 0]
-    if embedded and len(free) > 1 and parameter.shape[0] > ROWS * size:
-        free.remove(0)
-    if parameter.dim() == 3 and 1 in free:  # XLNet's [C, heads, D], whose heads are first as the TPU lays it out
-        free = [1]
-    return tuple("data" if i == min(free) else axis for i, axis in enumerate(axes)) if free else axes
+        return layer
+
+    devices = layers.axes["data"]
+    divisible = []
+    for dimension, axis in enumerate(layer):
+        if axis is None and parameter.shape[dimension] % devices == 0:
+            divisible.append(dimension)
+
+    has_many_words = is_embedding and parameter.shape[0] > ROW_MULTIPLE * devices
+    if has_many_words and len(divisible) > 1:
+        divisible.remove(0)
+    if parameter.dim() == 3 and 1 in divisible:
+        divisible = [1]  # XLNet's [C, heads, D], which the TPU lays out with the heads first
+    if not divisible:
+        return layer
+
+    spec = list(layer)
+    spec[min(divisible)] = "data"
+    return tuple(spec)
 
 
-def _mark_layers(model: nn.Module, layers: Layers, cuts: Mapping[nn.Parameter, Cut], rules: Rules) -> None:
-    """Annotates the gradients of parameters, and inputs and results of every layer that has a weight: the batch is cut
-    over data; of a product with a cut weight the last dimension is cut as the weight's."""
-    from train.common.xla import marks
+def _pin_layers(
+    model: nn.Module,
+    layers: Layers,
+    specs: Mapping[nn.Parameter, ParameterSpecs],
+    rules: Rules,
+) -> None:
+    """Pins the sharding of gradients, and of inputs and results of every layer with a weight.
 
-    by_rows: set[nn.Parameter] = set()
-    heads = {module.weight: module for module in model.modules() if isinstance(module, nn.Linear)}
+    A batch is split over "copies" and "data"; the last dimension of a product with a split weight
+    is split as the weight is.
+    """
+    from train.common.xla import pin_sharding
+
+    heads = {}
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            heads[module.weight] = module
+
+    reduce_scattered: set[nn.Parameter] = set()
     for name, module in model.named_modules():
-        batch = 1 if rules.time_major and re.match(rules.time_major, name) else 0
-        cut = layers.spmd, batch, layers.axes["copies"] * layers.axes["data"]
+        time_major = bool(rules.time_major and re.match(rules.time_major, name))
+        split = pin_sharding.BatchSplit(
+            layers.spmd,
+            dimension=1 if time_major else 0,
+            devices=layers.axes["copies"] * layers.axes["data"],
+        )
         if hasattr(module, "constrain"):
-            module.constrain = marks.constrain(layers.spmd)
+            module.constrain = pin_sharding.constrain_on(layers.spmd)
         if rules.shared and re.search(rules.shared, name):
-            marks.mark_input(module, *cut, None)  # so that the products' gradients are summed up, then reduced
-        if isinstance(module, nn.Embedding) and batch == 1:
-            marks.look_up_by_rows(module)
-        plain = type(module).forward is nn.Embedding.forward and not (module.max_norm or module.scale_grad_by_freq)
-        if plain and (state := cuts[module.weight].state)[1] == "data":
-            head = heads.get(module.weight) if state[0] is None else None  # words over "model" are the partitioner's
-            sum_by_rows(module, head, layers.axes, layers.spmd, state)
-            by_rows.add(module.weight)
-        weight = getattr(module, "weight", None)
-        if weight in cuts:
-            columns, rows = cuts[weight].layer if isinstance(module, nn.Linear) else (None, None)
-            if rows:  # other inputs are results of layers, too
-                marks.mark_input(module, *cut, rows)
-            marks.mark_result(module, *cut, columns)
-    for parameter in cuts:
+            # Its products' gradients are then summed before they are reduced over the devices.
+            pin_sharding.pin_input(module, split, None)
+        if isinstance(module, nn.Embedding) and time_major:
+            pin_sharding.look_up_batch_first(module)
+
+        if _is_plain_embedding(module) and specs[module.weight].state[1] == "data":
+            state = specs[module.weight].state
+            # Where words are split over "model", the head is left to the partitioner.
+            head = heads.get(module.weight) if state[0] is None else None
+            reduce_scatter_gradient(module, head, layers.axes, layers.spmd, state)
+            reduce_scattered.add(module.weight)
+        _pin_activations(module, specs, split)
+
+    for parameter in specs:
         if parameter.requires_grad:
-            marks.mark_gradient(parameter, *parameter.state_placement, parameter in by_rows)
+            placement = parameter.state_placement
+            summed = parameter in reduce_scattered
+            pin_sharding.pin_gradient(parameter, placement.spmd, placement.spec, summed)
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    """Returns whether a module looks up rows, and does nothing else."""
+    if type(module).forward is not nn.Embedding.forward:
+        return False
+    return not (module.max_norm or module.scale_grad_by_freq)
+
+
+def _pin_activations(module: nn.Module, specs: Mapping[nn.Parameter, ParameterSpecs], split: Any) -> None:
+    """Pins the result of a module with a weight, and its input where it is split by the weight."""
+    from train.common.xla import pin_sharding
+
+    weight = getattr(module, "weight", None)
+    if weight not in specs:
+        return
+
+    output_axis = None
+    input_axis = None
+    if isinstance(module, nn.Linear):
+        output_axis, input_axis = specs[weight].layer  # of a weight [outputs, inputs]
+    if input_axis:  # any other input is the result of a layer, which is pinned
+        pin_sharding.pin_input(module, split, input_axis)
+    pin_sharding.pin_output(module, split, output_axis)
 
 
 def recompute(model: nn.Module, layers: Layers, rules: Rules) -> None:
-    """Lets each layer keep its input only, and compute the rest again in the backward pass."""
+    """Makes each layer keep its input only, and compute the rest again in the backward pass."""
     if layers.compiles:
-        from train.common.xla.recompute import again
+        from train.common.xla.recompute import recomputing_forward
     else:
-        from torch.utils.checkpoint import checkpoint
-
-        def again(layer: nn.Module) -> Any:
-            forward = layer.forward
-            return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        recomputing_forward = _recomputing_forward
 
     for path in rules.layers:
         for layer in model.get_submodule(path):
-            layer.forward = again(layer)
+            layer.forward = recomputing_forward(layer)
 
 
-def _pin(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+def _recomputing_forward(layer: nn.Module) -> Callable:
+    """Returns the forward pass of a layer on plain PyTorch that keeps its inputs only."""
+    from torch.utils.checkpoint import checkpoint
+
+    forward = layer.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return call
+
+
+def _annotate_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Annotates an optimizer's parameters and their state with their placement again."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for tensor in (parameter, *optimizer.state[parameter].values()):
@@ -186,14 +305,24 @@ def _pin(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
 
 
 def table(model: nn.Module) -> list[str]:
-    """Returns how the parameters lie, a line for those that lie alike, with numbers in their names as *."""
-    found: dict[str, list[Tensor]] = {}
+    """Returns lines that say how parameters lie; the layers of a list, as *, share a line."""
+    parameters_of_line: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
-        found.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(parameter)
+        name = re.sub(r"\.\d+\.", ".*.", name)
+        parameters_of_line.setdefault(name, []).append(parameter)
+
     lines = []
-    for name, (parameter, *rest) in found.items():
-        both = (getattr(parameter, attribute, (None, None))[1] for attribute in ("placement", "state_placement"))
-        axes, state = (f"[{', '.join(axis or '-' for axis in each)}]" if each else "whole" for each in both)
-        shape = " x ".join(map(str, parameter.shape))
-        lines.append(f"{name:<70} {len(rest) + 1:>3} x {shape:<14} {axes:<16} state {state}")
+    for name, parameters in parameters_of_line.items():
+        first = parameters[0]
+        shape = " x ".join(map(str, first.shape))
+        stored = _spec_text(getattr(first, "placement", None))
+        state = _spec_text(getattr(first, "state_placement", None))
+        lines.append(f"{name:<70} {len(parameters):>3} x {shape:<14} {stored:<16} state {state}")
     return lines
+
+
+def _spec_text(placement: Placement | None) -> str:
+    """Returns a placement's spec such as "[data, -]", or "whole"."""
+    if placement is None or not placement.spec:
+        return "whole"
+    return f"[{', '.join(axis or '-' for axis in placement.spec)}]"

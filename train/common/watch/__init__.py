@@ -12,83 +12,52 @@
 A copy of a script (`make copy`) goes without it; the folder, or any of its files beside this one (board.py and card.py
 need curves.py, goodput.py _flops.py), brings the flags back.
 
-A watcher is a context manager around the training loop (it is left whatever ends that) with
-    step(number)      after each call of the train step, before a checkpoint of it
-    pause(of)         where an evaluation or a checkpoint begins: of is "evaluation" or "checkpoints"
-    resume()          where it has ended
-    line(step, values, timing)   after a line of metrics.jsonl is written: the dicts that it consists of
-    summary()         what summary.json gets when the run has finished, as a dict; run.summary has the rest
-Its module has `Flags`, a frozen dataclass with a default for each, and `watcher(flags)`, which checks them and returns
-what makes a watcher of a Run, or None where none is wanted.
+A watcher's module has `Flags`, a frozen dataclass with a default for each, and `watcher(flags)`, which checks them and
+returns what makes a `hooks.Watcher` of a Run, or None where none is wanted. Its name stands in ORDER, below.
 """
 
-import contextlib
-import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import make_dataclass
 from typing import Any
 
 from tyro.conf import OmitArgPrefixes
 
-from train.common.run import Run
+from train.common import hooks
 
+# In this order watchers are made and entered, and notified of everything. They are left in the opposite order.
+#   curves before tracker    tracker's `summary` sends the picture that curves has just drawn
+#   board before goodput     what board writes before the first step is counted as the start of the run
+#   goodput and profile before report    report's `step` may kill the process: clock and trace are written by then
+#   stall before tracker     tracker is left first, and waits for its server: stall still watches that
+#   report before tracker    left after it, report lists the files that tracker has written
+ORDER = ("board", "card", "curves", "goodput", "profile", "report", "stall", "tracker")
+_HERE = {module.name for module in pkgutil.iter_modules(__path__)}  # a copy may have some of them only
+MODULES = {name: importlib.import_module(f"{__name__}.{name}") for name in ORDER if name in _HERE}
 
-class Watcher(contextlib.AbstractContextManager):
-    """A watcher that does nothing; see above."""
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-    def step(self, number: int) -> None:
-        pass
-
-    def pause(self, of: str) -> None:
-        pass
-
-    def resume(self) -> None:
-        pass
-
-    def line(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
-        pass
-
-    def summary(self) -> dict[str, Any]:
-        return {}
-
-
-# After Watcher, which they import.
-NAMES = [name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith("_")]
-WATCHERS = {name: importlib.import_module(f"{__name__}.{name}") for name in NAMES}
 Presets = dict[str, tuple[str, Any]]
 
 
 def watched(main: Callable[[Any], Any], presets: Presets) -> tuple[Callable[[Any], Any], Presets]:
     """Returns a `main` that watches every Run that trains in it, and its presets: those of the script, with the flags
     of all watchers beside those of its Config."""
-    groups = [(name, OmitArgPrefixes[module.Flags], module.Flags()) for name, module in WATCHERS.items()]
-    config = type(next(iter(presets.values()))[1])
-    given = make_dataclass("Given", [("config", OmitArgPrefixes[config]), *groups], frozen=True)
+    script_config = type(next(iter(presets.values()))[1])
+    fields = [("config", OmitArgPrefixes[script_config])]
+    for name, module in MODULES.items():
+        fields.append((name, OmitArgPrefixes[module.Flags], module.Flags()))
+    given_type = make_dataclass("Given", fields, frozen=True)
 
     def watched_main(given: Any) -> Any:
-        wanted = [module.watcher(getattr(given, name)) for name, module in WATCHERS.items()]
-        before, Run.watch = Run.watch, staticmethod(functools.partial(_watching, [make for make in wanted if make]))
-        try:
+        makers = []
+        for name, module in MODULES.items():
+            make = module.watcher(getattr(given, name))
+            if make is not None:
+                makers.append(make)
+        with hooks.made_by(makers):
             return main(given.config)
-        finally:
-            Run.watch = staticmethod(before)
 
-    return watched_main, {name: (text, given(preset)) for name, (text, preset) in presets.items()}
-
-
-@contextlib.contextmanager
-def _watching(makers: list[Callable[[Run], Watcher]], run: Run) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Yields a function that tells an event to all watchers of a run, and returns what they return, in one dict."""
-    with contextlib.ExitStack() as stack:
-        watchers = [stack.enter_context(make(run)) for make in makers]
-
-        def tell(event: str, *facts: Any) -> dict[str, Any]:
-            found = [getattr(watcher, event)(*facts) for watcher in watchers]
-            return {key: value for each in found if each for key, value in each.items()}
-
-        yield tell
+    watched_presets = {}
+    for name, (text, config) in presets.items():
+        watched_presets[name] = (text, given_type(config))
+    return watched_main, watched_presets

@@ -1,67 +1,43 @@
 """Counts the flops of the programs that compiled steps start, for the MFU of goodput.py, by tpu/compiler."""
 
 import contextlib
-import importlib.util
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
+import optional
 from train.common.mesh import Mesh
 
 # tpu/libtpu's name of a generation, where it is not the device's own.
 GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 
 
-class Flops(contextlib.AbstractContextManager):
-    """Counts, while `counts` is True, in the programs that start inside of it.
+class Flops:
+    """Counts the flops of the programs that start.
 
     A program's flops are those of its matmuls and convolutions, two per multiply-add, for all devices together, before
-    the compiler changes it: model flops, and what --remat computes again. `done` becomes None where they are not known:
-    on plain PyTorch, in a copy without tpu/, for a loop over steps (--steps-a-call) and without strict steps.
+    the compiler changes it: model flops, and what --remat computes again. Plain PyTorch and steps that are not strict
+    start no programs. `done` becomes None where the flops are not known: in a copy without tpu/, and for a loop over
+    steps (--steps-a-call).
     """
 
     def __init__(self, mesh: Mesh):
-        known = mesh.compiles and mesh.strict and importlib.util.find_spec("tpu")
-        self.done: int | None = 0 if known else None
-        self.counts = False
+        self.done: int | None = 0 if optional.is_here("compiler") else None
         self._devices = mesh.num_devices
         self._programs: dict[bytes, int | None] = {}
-        self._patches = contextlib.ExitStack()
 
-    def __enter__(self) -> "Flops":
-        if self.done is not None:
-            from train.common.xla import replay
+    def traced(self, graph: bytes, module: Callable[[], bytes]) -> None:
+        """Counts the flops of a program that is new; see hooks.Watcher."""
+        if self.done is None or graph in self._programs:
+            return
+        self._programs[graph] = None
+        with contextlib.suppress(Exception):  # a figure that cannot be had must not end a run
+            self._programs[graph] = count(module(), self._devices)
 
-            self._patch(replay._XLAC, "_get_graph_hash", self._hashed)
-            self._patch(replay.Program, "start", self._started)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._patches.close()
-
-    def _patch(self, owner: Any, name: str, wrap: Any) -> None:
-        original = getattr(owner, name)
-        setattr(owner, name, wrap(original, owner))
-        self._patches.callback(setattr, owner, name, original)
-
-    def _hashed(self, original: Any, xla: Any) -> Any:
-        def get_graph_hash(tensors: Any) -> bytes:
-            graph = original(tensors)
-            if graph not in self._programs:
-                self._programs[graph] = None
-                with contextlib.suppress(Exception):  # a figure that cannot be had must not end a run
-                    self._programs[graph] = count(xla._get_xla_tensors_hlo_proto(tensors), self._devices)
-            return graph
-
-        return get_graph_hash
-
-    def _started(self, original: Any, _: Any) -> Any:
-        def start(program: Any, *args: Any) -> Any:
-            if self.counts and self.done is not None:
-                flops = self._programs.get(program.graph)
-                self.done = None if flops is None else self.done + flops
-            return original(program, *args)
-
-        return start
+    def started(self, graph: bytes) -> None:
+        """Adds the flops of a program."""
+        if self.done is None:
+            return
+        flops = self._programs.get(graph)
+        self.done = None if flops is None else self.done + flops
 
 
 def count(module: bytes, devices: int) -> int | None:

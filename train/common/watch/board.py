@@ -15,7 +15,7 @@ import numpy as np
 import PIL.Image
 
 from errors import InputError
-from train.common.watch import Watcher
+from train.common.hooks import Watcher
 from train.common.watch.curves import draw_curves, records
 
 
@@ -33,7 +33,8 @@ class Board(Watcher):
     """Writes the settings of a new run, and its picture when it has finished."""
 
     def __init__(self, run: Any):
-        self._run, self._folder = run, run.folder
+        self._run = run
+        self._folder = run.folder
 
     def __enter__(self) -> "Board":
         if self._run.mesh.main_process and not self._run.resumed:
@@ -60,7 +61,7 @@ class Board(Watcher):
 
 
 def _writer(path: str) -> Any:
-    # Without tensorflow, as in train/common/run.py.
+    # Without tensorflow, as in train/common/metrics.py.
     sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
     from torch.utils.tensorboard import SummaryWriter
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from errors import InputError
 from train.common.files import write_file
-from train.common.run import format_number
-from train.common.watch import Watcher
+from train.common.hooks import Watcher
+from train.common.metrics import format_number
 from train.common.watch.curves import draw_curves, records
 
 # The hub's name of what a transformers class of this ending is for.
@@ -44,7 +44,8 @@ class Card(Watcher):
         self._run = run
 
     def summary(self) -> dict[str, Any]:
-        run, folder = self._run, f"{self._run.path}/export"
+        run = self._run
+        folder = f"{run.path}/export"
         try:
             content = run.folder.read("export/config.json") if run.mesh.main_process else None
             model = json.loads(content or b"{}")
@@ -83,8 +84,11 @@ def card(run: Any, model: dict[str, Any]) -> str:
 
 def _text(run: Any, stored: dict[str, Any], data: str) -> str:
     """Returns what stands below the header; `stored` is the run's config.json."""
-    config, start, summary = stored["config"], stored["starts"][-1], run.summary
-    devices, git = start["devices"], start["git"]
+    config = stored["config"]
+    start = stored["starts"][-1]
+    devices = start["devices"]
+    git = start["git"]
+    summary = run.summary
     trial = ": a trial, of no use but to see that training works" if config["data"] == "synthetic" else ""
     commit = f", at commit {git['commit']}{' with changes' if git['dirty'] else ''}" if git else ""
     took = f"{summary['steps']:,} steps in {summary['training_seconds']:,.0f} s without evaluations"

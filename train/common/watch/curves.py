@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from errors import InputError
-from train.common.run import format_number
-from train.common.watch import Watcher
+from train.common.hooks import Watcher
+from train.common.metrics import format_number
 
 DRAW_EVERY = 60  # seconds
 
@@ -30,7 +30,8 @@ class Curves(Watcher):
     """Draws curves.png in the folder of a run."""
 
     def __init__(self, run: Any):
-        self._run, self._drawn = run, -math.inf
+        self._run = run
+        self._drawn = -math.inf  # when, by time.monotonic()
 
     def line(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
         if any(key.startswith("eval/") for key in values) and time.monotonic() - self._drawn > DRAW_EVERY:

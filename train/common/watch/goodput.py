@@ -16,7 +16,6 @@ counts apart: whether the chips were paid for then, only their owner knows.
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -28,9 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from errors import InputError
-from train.common import device, loading
+from train.common import device
+from train.common.hooks import Watcher
+from train.common.mesh import Mesh
 from train.common.run_folder import to_json
-from train.common.watch import Watcher, _flops
+from train.common.watch import _flops
 
 NOTE_EVERY = 60.0  # seconds between two writings of goodput.json, besides those after pauses
 FILE = "goodput.json"
@@ -57,23 +58,26 @@ class Goodput(Watcher):
     counted = -math.inf  # until when the runs before this one in the process have counted its time
 
     def __init__(self, run: Any, price: float):
-        self._run, self._price, self._chips = run, price, _chips(run.mesh)
+        self._run = run
+        self._price = price
+        self._chips = _chips(run.mesh)
         self._starts = _earlier(run) if run.mesh.main_process else []
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._phase, self._read_at, self._waited = "start", max(_process_started(), Goodput.counted), 0.0
-        self._compiled = _compile_seconds()
-        self._begun, self._noted_at = time.time() - (time.monotonic() - self._read_at), time.monotonic()
         self._step = run.start
-        self._patched, self._flops = contextlib.ExitStack(), _flops.Flops(run.mesh)
+
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._phase = "start"  # the part that the time since `_read_at` belongs to
+        self._read_at = max(_process_started(), Goodput.counted)
+        self._waited = 0.0  # seconds for batches, since `_read_at`
+        self._compiled = _compile_seconds()  # of the process, at `_read_at`
+        self._begun = time.time() - (time.monotonic() - self._read_at)
+        self._noted_at = time.monotonic()
+        self._flops = _flops.Flops(run.mesh)
 
     def __enter__(self) -> "Goodput":
-        self._patched.enter_context(self._timed_loader())
-        self._patched.enter_context(self._flops)
         self._enter("steps")
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._patched.close()
         Goodput.counted = time.monotonic()
         self._note()
 
@@ -90,6 +94,16 @@ class Goodput(Watcher):
     def resume(self) -> None:
         self._enter("end" if self._step >= self._run.total_steps else "steps")
         self._note()
+
+    def waited(self, seconds: float) -> None:
+        self._waited += seconds
+
+    def traced(self, graph: bytes, module: Callable[[], bytes]) -> None:
+        self._flops.traced(graph, module)
+
+    def started(self, graph: bytes) -> None:
+        if self._phase == "steps":
+            self._flops.started(graph)
 
     def summary(self) -> dict[str, Any]:
         """Returns {"goodput": share of steps (0 to 1) in the time of all starts, seconds of each part, starts, seconds
@@ -113,9 +127,11 @@ class Goodput(Watcher):
         if self._price:
             found["cost"] = found["chip_hours"] * self._price
             message += f"; {found['chip_hours']:.2f} chip-hours at {self._price:g}: {found['cost']:.2f}"
-        done, spent = self._flops.done, self._seconds["steps"] + self._seconds["input_wait"]
+        done = self._flops.done
+        spent = self._seconds["steps"] + self._seconds["input_wait"]
         if done and spent:
-            rate, peak = done / spent, _flops.peak(self._run.mesh)
+            rate = done / spent
+            peak = _flops.peak(self._run.mesh)
             found |= {"model_flops_per_second": rate, "mfu": peak and rate / peak}
             message += f"; {rate / 1e12:.3g} TFLOP/s" + (f", MFU {100 * rate / peak:.1f} %" if peak else "")
         self._run.message(message)
@@ -123,14 +139,22 @@ class Goodput(Watcher):
 
     def _enter(self, phase: str) -> None:
         """Counts the time since the last call to the part that ends, and what was compiled or waited for in it."""
-        now, compiled = time.monotonic(), _compile_seconds()
-        spent, compiling = now - self._read_at, max(0.0, compiled - self._compiled)
-        waited, self._waited = min(self._waited, spent - compiling) if self._phase == "steps" else 0.0, 0.0
+        now = time.monotonic()
+        compiled = _compile_seconds()
+        spent = now - self._read_at
+        compiling = max(0.0, compiled - self._compiled)
+        waited = 0.0
+        if self._phase == "steps":
+            waited = min(self._waited, spent - compiling)
+
         self._seconds[self._phase] += spent - compiling - waited
         self._seconds["compile"] += compiling
         self._seconds["input_wait"] += waited
-        self._phase, self._read_at, self._compiled = phase, now, compiled
-        self._flops.counts = phase == "steps"
+
+        self._phase = phase
+        self._read_at = now
+        self._compiled = compiled
+        self._waited = 0.0
 
     def _record(self) -> dict[str, Any]:
         span = {"begun": self._begun, "noted": time.time(), "from": self._run.start, "to": self._step}
@@ -146,24 +170,6 @@ class Goodput(Watcher):
             except InputError as error:  # a run is not lost for its clock: what it needs is refused elsewhere
                 self._run.message("warning: " + str(error).partition(";")[0])
 
-    @contextlib.contextmanager
-    def _timed_loader(self):
-        original = loading.Loader.take
-
-        @functools.wraps(original)
-        def timed(loader: loading.Loader) -> Any:
-            started = time.monotonic()
-            try:
-                return original(loader)
-            finally:
-                self._waited += time.monotonic() - started
-
-        loading.Loader.take = timed
-        try:
-            yield
-        finally:
-            loading.Loader.take = original
-
 
 def _earlier(run: Any) -> list[dict[str, Any]]:
     """Returns what earlier starts of a run noted, their training after its checkpoint as lost."""
@@ -172,9 +178,11 @@ def _earlier(run: Any) -> list[dict[str, Any]]:
         starts = json.loads(content or b"[]")
         for start in starts:
             start["chips"] = float(start.get("chips", _chips(run.mesh)))  # older notes have none
-            done, useful = start["to"] - start["from"], min(start["to"], run.start) - start["from"]
+            done = start["to"] - start["from"]  # steps
+            useful = min(start["to"], run.start) - start["from"]
             if useful < done:
-                seconds, share = start["seconds"], 1 - max(0, useful) / done
+                seconds = start["seconds"]
+                share = 1 - max(0, useful) / done
                 for part in ("steps", "input_wait"):
                     seconds["lost"] += share * seconds[part]
                     seconds[part] *= 1 - share
@@ -186,7 +194,7 @@ def _earlier(run: Any) -> list[dict[str, Any]]:
     return starts
 
 
-def _chips(mesh: device.Mesh) -> float:
+def _chips(mesh: Mesh) -> float:
     """A device is a chip from v4 on, and one of two cores of a chip before."""
     return mesh.num_devices / (2 if mesh.kind.startswith(("TPU v2", "TPU v3")) else 1)
 

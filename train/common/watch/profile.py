@@ -7,19 +7,18 @@ step, "evaluation" and "checkpoints" the pauses, and "upload" the thread that co
 """
 
 import contextlib
-import functools
 import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from errors import InputError
-from train.common import device, loading
-from train.common.watch import Watcher
+from train.common import device, hooks
+from train.common.hooks import Watcher
 
 STEPS = 100  # the most that may be traced: a trace grows by megabytes a step, and TensorBoard reads it whole
 
@@ -53,10 +52,15 @@ class Profile(Watcher):
     def __init__(self, run: Any, first: int, last: int):
         if last > run.total_steps:
             raise InputError(f"--profile is {first}:{last}, but the run has {run.total_steps} steps; give earlier ones")
-        self._run, self._first, self._last = run, first, last
-        self._next = self._began = run.start  # steps: the next, and the first that is traced
+        self._run = run
+        self._first = first
+        self._last = last
+        self._next = run.start  # step
+        self._began = run.start  # the first step that is traced
         self._waits = run.mesh.main_process  # for its first step
-        self._trace, self._step, self._pause = (contextlib.ExitStack() for _ in range(3))
+        self._trace = contextlib.ExitStack()
+        self._step = contextlib.ExitStack()  # the span of the step that runs
+        self._pause = contextlib.ExitStack()  # the span of the pause
         self._span: Callable[..., contextlib.AbstractContextManager] | None = None  # while it traces
 
     def __enter__(self) -> "Profile":
@@ -78,7 +82,8 @@ class Profile(Watcher):
 
     def _begin(self, number: int) -> None:
         """Starts or ends the trace where step `number` is the next."""
-        size, self._next = number - self._next, number  # of a call (DLRM's --steps-a-call): the next is as large
+        size = number - self._next  # of a call (DLRM's --steps-a-call): the next is as large
+        self._next = number
         self._step.close()
         if self._span and number > self._last:
             self._stop()
@@ -93,41 +98,23 @@ class Profile(Watcher):
             self._step.enter_context(self._span("train", step=number))
 
     def _start(self) -> None:
-        backend = _Xla() if self._run.mesh.compiles else _Eager()
-        self._trace.enter_context(backend.tracing(f"{self._run.folder.local}/profile"))
-        self._span = backend.span
-        spans = {"wait for a batch": (loading.Loader, "take"), "upload": (loading.Loader, "_upload")}
-        for name, method in (spans | backend.methods).items():
-            self._trace.enter_context(_named(*method, functools.partial(backend.span, name)))
+        profiler = _Xla() if self._run.mesh.compiles else _Eager()
+        self._trace.enter_context(profiler.tracing(f"{self._run.folder.local}/profile"))
+        self._trace.enter_context(hooks.traced_by(profiler.span))
+        self._span = profiler.span
 
     def _stop(self) -> None:
         self._pause.close()
         self._step.close()
         if not self._span:
             return
-        self._span, steps = None, f"steps {self._began} to {max(self._began, self._next - 1)}"
+        self._span = None
+        steps = f"steps {self._began} to {max(self._began, self._next - 1)}"
         try:
             self._trace.close()
             self._run.message(f"traced {steps} to {self._run.path}/profile; docs/profiling.md says how to read it")
         except (OSError, RuntimeError) as error:  # a full disk must not end the run
             self._run.message(f"warning: the trace of {steps} could not be written: {error}")
-
-
-@contextlib.contextmanager
-def _named(owner: type, method: str, span: Callable[[], contextlib.AbstractContextManager]) -> Iterator[None]:
-    """Lets each call of a method be a span."""
-    original = getattr(owner, method)
-
-    @functools.wraps(original)
-    def call(*args: Any) -> Any:
-        with span():
-            return original(*args)
-
-    setattr(owner, method, call)
-    try:
-        yield
-    finally:
-        setattr(owner, method, original)
 
 
 class _Xla:
@@ -137,10 +124,8 @@ class _Xla:
         import torch_xla
         import torch_xla.debug.profiler as xp
 
-        from train.common.xla import backend
-
-        self._xp, self._trace_me = xp, torch_xla._XLAC.profiler.TraceMe
-        self.methods = {"start the program": (backend.CompiledStep, "__call__")}
+        self._xp = xp
+        self._trace_me = torch_xla._XLAC.profiler.TraceMe
 
     @contextlib.contextmanager
     def tracing(self, folder: str) -> Iterator[None]:
@@ -160,8 +145,6 @@ class _Xla:
 
 class _Eager:
     """The same by torch.profiler: .pt.trace.json for TensorBoard's plugin of torch and for Perfetto."""
-
-    methods: ClassVar[dict] = {}  # a step is no program
 
     @contextlib.contextmanager
     def tracing(self, folder: str) -> Iterator[None]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from errors import InputError
-from train.common.watch import Watcher
+from train.common.hooks import Watcher
 
 MARK = "report "  # what each line begins with
 LOOK_EVERY = 1.0  # seconds between two looks at the memory of the chips
@@ -50,7 +50,8 @@ class Report(Watcher):
     """The reporter of one run."""
 
     def __init__(self, run: Any, flags: Flags):
-        self._run, self._flags = run, flags
+        self._run = run
+        self._flags = flags
         self._chips = ChipMemory(run.mesh.kind) if flags.report else None
 
     def __enter__(self) -> "Report":

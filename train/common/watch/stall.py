@@ -23,14 +23,13 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import fsspec
 
 from errors import InputError
 from train.common import device
-from train.common.watch import Watcher
+from train.common.hooks import Watcher
 
 LEAST, ELSEWHERE = 300.0, 3600.0  # seconds: the least limit in training; the limit elsewhere
 UNCOUNTED = 86400.0  # seconds: the limit in a pause on plain PyTorch, whose batches nobody counts
@@ -58,14 +57,17 @@ class Stall(Watcher):
     """The watchdog of one run; `run` is a Run, `times` the factor of --stall-after."""
 
     def __init__(self, run: Any, times: float):
-        self._run, self._times = run, times
+        self._run = run
+        self._times = times
         self._durations: collections.deque[float] = collections.deque(maxlen=101)  # of steps without a pause in them
-        self._steps, self._paused, self._whole = 0, False, False
-        self._step_at = self._seen_at = time.monotonic()
+        self._steps = 0
+        self._paused = False
+        self._whole = False  # the step that runs had no pause so far
+        self._step_at = time.monotonic()  # when the last step ended
+        self._seen_at = self._step_at  # when there was progress
         self._calls = _calls()
         self._over = threading.Event()
         self._looking = threading.RLock()  # a second Ctrl-Z may come within the first
-        self._main_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="stall", daemon=True)
 
     def __enter__(self) -> "Stall":
@@ -87,13 +89,19 @@ class Stall(Watcher):
         now = time.monotonic()
         if self._whole:
             self._durations.append(now - self._step_at)
-        self._step_at, self._seen_at, self._steps, self._whole = now, now, number, True
+        self._step_at = now
+        self._seen_at = now
+        self._steps = number
+        self._whole = True
 
     def pause(self, of: str) -> None:
-        self._seen_at, self._paused, self._whole = time.monotonic(), True, False
+        self._seen_at = time.monotonic()
+        self._paused = True
+        self._whole = False
 
     def resume(self) -> None:
-        self._seen_at, self._paused = time.monotonic(), False
+        self._seen_at = time.monotonic()
+        self._paused = False
 
     def limit(self) -> float:
         """Returns the seconds without progress that are allowed now."""
@@ -103,12 +111,15 @@ class Stall(Watcher):
         return max(LEAST, self._times * statistics.median(self._durations))
 
     def _watch(self) -> None:
-        every, before = min(5.0, LEAST / 10), time.monotonic()
+        every = min(5.0, LEAST / 10)
+        before = time.monotonic()
         while not self._over.wait(every):
             with self._looking:
                 # What kept this thread from looking, such as a stop of the process, is no silence of the run.
                 now = time.monotonic()
-                self._seen_at, before = min(now, self._seen_at + max(0.0, now - before - every)), now
+                kept = max(0.0, now - before - every)
+                self._seen_at = min(now, self._seen_at + kept)
+                before = now
                 self._arm()
                 self._look()
 
@@ -117,7 +128,8 @@ class Stall(Watcher):
         with self._looking:
             faulthandler.cancel_dump_traceback_later()
             os.kill(os.getpid(), signal.SIGSTOP)
-            self._seen_at, self._whole = time.monotonic(), False
+            self._seen_at = time.monotonic()
+            self._whole = False
             self._arm()
 
     def _arm(self) -> None:
@@ -129,11 +141,12 @@ class Stall(Watcher):
         """Ends the process if it has stalled."""
         calls = _calls()
         if calls != self._calls:
-            self._calls, self._seen_at = calls, time.monotonic()
+            self._calls = calls
+            self._seen_at = time.monotonic()
         silent = time.monotonic() - self._seen_at
         if silent <= self.limit() or self._over.is_set():
             return
-        if compiling(sys._current_frames().get(self._main_thread)):
+        if device.compiling_since() is not None:
             self._seen_at = time.monotonic()
         else:
             self._end(silent)
@@ -147,7 +160,8 @@ class Stall(Watcher):
             f"--stall-after {self._times:g}): the stacks of all threads follow, and are in {file}; the same command "
             "resumes from the last checkpoint"
         )
-        stacks, deadline = _stacks(sentence), time.monotonic() + LINGER
+        stacks = _stacks(sentence)
+        deadline = time.monotonic() + LINGER
         # What hangs may be the log, a pipe that nobody reads, or the storage.
         writing = [
             threading.Thread(target=_log, args=(stacks,), daemon=True),
@@ -168,17 +182,6 @@ def _calls() -> tuple:
     """Returns how often compiled steps have been called; plain PyTorch does not count."""
     report = device.graph_report()
     return report.get("traced"), report.get("repeated")
-
-
-def compiling(frame: FrameType | None) -> bool:
-    """Tells whether a thread with this frame is in a call of a compiled step that traces and compiles its program: the
-    first two calls with new input shapes."""
-    while frame is not None:
-        if frame.f_code.co_qualname == "CompiledStep.__call__":
-            calls = frame.f_locals.get("calls")  # not yet where it waits for what was started before
-            return calls is not None and calls.count <= 2 and not calls.confirmed
-        frame = frame.f_back
-    return False
 
 
 def _stacks(sentence: str) -> str:

@@ -18,9 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import optional
 from errors import InputError
+from train.common.hooks import Watcher
 from train.common.run_folder import to_json
-from train.common.watch import Watcher
 
 FILE = "wandb.json"
 BEGIN = 30.0  # seconds for the first answer of the server
@@ -38,11 +39,7 @@ def watcher(flags: Flags) -> Callable[[Any], Watcher] | None:
     """Returns what makes the sender of a Run. Raises InputError where wandb is not installed."""
     if flags.tracker == "none":
         return None
-    try:
-        from wandb import init  # noqa: F401 - wandb alone may be a folder of that name, which its runs leave
-    except ImportError as error:
-        remedy = "pip install -r requirements-wandb.txt (in a copy: pip install wandb), or leave the flag out"
-        raise InputError(f"--tracker is wandb, but its library is not here ({error}); {remedy}") from error
+    optional.load("wandb")
     return lambda run: Tracker(run) if run.mesh.main_process else Watcher()
 
 
@@ -54,7 +51,8 @@ class Tracker(Watcher):
     """
 
     def __init__(self, run: Any):
-        self._run, self._folder = run, run.folder
+        self._run = run
+        self._folder = run.folder
         self._events: queue.SimpleQueue[Callable[[Any], Any] | None] = queue.SimpleQueue()  # called with wandb's run
         self._thread = threading.Thread(target=self._send, name="tracker", daemon=True)
         self._given_up = False

@@ -1,12 +1,16 @@
-"""The XLA backend of device.py: a 1-D mesh named "data" over all devices, on which batches are sharded and parameters
-replicated, so that XLA inserts the gradient all-reduce; and a step is one compiled graph."""
+"""The XLA backend of device.py.
 
+A 1-D mesh named "data" goes over all devices. Batches are sharded on it and parameters replicated,
+so that XLA inserts the all-reduce of gradients. A step is one compiled graph.
+"""
+
+import contextlib
 import functools
 import importlib.metadata
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +24,7 @@ import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla import backends
 
+from train.common import hooks
 from train.common.mesh import GraphError, Mesh
 from train.common.xla import replay
 
@@ -29,46 +34,75 @@ run_pending = torch_xla.sync
 wait_for_steps = xm.wait_device_ops
 read = torch_xla._XLAC._xla_get_cpu_tensors
 
-# libtpu compiles on fibers whose stack has 64 KiB by default. Before 0.0.51 it recurses deeper than that in some of our
-# programs, and the process dies. How much each program needs stands in docs/tpu/versions.md.
+# libtpu compiles on fibers whose stack has 64 KiB by default. Before 0.0.51 it recurses deeper than
+# that in some of our programs, and the process dies. How much each program needs stands in
+# docs/tpu/versions.md.
 STACK = "--fibers_default_thread_stack_size=524288"
-# Fusions that make nearly all our steps cheaper by libtpu's estimate (docs/tpu/findings.md); 0.0.21 knows them, too.
-DEEP_FUSION = "--xla_tpu_enable_multi_level_output_dot_dot_fusion=true"  # of some programs it needs STACK
-SHALLOW_FUSIONS = "--xla_tpu_input_conv_multi_users=true --xla_jf_enable_advanced_multi_output_fusion=true"
+
+# Fusions that make nearly all our steps cheaper by libtpu's estimate (docs/tpu/findings.md). 0.0.21
+# knows them, too. The deep one needs STACK in some programs.
+DEEP_FUSION = "--xla_tpu_enable_multi_level_output_dot_dot_fusion=true"
+SHALLOW_FUSIONS = "--xla_tpu_input_conv_multi_users=true"
+SHALLOW_FUSIONS += " --xla_jf_enable_advanced_multi_output_fusion=true"
 FUSIONS = f"{SHALLOW_FUSIONS} {DEEP_FUSION}"
-_asked: set[str] = set()  # flags that this process has put into LIBTPU_INIT_ARGS; the others there are the user's
-_loaded_with: str | None = None  # LIBTPU_INIT_ARGS when a set-up of this process had libtpu loaded
-ROWS = {("data",): "data", ("copies", "data", "model"): ("copies", "data")}  # what cuts a batch, by the mesh's axes
+
+# The axes that split the rows of a batch, by the axes of the mesh.
+ROW_AXES = {
+    ("data",): "data",
+    ("copies", "data", "model"): ("copies", "data"),
+}
+
+_asked: set[str] = set()  # flags that this process put into LIBTPU_INIT_ARGS; others are the user's
+_loaded_with: str | None = None  # LIBTPU_INIT_ARGS when this process's set-up loaded libtpu
 
 
 def ask_compiler(flags: str, vmem_kib: int = 0) -> None:
-    """Gives libtpu, before it is loaded, flags that LIBTPU_INIT_ARGS does not set. `vmem_kib`: see device.setup."""
-    flags += f" --xla_tpu_scoped_vmem_limit_kib={vmem_kib}" if vmem_kib else ""
+    """Gives libtpu, before it is loaded, those flags that LIBTPU_INIT_ARGS does not set.
+
+    Args:
+        vmem_kib: see device.setup; 0: no flag.
+    """
+    wanted = flags.split()
+    if vmem_kib:
+        wanted.append(f"--xla_tpu_scoped_vmem_limit_kib={vmem_kib}")
+
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
-    names = {word.lstrip("-").partition("=")[0] for word in given.split()}
+    names = {_flag_name(flag) for flag in given.split()}
     missing = []
-    for flag in flags.split():
-        name = flag.lstrip("-").partition("=")[0]
+    for flag in wanted:
+        name = _flag_name(flag)
         if name not in names and f"no{name}" not in names:
             missing.append(flag)
+
     _asked.update(missing)
     os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *missing]).strip()
 
 
-def ask_for_forms(vmem_kib: int, safe_forms: bool) -> None:
-    """Gives libtpu, before it is loaded, the flags that our steps are written for; `make compile` calls it, too.
+def _flag_name(flag: str) -> str:
+    """Returns "name" of "--name=value"."""
+    return flag.lstrip("-").partition("=")[0]
 
-    With `safe_forms` it gets none that a step needs in order to compile, and not the fusion that needs a larger stack.
-    What an earlier call of this process has asked for is taken back: it was not the user's.
+
+def ask_for_forms(vmem_kib: int, safe_forms: bool) -> None:
+    """Gives libtpu, before it is loaded, the flags that our steps are written for.
+
+    `make compile` calls it, too. What an earlier call of this process has asked for is taken back:
+    it was not the user's.
+
+    Args:
+        safe_forms: gives no flag that a step needs in order to compile, and not the fusion that
+            needs a larger stack.
     """
+    taken_back = _asked & {STACK, DEEP_FUSION}
     given = os.environ.get("LIBTPU_INIT_ARGS", "").split()
-    ours = _asked & {STACK, DEEP_FUSION}
-    os.environ["LIBTPU_INIT_ARGS"] = " ".join(flag for flag in given if flag not in ours)
-    ask_compiler(SHALLOW_FUSIONS if safe_forms else f"{STACK} {FUSIONS}", vmem_kib)
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(flag for flag in given if flag not in taken_back)
+
+    flags = SHALLOW_FUSIONS if safe_forms else f"{STACK} {FUSIONS}"
+    ask_compiler(flags, vmem_kib)
 
 
 def compiler() -> str:
-    """Returns which libtpu compiles for this process' TPU: "libtpu 0.0.21", or the path of another."""
+    """Returns which libtpu compiles: "libtpu 0.0.21", or the path of one that is no package."""
     named = os.environ.get("TPU_LIBRARY_PATH", "")
     try:
         package = importlib.metadata.distribution("libtpu")
@@ -82,79 +116,115 @@ def compiler() -> str:
 
 
 def announce_compiler(safe_forms: bool) -> None:
-    """Says which libtpu compiles, before it is loaded, since it may end the process; and where it was loaded already,
-    that it does not have the flags. Every host does: its own libtpu is what may die."""
+    """Prints which libtpu compiles, before it is loaded: it may end the process.
+
+    Where it is loaded already, with other flags, a warning says so. Every host prints: its own
+    libtpu is what may die.
+    """
     global _loaded_with
     print(about_compiler(safe_forms), file=sys.stderr, flush=True)
+
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     if not torch_xla._XLAC._xla_runtime_is_initialized():
         _loaded_with = flags
     elif _loaded_with is None:
-        told = "libtpu was loaded before device.setup, maybe without these flags: call device.setup before any device"
-        print(f"warning: {told} is used", file=sys.stderr, flush=True)
+        early = "libtpu was loaded before device.setup, maybe without these flags"
+        print(
+            f"warning: {early}: call device.setup before any device is used",
+            file=sys.stderr,
+            flush=True,
+        )
     elif sorted(_loaded_with.split()) != sorted(flags.split()):
-        told = f"libtpu was loaded earlier in this process, and keeps LIBTPU_INIT_ARGS={_loaded_with!r}: start a new"
-        print(f"warning: {told} process for other flags", file=sys.stderr, flush=True)
+        loaded = "libtpu was loaded earlier in this process"
+        kept = f"keeps LIBTPU_INIT_ARGS={_loaded_with!r}"
+        print(
+            f"warning: {loaded}, and {kept}: start a new process for other flags",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def about_compiler(safe_forms: bool) -> str:
-    """Returns what a log must say before libtpu compiles for the first time: a crash in it says nothing itself."""
+    """Returns what a log must say before libtpu compiles: a crash in it says nothing itself."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-    about = f"{compiler()} compiles, in {'safe' if safe_forms else 'the usual'} forms, with LIBTPU_INIT_ARGS={flags!r}"
+    forms = "safe" if safe_forms else "the usual"
+    about = f"{compiler()} compiles, in {forms} forms, with LIBTPU_INIT_ARGS={flags!r}"
     if safe_forms:
         return about
-    return f"{about}; if the process dies of a flag, or while it compiles, add --safe-forms (docs/tpu.md)"
+
+    remedy = "add --safe-forms (docs/tpu.md)"
+    return f"{about}; if the process dies of a flag, or while it compiles, {remedy}"
 
 
 def setup(precision: str, strict: bool, kind: str, vmem_kib: int, safe_forms: bool) -> Mesh:
-    """Turns SPMD on and returns the mesh of all devices. Programs are not kept on disk, see docs/tpu.md."""
+    """Turns SPMD on and returns the mesh of all devices; the arguments are device.setup's.
+
+    Programs are not kept on disk, see docs/tpu.md.
+    """
     ask_for_forms(vmem_kib, safe_forms)
     hardware = xr.device_type() or "CPU"
     if hardware == "TPU":
         announce_compiler(safe_forms)
-    set_products(precision if hardware == "TPU" else "fast_float32")  # a CPU's are float32 in any case
+    set_products(precision if hardware == "TPU" else "fast_float32")  # a CPU's are always float32
     if not xr.is_spmd():
         xr.use_spmd()
-    num_devices, hosts = xr.global_runtime_device_count(), xr.process_count()
-    names = xr.global_runtime_device_attributes()[0] if hardware == "TPU" else {}
-    local = torch_xla._XLAC._xla_get_runtime_devices()  # in torch_xla's order; "TPU:4" is the fifth device of the mesh
+
+    num_devices = xr.global_runtime_device_count()
+    hosts = xr.process_count()
+    attributes = xr.global_runtime_device_attributes()[0] if hardware == "TPU" else {}
     mesh = Mesh(
         device=torch_xla.device(),
         spmd=xs.Mesh(np.arange(num_devices), (num_devices,), ("data",)),
         num_devices=num_devices,
         process_index=xr.process_index(),
         process_count=hosts,
-        kind=str(names.get("device_kind", hardware)),
+        kind=str(attributes.get("device_kind", hardware)),
         precision=precision,
         strict=strict,
         safe_forms=safe_forms,
-        places=tuple(int(name.split(":")[1]) for name in local) if hosts > 1 else (),
+        places=_local_devices() if hosts > 1 else (),
     )
     if hosts > 1:
         _check_places(mesh)
     return mesh
 
 
+def _local_devices() -> tuple[int, ...]:
+    """Returns this host's devices by their index in the mesh, in torch_xla's order."""
+    names = torch_xla._XLAC._xla_get_runtime_devices()  # "TPU:4" is the fifth device of the mesh
+    return tuple(int(name.split(":")[1]) for name in names)
+
+
 def _check_places(mesh: Mesh) -> None:
-    """Checks on the device that `Mesh.rows` fill the mesh in order; otherwise predictions would be taken for those of
-    other examples, so it raises RuntimeError."""
+    """Checks on the device that `Mesh.rows` of all hosts fill the mesh in order.
+
+    Otherwise predictions would be taken for those of other examples, so it raises RuntimeError.
+    """
     rows = upload(torch.from_numpy(mesh.rows(mesh.num_devices)), mesh)
-    if fetch([(rows - torch.arange(mesh.num_devices).to(mesh.device)).abs().max()]) != [0.0]:
-        raise RuntimeError(f"host {mesh.process_index} fills other rows of a batch than {mesh.places}")
+    expected = torch.arange(mesh.num_devices).to(mesh.device)
+    difference = (rows - expected).abs().max()
+    if fetch([difference]) != [0.0]:
+        host = mesh.process_index
+        raise RuntimeError(f"host {host} fills other rows of a batch than {mesh.places}")
 
 
 def set_products(precision: str) -> None:
-    """Chooses how a TPU multiplies float32 matrices in the graphs to come. By default it rounds them to bfloat16, 8
-    bits; "highest" takes six passes. torch_xla 2.9 asks for it neither in einsum, which models/products.py therefore
-    replaces, nor in the backward pass of convolutions, which stays at one pass."""
+    """Chooses how a TPU multiplies float32 matrices in graphs that are traced from now on.
+
+    By default it rounds them to bfloat16, 8 bits; "highest" takes six passes. torch_xla 2.9 asks
+    for the latter neither in einsum, which models/products.py therefore replaces, nor in the
+    backward pass of convolutions, which stays at one pass.
+    """
     exact = precision == "float32"
-    torch.backends.cuda.matmul.fp32_precision = "ieee" if exact else "none"  # what models/products.py looks at
+    # models/products.py reads this one.
+    torch.backends.cuda.matmul.fp32_precision = "ieee" if exact else "none"
     wanted = "highest" if exact else "default"
-    if backends.get_mat_mul_precision() != wanted:  # it warns of a second call
+    if backends.get_mat_mul_precision() != wanted:  # torch_xla warns of a second call
         backends.set_mat_mul_precision(wanted)
 
 
 def annotate(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> None:
+    """Does what device.annotate says."""
     if tensor.is_meta:  # for tpu/compiler/staging.py
         tensor.sharding = spmd, spec
     else:
@@ -162,29 +232,42 @@ def annotate(tensor: Tensor, spmd: xs.Mesh, spec: tuple) -> None:
 
 
 def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """Does what device.upload says."""
     sharding = row_sharding(mesh.spmd, tensor.dim(), mesh.process_count > 1)
     return xm.send_cpu_data_to_device(tensor, mesh.device, sharding)[0]
 
 
 @functools.cache
 def row_sharding(spmd: xs.Mesh, rank: int, hosts: bool) -> xs.ShardingSpec:
-    """Returns what cuts a tensor by its first dimension; a spec fits tensors of one rank only. A vector is whole where
-    there are more axes: torch_xla 2.9 cannot upload one that is cut over some of them."""
-    axis = ROWS[spmd.axis_names] if rank > 1 or len(spmd.axis_names) == 1 else None
+    """Returns what splits a tensor of `rank` dimensions by its first one.
+
+    A vector stays whole on a mesh of several axes: torch_xla 2.9 cannot upload one that is split
+    over some of them.
+
+    Args:
+        hosts: there are several, and each uploads its own rows.
+    """
+    axis = ROW_AXES[spmd.axis_names]
+    if rank == 1 and len(spmd.axis_names) > 1:
+        axis = None
     return xs.ShardingSpec(spmd, (axis,) + (None,) * (rank - 1), minibatch=hosts)
 
 
 def fetch(values: list[Tensor]) -> list[float]:
+    """Does what device.fetch says."""
     torch_xla._XLAC._xla_sync_multi(values, devices=[], wait=True, sync_xla_data=False)
     return [float(value) for value in read(values)]
 
 
 def prepare_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh) -> list[Tensor]:
-    """Puts Adam's learning rate and count of steps on the device; returns the parameters that it has computed anew,
-    whose annotations the caller makes again.
+    """Puts Adam's learning rate and count of steps on the device.
 
-    As Python floats, Adam's bias corrections and lr * weight_decay round to the constants 0.0 and 1.0 in the middle of
-    a run (with beta2 = 0.98 after 823 steps), and the step would be compiled again.
+    As Python floats, Adam's bias corrections and lr * weight_decay round to the constants 0.0 and
+    1.0 in the middle of a run (with beta2 = 0.98 after 823 steps), and the step would be compiled
+    again.
+
+    Returns:
+        The parameters that it has computed anew, whose annotations the caller makes again.
     """
     if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
         return []
@@ -192,8 +275,8 @@ def prepare_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh:
     group["capturable"] = True
     group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32).to(mesh.device)
 
-    # From its first addcdiv_ on, torch_xla 2.9 traces the views of a tensor in another way (an embedding's step 2 would
-    # be another graph): do one that adds 0, now.
+    # From a tensor's first addcdiv_ on, torch_xla 2.9 traces views of it in another way: step 2 of
+    # an embedding would be another graph. So do one now, which adds 0.
     with torch.no_grad():
         for parameter in group["params"]:
             parameter.addcdiv_(torch.zeros_like(parameter), torch.ones_like(parameter))
@@ -206,9 +289,10 @@ def compilations() -> int:
 
 
 def host_reads() -> int:
-    """Returns how many transfers to the host this process made, without looks at a new program's constants."""
+    """Returns how many transfers to the host this process made, but for those of `Trace`."""
     data = met.metric_data("TransferFromDeviceTime")
-    return (data[0] if data else 0) - replay.Trace.host_reads
+    transfers = data[0] if data else 0
+    return transfers - replay.Trace.host_reads
 
 
 @dataclass
@@ -217,25 +301,54 @@ class GraphReport:
 
     compile_seconds: float = 0.0  # of the calls that compiled
     traced: int = 0  # calls
-    repeated: int = 0  # calls
+    repeated: int = 0  # calls that started a program without a trace
     recompilations: list[str] = field(default_factory=list)  # a sentence each
     fallbacks: list[str] = field(default_factory=list)  # operations that ran on the host
 
     def summary(self, reset: bool = False) -> dict[str, Any]:
-        """Returns these, `graphs` and `host_reads`, which are of the process; `reset` lets the others start again."""
-        found = asdict(self) | {"graphs": compilations(), "host_reads": host_reads()}
+        """Returns the fields, and the process's `graphs` and `host_reads`.
+
+        Args:
+            reset: then sets the fields back to nothing; counts of the process go on.
+        """
+        found = asdict(self)
+        found["graphs"] = compilations()
+        found["host_reads"] = host_reads()
         if reset:
             self.__init__()
         return found
 
 
-_report = GraphReport()  # one per process, since torch_xla counts compilations and transfers of the process
+# Since when, by time.monotonic(), a step traces and compiles a new program; None: none does.
+_compiling_since: float | None = None
+
+
+def compiling_since() -> float | None:
+    """Does what device.compiling_since says."""
+    return _compiling_since
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Says, to other threads too, that what is done inside may take as long as a compiler does."""
+    global _compiling_since
+    _compiling_since = time.monotonic()
+    try:
+        yield
+    finally:
+        _compiling_since = None
+
+
+# One per process, since torch_xla counts compilations and transfers of the process.
+_report = GraphReport()
 graph_report = _report.summary
 
 
 def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int) -> "CompiledStep":
-    says = compiler() if mesh.main_process and xr.device_type() == "TPU" else ""
-    return CompiledStep(step_fn, mesh.strict, _report, max_graphs, compiler=says)
+    """Does what device.compiled says."""
+    announces = mesh.main_process and xr.device_type() == "TPU"
+    compiler_name = compiler() if announces else ""
+    return CompiledStep(step_fn, mesh.strict, _report, max_graphs, compiler=compiler_name)
 
 
 @dataclass
@@ -248,89 +361,141 @@ class _Calls:
 
 
 class CompiledStep:
-    """A step that is one XLA graph per call, held to its contract by a GraphError.
+    """A step that is one XLA graph per call; a GraphError says where it is not.
 
-    The first call with new input shapes or numbers traces and compiles; the second must trace the same program, which
-    from then on starts at once, without running `step_fn` (replay.py): as under `jax.jit`, what its Python does besides
-    is not repeated. Every `check_every`-th call traces it again, and so does each call with other modules or optimizers
-    among its arguments. What breaks the contract stops a strict step, because each makes a TPU crawl unnoticed:
+    The first call with new input shapes or numbers traces and compiles. The second must trace the
+    same program, which from then on starts at once, without running `step_fn` (replay.py): as under
+    `jax.jit`, what else its Python does is not repeated. Every `check_every`-th call traces it
+    again, and so does each call with other modules or optimizers among its arguments.
+
+    What breaks the contract stops a strict step, because each makes a TPU crawl unnoticed:
 
     * more than `max_graphs` (1, or the number of length buckets) different input shapes or numbers;
     * another graph although these are known;
-    * a value read in the middle of the step (`.item()`, `if tensor:`), or an operation that falls back to the host;
-    * a program that cannot be started again: the step reads or changes tensors that are not among its arguments, or
-      computes with a Python number that differs from call to call.
+    * a value read in the middle of the step (`.item()`, `if tensor:`), or an operation that falls
+      back to the host;
+    * a program that cannot be started again: the step reads or changes tensors that are not among
+      its arguments, or computes with a Python number that differs from call to call.
 
-    A step that is not strict warns instead. It may read values in its middle, so it is traced in every call.
+    A step that is not strict warns instead. It may read values in its middle, so it is traced in
+    every call.
 
     Args:
-        step_fn: takes modules, optimizers, tensors, dicts of tensors and numbers; returns tensors or a dict of them.
-            Gradients must not outlive it (`zero_grad(set_to_none=True)`): live tensors are outputs of the graph.
-        compiler: what compiles, for the line that each new program prints before; "": no line. A compiler that dies
-            takes the process with it, and the log must say in what.
+        step_fn: takes modules, optimizers, tensors, dicts of tensors and numbers; returns tensors
+            or a dict of them. Gradients must not outlive it (`zero_grad(set_to_none=True)`): live
+            tensors are outputs of the graph.
+        compiler: what compiles, for the line that is printed before each new program; "": no line.
+            A compiler that dies takes the process with it, and the log must say in what.
     """
 
     def __init__(
-        self, step_fn: Callable, strict: bool, report: GraphReport, max_graphs=1, check_every=1000, compiler=""
+        self,
+        step_fn: Callable,
+        strict: bool,
+        report: GraphReport,
+        max_graphs: int = 1,
+        check_every: int = 1000,
+        compiler: str = "",
     ):
         self.name = getattr(step_fn, "__name__", "step")
-        self._step_fn, self._strict, self._report = step_fn, strict, report
-        self._max_graphs, self._check_every = max_graphs, check_every
+        self._step_fn = step_fn
+        self._strict = strict
+        self._report = report
+        self._max_graphs = max_graphs
+        self._check_every = check_every
         self._compiler = compiler
         self._known: dict[tuple, _Calls] = {}
         self._strays = 0  # calls in a row before which something else was compiled
 
     def __call__(self, *args: Any) -> Any:
+        with hooks.span(hooks.START):
+            return self._call(args)
+
+    def _call(self, args: Sequence[Any]) -> Any:
+        """Starts the known program of these arguments, or traces, compiles and starts theirs."""
         self._sync_pending()
         arguments = replay.Arguments(args)
         inputs = tuple(arguments.inputs.items())
         calls = self._known.get(inputs) or self._new_calls(arguments.inputs)
         calls.count += 1
-        if calls.confirmed and calls.program.facts == arguments.facts and (calls.count - 1) % self._check_every:
+        if self._can_repeat(calls, arguments):
             self._report.repeated += 1
             return calls.program(arguments)
+
         self._report.traced += 1
+        is_check = calls.count > 2 or calls.confirmed
+        if is_check:
+            return self._traced_call(args, arguments, calls)
+        with _compiling():
+            return self._traced_call(args, arguments, calls)
+
+    def _traced_call(self, args: Sequence[Any], arguments: replay.Arguments, calls: _Calls) -> Any:
+        """Traces a step and runs its program, which is compiled where it is new."""
+        inputs = tuple(arguments.inputs.items())
         is_new = inputs not in self._known
         if is_new and self._compiler:
-            print(f"compiling {self.name} with {self._compiler}", file=sys.stderr, flush=True)
-        graphs, started = compilations(), time.perf_counter()
+            self._print(f"compiling {self.name} with {self._compiler}")
+        graphs = compilations()
+        started = time.perf_counter()
         result = self._trace(args, arguments, calls) if self._strict else self._run(args)
         torch_xla.sync()
+
         if compilations() > graphs:
             seconds = time.perf_counter() - started
             self._report.compile_seconds += seconds
             if is_new and self._compiler:
-                print(f"compiled {self.name} in {seconds:.0f} s", file=sys.stderr, flush=True)
-            if inputs in self._known:
+                self._print(f"compiled {self.name} in {seconds:.0f} s")
+            if not is_new:
                 self._recompiled(
-                    f"{self.name} was compiled again for known input shapes: a Python value or branch inside it "
-                    "changed, or it made state in its first call (device.init_optimizer_state makes it before) or kept "
-                    "gradients alive (zero_grad), or a module (device.to_device) or an input was not uploaded"
+                    f"{self.name} was compiled again for known input shapes: a Python value or "
+                    "branch inside it changed, or it made state in its first call "
+                    "(device.init_optimizer_state makes it before) or kept gradients alive "
+                    "(zero_grad), or a module (device.to_device) or an input was not uploaded"
                 )
         self._known[inputs] = calls
         return result
+
+    def _can_repeat(self, calls: _Calls, arguments: replay.Arguments) -> bool:
+        """Returns whether the known program is to be started without a trace."""
+        if not calls.confirmed or calls.program.facts != arguments.facts:
+            return False
+        is_check = (calls.count - 1) % self._check_every == 0
+        return not is_check
+
+    def _print(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
     def _sync_pending(self) -> None:
         """Runs pending operations, which must not become part of the step's graph."""
         graphs = compilations()
         torch_xla.sync()
-        self._strays = self._strays + 1 if self._known and compilations() > graphs else 0
+        if self._known and compilations() > graphs:
+            self._strays += 1
+        else:
+            self._strays = 0
+
         if self._strays == 3:
             self._recompiled(
-                f"operations outside of {self.name} were compiled before three calls in a row: move them into it, or "
-                "give them inputs of a constant shape"
+                f"operations outside of {self.name} were compiled before three calls in a row: "
+                "move them into it, or give them inputs of a constant shape"
             )
 
     def _new_calls(self, inputs: dict[str, Any]) -> _Calls:
+        """Returns the record of calls with new inputs; reports them where there are too many."""
         if len(self._known) >= self._max_graphs:
-            known = _difference(inputs, [dict(inputs) for inputs in self._known])
-            self._recompiled(f"{self.name} would be compiled again: {known}")
+            known = [dict(each) for each in self._known]
+            difference = _difference(inputs, known)
+            self._recompiled(f"{self.name} would be compiled again: {difference}")
         if not self._strict and not self._known:
-            reason = "--no-strict lets it read values in its middle, which a repeated program would not do"
-            print(f"note: {self.name} is traced in every call: {reason}", flush=True)
+            reason = "--no-strict lets it read values in its middle"
+            print(
+                f"note: {self.name} is traced in every call: {reason}, which a repeated program would not do",
+                flush=True,
+            )
         return _Calls()
 
     def _recompiled(self, message: str) -> None:
+        """Reports a recompilation; raises GraphError in a strict step."""
         self._report.recompilations.append(message)
         if self._strict:
             raise GraphError(message + "; --no-strict makes this a warning")
@@ -341,59 +506,85 @@ class CompiledStep:
         fallbacks = fallback_counts()
         torch_xla._XLAC._set_allow_execution(not self._strict)
         try:
-            # Autograd's own thread may hold tensors a moment longer than `backward`: alive, they would be results.
+            # Autograd's own thread may hold tensors a moment longer than `backward`: alive, they
+            # would be results of the graph.
             with torch.autograd.set_multithreading_enabled(False):
                 return self._step_fn(*args)
         except RuntimeError as error:
             if "Unexpected execution" not in str(error):
                 raise
             raise GraphError(
-                f"{self.name} reads a device value before its end (.item(), float(), print, `if` on a tensor), in the "
-                "line of the step that the traceback above ends with; keep the value a tensor, or return it"
+                f"{self.name} reads a device value before its end (.item(), float(), print, `if` "
+                "on a tensor), in the line of the step that the traceback above ends with; keep "
+                "the value a tensor, or return it"
             ) from error
         finally:
             torch_xla._XLAC._set_allow_execution(True)
             self._check_fallbacks(fallbacks)
 
     def _check_fallbacks(self, before: dict[str, int]) -> None:
-        names = sorted(name for name, count in fallback_counts().items() if count > before.get(name, 0))
-        if names := [name for name in names if self._strict or name not in self._report.fallbacks]:
-            self._report.fallbacks.extend(names)
-            message = f"{self.name} runs {', '.join(names)} on the host, since XLA has no lowering for it"
-            if self._strict:
-                raise GraphError(message + ": replace it, or use --no-strict")
-            print(f"warning: {message}", flush=True)
+        """Reports operations that ran on the host since `before`; GraphError in a strict step."""
+        names = []
+        for name, count in sorted(fallback_counts().items()):
+            is_known = not self._strict and name in self._report.fallbacks
+            if count > before.get(name, 0) and not is_known:
+                names.append(name)
+        if not names:
+            return
+
+        self._report.fallbacks.extend(names)
+        operations = ", ".join(names)
+        message = f"{self.name} runs {operations} on the host, since XLA has no lowering for it"
+        if self._strict:
+            raise GraphError(message + ": replace it, or use --no-strict")
+        print(f"warning: {message}", flush=True)
 
     def _trace(self, args: Sequence[Any], arguments: replay.Arguments, calls: _Calls) -> Any:
-        """Traces the step and runs its program, which a second trace confirms."""
+        """Traces the step and starts its program, which a second trace confirms."""
         try:
             program, result = replay.Trace(args, arguments, calls.count).start(self._run)
             known = calls.program
-            calls.confirmed = known is not None and (known.graph, known.facts) == (program.graph, program.facts)
+            calls.confirmed = known is not None and _same_trace(known, program)
             if calls.confirmed and not known.same_as(program):
                 raise replay.NotRepeatable("a number or tensor that it makes differs from call to call")
         except replay.NotRepeatable as reason:
-            raise GraphError(
-                f"call {calls.count} of {self.name} cannot be repeated: {reason}; change that (of a learning rate by "
-                "device.set_lr), or use --no-strict, which traces every call"
-            ) from reason
+            remedy = "change that (of a learning rate by device.set_lr), or use --no-strict, which traces every call"
+            raise GraphError(f"call {calls.count} of {self.name} cannot be repeated: {reason}; {remedy}") from reason
         calls.program = program
         return result
 
 
+def _same_trace(known: replay.Program, program: replay.Program) -> bool:
+    """Returns whether two traces gave one graph, for arguments with the same facts."""
+    return known.graph == program.graph and known.facts == program.facts
+
+
 def fallback_counts() -> dict[str, int]:
-    """Returns how often each operation has run on the host, torchvision's too, without .item(), which is a read."""
+    """Returns how often each operation has run on the host, torchvision's as well.
+
+    `.item()` is not among them: it is a read.
+    """
     names = [name for name in met.executed_fallback_ops() if name != "aten::_local_scalar_dense"]
     return {name: met.counter_value(name) for name in names}
 
 
 def _difference(inputs: dict[str, Any], known: list[dict[str, Any]]) -> str:
-    """Names the inputs that no known call had, and what the most similar call had in their place."""
-    nearest = max(known, key=lambda other: sum(other.get(name) == value for name, value in inputs.items()))
-    changes = [
-        f"{name} is {value}, compiled for {nearest.get(name)}"
-        + (" (give a changing number as a tensor on the device)" if isinstance(value, int | float) else "")
-        for name, value in inputs.items()
-        if nearest.get(name) != value
-    ]
-    return "; ".join(changes[:3]) or "an input is missing: " + ", ".join(sorted(set(nearest) - set(inputs)))
+    """Names the first inputs that no known call had, and what the most similar one had instead."""
+
+    def similarity(other: dict[str, Any]) -> int:
+        return sum(other.get(name) == value for name, value in inputs.items())
+
+    nearest = max(known, key=similarity)
+    changes = []
+    for name, value in inputs.items():
+        if nearest.get(name) == value:
+            continue
+        change = f"{name} is {value}, compiled for {nearest.get(name)}"
+        if isinstance(value, int | float):
+            change += " (give a changing number as a tensor on the device)"
+        changes.append(change)
+    if changes:
+        return "; ".join(changes[:3])
+
+    missing = sorted(set(nearest) - set(inputs))
+    return "an input is missing: " + ", ".join(missing)

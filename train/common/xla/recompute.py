@@ -1,7 +1,8 @@
 """Recomputation of a layer in the backward pass, in a step that is started again without a trace.
 
-torch.utils.checkpoint does not know XLA, and torch_xla.utils.checkpoint draws dropout's numbers again by setting the
-random state from the host, which a repeated program would not do (replay.py refuses it).
+torch.utils.checkpoint does not know XLA, and torch_xla.utils.checkpoint draws dropout's numbers
+again by setting the random state from the host, which a repeated program would not do (replay.py
+refuses it).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +14,24 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+LEADING = 3  # arguments of `Recompute.forward` before its leaves
+
 
 class Seeds(TorchFunctionMode):
-    """Records the tensors that `torch.rand` returns, or returns the `given` ones again: models/layers.py draws a seed
-    for each of its dropouts. Any other way to drop would be another mask the second time, so it raises RuntimeError."""
+    """Records the tensors that `torch.rand` returns, or returns the `given` ones again.
 
-    OTHERS = (torch.nn.functional.dropout, torch.dropout, torch.bernoulli, torch.rand_like, torch.randn, torch.randint)
+    models/layers.py draws a seed for each of its dropouts. Any other way to drop would make another
+    mask in the second pass, so it raises RuntimeError.
+    """
+
+    OTHERS = (
+        torch.nn.functional.dropout,
+        torch.dropout,
+        torch.bernoulli,
+        torch.rand_like,
+        torch.randn,
+        torch.randint,
+    )
 
     def __init__(self, given: Sequence[Tensor] | None = None):
         super().__init__()
@@ -30,69 +43,113 @@ class Seeds(TorchFunctionMode):
             raise RuntimeError(
                 f"{function.__name__} draws other numbers in a second pass; use models/layers.py's dropout"
             )
+
+        kwargs = kwargs or {}
         if function is not torch.rand:
-            return function(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
         if self._given is not None:
             return self._given.pop(0)
-        self.drawn.append(function(*args, **(kwargs or {})))
-        return self.drawn[-1]
+
+        seed = function(*args, **kwargs)
+        self.drawn.append(seed)
+        return seed
 
 
 class Recompute(torch.autograd.Function):
-    """A function of which the inputs alone are kept; the backward pass runs it again, with the same seeds.
+    """A function of which only the inputs are kept; the backward pass runs it again, same seeds.
 
-    The optimization barrier keeps the compiler from finding out that both passes compute the same, and from beginning
-    the second before its gradient is there.
+    The optimization barrier keeps the compiler from finding out that both passes compute the same,
+    and from beginning the second before its gradient is there.
     """
 
     @staticmethod
-    def forward(ctx, function: Callable, structure: pytree.TreeSpec, parameters: int, *leaves: Any) -> Any:
-        """Returns function(*args, **kwargs), which `leaves` but for the last `parameters` and `structure` make up."""
-        inputs = leaves[: len(leaves) - parameters]
+    def forward(ctx, function: Callable, structure: pytree.TreeSpec, parameter_count: int, *leaves: Any) -> Any:
+        """Returns function(*args, **kwargs).
+
+        Args:
+            structure: of (args, kwargs).
+            leaves: of (args, kwargs), and then the parameters that the function reads.
+            parameter_count: how many of the last leaves are parameters.
+        """
+        input_count = len(leaves) - parameter_count
+        inputs = leaves[:input_count]
         args, kwargs = pytree.tree_unflatten(inputs, structure)
         with Seeds() as seeds:
             result = function(*args, **kwargs)
-        ctx.function, ctx.structure = function, structure
+
+        ctx.function = function
+        ctx.structure = structure
+        ctx.parameters = leaves[input_count:]
         ctx.rest = [None if torch.is_tensor(leaf) else leaf for leaf in inputs]
-        ctx.places = [place for place, leaf in enumerate(inputs) if torch.is_tensor(leaf)]
-        ctx.parameters = leaves[len(inputs) :]
+        ctx.tensor_indices = [i for i, leaf in enumerate(inputs) if torch.is_tensor(leaf)]
         kind = torch_xla.device().type
-        ctx.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        ctx.save_for_backward(*[inputs[place] for place in ctx.places], *seeds.drawn)
+        ctx.autocast_enabled = torch.is_autocast_enabled(kind)
+        ctx.autocast_dtype = torch.get_autocast_dtype(kind)
+
+        tensors = [inputs[index] for index in ctx.tensor_indices]
+        ctx.save_for_backward(*tensors, *seeds.drawn)
         ctx.set_materialize_grads(False)
         return result
 
     @staticmethod
     def backward(ctx, *gradients: Tensor | None) -> tuple:
-        saved = ctx.saved_tensors
-        inputs, seeds = list(ctx.rest), saved[len(ctx.places) :]
-        for place, tensor in zip(ctx.places, saved, strict=False):
-            inputs[place] = tensor.detach().clone() if ctx.needs_input_grad[place + 3] else tensor
-        wanted = [place for place in ctx.places if ctx.needs_input_grad[place + 3]]
+        """Computes the function again; returns the gradients of its leaves."""
         given = [gradient for gradient in gradients if gradient is not None]
-        # Copies of the gradients: from behind the barrier a bias' gradient would be added up in another order.
-        torch_xla._XLAC._xla_optimization_barrier_([inputs[place] for place in wanted] + [g.clone() for g in given])
-        for place in wanted:
-            inputs[place].requires_grad_(True)
-        args, kwargs = pytree.tree_unflatten(inputs, ctx.structure)
-        enabled, dtype = ctx.autocast
-        with torch.enable_grad(), torch.autocast(torch_xla.device().type, dtype, enabled=enabled), Seeds(seeds):
-            result = ctx.function(*args, **kwargs)
-        results = result if isinstance(result, tuple) else (result,)
-        sources = [inputs[place] for place in wanted] + [each for each in ctx.parameters if each.requires_grad]
-        results = [one for one, gradient in zip(results, gradients, strict=True) if gradient is not None]
-        found = iter(torch.autograd.grad(results, sources, given, allow_unused=True))
-        return (None, None, None, *(next(found) if needed else None for needed in ctx.needs_input_grad[3:]))
+        wanted = []  # indices of the inputs that need a gradient
+        for index in ctx.tensor_indices:
+            if ctx.needs_input_grad[LEADING + index]:
+                wanted.append(index)
+
+        saved = ctx.saved_tensors
+        seeds = saved[len(ctx.tensor_indices) :]
+        inputs = list(ctx.rest)
+        for index, tensor in zip(ctx.tensor_indices, saved, strict=False):  # seeds come after these
+            inputs[index] = tensor.detach().clone() if index in wanted else tensor
+
+        # Copies of the gradients: from behind the barrier a bias' gradient would be added up in
+        # another order.
+        behind_barrier = [inputs[index] for index in wanted]
+        behind_barrier += [gradient.clone() for gradient in given]
+        torch_xla._XLAC._xla_optimization_barrier_(behind_barrier)
+        for index in wanted:
+            inputs[index].requires_grad_(True)
+
+        results = _compute_again(ctx, inputs, seeds)
+        with_gradient = []
+        for result, gradient in zip(results, gradients, strict=True):
+            if gradient is not None:
+                with_gradient.append(result)
+        sources = [inputs[index] for index in wanted]
+        for parameter in ctx.parameters:
+            if parameter.requires_grad:
+                sources.append(parameter)
+        found = iter(torch.autograd.grad(with_gradient, sources, given, allow_unused=True))
+
+        of_leaves = []
+        for needed in ctx.needs_input_grad[LEADING:]:
+            of_leaves.append(next(found) if needed else None)
+        return (*(None,) * LEADING, *of_leaves)
 
 
-def again(layer: nn.Module) -> Callable:
-    """Returns the forward pass of a layer that keeps its inputs only."""
+def _compute_again(ctx: Any, inputs: list[Any], seeds: Sequence[Tensor]) -> tuple:
+    """Returns the results of the second pass, with gradients, as a tuple."""
+    args, kwargs = pytree.tree_unflatten(inputs, ctx.structure)
+    kind = torch_xla.device().type
+    autocast = torch.autocast(kind, ctx.autocast_dtype, enabled=ctx.autocast_enabled)
+    with torch.enable_grad(), autocast, Seeds(seeds):
+        result = ctx.function(*args, **kwargs)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def recomputing_forward(layer: nn.Module) -> Callable:
+    """Returns a forward pass of a layer that keeps its inputs only, where gradients are on."""
     forward = layer.forward
     parameters = list(layer.parameters())
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+
         leaves, structure = pytree.tree_flatten((args, kwargs))
         return Recompute.apply(forward, structure, len(parameters), *leaves, *parameters)
 

@@ -1,13 +1,15 @@
-"""Per-device regions of an XLA mesh with named axes, and the collectives inside them; see sharding/groups.py.
+"""Per-device regions of an XLA mesh with named axes, and the collectives inside them.
 
-Of torch_xla 2.9's own collectives all-reduce and reduce-scatter of `_XLAC._xla_spmd_*` are right in a region
-(xm.all_reduce silently is not). The others are a step out of it: what the devices have becomes one tensor with a
-dimension for each of them, and the partitioner cuts it along another dimension.
+sharding/groups.py is what layers use of it. Of torch_xla 2.9's own collectives all-reduce and
+reduce-scatter of `_XLAC._xla_spmd_*` are right in a region (xm.all_reduce silently is not). The
+others step out of it: what the devices have becomes one tensor with a dimension for each axis, and
+the partitioner splits it along another dimension.
 """
 
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,111 +20,175 @@ from torch import Tensor
 
 from errors import InputError
 
-MANUAL = torch_xla._XLAC.OpSharding([], [], [], xs.ShardingType.MANUAL)
-MOST_DIMENSIONS = 5  # of a tile assignment; of one with more torch_xla 2.9 makes one that is wrong
+_XLAC = torch_xla._XLAC
+
+MANUAL = _XLAC.OpSharding([], [], [], xs.ShardingType.MANUAL)
+MOST_DIMENSIONS = 5  # of a tile assignment; torch_xla 2.9 makes a wrong one of more
+
+Axis = str | tuple[str, ...] | None  # what splits one dimension of a tensor
 
 
 def two_steps(devices: int) -> tuple[int, int]:
-    """Returns the devices of the first and of the second of two reduce-scatters that do the work of one, where a slice
-    may be square: of one among all chips of v5e:4x4 libtpu makes an all-reduce, which sends twice as much."""
+    """Returns the devices of each of two reduce-scatters that do the work of one over `devices`.
+
+    Where the devices cannot be a square slice, the second is over one device. Of one reduce-scatter
+    among all chips of v5e:4x4 libtpu makes an all-reduce, which sends twice as much.
+    """
     side = math.isqrt(devices)
-    return (side, side) if side >= 4 and side * side == devices else (devices, 1)
+    is_square = side * side == devices
+    if is_square and side >= 4:
+        return side, side
+    return devices, 1
 
 
 class Regions:
-    """The regions of the devices that `sizes` arranges, {axis: devices}."""
+    """The per-device regions of the devices that `sizes` arranges by axis, as {axis: devices}."""
 
-    inside = False
+    inside = False  # of a region, anywhere in this process
 
     def __init__(self, sizes: dict[str, int]):
-        self.sizes, self.ids = sizes, np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+        shape = tuple(sizes.values())
+        self.sizes = sizes
+        self.ids = np.arange(math.prod(shape)).reshape(shape)
         self.spmd = xs.Mesh(self.ids.reshape(-1), self.ids.shape, tuple(sizes))
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Holds what runs in a region; raises InputError for another region in it, which would end the process, and for
-        random numbers, of which every device would get the same."""
+        """Makes the code inside of it a region.
+
+        Raises:
+            InputError: a region in another one, which would end the process; or random numbers were
+                drawn, of which every device would get the same.
+        """
         if Regions.inside:
             raise InputError("a per-device region in another one: call it outside, and pass what it returns")
-        device = str(torch_xla.device())
-        before = torch_xla._XLAC._xla_get_rng_seed(device), torch.get_rng_state()
+
+        device_seed, host_state = _random_state()
         Regions.inside = True
         try:
             yield
         finally:
             Regions.inside = False
-        if torch_xla._XLAC._xla_get_rng_seed(device) != before[0] or not torch.equal(torch.get_rng_state(), before[1]):
+
+        new_device_seed, new_host_state = _random_state()
+        if new_device_seed != device_seed or not torch.equal(new_host_state, host_state):
             drawn = "random numbers in a per-device region would be the same on every device"
-            raise InputError(f"{drawn}: draw them outside and pass them, cut as the tensor that they are for")
+            remedy = "draw them outside and pass them, cut as the tensor that they are for"
+            raise InputError(f"{drawn}: {remedy}")
 
     def count(self, axes: Iterable[str | None]) -> int:
-        """Returns the devices of a group along several axes."""
+        """Returns the devices of a group along several axes; None counts as one."""
         return math.prod(self.sizes[axis] for axis in axes if axis)
 
-    def unused(self, spec: tuple) -> tuple[str, ...]:
-        """Returns the axes that cut no dimension."""
-        return tuple(axis for axis in self.sizes if not any(axis in _axes(cut) for cut in spec))
+    def unused(self, spec: tuple[Axis, ...]) -> tuple[str, ...]:
+        """Returns the axes that split no dimension."""
+        used = _flat_axes(spec)
+        return tuple(axis for axis in self.sizes if axis not in used)
 
-    def enter(self, x: Tensor, spec: tuple) -> Tensor:
-        """Returns every device's part of a whole tensor; raises InputError where the parts would not be equal."""
+    def enter(self, x: Tensor, spec: tuple[Axis, ...]) -> Tensor:
+        """Returns each device's shard of a whole tensor; InputError if shards would be unequal."""
         self._check(x, spec, "a tensor")
-        if any(n % self.count(_axes(cut)) for n, cut in zip(x.shape, spec, strict=True)):
-            raise InputError(f"a tensor {list(x.shape)} does not divide into equal parts by {spec} of {self.sizes}")
-        x = x * 1 if x.is_floating_point() else x | False  # what has an annotation, such as a batch, refuses another
-        torch_xla._XLAC._xla_mark_sharding(x, self.spmd.get_op_sharding(spec))
-        return torch_xla._XLAC._spmd_full_to_shard_shape(x)
+        for size, axis in zip(x.shape, spec, strict=True):
+            if size % self.count(_as_tuple(axis)):
+                raise InputError(f"a tensor {list(x.shape)} does not divide into equal parts by {spec} of {self.sizes}")
 
-    def _check(self, x: Tensor, spec: tuple, what: str) -> None:
-        named = [axis for cut in spec for axis in _axes(cut) if axis]
-        if len(spec) != x.dim() or not self.sizes.keys() >= set(named) or len(set(named)) < len(named):
+        # A new tensor, since one that is annotated, such as a batch, refuses another annotation.
+        x = x * 1 if x.is_floating_point() else x | False
+        _XLAC._xla_mark_sharding(x, self.spmd.get_op_sharding(spec))
+        return _XLAC._spmd_full_to_shard_shape(x)
+
+    def leave(self, x: Tensor, spec: tuple[Axis, ...]) -> Tensor:
+        """Returns the whole tensor that the devices' shards make up."""
+        self._check(x, spec, "a device's result")
+        whole_shape = []
+        for size, axis in zip(x.shape, spec, strict=True):
+            whole_shape.append(size * self.count(_as_tuple(axis)))
+
+        x = x.clone()
+        _XLAC._mark_manual_sharding(x, MANUAL)
+        sharding = self.spmd.get_op_sharding(spec)
+        return _XLAC._spmd_shard_to_full_shape(x, sharding, whole_shape, x.dtype)
+
+    def _check(self, x: Tensor, spec: tuple[Axis, ...], what: str) -> None:
+        """Raises InputError where a tensor cannot be split by `spec`."""
+        named = _flat_axes(spec)
+        unknown = set(named) - self.sizes.keys()
+        twice = len(set(named)) < len(named)
+        if len(spec) != x.dim() or unknown or twice:
             give = f"give an axis of {self.sizes}, or None, for each dimension, an axis once"
             raise InputError(f"{what} {list(x.shape)} cannot be cut by {spec}: {give}")
-        if x.dim() + (self.count(self.unused(spec)) > 1) > MOST_DIMENSIONS:
+
+        # Devices with the same shard take one more dimension of the tile assignment.
+        has_copies = self.count(self.unused(spec)) > 1
+        if x.dim() + has_copies > MOST_DIMENSIONS:
             raise InputError(f"{what} {list(x.shape)} has too many dimensions to be cut by {spec}: reshape it")
 
-    def leave(self, x: Tensor, spec: tuple) -> Tensor:
-        """Returns the whole tensor that the devices' parts make up."""
-        self._check(x, spec, "a device's result")
-        shape = [n * self.count(_axes(cut)) for n, cut in zip(x.shape, spec, strict=True)]
-        x = x.clone()
-        torch_xla._XLAC._mark_manual_sharding(x, MANUAL)
-        return torch_xla._XLAC._spmd_shard_to_full_shape(x, self.spmd.get_op_sharding(spec), shape, x.dtype)
-
     def all_reduce(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """Returns the sum over the devices of each group along `axes`, to each of them."""
         if self.count(axes) == 1:
             return x
-        return torch_xla._XLAC._xla_spmd_all_reduce(xm.REDUCE_SUM, x, 1.0, self._groups(axes))
+        return _XLAC._xla_spmd_all_reduce(xm.REDUCE_SUM, x, 1.0, self._groups(axes))
 
     def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
-        first, second = two_steps(self.sizes[axis])
+        """Sums [devices * n, …] along `axis`; its i-th device gets the i-th [n, …] of the sum."""
+        first, second = two_steps(self.sizes[axis])  # devices of each of two reduce-scatters
         groups = np.array(self._groups((axis,))).reshape(-1, first, second)
-        for step in (groups.swapaxes(1, 2).reshape(-1, first), groups.reshape(-1, second)):
-            if (devices := step.shape[1]) > 1:
-                x = torch_xla._XLAC._xla_spmd_reduce_scatter(xm.REDUCE_SUM, x, 1.0, 0, devices, step.tolist())
+        first_groups = groups.swapaxes(1, 2).reshape(-1, first)
+        second_groups = groups.reshape(-1, second)
+
+        for step in (first_groups, second_groups):
+            devices = step.shape[1]
+            if devices > 1:
+                ids = step.tolist()
+                x = _XLAC._xla_spmd_reduce_scatter(xm.REDUCE_SUM, x, 1.0, 0, devices, ids)
         return x
 
     def all_gather(self, x: Tensor, axis: str) -> Tensor:
+        """Returns the shards [n, …] along `axis` one after the other, [devices * n, …], to each."""
         around = self._around(axis)
         whole = around.leave(x.reshape(1, 1, 1, -1), ("before", "axis", "after", None))
-        return around.enter(whole, ("before", None, "after", None)).reshape(-1, *x.shape[1:])
+        gathered = around.enter(whole, ("before", None, "after", None))
+        return gathered.reshape(-1, *x.shape[1:])
 
     def all_to_all(self, x: Tensor, axis: str) -> Tensor:
+        """Sends the i-th [n, …] of x [devices * n, …] to the i-th device along `axis`."""
         around = self._around(axis)
-        whole = around.leave(x.reshape(1, 1, 1, self.sizes[axis], -1), ("before", "axis", "after", None, None))
-        return around.enter(whole, ("before", None, "after", "axis", None)).reshape(x.shape)
+        by_receiver = x.reshape(1, 1, 1, self.sizes[axis], -1)
+        whole = around.leave(by_receiver, ("before", "axis", "after", None, None))
+        by_sender = around.enter(whole, ("before", None, "after", "axis", None))
+        return by_sender.reshape(x.shape)
 
     def _around(self, axis: str) -> "Regions":
-        """Returns the same devices with three axes."""
+        """Returns the same devices with three axes: those before `axis`, `axis`, those after it."""
         names = list(self.sizes)
-        place = names.index(axis)
-        before, after = self.count(names[:place]), self.count(names[place + 1 :])
+        index = names.index(axis)
+        before = self.count(names[:index])
+        after = self.count(names[index + 1 :])
         return Regions({"before": before, "axis": self.sizes[axis], "after": after})
 
     def _groups(self, axes: tuple[str, ...]) -> list[list[int]]:
-        """Returns the numbers of the devices of each group along `axes`."""
-        places = [list(self.sizes).index(axis) for axis in axes]
-        return np.moveaxis(self.ids, places, range(-len(axes), 0)).reshape(-1, self.count(axes)).tolist()
+        """Returns the ids of the devices of each group along `axes`."""
+        names = list(self.sizes)
+        dimensions = [names.index(axis) for axis in axes]
+        last = range(-len(axes), 0)
+        by_group = np.moveaxis(self.ids, dimensions, last).reshape(-1, self.count(axes))
+        return by_group.tolist()
 
 
-def _axes(cut: str | tuple[str, ...] | None) -> tuple[str | None, ...]:
-    return cut if isinstance(cut, tuple) else (cut,)
+def _random_state() -> tuple[Any, Tensor]:
+    """Returns the device's random seed and the state of the host's generator."""
+    device_seed = _XLAC._xla_get_rng_seed(str(torch_xla.device()))
+    return device_seed, torch.get_rng_state()
+
+
+def _as_tuple(axis: Axis) -> tuple[str | None, ...]:
+    """Returns the axes that split one dimension."""
+    return axis if isinstance(axis, tuple) else (axis,)
+
+
+def _flat_axes(spec: tuple[Axis, ...]) -> list[str]:
+    """Returns the axes that split any dimension, in order."""
+    found = []
+    for axis in spec:
+        found += [name for name in _as_tuple(axis) if name]
+    return found

@@ -1,7 +1,8 @@
 """A while loop that runs on the device, as a part of a compiled step."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,115 +13,225 @@ from torch import Tensor, nn
 from train.common.device import annotate
 from train.common.xla import replay
 
+_XLAC = torch_xla._XLAC
+
+Signature = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and type of each tensor, by name
+
 
 class WhileLoop:
-    """`while state["running"]: state = body(state, reads)` as one program on the device, which decides when it ends.
+    """Runs `while state["running"]: state = body(state, reads)` as one program on the device.
 
-    Called inside a compiled step it becomes a part of the step's graph: however many rounds a loop takes, the host
-    traces its body once for each set of shapes, starts one program and reads nothing in between. It also works on
-    tensors that are sharded over the mesh. `body` must not draw random numbers.
+    Called inside a compiled step it becomes a part of the step's graph. However many rounds a loop
+    takes, the host traces its body once for each set of shapes, starts one program and reads
+    nothing in between: the device decides when the loop ends. It also works on tensors that are
+    sharded over the mesh. `body` must not draw random numbers.
 
     Args:
-        body: takes two dicts of tensors, returns the next state: the same names, shapes and types, "running" a bool
-            scalar among them.
+        body: takes two dicts of tensors, `state` and `reads`, and returns the next state: the same
+            names, shapes and types, "running" a bool scalar among them.
         model: what else the body reads, its parameters and buffers.
     Raises:
         ValueError: body changes the state's names, shapes or types.
     """
 
     def __init__(self, body: Callable[[dict, dict], dict], model: nn.Module):
-        self.body, self.model = body, model
-        self._built: dict[tuple, tuple[Any, list[Tensor]]] = {}
+        self.body = body
+        self.model = model
+        self._built: dict[tuple, _Loop] = {}
 
     def __call__(self, state: dict[str, Tensor], reads: dict[str, Tensor]) -> dict[str, Tensor]:
-        weights = dict([*self.model.named_parameters(), *self.model.named_buffers()])
-        key = tuple((name, tensor.shape, tensor.dtype) for name, tensor in [*state.items(), *reads.items()])
-        # The trace depends on the type of autocast and on the mode of the model.
-        key += (torch.is_autocast_enabled("xla"), self.model.training)
+        """Returns the state after the last round."""
+        weights = dict(self.model.named_parameters())
+        weights.update(self.model.named_buffers())
+
+        key = self._key(state, reads)
         if key not in self._built:
             self._built[key] = self._build(state, reads, weights)
-        computation, constants = self._built[key]
-        operands = [*state.values(), *reads.values(), *map(gathered, weights.values()), *constants]
-        results = torch_xla._XLAC._xla_user_computation("xla::while_loop", operands, computation)
+        loop = self._built[key]
+
+        operands = [*state.values(), *reads.values()]
+        operands += [gathered(weight) for weight in weights.values()]
+        operands += loop.constants
+        results = _XLAC._xla_user_computation("xla::while_loop", operands, loop.computation)
         return dict(zip(state, results, strict=True))
 
-    def _build(self, state: dict[str, Tensor], reads: dict[str, Tensor], weights: dict[str, Tensor]) -> tuple:
-        """Returns the loop as a computation of all operands, and the numbers in the body that became operands."""
-        state_in, reads_in, weights_in = (placeholders(tensors) for tensors in (state, reads, weights))
-        operands = [*state_in.values(), *reads_in.values(), *weights_in.values()]
-        with torch.no_grad(), _replaced(self.model, {id(weights[name]): weights_in[name] for name in weights}):
+    def _key(self, state: dict[str, Tensor], reads: dict[str, Tensor]) -> tuple:
+        """Returns what the trace of the body depends on."""
+        key = []
+        for name, tensor in [*state.items(), *reads.items()]:
+            key.append((name, tensor.shape, tensor.dtype))
+        return (*key, torch.is_autocast_enabled("xla"), self.model.training)
+
+    def _build(
+        self,
+        state: dict[str, Tensor],
+        reads: dict[str, Tensor],
+        weights: dict[str, Tensor],
+    ) -> "_Loop":
+        """Traces the body on placeholders and returns the loop."""
+        state_in = placeholders(state)
+        reads_in = placeholders(reads)
+        weights_in = placeholders(weights)
+        replacements = {id(weights[name]): weights_in[name] for name in weights}
+        with torch.no_grad(), _replaced(self.model, replacements):
             state_out = self.body(dict(state_in), dict(reads_in))
-        before, after = ({k: (tuple(v.shape), v.dtype) for k, v in each.items()} for each in (state_in, state_out))
-        if before != after:
-            changed = sorted(k for k in before | after if before.get(k) != after.get(k))
-            before, after = ({k: each.get(k) for k in changed} for each in (before, after))
-            raise ValueError(f"the body of a loop must keep names, shapes and types: {before} became {after}")
-        body, arguments, constants = lowered([state_out[name] for name in state], operands)
-        return _loop(body, arguments, [*operands, *constants], list(state)), constants
+        _check_state(_signature(state_in), _signature(state_out))
+
+        operands = [*state_in.values(), *reads_in.values(), *weights_in.values()]
+        body = lower([state_out[name] for name in state], operands)
+        computation = _while(body, [*operands, *body.constants], list(state))
+        return _Loop(computation, body.constants)
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A loop that is built, for one set of shapes."""
+
+    computation: Any  # of state, reads, weights and constants, in this order
+    constants: list[Tensor]  # numbers of the body, as operands
+
+
+def _signature(tensors: dict[str, Tensor]) -> Signature:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _check_state(before: Signature, after: Signature) -> None:
+    """Raises ValueError with the tensors whose name, shape or type the body has changed."""
+    if before == after:
+        return
+
+    names = []
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            names.append(name)
+    was = {name: before.get(name) for name in names}
+    became = {name: after.get(name) for name in names}
+    kept = "the body of a loop must keep names, shapes and types"
+    raise ValueError(f"{kept}: {was} became {became}")
 
 
 def gathered(weight: Tensor) -> Tensor:
-    """Returns a weight whole that is cut over "data": it is gathered once for a loop, instead of in every round."""
-    spmd, spec = getattr(weight, "placement", (None, ()))
-    if "data" in spec and weight.is_floating_point():
-        weight = weight.detach() * 1  # what has an annotation refuses another
-        annotate(weight, spmd, tuple(axis if axis != "data" else None for axis in spec))
+    """Returns a weight whole along "data": it is gathered once for a loop, not in every round.
+
+    One that is not split over "data" is returned as it is.
+    """
+    placement = getattr(weight, "placement", None)
+    if placement is None or "data" not in placement.spec or not weight.is_floating_point():
+        return weight
+
+    weight = weight.detach() * 1  # a new tensor: one that is annotated refuses another annotation
+    spec = tuple(None if axis == "data" else axis for axis in placement.spec)
+    annotate(weight, placement.spmd, spec)
     return weight
 
 
-def placeholders(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns placeholders for tensors. The lowering takes as operands what has been uploaded, not what is still to be
-    computed; and what it takes is no longer updated in place by the next step, which would be another graph."""
-    return {name: xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+def placeholders(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a placeholder of the same shape and type for each tensor.
+
+    The lowering takes as operands what has been uploaded, not what is still to be computed. And the
+    next step would not update in place what the lowering has taken, which would be another graph.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        found[name] = xb.create_placeholder_tensor(tensor.shape, tensor.dtype)
+    return found
 
 
-def lowered(results: list[Tensor], operands: list[Tensor]) -> tuple[Any, list[int], list[Tensor]]:
-    """Returns the computation of `results`, the position of each of its arguments in [*operands, *constants], and the
-    constants: torch_xla makes operands of Python numbers."""
-    place = {handle: index for index, handle in enumerate(torch_xla._XLAC._get_tensors_handle(operands))}
-    context = torch_xla._XLAC.lowering.LoweringContext("while_loop")
-    context.build(results)
-    parameters = context.device_parameter_id_tensor_mapping()
-    arguments, constants = [], []
-    for number in sorted(parameters):
-        handle = torch_xla._XLAC._get_tensors_handle([parameters[number]])[0]
-        if handle not in place:
-            place[handle] = len(operands) + len(constants)
-            constants.append(parameters[number])
-        arguments.append(place[handle])
-    if constants:
-        replay.fixed.update(zip(torch_xla._XLAC._get_tensors_handle(constants), constants, strict=True))
-    return xb.computation_from_module_proto("body", context.hlo()), arguments, constants
+@dataclass(frozen=True)
+class Lowered:
+    """A traced function as an XLA computation."""
+
+    computation: Any
+    arguments: list[int]  # what each of its parameters is, an index into operands + constants
+    constants: list[Tensor]  # Python numbers, of which torch_xla makes parameters
 
 
-def _loop(body: Any, arguments: list[int], operands: list[Tensor], names: list[str]) -> Any:
-    """Returns the loop as a computation: it carries all operands, of which the first, `names`, are its state."""
+def lower(results: Sequence[Tensor], operands: Sequence[Tensor]) -> Lowered:
+    """Returns the computation of `results`, which depend on `operands`."""
+    context = _XLAC.lowering.LoweringContext("while_loop")
+    context.build(list(results))
+    tensor_of_parameter = context.device_parameter_id_tensor_mapping()
+
+    index_of_handle = {}
+    for index, handle in enumerate(_XLAC._get_tensors_handle(list(operands))):
+        index_of_handle[handle] = index
+
+    arguments = []
+    constants = []
+    for parameter in sorted(tensor_of_parameter):
+        tensor = tensor_of_parameter[parameter]
+        handle = _XLAC._get_tensors_handle([tensor])[0]
+        if handle not in index_of_handle:
+            index_of_handle[handle] = len(operands) + len(constants)
+            constants.append(tensor)
+            replay.loop_constants[handle] = tensor
+        arguments.append(index_of_handle[handle])
+
+    computation = xb.computation_from_module_proto("body", context.hlo())
+    return Lowered(computation, arguments, constants)
+
+
+def _while(body: Lowered, operands: list[Tensor], state: list[str]) -> Any:
+    """Returns the loop as a computation of all operands.
+
+    It carries all of them from round to round. The first ones, of the names in `state`, are its
+    state and its result; the others stay as they are.
+    """
     builder = xb.create_builder("while_loop")
-    shapes = xb.tensor_shape(tuple(operands))
-    initial = xb.Op.tuple(tuple(xb.mkparam(builder, i, shape) for i, shape in enumerate(shapes)))
-    condition_builder, body_builder = xb.create_builder("condition"), xb.create_builder("round")
-    running = xb.mkparam(condition_builder, 0, initial.shape()).get_tuple_element(names.index("running"))
-    carried = xb.mkparam(body_builder, 0, initial.shape())
-    elements = [carried.get_tuple_element(i) for i in range(len(operands))]
-    result = xb.Op.call(body, [elements[argument] for argument in arguments])
-    updated = [result.get_tuple_element(i) for i in range(len(names))]
-    next_round = xb.Op.tuple(tuple(updated + elements[len(names) :])).build("round")
+    parameters = []
+    for number, shape in enumerate(xb.tensor_shape(tuple(operands))):
+        parameters.append(xb.mkparam(builder, number, shape))
+    initial = xb.Op.tuple(tuple(parameters))
+
+    one_round = _round(initial.shape(), body, len(operands), len(state))
+    condition = _condition(initial.shape(), state.index("running"))
     loop = xb.mkop(
-        "While", (initial.op,), condition_computation=running.build("condition"), body_computation=next_round
+        "While",
+        (initial.op,),
+        condition_computation=condition,
+        body_computation=one_round,
     )
-    return xb.Op.tuple(tuple(loop.get_tuple_element(i) for i in range(len(names)))).build("while_loop")
+
+    results = [loop.get_tuple_element(number) for number in range(len(state))]
+    return xb.Op.tuple(tuple(results)).build("while_loop")
+
+
+def _condition(shape: Any, running: int) -> Any:
+    """Returns the computation that says whether another round follows: element `running`."""
+    builder = xb.create_builder("condition")
+    carried = xb.mkparam(builder, 0, shape)
+    return carried.get_tuple_element(running).build("condition")
+
+
+def _round(shape: Any, body: Lowered, carried_count: int, state_count: int) -> Any:
+    """Returns the computation of one round, in which `body` replaces the first elements."""
+    builder = xb.create_builder("round")
+    carried = xb.mkparam(builder, 0, shape)
+    elements = [carried.get_tuple_element(number) for number in range(carried_count)]
+
+    result = xb.Op.call(body.computation, [elements[index] for index in body.arguments])
+    updated = [result.get_tuple_element(number) for number in range(state_count)]
+    unchanged = elements[state_count:]
+    return xb.Op.tuple((*updated, *unchanged)).build("round")
 
 
 @contextlib.contextmanager
-def _replaced(model: nn.Module, others: dict[int, Tensor]) -> Iterator[None]:
-    """Puts other tensors, by the id of the model's own, in place of its parameters and buffers.
-    (`torch.func.functional_call` would untie tied parameters.)"""
-    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
-    kept = [dict(table) for table in tables]
+def _replaced(model: nn.Module, replacements: dict[int, Tensor]) -> Iterator[None]:
+    """Puts other tensors in place of a model's parameters and buffers, by the id of its own ones.
+
+    (`torch.func.functional_call` would untie tied parameters.)
+    """
+    tables = []
+    for module in model.modules():
+        tables += [module._parameters, module._buffers]
+    originals = [dict(table) for table in tables]
+
     try:
         for table in tables:
-            table.update({name: others[id(own)] for name, own in table.items() if own is not None})
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = replacements[id(tensor)]
         yield
     finally:
-        for table, own in zip(tables, kept, strict=True):
-            table.update(own)
+        for table, original in zip(tables, originals, strict=True):
+            table.update(original)

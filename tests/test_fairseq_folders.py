@@ -1,4 +1,4 @@
-"""models/fairseq_roberta.py on what fairseq wrote and computed (tests/fairseq_reference), both ways; on older files and
+"""models/fairseq_folders.py on what fairseq wrote and computed (tests/fairseq_reference), both ways; on older files and
 on what is none. Live, where there is .venv-fairseq: fairseq loads what we write, and finds our ids and logits."""
 
 import argparse
@@ -18,7 +18,8 @@ from transformers import RobertaConfig, RobertaForMaskedLM, RobertaTokenizer
 from data import vocabulary
 from data.fairseq_format import Dictionary
 from errors import InputError
-from models import encoders, fairseq_roberta
+from models import classification, fairseq_folders
+from models.encoder_files import Source
 
 PAD, MASK = 1, "<mask>"
 WORDS = "roberta.embeddings.word_embeddings.weight"
@@ -62,7 +63,7 @@ def learnt() -> RobertaTokenizer:
 
 def test_logits_are_fairseqs_for_a_tied_model_of_words():
     settings, weights = golden("roberta.pt")
-    config, state_dict = fairseq_roberta.to_transformers(weights, settings)
+    config, state_dict = fairseq_folders.to_transformers(weights, settings)
     assert (config.vocab_size, config.max_position_embeddings, config.type_vocab_size) == (41, 66, 1)
     assert (config.layer_norm_eps, config.hidden_dropout_prob, config.classifier_dropout) == (1e-5, 0.1, 0.0)
     assert config.tie_word_embeddings and state_dict["lm_head.decoder.weight"] is state_dict[WORDS]
@@ -76,7 +77,7 @@ def test_logits_are_fairseqs_for_a_tied_model_of_words():
 
 def test_a_released_folder_gives_fairseqs_ids_and_logits(tmp_path):
     with pytest.warns(UserWarning, match=r"model\.pt has classification heads, which are left out: three"):
-        config, state_dict, tokenizer = fairseq_roberta.read_folder(release(tmp_path / "roberta.tiny"))
+        config, state_dict, tokenizer = fairseq_folders.read_folder(release(tmp_path / "roberta.tiny"))
     assert not config.tie_word_embeddings and config.classifier_dropout == 0.2
     assert not torch.equal(state_dict["lm_head.decoder.weight"], state_dict[WORDS])
     assert len(tokenizer) == config.vocab_size == 329 and tokenizer.mask_token_id == 328
@@ -97,8 +98,8 @@ def test_a_released_folder_gives_fairseqs_ids_and_logits(tmp_path):
 
 
 def test_a_classifier_says_which_heads_of_fairseq_are_left_out(tmp_path):
-    config, state_dict, _ = fairseq_roberta.read_folder(release(tmp_path / "roberta.tiny"))
-    found = encoders.classifier(config, ("a", "b", "c"), (str(tmp_path), state_dict))
+    config, state_dict, _ = fairseq_folders.read_folder(release(tmp_path / "roberta.tiny"))
+    found = classification.classifier(config, ("a", "b", "c"), Source(str(tmp_path), state_dict))
     assert found.head.rows is None and "without training" in found.head.untrained
     assert "the head is new" in found.head.said and "heads of fairseq, which are left out: three" in found.head.said
     words = "roberta.embeddings.word_embeddings.weight"
@@ -107,7 +108,7 @@ def test_a_classifier_says_which_heads_of_fairseq_are_left_out(tmp_path):
 
 def test_a_folder_survives_the_way_to_transformers_and_back(tmp_path):
     folders = tmp_path / "ours", release(tmp_path / "theirs")
-    fairseq_roberta.write_folder(folders[0], *fairseq_roberta.read_folder(folders[1]))
+    fairseq_folders.write_folder(folders[0], *fairseq_folders.read_folder(folders[1]))
     for name, read in {"encoder.json": json.loads, "vocab.bpe": bytes}.items():
         assert read((folders[0] / name).read_bytes()) == read((folders[1] / name).read_bytes()), name
     assert Dictionary.load(folders[0] / "dict.txt") == Dictionary.load(folders[1] / "dict.txt")
@@ -126,8 +127,8 @@ def test_a_model_of_transformers_survives_the_way_to_fairseq_and_back(tmp_path, 
     weights = model.state_dict()
     if tied:  # as in a file of safetensors, which holds them once
         del weights["lm_head.decoder.weight"], weights["lm_head.decoder.bias"]
-    fairseq_roberta.write_folder(tmp_path / "model", model.config, weights, tokenizer)
-    config, state_dict, again = fairseq_roberta.read_folder(tmp_path / "model")
+    fairseq_folders.write_folder(tmp_path / "model", model.config, weights, tokenizer)
+    config, state_dict, again = fairseq_folders.read_folder(tmp_path / "model")
     assert config.tie_word_embeddings == tied and config.classifier_dropout == 0.1
     text = [*arrays("roberta_bpe.npz")["sentences"].tolist(), "a <mask> sees"]
     batch = tokenizer(text, padding=True, return_tensors="pt")["input_ids"]
@@ -151,13 +152,13 @@ def older(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_older_names_are_todays():
     settings, weights = golden("roberta.pt")
     assert not older(weights).keys() & weights.keys()
-    config, expected = fairseq_roberta.to_transformers(weights, settings)
-    upgraded, found = fairseq_roberta.to_transformers(older(weights), argparse.Namespace(**settings))
+    config, expected = fairseq_folders.to_transformers(weights, settings)
+    upgraded, found = fairseq_folders.to_transformers(older(weights), argparse.Namespace(**settings))
     assert upgraded.to_dict() == config.to_dict() and equal(found, expected)
 
 
 def test_what_settings_leave_out_is_fairseqs_default():
-    config = fairseq_roberta._configuration({"tokens_per_sample": 20}, 5)
+    config = fairseq_folders._configuration({"tokens_per_sample": 20}, 5)
     assert (config.hidden_size, config.num_attention_heads, config.intermediate_size) == (768, 12, 3072)
     assert (config.num_hidden_layers, config.max_position_embeddings) == (12, 22)
     assert (config.hidden_dropout_prob, config.attention_probs_dropout_prob) == (0.1, 0.1)
@@ -167,10 +168,10 @@ def test_a_data2vec_checkpoint_gets_a_new_head():
     settings, weights = golden("roberta.pt")
     bare = {key: value for key, value in weights.items() if "lm_head" not in key}
     with pytest.raises(InputError, match=r"does not fit its settings: lm_head\.bias and 6 more tensors differ"):
-        fairseq_roberta.to_transformers(bare, settings)
+        fairseq_folders.to_transformers(bare, settings)
     bare |= {"encoder._ema": torch.zeros(1), "encoder.regression_head.0.weight": torch.zeros(2, 2)}
     with pytest.warns(UserWarning, match="no head for masked tokens"):
-        config, state_dict = fairseq_roberta.to_transformers(bare, settings)
+        config, state_dict = fairseq_folders.to_transformers(bare, settings)
     dense = state_dict["lm_head.dense.weight"]
     assert 0.01 < dense.std() < 0.03 and torch.equal(state_dict["lm_head.layer_norm.weight"], torch.ones(32))
     build(config, state_dict)
@@ -191,17 +192,17 @@ def test_a_data2vec_checkpoint_gets_a_new_head():
 def test_another_kind_of_roberta_and_weights_that_disagree_with_the_settings_are_refused(change, message):
     settings, weights = golden("roberta.pt")
     with pytest.raises(InputError, match=rf"^a\.pt .*{message}"):
-        fairseq_roberta.to_transformers(weights, settings | change, "a.pt")
+        fairseq_folders.to_transformers(weights, settings | change, "a.pt")
 
 
 def test_another_model_and_tied_weights_that_differ_are_refused():
     settings, weights = golden("roberta.pt")
     weights["encoder.lm_head.weight"] = weights["encoder.lm_head.weight"] + 1
     with pytest.raises(InputError, match=r"they tie encoder\.lm_head\.weight to .*embed_tokens\.weight"):
-        fairseq_roberta.to_transformers(weights, settings)
+        fairseq_folders.to_transformers(weights, settings)
     settings, weights = golden("trained.pt")
     with pytest.raises(InputError, match="holds fairseq's transformer; expected a RoBERTa, with a tensor"):
-        fairseq_roberta.to_transformers(weights, settings)
+        fairseq_folders.to_transformers(weights, settings)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def test_another_model_and_tied_weights_that_differ_are_refused():
 def test_a_model_that_fairseq_cannot_be_and_a_state_dict_of_another_are_refused(change, message):
     untied = {"tie_word_embeddings": False}
     with pytest.raises(InputError, match=message):
-        fairseq_roberta.from_transformers(random_model(**untied | change).config, random_model(**untied).state_dict())
+        fairseq_folders.from_transformers(random_model(**untied | change).config, random_model(**untied).state_dict())
 
 
 # File, what is replaced in it (None: the file goes), by what, the message.
@@ -249,7 +250,7 @@ def test_a_broken_folder_is_named(tmp_path, name, old, new, message):
         content = re.sub(old, new, path.read_text(encoding="utf-8"), count=1)
         path.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(InputError, match=message) as raised:
-        fairseq_roberta.read_folder(folder)
+        fairseq_folders.read_folder(folder)
     assert str(folder) in str(raised.value)
 
 
@@ -259,14 +260,14 @@ def test_a_tokenizer_that_fairseq_cannot_be_is_refused(tmp_path):
 
     def refused(tokenizer, message: str, model: RobertaForMaskedLM = model) -> None:
         with pytest.raises(InputError, match=message):
-            fairseq_roberta.write_folder(tmp_path / "out", model.config, model.state_dict(), tokenizer)
+            fairseq_folders.write_folder(tmp_path / "out", model.config, model.state_dict(), tokenizer)
         assert not (tmp_path / "out").exists(), "nothing is written by halves"
 
     refused(RobertaTokenizer(vocab=words, merges=[], add_prefix_space=True), r"byte-level BPE without add_prefix_space")
     refused(tokenizer, "has 322 tokens and the model 300; expected those of one", random_model(300))
     shifted = {token: (place + 1) % 322 for token, place in words.items()}
     refused(RobertaTokenizer(vocab=shifted, merges=[]), "begins with <mask> <s> <pad> </s>; fairseq needs <s> <pad>")
-    fairseq_roberta.write_folder(tmp_path / "out", model.config, model.state_dict(), tokenizer)
+    fairseq_folders.write_folder(tmp_path / "out", model.config, model.state_dict(), tokenizer)
     assert MASK not in (tmp_path / "out/dict.txt").read_text(), "fairseq's task appends it"
     shutil.rmtree(tmp_path / "out")
     tokenizer.add_tokens(["zebra"])
@@ -298,7 +299,7 @@ def test_fairseq_loads_what_we_write_and_has_our_ids_and_logits(tmp_path, tied, 
     tokenizer = learnt()
     model = random_model(words, tie_word_embeddings=tied, type_vocab_size=2)
     folder = tmp_path / "model"
-    fairseq_roberta.write_folder(folder, model.config, model.state_dict(), tokenizer)
+    fairseq_folders.write_folder(folder, model.config, model.state_dict(), tokenizer)
     text = arrays("roberta_bpe.npz")["sentences"].tolist()
     tokens = tokenizer(text, padding=True, return_tensors="pt")["input_ids"]
     hidden = tokens.clone()
@@ -309,5 +310,5 @@ def test_fairseq_loads_what_we_write_and_has_our_ids_and_logits(tmp_path, tied, 
     np.testing.assert_array_equal(found["ids"], tokens)
     assert found["mask"] == tokenizer.mask_token_id == 321
     real = hidden != PAD
-    for ours in (model, build(*fairseq_roberta.read_folder(folder)[:2])):
+    for ours in (model, build(*fairseq_folders.read_folder(folder)[:2])):
         np.testing.assert_allclose(found["logits"][real], logits(ours, hidden)[real], rtol=1e-5, atol=1e-5)

@@ -1,6 +1,6 @@
 """XLNet's two-stream attention with relative positions (Yang et al. 2019, arXiv:1906.08237) in the forms of layers.py.
 
-`encoders.fast_layers` puts it in the place of transformers' own; parameters and keys stay the same.
+`encoder_layers.fast_layers` puts it in the place of transformers' own; parameters and keys stay the same.
 """
 
 import torch
@@ -12,7 +12,6 @@ from transformers.models.xlnet.modeling_xlnet import XLNetLayer, XLNetRelativeAt
 
 from errors import InputError
 from models import layers
-from models.partition import IN, OUT, VECTOR
 from models.products import NATIVE_DEVICES, einsum
 
 
@@ -151,25 +150,14 @@ class Layer(XLNetLayer):
         return functional_call(self.ff, cast, h), g
 
 
-# How the name of a parameter ends, as a pattern -> the axis over which each of its dimensions is cut; see partition.py.
-CUTS = {
-    r"rel_attn\.[qkvor]": (None, "model", None),  # [H, heads, D]
-    r"rel_attn\.r_[wrs]_bias": IN,  # [heads, D]
-    r"rel_attn\.seg_embed": (None, "model", None),  # [2, heads, D]
-    r"ff\.layer_1\.weight": OUT,
-    r"ff\.layer_1\.bias": VECTOR,
-    r"ff\.layer_2\.weight": IN,
-    r"word_embedding\.weight": OUT,
-}
-
 REPLACED = {XLNetRelativeAttention: RelativeAttention, XLNetLayer: Layer}
 
 
-def replaced(config: XLNetConfig) -> dict:
+def own_layers(config: XLNetConfig) -> dict[type, type]:
     """Returns REPLACED; raises InputError for distances whose scores `turned` does not give."""
-    for name, value in {"attn_type": "bi", "bi_data": False, "clamp_len": -1}.items():
-        if getattr(config, name) != value:
-            raise InputError(
-                f"this XLNet has {name}={getattr(config, name)!r}; expected {value!r}, as the published ones have"
-            )
+    expected = {"attn_type": "bi", "bi_data": False, "clamp_len": -1}
+    for name, value in expected.items():
+        found = getattr(config, name)
+        if found != value:
+            raise InputError(f"this XLNet has {name}={found!r}; expected {value!r}, as the published ones have")
     return REPLACED

@@ -1,0 +1,205 @@
+"""Encoders in transformers' folders: opened, loaded and saved.
+
+checkpoint = open_checkpoint("google-bert/bert-base-uncased", "bert")
+model = load(AutoModelForMaskedLM, checkpoint.config, checkpoint.source)
+save(folder, model, weights, checkpoint.tokenizer)
+"""
+
+import copy
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import safetensors
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from errors import InputError
+from models import architectures, encoders
+
+# A model may have this many tokens more than its tokenizer, for the hardware's sake, or this share
+# of its own: mDeBERTa has 251,000 and a tokenizer of 250,102.
+PADDED_VOCABULARY = 128
+PADDED_SHARE = 0.005
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights of a model come from.
+
+    Attributes:
+        folder: local folder or hub id.
+        weights: by name, where they had to be converted; None: transformers reads the folder's.
+    """
+
+    folder: str
+    weights: dict[str, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint, whose weights are not loaded yet."""
+
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    source: Source
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with the weights of a checkpoint.
+
+    Attributes:
+        missing: names of the parameters that the checkpoint has not, and which are new.
+        other_shapes: the same of those that it has in another shape -> their shape there.
+    """
+
+    model: PreTrainedModel
+    missing: frozenset[str]
+    other_shapes: dict[str, torch.Size]
+
+
+def open_checkpoint(folder: str, model: str, compiled: bool = True) -> Checkpoint:
+    """Opens a hub id or local folder.
+
+    Args:
+        model: the encoder that it must be, a name of models/encoders; "auto": any.
+        compiled: whether its steps are compiled programs, see `architectures.check`.
+
+    Raises:
+        InputError: it cannot be read, is another architecture or one that does not run here, or has
+            another model's tokenizer.
+    """
+    encoder = encoders.record(model)
+    if encoder.read_folder is None:
+        checkpoint = _open_folder(folder, model, compiled)
+    else:
+        config, weights, tokenizer = encoder.read_folder(folder)
+        checkpoint = Checkpoint(config, tokenizer, Source(folder, weights))
+
+    words = getattr(checkpoint.config.get_text_config(), "vocab_size", None)
+    if words is not None:  # CANINE hashes characters, and has none
+        unused = words - len(checkpoint.tokenizer)
+        if not 0 <= unused < max(PADDED_VOCABULARY, PADDED_SHARE * words):
+            both = f"a model of {words} tokens and a tokenizer of {len(checkpoint.tokenizer)}"
+            raise InputError(f"checkpoint {folder} has {both}; they do not belong together")
+    return checkpoint
+
+
+def _open_folder(folder: str, model: str, compiled: bool) -> Checkpoint:
+    """Opens a checkpoint of transformers, see `open_checkpoint`."""
+    expected = encoders.record(model).architecture
+    try:
+        if folder.startswith(("/", ".")) and not os.path.isdir(folder):
+            raise OSError("there is no such folder; give one, or a hub id")
+        config = AutoConfig.from_pretrained(folder)
+        if expected not in (config.model_type, ""):
+            raise InputError(f"checkpoint {folder} is a {config.model_type}, not a {model}")
+        architectures.check(folder, config, compiled)
+        encoder = encoders.record_of(config)
+        if encoder is not None and encoder.own_layers is not None:
+            encoder.own_layers(config)  # refuses what they cannot compute
+        tokenizer = _open_tokenizer(folder)
+    except InputError:  # which is a ValueError
+        raise
+    except (OSError, ValueError) as error:
+        raise InputError(_unreadable(folder, error)) from error
+    return Checkpoint(config, tokenizer, Source(folder))
+
+
+def _open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a checkpoint; raises OSError or ValueError if it cannot be read."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # a tokenizer without its files raises TypeError and more
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(f"its tokenizer is not there, or not whole ({said})") from error
+
+
+def _unreadable(folder: str, error: Exception) -> str:
+    return f"checkpoint {folder} cannot be read: {str(error).splitlines()[0]}"
+
+
+def load(auto_class: type, config: PreTrainedConfig, source: Source) -> Loaded:
+    """Loads a float32 model of one of transformers' auto classes with a checkpoint's encoder.
+
+    The head is new where the checkpoint has none, or has one for another number of labels.
+
+    Raises:
+        InputError: the checkpoint lacks weights of the encoder, which would stay random without a
+            word, or has them in other shapes.
+    """
+    folder = source.folder
+    options = {
+        "config": config,
+        "dtype": torch.float32,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }
+    try:
+        if source.weights is None:
+            model, report = auto_class.from_pretrained(folder, **options)
+        else:
+            model_class = auto_class._model_mapping[type(config)]
+            model, report = model_class.from_pretrained(None, state_dict=source.weights, **options)
+    except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
+        raise InputError(_unreadable(folder, error)) from error
+
+    missing = list(report["missing_keys"])
+    other_shapes = {name: shape for name, shape, *_ in report["mismatched_keys"]}
+    of_encoder = f"{model.base_model_prefix}."
+    lacked = [name for name in missing if name.startswith(of_encoder) and "pooler" not in name]
+    if lacked:
+        example = f"{len(lacked)} weights of its encoder, such as {lacked[0]}"
+        raise InputError(f"checkpoint {folder} lacks {example}")
+    misshapen = [name for name in other_shapes if name.startswith(of_encoder)]
+    if misshapen:
+        example = f"{misshapen[0]} in another shape than its configuration says"
+        raise InputError(f"checkpoint {folder} has {example}")
+    return Loaded(model, frozenset(missing), other_shapes)
+
+
+def save(
+    folder: str,
+    model: PreTrainedModel,
+    weights: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    write_folder: Callable | None = None,
+) -> None:
+    """Writes the folder that `from_pretrained` and `pipeline` of transformers load.
+
+    Args:
+        folder: local.
+        weights: the model's state_dict on the host.
+        write_folder: of the encoder's record: writes what fairseq loads, into the folder fairseq.
+    """
+    logging.disable_progress_bar()
+    settings = copy.deepcopy(model.config)
+    settings._attn_implementation = None  # ours has a name that only this program knows
+    with torch.device("meta"):  # so that nothing is held twice
+        on_host = type(model)(settings)
+    on_host.load_state_dict(weights, assign=True)
+    on_host.tie_weights()
+    on_host.save_pretrained(folder)
+
+    tokenizer = copy.deepcopy(tokenizer)
+    longest = architectures.positions(model)
+    if longest < math.inf:  # else the tokenizer's own says what the model was made for
+        tokenizer.model_max_length = longest
+    if tokenizer.is_fast:  # its file would have this run's --lengths, and cut what others read
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    tokenizer.save_pretrained(folder)
+    if write_folder is not None:
+        write_folder(f"{folder}/fairseq", model.config, weights, tokenizer)

@@ -1,0 +1,90 @@
+"""BERT (Devlin et al. 2019, arXiv:1810.04805)."""
+
+from torch import Tensor
+from transformers import BertConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from models.encoders.record import Cuts, Encoder, FineTuning, LanguageHead, Pretraining, Size
+from models.partition import IN, OUT, VECTOR
+
+
+def configuration(size: Size, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> BertConfig:
+    """Returns the configuration of a new BERT."""
+    return BertConfig(
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        num_hidden_layers=size.layers,
+        hidden_size=size.width,
+        num_attention_heads=size.heads,
+        intermediate_size=4 * size.width,
+        max_position_embeddings=max_tokens,
+    )
+
+
+def words(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Returns logits [B, P, words] of hidden states [B, P, H]."""
+    return model.cls.predictions(hidden)
+
+
+def next_sentence(model: PreTrainedModel, pooled: Tensor) -> Tensor:
+    """Returns logits [B, 2] of pooled outputs [B, H]: whether the second half follows the first."""
+    return model.cls.seq_relationship(pooled)
+
+
+ENCODER = Encoder(
+    architecture="bert",
+    tokenizer="bert",
+    published=BertConfig(),  # its defaults are those of google-bert/bert-base-uncased
+    configuration=configuration,
+    cuts=Cuts(
+        parameters={
+            r"attention\.self\.(query|key|value)\.weight": OUT,
+            r"attention\.self\.(query|key|value)\.bias": VECTOR,
+            r"attention\.output\.dense\.weight": IN,
+            r"intermediate\.dense\.weight": OUT,
+            r"intermediate\.dense\.bias": VECTOR,
+            r"\d+\.output\.dense\.weight": IN,
+            r"word_embeddings\.weight": OUT,
+        },
+        layers="bert.encoder.layer",
+        shared=r"attention\.self$",
+    ),
+    head=LanguageHead(
+        module="cls",
+        cuts={r"cls\.predictions\.bias": VECTOR},
+        words=words,
+        next_sentence=next_sentence,
+    ),
+    fine_tuning=FineTuning(
+        source="Devlin et al. 2019, A.3: lr 5e-5, 3e-5 or 2e-5; run_classifier.py of its authors",
+        checkpoint="google-bert/bert-base-uncased",
+        lr=2e-5,
+        warmup=0.1,
+        weight_decay=0.01,
+        epochs=3,
+    ),
+    objective="models.masked_words",
+    pretraining=Pretraining(
+        source="Devlin et al. 2019, A.2",
+        batch_size=256,
+        steps=1_000_000,
+        lr=1e-4,
+        warmup_steps=10_000,
+        weight_decay=0.01,
+        beta2=0.999,
+        clip=1.0,
+    ),
+    pretraining_of_size={
+        "1.3b": Pretraining(
+            source="Shoeybi et al. 2019, section 4.2",
+            batch_size=1024,
+            steps=2_000_000,
+            lr=1e-4,
+            warmup_steps=10_000,
+            weight_decay=0.01,
+            beta2=0.999,
+            clip=1.0,
+        )
+    },
+    token_types=True,
+    packed_layers="encoder",
+)

@@ -1,0 +1,308 @@
+"""What the tests of train/common/embedding share: tables, batches, torch's side of a comparison,
+checkpoints.
+
+Tolerance. Both sides compute in float32 (epsilon 1.2e-7), but add the gradients of equal rows, and
+the loss, in another order: a few roundings of numbers of at most 1, some steps long. Where the
+optimizer divides by a root of few squared gradients, their relative error passes on to the weight
+undamped, times the learning rate. 2e-6 is above what that gives, and a thousandth of what a wrong
+or lost gradient does: rows move by 0.005 to 0.2.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_xla
+import torch_xla.distributed.spmd as xs
+from helpers import on_mesh, update
+from torch import Tensor, nn, optim
+
+from bench.embedding import squared_error
+from models.hashing import hash32
+from train.common import device
+from train.common.checkpoint import Checkpointer
+from train.common.embedding import (
+    OPTIMIZERS,
+    RowWiseAdagrad,
+    ShardedEmbeddingBags,
+    Table,
+    TableStorage,
+)
+from train.common.embedding.owners import Rows
+from train.common.mesh import Mesh
+
+TOLERANCE = 2e-6
+DIM = 16
+BATCH = 48
+# One-hot and multi-hot, sum and mean, tables smaller than a batch and one that is larger.
+TABLES = (
+    Table("user", 1000),
+    Table("tags", 37, 3, "mean"),
+    Table("item", 20_000),
+    Table("shop", 12, 2),
+    Table("day", 3),
+    Table("words", 700, 4, "mean"),
+    Table("hour", 64),
+)
+MIXED = ("exchange", "data", "exchange", "data", "exchange", "exchange", "data")
+LR = {"sgd": 0.05, "rowwise_adagrad": 0.05, "adagrad": 0.05, "lazy_adam": 0.02}
+RATES = (1, 0, 0.5, 1)  # of each step, times LR
+SEED = 3_000_000_000  # no int32
+
+
+# ---- embeddings and batches ----------------------------------------------------------------------
+
+
+def with_plan(plan: str, tables=TABLES) -> list[Table]:
+    plans = MIXED if plan == "mixed" else [plan] * len(tables)
+    return [dataclasses.replace(table, plan=own) for table, own in zip(tables, plans, strict=True)]
+
+
+def make(mesh, plan="mixed", optimizer="sgd", model_devices=0, seed=0, tables=TABLES, dim=DIM) -> ShardedEmbeddingBags:
+    rule = OPTIMIZERS[optimizer]()
+    return ShardedEmbeddingBags(with_plan(plan, tables), dim, mesh, rule, LR[optimizer], seed, model_devices)
+
+
+def in_lines(mesh: Mesh) -> Mesh:
+    """Returns a mesh that says that it is a TPU's: tables have rows side by side in lines of
+    128."""
+    return dataclasses.replace(mesh, kind="TPU v4")
+
+
+def put(mesh, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Uploads a batch as the loader does: sharded over the first dimension."""
+    return {key: device.upload(value, mesh) for key, value in batch.items()}
+
+
+def draw_ids(table: Table, kind: str, generator: torch.Generator) -> Tensor:
+    """Draws ids [BATCH, lookups]: "power law", so that they come again within and across examples;
+    "one" for all; "eighth": with a common divisor."""
+    random = torch.rand(BATCH, table.lookups, generator=generator)
+    if kind == "one":
+        return torch.full(random.shape, table.rows // 2, dtype=torch.int32)
+    if kind == "eighth":
+        return ((random * table.rows / 8).floor() * 8).int()
+    return ((table.rows + 1) ** random - 1).int()
+
+
+def host_batch(step: int, tables=TABLES, ragged: bool = True, ids: tuple[str, ...] = ("power law",)):
+    """Returns the batch of a step: ids of each kind in turn, present, and targets y [BATCH, tables,
+    DIM]."""
+    generator = torch.Generator().manual_seed(step)
+    kind = ids[step % len(ids)]
+    batch = {"ids": torch.cat([draw_ids(table, kind, generator) for table in tables], 1)}
+    if ragged:
+        bags = torch.rand(BATCH, len(tables), generator=generator) < 0.85
+        bags = bags.repeat_interleave(torch.tensor([table.lookups for table in tables]), 1)
+        present = bags & (torch.rand(batch["ids"].shape, generator=generator) < 0.7)
+        batch["present"] = present.float()
+    batch["y"] = torch.rand(BATCH, len(tables), DIM, generator=generator)
+    return batch
+
+
+def whole(pieces: Mapping[str, Tensor], tables=TABLES) -> dict[tuple[str, str], Tensor]:
+    """Returns (table, weight or state) -> all of it, put together from pieces that must not overlap
+    or leave gaps."""
+    rows_of = {table.name: table.rows for table in tables}
+    found = {}
+    for key, piece in pieces.items():
+        if key == "step":
+            continue
+        name, kind, _, column = key.split("/")
+        shape = (rows_of[name], DIM) if piece.dim() == 2 else (rows_of[name],)
+        array = found.setdefault((name, kind), torch.full(shape, float("nan")))
+        part = (Rows.of_piece(key).table_rows(0, piece.shape[0]),)
+        if piece.dim() == 2:
+            part += (slice(int(column), int(column) + piece.shape[1]),)
+        assert array[part].shape == piece.shape and array[part].isnan().all()
+        array[part] = piece
+    assert not any(array.isnan().any() for array in found.values())
+    return found
+
+
+# ---- forward passes and steps --------------------------------------------------------------------
+
+
+def pooled(embeddings, batch):
+    return embeddings(batch["ids"], batch.get("present"))
+
+
+def in_two_passes(embeddings, batch):
+    results = []
+    for first in (0, BATCH // 2):
+        half = {name: value[first : first + BATCH // 2] for name, value in batch.items()}
+        results.append(pooled(embeddings, half))
+    return torch.cat(results)
+
+
+def as_vocabulary(embeddings, batch):
+    """One id per bag, as in a language model: a row for every place of a sequence; here their
+    mean."""
+    return embeddings(batch["ids"].reshape(-1, 1)).reshape(BATCH, -1, 1, DIM).mean(1)
+
+
+def train_step(embeddings, batch, forward):
+    loss = squared_error(forward(embeddings, batch), batch["y"])
+    loss.backward()
+    embeddings.step()
+    return loss.detach()
+
+
+def loaded_step(embeddings, batch):
+    """Trains on a batch; returns the pooled rows and the load."""
+    found = pooled(embeddings, batch)
+    squared_error(found, batch["y"]).backward()
+    return {"pooled": found.detach() + 0, **embeddings.step()}
+
+
+# ---- the reference: torch on the CPU -------------------------------------------------------------
+
+
+def torchrecs(weights, lr):
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad as Theirs
+
+    return Theirs(weights, lr, eps=RowWiseAdagrad.eps)
+
+
+REFERENCES = {
+    "sgd": optim.SGD,
+    "adagrad": optim.Adagrad,
+    "lazy_adam": optim.SparseAdam,
+    "rowwise_adagrad": torchrecs,
+}
+
+
+def reference_pooled(weights, batch, tables=TABLES, sparse=False) -> Tensor:
+    """Returns what nn.EmbeddingBag's function makes of bags without their absent ids."""
+    present = batch.get("present", torch.ones(batch["ids"].shape))
+    widths = [table.lookups for table in tables]
+    all_ids = torch.split(batch["ids"].long(), widths, 1)
+    all_present = torch.split(present, widths, 1)
+    results = []
+    for ids, here, table, weight in zip(all_ids, all_present, tables, weights, strict=True):
+        offsets = F.pad((here > 0).sum(1).cumsum(0)[:-1], (1, 0))
+        results.append(F.embedding_bag(ids[here > 0], weight, offsets, mode=table.pooling, sparse=sparse))
+    return torch.stack(results, 1)
+
+
+def expected_initial(number: int, rows: int) -> Tensor:
+    """Returns the initial weights of a table, which depend on the seed alone."""
+    salt = int(np.random.SeedSequence((SEED, number)).generate_state(1)[0].astype(np.int32))
+    row = hash32(torch.arange(rows, dtype=torch.int32) ^ salt)[:, None]
+    bits = hash32(row + torch.arange(DIM, dtype=torch.int32) * 0x01000193)
+    return ((bits >> 8 & 0xFFFFFF).float() * 2.0**-23 - 1) * rows**-0.5
+
+
+def assert_parity(
+    mesh, plan, optimizer, model_devices=0, tables=TABLES, forward=pooled, evaluates=False, **ids
+) -> ShardedEmbeddingBags:
+    """Trains on the mesh and on the CPU from the same weights, asserts that both have the same;
+    returns the embeddings. A step that is compiled again, or falls back to the host, raises.
+
+    Args:
+        evaluates: an evaluation comes before each update, which leaves nothing to update.
+        ids: options of host_batch.
+    """
+    own = tables
+    if forward is as_vocabulary:
+        own = [dataclasses.replace(table, lookups=1) for table in tables]
+    embeddings = make(mesh, plan, optimizer, model_devices, SEED, own)
+    weights = [nn.Parameter(expected_initial(number, table.rows)) for number, table in enumerate(tables)]
+    before = whole(embeddings.pieces(), tables)
+    for table, weight in zip(tables, weights, strict=True):
+        assert torch.equal(before[table.name, "weight"], weight), f"initial weights of {table.name}"
+
+    near = partial(torch.testing.assert_close, rtol=0, atol=TOLERANCE)
+    reference = REFERENCES[optimizer](weights, lr=LR[optimizer])
+    step = device.compiled(train_step, mesh)
+    evaluation = device.compiled(torch.no_grad()(pooled), mesh)
+    losses = []
+    expected = []
+    for number, rate in enumerate(RATES):
+        device.set_lr(embeddings, rate * LR[optimizer])
+        reference.param_groups[0]["lr"] = rate * LR[optimizer]
+        batch = host_batch(number, tables, **ids)
+        uploaded = put(mesh, batch)
+        if evaluates:
+            near(
+                evaluation(embeddings, uploaded).cpu(),
+                reference_pooled(weights, batch, tables).detach(),
+            )
+            with pytest.raises(RuntimeError, match="needs a forward pass and a backward pass"):
+                embeddings.step()
+        losses.append(step(embeddings, uploaded, forward))
+        sparse = optimizer != "rowwise_adagrad"  # which torchrec's does not take
+        loss = squared_error(reference_pooled(weights, batch, tables, sparse), batch["y"])
+        reference.zero_grad()
+        loss.backward()
+        reference.step()
+        expected.append(loss.item())
+    embeddings.check()
+
+    after = whole(embeddings.pieces(), tables)
+    assert device.fetch(losses) == pytest.approx(expected, rel=TOLERANCE)
+    for table, weight in zip(tables, weights, strict=True):
+        near(after[table.name, "weight"], weight.data)
+        for kind in OPTIMIZERS[optimizer].states:
+            state = after[table.name, kind]
+            near(state, reference.state[weight][kind].reshape(state.shape))
+        moved = (weight.data - before[table.name, "weight"]).abs().max()
+        assert moved > 0.005, f"{table.name} did not learn: this comparison shows nothing"
+    return embeddings
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def dense(mesh, seed: int = 0):
+    """Makes the part of a model that is no table, and its optimizer."""
+    torch.manual_seed(seed)
+    return on_mesh(mesh, nn.Linear(DIM, 1), partial(optim.SGD, lr=0.05, momentum=0.9, foreach=False))
+
+
+def step_of_both(embeddings, model, optimizer, batch):
+    embedded = embeddings(batch["ids"], batch["present"])
+    loss = update(squared_error(embedded * model(embedded), batch["y"]), optimizer)
+    embeddings.step()
+    return loss
+
+
+def train_both(mesh, step: Callable, embeddings, model, optimizer, first: int, stop: int) -> list[float]:
+    """Trains the steps from `first` to `stop` with a compiled step_of_both; returns the losses."""
+    losses = [step(embeddings, model, optimizer, put(mesh, host_batch(number))) for number in range(first, stop)]
+    return device.fetch(losses)
+
+
+def filled(mesh, optimizer="adagrad", value: float = 1.0, plan="mixed") -> ShardedEmbeddingBags:
+    """Makes embeddings whose arrays hold numbers of their own, as after some training, without a
+    step to compile."""
+    embeddings = make(mesh, plan, optimizer)
+    for array in embeddings.arrays:
+        specs = [array.spec, *array.state_specs]
+        for (_, tensor), spec in zip(array.tensors(), specs, strict=True):
+            tensor.copy_(value + torch.arange(tensor.numel()).reshape(tensor.shape) * 1e-3)
+            xs.mark_sharding(tensor, embeddings.devices.spmd, spec)
+    embeddings.step_count.copy_(torch.tensor(1000 * value))
+    embeddings.devices.annotate_replicated(embeddings.step_count)
+    torch_xla.sync()
+    return embeddings
+
+
+def save(place: str, embeddings, mesh, step: int) -> None:
+    with Checkpointer(place, tables=TableStorage(embeddings)) as checkpoints:
+        checkpoints.save(step, *dense(mesh))
+
+
+def restore(place: str, embeddings, mesh, rest=None) -> int:
+    return Checkpointer(place, tables=TableStorage(embeddings)).restore(*(rest or dense(mesh)), mesh)
+
+
+def state_sums(embeddings) -> dict[str, int]:
+    """Returns a checksum of each table and each of its states."""
+    tensors = whole(embeddings.pieces())
+    return {f"{name}/{kind}": zlib.crc32(tensor.numpy()) for (name, kind), tensor in tensors.items()}

@@ -1,0 +1,230 @@
+"""train/common/embedding on 1, 6 and 8 devices, in processes of their own: parity, checkpoints,
+what is compiled."""
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch_xla.core.xla_model as xm
+from embedding_helpers import (
+    DIM,
+    SEED,
+    TABLES,
+    TOLERANCE,
+    assert_parity,
+    dense,
+    make,
+    restore,
+    save,
+    state_sums,
+    step_of_both,
+    train_both,
+)
+from helpers import DUMP, environment, largest_dump, read_program
+
+from tpu.compiler import hlo
+from train.common import device
+from train.common.embedding import OPTIMIZERS, Table
+
+ROOT = Path(__file__).parents[1]
+# plan, optimizer, and devices that share a copy (none: all)
+OTHER_COMBINATIONS = {
+    1: [("mixed", "lazy_adam")],
+    6: [("exchange", "lazy_adam"), ("exchange", "adagrad", 3), ("data", "adagrad", 3)],
+    8: [("mixed", "rowwise_adagrad", 4)],
+}
+RESTORED = {
+    1: ("mixed",),
+    6: ("data", "exchange"),
+    8: ("mixed",),
+}  # plans under which a checkpoint of 4 is restored
+DUMPING = 8  # devices of the process that writes its programs
+DUMPED = {"exchange": "lazy_adam", "data": "adagrad"}
+BIG = (
+    Table("one", 30_000),
+    Table("other", 18_000),
+    Table("tags", 9_000, 3, "mean"),
+    Table("shop", 12, 2),
+    TABLES[4],
+)
+
+
+# ---- in a process of its own ---------------------------------------------------------------------
+
+
+def dump_programs(mesh, folder: str) -> dict[str, dict[str, Any]]:
+    """Asserts parity for each of DUMPED. Returns the files of the programs of the initial weights
+    and of the train step, and the elements of a device's part of an array."""
+    found = {}
+    seen = set()
+    for plan, optimizer in DUMPED.items():
+        make(mesh, plan, optimizer, seed=SEED, tables=BIG)
+        xm.wait_device_ops()
+        initial = largest_dump(folder, seen)
+        array = assert_parity(mesh, plan, optimizer, tables=BIG).arrays[0]
+        step = largest_dump(folder, seen)
+        found[plan] = {
+            "initial": str(initial),
+            "step": str(step),
+            "part": array.device_rows * array.dim,
+        }
+    return found
+
+
+def on_devices(place: str, folder: str) -> dict[str, Any]:
+    """Asserts parity, restores a checkpoint of other devices and saves one; returns what the tests
+    compare."""
+    mesh = device.setup(0, "float32")
+    programs = dump_programs(mesh, folder) if mesh.num_devices == DUMPING else {}
+    for combination in OTHER_COMBINATIONS[mesh.num_devices]:
+        embeddings = assert_parity(mesh, *combination)
+        assert mesh.num_devices > 1 or set(embeddings.plans) == {"data"}
+    restored = {}
+    for plan in RESTORED[mesh.num_devices]:
+        embeddings = make(mesh, plan, "lazy_adam")
+        assert restore(place, embeddings, mesh) == 3
+        restored[plan] = [state_sums(embeddings), embeddings.step_count.item()]
+    save(f"{place}-{mesh.num_devices}", embeddings, mesh, 7)
+    losses = train_both(mesh, device.compiled(step_of_both, mesh), embeddings, *dense(mesh), 3, 5)
+    return {"restored": restored, "losses": losses, "programs": programs}
+
+
+# ---- the tests' process --------------------------------------------------------------------------
+
+
+def start(place: str, folder: str, devices: int) -> subprocess.Popen:
+    """Starts `on_devices` of this file; its last line of output is JSON."""
+    code = f"import json, test_embedding_devices as t; print(json.dumps(t.on_devices({place!r}, {folder!r})))"
+    variables = environment(devices, PYTHONPATH=f"{ROOT}:{ROOT}/tests")
+    if devices == DUMPING:
+        variables["XLA_FLAGS"] = DUMP.format(folder)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], env=variables, **pipes)
+
+
+def answer(process: subprocess.Popen) -> dict[str, Any]:
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    return json.loads(out.splitlines()[-1])
+
+
+@dataclass
+class Runs:
+    """A checkpoint that four devices have made, and what other numbers of devices make of it.
+
+    Attributes:
+        place: of the checkpoint; f"{place}-{devices}": of theirs.
+        expected: checksums of its tables, and the count of updates.
+        losses: of the steps after it, on four devices.
+        on: devices -> what `on_devices` returned.
+    """
+
+    place: str
+    expected: list
+    losses: list[float]
+    on: dict[int, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def runs(mesh, tmp_path_factory) -> Runs:
+    place = str(tmp_path_factory.mktemp("devices") / "checkpoints")
+    folder = str(tmp_path_factory.mktemp("devices") / "programs")
+    embeddings = make(mesh, "mixed", "lazy_adam")
+    model, optimizer = dense(mesh)
+    step = device.compiled(step_of_both, mesh)
+    train_both(mesh, step, embeddings, model, optimizer, 0, 3)
+    save(place, embeddings, mesh, 3)
+    expected = [state_sums(embeddings), embeddings.step_count.item()]
+    losses = train_both(mesh, step, embeddings, *dense(mesh), 3, 5)
+    processes = {devices: start(place, folder, devices) for devices in RESTORED}
+    return Runs(
+        place,
+        expected,
+        losses,
+        {devices: answer(process) for devices, process in processes.items()},
+    )
+
+
+every_other = pytest.mark.parametrize("devices", RESTORED)
+
+
+@every_other
+def test_a_checkpoint_is_restored_on_other_devices(runs, devices):
+    assert runs.on[devices]["restored"] == dict.fromkeys(RESTORED[devices], runs.expected)
+
+
+@every_other
+def test_training_goes_on_alike_on_other_devices(runs, devices):
+    assert runs.on[devices]["losses"] == pytest.approx(runs.losses, rel=TOLERANCE)
+
+
+@every_other
+def test_a_checkpoint_comes_back_from_other_devices(mesh, runs, devices):
+    back = make(mesh, "exchange", "lazy_adam", seed=9)
+    assert restore(f"{runs.place}-{devices}", back, mesh) == 7
+    assert [state_sums(back), back.step_count.item()] == runs.expected
+
+
+# ---- programs ------------------------------------------------------------------------------------
+every_plan = pytest.mark.parametrize("plan", DUMPED)
+
+
+def elements(shape: hlo.Shape) -> int:
+    """Returns the elements of the largest array of a shape."""
+    return max(map(elements, shape.elements), default=math.prod(shape.dimensions))
+
+
+def instructions(program: hlo.Module) -> list[hlo.Instruction]:
+    return [one for computation in program.computations.values() for one in computation.instructions]
+
+
+def arrays_of(plan: str) -> int:
+    """Returns how many arrays are as large as the tables: the weight and the full states."""
+    return 1 + list(OPTIMIZERS[DUMPED[plan]].states.values()).count("full")
+
+
+@every_plan
+def test_only_the_update_in_place_is_as_large_as_a_table(runs, plan):
+    """No copy, all-gather, all-reduce, broadcast (a dense gradient), add or sort has that size."""
+    found = runs.on[DUMPING]["programs"][plan]
+    named = ("parameter", "bitcast", "get-tuple-element", "tuple")  # no memory of their own
+    large = []
+    for one in instructions(read_program(Path(found["step"]))):
+        if elements(one.shape) >= found["part"] // 2 and one.opcode not in named:
+            large.append(one)
+    operations = Counter(one.opcode for one in large)
+    names = [f"{one.name} {one.shape}" for one in large]
+    assert operations.keys() <= {"scatter", "fusion", "call"} and operations["scatter"] == arrays_of(plan), names
+
+
+@every_plan
+def test_tables_come_in_and_go_out_in_the_same_memory(runs, plan):
+    """They have sizes of their own."""
+    found = runs.on[DUMPING]["programs"][plan]
+    program = read_program(Path(found["step"]))
+    inputs = [one.shape for one in program.parameters]
+    outputs = program.entry.root.shape.elements
+
+    def large(shapes: list[hlo.Shape]) -> list[str]:
+        return sorted(shape.text for shape in shapes if elements(shape) >= found["part"] // 2)
+
+    in_place = [outputs[o] for o, i in program.input_output_alias if inputs[i].text == outputs[o].text]
+    assert len(large(inputs)) == len(set(large(inputs))) == arrays_of(plan)
+    assert large(in_place) == large(inputs) == large(outputs)
+
+
+@every_plan
+def test_each_device_makes_its_own_part_of_the_weights(runs, plan):
+    found = runs.on[DUMPING]["programs"][plan]
+    part = found["part"]
+    initial = read_program(Path(found["initial"]))
+    assert part <= max(elements(one.shape) for one in instructions(initial)) < 1.01 * part, "more was made"
+    everything = sum(table.rows for table in BIG) * DIM
+    expected = everything if plan == "data" else everything / DUMPING
+    assert part == pytest.approx(expected, rel=0.05)

@@ -1,0 +1,196 @@
+"""Plan "exchange" (train/common/embedding/exchange.py): who owns a row, how many slots there are,
+what is dropped."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+import torch_xla
+from embedding_helpers import BATCH, DIM, host_batch, loaded_step, put, save, with_plan
+
+from bench import embedding as bench
+from errors import InputError
+from models.hashing import hash32
+from train.common import device
+from train.common.checkpoint import Checkpointer
+from train.common.embedding import SGD, ShardedEmbeddingBags, Table, exchange, hashing, owners
+from train.common.embedding.rows import line_and_columns
+
+# Those beyond 2**24 are not all float32s, in which torch_xla divides int32.
+NUMBERS = np.concatenate([np.arange(3000), 2**24 + np.arange(-9, 9), 2**31 - 300 + np.arange(290)])
+
+
+def on_device(mesh) -> torch.Tensor:
+    return torch.tensor(NUMBERS, dtype=torch.int32).to(mesh.device)
+
+
+# ---- owners --------------------------------------------------------------------------------------
+every_count = pytest.mark.parametrize("parts", [1, 6, 256])
+
+
+@every_count
+def test_every_row_has_one_owner_and_one_place_there(mesh, parts):
+    array_rows = on_device(mesh)
+    owner, device_row = owners.owner_of(array_rows, parts)
+    assert torch.equal(owners.array_row_of(owner, device_row, parts).cpu(), array_rows.cpu())
+    assert np.array_equal(device_row.cpu().numpy(), NUMBERS // parts)
+    assert owner.min().item() == 0 and owner.max().item() == parts - 1
+
+
+@every_count
+def test_owners_share_consecutive_rows_equally(mesh, parts):
+    owner = owners.owner_of(on_device(mesh), parts)[0].cpu().numpy()
+    blocks = owner[: 3000 - 3000 % parts].reshape(-1, parts)
+    assert np.array_equal(np.sort(blocks, 1), np.broadcast_to(np.arange(parts), blocks.shape))
+
+
+@pytest.mark.parametrize("parts", [6, 256])
+def test_owners_share_rows_with_a_common_divisor(mesh, parts):
+    owner = owners.owner_of(on_device(mesh), parts)[0].cpu().numpy()
+    counts = np.bincount(owner[:3000:parts], minlength=parts)
+    assert counts.max() < 3000 / parts**2 + 6 * (3000 / parts**2) ** 0.5 + 3
+
+
+# ---- integers that float32 has not ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", [1, 3, 5000, 2**27 + 1])
+def test_division_of_large_integers_is_exact(mesh, by):
+    quotient, rest = hashing.divide(on_device(mesh), by)
+    assert np.array_equal(quotient.cpu().numpy(), NUMBERS // by)
+    assert np.array_equal(rest.cpu().numpy(), NUMBERS % by)
+
+
+def test_lines_of_large_rows_are_exact(mesh):
+    line, own = line_and_columns(on_device(mesh), 128, 16)
+    assert np.array_equal(line.cpu().numpy(), NUMBERS // 8)
+    assert np.array_equal(own.cpu().int().argmax(1).numpy(), NUMBERS % 8 * 16)
+
+
+def test_tables_and_dropout_have_the_same_hash(mesh):
+    """train/common and models/ each have a copy, since neither imports the other."""
+    assert torch.equal(hashing.hash32(on_device(mesh)), hash32(on_device(mesh)))
+
+
+# ---- capacities ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mean", "events"), [(0.4, 65_536), (54, 65_536), (512, 64), (4096, 8)])
+def test_there_is_room_for_all_ids_of_ten_million_steps(mean, events):
+    capacity = exchange.planned_capacity(mean, events, 1.0, 10**9)
+    assert 1e7 * events * scipy.stats.poisson.sf(capacity, mean) < 1e-6
+    assert 1e7 * events * scipy.stats.poisson.sf(0.9 * capacity - 9, mean) > 1e-6, "more than is needed"
+    few = exchange.planned_capacity(mean, events, 1.0, 17)
+    many = exchange.planned_capacity(mean, events, 1e3, 10**9)
+    assert few <= 17 <= many
+
+
+# ---- ids without a slot --------------------------------------------------------------------------
+PAIR = r"the fullest pair .* had 1\.[1-9].* give --exchange-room 0\.\d 1 or more instead of 0.3 1"
+OWNER = r"the fullest device 1\.[1-9].* give --exchange-room 1 0\.\d or more instead of 1 0.2"
+OVERFLOWS = {"pair": ((0.3, 1.0), PAIR), "owner": ((1.0, 0.2), OWNER)}
+
+
+@dataclass
+class Trained:
+    """Embeddings after two steps, in the second of which all ids have a slot; of the first step,
+    what it returned and the rows that it changed."""
+
+    embeddings: ShardedEmbeddingBags
+    first: dict
+    changed: int
+
+
+@dataclass
+class Overflow:
+    """The same two steps with too little room at the pair of devices or at the owner, and with
+    enough."""
+
+    where: str
+    message: str
+    ids: torch.Tensor
+    few: Trained
+    enough: Trained
+
+
+EXCHANGED = with_plan("exchange", [Table("one", 5000), Table("other", 700)])
+
+
+def bags(mesh, room: tuple[float, float]) -> ShardedEmbeddingBags:
+    return ShardedEmbeddingBags(EXCHANGED, DIM, mesh, SGD(), 0.1, 0, room=room)
+
+
+def trained(mesh, room: tuple[float, float], batch: dict) -> Trained:
+    embeddings = bags(mesh, room)
+    step = device.compiled(loaded_step, mesh)
+    before = embeddings.arrays[0].weight.cpu()
+    first = step(embeddings, put(mesh, batch))
+    changed = (embeddings.arrays[0].weight.cpu() != before).any(1).sum().item()
+    step(embeddings, put(mesh, batch | {"ids": batch["ids"] * 0}))
+    return Trained(embeddings, first, changed)
+
+
+@pytest.fixture(scope="module", params=OVERFLOWS)
+def overflow(mesh, request) -> Overflow:
+    room, message = OVERFLOWS[request.param]
+    torch.manual_seed(0)
+    ids = torch.randperm(700)[: 2 * BATCH].reshape(BATCH, 2).int()
+    batch = host_batch(0, EXCHANGED, ragged=False) | {"ids": ids}
+    few = trained(mesh, room, batch)
+    enough = trained(mesh, (1.0, 1.0), batch)
+    return Overflow(request.param, message, ids, few, enough)
+
+
+def test_ids_with_a_slot_are_right_beside_dropped_ones(overflow):
+    found = overflow.few.first
+    lost = (found["pooled"] == 0).all(-1)
+    assert torch.equal(found["pooled"][~lost], overflow.enough.first["pooled"][~lost])
+    assert lost.sum().item() == (found["dropped"].item() if overflow.where == "pair" else 0)
+
+
+def test_rows_of_dropped_ids_are_not_trained(overflow):
+    dropped = overflow.few.first["dropped"].item()
+    assert dropped > 0
+    assert overflow.few.changed == 2 * BATCH - dropped
+    assert overflow.enough.changed == 2 * BATCH
+
+
+def test_what_was_dropped_in_an_earlier_step_stays_counted(overflow):
+    assert overflow.few.embeddings.load[0].item() == overflow.few.first["dropped"].item()
+
+
+def test_loads_are_those_that_are_computed_on_the_host(overflow):
+    array_rows = (overflow.ids + torch.tensor([0, 5000])).int()
+    fill = bench.exchange_fill(array_rows.reshape(4, -1))
+    found = overflow.enough.first
+    assert found["dropped"].item() == 0 and max(fill.pair, fill.update) <= 1
+    assert [found["pair_load"].item(), found["update_load"].item()] == pytest.approx([fill.pair, fill.update])
+
+
+def test_dropped_ids_stop_a_run_before_anything_is_saved(mesh, tmp_path, overflow):
+    embeddings = overflow.few.embeddings
+    dropped = overflow.few.first["dropped"]
+    stops = [
+        embeddings.check,
+        partial(embeddings.check, dropped),
+        partial(save, str(tmp_path), embeddings, mesh, 1),
+    ]
+    for stop in stops:
+        with pytest.raises(InputError, match=overflow.message):
+            stop()
+    assert Checkpointer(str(tmp_path)).complete_steps() == []
+    save(str(tmp_path), overflow.enough.embeddings, mesh, 1)
+
+
+def test_ids_that_an_evaluation_drops_stop_the_run(mesh):
+    room, message = OVERFLOWS["pair"]
+    embeddings = bags(mesh, room)
+    ids = torch.randperm(700)[: 2 * BATCH].reshape(BATCH, 2).int()
+    with torch.no_grad():
+        embeddings(put(mesh, {"ids": ids})["ids"])
+    torch_xla.sync()
+    with pytest.raises(InputError, match=message):
+        embeddings.check()

@@ -1,0 +1,153 @@
+"""Plan "data": every device has a copy of the tables, and the gradients of all devices.
+
+    lookup   each device looks up its own examples
+    update   tables smaller than the batch's ids: the gradient of the whole array, all-reduced
+             larger ones: the ids and gradients of all examples, all-gathered
+
+A device row is an array row here: on every device, the tables lie in the array as they do in the
+array rows.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from train.common.embedding.owners import Rows
+from train.common.embedding.plan import HeldRows, Load, Plan
+from train.common.embedding.rows import gradient_of_ids, pool, sum_equal_rows
+
+
+class Copied(Plan):
+    """Tables of which every device has a copy."""
+
+    name = "data"
+    spec = (None, None)
+
+    @classmethod
+    def rows_per_device(cls, rows: int, parts: int) -> float:
+        return rows
+
+    def _lay_out(self) -> tuple[list[int], int]:
+        first_rows = np.cumsum([0, *self.sizes])
+        return first_rows[:-1].tolist(), int(first_rows[-1])
+
+    def _array_rows(self, stored: Tensor) -> Tensor:
+        return stored
+
+    def held_rows(self, table: int, part: int) -> HeldRows:
+        return HeldRows(Rows(first=0), first=self.start[table], count=self.sizes[table])
+
+    def parts_to_fill(self, tensor: Tensor) -> list[int]:
+        return [0]  # one for all devices
+
+    def fill(self, tensor: Tensor, parts: list[Tensor]) -> None:
+        tensor.copy_(parts[0])
+        self.devices.annotate_replicated(tensor)
+
+    def lookup(self, array_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Looks up and adds up the rows of each bag, see Plan; `update` needs the array rows
+        again."""
+        batch_axes = self.devices.batch_axes
+        weight = self.devices.enter(self.weight, self.spec)
+        by_batch = (batch_axes, None)
+        rows = self.devices.enter(self.devices.shard(array_rows, by_batch), by_batch)
+        pooled = pool(weight, rows, self._held(rows), self.lookups, self.dim)
+        shape = (array_rows.shape[0], len(self.numbers), self.dim)
+        return self.devices.leave(pooled, (batch_axes, None, None), shape), array_rows
+
+    def update(
+        self,
+        looked_up: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        lr: Tensor,
+        step: Tensor,
+    ) -> list[Load]:
+        ids = sum(rows.numel() for rows in looked_up)
+        if self.used_rows <= ids:
+            self._update_all(looked_up, grads, lr, step)
+        else:
+            self._update_looked_up(looked_up, grads, lr, step)
+        return []
+
+    def _update_all(
+        self,
+        looked_up: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        lr: Tensor,
+        step: Tensor,
+    ) -> None:
+        """Updates every row: adding up the gradient of small tables over the devices moves fewer
+        bytes than sending that of every example."""
+        rows, g = self._gradient_rows(looked_up, grads, self.devices.batch_axes)
+        # Beside the gradient, a column that counts the ids of each row; after the rows, one for ids
+        # that are not there.
+        counted = torch.cat([g, torch.ones_like(g[:, :1])], 1)
+        total = torch.zeros(self.device_rows + 1, self.dim + 1, device=g.device)
+        total = total.index_add(0, rows, counted)[: self.used_rows]
+        total = self.devices.all_reduce(total)
+        g = total[:, :-1]
+        touched = (total[:, -1:] > 0).float()
+
+        arrays = self._enter_arrays()
+        used = []
+        unused = []
+        for array in arrays:
+            by_row = array.reshape(-1, self.dim) if array.dim() == 2 else array
+            used.append(by_row[: self.used_rows])
+            unused.append(by_row[self.used_rows :])
+        weight, states = self.optimizer.update(used[0], used[1:], None, g, touched, lr, step)
+        written = []
+        for array, new, rest in zip(arrays, [weight, *states], unused, strict=True):
+            written.append(torch.cat([new, rest]).reshape(array.shape))
+        self._leave_arrays(written)
+
+    def _update_looked_up(
+        self,
+        looked_up: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        lr: Tensor,
+        step: Tensor,
+    ) -> None:
+        """Updates the rows that some device has looked up: every device gets the ids and gradients
+        of all."""
+        rows, g = self._gradient_rows(looked_up, grads, None)
+        if self.optimizer.states:  # without a state, equal rows can be added one after the other
+            rows, g = sum_equal_rows(rows, g, self.device_rows)
+        used = rows < self.device_rows
+        touched = used[:, None].float()
+        # Of those that are not used g is 0, and a sum with 0 changes nothing.
+        rows = torch.where(used, rows, torch.zeros_like(rows))
+        self._write(rows, g, touched, lr, step)
+
+    def _gradient_rows(
+        self,
+        looked_up: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        batch_axes: str | tuple[str, ...] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns, in a region, the ids' device rows [n] and gradients [n, dim]; for an id that is
+        not there, `device_rows` and 0.
+
+        Args:
+            batch_axes: the axes over which a device's examples are cut out of the batch; None: it
+                gets all examples.
+        """
+        all_rows = []
+        all_gradients = []
+        for array_rows, gradient in zip(looked_up, grads, strict=True):
+            spec = (batch_axes, None, None)
+            gradient = self.devices.enter(self.devices.shard(gradient, spec), spec)
+            rows = self.devices.enter(self.devices.shard(array_rows, spec[:2]), spec[:2])
+            here = self._held(rows)
+            gradient = gradient_of_ids(gradient, self.lookups)
+            gradient = torch.where(here[..., None], gradient, torch.zeros_like(gradient))
+            rows = torch.where(here, rows, torch.full_like(rows, self.device_rows))
+            all_rows.append(rows.reshape(-1))
+            all_gradients.append(gradient.reshape(-1, self.dim))
+        return torch.cat(all_rows), torch.cat(all_gradients)
+
+    def _held(self, rows: Tensor) -> Tensor:
+        """Returns which of these are rows: False where a bag has no id."""
+        return (rows >= 0) & (rows < self.device_rows)

@@ -1,0 +1,122 @@
+"""Which plan each table takes, and whether the tables fit the memory of a device."""
+
+import math
+import os
+from collections.abc import Sequence
+
+import torch
+
+from errors import InputError
+from train.common.embedding.copied import Copied
+from train.common.embedding.exchange import Exchanged
+from train.common.embedding.optimizers import Optimizer, row_bytes
+from train.common.embedding.plan import Plan
+from train.common.embedding.tables import Table
+from train.common.mesh import Mesh
+
+PLANS: dict[str, type[Plan]] = {plan.name: plan for plan in (Exchanged, Copied)}
+# `auto` copies a table (with its optimizer state) to every device up to this size: adding up its
+# whole gradient over the devices then moves fewer bytes than sending every example's.
+COPIED_BYTES = 1 << 20
+# Memory that a program can use on one device, GiB: the limit that libtpu 0.0.21 (TPU7x: 0.0.51)
+# gives of the device, as GENERATIONS of tpu/compiler/libtpu.py has it in bytes.
+USABLE_GIB = {
+    "TPU v2": 7.48,
+    "TPU v3": 15.48,
+    "TPU v4": 30.75,
+    "TPU v5 lite": 15.75,
+    "TPU v5": 95.73,
+    "TPU v6 lite": 31.24,
+    "TPU7x": 94.74,
+}
+# The part of it for tables and their optimizer state; the rest is for the batch and the network.
+TABLE_SHARE = 0.75
+
+
+def choose_plans(
+    tables: Sequence[Table], dim: int, devices: int, optimizer: Optimizer, device_bytes: float
+) -> tuple[str, ...]:
+    """Returns the name of each table's plan. "auto" copies tables up to COPIED_BYTES and exchanges
+    larger ones; on one device there is nothing to distribute, so all are copied there.
+
+    Args:
+        devices: that share a copy of the tables.
+        device_bytes: memory of each for tables and their optimizer state.
+    Raises:
+        InputError: they do not fit; says what would.
+    """
+    size = row_bytes(dim, optimizer)
+    plans = []
+    for table in tables:
+        if devices == 1:
+            plan = Copied.name
+        elif table.plan != "auto":
+            plan = table.plan
+        elif table.rows * size <= COPIED_BYTES:
+            plan = Copied.name
+        else:
+            plan = Exchanged.name
+        plans.append(plan)
+
+    rows = 0
+    for table, plan in zip(tables, plans, strict=True):
+        rows += PLANS[plan].rows_per_device(table.rows, devices)
+    needed = size * rows
+    if needed > device_bytes:
+        said = _what_would_fit(tables, plans, devices, optimizer, size, needed, device_bytes)
+        raise InputError(said)
+    return tuple(plans)
+
+
+def _what_would_fit(
+    tables: Sequence[Table],
+    plans: Sequence[str],
+    devices: int,
+    optimizer: Optimizer,
+    size: int,
+    needed: float,
+    device_bytes: float,
+) -> str:
+    """Returns how much memory is missing, and what can be changed.
+
+    Args:
+        size: bytes of a row.
+        needed: bytes on each device.
+    """
+    copied = 0
+    shared = 0
+    for table, plan in zip(tables, plans, strict=True):
+        if plan == Copied.name:
+            copied += size * table.rows
+        else:
+            shared += size * table.rows
+    largest = max(tables, key=lambda table: table.rows)
+
+    remedies = []
+    if shared and copied < device_bytes:
+        remedies.append(f"{math.ceil(shared / (device_bytes - copied))} devices")
+    remedies.append(f"{int(device_bytes / needed * 100)} % of the rows")
+    if copied >= device_bytes:
+        remedies.append("plans that share tables out instead of copying them")
+    if "full" in optimizer.states.values():
+        remedies.append("an optimizer with less state (RowWiseAdagrad, SGD)")
+    return (
+        f"the tables need {needed / 2**30:.3g} GiB on each of {devices} device(s); "
+        f"{device_bytes / 2**30:.3g} GiB are there for them (the largest is {largest.name!r}: "
+        f"{largest.rows:,} rows of {size:,} bytes, optimizer state included). "
+        f"What would fit: {', or '.join(remedies)}"
+    )
+
+
+def device_bytes_for_tables(mesh: Mesh) -> float:
+    """Returns the bytes that one device has for tables: a share of its memory; on the CPU backend,
+    of the machine's."""
+    if mesh.kind in USABLE_GIB:
+        return TABLE_SHARE * USABLE_GIB[mesh.kind] * 2**30
+    if mesh.device.type == "cuda":
+        return TABLE_SHARE * torch.cuda.mem_get_info()[1]
+    if mesh.kind != "CPU":
+        raise InputError(f"the memory of a {mesh.kind!r} is not known: give device_bytes")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    devices_here = mesh.num_devices // mesh.process_count
+    return TABLE_SHARE * machine / devices_here

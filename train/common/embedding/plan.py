@@ -1,0 +1,329 @@
+"""A plan: where the rows of tables lie on the devices, how they are looked up, updated and saved.
+
+All tables of one plan lie in one array, with the states of their optimizer. Four numbers tell where
+a row is; each has one name, here and in the other files:
+
+    table row     its number within its table, which is what an id is: 0 <= table row < table.rows
+    array row     its number among the rows of all tables of the array, over all devices: the first
+                  array row of its table (`start`) plus the table row
+    device row    its number among the rows that one device holds: 0 <= device row < `device_rows`.
+                  A plan says which device has an array row, and as which device row
+    line          where it is in the tensor. A line holds `pack` device rows side by side (rows.py),
+                  so device row r is in line r // pack of its device. The tensor [lines, pack * dim]
+                  has the lines of the devices behind each other
+
+With `model_devices` the devices form groups. Each group has a copy of every table, and what is said
+of "all devices" is true of the devices of a group.
+
+Per-device code runs in a region (devices.py): there, a tensor is the part that each device holds.
+"""
+
+import abc
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from errors import InputError
+from train.common.embedding.devices import TableDevices
+from train.common.embedding.hashing import hash32, shift_right
+from train.common.embedding.optimizers import Optimizer
+from train.common.embedding.owners import Rows
+from train.common.embedding.rows import LANES, rows_in_a_line
+from train.common.embedding.tables import Table
+
+# Bytes per device of all live arrays, each of which has a size of its own.
+_live_sizes: set[int] = set()
+
+
+def _distinct_rows(rows: int, bytes_per_row: int, owner: object, pack: int = 1) -> int:
+    """Returns the next multiple of 8 lines (a TPU's tile) of `pack` rows whose size in bytes no
+    live array has; it is taken until `owner` is deleted."""
+    tile = 8 * pack
+    rows = -(-rows // tile) * tile
+    while rows * bytes_per_row in _live_sizes:
+        rows += tile
+    size = rows * bytes_per_row
+    _live_sizes.add(size)
+    weakref.finalize(owner, _live_sizes.discard, size)
+    return rows
+
+
+@dataclass(frozen=True)
+class Load:
+    """How full the slots of a lookup or of an update were, see exchange.py; each is [1] on each
+    device.
+
+    Attributes:
+        dropped: ids or rows without a slot.
+        pair: the share of its slots that the fullest owner has for this device's ids; 0: not known.
+        update: the share of this device's rows to update; 0: not known.
+    """
+
+    dropped: Tensor
+    pair: Tensor
+    update: Tensor
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """The rows of one table that a device holds: device rows `first` to `first + count`.
+
+    Attributes:
+        rows: which of the table's they are.
+    """
+
+    rows: Rows
+    first: int
+    count: int
+
+
+class Plan(abc.ABC):
+    """The tables of one plan in one array, with the states of their optimizer.
+
+    Attributes:
+        name: of the plan, as `Table.plan` has it.
+        may_drop: whether ids can be left without a slot, so that a run must check the load.
+        numbers: the tables' numbers among all tables, in the order in which they lie in the array.
+        sizes: rows of each table; lookups: columns of ids of each.
+        columns: numbers of these columns among the columns of all tables.
+        start: the first array row of each table.
+        device_rows: rows that a device has memory for; `used_rows` of them can hold a row of a
+            table.
+        pack: rows in a line; width: columns of a line.
+        rows: rows of all devices together.
+        spec: how the array is cut over the devices.
+        weight: the array [lines, width]; states: those of the optimizer, cut as `state_specs` say.
+        offsets, positions: `start` of each column of ids, and `numbers`, on the devices.
+        device_numbers: of each device its own, for `TableDevices.load_parts`.
+    """
+
+    name: ClassVar[str]
+    may_drop: ClassVar[bool] = False
+
+    # ---- where rows lie: what a plan decides
+
+    @classmethod
+    @abc.abstractmethod
+    def rows_per_device(cls, rows: int, parts: int) -> float:
+        """Returns how many of a table's rows each of `parts` devices holds, on average."""
+
+    @abc.abstractmethod
+    def _lay_out(self) -> tuple[list[int], int]:
+        """Returns the first array row of each table, and the device rows that the fullest device
+        uses."""
+
+    @abc.abstractmethod
+    def _array_rows(self, stored: Tensor) -> Tensor:
+        """Returns the array row of each row of the tensor. `stored` numbers these, from the first
+        device's first."""
+
+    @abc.abstractmethod
+    def held_rows(self, table: int, part: int) -> HeldRows:
+        """Returns the rows of the array's `table`-th table that the device with this part of the
+        array holds."""
+
+    @abc.abstractmethod
+    def parts_to_fill(self, tensor: Tensor) -> list[int]:
+        """Returns the numbers of the parts of a tensor that `fill` needs on this host."""
+
+    @abc.abstractmethod
+    def fill(self, tensor: Tensor, parts: list[Tensor]) -> None:
+        """Gives a tensor the values of `parts_to_fill`."""
+
+    # ---- a step
+
+    @abc.abstractmethod
+    def lookup(self, array_rows: Tensor) -> tuple[Tensor, Any]:
+        """Looks up and adds up the rows of each bag.
+
+        Args:
+            array_rows: [batch, columns of the array's tables] int32; -1 where a bag has no id.
+        Returns:
+            The sums [batch, tables of the array, dim], sharded by the batch; what `update` and
+            `loads` need.
+        """
+
+    @abc.abstractmethod
+    def update(
+        self,
+        looked_up: Sequence[Any],
+        grads: Sequence[Tensor],
+        lr: Tensor,
+        step: Tensor,
+    ) -> list[Load]:
+        """Updates the rows of several lookups at once, each row once; returns how full the slots
+        were.
+
+        Args:
+            grads: the gradient of each lookup's sums, [batch, tables of the array, dim].
+            step: 1-based number of this update.
+        """
+
+    def loads(self, looked_up: Any) -> list[Load]:
+        """Returns how full the slots of a lookup were."""
+        return []
+
+    # ---- what all plans have
+
+    def __init__(
+        self,
+        numbers: list[int],
+        tables: Sequence[Table],
+        dim: int,
+        devices: TableDevices,
+        optimizer: Optimizer,
+        room: tuple[float, float] = (1.0, 1.0),
+    ):
+        """
+        Args:
+            numbers: of the tables of this plan, among all `tables`.
+            room: capacity factors, see ShardedEmbeddingBags.
+        Raises:
+            InputError: an array row is no int32.
+        """
+        self.numbers = numbers
+        self.dim = dim
+        self.devices = devices
+        self.parts = devices.parts
+        self.optimizer = optimizer
+        self.room = room
+        self.sizes = [tables[number].rows for number in numbers]
+        self.lookups = [tables[number].lookups for number in numbers]
+        first_column = np.cumsum([0] + [table.lookups for table in tables])
+        self.columns = []
+        for number in numbers:
+            self.columns.extend(range(first_column[number], first_column[number + 1]))
+
+        on_tpu = devices.mesh.kind.startswith("TPU")
+        self.pack = rows_in_a_line(dim, LANES if on_tpu else 1)
+        self.width = self.pack * dim
+        self.start, self.used_rows = self._lay_out()
+        self.device_rows = _distinct_rows(self.used_rows, 4 * dim, self, self.pack)
+        cut = self.spec[0] is not None
+        parts = self.parts if cut else 1
+        self.rows = self.device_rows * parts
+        if self.rows + self.parts >= 2**31:
+            together = f"{self.rows:,} rows together"
+            raise InputError(f"tables of plan {self.name!r} have {together}; ids have 32 bits")
+
+        self.state_shapes = []
+        self.state_specs = []
+        for kind in optimizer.states.values():
+            if kind == "full":
+                rows = _distinct_rows(self.device_rows, 4 * dim, self, self.pack) * parts
+                self.state_shapes.append((rows // self.pack, self.width))
+                self.state_specs.append(self.spec)
+            else:
+                rows = _distinct_rows(self.device_rows, 4, self) * parts
+                self.state_shapes.append((rows,))
+                self.state_specs.append(self.spec[:1])
+
+    @property
+    @abc.abstractmethod
+    def spec(self) -> tuple[str | None, None]:
+        """How the array is cut over the devices."""
+
+    def allocate(self, seed: int) -> None:
+        """Creates the weight, the states and what finds the rows on the devices."""
+        offsets = np.repeat(self.start, self.lookups).astype(np.int32)
+        self.offsets = self.devices.replicated(torch.from_numpy(offsets))
+        self.positions = self.devices.replicated(torch.tensor(self.numbers))
+        self.device_numbers = self.devices.device_numbers()
+        self.weight = self._initial_weight(seed)
+        self.states = []
+        for shape, spec in zip(self.state_shapes, self.state_specs, strict=True):
+            state = torch.zeros(shape, device=self.devices.mesh.device)
+            self.devices.annotate(state, spec)
+            self.states.append(state)
+
+    def _initial_weight(self, seed: int) -> Tensor:
+        """Returns the initial weight [lines, width], of which each device computes its own part.
+
+        Each number is a hash of (seed, table, table row, column), so it does not depend on where
+        the row lies.
+        """
+        device = self.devices.mesh.device
+        array_row = self._array_rows(torch.arange(self.rows, dtype=torch.int32, device=device))
+        table_row = torch.zeros_like(array_row)
+        bound = torch.zeros_like(array_row, dtype=torch.float32)
+        salt = torch.zeros_like(array_row)
+        for start, rows, number in zip(self.start, self.sizes, self.numbers, strict=True):
+            of_table = (array_row >= start) & (array_row < start + rows)
+            generated = np.random.SeedSequence((seed, number)).generate_state(1)
+            table_salt = int(generated[0].astype(np.int32))
+            table_row = torch.where(of_table, array_row - start, table_row)
+            bound = torch.where(of_table, rows**-0.5, bound)
+            salt = torch.where(of_table, table_salt, salt)
+
+        column = torch.arange(self.width, dtype=torch.int32, device=device) % self.dim
+        row_hash = self._over_lines(hash32(table_row ^ salt))
+        bits = hash32(row_hash + (column * 0x01000193)[None])
+        # 24 bits, the mantissa of float32: -1, ..., 1 - 2**-23, times the bound.
+        uniform = shift_right(bits, 8).float() * 2.0**-23 - 1
+        weight = uniform * self._over_lines(bound)
+        self.devices.annotate(weight, self.spec)
+        return weight
+
+    def _over_lines(self, of_rows: Tensor) -> Tensor:
+        """Spreads a number per row [rows] over the columns of the lines: [lines, width]; [rows, 1]
+        where a line is a row."""
+        if self.pack == 1:
+            return of_rows[:, None]
+        by_line = of_rows.reshape(-1, self.pack, 1)
+        return by_line.expand(-1, -1, self.dim).reshape(-1, self.width)
+
+    def own_columns(self, values: Tensor) -> Tensor:
+        """Returns the columns of this array's tables, [batch, columns], out of those of all
+        tables."""
+        columns = self.columns
+        if len(columns) == values.shape[1]:
+            return values
+
+        # Runs of neighbours are cut out as a whole.
+        begins = [0]
+        for place in range(1, len(columns)):
+            if columns[place] != columns[place - 1] + 1:
+                begins.append(place)
+        runs = []
+        for begin, end in itertools.pairwise([*begins, len(columns)]):
+            runs.append(values[:, columns[begin] : columns[end - 1] + 1])
+        return torch.cat(runs, 1)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Returns what a checkpoint holds of the array: ("weight" or the name of a state,
+        tensor)."""
+        names = ["weight", *self.optimizer.states]
+        return list(zip(names, [self.weight, *self.states], strict=True))
+
+    def _write(self, rows: Tensor, g: Tensor, touched: Tensor, lr: Tensor, step: Tensor) -> None:
+        """Updates device rows, in a region.
+
+        Args:
+            rows: [n] distinct device rows.
+            g: [n, dim] the gradient of each.
+            touched: [n, 1] float32; 0: the row stays as it is.
+        """
+        weight, *states = self._enter_arrays()
+        weight, states = self.optimizer.update(weight, states, rows, g, touched, lr, step)
+        self._leave_arrays([weight, *states])
+
+    def _enter_arrays(self) -> list[Tensor]:
+        """Returns each device's part of the weight and of the states; begins a region."""
+        parts = []
+        specs = [self.spec, *self.state_specs]
+        for tensor, spec in zip([self.weight, *self.states], specs, strict=True):
+            parts.append(self.devices.enter(tensor, spec))
+        return parts
+
+    def _leave_arrays(self, parts: Sequence[Tensor]) -> None:
+        """Writes each device's part of the weight and of the states back, in the memory in which
+        they were."""
+        specs = [self.spec, *self.state_specs]
+        for tensor, part, spec in zip([self.weight, *self.states], parts, specs, strict=True):
+            tensor.copy_(self.devices.leave(part, spec, tensor.shape))

@@ -1,0 +1,115 @@
+"""The hooks of a training: what Run, Loader and the compiled step tell those who watch it, each by a name.
+
+    Run             step, pause, resume, line, summary
+    Loader          waited; spans WAIT and UPLOAD
+    compiled step   traced, started; span START; and `device.compiling_since`, for a watcher that asks
+
+A watcher overrides the hooks of `Watcher` that it needs. train/common/watch has those of the project, and the order in
+which they are notified; a copy of a script may come without them, and then nobody is notified.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+# Spans: what the host's threads do, by the names that a trace shows.
+WAIT = "wait for a batch"  # the loop, in Loader.take
+UPLOAD = "upload"  # the loader's thread
+START = "start the program"  # the loop, in the call of a compiled step
+
+
+class Watcher(contextlib.AbstractContextManager):
+    """Watches one run; entered before its first step, and left when the training ends, whatever ends it.
+
+    Each hook does nothing. All are called in the thread of the training loop.
+    """
+
+    def __exit__(self, *_: Any) -> None:
+        """Does nothing; see AbstractContextManager."""
+
+    def step(self, number: int) -> None:
+        """Follows each call of the train step; a checkpoint of it comes after."""
+
+    def pause(self, of: str) -> None:
+        """Comes where the training pauses for its "evaluation" or "checkpoints"."""
+
+    def resume(self) -> None:
+        """Comes where that pause ends."""
+
+    def line(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
+        """Follows each line of metrics.jsonl, which consists of the two dicts."""
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what it adds to summary.json of a run that has finished; `run.summary` has the rest."""
+        return {}
+
+    def waited(self, seconds: float) -> None:
+        """Follows each batch that the loop takes from any loader, an evaluation's too; taking it took so long."""
+
+    def traced(self, graph: bytes, module: Callable[[], bytes]) -> None:
+        """Follows a trace of a compiled step, before its program is compiled.
+
+        Args:
+            graph: names the program.
+            module: returns its serialized HloModuleProto, while this call lasts.
+        """
+
+    def started(self, graph: bytes) -> None:
+        """Comes where a traced program starts."""
+
+
+# What makes a watcher of a Run, of all that a training is to have, in the order of their notifications.
+makers: Sequence[Callable[[Any], Watcher]] = ()
+# Those of the run that trains now, whom loaders and compiled steps notify.
+watchers: Sequence[Watcher] = ()
+
+_NOTHING = contextlib.nullcontext()
+_tracer: Callable[[str], contextlib.AbstractContextManager] | None = None
+
+
+@contextlib.contextmanager
+def watching(run: Any) -> Iterator[Sequence[Watcher]]:
+    """Yields the watchers of a Run, made and entered in the order of `makers`; leaves them in the opposite order."""
+    global watchers
+    with contextlib.ExitStack() as stack:
+        made = []
+        for make in makers:
+            made.append(stack.enter_context(make(run)))
+
+        before = watchers
+        watchers = made
+        try:
+            yield made
+        finally:
+            watchers = before
+
+
+@contextlib.contextmanager
+def made_by(chosen: Sequence[Callable[[Any], Watcher]]) -> Iterator[None]:
+    """Has every Run that trains inside watched by what these make."""
+    global makers
+    before = makers
+    makers = chosen
+    try:
+        yield
+    finally:
+        makers = before
+
+
+def span(name: str) -> contextlib.AbstractContextManager:
+    """Returns a context for what this thread does in it, by one of the names above; nothing unless something traces."""
+    if _tracer is None:
+        return _NOTHING
+    return _tracer(name)
+
+
+@contextlib.contextmanager
+def traced_by(tracer: Callable[[str], contextlib.AbstractContextManager]) -> Iterator[None]:
+    """Has `tracer` make the spans that begin inside."""
+    global _tracer
+    before = _tracer
+    _tracer = tracer
+    try:
+        yield
+    finally:
+        _tracer = before
