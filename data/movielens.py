@@ -95,9 +95,7 @@ class MovieLens:
         # What is known of each user and of each film with a rating; None: nothing.
         of_users = [users.get(number) for number in user_ids.tolist()]
         of_items = [items.get(number) for number in item_ids.tolist()]
-        user_features = _user_features(of_users, are_known=bool(users))
-        genres = _genres(of_items)
-        self._set_features(user_features, len(item_ids), genres)
+        self._set_features(of_users, of_items, users_are_known=bool(users))
         self._set_dense(of_users, of_items)
 
     def _set_source(self, path: Path) -> None:
@@ -113,26 +111,21 @@ class MovieLens:
                 self.left_out.append(name)
 
     def _set_features(
-        self, user_features: list[Feature], films: int, genres: Feature | None
+        self, of_users: list[User | None], of_items: list[Item | None], users_are_known: bool
     ) -> None:
-        """Sets the features and their ids: of users, films, and genres if they are known."""
-        user = user_features[0]
-        names = [user.name, "item"]
-        table_rows = [user.table_rows, films + 1]
-        lookups = [1, 1]
-        others = user_features[1:]
+        """Sets the categorical features and the ids of users and films."""
+        user, *attributes = _user_features(of_users, users_are_known)
+        item = Feature("item", len(of_items) + 1, _numbers(len(of_items)))
+        genres = _genres(of_items)
+        features = [user, item, *attributes]
         if genres is not None:
-            others = [*others, genres]
-        for feature in others:
-            names.append(feature.name)
-            table_rows.append(feature.table_rows)
-            lookups.append(feature.ids.shape[1])
-        self.features = tuple(names)
-        self.table_rows = tuple(table_rows)
-        self.lookups = tuple(lookups)
+            features.append(genres)
+        self.features = tuple(feature.name for feature in features)
+        self.table_rows = tuple(feature.table_rows for feature in features)
+        self.lookups = tuple(feature.ids.shape[1] for feature in features)
 
         # [users, columns]: the user, age, gender and occupation.
-        columns = [feature.ids for feature in user_features]
+        columns = [feature.ids for feature in (user, *attributes)]
         self._user_ids = np.concatenate(columns, axis=1)
         self._genres = None if genres is None else genres.ids  # [films, most genres]
 
@@ -198,10 +191,14 @@ def _in_evaluation(user: np.ndarray, item: np.ndarray) -> np.ndarray:
 # Features
 
 
+def _numbers(count: int) -> np.ndarray:
+    """Returns the ids of users or of films, int32 [count, 1]: they are numbered from 1 on."""
+    return np.arange(1, count + 1, dtype=np.int32)[:, None]
+
+
 def _user_features(of_users: list[User | None], are_known: bool) -> list[Feature]:
     """Returns the user, and age group, gender and occupation if anything is known of users."""
-    numbers = np.arange(1, len(of_users) + 1, dtype=np.int32)
-    features = [Feature("user", len(of_users) + 1, numbers[:, None])]
+    features = [Feature("user", len(of_users) + 1, _numbers(len(of_users)))]
     if not are_known:
         return features
 
