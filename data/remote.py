@@ -321,21 +321,30 @@ def _copy(url: str, missing: dict[Path, Stored]) -> None:
         copied[blob] = part.stat().st_size if part.exists() else 0
         needed += stored.size - copied[blob]
     cache = next(iter(missing)).parent.parent
+    _check_room(url, cache, needed)
+    what = f"copying {url} to {cache}: {len(missing)} files, {needed:,} bytes"
+    print(what, file=sys.stderr, flush=True)
+
+    ranges = _ranges(missing, copied)
+    with tqdm(total=needed, unit="B", unit_scale=True, disable=None) as bar:
+        for written in _copy_ranges(fs, ranges):
+            bar.update(written)
+
+
+def _check_room(url: str, cache: Path, needed: int) -> None:
+    """Raises InputError if the disk of the cache has no room for so many bytes."""
     free = shutil.disk_usage(cache).free
     if needed > free:
         what = f"{url} needs {needed:,} bytes on the disk of {cache}, and {free:,} are free"
         remedy = "make room, or set DATA_CACHE_DIR to a folder of another disk"
         raise InputError(f"{what}; {remedy}")
-    what = f"copying {url} to {cache}: {len(missing)} files, {needed:,} bytes"
-    print(what, file=sys.stderr, flush=True)
 
-    ranges = _ranges(missing, copied)
+
+def _copy_ranges(fs: AbstractFileSystem, ranges: Iterator[Range]) -> Iterator[int]:
+    """Fetches AHEAD ranges at a time and writes them in order; yields the bytes of each."""
     waiting: collections.deque[tuple[Range, Future]] = collections.deque()
     stop = threading.Event()
-    with (
-        ThreadPoolExecutor(AHEAD) as pool,
-        tqdm(total=needed, unit="B", unit_scale=True, disable=None) as bar,
-    ):
+    with ThreadPoolExecutor(AHEAD) as pool:
         try:
             while True:
                 while len(waiting) < AHEAD:
@@ -347,7 +356,7 @@ def _copy(url: str, missing: dict[Path, Stored]) -> None:
                 if not waiting:
                     return
                 fetched, future = waiting.popleft()
-                bar.update(_append(fetched, future.result()))
+                yield _append(fetched, future.result())
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
@@ -372,9 +381,10 @@ def _fetch(fs: AbstractFileSystem, wanted: Range) -> bytes:
     if not size:
         return b""
     name = wanted.stored.name
-    is_whole_file = size == wanted.stored.size
-    bounds = () if is_whole_file else (wanted.start, wanted.stop)
-    data = fs.cat_file(name, *bounds)
+    if size == wanted.stored.size:
+        data = fs.cat_file(name)
+    else:
+        data = fs.cat_file(name, wanted.start, wanted.stop)
     if len(data) == wanted.stored.size > size:
         what = f"{fs.unstrip_protocol(name)} comes whole where a part was asked for"
         remedy = "use a server that answers range requests, or copy the data by hand"
