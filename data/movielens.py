@@ -1,20 +1,25 @@
 """MovieLens as a click log: does a user like a film, that is, rate it 4 or higher?
 
-The files are those of https://grouplens.org/datasets/movielens: of the 100k set u.data (or ua.base), u.item and u.user;
-of the 1M set ratings.dat, movies.dat and users.dat; of the later ones ratings.csv and movies.csv, whose columns go by
-the names in their header, in any order. Only the ratings are needed. A tenth of them, by a hash of user and film,
-is for evaluation. The features are the user, the film, the user's age, gender and occupation (where known), and the
-film's genres, a bag as long as the most genres a film has. Users, films and words have one vocabulary for both splits;
-id 0 is unknown. Ratings are read line by line in Python, a second or two a million, and kept in memory: meant for sets
-up to some millions.
+The files are those of https://grouplens.org/datasets/movielens: of the 100k set u.data (or
+ua.base), u.item and u.user; of the 1M set ratings.dat, movies.dat and users.dat; of the later ones
+ratings.csv and movies.csv, whose columns go by the names in their header, in any order. Only the
+ratings are needed. A tenth of them, by a hash of user and film, is for evaluation.
+
+The features are the user, the film, the user's age, gender and occupation (where known), and the
+film's genres, a bag as long as the most genres of a film. Users, films and words have one
+vocabulary for both splits; id 0 is unknown.
+
+Ratings are read line by line in Python, a second or two per million, and kept in memory: this is
+for sets of up to some millions.
 """
 
 import csv
+import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -31,110 +36,205 @@ YEAR = re.compile(r"\((\d{4})\)\s*$")  # at the end of a title
 Split = Literal["train", "eval"]
 
 
-class Item(NamedTuple):
-    """A film: year of release, or None, and genres."""
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A film."""
 
-    year: int | None
+    year: int | None  # of release
     genres: tuple[str, ...]
 
 
-class User(NamedTuple):
-    """A user: age in years (of the 1M set: where the age group begins), M or F, occupation."""
+@dataclasses.dataclass(frozen=True)
+class User:
+    """A user."""
 
-    age: int
-    gender: str
+    age: int  # in years; of the 1M set, where the age group begins
+    gender: str  # M or F
     occupation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A categorical feature of all users, or of all films."""
+
+    name: str
+    table_rows: int
+    ids: np.ndarray  # int32 [users or films, lookups], 0 for unknown and at padded places
 
 
 class MovieLens:
     """A folder with MovieLens' ratings, as a click log (see data/criteo.py for the interface).
 
-    Dense are the film's year, the user's age, each about -2 to 2 and 0 where it is unknown, or a constant 0 if neither
-    is known of anything. Malformed lines are left out with a warning that names the first. Raises InputError: no
-    ratings, or a file has a larger share of malformed lines than `bad_rows`.
+    Dense are the film's year and the user's age, each about -2 to 2 and 0 where it is unknown, or a
+    constant 0 if neither is known of anything. Malformed lines are left out with a warning that
+    names the first.
+
+    Raises InputError: there are no ratings, or a file has a larger share of malformed lines than
+    `bad_rows`.
     """
 
     def __init__(self, folder: str | Path, split: Split, bad_rows: float = 0.0001):
-        folder, path = Path(folder).expanduser(), rating_file(folder)
+        folder = Path(folder).expanduser()
+        path = rating_file(folder)
         ratings = read_ratings(path, bad_rows)
-        items, users = _read_items(folder, bad_rows), _read_users(folder, bad_rows)
+        items = _read_items(folder, bad_rows)
+        users = _read_users(folder, bad_rows)
+        self.split = split
+        self._set_source(path)
 
-        # A tenth, by a hash: see _in_evaluation.
-        self.source = f"{path.name} but a tenth by a hash" if split == "train" else f"a tenth of {path.name} by a hash"
-        others = [*RATING_FILES, *sorted(one.name for one in folder.glob("u?.test"))]  # ua.test belongs to ua.base
-        self.left_out = [name for name in others if name != path.name and (folder / name).is_file()]
         user_ids, user = np.unique(ratings[:, 0].astype(np.int64), return_inverse=True)
         item_ids, item = np.unique(ratings[:, 1].astype(np.int64), return_inverse=True)
         kept = _in_evaluation(user_ids[user], item_ids[item]) == (split == "eval")
         if not kept.any():
-            raise InputError(f"{path} has {len(ratings)} ratings, none of them in the {split} split; it needs more")
-        self.split = split
-        self._user, self._item = user[kept].astype(np.int32), item[kept].astype(np.int32)
+            what = f"{path} has {len(ratings)} ratings, none of them in the {split} split"
+            raise InputError(f"{what}; it needs more")
+        self._user = user[kept].astype(np.int32)
+        self._item = item[kept].astype(np.int32)
         self._label = (ratings[kept, 2] >= LIKED).astype(np.float32)
 
+        # What is known of each user and of each film with a rating; None: nothing.
         of_users = [users.get(number) for number in user_ids.tolist()]
         of_items = [items.get(number) for number in item_ids.tolist()]
-        features, table_rows, lookups = ["user", "item"], [len(user_ids) + 1, len(item_ids) + 1], [1, 1]
-        user_columns = [np.arange(1, len(user_ids) + 1)]
-        if users:
-            ages = [0 if one is None else 1 + int(np.searchsorted(AGES, one.age, side="right")) for one in of_users]
-            user_columns.append(np.array(ages))
-            features, table_rows, lookups = [*features, "age"], [*table_rows, len(AGES) + 2], [*lookups, 1]
-            for name in ("gender", "occupation"):
-                words = sorted({getattr(one, name) for one in of_users if one is not None})
-                ids = {word: number for number, word in enumerate(words, start=1)}
-                user_columns.append(np.array([0 if one is None else ids[getattr(one, name)] for one in of_users]))
-                features, table_rows, lookups = [*features, name], [*table_rows, len(words) + 1], [*lookups, 1]
-        self._user_ids = np.stack(user_columns, axis=1).astype(np.int32)  # [users, user, age, gender, occupation]
+        self._set_features(of_users, of_items, users_are_known=bool(users))
+        self._set_dense(of_users, of_items)
 
-        genres = sorted({genre for one in of_items if one is not None for genre in one.genres})
-        self._genres = None  # [films, most genres], 0 at padded places
-        if genres:
-            ids = {genre: number for number, genre in enumerate(genres, start=1)}
-            self._genres = np.zeros((len(of_items), max(len(one.genres) for one in of_items if one)), np.int32)
-            for row, one in zip(self._genres, of_items, strict=True):
-                if one is not None:
-                    row[: len(one.genres)] = [ids[genre] for genre in one.genres]
-            features, table_rows = [*features, "genres"], [*table_rows, len(genres) + 1]
-            lookups = [*lookups, self._genres.shape[1]]
-        self.features, self.table_rows, self.lookups = tuple(features), tuple(table_rows), tuple(lookups)
+    def _set_source(self, path: Path) -> None:
+        """Sets `source` and `left_out`, see data/splits.py."""
+        if self.split == "train":
+            self.source = f"{path.name} but a tenth by a hash"
+        else:
+            self.source = f"a tenth of {path.name} by a hash"
+        tests = sorted(file.name for file in path.parent.glob("u?.test"))  # ua.test is with ua.base
+        self.left_out = []
+        for name in (*RATING_FILES, *tests):
+            if name != path.name and (path.parent / name).is_file():
+                self.left_out.append(name)
 
-        years = [0 if one is None or one.year is None else (one.year - 1985) / 15 for one in of_items]
-        self._year = np.array(years, np.float32) if any(years) else None
-        ages = [0 if one is None else (one.age - 35) / 15 for one in of_users]
-        self._age = np.array(ages, np.float32) if any(ages) else None
-        self.num_dense = max(1, (self._year is not None) + (self._age is not None))
+    def _set_features(
+        self, of_users: list[User | None], of_items: list[Item | None], users_are_known: bool
+    ) -> None:
+        """Sets the categorical features and the ids of users and films."""
+        user, *attributes = _user_features(of_users, users_are_known)
+        item = Feature("item", len(of_items) + 1, _numbers(len(of_items)))
+        genres = _genres(of_items)
+        features = [user, item, *attributes]
+        if genres is not None:
+            features.append(genres)
+        self.features = tuple(feature.name for feature in features)
+        self.table_rows = tuple(feature.table_rows for feature in features)
+        self.lookups = tuple(feature.ids.shape[1] for feature in features)
+
+        # [users, columns]: the user, age, gender and occupation.
+        columns = [feature.ids for feature in (user, *attributes)]
+        self._user_ids = np.concatenate(columns, axis=1)
+        self._genres = None if genres is None else genres.ids  # [films, most genres]
+
+    def _set_dense(self, of_users: list[User | None], of_items: list[Item | None]) -> None:
+        """Sets the dense features, float32 [users] and [films]; None for one that is unknown."""
+        ages = np.zeros(len(of_users), np.float32)
+        for number, user in enumerate(of_users):
+            if user is not None:
+                ages[number] = (user.age - 35) / 15
+        years = np.zeros(len(of_items), np.float32)
+        for number, item in enumerate(of_items):
+            if item is not None and item.year is not None:
+                years[number] = (item.year - 1985) / 15
+
+        self._age = ages if ages.any() else None
+        self._year = years if years.any() else None
+        known = [column for column in (self._year, self._age) if column is not None]
+        self.num_dense = max(1, len(known))
 
     def __len__(self) -> int:
         return len(self._label)
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns {"dense": float32 [n, num_dense], "ids": int32 [n, S], "label": float32 [n]} of ratings, and where
-        films have genres "present": float32 [n, S]."""
-        user, item = self._user[indices], self._item[indices]
+        """Returns "dense", "ids" and "label" of ratings, and "present" where films have genres.
+
+        See data/criteo.py for their shapes.
+        """
+        user = self._user[indices]
+        item = self._item[indices]
+        dense = []
+        if self._year is not None:
+            dense.append(self._year[item])
+        if self._age is not None:
+            dense.append(self._age[user])
+        if not dense:
+            dense.append(np.zeros(len(user), np.float32))
+
         of_user = self._user_ids[user]
-        dense = [column[rows] for column, rows in ((self._year, item), (self._age, user)) if column is not None]
         ids = [of_user[:, :1], item[:, None] + 1, of_user[:, 1:]]
         if self._genres is not None:
             ids.append(self._genres[item])
         batch = {
-            "dense": np.stack(dense or [np.zeros(len(user), np.float32)], axis=1),
+            "dense": np.stack(dense, axis=1),
             "ids": np.concatenate(ids, axis=1, dtype=np.int32),
             "label": self._label[indices],
         }
         if self._genres is not None:
-            batch["present"] = np.ones(batch["ids"].shape, np.float32)
             most = self._genres.shape[1]
-            batch["present"][:, -most:] = batch["ids"][:, -most:] > 0
+            present = np.ones(batch["ids"].shape, np.float32)
+            present[:, -most:] = batch["ids"][:, -most:] > 0
+            batch["present"] = present
         return batch
 
 
 def _in_evaluation(user: np.ndarray, item: np.ndarray) -> np.ndarray:
-    """Picks a tenth of the pairs, by SplitMix64's finaliser: the same whatever else the file holds."""
+    """Picks a tenth of the pairs by SplitMix64's finaliser, whatever else a file holds."""
     x = user.astype(np.uint64) << np.uint64(32) ^ item.astype(np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (x ^ (x >> np.uint64(31))) % np.uint64(10) == 0
+
+
+# Features
+
+
+def _numbers(count: int) -> np.ndarray:
+    """Returns the ids of users or of films, int32 [count, 1]: they are numbered from 1 on."""
+    return np.arange(1, count + 1, dtype=np.int32)[:, None]
+
+
+def _user_features(of_users: list[User | None], are_known: bool) -> list[Feature]:
+    """Returns the user, and age group, gender and occupation if anything is known of users."""
+    features = [Feature("user", len(of_users) + 1, _numbers(len(of_users)))]
+    if not are_known:
+        return features
+
+    ages = np.zeros((len(of_users), 1), np.int32)
+    for row, user in zip(ages, of_users, strict=True):
+        if user is not None:
+            row[0] = 1 + np.searchsorted(AGES, user.age, side="right")
+    features.append(Feature("age", len(AGES) + 2, ages))
+
+    genders = [() if user is None else (user.gender,) for user in of_users]
+    features.append(_bags("gender", genders))
+    occupations = [() if user is None else (user.occupation,) for user in of_users]
+    features.append(_bags("occupation", occupations))
+    return features
+
+
+def _genres(of_items: list[Item | None]) -> Feature | None:
+    """Returns the genres of all films, or None if there are none."""
+    genres = [() if item is None else item.genres for item in of_items]
+    return _bags("genres", genres) if any(genres) else None
+
+
+def _bags(name: str, bags: Sequence[Sequence[str]]) -> Feature:
+    """Returns a feature of words: the ids of each bag, which count its words from 1 on by name."""
+    words = set()
+    for bag in bags:
+        words.update(bag)
+    ids = {word: number for number, word in enumerate(sorted(words), start=1)}
+    most = max(1, max(len(bag) for bag in bags))
+    columns = np.zeros((len(bags), most), np.int32)
+    for row, bag in zip(columns, bags, strict=True):
+        row[: len(bag)] = [ids[word] for word in bag]
+    return Feature(name, len(words) + 1, columns)
+
+
+# Reading
 
 
 def _read(
@@ -144,116 +244,151 @@ def _read(
     bad_rows: float,
     encoding: str = "utf-8",
     columns: Sequence[str] = (),
-):
-    """Returns `parse(*fields)` of each line; it raises ValueError with the reason for a malformed one.
+) -> list:
+    """Returns what `parse(*fields)` returns for each line, but the malformed ones.
 
     Args:
-        columns: names in the file's first line, in the order in which `parse` takes them; none: there is no such line.
+        parse: raises ValueError with the reason for a malformed line.
+        bad_rows: share of malformed lines that may be left out.
+        columns: names in the file's first line, in the order in which `parse` takes them; none:
+            there is no such line.
     """
-    results, bad, lines, first = [], 0, 0, ""
+    results = []
+    bad = 0
+    first_bad = ""
+    lines = 0
     with open(path, "rb") as file:
-        header = _Header(path, file.readline(), separator, columns) if columns else None
+        header = None
+        if columns:
+            header = _Header(path, file.readline(), separator, columns)
         for number, line in enumerate(file, start=2 if columns else 1):
             lines += 1
             try:
                 fields = _split(line.decode(encoding).rstrip("\r\n"), separator)
-                results.append(parse(*(header.chosen(fields) if header else fields)))
+                if header is not None:
+                    fields = header.chosen(fields)
+                results.append(parse(*fields))
+                continue
             except UnicodeDecodeError:
                 reason = "it is not UTF-8"
             except TypeError:
                 reason = "it has too few columns"
             except (ValueError, csv.Error) as error:
                 reason = str(error)
-            else:
-                continue
             bad += 1
-            first = first or f"{path} line {number}: {reason}"
+            first_bad = first_bad or f"{path} line {number}: {reason}"
+
     if not lines:
         raise InputError(f"{path} is empty; expected lines of columns separated by {separator!r}")
     if bad > bad_rows * lines:
         raise InputError(
-            f"{bad} of {lines} lines of {path.name} are malformed, more than the share of {bad_rows} that is left out "
-            f"in good faith; fix them. The first is {first}"
+            f"{bad} of {lines} lines of {path.name} are malformed, more than the share of "
+            f"{bad_rows} that is left out in good faith; fix them. The first is {first_bad}"
         )
     if bad:
-        warnings.warn(f"{bad} malformed lines of {lines} were left out, the first: {first}", stacklevel=4)
+        what = f"{bad} malformed lines of {lines} were left out, the first: {first_bad}"
+        warnings.warn(what, stacklevel=4)
     return results
 
 
 class _Header:
-    """The first line of a file with named columns. Raises InputError where it does not name those that are needed."""
+    """The first line of a file with named columns.
+
+    Raises InputError where it does not name those that are needed.
+    """
 
     def __init__(self, path: Path, line: bytes, separator: str, columns: Sequence[str]):
         try:
             self._names = _split(line.decode("utf-8-sig").rstrip("\r\n"), separator)
         except UnicodeDecodeError as error:
-            raise InputError(f"{path} line 1 is not UTF-8 (byte {error.start}); convert the file") from error
+            what = f"{path} line 1 is not UTF-8 (byte {error.start})"
+            raise InputError(f"{what}; convert the file") from error
         except csv.Error as error:
             what = f"{path} line 1 is no line of CSV: {error}"
-            raise InputError(f"{what}; expected lines that end with \\n, and not with \\r alone") from error
+            expected = "expected lines that end with \\n, and not with \\r alone"
+            raise InputError(f"{what}; {expected}") from error
+
         plain = [_plain(name) for name in self._names]
         for name in columns:
             count = plain.count(_plain(name))
             if count != 1:
                 found = ", ".join(self._names)[:100] or "nothing"
                 what = f"{path} line 1 is {found!r}, which names the column {name} {count} times"
-                expected = f"expected a header with {', '.join(columns)}, once each, in any order, separated by commas"
-                raise InputError(f"{what}; {expected}")
-        self._places = [plain.index(_plain(name)) for name in columns]
+                header = f"expected a header with {', '.join(columns)}"
+                order = "once each, in any order, separated by commas"
+                raise InputError(f"{what}; {header}, {order}")
+        self._positions = [plain.index(_plain(name)) for name in columns]
 
     def chosen(self, fields: list[str]) -> list[str]:
-        """Returns the fields of a line that are asked for, in that order; raises ValueError for a malformed one."""
+        """Returns a line's fields of the needed columns; raises ValueError for a malformed line."""
         if len(fields) != len(self._names):
-            raise ValueError(f"it has {len(fields)} columns instead of {len(self._names)}: {', '.join(self._names)}")
-        return [fields[place] for place in self._places]
+            expected = f"{len(self._names)}: {', '.join(self._names)}"
+            raise ValueError(f"it has {len(fields)} columns instead of {expected}")
+        return [fields[position] for position in self._positions]
 
 
 def _plain(name: str) -> str:
-    """Returns a column's name without case and signs: userId, user_id."""
+    """Returns a column's name without case and signs: userId and user_id are the same."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def _split(line: str, separator: str) -> list[str]:
-    return next(csv.reader([line]), []) if separator == "," else line.split(separator)
+    """Returns the fields of a line; commas separate as in CSV, where fields may be quoted."""
+    if separator == ",":
+        return next(csv.reader([line]), [])
+    return line.split(separator)
 
 
 def rating_file(folder: str | Path) -> Path:
     """Finds the ratings in a folder; raises InputError where there are none."""
-    files = [path for name in RATING_FILES if (path := Path(folder).expanduser() / name).is_file()]
-    if not files:
-        raise InputError(f"{folder} has no ratings; expected {' or '.join(RATING_FILES)}")
-    return files[0]
+    for name in RATING_FILES:
+        path = Path(folder).expanduser() / name
+        if path.is_file():
+            return path
+    raise InputError(f"{folder} has no ratings; expected {' or '.join(RATING_FILES)}")
 
 
 def read_ratings(path: Path, bad_rows: float) -> np.ndarray:
-    """Reads user, film, stars and time in seconds, float64 [N, 4], which holds all of them exactly."""
-    separator = {".csv": ",", ".dat": "::"}.get(path.suffix, "\t")
-    rows = _read(path, separator, _rating, bad_rows, columns=RATING_COLUMNS if separator == "," else ())
+    """Reads user, film, stars and time in seconds, float64 [N, 4], which holds all exactly."""
+    if path.suffix == ".csv":
+        rows = _read(path, ",", _rating, bad_rows, columns=RATING_COLUMNS)
+    elif path.suffix == ".dat":
+        rows = _read(path, "::", _rating, bad_rows)
+    else:
+        rows = _read(path, "\t", _rating, bad_rows)
     return np.array(rows, np.float64).reshape(-1, 4)
 
 
 def _rating(*fields: str) -> tuple[int, int, float, int]:
     if len(fields) != 4:
         raise ValueError(f"it has {len(fields)} columns instead of 4: user, film, rating, time")
-    user, item, stars = _number(fields[0], "user"), _number(fields[1], "film"), fields[2]
+    user = _number(fields[0], "user")
+    item = _number(fields[1], "film")
+    stars = fields[2]
     if not re.fullmatch(r"[0-5](\.\d+)?", stars) or float(stars) > 5:
         raise ValueError(f"its rating is {stars[:20]!r}, expected 0 to 5 stars")
     return user, item, float(stars), _number(fields[3], "time", digits=10)
 
 
 def _number(text: str, what: str, digits: int = 9) -> int:
+    """Returns a whole number; raises ValueError where the text is none of so many digits."""
     if not re.fullmatch(rf"[0-9]{{1,{digits}}}", text):
-        raise ValueError(f"its {what} is {text[:20]!r}, expected a whole number of up to {digits} digits")
+        expected = f"expected a whole number of up to {digits} digits"
+        raise ValueError(f"its {what} is {text[:20]!r}, {expected}")
     return int(text)
 
 
 def _read_items(folder: Path, bad_rows: float) -> dict[int, Item]:
-    if (folder / "u.item").is_file():
-        return dict(_read(folder / "u.item", "|", _item_100k, bad_rows, "latin-1"))
-    if (folder / "movies.dat").is_file():
-        return dict(_read(folder / "movies.dat", "::", _item, bad_rows, "latin-1"))
-    if (folder / "movies.csv").is_file():
-        return dict(_read(folder / "movies.csv", ",", _item, bad_rows, columns=ITEM_COLUMNS))
+    """Reads the films by their numbers; none if there is no file of them."""
+    path = folder / "u.item"
+    if path.is_file():
+        return dict(_read(path, "|", _item_100k, bad_rows, "latin-1"))
+    path = folder / "movies.dat"
+    if path.is_file():
+        return dict(_read(path, "::", _item, bad_rows, "latin-1"))
+    path = folder / "movies.csv"
+    if path.is_file():
+        return dict(_read(path, ",", _item, bad_rows, columns=ITEM_COLUMNS))
     return {}
 
 
@@ -262,36 +397,48 @@ def _item_100k(number: str, title: str, date: str, *rest: str) -> tuple[int, Ite
     if not flags or not set(flags) <= {"0", "1"}:
         raise ValueError("its genres are not a row of 0 and 1")
     match = re.search(r"(\d{4})$", date) or YEAR.search(title)
-    genres = tuple(f"genre {place:02d}" for place, flag in enumerate(flags) if flag == "1")
-    return _number(number, "film"), Item(int(match[1]) if match else None, genres)
+    year = int(match[1]) if match else None
+    genres = []
+    for column, flag in enumerate(flags):
+        if flag == "1":
+            genres.append(f"genre {column:02d}")
+    return _number(number, "film"), Item(year, tuple(genres))
 
 
 def _item(*fields: str) -> tuple[int, Item]:
     if len(fields) != 3:
         raise ValueError(f"it has {len(fields)} columns instead of 3: film, title, genres")
-    number, title, genres = fields
+    number, title, words = fields
     match = YEAR.search(title)
-    words = () if genres == "(no genres listed)" else tuple(dict.fromkeys(filter(None, genres.split("|"))))
-    return _number(number, "film"), Item(int(match[1]) if match else None, words)
+    year = int(match[1]) if match else None
+    genres = ()
+    if words != "(no genres listed)":
+        genres = tuple(dict.fromkeys(filter(None, words.split("|"))))  # each once
+    return _number(number, "film"), Item(year, genres)
 
 
 def _read_users(folder: Path, bad_rows: float) -> dict[int, User]:
-    if (folder / "u.user").is_file():
-        return dict(_read(folder / "u.user", "|", _user_100k, bad_rows, "latin-1"))
-    if (folder / "users.dat").is_file():
-        return dict(_read(folder / "users.dat", "::", _user_1m, bad_rows, "latin-1"))
+    """Reads the users by their numbers; none if there is no file of them."""
+    path = folder / "u.user"
+    if path.is_file():
+        return dict(_read(path, "|", _user_100k, bad_rows, "latin-1"))
+    path = folder / "users.dat"
+    if path.is_file():
+        return dict(_read(path, "::", _user_1m, bad_rows, "latin-1"))
     return {}
 
 
 def _user_100k(*fields: str) -> tuple[int, User]:
     if len(fields) != 5:
-        raise ValueError(f"it has {len(fields)} columns instead of 5: user, age, gender, occupation, zip code")
+        columns = "user, age, gender, occupation, zip code"
+        raise ValueError(f"it has {len(fields)} columns instead of 5: {columns}")
     number, age, gender, occupation, _ = fields
     return _number(number, "user"), User(_number(age, "age"), gender, occupation)
 
 
 def _user_1m(*fields: str) -> tuple[int, User]:
     if len(fields) != 5:
-        raise ValueError(f"it has {len(fields)} columns instead of 5: user, gender, age, occupation, zip code")
+        columns = "user, gender, age, occupation, zip code"
+        raise ValueError(f"it has {len(fields)} columns instead of 5: {columns}")
     number, gender, age, occupation, _ = fields
     return _number(number, "user"), User(_number(age, "age"), gender, occupation)

@@ -1,27 +1,29 @@
-"""Brings data from a bucket to the local disk: any URL of fsspec, such as gs://, s3://, hf://, http://.
+"""Brings data from a bucket to the local disk: from any URL of fsspec, such as gs:// or http://.
 
-    folder = local_copy("gs://bucket/glue", "*.tsv")    # ~/.cache/xla-zoo-data/<hash of the URL>/<hash>/glue
+    folder = local_copy("gs://bucket/glue", "*.tsv")
+    # ~/.cache/xla-zoo-data/<hash of the URL>/<hash>/glue
 
-<hash of the URL>/files has each file under a hash of its path, size and etag, whole or not there. Beside it is a folder
-of hard links for each state of the bucket that was copied, so that what a run reads never changes under it; the file
-`url` names the URL.
+<hash of the URL>/files has each file under a hash of its path, size and etag, whole or not there.
+Beside it is a folder of hard links for each state of the bucket that was copied, so that what a run
+reads never changes under it. The file `url` names the URL.
 """
 
 import collections
+import dataclasses
 import fcntl
 import functools
 import hashlib
-import itertools
 import logging
 import os
 import posixpath
 import shutil
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote
 
 import fsspec
@@ -32,86 +34,197 @@ from tqdm import tqdm
 
 from errors import InputError
 
-AHEAD, BLOCK = 32, 8 << 20  # requests under way, and bytes of each: they hide each other's latency, in 256 MB of memory
-PAUSES = (0.5, 1, 2, 4, 8)  # seconds before a request is tried again; gs:// and others do so by themselves: once more
-TAGS = ("etag", "ETag", "generation", "md5Hash", "blob_id", "mtime", "LastModified", "Last-Modified", "created")
-QUIET = AbstractFileSystem.find, AsyncFileSystem._find  # they leave out what they cannot list
-FINISHED = ("!*parts/*", "*parts/unfinished")  # patterns: of a preparation not its parts, but that it did not end
+# Requests under way, and bytes of each: they hide each other's latency, in 256 MB of memory.
+AHEAD = 32
+BLOCK = 8 << 20
+# Seconds before a request is tried again. gs:// and others try again by themselves: here once more.
+PAUSES = (0.5, 1, 2, 4, 8)
+# What stores call the state of a file; the first that is there counts.
+TAGS = (
+    "etag",
+    "ETag",
+    "generation",
+    "md5Hash",
+    "blob_id",
+    "mtime",
+    "LastModified",
+    "Last-Modified",
+    "created",
+)
+QUIET = (AbstractFileSystem.find, AsyncFileSystem._find)  # they leave out what they cannot list
+# Patterns: of a preparation not its parts, but that it did not end.
+FINISHED = ("!*parts/*", "*parts/unfinished")
+
+
+class Stored(NamedTuple):
+    """A file in a store."""
+
+    name: str  # in the store
+    size: int  # bytes
+    tag: str  # etag or time: changes with the content; "" where the store has none
 
 
 def open_store(url: str) -> tuple[AbstractFileSystem, str]:
     """Returns the file system of a URL and the path in it. Raises InputError."""
-    logging.getLogger("gcsfs").addHandler(logging.NullHandler())  # it prints the traceback of what it raises
+    # gcsfs prints the traceback of what it raises.
+    logging.getLogger("gcsfs").addHandler(logging.NullHandler())
     try:
         return fsspec.core.url_to_fs(url.rstrip("/"))
     except Exception as error:  # every store has exceptions of its own
-        what = "needs a package that is not installed" if isinstance(error, ImportError) else "cannot be opened"
-        raise InputError(f"{url} {what}: {error}; expected a URL such as gs://bucket/folder") from error
+        what = "cannot be opened"
+        if isinstance(error, ImportError):
+            what = "needs a package that is not installed"
+        expected = "expected a URL such as gs://bucket/folder"
+        raise InputError(f"{url} {what}: {error}; {expected}") from error
 
 
 def retried(url: str, stop: threading.Event, call: Callable, *arguments, **options):
-    """Calls a function of a store, again where the network fails, until `stop`; raises the last error as InputError."""
-    for pause in (*(PAUSES if url.startswith("http") else PAUSES[:1]), None):
+    """Calls a function of a store, again where the network fails, until `stop`.
+
+    Returns what it returns; raises its last error as InputError.
+    """
+    pauses = PAUSES if url.startswith("http") else PAUSES[:1]
+    for pause in (*pauses, None):
         try:
             return call(*arguments, **options)
         except InputError:
             raise
         except Exception as error:
-            # fsspec's HTTP turns every error into FileNotFoundError.
-            cause = error.__cause__ if error.__cause__ and isinstance(error, FileNotFoundError) else error
-            status = str(getattr(cause, "status", None) or getattr(cause, "code", ""))
-            what = f"{url}: {' '.join(str(cause).split()) or repr(cause)}"
-            if isinstance(cause, FileNotFoundError) or status == "404":
-                raise InputError(f"there is no {url}; is the name right, and may you read it?") from error
-            if isinstance(cause, PermissionError) or status in ("401", "403") or "Forbidden" in what:
-                raise InputError(f"{what}; gcloud auth application-default login, or ask for access") from error
-            if pause is None or (status[:1] == "4" and status not in ("408", "429")):
-                raise InputError(f"{what}; give the same command again, it resumes") from error
+            _raise_if_final(url, error, is_last=pause is None)
             if stop.wait(pause):
                 raise
 
 
-def find_files(url: str, *patterns: str) -> dict[str, tuple[str, int, str]]:
-    """Returns {path below the URL: (name in the store, bytes, etag or time)}; of a file {its own name: …}.
+def _raise_if_final(url: str, error: Exception, is_last: bool) -> None:
+    """Raises InputError for the last error of a store, and for one that no attempt would cure."""
+    # fsspec's HTTP turns every error into FileNotFoundError.
+    cause = error
+    if isinstance(error, FileNotFoundError) and error.__cause__:
+        cause = error.__cause__
+    status = str(getattr(cause, "status", None) or getattr(cause, "code", ""))
+    reason = " ".join(str(cause).split()) or repr(cause)
+    what = f"{url}: {reason}"
+
+    if isinstance(cause, FileNotFoundError) or status == "404":
+        hint = "is the name right, and may you read it?"
+        raise InputError(f"there is no {url}; {hint}") from error
+    is_forbidden = status in ("401", "403") or "Forbidden" in what
+    if isinstance(cause, PermissionError) or is_forbidden:
+        remedy = "gcloud auth application-default login, or ask for access"
+        raise InputError(f"{what}; {remedy}") from error
+    is_refused = status[:1] == "4" and status not in ("408", "429")  # timeout, too many requests
+    if is_last or is_refused:
+        raise InputError(f"{what}; give the same command again, it resumes") from error
+
+
+# Listing
+
+
+def find_files(url: str, *patterns: str) -> dict[str, Stored]:
+    """Returns the files below a URL by their paths there; a file at the URL by its own name.
 
     Args:
-        patterns: of fnmatch, for paths in small letters; the last that fits decides, one with "!" in front leaves out.
+        patterns: of fnmatch, for paths in small letters. The last that fits decides; one with "!"
+            in front leaves out.
+
+    Raises InputError if there is none.
     """
-    (fs, root), stop = open_store(url), threading.Event()
-    http = root.startswith("http")
-    fs.invalidate_cache()
-    options = {"on_error": "raise"} if getattr(type(fs), "_find", type(fs).find) in QUIET else {}
-    found = retried(url, stop, fs.find, root, detail=True, **options) or {root: {}}
-    for name in [*found]:
-        if name != root and (name[-1] == "/" or (http and "?" in name)):
-            del found[name]  # the placeholder of a folder; a link that sorts a web server's listing
-    bare = [name for name, one in found.items() if one.get("size") is None]  # as HTTP lists them
-    with ThreadPoolExecutor(AHEAD) as pool:
-        known = pool.map(lambda name: retried(fs.unstrip_protocol(name), stop, fs.info, name), bare)
-        found |= zip(bare, known, strict=True)
+    fs, root = open_store(url)
+    found = _list(url, fs, root)
     files = {}
     for name, about in sorted(found.items()):
-        if about["type"] != "file" or (name == root and about.get("mimetype") == "text/html"):  # of an empty folder
+        is_listing = name == root and about.get("mimetype") == "text/html"  # of an empty folder
+        if about["type"] != "file" or is_listing:
             continue
-        path = name[len(root) :].strip("/") or _last(root)
-        path = unquote(path) if http else path
+        path = _path_below(root, name)
+        if root.startswith("http"):
+            path = unquote(path)
         if about["size"] is None or posixpath.normpath(f"/{path}") != f"/{path}":
-            raise InputError(f"{name} has no size, or a name that is no path; expected files below {url}")
-        fits = [pattern for pattern in patterns or "*" if fnmatchcase(path.lower(), pattern.lstrip("!"))]
-        if fits and fits[-1][0] != "!":
-            files[path] = name, about["size"], next((str(about[tag]) for tag in TAGS if about.get(tag)), "")
+            what = f"{name} has no size, or a name that is no path"
+            raise InputError(f"{what}; expected files below {url}")
+        if _is_wanted(path, patterns or ("*",)):
+            files[path] = Stored(name, about["size"], _tag(about))
+
     if not files:
-        expected = [pattern for pattern in patterns if pattern[0] != "!" and pattern not in FINISHED]
-        listed = [name[len(root) :].strip("/") or _last(root) for name, one in found.items() if one["type"] == "file"]
-        what = f"expected {', '.join(expected) or 'any'}, found {', '.join(listed[:10]) or 'nothing'}"
-        hint = "; text is prepared first, see make data" if expected and "*" not in expected else ""
-        raise InputError(f"{url} has no file that is needed; {what}{hint}")
+        listed = []
+        for name, about in found.items():
+            if about["type"] == "file":
+                listed.append(_path_below(root, name))
+        _raise_nothing(url, patterns, listed)
     return files
+
+
+def _list(url: str, fs: AbstractFileSystem, root: str) -> dict[str, dict]:
+    """Returns what a store says of each file below `root`, by its name in the store."""
+    stop = threading.Event()
+    is_http = root.startswith("http")
+    fs.invalidate_cache()
+    options = {}
+    if getattr(type(fs), "_find", type(fs).find) in QUIET:
+        options["on_error"] = "raise"
+    found = retried(url, stop, fs.find, root, detail=True, **options) or {root: {}}
+
+    for name in list(found):
+        is_folder = name[-1] == "/"  # the placeholder of a folder
+        is_sorting = is_http and "?" in name  # a link that sorts a web server's listing
+        if name != root and (is_folder or is_sorting):
+            del found[name]
+
+    # HTTP lists names alone.
+    def about(name: str) -> dict:
+        return retried(fs.unstrip_protocol(name), stop, fs.info, name)
+
+    bare = [name for name, listed in found.items() if listed.get("size") is None]
+    with ThreadPoolExecutor(AHEAD) as pool:
+        for name, known in zip(bare, pool.map(about, bare), strict=True):
+            found[name] = known
+    return found
+
+
+def _path_below(root: str, name: str) -> str:
+    """Returns the path of a file below `root`; that of `root` itself is its last part."""
+    return name[len(root) :].strip("/") or _last(root)
+
+
+def _is_wanted(path: str, patterns: tuple[str, ...]) -> bool:
+    """Returns whether the last pattern that fits a path has no "!" in front."""
+    wanted = False
+    for pattern in patterns:
+        if fnmatchcase(path.lower(), pattern.lstrip("!")):
+            wanted = pattern[0] != "!"
+    return wanted
+
+
+def _tag(about: dict) -> str:
+    """Returns what a store says of a file's state, "" where it says nothing."""
+    for tag in TAGS:
+        if about.get(tag):
+            return str(about[tag])
+    return ""
+
+
+def _raise_nothing(url: str, patterns: tuple[str, ...], listed: list[str]) -> None:
+    """Raises InputError for a URL without a file that is needed, where these are."""
+    expected = []
+    for pattern in patterns:
+        if pattern[0] != "!" and pattern not in FINISHED:
+            expected.append(pattern)
+    what = f"expected {', '.join(expected) or 'any'}, found {', '.join(listed[:10]) or 'nothing'}"
+    hint = ""
+    if expected and "*" not in expected:
+        hint = "; text is prepared first, see make data"
+    raise InputError(f"{url} has no file that is needed; {what}{hint}")
+
+
+# Copying
 
 
 def cache_folder(url: str) -> Path:
     """Returns the local folder for what belongs to a URL; it may not be there yet."""
-    base = os.environ.get("DATA_CACHE_DIR") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/xla-zoo-data"
+    base = os.environ.get("DATA_CACHE_DIR")
+    if not base:
+        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        base = f"{caches}/xla-zoo-data"
     return Path(base).expanduser() / _hash(url.rstrip("/"))
 
 
@@ -119,8 +232,10 @@ def cache_folder(url: str) -> Path:
 def local_copy(url: str, *patterns: str) -> str:
     """Returns a local path to the folder or file at a URL, and a path without "://" as it is.
 
-    Copies what is new or has changed, see `find_files`: in one process of this host, while others wait; resumes a
-    killed copy. Raises InputError: nothing is there, no access, the network keeps failing, the disk is too small.
+    Copies what is new or has changed, see `find_files` for `patterns`: in one process of this host,
+    while others wait. Resumes a killed copy.
+
+    Raises InputError: nothing is there, no access, the network keeps failing, the disk is full.
     """
     if "://" not in url:
         return url
@@ -134,81 +249,170 @@ def local_copy(url: str, *patterns: str) -> str:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(f"another process copies {url}; waiting for it", file=sys.stderr, flush=True)
+                what = f"another process copies {url}; waiting for it"
+                print(what, file=sys.stderr, flush=True)
                 fcntl.flock(lock, fcntl.LOCK_EX)
             lock.truncate(0)
             lock.write(f"{url}\n")
-            files = find_files(url, *patterns)
-            blobs = {path: cache / "files" / _hash(path, *about) for path, about in files.items()}
-            if missing := {blob: files[path] for path, blob in blobs.items() if not blob.exists()}:
-                _copy(url, missing)
-                if find_files(url, *patterns) != files:
-                    raise InputError(f"{url} changed while it was copied; give the same command again")
-            top = cache / _hash(*sorted(map(str, blobs.values()))) / _last(root)
-            for path, blob in blobs.items():
-                place = top if files[path][0] == root else top / path
-                place.parent.mkdir(parents=True, exist_ok=True)
-                if not place.exists():
-                    os.link(blob, place)
-            return str(top)
+            return _update(url, root, cache, patterns)
     except OSError as error:
         what = f"{cache} cannot be written: {error.strerror or error}"
-        raise InputError(f"{what}; make room or access, or set DATA_CACHE_DIR to a folder of another disk") from error
+        remedy = "make room or access, or set DATA_CACHE_DIR to a folder of another disk"
+        raise InputError(f"{what}; {remedy}") from error
 
 
-def _copy(url: str, missing: dict[Path, tuple[str, int, str]]) -> None:
-    """Copies files to these places: many ranges at once, which are written in order, so that a file's part is its
-    beginning, and a killed copy resumes there."""
-    fs, stop = open_store(url)[0], threading.Event()
-    parts = {blob: blob.with_suffix(".part") for blob in missing}
-    have = {blob: part.stat().st_size if part.exists() else 0 for blob, part in parts.items()}
-    need, cache = sum(size - have[blob] for blob, (_, size, _) in missing.items()), next(iter(parts)).parent.parent
-    if need > (free := shutil.disk_usage(cache).free):
-        what = f"{url} needs {need:,} bytes on the disk of {cache}, and {free:,} are free"
-        raise InputError(f"{what}; make room, or set DATA_CACHE_DIR to a folder of another disk")
-    print(f"copying {url} to {cache}: {len(missing)} files, {need:,} bytes", file=sys.stderr, flush=True)
+def _update(url: str, root: str, cache: Path, patterns: tuple[str, ...]) -> str:
+    """Copies what is new or has changed into a cache; returns the path of the folder or file.
 
-    def fetch(name: str, size: int, start: int, stop_at: int) -> bytes:
-        if start == stop_at:
-            return b""
-        data = fs.cat_file(name) if stop_at - start == size else fs.cat_file(name, start, stop_at)
-        if len(data) == size > stop_at - start:
-            what = f"{fs.unstrip_protocol(name)} comes whole where a part was asked for"
-            raise InputError(f"{what}; use a server that answers range requests, or copy the data by hand")
-        if len(data) != stop_at - start:
-            raise OSError(f"{len(data)} bytes came, expected {stop_at - start}")
-        return data
+    Args:
+        root: the path of the URL in its store.
+    """
+    files = find_files(url, *patterns)
+    blobs = {}
+    missing = {}
+    for path, stored in files.items():
+        blob = cache / "files" / _hash(path, *stored)
+        blobs[path] = blob
+        if not blob.exists():
+            missing[blob] = stored
+    if missing:
+        _copy(url, missing)
+        if find_files(url, *patterns) != files:
+            what = f"{url} changed while it was copied"
+            raise InputError(f"{what}; give the same command again")
 
-    ranges = (
-        (blob, name, size, start, min(start + BLOCK, size))
-        for blob, (name, size, _) in missing.items()
-        for start in range(have[blob], max(size, have[blob] + 1), BLOCK)
-    )
-    waiting = collections.deque()
-    with ThreadPoolExecutor(AHEAD) as pool, tqdm(total=need, unit="B", unit_scale=True, disable=None) as bar:
+    # A folder of hard links for this state of the bucket.
+    state = _hash(*sorted(map(str, blobs.values())))
+    top = cache / state / _last(root)
+    for path, blob in blobs.items():
+        is_at_url = files[path].name == root
+        link = top if is_at_url else top / path
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            os.link(blob, link)
+    return str(top)
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """A range of a file that is copied by one request."""
+
+    blob: Path  # the file's place in the cache
+    stored: Stored
+    start: int  # bytes
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the file ends with this range."""
+        return self.stop == self.stored.size
+
+
+def _copy(url: str, missing: dict[Path, Stored]) -> None:
+    """Copies files to their places in the cache, many ranges at once.
+
+    The ranges are written in order: so a file's .part is its beginning, and a killed copy resumes.
+    """
+    fs, _ = open_store(url)
+    copied = {}  # bytes that a killed copy has left
+    needed = 0
+    for blob, stored in missing.items():
+        part = _part(blob)
+        copied[blob] = part.stat().st_size if part.exists() else 0
+        needed += stored.size - copied[blob]
+    cache = next(iter(missing)).parent.parent
+    _check_room(url, cache, needed)
+    what = f"copying {url} to {cache}: {len(missing)} files, {needed:,} bytes"
+    print(what, file=sys.stderr, flush=True)
+
+    ranges = _ranges(missing, copied)
+    with tqdm(total=needed, unit="B", unit_scale=True, disable=None) as bar:
+        for written in _copy_ranges(fs, ranges):
+            bar.update(written)
+
+
+def _check_room(url: str, cache: Path, needed: int) -> None:
+    """Raises InputError if the disk of the cache has no room for so many bytes."""
+    free = shutil.disk_usage(cache).free
+    if needed > free:
+        what = f"{url} needs {needed:,} bytes on the disk of {cache}, and {free:,} are free"
+        remedy = "make room, or set DATA_CACHE_DIR to a folder of another disk"
+        raise InputError(f"{what}; {remedy}")
+
+
+def _copy_ranges(fs: AbstractFileSystem, ranges: Iterator[Range]) -> Iterator[int]:
+    """Fetches AHEAD ranges at a time and writes them in order; yields the bytes of each."""
+    waiting: collections.deque[tuple[Range, Future]] = collections.deque()
+    stop = threading.Event()
+    with ThreadPoolExecutor(AHEAD) as pool:
         try:
             while True:
-                for blob, name, *span in itertools.islice(ranges, AHEAD - len(waiting)):
-                    waiting.append(
-                        (blob, *span, pool.submit(retried, fs.unstrip_protocol(name), stop, fetch, name, *span))
-                    )
+                while len(waiting) < AHEAD:
+                    wanted = next(ranges, None)
+                    if wanted is None:
+                        break
+                    name = fs.unstrip_protocol(wanted.stored.name)
+                    waiting.append((wanted, pool.submit(retried, name, stop, _fetch, fs, wanted)))
                 if not waiting:
                     return
-                blob, size, _, end, future = waiting.popleft()
-                with open(parts[blob], "ab") as file:
-                    bar.update(file.write(future.result()))
-                    if end == size:
-                        file.flush()
-                        os.fsync(file.fileno())
-                        os.replace(parts[blob], blob)
+                fetched, future = waiting.popleft()
+                yield _append(fetched, future.result())
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
 
 
+def _part(blob: Path) -> Path:
+    """Returns the file that has the beginning of a blob until it is whole."""
+    return blob.with_suffix(".part")
+
+
+def _ranges(missing: dict[Path, Stored], copied: dict[Path, int]) -> Iterator[Range]:
+    """Yields what is still to be copied of each file; an empty range where that is nothing."""
+    for blob, stored in missing.items():
+        end = max(stored.size, copied[blob] + 1)
+        for start in range(copied[blob], end, BLOCK):
+            yield Range(blob, stored, start, min(start + BLOCK, stored.size))
+
+
+def _fetch(fs: AbstractFileSystem, wanted: Range) -> bytes:
+    """Returns the bytes of a range; raises OSError where there are fewer or more."""
+    size = wanted.stop - wanted.start
+    if not size:
+        return b""
+    name = wanted.stored.name
+    if size == wanted.stored.size:
+        data = fs.cat_file(name)
+    else:
+        data = fs.cat_file(name, wanted.start, wanted.stop)
+    if len(data) == wanted.stored.size > size:
+        what = f"{fs.unstrip_protocol(name)} comes whole where a part was asked for"
+        remedy = "use a server that answers range requests, or copy the data by hand"
+        raise InputError(f"{what}; {remedy}")
+    if len(data) != size:
+        raise OSError(f"{len(data)} bytes came, expected {size}")
+    return data
+
+
+def _append(fetched: Range, data: bytes) -> int:
+    """Appends a range to its file, and gives the file its name once it is whole; returns bytes."""
+    part = _part(fetched.blob)
+    with open(part, "ab") as file:
+        written = file.write(data)
+        if fetched.is_last:
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(part, fetched.blob)
+    return written
+
+
 def _last(path: str) -> str:
-    return path.partition("?")[0].rstrip("/").rpartition("/")[2]
+    """Returns the last part of a path or a URL, without what follows a "?"."""
+    path = path.partition("?")[0].rstrip("/")
+    return path.rpartition("/")[2]
 
 
 def _hash(*parts: object) -> str:
-    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:20]
+    """Returns a short hash of the texts of these objects."""
+    text = "\n".join(map(str, parts))
+    return hashlib.sha256(text.encode()).hexdigest()[:20]

@@ -1,16 +1,23 @@
-"""Labelled images in shards: large parquet files and an index, in a folder or in a bucket (gs://…, any fsspec URL).
+"""Labelled images in shards: large parquet files and an index, in a folder or in a bucket.
 
-    data/prepare/images.py  writes them: `make data DATASET=images`. `datasets` reads the folder, too.
-    shards.json             the index, the only file that opening reads: names, rows, bytes and SHA-256 of the shards
+A bucket is any URL of fsspec, such as gs://….
 
-An epoch reads each shard once and in one go, see `Shards.order`. Shards in a bucket are downloaded whole, ahead of the
-batches that need them, by threads of the main process into a folder that the processes of a host share. There they
-stay, as far as the disk has room: a second epoch, or run, finds them.
+    data/prepare/images.py  writes them: `make data DATASET=images`
+    shards.json             the index, the only file that opening reads: names, rows, bytes and
+                            SHA-256 of the shards
+
+`datasets` reads the folder, too.
+
+An epoch reads each shard once and in one go, see `Shards.order`. Shards in a bucket are downloaded
+whole, ahead of the batches that need them, by threads of the main process into a folder that the
+processes of a host share. There they stay, as far as the disk has room: a second epoch, or run,
+finds them.
 """
 
 import bisect
 import collections
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import hashlib
@@ -37,11 +44,32 @@ from errors import InputError
 
 INDEX = "shards.json"
 SPLITS = {"train": "train", "eval": "val"}
-LANES = 16  # shards that a batch draws from; so many hosts of a pod share the downloads out among themselves
+LANES = 16  # shards that a batch draws from; so many hosts of a pod can share the downloads
 AHEAD = 8  # shards that are fetched before a batch needs them, at the same time
 LEFT_FREE = 4 << 30  # bytes of the disk that the cache does not take
 REMEDY = "make room, or set DATA_CACHE_DIR to a folder of another disk"
 OPEN = 2 * LANES  # files that a process holds open
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenShard:
+    """A shard's file, and where its row groups end."""
+
+    file: pq.ParquetFile
+    ends: list[int]  # the number of the row after each group's last
+
+
+@dataclasses.dataclass(frozen=True)
+class WaitingBatch:
+    """A batch whose shards are being fetched."""
+
+    key: tuple  # an epoch, and the indices of the batch's rows, -1 at padded places
+    new_shards: int  # of which this batch is the first to need them
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch, padded ones included."""
+        return len(self.key[1])
 
 
 class Shards(Images):
@@ -50,27 +78,45 @@ class Shards(Images):
     def __init__(self, data: str, split: Split, image_size: int, skip_broken: bool = False):
         super().__init__(split, image_size, skip_broken)
         data = data.removeprefix("file://")
+        self.folder = data.rstrip("/")
         self._cache = Cache(data) if "://" in data else None
-        content = self._cache.read_index() if self._cache else (Path(data).expanduser() / INDEX).read_bytes()
-        index = read_index(content, f"{data.rstrip('/')}/{INDEX}")
-        self.folder, self.classes = data.rstrip("/"), index["classes"]
+        path = Path(data).expanduser() / INDEX
+        content = self._cache.read_index() if self._cache else path.read_bytes()
+        index = read_index(content, f"{self.folder}/{INDEX}")
+        self.classes = index["classes"]
         set_source(self, index, evaluation=split == "eval")
         self._shards = index["splits"][SPLITS[split]]
         self._rows = np.array([shard["rows"] for shard in self._shards])
         self._ends = np.cumsum(self._rows)
-        self._open: collections.OrderedDict[int, tuple[pq.ParquetFile, list[int]]] = collections.OrderedDict()
+        # By number; those that were not read for longest come first.
+        self._open: collections.OrderedDict[int, OpenShard] = collections.OrderedDict()
+
         if self._cache:
             largest = sorted((shard["bytes"] for shard in self._shards), reverse=True)
             self._cache.need(sum(largest[: LANES + AHEAD]))
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Raises InputError for a shard that is missing or has another size than in the index."""
+        if self._cache:
             sizes = self._cache.sizes()
+            if sizes is None:
+                return
         else:
-            paths = Path(data).expanduser().glob("*.parquet")
-            sizes = {path.name: path.stat().st_size for path in paths if path.exists()}
-        for shard in self._shards if sizes is not None else ():
-            size = sizes.get(shard["name"], -1)
-            if size not in (shard["bytes"], None):
-                found = "is missing" if size == -1 else f"has {size} bytes; {INDEX} says {shard['bytes']}"
-                raise InputError(f"{self.folder}/{shard['name']} {found}; copy it again, or prepare the folder again")
+            sizes = {}
+            for path in Path(self.folder).expanduser().glob("*.parquet"):
+                if path.exists():
+                    sizes[path.name] = path.stat().st_size
+
+        for shard in self._shards:
+            path = f"{self.folder}/{shard['name']}"
+            remedy = "copy it again, or prepare the folder again"
+            if shard["name"] not in sizes:
+                raise InputError(f"{path} is missing; {remedy}")
+            size = sizes[shard["name"]]
+            if size is not None and size != shard["bytes"]:
+                found = f"has {size} bytes; {INDEX} says {shard['bytes']}"
+                raise InputError(f"{path} {found}; {remedy}")
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -81,85 +127,137 @@ class Shards(Images):
     def order(self, seed: int, epoch: int, batch_size: int) -> np.ndarray:
         """Returns the indices of the epoch's full batches, one after the other.
 
-        The shards are permuted, then the rows of each; the sequence is cut into LANES equal parts, and every batch has
-        an equal share of each part, the first images from the first. So a batch mixes images from all over the data,
-        few shards are open at a time, and a host of a pod, which loads a slice of each batch, reads its own shards.
+        The shards are permuted, then the rows of each. The sequence is cut into LANES equal lanes,
+        and every batch has an equal share of each lane, its first images from the first. So a batch
+        mixes images from all over the data, few shards are open at a time, and a host of a pod,
+        which loads a slice of each batch, reads shards of its own.
         """
         rng = np.random.default_rng((seed, epoch))
         starts = self._ends - self._rows
-        shards = rng.permutation(len(self._rows))
-        sequence = np.concatenate([starts[shard] + rng.permutation(self._rows[shard]) for shard in shards])
-        steps, lanes = len(sequence) // batch_size, math.gcd(batch_size, LANES)
-        parts = sequence[: steps * batch_size].reshape(lanes, steps, batch_size // lanes)
-        return parts.swapaxes(0, 1).reshape(-1)
+        sequence = []
+        for shard in rng.permutation(len(self._rows)):
+            sequence.append(starts[shard] + rng.permutation(self._rows[shard]))
+        sequence = np.concatenate(sequence)
+
+        steps = len(sequence) // batch_size
+        lanes = math.gcd(batch_size, LANES)
+        full_batches = sequence[: steps * batch_size]
+        by_lane = full_batches.reshape(lanes, steps, batch_size // lanes)
+        return by_lane.swapaxes(0, 1).reshape(-1)
 
     def ahead(self, keys: Iterable[tuple]) -> Iterator[tuple]:
-        """Yields the keys of batches (an epoch, indices) as they are, while the shards of the next ones are fetched."""
+        """Yields keys of batches, (epoch, indices), as they are.
+
+        Meanwhile the shards of the next batches are fetched.
+        """
         if self._cache is None:
             yield from keys
             return
-        keys, last = iter(keys), set()
-        waiting: collections.deque[tuple[tuple, int]] = collections.deque()  # and how many shards each is the first in
-        shards_ahead = rows_ahead = 0
-        with fetching(lambda number, ended: self._cache.fetch(self._shards[number], ended)) as fetch:
+
+        keys = iter(keys)
+        # All rows of the shards of one batch: what is fetched further ahead would only wait.
+        most_rows = LANES * self._rows.max()
+        waiting: collections.deque[WaitingBatch] = collections.deque()
+        shards_ahead = 0
+        rows_ahead = 0
+        previous = set()  # the shards of the batch before
+        with fetching(self._fetch) as fetch:
             while True:
-                # All rows of the shards of one batch: further ahead, what is fetched would only wait on the disk.
-                while shards_ahead < AHEAD and rows_ahead < LANES * self._rows.max() and (key := next(keys, None)):
-                    shards = set(np.unique(np.searchsorted(self._ends, key[1][key[1] >= 0], "right")).tolist())
-                    for number in sorted(shards - last):
+                while shards_ahead < AHEAD and rows_ahead < most_rows:
+                    key = next(keys, None)
+                    if key is None:
+                        break
+                    shards = self._shards_of(key[1])
+                    new = sorted(shards - previous)
+                    previous = shards
+                    for number in new:
                         fetch(number)
-                    waiting.append((key, len(shards - last)))
-                    shards_ahead, rows_ahead = shards_ahead + waiting[-1][1], rows_ahead + len(key[1])
-                    last = shards
+                    batch = WaitingBatch(key, len(new))
+                    waiting.append(batch)
+                    shards_ahead += batch.new_shards
+                    rows_ahead += batch.rows
                 if not waiting:
                     return
-                key, new = waiting.popleft()
-                shards_ahead, rows_ahead = shards_ahead - new, rows_ahead - len(key[1])
-                yield key
+                batch = waiting.popleft()
+                shards_ahead -= batch.new_shards
+                rows_ahead -= batch.rows
+                yield batch.key
+
+    def _shards_of(self, indices: np.ndarray) -> set[int]:
+        """Returns the numbers of the shards that have these rows; -1 is no row."""
+        numbers = np.searchsorted(self._ends, indices[indices >= 0], "right")
+        return set(np.unique(numbers).tolist())
+
+    def _fetch(self, number: int, ended: threading.Event) -> None:
+        self._cache.fetch(self._shards[number], ended)
 
     def _read(self, index: int) -> tuple[bytes, int, str]:
         number = int(np.searchsorted(self._ends, index, "right"))
         row = int(index - (self._ends[number] - self._rows[number]))
+        found = self._read_row(number, row)
+        image = found["image"]
+        label = found["label"]
+        name = f"{self.folder}/{self._shards[number]['name']}"
+        if label not in range(len(self.classes)):
+            what = f"{name} has the label {label} in row {row}"
+            raise InputError(f"{what}; {INDEX} has {len(self.classes)} classes")
+        return image["bytes"] or b"", label, f"row {row} of {name} ({image['path']})"
+
+    def _read_row(self, number: int, row: int) -> dict:
+        """Returns a row of a shard; raises InputError where the file is broken.
+
+        A broken copy of a shard in a bucket was whole when it came: this disk has spoilt it, and it
+        is fetched once more.
+        """
         try:
-            found = self._row(number, row)
+            return self._row(number, row)
         except _Broken as error:
             self._open.pop(number, None)
             if self._cache is None:
-                raise InputError(f"{error}; copy the shard again, or prepare the folder again") from error
-            self._cache.remove(self._shards[number])  # whole when it came: this disk has spoilt it
+                remedy = "copy the shard again, or prepare the folder again"
+                raise InputError(f"{error}; {remedy}") from error
+            self._cache.remove(self._shards[number])
             try:
-                found = self._row(number, row)
+                return self._row(number, row)
             except _Broken as again:
                 raise InputError(f"{again}; prepare the images again") from again
-        image, label = found["image"], found["label"]
-        name = f"{self.folder}/{self._shards[number]['name']}"
-        if label not in range(len(self.classes)):
-            raise InputError(f"{name} has the label {label} in row {row}; {INDEX} has {len(self.classes)} classes")
-        return image["bytes"] or b"", label, f"row {row} of {name} ({image['path']})"
 
     def _row(self, number: int, row: int) -> dict:
         """Returns a row of a shard; raises _Broken where the file is not what the index says."""
         shard = self._shards[number]
         name = f"{self.folder}/{shard['name']}"
         try:
-            if number not in self._open:
-                file = self._opened(shard)
-                groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-                self._open[number] = file, list(itertools.accumulate(groups))
-                if len(self._open) > OPEN:
-                    self._open.popitem(last=False)[1][0].close()
-            self._open.move_to_end(number)
-            file, ends = self._open[number]
+            opened = self._opened(number)
+            ends = opened.ends
             if ends[-1:] != [shard["rows"]]:
-                raise _Broken(f"{name} has {ends[-1] if ends else 0} rows; {INDEX} says {shard['rows']}")
+                rows = ends[-1] if ends else 0
+                raise _Broken(f"{name} has {rows} rows; {INDEX} says {shard['rows']}")
             group = bisect.bisect_right(ends, row)
-            table = file.read_row_group(group, columns=["image", "label"], use_threads=False)
-            return table.slice(row - (ends[group - 1] if group else 0), 1).to_pylist()[0]
+            columns = ["image", "label"]
+            table = opened.file.read_row_group(group, columns=columns, use_threads=False)
+            start = ends[group - 1] if group else 0
+            return table.slice(row - start, 1).to_pylist()[0]
         except (pa.ArrowException, OSError, KeyError) as error:
-            raise _Broken(f"{name} is broken: {str(error).partition(chr(10))[0]}") from error
+            reason = str(error).partition("\n")[0]
+            raise _Broken(f"{name} is broken: {reason}") from error
 
-    def _opened(self, shard: dict) -> pq.ParquetFile:
-        # No memory map: a file that shrinks, or a file system that fails, would kill the process without a word.
+    def _opened(self, number: int) -> OpenShard:
+        """Returns a shard that is open; the one that was not read for longest may be closed."""
+        if number not in self._open:
+            file = self._open_file(self._shards[number])
+            groups = range(file.num_row_groups)
+            rows = [file.metadata.row_group(group).num_rows for group in groups]
+            self._open[number] = OpenShard(file, list(itertools.accumulate(rows)))
+            if len(self._open) > OPEN:
+                _, oldest = self._open.popitem(last=False)
+                oldest.file.close()
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    def _open_file(self, shard: dict) -> pq.ParquetFile:
+        """Opens a shard's file, after a download where it is in a bucket."""
+        # No memory map: a file that shrinks, or a file system that fails, would kill the process
+        # without a word.
         options = {"memory_map": False, "page_checksum_verification": True}
         if self._cache is None:
             return pq.ParquetFile(Path(self.folder).expanduser() / shard["name"], **options)
@@ -177,33 +275,55 @@ def read_index(content: bytes, name: str) -> dict:
     """Returns the index in `content`; raises InputError where it is none."""
     try:
         index = json.loads(content)
-        shards = [shard for split in SPLITS.values() for shard in index["splits"][split]]
-        fits = all(index["splits"][split] for split in SPLITS.values()) and index["format"] == 1
-        fits &= bool(index["classes"]) and all(isinstance(label, str) for label in index["classes"])
-        for shard in shards:
-            fits &= re.fullmatch(r"\w[\w.-]*", shard["name"]) is not None and len(shard["sha256"]) == 64
-            fits &= all(isinstance(shard[key], int) and shard[key] > 0 for key in ("rows", "bytes"))
+        fits = _fits(index)
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{name} is no index of shards: {error!r}; write it with make data DATASET=images") from error
+        what = f"{name} is no index of shards: {error!r}"
+        raise InputError(f"{what}; write it with make data DATASET=images") from error
     if not fits:
-        raise InputError(f"{name} is no index of shards of this version; write it with make data DATASET=images")
+        what = f"{name} is no index of shards of this version"
+        raise InputError(f"{what}; write it with make data DATASET=images")
     return index
 
 
+def _fits(index: dict) -> bool:
+    """Returns whether an index is of this version, and whole.
+
+    Raises KeyError or TypeError where it is no index at all.
+    """
+    shards_of_splits = [index["splits"][split] for split in SPLITS.values()]
+    fits = all(shards_of_splits) and index["format"] == 1
+    classes = index["classes"]
+    fits &= bool(classes) and all(isinstance(name, str) for name in classes)
+    for shard in itertools.chain(*shards_of_splits):
+        is_named = re.fullmatch(r"\w[\w.-]*", shard["name"]) is not None
+        fits &= is_named and len(shard["sha256"]) == 64
+        for key in ("rows", "bytes"):
+            fits &= isinstance(shard[key], int) and shard[key] > 0
+    return fits
+
+
 @contextlib.contextmanager
-def fetching(fetch: Callable[[int, threading.Event], object]) -> Iterator[Callable[[int], None]]:
-    """Gives a function that has fetch(number, ended) called by one of AHEAD threads. What fails is left to the process
-    that needs it; `ended` is set at the end of the block."""
+def fetching(
+    fetch: Callable[[int, threading.Event], object],
+) -> Iterator[Callable[[int], None]]:
+    """Gives a function of a shard's number that has one of AHEAD threads call fetch(number, ended).
+
+    What fails is left to the process that needs the shard. `ended` is set at the end of the block.
+    """
     waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     ended = threading.Event()
 
     def work() -> None:
-        while (number := waiting.get()) is not None and not ended.is_set():
+        while True:
+            number = waiting.get()
+            if number is None or ended.is_set():
+                return
             with contextlib.suppress(Exception):
                 fetch(number, ended)
 
     for _ in range(AHEAD):
-        threading.Thread(target=work, name="shards", daemon=True).start()  # no exit waits for a download
+        # A daemon: no exit waits for a download.
+        threading.Thread(target=work, name="shards", daemon=True).start()
     try:
         yield waiting.put
     finally:
@@ -215,52 +335,80 @@ def fetching(fetch: Callable[[int, threading.Event], object]) -> Iterator[Callab
 class Cache:
     """Copies of the shards at a URL, in a folder of this host that its processes and runs share.
 
-    The folder bears the name of the index' checksum: other shards under the same names have another folder. What was
-    not used for longest is removed where the disk has less than LEFT_FREE bytes left.
+    The folder bears the name of the index' checksum: other shards under the same names have another
+    folder. What was not used for longest is removed where the disk has less than LEFT_FREE bytes
+    left.
+
+    Attributes:
+        root: the folder of all data sets.
+        folder: that of this one, once the index is read.
     """
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        self.root = self.folder = cache_folder(url).parent / "shards"
+        self.root = cache_folder(url).parent / "shards"
+        self.folder = self.root
 
     def read_index(self) -> bytes:
         """Returns the content of the index, which chooses the folder. Raises InputError."""
-        (fs, path), url = open_store(self.url), f"{self.url}/{INDEX}"
+        fs, path = open_store(self.url)
+        url = f"{self.url}/{INDEX}"
         try:
             content = retried(url, threading.Event(), fs.cat_file, f"{path}/{INDEX}")
         except InputError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                raise InputError(f"{error}; from a bucket images come as shards: make data DATASET=images") from error
-            raise
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            hint = "from a bucket images come as shards: make data DATASET=images"
+            raise InputError(f"{error}; {hint}") from error
+
         self.folder = self.root / hashlib.sha256(content).hexdigest()[:16]
         with self._writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         return content
 
     def sizes(self) -> dict[str, int | None] | None:
-        """Returns {name: bytes, or None where the store does not say} of the files at the URL; None in place of all
-        where it does not list them (http, no right to): `fetch` then is the first to miss one."""
+        """Returns the bytes of the files at the URL by name, None where the store does not say.
+
+        Returns None in place of all where the store does not list them (http, no right to): then
+        `fetch` is the first to miss one.
+        """
         if self.url.startswith("http"):
             return None
         fs, path = open_store(self.url)
         fs.invalidate_cache()
-        with contextlib.suppress(InputError):
+        try:
             files = retried(self.url, threading.Event(), fs.ls, path, detail=True)
-            return {file["name"].rpartition("/")[2]: file.get("size") for file in files}
-        return None
+        except InputError:
+            return None
+        sizes = {}
+        for file in files:
+            _, _, name = file["name"].rpartition("/")
+            sizes[name] = file.get("size")
+        return sizes
 
     def need(self, size: int) -> None:
-        """Raises InputError where the disk has no room for `size` bytes of shards, those that are there included."""
-        free, cached = shutil.disk_usage(self.folder).free, sum(path.stat().st_size for _, path in self._oldest())
-        if free + cached < size + LEFT_FREE:
-            room, needed = (free + cached) / 1e9, (size + LEFT_FREE) / 1e9
-            expected = f"expected {needed:.1f}, of which {LEFT_FREE / 1e9:.1f} stay free"
-            what = f"{self.root}, the copy of {self.url}, is on a disk with {room:.1f} GB for it; {expected}"
-            raise InputError(f"{what}; {REMEDY}")
+        """Raises InputError where the disk has no room for `size` bytes of shards.
+
+        The shards that are in the cache count as room.
+        """
+        available = shutil.disk_usage(self.folder).free
+        for _, path in self._oldest():
+            available += path.stat().st_size
+        needed = size + LEFT_FREE
+        if available < needed:
+            what = f"{self.root}, the copy of {self.url}"
+            room = f"is on a disk with {available / 1e9:.1f} GB for it"
+            expected = f"expected {needed / 1e9:.1f}, of which {LEFT_FREE / 1e9:.1f} stay free"
+            raise InputError(f"{what}, {room}; {expected}; {REMEDY}")
 
     def fetch(self, shard: dict, ended: threading.Event | None = None) -> Path:
-        """Returns the local file of a shard, after a download where it is not there; `ended` stops attempts to get it.
-        Raises InputError."""
+        """Returns the local file of a shard, after a download where it is not there.
+
+        Args:
+            ended: stops the attempts to get it.
+
+        Raises InputError.
+        """
         path = self.folder / shard["name"]
         with contextlib.suppress(FileNotFoundError):
             os.utime(path)  # used now
@@ -278,38 +426,48 @@ class Cache:
         (self.folder / shard["name"]).unlink(missing_ok=True)
 
     def _download(self, shard: dict, path: Path, ended: threading.Event) -> None:
-        fs, root = open_store(self.url)
-        url, partial = f"{self.url}/{shard['name']}", Path(f"{path}.partial")
-
-        def attempt() -> None:
-            try:
-                fs.get_file(f"{root}/{shard['name']}", str(partial))
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):  # no attempt makes room
-                    raise InputError(f"{partial} cannot be written: {error.strerror}; {REMEDY}") from error
-                raise
-            size = partial.stat().st_size
-            if size != shard["bytes"]:
-                raise _Broken(f"{url} has {size} bytes; {INDEX} says {shard['bytes']}")
-            with open(partial, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-                os.fsync(file.fileno())
-            if found != shard["sha256"]:
-                raise _Broken(f"{url} has the SHA-256 {found[:8]}…; {INDEX} says {shard['sha256'][:8]}…")
-
+        """Downloads a shard, whole or not at all. Raises InputError."""
+        partial = Path(f"{path}.partial")
+        url = f"{self.url}/{shard['name']}"
         try:
-            retried(url, ended, attempt)
+            retried(url, ended, self._attempt, shard, partial)
             os.replace(partial, path)
         except InputError as error:
-            if isinstance(error.__cause__, _Broken):
-                raise InputError(f"{error.__cause__}; copy the shard to the bucket again") from error
-            raise
+            if not isinstance(error.__cause__, _Broken):
+                raise
+            raise InputError(f"{error.__cause__}; copy the shard to the bucket again") from error
         finally:
             partial.unlink(missing_ok=True)
 
+    def _attempt(self, shard: dict, partial: Path) -> None:
+        """Downloads a shard once; raises _Broken for one that is not what the index says."""
+        fs, root = open_store(self.url)
+        try:
+            fs.get_file(f"{root}/{shard['name']}", str(partial))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            # No attempt makes room.
+            what = f"{partial} cannot be written: {error.strerror}"
+            raise InputError(f"{what}; {REMEDY}") from error
+
+        url = f"{self.url}/{shard['name']}"
+        size = partial.stat().st_size
+        if size != shard["bytes"]:
+            raise _Broken(f"{url} has {size} bytes; {INDEX} says {shard['bytes']}")
+        with open(partial, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        if found != shard["sha256"]:
+            expected = f"{INDEX} says {shard['sha256'][:8]}…"
+            raise _Broken(f"{url} has the SHA-256 {found[:8]}…; {expected}")
+
     def _make_room(self, size: int) -> None:
+        """Removes the copies that were not used for longest, until `size` bytes fit."""
         lacking = size + LEFT_FREE - shutil.disk_usage(self.folder).free
-        for _, path in self._oldest() if lacking > 0 else ():
+        if lacking <= 0:
+            return
+        for _, path in self._oldest():
             with contextlib.suppress(FileNotFoundError):
                 lacking -= path.stat().st_size
                 path.unlink()
@@ -326,7 +484,9 @@ class Cache:
 
     @contextlib.contextmanager
     def _writing(self, path: Path) -> Iterator[None]:
+        """Turns the errors of the local disk into an InputError that names `path`."""
         try:
             yield
         except OSError as error:
-            raise InputError(f"{path} cannot be written: {error.strerror or error}; {REMEDY}") from error
+            what = f"{path} cannot be written: {error.strerror or error}"
+            raise InputError(f"{what}; {REMEDY}") from error

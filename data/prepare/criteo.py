@@ -1,20 +1,24 @@
-"""Turns the text files of Criteo's Kaggle and Terabyte click logs into arrays, once before training.
+"""Turns the text of Criteo's Kaggle and Terabyte click logs into arrays, once before training.
 
-    python -m data.prepare.criteo --data RAW [--out DIR] [--threshold 10]  (make data DATASET=criteo DATA=RAW OUT=DIR)
+    make data DATASET=criteo DATA=RAW OUT=DIR
+    python -m data.prepare.criteo --data RAW [--out DIR] [--threshold 10]
 
 Training maps the arrays into memory, see ClickLog in data/criteo.py.
 
-A line of the text is a label, 13 integers and 26 categories of 32 bits in hexadecimal, separated by tabs. An empty
-field is a missing value. The integers become log(x + 1), missing and negative ones 0, as in
-https://github.com/facebookresearch/dlrm. The categories become rows of embedding tables: 0 where the value is missing,
-1 where it is rare (or not seen in training), and from 2 on by falling count in the training rows (of equal counts the
-smaller value first).
+A line of the text is a label, 13 integers and 26 categories of 32 bits in hexadecimal, separated by
+tabs. An empty field is a missing value.
+
+The integers become log(x + 1), missing and negative ones 0, as in
+https://github.com/facebookresearch/dlrm.
+
+The categories become rows of embedding tables: 0 where the value is missing, 1 where it is rare or
+not seen in training, and from 2 on by falling count in the training rows. Of equal counts the
+smaller value comes first.
 """
 
 import codecs
 import dataclasses
 import gzip
-import itertools
 import os
 import re
 import zlib
@@ -38,12 +42,20 @@ from errors import InputError
 
 NUM_SPARSE = 26
 COLUMNS = 1 + NUM_DENSE + NUM_SPARSE
-MISSING, RARE, FIRST = 0, 1, 2  # ids; the vocabulary begins with FIRST
+
+# Rows of an embedding table. The vocabulary begins with FIRST.
+MISSING = 0
+RARE = 1
+FIRST = 2
 
 DAYS = [f"day_{day}" for day in range(24)]
-CHUNK_BYTES = 64 << 20  # text of one parsed file: the most that a kill costs, and what a worker holds
-PIECE_BYTES = 4 << 20  # text parsed at once; larger pieces leave the processor's caches and are 3 times slower
+
+# Text of one parsed file: the most work that a kill costs, and what a worker holds in memory.
+CHUNK_BYTES = 64 << 20
+# Text parsed at once. Larger pieces leave the processor's caches and are 3 times slower.
+PIECE_BYTES = 4 << 20
 MAX_LINE = 1 << 20  # bytes; a file with a longer line is no table
+MERGED_AT_LEAST = 1 << 20  # values counted in chunks before they are merged into the vocabulary
 
 TEXT = re.compile(r"\.txt(\.gz)?$", re.IGNORECASE)  # how the names of text files end
 INTEGER = "^-?[0-9]{1,18}$"
@@ -51,16 +63,16 @@ INTEGER = "^-?[0-9]{1,18}$"
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """Prepares Criteo's text files for training: parses them, counts their categories, writes arrays.
+    """Prepares Criteo's text for training: parses it, counts the categories, writes arrays.
 
     The same command resumes a killed one. The result depends neither on that nor on --workers.
     """
 
-    data: str  # folder with train.txt (and val.txt) or day_0, day_1, … (each plain or .gz), or one such file
+    data: str  # folder with train.txt (and val.txt) or day_0, day_1, …, plain or .gz; or one file
     out: str = ""  # folder of the arrays; default: a folder `prepared` beside the text
-    threshold: int = 1  # values seen fewer times than this in training rows share the id 1; 1 keeps all of them
-    max_rows: int = MLPERF_MAX_ROWS  # larger tables are cut to this many rows, the rarest values folded in; 0: never
-    hash_rows: int = 0  # no vocabulary: all tables have this many rows, an id is the remainder of its value; 0: off
+    threshold: int = 1  # values seen fewer times in training rows share the id 1; 1 keeps all
+    max_rows: int = MLPERF_MAX_ROWS  # most rows of a table, rare values share them; 0: no limit
+    hash_rows: int = 0  # rows of every table; an id is a value's remainder, no vocabulary; 0: off
     bad_rows: float = 0.0001  # share of malformed lines that may be left out; more are an error
     workers: int = os.cpu_count() or 1  # processes
 
@@ -69,37 +81,48 @@ class Flags:
 
 
 def malformed(line: bytes) -> str | None:
-    """Returns why a line (without its end) is not a row of Criteo, or None. This defines what `parse` leaves out."""
+    """Returns why a line (without its end) is not a row of Criteo, or None if it is one.
+
+    This function defines which lines `parse` leaves out.
+    """
     try:
         line.decode()
     except UnicodeDecodeError:
         return "it is not UTF-8"
-    fields = line.split(b"\t")
     if b"\r" in line:
         return "it has a carriage return in its middle"
+
+    fields = line.split(b"\t")
     if len(fields) == COLUMNS - 1:
-        return f"it has {COLUMNS - 1} columns instead of {COLUMNS}: is the label missing, as in Kaggle's test.txt?"
+        hint = "is the label missing, as in Kaggle's test.txt?"
+        return f"it has {COLUMNS - 1} columns instead of {COLUMNS}: {hint}"
     if len(fields) != COLUMNS:
         return f"it has {len(fields)} columns instead of {COLUMNS}"
+
     if fields[0] not in (b"0", b"1"):
         return f"its label is {_shown(fields[0])}, expected 0 or 1"
-    for number, field in enumerate(fields[1 : 1 + NUM_DENSE], start=2):
+
+    first_category = 1 + NUM_DENSE
+    for number, field in enumerate(fields[1:first_category], start=2):
         if field and not re.fullmatch(rb"-?[0-9]{1,18}", field):
             return f"column {number} is {_shown(field)}, expected an integer"
-    for number, field in enumerate(fields[1 + NUM_DENSE :], start=2 + NUM_DENSE):
+    for number, field in enumerate(fields[first_category:], start=first_category + 1):
         if field and not re.fullmatch(rb"[0-9a-fA-F]{1,8}", field):
             return f"column {number} is {_shown(field)}, expected up to 8 hexadecimal digits"
     return None
 
 
 def _shown(field: bytes) -> str:
+    """Returns a field as a message shows it: quoted, and cut after 20 characters."""
     text = field.decode(errors="replace")
-    return repr(text if len(text) <= 20 else text[:20] + "…")
+    if len(text) > 20:
+        text = text[:20] + "…"
+    return repr(text)
 
 
 @dataclasses.dataclass
 class Rows:
-    """Parsed lines: n good rows, and the number of the others and the first of them."""
+    """Parsed lines: the n good ones as arrays, and how many others there are."""
 
     dense: np.ndarray  # float32 [n, 13], log(x + 1)
     label: np.ndarray  # uint8 [n]
@@ -107,96 +130,158 @@ class Rows:
     missing: np.ndarray  # uint32 [n], bit t: feature t is missing
     lines: int = 0  # good and bad
     bad: int = 0
-    first_bad: int = -1  # line, from 0, or -1
-    why: str = ""
+    first_bad: int = -1  # line, from 0; -1: there is none
+    why: str = ""  # the first bad line is bad
 
 
 def parse(text: bytes) -> Rows:
-    """Parses whole lines, all columns at once; leaves out exactly the lines that `malformed` gives a reason for."""
+    """Parses whole lines, all columns at once.
+
+    Leaves out exactly the lines for which `malformed` gives a reason.
+    """
     text = text.replace(b"\r\n", b"\n")
     if text and not text.endswith(b"\n"):
         text += b"\n"
-    data = np.frombuffer(text, np.uint8)
-    ends = np.flatnonzero(data == ord("\n"))
-    tabs = np.flatnonzero(data == ord("\t"))
-    good = np.diff(np.searchsorted(tabs, ends), prepend=0) == COLUMNS - 1
-    if text.startswith(codecs.BOM_UTF8):  # which pyarrow would skip
-        good[0] = False
-    if b"\r" in text:  # a line end to pyarrow
-        good[np.searchsorted(ends, np.flatnonzero(data == ord("\r")))] = False
 
-    kept = np.flatnonzero(good)
-    if len(kept) < len(ends):
-        data = data[np.repeat(good, np.diff(ends, prepend=-1))]
-    table = _read_table(data, len(kept))
+    # Lines with another number of columns would stop pyarrow, so they are taken out before.
+    characters = np.frombuffer(text, np.uint8)
+    line_ends = np.flatnonzero(characters == ord("\n"))
+    good = _is_readable(text, characters, line_ends)
+    readable = np.flatnonzero(good)
+    if len(readable) < len(line_ends):
+        line_sizes = np.diff(line_ends, prepend=-1)
+        characters = characters[np.repeat(good, line_sizes)]
+    table = _read_table(characters, len(readable))
 
-    bad = ~pc.match_substring_regex(table[0], "^[01]$").fill_null(False).to_numpy(zero_copy_only=False)
-    label = pc.equal(table[0], "1").fill_null(False).to_numpy(zero_copy_only=False).astype(np.uint8)
-    dense = np.zeros((len(kept), NUM_DENSE), np.float32)
-    for column in range(NUM_DENSE):
-        strings = table[1 + column]
-        fits = pc.match_substring_regex(strings, INTEGER).fill_null(True)
-        if not pc.all(fits, min_count=0).as_py():
-            bad |= ~fits.to_numpy(zero_copy_only=False)
-            strings = pc.if_else(fits, strings, None)
-        dense[:, column] = strings.cast(pa.int64()).fill_null(0).to_numpy()
-    dense = np.log(np.maximum(dense, 0) + 1)
-    sparse = np.zeros((NUM_SPARSE, len(kept)), np.uint32)
-    missing = np.zeros(len(kept), np.uint32)
-    for feature in range(NUM_SPARSE):
-        strings = table[1 + NUM_DENSE + feature]
-        there = strings.is_valid().to_numpy(zero_copy_only=False)
-        sparse[feature, there], strange = _hexadecimal(strings, there)
-        bad[np.flatnonzero(there)[strange]] = True
-        missing |= (~there).astype(np.uint32) << np.uint32(feature)
+    label, bad_label = _parse_labels(table[0])
+    dense, bad_integer = _parse_integers(table[1 : 1 + NUM_DENSE])
+    sparse, missing, bad_category = _parse_categories(table[1 + NUM_DENSE :])
 
-    good[kept[bad]] = False
-    rows = Rows(dense, label, sparse, missing, len(good))
+    bad = bad_label | bad_integer | bad_category
+    good[readable[bad]] = False
     if bad.any():
-        rows.dense, rows.label, rows.sparse, rows.missing = dense[~bad], label[~bad], sparse[:, ~bad], missing[~bad]
+        label = label[~bad]
+        dense = dense[~bad]
+        sparse = sparse[:, ~bad]
+        missing = missing[~bad]
+    rows = Rows(dense, label, sparse, missing, lines=len(good))
     if not good.all():
-        rows.bad, rows.first_bad = int((~good).sum()), int(np.argmin(good))
-        rows.why = malformed(text.split(b"\n", rows.first_bad + 1)[rows.first_bad])
+        rows.bad = int((~good).sum())
+        rows.first_bad = int(np.argmin(good))
+        line = text.split(b"\n", rows.first_bad + 1)[rows.first_bad]
+        rows.why = malformed(line)
         assert rows.why, "the fast parser refused a good line"
     return rows
 
 
-def _read_table(data: np.ndarray, rows: int) -> list[pa.Array]:
+def _is_readable(text: bytes, characters: np.ndarray, line_ends: np.ndarray) -> np.ndarray:
+    """Returns bool [lines]: whether pyarrow reads a line as one row of 40 columns.
+
+    Args:
+        characters: uint8, those of `text`.
+        line_ends: their positions of "\\n".
+    """
+    tabs = np.flatnonzero(characters == ord("\t"))
+    tabs_before = np.searchsorted(tabs, line_ends)
+    readable = np.diff(tabs_before, prepend=0) == COLUMNS - 1
+    if text.startswith(codecs.BOM_UTF8):  # pyarrow would skip it, but the label has it
+        readable[0] = False
+    if b"\r" in text:  # a line end to pyarrow
+        returns = np.flatnonzero(characters == ord("\r"))
+        readable[np.searchsorted(line_ends, returns)] = False
+    return readable
+
+
+def _read_table(characters: np.ndarray, rows: int) -> list[pa.Array]:
     """Returns the 40 columns of lines with 39 tabs each, as strings; empty fields are null."""
     if not rows:
         return [pa.array([], pa.string())] * COLUMNS
     names = [str(column) for column in range(COLUMNS)]
+    read_options = csv.ReadOptions(
+        use_threads=False,
+        block_size=len(characters) + 1,
+        column_names=names,
+    )
+    parse_options = csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False)
+    convert_options = csv.ConvertOptions(
+        check_utf8=False,
+        column_types=dict.fromkeys(names, pa.string()),
+        strings_can_be_null=True,
+        null_values=[""],
+    )
     table = csv.read_csv(
-        pa.BufferReader(pa.py_buffer(data)),
-        read_options=csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=names),
-        parse_options=csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
-        convert_options=csv.ConvertOptions(
-            check_utf8=False,
-            column_types=dict.fromkeys(names, pa.string()),
-            strings_can_be_null=True,
-            null_values=[""],
-        ),
+        pa.BufferReader(pa.py_buffer(characters)),
+        read_options=read_options,
+        parse_options=parse_options,
+        convert_options=convert_options,
     )
     assert table.num_rows == rows
     return [column.chunk(0) for column in table.columns]
 
 
+def _parse_labels(strings: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the labels, uint8 [n], and which of them are malformed, bool [n]."""
+    fits = pc.match_substring_regex(strings, "^[01]$").fill_null(False)
+    is_one = pc.equal(strings, "1").fill_null(False)
+    label = is_one.to_numpy(zero_copy_only=False).astype(np.uint8)
+    return label, ~fits.to_numpy(zero_copy_only=False)
+
+
+def _parse_integers(columns: list[pa.Array]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns log(x + 1) of the integers, float32 [n, 13], and the malformed rows, bool [n]."""
+    rows = len(columns[0])
+    dense = np.zeros((rows, NUM_DENSE), np.float32)
+    bad = np.zeros(rows, bool)
+    for column, strings in enumerate(columns):
+        fits = pc.match_substring_regex(strings, INTEGER).fill_null(True)
+        if not pc.all(fits, min_count=0).as_py():
+            bad |= ~fits.to_numpy(zero_copy_only=False)
+            strings = pc.if_else(fits, strings, None)
+        dense[:, column] = strings.cast(pa.int64()).fill_null(0).to_numpy()
+    return np.log(np.maximum(dense, 0) + 1), bad
+
+
+def _parse_categories(columns: list[pa.Array]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns `sparse` and `missing` as Rows has them, and which rows are malformed, bool [n]."""
+    rows = len(columns[0])
+    sparse = np.zeros((NUM_SPARSE, rows), np.uint32)
+    missing = np.zeros(rows, np.uint32)
+    bad = np.zeros(rows, bool)
+    for feature, strings in enumerate(columns):
+        there = strings.is_valid().to_numpy(zero_copy_only=False)
+        values, strange = _hexadecimal(strings, there)
+        sparse[feature, there] = values
+        bad[np.flatnonzero(there)[strange]] = True
+        missing |= (~there).astype(np.uint32) << np.uint32(feature)
+    return sparse, missing, bad
+
+
 def _hexadecimal(strings: pa.Array, there: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the m strings that are `there` as uint32 [m], and bool [m]: not 1 to 8 hexadecimal digits (value 0)."""
-    _, offsets, values = strings.buffers()
+    """Parses the m strings that are `there`, bool [n], as hexadecimal numbers.
+
+    Returns: the numbers, uint32 [m]; and bool [m], which strings are not 1 to 8 hexadecimal digits.
+        The number of such a string means nothing.
+    """
+    _, offsets, characters = strings.buffers()
     offsets = np.frombuffer(offsets, np.int32, len(strings) + 1, strings.offset * 4)
-    values = np.frombuffer(values or b"", np.uint8)[offsets[0] : offsets[-1]]
+    characters = np.frombuffer(characters or b"", np.uint8)[offsets[0] : offsets[-1]]
     lengths = np.diff(offsets)[there]
     strange = lengths > 8
-    digits = _IS_HEXADECIMAL[values]
-    if (lengths == 8).all() and digits.all():  # Criteo's own files: the digits of all values lie side by side
-        return np.frombuffer(unhexlify(values), ">u4"), strange
+    is_digit = _IS_HEXADECIMAL[characters]
+
+    # Criteo's own files: the digits of all values lie side by side.
+    if (lengths == 8).all() and is_digit.all():
+        return np.frombuffer(unhexlify(characters), ">u4"), strange
+
+    # Shorter values are copied to the right of 8 zeros.
+    count = len(lengths)
     starts = np.cumsum(lengths) - lengths
-    strange[np.searchsorted(starts, np.flatnonzero(~digits), side="right") - 1] = True
-    padded = np.full((len(lengths), 8), ord("0"), np.uint8)
-    keep = np.repeat(~strange, lengths)
-    right_aligned = np.repeat(8 * np.arange(1, len(lengths) + 1) - lengths - starts, lengths) + np.arange(len(values))
-    padded.reshape(-1)[right_aligned[keep]] = values[keep]
+    strange[np.searchsorted(starts, np.flatnonzero(~is_digit), side="right") - 1] = True
+    shifts = 8 * np.arange(1, count + 1) - lengths - starts
+    right_aligned = np.arange(len(characters)) + np.repeat(shifts, lengths)
+    kept = np.repeat(~strange, lengths)
+    padded = np.full((count, 8), ord("0"), np.uint8)
+    padded.reshape(-1)[right_aligned[kept]] = characters[kept]
     return np.frombuffer(unhexlify(padded), ">u4"), strange
 
 
@@ -219,28 +304,38 @@ def _pieces(file: BinaryIO, size: int, name: str) -> Iterator[bytes]:
 
 
 def _read_line(file: BinaryIO, name: str) -> bytes:
+    """Returns the rest of a line; raises InputError where it is longer than a line of a table."""
     line = file.readline(MAX_LINE)
     if len(line) == MAX_LINE:
-        raise InputError(f"{name} has a line of more than {MAX_LINE} bytes; it is not Criteo's text")
+        what = f"{name} has a line of more than {MAX_LINE} bytes"
+        raise InputError(f"{what}; it is not Criteo's text")
     return line
 
 
 def _save_chunk(pieces: Iterator[bytes], path: Path) -> None:
     """Parses the pieces into one .npz file."""
-    parts, lines, bad, first_bad, why = [], 0, 0, -1, ""
+    parsed = []
+    lines = 0
+    bad = 0
+    first_bad = -1
+    why = ""
     for piece in pieces:
         rows = parse(piece)
         if rows.bad and first_bad < 0:
-            first_bad, why = lines + rows.first_bad, rows.why
-        lines, bad = lines + rows.lines, bad + rows.bad
-        parts.append(rows)
-    parts = parts or [parse(b"")]  # one line may cover the whole range of a chunk
+            first_bad = lines + rows.first_bad
+            why = rows.why
+        lines += rows.lines
+        bad += rows.bad
+        parsed.append(rows)
+    if not parsed:  # the chunk lies within one long line, which belongs to an earlier chunk
+        parsed = [parse(b"")]
+
     save_arrays(
         path,
-        dense=np.concatenate([rows.dense for rows in parts]),
-        label=np.concatenate([rows.label for rows in parts]),
-        sparse=np.concatenate([rows.sparse for rows in parts], axis=1),
-        missing=np.concatenate([rows.missing for rows in parts]),
+        dense=np.concatenate([rows.dense for rows in parsed]),
+        label=np.concatenate([rows.label for rows in parsed]),
+        sparse=np.concatenate([rows.sparse for rows in parsed], axis=1),
+        missing=np.concatenate([rows.missing for rows in parsed]),
         lines=lines,
         bad=bad,
         first_bad=first_bad,
@@ -252,15 +347,17 @@ def _parse_range(path: Path, start: int, stop: int, chunk: Path) -> None:
     """Parses the lines that begin in bytes [start, stop) of a plain file."""
     with open(path, "rb") as file:
         if start > 0:
+            # Skips the rest of the line before; only its "\n" if a line begins at `start`.
             file.seek(start - 1)
-            _read_line(file, str(path))  # the rest of the line before; only its end, if a line begins at start
-        _save_chunk(_pieces(file, stop - file.tell(), str(path)), chunk)
+            _read_line(file, str(path))
+        pieces = _pieces(file, stop - file.tell(), str(path))
+        _save_chunk(pieces, chunk)
 
 
 def _parse_gz(path: Path, parts: Path, source: int, chunk_bytes: int, count: Path) -> None:
-    """Parses a gz file into as many chunks as it needs, then writes how many into the file `count`.
+    """Parses a gz file into as many chunks as it needs, then writes their number to `count`.
 
-    Chunks that are finished are only decompressed.
+    Chunks that are already there are only decompressed.
     """
     number = 0
     with pipeline.reading_gz(path), gzip.open(path, "rb") as file:
@@ -283,70 +380,140 @@ def _chunk_path(parts: Path, source: int, number: int) -> Path:
 # Counting and writing
 
 
-def _count(feature: int, chunks: list[tuple[Path, int]], threshold: int, max_rows: int, path: Path) -> None:
-    """Counts a feature's values in the first rows of each chunk and saves its vocabulary, sorted by value.
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A file of parsed rows."""
 
-    Chunks are merged when they hold as many values as the vocabulary so far: memory is bounded by about four
-    vocabularies, and the time is that of sorting all rows once, whatever the number of chunks.
+    path: Path
+    offset: int  # of its first row among the rows of all chunks
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """How often each of n different values was seen."""
+
+    values: np.ndarray  # uint32 [n], rising
+    counts: np.ndarray  # int64 [n]
+
+
+def _count(
+    feature: int, chunks: list[Chunk], boundary: int, threshold: int, max_rows: int, path: Path
+) -> None:
+    """Counts a feature's values in the rows before `boundary`, and saves its vocabulary by value.
+
+    Args:
+        chunks: those that begin before `boundary`.
+        threshold: values with a smaller count are left out: they are RARE.
+        max_rows: of the table. The rows of more frequent values are then shared by the others.
     """
-    values, counts = np.empty(0, np.uint32), np.empty(0, np.int64)
-    pending, waiting = [], 0
-    for number, (chunk, rows) in enumerate(chunks):
-        arrays = map_npz(chunk)
-        there = (arrays["missing"][:rows] >> np.uint32(feature)) & 1 == 0
-        pending.append(np.unique(arrays["sparse"][feature, :rows][there], return_counts=True))
-        waiting += len(pending[-1][0])
-        if waiting >= max(len(values), 1 << 20) or number == len(chunks) - 1:
-            values = np.concatenate([values, *(more for more, _ in pending)])
-            counts = np.concatenate([counts, *(more for _, more in pending)])
-            order = np.argsort(values, kind="stable")
-            values, counts = values[order], counts[order]
-            first = np.flatnonzero(np.diff(values, prepend=values[:1] ^ 1))
-            values, counts = values[first], np.add.reduceat(counts, first) if len(first) else counts
-            pending, waiting = [], 0
+    tally = _count_values(feature, chunks, boundary)
+    frequent = tally.counts >= threshold
+    values = tally.values[frequent]
+    counts = tally.counts[frequent]
 
-    seen, frequent = len(values), counts >= threshold
-    values, counts = values[frequent], counts[frequent]
-    ids = np.empty(len(values), np.int64)
-    ids[np.lexsort((values, -counts))] = np.arange(FIRST, FIRST + len(values))
     rows = FIRST + len(values)
+    by_falling_count = np.lexsort((values, -counts))
+    ids = np.empty(len(values), np.int64)
+    ids[by_falling_count] = np.arange(FIRST, rows)
     if max_rows and rows > max_rows:
-        ids = FIRST + (ids - FIRST) % (max_rows - FIRST)  # missing and rare keep rows of their own
+        ids = FIRST + (ids - FIRST) % (max_rows - FIRST)  # MISSING and RARE keep their own rows
         rows = max_rows
-    save_arrays(path, values=values, ids=ids.astype(np.int32), rows=rows, seen=seen)
+    save_arrays(path, values=values, ids=ids.astype(np.int32), rows=rows, seen=len(tally.values))
 
 
-def _write(chunk: Path, offset: int, boundary: int, out: Path, hash_rows: int, mark: Path) -> None:
-    """Turns a chunk's values into ids and writes its rows into the arrays; its first row is row `offset` of all."""
-    arrays = map_npz(chunk)
-    ids = np.empty((len(arrays["label"]), NUM_SPARSE), np.int32)
-    for feature, values in enumerate(arrays["sparse"]):
+def _count_values(feature: int, chunks: list[Chunk], boundary: int) -> Tally:
+    """Returns how often each value of a feature occurs in the rows before `boundary`.
+
+    Chunks are merged when they hold as many values as the tally so far. So memory is bounded by
+    about four vocabularies, and the time is that of sorting all rows once, whatever the number of
+    chunks.
+    """
+    tally = Tally(np.empty(0, np.uint32), np.empty(0, np.int64))
+    waiting = []
+    waiting_values = 0
+    for chunk in chunks:
+        rows = boundary - chunk.offset
+        arrays = map_npz(chunk.path)
+        there = (arrays["missing"][:rows] >> np.uint32(feature)) & 1 == 0
+        of_chunk = Tally(*np.unique(arrays["sparse"][feature, :rows][there], return_counts=True))
+        waiting.append(of_chunk)
+        waiting_values += len(of_chunk.values)
+        if waiting_values >= max(len(tally.values), MERGED_AT_LEAST):
+            tally = _merge([tally, *waiting])
+            waiting = []
+            waiting_values = 0
+    if waiting:
+        tally = _merge([tally, *waiting])
+    return tally
+
+
+def _merge(tallies: list[Tally]) -> Tally:
+    """Returns the sum of several tallies."""
+    values = np.concatenate([tally.values for tally in tallies])
+    counts = np.concatenate([tally.counts for tally in tallies])
+    if not len(values):
+        return Tally(values, counts)
+
+    order = np.argsort(values, kind="stable")
+    values = values[order]
+    counts = counts[order]
+    other_than_first = values[:1] ^ 1
+    firsts = np.flatnonzero(np.diff(values, prepend=other_than_first))
+    return Tally(values[firsts], np.add.reduceat(counts, firsts))
+
+
+def _write(chunk: Chunk, boundary: int, out: Path, hash_rows: int, mark: Path) -> None:
+    """Writes the rows of a chunk, ids for values, into the arrays; then creates the file `mark`.
+
+    The rows before `boundary` are for training, the others for evaluation.
+    """
+    parsed = map_npz(chunk.path)
+    ids = _ids(parsed, out, hash_rows)
+    arrays = {"dense": parsed["dense"], "sparse": ids, "labels": parsed["label"]}
+    train_rows = int(np.clip(boundary - chunk.offset, 0, len(ids)))
+    first_eval_row = chunk.offset + train_rows - boundary
+    for name, array in arrays.items():
+        _write_rows(out / f"train_{name}.npy", chunk.offset, array[:train_rows])
+        _write_rows(out / f"eval_{name}.npy", first_eval_row, array[train_rows:])
+    mark.touch()
+
+
+def _ids(parsed: dict[str, np.ndarray], out: Path, hash_rows: int) -> np.ndarray:
+    """Returns the table rows of a chunk's categories, int32 [n, 26]."""
+    ids = np.empty((len(parsed["label"]), NUM_SPARSE), np.int32)
+    for feature, values in enumerate(parsed["sparse"]):
         if hash_rows:
             column = 1 + values % np.uint32(hash_rows - 1)
         else:
-            vocabulary = map_npz(_vocabulary_path(out, feature))
-            column = np.full(len(values), RARE)
-            if len(vocabulary["values"]):
-                places = np.searchsorted(vocabulary["values"], values).clip(max=len(vocabulary["values"]) - 1)
-                column = np.where(vocabulary["values"][places] == values, vocabulary["ids"][places], RARE)
-        ids[:, feature] = np.where((arrays["missing"] >> np.uint32(feature)) & 1, MISSING, column)
+            column = _look_up(values, map_npz(_vocabulary_path(out, feature)))
+        is_missing = (parsed["missing"] >> np.uint32(feature)) & 1
+        ids[:, feature] = np.where(is_missing, MISSING, column)
+    return ids
 
-    cut = int(np.clip(boundary - offset, 0, len(ids)))
-    for split, rows, at in (("train", slice(0, cut), offset), ("eval", slice(cut, None), offset + cut - boundary)):
-        for name, array in (("dense", arrays["dense"]), ("sparse", ids), ("labels", arrays["label"])):
-            part = array[rows]
-            if len(part):
-                file = np.load(out / f"{split}_{name}.npy", mmap_mode="r+")
-                file[at : at + len(part)] = part
-                file.flush()
-    mark.touch()
+
+def _look_up(values: np.ndarray, vocabulary: dict[str, np.ndarray]) -> np.ndarray:
+    """Returns the ids of these values, RARE for those that the vocabulary lacks."""
+    known = vocabulary["values"]
+    if not len(known):
+        return np.full(len(values), RARE)
+    nearest = np.searchsorted(known, values).clip(max=len(known) - 1)
+    return np.where(known[nearest] == values, vocabulary["ids"][nearest], RARE)
+
+
+def _write_rows(path: Path, first: int, rows: np.ndarray) -> None:
+    """Writes rows into an .npy file that is there, from row `first` on."""
+    if not len(rows):
+        return
+    file = np.load(path, mmap_mode="r+")
+    file[first : first + len(rows)] = rows
+    file.flush()
 
 
 def _vocabulary_path(out: Path, feature: int) -> Path:
     return out / f"vocabulary_C{feature + 1}.npz"
 
 
-# The command
+# Finding the text
 
 
 @dataclasses.dataclass
@@ -360,207 +527,357 @@ class Texts:
     def read_from(self) -> dict[str, str]:
         """Returns what the report says of where the rows are from."""
         train = splits.shown(path.name for path in self.train)
+        evaluation = f"the last seventh of {train}"
         if self.evaluation:
-            return splits.read_from(train, self.evaluation[0].name, self.left_out)
-        return splits.read_from(f"{train} but its last seventh", f"the last seventh of {train}", self.left_out)
+            evaluation = self.evaluation[0].name
+        else:
+            train = f"{train} but its last seventh"
+        return splits.read_from(train, evaluation, self.left_out)
 
 
 def find_sources(data: str | Path) -> Texts:
-    """Returns the text files with training rows and those with evaluation rows, by their names, see data/splits.py.
+    """Returns the text files with training rows and with evaluation rows, by their names.
 
-    Without evaluation files the last day, or the last seventh of the only training file, is for evaluation. Raises
-    InputError.
+    See data/splits.py for the names. Without an evaluation file, the last day is for evaluation, or
+    the last seventh of the only training file. Raises InputError.
     """
     data = Path(data).expanduser()
     if not data.exists():
-        raise InputError(f"there is no file or folder {data}; expected a folder with train.txt or day_0 to day_23")
+        expected = "expected a folder with train.txt or day_0 to day_23"
+        raise InputError(f"there is no file or folder {data}; {expected}")
     folder = data.parent if data.is_file() else data
-    texts: dict[str, Path] = {}  # by the name without .txt and .gz; plain rather than .gz
-    for path in sorted(folder.iterdir(), key=lambda path: path.suffix.lower() != ".gz"):
-        ending = TEXT.search(path.name)
-        if ending and path.is_file() and not path.name.startswith("."):
-            texts[path.name[: ending.start()]] = path
+    texts = _texts_in(folder)
     days = text_files(folder, DAYS)
+
     if data.is_file():
         train = [data]
         texts = {name: path for name, path in texts.items() if path != data}
     else:
-        name = splits.named(texts, "train", str(data))
-        train = [texts[name]] if name else []
-        if train and days:
-            raise InputError(f"{data} has {train[0].name} as well as {days[0].name}; move one to another folder")
-        train = train or days
+        train = _train_files(data, texts, days)
     if not train:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
-        raise InputError(f"{data} has neither train.txt nor day_0 to day_23 (plain or .gz); found {found}")
+        what = f"{data} has neither train.txt nor day_0 to day_23 (plain or .gz)"
+        raise InputError(f"{what}; found {found}")
+
     name = splits.named(texts, "valid", str(folder))
     evaluation = [texts[name]] if name else []
     if not evaluation and len(train) > 1:
-        train, evaluation = train[:-1], train[-1:]
-    others = [path for path in (*texts.values(), *days) if path not in (*train, *evaluation)]
-    # What is not read for its ending or its number (val.csv, val/, day_24) is named as well.
-    known = {*train, *evaluation, *others}
-    known |= {path.with_name(f"{path.name}.gz") for path in known}  # plain rather than .gz
+        evaluation = [train.pop()]
+
+    left_out = []
+    if data.is_dir():  # of a file, the user has named what is read
+        left_out = _left_out(folder, [*texts.values(), *days], read=[*train, *evaluation])
+    return Texts(train, evaluation, left_out)
+
+
+def _texts_in(folder: Path) -> dict[str, Path]:
+    """Returns a folder's text files by their names without .txt and .gz; plain rather than .gz."""
+    texts = {}
+    for path in sorted(folder.iterdir(), key=lambda path: path.suffix.lower() != ".gz"):
+        ending = TEXT.search(path.name)
+        if ending and path.is_file() and not path.name.startswith("."):
+            texts[path.name[: ending.start()]] = path
+    return texts
+
+
+def _train_files(data: Path, texts: dict[str, Path], days: list[Path]) -> list[Path]:
+    """Returns the training text or the days, none if there are neither; InputError for both."""
+    name = splits.named(texts, "train", str(data))
+    if not name:
+        return list(days)
+    train = texts[name]
+    if days:
+        has = f"{data} has {train.name} as well as {days[0].name}"
+        raise InputError(f"{has}; move one to another folder")
+    return [train]
+
+
+def _left_out(folder: Path, candidates: list[Path], read: list[Path]) -> list[str]:
+    """Returns the names of the `candidates` that are not read, and of other files that say a split.
+
+    The latter are not read for their ending or their number: val.csv, val/, day_24.
+    """
+    left_out = [path for path in candidates if path not in read]
+
+    known = {*read, *left_out}
+    packed = {path.with_name(f"{path.name}.gz") for path in known}  # not read beside a plain one
+    known |= packed
     for path in sorted(folder.iterdir()):
-        own = path.name.startswith(".") or is_leftover(path.name) or path in known
-        says = splits.says_split(Path(path.name)) or path.name.startswith("day_")
-        if says and not own and not splits.made_by_make(path):
-            others.append(path)
-    if data.is_file():
-        others = []  # the user has named what is read
-    return Texts(train, evaluation, [path.name for path in others])
+        if path in known or path.name.startswith(".") or is_leftover(path.name):
+            continue
+        says_split = splits.says_split(Path(path.name)) or path.name.startswith("day_")
+        if says_split and not splits.made_by_make(path):
+            left_out.append(path)
+    return [path.name for path in left_out]
 
 
 def _check_head(path: Path, bad_rows: float) -> None:
-    """Raises InputError for a file of another kind: empty, without labels, with other separators."""
-    try:
-        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else open(path, "rb") as file:
-            lines = [line for line in (_read_line(file, str(path)) for _ in range(100)) if line]
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    """Raises InputError for a file of another kind: empty, no labels, other separators."""
+    lines = _first_lines(path, 100)
     if not lines:
-        raise InputError(f"{path} is empty; expected lines of {COLUMNS} columns: label, 13 integers, 26 categories")
-    reasons = [malformed(line.removesuffix(b"\n").removesuffix(b"\r")) for line in lines]
-    bad = len(lines) - reasons.count(None)
+        expected = f"expected lines of {COLUMNS} columns: label, 13 integers, 26 categories"
+        raise InputError(f"{path} is empty; {expected}")
+
+    bad = 0
+    first = ""
+    for number, line in enumerate(lines, start=1):
+        why = malformed(line.removesuffix(b"\n").removesuffix(b"\r"))
+        if why:
+            bad += 1
+            first = first or f"line {number}: {why}"
     if bad > max(bad_rows, 0.5) * len(lines):
-        first = next(number for number, why in enumerate(reasons) if why)
         raise InputError(
             f"{path} is not Criteo's text: {bad} of its first {len(lines)} lines are malformed, "
-            f"the first is line {first + 1}: {reasons[first]}"
+            f"the first is {first}"
         )
 
 
+def _first_lines(path: Path, most: int) -> list[bytes]:
+    """Returns the first lines of a plain or .gz file, at most so many."""
+    open_file = gzip.open if path.suffix.lower() == ".gz" else open
+    lines = []
+    try:
+        with open_file(path, "rb") as file:
+            while len(lines) < most:
+                line = _read_line(file, str(path))
+                if not line:
+                    break
+                lines.append(line)
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{path} cannot be read: {why}") from error
+    return lines
+
+
+# The command
+
+
 def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -> dict:
-    """Writes Criteo's text files as the arrays that ClickLog reads; the arguments are those of Flags.
+    """Writes Criteo's text as the arrays that ClickLog reads; the arguments are those of Flags.
 
-    Three passes: parse chunks of text, each to a file of its own; count the values of each category; write the arrays
-    {train,eval}_{dense,sparse,labels}.npy, vocabulary_C1.npz … (values, ids), prepared.json, and last of all the empty
-    file COMPLETE. Memory: about 0.3 GB per worker, and four times the vocabulary of one feature while counting. Disk:
-    160 bytes per row, and the same again in the folder `parts` until the end.
+    There are three passes: parse chunks of text, each to a file of its own; count the values of
+    each category and save them as vocabulary_C1.npz … (values, ids); write the arrays
+    {train,eval}_{dense,sparse,labels}.npy. Then come prepared.json and, last of all, the empty file
+    COMPLETE.
 
-    Returns: the contents of prepared.json: table_rows, rows, malformed, values_seen, flags, sources.
-    Raises InputError: no such files, too many malformed lines, or `out` holds something prepared differently.
+    Memory: about 0.3 GB per worker, and four times the vocabulary of one feature while counting.
+    Disk: 160 bytes per row, and the same again in the folder `parts` until the end.
+
+    Returns: the contents of prepared.json: flags, sources, table_rows, rows, malformed, …
+    Raises InputError: there are no such files, there are too many malformed lines, or `out` holds
+        something that was prepared differently.
     """
     flags = Flags(str(data), str(out), workers=workers, **flags)
     _check_flags(flags)
     found = find_sources(data)
     print(splits.sentence(found.read_from()), flush=True)
-    train, evaluation = found.train, found.evaluation
-    texts = train + evaluation
-    sources = [
-        {"name": path.name, "bytes": path.stat().st_size, "split": "train" if path in train else "eval"}
-        for path in texts
-    ]
-    job = Preparation(flags, sources, ("bad_rows",), "prepared.json", "COMPLETE", version=1)
-    if prepared := job.finished():
-        _check_malformed(prepared["malformed"], flags.bad_rows)
-        return prepared
+    texts = found.train + found.evaluation
+    job = _open_preparation(flags, found)
+    report = job.finished()
+    if report:
+        _check_malformed(report["malformed"], flags.bad_rows)
+        return report
     for path in texts:
         _check_head(path, flags.bad_rows)
 
-    chunks = _parse_all(job, texts, job.begin("chunk_bytes", CHUNK_BYTES))
-    malformed_rows = _malformed_rows(texts, chunks)
+    chunk_bytes = job.begin("chunk_bytes", CHUNK_BYTES)
+    parsed = _parse_all(job, texts, chunk_bytes)
+    malformed_rows = _malformed_rows(texts, parsed)
     _check_malformed(malformed_rows, flags.bad_rows)
-    rows = [[len(map_npz(chunk)["label"]) for chunk in of_source] for of_source in chunks]
-    for path, of_source in zip(texts, rows, strict=True):
-        if not sum(of_source):
-            raise InputError(f"{path} has no row that can be used; {malformed_rows['first']}")
-    *offsets, total = itertools.accumulate(itertools.chain.from_iterable(rows), initial=0)
-    boundary = sum(map(sum, rows[: len(train)])) if evaluation else total - total // 7
-    if boundary == total:
-        raise InputError(f"{train[0]} has {total} rows; expected at least 7, of which the last is for evaluation")
+    chunks, rows = _number_rows(texts, parsed, malformed_rows["first"])
 
-    chunks = list(zip(itertools.chain.from_iterable(chunks), offsets, strict=True))
-    table_rows, seen = _count_all(job, flags, chunks, boundary)
+    total = sum(rows)
+    boundary = total - total // 7
+    if found.evaluation:
+        boundary = sum(rows[: len(found.train)])
+    if boundary == total:
+        expected = "expected at least 7, of which the last is for evaluation"
+        raise InputError(f"{texts[0]} has {total} rows; {expected}")
+
+    tables = _count_all(job, flags, chunks, boundary)
     _write_all(job, flags, chunks, boundary, total)
-    sizes = {"train": boundary, "eval": total - boundary}
-    figures = {"table_rows": table_rows, "rows": sizes, "malformed": malformed_rows, "values_seen": seen}
-    return job.finish(figures | {"read_from": found.read_from()})
+    figures = {
+        "table_rows": tables.rows,
+        "rows": {"train": boundary, "eval": total - boundary},
+        "malformed": malformed_rows,
+        "values_seen": tables.values_seen,
+        "read_from": found.read_from(),
+    }
+    return job.finish(figures)
 
 
 def _check_flags(flags: Flags) -> None:
+    """Raises InputError for a flag's value that cannot be."""
     expect(flags, "threshold", flags.threshold >= 1, "1 (keeps every value) or more")
     for name in ("max_rows", "hash_rows"):
-        expect(flags, name, getattr(flags, name) == 0 or 3 <= getattr(flags, name) < 2**31, "0, or 3 to 2147483647")
+        rows = getattr(flags, name)
+        expect(flags, name, rows == 0 or 3 <= rows < 2**31, "0, or 3 to 2147483647")
     if flags.hash_rows and flags.threshold > 1:
-        what = f"--threshold {flags.threshold} needs a vocabulary, and --hash-rows {flags.hash_rows} makes none"
-        raise InputError(f"{what}; drop one of them")
+        needs = f"--threshold {flags.threshold} needs a vocabulary"
+        raise InputError(f"{needs}, and --hash-rows {flags.hash_rows} makes none; drop one of them")
     expect(flags, "bad_rows", 0 <= flags.bad_rows < 1, "a share from 0 to below 1, such as 0.0001")
 
 
-def _parse_all(job: Preparation, sources: list[Path], chunk_bytes: int) -> list[list[Path]]:
-    """Parses what is not parsed yet; returns the chunks of each source, in its order."""
+def _open_preparation(flags: Flags, found: Texts) -> Preparation:
+    """Returns the preparation of these files, not yet begun."""
+    sources = []
+    for path in found.train + found.evaluation:
+        split = "train" if path in found.train else "eval"
+        sources.append({"name": path.name, "bytes": path.stat().st_size, "split": split})
+    return Preparation(
+        flags,
+        sources,
+        not_planned=("bad_rows",),
+        report="prepared.json",
+        complete="COMPLETE",
+        version=1,
+    )
+
+
+def _parse_all(job: Preparation, texts: list[Path], chunk_bytes: int) -> list[list[Path]]:
+    """Parses what is not parsed yet; returns the chunks of each text, in its order."""
+    # How many chunks a .gz file becomes is known when it is parsed, and noted in a file.
     counts = {}
-    for number, path in enumerate(sources):
+    tasks = []
+    for number, path in enumerate(texts):
         if path.suffix.lower() == ".gz":
             counts[number] = job.parts / f"{number:02d}.json"
-    packed = [(sources[number], job.parts, number, chunk_bytes, count) for number, count in counts.items()]
-    job.run(_parse_gz, packed, "parsing")
-    plain, chunks = [], []
-    for number, path in enumerate(sources):
+            tasks.append((path, job.parts, number, chunk_bytes, counts[number]))
+    job.run(_parse_gz, tasks, "parsing")
+
+    chunks = []
+    tasks = []
+    for number, path in enumerate(texts):
         starts = range(0, path.stat().st_size, chunk_bytes)
-        count = read_json(counts[number])["chunks"] if number in counts else len(starts)
-        chunks.append([_chunk_path(job.parts, number, chunk) for chunk in range(count)])
+        count = len(starts)
+        if number in counts:
+            count = read_json(counts[number])["chunks"]
+        of_text = [_chunk_path(job.parts, number, chunk) for chunk in range(count)]
+        chunks.append(of_text)
         if number not in counts:
-            plain += [(path, start, start + chunk_bytes, c) for start, c in zip(starts, chunks[-1], strict=True)]
-    job.run(_parse_range, plain, "parsing")
+            for start, chunk in zip(starts, of_text, strict=True):
+                tasks.append((path, start, start + chunk_bytes, chunk))
+    job.run(_parse_range, tasks, "parsing")
     return chunks
 
 
-def _count_all(job: Preparation, flags: Flags, chunks: list[tuple[Path, int]], boundary: int) -> tuple:
-    """Counts the categories of the training rows, which come before `boundary`.
+def _malformed_rows(texts: list[Path], parsed: list[list[Path]]) -> dict:
+    """Returns the number of `lines`, the `count` of malformed ones, and the `first` of these.
 
-    Returns the rows of each table, and how many values each feature has, None with --hash-rows.
+    The first is named by its file, its line and the reason; "" if there is none.
     """
-    if flags.hash_rows:
-        return [flags.hash_rows] * NUM_SPARSE, None
-    train = [(chunk, boundary - offset) for chunk, offset in chunks if offset < boundary]
-    paths = [_vocabulary_path(job.out, feature) for feature in range(NUM_SPARSE)]
-    tasks = [(feature, train, flags.threshold, flags.max_rows, path) for feature, path in enumerate(paths)]
-    job.run(_count, tasks, "counting categories")
-    vocabularies = [map_npz(path) for path in paths]
-    return tuple([int(vocabulary[key]) for vocabulary in vocabularies] for key in ("rows", "seen"))
-
-
-def _write_all(job: Preparation, flags: Flags, chunks: list[tuple[Path, int]], boundary: int, total: int) -> None:
-    created = job.parts / "created"
-    if not created.exists():
-        for split, rows in (("train", boundary), ("eval", total - boundary)):
-            shapes = {"dense": (rows, NUM_DENSE), "sparse": (rows, NUM_SPARSE), "labels": (rows,)}
-            for name, dtype in (("dense", np.float32), ("sparse", np.int32), ("labels", np.uint8)):
-                np.lib.format.open_memmap(job.out / f"{split}_{name}.npy", "w+", dtype, shapes[name])
-        created.touch()
-    tasks = [
-        (chunk, offset, boundary, job.out, flags.hash_rows, chunk.with_suffix(".written")) for chunk, offset in chunks
-    ]
-    job.run(_write, tasks, "writing arrays")
-
-
-def _malformed_rows(sources: list[Path], chunks: list[list[Path]]) -> dict:
-    """Returns the number of lines and of malformed lines, and the first of these with its file, line and reason."""
-    lines, bad, first = 0, 0, ""
-    for path, of_source in zip(sources, chunks, strict=True):
-        before = lines
-        for chunk in map(map_npz, of_source):
+    total = 0
+    bad = 0
+    first = ""
+    for text, of_text in zip(texts, parsed, strict=True):
+        lines = 0
+        for path in of_text:
+            chunk = map_npz(path)
             if chunk["bad"] and not first:
-                first = f"{path} line {lines - before + chunk['first_bad'] + 1}: {chunk['why']}"
-            lines, bad = lines + int(chunk["lines"]), bad + int(chunk["bad"])
-    return {"lines": lines, "count": bad, "first": first}
+                first = f"{text} line {lines + chunk['first_bad'] + 1}: {chunk['why']}"
+            lines += int(chunk["lines"])
+            bad += int(chunk["bad"])
+        total += lines
+    return {"lines": total, "count": bad, "first": first}
 
 
 def _check_malformed(rows: dict, bad_rows: float) -> None:
+    """Raises InputError if more lines are malformed than may be left out."""
     if rows["count"] > bad_rows * rows["lines"]:
         raise InputError(
-            f"{rows['count']} of {rows['lines']} lines are malformed, more than the share {bad_rows} that may be left "
-            f"out; fix them or raise --bad-rows. The first is {rows['first']}"
+            f"{rows['count']} of {rows['lines']} lines are malformed, more than the share "
+            f"{bad_rows} that may be left out; fix them or raise --bad-rows. "
+            f"The first is {rows['first']}"
         )
 
 
-def _summary(prepared: dict) -> None:
-    rows, bad, tables = prepared["rows"], prepared["malformed"], prepared["table_rows"]
+def _number_rows(
+    texts: list[Path], parsed: list[list[Path]], first_malformed: str
+) -> tuple[list[Chunk], list[int]]:
+    """Returns all chunks, and the number of rows of each text; InputError if a text has none."""
+    chunks = []
+    rows = []
+    offset = 0
+    for text, of_text in zip(texts, parsed, strict=True):
+        first = offset
+        for path in of_text:
+            chunks.append(Chunk(path, offset))
+            offset += len(map_npz(path)["label"])
+        if offset == first:
+            raise InputError(f"{text} has no row that can be used; {first_malformed}")
+        rows.append(offset - first)
+    return chunks, rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """The embedding tables of the features."""
+
+    rows: list[int]
+    values_seen: list[int] | None  # different values in the training rows; None with --hash-rows
+
+
+def _count_all(job: Preparation, flags: Flags, chunks: list[Chunk], boundary: int) -> Tables:
+    """Counts the categories of the training rows, which come before `boundary`."""
+    if flags.hash_rows:
+        return Tables(rows=[flags.hash_rows] * NUM_SPARSE, values_seen=None)
+
+    train_chunks = [chunk for chunk in chunks if chunk.offset < boundary]
+    paths = []
+    tasks = []
+    for feature in range(NUM_SPARSE):
+        path = _vocabulary_path(job.out, feature)
+        paths.append(path)
+        tasks.append((feature, train_chunks, boundary, flags.threshold, flags.max_rows, path))
+    job.run(_count, tasks, "counting categories")
+
+    rows = []
+    values_seen = []
+    for path in paths:
+        vocabulary = map_npz(path)
+        rows.append(int(vocabulary["rows"]))
+        values_seen.append(int(vocabulary["seen"]))
+    return Tables(rows, values_seen)
+
+
+def _write_all(
+    job: Preparation, flags: Flags, chunks: list[Chunk], boundary: int, total: int
+) -> None:
+    """Creates the arrays of both splits, and writes the rows of all chunks into them."""
+    created = job.parts / "created"
+    if not created.exists():
+        for split, rows in {"train": boundary, "eval": total - boundary}.items():
+            _create(job.out / f"{split}_dense.npy", np.float32, (rows, NUM_DENSE))
+            _create(job.out / f"{split}_sparse.npy", np.int32, (rows, NUM_SPARSE))
+            _create(job.out / f"{split}_labels.npy", np.uint8, (rows,))
+        created.touch()
+
+    tasks = []
+    for chunk in chunks:
+        mark = chunk.path.with_suffix(".written")
+        tasks.append((chunk, boundary, job.out, flags.hash_rows, mark))
+    job.run(_write, tasks, "writing arrays")
+
+
+def _create(path: Path, dtype: type, shape: tuple[int, ...]) -> None:
+    """Creates an .npy file of this type and shape."""
+    np.lib.format.open_memmap(path, "w+", dtype, shape)
+
+
+def _summary(report: dict) -> None:
+    """Prints what was left out, and the sizes of the result."""
+    rows = report["rows"]
+    bad = report["malformed"]
+    tables = report["table_rows"]
     if bad["count"]:
-        print(f"{bad['count']} malformed lines of {bad['lines']} were left out, the first: {bad['first']}")
-    print(f"{rows['train']} training and {rows['eval']} evaluation rows; {sum(tables)} table rows: {tables}")
+        print(
+            f"{bad['count']} malformed lines of {bad['lines']} were left out, "
+            f"the first: {bad['first']}"
+        )
+    print(
+        f"{rows['train']} training and {rows['eval']} evaluation rows; "
+        f"{sum(tables)} table rows: {tables}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

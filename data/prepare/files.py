@@ -15,7 +15,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk says that takes 
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for writing that gets its name only when it is finished. Raises InputError for a full disk."""
+    """Opens a file for writing that gets its name only when it is finished.
+
+    Raises InputError for a full disk.
+    """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
@@ -41,4 +44,5 @@ def read_json(path: Path) -> dict:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}; delete the folder and prepare it again") from error
+        what = f"{path} cannot be read: {error}"
+        raise InputError(f"{what}; delete the folder and prepare it again") from error

@@ -1,14 +1,15 @@
-"""Runs a preparation of a data set: what data/prepare/criteo.py, text.py and wmt.py have in common.
+"""Runs a preparation of a data set: what criteo.py, images.py, text.py and wmt.py have in common.
 
-A preparation turns the user's files into a folder that training reads. Its passes are lists of tasks, and each task
-leaves a file that is whole or not there. The same command resumes a killed preparation: it runs the tasks whose files
-are missing. Besides the result, the folder has
+A preparation turns the user's files into a folder that training reads. Its passes are lists of
+tasks, and each task leaves a file that is whole or not there. The same command resumes a killed
+preparation: it runs the tasks whose files are missing. Besides the result, the folder has
 
-    parts/       the files of the passes, deleted at the end; plan.json holds flags, sources and the size of chunks
+    parts/       the files of the passes, deleted at the end; plan.json holds flags, sources and the
+                 size of chunks
     report.json  the plan and the figures of the result, written last
 
-Files are known by their names and sizes: after a change that keeps the size, delete the folder. The command line takes
-URLs of fsspec for both: see prepare_urls.
+Files are known by their names and sizes: after a change that keeps the size, delete the folder. The
+command line takes URLs of fsspec for the text and for the result, see `prepare_urls`.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -35,8 +36,11 @@ from data.prepare.files import read_json, whole, write_json
 from data.remote import cache_folder, find_files, local_copy, open_store, retried
 from errors import InputError
 
-LAST = ("prepared.json", "report.json", "shards.json", "COMPLETE")  # what is uploaded last, in this order
+# What is uploaded last, in this order. All but prepared.json say that a preparation has ended.
+LAST = ("prepared.json", "report.json", "shards.json", "COMPLETE")
 UPLOADS = 8  # files uploaded at once
+UNFINISHED = "parts/unfinished"  # marks a URL whose upload has not ended
+SHOWN = 5  # sources in a message
 
 
 class Preparation:
@@ -47,7 +51,8 @@ class Preparation:
         sources: what is read, each with its `name` and its size in `bytes` or `rows`.
         not_planned: flags that a later call may change, besides data, out and workers.
         report: name of the report.
-        complete: name of an empty file that is created after the report; default: none, the report is the last file.
+        complete: name of an empty file that is created after the report; default: none, the report
+            is the last file.
         version: of the format, where the plan has one.
     """
 
@@ -64,16 +69,26 @@ class Preparation:
         expect(flags, "workers", flags.workers >= 1, "at least 1")
         data = Path(flags.data).expanduser()
         if not flags.out and not data.exists():
-            raise InputError(f"{data} is a data set of the hub; name the folder of the result with --out")
-        default = (data if data.is_dir() else data.parent) / "prepared"
-        self.out = Path(flags.out).expanduser() if flags.out else default
+            what = f"{data} is a data set of the hub"
+            raise InputError(f"{what}; name the folder of the result with --out")
+
+        folder = data if data.is_dir() else data.parent
+        self.out = folder / "prepared"
+        if flags.out:
+            self.out = Path(flags.out).expanduser()
         self.parts = self.out / "parts"
         self._workers = flags.workers
-        self._report, self._complete = self.out / report, self.out / (complete or report)
-        planned = dataclasses.asdict(flags)
+        self._report = self.out / report
+        self._complete = self.out / (complete or report)
+
+        planned_flags = dataclasses.asdict(flags)
         for name in ("data", "out", "workers", *not_planned):
-            del planned[name]
-        self.plan = ({} if version is None else {"format": version}) | {"flags": planned, "sources": sources}
+            del planned_flags[name]
+        self.plan = {}
+        if version is not None:
+            self.plan["format"] = version
+        self.plan["flags"] = planned_flags
+        self.plan["sources"] = sources
 
     @property
     def seconds(self) -> float:
@@ -81,7 +96,10 @@ class Preparation:
         return round(time.monotonic() - self._began, 1)
 
     def finished(self) -> dict | None:
-        """Returns the report of a finished preparation, else None. Raises InputError if its plan was another."""
+        """Returns the report of a finished preparation, else None.
+
+        Raises InputError if its plan was another.
+        """
         if not self._complete.exists():
             return None
         report = read_json(self._report)
@@ -93,8 +111,9 @@ class Preparation:
     def begin(self, name: str, size: int) -> int:
         """Creates the folder, or resumes an unfinished preparation.
 
-        Returns the size of chunks: `size`, or what the first call noted as `name`, since chunks stay as they are cut.
-        Raises InputError if the folder cannot be written or the unfinished preparation had another plan.
+        Returns the size of chunks: `size`, or what the first call noted as `name`, since chunks
+        stay as they are cut. Raises InputError if the folder cannot be written or the unfinished
+        preparation had another plan.
         """
         path = self.parts / "plan.json"
         try:
@@ -110,23 +129,26 @@ class Preparation:
         return read_json(path)[name]
 
     def _check_plan(self, found: dict) -> None:
-        flags, sources = self.plan["flags"], self.plan["sources"]
-        changes = [
-            (f"--{name.replace('_', '-')}", found["flags"].get(name), value)
-            for name, value in flags.items()
-            if found["flags"].get(name) != value
-        ]
-        if found["sources"] != sources:
-            changes.append(("sources", _described(found["sources"]), _described(sources)))
-        for what, before, now in changes:
-            raise InputError(
-                f"{self.out} was prepared with other {what}: {before}, now {now}; choose another --out, or delete it"
-            )
+        """Raises InputError if a plan that was found has other flags or sources."""
+        for name, now in self.plan["flags"].items():
+            before = found["flags"].get(name)
+            if before != now:
+                self._refuse(f"--{name.replace('_', '-')}", before, now)
+        before = found["sources"]
+        now = self.plan["sources"]
+        if before != now:
+            self._refuse("sources", _described(before), _described(now))
+
+    def _refuse(self, what: str, before: object, now: object) -> None:
+        change = f"{what}: {before}, now {now}"
+        remedy = "choose another --out, or delete it"
+        raise InputError(f"{self.out} was prepared with other {change}; {remedy}")
 
     def run(self, function: Callable, tasks: list[tuple], what: str) -> None:
-        """Calls function(*task) for the tasks that are not done, in worker processes if there are several.
+        """Calls function(*task) for the tasks that are not done, in processes if there are several.
 
-        The last item of a task is the path of the file that it leaves. The first exception stops all tasks.
+        The last item of a task is the path of the file that it leaves. The first exception stops
+        all tasks.
         """
         tasks = [task for task in tasks if not task[-1].exists()]
         with tqdm(total=len(tasks), desc=what, disable=None) as bar:
@@ -134,28 +156,52 @@ class Preparation:
                 for task in tasks:
                     function(*task)
                     bar.update()
-                return
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(min(self._workers, len(tasks)), context, _start_worker) as pool:
-                try:
-                    for future in as_completed([pool.submit(function, *task) for task in tasks]):
-                        future.result()
-                        bar.update()
-                except BaseException:
-                    pool.shutdown(wait=True, cancel_futures=True)
-                    raise
+            else:
+                self._run_in_processes(function, tasks, bar)
 
-    def unpack(self, files: dict[Path, Path]) -> list[Path]:
-        """Returns plain files for {copy: file of the user}: the user's own, or a copy of what is in a .gz file."""
-        packed = [(path, copy) for copy, path in files.items() if path.suffix.lower() == ".gz"]
-        self.run(_unpack, packed, "unpacking")
-        return [copy if path.suffix.lower() == ".gz" else path for copy, path in files.items()]
+    def _run_in_processes(self, function: Callable, tasks: list[tuple], bar: tqdm) -> None:
+        context = multiprocessing.get_context("spawn")
+        processes = min(self._workers, len(tasks))
+        with ProcessPoolExecutor(processes, context, _start_worker) as pool:
+            try:
+                futures = [pool.submit(function, *task) for task in tasks]
+                for future in as_completed(futures):
+                    future.result()
+                    bar.update()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    def unpack(self, copies: dict[Path, Path]) -> dict[Path, Path]:
+        """Unpacks the user's .gz files, each to the place of its copy.
+
+        Args:
+            copies: the user's files, plain and .gz, each with where its copy would be.
+
+        Returns: the user's files, each with itself if it is plain, else with its copy.
+        """
+        plain = {}
+        tasks = []
+        for path, copy in copies.items():
+            if path.suffix.lower() == ".gz":
+                plain[path] = copy
+                tasks.append((path, copy))
+            else:
+                plain[path] = path
+        self.run(_unpack, tasks, "unpacking")
+        return plain
 
     def finish(self, figures: dict) -> dict:
-        """Writes the report, which is the plan and `figures`, deletes everything unfinished, and returns the report."""
+        """Writes the report and deletes everything unfinished.
+
+        Returns the report, which is the plan and `figures`.
+        """
         report = self.plan | figures
         for partial in self.out.glob("*.partial"):  # left by a call that was killed
-            shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            else:
+                partial.unlink()
         write_json(self._report, report)
         if self._complete != self._report:
             self._complete.touch()
@@ -164,17 +210,26 @@ class Preparation:
 
 
 def _described(sources: list[dict]) -> str:
-    names = [f"{one['name']} ({one['bytes']} bytes)" if "bytes" in one else _rows(one) for one in sources]
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    """Returns the names and sizes of the first sources, and how many more there are."""
+    names = [_source_and_size(source) for source in sources[:SHOWN]]
+    described = ", ".join(names)
+    if len(sources) > SHOWN:
+        described += f" and {len(sources) - SHOWN} more"
+    return described
 
 
-def _rows(source: dict) -> str:
-    return f"{source['name']} ({source['rows']} rows{' of ' + source['split'] if 'split' in source else ''})"
+def _source_and_size(source: dict) -> str:
+    if "bytes" in source:
+        return f"{source['name']} ({source['bytes']} bytes)"
+    of_split = ""
+    if "split" in source:
+        of_split = f" of {source['split']}"
+    return f"{source['name']} ({source['rows']} rows{of_split})"
 
 
 def _start_worker() -> None:
     """Ends a worker with its parent, even a killed one, and keeps its tokenizers to one core."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are as many as the cores
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker per core
 
     def watch():
         multiprocessing.parent_process().join()
@@ -184,7 +239,7 @@ def _start_worker() -> None:
 
 
 @contextlib.contextmanager
-def reading_gz(path: Path):
+def reading_gz(path: Path) -> Iterator[None]:
     """Turns the errors of a broken .gz file into an InputError that names `path`."""
     try:
         yield
@@ -193,6 +248,7 @@ def reading_gz(path: Path):
 
 
 def _unpack(path: Path, plain: Path) -> None:
+    """Writes what is in a .gz file as a plain one."""
     with reading_gz(path), gzip.open(path, "rb") as packed, whole(plain) as file:
         shutil.copyfileobj(packed, file, 1 << 20)
 
@@ -204,7 +260,10 @@ def save_arrays(path: Path, **arrays) -> None:
 
 
 def load_array(path: Path, name: str) -> np.ndarray:
-    """Returns an array of an .npz file in memory: maps of hundreds of chunks would be as many open files."""
+    """Returns an array of an .npz file in memory.
+
+    It is not memory-mapped: the maps of hundreds of chunks would be as many open files.
+    """
     with np.load(path) as arrays:
         return arrays[name]
 
@@ -222,24 +281,36 @@ def read_text(path: Path | str, name: str, start: int, stop: int) -> str:
         except UnicodeDecodeError as error:
             file.seek(0)
             line = file.read(start + error.start).count(b"\n") + 1
-            what = f"is not UTF-8 (byte 0x{data[error.start]:02x}: {error.reason})"
-            raise InputError(f"{name} line {line} {what}; convert the file to UTF-8, or fix this line") from error
-    return text.removeprefix("\ufeff") if start == 0 else text
+            bad_byte = data[error.start]
+            what = f"{name} line {line} is not UTF-8 (byte 0x{bad_byte:02x}: {error.reason})"
+            raise InputError(f"{what}; convert the file to UTF-8, or fix this line") from error
+    if start == 0:
+        text = text.removeprefix("\ufeff")
+    return text
+
+
+# Data sets of the library `datasets`
 
 
 @dataclasses.dataclass
 class Splits:
     """Splits of a data set of `datasets`."""
 
+    # By split, which is train, valid or test.
     rows: dict[str, "datasets.Dataset"] = dataclasses.field(default_factory=dict)  # noqa: F821
-    names: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # of each in `rows`, in the data set
+    # What the data set calls them, as a report says it.
+    names: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     left_out: list[str] = dataclasses.field(default_factory=list)
 
 
 def load_splits(
-    data: str, expected: str, arguments: Callable[[Path], Sequence[str]], required: Sequence[str], optional: str
+    data: str,
+    expected: str,
+    arguments: Callable[[Path], Sequence[str]],
+    required: Sequence[str],
+    optional: str,
 ) -> Splits:
-    """Opens the splits of `data`, a folder that `datasets` reads or the id of a data set on the hub.
+    """Opens the splits of `data`: a folder that `datasets` reads, or the id of one on the hub.
 
     Args:
         expected: the text files that the program also reads, for messages.
@@ -248,133 +319,230 @@ def load_splits(
 
     Raises InputError if there is no such folder or data set, or a required split is missing.
     """
-    folder = Path(data).expanduser()
-    saved = folder / "dataset_dict.json", folder / "dataset_info.json"
-    if folder.is_dir():
-        if not any(path.exists() for path in saved) and not any(folder.glob("**/*.parquet")):
-            found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
-            raise InputError(f"{data} has neither {expected} nor parquet files; found {found}")
-    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", data) or data.endswith((".txt", ".gz")):
-        raise InputError(f"there is no {data}; expected {expected}, or the id of a data set on the hub")
-    import datasets  # takes two seconds, and text files do not need it
+    _check_loadable(data, expected)
+    found = _load(data, arguments)
 
-    try:
-        if saved[0].exists():
-            found = datasets.load_from_disk(str(folder))
-        elif saved[1].exists():
-            found = {"train": datasets.load_from_disk(str(folder))}
-        else:
-            found = datasets.load_dataset(*arguments(folder))
-    except InputError:
-        raise
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        what = "cannot be read by datasets" if folder.is_dir() else "is neither here nor a data set of the hub"
-        raise InputError(f"{data} {what}: {str(error).partition(chr(10))[0]}") from error
-    names = {split: splits.named(found, split, data) for split in (*required, optional)}
-    if not all(names[split] for split in required):
+    names = {}
+    for split in (*required, optional):
+        name = splits.named(found, split, data)
+        if name:
+            names[split] = name
+    if not all(split in names for split in required):
         words = {"train": "train", "valid": "validation", "test": "test"}
         wanted = " and ".join(words[split] for split in required)
         also = f"{words[optional]} if there is any"
-        raise InputError(f"{data} has the splits {', '.join(found)}; expected {wanted}, and {also}")
-    return Splits(
-        rows={split: found[name] for split, name in names.items() if name},
-        names={split: [f"its split {name}"] for split, name in names.items() if name},
-        left_out=[f"its split {name}" for name in found if name not in names.values()],
-    )
+        has = f"{data} has the splits {', '.join(found)}"
+        raise InputError(f"{has}; expected {wanted}, and {also}")
+
+    loaded = Splits()
+    for split, name in names.items():
+        loaded.rows[split] = found[name]
+        loaded.names[split] = [f"its split {name}"]
+    for name in found:
+        if name not in names.values():
+            loaded.left_out.append(f"its split {name}")
+    return loaded
+
+
+def _check_loadable(data: str, expected: str) -> None:
+    """Raises InputError for what is neither a folder that `datasets` reads nor like an id."""
+    folder = Path(data).expanduser()
+    if folder.is_dir():
+        is_saved = _is_saved_dict(folder) or _is_saved_split(folder)
+        if not is_saved and not any(folder.glob("**/*.parquet")):
+            found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
+            raise InputError(f"{data} has neither {expected} nor parquet files; found {found}")
+        return
+    is_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", data)
+    if not is_id or data.endswith((".txt", ".gz")):
+        what = f"there is no {data}"
+        raise InputError(f"{what}; expected {expected}, or the id of a data set on the hub")
+
+
+def _is_saved_dict(folder: Path) -> bool:
+    """Returns whether DatasetDict.save_to_disk has written a folder."""
+    return (folder / "dataset_dict.json").exists()
+
+
+def _is_saved_split(folder: Path) -> bool:
+    """Returns whether Dataset.save_to_disk has written a folder, which then is one split."""
+    return (folder / "dataset_info.json").exists()
+
+
+def _load(data: str, arguments: Callable[[Path], Sequence[str]]) -> dict:
+    """Returns the splits of a data set by their names; see `load_splits`."""
+    import datasets  # takes two seconds, and text files do not need it
+
+    folder = Path(data).expanduser()
+    try:
+        if _is_saved_dict(folder):
+            return datasets.load_from_disk(str(folder))
+        if _is_saved_split(folder):
+            return {"train": datasets.load_from_disk(str(folder))}
+        return datasets.load_dataset(*arguments(folder))
+    except InputError:
+        raise
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        what = "is neither here nor a data set of the hub"
+        if folder.is_dir():
+            what = "cannot be read by datasets"
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"{data} {what}: {reason}") from error
 
 
 def expect(flags, name: str, fits: bool, expected: str) -> None:
     """Raises InputError, with the flag's value and what was expected, unless it fits."""
     if not fits:
-        raise InputError(f"--{name.replace('_', '-')} is {getattr(flags, name)}; expected {expected}")
+        flag = f"--{name.replace('_', '-')}"
+        raise InputError(f"{flag} is {getattr(flags, name)}; expected {expected}")
+
+
+# URLs
 
 
 def prepare_urls(prepare: Callable[..., dict], data: str, out: str, **flags) -> dict:
-    """Prepares a local copy of what is at a URL, and uploads a result that belongs to a URL; returns the report.
+    """Prepares data at a path or a URL for a result at a path or a URL; returns the report.
 
-    Such a result is prepared on the local disk first, where a killed call resumes, and whole or not there: the files of
-    LAST are uploaded when all others are.
+    Data at a URL is copied to the local disk first. A result for a URL is prepared on the local
+    disk, where a killed call resumes, and then uploaded, whole or not there: the files of LAST come
+    when all others are there.
     """
     if "://" in data and not out:
-        raise InputError(f"{data} is a URL; name the folder or the URL of the result with --out")
+        what = f"{data} is a URL"
+        raise InputError(f"{what}; name the folder or the URL of the result with --out")
     data = local_copy(data, "*", *_made_at(data))
     if "://" not in out:
         return prepare(data=data, out=out, **flags)
-    (fs, root), stop, folder = open_store(out), threading.Event(), cache_folder(out) / "prepared"
+
+    folder = cache_folder(out) / "prepared"
     folder.mkdir(parents=True, exist_ok=True)
-    there = []
-    for name in LAST:
-        try:
-            retried(out, stop, fs.get_file, f"{root}/{name}", str(folder / f"{name}.partial"))
-            os.replace(folder / f"{name}.partial", folder / name)
-            there.append(name)
-        except InputError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
-                raise
-    done = bool({*there} - {"prepared.json"})
-    if not done:  # better now than in an hour
-        retried(out, stop, fs.makedirs, f"{root}/parts", exist_ok=True)
-        retried(out, stop, fs.pipe_file, f"{root}/parts/unfinished", b"give the same `make data` command again")
+    is_finished = _fetch_reports(out, folder)
+    if not is_finished:
+        _begin_upload(out)
     try:
         report = prepare(data=data, out=str(folder), **flags)
     except InputError as error:
-        raise InputError(str(error).replace(str(folder), out) if done else str(error)) from error
-    if not done:
+        message = str(error)
+        if is_finished:
+            message = message.replace(str(folder), out)
+        raise InputError(message) from error
+    if not is_finished:
         _upload(folder, out)
     shutil.rmtree(folder)
     return report
 
 
+def _fetch_reports(out: str, folder: Path) -> bool:
+    """Fetches the files of LAST from a URL; returns whether they say that the preparation ended."""
+    fs, root = open_store(out)
+    stop = threading.Event()
+    is_finished = False
+    for name in LAST:
+        partial = folder / f"{name}.partial"
+        try:
+            retried(out, stop, fs.get_file, f"{root}/{name}", str(partial))
+        except InputError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                continue
+            raise
+        os.replace(partial, folder / name)
+        is_finished |= name != "prepared.json"  # which COMPLETE follows
+    return is_finished
+
+
+def _begin_upload(out: str) -> None:
+    """Marks a URL as not finished: where nothing can be written, now is better than in an hour."""
+    fs, root = open_store(out)
+    stop = threading.Event()
+    content = b"give the same `make data` command again"
+    retried(out, stop, fs.makedirs, f"{root}/parts", exist_ok=True)
+    retried(out, stop, fs.pipe_file, f"{root}/{UNFINISHED}", content)
+
+
 def _made_at(url: str) -> list[str]:
-    """Returns the patterns that leave out what `make data` has made below a URL, which its reports tell."""
+    """Returns the patterns that leave out what `make data` has made below a URL.
+
+    Its plans and reports tell; a path that is no URL has none.
+    """
     if "://" not in url:
         return []
-    (fs, _), stop, patterns = open_store(url), threading.Event(), []
-    for path, (name, _, _) in find_files(url).items():
-        folder, _, last = path.rpartition("/")
-        if path in ("parts/plan.json", "parts/unfinished"):
+    fs, _ = open_store(url)
+    stop = threading.Event()
+    patterns = []
+    for path, stored in find_files(url).items():
+        if path in ("parts/plan.json", UNFINISHED):
             patterns.append("!parts/*")
             continue
-        known = folder and (last in splits.REPORTS or path.endswith("/parts/plan.json"))
-        if known and splits.is_report(retried(f"{url}/{path}", stop, fs.cat_file, name)):
-            patterns.append(f"!{glob.escape(folder.removesuffix('/parts').lower())}/*")
+        folder, _, name = path.rpartition("/")
+        may_be_report = name in splits.REPORTS or path.endswith("/parts/plan.json")
+        if not folder or not may_be_report:
+            continue
+        content = retried(f"{url}/{path}", stop, fs.cat_file, stored.name)
+        if splits.is_report(content):
+            made = folder.removesuffix("/parts").lower()
+            patterns.append(f"!{glob.escape(made)}/*")
     return patterns
 
 
 def _upload(folder: Path, out: str) -> None:
-    (fs, root), stop = open_store(out), threading.Event()
+    """Uploads a prepared folder: the files of LAST when all others are there whole."""
+    fs, root = open_store(out)
+    stop = threading.Event()
 
     def put(path: Path) -> None:
-        to = f"{root}/{path.relative_to(folder)}"
-        retried(out, stop, fs.makedirs, to.rpartition("/")[0], exist_ok=True)
-        retried(f"{out}/{path.relative_to(folder)}", stop, fs.put_file, str(path), to)
+        name = path.relative_to(folder)
+        to = f"{root}/{name}"
+        parent, _, _ = to.rpartition("/")
+        retried(out, stop, fs.makedirs, parent, exist_ok=True)
+        retried(f"{out}/{name}", stop, fs.put_file, str(path), to)
 
     last = [folder / name for name in LAST if (folder / name).exists()]
-    first = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in last]
-    print(f"uploading {len(first + last)} files to {out}", flush=True)
+    first = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path not in last:
+            first.append(path)
+    print(f"uploading {len(first) + len(last)} files to {out}", flush=True)
+
     with ThreadPoolExecutor(UPLOADS) as pool:
         try:
             list(pool.map(put, first))
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
-    sizes = {path: size for path, (_, size, _) in find_files(out).items()}
+    stored = find_files(out)
     for path in first:
-        if sizes.get(str(path.relative_to(folder))) != path.stat().st_size:
-            raise InputError(f"{out} did not take {path} whole; give the same `make data` command again")
+        name = str(path.relative_to(folder))
+        if name not in stored or stored[name].size != path.stat().st_size:
+            what = f"{out} did not take {path} whole"
+            raise InputError(f"{what}; give the same `make data` command again")
+
     stop.clear()
     for path in last:
         put(path)
-    with contextlib.suppress(Exception):  # who may not delete leaves it: beside the report it means nothing
-        fs.rm_file(f"{root}/parts/unfinished")
+    # Who may not delete leaves it: beside the report it means nothing.
+    with contextlib.suppress(Exception):
+        fs.rm_file(f"{root}/{UNFINISHED}")
 
 
-def main(flags: type, prepare: Callable[..., dict], summary: Callable[[dict], None], arguments: Sequence[str] | None):
-    """Runs a program: reads its command line, prepares, prints a summary. InputError: one line and exit code 2."""
+# The command line
+
+
+def main(
+    flags: type,
+    prepare: Callable[..., dict],
+    summary: Callable[[dict], None],
+    arguments: Sequence[str] | None,
+) -> None:
+    """Runs a program: reads its command line, prepares, prints a summary.
+
+    An InputError is printed as one line, and the exit code is 2.
+    """
     import tyro
 
+    module = flags.__module__
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    module = spec.name if flags.__module__ == "__main__" and spec else flags.__module__
+    if module == "__main__" and spec:
+        module = spec.name
     parsed = tyro.cli(flags, args=arguments, prog=f"python -m {module}")
     try:
         report = prepare_urls(prepare, **dataclasses.asdict(parsed))
