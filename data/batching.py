@@ -37,7 +37,9 @@ class Plan:
         """Returns the batches in an order that depends on `rng` alone; None: an evaluation's."""
         raise NotImplementedError
 
-    def steps(self, seed: int | None, start: int, stop: int) -> Iterator[tuple[int, np.ndarray, Shape]]:
+    def steps(
+        self, seed: int | None, start: int, stop: int
+    ) -> Iterator[tuple[int, np.ndarray, Shape]]:
         """Yields (epoch, indices, lengths) of each step from `start` to `stop`.
 
         Epochs are permuted by (seed, epoch), or not at all without a seed. Indices are int64
@@ -177,7 +179,9 @@ class Shuffled(Plan):
 
     GROUP = 50  # batches, as in transformers
 
-    def __init__(self, lengths: np.ndarray, batch: int, sizes: Sequence[int], grouped: bool = False):
+    def __init__(
+        self, lengths: np.ndarray, batch: int, sizes: Sequence[int], grouped: bool = False
+    ):
         self._lengths = checked_lengths(lengths)[:, 0]
         self._batch = batch
         self._grouped = grouped

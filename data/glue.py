@@ -245,7 +245,9 @@ def _local_folder(data: str | Path, task: Task) -> Path:
     return folder
 
 
-def _choose(names: Sequence[str], task: Task, split: str, where: str) -> tuple[str | None, list[str]]:
+def _choose(
+    names: Sequence[str], task: Task, split: str, where: str
+) -> tuple[str | None, list[str]]:
     """Returns the name that means a split of a task, or None; and the names of no split of it.
 
     Args:
@@ -474,7 +476,9 @@ def _parse_label(text: str, task: Task, numbers: dict[str, int], where: str) -> 
     return value
 
 
-def _examples(columns: list[list[str]], labels: Sequence[float], task: Task, skipped: int = 0) -> Examples:
+def _examples(
+    columns: list[list[str]], labels: Sequence[float], task: Task, skipped: int = 0
+) -> Examples:
     """Returns Examples of one or two columns of sentences and their labels."""
     return Examples(
         first=columns[0],

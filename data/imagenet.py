@@ -194,7 +194,9 @@ def preparation(size: int) -> dict[str, str]:
     }
 
 
-def as_label(label: Any, classes: Sequence[str], name: str) -> np.ndarray | np.integer | np.floating:
+def as_label(
+    label: Any, classes: Sequence[str], name: str
+) -> np.ndarray | np.integer | np.floating:
     """Returns an image's label as a batch has it.
 
     A class, or another whole number, becomes int64, another number float32; a vector likewise.
@@ -373,7 +375,9 @@ class SyntheticImages(Images):
 
     WAVES = 3
 
-    def __init__(self, size: int, image_size: int, num_classes: int, seed: int, split: Split = "train"):
+    def __init__(
+        self, size: int, image_size: int, num_classes: int, seed: int, split: Split = "train"
+    ):
         super().__init__(split, image_size)
         self.size = size
         self.seed = seed

@@ -40,7 +40,9 @@ class Packed(Plan):
         most: most examples in a row.
     """
 
-    def __init__(self, shape: Shape, examples: np.ndarray, counts: np.ndarray, dropped: int, tokens: int):
+    def __init__(
+        self, shape: Shape, examples: np.ndarray, counts: np.ndarray, dropped: int, tokens: int
+    ):
         """Keeps rows that are packed already.
 
         Args:
@@ -314,7 +316,9 @@ def propose_shapes(
     return shapes[::-1]
 
 
-def _cheapest(examples_upto: np.ndarray, candidates: np.ndarray, max_shapes: int) -> list[np.ndarray]:
+def _cheapest(
+    examples_upto: np.ndarray, candidates: np.ndarray, max_shapes: int
+) -> list[np.ndarray]:
     """Finds the shapes with the fewest token positions, for every number of candidates.
 
     Returns a list, for 1, 2, … shapes: [j] is the number of candidates before the last of the best

@@ -340,7 +340,9 @@ _SPANS = np.arange(1, LONGEST_SPAN + 1)
 _SPANS_UPTO = np.cumsum(1 / _SPANS / (1 / _SPANS).sum())[:-1]
 
 
-def segments(text: Rows, index: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, bool]:
+def segments(
+    text: Rows, index: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, bool]:
     """Returns two segments of a row, and whether the second is from elsewhere.
 
     Together they have at most text.length - 3 tokens. The row is cut where one of its sentences
@@ -365,7 +367,9 @@ def segments(text: Rows, index: int, rng: np.random.Generator) -> tuple[np.ndarr
     return first, _from_elsewhere(text, index, wanted, room, rng), True
 
 
-def _from_elsewhere(text: Rows, index: int, wanted: int, room: int, rng: np.random.Generator) -> np.ndarray:
+def _from_elsewhere(
+    text: Rows, index: int, wanted: int, room: int, rng: np.random.Generator
+) -> np.ndarray:
     """Returns neighbouring sentences of another row than `index`, of about `wanted` tokens.
 
     The best of at most TRIES rows counts. Where all sentences of these have more than `room`
@@ -405,7 +409,9 @@ def _share(size: int, share: float, most: int, rng: np.random.Generator) -> int:
     return min(max(1, int(share * size + rng.random())), size, most)
 
 
-def _predictions(slots: int, chosen: np.ndarray, ids: np.ndarray, filler: int) -> dict[str, np.ndarray]:
+def _predictions(
+    slots: int, chosen: np.ndarray, ids: np.ndarray, filler: int
+) -> dict[str, np.ndarray]:
     """Returns "positions", "labels" and "weights", each [slots], of the chosen positions of a row.
 
     Slots that are left over are fillers, of weight 0 and at the position `filler`.

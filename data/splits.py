@@ -190,7 +190,11 @@ def is_report(content: bytes) -> bool:
         content = json.loads(content)
     except ValueError:
         return False
-    return isinstance(content, dict) and isinstance(content.get("flags"), dict) and "sources" in content
+    return (
+        isinstance(content, dict)
+        and isinstance(content.get("flags"), dict)
+        and "sources" in content
+    )
 
 
 def below(folder: Path, *patterns: str) -> list[Path]:

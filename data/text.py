@@ -63,7 +63,10 @@ class Packed(NamedTuple):
 
     def upto(self, rows: int) -> "Packed":
         """Returns the first rows."""
-        tokens, sentences = self.tokens[: self.rows[rows]], self.sentences[: self.row_sentences[rows]]
+        tokens, sentences = (
+            self.tokens[: self.rows[rows]],
+            self.sentences[: self.row_sentences[rows]],
+        )
         return Packed(tokens, self.rows[: rows + 1], sentences, self.row_sentences[: rows + 1])
 
 
@@ -101,7 +104,9 @@ def pack_rows(
     ends_document[finals] = last
     ends = np.cumsum(part_sizes)
     if separator is not None:
-        tokens = np.insert(tokens, ends[ends_document][:-1], separator)  # none after the last document
+        tokens = np.insert(
+            tokens, ends[ends_document][:-1], separator
+        )  # none after the last document
         ends += np.cumsum(ends_document) - ends_document
     # Sentence i is tokens[starts[i] : ends[i]]; a separator stands between ends[i] and starts[i + 1].
     starts = ends - part_sizes
@@ -124,7 +129,9 @@ def pack_rows(
     row_sentences = np.append(firsts, len(ends))
     sentences = (starts - np.repeat(row_starts, np.diff(row_sentences))).astype(np.int32)
     rows = np.concatenate([[0], np.cumsum(row_ends - row_starts)])
-    return Packed(tokens[keep], rows.astype(np.int64), sentences, row_sentences.astype(np.int64)), cut
+    return Packed(
+        tokens[keep], rows.astype(np.int64), sentences, row_sentences.astype(np.int64)
+    ), cut
 
 
 class Text:
@@ -147,15 +154,25 @@ class Text:
         splits.set_source(self, report, evaluation=split != "train")
         try:
             flags = report["flags"]
-            self.kind, self.length, self.pairs = flags["kind"], int(flags["length"]), bool(flags["pairs"])
+            self.kind, self.length, self.pairs = (
+                flags["kind"],
+                int(flags["length"]),
+                bool(flags["pairs"]),
+            )
             self._vocabulary = int(report["vocabulary"])
             expected = [int(report[split][name]) for name in ("tokens", "rows")]
         except (KeyError, TypeError) as error:
-            raise InputError(f"{folder}/report.json has no {error}; prepare the text again") from error
+            raise InputError(
+                f"{folder}/report.json has no {error}; prepare the text again"
+            ) from error
         packed = self._packed
         sizes = {name: len(array) for name, array in zip(ARRAYS, packed, strict=True)}
         found = [sizes["tokens"], sizes["rows"] - 1]
-        ends = [int(packed.rows[-1]), int(packed.row_sentences[-1])] if sizes["rows"] and sizes["row_sentences"] else []
+        ends = (
+            [int(packed.rows[-1]), int(packed.row_sentences[-1])]
+            if sizes["rows"] and sizes["row_sentences"]
+            else []
+        )
         if (
             found != expected
             or ends != [sizes["tokens"], sizes["sentences"]]
@@ -195,7 +212,11 @@ class Text:
         return tokenizer
 
     def __getstate__(self) -> dict:
-        opened = {name for name in self.__dict__ if isinstance(getattr(type(self), name, None), cached_property)}
+        opened = {
+            name
+            for name in self.__dict__
+            if isinstance(getattr(type(self), name, None), cached_property)
+        }
         return {name: value for name, value in self.__dict__.items() if name not in opened}
 
     def __len__(self) -> int:
@@ -253,7 +274,9 @@ class SyntheticText:
         documents = rng.integers(6, 15, rows * (2 + room // 30))
         sizes = rng.integers(4, 13, int(documents.sum()))
         of_document = np.add.reduceat(sizes, np.cumsum(documents) - documents)  # words
-        within = np.arange(of_document.sum()) - np.repeat(np.cumsum(of_document) - of_document, of_document)
+        within = np.arange(of_document.sum()) - np.repeat(
+            np.cumsum(of_document) - of_document, of_document
+        )
         start = np.repeat(rng.integers(len(self.NUMBERS), size=len(documents)), of_document)
         topic = np.repeat(rng.integers(len(self.TOPICS), size=len(documents)), of_document)
         text = topic * len(self.NUMBERS) + (start + within) % len(self.NUMBERS)
@@ -284,7 +307,9 @@ class SyntheticText:
         return self._packed.row(index)
 
 
-def _synthetic_tokenizer(kind: str, first: Sequence[str], second: Sequence[str]) -> PreTrainedTokenizerBase:
+def _synthetic_tokenizer(
+    kind: str, first: Sequence[str], second: Sequence[str]
+) -> PreTrainedTokenizerBase:
     """Makes a tokenizer for words of two syllables.
 
     Its pieces are all syllables, and the words whose second syllable has an even number.
@@ -306,7 +331,9 @@ def _synthetic_tokenizer(kind: str, first: Sequence[str], second: Sequence[str])
     return tokenizer_class(vocab=pieces, model_max_length=LONGEST)
 
 
-def _byte_level(first: Sequence[str], second: Sequence[str], words: Sequence[str]) -> RobertaTokenizer:
+def _byte_level(
+    first: Sequence[str], second: Sequence[str], words: Sequence[str]
+) -> RobertaTokenizer:
     """Makes a tokenizer of bytes, letters to syllables, and syllables to words."""
     merges = []
     for syllable in (*first, *second):
@@ -320,8 +347,12 @@ def _byte_level(first: Sequence[str], second: Sequence[str], words: Sequence[str
     merged = [left + right for left, right in merges]
     tokens = [*ROBERTA_SPECIALS, *alphabet, *merged, "<mask>"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    mask = AddedToken("<mask>", lstrip=True, special=True)  # it takes the space before it, as published
-    return RobertaTokenizer(vocab=vocabulary, merges=merges, mask_token=mask, model_max_length=LONGEST)
+    mask = AddedToken(
+        "<mask>", lstrip=True, special=True
+    )  # it takes the space before it, as published
+    return RobertaTokenizer(
+        vocab=vocabulary, merges=merges, mask_token=mask, model_max_length=LONGEST
+    )
 
 
 def _unigrams(first: Sequence[str], second: Sequence[str], words: Sequence[str]) -> XLNetTokenizer:
@@ -336,7 +367,9 @@ def _unigrams(first: Sequence[str], second: Sequence[str], words: Sequence[str])
     return XLNetTokenizer(vocab=pieces, model_max_length=LONGEST)
 
 
-def _word_pieces(first: Sequence[str], second: Sequence[str], words: Sequence[str]) -> dict[str, int]:
+def _word_pieces(
+    first: Sequence[str], second: Sequence[str], words: Sequence[str]
+) -> dict[str, int]:
     """Returns BERT's pieces with their ids; "##" is in front of those that continue a word."""
     letters = _letters(first, second)
     pieces = [*BERT_SPECIALS, ".", *letters]
@@ -360,9 +393,13 @@ def check_rows(kind: str, length: int, pairs: bool) -> None:
     if kind not in KINDS:
         raise InputError(f"kind is {kind}; expected one of {', '.join(KINDS)}")
     if length < 8:
-        raise InputError(f"length is {length}; expected 8 or more places in a row, such as 128 or 512")
+        raise InputError(
+            f"length is {length}; expected 8 or more places in a row, such as 128 or 512"
+        )
     if pairs and kind not in ("bert", "xlnet"):
-        raise InputError(f"pairs are for bert (next-sentence prediction) and xlnet; expected rows without for {kind}")
+        raise InputError(
+            f"pairs are for bert (next-sentence prediction) and xlnet; expected rows without for {kind}"
+        )
 
 
 def open_text(data: str | Path, split: Split) -> Text:
@@ -370,7 +407,9 @@ def open_text(data: str | Path, split: Split) -> Text:
 
     Raises InputError: nothing of the kind is there, or files are missing, damaged or do not belong together.
     """
-    folder = Path(local_copy(str(data), "*report.json", "*.npy", "*tokenizer/*", *FINISHED)).expanduser()
+    folder = Path(
+        local_copy(str(data), "*report.json", "*.npy", "*tokenizer/*", *FINISHED)
+    ).expanduser()
     made = f"expected a folder made by `{PREPARE}…`"
     if not folder.is_dir():
         what = f"{data} is a file" if folder.exists() else f"there is no folder {data}"
@@ -379,6 +418,8 @@ def open_text(data: str | Path, split: Split) -> Text:
         if (candidate / "report.json").exists():
             return Text(candidate, split)
         if (candidate / "parts").exists():
-            raise InputError(f"{candidate} is not prepared to its end; give the same `make data` command again")
+            raise InputError(
+                f"{candidate} is not prepared to its end; give the same `make data` command again"
+            )
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
     raise InputError(f"{data} has no report.json, found {found}; {made}")

@@ -20,7 +20,13 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
-from transformers import BertTokenizer, DistilBertTokenizer, PreTrainedTokenizerBase, RobertaTokenizer, XLNetTokenizer
+from transformers import (
+    BertTokenizer,
+    DistilBertTokenizer,
+    PreTrainedTokenizerBase,
+    RobertaTokenizer,
+    XLNetTokenizer,
+)
 
 from errors import InputError
 
@@ -28,12 +34,16 @@ __all__ = ["KINDS", "continues_word", "learn"]
 
 KINDS = ("bert", "distilbert", "roberta", "xlnet")
 VARYING = ("xlnet",)  # the same lines may give another vocabulary in the next run, see `learn`
-LONGEST = 512  # tokens of a text: positions of the published models, and what XLNet was pretrained with
+LONGEST = (
+    512  # tokens of a text: positions of the published models, and what XLNet was pretrained with
+)
 MOST_CHARACTERS = 1000  # of the alphabet, as in BertWordPieceTokenizer of tokenizers
 BATCH = 1000  # lines given to the trainer at once
 LONGEST_WORD = 1000  # characters of a word that is learnt from, as in clean-corpus-n.perl of Moses
 LONG_WORD = re.compile(rf"\w{{{LONGEST_WORD + 1},}}|[^\w\s]{{{LONGEST_WORD + 1},}}")
-IDEOGRAPHS = r"\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f"  # each is a word to BERT
+IDEOGRAPHS = (
+    r"\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f"  # each is a word to BERT
+)
 LONG_WORD_BERT = re.compile(LONG_WORD.pattern.replace(r"\w{", rf"[^\W{IDEOGRAPHS}]{{"))
 LONGEST_WORDPIECES = 100  # characters of a word that WordPiece divides; a longer one is [UNK]
 
@@ -63,8 +73,12 @@ def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase
     if kind not in KINDS:
         raise InputError(f"kind is {kind}; expected one of {', '.join(KINDS)}")
     if size < SMALLEST[kind]:
-        raise InputError(f"the vocabulary size is {size}; expected {SMALLEST[kind]} or more for {kind}")
-    lines = short = _ShortWords(lines, LONG_WORD_BERT if kind in ("bert", "distilbert") else LONG_WORD)
+        raise InputError(
+            f"the vocabulary size is {size}; expected {SMALLEST[kind]} or more for {kind}"
+        )
+    lines = short = _ShortWords(
+        lines, LONG_WORD_BERT if kind in ("bert", "distilbert") else LONG_WORD
+    )
     first = next((line for line in lines if line.strip()), None)
     if first is None:
         raise InputError("there is no text to learn a vocabulary from; expected lines with words")
@@ -78,12 +92,18 @@ def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase
 def _learn(batches: Iterator[list[str]], kind: str, size: int) -> PreTrainedTokenizerBase:
     if kind == "roberta":
         vocabulary, merges = _learn_bytes(batches, size)
-        mask = AddedToken("<mask>", lstrip=True, special=True)  # as published: the mask takes the space before it
-        return RobertaTokenizer(vocab=vocabulary, merges=merges, mask_token=mask, model_max_length=LONGEST)
+        mask = AddedToken(
+            "<mask>", lstrip=True, special=True
+        )  # as published: the mask takes the space before it
+        return RobertaTokenizer(
+            vocab=vocabulary, merges=merges, mask_token=mask, model_max_length=LONGEST
+        )
     if kind == "xlnet":
         return XLNetTokenizer(vocab=_learn_unigrams(batches, size), model_max_length=LONGEST)
     pieces = {piece: number for number, piece in enumerate(_learn_wordpieces(batches, size))}
-    return (BertTokenizer if kind == "bert" else DistilBertTokenizer)(vocab=pieces, model_max_length=LONGEST)
+    return (BertTokenizer if kind == "bert" else DistilBertTokenizer)(
+        vocab=pieces, model_max_length=LONGEST
+    )
 
 
 def continues_word(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
@@ -101,10 +121,14 @@ def continues_word(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     if prefix:
         continues = np.array([token.startswith(prefix) for token in tokens])
     else:
-        sign = next((sign for sign in "Ġ▁" if any(token.startswith(sign) for token in tokens)), None)
+        sign = next(
+            (sign for sign in "Ġ▁" if any(token.startswith(sign) for token in tokens)), None
+        )
         if sign is None:
             what = f"{type(tokenizer).__name__} marks neither beginnings nor continuations of words"
-            raise InputError(f"{what}; expected WordPiece (##), byte-level (Ġ) or sentencepiece (▁) tokens")
+            raise InputError(
+                f"{what}; expected WordPiece (##), byte-level (Ġ) or sentencepiece (▁) tokens"
+            )
         continues = np.array([not token.startswith(sign) for token in tokens])
     continues[tokenizer.all_special_ids] = False
     return continues
@@ -157,12 +181,18 @@ def _learn_wordpieces(batches: Iterator[list[str]], size: int) -> list[str]:
     learnt = sorted(vocabulary, key=vocabulary.get)
     characters = sorted(piece for piece in learnt if len(piece) == 1 and piece != "▁")
     # Signs that are always words of their own never continue one.
-    within = [f"##{c}" for c in characters if len(bert.pre_tokenizer.pre_tokenize_str(f"a{c}")) == 1]
-    longer = [piece[1:] if piece.startswith("▁") else f"##{piece}" for piece in learnt if len(piece) > 1]
+    within = [
+        f"##{c}" for c in characters if len(bert.pre_tokenizer.pre_tokenize_str(f"a{c}")) == 1
+    ]
+    longer = [
+        piece[1:] if piece.startswith("▁") else f"##{piece}" for piece in learnt if len(piece) > 1
+    ]
     return list(dict.fromkeys([*BERT_SPECIALS, *characters, *within, *longer]))[:size]
 
 
-def _learn_bytes(batches: Iterator[list[str]], size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def _learn_bytes(
+    batches: Iterator[list[str]], size: int
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Returns the ids of the pieces, and the merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = RobertaTokenizer().backend_tokenizer.pre_tokenizer
@@ -175,7 +205,9 @@ def _learn_bytes(batches: Iterator[list[str]], size: int) -> tuple[dict[str, int
     )
     tokenizer.train_from_iterator(batches, trainer)
     learnt = json.loads(tokenizer.to_str())["model"]
-    return learnt["vocab"] | {"<mask>": len(learnt["vocab"])}, [tuple(merge) for merge in learnt["merges"]]
+    return learnt["vocab"] | {"<mask>": len(learnt["vocab"])}, [
+        tuple(merge) for merge in learnt["merges"]
+    ]
 
 
 def _learn_unigrams(batches: Iterator[list[str]], size: int) -> list[tuple[str, float]]:
@@ -195,7 +227,9 @@ def _learn_unigrams(batches: Iterator[list[str]], size: int) -> list[tuple[str, 
         if "not large enough" not in str(error):
             raise
         what = f"the vocabulary size is {size}, and the text has more different characters"
-        raise InputError(f"{what}; expected a larger vocabulary, or text without rare characters") from error
+        raise InputError(
+            f"{what}; expected a larger vocabulary, or text without rare characters"
+        ) from error
     learnt = json.loads(tokenizer.to_str())["model"]["vocab"]
     pieces = [(piece, round(score, 4)) for piece, score in learnt if piece not in XLNET_SPECIALS]
     pieces.sort(key=lambda pair: (-pair[1], pair[0]))

@@ -79,7 +79,9 @@ class Codec:
     file is not there.
     """
 
-    def __init__(self, folder: str | Path, source_language: str, target_language: str, pieces: str = ""):
+    def __init__(
+        self, folder: str | Path, source_language: str, target_language: str, pieces: str = ""
+    ):
         self.folder = Path(folder)
         self.source_language = source_language
         self.target_language = target_language
@@ -485,7 +487,9 @@ class _Rows:
         return self.scatter(np.repeat(columns + 1, self._sizes), fill=0)
 
 
-def _pair_batch(source: _Ragged, target: _Ragged, present: np.ndarray, shape: tuple[int, int]) -> dict[str, np.ndarray]:
+def _pair_batch(
+    source: _Ragged, target: _Ragged, present: np.ndarray, shape: tuple[int, int]
+) -> dict[str, np.ndarray]:
     """Returns what `TranslationPairs.batch` does, of the pairs that are `present`."""
     source_width, target_width = shape
     sources = _Rows("source", source, present, source_width)
@@ -665,7 +669,9 @@ def open_pairs(data: str | Path, split: Split, pieces: str = "") -> TranslationP
     raise _no_pairs(folder, data)
 
 
-def _open_split(folder: Path, split: Split, source: str, target: str, pieces: str) -> TranslationPairs:
+def _open_split(
+    folder: Path, split: Split, source: str, target: str, pieces: str
+) -> TranslationPairs:
     """Opens a split of a folder that has train.<source>-<target>.<source>.idx."""
     ending = f"{source}-{target}.{source}.idx"
     known = ("train", "valid", "test")

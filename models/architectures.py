@@ -191,7 +191,9 @@ def _without_numbers(given: str, config: PreTrainedConfig) -> PreTrainedModel:
             return model_class(copy.deepcopy(config))
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise InputError(f"{given}, of which transformers makes no model ({said}); {EXPECTED}") from error
+        raise InputError(
+            f"{given}, of which transformers makes no model ({said}); {EXPECTED}"
+        ) from error
 
 
 def _try_step(given: str, model: PreTrainedModel) -> None:

@@ -118,7 +118,9 @@ def _first_slots(cache: Tensor, times: int) -> Tensor:
     return cache[:, :, :times].flatten(2, 3).transpose(1, 2)
 
 
-def decode_last(model: Transformer, state: State, reads: State, mask: Tensor, column: Tensor) -> tuple[Tensor, State]:
+def decode_last(
+    model: Transformer, state: State, reads: State, mask: Tensor, column: Tensor
+) -> tuple[Tensor, State]:
     """Runs the decoder on the last word of each hypothesis.
 
     Args:

@@ -135,10 +135,14 @@ def open_teacher(
     }
     for what, (theirs, ours) in sizes.items():
         if theirs < ours:
-            raise InputError(f"teacher {folder} has {theirs} {what}, fewer than its student, which has {ours}")
+            raise InputError(
+                f"teacher {folder} has {theirs} {what}, fewer than its student, which has {ours}"
+            )
     if config.vocab_size != student.config.vocab_size:
         words = student.config.vocab_size
-        raise InputError(f"teacher {folder} has a vocabulary of {config.vocab_size}, its student one of {words}")
+        raise InputError(
+            f"teacher {folder} has a vocabulary of {config.vocab_size}, its student one of {words}"
+        )
     if initialise:
         begin_with_layers(student, teacher)
     return teacher.requires_grad_(False).eval()

@@ -59,7 +59,12 @@ def attend(
 
 
 def additive_mask(
-    batch_size: int, kv_length: int, attention_mask: Tensor | None, device: torch.device, mask_function, **more
+    batch_size: int,
+    kv_length: int,
+    attention_mask: Tensor | None,
+    device: torch.device,
+    mask_function,
+    **more,
 ) -> Tensor:
     """Returns what is added to the scores, float32 [B, 1, 1, T]: 0 where attention_mask [B, T] is true, else MASKED;
     or [B, 1, T, T] where a token sees some of the others only, such as those of a window.
@@ -111,7 +116,9 @@ class FittedGELU(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> Tensor:
         wide = ctx.saved_tensors[0].float()
         density = (2 * math.pi) ** -0.5 * torch.exp(-0.5 * wide.square())
-        return (gradient.float() * (FittedGELU.distribution(wide) + wide * density)).to(gradient.dtype)
+        return (gradient.float() * (FittedGELU.distribution(wide) + wide * density)).to(
+            gradient.dtype
+        )
 
 
 class GELU(nn.Module):
@@ -154,7 +161,9 @@ class ShortRows:
         together = layers.rows_together(*shape[:2], self.parts)
         if together > 1:
             row = torch.arange(together, device=hidden_states.device).repeat_interleave(shape[1])
-            others = torch.where(row == row[:, None], 0.0, 2 * layers.MASKED)  # a row without any key stays alone, too
+            others = torch.where(
+                row == row[:, None], 0.0, 2 * layers.MASKED
+            )  # a row without any key stays alone, too
             attention_mask = attention_mask.reshape(-1, 1, 1, len(row)) + others
             hidden_states = hidden_states.reshape(-1, len(row), shape[2])
         found = super().forward(hidden_states, attention_mask, **options)

@@ -81,7 +81,9 @@ def architecture(settings: dict[str, Any], weights: dict[str, Tensor], name: str
     )
 
 
-def _of_both_stacks(settings: dict[str, Any], key: str, default: Any, name: str, decoder_follows: bool = False) -> Any:
+def _of_both_stacks(
+    settings: dict[str, Any], key: str, default: Any, name: str, decoder_follows: bool = False
+) -> Any:
     """Returns a setting of the encoder; raises InputError where the decoder has another.
 
     Args:
@@ -127,7 +129,9 @@ def load_weights(model: Transformer, weights: dict[str, Tensor], name: str) -> N
     model.load_state_dict(weights)
 
 
-def write_checkpoint(model: Transformer, weights: dict[str, Tensor], updates: int, **settings: Any) -> bytes:
+def write_checkpoint(
+    model: Transformer, weights: dict[str, Tensor], updates: int, **settings: Any
+) -> bytes:
     """Returns the content of a file that fairseq 0.12 and `read_checkpoint` load.
 
     In fairseq these are fairseq-generate and `load_model_ensemble_and_task`.

@@ -212,7 +212,9 @@ def to_transformers(
     weights = _upgrade_names(weights, name)
     if TOKENS not in weights:
         kind = settings.get("arch") or settings.get("_name") or "another model"
-        raise InputError(f"{name} holds fairseq's {kind}; expected a RoBERTa, with a tensor {TOKENS}")
+        raise InputError(
+            f"{name} holds fairseq's {kind}; expected a RoBERTa, with a tensor {TOKENS}"
+        )
     for switch, value in UNSUPPORTED.items():
         if settings.get(switch, value) != value:
             theirs = f"{switch} {settings[switch]}"
@@ -379,7 +381,9 @@ def from_transformers(
     return _settings(config), weights
 
 
-def write_checkpoint(args: argparse.Namespace, weights: Mapping[str, Tensor], updates: int = 0) -> bytes:
+def write_checkpoint(
+    args: argparse.Namespace, weights: Mapping[str, Tensor], updates: int = 0
+) -> bytes:
     """Returns the content of a file that fairseq 0.12 and `fairseq_files.read_checkpoint` load.
 
     Args:
@@ -565,7 +569,9 @@ def _require_files(folder: Path) -> None:
     hint = ""
     if "encoder.json" in missing or "vocab.bpe" in missing:
         hint = f"; {BPE_FILES} has encoder.json and vocab.bpe"
-    raise InputError(f"{folder} has no {' nor '.join(missing)}; expected a RoBERTa of fairseq{hint}")
+    raise InputError(
+        f"{folder} has no {' nor '.join(missing)}; expected a RoBERTa of fairseq{hint}"
+    )
 
 
 def _is_gpt2_bpe(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -647,7 +653,9 @@ def _merges(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     return merges
 
 
-def _gpt2_numbers(vocabulary: dict[str, int], merges: list[tuple[str, str]], own: set[str]) -> dict[str, int]:
+def _gpt2_numbers(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], own: set[str]
+) -> dict[str, int]:
     """Returns GPT-2's numbers of all tokens that are not in `own`.
 
     Bytes come first, then what the merges make, then the rest (<|endoftext|>) in the order of ids.

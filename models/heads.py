@@ -102,7 +102,9 @@ def given(text: str, classes: Sequence[str], flag: str = "--labels") -> list[str
     return names
 
 
-def order(where: str, theirs: Sequence[str] | None, classes: Sequence[str], stated: Sequence[str] = ()) -> Order:
+def order(
+    where: str, theirs: Sequence[str] | None, classes: Sequence[str], stated: Sequence[str] = ()
+) -> Order:
     """Decides which row is which class in a head that has as many rows as there are classes.
 
     Args:
@@ -125,7 +127,9 @@ def order(where: str, theirs: Sequence[str] | None, classes: Sequence[str], stat
     return _other_names(where, theirs, classes)
 
 
-def _stated(where: str, theirs: Sequence[str] | None, classes: Sequence[str], stated: Sequence[str]) -> Order:
+def _stated(
+    where: str, theirs: Sequence[str] | None, classes: Sequence[str], stated: Sequence[str]
+) -> Order:
     """Returns the order that the user states, and says so where the checkpoint has another."""
     rows = match(stated, classes)
     said = ""
@@ -136,7 +140,9 @@ def _stated(where: str, theirs: Sequence[str] | None, classes: Sequence[str], st
     return Order(rows, said)
 
 
-def _same_names(where: str, theirs: Sequence[str], classes: Sequence[str], rows: list[int]) -> Order:
+def _same_names(
+    where: str, theirs: Sequence[str], classes: Sequence[str], rows: list[int]
+) -> Order:
     """Returns the order for a checkpoint with the names of the data."""
     found = Order(rows)
     if not found.moved:

@@ -36,7 +36,9 @@ def of_encoder(name: str) -> ModuleType:
     return importlib.import_module(encoders.record(name).objective)
 
 
-def language_model(settings: PreTrainedConfig, next_sentence: bool, source: Source | None) -> PreTrainedModel:
+def language_model(
+    settings: PreTrainedConfig, next_sentence: bool, source: Source | None
+) -> PreTrainedModel:
     """Returns a model to pretrain, with its language-model head.
 
     Args:
@@ -46,7 +48,9 @@ def language_model(settings: PreTrainedConfig, next_sentence: bool, source: Sour
         InputError: the next sentence is to be predicted by a BERT that does not tell the two apart.
     """
     if next_sentence and settings.type_vocab_size < 2:
-        raise InputError("--next-sentence needs a BERT with 2 types of tokens; the checkpoint's type_vocab_size is 1")
+        raise InputError(
+            "--next-sentence needs a BERT with 2 types of tokens; the checkpoint's type_vocab_size is 1"
+        )
     auto_class = AutoModelForMaskedLM
     if next_sentence or type(settings) not in AutoModelForMaskedLM._model_mapping:  # as XLNet's
         auto_class = AutoModelForPreTraining
@@ -55,10 +59,14 @@ def language_model(settings: PreTrainedConfig, next_sentence: bool, source: Sour
     return encoder_files.load(auto_class, settings, source).model
 
 
-def same_vocabulary(folder: str, own: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, data: str) -> None:
+def same_vocabulary(
+    folder: str, own: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase, data: str
+) -> None:
     """Raises InputError where a checkpoint's tokens are not those that the data was made with."""
     if own.get_vocab() != tokenizer.get_vocab():
-        raise InputError(f"{folder} has other tokens than the data in {data}: prepare the text with its tokenizer")
+        raise InputError(
+            f"{folder} has other tokens than the data in {data}: prepare the text with its tokenizer"
+        )
 
 
 def forward(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -75,7 +83,9 @@ def _of_model(model: PreTrainedModel) -> ModuleType:
     """Returns the module of a model's objective."""
     kind = model.config.model_type
     if kind not in encoders.NAMES:
-        raise ValueError(f"the language-model head of a {kind} is not known; add a record to models/encoders")
+        raise ValueError(
+            f"the language-model head of a {kind} is not known; add a record to models/encoders"
+        )
     return of_encoder(kind)
 
 
@@ -87,7 +97,10 @@ def counts(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def losses(
-    model: PreTrainedModel, teacher: PreTrainedModel | None, batch: dict[str, Tensor], parts: int = 1
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    batch: dict[str, Tensor],
+    parts: int = 1,
 ) -> dict[str, Tensor]:
     """Returns "loss", which is minimised, and what it is made of, in nats except for "cosine".
 

@@ -8,14 +8,20 @@ head that it is tied to are cut by words, and the loss is computed on the parts.
 
 from dataclasses import dataclass
 
-OUT, IN, VECTOR = ("model", None), (None, "model"), ("model",)  # of a weight [out, in], and of a bias
+OUT, IN, VECTOR = (
+    ("model", None),
+    (None, "model"),
+    ("model",),
+)  # of a weight [out, in], and of a bias
 
 
 @dataclass(frozen=True)
 class Rules:
     """How a model may be cut; see train/common/sharding."""
 
-    parameters: dict[str, tuple]  # how a parameter's name ends, as a pattern -> the axis that cuts each dimension
+    parameters: dict[
+        str, tuple
+    ]  # how a parameter's name ends, as a pattern -> the axis that cuts each dimension
     layers: tuple[str, ...]  # the lists of layers
     heads: int  # what "model" must divide
     shared: str = ""  # pattern of the modules in which several products take the input

@@ -287,7 +287,9 @@ class Normalize(nn.Module):
         return (images - self.mean) / self.std
 
 
-def load_weights(model: ResNet, weights: dict[str, Tensor], path: str, head: heads.Order | None = None) -> None:
+def load_weights(
+    model: ResNet, weights: dict[str, Tensor], path: str, head: heads.Order | None = None
+) -> None:
     """Loads torchvision's weights, or those that we exported.
 
     A head for another number of classes stays as it was initialized.
@@ -382,7 +384,9 @@ def _names_of_rows(text: str, rows: int, where: str) -> list[str]:
     except ValueError:
         names = None
     if not isinstance(names, list) or len(names) != rows:
-        problem = f"{where} has a head of {rows} classes and, in its metadata, not the names of so many"
+        problem = (
+            f"{where} has a head of {rows} classes and, in its metadata, not the names of so many"
+        )
         remedy = "export it again, or leave its metadata out and state them in --labels"
         raise InputError(f"{problem}; {remedy}")
     return names

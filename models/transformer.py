@@ -481,7 +481,9 @@ class SumsOverWords(torch.autograd.Function):
         return (scaled + sum_gradient[..., None]).to(logits.dtype), None
 
 
-def label_smoothed(logits: Tensor, target: Tensor, smoothing: float, written: bool = False) -> dict[str, Tensor]:
+def label_smoothed(
+    logits: Tensor, target: Tensor, smoothing: float, written: bool = False
+) -> dict[str, Tensor]:
     """Computes label-smoothed cross-entropy with fairseq's numbers.
 
     Source: Szegedy et al. 2015, arXiv:1512.00567, section 7.

@@ -34,11 +34,19 @@ def turned(q: Tensor, halves: tuple[Tensor, Tensor], places: Tensor) -> tuple[Te
         425.1 million cycles of that step, but libtpu 0.0.51 aborts on it for v6e at effort fast.
     """
     width = 2 * halves[0].shape[0]
-    frequencies = 1 / 10_000 ** (torch.arange(0, width, 2, device=q.device, dtype=torch.float32) / width)
+    frequencies = 1 / 10_000 ** (
+        torch.arange(0, width, 2, device=q.device, dtype=torch.float32) / width
+    )
     angles = (places[..., None] * frequencies)[:, :, None]
-    sines, cosines, wide = torch.sin(angles), torch.cos(angles), torch.promote_types(q.dtype, torch.float32)
+    sines, cosines, wide = (
+        torch.sin(angles),
+        torch.cos(angles),
+        torch.promote_types(q.dtype, torch.float32),
+    )
     first, second = (einsum("ibnd,hnd->ibnh", q, half).to(wide) for half in halves)
-    return (first * cosines - second * sines).to(q.dtype), (first * sines + second * cosines).to(q.dtype)
+    return (first * cosines - second * sines).to(q.dtype), (first * sines + second * cosines).to(
+        q.dtype
+    )
 
 
 class RelativeAttention(XLNetRelativeAttention):
@@ -93,13 +101,23 @@ class RelativeAttention(XLNetRelativeAttention):
         if other is not None:
             # [B, N, Tq, 2]: the score of the same segment and of another.
             segments = einsum("ibnd,snd->bnis", biased(self.r_s_bias), self.seg_embed.to(dtype))
-            scores = scores + segments[..., :1] + other.to(dtype) * (segments[..., 1:] - segments[..., :1])
-        hidden = torch.zeros((), device=q.device) if mask is None else mask.to(torch.float32) * layers.MASKED
+            scores = (
+                scores
+                + segments[..., :1]
+                + other.to(dtype) * (segments[..., 1:] - segments[..., :1])
+            )
+        hidden = (
+            torch.zeros((), device=q.device)
+            if mask is None
+            else mask.to(torch.float32) * layers.MASKED
+        )
         dropout = self.dropout.p if self.training else 0.0
         if q.device.type in NATIVE_DEVICES:
             weights = F.dropout(torch.softmax(scores.to(hidden.dtype) + hidden, -1), dropout)
             return einsum("bnij,jbnd->ibnd", weights.to(dtype), values)
-        return layers.AttentionCore.apply(scores, values.transpose(0, 1), hidden, dropout).transpose(0, 1)
+        return layers.AttentionCore.apply(
+            scores, values.transpose(0, 1), hidden, dropout
+        ).transpose(0, 1)
 
     def _output(self, x: Tensor, mixed: Tensor, o: Tensor) -> Tensor:
         """Projects back to [T, B, H], adds the residual and normalizes."""
@@ -107,14 +125,27 @@ class RelativeAttention(XLNetRelativeAttention):
         return self.layer_norm(mixed + x.to(mixed.dtype))
 
     def forward(
-        self, h, g, attn_mask_h, attn_mask_g, r, seg_mat, mems=None, target_mapping=None, output_attentions=False
+        self,
+        h,
+        g,
+        attn_mask_h,
+        attn_mask_g,
+        r,
+        seg_mat,
+        mems=None,
+        target_mapping=None,
+        output_attentions=False,
     ):
         """Returns (h, g) after attention: the content stream and, where there is one, the query stream [P, B, H]."""
         if mems is not None:
-            raise NotImplementedError("memories of earlier segments are not kept; leave use_mems off")
+            raise NotImplementedError(
+                "memories of earlier segments are not kept; leave use_mems off"
+            )
         if output_attentions:
             raise NotImplementedError("attention weights are not kept; leave output_attentions off")
-        content = self.constrain(h, None, "data", None)  # its gradient is that of three products, reduced once
+        content = self.constrain(
+            h, None, "data", None
+        )  # its gradient is that of three products, reduced once
         length = h.shape[0]
         # Of the sinusoids of distances from T to 1 - T those of 0, -1, …
         keys, values = self._to_heads(content, self.k), self._to_heads(content, self.v)
@@ -122,20 +153,31 @@ class RelativeAttention(XLNetRelativeAttention):
         q, of_places, o = (weight.to(keys.dtype) for weight in (self.q, self.r, self.o))
         context = keys, values, r[length:], of_places.chunk(2)
         places = torch.arange(length, device=h.device, dtype=torch.float32)[:, None]
-        pairs = (x if x is None else x[..., -1].permute(2, 0, 1)[:, None] for x in (seg_mat, attn_mask_h, attn_mask_g))
+        pairs = (
+            x if x is None else x[..., -1].permute(2, 0, 1)[:, None]
+            for x in (seg_mat, attn_mask_h, attn_mask_g)
+        )
         other, mask_h, mask_g = pairs
-        output_h = self._output(h, self._attend(self._to_heads(content, q), *context, places, other, mask_h), o)
+        output_h = self._output(
+            h, self._attend(self._to_heads(content, q), *context, places, other, mask_h), o
+        )
         if g is None:
             return output_h, None
         if target_mapping is not None:
 
             def of_targets(pairs: Tensor | None) -> Tensor | None:
                 """[B, 1, T, T] -> [B, 1, P, T]."""
-                return pairs if pairs is None else einsum("plb,bnlj->bnpj", target_mapping.to(pairs.dtype), pairs)
+                return (
+                    pairs
+                    if pairs is None
+                    else einsum("plb,bnlj->bnpj", target_mapping.to(pairs.dtype), pairs)
+                )
 
             places = (target_mapping * places).sum(1)
             other, mask_g = of_targets(other), of_targets(mask_g)
-        return output_h, self._output(g, self._attend(self._to_heads(g, q), *context, places, other, mask_g), o)
+        return output_h, self._output(
+            g, self._attend(self._to_heads(g, q), *context, places, other, mask_g), o
+        )
 
 
 class Layer(XLNetLayer):
@@ -145,7 +187,9 @@ class Layer(XLNetLayer):
         """Returns (h, g), as `RelativeAttention` does."""
         h, g = self.rel_attn(output_h, output_g, **inputs)
         dtype = layers.compute_dtype(h)
-        cast = {name: each.to(dtype) for name, each in self.ff.named_parameters() if each.dim() == 2}
+        cast = {
+            name: each.to(dtype) for name, each in self.ff.named_parameters() if each.dim() == 2
+        }
         g = g if g is None else functional_call(self.ff, cast, g)
         return functional_call(self.ff, cast, h), g
 
@@ -159,5 +203,7 @@ def own_layers(config: XLNetConfig) -> dict[type, type]:
     for name, value in expected.items():
         found = getattr(config, name)
         if found != value:
-            raise InputError(f"this XLNet has {name}={found!r}; expected {value!r}, as the published ones have")
+            raise InputError(
+                f"this XLNet has {name}={found!r}; expected {value!r}, as the published ones have"
+            )
     return REPLACED

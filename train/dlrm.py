@@ -40,7 +40,9 @@ from train.common.run import Run
 
 @dataclass(frozen=True)
 class Config:
-    data: str = ""  # of `make data`, torchrec (day_0_dense.npy …), MovieLens; folder, URL; "synthetic"
+    data: str = (
+        ""  # of `make data`, torchrec (day_0_dense.npy …), MovieLens; folder, URL; "synthetic"
+    )
     hash_rows: int = 0  # of each table, where ids are hashes (torchrec's one-hot); 0: 40,000,000
     bottom: tuple[int, ...] = (512, 256, 64, 16)  # layers over dense features; last: table columns
     top: tuple[int, ...] = (512, 256, 1)  # layers over the interactions
@@ -178,13 +180,17 @@ def open_data(config: Config) -> Data:
 
 
 def _synthetic(config: Config, split: str, count: int) -> criteo.SyntheticClicks:
-    return criteo.SyntheticClicks(split, count, config.seed, table_rows=SYNTHETIC_ROWS, lookups=SYNTHETIC_LOOKUPS)
+    return criteo.SyntheticClicks(
+        split, count, config.seed, table_rows=SYNTHETIC_ROWS, lookups=SYNTHETIC_LOOKUPS
+    )
 
 
 def table_list(config: Config, dataset: criteo.ClickLog) -> list[embedding.Table]:
     """Returns one table per categorical feature of the data set."""
     features = zip(dataset.features, dataset.table_rows, dataset.lookups, strict=True)
-    return [embedding.Table(name, rows, lookups, plan=config.plan) for name, rows, lookups in features]
+    return [
+        embedding.Table(name, rows, lookups, plan=config.plan) for name, rows, lookups in features
+    ]
 
 
 def collate(tables: list[embedding.Table], batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
@@ -236,7 +242,9 @@ def network_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer
     return torch.optim.Adagrad(model.parameters(), config.lr, eps=ADAGRAD_EPS, foreach=False)
 
 
-def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+def train_step(
+    state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
+) -> dict[str, Tensor]:
     """Updates once; returns the mean loss, and what plan exchange reports of its load.
 
     Args:
@@ -302,7 +310,9 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         raise InputError(f"{only}; give a split with clicks, 1, and without, 0")
 
 
-def evaluate(step, state: State, clicks: loading.Dataset, config: Config, mesh: Mesh) -> dict[str, float]:
+def evaluate(
+    step, state: State, clicks: loading.Dataset, config: Config, mesh: Mesh
+) -> dict[str, float]:
     """Returns AUC, loss and normalized entropy over every example once; `step` is the compiled
     eval_step."""
     state.model.eval()
@@ -349,7 +359,9 @@ def main(config: Config) -> dict[str, float]:
     """Trains, evaluates and exports; returns the final metrics: auc, loss and ne of the evaluation
     split."""
     config = validate(config)
-    mesh = device.setup(config.seed, config.precision, config.strict, config.device, safe_forms=config.safe_forms)
+    mesh = device.setup(
+        config.seed, config.precision, config.strict, config.device, safe_forms=config.safe_forms
+    )
     data = open_data(config)
     per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh)
     total = config.epochs * per_epoch
@@ -411,7 +423,9 @@ def main(config: Config) -> dict[str, float]:
 
         for step, batch in enumerate(loader, start + 1):
             batches.append(batch)
-            if not many_steps.ends_call(step, config.steps_a_call, total, alone=config.warmup_steps):
+            if not many_steps.ends_call(
+                step, config.steps_a_call, total, alone=config.warmup_steps
+            ):
                 continue
 
             lr = learning_rate(config, step - 1)

@@ -224,7 +224,9 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     return State(model, optimizer)
 
 
-def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+def forward(
+    state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
+) -> dict[str, Tensor]:
     """Returns sums over the examples of a batch or micro-batch, which has data/glue.py's entries;
     padding does not count."""
     with mesh.autocast():
@@ -233,7 +235,9 @@ def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) 
     return {"loss": (losses * batch["mask"]).sum(), "examples": batch["mask"].sum()}
 
 
-def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+def train_step(
+    state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
+) -> dict[str, Tensor]:
     """Updates once on a batch; returns the mean loss and the gradients' norm."""
     sums = forward(state, batch, config, mesh)
     loss = sums["loss"] / sums["examples"]
@@ -273,7 +277,9 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
             raise InputError(f"{what}: {error}") from error
 
 
-def evaluate(step, state: State, sets: dict[str, glue.Encoded], config: Config, mesh: Mesh) -> dict[str, float]:
+def evaluate(
+    step, state: State, sets: dict[str, glue.Encoded], config: Config, mesh: Mesh
+) -> dict[str, float]:
     """Returns the task's metrics and the mean loss over each split; `step` is the compiled
     eval_step."""
     metrics = {}
@@ -380,7 +386,9 @@ def main(config: Config) -> dict[str, float]:
     shapes = len(plan.shapes)
     train = accumulate.SeededStep(train_step, mesh, shapes)
     if config.update_every > 1:
-        train = accumulate.AccumulatedStep(forward, update, state, ("loss",), mesh, per="examples", max_graphs=shapes)
+        train = accumulate.AccumulatedStep(
+            forward, update, state, ("loss",), mesh, per="examples", max_graphs=shapes
+        )
     eval_fn = device.compiled(eval_step, mesh, shapes)
     state.model.train()
 

@@ -11,7 +11,9 @@ result      the published recipes: not run yet; tiny and small real text: docs/r
 """
 
 if __name__ == "__main__" and not __package__:  # by its path: the imports below are not found
-    raise SystemExit("error: in the project's folder run it as a module: python -m train.pretrain tiny")
+    raise SystemExit(
+        "error: in the project's folder run it as a module: python -m train.pretrain tiny"
+    )
 
 import zlib
 from dataclasses import dataclass, fields, replace
@@ -222,14 +224,18 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, **options)
 
 
-def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+def forward(
+    state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
+) -> dict[str, Tensor]:
     """Returns the mean losses over a batch, which has data/pretraining.py's entries; of a
     micro-batch, losses whose mean over the micro-batches is that of the whole batch."""
     with mesh.autocast():
         return objectives.losses(state.model, state.teacher, batch, config.update_every)
 
 
-def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+def train_step(
+    state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
+) -> dict[str, Tensor]:
     """Updates once from one batch; returns the losses."""
     losses = forward(state, batch, config, mesh)
     losses["loss"].backward()
@@ -245,7 +251,9 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
     return {}
 
 
-def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+def eval_step(
+    state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
+) -> dict[str, Tensor]:
     """Returns sums over a batch, see models/objectives.py."""
     with torch.no_grad(), mesh.autocast():
         return objectives.scores(state.model, batch)
@@ -271,7 +279,9 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         raise InputError(f"no token of {rows} can be predicted")
 
 
-def evaluate(step, state: State, rows: loading.Dataset, config: Config, mesh: Mesh) -> dict[str, float]:
+def evaluate(
+    step, state: State, rows: loading.Dataset, config: Config, mesh: Mesh
+) -> dict[str, float]:
     """Returns mean loss (nats) and accuracy on the same masks each time; `step` is the compiled
     eval_step."""
     state.model.eval()
@@ -355,7 +365,9 @@ def main(config: Config) -> dict[str, float]:
         config = with_teacher(config, mesh)
     data = open_data(config)
     total = config.steps
-    per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh, micro_batches=config.update_every)
+    per_epoch = loading.steps_per_epoch(
+        data.train, config.batch_size, mesh, micro_batches=config.update_every
+    )
 
     kind = "synthetic" if config.data == "synthetic" else "pretraining"
     check_evaluation(data, config, mesh)

@@ -15,7 +15,9 @@ result    full recipe: not run yet; tiny: README.md
 """
 
 if __name__ == "__main__" and not __package__:  # by its path: the imports below are not found
-    raise SystemExit("error: in the project's folder run it as a module: python -m train.resnet50 tiny")
+    raise SystemExit(
+        "error: in the project's folder run it as a module: python -m train.resnet50 tiny"
+    )
 
 import json
 import math
@@ -37,7 +39,9 @@ from train.common.run import Run
 
 @dataclass(frozen=True)
 class Config:
-    data: str = ""  # folder of class folders or shards, URL, `datasets` folder, hub id; or "synthetic"
+    data: str = (
+        ""  # folder of class folders or shards, URL, `datasets` folder, hub id; or "synthetic"
+    )
     model: Literal["resnet50", "resnet101", "resnet152", "resnet_tiny"] = "resnet50"  # network
     weights: str = ""  # safetensors file to fine-tune; for other classes the head is new
     labels: str = ""  # classes in the order of the head of --weights: a,b,…; if the file has none
@@ -220,7 +224,9 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     return Optimizer(groups, lr=config.lr, momentum=config.momentum, foreach=False)
 
 
-def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+def forward(
+    state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
+) -> dict[str, Tensor]:
     """Returns mean loss and accuracy over a batch or micro-batch of B examples.
 
     Args:
@@ -231,7 +237,9 @@ def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) 
     logits = logits.float()
     labels = batch["label"]
 
-    losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=config.label_smoothing)
+    losses = F.cross_entropy(
+        logits, labels, reduction="none", label_smoothing=config.label_smoothing
+    )
     # The mean is outside: inside, torch_xla counts the labels of all devices, a collective before
     # the backward pass.
     loss = losses.mean()
@@ -239,7 +247,9 @@ def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) 
     return {"loss": loss, "accuracy": correct.float().mean()}
 
 
-def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+def train_step(
+    state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
+) -> dict[str, Tensor]:
     """Updates once on a batch; returns the mean loss and accuracy."""
     means = forward(state, batch, config, mesh)
     means["loss"].backward()
@@ -254,7 +264,9 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
     return {}
 
 
-def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+def eval_step(
+    state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
+) -> dict[str, Tensor]:
     """Returns sums over the examples of a batch, without padding (mask 0) and images that could not
     be decoded (label -1)."""
     with torch.no_grad(), mesh.autocast():
@@ -304,7 +316,9 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         raise InputError(f"none of the first and last images of {split} can be decoded")
 
 
-def evaluate(step, state: State, images: loading.Dataset, config: Config, mesh: Mesh) -> dict[str, float]:
+def evaluate(
+    step, state: State, images: loading.Dataset, config: Config, mesh: Mesh
+) -> dict[str, float]:
     """Returns top-1 and top-5 accuracy and the mean loss over every image once; `step` is the
     compiled eval_step."""
     state.model.eval()
@@ -361,7 +375,9 @@ def main(config: Config) -> dict[str, float]:
     )
     data = open_data(config)
     images = len(data.train)
-    per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh, micro_batches=config.update_every)
+    per_epoch = loading.steps_per_epoch(
+        data.train, config.batch_size, mesh, micro_batches=config.update_every
+    )
     total = config.epochs * per_epoch
 
     kind = "synthetic" if config.data == "synthetic" else "images"

@@ -18,7 +18,9 @@ result    the published recipes: not run yet; tiny and small real data: docs/res
 """
 
 if __name__ == "__main__" and not __package__:  # by its path: the imports below are not found
-    raise SystemExit("error: in the project's folder run it as a module: python -m train.transformer tiny")
+    raise SystemExit(
+        "error: in the project's folder run it as a module: python -m train.transformer tiny"
+    )
 
 import itertools
 import json
@@ -50,7 +52,9 @@ class Config:
     dropout: float = 0.1  # of embeddings and of each sub-layer's output
     weights: str = ""  # checkpoint of fairseq or of an export; it must fit arch and dictionaries
     lengths: tuple[int, ...] = ()  # tokens of a sentence, a compiled shape each; (): from the data
-    batch_tokens: int = 26_624  # tokens of a batch on either side: batch_tokens / L rows of length L
+    batch_tokens: int = (
+        26_624  # tokens of a batch on either side: batch_tokens / L rows of length L
+    )
     pack: bool = True  # several pairs in a row of the longest of `lengths`; else a shape per length
     update_every: int = 1  # gradient-accumulation steps: batches per update
     updates: int = 100_000  # updates of the weights
@@ -59,8 +63,12 @@ class Config:
     label_smoothing: float = 0.1  # of the training loss
     beam: int = 4  # hypotheses per sentence in evaluation
     length_penalty: float = 0.6  # exponent of the length that divides a hypothesis' log-probability
-    bleu_tokenizer: Literal["", *TOKENIZERS] = ""  # sacrebleu's --tokenize; "": the target language's
-    pieces: Literal["", *PIECES] = ""  # what a dictionary's symbols are; "": by their marks, ▁ or @@
+    bleu_tokenizer: Literal["", *TOKENIZERS] = (
+        ""  # sacrebleu's --tokenize; "": the target language's
+    )
+    pieces: Literal["", *PIECES] = (
+        ""  # what a dictionary's symbols are; "": by their marks, ▁ or @@
+    )
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
     layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md
@@ -237,7 +245,9 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     return State(model, optimizer)
 
 
-def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+def forward(
+    state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
+) -> dict[str, Tensor]:
     """Returns sums over the target tokens of a batch or micro-batch of B rows.
 
     Args:
@@ -259,7 +269,9 @@ def forward(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) 
     return label_smoothed(logits, batch["target"], config.label_smoothing, writes_gradient)
 
 
-def train_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+def train_step(
+    state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
+) -> dict[str, Tensor]:
     """Updates once from one batch; returns the mean loss and nll of its tokens."""
     sums = forward(state, batch, config, mesh)
     means = {name: sums[name] / sums["tokens"] for name in ("loss", "nll")}
@@ -276,7 +288,9 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
     return {}
 
 
-def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> dict[str, Tensor]:
+def eval_step(
+    state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
+) -> dict[str, Tensor]:
     """Returns sums over the tokens of a batch; padding does not count."""
     with torch.no_grad():
         return forward(state, batch, config, mesh)
@@ -285,7 +299,9 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 def eval_plan(pairs: wmt.TranslationPairs, config: Config, mesh: Mesh) -> batching.Buckets:
     """Returns the batches in which the loss of a split is computed."""
     positions = ARCHITECTURES[config.arch].max_positions
-    return translate.evaluation_plan(pairs.lengths, config.lengths, config.batch_tokens, positions, mesh, pairs.split)
+    return translate.evaluation_plan(
+        pairs.lengths, config.lengths, config.batch_tokens, positions, mesh, pairs.split
+    )
 
 
 def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:

@@ -7,8 +7,12 @@ run       make translate MODEL_DIR=runs/<name>/export < in.en > out.de
 Python    load(folder, mesh) makes the model; Translator(model, mesh, config)(text) translates
 """
 
-if __name__ == "__main__" and not __package__:  # by its path, from which the imports below are not found
-    raise SystemExit("error: in the project's folder run it as a module: python -m train.translate text")
+if (
+    __name__ == "__main__" and not __package__
+):  # by its path, from which the imports below are not found
+    raise SystemExit(
+        "error: in the project's folder run it as a module: python -m train.translate text"
+    )
 
 import math
 import sys
@@ -38,19 +42,33 @@ class Config:
         32,
         64,
     )  # tokens of a sentence: a compiled shape each; beyond the last they double
-    batch_tokens: int = 16_384  # places a batch: sentences of length L come batch_tokens / (L * beam) together
+    batch_tokens: int = (
+        16_384  # places a batch: sentences of length L come batch_tokens / (L * beam) together
+    )
     beam: int = 4  # hypotheses a sentence
-    length_penalty: float = 0.6  # exponent of a hypothesis' length, by which its log-probability is divided
-    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of products, see train/common/device.py
-    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
-    pieces: Literal["", *PIECES] = ""  # what the dictionary's symbols are; "": as the export or its marks say
+    length_penalty: float = (
+        0.6  # exponent of a hypothesis' length, by which its log-probability is divided
+    )
+    precision: Literal["bfloat16", "float32", "fast_float32"] = (
+        "bfloat16"  # of products, see train/common/device.py
+    )
+    device: Literal["xla", "cpu", "cuda"] = (
+        "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
+    )
+    pieces: Literal["", *PIECES] = (
+        ""  # what the dictionary's symbols are; "": as the export or its marks say
+    )
     workers: int = 0  # processes that make batches
     strict: bool = True  # a recompilation or a host fall-back stops the run
-    safe_forms: bool = False  # slower forms for a TPU whose compiler crashes on the usual ones: docs/tpu.md
+    safe_forms: bool = (
+        False  # slower forms for a TPU whose compiler crashes on the usual ones: docs/tpu.md
+    )
 
 
 MAX_LENGTH_A, MAX_LENGTH_B = 1.2, 10  # a translation has at most a * (source tokens) + b words
-ROWS_MULTIPLE = 8  # batches divide by it and by the devices: on 1, 2, 4 and 8 of them they are the same
+ROWS_MULTIPLE = (
+    8  # batches divide by it and by the devices: on 1, 2, 4 and 8 of them they are the same
+)
 AUTO_SHAPES, AUTO_LONGEST = (
     4,
     256,
@@ -72,7 +90,9 @@ def training_plan(pairs, config, devices: int = 1) -> batching.Buckets | packing
     if not lengths:
         usual = pairs.lengths[pairs.lengths.max(1) <= AUTO_LONGEST]
         if not len(usual):
-            raise InputError(f"{config.data} has no pair of at most {AUTO_LONGEST} tokens a side; give --lengths")
+            raise InputError(
+                f"{config.data} has no pair of at most {AUTO_LONGEST} tokens a side; give --lengths"
+            )
         lengths = [length for _, length, _ in packing.propose_shapes(usual, 2**30, AUTO_SHAPES)]
     shapes = [(rows(config.batch_tokens, length, devices), length, length) for length in lengths]
     if config.pack:
@@ -106,7 +126,9 @@ def evaluation_plan(
         number = int(longest.argmax())
         shown = number if numbers is None else int(numbers[number])
         which = f"sentence {shown + 1}{f' of the split {split}' if split else ''}"
-        raise InputError(f"{which} has {longest[number]} tokens; the model takes {max_positions}: cut it")
+        raise InputError(
+            f"{which} has {longest[number]} tokens; the model takes {max_positions}: cut it"
+        )
     sizes = [*sizes] or [32]
     while sizes[-1] < longest.max():
         sizes.append(min(2 * sizes[-1], max_positions))
@@ -116,7 +138,9 @@ def evaluation_plan(
         if sentences:  # no more rows than there are sentences
             multiple = math.lcm(ROWS_MULTIPLE, mesh.num_devices)
             few = -(-sentences // multiple) * multiple
-            shapes.append((min(rows(batch_tokens, size, mesh.num_devices), few), *(size,) * lengths.shape[1]))
+            shapes.append(
+                (min(rows(batch_tokens, size, mesh.num_devices), few), *(size,) * lengths.shape[1])
+            )
     return batching.Buckets(lengths, shapes)
 
 
@@ -133,7 +157,9 @@ class Translator:
         if mesh.compiles:
             from train.common.xla.while_loop import WhileLoop
 
-            self._loop = WhileLoop(partial(beam_search.step, model, length_penalty=config.length_penalty), model)
+            self._loop = WhileLoop(
+                partial(beam_search.step, model, length_penalty=config.length_penalty), model
+            )
         self._step = device.compiled(self.translate_step, mesh, MAX_SHAPES)
 
     def translate_step(self, model: Transformer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -176,9 +202,16 @@ class Translator:
         lengths = sentences.lengths
         places = self.config.batch_tokens // self.config.beam
         positions = self.model.arch.max_positions
-        plan = evaluation_plan(lengths, self.config.lengths, places, positions, self.mesh, numbers=there)
-        with loading.parallel_loader(sentences, plan, self.mesh, train=False, workers=self.config.workers) as loader:
-            best = {str(number): self._step(self.model, batch)["tokens"] for number, batch in enumerate(loader)}
+        plan = evaluation_plan(
+            lengths, self.config.lengths, places, positions, self.mesh, numbers=there
+        )
+        with loading.parallel_loader(
+            sentences, plan, self.mesh, train=False, workers=self.config.workers
+        ) as loader:
+            best = {
+                str(number): self._step(self.model, batch)["tokens"]
+                for number, batch in enumerate(loader)
+            }
         self.model.train(training)
         tokens = checkpoint.to_host(best)
         for number, (indices, _) in enumerate(plan.epoch(None)):
@@ -268,7 +301,9 @@ def load(folder: str, mesh: device.Mesh, pieces: str = "") -> tuple[Transformer,
     settings, weights = fairseq.read_checkpoint(files.read_file(path), path)
     settled = [settings.get("source_lang"), settings.get("target_lang")]
     if None in settled:
-        raise InputError(f"{path} does not say its languages: its settings have no source_lang and target_lang")
+        raise InputError(
+            f"{path} does not say its languages: its settings have no source_lang and target_lang"
+        )
     pieces = pieces or settings.get("pieces", "")
     text = wmt.Codec(files.local_folder(folder), *settled, pieces if pieces in PIECES else "")
     model = Transformer(
@@ -283,13 +318,19 @@ def load(folder: str, mesh: device.Mesh, pieces: str = "") -> tuple[Transformer,
 def main(config: Config) -> None:
     """Reads lines from the standard input and writes their translations to the standard output, in the same order."""
     if not config.model_dir:
-        raise InputError("--model-dir is missing: give the folder of an export, such as runs/<name>/export")
+        raise InputError(
+            "--model-dir is missing: give the folder of an export, such as runs/<name>/export"
+        )
     for field in ("batch_tokens", "beam"):
         if getattr(config, field) < 1:
-            raise InputError(f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least 1")
+            raise InputError(
+                f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least 1"
+            )
     if list(config.lengths) != sorted(set(config.lengths)) or min(config.lengths, default=2) < 2:
         raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 2")
-    mesh = device.setup(0, config.precision, config.strict, config.device, safe_forms=config.safe_forms)
+    mesh = device.setup(
+        0, config.precision, config.strict, config.device, safe_forms=config.safe_forms
+    )
     model, text = load(config.model_dir, mesh, config.pieces)
     _ = text.pieces  # a dictionary of which that cannot be told is refused now
     content = sys.stdin.buffer.read()
@@ -300,13 +341,19 @@ def main(config: Config) -> None:
             "host: run it on a TPU with one, or give all of them the same lines"
         )
     try:
-        lines = content.decode("utf-8-sig").split("\n")  # Windows' editors begin with a byte order mark
+        lines = content.decode("utf-8-sig").split(
+            "\n"
+        )  # Windows' editors begin with a byte order mark
     except UnicodeDecodeError as error:
         raise InputError(f"the input is not UTF-8 (byte {error.start}); convert it") from error
     lines = lines[:-1] if lines[-1] == "" else lines
     sentences = text.sentences(lines)
     if sentences.unknown_share > UNKNOWN_SHARE and mesh.main_process:
-        split = "" if text.tokenizer else ": the folder has no tokenizer, so lines must be split as its text was"
+        split = (
+            ""
+            if text.tokenizer
+            else ": the folder has no tokenizer, so lines must be split as its text was"
+        )
         share = f"{sentences.unknown_share:.0%} of the words of the input are not in the dictionary"
         print(f"warning: {share}{split}", file=sys.stderr, flush=True)
     translations = Translator(model, mesh, config)(sentences)

@@ -7,7 +7,9 @@ from models.encoders.record import Cuts, Encoder, FineTuning, LanguageHead, Pret
 from models.partition import IN, OUT, VECTOR
 
 
-def configuration(size: Size, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> DistilBertConfig:
+def configuration(
+    size: Size, tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> DistilBertConfig:
     """Returns the configuration of a new DistilBERT, with half the layers of the size."""
     return DistilBertConfig(
         vocab_size=len(tokenizer),

@@ -87,7 +87,12 @@ def resnet50(batch: int):
 
         (loss, (changed, accuracy)), gradients = jax.value_and_grad(objective, has_aux=True)(params)
         updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), changed, state, {"loss": loss, "accuracy": accuracy}
+        return (
+            optax.apply_updates(params, updates),
+            changed,
+            state,
+            {"loss": loss, "accuracy": accuracy},
+        )
 
     params, statistics = variables["params"], variables["batch_stats"]
     state = jax.eval_shape(tx.init, params)
@@ -112,8 +117,15 @@ class BertLayer(nn.Module):
     @nn.compact
     def __call__(self, x: Array, bias: Array) -> Array:
         dim = x.shape[-1]
-        query, key, value = (bert_dense(dim)(x).reshape(*x.shape[:2], dim // 64, 64) for _ in range(3))
-        options = {"dropout_rate": 0.1, "broadcast_dropout": self.shared_masks, "deterministic": False, "dtype": BF16}
+        query, key, value = (
+            bert_dense(dim)(x).reshape(*x.shape[:2], dim // 64, 64) for _ in range(3)
+        )
+        options = {
+            "dropout_rate": 0.1,
+            "broadcast_dropout": self.shared_masks,
+            "deterministic": False,
+            "dtype": BF16,
+        }
         weights = nn.dot_product_attention_weights(
             query, key, bias=bias, dropout_rng=self.make_rng("dropout"), **options
         )
@@ -130,7 +142,9 @@ class Bert(nn.Module):
     dim: int = 768
 
     @nn.compact
-    def __call__(self, tokens: Array, mask: Array, types: Array, places: Array | None = None) -> Array:
+    def __call__(
+        self, tokens: Array, mask: Array, types: Array, places: Array | None = None
+    ) -> Array:
         words = bert_embed(30_522, self.dim)
         position = bert_embed(512, self.dim)(jnp.arange(tokens.shape[1])[None])
         x = dropout(bert_norm()(words(tokens) + position + bert_embed(2, self.dim)(types)))
@@ -142,10 +156,18 @@ class Bert(nn.Module):
             return bert_dense(2)(dropout(pooled)).astype(F32)
         x = jnp.take_along_axis(x, places[..., None], 1)
         x = bert_norm()(nn.gelu(bert_dense(self.dim)(x), approximate=False))
-        return (words.attend(x) + self.param("bias", nn.initializers.zeros, (30_522,), F32).astype(BF16)).astype(F32)
+        return (
+            words.attend(x) + self.param("bias", nn.initializers.zeros, (30_522,), F32).astype(BF16)
+        ).astype(F32)
 
 
-def with_dropout(model: nn.Module, tx: optax.GradientTransformation, inputs: tuple, loss_of: Callable, labels: tuple):
+def with_dropout(
+    model: nn.Module,
+    tx: optax.GradientTransformation,
+    inputs: tuple,
+    loss_of: Callable,
+    labels: tuple,
+):
     """Returns (step, arguments, how many of them are donated) of a model with dropout.
 
     loss_of: of logits and labels.
@@ -157,7 +179,9 @@ def with_dropout(model: nn.Module, tx: optax.GradientTransformation, inputs: tup
         key, drawn = jax.random.split(key)
 
         def objective(params):
-            return loss_of(model.apply({"params": params}, *inputs, rngs={"dropout": drawn}), *labels)
+            return loss_of(
+                model.apply({"params": params}, *inputs, rngs={"dropout": drawn}), *labels
+            )
 
         loss, gradients = jax.value_and_grad(objective)(params)
         updates, state = tx.update(gradients, state, params)
@@ -171,7 +195,9 @@ def adamw(eps: float) -> optax.GradientTransformation:
     """Returns BERT's optimizer: no decay of biases and norms, gradients clipped to a norm of 1."""
     decayed = partial(jax.tree.map, lambda x: x.ndim > 1)
     rate = optax.linear_schedule(1e-4, 0.0, 1_000_000)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, eps=eps, weight_decay=0.01, mask=decayed))
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rate, eps=eps, weight_decay=0.01, mask=decayed)
+    )
 
 
 def bert(batch: int, tokens: int = 512, predicted: int = 79, **sizes):
@@ -205,12 +231,16 @@ class TransformerLayer(nn.Module):
     rate: float
 
     @nn.compact
-    def __call__(self, x: Array, mask: Array, memory: Array | None = None, memory_mask: Array | None = None) -> Array:
+    def __call__(
+        self, x: Array, mask: Array, memory: Array | None = None, memory_mask: Array | None = None
+    ) -> Array:
         def normed(x, y):
             return nn.LayerNorm(epsilon=1e-5, dtype=BF16)(x + dropout(y, self.rate))
 
         def attention(x, memory, mask):
-            return nn.MultiHeadDotProductAttention(self.heads, dtype=BF16, deterministic=True)(x, memory, mask=mask)
+            return nn.MultiHeadDotProductAttention(self.heads, dtype=BF16, deterministic=True)(
+                x, memory, mask=mask
+            )
 
         x = normed(x, attention(x, x, mask))
         if memory is not None:
@@ -236,7 +266,9 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, source, previous, source_segment=None, target_segment=None) -> Array:
-        table = nn.Embed(self.words, self.dim, dtype=BF16, embedding_init=nn.initializers.normal(self.dim**-0.5))
+        table = nn.Embed(
+            self.words, self.dim, dtype=BF16, embedding_init=nn.initializers.normal(self.dim**-0.5)
+        )
         places = jnp.asarray(sinusoids(source.shape[1], self.dim), BF16)[None]
         sizes = self.heads, self.wide, self.rate
 
@@ -252,9 +284,13 @@ class Transformer(nn.Module):
 
         memory = embedded(source)
         for _ in range(6):
-            memory = TransformerLayer(*sizes)(memory, mask(source, source, source_segment, source_segment))
+            memory = TransformerLayer(*sizes)(
+                memory, mask(source, source, source_segment, source_segment)
+            )
         causal = nn.combine_masks(
-            mask(previous, previous, target_segment, target_segment), nn.make_causal_mask(previous), dtype=BF16
+            mask(previous, previous, target_segment, target_segment),
+            nn.make_causal_mask(previous),
+            dtype=BF16,
         )
         across, x = mask(previous, source, target_segment, source_segment), embedded(previous)
         for _ in range(6):
@@ -306,13 +342,18 @@ class Dlrm(nn.Module):
 
 def dlrm(batch: int, most: int = 1_000_000):
     """Returns (step, arguments, how many of them are donated). most: rows of a table."""
-    model, tx = Dlrm(tuple(min(rows, most) for rows in TERABYTE_ROWS)), optax.sgd(optax.constant_schedule(1.0))
+    model, tx = (
+        Dlrm(tuple(min(rows, most) for rows in TERABYTE_ROWS)),
+        optax.sgd(optax.constant_schedule(1.0)),
+    )
     features, ids = ShapeDtypeStruct((batch, 13), F32), ShapeDtypeStruct((batch, 26), I32)
     params = jax.eval_shape(model.init, jax.random.key(0), features, ids)["params"]
 
     def step(params, state, features, ids, labels):
         def objective(params):
-            return optax.sigmoid_binary_cross_entropy(model.apply({"params": params}, features, ids), labels).mean()
+            return optax.sigmoid_binary_cross_entropy(
+                model.apply({"params": params}, features, ids), labels
+            ).mean()
 
         loss, gradients = jax.value_and_grad(objective)(params)
         updates, state = tx.update(gradients, state, params)
@@ -328,18 +369,26 @@ STEPS = {
     "bert-large": partial(bert, layers=24, dim=1024),
     "bert-glue": bert_glue,
     "transformer": transformer,
-    "transformer-big": partial(transformer, tokens=256, packed=True, dim=1024, heads=16, wide=4096, rate=0.3),
+    "transformer-big": partial(
+        transformer, tokens=256, packed=True, dim=1024, heads=16, wide=4096, rate=0.3
+    ),
     "dlrm": dlrm,
 }
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--rng", choices=("threefry2x32", "rbg", "unsafe_rbg"), default="threefry2x32")
-    parser.add_argument("--shared-masks", action="store_true", help="of BERT's attention, as in its example")
+    parser.add_argument(
+        "--rng", choices=("threefry2x32", "rbg", "unsafe_rbg"), default="threefry2x32"
+    )
+    parser.add_argument(
+        "--shared-masks", action="store_true", help="of BERT's attention, as in its example"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the HloModuleProto")
     options = parser.parse_args()
     jax.config.update("jax_default_prng_impl", options.rng)

@@ -34,7 +34,9 @@ class SeededStep:
     def __init__(self, train_step: Callable, mesh: Mesh, max_graphs: int = 1):
         self._train_step = device.compiled(train_step, mesh, max_graphs)
 
-    def __call__(self, state: Any, batch: MicroBatches, config: Any, mesh: Mesh) -> dict[str, Tensor]:
+    def __call__(
+        self, state: Any, batch: MicroBatches, config: Any, mesh: Mesh
+    ) -> dict[str, Tensor]:
         """Returns the metrics of the update. Raises ValueError where it has several micro-batches."""
         (only,) = batch
         device.seed_step(config.seed, batch.first)
@@ -74,7 +76,9 @@ class AccumulatedStep:
         sums = [*means, per] if per else [*means]
         self._totals = gradient_buffers(state.model, sums, mesh)
 
-    def __call__(self, state: Any, batch: MicroBatches, config: Any, mesh: Mesh) -> dict[str, Tensor]:
+    def __call__(
+        self, state: Any, batch: MicroBatches, config: Any, mesh: Mesh
+    ) -> dict[str, Tensor]:
         """Returns the metrics of the update."""
         for number, micro_batch in enumerate(batch, batch.first):
             device.seed_step(config.seed, number)
@@ -83,7 +87,12 @@ class AccumulatedStep:
 
 
 def gradient_step(
-    forward: Callable, state: Any, batch: dict[str, Tensor], totals: dict[str, Tensor], config: Any, mesh: Mesh
+    forward: Callable,
+    state: Any,
+    batch: dict[str, Tensor],
+    totals: dict[str, Tensor],
+    config: Any,
+    mesh: Mesh,
 ) -> None:
     """Adds the gradients of a micro-batch to the parameters' `grad`, and its scalars to `totals`: both stay on the
     device."""
@@ -93,11 +102,15 @@ def gradient_step(
         total.add_(found[name].detach())
 
 
-def update_step(update: Callable, state: Any, totals: dict[str, Tensor], config: Any, per: str) -> dict[str, Tensor]:
+def update_step(
+    update: Callable, state: Any, totals: dict[str, Tensor], config: Any, per: str
+) -> dict[str, Tensor]:
     """Updates once from the mean of the gradients; returns the means of the totals, and sets all to zero."""
     count = totals[per] if per else config.update_every
     # Sinusoidal positions and others that are not trained have no gradient; with zeros they would decay.
-    gradients = [each.grad.div_(count) for each in state.model.parameters() if each.grad is not None]
+    gradients = [
+        each.grad.div_(count) for each in state.model.parameters() if each.grad is not None
+    ]
     means = {name: total / count for name, total in totals.items() if name != per}
     means |= update(state, config)
     for tensor in [*totals.values(), *gradients]:

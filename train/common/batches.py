@@ -85,7 +85,9 @@ def training_keys(
             yield epoch, order[number] * batch_size + rows
 
 
-def evaluation_keys(size: int, batch_size: int, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
+def evaluation_keys(
+    size: int, batch_size: int, start: int, stop: int
+) -> Iterator[tuple[int, np.ndarray]]:
     """Yields epoch 0 and the indices [batch_size] of each batch from `start` to `stop`, in order; PADDING after the
     last of `size` examples."""
     rows = np.arange(batch_size)
@@ -149,8 +151,12 @@ class BatchMaker:
             # A worker sends it by its class's name; one of a cloud's client may have none: a wait forever.
             module = sys.modules.get(type(error).__module__)
             is_known = getattr(module, type(error).__name__, None) is type(error)
-            if not is_known or isinstance(error, (StopIteration, ExceptionGroup)):  # of which the words would be lost
-                raise RuntimeError(f"the data set or collate raised {type(error).__name__}: {error}") from error
+            if not is_known or isinstance(
+                error, (StopIteration, ExceptionGroup)
+            ):  # of which the words would be lost
+                raise RuntimeError(
+                    f"the data set or collate raised {type(error).__name__}: {error}"
+                ) from error
             raise
 
     def opened(self, made: dict[str, Tensor] | SharedBatch | Refused) -> dict[str, Tensor]:
@@ -170,7 +176,9 @@ class BatchMaker:
         """
         worker = torch.utils.data.get_worker_info()
         if worker is None:
-            return {key: tensor.detach().contiguous() for key, tensor in batch.items()}  # as a worker's would be
+            return {
+                key: tensor.detach().contiguous() for key, tensor in batch.items()
+            }  # as a worker's would be
 
         fields = {}
         end = 0
@@ -213,8 +221,14 @@ class BatchMaker:
             examples = self.dataset.batch(rows)
         else:
             examples = self._examples(epoch, rows)
-            if self.collate is as_tensors and not self.masked and torch.utils.data.get_worker_info():
-                arrays = {key: [np.asarray(example[key]) for example in examples] for key in examples[0]}
+            if (
+                self.collate is as_tensors
+                and not self.masked
+                and torch.utils.data.get_worker_info()
+            ):
+                arrays = {
+                    key: [np.asarray(example[key]) for example in examples] for key in examples[0]
+                }
                 self._check_finite(arrays, rows)
                 return arrays
 
@@ -222,7 +236,9 @@ class BatchMaker:
         for key, tensor in batch.items():
             if tensor.shape[:1] != (len(indices),):
                 own = f"the {len(indices)} examples that this host loads, since batches are sharded by it"
-                raise ValueError(f"batch[{key!r}] has shape {list(tensor.shape)}; its first dimension must be {own}")
+                raise ValueError(
+                    f"batch[{key!r}] has shape {list(tensor.shape)}; its first dimension must be {own}"
+                )
         self._check_finite(batch, rows)
 
         mask = torch.from_numpy((indices != PADDING).astype(np.float32))
@@ -235,7 +251,10 @@ class BatchMaker:
     def _examples(self, epoch: int, rows: np.ndarray) -> list[dict[str, Any]]:
         """Returns the examples of a batch; each draws from a generator of its own, by (seed, epoch, row)."""
         # All generators first: between images their code is not in the processor's cache, and takes 4 times as long.
-        generators = {row: np.random.default_rng((self.seed, epoch, row)) for row in dict.fromkeys(rows.tolist())}
+        generators = {
+            row: np.random.default_rng((self.seed, epoch, row))
+            for row in dict.fromkeys(rows.tolist())
+        }
         made = {row: self.dataset.example(row, generator) for row, generator in generators.items()}
         return [made[row] for row in rows.tolist()]
 
@@ -254,14 +273,20 @@ class BatchMaker:
             where = f" at {position}" if position else ""
             found = f"{values[(example, *position)].item()} in its {key!r}{where}"
             name = f"example {indices[example]} of the {type(self.dataset).__name__}"
-            raise InputError(f"{name} has {found}; expected finite numbers: fix or remove that example")
+            raise InputError(
+                f"{name} has {found}; expected finite numbers: fix or remove that example"
+            )
 
 
-def data_loader(maker: BatchMaker, keys: Iterable[tuple], workers: int, **options: Any) -> DataLoader:
+def data_loader(
+    maker: BatchMaker, keys: Iterable[tuple], workers: int, **options: Any
+) -> DataLoader:
     """Returns a DataLoader of what `maker` makes of these keys, in order. `workers`: processes; -1: one a core."""
     if workers < 0:
         # macOS has no affinity.
-        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        workers = (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        )
     return DataLoader(
         maker,
         batch_size=None,  # a key makes a batch

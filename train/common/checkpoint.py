@@ -81,7 +81,9 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return state
 
 
-def load_state(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any) -> None:
+def load_state(
+    saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any
+) -> None:
     """Copies a `named_state` into a model and an optimizer, whose state exists; empties `saved`.
 
     Raises:
@@ -111,7 +113,9 @@ def _shapes(state: dict[str, Any]) -> dict[str, list[int] | str]:
     return shapes
 
 
-def _check_same_shapes(found: dict[str, list[int] | str], expected: dict[str, list[int] | str]) -> None:
+def _check_same_shapes(
+    found: dict[str, list[int] | str], expected: dict[str, list[int] | str]
+) -> None:
     """Raises InputError with the first three names whose shapes differ."""
     differences = []
     for name in sorted(expected | found):
@@ -224,7 +228,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         if self._last is not None and self._last.done():
             self.wait()
 
-    def _write(self, step: int, state: dict[str, Any], pieces: Any, evaluates: bool = False) -> None:
+    def _write(
+        self, step: int, state: dict[str, Any], pieces: Any, evaluates: bool = False
+    ) -> None:
         """Writes one checkpoint and deletes those that `keep` no longer covers.
 
         Args:
@@ -245,7 +251,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         except Exception as error:  # every store has exceptions of its own
             failed = f"cannot write the checkpoint of step {step} to {self.path}"
             remedy = "make room or access, then the same command resumes from the newest complete one, if any"
-            raise InputError(f"{failed}: {files.reason(error)}; {self._what_is_safe()}; {remedy}") from error
+            raise InputError(
+                f"{failed}: {files.reason(error)}; {self._what_is_safe()}; {remedy}"
+            ) from error
 
     def _check_finite(self, step: int, values: dict[str, Any]) -> None:
         """Raises InputError where a tensor has a number that is not finite."""
@@ -253,7 +261,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             if torch.is_tensor(value) and not value.isfinite().all():
                 diverged = f"{name} is not finite at step {step}: the training diverged"
                 remedy = "start a run of another --name with a lower --lr"
-                raise InputError(f"{diverged}, so nothing is saved; {self._what_is_safe()}; {remedy}")
+                raise InputError(
+                    f"{diverged}, so nothing is saved; {self._what_is_safe()}; {remedy}"
+                )
 
     def _contents(self, step: int, state: dict[str, Any], evaluates: bool) -> dict[str, list[Any]]:
         """Returns the files of a checkpoint by name, each in parts, without COMPLETE."""
@@ -300,7 +310,9 @@ class Checkpointer(contextlib.AbstractContextManager):
                     self._fs.rm(f"{self.folder(old)}/{COMPLETE}")
                 self._fs.rm(self.folder(old), recursive=True)
 
-    def _write_metrics(self, step: int, metrics: dict[str, float | None], saving: Future | None) -> None:
+    def _write_metrics(
+        self, step: int, metrics: dict[str, float | None], saving: Future | None
+    ) -> None:
         """Writes metrics.json; warns where it cannot.
 
         Args:
@@ -383,7 +395,9 @@ class Checkpointer(contextlib.AbstractContextManager):
                 self.tables.drop_marks(self._fs, self.folder(step))
 
         if damage:
-            raise InputError(f"no checkpoint in {self.path} has whole tables; remove the folder to start again")
+            raise InputError(
+                f"no checkpoint in {self.path} has whole tables; remove the folder to start again"
+            )
         return 0
 
     def _load(

@@ -53,18 +53,24 @@ def _module(main: Callable) -> str:
     return spec.name if main.__module__ == "__main__" and spec else main.__module__
 
 
-def parse(presets: dict[str, tuple[str, Any]], prog: str, arguments: list[str] | None = None) -> Any:
+def parse(
+    presets: dict[str, tuple[str, Any]], prog: str, arguments: list[str] | None = None
+) -> Any:
     """Returns the Config of a command line, by default this process's; raises InputError, with one sentence, where it
     cannot be used. `prog`: how the program is started."""
 
     def refuse(event: tyro_errors.ParseErrorEvent) -> None:
-        raise InputError(_sentence(event, presets, prog, sys.argv[1:] if arguments is None else arguments))
+        raise InputError(
+            _sentence(event, presets, prog, sys.argv[1:] if arguments is None else arguments)
+        )
 
     with tyro_errors.on_parse_error(refuse):
         return tyro.extras.overridable_config_cli(presets, prog=prog, args=arguments)
 
 
-def _sentence(event: Any, presets: dict[str, tuple[str, Any]], prog: str, arguments: list[str]) -> str:
+def _sentence(
+    event: Any, presets: dict[str, tuple[str, Any]], prog: str, arguments: list[str]
+) -> str:
     """Returns what is wrong with a command line, and the nearest that is right."""
     preset = arguments[0] if arguments and arguments[0] in presets else None
     if preset is None:
@@ -84,9 +90,7 @@ def _sentence(event: Any, presets: dict[str, tuple[str, Any]], prog: str, argume
         return f"{value}; it must be one of: {', '.join(event.choices)}"
     if isinstance(event, tyro_errors.InstantiationFailure) and event.argument is not None:
         expected = event.argument.lowered.metavar
-        return (
-            f"{_flag(event.argument)} cannot be used: {' '.join(event.message.split())}; expected {expected}; {helped}"
-        )
+        return f"{_flag(event.argument)} cannot be used: {' '.join(event.message.split())}; expected {expected}; {helped}"
     if isinstance(event, tyro_errors.BadValue):
         return f"{_flag(event.argument)} needs {event.argument.lowered.metavar}; {helped}"
     return f"the command line cannot be used: {' '.join(arguments)}; {helped}"
@@ -115,10 +119,14 @@ def _flags(config: Any) -> list[str]:
     return flags
 
 
-def at_least(config: Any, low: float, *fields: str, above: bool = False, below: float | None = None) -> None:
+def at_least(
+    config: Any, low: float, *fields: str, above: bool = False, below: float | None = None
+) -> None:
     """Raises an InputError that names the first of the config's fields whose value is below `low` (or equal, where it
     must be `above`), not `below` the other bound, or NaN."""
-    expected = f"{'above' if above else 'at least'} {low}" + (f" and below {below}" if below else "")
+    expected = f"{'above' if above else 'at least'} {low}" + (
+        f" and below {below}" if below else ""
+    )
     for field in fields:
         value = getattr(config, field)
         if not value >= low or (above and value == low) or (below and value >= below):

@@ -268,7 +268,9 @@ def _stepped_on_zeros(
 ) -> torch.optim.Optimizer:
     """Returns an optimizer like this one after a step on zeros, like a parameter, on the CPU."""
     if group.get("momentum") and group.get("dampening"):
-        raise RuntimeError("dampening leaves out the first step, so momentum cannot start at zero: use dampening=0")
+        raise RuntimeError(
+            "dampening leaves out the first step, so momentum cannot start at zero: use dampening=0"
+        )
 
     shadow = nn.Parameter(torch.zeros(of.shape, dtype=of.dtype))
     shadow.grad = torch.zeros_like(shadow)
@@ -403,7 +405,9 @@ def same_on_all_hosts(mesh: Mesh, name: str, value: int) -> None:
     """
     low, high, _ = over_hosts(mesh, value)
     if low != high:
-        raise InputError(f"hosts disagree about {name}: from {low} to {high}; they must see the same files (use gs://)")
+        raise InputError(
+            f"hosts disagree about {name}: from {low} to {high}; they must see the same files (use gs://)"
+        )
 
 
 @contextlib.contextmanager

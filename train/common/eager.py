@@ -95,7 +95,9 @@ def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
     return tensor.pin_memory().to(mesh.device, non_blocking=True)
 
 
-def prepare_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh) -> list[Tensor]:
+def prepare_group(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh
+) -> list[Tensor]:
     """Chooses the fused kernel, which updates in one pass.
 
     Updates by single operations took a sixth of a BERT's step.

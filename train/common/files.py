@@ -42,7 +42,9 @@ def write_file(path: str, content: bytes | Iterable[bytes]) -> None:
         raise InputError(f"cannot write {path}: {reason(error)}; make room or access") from None
 
 
-def write_synced(fs: fsspec.AbstractFileSystem, path: str, contents: Iterable[bytes | memoryview]) -> None:
+def write_synced(
+    fs: fsspec.AbstractFileSystem, path: str, contents: Iterable[bytes | memoryview]
+) -> None:
     """Writes `contents` one after the other into a file.
 
     On a local disk the file is written aside, and renamed when it is on the disk: a kill or an
@@ -56,7 +58,9 @@ def write_synced(fs: fsspec.AbstractFileSystem, path: str, contents: Iterable[by
             file.write(content)
 
 
-def _write_aside(fs: fsspec.AbstractFileSystem, path: str, contents: Iterable[bytes | memoryview]) -> None:
+def _write_aside(
+    fs: fsspec.AbstractFileSystem, path: str, contents: Iterable[bytes | memoryview]
+) -> None:
     """Writes a local file under another name, and renames it when it is on the disk."""
     # Not by fsspec's transaction: it writes to the temporary folder, which may be on another disk,
     # and it would hold back what another thread writes in the meantime.
@@ -124,7 +128,9 @@ def load_with_metadata(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         tensors = safetensors.torch.load(content)
     except safetensors.SafetensorError as error:
-        raise InputError(f"{path} is not a safetensors file ({error}); pickles are not loaded: convert it") from None
+        raise InputError(
+            f"{path} is not a safetensors file ({error}); pickles are not loaded: convert it"
+        ) from None
 
     # safetensors returns no metadata of bytes. The first 8 bytes are the length of the header.
     header_bytes = int.from_bytes(content[:8], "little")

@@ -28,7 +28,9 @@ from train.common.mesh import Mesh
 AHEAD = 3  # batches uploaded or under way: two are ready for the loop; more would only hold device memory
 
 
-def steps_per_epoch(dataset: Dataset, batch_size: Any, mesh: Mesh, train: bool = True, micro_batches: int = 1) -> int:
+def steps_per_epoch(
+    dataset: Dataset, batch_size: Any, mesh: Mesh, train: bool = True, micro_batches: int = 1
+) -> int:
     """Returns the batches in an epoch, in training those that are full.
 
     Args:
@@ -55,7 +57,9 @@ def steps_per_epoch(dataset: Dataset, batch_size: Any, mesh: Mesh, train: bool =
     if not train:
         return math.ceil(examples / batch_size)
     if examples < batch_size:
-        raise InputError(f"batch_size is {batch_size}, but the data set has {examples} examples; use a smaller batch")
+        raise InputError(
+            f"batch_size is {batch_size}, but the data set has {examples} examples; use a smaller batch"
+        )
     return examples // batch_size
 
 
@@ -90,7 +94,9 @@ class Loader(AbstractContextManager, Iterator):
         self._update: MicroBatches | None = None  # the last that was yielded
         self._split = split
         self._count = count
-        self._read: list[dict[str, Tensor]] = []  # micro-batches of a batch of which not all are read
+        self._read: list[
+            dict[str, Tensor]
+        ] = []  # micro-batches of a batch of which not all are read
         self._counted = collections.deque()  # micro-batches that have the counts of their batch
         self._waited = 0.0  # seconds
         self._since = time.perf_counter()
@@ -109,7 +115,9 @@ class Loader(AbstractContextManager, Iterator):
         if self._per_update is None:
             return self.take()
         if self._update is not None and self._update.left:
-            raise RuntimeError(f"{self._update.left} micro-batches of the update before this one were not taken")
+            raise RuntimeError(
+                f"{self._update.left} micro-batches of the update before this one were not taken"
+            )
         self._update = MicroBatches(self, self._first, self._per_update)
         self._first += self._per_update
         return self._update
@@ -128,7 +136,9 @@ class Loader(AbstractContextManager, Iterator):
 
     def _take(self) -> dict[str, Tensor]:
         started = time.perf_counter()
-        batch = self._ahead[0].result()  # an error, or the end, stays there: every later call raises it, too
+        batch = self._ahead[
+            0
+        ].result()  # an error, or the end, stays there: every later call raises it, too
         self._waited += time.perf_counter() - started
         self._ahead.popleft()
         self._ahead.append(self._thread.submit(self._load))
@@ -275,7 +285,9 @@ def parallel_loader(
     per_epoch = steps_per_epoch(dataset, batch_size, mesh, train, split)
     is_plan = hasattr(batch_size, "shapes")
     if is_plan and (shuffle != "examples" or not hasattr(dataset, "batch")):
-        raise ValueError("a plan has an order of its own, and needs a data set that has `batch(indices, lengths)`")
+        raise ValueError(
+            "a plan has an order of its own, and needs a data set that has `batch(indices, lengths)`"
+        )
 
     if not train:
         keys = _evaluation_keys(dataset, batch_size, 0, per_epoch)
@@ -320,7 +332,9 @@ def first_and_last(
     found = []
     for made in batches.data_loader(maker, keys, workers):
         batch = maker.opened(made)
-        found.append({key: tensor.clone() for key, tensor in batch.items()})  # a worker's memory is used again
+        found.append(
+            {key: tensor.clone() for key, tensor in batch.items()}
+        )  # a worker's memory is used again
     return found
 
 

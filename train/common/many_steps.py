@@ -33,7 +33,9 @@ def compiled(step_fn: Callable, mesh: Mesh, most: int) -> Callable:
         InputError: `most` is larger than MOST.
     """
     if most > MOST:
-        raise InputError(f"--steps-a-call is {most}; at most {MOST}, since all batches of a call lie on the device")
+        raise InputError(
+            f"--steps-a-call is {most}; at most {MOST}, since all batches of a call lie on the device"
+        )
     single = looped = device.compiled(step_fn, mesh)
     if mesh.compiles and most > 1:
         from train.common.xla.step_loop import StepLoop

@@ -22,8 +22,12 @@ class Layout:
     """Flags that change memory and speed, but no number beyond rounding: a resumed run may have others."""
 
     mesh: str = ""  # devices by axis, such as data=4,model=2: model cuts the layers themselves; "": none for model
-    shard_state: Literal["none", "optimizer", "full"] = "none"  # cut over data: optimizer's state; full: weights too
-    remat: bool = False  # keeps of each layer its input only and computes it again in the backward pass
+    shard_state: Literal["none", "optimizer", "full"] = (
+        "none"  # cut over data: optimizer's state; full: weights too
+    )
+    remat: bool = (
+        False  # keeps of each layer its input only and computes it again in the backward pass
+    )
 
 
 WHOLE = Layout()  # on every device
@@ -40,9 +44,15 @@ class Mesh:
     process_count: int  # hosts
     kind: str  # hardware, such as "TPU v5 lite" or "CPU"
     precision: str  # what `autocast` computes in, one of PRECISIONS
-    strict: bool  # a recompilation after warm-up or a host fall-back is an error; otherwise a warning
-    places: tuple[int, ...] = ()  # of this host's devices, as torch_xla fills them; (): after those of the hosts before
-    safe_forms: bool = False  # steps are written in forms that libtpu compiles without flags, see docs/tpu.md
+    strict: (
+        bool  # a recompilation after warm-up or a host fall-back is an error; otherwise a warning
+    )
+    places: tuple[
+        int, ...
+    ] = ()  # of this host's devices, as torch_xla fills them; (): after those of the hosts before
+    safe_forms: bool = (
+        False  # steps are written in forms that libtpu compiles without flags, see docs/tpu.md
+    )
     layers: Any = None  # where a Layout is asked for: train/common/sharding's Layers
 
     @property

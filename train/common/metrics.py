@@ -13,7 +13,12 @@ from train.common.run_folder import RunFolder, to_json
 FILE = "metrics.jsonl"
 EVALUATION = "eval/"  # what the names of an evaluation's metrics begin with, in metrics.jsonl
 # Of device.graph_report(), in the table of a finished run, with its label where that is another word.
-COUNTS = {"graphs": "graphs compiled", "recompilations": "", "fallbacks": "fall-backs", "host_reads": "host reads"}
+COUNTS = {
+    "graphs": "graphs compiled",
+    "recompilations": "",
+    "fallbacks": "fall-backs",
+    "host_reads": "host reads",
+}
 
 
 class Metrics:
@@ -54,7 +59,9 @@ class Metrics:
     def _open(self, mode: str, purge_step: int | None = None) -> None:
         # TensorBoard imports tensorflow where it finds one (Colab, Kaggle): slow, and it may take the TPU. An empty
         # module of this name is TensorBoard's own switch to do without.
-        sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
+        sys.modules.setdefault(
+            "tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf")
+        )
         from torch.utils.tensorboard import SummaryWriter
 
         with self.folder.writing(FILE) as path:
@@ -105,7 +112,9 @@ class Metrics:
         """Closes both files."""
         for file in (self._file, self._events):
             if file is not None:
-                with contextlib.suppress(OSError):  # flushing what a full disk has refused, and reported, before
+                with contextlib.suppress(
+                    OSError
+                ):  # flushing what a full disk has refused, and reported, before
                     file.close()
 
 

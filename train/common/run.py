@@ -66,13 +66,26 @@ class Run:
         watchers: those of its training, who are told what happens; see hooks.py.
     """
 
-    def __init__(self, config, mesh, *, name: str, headline: str, total_steps, free=(), required=(), unit="examples"):
+    def __init__(
+        self,
+        config,
+        mesh,
+        *,
+        name: str,
+        headline: str,
+        total_steps,
+        free=(),
+        required=(),
+        unit="examples",
+    ):
         self.mesh = mesh
         self.total_steps = total_steps
         self.watchers: Sequence[hooks.Watcher] = ()
         self._unit = unit
         self._main = mesh.main_process
-        trial = "; this is a trial, for real training see --help" if config.data == "synthetic" else ""
+        trial = (
+            "; this is a trial, for real training see --help" if config.data == "synthetic" else ""
+        )
         self.message(f"{headline} on {mesh.num_devices} {mesh.kind} device(s){trial}")
 
         self.folder = RunFolder(config, name, free, required)
@@ -87,26 +100,37 @@ class Run:
 
         self._metrics = Metrics(self.folder)
         self._pending: list[_Line] = []
-        self._seconds = {"elapsed": 0.0, "training": 0.0}  # of earlier starts, too; training is without pauses
+        self._seconds = {
+            "elapsed": 0.0,
+            "training": 0.0,
+        }  # of earlier starts, too; training is without pauses
         self._running = list(self._seconds)
         self._read_at = time.monotonic()
-        self._rate_start: tuple[float, float] | None = None  # examples and training seconds at the last line
+        self._rate_start: tuple[float, float] | None = (
+            None  # examples and training seconds at the last line
+        )
 
         if self.finished:
             self.message(f"{self.path} is finished, nothing to train; another --name trains again")
         else:
             if self._main:  # before anything is said of it: another process may be training it
-                self.folder.open({"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count})
+                self.folder.open(
+                    {"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count}
+                )
             kind = "resuming the unfinished run" if self.resumed else "new run"
             self.message(f"{kind} {self.path}{self.folder.reason}")
         _check_hosts(mesh, self.folder)
 
-    def resume(self, model, optimizer, *, examples: int, keep: int, every: int = 1, tables: Any = None) -> int:
+    def resume(
+        self, model, optimizer, *, examples: int, keep: int, every: int = 1, tables: Any = None
+    ) -> int:
         """Restores the newest checkpoint into a model and an optimizer on the device, which `checkpoint` saves, and
         returns its step, 0 for a new run; see Checkpointer. Raises InputError where it is of another model, or hosts
         disagree about it or the number of examples."""
         self._saved = model, optimizer
-        self.checkpoints = Checkpointer(f"{self.path}/checkpoints", keep, self._main, tables, every, self.mesh.layers)
+        self.checkpoints = Checkpointer(
+            f"{self.path}/checkpoints", keep, self._main, tables, every, self.mesh.layers
+        )
         start = self.start = self.checkpoints.restore(model, optimizer, self.mesh)
         device.same_on_all_hosts(self.mesh, "the step to resume from", start)
         device.same_on_all_hosts(self.mesh, "the size of the training data", examples)
@@ -126,13 +150,17 @@ class Run:
         due = self._main and step > 0 and self.checkpoints.evaluates
         recorded = self._metrics.evaluation(step) if due else {}
         if recorded:
-            self.checkpoints.add_metrics(step, recorded)  # the process may have ended before they were there, too
+            self.checkpoints.add_metrics(
+                step, recorded
+            )  # the process may have ended before they were there, too
             due = False
         # The main process tells the others, which may see an older file.
         self.evaluation_due = device.over_hosts(self.mesh, int(due)).high > 0
 
     @contextlib.contextmanager
-    def training(self, loader: contextlib.AbstractContextManager, stop_every: int = 10) -> Iterator[None]:
+    def training(
+        self, loader: contextlib.AbstractContextManager, stop_every: int = 10
+    ) -> Iterator[None]:
         """Holds the training loop: closes loader, checkpoints and run, whatever ends it, and turns SIGTERM and Ctrl-C
         into a stop at the next `checkpoint`. The hosts of a pod agree about it in every `stop_every`-th step."""
         stop = device.stop_requested(self.mesh, stop_every)
@@ -167,7 +195,9 @@ class Run:
             for watcher in self.watchers:
                 watcher.pause("checkpoints")
             self.checkpoints.wait()
-            self.message(f"stopped by a signal at step {step}: saved; the same command resumes from here")
+            self.message(
+                f"stopped by a signal at step {step}: saved; the same command resumes from here"
+            )
             raise SystemExit(143)
 
     @contextlib.contextmanager
@@ -196,7 +226,14 @@ class Run:
         self._read_at = now
         return {name: round(seconds, 4) for name, seconds in self._seconds.items()}
 
-    def log(self, step: int, *, examples: float | None = None, input_wait: float | None = None, **metrics: Any) -> None:
+    def log(
+        self,
+        step: int,
+        *,
+        examples: float | None = None,
+        input_wait: float | None = None,
+        **metrics: Any,
+    ) -> None:
         """Records training metrics: numbers, or 0-d tensors on any device, which this call does not read.
 
         Tensors on the device are read all in one transfer after the next step has been started; until then they must
@@ -204,7 +241,9 @@ class Run:
         counts all so far: their growth over the time without pauses is the speed.
         """
         self._pending.append(_Line(step, metrics, examples, input_wait))
-        if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in metrics.values()):
+        if any(
+            isinstance(value, Tensor) and value.device.type != "cpu" for value in metrics.values()
+        ):
             device.after_next_step(self._write_pending)
         elif len(self._pending) == 1:  # else it waits behind an earlier line
             self._write_pending()
@@ -261,7 +300,9 @@ class Run:
             return None
         return (examples - before[0]) / (seconds - before[1])
 
-    def _write(self, step: int, values: dict[str, float], timing: dict[str, float], words: list[str]) -> None:
+    def _write(
+        self, step: int, values: dict[str, float], timing: dict[str, float], words: list[str]
+    ) -> None:
         """Checks the values of a line of metrics.jsonl, on every host, and writes and prints it on the main one."""
         for key, value in values.items():
             if key.endswith("loss") and not math.isfinite(value):
@@ -298,7 +339,9 @@ class Run:
     def finish(self, metrics: dict[str, float]) -> None:
         """Ends the run: writes summary.json with the final metrics, prints the table, uploads."""
         if self._closed:
-            raise RuntimeError("finish() after close(): the run's folder is no longer this process's")
+            raise RuntimeError(
+                "finish() after close(): the run's folder is no longer this process's"
+            )
         self._flush()
         clock = self._read_clock()
         per_second = f"{self._unit}_per_second"
@@ -348,7 +391,9 @@ class Run:
             return
         ended = (InputError, OSError) if isinstance(sys.exc_info()[1], Exception) else ()
         try:
-            with contextlib.suppress(*ended):  # the error that ends the run, such as a checkpoint's, is the one to show
+            with contextlib.suppress(
+                *ended
+            ):  # the error that ends the run, such as a checkpoint's, is the one to show
                 self._flush()
                 self.upload()
         finally:
@@ -377,4 +422,6 @@ def _check_hosts(mesh: Mesh, folder: RunFolder) -> None:
         folder.files.invalidate_cache()
     if not device.over_hosts(mesh, int(folder.fingerprint() == expected)).low:
         unseen = f"the {mesh.process_count} hosts do not see the same run in {folder.path}: they lack what the main one"
-        raise InputError(f"{unseen} wrote there; give a folder that all hosts share, such as --runs gs://bucket/runs")
+        raise InputError(
+            f"{unseen} wrote there; give a folder that all hosts share, such as --runs gs://bucket/runs"
+        )

@@ -86,7 +86,9 @@ class RunFolder:
                 defaults[field] = value
         self._choose(config.name, default_name, defaults, {"runs", "name", *free})
 
-    def _choose(self, given: str, default_name: str, defaults: dict[str, Any], free: set[str]) -> None:
+    def _choose(
+        self, given: str, default_name: str, defaults: dict[str, Any], free: set[str]
+    ) -> None:
         """Finds the run's name and reads what its folder has.
 
         A given name is taken, and must be of a run with the same values. Otherwise it is the
@@ -98,7 +100,9 @@ class RunFolder:
             free: fields that may differ.
         """
         if "/" in given or given in (".", ".."):
-            raise InputError(f"--name {given} is not the name of one folder; use --runs for the root folder")
+            raise InputError(
+                f"--name {given} is not the name of one folder; use --runs for the root folder"
+            )
 
         self.reason = ""
         for number in itertools.count(1):
@@ -168,7 +172,9 @@ class RunFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.seek(0)
-            raise InputError(f"{self.path} is being trained by process {lock.read()}; use another --name") from error
+            raise InputError(
+                f"{self.path} is being trained by process {lock.read()}; use another --name"
+            ) from error
         lock.truncate(0)
         print(os.getpid(), end="", file=lock, flush=True)
 
@@ -221,9 +227,7 @@ class RunFolder:
         except OSError as error:
             advice = "use another folder with --runs"
             if self.last_step:
-                advice = (
-                    "make room or access; the same command then resumes from the newest complete checkpoint, if any"
-                )
+                advice = "make room or access; the same command then resumes from the newest complete checkpoint, if any"
             reason = error.strerror or error
             raise InputError(f"cannot write {path}: {reason}; {advice}") from error
 
@@ -249,7 +253,9 @@ class RunFolder:
             for path in paths:
                 self.files.put_file(path, f"{self.path}/{os.path.relpath(path, self.local)}")
         except Exception as error:  # every store has exceptions of its own
-            raise InputError(f"cannot write to {self.path}: {error}; the files are in {self.local}") from error
+            raise InputError(
+                f"cannot write to {self.path}: {error}; the files are in {self.local}"
+            ) from error
         self.uploaded = True
 
     def release(self) -> None:

@@ -51,7 +51,9 @@ def axes(mesh: Mesh, **sizes: int) -> Axes:
     are_positive = all(type(size) is int and size > 0 for size in sizes.values())
     if not are_positive or math.prod(sizes.values()) != mesh.num_devices:
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise InputError(f"the axes are {given}; their sizes must multiply to the {mesh.num_devices} devices")
+        raise InputError(
+            f"the axes are {given}; their sizes must multiply to the {mesh.num_devices} devices"
+        )
 
     if not mesh.compiles:
         return Axes(sizes, None)
@@ -101,7 +103,9 @@ def _check(what: str, tensors: Sequence[Any], specs: Sequence[Spec]) -> None:
     for tensor, spec in zip(tensors, specs, strict=True):
         if not torch.is_tensor(tensor) or not isinstance(spec, tuple):
             kind = type(tensor).__name__
-            raise InputError(f"one of the {what} is a {kind}, its spec {spec!r}: give a tensor, and a tuple")
+            raise InputError(
+                f"one of the {what} is a {kind}, its spec {spec!r}: give a tensor, and a tuple"
+            )
 
 
 def _check_sources(results: Sequence[Tensor]) -> None:
@@ -110,7 +114,9 @@ def _check_sources(results: Sequence[Tensor]) -> None:
     Such a gradient would end the process.
     """
     if _reach_outside(results):
-        raise InputError("a tensor with a gradient is used in a per-device region, but is no argument: pass it")
+        raise InputError(
+            "a tensor with a gradient is used in a per-device region, but is no argument: pass it"
+        )
 
 
 def _reach_outside(results: Sequence[Tensor]) -> bool:
@@ -134,7 +140,9 @@ def _reach_outside(results: Sequence[Tensor]) -> bool:
     return False
 
 
-def per_device(function: Callable, mesh: Axes, inputs: Sequence[Spec], results: Spec | list[Spec]) -> Callable:
+def per_device(
+    function: Callable, mesh: Axes, inputs: Sequence[Spec], results: Spec | list[Spec]
+) -> Callable:
     """Returns a function of whole tensors that runs `function` on each device's shards of them.
 
     It is what jax.shard_map is.

@@ -70,7 +70,9 @@ def _check_one_device(mesh: Mesh, layout: Layout) -> None:
     for flag, given in (("--mesh", layout.mesh), ("--shard-state", shard_state)):
         if given:
             only_one = f"--device {mesh.device.type} runs on one device"
-            raise InputError(f"{flag} is {given}, but {only_one}: leave it out, or use --device xla")
+            raise InputError(
+                f"{flag} is {given}, but {only_one}: leave it out, or use --device xla"
+            )
 
 
 def _check_shards(mesh: Mesh, layout: Layout, axes: dict[str, int]) -> None:

@@ -115,11 +115,15 @@ class Layers:
         optimizer.register_step_post_hook(hook)
 
 
-def parameter_specs(model: nn.Module, layers: Layers, rules: Rules) -> dict[nn.Parameter, ParameterSpecs]:
+def parameter_specs(
+    model: nn.Module, layers: Layers, rules: Rules
+) -> dict[nn.Parameter, ParameterSpecs]:
     """Returns how each parameter is split; raises InputError, see `Layers.arrange`."""
     parts = layers.axes["model"]
     if rules.heads % parts:
-        raise InputError(f"--mesh has model={parts} and the model {rules.heads} heads: give a divisor of {rules.heads}")
+        raise InputError(
+            f"--mesh has model={parts} and the model {rules.heads} heads: give a divisor of {rules.heads}"
+        )
 
     embedded = set()
     for module in model.modules():
@@ -144,7 +148,9 @@ def parameter_specs(model: nn.Module, layers: Layers, rules: Rules) -> dict[nn.P
 
     for pattern in rules.parameters:
         if pattern not in used_patterns:
-            raise InputError(f"the rule {pattern} fits no parameter of {type(model).__name__}: see models/partition.py")
+            raise InputError(
+                f"the rule {pattern} fits no parameter of {type(model).__name__}: see models/partition.py"
+            )
     _check_state_is_split(model, layers, specs)
     return specs
 
@@ -154,7 +160,9 @@ def _matching_patterns(name: str, rules: Rules) -> list[str]:
     return [pattern for pattern in rules.parameters if re.search(rf"(^|\.){pattern}$", name)]
 
 
-def _check_state_is_split(model: nn.Module, layers: Layers, specs: Mapping[nn.Parameter, ParameterSpecs]) -> None:
+def _check_state_is_split(
+    model: nn.Module, layers: Layers, specs: Mapping[nn.Parameter, ParameterSpecs]
+) -> None:
     """Raises InputError where --shard-state would leave the state of every parameter whole."""
     devices = layers.axes["data"]
     shard_state = layers.layout.shard_state
@@ -254,7 +262,9 @@ def _is_plain_embedding(module: nn.Module) -> bool:
     return not (module.max_norm or module.scale_grad_by_freq)
 
 
-def _pin_activations(module: nn.Module, specs: Mapping[nn.Parameter, ParameterSpecs], split: Any) -> None:
+def _pin_activations(
+    module: nn.Module, specs: Mapping[nn.Parameter, ParameterSpecs], split: Any
+) -> None:
     """Pins the result of a module with a weight, and its input where it is split by the weight."""
     from train.common.xla import pin_sharding
 

@@ -33,7 +33,9 @@ from train.common import hooks
 #   stall before tracker     tracker is left first, and waits for its server: stall still watches that
 #   report before tracker    left after it, report lists the files that tracker has written
 ORDER = ("board", "card", "curves", "goodput", "profile", "report", "stall", "tracker")
-_HERE = {module.name for module in pkgutil.iter_modules(__path__)}  # a copy may have some of them only
+_HERE = {
+    module.name for module in pkgutil.iter_modules(__path__)
+}  # a copy may have some of them only
 MODULES = {name: importlib.import_module(f"{__name__}.{name}") for name in ORDER if name in _HERE}
 
 Presets = dict[str, tuple[str, Any]]

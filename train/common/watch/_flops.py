@@ -49,10 +49,16 @@ def count(module: bytes, devices: int) -> int | None:
 
     def multiplies(names: Iterable[str]) -> bool:
         inside = [each for name in names for each in parsed.computations[name].instructions]
-        return any(each.opcode in ("dot", "convolution") or multiplies(each.called) for each in inside)
+        return any(
+            each.opcode in ("dot", "convolution") or multiplies(each.called) for each in inside
+        )
 
-    every = [each for computation in parsed.computations.values() for each in computation.instructions]
-    unknown = any(each.opcode == "while" and not each.trip_count and multiplies(each.called) for each in every)
+    every = [
+        each for computation in parsed.computations.values() for each in computation.instructions
+    ]
+    unknown = any(
+        each.opcode == "while" and not each.trip_count and multiplies(each.called) for each in every
+    )
     flops = analysis.product_flops(parsed, devices)
     return None if unknown or None in flops else sum(flops)
 

@@ -40,12 +40,15 @@ class Board(Watcher):
         if self._run.mesh.main_process and not self._run.resumed:
             config = self._folder.config.items()
             settings = {
-                key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in config
+                key: value if isinstance(value, bool | int | float | str) else str(value)
+                for key, value in config
             }
             with self._folder.writing("tb") as path, _writer(path) as writer:
                 from torch.utils.tensorboard.summary import hparams
 
-                for part in hparams(settings, {})[1:]:  # the first would name the metrics, which nobody knows yet
+                for part in hparams(settings, {})[
+                    1:
+                ]:  # the first would name the metrics, which nobody knows yet
                     writer.file_writer.add_summary(part)
         return self
 
@@ -53,8 +56,12 @@ class Board(Watcher):
         if self._run.mesh.main_process:
             try:
                 with self._folder.writing("tb") as path, _writer(path) as writer:
-                    picture = PIL.Image.open(io.BytesIO(draw_curves(records(self._run), self._run.name))).convert("RGB")
-                    writer.add_image("curves", np.asarray(picture), self._run.total_steps, dataformats="HWC")
+                    picture = PIL.Image.open(
+                        io.BytesIO(draw_curves(records(self._run), self._run.name))
+                    ).convert("RGB")
+                    writer.add_image(
+                        "curves", np.asarray(picture), self._run.total_steps, dataformats="HWC"
+                    )
             except (InputError, ValueError) as error:  # as in curves.py
                 self._run.message("warning: " + str(error).partition(";")[0])
         return {}

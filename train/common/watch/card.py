@@ -52,7 +52,9 @@ class Card(Watcher):
             if "model_type" in model:
                 write_file(f"{folder}/curves.png", draw_curves(records(run), run.name))
                 write_file(f"{folder}/README.md", card(run, model).encode())
-                run.message(f"{folder}/README.md is its model card: docs/tracking.md says how to publish the folder")
+                run.message(
+                    f"{folder}/README.md is its model card: docs/tracking.md says how to publish the folder"
+                )
         except (InputError, ValueError) as error:  # as in curves.py
             run.message("warning: no model card: " + str(error).partition(";")[0])
         return {}
@@ -67,7 +69,9 @@ def card(run: Any, model: dict[str, Any]) -> str:
     data, first = _hub_id(config["data"]), _hub_id(config.get("checkpoint", ""))
     architecture = (model.get("architectures") or [""])[0]
     task = next((task for ending, task in TASKS.items() if architecture.endswith(ending)), None)
-    name = " ".join(filter(None, (config["data"].rstrip("/").rpartition("/")[2], config.get("task"))))
+    name = " ".join(
+        filter(None, (config["data"].rstrip("/").rpartition("/")[2], config.get("task")))
+    )
     of = {"task_type": task or "other", "dataset_type": data or name, "dataset_name": name}
     found = [(key, value) for key, value in run.summary["metrics"].items() if value is not None]
     header = ModelCardData(
@@ -77,7 +81,9 @@ def card(run: Any, model: dict[str, Any]) -> str:
         base_model=first if config.get("pretrained", True) else None,
         datasets=[data] if data else None,
         model_name=run.name,
-        eval_results=[EvalResult(metric_type=key, metric_value=value, **of) for key, value in found],
+        eval_results=[
+            EvalResult(metric_type=key, metric_value=value, **of) for key, value in found
+        ],
     )
     return f"---\n{header.to_yaml()}\n---\n\n{_text(run, stored, name)}"
 
@@ -89,16 +95,28 @@ def _text(run: Any, stored: dict[str, Any], data: str) -> str:
     devices = start["devices"]
     git = start["git"]
     summary = run.summary
-    trial = ": a trial, of no use but to see that training works" if config["data"] == "synthetic" else ""
+    trial = (
+        ": a trial, of no use but to see that training works"
+        if config["data"] == "synthetic"
+        else ""
+    )
     commit = f", at commit {git['commit']}{' with changes' if git['dirty'] else ''}" if git else ""
     took = f"{summary['steps']:,} steps in {summary['training_seconds']:,.0f} s without evaluations"
-    flags = {key: value for key, value in _flat(config).items() if key not in ("runs", "name") and value != ""}
+    flags = {
+        key: value
+        for key, value in _flat(config).items()
+        if key not in ("runs", "name") and value != ""
+    }
     parts = [
         f"# {run.name}",
         f"`{config.get('model', run.name)}`, trained on `{data}`{trial}.",
         "![loss, learning rate and metrics over the steps](curves.png)",
         "## Results",
-        _table("metric", "value", {key: format_number(value) for key, value in summary["metrics"].items()}),
+        _table(
+            "metric",
+            "value",
+            {key: format_number(value) for key, value in summary["metrics"].items()},
+        ),
         "## Training",
         f"{took}, on {devices['devices']} {devices['kind']} device(s), in {len(stored['starts'])} start(s). The last "
         f"command{commit}:",
@@ -128,4 +146,6 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 def _table(key: str, value: str, rows: dict[str, Any]) -> str:
     cells = [(name, str(text).replace("|", "\\|")) for name, text in rows.items()]
-    return "\n".join(f"| {one} | {other} |" for one, other in [(key, value), ("---", "---"), *cells])
+    return "\n".join(
+        f"| {one} | {other} |" for one, other in [(key, value), ("---", "---"), *cells]
+    )

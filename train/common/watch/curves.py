@@ -34,7 +34,10 @@ class Curves(Watcher):
         self._drawn = -math.inf  # when, by time.monotonic()
 
     def line(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
-        if any(key.startswith("eval/") for key in values) and time.monotonic() - self._drawn > DRAW_EVERY:
+        if (
+            any(key.startswith("eval/") for key in values)
+            and time.monotonic() - self._drawn > DRAW_EVERY
+        ):
             self._draw()
 
     def summary(self) -> dict[str, Any]:
@@ -79,17 +82,26 @@ def draw_curves(records: list[dict[str, Any]], title: str) -> bytes:
                 steps, values = points.setdefault(key, ([], []))
                 steps.append(record["step"])
                 values.append(value)
-    beside = [key for key in sorted(points, key=lambda key: key != "lr") if key not in ("loss", "eval/loss")]
+    beside = [
+        key
+        for key in sorted(points, key=lambda key: key != "lr")
+        if key not in ("loss", "eval/loss")
+    ]
 
     figure = Figure(figsize=(10, 4.6), dpi=100, layout="constrained")
-    panels = figure.subplot_mosaic([["loss", "loss", key] for key in beside] or [["loss"]], sharex=True)
+    panels = figure.subplot_mosaic(
+        [["loss", "loss", key] for key in beside] or [["loss"]], sharex=True
+    )
     for key, (steps, values) in points.items():
         panel, few = panels.get(key, panels["loss"]), len(steps) <= 10
         label = {"loss": "training", "eval/loss": "evaluation"}.get(key, format_number(values[-1]))
         if key == "loss" and not few:  # a running mean, narrow where the loss falls fast
             panel.plot(steps, values, color="tab:blue", alpha=0.4, linewidth=1)
             widths = [min(i, len(values) // 30) for i in range(len(values))]
-            values = [statistics.fmean(values[i - width : i + width + 1]) for i, width in enumerate(widths)]
+            values = [
+                statistics.fmean(values[i - width : i + width + 1])
+                for i, width in enumerate(widths)
+            ]
         color = "tab:blue" if key == "loss" else "tab:gray" if key == "lr" else "tab:orange"
         dots = {"marker": "o", "markersize": 4} if few or key.startswith("eval/") else {}
         panel.plot(steps, values, color=color, linewidth=2, label=label, **dots)
@@ -103,7 +115,9 @@ def draw_curves(records: list[dict[str, Any]], title: str) -> bytes:
         panel.spines[["top", "right"]].set_visible(False)
         if panel.lines and key != "lr":
             panel.legend(frameon=False)
-        if key == "lr" or len(points.get(key, ((), ()))[0]) == 1:  # one value fills no axis: show it against zero
+        if (
+            key == "lr" or len(points.get(key, ((), ()))[0]) == 1
+        ):  # one value fills no axis: show it against zero
             panel.set_ylim(bottom=0)
     panels["loss"].xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle(title, fontsize=12, fontweight="bold")

@@ -42,13 +42,17 @@ PARTS = ("steps", "input_wait", "start", "compile", "evaluation", "checkpoints",
 class Flags:
     """What a chip costs."""
 
-    price: float = 0.0  # of an hour of one chip, in any currency, for the cost in summary.json; 0: unknown
+    price: float = (
+        0.0  # of an hour of one chip, in any currency, for the cost in summary.json; 0: unknown
+    )
 
 
 def watcher(flags: Flags) -> Callable[[Any], "Goodput"]:
     """Returns what makes the clock of a Run. Raises InputError where the price is negative or NaN."""
     if not 0 <= flags.price < float("inf"):
-        raise InputError(f"--price is {flags.price}; it must be at least 0, the price of a chip for an hour")
+        raise InputError(
+            f"--price is {flags.price}; it must be at least 0, the price of a chip for an hour"
+        )
     return lambda run: Goodput(run, flags.price)
 
 
@@ -122,18 +126,24 @@ class Goodput(Watcher):
         chip_seconds = sum(start["chips"] * sum(start["seconds"].values()) for start in starts)
         found |= {"chips": self._chips, "chip_hours": chip_seconds / 3600}
         parts = sorted(seconds.items(), key=lambda part: -part[1])
-        words = ", ".join(f"{name.replace('_', ' ')} {100 * part / total:.0f} %" for name, part in parts if part)
+        words = ", ".join(
+            f"{name.replace('_', ' ')} {100 * part / total:.0f} %" for name, part in parts if part
+        )
         message = f"goodput {100 * found['share']:.0f} % of {total:.0f} s in {len(starts)} start(s): {words}"
         if self._price:
             found["cost"] = found["chip_hours"] * self._price
-            message += f"; {found['chip_hours']:.2f} chip-hours at {self._price:g}: {found['cost']:.2f}"
+            message += (
+                f"; {found['chip_hours']:.2f} chip-hours at {self._price:g}: {found['cost']:.2f}"
+            )
         done = self._flops.done
         spent = self._seconds["steps"] + self._seconds["input_wait"]
         if done and spent:
             rate = done / spent
             peak = _flops.peak(self._run.mesh)
             found |= {"model_flops_per_second": rate, "mfu": peak and rate / peak}
-            message += f"; {rate / 1e12:.3g} TFLOP/s" + (f", MFU {100 * rate / peak:.1f} %" if peak else "")
+            message += f"; {rate / 1e12:.3g} TFLOP/s" + (
+                f", MFU {100 * rate / peak:.1f} %" if peak else ""
+            )
         self._run.message(message)
         return {"goodput": found}
 
@@ -157,9 +167,16 @@ class Goodput(Watcher):
         self._waited = 0.0
 
     def _record(self) -> dict[str, Any]:
-        span = {"begun": self._begun, "noted": time.time(), "from": self._run.start, "to": self._step}
+        span = {
+            "begun": self._begun,
+            "noted": time.time(),
+            "from": self._run.start,
+            "to": self._step,
+        }
         span["chips"] = self._chips  # a later start may have others
-        return span | {"seconds": {name: round(seconds, 3) for name, seconds in self._seconds.items()}}
+        return span | {
+            "seconds": {name: round(seconds, 3) for name, seconds in self._seconds.items()}
+        }
 
     def _note(self) -> None:
         self._enter(self._phase)
@@ -167,7 +184,9 @@ class Goodput(Watcher):
         if self._run.mesh.main_process:
             try:
                 self._run.folder.write(FILE, to_json([*self._starts, self._record()], indent=2))
-            except InputError as error:  # a run is not lost for its clock: what it needs is refused elsewhere
+            except (
+                InputError
+            ) as error:  # a run is not lost for its clock: what it needs is refused elsewhere
                 self._run.message("warning: " + str(error).partition(";")[0])
 
 
@@ -205,14 +224,20 @@ def _compile_seconds() -> float:
 
 def _sums(starts: list[dict[str, Any]]) -> tuple[dict[str, float], float]:
     """Returns the seconds of each part, and those between the last note of each start and the beginning of the next."""
-    between = sum(max(0.0, after["begun"] - before["noted"]) for before, after in itertools.pairwise(starts))
-    return {name: round(sum(start["seconds"][name] for start in starts), 3) for name in PARTS}, between
+    between = sum(
+        max(0.0, after["begun"] - before["noted"]) for before, after in itertools.pairwise(starts)
+    )
+    return {
+        name: round(sum(start["seconds"][name] for start in starts), 3) for name in PARTS
+    }, between
 
 
 def _process_started() -> float:
     """Returns when this process began, by the clock of time.monotonic; where the system does not tell, now."""
     with contextlib.suppress(OSError, AttributeError):
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # proc(5): starttime is the 22nd
+        fields = (
+            Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        )  # proc(5): starttime is the 22nd
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.monotonic() - age
     return time.monotonic()

@@ -51,7 +51,9 @@ class Profile(Watcher):
 
     def __init__(self, run: Any, first: int, last: int):
         if last > run.total_steps:
-            raise InputError(f"--profile is {first}:{last}, but the run has {run.total_steps} steps; give earlier ones")
+            raise InputError(
+                f"--profile is {first}:{last}, but the run has {run.total_steps} steps; give earlier ones"
+            )
         self._run = run
         self._first = first
         self._last = last
@@ -61,7 +63,9 @@ class Profile(Watcher):
         self._trace = contextlib.ExitStack()
         self._step = contextlib.ExitStack()  # the span of the step that runs
         self._pause = contextlib.ExitStack()  # the span of the pause
-        self._span: Callable[..., contextlib.AbstractContextManager] | None = None  # while it traces
+        self._span: Callable[..., contextlib.AbstractContextManager] | None = (
+            None  # while it traces
+        )
 
     def __enter__(self) -> "Profile":
         self._begin(self._run.start + 1)
@@ -90,7 +94,9 @@ class Profile(Watcher):
         if self._waits and number + size > self._first:
             self._waits = False
             if number > self._last:
-                self._run.message(f"--profile {self._first}:{self._last} traces nothing: the next step is {number}")
+                self._run.message(
+                    f"--profile {self._first}:{self._last} traces nothing: the next step is {number}"
+                )
                 return
             self._began = number
             self._start()
@@ -112,7 +118,9 @@ class Profile(Watcher):
         steps = f"steps {self._began} to {max(self._began, self._next - 1)}"
         try:
             self._trace.close()
-            self._run.message(f"traced {steps} to {self._run.path}/profile; docs/profiling.md says how to read it")
+            self._run.message(
+                f"traced {steps} to {self._run.path}/profile; docs/profiling.md says how to read it"
+            )
         except (OSError, RuntimeError) as error:  # a full disk must not end the run
             self._run.message(f"warning: the trace of {steps} could not be written: {error}")
 
@@ -148,7 +156,9 @@ class _Eager:
 
     @contextlib.contextmanager
     def tracing(self, folder: str) -> Iterator[None]:
-        with torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(folder)):
+        with torch.profiler.profile(
+            on_trace_ready=torch.profiler.tensorboard_trace_handler(folder)
+        ):
             yield
             device.wait_for_steps()
         for torn in Path(folder).glob(f"*_{os.getpid()}.*.tmp"):  # only torch's log tells

@@ -26,7 +26,9 @@ from train.common.hooks import Watcher
 
 MARK = "report "  # what each line begins with
 LOOK_EVERY = 1.0  # seconds between two looks at the memory of the chips
-MEMORY = "hbm_capacity_usage"  # of libtpu's monitoring: bytes in use, a string per chip of this host
+MEMORY = (
+    "hbm_capacity_usage"  # of libtpu's monitoring: bytes in use, a string per chip of this host
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,9 @@ class Flags:
     """What `make accept` asks for."""
 
     report: bool = False  # prints start, metrics and result as lines of JSON, too
-    kill_at: int = 0  # step after which the last host's process is killed (SIGKILL), to try a resume; 0: none
+    kill_at: int = (
+        0  # step after which the last host's process is killed (SIGKILL), to try a resume; 0: none
+    )
 
 
 def watcher(flags: Flags) -> Callable[[Any], "Report"] | None:

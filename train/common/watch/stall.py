@@ -43,13 +43,17 @@ STDERR = 2  # the file descriptor: sys.stderr may be no file
 class Flags:
     """When a run counts as hanging."""
 
-    stall_after: float = 20.0  # times the median step without progress (5 minutes at least) that end a run; 0: never
+    stall_after: float = (
+        20.0  # times the median step without progress (5 minutes at least) that end a run; 0: never
+    )
 
 
 def watcher(flags: Flags) -> Callable[[Any], "Stall"] | None:
     """Returns what makes the watchdog of a Run. Raises InputError where the flag is neither 0 nor at least 1."""
     if flags.stall_after != 0 and not flags.stall_after >= 1:
-        raise InputError(f"--stall-after is {flags.stall_after}; it must be at least 1, or 0 for no watchdog")
+        raise InputError(
+            f"--stall-after is {flags.stall_after}; it must be at least 1, or 0 for no watchdog"
+        )
     return (lambda run: Stall(run, flags.stall_after)) if flags.stall_after else None
 
 
@@ -59,7 +63,9 @@ class Stall(Watcher):
     def __init__(self, run: Any, times: float):
         self._run = run
         self._times = times
-        self._durations: collections.deque[float] = collections.deque(maxlen=101)  # of steps without a pause in them
+        self._durations: collections.deque[float] = collections.deque(
+            maxlen=101
+        )  # of steps without a pause in them
         self._steps = 0
         self._paused = False
         self._whole = False  # the step that runs had no pause so far
@@ -173,7 +179,9 @@ class Stall(Watcher):
             thread.join(max(0.0, deadline - time.monotonic()))
         if self._run.mesh.process_count > 1:
             time.sleep(max(0.0, deadline - time.monotonic()))
-        for worker in multiprocessing.active_children():  # of the loader; one that hangs would stay for ever
+        for (
+            worker
+        ) in multiprocessing.active_children():  # of the loader; one that hangs would stay for ever
             worker.kill()
         os._exit(EXIT_CODE)
 
@@ -187,7 +195,9 @@ def _calls() -> tuple:
 def _stacks(sentence: str) -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads = [(names.get(ident, ident), frame) for ident, frame in sys._current_frames().items()]
-    parts = [f"\n\nthread {name}\n" + "".join(traceback.format_stack(frame)) for name, frame in threads]
+    parts = [
+        f"\n\nthread {name}\n" + "".join(traceback.format_stack(frame)) for name, frame in threads
+    ]
     return "".join([sentence, *parts])
 
 

@@ -32,7 +32,9 @@ LAST = 15.0  # seconds for what is left to send at the end: a VM that is taken b
 class Flags:
     """Where a run is shown besides its folder."""
 
-    tracker: Literal["none", "wandb"] = "none"  # also sends the run to Weights & Biases, see docs/tracking.md
+    tracker: Literal["none", "wandb"] = (
+        "none"  # also sends the run to Weights & Biases, see docs/tracking.md
+    )
 
 
 def watcher(flags: Flags) -> Callable[[Any], Watcher] | None:
@@ -53,7 +55,9 @@ class Tracker(Watcher):
     def __init__(self, run: Any):
         self._run = run
         self._folder = run.folder
-        self._events: queue.SimpleQueue[Callable[[Any], Any] | None] = queue.SimpleQueue()  # called with wandb's run
+        self._events: queue.SimpleQueue[Callable[[Any], Any] | None] = (
+            queue.SimpleQueue()
+        )  # called with wandb's run
         self._thread = threading.Thread(target=self._send, name="tracker", daemon=True)
         self._given_up = False
 
@@ -79,7 +83,9 @@ class Tracker(Watcher):
             self._warn(f"it has not ended within {LAST + 5:.0f} s")
 
     def line(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
-        numbers = {"step": step} | values | {f"timing/{key}": value for key, value in timing.items()}
+        numbers = (
+            {"step": step} | values | {f"timing/{key}": value for key, value in timing.items()}
+        )
         self._events.put(lambda tracked: tracked.log(numbers))
 
     def summary(self) -> dict[str, Any]:
@@ -95,7 +101,9 @@ class Tracker(Watcher):
         try:
             return None if content is None else str(json.loads(content)["id"])
         except (ValueError, KeyError, TypeError):
-            self._warn(f"{self._run.path}/{FILE} is damaged, so this start is a run of its own there")
+            self._warn(
+                f"{self._run.path}/{FILE} is damaged, so this start is a run of its own there"
+            )
             return None
 
     def _send(self) -> None:
@@ -103,7 +111,11 @@ class Tracker(Watcher):
         import wandb
 
         mesh = self._run.mesh
-        devices = {"devices": mesh.num_devices, "device_kind": mesh.kind, "hosts": mesh.process_count}
+        devices = {
+            "devices": mesh.num_devices,
+            "device_kind": mesh.kind,
+            "hosts": mesh.process_count,
+        }
         try:
             tracked = wandb.init(
                 id=self._id,
@@ -112,7 +124,8 @@ class Tracker(Watcher):
                 config=self._folder.config | devices,
                 allow_val_change=True,  # a resumed run may have other devices
                 reinit="create_new",  # a process may train two models, a teacher and its student
-                dir=os.environ.get("WANDB_DIR") or (None if self._folder.remote else self._folder.local),
+                dir=os.environ.get("WANDB_DIR")
+                or (None if self._folder.remote else self._folder.local),
                 settings=wandb.Settings(console="off", init_timeout=BEGIN, finish_timeout=LAST),
             )
             # The step is a column like others: what a resumed run repeats comes a second time, in the same place.
@@ -124,7 +137,9 @@ class Tracker(Watcher):
                 self._warn(str(error) or repr(error))
 
     def _warn(self, reason: str) -> None:
-        self._run.message(f"warning: --tracker wandb: {' '.join(reason.split())}; the run's folder has all")
+        self._run.message(
+            f"warning: --tracker wandb: {' '.join(reason.split())}; the run's folder has all"
+        )
 
 
 def _check_login() -> None:
@@ -137,7 +152,9 @@ def _check_login() -> None:
         wandb.login(verify=False)
     except wandb.Error as error:
         remedy = "`wandb login`, export WANDB_API_KEY, or set WANDB_MODE=offline"
-        raise InputError(f"--tracker wandb cannot log in ({' '.join(str(error).split())}); {remedy}") from error
+        raise InputError(
+            f"--tracker wandb cannot log in ({' '.join(str(error).split())}); {remedy}"
+        ) from error
 
 
 def _image(content: bytes) -> Any:

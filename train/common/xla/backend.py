@@ -259,7 +259,9 @@ def fetch(values: list[Tensor]) -> list[float]:
     return [float(value) for value in read(values)]
 
 
-def prepare_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh) -> list[Tensor]:
+def prepare_group(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh
+) -> list[Tensor]:
     """Puts Adam's learning rate and count of steps on the device.
 
     As Python floats, Adam's bias corrections and lr * weight_decay round to the constants 0.0 and
@@ -546,10 +548,14 @@ class CompiledStep:
             known = calls.program
             calls.confirmed = known is not None and _same_trace(known, program)
             if calls.confirmed and not known.same_as(program):
-                raise replay.NotRepeatable("a number or tensor that it makes differs from call to call")
+                raise replay.NotRepeatable(
+                    "a number or tensor that it makes differs from call to call"
+                )
         except replay.NotRepeatable as reason:
             remedy = "change that (of a learning rate by device.set_lr), or use --no-strict, which traces every call"
-            raise GraphError(f"call {calls.count} of {self.name} cannot be repeated: {reason}; {remedy}") from reason
+            raise GraphError(
+                f"call {calls.count} of {self.name} cannot be repeated: {reason}; {remedy}"
+            ) from reason
         calls.program = program
         return result
 

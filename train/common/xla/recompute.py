@@ -38,7 +38,9 @@ class Seeds(TorchFunctionMode):
         self.drawn: list[Tensor] = []
         self._given = None if given is None else list(given)
 
-    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if function in self.OTHERS:
             raise RuntimeError(
                 f"{function.__name__} draws other numbers in a second pass; use models/layers.py's dropout"
@@ -63,7 +65,9 @@ class Recompute(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, function: Callable, structure: pytree.TreeSpec, parameter_count: int, *leaves: Any) -> Any:
+    def forward(
+        ctx, function: Callable, structure: pytree.TreeSpec, parameter_count: int, *leaves: Any
+    ) -> Any:
         """Returns function(*args, **kwargs).
 
         Args:

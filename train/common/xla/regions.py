@@ -61,7 +61,9 @@ class Regions:
                 drawn, of which every device would get the same.
         """
         if Regions.inside:
-            raise InputError("a per-device region in another one: call it outside, and pass what it returns")
+            raise InputError(
+                "a per-device region in another one: call it outside, and pass what it returns"
+            )
 
         device_seed, host_state = _random_state()
         Regions.inside = True
@@ -90,7 +92,9 @@ class Regions:
         self._check(x, spec, "a tensor")
         for size, axis in zip(x.shape, spec, strict=True):
             if size % self.count(_as_tuple(axis)):
-                raise InputError(f"a tensor {list(x.shape)} does not divide into equal parts by {spec} of {self.sizes}")
+                raise InputError(
+                    f"a tensor {list(x.shape)} does not divide into equal parts by {spec} of {self.sizes}"
+                )
 
         # A new tensor, since one that is annotated, such as a batch, refuses another annotation.
         x = x * 1 if x.is_floating_point() else x | False
@@ -121,7 +125,9 @@ class Regions:
         # Devices with the same shard take one more dimension of the tile assignment.
         has_copies = self.count(self.unused(spec)) > 1
         if x.dim() + has_copies > MOST_DIMENSIONS:
-            raise InputError(f"{what} {list(x.shape)} has too many dimensions to be cut by {spec}: reshape it")
+            raise InputError(
+                f"{what} {list(x.shape)} has too many dimensions to be cut by {spec}: reshape it"
+            )
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         """Returns the sum over the devices of each group along `axes`, to each of them."""

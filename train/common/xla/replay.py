@@ -335,7 +335,9 @@ class Trace:
         updated = self._updated()
         pending = [self.arguments.tensors[index] for index in updated]
         if not all(_XLAC._check_tensor_need_materialization(pending)):
-            raise NotRepeatable("it assigns one of its arguments' tensors to another without computing anything")
+            raise NotRepeatable(
+                "it assigns one of its arguments' tensors to another without computing anything"
+            )
         leaves = self._take_leaves(results, pending)
 
         ids, values = _XLAC._get_tensors_xla_device_data_node(pending)
@@ -392,7 +394,9 @@ class Trace:
                 updated.append(index)
         return updated
 
-    def _take_leaves(self, results: list[Any], pending: list[Tensor]) -> list[Output | Argument | Value]:
+    def _take_leaves(
+        self, results: list[Any], pending: list[Tensor]
+    ) -> list[Output | Argument | Value]:
         """Returns what each leaf of the result is; empties `results`.
 
         Tensors that are still to be computed are appended to `pending`, the program's outputs.
@@ -427,7 +431,9 @@ class Trace:
         _check_others(outputs=len(output_of_id))
         return leaves
 
-    def _inputs(self, ids: list[int], values: list[Tensor], updated: list[int]) -> list[Argument | Constant | Seed]:
+    def _inputs(
+        self, ids: list[int], values: list[Tensor], updated: list[int]
+    ) -> list[Argument | Constant | Seed]:
         """Returns what each input of the program is, and lets it reuse the memory of updated ones.
 
         Raises:

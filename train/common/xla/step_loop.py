@@ -92,7 +92,9 @@ class StepLoop:
         result = self._step_fn(state, traced_batch, *rest)
         leaves, structure = pytree.tree_flatten(result)
         if replay.Arguments((state, *rest)).facts != facts:
-            raise replay.NotRepeatable("it leaves gradients, makes state, or changes a Python value (zero_grad)")
+            raise replay.NotRepeatable(
+                "it leaves gradients, makes state, or changes a Python value (zero_grad)"
+            )
 
         results = {}
         for name, tensor in held.items():
@@ -159,7 +161,9 @@ class StepLoop:
             _XLAC._xla_mark_sharding(reads[name], sharding)
         return WhileLoop(one_round, nn.Module())(carried, reads)
 
-    def _update_held(self, held: dict[str, Tensor], after: dict[str, Tensor], shardings: dict[str, Any]) -> None:
+    def _update_held(
+        self, held: dict[str, Tensor], after: dict[str, Tensor], shardings: dict[str, Any]
+    ) -> None:
         """Gives the held tensors that the loop has updated their new values."""
         updated = {}
         for name, tensor in after.items():
@@ -199,7 +203,9 @@ def _check_no_random_numbers(results: Mapping[str, Tensor]) -> None:
     """Raises NotRepeatable where one of the results depends on the device's random seed."""
     ids, _ = _XLAC._get_tensors_xla_device_data_node(list(results.values()))
     if _XLAC._get_seed_info_id() in ids:
-        raise replay.NotRepeatable("it draws random numbers (dropout), which would be the same in every round")
+        raise replay.NotRepeatable(
+            "it draws random numbers (dropout), which would be the same in every round"
+        )
 
 
 @torch.no_grad()
