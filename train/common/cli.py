@@ -90,7 +90,8 @@ def _sentence(
         return f"{value}; it must be one of: {', '.join(event.choices)}"
     if isinstance(event, tyro_errors.InstantiationFailure) and event.argument is not None:
         expected = event.argument.lowered.metavar
-        return f"{_flag(event.argument)} cannot be used: {' '.join(event.message.split())}; expected {expected}; {helped}"
+        reason = " ".join(event.message.split())
+        return f"{_flag(event.argument)} cannot be used: {reason}; expected {expected}; {helped}"
     if isinstance(event, tyro_errors.BadValue):
         return f"{_flag(event.argument)} needs {event.argument.lowered.metavar}; {helped}"
     return f"the command line cannot be used: {' '.join(arguments)}; {helped}"

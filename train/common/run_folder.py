@@ -227,7 +227,8 @@ class RunFolder:
         except OSError as error:
             advice = "use another folder with --runs"
             if self.last_step:
-                advice = "make room or access; the same command then resumes from the newest complete checkpoint, if any"
+                then = "the same command then resumes from the newest complete checkpoint, if any"
+                advice = f"make room or access; {then}"
             reason = error.strerror or error
             raise InputError(f"cannot write {path}: {reason}; {advice}") from error
 
