@@ -40,9 +40,7 @@ from train.common.run import Run
 
 @dataclass(frozen=True)
 class Config:
-    data: str = (
-        ""  # of `make data`, torchrec (day_0_dense.npy …), MovieLens; folder, URL; "synthetic"
-    )
+    data: str = ""  # folder or URL of `make data`, torchrec or MovieLens; or "synthetic"
     hash_rows: int = 0  # of each table, where ids are hashes (torchrec's one-hot); 0: 40,000,000
     bottom: tuple[int, ...] = (512, 256, 64, 16)  # layers over dense features; last: table columns
     top: tuple[int, ...] = (512, 256, 1)  # layers over the interactions

@@ -39,9 +39,7 @@ from train.common.run import Run
 
 @dataclass(frozen=True)
 class Config:
-    data: str = (
-        ""  # folder of class folders or shards, URL, `datasets` folder, hub id; or "synthetic"
-    )
+    data: str = ""  # folder of class folders, shards or `datasets`; URL; hub id; or "synthetic"
     model: Literal["resnet50", "resnet101", "resnet152", "resnet_tiny"] = "resnet50"  # network
     weights: str = ""  # safetensors file to fine-tune; for other classes the head is new
     labels: str = ""  # classes in the order of the head of --weights: a,b,…; if the file has none

@@ -52,9 +52,7 @@ class Config:
     dropout: float = 0.1  # of embeddings and of each sub-layer's output
     weights: str = ""  # checkpoint of fairseq or of an export; it must fit arch and dictionaries
     lengths: tuple[int, ...] = ()  # tokens of a sentence, a compiled shape each; (): from the data
-    batch_tokens: int = (
-        26_624  # tokens of a batch on either side: batch_tokens / L rows of length L
-    )
+    batch_tokens: int = 26_624  # tokens of a batch on either side, in rows of L: batch_tokens / L
     pack: bool = True  # several pairs in a row of the longest of `lengths`; else a shape per length
     update_every: int = 1  # gradient-accumulation steps: batches per update
     updates: int = 100_000  # updates of the weights
@@ -63,12 +61,8 @@ class Config:
     label_smoothing: float = 0.1  # of the training loss
     beam: int = 4  # hypotheses per sentence in evaluation
     length_penalty: float = 0.6  # exponent of the length that divides a hypothesis' log-probability
-    bleu_tokenizer: Literal["", *TOKENIZERS] = (
-        ""  # sacrebleu's --tokenize; "": the target language's
-    )
-    pieces: Literal["", *PIECES] = (
-        ""  # what a dictionary's symbols are; "": by their marks, ▁ or @@
-    )
+    bleu_tokenizer: Literal["", *TOKENIZERS] = ""  # sacrebleu's --tokenize; "": by language
+    pieces: Literal["", *PIECES] = ""  # a dictionary's symbols; "": by their marks, ▁ or @@
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
     layout: Layout = WHOLE  # --mesh, --shard-state, --remat: docs/large_models.md

@@ -37,32 +37,16 @@ from train.common import checkpoint, cli, device, files, loading
 @dataclass(frozen=True)
 class Config:
     model_dir: str = ""  # folder or URL with model.pt, the dictionaries and the tokenizer
-    lengths: tuple[int, ...] = (
-        16,
-        32,
-        64,
-    )  # tokens of a sentence: a compiled shape each; beyond the last they double
-    batch_tokens: int = (
-        16_384  # places a batch: sentences of length L come batch_tokens / (L * beam) together
-    )
-    beam: int = 4  # hypotheses a sentence
-    length_penalty: float = (
-        0.6  # exponent of a hypothesis' length, by which its log-probability is divided
-    )
-    precision: Literal["bfloat16", "float32", "fast_float32"] = (
-        "bfloat16"  # of products, see train/common/device.py
-    )
-    device: Literal["xla", "cpu", "cuda"] = (
-        "xla"  # xla: a TPU or XLA's CPU backend; cpu, cuda: PyTorch on one device
-    )
-    pieces: Literal["", *PIECES] = (
-        ""  # what the dictionary's symbols are; "": as the export or its marks say
-    )
+    lengths: tuple[int, ...] = (16, 32, 64)  # tokens: a compiled shape each; then they double
+    batch_tokens: int = 16_384  # tokens of a batch: batch_tokens / (L * beam) sentences of length L
+    beam: int = 4  # hypotheses per sentence
+    length_penalty: float = 0.6  # exponent of the length that divides a hypothesis' log-probability
+    precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
+    device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
+    pieces: Literal["", *PIECES] = ""  # a dictionary's symbols; "": by the export or their marks
     workers: int = 0  # processes that make batches
     strict: bool = True  # a recompilation or a host fall-back stops the run
-    safe_forms: bool = (
-        False  # slower forms for a TPU whose compiler crashes on the usual ones: docs/tpu.md
-    )
+    safe_forms: bool = False  # slower forms for a TPU whose compiler crashes: docs/tpu.md
 
 
 MAX_LENGTH_A, MAX_LENGTH_B = 1.2, 10  # a translation has at most a * (source tokens) + b words
