@@ -266,10 +266,21 @@ def _to_placeholders(held: dict[str, Tensor]) -> dict[str, _Placeholder]:
     return placeholders
 
 
+def _annotation(tensor: Tensor) -> tuple[Any, tuple]:
+    """Returns the mesh and the axes by dimension with which a tensor of the meta device is to lie on the devices; the
+    mesh is None where every device holds it whole."""
+    placement = getattr(tensor, "placement", None)  # of train/common/sharding
+    if placement is not None:
+        return placement.spmd, placement.spec
+    annotated = getattr(tensor, "sharding", None)  # by the backend's `annotate`
+    if annotated is not None:
+        return annotated
+    return None, (None,) * tensor.dim()
+
+
 def _to_placeholder(tensor: Tensor) -> _Placeholder:
     """Turns a tensor of the meta device, in place, into a view of a placeholder without data."""
-    whole = (None, (None,) * tensor.dim())
-    spmd, spec = getattr(tensor, "placement", getattr(tensor, "sharding", whole))
+    spmd, spec = _annotation(tensor)
     placeholder = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
     handle = torch_xla._XLAC._get_tensors_handle([placeholder])[0]
     # A tensor without data cannot be annotated, but the result of an operation can, and this one
