@@ -94,9 +94,8 @@ class Loader(AbstractContextManager, Iterator):
         self._update: MicroBatches | None = None  # the last that was yielded
         self._split = split
         self._count = count
-        self._read: list[
-            dict[str, Tensor]
-        ] = []  # micro-batches of a batch of which not all are read
+        # Micro-batches of a batch of which not all are read.
+        self._read: list[dict[str, Tensor]] = []
         self._counted = collections.deque()  # micro-batches that have the counts of their batch
         self._waited = 0.0  # seconds
         self._since = time.perf_counter()
@@ -115,9 +114,8 @@ class Loader(AbstractContextManager, Iterator):
         if self._per_update is None:
             return self.take()
         if self._update is not None and self._update.left:
-            raise RuntimeError(
-                f"{self._update.left} micro-batches of the update before this one were not taken"
-            )
+            left = f"{self._update.left} micro-batches of the update before this one"
+            raise RuntimeError(f"{left} were not taken")
         self._update = MicroBatches(self, self._first, self._per_update)
         self._first += self._per_update
         return self._update
