@@ -1,10 +1,11 @@
-"""transformers' encoders with the layers that the TPU's compiler rewards: the same classes, parameters and keys.
+"""transformers' encoders with the layers that the TPU's compiler rewards: the same classes,
+parameters and keys.
 
     model = fast_layers(BertForSequenceClassification.from_pretrained(checkpoint))
 
-Nothing of transformers is patched. Attention is registered under its own name through transformers' interface, and
-submodules are replaced by subclasses that hold the very same parameters, so that `save_pretrained` and `state_dict`
-stay the same. models/layers.py says what each form is worth.
+Nothing of transformers is patched. Attention is registered under its own name through transformers'
+interface, and submodules are replaced by subclasses that hold the very same parameters, so that
+`save_pretrained` and `state_dict` stay the same. models/layers.py says what each form is worth.
 """
 
 import math
@@ -37,7 +38,8 @@ def attend(
 
     Args:
         query: [B, H, T, D].
-        key, value: the same, or with fewer heads, each of which serves several queries' (Ainslie et al. 2023).
+        key, value: the same, or with fewer heads, each of which serves several queries' (Ainslie et
+            al. 2023).
         attention_mask: as `additive_mask` returns it.
         more: what else the model gives, see `architectures.refuse_more`.
 
@@ -66,11 +68,12 @@ def additive_mask(
     mask_function,
     **more,
 ) -> Tensor:
-    """Returns what is added to the scores, float32 [B, 1, 1, T]: 0 where attention_mask [B, T] is true, else MASKED;
-    or [B, 1, T, T] where a token sees some of the others only, such as those of a window.
+    """Returns what is added to the scores, float32 [B, 1, 1, T]: 0 where attention_mask [B, T] is
+    true, else MASKED; or [B, 1, T, T] where a token sees some of the others only, such as those of
+    a window.
 
-    transformers' own mask function reads the mask from the device in the middle of the step, to leave it out where all
-    values are true.
+    transformers' own mask function reads the mask from the device in the middle of the step, to
+    leave it out where all values are true.
     """
     if mask_function is not bidirectional_mask_function:
         seen = sdpa_mask(
@@ -90,8 +93,8 @@ def additive_mask(
 AttentionInterface.register(ATTENTION, attend)
 AttentionMaskInterface.register(ATTENTION, additive_mask)
 
-# x * Phi(x) is x * (1 + tanh(x * P(x^2))) / 2 for these coefficients of P within 3.4e-6 (a minimax fit): less than half
-# of bfloat16's rounding wherever the result is above 1e-3 in magnitude.
+# x * Phi(x) is x * (1 + tanh(x * P(x^2))) / 2 for these coefficients of P within 3.4e-6 (a minimax
+# fit): less than half of bfloat16's rounding wherever the result is above 1e-3 in magnitude.
 GELU_TERMS = (7.97828e-1, 3.64688e-2, -1.24862e-4, -3.0581e-5, 1.11908e-6)
 
 
@@ -122,10 +125,12 @@ class FittedGELU(torch.autograd.Function):
 
 
 class GELU(nn.Module):
-    """x * Phi(x) (Hendrycks and Gimpel 2016); for bfloat16 on devices for which a program is compiled by `FittedGELU`.
+    """x * Phi(x) (Hendrycks and Gimpel 2016); for bfloat16 on devices for which a program is
+    compiled by `FittedGELU`.
 
-    The compiler computes an activation again in each product that takes it, and erf is some 40 operations. BERT-base on
-    GLUE: 98.1 -> 86.3 million bundles of code (docs/compile.md), 123.9 -> 122.8 million cycles.
+    The compiler computes an activation again in each product that takes it, and erf is some 40
+    operations. BERT-base on GLUE: 98.1 -> 86.3 million bundles of code (docs/compile.md), 123.9 ->
+    122.8 million cycles.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,8 +140,9 @@ class GELU(nn.Module):
 
 
 class FewRows(nn.Embedding):
-    """An embedding of one or two rows, which a compiled program chooses by comparison: its gradient is two sums, where
-    that of a lookup adds token after token. BERT-base on GLUE: 1.05 -> 0.73 million bundles without an estimate."""
+    """An embedding of one or two rows, which a compiled program chooses by comparison: its gradient
+    is two sums, where that of a lookup adds token after token. BERT-base on GLUE: 1.05 -> 0.73
+    million bundles without an estimate."""
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.device.type in layers.NATIVE_DEVICES or len(self.weight) > 2:  # which may have grown
@@ -144,13 +150,14 @@ class FewRows(nn.Embedding):
         return torch.where((ids == 0)[..., None], self.weight[0], self.weight[-1])
 
 
-# The encoders without a record that may have `ShortRows`, in BERT's layers. Others give their layers more than a mask:
-# languages, rotated positions.
+# The encoders without a record that may have `ShortRows`, in BERT's layers. Others give their
+# layers more than a mask: languages, rotated positions.
 PACKED = ("camembert", "electra", "xlm-roberta")
 
 
 class ShortRows:
-    """The layers of an encoder, on packed rows of up to 128 tokens where those of the batch are short, for TPUs.
+    """The layers of an encoder, on packed rows of up to 128 tokens where those of the batch are
+    short, for TPUs.
 
     BERT-base on GLUE, 256 rows of 64 tokens: 178.9 -> 115.7 million cycles. On a CPU it is slower.
     """
@@ -194,9 +201,9 @@ REPLACED = {
 def fast_layers(model: PreTrainedModel, parts: int = 0) -> PreTrainedModel:
     """Replaces the layers of an encoder by those of models/layers.py, which share its parameters.
 
-    Attention is replaced in encoders that go through transformers' AttentionInterface (BERT, RoBERTa,
-    DistilBERT, ELECTRA, ModernBERT, …), and where a record has layers of its own (XLNet). Any other
-    encoder keeps its attention, with a mask that needs no reading.
+    Attention is replaced in encoders that go through transformers' AttentionInterface (BERT,
+    RoBERTa, DistilBERT, ELECTRA, ModernBERT, …), and where a record has layers of its own (XLNet).
+    Any other encoder keeps its attention, with a mask that needs no reading.
 
     Args:
         parts: a multiple of the devices that share a batch: each part packs rows of its own, where

@@ -1,6 +1,8 @@
-"""XLNet's two-stream attention with relative positions (Yang et al. 2019, arXiv:1906.08237) in the forms of layers.py.
+"""XLNet's two-stream attention with relative positions (Yang et al. 2019, arXiv:1906.08237) in the
+forms of layers.py.
 
-`encoder_layers.fast_layers` puts it in the place of transformers' own; parameters and keys stay the same.
+`encoder_layers.fast_layers` puts it in the place of transformers' own; parameters and keys stay the
+same.
 """
 
 import torch
@@ -16,7 +18,8 @@ from models.products import NATIVE_DEVICES, einsum
 
 
 def turned(q: Tensor, halves: tuple[Tensor, Tensor], places: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns queries that give the scores of distances when multiplied with the sinusoids of the keys' places.
+    """Returns queries that give the scores of distances when multiplied with the sinusoids of the
+    keys' places.
 
     The key of a distance i - j is a weight times its sines and cosines, and by the addition theorems these are those of
     -j, turned by angles that depend on i. So it is the query that is turned, and nothing has to be shifted from
@@ -30,7 +33,8 @@ def turned(q: Tensor, halves: tuple[Tensor, Tensor], places: Tensor) -> tuple[Te
         places: of the queries, float32 [Tq, B or 1].
 
     Returns:
-        Two [Tq, B, N, H / 2], to be multiplied with the sines and with the cosines of -j. One of width H takes
+        Two [Tq, B, N, H / 2], to be multiplied with the sines and with the cosines of -j. One of
+            width H takes
         425.1 million cycles of that step, but libtpu 0.0.51 aborts on it for v6e at effort fast.
     """
     width = 2 * halves[0].shape[0]
@@ -50,9 +54,11 @@ def turned(q: Tensor, halves: tuple[Tensor, Tensor], places: Tensor) -> tuple[Te
 
 
 class RelativeAttention(XLNetRelativeAttention):
-    """XLNet's two-stream attention with relative positions (Yang et al. 2019, sections 2.3 and A.2).
+    """XLNet's two-stream attention with relative positions (Yang et al. 2019, sections 2.3 and
+    A.2).
 
-    Activations are time-major as in transformers: h [T, B, H], masks [T, T, B, 1], r [2T, B, H]. Two things differ:
+    Activations are time-major as in transformers: h [T, B, H], masks [T, T, B, 1], r [2T, B, H].
+    Two things differ:
 
     * The query stream has the queries of the P targets only. transformers spreads them over all T places, and reads P
       of the results. A row of target_mapping has at most one 1.
@@ -86,7 +92,8 @@ class RelativeAttention(XLNetRelativeAttention):
             sinusoids: of the keys' places, negative, [T, B, H].
             r: the halves of the parameter, in q's type.
             places: the queries', [Tq, B or 1].
-            other: 1 where the key is of another segment than the query, [B, 1, Tq, T]; None: there are no segments.
+            other: 1 where the key is of another segment than the query, [B, 1, Tq, T]; None: there
+                are no segments.
             mask: 1 where the query must not look at the key, [B, 1, Tq, T]; None: it sees all.
         """
         dtype = q.dtype
@@ -149,7 +156,8 @@ class RelativeAttention(XLNetRelativeAttention):
         length = h.shape[0]
         # Of the sinusoids of distances from T to 1 - T those of 0, -1, …
         keys, values = self._to_heads(content, self.k), self._to_heads(content, self.v)
-        # Cast once: the gradients of both streams are added up before they are reduced over the devices.
+        # Cast once: the gradients of both streams are added up before they are reduced over the
+        # devices.
         q, of_places, o = (weight.to(keys.dtype) for weight in (self.q, self.r, self.o))
         context = keys, values, r[length:], of_places.chunk(2)
         places = torch.arange(length, device=h.device, dtype=torch.float32)[:, None]

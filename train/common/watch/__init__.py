@@ -1,4 +1,5 @@
-"""What watches a run: flags that every script has, that change no number, and that it does not name.
+"""What watches a run: flags that every script has, that change no number, and that it does not
+name.
 
     profile.py   --profile 20:25     a trace of these steps, for TensorBoard
     stall.py     --stall-after 20    ends a run that hangs, with the stacks of all threads
@@ -9,11 +10,12 @@
     card.py                          the model card of an export in transformers' format
     report.py    --report            start, metrics and result as lines of JSON, which `make accept` reads
 
-A copy of a script (`make copy`) goes without it; the folder, or any of its files beside this one (board.py and card.py
-need curves.py, goodput.py _flops.py), brings the flags back.
+A copy of a script (`make copy`) goes without it; the folder, or any of its files beside this one
+(board.py and card.py need curves.py, goodput.py _flops.py), brings the flags back.
 
-A watcher's module has `Flags`, a frozen dataclass with a default for each, and `watcher(flags)`, which checks them and
-returns what makes a `hooks.Watcher` of a Run, or None where none is wanted. Its name stands in ORDER, below.
+A watcher's module has `Flags`, a frozen dataclass with a default for each, and `watcher(flags)`,
+which checks them and returns what makes a `hooks.Watcher` of a Run, or None where none is wanted.
+Its name stands in ORDER, below.
 """
 
 import importlib
@@ -26,7 +28,8 @@ from tyro.conf import OmitArgPrefixes
 
 from train.common import hooks
 
-# In this order watchers are made and entered, and notified of everything. They are left in the opposite order.
+# In this order watchers are made and entered, and notified of everything. They are left in the
+# opposite order.
 #   curves before tracker    tracker's `summary` sends the picture that curves has just drawn
 #   board before goodput     what board writes before the first step is counted as the start of the run
 #   goodput and profile before report    report's `step` may kill the process: clock and trace are written by then
@@ -42,8 +45,8 @@ Presets = dict[str, tuple[str, Any]]
 
 
 def watched(main: Callable[[Any], Any], presets: Presets) -> tuple[Callable[[Any], Any], Presets]:
-    """Returns a `main` that watches every Run that trains in it, and its presets: those of the script, with the flags
-    of all watchers beside those of its Config."""
+    """Returns a `main` that watches every Run that trains in it, and its presets: those of the
+    script, with the flags of all watchers beside those of its Config."""
     script_config = type(next(iter(presets.values()))[1])
     fields = [("config", OmitArgPrefixes[script_config])]
     for name, module in MODULES.items():

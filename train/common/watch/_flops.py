@@ -13,10 +13,10 @@ GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 class Flops:
     """Counts the flops of the programs that start.
 
-    A program's flops are those of its matmuls and convolutions, two per multiply-add, for all devices together, before
-    the compiler changes it: model flops, and what --remat computes again. Plain PyTorch and steps that are not strict
-    start no programs. `done` becomes None where the flops are not known: in a copy without tpu/, and for a loop over
-    steps (--steps-a-call).
+    A program's flops are those of its matmuls and convolutions, two per multiply-add, for all
+    devices together, before the compiler changes it: model flops, and what --remat computes again.
+    Plain PyTorch and steps that are not strict start no programs. `done` becomes None where the
+    flops are not known: in a copy without tpu/, and for a loop over steps (--steps-a-call).
     """
 
     def __init__(self, mesh: Mesh):
@@ -41,8 +41,8 @@ class Flops:
 
 
 def count(module: bytes, devices: int) -> int | None:
-    """Returns the flops of a serialized HloModuleProto on all devices together, or None where a product is in a loop of
-    unknown length, or too involved to count."""
+    """Returns the flops of a serialized HloModuleProto on all devices together, or None where a
+    product is in a loop of unknown length, or too involved to count."""
     from tpu.compiler import analysis, hlo
 
     parsed = hlo.parse(module)

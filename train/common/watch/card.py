@@ -1,8 +1,8 @@
 """The model card of an export in transformers' format, export/README.md: what the hub shows of it.
 
-It has the data, the metrics of summary.json, the command, versions, hyperparameters and the picture of curves.py, and
-nothing of the environment. It is written before the run counts as finished, by huggingface_hub, which transformers
-needs anyway; nothing is uploaded. docs/tracking.md says how to.
+It has the data, the metrics of summary.json, the command, versions, hyperparameters and the picture
+of curves.py, and nothing of the environment. It is written before the run counts as finished, by
+huggingface_hub, which transformers needs anyway; nothing is uploaded. docs/tracking.md says how to.
 """
 
 import json

@@ -56,7 +56,8 @@ class Curves(Watcher):
             if lines := records(self._run):
                 self._run.folder.write("curves.png", draw_curves(lines, self._run.name))
         except (InputError, ValueError, ImportError) as error:
-            # A full disk, a line that it tore, or a copy without matplotlib: no reason to end a run.
+            # A full disk, a line that it tore, or a copy without matplotlib: no reason to end a
+            # run.
             self._run.message("warning: no picture: " + str(error).partition(";")[0])
 
 
@@ -70,8 +71,8 @@ def records(run: Any) -> list[dict[str, Any]]:
 
 
 def draw_curves(records: list[dict[str, Any]], title: str) -> bytes:
-    """Returns a PNG of 1000 x 460 pixels from the lines of metrics.jsonl: the loss, and beside it learning rate and
-    evaluation metrics, each in a panel of its own."""
+    """Returns a PNG of 1000 x 460 pixels from the lines of metrics.jsonl: the loss, and beside it
+    learning rate and evaluation metrics, each in a panel of its own."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,5 @@
-"""Goodput, and --price: where the wall time of all starts of a run went, in runs/<name>/goodput.json and summary.json.
+"""Goodput, and --price: where the wall time of all starts of a run went, in
+runs/<name>/goodput.json and summary.json.
 
     steps         train steps that the result is made of: their share is the goodput
     input_wait    the training loop waited for a batch
@@ -8,11 +9,11 @@
     end           after the last step: the last evaluation, export
     lost          training that a later start repeated, since it was after the checkpoint
 
-MFU is model flops a second over the peak (Chowdhery et al. 2022, PaLM, section 4.1), in the training of the last start
-without what was compiled in it.
+MFU is model flops a second over the peak (Chowdhery et al. 2022, PaLM, section 4.1), in the
+training of the last start without what was compiled in it.
 
-Of a start that was killed, what came after the last note is missing, at most a minute. The time between two starts
-counts apart: whether the chips were paid for then, only their owner knows.
+Of a start that was killed, what came after the last note is missing, at most a minute. The time
+between two starts counts apart: whether the chips were paid for then, only their owner knows.
 """
 
 import contextlib
@@ -110,9 +111,10 @@ class Goodput(Watcher):
             self._flops.started(graph)
 
     def summary(self) -> dict[str, Any]:
-        """Returns {"goodput": share of steps (0 to 1) in the time of all starts, seconds of each part, starts, seconds
-        between starts, this start's chips, chip-hours of all, cost; of this start's training model flops a second, of
-        all devices, and on TPUs MFU: their share of the peak in bfloat16}, and prints it."""
+        """Returns {"goodput": share of steps (0 to 1) in the time of all starts, seconds of each
+        part, starts, seconds between starts, this start's chips, chip-hours of all, cost; of this
+        start's training model flops a second, of all devices, and on TPUs MFU: their share of the
+        peak in bfloat16}, and prints it."""
         self._note()  # for a remote run the last time
         starts = [*self._starts, self._record()]
         seconds, between = _sums(starts)

@@ -1,4 +1,5 @@
-"""--profile 20:25: a trace of these steps in runs/<name>/profile, for TensorBoard's profile plugin and for Perfetto.
+"""--profile 20:25: a trace of these steps in runs/<name>/profile, for TensorBoard's profile plugin
+and for Perfetto.
 
 On XLA it is torch_xla's own profiler: the device's operations by the names of the compiled program, and beside them
 the host's threads, where "train" is a step, "wait for a batch" the loader, "start the program" the call of the compiled
@@ -147,7 +148,8 @@ class _Xla:
 
     def span(self, name: str, step: int | None = None) -> contextlib.AbstractContextManager:
         """Returns a context that names what this thread does in it; a `step` is a group of the plugin's overview."""
-        # Not torch_xla's Trace and StepTrace: they name the operations of the graph, too, and end with a sync.
+        # Not torch_xla's Trace and StepTrace: they name the operations of the graph, too, and end
+        # with a sync.
         return self._trace_me(name) if step is None else self._trace_me(name, step_num=step, _r=1)
 
 

@@ -1,10 +1,12 @@
-"""--report: prints what a program reads of a run, `report {…}`, a line of JSON on stdout for each event.
+"""--report: prints what a program reads of a run, `report {…}`, a line of JSON on stdout for each
+event.
 
     start    where the run's folder is, at which step it starts, devices, versions, commit, files of the folder
     line     a line of metrics.jsonl, with every digit: {"step": 120, "values": {"loss": …}, "timing": {…}}
     end      summary.json of a finished run, the memory that it took, files of its folder and their bytes
 
-`make accept` reads them (tpu/accept). A run on a TPU has its folder elsewhere; its stdout is what reaches every client.
+`make accept` reads them (tpu/accept). A run on a TPU has its folder elsewhere; its stdout is what
+reaches every client.
 
 --kill-at 120: sends SIGKILL to the process of the last host after step 120, when its checkpoints so far are written. It
 is how a resume is tried where nobody can reach the process.

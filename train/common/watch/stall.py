@@ -1,9 +1,11 @@
-"""--stall-after: ends a run that hangs, with the stacks of all threads, so that it can be started again.
+"""--stall-after: ends a run that hangs, with the stacks of all threads, so that it can be started
+again.
 
-A lost host, a stuck file system or a deadlock leaves a run silent for hours while it is paid for. A thread looks for
-progress: a train step, a call of any compiled step (an evaluation makes many), the start or end of a pause. Without it
-for long, every host writes its stacks to runs/<name>/stacks/host-<index>.txt and to its log, and exits with 75
-(EX_TEMPFAIL of sysexits.h): the launcher's RETRIES starts the run again, from its last checkpoint.
+A lost host, a stuck file system or a deadlock leaves a run silent for hours while it is paid for. A
+thread looks for progress: a train step, a call of any compiled step (an evaluation makes many), the
+start or end of a pause. Without it for long, every host writes its stacks to
+runs/<name>/stacks/host-<index>.txt and to its log, and exits with 75 (EX_TEMPFAIL of sysexits.h):
+the launcher's RETRIES starts the run again, from its last checkpoint.
 
     in training, from the 6th step on    --stall-after times the median step, at least 5 minutes
     before, after the last, in a pause   an hour: a first batch, an export or a slow store's checkpoint takes its time
@@ -121,7 +123,8 @@ class Stall(Watcher):
         before = time.monotonic()
         while not self._over.wait(every):
             with self._looking:
-                # What kept this thread from looking, such as a stop of the process, is no silence of the run.
+                # What kept this thread from looking, such as a stop of the process, is no silence
+                # of the run.
                 now = time.monotonic()
                 kept = max(0.0, now - before - every)
                 self._seen_at = min(now, self._seen_at + kept)
@@ -139,8 +142,8 @@ class Stall(Watcher):
             self._arm()
 
     def _arm(self) -> None:
-        # A thread that holds Python's lock for ever stops the watchdog, too; faulthandler's, which needs no lock, then
-        # writes the stacks and exits with 1.
+        # A thread that holds Python's lock for ever stops the watchdog, too; faulthandler's, which
+        # needs no lock, then writes the stacks and exits with 1.
         faulthandler.dump_traceback_later(self.limit() + LEAST, exit=True, file=STDERR)
 
     def _look(self) -> None:

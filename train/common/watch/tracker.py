@@ -1,10 +1,13 @@
-"""--tracker wandb: sends a run to Weights & Biases, too, by its own library (requirements-wandb.txt).
+"""--tracker wandb: sends a run to Weights & Biases, too, by its own library
+(requirements-wandb.txt).
 
-What it gets: the settings, the numbers of metrics.jsonl, summary.json and the picture of curves.py; from the main
-process only. A resumed run continues the same one there, by the id in runs/<name>/wandb.json. Entity, project and mode
-are that library's environment variables: docs/tracking.md.
+What it gets: the settings, the numbers of metrics.jsonl, summary.json and the picture of curves.py;
+from the main process only. A resumed run continues the same one there, by the id in
+runs/<name>/wandb.json. Entity, project and mode are that library's environment variables:
+docs/tracking.md.
 
-A thread sends. The training waits for it at the end alone, and not long; an error there is a warning.
+A thread sends. The training waits for it at the end alone, and not long; an error there is a
+warning.
 """
 
 import contextlib
@@ -128,7 +131,8 @@ class Tracker(Watcher):
                 or (None if self._folder.remote else self._folder.local),
                 settings=wandb.Settings(console="off", init_timeout=BEGIN, finish_timeout=LAST),
             )
-            # The step is a column like others: what a resumed run repeats comes a second time, in the same place.
+            # The step is a column like others: what a resumed run repeats comes a second time, in
+            # the same place.
             tracked.define_metric("*", step_metric="step")
             while send := self._events.get():
                 send(tracked)
