@@ -104,7 +104,8 @@ class FittedGELU(torch.autograd.Function):
     @staticmethod
     def distribution(x: Tensor) -> Tensor:
         """Returns the normal distribution's Phi(x), within 7e-6, for float32 x."""
-        square, exponent = x.square(), GELU_TERMS[-1]
+        square = x.square()
+        exponent = GELU_TERMS[-1]
         for term in GELU_TERMS[-2::-1]:
             exponent = exponent * square + term
         return 0.5 + 0.5 * torch.tanh(x * exponent)
@@ -119,9 +120,8 @@ class FittedGELU(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> Tensor:
         wide = ctx.saved_tensors[0].float()
         density = (2 * math.pi) ** -0.5 * torch.exp(-0.5 * wide.square())
-        return (gradient.float() * (FittedGELU.distribution(wide) + wide * density)).to(
-            gradient.dtype
-        )
+        slope = FittedGELU.distribution(wide) + wide * density
+        return (gradient.float() * slope).to(gradient.dtype)
 
 
 class GELU(nn.Module):
@@ -163,14 +163,14 @@ class ShortRows:
     """
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor, **options) -> ModelOutput:
-        """Returns what the layers do for hidden_states [B, T, C] and a mask as `additive_mask` returns it."""
+        """Returns what the layers return for hidden_states [B, T, C] and a mask as `additive_mask`
+        returns it."""
         shape = hidden_states.shape
         together = layers.rows_together(*shape[:2], self.parts)
         if together > 1:
             row = torch.arange(together, device=hidden_states.device).repeat_interleave(shape[1])
-            others = torch.where(
-                row == row[:, None], 0.0, 2 * layers.MASKED
-            )  # a row without any key stays alone, too
+            # Twice MASKED, so that a row without any key stays alone, too.
+            others = torch.where(row == row[:, None], 0.0, 2 * layers.MASKED)
             attention_mask = attention_mask.reshape(-1, 1, 1, len(row)) + others
             hidden_states = hidden_states.reshape(-1, len(row), shape[2])
         found = super().forward(hidden_states, attention_mask, **options)
@@ -179,8 +179,11 @@ class ShortRows:
 
 
 class WideAttention(DisentangledSelfAttention):
-    """DeBERTa's attention in float32. Its scores in bfloat16 would be filled with float32's lowest number, which is
-    -inf there, and the rows of padding, which see nothing, would be NaN."""
+    """DeBERTa's attention in float32.
+
+    It fills masked scores with float32's lowest number, which is -inf in bfloat16: rows of padding,
+    which see no key, would be NaN.
+    """
 
     def forward(self, hidden_states: Tensor, *args, **options) -> tuple[Tensor, Tensor | None]:
         """Returns what transformers' own does, in the type of hidden_states [B, T, C]."""
