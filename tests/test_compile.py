@@ -203,7 +203,7 @@ models = (
     ["bert", "full", "--batch", "8", "--task", "pretrain", "--", "--size", "tiny"],
 )
 for precision, count in (("bfloat16", 2), ("fast_float32", 2), ("float32", 3)):
-    backend.set_products(precision)
+    backend.set_matmul_precision(precision)
     for arguments in models[:count]:
         _, job = compiling.parse([*arguments, "--precision", precision])
         _, staged = compiling.stage(job, dataclasses.replace(mesh, precision=precision), job.script)
@@ -211,7 +211,7 @@ for precision, count in (("bfloat16", 2), ("fast_float32", 2), ("float32", 3)):
             [dot.opcode, dot.lhs, sorted(set(dot.precision))] for dot in analysis.dots(hlo.parse(staged.module))
         ]
 
-backend.set_products("float32")
+backend.set_matmul_precision("float32")
 found["forms"] = {}
 jobs = {
     "bert": ["bert", "full", "--task", "pretrain", "--batch", "8", "--", "--precision", "float32", "--size", "tiny"],

@@ -40,7 +40,7 @@ def usual_forms():
 
 @pytest.fixture
 def no_flags(monkeypatch):
-    monkeypatch.setattr(backend, "_asked", set())
+    monkeypatch.setattr(backend, "_added_flags", set())
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
 
 
@@ -210,7 +210,7 @@ def test_a_run_on_a_tpu_says_so_before_libtpu_is_loaded_and_may_die_of_a_flag(no
         raise Asked
 
     monkeypatch.setattr(backend.xr, "device_type", lambda: "TPU")
-    monkeypatch.setattr(backend, "set_products", lambda _: None)
+    monkeypatch.setattr(backend, "set_matmul_precision", lambda _: None)
     monkeypatch.setattr(backend.xr, "is_spmd", lambda: True)
     monkeypatch.setattr(backend.xr, "global_runtime_device_count", load)
     with pytest.raises(Asked):
@@ -240,11 +240,11 @@ def test_the_version_that_compiles_is_that_of_the_package_unless_another_is_name
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: libtpu\nVersion: 9.8.7\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    assert backend.compiler() == "libtpu 9.8.7"
+    assert backend.libtpu_version() == "libtpu 9.8.7"
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu/libtpu.so"))  # as torch_xla sets it
-    assert backend.compiler() == "libtpu 9.8.7"
+    assert backend.libtpu_version() == "libtpu 9.8.7"
     monkeypatch.setenv("TPU_LIBRARY_PATH", "/elsewhere/libtpu.so")
-    assert backend.compiler() == "libtpu at /elsewhere/libtpu.so"
+    assert backend.libtpu_version() == "libtpu at /elsewhere/libtpu.so"
 
 
 def test_each_new_program_is_named_before_it_is_compiled(mesh, capsys):

@@ -82,7 +82,7 @@ class StepLoop:
         shardings: dict[str, Any],
     ) -> _TracedStep:
         """Calls the step with `inputs` in place of the held tensors and of the batch."""
-        facts = replay.Arguments((state, *rest)).facts
+        guards = replay.Arguments((state, *rest)).guards
         # A placeholder takes no annotation, a view of it does.
         traced = {name: tensor.view(tensor.shape) for name, tensor in inputs.items()}
         _copy(traced, held)
@@ -91,7 +91,7 @@ class StepLoop:
         traced_batch = {name: traced[name] for name in batch}
         result = self._step_fn(state, traced_batch, *rest)
         leaves, structure = pytree.tree_flatten(result)
-        if replay.Arguments((state, *rest)).facts != facts:
+        if replay.Arguments((state, *rest)).guards != guards:
             raise replay.NotRepeatable(
                 "it leaves gradients, makes state, or changes a Python value (zero_grad)"
             )
