@@ -357,8 +357,8 @@ def test_cut_tensors_are_made_whole_by_a_program_for_each_shape_one_at_a_time(me
     graphs, waits, wait = backend.compilations(), [], pin_sharding.xm.wait_device_ops
     monkeypatch.setattr(pin_sharding.xm, "wait_device_ops", lambda: waits.append(wait()))
     for _ in range(2):
-        assert all(map(torch.equal, gather.read(tensors, True), numbers))
-    assert gather.read(tensors, False) == [] and backend.compilations() == graphs + 2
+        assert all(map(torch.equal, gather.to_host(tensors, True), numbers))
+    assert gather.to_host(tensors, False) == [] and backend.compilations() == graphs + 2
     assert len(waits) == 3 * 3  # tensors that are cut
     assert [on_each_device(tensor) for tensor in tensors] == [[4, 3], [4, 3], [4], [3]]
     assert gather.on_every_device(elsewhere := torch.ones(2, device="meta")) is elsewhere  # a GPU's, with --remat
@@ -469,6 +469,6 @@ def test_the_table_of_a_model_says_where_its_parameters_lie_and_one_without_is_r
     with pytest.raises(InputError, match="bert, distilbert, roberta, xlnet, .*not electra.*models/encoders"):
         encoders.rules(ElectraForMaskedLM(ElectraConfig(num_hidden_layers=0, vocab_size=8)))
     *_, state = opened(mesh, replace(TWO, shard_state="optimizer"), model="roberta")
-    line = next(line for line in sharding.table(state.model) if "*.intermediate.dense.weight" in line)
+    line = next(line for line in sharding.placement_table(state.model) if "*.intermediate.dense.weight" in line)
     assert line.startswith("roberta.encoder.layer.*.intermediate.dense.weight ")
     assert " 1 x 128 x 32 " in line and "[model, -]" in line and line.endswith("state [model, data]")

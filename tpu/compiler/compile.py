@@ -180,7 +180,7 @@ def compile_step(
         }
         if getattr(job.config(topology.num_devices), "layout", WHOLE) != WHOLE:
             state = next(each for each in step.arguments if hasattr(each, "model") and hasattr(each, "optimizer"))
-            identity["placement"] = sharding.table(state.model)
+            identity["placement"] = sharding.placement_table(state.model)
         counted = bundles.read(code) if code else None
         figures = report.figures(staged, program, libtpu.GENERATIONS[topology.generation], effort, counted)
         if occupied(figures) > topology.hbm_bytes:

@@ -58,7 +58,7 @@ def to_host(values: dict[str, Any], layers: Any = None, keep: bool = True) -> di
 
     copies = []
     if layers:
-        copies = layers.read(list(tensors.values()), keep)
+        copies = layers.to_host(list(tensors.values()), keep)
     elif keep:
         copies = device.read(list(tensors.values()))
 

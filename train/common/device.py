@@ -218,7 +218,7 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
             if state:
                 optimizer.state[parameter] = state
     if mesh.layers:
-        mesh.layers.keep(optimizer, mesh)
+        mesh.layers.keep_placements(optimizer, mesh)
 
 
 def _prepare_group(
