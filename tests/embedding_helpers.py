@@ -33,7 +33,7 @@ from train.common.embedding import (
     Table,
     TableStorage,
 )
-from train.common.embedding.owners import Rows
+from train.common.embedding.owners import TableRun
 from train.common.mesh import Mesh
 
 TOLERANCE = 2e-6
@@ -116,7 +116,7 @@ def whole(pieces: Mapping[str, Tensor], tables=TABLES) -> dict[tuple[str, str], 
         name, kind, _, column = key.split("/")
         shape = (rows_of[name], DIM) if piece.dim() == 2 else (rows_of[name],)
         array = found.setdefault((name, kind), torch.full(shape, float("nan")))
-        part = (Rows.of_piece(key).table_rows(0, piece.shape[0]),)
+        part = (TableRun.of_piece(key).table_rows(0, piece.shape[0]),)
         if piece.dim() == 2:
             part += (slice(int(column), int(column) + piece.shape[1]),)
         assert array[part].shape == piece.shape and array[part].isnan().all()
