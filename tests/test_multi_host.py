@@ -586,7 +586,7 @@ def test_the_mean_of_checkpoints_waits_for_the_last_one(tmp_path):
     train("transformer", 2, tmp_path, patch=patch).succeeded()
 
 
-def test_a_host_that_misses_a_checkpoint_makes_no_mean_of_its_own(tmp_path):
+def test_a_host_behind_the_others_makes_no_mean_of_its_own(tmp_path):
     """A listing of a network file system may be a minute old."""
     average = transformer.average_checkpoints
 
