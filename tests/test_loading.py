@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
+from loading_helpers import Batches, Numbers, Sentences, equal, take
 
 from data.batching import Buckets
 from data.packing import pack
@@ -38,23 +39,17 @@ from train.common.loading import parallel_loader
 # Data sets
 
 
-class Numbers:
-    """Examples that have their index and one draw of their generator; every third is of a file
-    that was skipped. Counts the `calls` in this process."""
+class Broken(Numbers):
+    """Fails at example 17, if `how` says how."""
 
-    def __init__(self, size: int, broken: str = ""):
-        self.size = size
-        self.broken = broken
-        self.calls = []
-
-    def __len__(self) -> int:
-        return self.size
+    def __init__(self, size: int, how: str):
+        super().__init__(size)
+        self.how = how
 
     def example(self, index: int, rng: np.random.Generator) -> dict:
-        self.calls.append(index)
-        if self.broken and index == 17:
-            decode_the_broken_one(self.broken)
-        return {"index": np.int64(index), "draw": rng.random(), "skipped": index % 3 == 0}
+        if self.how and index == 17:
+            decode_the_broken_one(self.how)
+        return super().example(index, rng)
 
 
 def decode_the_broken_one(how: str) -> None:
@@ -104,21 +99,6 @@ class Rows(Numbers):
         return {"row": table[indices], "index": np.asarray(indices)}
 
 
-class Sentences(Numbers):
-    """Sentence i is 1 to 20 tokens, all of them i."""
-
-    def __init__(self, size: int):
-        super().__init__(size)
-        self.lengths = np.random.default_rng(0).integers(1, 21, size)
-
-    def batch(self, indices, lengths):
-        self.calls += indices.tolist()
-        positions = np.arange(*lengths)
-        is_token = positions < self.lengths[indices][..., None]
-        tokens = np.where(is_token, indices[..., None], PADDING)
-        return {"tokens": tokens.astype(np.int32), "index": indices}
-
-
 class Unsent(Buckets):
     """A plan that may not be sent to workers."""
 
@@ -149,17 +129,6 @@ KINDS = {
 EPOCH_STARTS = (0, 3, 6)  # batches at which the first three epochs begin
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
-Batches = list[dict[str, np.ndarray]]
-
-
-def take(loader) -> Batches:
-    """Reads all batches back to the host, and closes the loader."""
-    batches = []
-    with loader:
-        for batch in loader:
-            batches.append({key: value.cpu().numpy() for key, value in batch.items()})
-    return batches
-
 
 def train_batches(kind: str, mesh, **options) -> Batches:
     """Returns the batches of ten steps; the data set's calls are those that made them."""
@@ -167,18 +136,6 @@ def train_batches(kind: str, mesh, **options) -> Batches:
     options = {"seed": 3, "stop": 10, **chosen.options, **options}
     chosen.dataset.calls.clear()
     return take(parallel_loader(chosen.dataset, chosen.batch_size, mesh, train=True, **options))
-
-
-def equal(batches: Batches, others: Batches) -> bool:
-    """Returns whether both have the same entries with the same values."""
-    if len(batches) != len(others):
-        return False
-    for batch, other in zip(batches, others, strict=True):
-        if batch.keys() != other.keys():
-            return False
-        if not all(np.array_equal(batch[key], other[key]) for key in batch):
-            return False
-    return True
 
 
 def number_of_examples(batches: Batches) -> int:
@@ -317,7 +274,7 @@ def test_each_micro_batch_has_the_counts_of_its_batch(mesh, workers):
 
     assert len(expected) == 18
     for number, micro_batch in enumerate(expected):
-        first = number // 2 * 2  # of the batch
+        first = number // 2 * 2  # of its batch
         both = expected[first]["index"] + expected[first + 1]["index"]
         micro_batch["total"] = 2 * both + 2
         micro_batch["rows"] = np.full(4, 2, np.float32)
@@ -513,7 +470,7 @@ def test_an_error_stops_the_loop_with_its_own_words(mesh, name, workers):
     before = Leftovers.before()
     options = {"train": False, "workers": workers, "collate": failure.collate}
 
-    with parallel_loader(Numbers(32, failure.how), 8, mesh, **options) as loader:
+    with parallel_loader(Broken(32, failure.how), 8, mesh, **options) as loader:
         processes = before.started()
         assert len(processes) == workers
         if failure.how:
@@ -575,7 +532,7 @@ def test_an_error_of_the_upload_is_raised(mesh, monkeypatch):
 def test_a_killed_worker_ends_the_run(mesh, how):
     started = time.perf_counter()
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.*\) exited unexpectedly"):
-        take(parallel_loader(Numbers(32, how), 8, mesh, train=False, workers=1))
+        take(parallel_loader(Broken(32, how), 8, mesh, train=False, workers=1))
     assert time.perf_counter() - started < 15
 
 
