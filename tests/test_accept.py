@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -661,7 +661,7 @@ def test_when_the_tpu_is_gone_nothing_more_is_tried(pod):
     pod.bed.check_idle()
 
 
-# ---- README's table ------------------------------------------------------------------------------
+# ---- the table of docs/results.md ----------------------------------------------------------------
 def result(recipe: str, **changes: object) -> dict:
     """Returns a check of a recipe, as an acceptance writes it."""
     made = {
@@ -686,9 +686,9 @@ def accepted(folder: Path, name: str, *results: dict) -> Path:
     return Path(name)
 
 
-def test_readmes_table_is_that_of_the_files_that_are_committed():
+def test_the_table_is_that_of_the_files_that_are_committed():
     files = sorted(path.relative_to(ROOT) for path in ROOT.glob("docs/accepted/*.json"))
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / page.RESULTS).read_text()
     remedy = "python3 -m tpu.accept --table docs/accepted/*.json"
     assert page.with_table(text, files) == text, remedy
 
@@ -704,8 +704,8 @@ def test_the_table_has_a_row_for_each_result_and_what_never_ran(tmp_path, monkey
     lines = page.table([second, first]).splitlines()
 
     trial = "| trial: DLRM | 8 x TPU v6 lite, 1 host | 1.5 min"
-    assert f"{trial} | auc 0.8025 | [a](a.json) |" in lines
-    assert f"{trial} | auc 0.81 | [b](b.json) |" in lines
+    assert f"{trial} | auc 0.8025 | [a](../a.json) |" in lines
+    assert f"{trial} | auc 0.81 | [b](../b.json) |" in lines
     (row,) = [line for line in lines if "mlperf_v1" in line]
     assert "| 2.5 h | auc 0.8025 (AUC 0.8025) |" in row
     assert f"| trial: BERT, fine-tuning | {page.NEVER} | | | |" in lines
@@ -716,11 +716,19 @@ def test_the_table_has_a_row_for_each_result_and_what_never_ran(tmp_path, monkey
 
 
 @pytest.fixture
-def write_table(tmp_path, monkeypatch):
-    """write_table("a.json"): writes README's table in the test's folder, which has a.json; returns
-    the exit code."""
+def results_page(tmp_path) -> Path:
+    """A page of results with an old table, in the test's folder."""
+    path = tmp_path / page.RESULTS
+    path.parent.mkdir()
+    path.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
+    return path
+
+
+@pytest.fixture
+def write_table(results_page, tmp_path, monkeypatch) -> Callable[..., int]:
+    """write_table("a.json"): writes the table of results from this file, which is in the test's
+    folder; returns the exit code."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "README.md").write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
     accepted(tmp_path, "a.json", result("trial dlrm"))
 
     def call(*names: str) -> int:
@@ -730,19 +738,17 @@ def write_table(tmp_path, monkeypatch):
     return call
 
 
-def test_a_table_is_written_between_its_marks(write_table, tmp_path):
-    readme = tmp_path / "README.md"
-
+def test_a_table_is_written_between_its_marks(write_table, results_page):
     # As the shell leaves it where there is no file.
     assert write_table("docs/accepted/*.json") == 0
-    text = readme.read_text()
+    text = results_page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert page.NEVER in text
     assert "old" not in text
 
     assert write_table("a.json") == 0
-    assert "TPU v6 lite" in readme.read_text()
+    assert "TPU v6 lite" in results_page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -759,8 +765,8 @@ def test_a_table_of_other_files_is_refused(name, reason, write_table, tmp_path, 
     assert reason in capsys.readouterr().err
 
 
-def test_a_readme_without_the_marks_is_refused(write_table, tmp_path, capsys):
-    (tmp_path / "README.md").write_text("no marks")
+def test_a_page_without_the_marks_is_refused(write_table, results_page, capsys):
+    results_page.write_text("no marks")
     assert write_table("a.json") == 2
     assert "put both back" in capsys.readouterr().err
 

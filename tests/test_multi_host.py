@@ -22,6 +22,7 @@ import torch
 from checkpoints import damage, flip
 from fsspec.implementations.memory import MemoryFileSystem
 from helpers import equal, fewer_sentences, records, summary
+from loading_helpers import Numbers, Sentences
 from simulated_pod import DEVICES, TRAINING, Meeting, Pod, this_host
 
 from data import text, wmt
@@ -632,26 +633,6 @@ def test_hosts_agree_about_a_signal_as_rarely_as_the_script_says(name, updates, 
 HOSTS_OF_4X4 = [(0, 1, 4, 5), (2, 3, 6, 7), (8, 9, 12, 13), (10, 11, 14, 15)]
 
 
-class Numbers:
-    """Examples that say which they are."""
-
-    def __init__(self, size: int):
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def example(self, index: int, rng: np.random.Generator) -> dict:
-        return {"index": np.int64(index)}
-
-
-class NumberedRows(Numbers):
-    """Examples of a plan, read together."""
-
-    def batch(self, indices, lengths) -> dict:
-        return {"index": indices}
-
-
 @pytest.fixture
 def set_up_on_host(monkeypatch) -> Callable[[int], Mesh]:
     """set_up_on_host(2): what device.setup returns on this host of a 4x4 slice."""
@@ -676,7 +657,7 @@ def set_up_on_host(monkeypatch) -> Callable[[int], Mesh]:
 
 ROWS_AND_BATCHES = [
     pytest.param(Numbers(32), 16, id="examples"),
-    pytest.param(NumberedRows(32), Buckets([4] * 32, [(16, 4)]), id="plan"),
+    pytest.param(Sentences(32), Buckets([4] * 32, [(16, 4)]), id="plan"),
 ]
 
 

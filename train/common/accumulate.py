@@ -4,13 +4,14 @@
     train = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)  # it has several
     metrics = train(state, batch, config, mesh)
 
-Gradient accumulation is for updates whose examples do not fit together. The numbers are those of all examples in one
-batch, within rounding; batch norm's are those of its micro-batches. So a loss is never a mean over what micro-batches
-have unequal numbers of, such as tokens: it is a sum, which `per` counts; or, where the losses of an update have several
-counts, each is divided by that of the whole update, see `count` of the loader.
+Gradient accumulation is for updates whose examples do not fit together. The numbers are those of
+all examples in one batch, within rounding; batch norm's are those of its micro-batches. So a loss
+is never a mean over what micro-batches have unequal numbers of, such as tokens: it is a sum, which
+`per` counts; or, where the losses of an update have several counts, each is divided by that of the
+whole update, see `count` of the loader.
 
-Both steps draw what is random in a micro-batch (dropout) by config.seed and its number, so that a resumed run draws the
-same.
+Both steps draw what is random in a micro-batch (dropout) by config.seed and its number, so that a
+resumed run draws the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,17 +45,18 @@ class SeededStep:
 
 
 class AccumulatedStep:
-    """`forward` and its backward pass on every micro-batch; after the last one `update`, with the mean of their
-    gradients.
+    """`forward` and its backward pass on every micro-batch; after the last one `update`, with the
+    mean of their gradients.
 
     Args:
-        forward: called as (state, batch, config, mesh); returns scalars, "loss" among them: means over as many examples
-            in each micro-batch, or sums.
-        update: called as (state, config); updates the parameters from their `grad` and returns further metrics.
+        forward: called as (state, batch, config, mesh); returns scalars, "loss" among them: means
+            over as many examples in each micro-batch, or sums.
+        update: called as (state, config); updates the parameters from their `grad` and returns
+            further metrics.
         state: what both work on, with its `model`.
         means: names of forward's scalars whose means over an update are returned.
-        per: the scalar that counts what the sums are over, such as "tokens"; "" where forward returns means, each of
-            which counts the same.
+        per: the scalar that counts what the sums are over, such as "tokens"; "" where forward
+            returns means, each of which counts the same.
         max_graphs: shapes of micro-batches.
     """
 
@@ -94,8 +96,8 @@ def gradient_step(
     config: Any,
     mesh: Mesh,
 ) -> None:
-    """Adds the gradients of a micro-batch to the parameters' `grad`, and its scalars to `totals`: both stay on the
-    device."""
+    """Adds the gradients of a micro-batch to the parameters' `grad`, and its scalars to `totals`:
+    both stay on the device."""
     found = forward(state, batch, config, mesh)
     found["loss"].backward()
     for name, total in totals.items():
@@ -107,7 +109,8 @@ def update_step(
 ) -> dict[str, Tensor]:
     """Updates once from the mean of the gradients; returns the means of the totals, and sets all to zero."""
     count = totals[per] if per else config.update_every
-    # Sinusoidal positions and others that are not trained have no gradient; with zeros they would decay.
+    # Sinusoidal positions and others that are not trained have no gradient; with zeros they would
+    # decay.
     gradients = [
         each.grad.div_(count) for each in state.model.parameters() if each.grad is not None
     ]
@@ -119,8 +122,8 @@ def update_step(
 
 
 def gradient_buffers(model: nn.Module, sums: Sequence[str], mesh: Mesh) -> dict[str, Tensor]:
-    """Makes the `grad` of every parameter that is trained zeros on the device, and returns zeros of the given names.
-    Change both in place, in compiled steps."""
+    """Makes the `grad` of every parameter that is trained zeros on the device, and returns zeros of
+    the given names. Change both in place, in compiled steps."""
     totals = {name: torch.zeros(()).to(mesh.device) for name in sums}
     for parameter in filter(lambda each: each.requires_grad, model.parameters()):
         parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(mesh.device)

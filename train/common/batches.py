@@ -28,13 +28,16 @@ ALIGNMENT = 64  # bytes: each tensor starts at a multiple of it in shared memory
 
 
 class Dataset(Protocol):
-    """A size, and examples (numbers, arrays; floats: float32) that depend only on the index and the generator.
+    """A size, and examples (numbers, arrays; floats: float32) that depend only on the index and the
+    generator.
 
-    A data set without augmentation may have `batch(indices) -> dict of arrays [len(indices), ...]` instead of
-    `example`: rows of memory-mapped arrays are read hundreds of times faster together than one by one.
+    A data set without augmentation may have `batch(indices) -> dict of arrays [len(indices), ...]`
+    instead of `example`: rows of memory-mapped arrays are read hundreds of times faster together
+    than one by one.
 
-    One that is read in sequence may have `order(seed, epoch, batch_size)`, the indices of the epoch's full batches;
-    and `ahead(keys)`, which yields its keys, each batch's epoch and indices, while it fetches what the next ones need.
+    One that is read in sequence may have `order(seed, epoch, batch_size)`, the indices of the
+    epoch's full batches; and `ahead(keys)`, which yields its keys, each batch's epoch and indices,
+    while it fetches what the next ones need.
     """
 
     def __len__(self) -> int: ...
@@ -62,8 +65,9 @@ def training_keys(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yields the epoch and the indices [batch_size] of each batch from `start` to `stop`.
 
-    Each epoch is a permutation by (seed, epoch), or the data set's own `order`; what does not fill a batch at its end
-    is left out. `shuffle`: "batches" permutes whole batches, whose examples stay neighbours.
+    Each epoch is a permutation by (seed, epoch), or the data set's own `order`; what does not fill
+    a batch at its end is left out. `shuffle`: "batches" permutes whole batches, whose examples stay
+    neighbours.
     """
     per_epoch = len(dataset) // batch_size
     own_order = getattr(dataset, "order", None)
@@ -88,8 +92,8 @@ def training_keys(
 def evaluation_keys(
     size: int, batch_size: int, start: int, stop: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields epoch 0 and the indices [batch_size] of each batch from `start` to `stop`, in order; PADDING after the
-    last of `size` examples."""
+    """Yields epoch 0 and the indices [batch_size] of each batch from `start` to `stop`, in order;
+    PADDING after the last of `size` examples."""
     rows = np.arange(batch_size)
     for step in range(start, stop):
         indices = step * batch_size + rows
@@ -127,11 +131,13 @@ class Refused:
 
 
 class BatchMaker:
-    """Makes collated batches of their keys, in a worker process: what DataLoader takes for a data set.
+    """Makes collated batches of their keys, in a worker process: what DataLoader takes for a data
+    set.
 
     Args:
         masked: every batch gets a "mask" [batch] float32, 1 for examples and 0 for padding.
-        collate: makes a dict of tensors [n, ...] from n examples or from the result of the data set's `batch`.
+        collate: makes a dict of tensors [n, ...] from n examples or from the result of the data
+            set's `batch`.
     """
 
     def __init__(self, dataset: Dataset, seed: int, masked: bool, collate: Callable):
@@ -148,7 +154,8 @@ class BatchMaker:
         except InputError as error:
             return Refused(str(error))
         except Exception as error:
-            # A worker sends it by its class's name; one of a cloud's client may have none: a wait forever.
+            # A worker sends it by its class's name; one of a cloud's client may have none: a wait
+            # forever.
             module = sys.modules.get(type(error).__module__)
             is_known = getattr(module, type(error).__name__, None) is type(error)
             if not is_known or isinstance(
@@ -160,8 +167,9 @@ class BatchMaker:
             raise
 
     def opened(self, made: dict[str, Tensor] | SharedBatch | Refused) -> dict[str, Tensor]:
-        """Returns the tensors of what `__getitem__` has made; those of a worker lie in its memory, and are overwritten
-        when it makes its next batch but PREFETCH. Raises InputError where it was refused."""
+        """Returns the tensors of what `__getitem__` has made; those of a worker lie in its memory,
+        and are overwritten when it makes its next batch but PREFETCH. Raises InputError where it
+        was refused."""
         if isinstance(made, Refused):
             raise InputError(made.sentence)
         if isinstance(made, SharedBatch):
@@ -171,8 +179,9 @@ class BatchMaker:
     def _share(self, batch: dict[str, Any]) -> dict[str, Tensor] | SharedBatch:
         """Copies a worker's batch, of tensors or of lists of arrays, into its shared memory.
 
-        Sending a tensor costs 0.3 ms, fresh memory page faults. A worker has at most PREFETCH batches under way, and
-        the upload thread lets go of one when it takes the next: slots in use never meet.
+        Sending a tensor costs 0.3 ms, fresh memory page faults. A worker has at most PREFETCH
+        batches under way, and the upload thread lets go of one when it takes the next: slots in use
+        never meet.
         """
         worker = torch.utils.data.get_worker_info()
         if worker is None:
@@ -250,7 +259,8 @@ class BatchMaker:
 
     def _examples(self, epoch: int, rows: np.ndarray) -> list[dict[str, Any]]:
         """Returns the examples of a batch; each draws from a generator of its own, by (seed, epoch, row)."""
-        # All generators first: between images their code is not in the processor's cache, and takes 4 times as long.
+        # All generators first: between images their code is not in the processor's cache, and takes
+        # 4 times as long.
         generators = {
             row: np.random.default_rng((self.seed, epoch, row))
             for row in dict.fromkeys(rows.tolist())
@@ -259,8 +269,8 @@ class BatchMaker:
         return [made[row] for row in rows.tolist()]
 
     def _check_finite(self, batch: dict[str, Any], indices: np.ndarray) -> None:
-        """Raises InputError where a float of a batch is not finite: the loss would be called divergence. Here, in a
-        worker, it costs no step anything."""
+        """Raises InputError where a float of a batch is not finite: the loss would be called
+        divergence. Here, in a worker, it costs no step anything."""
         for key, values in batch.items():
             if not isinstance(values, Tensor):  # an array of each example
                 if values[0].dtype.kind != "f":
@@ -304,8 +314,9 @@ def start_worker(_: int) -> None:
     """Prepares a worker process: one thread, and an end that leaves the main process time to save."""
     torch.set_num_threads(1)
     gc.freeze()  # what was imported need not be searched for garbage again and again
-    # Ctrl-C, and the SIGTERM of a VM that is shut down, reach every process, but the main one needs batches until it
-    # has saved: a worker ends a minute later, or with the main one, since after a kill -9 its fork server waits for it.
+    # Ctrl-C, and the SIGTERM of a VM that is shut down, reach every process, but the main one needs
+    # batches until it has saved: a worker ends a minute later, or with the main one, since after a
+    # kill -9 its fork server waits for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
     threading.Thread(target=_end_with_the_main_process, daemon=True).start()

@@ -1,11 +1,13 @@
-"""The hooks of a training: what Run, Loader and the compiled step tell those who watch it, each by a name.
+"""The hooks of a training: what Run, Loader and the compiled step tell those who watch it, each by
+a name.
 
     Run             step, pause, resume, line, summary
     Loader          waited; spans WAIT and UPLOAD
     compiled step   traced, started; span START; and `device.compiling_since`, for a watcher that asks
 
-A watcher overrides the hooks of `Watcher` that it needs. train/common/watch has those of the project, and the order in
-which they are notified; a copy of a script may come without them, and then nobody is notified.
+A watcher overrides the hooks of `Watcher` that it needs. train/common/watch has those of the
+project, and the order in which they are notified; a copy of a script may come without them, and
+then nobody is notified.
 """
 
 import contextlib
@@ -19,7 +21,8 @@ START = "start the program"  # the loop, in the call of a compiled step
 
 
 class Watcher(contextlib.AbstractContextManager):
-    """Watches one run; entered before its first step, and left when the training ends, whatever ends it.
+    """Watches one run; entered before its first step, and left when the training ends, whatever
+    ends it.
 
     Each hook does nothing. All are called in the thread of the training loop.
     """
@@ -58,7 +61,8 @@ class Watcher(contextlib.AbstractContextManager):
         """Comes where a traced program starts."""
 
 
-# What makes a watcher of a Run, of all that a training is to have, in the order of their notifications.
+# What makes a watcher of a Run, of all that a training is to have, in the order of their
+# notifications.
 makers: Sequence[Callable[[Any], Watcher]] = ()
 # Those of the run that trains now, whom loaders and compiled steps notify.
 watchers: Sequence[Watcher] = ()

@@ -1,9 +1,11 @@
-"""Parallel loading: worker processes make examples, a background thread uploads batches, sharded over the mesh.
+"""Parallel loading: worker processes make examples, a background thread uploads batches, sharded
+over the mesh.
 
     worker processes (decode, augment, collate)  ->  upload thread  ->  two device batches  ->  the training loop
 
-torch_xla's own MpDeviceLoader is not used: it ends an epoch early, without a word, when the loader raises, and its
-`input_sharding` silently replicates every tensor whose rank is not that of the spec (torch_xla 2.9.0).
+torch_xla's own MpDeviceLoader is not used: it ends an epoch early, without a word, when the loader
+raises, and its `input_sharding` silently replicates every tensor whose rank is not that of the spec
+(torch_xla 2.9.0).
 """
 
 import collections
@@ -37,8 +39,8 @@ def steps_per_epoch(
         batch_size: examples, or a plan, see `parallel_loader`.
         micro_batches: into which each batch is cut.
     Raises:
-        InputError: the micro-batches or the devices do not divide a batch; the data set is empty, or smaller than a
-            batch.
+        InputError: the micro-batches or the devices do not divide a batch; the data set is empty,
+            or smaller than a batch.
     """
     is_plan = hasattr(batch_size, "shapes")
     examples = len(dataset)
@@ -64,11 +66,11 @@ def steps_per_epoch(
 
 
 class Loader(AbstractContextManager, Iterator):
-    """Iterates over device batches: dicts of tensors [batch, ...], sharded over the mesh by their first dimension; or,
-    see `parallel_loader`, over the `MicroBatches` of updates.
+    """Iterates over device batches: dicts of tensors [batch, ...], sharded over the mesh by their
+    first dimension; or, see `parallel_loader`, over the `MicroBatches` of updates.
 
-    Use it as a context manager: it owns a thread and worker processes. `skipped` is the sum of the examples' "skipped"
-    entries so far: files that a data set could not read and replaced.
+    Use it as a context manager: it owns a thread and worker processes. `skipped` is the sum of the
+    examples' "skipped" entries so far: files that a data set could not read and replaced.
 
     Args:
         made: what its data set, a BatchMaker, makes, in order.
@@ -99,7 +101,8 @@ class Loader(AbstractContextManager, Iterator):
         self._counted = collections.deque()  # micro-batches that have the counts of their batch
         self._waited = 0.0  # seconds
         self._since = time.perf_counter()
-        # Starts the workers. Not in the upload thread: the main thread's signal handler notices their death.
+        # Starts the workers. Not in the upload thread: the main thread's signal handler notices
+        # their death.
         self._made = iter(made)
         self._thread = ThreadPoolExecutor(1, "upload")
         self._ahead = collections.deque(self._thread.submit(self._load) for _ in range(AHEAD))
@@ -121,8 +124,8 @@ class Loader(AbstractContextManager, Iterator):
         return self._update
 
     def take(self) -> dict[str, Tensor]:
-        """Returns the next single batch, or micro-batch, on the device. Raises what loading raised; StopIteration at
-        the end. Nothing else asks for one, so here alone the loop waits."""
+        """Returns the next single batch, or micro-batch, on the device. Raises what loading raised;
+        StopIteration at the end. Nothing else asks for one, so here alone the loop waits."""
         started = time.perf_counter()
         try:
             with hooks.span(hooks.WAIT):
@@ -155,7 +158,8 @@ class Loader(AbstractContextManager, Iterator):
             batch = self._next() if self._count is None else self._next_counted()
             return self._upload(batch)
         except BaseException as error:  # whatever it is, the training loop must see it
-            # The error must not keep the DataLoader's iterator alive, and with it the worker processes.
+            # The error must not keep the DataLoader's iterator alive, and with it the worker
+            # processes.
             traceback.clear_frames(error.__traceback__)
             error = self._explained(error)
             self._made = iter(())
@@ -169,9 +173,11 @@ class Loader(AbstractContextManager, Iterator):
         return batch
 
     def _next_counted(self) -> dict[str, Tensor]:
-        """Returns the next micro-batch with the counts of its whole batch, so all of that has been read.
+        """Returns the next micro-batch with the counts of its whole batch, so all of that has been
+        read.
 
-        Except for the first batch, it reads one micro-batch for each that it returns: nobody waits for a whole batch.
+        Except for the first batch, it reads one micro-batch for each that it returns: nobody waits
+        for a whole batch.
         """
         if self._counted:
             self._read_one()
@@ -216,12 +222,13 @@ class Loader(AbstractContextManager, Iterator):
 
 
 class MicroBatches(Iterator):
-    """The micro-batches of one update, on the device: each is taken from the loader when it is asked for, so that no
-    more than AHEAD of them lie there.
+    """The micro-batches of one update, on the device: each is taken from the loader when it is
+    asked for, so that no more than AHEAD of them lie there.
 
     Attributes:
-        first: the number of its first micro-batch, counted from 1 since the training began, whatever was resumed: what
-            is random in the step of a micro-batch (dropout) is drawn by its number.
+        first: the number of its first micro-batch, counted from 1 since the training began,
+            whatever was resumed: what is random in the step of a micro-batch (dropout) is drawn by
+            its number.
         left: how many are not taken yet.
     """
 
@@ -260,24 +267,28 @@ def parallel_loader(
 ) -> Loader:
     """Loads `dataset` in batches onto the mesh.
 
-    Training: batches `start` to `stop`; each epoch is a new permutation, its remainder that does not fill a batch is
-    left out. Evaluation: every example once, in order; the last batch is padded, and `batch["mask"]` [batch_size]
-    float32 is 1 for examples and 0 for padding.
+    Training: batches `start` to `stop`; each epoch is a new permutation, its remainder that does
+    not fill a batch is left out. Evaluation: every example once, in order; the last batch is
+    padded, and `batch["mask"]` [batch_size] float32 is 1 for examples and 0 for padding.
 
-    The generator that `dataset.example` gets depends on (seed, epoch, index) alone, so the numbers depend neither on
-    `workers` nor on hosts or resumes. An exception anywhere in loading is raised by the next `next(loader)`.
+    The generator that `dataset.example` gets depends on (seed, epoch, index) alone, so the numbers
+    depend neither on `workers` nor on hosts or resumes. An exception anywhere in loading is raised
+    by the next `next(loader)`.
 
     Args:
-        batch_size: examples (of all hosts together) in a batch; or a plan, which has `shapes`, a length and
-            `steps(seed, start, stop)`, an order of its own, and a mask in training too.
-        split: micro-batches of equal size that each batch is cut into; they come one after the other.
-        update_every: of training, micro-batches that make an update: the loader then yields `MicroBatches`. None: it
-            yields single batches.
-        count: returns numbers [n] of the n rows of a micro-batch, by name. Row by row they are added up over those of a
-            batch, and stand in each of them: their sum is known before the first one is trained on, on every host.
-        shuffle: what an epoch permutes. "batches" keeps neighbours together: billions of rows are then read in
-            sequence, and the permutation itself stays small.
-        collate: makes a dict of tensors [n, ...] from n examples or from the result of `batch`, in a worker process.
+        batch_size: examples (of all hosts together) in a batch; or a plan, which has `shapes`, a
+            length and `steps(seed, start, stop)`, an order of its own, and a mask in training too.
+        split: micro-batches of equal size that each batch is cut into; they come one after the
+            other.
+        update_every: of training, micro-batches that make an update: the loader then yields
+            `MicroBatches`. None: it yields single batches.
+        count: returns numbers [n] of the n rows of a micro-batch, by name. Row by row they are
+            added up over those of a batch, and stand in each of them: their sum is known before the
+            first one is trained on, on every host.
+        shuffle: what an epoch permutes. "batches" keeps neighbours together: billions of rows are
+            then read in sequence, and the permutation itself stays small.
+        collate: makes a dict of tensors [n, ...] from n examples or from the result of `batch`, in
+            a worker process.
         workers: processes on this host; 0 loads in the upload thread, -1 takes one per core.
     """
     per_epoch = steps_per_epoch(dataset, batch_size, mesh, train, split)
@@ -312,11 +323,11 @@ def first_and_last(
     collate: Callable[[Any], dict[str, Tensor]] = as_tensors,
     workers: int = 0,
 ) -> list[dict[str, Tensor]]:
-    """Returns this host's rows of the first and of the last batch of an evaluation, in host memory, each in the
-    micro-batches that it is `split` into.
+    """Returns this host's rows of the first and of the last batch of an evaluation, in host memory,
+    each in the micro-batches that it is `split` into.
 
-    Call it before step 1, with the arguments of the evaluation's `parallel_loader`: what cannot be read or collated
-    then costs a sentence, and no training.
+    Call it before step 1, with the arguments of the evaluation's `parallel_loader`: what cannot be
+    read or collated then costs a sentence, and no training.
     """
     per_epoch = steps_per_epoch(dataset, batch_size, mesh, train=False, micro_batches=split)
     keys = []

@@ -1,4 +1,5 @@
-"""Several train steps in one call, for steps that a chip takes in less time than its host needs to start them.
+"""Several train steps in one call, for steps that a chip takes in less time than its host needs to
+start them.
 
     train = many_steps.compiled(train_step, mesh, 8)
     batches = []
@@ -24,8 +25,9 @@ MOST = 1000  # so many batches lie on the device at once
 
 
 def compiled(step_fn: Callable, mesh: Mesh, most: int) -> Callable:
-    """Returns `step_fn(state, batch, *rest)` as a function of several batches in place of one: as many as `most` are
-    one program on XLA, a loop on the device; fewer are single steps. It returns what the last step returns.
+    """Returns `step_fn(state, batch, *rest)` as a function of several batches in place of one: as
+    many as `most` are one program on XLA, a loop on the device; fewer are single steps. It returns
+    what the last step returns.
 
     Args:
         step_fn: a step as `device.compiled` takes it, which draws no random numbers.
@@ -53,13 +55,13 @@ def compiled(step_fn: Callable, mesh: Mesh, most: int) -> Callable:
 
 
 def ends_call(step: int, most: int, total: int, alone: int = 0) -> bool:
-    """Tells whether a call ends with this update: at multiples of `most`, wherever a run resumes, and with the last one
-    of `total`. The first `alone` updates of a run are calls of their own: a call has one learning rate, and they have
-    one each."""
+    """Tells whether a call ends with this update: at multiples of `most`, wherever a run resumes,
+    and with the last one of `total`. The first `alone` updates of a run are calls of their own: a
+    call has one learning rate, and they have one each."""
     return step % most == 0 or step == total or step <= alone
 
 
 def is_due(every: int, step: int, updates: int) -> bool:
-    """Tells whether one of the call's `updates`, of which `step` is the last, is a multiple of `every`: what is to
-    happen after that one happens after the call."""
+    """Tells whether one of the call's `updates`, of which `step` is the last, is a multiple of
+    `every`: what is to happen after that one happens after the call."""
     return step // every > (step - updates) // every

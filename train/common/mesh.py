@@ -1,5 +1,5 @@
-"""What a run's devices are, and what a user may ask of them; everything in train/common may import it, and it imports
-nothing of the project."""
+"""What a run's devices are, and what a user may ask of them; everything in train/common may import
+it, and it imports nothing of the project."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -73,8 +73,8 @@ class Mesh:
     def rows(self, batch_size: int) -> np.ndarray:
         """Returns the rows of a batch that this host loads, in the order in which it uploads them.
 
-        torch_xla gives the i-th of equal parts to the i-th of the host's devices. On a 4x4 slice devices are counted
-        along its lines, and a host has a square, such as 0, 1, 4 and 5.
+        torch_xla gives the i-th of equal parts to the i-th of the host's devices. On a 4x4 slice
+        devices are counted along its lines, and a host has a square, such as 0, 1, 4 and 5.
         """
         places = self.places
         if not places:

@@ -3,7 +3,8 @@
 runs/<name>/ (a local folder, or a URL such as gs://bucket/runs) holds
     config.json    the script's Config; for each start: versions, devices, git commit, command line, time
     metrics.jsonl  one JSON object a line: {"step": 120, "loss": 1.25, "lr": 0.05, "timing": {...}}; an evaluation's
-                   metrics are named eval/...; what a resumed run repeats bit for bit is outside "timing"
+                   metrics are named eval/...; what a resumed run repeats bit for bit is outside
+                   "timing"
     tb/            the same numbers as TensorBoard events
     curves.png     loss, learning rate and evaluation metrics over the steps, where train/common/watch is
     checkpoints/   see checkpoint.py; written before the evaluation that belongs to it
@@ -49,18 +50,22 @@ class _Line:
 
 
 class Run:
-    """One training run: its folder, its metrics, and its checkpoints in the order that makes a resume exact.
+    """One training run: its folder, its metrics, and its checkpoints in the order that makes a
+    resume exact.
 
-    `path` is its folder or URL. `finished`: nothing is left to train, and `summary` holds the results. On other hosts
-    than the main one nothing is printed or written, but values are read and checked at the same points, so that all
-    hosts run the same graphs and stop together. `evaluation_due`: after `resume`, whether the checkpoint's state is
-    still to be evaluated. Raises InputError where hosts see different folders, or it is unusable.
+    `path` is its folder or URL. `finished`: nothing is left to train, and `summary` holds the
+    results. On other hosts than the main one nothing is printed or written, but values are read and
+    checked at the same points, so that all hosts run the same graphs and stop together.
+    `evaluation_due`: after `resume`, whether the checkpoint's state is still to be evaluated.
+    Raises InputError where hosts see different folders, or it is unusable.
 
     Args:
         config: a dataclass with the fields `runs` (root folder or fsspec URL), `name` and `data`.
-        name: the folder where config.name is "", or the first of name-2, … that is new, or unfinished with this config.
+        name: the folder where config.name is "", or the first of name-2, … that is new, or
+            unfinished with this config.
         free: fields of config that do not change the numbers, so a resumed run may differ in them.
-        required: fields that a run's config.json must have; others that an older version lacked had Config's default.
+        required: fields that a run's config.json must have; others that an older version lacked had
+            Config's default.
         unit: what `log` counts as examples.
     Attributes:
         watchers: those of its training, who are told what happens; see hooks.py.
@@ -124,9 +129,10 @@ class Run:
     def resume(
         self, model, optimizer, *, examples: int, keep: int, every: int = 1, tables: Any = None
     ) -> int:
-        """Restores the newest checkpoint into a model and an optimizer on the device, which `checkpoint` saves, and
-        returns its step, 0 for a new run; see Checkpointer. Raises InputError where it is of another model, or hosts
-        disagree about it or the number of examples."""
+        """Restores the newest checkpoint into a model and an optimizer on the device, which
+        `checkpoint` saves, and returns its step, 0 for a new run; see Checkpointer. Raises
+        InputError where it is of another model, or hosts disagree about it or the number of
+        examples."""
         self._saved = model, optimizer
         self.checkpoints = Checkpointer(
             f"{self.path}/checkpoints", keep, self._main, tables, every, self.mesh.layers
@@ -145,8 +151,9 @@ class Run:
         return start
 
     def _find_evaluation(self, step: int) -> None:
-        """Finds out whether the evaluation that was to follow the checkpoint of a step has been recorded. Every host
-        calls it, in a new run as well: which run is resumed, hosts that look a moment apart see differently."""
+        """Finds out whether the evaluation that was to follow the checkpoint of a step has been
+        recorded. Every host calls it, in a new run as well: which run is resumed, hosts that look a
+        moment apart see differently."""
         due = self._main and step > 0 and self.checkpoints.evaluates
         recorded = self._metrics.evaluation(step) if due else {}
         if recorded:
@@ -161,8 +168,9 @@ class Run:
     def training(
         self, loader: contextlib.AbstractContextManager, stop_every: int = 10
     ) -> Iterator[None]:
-        """Holds the training loop: closes loader, checkpoints and run, whatever ends it, and turns SIGTERM and Ctrl-C
-        into a stop at the next `checkpoint`. The hosts of a pod agree about it in every `stop_every`-th step."""
+        """Holds the training loop: closes loader, checkpoints and run, whatever ends it, and turns
+        SIGTERM and Ctrl-C into a stop at the next `checkpoint`. The hosts of a pod agree about it
+        in every `stop_every`-th step."""
         stop = device.stop_requested(self.mesh, stop_every)
         watching = hooks.watching(self)
         with (
@@ -175,12 +183,14 @@ class Run:
             yield
 
     def checkpoint(self, step: int, *, due: bool, evaluates: bool = False) -> None:
-        """Saves what `resume` restored, if it is due, an evaluation follows, or the run is asked to stop. Call it in
-        every step, before the evaluation that belongs to it: nothing is lost when that fails.
+        """Saves what `resume` restored, if it is due, an evaluation follows, or the run is asked to
+        stop. Call it in every step, before the evaluation that belongs to it: nothing is lost when
+        that fails.
 
-        The order makes a resume exact: the upload of metrics comes before the save, the evaluation after it, and a
-        process that is asked to stop exits (with 143) only after the save is on disk. A run that ends between a save
-        and its evaluation finds `evaluation_due` when it resumes.
+        The order makes a resume exact: the upload of metrics comes before the save, the evaluation
+        after it, and a process that is asked to stop exits (with 143) only after the save is on
+        disk. A run that ends between a save and its evaluation finds `evaluation_due` when it
+        resumes.
         """
         for watcher in self.watchers:
             watcher.step(step)
@@ -234,11 +244,13 @@ class Run:
         input_wait: float | None = None,
         **metrics: Any,
     ) -> None:
-        """Records training metrics: numbers, or 0-d tensors on any device, which this call does not read.
+        """Records training metrics: numbers, or 0-d tensors on any device, which this call does not
+        read.
 
-        Tensors on the device are read all in one transfer after the next step has been started; until then they must
-        not be changed in place. A loss that is not finite raises an InputError there, which stops the run. `examples`
-        counts all so far: their growth over the time without pauses is the speed.
+        Tensors on the device are read all in one transfer after the next step has been started;
+        until then they must not be changed in place. A loss that is not finite raises an InputError
+        there, which stops the run. `examples` counts all so far: their growth over the time without
+        pauses is the speed.
         """
         self._pending.append(_Line(step, metrics, examples, input_wait))
         if any(
@@ -290,8 +302,8 @@ class Run:
         self._write(line.step, values, timing, words)
 
     def _rate(self, examples: float | None, seconds: float) -> float | None:
-        """Returns the examples per second of training since the last line that counted them; None where that is not
-        known."""
+        """Returns the examples per second of training since the last line that counted them; None
+        where that is not known."""
         if examples is None:
             return None
         before = self._rate_start
@@ -317,8 +329,8 @@ class Run:
             watcher.line(step, values, timing)
 
     def evaluation(self, step: int, **metrics: float) -> None:
-        """Records and prints evaluation metrics, which are numbers already, and adds them to the checkpoint of their
-        step. The time this takes is a pause."""
+        """Records and prints evaluation metrics, which are numbers already, and adds them to the
+        checkpoint of their step. The time this takes is a pause."""
         with self.pause():
             values = {f"{EVALUATION}{key}": float(value) for key, value in metrics.items()}
             words = "  ".join(f"{key} {format_number(value)}" for key, value in metrics.items())
