@@ -301,7 +301,7 @@ def test_each_new_program_is_named_before_it_is_compiled(mesh, capsys):
     assert "compiled doubling_step in " in capsys.readouterr().err
 
 
-def test_a_program_whose_compiler_has_no_name_is_compiled_in_silence(mesh, capsys):
+def test_without_a_compilers_name_programs_compile_in_silence(mesh, capsys):
     silent = backend.CompiledStep(
         lambda x: x * 3.5, strict=False, report=backend.GraphReport(), max_graphs=2
     )
@@ -497,7 +497,7 @@ def two_versions(monkeypatch) -> None:
     ],
     ids=["memory", "refusal"],
 )
-def test_an_error_of_the_version_besides_is_not_taken_for_the_reports(
+def test_an_error_of_the_version_besides_is_not_the_reports(
     error, said, two_versions, monkeypatch
 ):
     def compiles(_module, _topology, _effort, library):
@@ -566,7 +566,7 @@ def test_a_full_disk_is_no_death_of_the_compiler(
         apart.compile(b"", "v5e:1x1", "fast", tmp_path / "libtpu.so")
 
 
-def test_what_a_dead_compiler_has_written_for_itself_goes_with_it(tmp_path, monkeypatch):
+def test_files_of_a_dead_compiler_go_with_it(tmp_path, monkeypatch):
     script = f"touch $TMPDIR/log; echo $TMPDIR >{tmp_path}/where; kill -SEGV $$"
     stand_in(tmp_path, monkeypatch, script)
     with pytest.raises(apart.CompilerDied):
@@ -601,7 +601,7 @@ def test_a_report_may_go_to_what_is_no_regular_file():
 # What the process that compiles answers
 
 
-def test_out_of_memory_of_the_process_that_compiles_arrives_as_it_is():
+def test_out_of_memory_of_a_process_apart_arrives_as_it_is():
     shortage = libtpu.Allocation(8, "f32[2]", "step/y", "a.py:3", (("step/y", "a.py:3"),))
     fields = {
         "bytes": 8,
@@ -628,7 +628,7 @@ def test_out_of_memory_of_the_process_that_compiles_arrives_as_it_is():
     assert error.report == "words"
 
 
-def test_a_refusal_of_the_process_that_compiles_arrives_as_it_is():
+def test_a_refusal_of_a_process_apart_arrives_as_it_is():
     refused = apart._error({"kind": "compiler error", "code": 3, "text": "no"})
     assert isinstance(refused, libtpu.CompilerError)
     assert refused.status == "INVALID_ARGUMENT"

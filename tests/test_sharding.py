@@ -270,7 +270,7 @@ def test_cut_and_recomputed_layers_give_the_same_numbers(
 # How a state is cut
 
 
-def test_a_state_of_heads_is_cut_by_heads_where_devices_divide_them(mesh):
+def test_a_state_is_cut_by_heads_where_devices_divide_them(mesh):
     layers = sharding.arranged(mesh, FULL).layers
 
     def cut_dimension(heads: int) -> int:

@@ -161,7 +161,7 @@ def test_a_loop_of_any_length_is_one_program(peers):
     assert peers.rounds_traced == 1  # Python traces one round
 
 
-def test_a_loop_between_train_steps_has_the_weights_of_the_moment(peers):
+def test_a_loop_between_train_steps_has_the_newest_weights(peers):
     torch_xla.sync()
     graphs = xla.compilations()
     peers.assert_same(LIMITS)
