@@ -497,9 +497,7 @@ def two_versions(monkeypatch) -> None:
     ],
     ids=["memory", "refusal"],
 )
-def test_an_error_of_the_version_besides_is_not_the_reports(
-    error, said, two_versions, monkeypatch
-):
+def test_an_error_of_the_version_besides_is_not_the_reports(error, said, two_versions, monkeypatch):
     def compiles(_module, _topology, _effort, library):
         if library == "other":
             raise error
