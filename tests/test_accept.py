@@ -441,7 +441,7 @@ def test_a_full_disk_of_this_machine_fails_the_check_and_not_the_rest(here):
     assert "warning: cannot write" in here.output() and "predict …" in here.output()
 
 
-# README's table.
+# The table of docs/results.md.
 
 
 def result(recipe: str, **changes: object) -> dict:
@@ -456,9 +456,9 @@ def accepted(folder: Path, name: str, *results: dict) -> Path:
     return Path(name)
 
 
-def test_readmes_table_is_that_of_the_files_that_are_committed():
+def test_the_table_is_that_of_the_files_that_are_committed():
     files = sorted(path.relative_to(ROOT) for path in ROOT.glob("docs/accepted/*.json"))
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / page.RESULTS).read_text()
     assert page.with_table(text, files) == text, "python3 -m tpu.accept --table docs/accepted/*.json"
 
 
@@ -469,8 +469,8 @@ def test_the_table_has_a_row_for_each_result_and_says_what_was_never_run(tmp_pat
         tmp_path, "b.json", result("trial dlrm", metrics={"auc": 0.81}), result("trial glue", outcome="failed")
     )
     lines = page.table([second, first]).splitlines()
-    assert "| trial: DLRM | 8 x TPU v6 lite, 1 host | 1.5 min | auc 0.8025 | [a](a.json) |" in lines
-    assert "| trial: DLRM | 8 x TPU v6 lite, 1 host | 1.5 min | auc 0.81 | [b](b.json) |" in lines
+    assert "| trial: DLRM | 8 x TPU v6 lite, 1 host | 1.5 min | auc 0.8025 | [a](../a.json) |" in lines
+    assert "| trial: DLRM | 8 x TPU v6 lite, 1 host | 1.5 min | auc 0.81 | [b](../b.json) |" in lines
     (row,) = [line for line in lines if "mlperf_v1" in line]
     assert "| 2.5 h | auc 0.8025 (AUC 0.8025) |" in row
     assert f"| trial: BERT, fine-tuning | {page.NEVER} | | | |" in lines
@@ -479,18 +479,19 @@ def test_the_table_has_a_row_for_each_result_and_says_what_was_never_run(tmp_pat
 
 def test_a_table_is_written_between_its_marks_and_from_nothing_else(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    readme = tmp_path / "README.md"
+    results = tmp_path / page.RESULTS
+    results.parent.mkdir()
 
     def write_table(*names: str) -> int:
         monkeypatch.setattr(sys, "argv", ["accept", "--table", *names])
         return command_line.main()
 
-    readme.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
+    results.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
     assert write_table("docs/accepted/*.json") == 0  # as the shell leaves it where there is no file
-    text = readme.read_text()
+    text = results.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and page.NEVER in text and "old" not in text
     accepted(tmp_path, "a.json", result("trial dlrm"))
-    assert write_table("a.json") == 0 and "TPU v6 lite" in readme.read_text()
+    assert write_table("a.json") == 0 and "TPU v6 lite" in results.read_text()
     (tmp_path / "other.json").write_text("[]")
     for name, pattern in (
         ("other.json", "was not written by make accept"),
@@ -498,7 +499,7 @@ def test_a_table_is_written_between_its_marks_and_from_nothing_else(tmp_path, mo
         (f"{tmp_path}/a.json", "cannot be linked to"),
     ):
         assert write_table(name) == 2 and pattern in capsys.readouterr().err
-    readme.write_text("no marks")
+    results.write_text("no marks")
     assert write_table("a.json") == 2 and "put both back" in capsys.readouterr().err
 
 

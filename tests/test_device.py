@@ -229,7 +229,7 @@ def test_the_places_of_a_hosts_devices_are_checked_on_the_device(mesh):
     named = [f"CPU:{number}" for number in range(4)]
     assert torch_xla._XLAC._xla_get_runtime_devices() == named, "in the order in which it fills them"
     with pytest.raises(RuntimeError, match="fills other rows"):
-        xla._check_places(dataclasses.replace(mesh, places=(0, 2, 1, 3)))
+        xla._check_places(dataclasses.replace(mesh, local_devices=(0, 2, 1, 3)))
 
 
 def test_signals_set_a_flag_and_their_handlers_come_back(mesh):

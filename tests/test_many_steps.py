@@ -43,7 +43,7 @@ def test_calls_of_several_steps_are_the_same_steps(mesh, optimizer):
         step_fn, rows, batches = many_steps.compiled(train_step, mesh, most), [], []
         for step, batch in enumerate(uploaded(mesh, 19), 1):
             batches.append(batch)
-            if not many_steps.ends_call(step, most, 19, alone=2):
+            if not many_steps.ends_call(step, most, 19, single_steps=2):
                 continue
             device.set_lr(state[1], 0.1 / (1 + (step - 1) // 4))
             metrics = step_fn(state, batches, 0.5)

@@ -182,7 +182,7 @@ def setup(precision: str, strict: bool, kind: str, vmem_kib: int, safe_forms: bo
         precision=precision,
         strict=strict,
         safe_forms=safe_forms,
-        places=_local_devices() if hosts > 1 else (),
+        local_devices=_local_devices() if hosts > 1 else (),
     )
     if hosts > 1:
         _check_places(mesh)
@@ -205,7 +205,7 @@ def _check_places(mesh: Mesh) -> None:
     difference = (rows - expected).abs().max()
     if fetch([difference]) != [0.0]:
         host = mesh.process_index
-        raise RuntimeError(f"host {host} fills other rows of a batch than {mesh.places}")
+        raise RuntimeError(f"host {host} fills other rows of a batch than {mesh.local_devices}")
 
 
 def set_products(precision: str) -> None:
