@@ -622,9 +622,8 @@ def test_weights_that_are_missing_are_an_input_error(place):
 
 
 def test_a_folder_in_place_of_weights_is_an_input_error(tmp_path):
-    with pytest.raises(
-        InputError, match=f"cannot read the weights file {tmp_path}: Is a directory"
-    ):
+    sentence = f"cannot read the weights file {tmp_path}: Is a directory"
+    with pytest.raises(InputError, match=sentence):
         load_weights(str(tmp_path))
 
 
