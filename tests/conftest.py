@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 
-pytest.register_assert_rewrite("helpers")
+pytest.register_assert_rewrite("helpers", "launch_scenarios")
 
 # The scripts, those whose tests take longest first, so that no process is left with one of them at the end.
 SCRIPTS = ("transformer", "pretrain", "glue", "resnet50", "dlrm")
