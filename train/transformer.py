@@ -388,7 +388,7 @@ def average_checkpoints(
         for name, parameter in model.named_parameters():
             parameter.copy_(sums[name] / len(steps))
             if parameter.device.type != "cpu":
-                device.replicate(parameter, mesh)
+                device.annotate_placement(parameter, mesh)
     return steps
 
 

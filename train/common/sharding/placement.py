@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from errors import InputError
-from train.common.device import replicate
+from train.common.device import annotate_placement
 from train.common.mesh import Layout, Mesh
 from train.common.sharding import gather
 from train.common.sharding.groups import Spec
@@ -85,8 +85,8 @@ class Layers:
     def arrange(self, model: nn.Module, rules_of: Callable[[nn.Module], Rules] | None) -> None:
         """Chooses where a model's parameters lie, and makes its layers keep to it.
 
-        Each parameter gets two attributes, which `device.replicate` reads: `placement`, its own,
-        and `state_placement`, that of its gradient and its optimizer's state.
+        Each parameter gets two attributes, which device.annotate_placement reads: `placement`, and
+        `state_placement`, that of its gradient and its optimizer's state.
 
         Args:
             rules_of: returns a model's rules; None: only "data" may split it, and --remat needs
@@ -332,7 +332,7 @@ def _annotate_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         for parameter in group["params"]:
             for tensor in (parameter, *optimizer.state[parameter].values()):
                 if torch.is_tensor(tensor):
-                    replicate(tensor, mesh)
+                    annotate_placement(tensor, mesh)
 
 
 def placement_table(model: nn.Module) -> list[str]:
