@@ -7,7 +7,7 @@ that a step touches.
     loss(model(pooled)).backward()
     embeddings.step()                   # inside the compiled step, beside optimizer.step()
 
-The plain way (nn.EmbeddingBag, a sharding annotation, autograd) is not used: nn.EmbeddingBag runs
+The usual way (nn.EmbeddingBag, a sharding annotation, autograd) would not do: nn.EmbeddingBag runs
 on the host, and the gradient of nn.Embedding is as large as the table, as is the optimizer's pass
 over it. Here lookups are outside of autograd. `step` takes the ids of the forward pass and the
 gradient of the pooled output, adds up the gradients of equal ids (sort, segment ids, index_add:

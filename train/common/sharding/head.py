@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from train.common.sharding.groups import Axes, Entered, Linear, per_device
 
-# Rows per device of a reduce-scatter are a multiple of this. libtpu would otherwise add rows itself,
-# and exchange them once more.
+# Rows per device of a reduce-scatter are a multiple of this. Otherwise libtpu adds rows itself, and
+# exchanges all once more.
 ROW_MULTIPLE = 128
 
 
