@@ -85,8 +85,15 @@ class Recompute(torch.autograd.Function):
         ctx.structure = structure
         ctx.parameters = leaves[input_count:]
         # Tensors are kept by save_for_backward below, everything else here.
-        ctx.other_inputs = [None if torch.is_tensor(leaf) else leaf for leaf in inputs]
-        ctx.tensor_indices = [i for i, leaf in enumerate(inputs) if torch.is_tensor(leaf)]
+        ctx.other_inputs = []
+        ctx.tensor_indices = []
+        for index, leaf in enumerate(inputs):
+            if torch.is_tensor(leaf):
+                ctx.other_inputs.append(None)
+                ctx.tensor_indices.append(index)
+            else:
+                ctx.other_inputs.append(leaf)
+
         kind = torch_xla.device().type
         ctx.autocast_enabled = torch.is_autocast_enabled(kind)
         ctx.autocast_dtype = torch.get_autocast_dtype(kind)
