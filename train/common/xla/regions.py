@@ -144,13 +144,15 @@ class Regions:
         """Sums [devices * n, …] along `axis`; its i-th device gets the i-th [n, …] of the sum."""
         first, second = two_steps(self.sizes[axis])  # devices of each of two reduce-scatters
         groups = np.array(self._groups((axis,))).reshape(-1, first, second)
+
+        # Device [i, j] of a group: the first step is among those with the same j and leaves it the
+        # i-th of `first` blocks; the second, among those with the same i, the j-th part of that.
         first_groups = groups.swapaxes(1, 2).reshape(-1, first)
         second_groups = groups.reshape(-1, second)
-
-        for step in (first_groups, second_groups):
-            devices = step.shape[1]
+        for step_groups in (first_groups, second_groups):
+            devices = step_groups.shape[1]
             if devices > 1:
-                ids = step.tolist()
+                ids = step_groups.tolist()
                 x = _XLAC._xla_spmd_reduce_scatter(xm.REDUCE_SUM, x, 1.0, 0, devices, ids)
         return x
 
