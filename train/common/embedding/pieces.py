@@ -144,21 +144,27 @@ def load_pieces(embeddings: Any, shapes: Shapes, read: Callable[[str], Tensor]) 
         part_indices = array.parts_to_fill(saved.tensor)
         parts = [torch.zeros(saved.shape_per_device) for _ in part_indices]
         for index, table_index in enumerate(array.table_indices):
-            targets = []
-            for part, part_index in zip(parts, part_indices, strict=True):
-                held = array.held_rows(index, part_index)
-                rows = held.select(_by_row(part, array.dim))
-                values = rows[:, None] if rows.dim() == 1 else rows
-                targets.append(Target(values, held.run))
-
             table = embeddings.tables[table_index]
             whole = [table.rows, array.dim][: saved.tensor.dim()]
             keys = keys_of[f"{table.name}/{saved.name}"]
             pieces = [_piece(key, shapes[key], whole, array.dim) for key in keys]
-            _fill(targets, pieces, table, read)
+            _fill(_targets(array, index, parts, part_indices), pieces, table, read)
         array.fill(saved.tensor, parts)
     embeddings.step_count.copy_(read(STEP))
     embeddings.devices.annotate_replicated(embeddings.step_count)
+
+
+def _targets(
+    array: TableArray, index: int, parts: list[Tensor], part_indices: list[int]
+) -> list[Target]:
+    """Returns the rows of the array's `index`-th table in each of these parts of a tensor."""
+    targets = []
+    for part, part_index in zip(parts, part_indices, strict=True):
+        held = array.held_rows(index, part_index)
+        rows = held.select(_by_row(part, array.dim))
+        values = rows[:, None] if rows.dim() == 1 else rows
+        targets.append(Target(values, held.run))
+    return targets
 
 
 def _group_keys(embeddings: Any, shapes: Shapes) -> dict[str, list[str]]:

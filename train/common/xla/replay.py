@@ -158,13 +158,13 @@ class Arguments:
           another constant in its second trace, which `Program.same_as` finds.
         """
         for key, value in values.items():
-            is_on_device = isinstance(value, Tensor) and value.device.type == "xla"
-            is_host_count = key == "step" and not is_on_device
+            is_tensor = isinstance(value, Tensor)
+            is_host_count = key == "step" and not (is_tensor and value.device.type == "xla")
             is_host_rate = key == "lr" and isinstance(value, float)
             if key == "params" or is_host_count or is_host_rate:
                 continue
 
-            if isinstance(value, Tensor):
+            if is_tensor:
                 self._add_tensor(value)
             else:
                 self.guards.append((key, value))
