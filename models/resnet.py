@@ -113,7 +113,8 @@ class BatchNorm(nn.BatchNorm2d):
         if x.shape[0] % self.groups or values < 2:
             expected = f"{self.groups} groups of at least 2 values per channel"
             raise InputError(
-                f"batch norm: an input {list(x.shape)} does not divide into {expected}; raise --batch-size"
+                f"batch norm: an input {list(x.shape)} does not divide into {expected}; "
+                "raise --batch-size"
             )
 
         y, mean, variance = batch_statistics_norm(x, self.weight, self.bias, self.eps, self.groups)

@@ -69,7 +69,7 @@ def test_a_copy_has_a_part_only_where_it_is_asked_for(model):
     for script in scripts:
         for device, extras in (("xla", []), ("cpu", optional.names("WITH"))):
             given = {f"MODEL={model}", f"DEVICE={device}", *(f"WITH={name}" for name in extras)}
-            files, others = copy_model.way(script, model, device, extras)
+            files, others = copy_model.needed(script, model, device, extras)
             copied = names_of(files) | others
             for part in optional.PARTS:
                 own = {name for name in copied if part.has(name)}
