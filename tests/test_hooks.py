@@ -87,7 +87,7 @@ def test_watchers_are_left_in_the_opposite_order(events):
     assert hooks.watchers == ()
 
 
-def test_the_run_that_trains_inside_another_has_watchers_of_its_own(events):
+def test_a_run_inside_another_has_watchers_of_its_own(events):
     with hooks.watching("teacher") as outer:
         with hooks.watching("student") as inner:
             assert hooks.watchers is inner
