@@ -106,7 +106,7 @@ def products(mesh: Mesh) -> dict[str, list]:
     """Returns the products of the training steps of MODELS in each precision."""
     found = {}
     for precision, count in PRECISIONS.items():
-        backend.set_products(precision)
+        backend.set_matmul_precision(precision)
         on_mesh = dataclasses.replace(mesh, precision=precision)
         for arguments in MODELS[:count]:
             model, *flags = arguments.split()
@@ -121,7 +121,7 @@ def products(mesh: Mesh) -> dict[str, list]:
 
 def fingerprints(mesh: Mesh) -> dict[str, list[str]]:
     """Returns the fingerprints of each evaluation in usual, in safe, and again in usual forms."""
-    backend.set_products("float32")
+    backend.set_matmul_precision("float32")
     found = {}
     for name, arguments in EVALUATED.items():
         found[name] = []

@@ -43,7 +43,7 @@ def usual_forms():
 
 @pytest.fixture
 def no_flags(monkeypatch):
-    monkeypatch.setattr(backend, "_asked", set())
+    monkeypatch.setattr(backend, "_added_flags", set())
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
 
 
@@ -241,7 +241,7 @@ def test_a_run_on_a_tpu_says_so_before_libtpu_is_loaded(no_flags, monkeypatch, c
         raise Asked
 
     monkeypatch.setattr(backend.xr, "device_type", lambda: "TPU")
-    monkeypatch.setattr(backend, "set_products", lambda _: None)
+    monkeypatch.setattr(backend, "set_matmul_precision", lambda _: None)
     monkeypatch.setattr(backend.xr, "is_spmd", lambda: True)
     monkeypatch.setattr(backend.xr, "global_runtime_device_count", load)
     with pytest.raises(Asked):
@@ -276,12 +276,12 @@ def test_the_version_that_compiles_is_the_packages(monkeypatch, tmp_path):
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: libtpu\nVersion: 9.8.7\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    assert backend.compiler() == "libtpu 9.8.7"
+    assert backend.libtpu_version() == "libtpu 9.8.7"
     library = tmp_path / "libtpu/libtpu.so"
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))  # as torch_xla sets it
-    assert backend.compiler() == "libtpu 9.8.7"
+    assert backend.libtpu_version() == "libtpu 9.8.7"
     monkeypatch.setenv("TPU_LIBRARY_PATH", "/elsewhere/libtpu.so")
-    assert backend.compiler() == "libtpu at /elsewhere/libtpu.so"
+    assert backend.libtpu_version() == "libtpu at /elsewhere/libtpu.so"
 
 
 def test_each_new_program_is_named_before_it_is_compiled(mesh, capsys):
