@@ -28,7 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 
-pytest.register_assert_rewrite("helpers")
+pytest.register_assert_rewrite("helpers", "launch_scenarios")
 
 # The order of tests, and which run in one process
 

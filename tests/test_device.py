@@ -310,7 +310,7 @@ def test_the_order_of_a_hosts_devices_is_checked_on_the_device(mesh):
     order = torch_xla._XLAC._xla_get_runtime_devices()
     assert order == named, "in the order in which it fills them"
     with pytest.raises(RuntimeError, match="fills other rows"):
-        xla._check_places(dataclasses.replace(mesh, places=(0, 2, 1, 3)))
+        xla._check_places(dataclasses.replace(mesh, local_devices=(0, 2, 1, 3)))
 
 
 # Signals

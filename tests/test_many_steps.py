@@ -53,7 +53,7 @@ def trained_on_19_batches(mesh, optimizer, most: int) -> Trained:
     batches = []
     for step, batch in enumerate(uploaded(mesh, 19), 1):
         batches.append(batch)
-        if not many_steps.ends_call(step, most, 19, alone=2):
+        if not many_steps.ends_call(step, most, 19, single_steps=2):
             continue
 
         device.set_lr(state[1], 0.1 / (1 + (step - 1) // 4))

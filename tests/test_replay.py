@@ -295,7 +295,7 @@ def test_arguments_are_looked_up_in_every_call(mesh):
 
 def facts(*args):
     arguments = replay.Arguments(args)
-    return arguments.inputs, arguments.facts
+    return arguments.signature, arguments.guards
 
 
 def test_facts_are_compared_by_value_and_objects_by_identity():
