@@ -229,13 +229,13 @@ class Impossible:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+TWO_OF_ONE_NAME = [Table("a", 5), Table("b", 5), Table("a", 6)]
+# By the sentence that refuses them.
 IMPOSSIBLE = {
     "there are no tables": Impossible([]),
     "table 'a' has 0 rows": Impossible([Table("a", 0)]),
     "table 'a' has 5 rows, 0 lookups": Impossible([Table("a", 5, 0)]),
-    "the name 'a' of a table is not its own": Impossible(
-        [Table("a", 5), Table("b", 5), Table("a", 6)]
-    ),
+    "the name 'a' of a table is not its own": Impossible(TWO_OF_ONE_NAME),
     "the name 'a/b' of a table is not its own, or has a slash": Impossible([Table("a/b", 5)]),
     "table 'a' has the plan 'rows'; it is one of auto, exchange, data": Impossible(
         [Table("a", 5, plan="rows")]
