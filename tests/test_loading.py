@@ -292,10 +292,10 @@ def test_micro_batches_after_the_first_batch_are_read_singly(mesh, monkeypatch):
     read = []  # micro-batches, when each of the twelve is ready
     with parallel_loader(dataset, 16, mesh, train=True, split=4, stop=3, count=count) as loader:
         for _ in range(12):
-            loader._ahead[0].result()
+            loader._uploads[0].result()
             read.append(len(dataset.calls) // 4)
-            loader._ahead.popleft()
-            loader._ahead.append(loader._thread.submit(loader._load))
+            loader._uploads.popleft()
+            loader._uploads.append(loader._thread.submit(loader._load))
         with pytest.raises(StopIteration):
             next(loader)
     assert read == [4, 5, 6, 7, 8, 9, 10, 11, 12, 12, 12, 12]
