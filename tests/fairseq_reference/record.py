@@ -147,7 +147,7 @@ SEARCHES = [
 
 # ---- fairseq's programs ------------------------------------------------------------------------
 def run(program: str, arguments: str) -> None:
-    """Runs one of fairseq's console scripts in the current folder; it tells of errors on stderr."""
+    """Runs one of fairseq's console scripts in the current folder; errors go to stderr."""
     command = [Path(sys.executable).parent / program, *arguments.split()]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
