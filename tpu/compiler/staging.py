@@ -267,8 +267,11 @@ def _to_placeholders(held: dict[str, Tensor]) -> dict[str, _Placeholder]:
 
 
 def _annotation(tensor: Tensor) -> tuple[Any, tuple]:
-    """Returns the mesh and the axes by dimension with which a tensor of the meta device is to lie on the devices; the
-    mesh is None where every device holds it whole."""
+    """Returns (mesh, axes by dimension) with which a tensor of the meta device is to lie on the
+    devices.
+
+    The mesh is None where every device holds it whole.
+    """
     placement = getattr(tensor, "placement", None)  # of train/common/sharding
     if placement is not None:
         return placement.spmd, placement.spec
