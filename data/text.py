@@ -1,6 +1,7 @@
 """Text for pretraining: rows of tokens in a prepared folder, and a small made-up language.
 
-Plain text is turned into such a folder once, before training, by data/prepare/text.py (make data DATASET=text):
+Plain text is turned into such a folder once, before training, by data/prepare/text.py (make data
+DATASET=text):
 
     tokenizer/               of transformers: AutoTokenizer.from_pretrained(folder / "tokenizer")
     train.tokens.npy         uint16 or uint32 [tokens]: the rows one after another, without special tokens around them
@@ -10,9 +11,10 @@ Plain text is turned into such a folder once, before training, by data/prepare/t
     valid.…                  likewise
     report.json              flags, counts; written last
 
-A row is what fits: whole sentences, one after another, until the next does not fit (FULL-SENTENCES of Liu et al. 2019,
-"RoBERTa", section 4.2, https://arxiv.org/abs/1907.11692; fairseq's --sample-break-mode complete). A sentence longer
-than a row is cut. What becomes of a row is up to data/pretraining.py.
+A row is what fits: whole sentences, one after another, until the next does not fit (FULL-SENTENCES
+of Liu et al. 2019, "RoBERTa", section 4.2, https://arxiv.org/abs/1907.11692; fairseq's
+--sample-break-mode complete). A sentence longer than a row is cut. What becomes of a row is up to
+data/pretraining.py.
 """
 
 from collections.abc import Sequence
@@ -62,16 +64,18 @@ class Packed(NamedTuple):
         return self.tokens[start:end], self.sentences[first:last]
 
     def upto(self, rows: int) -> "Packed":
-        """Returns the first rows."""
-        tokens, sentences = (
-            self.tokens[: self.rows[rows]],
-            self.sentences[: self.row_sentences[rows]],
+        """Returns the first `rows` rows."""
+        return Packed(
+            tokens=self.tokens[: self.rows[rows]],
+            rows=self.rows[: rows + 1],
+            sentences=self.sentences[: self.row_sentences[rows]],
+            row_sentences=self.row_sentences[: rows + 1],
         )
-        return Packed(tokens, self.rows[: rows + 1], sentences, self.row_sentences[: rows + 1])
 
 
 def capacity(length: int, pairs: bool) -> int:
-    """Returns the tokens of a row without the special ones of <cls> A <sep>, or of <cls> A <sep> B <sep>."""
+    """Returns the tokens of a row without the special ones of <cls> A <sep>, or of <cls> A <sep> B
+    <sep>."""
     return length - (3 if pairs else 2)
 
 
@@ -84,54 +88,83 @@ def pack_rows(
         tokens: [sum of sizes], the sentences one after another.
         sizes: int [n], tokens of each sentence, at least 1.
         documents: int [d], sentences of each document, at least 1; their sum is n.
-        room: most tokens of a row. A longer sentence begins a row of its own and is cut after each `room` tokens.
-        separator: the token between two documents in one row; it belongs to the sentence before it. With None every
-            document begins a row.
+        room: most tokens of a row. A longer sentence begins a row of its own and is cut after every
+            `room` tokens.
+        separator: the token between two documents in one row; it belongs to the sentence before it.
+            With None every document begins a row.
 
     Returns: the rows, and how many sentences were cut.
     """
-    sizes, documents = np.asarray(sizes, np.int64), np.asarray(documents, np.int64)
-    assert sizes.sum() == len(tokens) and documents.sum() == len(sizes) and (sizes > 0).all()
-    last = np.zeros(len(sizes), bool)  # sentences that end a document
-    last[np.cumsum(documents) - 1] = True
-    # A long sentence becomes several parts.
-    parts = -(-sizes // room)
-    cut = np.count_nonzero(parts > 1)
-    part_sizes = np.full(int(parts.sum()), room, np.int64)
-    finals = np.cumsum(parts) - 1
-    part_sizes[finals] = sizes - (parts - 1) * room
-    ends_document = np.zeros(len(part_sizes), bool)
-    ends_document[finals] = last
-    ends = np.cumsum(part_sizes)
+    sizes = np.asarray(sizes, np.int64)
+    documents = np.asarray(documents, np.int64)
+    assert sizes.sum() == len(tokens)
+    assert documents.sum() == len(sizes)
+    assert (sizes > 0).all()
+
+    # A sentence is one piece, a long one several: all of `room` tokens but the last, which has the
+    # rest.
+    pieces_of = -(-sizes // room)
+    cut = np.count_nonzero(pieces_of > 1)
+    last_piece = np.cumsum(pieces_of) - 1
+    piece_sizes = np.full(int(pieces_of.sum()), room, np.int64)
+    piece_sizes[last_piece] = sizes - (pieces_of - 1) * room
+
+    last_sentence = np.cumsum(documents) - 1
+    ends_document = np.zeros(len(piece_sizes), bool)
+    ends_document[last_piece[last_sentence]] = True
+
+    ends = np.cumsum(piece_sizes)
     if separator is not None:
-        tokens = np.insert(
-            tokens, ends[ends_document][:-1], separator
-        )  # none after the last document
-        ends += np.cumsum(ends_document) - ends_document
-    # Sentence i is tokens[starts[i] : ends[i]]; a separator stands between ends[i] and starts[i + 1].
-    starts = ends - part_sizes
-    # Where the document ends that a part is of.
-    borders = np.append(np.flatnonzero(ends_document) + 1, len(ends))
-    first, limits = 0, []  # the parts that begin rows, and those after the last parts of rows
-    firsts = []
+        between_documents = ends[ends_document][:-1]  # none after the last document
+        tokens = np.insert(tokens, between_documents, separator)
+        separators_before = np.cumsum(ends_document) - ends_document
+        ends += separators_before
+
+    # Piece i is tokens[starts[i] : ends[i]]; a separator stands between ends[i] and starts[i + 1].
+    starts = ends - piece_sizes
+    document_ends = np.append(np.flatnonzero(ends_document) + 1, len(ends))  # counted in pieces
+
+    # Row r has the pieces first_pieces[r] to limits[r] - 1.
+    first_pieces = []
+    limits = []
+    first = 0
     while first < len(ends):
-        after = int(np.searchsorted(ends, starts[first] + room, side="right"))
+        limit = int(np.searchsorted(ends, starts[first] + room, side="right"))
         if separator is None:
-            after = min(after, int(borders[np.searchsorted(borders, first, side="right")]))
-        firsts.append(first)
-        limits.append(after)
-        first = after
-    firsts, limits = np.array(firsts, np.int64), np.array(limits, np.int64)
-    row_starts, row_ends = starts[firsts], ends[limits - 1]
+            next_document = document_ends[np.searchsorted(document_ends, first, side="right")]
+            limit = min(limit, int(next_document))
+        first_pieces.append(first)
+        limits.append(limit)
+        first = limit
+    first_pieces = np.array(first_pieces, np.int64)
+    limits = np.array(limits, np.int64)
+    row_starts = starts[first_pieces]
+    row_ends = ends[limits - 1]
+
     # A separator between two rows is in neither.
     keep = np.ones(len(tokens), bool)
-    keep[row_ends[:-1][row_ends[:-1] < row_starts[1:]]] = False
-    row_sentences = np.append(firsts, len(ends))
-    sentences = (starts - np.repeat(row_starts, np.diff(row_sentences))).astype(np.int32)
-    rows = np.concatenate([[0], np.cumsum(row_ends - row_starts)])
-    return Packed(
-        tokens[keep], rows.astype(np.int64), sentences, row_sentences.astype(np.int64)
-    ), cut
+    separated = row_ends[:-1] < row_starts[1:]
+    keep[row_ends[:-1][separated]] = False
+
+    row_sentences = np.append(first_pieces, len(ends))
+    row_start_of_piece = np.repeat(row_starts, np.diff(row_sentences))
+    packed = Packed(
+        tokens=tokens[keep],
+        rows=np.concatenate([[0], np.cumsum(row_ends - row_starts)]).astype(np.int64),
+        sentences=(starts - row_start_of_piece).astype(np.int32),
+        row_sentences=row_sentences.astype(np.int64),
+    )
+    return packed, cut
+
+
+def _belong_together(packed: Packed) -> bool:
+    """Returns whether the arrays have as many rows, and end where the arrays that they point into
+    end."""
+    if len(packed.rows) == 0 or len(packed.row_sentences) != len(packed.rows):
+        return False
+    all_tokens = int(packed.rows[-1]) == len(packed.tokens)
+    all_sentences = int(packed.row_sentences[-1]) == len(packed.sentences)
+    return all_tokens and all_sentences
 
 
 class Text:
@@ -139,8 +172,9 @@ class Text:
 
     Attributes:
         kind: one of data.vocabulary.KINDS, what the rows were made for.
-        length: places of a row, the special tokens around its segments included.
-        pairs: whether a row has room for three special tokens, and never crosses documents, or for two.
+        length: tokens of a row, the special ones around its segments included.
+        pairs: whether a row has room for three special tokens, and never crosses documents, or for
+            two.
         tokenizer: of transformers, read when it is asked for.
         source, left_out: see data/splits.py.
 
@@ -149,39 +183,32 @@ class Text:
     """
 
     def __init__(self, folder: str | Path, split: Split):
-        self.folder, self.split = Path(folder), split
+        self.folder = Path(folder)
+        self.split = split
         report = read_json(self.folder / "report.json")
         splits.set_source(self, report, evaluation=split != "train")
         try:
             flags = report["flags"]
-            self.kind, self.length, self.pairs = (
-                flags["kind"],
-                int(flags["length"]),
-                bool(flags["pairs"]),
-            )
+            self.kind = flags["kind"]
+            self.length = int(flags["length"])
+            self.pairs = bool(flags["pairs"])
             self._vocabulary = int(report["vocabulary"])
-            expected = [int(report[split][name]) for name in ("tokens", "rows")]
+            expected_tokens = int(report[split]["tokens"])
+            expected_rows = int(report[split]["rows"])
         except (KeyError, TypeError) as error:
             raise InputError(
                 f"{folder}/report.json has no {error}; prepare the text again"
             ) from error
+
         packed = self._packed
-        sizes = {name: len(array) for name, array in zip(ARRAYS, packed, strict=True)}
-        found = [sizes["tokens"], sizes["rows"] - 1]
-        ends = (
-            [int(packed.rows[-1]), int(packed.row_sentences[-1])]
-            if sizes["rows"] and sizes["row_sentences"]
-            else []
-        )
-        if (
-            found != expected
-            or ends != [sizes["tokens"], sizes["sentences"]]
-            or sizes["row_sentences"] != sizes["rows"]
-        ):
-            counts = f"{found[0]} tokens in {found[1]} rows"
+        tokens = len(packed.tokens)
+        rows = len(packed)
+        as_reported = tokens == expected_tokens and rows == expected_rows
+        if not as_reported or not _belong_together(packed):
             raise InputError(
-                f"{self._path('tokens')} and the files beside it have {counts}; expected {expected[0]} in "
-                f"{expected[1]}, as report.json says: delete the folder and prepare it again"
+                f"{self._path('tokens')} and the files beside it have {tokens} tokens in {rows} rows; "
+                f"expected {expected_tokens} in {expected_rows}, as report.json says: delete the folder "
+                "and prepare it again"
             )
 
     def _path(self, name: str) -> Path:
@@ -212,21 +239,22 @@ class Text:
         return tokenizer
 
     def __getstate__(self) -> dict:
-        opened = {
-            name
-            for name in self.__dict__
-            if isinstance(getattr(type(self), name, None), cached_property)
-        }
-        return {name: value for name, value in self.__dict__.items() if name not in opened}
+        state = dict(self.__dict__)
+        for name in self.__dict__:
+            if isinstance(getattr(type(self), name, None), cached_property):
+                del state[name]  # an open file, or what was read from one
+        return state
 
     def __len__(self) -> int:
         return len(self._packed)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns tokens, unsigned [n], without special ones around them; and where sentences start, int32 [k].
+        """Returns tokens, unsigned [n], without special ones around them; and where sentences
+        start, int32 [k].
 
-        n is at most length - 2, or with pairs length - 3. The first sentence starts at 0; it may be the rest of one
-        that was cut. Without pairs, a separator token ends the sentence before another document.
+        n is at most length - 2, or with pairs length - 3. The first sentence starts at 0; it may be
+        the rest of one that was cut. Without pairs, a separator token ends the sentence before
+        another document.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
@@ -236,10 +264,11 @@ class Text:
 class SyntheticText:
     """A small language, in memory, with the interface of Text.
 
-    96 words in 8 topics of 12: the first syllable of a word is its topic, the second its number. In a sentence of 4 to
-    12 words each word has the number after that of the word before, round in circles: every word can be told from one
-    that is near. A document of 6 to 14 sentences has one topic, and a sentence goes on where the one before it ended:
-    what follows can be told from what is from elsewhere. Half of the words are two tokens.
+    It has 96 words in 8 topics of 12: the first syllable of a word is its topic, the second its
+    number. A sentence has 4 to 12 words, and each word has the number after that of the word
+    before; the first number follows the last. So every word can be predicted from a neighbour. A
+    document of 6 to 14 sentences has one topic, and its numbers continue from sentence to sentence.
+    So the next sentence can be told from one of another document. Half of the words are two tokens.
 
     Args:
         kind: of data.vocabulary.KINDS, for its sort of tokens; a vocabulary of 100 to 340.
@@ -260,35 +289,49 @@ class SyntheticText:
     ):
         pairs = pairs or kind == "xlnet"
         check_rows(kind, length, pairs)
-        self.split, self.kind, self.length, self.pairs = split, kind, length, pairs
+        self.split = split
+        self.kind = kind
+        self.length = length
+        self.pairs = pairs
         self._arguments = (split, kind, length, pairs, seed, rows)
         rows = rows or (2048 if split == "train" else 256)
         self.tokenizer = _synthetic_tokenizer(kind, self.TOPICS, self.NUMBERS)
-        words = [f" {topic}{number}" for topic in self.TOPICS for number in self.NUMBERS]
+        words = []
+        for topic in self.TOPICS:
+            for number in self.NUMBERS:
+                words.append(f" {topic}{number}")
         pieces = [self.tokenizer(word, add_special_tokens=False).input_ids for word in words]
         pieces.append([self.tokenizer.convert_tokens_to_ids(".")])
 
         rng = np.random.default_rng((seed, ("train", "valid").index(split)))
         room = capacity(length, pairs)
-        # A row has up to `room` tokens, a document at least 30: more than enough, and the rest is left out.
-        documents = rng.integers(6, 15, rows * (2 + room // 30))
-        sizes = rng.integers(4, 13, int(documents.sum()))
-        of_document = np.add.reduceat(sizes, np.cumsum(documents) - documents)  # words
-        within = np.arange(of_document.sum()) - np.repeat(
-            np.cumsum(of_document) - of_document, of_document
-        )
-        start = np.repeat(rng.integers(len(self.NUMBERS), size=len(documents)), of_document)
-        topic = np.repeat(rng.integers(len(self.TOPICS), size=len(documents)), of_document)
-        text = topic * len(self.NUMBERS) + (start + within) % len(self.NUMBERS)
-        text = np.insert(text, np.cumsum(sizes), len(words))  # a full stop after each sentence
+        # A row has up to `room` tokens, a document at least 30: more than enough, and the rest is
+        # left out.
+        documents = rng.integers(6, 15, rows * (2 + room // 30))  # sentences of each
+        sizes = rng.integers(4, 13, int(documents.sum()))  # words of each sentence
+        document_words = np.add.reduceat(sizes, np.cumsum(documents) - documents)
+        document_starts = np.cumsum(document_words) - document_words
+        within_document = np.arange(document_words.sum())
+        within_document -= np.repeat(document_starts, document_words)
+
+        first_number = rng.integers(len(self.NUMBERS), size=len(documents))
+        topic = rng.integers(len(self.TOPICS), size=len(documents))
+        number_of_word = np.repeat(first_number, document_words) + within_document
+        topic_of_word = np.repeat(topic, document_words)
+        text = topic_of_word * len(self.NUMBERS) + number_of_word % len(self.NUMBERS)
+        full_stop = len(words)
+        text = np.insert(text, np.cumsum(sizes), full_stop)  # after each sentence
+
         # From words to tokens.
         table = np.zeros((len(pieces), max(map(len, pieces))), np.uint16)
         counts = np.array([len(piece) for piece in pieces])
         for number, piece in enumerate(pieces):
             table[number, : len(piece)] = piece
-        taken = np.arange(table.shape[1]) < counts[text, None]
-        tokens = table[text][taken]
-        token_counts = np.add.reduceat(counts[text], np.cumsum(sizes + 1) - sizes - 1)
+        is_piece = np.arange(table.shape[1]) < counts[text, None]
+        tokens = table[text][is_piece]
+        sentence_starts = np.cumsum(sizes + 1) - (sizes + 1)
+        token_counts = np.add.reduceat(counts[text], sentence_starts)
+
         separator = None if pairs else self.tokenizer.sep_token_id
         packed, _ = pack_rows(tokens, token_counts, documents, room, separator)
         assert len(packed) >= rows
@@ -356,8 +399,8 @@ def _byte_level(
 
 
 def _unigrams(first: Sequence[str], second: Sequence[str], words: Sequence[str]) -> XLNetTokenizer:
-    """Makes a tokenizer of pieces with logarithmic probabilities: one piece of a whole word is likelier than two of its
-    syllables, and these than letters."""
+    """Makes a tokenizer of pieces with logarithmic probabilities: one piece of a whole word is
+    likelier than two of its syllables, and these than letters."""
     pieces = [(special, -1000.0) for special in XLNET_SPECIALS]
     pieces += [(f"▁{word}", -5.0) for word in words]
     pieces += [(f"▁{topic}", -5.0) for topic in first]
@@ -403,9 +446,11 @@ def check_rows(kind: str, length: int, pairs: bool) -> None:
 
 
 def open_text(data: str | Path, split: Split) -> Text:
-    """Opens a split of a folder or URL made by make data (or of the text it was made from, with `prepared` in it).
+    """Opens a split of a folder or URL made by make data (or of the text it was made from, with
+    `prepared` in it).
 
-    Raises InputError: nothing of the kind is there, or files are missing, damaged or do not belong together.
+    Raises InputError: nothing of the kind is there, or files are missing, damaged or do not belong
+    together.
     """
     folder = Path(
         local_copy(str(data), "*report.json", "*.npy", "*tokenizer/*", *FINISHED)

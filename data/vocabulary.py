@@ -1,11 +1,12 @@
-"""Vocabularies of encoders, learnt from text: tokenizers as transformers has them for BERT, DistilBERT, RoBERTa, XLNet.
+"""Vocabularies of encoders, learnt from text: tokenizers as transformers has them for BERT,
+DistilBERT, RoBERTa, XLNet.
 
     tokenizer = learn(lines, "bert", 30_522)
     tokenizer.save_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)      # the same, without a network
 
-What is learnt are the pieces; the rest (how text is normalised and split, special tokens and where they stand, the side
-of padding) is that of the model's published vocabulary:
+What is learnt are the pieces; the rest (how text is normalised and split, special tokens and where
+they stand, the side of padding) is that of the model's published vocabulary:
 
     bert        WordPiece of lower case, without accents; [PAD] 0 [UNK] 1 [CLS] 2 [SEP] 3 [MASK] 4
     distilbert  the same
@@ -55,20 +56,23 @@ SMALLEST = {"bert": 64, "distilbert": 64, "roberta": len(ROBERTA_SPECIALS) + 1 +
 
 
 def learn(lines: Iterable[str], kind: str, size: int) -> PreTrainedTokenizerBase:
-    """Learns a tokenizer for these lines of text. Uses all cores; memory grows with the number of different words.
+    """Learns a tokenizer for these lines of text. Uses all cores; memory grows with the number of
+    different words.
 
-    Words of more than LONGEST_WORD characters (base64, ruled lines) are not learnt from; how many is printed. Nor are
-    those that WordPiece takes for [UNK].
+    Words of more than LONGEST_WORD characters (base64, ruled lines) are not learnt from; how many
+    is printed. Nor are those that WordPiece takes for [UNK].
 
-    The same lines give the same vocabulary, but for XLNet: the Unigram trainer adds numbers up in an order that changes
-    from run to run, so that pieces of almost equal scores may change places.
+    The same lines give the same vocabulary, but for XLNet: the Unigram trainer adds numbers up in
+    an order that changes from run to run, so that pieces of almost equal scores may change places.
 
     Args:
         lines: text, read once; the order counts for nothing.
         kind: one of KINDS.
-        size: tokens of the vocabulary, special tokens included. It becomes smaller where the text has too few words.
+        size: tokens of the vocabulary, special tokens included. It becomes smaller where the text
+            has too few words.
 
-    Raises InputError: an unknown kind, a size too small for it (XLNet's: for the characters of the text), no text.
+    Raises InputError: an unknown kind, a size too small for it (XLNet's: for the characters of the
+    text), no text.
     """
     if kind not in KINDS:
         raise InputError(f"kind is {kind}; expected one of {', '.join(KINDS)}")
@@ -107,11 +111,13 @@ def _learn(batches: Iterator[list[str]], kind: str, size: int) -> PreTrainedToke
 
 
 def continues_word(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Returns, as bool [vocabulary], which tokens continue the word of the token before; special ones never do.
+    """Returns, as bool [vocabulary], which tokens continue the word of the token before; special
+    ones never do.
 
-    WordPiece's have its prefix ("##"); byte-level encoding's have no "Ġ" in front, and sentencepiece's no "▁". (So
-    punctuation after a word belongs to the word in these two, and the first word of a text, which has no space in
-    front, is no beginning in byte-level encoding: who has several texts in a row knows where each begins.)
+    WordPiece's have its prefix ("##"); byte-level encoding's have no "Ġ" in front, and
+    sentencepiece's no "▁". (So punctuation after a word belongs to the word in these two, and the
+    first word of a text, which has no space in front, is no beginning in byte-level encoding: who
+    has several texts in a row knows where each begins.)
 
     Raises InputError: a tokenizer of another sort.
     """
@@ -159,10 +165,10 @@ def _batches(lines: Iterator[str]) -> Iterator[list[str]]:
 def _learn_wordpieces(batches: Iterator[list[str]], size: int) -> list[str]:
     """Pieces in the order of their ids.
 
-    The WordPiece trainer of tokenizers gives another vocabulary in every run: it numbers the characters within words as
-    a hash map returns them, and the numbers decide between pairs of equal counts. Its BPE trainer, which does the same
-    merges, sorts its characters. So that one is used, on words that a sign begins: "▁the" becomes "the", and "ing",
-    "##ing".
+    The WordPiece trainer of tokenizers gives another vocabulary in every run: it numbers the
+    characters within words as a hash map returns them, and the numbers decide between pairs of
+    equal counts. Its BPE trainer, which does the same merges, sorts its characters. So that one is
+    used, on words that a sign begins: "▁the" becomes "the", and "ing", "##ing".
     """
     bert = BertTokenizer().backend_tokenizer
     tokenizer = Tokenizer(models.BPE())
@@ -170,9 +176,11 @@ def _learn_wordpieces(batches: Iterator[list[str]], size: int) -> list[str]:
     sign = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     unknown = pre_tokenizers.Split(Regex(rf"\S{{{LONGEST_WORDPIECES + 1},}}"), "removed")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([bert.pre_tokenizer, unknown, sign])
-    # A character can take two places (a, ##a), and half of the vocabulary should be left for longer pieces.
+    # A character can take two places (a, ##a), and half of the vocabulary should be left for longer
+    # pieces.
     alphabet = min(MOST_CHARACTERS, size // 4)
-    # More than `size`, since a merge such as "▁a" gives no piece that the characters have not given.
+    # More than `size`, since a merge such as "▁a" gives no piece that the characters have not
+    # given.
     trainer = trainers.BpeTrainer(
         vocab_size=size + alphabet, min_frequency=2, limit_alphabet=alphabet, show_progress=False
     )
@@ -233,6 +241,7 @@ def _learn_unigrams(batches: Iterator[list[str]], size: int) -> list[tuple[str, 
     learnt = json.loads(tokenizer.to_str())["model"]["vocab"]
     pieces = [(piece, round(score, 4)) for piece, score in learnt if piece not in XLNET_SPECIALS]
     pieces.sort(key=lambda pair: (-pair[1], pair[0]))
-    # The special tokens are no choice for text that spells one, as long as its characters are pieces.
+    # The special tokens are no choice for text that spells one, as long as its characters are
+    # pieces.
     never = pieces[-1][1] * 100
     return [(special, never) for special in XLNET_SPECIALS] + pieces

@@ -1,15 +1,18 @@
-"""Beam search of fixed shapes with a key and value cache; equal to fairseq's `SequenceGenerator`, plain PyTorch.
+"""Beam search of fixed shapes with a key and value cache; equal to fairseq's `SequenceGenerator`,
+plain PyTorch.
 
-A search is a state (a dict of tensors) and `step`, which returns the next state in the same shapes and reads nothing
-back from the device. `search` runs it in a Python loop; a compiler runs the same step in a loop on the device, so that
-a batch is one program that ends with its last sentence.
+A search is a state (a dict of tensors) and `step`, which returns the next state in the same shapes
+and reads nothing back from the device. `search` runs it in a Python loop; a compiler runs the same
+step in a loop on the device, so that a batch is one program that ends with its last sentence.
 
-Hypotheses are not copied when beams change places. Slot (t, k) of the cache keeps what beam k wrote at time t. Each
-hypothesis lists its ancestors, the slots that hold its words; all others are masked in its attention. A step writes one
-column and moves nothing else (fairseq's generator copies all keys and values in each step).
+Hypotheses are not copied when beams change places. Slot (t, k) of the cache keeps what beam k wrote
+at time t. Each hypothesis lists its ancestors, the slots that hold its words; all others are masked
+in its attention. A step writes one column and moves nothing else (fairseq's generator copies all
+keys and values in each step).
 
-The cost of a step grows with the length of the cache, most of which short sentences never fill. `search` therefore
-starts with a cache of FIRST_LENGTH words and enlarges it while a sentence is unfinished; each length is its own loop.
+The cost of a step grows with the length of the cache, most of which short sentences never fill.
+`search` therefore starts with a cache of FIRST_LENGTH words and enlarges it while a sentence is
+unfinished; each length is its own loop.
 """
 
 import math
@@ -27,10 +30,11 @@ CHUNK = 128  # scores whose maximum stands for them in `top_k`; a row of a TPU's
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns the k largest of each row of [B, N], sorted, and their places: exact, without sorting the row.
+    """Returns the k largest of each row of [B, N], sorted, and their places: exact, without sorting
+    the row.
 
-    XLA sorts the whole row for `torch.topk`. The k largest lie in the k chunks with the largest maxima, so it is enough
-    to sort N / 128 maxima and k * 128 scores.
+    XLA sorts the whole row for `torch.topk`. The k largest lie in the k chunks with the largest
+    maxima, so it is enough to sort N / 128 maxima and k * 128 scores.
     """
     batch, size = scores.shape
     if size <= 2 * k * CHUNK:
@@ -46,7 +50,8 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def start(model: Transformer, source: Tensor, beam: int, max_length: int) -> tuple[State, State]:
-    """Encodes source [B, S]; returns (state of the search before its first step, tensors that its steps only read).
+    """Encodes source [B, S]; returns (state of the search before its first step, tensors that its
+    steps only read).
 
     Args:
         max_length: most words of a hypothesis, its EOS included.
@@ -88,7 +93,8 @@ def decode_last(
     """Runs the decoder on the last word of each hypothesis.
 
     Args:
-        mask: [B, 1, beam, times * beam], which slots of the first times a hypothesis sees, see `score_mask`.
+        mask: [B, 1, beam, times * beam], which slots of the first times a hypothesis sees, see
+            `score_mask`.
         column: int64 [1], the place in the cache that is written.
 
     Returns:
@@ -124,8 +130,8 @@ def decode_last(
 
 
 def continued(logits: Tensor, scores: Tensor, time: Tensor, limit: Tensor) -> Tensor:
-    """Returns the log-probability [B, beam, words] of each hypothesis with each next word: never PAD, EOS not first,
-    only EOS at the end."""
+    """Returns the log-probability [B, beam, words] of each hypothesis with each next word: never
+    PAD, EOS not first, only EOS at the end."""
     word = torch.arange(logits.shape[2], device=logits.device)
     last_step = (time >= limit)[:, None, None]
     forbidden = (word == PAD) | ((word == EOS) & (time < 1)) | ((word != EOS) & last_step)
@@ -140,8 +146,10 @@ def step(model: Transformer, state: State, reads: State, length_penalty: float) 
     """Returns the state one word later.
 
     Args:
-        reads: tensors of `start`, and "limit", int32 [B]: most words of a sentence's hypotheses before EOS.
-        length_penalty: exponent of the length by which a finished hypothesis' log-probability is divided.
+        reads: tensors of `start`, and "limit", int32 [B]: most words of a sentence's hypotheses
+            before EOS.
+        length_penalty: exponent of the length by which a finished hypothesis' log-probability is
+            divided.
     """
     time, scores = state["time"], state["scores"]
     beam, max_length = state["tokens"].shape[1:]
@@ -171,7 +179,8 @@ def step(model: Transformer, state: State, reads: State, length_penalty: float) 
 
     candidates = torch.where(now, chosen[:, :, None], of_parents(state["tokens"]))
 
-    # Hypotheses end here if they are among the best `beam` candidates and there is room: earlier ones stay.
+    # Hypotheses end here if they are among the best `beam` candidates and there is room: earlier
+    # ones stay.
     ends = (chosen == EOS) & (candidate_scores > MASKED / 2)
     rank = torch.arange(2 * beam, device=time.device, dtype=torch.int32)
     ending = ends & (rank < beam)
@@ -238,8 +247,8 @@ class Found:
             self.scores[self.rows] = state["finished_scores"]
 
     def dropped(self, state: State, reads: State) -> tuple[State, State]:
-        """Returns a state and what it reads without the sentences that are finished, once they are an eighth of it:
-        moving the others costs as much as a step."""
+        """Returns a state and what it reads without the sentences that are finished, once they are
+        an eighth of it: moving the others costs as much as a step."""
         left = (state["finished"] < state["tokens"].shape[1])[:, 0].nonzero()[:, 0]
         if 8 * len(left) > 7 * len(state["finished"]):
             return state, reads
@@ -263,14 +272,17 @@ def search(
     """Finds the best hypotheses of source [B, S].
 
     Args:
-        limit: int32 [B], most words before EOS in the hypotheses of each sentence, below max_length.
-        loop: runs `step` with this model and length_penalty while the state is "running"; None: a Python loop for
-            devices that run operation by operation: it reads that flag in every round, and drops sentences that have
-            all their hypotheses.
+        limit: int32 [B], most words before EOS in the hypotheses of each sentence, below
+            max_length.
+        loop: runs `step` with this model and length_penalty while the state is "running"; None: a
+            Python loop for devices that run operation by operation: it reads that flag in every
+            round, and drops sentences that have all their hypotheses.
 
     Returns:
-        Best first: tokens int32 [B, beam, max_length], EOS included, then PAD; scores [B, beam], log-probability /
-        length ** length_penalty. Where there are fewer than `beam` hypotheses (a row of PAD has none), the others are
+        Best first: tokens int32 [B, beam, max_length], EOS included, then PAD; scores [B, beam],
+            log-probability /
+        length ** length_penalty. Where there are fewer than `beam` hypotheses (a row of PAD has
+            none), the others are
         PAD only, with the score MASKED.
     """
     if max_length > model.arch.max_positions:  # a compiler would clamp the position and say nothing
@@ -294,7 +306,8 @@ def search(
             2 * length if 3 * length < max_length else max_length
         )  # no loop of its own for a few words
         state = grown(state, length)
-    # Candidates carry words of the place that they took over: after their EOS, and where no hypothesis has ended.
+    # Candidates carry words of the place that they took over: after their EOS, and where no
+    # hypothesis has ended.
     found.take(state)
     tokens, scores = found.tokens, found.scores
     ended = (tokens == EOS).int().cumsum(2) - (tokens == EOS).int() > 0

@@ -15,7 +15,8 @@ from models.masked_words import forward
 
 __all__ = ["begin_with_layers", "forward", "losses", "open_teacher"]
 
-# Weights of the three losses, and the temperature of the first: its authors' distillation/README.md.
+# Weights of the three losses, and the temperature of the first: its authors'
+# distillation/README.md.
 SOFT = 5.0
 HARD = 2.0
 COSINE = 1.0
@@ -83,8 +84,8 @@ def losses(
 def begin_with_layers(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
     """Copies the weights of a BERT for masked words to a DistilBERT: every n-th of the layers.
 
-    These are layers 0, 2, 4, … as Sanh et al. 2019, section 3, say; their script takes 0, 2, 4, 7, 9
-    and 11 of 12. The teacher may have more positions.
+    These are layers 0, 2, 4, … as Sanh et al. 2019, section 3, say; their script takes 0, 2, 4, 7,
+    9 and 11 of 12. The teacher may have more positions.
     """
     every = teacher.config.num_hidden_layers // student.config.n_layers
     modules = dict(OUTSIDE)  # of the teacher -> of the student

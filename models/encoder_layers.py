@@ -1,10 +1,11 @@
-"""transformers' encoders with the layers that the TPU's compiler rewards: the same classes, parameters and keys.
+"""transformers' encoders with the layers that the TPU's compiler rewards: the same classes,
+parameters and keys.
 
     model = fast_layers(BertForSequenceClassification.from_pretrained(checkpoint))
 
-Nothing of transformers is patched. Attention is registered under its own name through transformers' interface, and
-submodules are replaced by subclasses that hold the very same parameters, so that `save_pretrained` and `state_dict`
-stay the same. models/layers.py says what each form is worth.
+Nothing of transformers is patched. Attention is registered under its own name through transformers'
+interface, and submodules are replaced by subclasses that hold the very same parameters, so that
+`save_pretrained` and `state_dict` stay the same. models/layers.py says what each form is worth.
 """
 
 import math
@@ -37,7 +38,8 @@ def attend(
 
     Args:
         query: [B, H, T, D].
-        key, value: the same, or with fewer heads, each of which serves several queries' (Ainslie et al. 2023).
+        key, value: the same, or with fewer heads, each of which serves several queries' (Ainslie et
+            al. 2023).
         attention_mask: as `additive_mask` returns it.
         more: what else the model gives, see `architectures.refuse_more`.
 
@@ -66,11 +68,12 @@ def additive_mask(
     mask_function,
     **more,
 ) -> Tensor:
-    """Returns what is added to the scores, float32 [B, 1, 1, T]: 0 where attention_mask [B, T] is true, else MASKED;
-    or [B, 1, T, T] where a token sees some of the others only, such as those of a window.
+    """Returns what is added to the scores, float32 [B, 1, 1, T]: 0 where attention_mask [B, T] is
+    true, else MASKED; or [B, 1, T, T] where a token sees some of the others only, such as those of
+    a window.
 
-    transformers' own mask function reads the mask from the device in the middle of the step, to leave it out where all
-    values are true.
+    transformers' own mask function reads the mask from the device in the middle of the step, to
+    leave it out where all values are true.
     """
     if mask_function is not bidirectional_mask_function:
         seen = sdpa_mask(
@@ -90,8 +93,8 @@ def additive_mask(
 AttentionInterface.register(ATTENTION, attend)
 AttentionMaskInterface.register(ATTENTION, additive_mask)
 
-# x * Phi(x) is x * (1 + tanh(x * P(x^2))) / 2 for these coefficients of P within 3.4e-6 (a minimax fit): less than half
-# of bfloat16's rounding wherever the result is above 1e-3 in magnitude.
+# x * Phi(x) is x * (1 + tanh(x * P(x^2))) / 2 for these coefficients of P within 3.4e-6 (a minimax
+# fit): less than half of bfloat16's rounding wherever the result is above 1e-3 in magnitude.
 GELU_TERMS = (7.97828e-1, 3.64688e-2, -1.24862e-4, -3.0581e-5, 1.11908e-6)
 
 
@@ -101,7 +104,8 @@ class FittedGELU(torch.autograd.Function):
     @staticmethod
     def distribution(x: Tensor) -> Tensor:
         """Returns the normal distribution's Phi(x), within 7e-6, for float32 x."""
-        square, exponent = x.square(), GELU_TERMS[-1]
+        square = x.square()
+        exponent = GELU_TERMS[-1]
         for term in GELU_TERMS[-2::-1]:
             exponent = exponent * square + term
         return 0.5 + 0.5 * torch.tanh(x * exponent)
@@ -116,16 +120,17 @@ class FittedGELU(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> Tensor:
         wide = ctx.saved_tensors[0].float()
         density = (2 * math.pi) ** -0.5 * torch.exp(-0.5 * wide.square())
-        return (gradient.float() * (FittedGELU.distribution(wide) + wide * density)).to(
-            gradient.dtype
-        )
+        slope = FittedGELU.distribution(wide) + wide * density
+        return (gradient.float() * slope).to(gradient.dtype)
 
 
 class GELU(nn.Module):
-    """x * Phi(x) (Hendrycks and Gimpel 2016); for bfloat16 on devices for which a program is compiled by `FittedGELU`.
+    """x * Phi(x) (Hendrycks and Gimpel 2016); for bfloat16 on devices for which a program is
+    compiled by `FittedGELU`.
 
-    The compiler computes an activation again in each product that takes it, and erf is some 40 operations. BERT-base on
-    GLUE: 98.1 -> 86.3 million bundles of code (docs/compile.md), 123.9 -> 122.8 million cycles.
+    The compiler computes an activation again in each product that takes it, and erf is some 40
+    operations. BERT-base on GLUE: 98.1 -> 86.3 million bundles of code (docs/compile.md), 123.9 ->
+    122.8 million cycles.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,8 +140,9 @@ class GELU(nn.Module):
 
 
 class FewRows(nn.Embedding):
-    """An embedding of one or two rows, which a compiled program chooses by comparison: its gradient is two sums, where
-    that of a lookup adds token after token. BERT-base on GLUE: 1.05 -> 0.73 million bundles without an estimate."""
+    """An embedding of one or two rows, which a compiled program chooses by comparison: its gradient
+    is two sums, where that of a lookup adds token after token. BERT-base on GLUE: 1.05 -> 0.73
+    million bundles without an estimate."""
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.device.type in layers.NATIVE_DEVICES or len(self.weight) > 2:  # which may have grown
@@ -144,26 +150,27 @@ class FewRows(nn.Embedding):
         return torch.where((ids == 0)[..., None], self.weight[0], self.weight[-1])
 
 
-# The encoders without a record that may have `ShortRows`, in BERT's layers. Others give their layers more than a mask:
-# languages, rotated positions.
+# The encoders without a record that may have `ShortRows`, in BERT's layers. Others give their
+# layers more than a mask: languages, rotated positions.
 PACKED = ("camembert", "electra", "xlm-roberta")
 
 
 class ShortRows:
-    """The layers of an encoder, on packed rows of up to 128 tokens where those of the batch are short, for TPUs.
+    """The layers of an encoder, on packed rows of up to 128 tokens where those of the batch are
+    short, for TPUs.
 
     BERT-base on GLUE, 256 rows of 64 tokens: 178.9 -> 115.7 million cycles. On a CPU it is slower.
     """
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor, **options) -> ModelOutput:
-        """Returns what the layers do for hidden_states [B, T, C] and a mask as `additive_mask` returns it."""
+        """Returns what the layers return for hidden_states [B, T, C] and a mask as `additive_mask`
+        returns it."""
         shape = hidden_states.shape
         together = layers.rows_together(*shape[:2], self.parts)
         if together > 1:
             row = torch.arange(together, device=hidden_states.device).repeat_interleave(shape[1])
-            others = torch.where(
-                row == row[:, None], 0.0, 2 * layers.MASKED
-            )  # a row without any key stays alone, too
+            # Twice MASKED, so that a row without any key stays alone, too.
+            others = torch.where(row == row[:, None], 0.0, 2 * layers.MASKED)
             attention_mask = attention_mask.reshape(-1, 1, 1, len(row)) + others
             hidden_states = hidden_states.reshape(-1, len(row), shape[2])
         found = super().forward(hidden_states, attention_mask, **options)
@@ -172,8 +179,11 @@ class ShortRows:
 
 
 class WideAttention(DisentangledSelfAttention):
-    """DeBERTa's attention in float32. Its scores in bfloat16 would be filled with float32's lowest number, which is
-    -inf there, and the rows of padding, which see nothing, would be NaN."""
+    """DeBERTa's attention in float32.
+
+    It fills masked scores with float32's lowest number, which is -inf in bfloat16: rows of padding,
+    which see no key, would be NaN.
+    """
 
     def forward(self, hidden_states: Tensor, *args, **options) -> tuple[Tensor, Tensor | None]:
         """Returns what transformers' own does, in the type of hidden_states [B, T, C]."""
@@ -194,9 +204,9 @@ REPLACED = {
 def fast_layers(model: PreTrainedModel, parts: int = 0) -> PreTrainedModel:
     """Replaces the layers of an encoder by those of models/layers.py, which share its parameters.
 
-    Attention is replaced in encoders that go through transformers' AttentionInterface (BERT, RoBERTa,
-    DistilBERT, ELECTRA, ModernBERT, …), and where a record has layers of its own (XLNet). Any other
-    encoder keeps its attention, with a mask that needs no reading.
+    Attention is replaced in encoders that go through transformers' AttentionInterface (BERT,
+    RoBERTa, DistilBERT, ELECTRA, ModernBERT, …), and where a record has layers of its own (XLNet).
+    Any other encoder keeps its attention, with a mask that needs no reading.
 
     Args:
         parts: a multiple of the devices that share a batch: each part packs rows of its own, where

@@ -136,8 +136,8 @@ def _predicted(batch: dict[str, Tensor], parts: int) -> Tensor:
 def scores(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns sums over the rows of a batch whose batch["mask"] [B] is 1.
 
-    They are "loss" and "accuracy" over the "predicted" tokens, and "next_sentence_accuracy" over the
-    "rows" where the batch asks for it.
+    They are "loss" and "accuracy" over the "predicted" tokens, and "next_sentence_accuracy" over
+    the "rows" where the batch asks for it.
     """
     result = forward(model, batch)
     rows = batch["mask"]

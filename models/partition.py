@@ -1,9 +1,10 @@
-"""Which axis of the devices cuts which parameter, for `--mesh data=4,model=2` of the scripts. An encoder's record
-(models/encoders) and models/transformer.py have the tables.
+"""Which axis of the devices cuts which parameter, for `--mesh data=4,model=2` of the scripts. An
+encoder's record (models/encoders) and models/transformer.py have the tables.
 
-Over "model" attention is cut by heads and a feed-forward layer by its inner width, so that each takes one all-reduce
-forward and one backward (Shoeybi et al. 2019, arXiv:1909.08053, section 3). The embedding of the vocabulary and the
-head that it is tied to are cut by words, and the loss is computed on the parts. All else is whole on every device.
+Over "model" attention is cut by heads and a feed-forward layer by its inner width, so that each
+takes one all-reduce forward and one backward (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+The embedding of the vocabulary and the head that it is tied to are cut by words, and the loss is
+computed on the parts. All else is whole on every device.
 """
 
 from dataclasses import dataclass

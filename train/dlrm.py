@@ -422,7 +422,7 @@ def main(config: Config) -> dict[str, float]:
         for step, batch in enumerate(loader, start + 1):
             batches.append(batch)
             if not many_steps.ends_call(
-                step, config.steps_a_call, total, alone=config.warmup_steps
+                step, config.steps_a_call, total, single_steps=config.warmup_steps
             ):
                 continue
 
@@ -431,7 +431,7 @@ def main(config: Config) -> dict[str, float]:
             device.set_lr(state.embeddings, lr)
             step_metrics = train(state, batches, config, mesh)
             is_first = step == len(batches)
-            due = partial(many_steps.is_due, step=step, updates=len(batches))
+            due = partial(many_steps.is_due, step=step, steps=len(batches))
             batches = []
 
             if is_first or due(config.log_every) or step == total:

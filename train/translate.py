@@ -101,7 +101,8 @@ def evaluation_plan(
         batch_tokens: places of a batch on each side.
         max_positions: tokens of a sentence that the model takes.
         split: what the sentences are, for messages.
-        numbers: of the sentences in what the user gave, from 0, for messages; by default their order.
+        numbers: of the sentences in what the user gave, from 0, for messages; by default their
+            order.
     Raises:
         InputError: a sentence is longer than the model's positions.
     """
@@ -129,7 +130,8 @@ def evaluation_plan(
 
 
 class Translator:
-    """Beam search over sentences on the device: one compiled program a shape of batch, one read in all.
+    """Beam search over sentences on the device: one compiled program a shape of batch, one read in
+    all.
 
     Args:
         config: with lengths, batch_tokens, beam, length_penalty and workers.
@@ -171,8 +173,8 @@ class Translator:
     def __call__(self, sentences, unknown: str = "<unk>") -> list[str]:
         """Returns the translations of sentences, a data set of data/wmt.py, in its order.
 
-        An empty sentence has an empty translation. It is in no batch, so that the others are translated as without it.
-        `unknown` is written for words that are not in the dictionary.
+        An empty sentence has an empty translation. It is in no batch, so that the others are
+        translated as without it. `unknown` is written for words that are not in the dictionary.
         """
         lines = [""] * len(sentences)
         there = np.flatnonzero(sentences.lengths[:, 0] > 1)  # more than EOS
@@ -206,10 +208,11 @@ class Translator:
 
 
 class Bleu:
-    """sacrebleu's BLEU of a split's translations, with the tokenizer of its target language or another.
+    """sacrebleu's BLEU of a split's translations, with the tokenizer of its target language or
+    another.
 
-    Unknown words are written as fairseq's training writes them (`_inference_with_bleu` of its translation task): those
-    of a translation and those of a reference are words that match nothing.
+    Unknown words are written as fairseq's training writes them (`_inference_with_bleu` of its
+    translation task): those of a translation and those of a reference are words that match nothing.
 
     Attributes:
         references: the split's target sentences.
@@ -272,7 +275,8 @@ class Bleu:
 
 
 def load(folder: str, mesh: device.Mesh, pieces: str = "") -> tuple[Transformer, wmt.Codec]:
-    """Returns (model on the device, what turns text into its tokens and back) from an export or files of fairseq.
+    """Returns (model on the device, what turns text into its tokens and back) from an export or
+    files of fairseq.
 
     Args:
         folder: path or URL.

@@ -4,8 +4,9 @@ research/jax_peers.py compiles them:
 
     .venv-jax/bin/python research/jax/steps.py bert --batch 32 --rng rbg --out step.pb    an HloModuleProto for TPUs
 
-It runs in the environment of `make jax`, which has neither torch nor a TPU: JAX lowers a step without running it, and
-no weight is allocated. All compute in bfloat16 and keep parameters and optimizer state in float32; state is donated.
+It runs in the environment of `make jax`, which has neither torch nor a TPU: JAX lowers a step
+without running it, and no weight is allocated. All compute in bfloat16 and keep parameters and
+optimizer state in float32; state is donated.
 
 resnet50      flax/examples/imagenet: ResNet-50 v1.5, NHWC in bfloat16, batch norm, SGD with momentum, L2 in the loss
 bert          transformers 4's FlaxBertForMaskedLM: post-norm, exact GELU, attention by flax's own function, AdamW, clip
@@ -14,7 +15,8 @@ bert          transformers 4's FlaxBertForMaskedLM: post-norm, exact GELU, atten
               and each its own without, as ours; bert-large: of large's sizes
 bert-glue     transformers 4's FlaxBertForSequenceClassification
 transformer   flax/examples/wmt's layers with the sizes, the norms after each sub-layer, the one matrix of words and the
-              dropout of Vaswani et al. 2017; transformer-big: its big sizes, sentences packed as in that example
+              dropout of Vaswani et al. 2017; transformer-big: its big sizes, sentences packed as in
+              that example
 dlrm          Naumov et al. 2019 with `nn.Embed` tables and a dense gradient, SGD
 """
 
@@ -255,8 +257,8 @@ def sinusoids(count: int, dim: int) -> np.ndarray:
 
 
 class Transformer(nn.Module):
-    """Source and target up to each word [B, T] to logits [B, T, words]; of packed rows also the numbers of their
-    sentences [B, T]."""
+    """Source and target up to each word [B, T] to logits [B, T, words]; of packed rows also the
+    numbers of their sentences [B, T]."""
 
     dim: int = 512
     heads: int = 8

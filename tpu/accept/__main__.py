@@ -3,7 +3,7 @@
     python3 -m tpu.accept --tpu my-tpu --zone us-east5-b --runs gs://my-bucket/accept
     python3 -m tpu.accept --only resnet50 stop                      on this machine, only what begins with these words
     python3 -m tpu.accept --tpu my-tpu --recipe bert-mrpc --data nyu-mll/glue --runs gs://my-bucket/runs
-    python3 -m tpu.accept --table docs/accepted/*.json              README's table of results, from such files
+    python3 -m tpu.accept --table docs/accepted/*.json              the table of docs/results.md, from such files
 
 `make accept TPU=…` calls it. It trains, kills, resumes and stops runs under names of their own, and leaves none
 running, also after Ctrl-C. Exit codes: 0: nothing failed (what is not there, or was not run, is listed); 1: something
@@ -71,24 +71,23 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
         "--table",
         nargs="*",
         metavar="FILE",
-        help="write README's table of results from these files, and do nothing else",
+        help="write the table of docs/results.md from these files, and do nothing else",
     )
     return parser.parse_args(arguments)
 
 
 def write_table(names: list[str]) -> None:
-    """Writes README's table from the files of acceptances."""
+    """Writes the table of docs/results.md from the files of acceptances."""
     files = [Path(name) for name in names]
     if len(files) == 1 and "*" in names[0]:  # the shell found none
         files = []
     for file in files:
         if file.is_absolute() or ".." in file.parts:
             raise InputError(
-                f"{file} cannot be linked to from README.md; give files in docs/accepted, from {Path.cwd()}"
+                f"{file} cannot be linked to from {page.RESULTS}; give files in docs/accepted, from {Path.cwd()}"
             )
-    readme = Path("README.md")
-    page.write(readme, page.with_table(readme.read_text(), files))
-    print(f"README.md has the results of {len(files)} files")
+    page.write(page.RESULTS, page.with_table(page.RESULTS.read_text(), files))
+    print(f"{page.RESULTS} has the results of {len(files)} files")
 
 
 def to_options(given: argparse.Namespace) -> Options:

@@ -80,7 +80,7 @@ class Check:
     host_bytes: int | None = None
     estimate: dict[str, Any] = field(default_factory=dict)  # by make compile
     notes: list[str] = field(default_factory=list)
-    recipe: str = ""  # of README's table
+    recipe: str = ""  # of docs/results.md
     last_lines: list[str] = field(default_factory=list)  # where it failed
 
     def fail(self, why: str) -> None:
@@ -565,7 +565,7 @@ class Acceptance:
         raise NotRun("make predict is there, but tpu/accept does not call it yet: Acceptance.predict is its place")
 
     def recipe(self, check: Check, name: str) -> None:
-        """A published recipe, for README's table."""
+        """A published recipe, for docs/results.md."""
         recipe = RECIPES[name]
         check.recipe = name
         check.expected = {"published": recipe.target} if recipe.target else {}

@@ -1,4 +1,4 @@
-"""What a trial must reach, and which recipes README's table of results has. Standard library only, Python 3.9."""
+"""What a trial must reach, and which recipes the table of docs/results.md has. Standard library only, Python 3.9."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an acceptance leaves: a JSON file, the page beside it that a person can send, and README's table of results."""
+"""What an acceptance leaves: a JSON file, a page beside it that a person can send, and the table in docs/results.md."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tpu.accept.expected import RECIPES, SCRIPTS
 BEGIN = "<!-- made by: python3 -m tpu.accept --table docs/accepted/*.json -->"
 END = "<!-- end of the table -->"
 NEVER = "**never run**"
+RESULTS = Path("docs/results.md")  # from the project's folder; it has the table
 
 
 def write(path: Path, content: str) -> None:
@@ -100,8 +101,8 @@ def page(found: dict[str, Any]) -> str:
         "## How to send it",
         "",
         "Send this page and the JSON file of the same name; of what failed its log, too. They name the TPU, the folder"
-        " of the runs and paths of this machine: read them first. For README's table put the JSON file into"
-        " docs/accepted and run `python3 -m tpu.accept --table docs/accepted/*.json`.",
+        " of the runs and paths of this machine: read them first. For the table of docs/results.md put the JSON file"
+        " into docs/accepted and run `python3 -m tpu.accept --table docs/accepted/*.json`.",
         "",
     ]
     return "\n".join(lines)
@@ -121,7 +122,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def table(files: list[Path]) -> str:
-    """Returns README's table of results: a row per recipe and file that has it, "never run" where none has."""
+    """Returns the table of results: a row per recipe and file that has it, "never run" where none has."""
     rows = {f"trial {script.name}": (f"trial: {script.label}", "") for script in SCRIPTS}
     rows.update({name: (recipe.label, recipe.target) for name, recipe in RECIPES.items()})
     results: dict[str, list[str]] = {name: [] for name in rows}
@@ -135,7 +136,8 @@ def table(files: list[Path]) -> str:
             minutes = (
                 f"{check['seconds'] / 60:.1f} min" if check["seconds"] < 6000 else f"{check['seconds'] / 3600:.1f} h"
             )
-            cells = [label, machine(found["hardware"]), minutes, metric, f"[{path.stem}]({path.as_posix()})"]
+            link = f"[{path.stem}]({os.path.relpath(path, RESULTS.parent)})"
+            cells = [label, machine(found["hardware"]), minutes, metric, link]
             results[check["recipe"]].append(f"| {' | '.join(cell(each) for each in cells)} |")
     lines = ["| recipe (published) | hardware | time | metric | log |", "|---|---|---|---|---|"]
     for name, (label, target) in rows.items():
@@ -144,10 +146,10 @@ def table(files: list[Path]) -> str:
     return "\n".join(lines)
 
 
-def with_table(readme: str, files: list[Path]) -> str:
-    """Returns README's text with the table between its two marks; raises InputError where they are missing."""
+def with_table(text: str, files: list[Path]) -> str:
+    """Returns the page's text with the table between its two marks; raises InputError where they are missing."""
     pattern = f"{re.escape(BEGIN)}\n.*?{re.escape(END)}"
-    if len(re.findall(pattern, readme, re.DOTALL)) != 1:
-        raise InputError(f"README.md has not once {BEGIN} and {END}; put both back, around the table")
+    if len(re.findall(pattern, text, re.DOTALL)) != 1:
+        raise InputError(f"{RESULTS} has not once {BEGIN} and {END}; put both back, around the table")
     made = f"{BEGIN}\n{table(files)}\n{END}"
-    return re.sub(pattern, lambda _: made, readme, flags=re.DOTALL)
+    return re.sub(pattern, lambda _: made, text, flags=re.DOTALL)

@@ -27,11 +27,13 @@ REMOVED = {
 
 
 def run(main: Callable[[Any], Any], presets: dict[str, tuple[str, Any]]) -> None:
-    """Runs `main(config)` for `python -m train.<script> PRESET [--flag value …]`; PRESET --help shows every field.
+    """Runs `main(config)` for `python -m train.<script> PRESET [--flag value …]`; PRESET --help
+    shows every field.
 
-    `presets`: name -> (one line about it, Config). An InputError ends the process with one line, `error: …`, and exit
-    code 2; so does Ctrl-C before the training, with 130 and at the latest two seconds later. Any other exception keeps
-    its traceback. Where train/common/watch is, its flags are there, too.
+    `presets`: name -> (one line about it, Config). An InputError ends the process with one line,
+    `error: …`, and exit code 2; so does Ctrl-C before the training, with 130 and at the latest two
+    seconds later. Any other exception keeps its traceback. Where train/common/watch is, its flags
+    are there, too.
     """
     prog = f"python -m {_module(main)}"
     if optional.is_here("watch"):
@@ -56,8 +58,8 @@ def _module(main: Callable) -> str:
 def parse(
     presets: dict[str, tuple[str, Any]], prog: str, arguments: list[str] | None = None
 ) -> Any:
-    """Returns the Config of a command line, by default this process's; raises InputError, with one sentence, where it
-    cannot be used. `prog`: how the program is started."""
+    """Returns the Config of a command line, by default this process's; raises InputError, with one
+    sentence, where it cannot be used. `prog`: how the program is started."""
 
     def refuse(event: tyro_errors.ParseErrorEvent) -> None:
         raise InputError(
@@ -123,8 +125,8 @@ def _flags(config: Any) -> list[str]:
 def at_least(
     config: Any, low: float, *fields: str, above: bool = False, below: float | None = None
 ) -> None:
-    """Raises an InputError that names the first of the config's fields whose value is below `low` (or equal, where it
-    must be `above`), not `below` the other bound, or NaN."""
+    """Raises an InputError that names the first of the config's fields whose value is below `low`
+    (or equal, where it must be `above`), not `below` the other bound, or NaN."""
     expected = f"{'above' if above else 'at least'} {low}" + (
         f" and below {below}" if below else ""
     )

@@ -12,7 +12,8 @@ from train.common.run_folder import RunFolder, to_json
 
 FILE = "metrics.jsonl"
 EVALUATION = "eval/"  # what the names of an evaluation's metrics begin with, in metrics.jsonl
-# Of device.graph_report(), in the table of a finished run, with its label where that is another word.
+# Of device.graph_report(), in the table of a finished run, with its label where that is another
+# word.
 COUNTS = {
     "graphs": "graphs compiled",
     "recompilations": "",
@@ -57,8 +58,8 @@ class Metrics:
         return seconds
 
     def _open(self, mode: str, purge_step: int | None = None) -> None:
-        # TensorBoard imports tensorflow where it finds one (Colab, Kaggle): slow, and it may take the TPU. An empty
-        # module of this name is TensorBoard's own switch to do without.
+        # TensorBoard imports tensorflow where it finds one (Colab, Kaggle): slow, and it may take
+        # the TPU. An empty module of this name is TensorBoard's own switch to do without.
         sys.modules.setdefault(
             "tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf")
         )

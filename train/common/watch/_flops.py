@@ -1,4 +1,4 @@
-"""Counts the flops of the programs that compiled steps start, for the MFU of goodput.py, by tpu/compiler."""
+"""Counts the flops of the programs that compiled steps start, for the MFU of goodput.py."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -13,10 +13,10 @@ GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 class Flops:
     """Counts the flops of the programs that start.
 
-    A program's flops are those of its matmuls and convolutions, two per multiply-add, for all devices together, before
-    the compiler changes it: model flops, and what --remat computes again. Plain PyTorch and steps that are not strict
-    start no programs. `done` becomes None where the flops are not known: in a copy without tpu/, and for a loop over
-    steps (--steps-a-call).
+    A program's flops are those of its matmuls and convolutions, two per multiply-add, for all
+    devices together, before the compiler changes it: model flops, and what --remat computes again.
+    Plain PyTorch and steps that are not strict start no programs. `done` becomes None where the
+    flops are not known: in a copy without tpu/, and for a loop over steps (--steps-a-call).
     """
 
     def __init__(self, mesh: Mesh):
@@ -41,30 +41,33 @@ class Flops:
 
 
 def count(module: bytes, devices: int) -> int | None:
-    """Returns the flops of a serialized HloModuleProto on all devices together, or None where a product is in a loop of
-    unknown length, or too involved to count."""
+    """Returns the flops of a serialized HloModuleProto on all devices together, or None where a
+    product is in a loop of unknown length, or too involved to count."""
     from tpu.compiler import analysis, hlo
 
     parsed = hlo.parse(module)
 
-    def multiplies(names: Iterable[str]) -> bool:
-        inside = [each for name in names for each in parsed.computations[name].instructions]
-        return any(
-            each.opcode in ("dot", "convolution") or multiplies(each.called) for each in inside
-        )
+    def has_products(computations: Iterable[str]) -> bool:
+        for name in computations:
+            for instruction in parsed.computations[name].instructions:
+                if instruction.opcode in ("dot", "convolution"):
+                    return True
+                if has_products(instruction.called):
+                    return True
+        return False
 
-    every = [
-        each for computation in parsed.computations.values() for each in computation.instructions
-    ]
-    unknown = any(
-        each.opcode == "while" and not each.trip_count and multiplies(each.called) for each in every
-    )
+    for computation in parsed.computations.values():
+        for instruction in computation.instructions:
+            endless = instruction.opcode == "while" and not instruction.trip_count
+            if endless and has_products(instruction.called):
+                return None
     flops = analysis.product_flops(parsed, devices)
-    return None if unknown or None in flops else sum(flops)
+    return None if None in flops else sum(flops)
 
 
 def peak(mesh: Mesh) -> float | None:
-    """Returns the flops a second of all devices, in bfloat16, as Google documents them; None for a CPU."""
+    """Returns the flops per second of all devices, in bfloat16, as Google documents them; None for a
+    CPU."""
     if not mesh.kind.startswith("TPU"):
         return None
     from tpu.compiler.libtpu import GENERATIONS as known

@@ -1,7 +1,8 @@
-"""What TensorBoard (`make board`) shows of a run besides its curves: its settings as HParams, its picture under IMAGES.
+"""What TensorBoard (`make board`) shows of a run besides its curves: its settings as HParams, its
+picture under IMAGES.
 
-Both are in event files of their own in runs/<name>/tb: the settings in one before that of the metrics, the picture in
-one after it, since TensorBoard does not return to an earlier file.
+Both are in event files of their own in runs/<name>/tb: the settings in one before that of the
+metrics, the picture in one after it, since TensorBoard does not return to an earlier file.
 """
 
 import io

@@ -1,0 +1,73 @@
+"""Learns to read handwritten digits: your own data, your own network and your own task in one short script.
+
+    python -m examples.own_task                        accuracy 0.91 on 297 digits that it has not seen, in seconds
+    CPU_NUM_DEVICES=4 python -m examples.own_task      the same on four virtual devices
+
+The 1,797 digits of 8 by 8 pixels come with scikit-learn (Alpaydin and Kaynak 1998).
+"""
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+
+from train.common import device, loading
+
+
+class Digits:
+    """Your data: how many examples there are, and how one is made."""
+
+    def __init__(self, rows: slice):
+        digits = load_digits()
+        self.images = digits.images[rows].astype("float32") / 16
+        self.labels = digits.target[rows]
+
+    def __len__(self):
+        return len(self.labels)
+
+    def example(self, index, rng):  # rng: a seeded numpy Generator, for augmentation
+        return {"image": self.images[index], "label": self.labels[index]}
+
+
+def train_step(model, optimizer, batch):
+    """Your task: what the device computes in one step."""
+    loss = F.cross_entropy(model(batch["image"]), batch["label"])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+@torch.no_grad()
+def count_correct(model, batch):
+    """The last batch is filled up to its full size: `mask` is 0 where a row is no example."""
+    correct = model(batch["image"]).argmax(1) == batch["label"]
+    return (correct * batch["mask"]).sum()
+
+
+def main(lr: float = 0.003, epochs: int = 10, batch_size: int = 60) -> float:
+    """Returns the accuracy on the held-out digits."""
+    mesh = device.setup(seed=0, precision="float32")  # all devices that are there
+    train, held_out = Digits(slice(0, 1500)), Digits(slice(1500, None))
+
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = device.to_device(network, mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr, foreach=False)
+    device.init_optimizer_state(optimizer, mesh)
+
+    step = device.compiled(train_step, mesh)
+    steps = epochs * loading.steps_per_epoch(train, batch_size, mesh)
+    for batch in loading.parallel_loader(train, batch_size, mesh, train=True, stop=steps):
+        loss = step(model, optimizer, batch)
+
+    evaluate = device.compiled(count_correct, mesh)
+    batches = loading.parallel_loader(held_out, batch_size, mesh, train=False)
+    correct = device.fetch([evaluate(model, batch) for batch in batches])
+
+    accuracy = sum(correct) / len(held_out)
+    print(f"loss {device.fetch([loss])[0]:.4f}  accuracy {accuracy:.4f}")
+    return accuracy
+
+
+if __name__ == "__main__":
+    main()
