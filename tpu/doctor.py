@@ -70,14 +70,15 @@ LOADER_GB = 0.25
 SHARED_GB = 0.5
 
 WORKERS_DECIDE = "; whether the workers can, their service account decides"
-ABOUT_PYTHON = (
-    "import ensurepip, platform, venv;"
-    " print(platform.python_implementation(), platform.python_version())"
-)
-DEVICES = (
-    "import torch_xla.runtime as r;"
-    " print(r.global_runtime_device_count(), 'devices,', r.device_type())"
-)
+# Programs for other interpreters.
+ABOUT_PYTHON = """
+import ensurepip, platform, venv
+print(platform.python_implementation(), platform.python_version())
+"""
+DEVICES = """
+import torch_xla.runtime as r
+print(r.global_runtime_device_count(), 'devices,', r.device_type())
+"""
 WRITE_URL = """
 import fsspec, os, sys
 fs, path = fsspec.core.url_to_fs(f"{sys.argv[1].rstrip('/')}/.doctor-{os.getpid()}")
@@ -493,11 +494,8 @@ def check_gcloud(host: hosts.TpuVm | None, zone: str, project: str) -> Iterator[
     zone = zone or compute.get("zone")
     good = account and project and zone
     text = f"gcloud: account {account}, project {project}, zone {zone}"
-    remedy = (
-        "gcloud auth login;"
-        " give PROJECT= and ZONE=, or gcloud config set project (compute/zone) NAME"
-    )
-    yield line(good, text, remedy, lack)
+    give = "give PROJECT= and ZONE=, or gcloud config set project (compute/zone) NAME"
+    yield line(good, text, f"gcloud auth login; {give}", lack)
 
     if host and good:
         machine = host.describe()
@@ -618,10 +616,8 @@ def check_runs_url(runs: str, remote: bool) -> str:
         text = "can be written and read"
         if remote:
             text += WORKERS_DECIDE
-    remedy = (
-        "is the name right, and may you use it?"
-        " gcloud auth application-default login logs libraries in"
-    )
+    login = "gcloud auth application-default login logs libraries in"
+    remedy = f"is the name right, and may you use it? {login}"
     return line(works, f"runs: {runs}: {text[:200]}", remedy)
 
 

@@ -341,9 +341,8 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
         unknown = f"the preset {preset!r} of {options.model} is not known"
         raise InputError(f"{unknown}; it is one of {known}")
     if options.batch < 0:
-        raise InputError(
-            f"--batch is {options.batch}; it must be at least 1, or 0 for the recipe's"
-        )
+        given = f"--batch is {options.batch}"
+        raise InputError(f"{given}; it must be at least 1, or 0 for the recipe's")
     if options.program == "translate" and script is not transformer:
         other = f"--program is translate, which {options.model} does not do"
         raise InputError(f"{other}; give train or evaluate")
