@@ -489,7 +489,8 @@ class Topology:
         raise OutOfMemory(self.name, memory.needed, self.hbm_bytes, allocations, str(memory))
 
     def _shortage(self, error: CompilerError, logged: int, module: bytes) -> OutOfMemory | None:
-        """Returns the OutOfMemory that a compiler's refusal means; None where it means another.
+        """Returns the OutOfMemory that a compiler's refusal means; None where it means something
+        else.
 
         Args:
             logged: length of the log before the compilation.
@@ -611,7 +612,7 @@ class Program:
         arguments = pjrt.ExecutableGetCostAnalysis(executable=self._open())
         found = self.library.call("Executable_GetCostAnalysis", arguments)
         counted = pjrt.numbers(found.properties, found.num_properties)
-        # The compiler leaves out what it counts none of.
+        # The compiler leaves out counts of zero.
         return Cost(
             flops=float(counted.get("flops", 0)),
             bytes_accessed=float(counted.get("bytes accessed", 0)),

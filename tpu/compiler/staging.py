@@ -194,7 +194,7 @@ def _stage(step_fn: Callable, args: Sequence[Any]) -> Staged:
 
 @dataclass(frozen=True)
 class _Before:
-    """What tells whether the step has updated a tensor."""
+    """What a tensor is before the step, to see whether the step has updated it."""
 
     version: int
     graph: bytes
