@@ -143,7 +143,7 @@ def check_labels(config: Config) -> None:
         raise InputError(f"{given}; it is for the head of a --checkpoint with its weights")
     if not labels:
         raise InputError(f"{given}; {config.task} is a regression and has no classes")
-    heads.given(config.labels, labels)
+    heads.parse_labels(config.labels, labels)
 
 
 def open_data(config: Config) -> Data:
@@ -169,7 +169,7 @@ def open_data(config: Config) -> Data:
         settings = encoders.configuration(config.model, "tiny", tokenizer, config.lengths[-1])
         settings.initializer_range = SYNTHETIC_INIT
 
-    stated = heads.given(config.labels, task.labels) if config.labels else ()
+    stated = heads.parse_labels(config.labels, task.labels) if config.labels else ()
     found = classification.classifier(settings, task.labels, source, stated)
     positions = architectures.positions(found.model)
     if config.lengths[-1] > positions:
@@ -182,7 +182,7 @@ def open_data(config: Config) -> Data:
     for split, text in texts.items():
         sets[split] = glue.Encoded(text, tokenizer, config.lengths[-1])
     said = found.head.said
-    if said.startswith(heads.NEW) and config.lr == 0:
+    if found.head.is_new and config.lr == 0:
         said += "; --lr 0 does not train it"
     return Data(sets.pop("train"), sets, found.model, tokenizer, said)
 

@@ -167,7 +167,9 @@ def _synthetic(config: Config, split: str, count: int) -> imagenet.SyntheticImag
     return imagenet.SyntheticImages(count, config.image_size, SYNTHETIC_CLASSES, config.seed, split)
 
 
-def open_weights(config: Config, classes: list[str]) -> tuple[dict[str, Tensor], heads.Order]:
+def open_weights(
+    config: Config, classes: list[str]
+) -> tuple[dict[str, Tensor], heads.HeadDecision]:
     """Returns the tensors of --weights, and what becomes of their head.
 
     Raises:
@@ -175,7 +177,7 @@ def open_weights(config: Config, classes: list[str]) -> tuple[dict[str, Tensor],
             be evaluated without training.
     """
     weights, metadata = files.load_with_metadata(config.weights)
-    stated = heads.given(config.labels, classes) if config.labels else ()
+    stated = heads.parse_labels(config.labels, classes) if config.labels else ()
     head = head_order(weights, metadata, classes, config.weights, stated)
     if config.lr == 0 and head.untrained:
         raise InputError(head.untrained)
