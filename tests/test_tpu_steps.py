@@ -31,7 +31,7 @@ def test_images(mesh):
 def test_sentences(mesh, task):
     config = glue.validate(replace(glue.TINY, task=task, lengths=(32,)))
     examples = glue.open_data(config).train
-    check(examples, glue.batches(config, examples, mesh, train=True), mesh, steps.sentence_batch(config, mesh))
+    check(examples, glue.batch_plan(config, examples, mesh, train=True), mesh, steps.sentence_batch(config, mesh))
 
 
 @pytest.mark.parametrize("model, next_sentence", [("bert", False), ("bert", True), ("xlnet", False)])

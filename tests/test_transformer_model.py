@@ -127,7 +127,7 @@ def test_packed_rows_have_the_logits_of_separate_rows_and_short_rows_of_a_device
     segments = [(torch.arange(side.shape[1]) * 4 // side.shape[1] + 1) * (side != PAD) for side in sides]
     found = model(*sides, *segments).detach().reshape(expected.shape)
     torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-5)
-    found = device.to_device(model, mesh)(*(device.upload(side, mesh) for side in (source, previous)), parts=8)
+    found = device.to_device(model, mesh)(*(device.upload(side, mesh) for side in (source, previous)), packing_parts=8)
     assert (f"f32[{rows // 4},4,120,120]" in torch_xla._XLAC._get_xla_tensors_hlo([found])) == packed
     torch.testing.assert_close(found.cpu()[real], expected[real], rtol=0, atol=1e-5)
 
