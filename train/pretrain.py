@@ -148,13 +148,42 @@ def validate(config: Config) -> Config:
 
 
 def open_data(config: Config) -> Data:
-    """Opens the rows, the model that --checkpoint names or a new one, and DistilBERT's teacher."""
-    encoder = encoders.record(config.model)
+    """Opens the rows, the model and, for a DistilBERT, its teacher."""
     train = _open_rows(config, "train")
     valid = _open_rows(config, "valid")
-    tokenizer = train.text.tokenizer
-    length = train.text.length
+    model = _open_model(config, train)
 
+    teacher = None
+    if encoders.record(config.model).teacher:
+        folder = files.local_folder(config.teacher)
+        open_teacher = objectives.of_encoder(config.model).open_teacher
+        is_new = not config.checkpoint  # a new student begins with layers of its teacher
+        tokenizer = train.text.tokenizer
+        teacher = open_teacher(folder, model, tokenizer, config.data, init_student=is_new)
+    return Data(train, valid, model, teacher)
+
+
+def _open_rows(config: Config, split: str) -> Rows:
+    return pretraining.open_rows(
+        config.data,
+        split,
+        encoders.record(config.model).tokenizer,
+        config.predictions,
+        config.whole_words,
+        config.next_sentence,
+        trial=(SYNTHETIC_LENGTH, config.seed),
+    )
+
+
+def _open_model(config: Config, rows: Rows) -> nn.Module:
+    """Returns the model of --checkpoint, or a new one of --size.
+
+    Raises:
+        InputError: the checkpoint has other tokens than the rows, or the rows are longer than its
+            positions.
+    """
+    tokenizer = rows.text.tokenizer
+    length = rows.text.length
     source = None
     if config.checkpoint:
         folder = files.local_folder(config.checkpoint)
@@ -171,26 +200,7 @@ def open_data(config: Config) -> Data:
     positions = architectures.positions(model)
     if length > positions:
         raise InputError(f"rows have {length} tokens; the model has {positions} positions")
-
-    teacher = None
-    if encoder.teacher:
-        folder = files.local_folder(config.teacher)
-        open_teacher = objectives.of_encoder(config.model).open_teacher
-        is_new = not config.checkpoint  # a new student begins with layers of its teacher
-        teacher = open_teacher(folder, model, tokenizer, config.data, init_student=is_new)
-    return Data(train, valid, model, teacher)
-
-
-def _open_rows(config: Config, split: str) -> Rows:
-    return pretraining.open_rows(
-        config.data,
-        split,
-        encoders.record(config.model).tokenizer,
-        config.predictions,
-        config.whole_words,
-        config.next_sentence,
-        trial=(SYNTHETIC_LENGTH, config.seed),
-    )
+    return model
 
 
 def collate(
@@ -243,8 +253,8 @@ def forward(
 ) -> dict[str, Tensor]:
     """Returns the mean losses over a batch, which has data/pretraining.py's entries.
 
-    The losses of a micro-batch are sums that are divided by the counts of the whole batch, so that
-    their mean over the micro-batches is the loss of that batch.
+    A micro-batch's losses are divided by the counts of the whole batch, not by its own: so their
+    mean over the micro-batches is the loss of that batch.
     """
     with mesh.autocast():
         return objectives.losses(state.model, state.teacher, batch, config.update_every)
@@ -253,7 +263,7 @@ def forward(
 def train_step(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Updates once from one batch; returns the losses."""
+    """Updates once on a batch; returns the losses."""
     losses = forward(state, batch, config, mesh)
     losses["loss"].backward()
     update(state, config)
@@ -354,12 +364,12 @@ def with_teacher(config: Config, mesh: Mesh) -> Config:
     Returns:
         The config, with the export of that run as its teacher.
     """
-    fixed = {}
+    fixed_fields = {}
     for field in fields(config):
         if field.name not in MAY_CHANGE:
-            fixed[field.name] = getattr(config, field.name)
+            fixed_fields[field.name] = getattr(config, field.name)
     # The same flags find the same run again.
-    fingerprint = zlib.crc32(repr(fixed).encode())
+    fingerprint = zlib.crc32(repr(fixed_fields).encode())
     name = f"teacher-{fingerprint:08x}"
     main(replace(config, model=encoders.record(config.model).teacher, name=name))
 
