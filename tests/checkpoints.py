@@ -6,20 +6,21 @@ import fsspec
 
 
 def names(place: str) -> set[str]:
-    """Returns the names in a folder."""
+    """Returns the names in a folder, a path or URL."""
     fs, root = fsspec.core.url_to_fs(place)
-    return {name.rstrip("/").rpartition("/")[2] for name in fs.ls(root, detail=False)}
+    paths = fs.ls(root, detail=False)
+    return {path.rstrip("/").rpartition("/")[2] for path in paths}
 
 
 def damage(place: str, step: int, file: str, edit: Callable[[bytes], bytes] | None) -> None:
     """Rewrites a file of a step's checkpoint; removes it where `edit` is None."""
-    fs, root = fsspec.core.url_to_fs(f"{place}/step_{step:08d}/{file}")
+    fs, path = fsspec.core.url_to_fs(f"{place}/step_{step:08d}/{file}")
     if edit is None:
-        fs.rm(root)
-    else:
-        content = fs.cat_file(root)
-        assert edit(content) != content
-        fs.pipe_file(root, edit(content))
+        fs.rm(path)
+        return
+    content = fs.cat_file(path)
+    assert edit(content) != content
+    fs.pipe_file(path, edit(content))
 
 
 def flip(content: bytes, at: int) -> bytes:

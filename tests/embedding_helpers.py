@@ -55,17 +55,37 @@ RATES = (1, 0, 0.5, 1)  # of each step, times LR
 SEED = 3_000_000_000  # no int32
 
 
-# ---- embeddings and batches ----------------------------------------------------------------------
+# Embeddings and batches
 
 
 def with_plan(plan: str, tables=TABLES) -> list[Table]:
+    """Returns the tables with a plan each: all with the same, or MIXED."""
     plans = MIXED if plan == "mixed" else [plan] * len(tables)
-    return [dataclasses.replace(table, plan=own) for table, own in zip(tables, plans, strict=True)]
+    planned = []
+    for table, own_plan in zip(tables, plans, strict=True):
+        planned.append(dataclasses.replace(table, plan=own_plan))
+    return planned
 
 
-def make(mesh, plan="mixed", optimizer="sgd", model_devices=0, seed=0, tables=TABLES, dim=DIM) -> ShardedEmbeddingBags:
-    rule = OPTIMIZERS[optimizer]()
-    return ShardedEmbeddingBags(with_plan(plan, tables), dim, mesh, rule, LR[optimizer], seed, model_devices)
+def make(
+    mesh,
+    plan="mixed",
+    optimizer="sgd",
+    model_devices=0,
+    seed=0,
+    tables=TABLES,
+    dim=DIM,
+) -> ShardedEmbeddingBags:
+    """Makes the embeddings of TABLES, or others."""
+    return ShardedEmbeddingBags(
+        with_plan(plan, tables),
+        dim,
+        mesh,
+        OPTIMIZERS[optimizer](),
+        LR[optimizer],
+        seed,
+        model_devices,
+    )
 
 
 def in_lines(mesh: Mesh) -> Mesh:
@@ -90,17 +110,20 @@ def draw_ids(table: Table, kind: str, generator: torch.Generator) -> Tensor:
     return ((table.rows + 1) ** random - 1).int()
 
 
-def host_batch(step: int, tables=TABLES, ragged: bool = True, ids: tuple[str, ...] = ("power law",)):
+def host_batch(
+    step: int, tables=TABLES, ragged: bool = True, ids: tuple[str, ...] = ("power law",)
+) -> dict[str, Tensor]:
     """Returns the batch of a step: ids of each kind in turn, present, and targets y [BATCH, tables,
     DIM]."""
     generator = torch.Generator().manual_seed(step)
     kind = ids[step % len(ids)]
-    batch = {"ids": torch.cat([draw_ids(table, kind, generator) for table in tables], 1)}
+    ids_of_tables = [draw_ids(table, kind, generator) for table in tables]
+    batch = {"ids": torch.cat(ids_of_tables, 1)}
     if ragged:
-        bags = torch.rand(BATCH, len(tables), generator=generator) < 0.85
-        bags = bags.repeat_interleave(torch.tensor([table.lookups for table in tables]), 1)
-        present = bags & (torch.rand(batch["ids"].shape, generator=generator) < 0.7)
-        batch["present"] = present.float()
+        lookups = torch.tensor([table.lookups for table in tables])
+        is_bag = torch.rand(BATCH, len(tables), generator=generator) < 0.85
+        is_id = torch.rand(batch["ids"].shape, generator=generator) < 0.7
+        batch["present"] = (is_bag.repeat_interleave(lookups, 1) & is_id).float()
     batch["y"] = torch.rand(BATCH, len(tables), DIM, generator=generator)
     return batch
 
@@ -113,19 +136,26 @@ def whole(pieces: Mapping[str, Tensor], tables=TABLES) -> dict[tuple[str, str], 
     for key, piece in pieces.items():
         if key == "step":
             continue
-        name, kind, _, column = key.split("/")
-        shape = (rows_of[name], DIM) if piece.dim() == 2 else (rows_of[name],)
-        array = found.setdefault((name, kind), torch.full(shape, float("nan")))
-        part = (Rows.of_piece(key).table_rows(0, piece.shape[0]),)
+        name, kind, _, first_column = key.split("/")
+        shape = [rows_of[name]]
+        where = [Rows.of_piece(key).table_rows(0, piece.shape[0])]
         if piece.dim() == 2:
-            part += (slice(int(column), int(column) + piece.shape[1]),)
-        assert array[part].shape == piece.shape and array[part].isnan().all()
-        array[part] = piece
-    assert not any(array.isnan().any() for array in found.values())
+            column = int(first_column)
+            shape.append(DIM)
+            where.append(slice(column, column + piece.shape[1]))
+        where = tuple(where)
+
+        array = found.setdefault((name, kind), torch.full(shape, float("nan")))
+        assert array[where].shape == piece.shape
+        assert array[where].isnan().all()
+        array[where] = piece
+
+    for array in found.values():
+        assert not array.isnan().any()
     return found
 
 
-# ---- forward passes and steps --------------------------------------------------------------------
+# Forward passes and steps
 
 
 def pooled(embeddings, batch):
@@ -133,17 +163,20 @@ def pooled(embeddings, batch):
 
 
 def in_two_passes(embeddings, batch):
+    """Pools the halves of a batch one after the other."""
+    size = BATCH // 2
     results = []
-    for first in (0, BATCH // 2):
-        half = {name: value[first : first + BATCH // 2] for name, value in batch.items()}
+    for first in (0, size):
+        half = {name: value[first : first + size] for name, value in batch.items()}
         results.append(pooled(embeddings, half))
     return torch.cat(results)
 
 
 def as_vocabulary(embeddings, batch):
-    """One id per bag, as in a language model: a row for every place of a sequence; here their
-    mean."""
-    return embeddings(batch["ids"].reshape(-1, 1)).reshape(BATCH, -1, 1, DIM).mean(1)
+    """Reads one id per bag, as a language model does: a row for every position of a sequence.
+    Returns the mean of each sequence [BATCH, 1, DIM]."""
+    rows = embeddings(batch["ids"].reshape(-1, 1))
+    return rows.reshape(BATCH, -1, 1, DIM).mean(1)
 
 
 def train_step(embeddings, batch, forward):
@@ -155,12 +188,12 @@ def train_step(embeddings, batch, forward):
 
 def loaded_step(embeddings, batch):
     """Trains on a batch; returns the pooled rows and the load."""
-    found = pooled(embeddings, batch)
-    squared_error(found, batch["y"]).backward()
-    return {"pooled": found.detach() + 0, **embeddings.step()}
+    result = pooled(embeddings, batch)
+    squared_error(result, batch["y"]).backward()
+    return {"pooled": result.detach() + 0, **embeddings.step()}
 
 
-# ---- the reference: torch on the CPU -------------------------------------------------------------
+# The reference: torch on the CPU
 
 
 def torchrecs(weights, lr):
@@ -185,17 +218,29 @@ def reference_pooled(weights, batch, tables=TABLES, sparse=False) -> Tensor:
     all_present = torch.split(present, widths, 1)
     results = []
     for ids, here, table, weight in zip(all_ids, all_present, tables, weights, strict=True):
-        offsets = F.pad((here > 0).sum(1).cumsum(0)[:-1], (1, 0))
-        results.append(F.embedding_bag(ids[here > 0], weight, offsets, mode=table.pooling, sparse=sparse))
+        is_present = here > 0
+        ends = is_present.sum(1).cumsum(0)
+        offsets = F.pad(ends[:-1], (1, 0))
+        results.append(
+            F.embedding_bag(
+                ids[is_present],
+                weight,
+                offsets,
+                mode=table.pooling,
+                sparse=sparse,
+            )
+        )
     return torch.stack(results, 1)
 
 
 def expected_initial(number: int, rows: int) -> Tensor:
     """Returns the initial weights of a table, which depend on the seed alone."""
-    salt = int(np.random.SeedSequence((SEED, number)).generate_state(1)[0].astype(np.int32))
-    row = hash32(torch.arange(rows, dtype=torch.int32) ^ salt)[:, None]
-    bits = hash32(row + torch.arange(DIM, dtype=torch.int32) * 0x01000193)
-    return ((bits >> 8 & 0xFFFFFF).float() * 2.0**-23 - 1) * rows**-0.5
+    (salt,) = np.random.SeedSequence((SEED, number)).generate_state(1)
+    row = hash32(torch.arange(rows, dtype=torch.int32) ^ int(salt.astype(np.int32)))
+    column = torch.arange(DIM, dtype=torch.int32) * 0x01000193
+    bits = hash32(row[:, None] + column)
+    uniform = (bits >> 8 & 0xFFFFFF).float() * 2.0**-23 - 1  # in [-1, 1)
+    return uniform * rows**-0.5
 
 
 def assert_parity(
@@ -208,11 +253,13 @@ def assert_parity(
         evaluates: an evaluation comes before each update, which leaves nothing to update.
         ids: options of host_batch.
     """
-    own = tables
+    made_tables = tables
     if forward is as_vocabulary:
-        own = [dataclasses.replace(table, lookups=1) for table in tables]
-    embeddings = make(mesh, plan, optimizer, model_devices, SEED, own)
-    weights = [nn.Parameter(expected_initial(number, table.rows)) for number, table in enumerate(tables)]
+        made_tables = [dataclasses.replace(table, lookups=1) for table in tables]
+    embeddings = make(mesh, plan, optimizer, model_devices, SEED, made_tables)
+    weights = []
+    for number, table in enumerate(tables):
+        weights.append(nn.Parameter(expected_initial(number, table.rows)))
     before = whole(embeddings.pieces(), tables)
     for table, weight in zip(tables, weights, strict=True):
         assert torch.equal(before[table.name, "weight"], weight), f"initial weights of {table.name}"
@@ -228,14 +275,14 @@ def assert_parity(
         reference.param_groups[0]["lr"] = rate * LR[optimizer]
         batch = host_batch(number, tables, **ids)
         uploaded = put(mesh, batch)
+
         if evaluates:
-            near(
-                evaluation(embeddings, uploaded).cpu(),
-                reference_pooled(weights, batch, tables).detach(),
-            )
+            evaluated = evaluation(embeddings, uploaded).cpu()
+            near(evaluated, reference_pooled(weights, batch, tables).detach())
             with pytest.raises(RuntimeError, match="needs a forward pass and a backward pass"):
                 embeddings.step()
         losses.append(step(embeddings, uploaded, forward))
+
         sparse = optimizer != "rowwise_adagrad"  # which torchrec's does not take
         loss = squared_error(reference_pooled(weights, batch, tables, sparse), batch["y"])
         reference.zero_grad()
@@ -256,25 +303,32 @@ def assert_parity(
     return embeddings
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------
+# Checkpoints
 
 
 def dense(mesh, seed: int = 0):
     """Makes the part of a model that is no table, and its optimizer."""
     torch.manual_seed(seed)
-    return on_mesh(mesh, nn.Linear(DIM, 1), partial(optim.SGD, lr=0.05, momentum=0.9, foreach=False))
+    sgd = partial(optim.SGD, lr=0.05, momentum=0.9, foreach=False)
+    return on_mesh(mesh, nn.Linear(DIM, 1), sgd)
 
 
 def step_of_both(embeddings, model, optimizer, batch):
+    """Trains the tables and the rest of a model; returns the loss."""
     embedded = embeddings(batch["ids"], batch["present"])
     loss = update(squared_error(embedded * model(embedded), batch["y"]), optimizer)
     embeddings.step()
     return loss
 
 
-def train_both(mesh, step: Callable, embeddings, model, optimizer, first: int, stop: int) -> list[float]:
+def train_both(
+    mesh, step: Callable, embeddings, model, optimizer, first: int, stop: int
+) -> list[float]:
     """Trains the steps from `first` to `stop` with a compiled step_of_both; returns the losses."""
-    losses = [step(embeddings, model, optimizer, put(mesh, host_batch(number))) for number in range(first, stop)]
+    losses = []
+    for number in range(first, stop):
+        batch = put(mesh, host_batch(number))
+        losses.append(step(embeddings, model, optimizer, batch))
     return device.fetch(losses)
 
 
@@ -285,7 +339,8 @@ def filled(mesh, optimizer="adagrad", value: float = 1.0, plan="mixed") -> Shard
     for array in embeddings.arrays:
         specs = [array.spec, *array.state_specs]
         for (_, tensor), spec in zip(array.tensors(), specs, strict=True):
-            tensor.copy_(value + torch.arange(tensor.numel()).reshape(tensor.shape) * 1e-3)
+            numbers = torch.arange(tensor.numel()).reshape(tensor.shape)
+            tensor.copy_(value + numbers * 1e-3)
             xs.mark_sharding(tensor, embeddings.devices.spmd, spec)
     embeddings.step_count.copy_(torch.tensor(1000 * value))
     embeddings.devices.annotate_replicated(embeddings.step_count)
@@ -294,15 +349,20 @@ def filled(mesh, optimizer="adagrad", value: float = 1.0, plan="mixed") -> Shard
 
 
 def save(place: str, embeddings, mesh, step: int) -> None:
+    """Saves embeddings beside a new dense part."""
     with Checkpointer(place, tables=TableStorage(embeddings)) as checkpoints:
         checkpoints.save(step, *dense(mesh))
 
 
 def restore(place: str, embeddings, mesh, rest=None) -> int:
-    return Checkpointer(place, tables=TableStorage(embeddings)).restore(*(rest or dense(mesh)), mesh)
+    """Restores embeddings and the dense part, by default a new one; returns the step."""
+    model, optimizer = rest or dense(mesh)
+    return Checkpointer(place, tables=TableStorage(embeddings)).restore(model, optimizer, mesh)
 
 
 def state_sums(embeddings) -> dict[str, int]:
     """Returns a checksum of each table and each of its states."""
-    tensors = whole(embeddings.pieces())
-    return {f"{name}/{kind}": zlib.crc32(tensor.numpy()) for (name, kind), tensor in tensors.items()}
+    sums = {}
+    for (name, kind), tensor in whole(embeddings.pieces()).items():
+        sums[f"{name}/{kind}"] = zlib.crc32(tensor.numpy())
+    return sums

@@ -1,4 +1,5 @@
-"""Helpers for tests of the scripts: they read a run's folder, start a script as its users do, stop it at a batch."""
+"""Helpers for tests of the scripts: they read a run's folder, start a script as its users do, stop
+it at a batch."""
 
 import json
 import os
@@ -9,10 +10,10 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -26,22 +27,39 @@ from tpu.compiler.hlo_pb2 import HloModuleProtoWithConfig
 from train.common import cli, device
 from train.common.run import Run
 
+# Code of a page
+
 
 def page_code(page: str, heading: str, **replaced: str) -> str:
-    """Returns the Python code below a heading of a page of docs/, with each word replaced by another."""
+    """Returns the Python code below a heading of a page of docs/, with each word replaced by
+    another."""
     text = (Path(__file__).parent.parent / "docs" / page).read_text()
     section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("    ") or not line]
+
+    lines = []
+    for line in section.splitlines():
+        if line.startswith("    ") or not line:
+            lines.append(line)
     code = textwrap.dedent("\n".join(lines))
+
     for old, new in replaced.items():
         assert old in code, old
         code = code.replace(old, new)
     return code
 
 
+# A run's folder
+
+
 def records(path) -> list[dict]:
     """Returns the lines of metrics.jsonl without their timings."""
-    return [{**json.loads(line), "timing": None} for line in open(f"{path}/metrics.jsonl")]
+    made = []
+    with open(f"{path}/metrics.jsonl") as lines:
+        for line in lines:
+            record = json.loads(line)
+            record["timing"] = None
+            made.append(record)
+    return made
 
 
 def losses(path) -> list[float]:
@@ -51,11 +69,12 @@ def losses(path) -> list[float]:
 
 def summary(path) -> dict:
     """Returns summary.json: the final metrics, and the report on graphs."""
-    return json.load(open(f"{path}/summary.json"))
+    return json.loads(Path(path, "summary.json").read_text())
 
 
 def assert_graph_contract(path, graphs: int | None = None) -> None:
-    """Asserts that the run's steps never recompiled or fell back to the host, within a budget of `graphs`."""
+    """Asserts that the run's steps never recompiled or fell back to the host, within a budget of
+    `graphs`."""
     report = summary(path)["report"]
     assert report["recompilations"] == report["fallbacks"] == []
     assert graphs is None or report["graphs"] <= graphs, report
@@ -63,35 +82,53 @@ def assert_graph_contract(path, graphs: int | None = None) -> None:
 
 def exported(path) -> dict[str, torch.Tensor]:
     """Returns all weights of the run's export, of the tables too, by name."""
-    if os.path.exists(f"{path}/export/model.pt"):
-        return torch.load(f"{path}/export/model.pt", weights_only=False)["model"]
-    weights = safetensors.torch.load_file(f"{path}/export/model.safetensors")
-    for name in os.listdir(f"{path}/export/tables") if os.path.exists(f"{path}/export/tables") else ():
-        weights |= safetensors.torch.load_file(f"{path}/export/tables/{name}")
+    export = Path(path, "export")
+    if (export / "model.pt").exists():
+        return torch.load(export / "model.pt", weights_only=False)["model"]
+
+    weights = safetensors.torch.load_file(export / "model.safetensors")
+    if (export / "tables").exists():
+        for table in (export / "tables").iterdir():
+            weights |= safetensors.torch.load_file(table)
     return weights
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Tells whether both have the same names and the same values, bit for bit."""
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    """Returns whether both have the same names and the same values, bit for bit."""
+    if one.keys() != other.keys():
+        return False
+    return all(torch.equal(one[name], other[name]) for name in one)
 
+
+def within(metrics: dict[str, float], ranges: dict[str, tuple[float, float]]) -> bool:
+    """Returns whether each metric that has a range lies in it."""
+    return all(low <= metrics[name] <= high for name, (low, high) in ranges.items())
+
+
+# Compiled programs
 
 # XLA's flags, with which a process writes its programs into a folder for `largest_dump`.
 DUMP = "--xla_dump_to={} --xla_dump_hlo_as_proto --xla_dump_hlo_module_re=SyncTensors.*"
 
 
 def largest_dump(folder, seen: set[Path] | None = None) -> Path:
-    """Returns the largest optimised program's file in a folder but for those in `seen`, which then has them all."""
-    new = set(Path(folder).glob("*cpu_after_optimizations.hlo.pb")) - (seen or set())
+    """Returns the largest optimised program's file in a folder but for those in `seen`, which then
+    has them all."""
+    found = set(Path(folder).glob("*cpu_after_optimizations.hlo.pb"))
+    new = found - (seen or set())
     if seen is not None:
         seen |= new
     return max(new, key=lambda path: path.stat().st_size)
 
 
 def read_program(path) -> hlo.Module:
+    """Reads a dumped program."""
     content = Path(path).read_bytes()
-    return hlo.parse(HloModuleProtoWithConfig.FromString(content).hlo_module)  # an HloProto begins as this message does
+    # An HloProto begins as this message does.
+    return hlo.parse(HloModuleProtoWithConfig.FromString(content).hlo_module)
 
+
+# Scripts in processes of their own
 
 # The command line of a script that sends itself and its workers a signal when it logs a step.
 STOPPED = """
@@ -105,7 +142,8 @@ log = Run.log
 def log_and_stop(run, step, **values):
     log(run, step, **values)
     if step == {step}:
-        while {saved} and not os.path.exists("{path}/checkpoints/step_{saved:08d}/COMPLETE"):  # by another thread
+        complete = "{path}/checkpoints/step_{saved:08d}/COMPLETE"
+        while {saved} and not os.path.exists(complete):  # another thread writes it
             time.sleep(0.02)
         os.killpg(os.getpgrp(), {number})
 
@@ -123,8 +161,10 @@ cli.run(script.main, script.PRESETS)
 """
 
 
-class Stop(NamedTuple):
-    """A signal that a process gets when it logs `step`, once the checkpoint of step `saved` exists."""
+@dataclass(frozen=True)
+class Stop:
+    """A signal that a process gets when it logs `step`, once the checkpoint of step `saved`
+    exists."""
 
     step: int
     saved: int = 0
@@ -135,15 +175,20 @@ def flags(config: Any, preset: Any) -> list[str]:
     """Returns the flags that turn `preset` into `config`."""
     made = []
     for field in fields(config):
-        name, value = field.name.replace("_", "-"), getattr(config, field.name)
-        if value == getattr(preset, field.name):
+        name = field.name.replace("_", "-")
+        value = getattr(config, field.name)
+        preset_value = getattr(preset, field.name)
+        if value == preset_value:
             continue
+
         if is_dataclass(value):
-            made += flags(value, getattr(preset, field.name))
+            made += flags(value, preset_value)
         elif isinstance(value, bool):
             made.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, tuple):
+            made += [f"--{name}", *map(str, value)]
         else:
-            made += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
+            made += [f"--{name}", str(value)]
     return made
 
 
@@ -163,13 +208,16 @@ def start(
     name = script.__name__.rpartition(".")[2]
     path = f"{config.runs}/{config.name}"
     if stop:
-        program = ["-c", before + STOPPED.format(script=name, path=path, **stop._asdict())]
+        program = ["-c", before + STOPPED.format(script=name, path=path, **asdict(stop))]
     elif before:
         program = ["-c", before + PLAIN.format(script=name)]
     else:
         program = ["-m", script.__name__]
+    workers = "1" if stop else "0"
+    arguments = ["tiny", *flags(config, script.TINY), "--workers", workers]
+
     process = subprocess.run(
-        [sys.executable, *program, "tiny", *flags(config, script.TINY), "--workers", "1" if stop else "0"],
+        [sys.executable, *program, *arguments],
         env=environment(devices),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -180,8 +228,11 @@ def start(
     return process.returncode, process.stdout
 
 
+# Scripts in this process
+
 # Where `stop_at` acts: functions whose second argument counts steps or batches.
-LOG, SEED = (Run, "log"), (device, "seed_step")
+LOG = (Run, "log")
+SEED = (device, "seed_step")
 
 
 def crash() -> None:
@@ -194,8 +245,15 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stop_at(number: int, act: Callable[[], None], main: Callable, config: Any, of: tuple[Any, str] = LOG) -> None:
-    """Trains until `act`, crash or terminate, ends the run at a step that it logs (LOG), or before a batch (SEED)."""
+def stop_at(
+    number: int,
+    act: Callable[[], None],
+    main: Callable,
+    config: Any,
+    of: tuple[Any, str] = LOG,
+) -> None:
+    """Trains until `act`, crash or terminate, ends the run at a step that it logs (LOG), or before
+    a batch (SEED)."""
     owner, name = of
     function = getattr(owner, name)
 
@@ -204,23 +262,61 @@ def stop_at(number: int, act: Callable[[], None], main: Callable, config: Any, o
             act()
         function(first, at, **values)
 
+    ending = ZeroDivisionError if act is crash else SystemExit
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, act_there)
-        with pytest.raises(ZeroDivisionError if act is crash else SystemExit) as stopped:
+        with pytest.raises(ending) as stopped:
             main(config)
     assert act is crash or stopped.value.code == 143
+
+
+def command(
+    arguments: str | Sequence[Any], main: Callable, presets: dict, capsys
+) -> tuple[int, str, str]:
+    """Runs a script's command line that ends by itself: (exit code, standard output, standard
+    error)."""
+    if isinstance(arguments, str):
+        words = shlex.split(arguments)
+    else:
+        words = [str(argument) for argument in arguments]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(sys, "argv", ["script.py", *words])
+        cli.run(main, presets)
+    return stopped.value.code, *capsys.readouterr()
+
+
+def assert_refused(
+    arguments: str | Sequence[Any], pattern: str, script: ModuleType, capsys, presets=None
+) -> None:
+    """Asserts that a command line ends in one sentence that `pattern` finds, exit code 2 and no
+    traceback."""
+    code, _, error = command(arguments, script.main, presets or script.PRESETS, capsys)
+    assert code == 2, error
+    assert error.startswith("error: "), error
+    assert len(error.splitlines()) == 1, error
+    assert "Traceback" not in error, error
+    assert re.search(pattern, error), f"{pattern} is not in: {error}"
 
 
 def fewer_sentences(monkeypatch, sizes: tuple[int, int]) -> None:
     """Gives the tasks of GLUE so many examples for training and for evaluation."""
     read = glue.read
+    training_size, evaluation_size = sizes
 
-    def some(data, task, split, seed=0):
-        examples, size = read(data, task, split, seed), sizes[split != "train"]
-        second = examples.second and examples.second[:size]
-        return replace(examples, first=examples.first[:size], second=second, labels=examples.labels[:size])
+    def read_some(data, task, split, seed=0):
+        examples = read(data, task, split, seed)
+        size = training_size if split == "train" else evaluation_size
+        return replace(
+            examples,
+            first=examples.first[:size],
+            second=examples.second and examples.second[:size],
+            labels=examples.labels[:size],
+        )
 
-    monkeypatch.setattr(glue, "read", some)
+    monkeypatch.setattr(glue, "read", read_some)
+
+
+# Models
 
 
 class Net(nn.Module):
@@ -228,7 +324,9 @@ class Net(nn.Module):
 
     def __init__(self, dropout: float = 0.25):
         super().__init__()
-        self.inner, self.norm, self.dropout = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Dropout(dropout)
+        self.inner = nn.Linear(6, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.dropout = nn.Dropout(dropout)
         self.bias = nn.Parameter(torch.zeros(6))
 
     def forward(self, x):
@@ -236,7 +334,9 @@ class Net(nn.Module):
         return F.linear(hidden, self.inner.weight.t(), self.bias)
 
 
-def on_mesh(mesh: device.Mesh, model: nn.Module, optimizer: Callable) -> tuple[nn.Module, torch.optim.Optimizer]:
+def on_mesh(
+    mesh: device.Mesh, model: nn.Module, optimizer: Callable
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Returns the model on the devices and its optimizer, ready for a compiled step."""
     device.to_device(model, mesh)
     made = optimizer(model.parameters())
@@ -250,20 +350,3 @@ def update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.detach()
-
-
-def command(arguments: str | Sequence[Any], main: Callable, presets: dict, capsys) -> tuple[int, str, str]:
-    """Runs a script's command line that ends by itself: (exit code, standard output, standard error)."""
-    words = shlex.split(arguments) if isinstance(arguments, str) else list(map(str, arguments))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(sys, "argv", ["script.py", *words])
-        cli.run(main, presets)
-    return stopped.value.code, *capsys.readouterr()
-
-
-def assert_refused(arguments: str | Sequence[Any], pattern: str, script: ModuleType, capsys, presets=None) -> None:
-    """Asserts that a command line ends in one sentence that `pattern` finds, exit code 2 and no traceback."""
-    code, _, error = command(arguments, script.main, presets or script.PRESETS, capsys)
-    assert code == 2, error
-    assert error.startswith("error: ") and len(error.splitlines()) == 1 and "Traceback" not in error, error
-    assert re.search(pattern, error), f"{pattern} is not in: {error}"

@@ -1,8 +1,9 @@
-"""What the launcher's tests stand on: a project, a TPU that is not there, the launcher's command line.
+"""What the launcher's tests stand on: a project, a TPU that is not there, and the command line.
 
-The launcher is the real one, and so are its programs on the workers. Those are processes of this machine with a home
-folder each and tests/fake_systemd.py (Processes), or containers with a real systemd and sshd (tests/pods.py). Between
-them is tests/fake_gcloud.py. What is trained is tests/fake_trainer.py.
+The launcher is the real one, and so are its programs on the workers. Those are processes of this
+machine with a home folder each and tests/fake_systemd.py (Processes), or containers with a real
+systemd and sshd (tests/pods.py). Between them is tests/fake_gcloud.py. What is trained is
+tests/fake_trainer.py.
 """
 
 import contextlib
@@ -18,17 +19,27 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PYTHON = os.path.realpath(sys.executable)
 FOREVER = "steps=100000 pause=0.05"
-TRAINER, KEEPER = "\0train.py\0", "keeper.py\0keep\0"  # parts of their command lines
-SHELL = "sh\0exit_code.sh\0"  # of the shell between make and the trainer, whose command line has the trainer's, too
-# As the project's: a shell stands between make and the trainer, and writes its exit code where that is wanted.
-MAKEFILE = """train:
-\t@$(if $(XLA_ZOO_EXIT_CODE),exec sh exit_code.sh )python3 -I -S train.py "$(NAME)" "$(DATA)" $(ARGS)
+
+# Parts of command lines. That of the shell between make and the trainer has the trainer's, too.
+TRAINER = "\0train.py\0"
+KEEPER = "keeper.py\0keep\0"
+SHELL = "sh\0exit_code.sh\0"
+
+# As the project's: a shell stands between make and the trainer, and writes its exit code where that
+# is wanted.
+RECORD = "$(if $(XLA_ZOO_EXIT_CODE),exec sh exit_code.sh )"
+MAKEFILE = f"""train:
+\t@{RECORD}python3 -I -S train.py "$(NAME)" "$(DATA)" $(ARGS)
 """
-# The number at the end of a host's name, or the last digit of an address, is the worker. No variable from here arrives.
+
+# The number at the end of a host's name, or the last digit of an address, is the worker. No
+# variable from here arrives.
 SSH = """#!/bin/sh
 until case $1 in *worker-[0-9]*|*127.0.0.1?) ;; *) false;; esac; do shift; done
 case $1 in *worker-*) number=${{1##*worker-}};; *) number=${{1#"${{1%?}}"}};; esac
@@ -41,77 +52,118 @@ exec /usr/bin/env -i HOME=$home PATH={remote}:{remote}/system USER=me SSH_CONNEC
     XLA_ZOO_RUNTIME=$home/run LANG=de_DE.UTF-8 /bin/sh -c "$*"
 """
 
+one_worker = pytest.mark.parametrize("bed", [1], indirect=True)
+
 
 def git(folder: Path, *arguments: object) -> None:
     subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True)
 
 
 def processes(mark: str, *words: str, without: str = "", file: str = "environ") -> list[int]:
-    """Returns those with `mark` in their environment, or another file of theirs, and all `words` in their command line.
+    """Returns the processes that have `mark` in their environment and all `words` in their command
+    line.
 
-    without: a pattern; a process whose command line has it is left out.
+    without: a pattern; a process whose command line has it is left out
+    file: the file below /proc/<pid> in which `mark` is looked for
     """
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in (entry / file).read_bytes():
-                line = (entry / "cmdline").read_text(errors="replace")
-                if all(word in line for word in words) and not (without and re.search(without, line)):
-                    found.append(int(entry.name))
+        with contextlib.suppress(OSError):  # it has ended
+            if mark.encode() not in (entry / file).read_bytes():
+                continue
+            command_line = (entry / "cmdline").read_text(errors="replace")
+            if without and re.search(without, command_line):
+                continue
+            if all(word in command_line for word in words):
+                found.append(int(entry.name))
     return found
 
 
 def send(number: int, pids: Iterable[int]) -> None:
+    """Sends a signal to the processes that are still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def wait(condition: Callable[[], object], seconds: float = 30) -> None:
+    """Waits until the condition holds; fails if it does not in so many seconds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.05)
 
 
+def write_files(texts: dict[Path, str]) -> None:
+    """Writes text files and makes their folders."""
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
 def write_programs(folder: Path, **lines: str) -> None:
-    """Writes shell scripts of one line; `name` without a line is a link to the program of this machine."""
+    """Writes shell scripts of one line each, which add their arguments to it.
+
+    A name without a line becomes a link to this machine's program of that name.
+    """
     folder.mkdir(exist_ok=True)
     for name, line in lines.items():
+        program = folder / name
         if line:
-            (folder / name).write_text(f'#!/bin/sh\n{line} "$@"\n')
-            (folder / name).chmod(0o755)
+            program.write_text(f'#!/bin/sh\n{line} "$@"\n')
+            program.chmod(0o755)
         else:
-            (folder / name).symlink_to(shutil.which(name) or "/missing")
+            program.symlink_to(shutil.which(name) or "/missing")
 
 
 class Bed:
-    """What is the same for all kinds of workers. A subclass makes `bin`/ssh, which reaches worker-<i>, and has methods:
+    """A project, a client's home and a TPU, whatever its workers are.
 
-    home(worker), processes(worker, *words), idle(): whether nothing of a run is left on any worker,
-    drop_connections(worker), restart(worker): without asking its processes to end.
+    A subclass makes `bin`/ssh, which reaches worker-<i>, and has these methods:
+
+    home(worker)                   its home folder
+    processes(worker, *words)      those on it with all these words in their command lines
+    idle()                         whether nothing of a run is left on any worker
+    drop_connections(worker)       ends what follows its log
+    restart(worker)                restarts it without asking its processes to end
     """
 
-    grace, options, launcher = "20", "", ROOT  # options: those of all trainers
+    grace = "20"  # seconds to save, as the flag --grace
+    options = ""  # of all trainers
+    launcher = ROOT  # the folder that has tpu/launch
 
     def __init__(self, folder: Path, workers: int) -> None:
-        self.folder, self.bin, self.shared, self.runs = folder, folder / "bin", folder / "shared", f"{folder}/shared"
-        self.project, self.client_home = folder / "project", folder / "client"
+        self.folder = folder
+        self.bin = folder / "bin"
+        self.shared = folder / "shared"
+        self.runs = f"{folder}/shared"
+        self.project = folder / "project"
+        self.client_home = folder / "client"
+        self.clients: list[subprocess.Popen] = []
+        self.numbers = itertools.count()  # of mishaps
+        self.tpu: dict = {}
+
         self.client_home.mkdir()
         self.shared.mkdir(exist_ok=True)
         gcloud = f"FAKE_CLOUD={folder} exec {PYTHON} -I -S {TESTS}/fake_gcloud.py"
         write_programs(self.bin, gcloud=gcloud, git="")  # and no gcloud that may be installed here
-        git(folder, "init", "-q", self.project)
-        files = {"Makefile": MAKEFILE, "train.py": (TESTS / "fake_trainer.py").read_text()}
-        files["exit_code.sh"] = (ROOT / "tpu/exit_code.sh").read_text()
-        for name, text in {**files, "message": "it broke", ".gitignore": "runs/\n*.tmp\n"}.items():
-            (self.project / name).write_text(text)
-        git(self.project, "add", ".")
-        self.clients: list[subprocess.Popen] = []
-        self.numbers = itertools.count()
-        self.tpu: dict = {}
+        self.make_project()
         self.set(name="my-tpu", zone="us-east5-b", project="mine", workers=workers)
         self.heal()
+
+    def make_project(self) -> None:
+        """Makes a git repository with a Makefile and the tests' own trainer."""
+        git(self.folder, "init", "-q", self.project)
+        files = {
+            "Makefile": MAKEFILE,
+            "train.py": (TESTS / "fake_trainer.py").read_text(),
+            "exit_code.sh": (ROOT / "tpu/exit_code.sh").read_text(),
+            "message": "it broke",
+            ".gitignore": "runs/\n*.tmp\n",
+        }
+        for name, text in files.items():
+            (self.project / name).write_text(text)
+        git(self.project, "add", ".")
 
     def set(self, **changes: object) -> None:
         """Changes the TPU and what goes wrong with it: see tests/fake_gcloud.py."""
@@ -121,6 +173,7 @@ class Bed:
         os.replace(new, self.folder / "tpu.json")
 
     def heal(self) -> None:
+        """Makes the TPU ready and lets nothing go wrong any more."""
         self.set(state="READY", health="HEALTHY", mishaps=[])
 
     def wrong(self, **mishap: object) -> Path:
@@ -129,47 +182,78 @@ class Bed:
         self.set(mishaps=[*self.tpu["mishaps"], {"id": number, **mishap}])
         return self.folder / f"mishap-{number}-0"
 
-    def arguments(self, action: str, *flags: str, args: str = "", words: tuple[str, ...] = ()) -> list[str]:
-        """The launcher's arguments. `train` without -- among the flags is one of the tests' own trainer."""
-        place = ["--tpu", "my-tpu", "--zone", "us-east5-b", "--lost-after", "25"]
-        if action == "train":
-            place += ["--grace", self.grace]
-            if "--" not in flags:
-                args = f"ARGS=--runs={self.runs} {self.options} {args}"
-                flags += ("--", "MODEL=tiny", *words, " ".join(args.split()))
-        return [action, *place, *flags]
+    def arguments(
+        self, action: str, *flags: str, args: str = "", words: tuple[str, ...] = ()
+    ) -> list[str]:
+        """Returns the launcher's arguments for an action.
 
-    def start(self, action: str, *flags: str, env: dict | None = None, pipe: bool = False, **own) -> subprocess.Popen:
-        """Starts the launcher. Its output goes to the files `out` and `err`."""
+        `train` without -- among the flags is one of the tests' own trainer, with the options `args`
+        and further `words` for make.
+        """
+        common = ["--tpu", "my-tpu", "--zone", "us-east5-b", "--lost-after", "25"]
+        if action != "train":
+            return [action, *common, *flags]
+
+        common += ["--grace", self.grace]
+        if "--" in flags:
+            return [action, *common, *flags]
+
+        trainer_args = f"ARGS=--runs={self.runs} {self.options} {args}"
+        one_space_each = " ".join(trainer_args.split())
+        return [action, *common, *flags, "--", "MODEL=tiny", *words, one_space_each]
+
+    def start(
+        self, action: str, *flags: str, env: dict | None = None, pipe: bool = False, **own
+    ) -> subprocess.Popen:
+        """Starts the launcher. Its output goes to the files `out` and `err`.
+
+        pipe: its standard output is a pipe instead
+        own: see `arguments`
+        """
         command = [PYTHON, "-I", "-S", f"{self.launcher}/tpu/launch/launcher.py"]
         command += self.arguments(action, *flags, **own)
         environment = {"PATH": str(self.bin), "HOME": str(self.client_home), **(env or {})}
-        out, err = (self.folder / f"{name}-{len(self.clients)}" for name in ("out", "err"))
+        out = self.folder / f"out-{len(self.clients)}"
+        err = self.folder / f"err-{len(self.clients)}"
+
         with out.open("w") as stdout, err.open("w") as stderr:
-            streams = {"stdout": subprocess.PIPE if pipe else stdout, "stderr": stderr, "start_new_session": True}
-            client = subprocess.Popen(command, cwd=self.project, env=environment, **streams)
-        client.out, client.err = out, err
+            client = subprocess.Popen(
+                command,
+                cwd=self.project,
+                env=environment,
+                stdout=subprocess.PIPE if pipe else stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        client.out = out
+        client.err = err
         self.clients.append(client)
         return client
 
     def ended(self, client: subprocess.Popen, seconds: float = 60) -> tuple[int, str, str]:
         """Waits for the end of a client: exit code, standard output, standard error."""
-        code, err = client.wait(seconds), client.err.read_text()
+        code = client.wait(seconds)
+        err = client.err.read_text()
         assert "Traceback" not in err, err
         return code, client.out.read_text(), err
 
     def run(self, *arguments: str, **options) -> tuple[int, str, str]:
+        """Runs the launcher to its end: exit code, standard output, standard error."""
         return self.ended(self.start(*arguments, **options), 120)
 
     def begin(self, *flags: str, args: str = "", **options) -> subprocess.Popen:
-        """Starts the run `one`, for ever. Returns its client when all workers have done some steps."""
+        """Starts the run `one`, which does not end by itself.
+
+        Returns its client when all workers have done some steps.
+        """
         goal = max(self.steps("at-worker")) + 3
         client = self.start("train", "--run", "one", *flags, args=f"{FOREVER} {args}", **options)
         try:
             wait(lambda: client.poll() or min(self.steps("at-worker")) > goal, 60)
         except AssertionError:
             logs = [self.log(worker)[-2000:] for worker in range(self.tpu["workers"])]
-            raise AssertionError([f"steps {self.steps('at-worker')}", client.err.read_text(), *logs]) from None
+            steps = f"steps {self.steps('at-worker')}"
+            raise AssertionError([steps, client.err.read_text(), *logs]) from None
         assert not client.poll(), client.err.read_text()
         return client
 
@@ -180,49 +264,79 @@ class Bed:
         return err
 
     def interrupt(self, client: subprocess.Popen) -> str:
-        """Ctrl-C. Returns standard error."""
+        """Presses Ctrl-C in a client, and asserts its exit code. Returns standard error."""
         client.send_signal(signal.SIGINT)
         code, _, err = self.ended(client)
         assert code == 130, err
         return err
 
     def kill(self, worker: int, *words: str, number: int = signal.SIGKILL) -> int:
-        """Sends a signal to the processes on a worker with these words. Returns how many there were."""
+        """Sends a signal to the processes on a worker with these words in their command lines.
+
+        Returns how many there were.
+        """
         found = self.processes(worker, *words)
         send(number, found)
         return len(found)
 
     def calls(self, verb: str = "", text: str = "") -> list[list[str]]:
+        """Returns gcloud's arguments, from the verb on, of the calls so far.
+
+        verb, text: only calls of this verb, and with this text among their arguments
+        """
         path = self.folder / "calls"
-        calls = [json.loads(line)[3:] for line in path.read_text().splitlines()] if path.exists() else []
-        return [call for call in calls if verb in ("", call[0]) and text in " ".join(call)]
+        if not path.exists():
+            return []
+
+        found = []
+        for line in path.read_text().splitlines():
+            call = json.loads(line)[3:]  # without compute tpus tpu-vm
+            if verb in ("", call[0]) and text in " ".join(call):
+                found.append(call)
+        return found
 
     def zoo(self, worker: int, tpu: str = "my-tpu") -> Path:
+        """Returns the launcher's folder of a TPU in a worker's home."""
         return self.home(worker) / f"xla-zoo/{tpu}/worker-{worker}"
 
     def log(self, worker: int) -> str:
+        """Returns the log of the run `one` on a worker."""
         (folder,) = self.home(worker).glob(f"xla-zoo/*/worker-{worker}/jobs/one")
-        return "".join(part.read_text() for part in sorted(folder.glob("log.[0-9]*")))
+        return "".join(segment.read_text() for segment in sorted(folder.glob("log.[0-9]*")))
 
     def starts(self) -> list[int]:
-        """How often a trainer was started, for each worker."""
-        paths = [self.home(worker) / "starts" for worker in range(self.tpu["workers"])]
-        return [len(path.read_text().split()) if path.exists() else 0 for path in paths]
+        """Returns how often a trainer was started, for each worker."""
+        counts = []
+        for worker in range(self.tpu["workers"]):
+            path = self.home(worker) / "starts"
+            counts.append(len(path.read_text().split()) if path.exists() else 0)
+        return counts
 
     def steps(self, name: str = "worker") -> list[int]:
-        """The checkpoint of each worker, 0 if it has none; name="at-worker": the steps that are done."""
-        paths = [self.shared / f"one/{name}-{worker}" for worker in range(self.tpu["workers"])]
-        return [int(path.read_text().split()[0]) if path.exists() else 0 for path in paths]
+        """Returns the checkpoint step of each worker, 0 if it has none.
+
+        name: "at-worker" for the steps that are done
+        """
+        steps = []
+        for worker in range(self.tpu["workers"]):
+            path = self.shared / f"one/{name}-{worker}"
+            steps.append(int(path.read_text().split()[0]) if path.exists() else 0)
+        return steps
 
     def saved(self) -> bool:
-        """Whether all checkpoints are those of the last step."""
+        """Returns whether all checkpoints are those of the last step."""
         return min(self.steps()) > 0 and self.steps() == self.steps("at-worker")
 
     def check_idle(self, seconds: float = 0, stays: float = 0) -> None:
-        """Asserts that nothing runs, at the latest after some seconds, and that there never were two trainers."""
+        """Asserts that nothing runs, and that there never were two trainers.
+
+        seconds: how long what runs may take to end
+        stays: seconds after which nothing must run, either
+        """
         wait(self.idle, seconds)
         time.sleep(stays)
-        assert self.idle() and not list(self.shared.rglob("two-trainers"))
+        assert self.idle()
+        assert not list(self.shared.rglob("two-trainers"))
 
     def close(self) -> None:
         """Ends the clients, and the calls of gcloud that outlive those that were killed."""
@@ -239,11 +353,17 @@ class Processes(Bed):
         super().__init__(folder, workers)
         self.remote = folder / "remote"
         systemd = f"exec {PYTHON} -I -S {TESTS}/fake_systemd.py"
-        programs = {"systemctl": f"{systemd} systemctl", "systemd-run": f"{systemd} systemd-run"}
-        write_programs(self.remote, python3=f"exec {PYTHON} -I -S", **programs)  # without site, which is slow
+        programs = {
+            "python3": f"exec {PYTHON} -I -S",  # without site, which is slow
+            "systemctl": f"{systemd} systemctl",
+            "systemd-run": f"{systemd} systemd-run",
+        }
+        write_programs(self.remote, **programs)
         (self.remote / "system").symlink_to("/usr/bin")
-        (self.bin / "ssh").write_text(SSH.format(folder=folder, remote=self.remote))
-        (self.bin / "ssh").chmod(0o755)
+
+        ssh = self.bin / "ssh"
+        ssh.write_text(SSH.format(folder=folder, remote=self.remote))
+        ssh.chmod(0o755)
         for worker in range(workers):
             self.home(worker).mkdir()
 
@@ -251,12 +371,14 @@ class Processes(Bed):
         return self.folder / f"home-{worker}"
 
     def processes(self, worker: int, *words: str) -> list[int]:
-        """In whatever group or session."""
+        """Returns those of a worker, in whatever group or session."""
         return processes(f"HOME={self.home(worker)}\0", *words, without="fake_systemd.py")
 
     def idle(self) -> bool:
-        """Whether only those are left that look on, and end when they notice that their connection has."""
-        return not processes(f"HOME={self.folder}/home-", without="\0(follow|stop|status)\0[0-9]")
+        """Returns whether only those are left that look on, and end when they notice that their
+        connection has."""
+        lookers_on = "\0(follow|stop|status)\0[0-9]"
+        return not processes(f"HOME={self.folder}/home-", without=lookers_on)
 
     def drop_connections(self, worker: int) -> None:
         self.kill(worker, "\0follow\0")

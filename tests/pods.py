@@ -1,9 +1,9 @@
 """Real workers for the launcher's tests: containers with systemd and sshd.
 
-A pod is a process tree in namespaces of its own (processes, mounts, network, cgroups): when its keeper's standard input
-ends, as it does however the test ends, nothing of it is left. Each worker is a systemd-nspawn over one shared root file
-system, with a disk of 64 MB that outlives a reboot, the address 10.7.0.1<i>, an account `me` that may use sudo, and
-/shared, which all have.
+A pod is a process tree in namespaces of its own (processes, mounts, network, cgroups): when its
+keeper's standard input ends, as it does however the test ends, nothing of it is left. Each worker
+is a systemd-nspawn over one shared root file system, with a disk of 64 MB that outlives a reboot,
+the address 10.7.0.1<i>, an account `me` that may use sudo, and /shared, which all have.
 """
 
 import fcntl
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from launch_bed import ROOT, SHELL, TRAINER, Bed, processes, wait, write_programs
@@ -60,8 +61,9 @@ while [ $worker -lt $2 ]; do
     ip -n worker-$worker link set lo up
     (echo 0 >/sys/fs/cgroup/worker-$worker/cgroup.procs
     while :; do
-        systemd-nspawn --quiet --boot --register=no --keep-unit --console=pipe --machine=worker-$worker \
-            --network-namespace-path=/run/netns/worker-$worker --directory=$disk/root --bind=$1/shared:/shared ||
+        systemd-nspawn --quiet --boot --register=no --keep-unit --console=pipe \
+            --machine=worker-$worker --network-namespace-path=/run/netns/worker-$worker \
+            --directory=$disk/root --bind=$1/shared:/shared ||
             sleep 0.2
     done) </dev/null >>$1/console-$worker 2>&1 &
     worker=$((worker + 1))
@@ -70,10 +72,12 @@ echo $pid >$1/pid.new
 mv $1/pid.new $1/pid
 while :; do wait || sleep 1; done
 """
-# Outlives a test that is killed, and cleans up. $1: the pod's cgroup, $2…: the command of its process 1.
+# Outlives a test that is killed, and cleans up. $1: the pod's cgroup, $2…: the command of its
+# process 1.
 KEEPER = r"""group=$1; shift
 mkdir $group
-(echo 0 >$group/cgroup.procs; exec unshare --mount --net --pid --cgroup --fork --kill-child "$@" </dev/null) &
+(echo 0 >$group/cgroup.procs
+exec unshare --mount --net --pid --cgroup --fork --kill-child "$@" </dev/null) &
 cat >/dev/null
 kill -KILL $!
 wait
@@ -81,32 +85,52 @@ while [ -e $group ]; do find $group -depth -type d -exec rmdir {} + 2>/dev/null 
 """
 
 
-# What would take a test long: the time until a silent worker is lost.
-SHORTER = (("keeper", "LOST = 40", "LOST = 8"), ("workers", "SILENCE = 60", "SILENCE = 12"))
+@dataclass(frozen=True)
+class Shorter:
+    """A time of the launcher, in seconds, that is shortened since a test would wait for it."""
+
+    module: str  # of tpu/launch
+    old: str
+    new: str
+
+
+# The time until a silent worker is lost.
+SHORTER = (
+    Shorter("keeper", old="LOST = 40", new="LOST = 8"),
+    Shorter("workers", old="SILENCE = 60", new="SILENCE = 12"),
+)
 
 
 def missing() -> str:
-    """What keeps a pod from being made here, or ""."""
+    """Returns what keeps a pod from being made here, or ""."""
     if os.geteuid():
         return "needs root, for containers"
     programs = ("systemd-nspawn", "mmdebstrap", "ip", "unshare", "nsenter", "ssh")
     lacking = ", ".join(name for name in programs if not shutil.which(name))
+    if not lacking:
+        return ""
     packages = "systemd-container mmdebstrap iproute2 openssh-client"
-    return lacking and f"needs {lacking}: on Debian, apt-get install {packages}"
+    return f"needs {lacking}: on Debian, apt-get install {packages}"
 
 
 def root() -> Path:
-    """The root file system, made once (two minutes, and a Debian mirror) and then kept outside of the repository."""
+    """Returns the root file system.
+
+    It is made once (two minutes, and a Debian mirror) and then kept outside of the repository.
+    """
     folder = Path(os.environ.get("XDG_CACHE_HOME", "/var/tmp"), "xla-zoo-pods")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    made = folder / hashlib.sha256((PACKAGES + CUSTOMIZE).encode()).hexdigest()[:12]
+    fingerprint = hashlib.sha256((PACKAGES + CUSTOMIZE).encode()).hexdigest()[:12]
+    made = folder / fingerprint
+
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
             new = folder / "new"
             shutil.rmtree(new, ignore_errors=True)
+            include = f"--include={PACKAGES}"
             hook = f"--customize-hook=chroot \"$1\" sh -c '{CUSTOMIZE}'"
-            command = ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", hook, "bookworm", str(new)]
+            command = ["mmdebstrap", "--variant=minbase", include, hook, "bookworm", str(new)]
             subprocess.run(command, check=True, capture_output=True, text=True)
             new.rename(made)
     return made
@@ -119,24 +143,14 @@ class Pod(Bed):
 
     def __init__(self, folder: Path, workers: int) -> None:
         super().__init__(folder, workers)
-        self.runs, self.options = "/shared", f"workers={workers} saving=0.5"
+        self.runs = "/shared"
+        self.options = f"workers={workers} saving=0.5"
         self.shared.chmod(0o777)
         self.shorten()
-        lower = root()
-        shutil.copy(lower / "root/key", folder / "key")
-        self.cgroup = f"xla-zoo-pod-{os.getpid()}-{time.monotonic_ns()}"
-        unified = "/sys/fs/cgroup/unified" if Path("/sys/fs/cgroup/unified").exists() else "/sys/fs/cgroup"
-        init = ["sh", "-c", INIT, "init", str(folder), str(workers), str(lower)]
-        command = ["sh", "-c", KEEPER, "keeper", f"{unified}/{self.cgroup}", *init]
-        streams = {"stdin": subprocess.PIPE, **dict.fromkeys(("stdout", "stderr"), (folder / "keeper").open("w"))}
-        self.keeper = subprocess.Popen(command, **streams, start_new_session=True, cwd="/")
-        self.wait(lambda: (folder / "pid").exists())
-        self.pid = int((folder / "pid").read_text())
-        hosts = "".join(f"Host worker-{worker}\n HostName 10.7.0.1{worker}\n" for worker in range(workers))
-        options = "User me\n StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
-        (folder / "ssh_config").write_text(f"{hosts}Host *\n IdentityFile {folder}/key\n {options}")
+        self.boot()
+
         self.enter = f"{shutil.which('nsenter')} --net=/proc/{self.pid}/ns/net"
-        write_programs(self.bin, ssh=f"exec {self.enter} {shutil.which('ssh')} -F {folder}/ssh_config")
+        self.configure_ssh()
         for worker in range(workers):
             self.wait_reachable(worker)
 
@@ -145,18 +159,65 @@ class Pod(Bed):
         self.launcher = self.folder / "launcher"
         shutil.copytree(ROOT / "tpu/launch", self.launcher / "tpu/launch")
         shutil.copy(ROOT / "errors.py", self.launcher)
-        for name, old, new in SHORTER:
-            path = self.launcher / f"tpu/launch/{name}.py"
-            assert old in path.read_text()
-            path.write_text(path.read_text().replace(old, new))
+        for time_limit in SHORTER:
+            path = self.launcher / f"tpu/launch/{time_limit.module}.py"
+            text = path.read_text()
+            assert time_limit.old in text
+            path.write_text(text.replace(time_limit.old, time_limit.new))
+
+    def boot(self) -> None:
+        """Starts the pod and its keeper, and waits for its process 1."""
+        folder = self.folder
+        lower = root()
+        shutil.copy(lower / "root/key", folder / "key")
+
+        self.cgroup = f"xla-zoo-pod-{os.getpid()}-{time.monotonic_ns()}"
+        cgroups = Path("/sys/fs/cgroup/unified")
+        if not cgroups.exists():
+            cgroups = Path("/sys/fs/cgroup")
+        init = ["sh", "-c", INIT, "init", str(folder), str(self.tpu["workers"]), str(lower)]
+        command = ["sh", "-c", KEEPER, "keeper", f"{cgroups}/{self.cgroup}", *init]
+        output = (folder / "keeper").open("w")
+        self.keeper = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd="/",
+        )
+        self.wait(lambda: (folder / "pid").exists())
+        self.pid = int((folder / "pid").read_text())
+
+    def configure_ssh(self) -> None:
+        """Makes an `ssh` that reaches the workers by their names, in the pod's network."""
+        config = self.folder / "ssh_config"
+        lines = []
+        for worker in range(self.tpu["workers"]):
+            lines += [f"Host worker-{worker}", f" HostName 10.7.0.1{worker}"]
+        lines += [
+            "Host *",
+            f" IdentityFile {self.folder}/key",
+            " User me",
+            " StrictHostKeyChecking no",
+            " UserKnownHostsFile /dev/null",
+            " LogLevel ERROR",
+        ]
+        config.write_text("\n".join(lines) + "\n")
+        write_programs(self.bin, ssh=f"exec {self.enter} {shutil.which('ssh')} -F {config}")
 
     def wait(self, condition: Callable[[], bool]) -> None:
+        """Waits until the condition holds; fails at once if the pod has ended."""
         wait(lambda: self.keeper.poll() is not None or condition(), 60)
         assert self.keeper.poll() is None, (self.folder / "keeper").read_text()
 
     def wait_reachable(self, worker: int) -> None:
         """Waits until ssh reaches a worker."""
-        self.wait(lambda: self.ssh(worker, "true", "-oConnectTimeout=2").returncode == 0)
+
+        def reachable() -> bool:
+            return self.ssh(worker, "true", "-oConnectTimeout=2").returncode == 0
+
+        self.wait(reachable)
 
     def ssh(self, worker: int, command: str, *options: str) -> subprocess.CompletedProcess:
         """Runs a command on a worker, past all faults but those of the network."""
@@ -164,26 +225,29 @@ class Pod(Bed):
         return subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
     def home(self, worker: int) -> Path:
-        """On the worker's disk, also while the worker is down."""
-        return Path(f"/proc/{self.pid}/root{self.folder}/worker-{worker}/root/home/me")
+        """Returns a worker's home, on its disk, also while the worker is down."""
+        disk = f"{self.folder}/worker-{worker}/root"
+        return Path(f"/proc/{self.pid}/root{disk}/home/me")
 
     def processes(self, worker: int, *words: str) -> list[int]:
         return processes(f"/{self.cgroup}/worker-{worker}/", *words, file="cgroup")
 
     def trainers(self) -> list[int]:
-        """The number of trainers on each worker."""
+        """Returns the number of trainers on each worker."""
         found = []
         for worker in range(self.tpu["workers"]):
-            # In one look: of two, a trainer that starts between them would be counted with its shell.
+            # In one look: of two, a trainer that starts between them would be counted with its
+            # shell.
             group = f"/{self.cgroup}/worker-{worker}/"
             trainers = processes(group, TRAINER, without=re.escape(SHELL), file="cgroup")
             found.append(len(trainers))
         return found
 
     def idle(self) -> bool:
-        """Whether neither a trainer nor anything of a unit is left."""
-        ours, units = (processes(mark, file="cgroup") for mark in (f"/{self.cgroup}/", "/xla-zoo.service"))
-        return not (any(self.trainers()) or {*ours} & {*units})
+        """Returns whether neither a trainer nor anything of a unit is left."""
+        ours = set(processes(f"/{self.cgroup}/", file="cgroup"))
+        in_units = set(processes("/xla-zoo.service", file="cgroup"))
+        return not any(self.trainers()) and not ours & in_units
 
     def drop_connections(self, worker: int) -> None:
         self.kill(worker, "sshd: me")
@@ -192,8 +256,12 @@ class Pod(Bed):
         self.kill(worker, "/systemd/systemd\0")
 
     def network(self, worker: int, state: str) -> None:
-        """Cuts a worker off ("down": packets get lost, and neither side is told), or connects it ("up")."""
-        subprocess.run([*self.enter.split(), "ip", "link", "set", f"worker-{worker}", state], check=True)
+        """Cuts a worker off, or connects it.
+
+        state: "down", where packets get lost and neither side is told, or "up"
+        """
+        command = [*self.enter.split(), "ip", "link", "set", f"worker-{worker}", state]
+        subprocess.run(command, check=True)
 
     def close(self) -> None:
         """Ends everything."""

@@ -1,5 +1,6 @@
-"""tpu/accept over a trainer that is none (tests/fake_accepted.py), here and through the launcher (tests/launch_bed.py):
-each fault is found and named, whatever fails the others are tried, and nothing is left running.
+"""tpu/accept over a trainer that is none (tests/fake_accepted.py), here and through the launcher
+(tests/launch_bed.py): each fault is found and named, whatever fails the others are tried, and
+nothing is left running.
 
 `make test-all` runs it with a real script, too.
 """
@@ -14,9 +15,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import pytest
 from launch_bed import PYTHON, ROOT, TESTS, Processes, git, processes, send, wait, write_programs
 from trials import TRIALS
@@ -42,17 +46,31 @@ doctor:
 	@echo 'none  TPU: this machine has no chip: training here uses the CPU'
 	@$(RECORDED)sh -c "[ ! -e sick ] || { echo 'fix   disk: 1 GB free: make room'; exit 1; }"
 """
+
 # As make compile: exit code 3 where the compiler died.
 COMPILE = """
-import json, pathlib, sys
+import json
+import pathlib
+import sys
+
 out, topology, batch, version = sys.argv[1:]
 if pathlib.Path("dies").exists():
-    sys.exit(print("error: libtpu 0.0.21 died (SIGSEGV): resnet50 full", file=sys.stderr) or 3)
-seconds = None if topology.startswith("v6e") else 0.066
-found = {"estimated_seconds": seconds, "roofline_seconds": {"flops": 0.016, "bytes": 0.03}, "cycles": 99_600_000}
-pathlib.Path(out).write_text(json.dumps({**found, "memory": {"needed": 5 << 30}, "asked": [topology, batch, version]}))
+    print("error: libtpu 0.0.21 died (SIGSEGV): resnet50 full", file=sys.stderr)
+    sys.exit(3)
+
+found = {
+    "estimated_seconds": None if topology.startswith("v6e") else 0.066,
+    "roofline_seconds": {"flops": 0.016, "bytes": 0.03},
+    "cycles": 99_600_000,
+    "memory": {"needed": 5 << 30},
+    "asked": [topology, batch, version],
+}
+pathlib.Path(out).write_text(json.dumps(found))
 """
+
+GITIGNORE = "runs/\n/accept-*\ntpu\nerrors.py\n.libtpu\n"
 MARK = "ACCEPTED"  # a variable of all that a test starts
+OF_MAKE = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # of the make that runs these tests
 
 
 class Project:
@@ -65,16 +83,22 @@ class Project:
         self.clients: list[subprocess.Popen] = []
         folder.mkdir(exist_ok=True)
         self.runs.mkdir()
-        texts = {"Makefile": MAKEFILE, "compile.py": COMPILE, "train.py": (TESTS / "fake_accepted.py").read_text()}
-        texts["exit_code.sh"] = (ROOT / "tpu/exit_code.sh").read_text()
-        texts[".gitignore"] = "runs/\n/accept-*\ntpu\nerrors.py\n.libtpu\n"
-        for name, text in texts.items():
+
+        files = {
+            "Makefile": MAKEFILE,
+            "compile.py": COMPILE,
+            "train.py": (TESTS / "fake_accepted.py").read_text(),
+            "exit_code.sh": (ROOT / "tpu/exit_code.sh").read_text(),
+            ".gitignore": GITIGNORE,
+        }
+        for name, text in files.items():
             (folder / name).write_text(text)
         for name in ("tpu", "errors.py"):
             (folder / name).symlink_to(ROOT / name)
 
     def set(self, **settings: object) -> None:
-        """Says what hardware the trainer tells of, and what goes wrong in which run; see tests/fake_accepted.py."""
+        """Says what hardware the trainer reports, and what goes wrong in which run; see
+        tests/fake_accepted.py."""
         (self.runs / "settings.json").write_text(json.dumps(settings))
 
     def install_compiler(self) -> None:
@@ -82,17 +106,26 @@ class Project:
         (self.folder / ".libtpu/0.0.21/.installed").touch()
 
     def start(self, *arguments: str) -> subprocess.Popen:
-        words = [PYTHON, "-S", "-m", "tpu.accept", "--out", "accept-one", "--runs", str(self.runs), *arguments]
-        out = (self.folder.parent / f"{self.folder.name}-out").open("w")
-        client = subprocess.Popen(
-            words, cwd=self.folder, env=self.environment, stdout=out, stderr=out, start_new_session=True
-        )
-        out.close()
+        command = [PYTHON, "-S", "-m", "tpu.accept", "--out", "accept-one", "--runs"]
+        command += [str(self.runs), *arguments]
+        with self._output_file.open("w") as out:
+            client = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=self.environment,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
         self.clients.append(client)
         return client
 
+    @property
+    def _output_file(self) -> Path:
+        return self.folder.parent / f"{self.folder.name}-out"
+
     def output(self) -> str:
-        return (self.folder.parent / f"{self.folder.name}-out").read_text()
+        return self._output_file.read_text()
 
     def accept(self, *arguments: str, seconds: float = 120) -> tuple[int, dict[str, dict]]:
         """Returns the exit code and the checks by name."""
@@ -106,235 +139,432 @@ class Project:
     def checks(self) -> dict[str, dict]:
         return {check["name"]: check for check in self.found()["checks"]}
 
+    def page(self) -> str:
+        """Returns the page that an acceptance writes for its reader."""
+        return (self.folder / "accept-one.md").read_text()
+
     def log(self, name: str) -> str:
         return (self.folder / self.checks()[name]["log"]).read_text()
 
-    def left(self) -> list[int]:
-        """Returns what is left of all that was started: the trainer, its loader, make."""
+    def still_running(self) -> list[int]:
+        """Returns the processes left of all that was started: the trainer, its loader, make."""
         return processes(f"{MARK}={self.folder}\0")
 
     def close(self) -> None:
         for client in self.clients:
             client.kill()
             client.wait()
-        send(signal.SIGKILL, self.left())
+        send(signal.SIGKILL, self.still_running())
+
+
+def make_project(folder: Path) -> Project:
+    """Returns a project whose runs are processes of this machine."""
+    write_programs(folder / "bin", python3=f"exec {PYTHON}")
+    environment = {"PATH": f"{folder}/bin:/usr/bin:/bin", "HOME": str(folder)}
+    return Project(folder / "project", environment)
 
 
 @pytest.fixture
-def here(tmp_path):
-    write_programs(tmp_path / "bin", python3=f"exec {PYTHON}")
-    path = f"{tmp_path}/bin:/usr/bin:/bin"
-    project = Project(tmp_path / "project", {"PATH": path, "HOME": str(tmp_path)})
+def here(tmp_path) -> Iterator[Project]:
+    project = make_project(tmp_path)
     yield project
     project.close()
 
 
 QUICK = ("--silent", "8", "--limit", "100", "--ending", "40")
-PATIENT = ("--silent", "20", "--limit", "120", "--ending", "60")  # a failed worker leaves the others 10 s
+# A failed worker leaves the others 10 s.
+PATIENT = ("--silent", "20", "--limit", "120", "--ending", "60")
 
 
-def test_all_that_is_promised_is_tried_and_the_page_says_what_was_measured(here):
-    code, found = here.accept()
-    assert code == 0, here.output()
-    outcomes = {name: check["outcome"] for name, check in found.items()}
-    special = {"checkpoint of all hosts", "step time and memory", "predict"}
-    assert {outcome for name, outcome in outcomes.items() if name not in special} == {"ok"}, outcomes
-    assert found["checkpoint of all hosts"]["why"] == "there is one host"
-    assert found["step time and memory"]["why"] == "no estimate for a CPU"
-    assert (outcomes["predict"], found["predict"]["why"]) == ("not there", "there is no make predict")
-    for name in expected.LEARNED:
-        trial, resumed = found[f"{name}: trial"], found[f"{name}: kill and resume"]
-        assert trial["metrics"] == resumed["metrics"] and trial["exit_codes"] == [0]
-        assert resumed["exit_codes"] == [137, 0] and trial["step"]["median"] == pytest.approx(0.01)
-    assert found["stop and saved"]["exit_codes"] == [143, 143]
-    assert "python: " not in here.output() and here.found()["versions"]["libtpu"] == "0.0.21"
-    # What is written can be repeated as it is, and make's own words are not in the log of a run.
-    command = found["dlrm: trial"]["commands"][0]
-    again = subprocess.run(shlex.split(command), cwd=here.folder, env=here.environment, capture_output=True, text=True)
-    assert again.returncode == 0 and '"event": "end"' in again.stdout
-    assert "report {" in here.log("dlrm: trial") and command in here.log("dlrm: trial")
-    text = (here.folder / "accept-one.md").read_text()
-    for words in (
-        "1 x CPU, 1 host",
-        "top1 0.97",
-        "a step 10.0 ms",
-        "1.00 GiB of the host",
-        "libtpu 0.0.21",
-        "## How to",
-    ):
-        assert words in text, words
-    assert not here.left()
+# ---- without a fault -----------------------------------------------------------------------------
+@dataclass
+class Acceptance:
+    """An acceptance of all that is promised."""
+
+    project: Project
+    code: int
+    checks: dict[str, dict]  # by name
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Iterator[Acceptance]:
+    project = make_project(tmp_path_factory.mktemp("whole"))
+    code, found = project.accept()
+    yield Acceptance(project, code, found)
+    project.close()
+
+
+def test_all_that_is_promised_is_tried(whole):
+    assert whole.code == 0, whole.project.output()
+    outcomes = {name: check["outcome"] for name, check in whole.checks.items()}
+    for name, outcome in outcomes.items():
+        if name not in ("checkpoint of all hosts", "step time and memory", "predict"):
+            assert outcome == "ok", outcomes
+
+    assert whole.checks["checkpoint of all hosts"]["why"] == "there is one host"
+    assert whole.checks["step time and memory"]["why"] == "no estimate for a CPU"
+    assert outcomes["predict"] == "not there"
+    assert whole.checks["predict"]["why"] == "there is no make predict"
+    assert "python: " not in whole.project.output()
+    assert whole.project.found()["versions"]["libtpu"] == "0.0.21"
+    assert not whole.project.still_running()
+
+
+@pytest.mark.parametrize("script", expected.LEARNED)
+def test_a_trial_and_its_resumed_run_have_the_same_metrics(script, whole):
+    trial = whole.checks[f"{script}: trial"]
+    resumed = whole.checks[f"{script}: kill and resume"]
+
+    assert trial["metrics"] == resumed["metrics"]
+    assert trial["exit_codes"] == [0]
+    assert trial["step"]["median"] == pytest.approx(0.01)
+    assert resumed["exit_codes"] == [137, 0]
+
+
+def test_a_run_that_is_asked_to_stop_ends_with_143(whole):
+    assert whole.checks["stop and saved"]["exit_codes"] == [143, 143]
+
+
+def test_a_command_of_the_page_can_be_repeated_as_it_is(whole):
+    """And make's own words are not in the log of a run."""
+    project = whole.project
+    command = whole.checks["dlrm: trial"]["commands"][0]
+
+    again = subprocess.run(
+        shlex.split(command),
+        cwd=project.folder,
+        env=project.environment,
+        capture_output=True,
+        text=True,
+    )
+
+    assert again.returncode == 0
+    assert '"event": "end"' in again.stdout
+    assert "report {" in project.log("dlrm: trial")
+    assert command in project.log("dlrm: trial")
+    assert not project.still_running()
+
+
+MEASURED = (
+    "1 x CPU, 1 host",
+    "top1 0.97",
+    "a step 10.0 ms",
+    "1.00 GiB of the host",
+    "libtpu 0.0.21",
+    "## How to",
+)
+
+
+def test_the_page_says_what_was_measured(whole):
+    text = whole.project.page()
+    assert [words for words in MEASURED if words not in text] == []
 
 
 def test_only_what_was_asked_for_is_tried(here):
     code, found = here.accept("--only", "dlrm", "predict")
-    assert code == 0 and list(found) == ["dlrm: trial", "dlrm: kill and resume", "predict"]
+
+    assert code == 0
+    assert list(found) == ["dlrm: trial", "dlrm: kill and resume", "predict"]
+
+
+def test_a_make_predict_that_it_does_not_know_is_named(here):
     (here.folder / "Makefile").write_text(MAKEFILE + "\npredict: install\n")
-    assert "does not call it yet" in here.accept("--only", "predict")[1]["predict"]["why"]
+
+    _, found = here.accept("--only", "predict")
+
+    assert "does not call it yet" in found["predict"]["why"]
 
 
+# ---- faults --------------------------------------------------------------------------------------
 def test_what_doctor_finds_fails_and_the_rest_is_tried(here):
     (here.folder / "sick").touch()
+
     code, found = here.accept("--only", "doctor", "dlrm: trial")
-    assert code == 1 and found["doctor"]["why"] == "disk: 1 GB free: make room"
-    assert found["dlrm: trial"]["outcome"] == "ok" and found["doctor"]["notes"]
+
+    assert code == 1
+    assert found["doctor"]["why"] == "disk: 1 GB free: make room"
+    assert found["doctor"]["notes"]
+    assert found["dlrm: trial"]["outcome"] == "ok"
 
 
-# Fault, the run that has it, the check that finds it, what it says of it, and exit codes of its programs.
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong in a run, and what an acceptance says of it."""
+
+    name: str  # in tests/fake_accepted.py
+    run: str  # how the names of the runs end that have it; "": all
+    check: str  # that finds it
+    pattern: str  # in its reason
+    codes: list[int] | None = None  # exit codes of its programs; None: any
+    often: bool = False  # in every `make test`: one of each kind; the others are slow
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}-{self.run}"
+
+
+TRIAL = "dlrm: trial"
+RESUME = "dlrm: kill and resume"
+STOP = "stop and saved"
+NAN = "a value is not finite .*loss is nan at step 100"
+SEGV = r"the compiler died of train_step .*SIGSEGV, exit code 139.*--safe-forms"
+ABRT = r"the compiler died of train_step .*SIGABRT, exit code 134.*--safe-forms"
+DISK = r"a disk is full \(error: cannot write .*make room"
+DRIFT = r"a wrong number: loss of step 160 is .*, not .* apart\)"
+OTHER_RESULT = "a wrong number: the final metrics are"
+FORGETS = "did not resume, but began again; .*step_00000150/COMPLETE"
+POLITE = "ended with 0 when it was asked to stop, expected 143"
+DEAF = "did not end within 2 s after it was asked to stop"
 FAULTS = [
     # In all runs: one that has another number than the resumed run fails both checks.
-    ("wrong", "", "dlrm: trial", "a wrong number: auc is 0.2687; expected 0.78 to 0.86", [0]),
-    ("nan", "dlrm", "dlrm: trial", "a wrong number: loss is nan at step 100", [0]),
-    ("diverges", "dlrm", "dlrm: trial", "a value is not finite .*loss is nan at step 100", [2]),
-    ("hangs", "dlrm", "dlrm: trial", "hangs.*printed nothing for 8 s.*after step 100.*was stopped", None),
-    ("full disk", "dlrm", "dlrm: trial", r"a disk is full \(error: cannot write .*make room", [2]),
-    (
-        "SIGSEGV",
-        "dlrm",
-        "dlrm: trial",
-        r"the compiler died of train_step .*SIGSEGV, exit code 139.*--safe-forms",
-        [139],
+    Fault(
+        name="wrong",
+        run="",
+        check=TRIAL,
+        pattern="a wrong number: auc is 0.2687; expected 0.78 to 0.86",
+        codes=[0],
+        often=True,
     ),
-    (
-        "SIGABRT",
-        "dlrm",
-        "dlrm: trial",
-        r"the compiler died of train_step .*SIGABRT, exit code 134.*--safe-forms",
-        [134],
+    Fault("nan", "dlrm", TRIAL, "a wrong number: loss is nan at step 100", codes=[0]),
+    Fault("diverges", "dlrm", TRIAL, NAN, codes=[2]),
+    Fault(
+        name="hangs",
+        run="dlrm",
+        check=TRIAL,
+        pattern="hangs.*printed nothing for 8 s.*after step 100.*was stopped",
+        often=True,
     ),
-    ("oom", "dlrm", "dlrm: trial", "killed from outside.*137", [137]),
-    ("no export", "dlrm", "dlrm: trial", "there is no export", [0]),
-    ("blind", "dlrm", "dlrm: trial", "never evaluated", [0]),
-    ("recompiles", "dlrm", "dlrm: trial", "1 recompilations, expected none: train_step", [0]),
-    ("mute", "dlrm", "dlrm: trial", "did not report a result", [0]),
-    ("drift", "killed", "dlrm: kill and resume", r"a wrong number: loss of step 160 is .*, not .* apart\)", [137, 0]),
-    ("other result", "killed", "dlrm: kill and resume", "a wrong number: the final metrics are", [137, 0]),
-    (
-        "forgets",
-        "killed",
-        "dlrm: kill and resume",
-        "did not resume, but began again; .*step_00000150/COMPLETE",
-        [137, 0],
-    ),
-    ("immortal", "killed", "dlrm: kill and resume", "not killed after step 160, but ended", [0]),
-    ("hangs", "killed", "dlrm: kill and resume", "hangs", None),
-    ("unsaved", "stopped", "stop and saved", "nothing was saved", [143, 143]),
-    ("polite", "stopped", "stop and saved", "ended with 0 when it was asked to stop, expected 143", [0]),
-    ("deaf", "stopped", "stop and saved", "did not end within 2 s after it was asked to stop", [137]),
+    Fault("full disk", "dlrm", TRIAL, DISK, codes=[2], often=True),
+    Fault("SIGSEGV", "dlrm", TRIAL, SEGV, codes=[139], often=True),
+    Fault("SIGABRT", "dlrm", TRIAL, ABRT, codes=[134]),
+    Fault("oom", "dlrm", TRIAL, "killed from outside.*137", codes=[137]),
+    Fault("no export", "dlrm", TRIAL, "there is no export", codes=[0]),
+    Fault("blind", "dlrm", TRIAL, "never evaluated", codes=[0]),
+    Fault("recompiles", "dlrm", TRIAL, "1 recompilations, expected none: train_step", codes=[0]),
+    Fault("mute", "dlrm", TRIAL, "did not report a result", codes=[0]),
+    Fault("drift", "killed", RESUME, DRIFT, codes=[137, 0]),
+    Fault("other result", "killed", RESUME, OTHER_RESULT, codes=[137, 0]),
+    Fault("forgets", "killed", RESUME, FORGETS, codes=[137, 0], often=True),
+    Fault("immortal", "killed", RESUME, "not killed after step 160, but ended", codes=[0]),
+    Fault("hangs", "killed", RESUME, "hangs"),
+    Fault("unsaved", "stopped", STOP, "nothing was saved", codes=[143, 143], often=True),
+    Fault("polite", "stopped", STOP, POLITE, codes=[0]),
+    Fault("deaf", "stopped", STOP, DEAF, codes=[137]),
 ]
 
 
-# One of each kind in every `make test`; the others are slow.
-OFTEN = ("wrong", "hangs", "full disk", "SIGSEGV", "forgets", "unsaved")
-MARKED = []
-for each in FAULTS:
-    marks = () if each[0] in OFTEN and each[:2] != ("hangs", "killed") else pytest.mark.slow
-    MARKED.append(pytest.param(*each, marks=marks, id=f"{each[0]}-{each[1]}"))
+def with_marks(faults: list[Fault]) -> list:
+    """Returns the faults as parameters of a test: those that are not tried often are slow."""
+    parameters = []
+    for fault in faults:
+        marks = () if fault.often else pytest.mark.slow
+        parameters.append(pytest.param(fault, marks=marks, id=fault.id))
+    return parameters
 
 
-@pytest.mark.parametrize(("fault", "run", "name", "pattern", "codes"), MARKED)
-def test_a_fault_is_found_and_named_the_rest_is_tried_and_nothing_is_left(fault, run, name, pattern, codes, here):
-    here.set(fault=fault, run=run)
-    code, found = here.accept(
-        "--only", "dlrm", "stop", "predict", *QUICK, *(["--ending", "2"] if fault == "deaf" else [])
-    )
-    check = found[name]
-    assert code == 1 and check["outcome"] == "failed", here.output()
-    assert re.search(pattern, check["why"]), check["why"]
-    assert codes is None or check["exit_codes"] == codes
-    assert check["last_lines"] and check["commands"] and check["log"]
-    failed = {each for each, other in found.items() if other["outcome"] == "failed"}
-    assert failed == {name} and found["predict"]["outcome"] == "not there"
-    text = (here.folder / "accept-one.md").read_text()
-    assert f"## {name} failed" in text and check["commands"][0] in text and check["last_lines"][-1] in text
-    assert not here.left()
+@pytest.mark.parametrize("fault", with_marks(FAULTS))
+def test_a_fault_is_found_and_named_and_the_rest_is_tried(fault, here):
+    here.set(fault=fault.name, run=fault.run)
+    limits = [*QUICK]
+    if fault.name == "deaf":
+        limits += ["--ending", "2"]
+
+    code, found = here.accept("--only", "dlrm", "stop", "predict", *limits)
+
+    check = found[fault.check]
+    assert code == 1
+    assert check["outcome"] == "failed", here.output()
+    assert re.search(fault.pattern, check["why"]), check["why"]
+    if fault.codes is not None:
+        assert check["exit_codes"] == fault.codes
+    for field in ("last_lines", "commands", "log"):
+        assert check[field], field
+
+    failed = [name for name, other in found.items() if other["outcome"] == "failed"]
+    assert failed == [fault.check]
+    assert found["predict"]["outcome"] == "not there"
+    text = here.page()
+    for words in (f"## {fault.check} failed", check["commands"][0], check["last_lines"][-1]):
+        assert words in text
+    assert not here.still_running()
 
 
 def test_a_run_that_never_starts_is_ended_after_its_limit(here):
     here.set(fault="no start", run="dlrm")
+
     code, found = here.accept("--only", "dlrm: trial", "--limit", "2", "--silent", "1")
-    assert code == 1 and "not over after 2 s" in found["dlrm: trial"]["why"]
-    assert "before its first step" in found["dlrm: trial"]["why"] and not here.left()
+
+    assert code == 1
+    assert "not over after 2 s" in found["dlrm: trial"]["why"]
+    assert "before its first step" in found["dlrm: trial"]["why"]
+    assert not here.still_running()
 
 
+def test_a_full_disk_of_this_machine_fails_the_check_alone(here):
+    """The folder of the logs is not there any more."""
+    here.set(fault="no start", run="-dlrm")
+
+    client = here.start("--only", "dlrm: trial", "predict", "--limit", "3")
+    wait(lambda: (here.folder / "accept-one").exists())
+    (here.folder / "accept-one.json.new").mkdir()  # no file can be written
+
+    assert client.wait(60) == 1
+    assert "warning: cannot write" in here.output()
+    assert "predict …" in here.output()
+
+
+REFUSED = [
+    pytest.param(
+        ["--only", "vgg"],
+        "--only vgg begins no check; the checks are: doctor, resnet50: trial",
+        id="check",
+    ),
+    pytest.param(["--recipe", "bert-mrpc"], "--recipe bert-mrpc needs --data", id="no data"),
+    pytest.param(["--data", "/data"], "--data is /data, but trials take none", id="data"),
+    pytest.param(["--tpu", "my-tpu"], "has no .git", id="no git"),
+    pytest.param(["--recipe", "vgg", "--data", "/data"], "invalid choice: 'vgg'", id="recipe"),
+]
+
+
+def assert_refused(project: Project, arguments: list[str], pattern: str) -> None:
+    assert project.start(*arguments).wait(30) == 2
+    assert re.search(pattern, project.output()), project.output()
+    assert "Traceback" not in project.output(), project.output()
+
+
+@pytest.mark.parametrize(("arguments", "pattern"), REFUSED)
+def test_what_cannot_be_used_is_refused(arguments, pattern, here):
+    assert_refused(here, arguments, pattern)
+
+
+def test_a_folder_without_a_makefile_is_refused(here):
+    (here.folder / "Makefile").rename(here.folder / "elsewhere")
+    assert_refused(here, [], "has no Makefile; start it from the project's folder")
+
+
+# ---- step time and memory ------------------------------------------------------------------------
 TPU = {"kind": "TPU v5 lite", "devices": 8, "seconds": 0.07}
 SPEED = "step time and memory"
 
 
 def speed(here: Project, *arguments: str, **settings: object) -> dict:
-    """Returns the check of step time and memory on such a TPU."""
+    """Returns the check of step time and memory on a TPU of 8 chips, or as `settings` say."""
     here.set(**{**TPU, **settings})
-    return here.accept("--only", "dlrm: trial", SPEED, *QUICK, *arguments)[1][SPEED]
+    _, found = here.accept("--only", "dlrm: trial", SPEED, *QUICK, *arguments)
+    return found[SPEED]
 
 
 def test_step_time_and_memory_stand_beside_the_estimate(here):
     here.install_compiler()
+
     check = speed(here)
+
     assert check["outcome"] == "ok", check
-    assert check["estimate"]["factor"] == pytest.approx(0.07 / 0.066) and check["chip_bytes"] == 3 << 30
-    assert json.loads((here.folder / "accept-one/estimate.json").read_text())["asked"] == ["v5e:2x4", "128", "0.0.21"]
-    told = "70.0 ms, 1.06 times the compiler's estimate, 66.0 ms"
-    assert told in check["notes"][0] and "3.00 GiB, estimated 5.00" in check["notes"][1]
-    train, compile_ = (shlex.split(command) for command in check["commands"])
-    assert {"MODEL=resnet50", "PRESET=full", "DATA=synthetic"} < set(train) and "--batch-size 1024" in train[-1]
-    assert {"TOPOLOGY=v5e:2x4", "BATCH=128", "EFFORT=full"} < set(compile_)
-    assert told in (here.folder / "accept-one.md").read_text()
+    assert check["estimate"]["factor"] == pytest.approx(0.07 / 0.066)
+    assert check["chip_bytes"] == 3 << 30
+    estimate = json.loads((here.folder / "accept-one/estimate.json").read_text())
+    assert estimate["asked"] == ["v5e:2x4", "128", "0.0.21"]
+
+    compared = "70.0 ms, 1.06 times the compiler's estimate, 66.0 ms"
+    time_note, memory_note = check["notes"][:2]
+    assert compared in time_note
+    assert "3.00 GiB, estimated 5.00" in memory_note
+    assert compared in here.page()
+
+    train_words, compile_words = (shlex.split(command) for command in check["commands"])
+    assert {"MODEL=resnet50", "PRESET=full", "DATA=synthetic"} < set(train_words)
+    assert "--batch-size 1024" in train_words[-1]
+    assert {"TOPOLOGY=v5e:2x4", "BATCH=128", "EFFORT=full"} < set(compile_words)
 
 
 def test_a_slow_chip_is_found_by_its_factor(here):
     here.install_compiler()
     why = speed(here, seconds=0.2)["why"]
-    assert "200.0 ms, 3.03 times the compiler's estimate, 66.0 ms, more than 2 times: a slow chip" in why
-    assert "the host is slow, and the chip is not known to be" in speed(here, seconds=0.2, wait=0.7)["why"]
+    compared = "200.0 ms, 3.03 times the compiler's estimate, 66.0 ms"
+    assert f"{compared}, more than 2 times: a slow chip" in why
+
+
+def test_a_slow_host_is_not_called_a_slow_chip(here):
+    here.install_compiler()
+    why = speed(here, seconds=0.2, wait=0.7)["why"]
+    assert "the host is slow, and the chip is not known to be" in why
+
+
+def test_the_factor_of_a_slow_chip_can_be_given(here):
+    here.install_compiler()
     assert speed(here, "--slow", "4", seconds=0.2)["outcome"] == "ok"
-    check = speed(here, kind="TPU v6 lite", seconds=0.2)
-    assert "6.67 times the roofline (the clock is not published), 30.0 ms, more than 4 times" in check["why"]
 
 
-def test_without_the_compiler_the_estimate_is_not_there_and_its_command_is(here):
+def test_a_chip_of_unknown_clock_is_compared_with_its_roofline(here):
+    here.install_compiler()
+    why = speed(here, kind="TPU v6 lite", seconds=0.2)["why"]
+    roofline = "6.67 times the roofline (the clock is not published), 30.0 ms"
+    assert f"{roofline}, more than 4 times" in why
+
+
+def test_without_the_compiler_the_estimates_command_is_named(here):
     check = speed(here)
-    assert check["outcome"] == "not there" and "measured: 70.0 ms" in check["why"]
+
+    assert check["outcome"] == "not there"
+    assert "measured: 70.0 ms" in check["why"]
     assert "make compile MODEL=resnet50 PRESET=full TOPOLOGY=v5e:2x4" in check["why"]
-    assert "knows no topology of 3 devices of TPU v5 lite" in speed(here, devices=3)["why"]
+
+
+def test_a_number_of_devices_without_a_topology_is_named(here):
+    why = speed(here, devices=3)["why"]
+    assert "knows no topology of 3 devices of TPU v5 lite" in why
 
 
 def test_a_compiler_that_dies_on_this_machine_is_named(here):
     here.install_compiler()
     (here.folder / "dies").touch()
+
     check = speed(here)
-    assert check["outcome"] == "failed" and "the compiler died on this machine: error: libtpu 0.0.21" in check["why"]
+
+    assert check["outcome"] == "failed"
+    assert "the compiler died on this machine: error: libtpu 0.0.21" in check["why"]
 
 
-def test_ctrl_c_leaves_nothing_running_and_the_files(here):
+# ---- signals -------------------------------------------------------------------------------------
+def test_ctrl_c_leaves_nothing_running_and_writes_the_files(here):
     here.set(fault="deaf", run="stopped")  # a trainer that SIGTERM does not end, either
+    mark = f"{MARK}={here.folder}\0"
+
     client = here.start("--only", "dlrm: trial", "stop", "predict", "--ending", "1")
-    wait(lambda: "stop and saved" in here.output() and processes(f"{MARK}={here.folder}\0", "-stopped"))
+    wait(lambda: "stop and saved" in here.output() and processes(mark, "-stopped"))
     client.send_signal(signal.SIGINT)
     client.send_signal(signal.SIGINT)  # an impatient second one does not interrupt the ending
-    assert client.wait(60) == 130 and not here.left(), here.output()
+
+    assert client.wait(60) == 130, here.output()
+    assert not here.still_running(), here.output()
     found = here.checks()
     assert found["dlrm: trial"]["outcome"] == "ok"
-    assert [found[name]["why"] for name in ("stop and saved", "predict")] == ["Ctrl-C", "Ctrl-C"]
-    assert "Ctrl-C" in (here.folder / "accept-one.md").read_text()
+    assert found["stop and saved"]["why"] == "Ctrl-C"
+    assert found["predict"]["why"] == "Ctrl-C"
+    assert "Ctrl-C" in here.page()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=str)
 def test_other_signals_are_like_ctrl_c(number, here):
     here.set(fault="no start", run="dlrm")
+
     client = here.start("--only", "dlrm: trial")
     wait(lambda: processes(f"{MARK}={here.folder}\0", "train.py"))
     client.send_signal(number)
-    assert client.wait(60) == 130 and not here.left()
+
+    assert client.wait(60) == 130
+    assert not here.still_running()
 
 
+# ---- on a TPU ------------------------------------------------------------------------------------
 class Pod(Project):
     """The project, a TPU of two workers that is not there, and the real launcher between them."""
 
     def __init__(self, folder: Path) -> None:
         self.bed = Processes(folder, 2)
         write_programs(self.bed.bin, python3=f"exec {PYTHON}", make="")
-        path = f"{self.bed.bin}:/usr/bin:/bin"
         shutil.rmtree(self.bed.project)
+        path = f"{self.bed.bin}:/usr/bin:/bin"
         super().__init__(self.bed.project, {"PATH": path, "HOME": str(self.bed.client_home)})
         git(self.folder, "init", "-q")
         git(self.folder, "add", ".")
@@ -353,7 +583,7 @@ class Pod(Project):
 
 
 @pytest.fixture
-def pod(tmp_path):
+def pod(tmp_path) -> Iterator[Pod]:
     pod = Pod(tmp_path)
     yield pod
     pod.close()
@@ -361,97 +591,97 @@ def pod(tmp_path):
 
 def test_two_workers_of_a_tpu(pod):
     code, found = pod.accept("--only", "doctor", "dlrm", "checkpoint", "stop", *PATIENT)
+
     assert code == 0, pod.output()
     assert {check["outcome"] for check in found.values()} == {"ok"}, found
     assert found["dlrm: kill and resume"]["exit_codes"] == [137, 0]
     assert found["stop and saved"]["exit_codes"] == [143, 143]
     assert "parts of 2 hosts" in found["checkpoint of all hosts"]["notes"][0]
     assert "TPU=my-tpu" in found["doctor"]["commands"][0]
-    assert found["dlrm: trial"]["commands"][0].startswith("python3 -m tpu.launch train --tpu my-tpu --zone us-east5-b")
-    assert "8 x TPU v5 lite, 2 hosts" in (pod.folder / "accept-one.md").read_text()
+    launch = "python3 -m tpu.launch train --tpu my-tpu --zone us-east5-b"
+    assert found["dlrm: trial"]["commands"][0].startswith(launch)
+    assert "8 x TPU v5 lite, 2 hosts" in pod.page()
     pod.bed.check_idle()
-    assert not pod.left()
+    assert not pod.still_running()
 
 
-POD_FAULTS = [
-    ("wrong", "", "dlrm: trial", "a wrong number: auc is 0.2687"),
-    ("hangs", "dlrm", "dlrm: trial", "hangs.*printed nothing for 20 s.*after step 100"),
-    ("full disk", "dlrm", "dlrm: trial", "a disk is full"),
-    ("SIGSEGV", "dlrm", "dlrm: trial", "the compiler died of train_step .*exit code 139.*--safe-forms"),
-    ("drift", "killed", "dlrm: kill and resume", "a wrong number: loss of step"),
-    ("part", "killed", "checkpoint of all hosts", "lacks tables-00001.json"),
+TPU_SEGV = "the compiler died of train_step .*exit code 139.*--safe-forms"
+TPU_FAULTS = [
+    Fault("wrong", "", TRIAL, "a wrong number: auc is 0.2687"),
+    Fault("hangs", "dlrm", TRIAL, "hangs.*printed nothing for 20 s.*after step 100"),
+    Fault("full disk", "dlrm", TRIAL, "a disk is full"),
+    Fault("SIGSEGV", "dlrm", TRIAL, TPU_SEGV),
+    Fault("drift", "killed", RESUME, "a wrong number: loss of step"),
+    Fault("part", "killed", "checkpoint of all hosts", "lacks tables-00001.json"),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "run", "name", "pattern"), POD_FAULTS, ids=[each[0] for each in POD_FAULTS])
-def test_a_fault_on_a_tpu_is_found_and_named_and_nothing_is_left(fault, run, name, pattern, pod):
-    pod.set(fault=fault, run=run)
+@pytest.mark.parametrize("fault", TPU_FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_on_a_tpu_is_found_and_named(fault, pod):
+    pod.set(fault=fault.name, run=fault.run)
+
     code, found = pod.accept("--only", "dlrm", "checkpoint", "predict", *PATIENT)
-    check = found[name]
-    assert code == 1 and check["outcome"] == "failed", pod.output()
-    assert re.search(pattern, check["why"]), check["why"]
-    assert found["predict"]["outcome"] == "not there" and not pod.found()["left_running"]
+
+    check = found[fault.check]
+    assert code == 1
+    assert check["outcome"] == "failed", pod.output()
+    assert re.search(fault.pattern, check["why"]), check["why"]
+    assert found["predict"]["outcome"] == "not there"
+    assert not pod.found()["left_running"]
     pod.bed.check_idle()
-    assert not pod.left()
+    assert not pod.still_running()
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_run_on_all_workers(pod):
     pod.set(fault="hangs", run="dlrm")
-    client = pod.start("--only", "dlrm: trial", "predict")
     log = pod.folder / "accept-one/dlrm-trial.log"
+
+    client = pod.start("--only", "dlrm: trial", "predict")
     wait(lambda: log.exists() and '"step": 100' in log.read_text(), 60)
     client.send_signal(signal.SIGINT)
+
     assert client.wait(90) == 130, pod.output()
     pod.bed.check_idle()
-    assert not pod.left() and pod.checks()["dlrm: trial"]["why"] == "Ctrl-C"
+    assert not pod.still_running()
+    assert pod.checks()["dlrm: trial"]["why"] == "Ctrl-C"
 
 
 def test_when_the_tpu_is_gone_nothing_more_is_tried(pod):
     pod.bed.set(state="PREEMPTED")
+
     code, found = pod.accept("--only", "dlrm", "stop", *PATIENT)
-    assert code == 1 and "the TPU is gone" in found["dlrm: trial"]["why"]
+
+    assert code == 1
+    assert "the TPU is gone" in found["dlrm: trial"]["why"]
     for name in ("dlrm: kill and resume", "stop and saved"):
-        assert found[name]["outcome"] == "not run" and "recreate it" in found[name]["why"]
+        assert found[name]["outcome"] == "not run"
+        assert "recreate it" in found[name]["why"]
     pod.bed.check_idle()
 
 
-def test_what_cannot_be_used_is_refused(here):
-    def refused(pattern: str, *arguments: str) -> None:
-        assert here.start(*arguments).wait(30) == 2
-        assert re.search(pattern, here.output()) and "Traceback" not in here.output(), here.output()
-
-    refused("--only vgg begins no check; the checks are: doctor, resnet50: trial", "--only", "vgg")
-    refused("--recipe bert-mrpc needs --data", "--recipe", "bert-mrpc")
-    refused("--data is /data, but trials take none", "--data", "/data")
-    refused("has no .git", "--tpu", "my-tpu")
-    refused("invalid choice: 'vgg'", "--recipe", "vgg", "--data", "/data")
-    (here.folder / "Makefile").rename(here.folder / "elsewhere")
-    refused("has no Makefile; start it from the project's folder")
-
-
-def test_a_full_disk_of_this_machine_fails_the_check_and_not_the_rest(here):
-    """The folder of the logs is not there any more."""
-    here.set(fault="no start", run="-dlrm")
-    client = here.start("--only", "dlrm: trial", "predict", "--limit", "3")
-    wait(lambda: (here.folder / "accept-one").exists())
-    (here.folder / "accept-one.json.new").mkdir()  # no file can be written
-    assert client.wait(60) == 1
-    assert "warning: cannot write" in here.output() and "predict …" in here.output()
-
-
-# The table of docs/results.md.
-
-
+# ---- the table of docs/results.md ----------------------------------------------------------------
 def result(recipe: str, **changes: object) -> dict:
-    made = {"name": recipe, "recipe": recipe, "outcome": "ok", "seconds": 90.0, "metrics": {"auc": 0.8025}}
+    """Returns a check of a recipe, as an acceptance writes it."""
+    made = {
+        "name": recipe,
+        "recipe": recipe,
+        "outcome": "ok",
+        "seconds": 90.0,
+        "metrics": {"auc": 0.8025},
+    }
     return {**made, **changes}
 
 
 def accepted(folder: Path, name: str, *results: dict) -> Path:
-    hardware = {"kind": "TPU v6 lite", "devices": 8, "hosts": 1}
-    content = {"written_by": "tpu.accept", "format": 1, "hardware": hardware, "checks": list(results)}
+    """Writes the file of an acceptance into the current folder; returns its name."""
+    content = {
+        "written_by": "tpu.accept",
+        "format": 1,
+        "hardware": {"kind": "TPU v6 lite", "devices": 8, "hosts": 1},
+        "checks": list(results),
+    }
     (folder / name).write_text(json.dumps(content))
     return Path(name)
 
@@ -459,78 +689,125 @@ def accepted(folder: Path, name: str, *results: dict) -> Path:
 def test_the_table_is_that_of_the_files_that_are_committed():
     files = sorted(path.relative_to(ROOT) for path in ROOT.glob("docs/accepted/*.json"))
     text = (ROOT / page.RESULTS).read_text()
-    assert page.with_table(text, files) == text, "python3 -m tpu.accept --table docs/accepted/*.json"
+    remedy = "python3 -m tpu.accept --table docs/accepted/*.json"
+    assert page.with_table(text, files) == text, remedy
 
 
-def test_the_table_has_a_row_for_each_result_and_says_what_was_never_run(tmp_path, monkeypatch):
+def test_the_table_has_a_row_for_each_result_and_what_never_ran(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = accepted(tmp_path, "a.json", result("trial dlrm"), result("dlrm-v1", seconds=9000, outcome="ok"))
-    second = accepted(
-        tmp_path, "b.json", result("trial dlrm", metrics={"auc": 0.81}), result("trial glue", outcome="failed")
-    )
+    long = result("dlrm-v1", seconds=9000, outcome="ok")
+    first = accepted(tmp_path, "a.json", result("trial dlrm"), long)
+    other = result("trial dlrm", metrics={"auc": 0.81})
+    failed = result("trial glue", outcome="failed")
+    second = accepted(tmp_path, "b.json", other, failed)
+
     lines = page.table([second, first]).splitlines()
-    assert "| trial: DLRM | 8 x TPU v6 lite, 1 host | 1.5 min | auc 0.8025 | [a](../a.json) |" in lines
-    assert "| trial: DLRM | 8 x TPU v6 lite, 1 host | 1.5 min | auc 0.81 | [b](../b.json) |" in lines
+
+    trial = "| trial: DLRM | 8 x TPU v6 lite, 1 host | 1.5 min"
+    assert f"{trial} | auc 0.8025 | [a](../a.json) |" in lines
+    assert f"{trial} | auc 0.81 | [b](../b.json) |" in lines
     (row,) = [line for line in lines if "mlperf_v1" in line]
     assert "| 2.5 h | auc 0.8025 (AUC 0.8025) |" in row
     assert f"| trial: BERT, fine-tuning | {page.NEVER} | | | |" in lines
-    assert len(lines) == 2 + len(expected.SCRIPTS) + len(expected.RECIPES) + 1
+    header = 2
+    second_trial_of_dlrm = 1
+    rows = len(expected.SCRIPTS) + len(expected.RECIPES) + second_trial_of_dlrm
+    assert len(lines) == header + rows
 
 
-def test_a_table_is_written_between_its_marks_and_from_nothing_else(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def results_page(tmp_path) -> Path:
+    """A page of results with an old table, in the test's folder."""
+    path = tmp_path / page.RESULTS
+    path.parent.mkdir()
+    path.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
+    return path
+
+
+@pytest.fixture
+def write_table(results_page, tmp_path, monkeypatch) -> Callable[..., int]:
+    """write_table("a.json"): writes the table of results from this file, which is in the test's
+    folder; returns the exit code."""
     monkeypatch.chdir(tmp_path)
-    results = tmp_path / page.RESULTS
-    results.parent.mkdir()
+    accepted(tmp_path, "a.json", result("trial dlrm"))
 
-    def write_table(*names: str) -> int:
+    def call(*names: str) -> int:
         monkeypatch.setattr(sys, "argv", ["accept", "--table", *names])
         return command_line.main()
 
-    results.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
-    assert write_table("docs/accepted/*.json") == 0  # as the shell leaves it where there is no file
-    text = results.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and page.NEVER in text and "old" not in text
-    accepted(tmp_path, "a.json", result("trial dlrm"))
-    assert write_table("a.json") == 0 and "TPU v6 lite" in results.read_text()
-    (tmp_path / "other.json").write_text("[]")
-    for name, pattern in (
+    return call
+
+
+def test_a_table_is_written_between_its_marks(write_table, results_page):
+    # As the shell leaves it where there is no file.
+    assert write_table("docs/accepted/*.json") == 0
+    text = results_page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert page.NEVER in text
+    assert "old" not in text
+
+    assert write_table("a.json") == 0
+    assert "TPU v6 lite" in results_page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
         ("other.json", "was not written by make accept"),
         ("none.json", "none.json is not there"),
-        (f"{tmp_path}/a.json", "cannot be linked to"),
-    ):
-        assert write_table(name) == 2 and pattern in capsys.readouterr().err
-    results.write_text("no marks")
-    assert write_table("a.json") == 2 and "put both back" in capsys.readouterr().err
+        ("{folder}/a.json", "cannot be linked to"),
+    ],
+)
+def test_a_table_of_other_files_is_refused(name, reason, write_table, tmp_path, capsys):
+    (tmp_path / "other.json").write_text("[]")
+    assert write_table(name.format(folder=tmp_path)) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_page_without_the_marks_is_refused(write_table, results_page, capsys):
+    results_page.write_text("no marks")
+    assert write_table("a.json") == 2
+    assert "put both back" in capsys.readouterr().err
 
 
 def test_a_recipe_gets_into_the_table(here):
     code, found = here.accept("--recipe", "dlrm-v1", "--data", "gs://a bucket/clicks")
+
     assert code == 0, here.output()
-    check = found["recipe dlrm-v1"]
-    assert {"MODEL=dlrm", "PRESET=mlperf_v1", "DATA=gs://a bucket/clicks"} < set(shlex.split(check["commands"][0]))
-    row = page.table([here.folder / "accept-one.json"])
-    assert "| 1 x CPU, 1 host |" in row and "auc 0.806" in row
+    words = shlex.split(found["recipe dlrm-v1"]["commands"][0])
+    assert {"MODEL=dlrm", "PRESET=mlperf_v1", "DATA=gs://a bucket/clicks"} < set(words)
+    table = page.table([here.folder / "accept-one.json"])
+    assert "| 1 x CPU, 1 host |" in table
+    assert "auc 0.806" in table
 
 
-# What it knows of the scripts and of make.
+# ---- what it knows of the scripts and of make ----------------------------------------------------
+def printed_by_make(*arguments: str) -> str:
+    """Returns the commands that make would run, each in one line."""
+    environment = {name: value for name, value in os.environ.items() if name not in OF_MAKE}
+    command = ["make", "-n", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    return result.stdout.replace("\\\n", " ")
 
 
 @pytest.mark.parametrize("script", expected.SCRIPTS, ids=lambda script: script.name)
 def test_what_is_known_of_a_script_is_so(script):
     trial = TRIALS[script.name]
     assert trial.learned is expected.LEARNED[script.name]  # in one place
-    words = ["make", "-n", "train", *shlex.split(script.words), f"ARGS={script.long}"]
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
-    }
-    printed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment).stdout.replace(
-        "\\\n", " "
-    )
-    (line,) = [line for line in printed.splitlines() if f"-m train.{script.name} tiny" in line]
-    cli.parse(trial.script.PRESETS, "python -m train", shlex.split(line.partition(f"train.{script.name} ")[2]))
+
+    printed = printed_by_make("train", *shlex.split(script.words), f"ARGS={script.long}")
+    command = f"-m train.{script.name} tiny"
+    (line,) = [line for line in printed.splitlines() if command in line]
+    _, _, words = line.partition(f"train.{script.name} ")
+    cli.parse(trial.script.PRESETS, "python -m train", shlex.split(words))
+
     tiny = trial.script.TINY
-    every = getattr(tiny, "save_every", 0) or getattr(tiny, "eval_every", 0) or 64  # glue: 2,048 examples of 32
-    assert script.kill_at > every and script.kill_at % every
+    steps_between_saves = getattr(tiny, "save_every", 0) or getattr(tiny, "eval_every", 0)
+    if not steps_between_saves:
+        steps_between_saves = 64  # glue: 2,048 examples of 32
+    assert script.kill_at > steps_between_saves
+    assert script.kill_at % steps_between_saves
 
 
 def test_the_shapes_of_slices_are_those_of_make_compile():
@@ -538,111 +815,152 @@ def test_the_shapes_of_slices_are_those_of_make_compile():
         for chips in expected.SHAPES:
             devices = chips * libtpu.GENERATIONS[generation].devices_per_chip
             name = expected.topology(kind, devices)
-            made = 1
+            product = 1
             for size in name.partition(":")[2].split("x"):
-                made *= int(size)
-            assert made == chips and (name in libtpu.TOPOLOGIES or (chips == 8 and generation in ("v2", "v3"))), name
-    assert set(libtpu.GENERATIONS) == {generation for generation, _ in expected.GENERATIONS.values()}
-    assert expected.topology("TPU v5 lite", 3) == expected.topology("TPU v99", 8) == ""
+                product *= int(size)
+            assert product == chips, name
+            known_without_compiler = chips == 8 and generation in ("v2", "v3")
+            assert name in libtpu.TOPOLOGIES or known_without_compiler, name
+
+    generations = {generation for generation, _ in expected.GENERATIONS.values()}
+    assert set(libtpu.GENERATIONS) == generations
+    assert expected.topology("TPU v5 lite", 3) == ""
+    assert expected.topology("TPU v99", 8) == ""
 
 
-def test_make_hands_over_what_it_was_given():
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
-    }
+def accept_of_make(*given: str) -> str:
+    """Returns the command that `make accept` runs."""
+    return " ".join(printed_by_make("accept", "PYTHON=python3", *given).split())
 
-    def printed(*given: str) -> str:
-        command = ["make", "-n", "accept", "PYTHON=python3", *given]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-        return " ".join(result.stdout.replace("\\\n", " ").split())
 
-    assert printed() == 'python3 -m tpu.accept --python "python3"'
-    whole = printed("TPU=my-tpu", "ZONE=z", "PROJECT=p", "RUNS=gs://b", "OUT=one", "ARGS=--only dlrm")
-    assert whole.endswith('--zone "$ZONE" --project "$PROJECT" --runs "$RUNS" --out "$OUT" --only dlrm')
+def test_make_accept_hands_over_what_it_was_given():
+    assert accept_of_make() == 'python3 -m tpu.accept --python "python3"'
+
+    given = ["TPU=my-tpu", "ZONE=z", "PROJECT=p", "RUNS=gs://b", "OUT=one", "ARGS=--only dlrm"]
+    ends = '--zone "$ZONE" --project "$PROJECT" --runs "$RUNS" --out "$OUT" --only dlrm'
+    assert accept_of_make(*given).endswith(ends)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("tpu/accept/*.py")), ids=lambda path: path.name)
 def test_it_needs_no_newer_python_and_no_package(path):
+    modules = set()
     tree = ast.parse(path.read_text(), feature_version=(3, 9))
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert {module.partition(".")[0] for module in modules} - {"errors", "tpu"} <= {
-        "__future__",
-        *sys.stdlib_module_names,
-    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            modules.add(node.module)
+        elif isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+
+    packages = {module.partition(".")[0] for module in modules}
+    assert packages - {"errors", "tpu"} <= {"__future__", *sys.stdlib_module_names}
 
 
-# What a run reports: train/common/watch/report.py.
-
-
+# ---- what a run reports: train/common/watch/report.py --------------------------------------------
 class FakeRun:
     """As much of a Run as the reporter asks."""
 
     def __init__(self, folder: Path, host: int = 0, hosts: int = 1) -> None:
         (folder / "checkpoints").mkdir(parents=True)
         (folder / "checkpoints/state").write_text("four")
-        (folder / "config.json").write_text(
-            '{"starts": [{"versions": {"torch": "0"}}, {"versions": {"torch": "2.9.0"}}]}'
-        )
+        starts = [{"versions": {"torch": "0"}}, {"versions": {"torch": "2.9.0"}}]
+        (folder / "config.json").write_text(json.dumps({"starts": starts}))
+
         self.mesh = SimpleNamespace(
-            main_process=host == 0, process_index=host, process_count=hosts, kind="CPU", num_devices=hosts
+            main_process=host == 0,
+            process_index=host,
+            process_count=hosts,
+            kind="CPU",
+            num_devices=hosts,
         )
-        self.path, self.start, self.total_steps, self.finished, self.summary = str(folder), 0, 20, False, None
-        self.folder = SimpleNamespace(read=lambda name: (folder / name).read_bytes(), files=local_files())
-        self.waited, self.said = [], []
-        self.checkpoints = SimpleNamespace(wait=lambda: self.waited.append(1))
+        self.path = str(folder)
+        self.start = 0
+        self.total_steps = 20
+        self.finished = False
+        self.summary = None
+        self.folder = SimpleNamespace(
+            read=lambda name: (folder / name).read_bytes(), files=fsspec.filesystem("file")
+        )
+        self.waits = 0  # for checkpoints
+        self.said: list[str] = []
+        self.checkpoints = SimpleNamespace(wait=self.wait_for_checkpoints)
+
+    def wait_for_checkpoints(self) -> None:
+        self.waits += 1
 
     def message(self, text: str) -> None:
         if self.mesh.main_process:
             self.said.append(text)
 
 
-def local_files():
-    import fsspec
+@pytest.fixture
+def child(tmp_path) -> Iterator[Child]:
+    """A child that was not started: tests give it the lines that it hears."""
+    child = Child(["true"], tmp_path / "log")
+    with (tmp_path / "log").open("w") as log:
+        child._file = log
+        yield child
 
-    return fsspec.filesystem("file")
 
-
-def test_a_run_reports_its_start_its_lines_with_every_digit_and_its_end(tmp_path):
+def test_a_run_reports_its_start_its_lines_and_its_end(tmp_path, child):
     run = FakeRun(tmp_path / "run")
+
     with report.watcher(report.Flags(report=True))(run) as watch:
         watch.line(10, {"loss": 0.1 + 0.2, "lr": float("nan")}, {"training": 1.0})
-        run.finished, run.summary = True, {"metrics": {"auc": 0.8}}
-    child = Child(["true"], tmp_path / "log")
-    child._file = (tmp_path / "log").open("w")
+        run.finished = True
+        run.summary = {"metrics": {"auc": 0.8}}
     for text in run.said:
         child._hear(text)
+
     start, line, end = child.events
-    assert start["step"] == 0 and start["files"]["checkpoints/state"] == 4 and start["pid"] == os.getpid()
+    assert start["step"] == 0
+    assert start["files"]["checkpoints/state"] == 4
+    assert start["pid"] == os.getpid()
     assert start["started"]["versions"] == {"torch": "2.9.0"}
-    assert line["values"]["loss"] == 0.1 + 0.2 and checks.not_finite(line["values"]) == "lr is nan"
-    assert end["summary"] == {"metrics": {"auc": 0.8}} and end["chip_bytes"] is None and end["host_bytes"] > 0
-    assert report.watcher(report.Flags()) is None
-    with pytest.raises(InputError, match="--kill-at is -1; it must be a step"):
-        report.watcher(report.Flags(kill_at=-1))
+    assert line["values"]["loss"] == 0.1 + 0.2, "every digit"
+    assert checks.not_finite(line["values"]) == "lr is nan"
+    assert end["summary"] == {"metrics": {"auc": 0.8}}
+    assert end["chip_bytes"] is None
+    assert end["host_bytes"] > 0
 
 
 def test_an_unfinished_run_reports_no_end(tmp_path):
     run = FakeRun(tmp_path / "run")
+
     with pytest.raises(SystemExit), report.watcher(report.Flags(report=True))(run):
         raise SystemExit(143)
-    assert len(run.said) == 1 and '"event": "start"' in run.said[0]
+
+    assert len(run.said) == 1
+    assert '"event": "start"' in run.said[0]
+
+
+def test_without_flags_no_run_is_watched():
+    assert report.watcher(report.Flags()) is None
+
+
+def test_a_kill_before_the_first_step_is_refused():
+    with pytest.raises(InputError, match="--kill-at is -1; it must be a step"):
+        report.watcher(report.Flags(kill_at=-1))
 
 
 @pytest.mark.parametrize(("host", "start", "killed"), [(1, 0, True), (0, 0, False), (1, 12, False)])
-def test_kill_at_kills_the_last_host_alone_once_its_checkpoints_are_written(host, start, killed, tmp_path, monkeypatch):
+def test_kill_at_kills_the_last_host_after_its_checkpoints(
+    host, start, killed, tmp_path, monkeypatch
+):
     run = FakeRun(tmp_path / "run", host, hosts=2)
     run.start = start
     sent = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number, len(run.waited))))
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number, run.waits)))
+
     with report.watcher(report.Flags(kill_at=10))(run) as watch:
         for step in range(start + 1, start + 11):
             watch.step(step)
-    assert sent == ([(os.getpid(), signal.SIGKILL, 1)] if killed else [])
+
+    once_after_one_wait = [(os.getpid(), signal.SIGKILL, 1)]
+    assert sent == (once_after_one_wait if killed else [])
     assert run.said == []
 
 
-def test_the_memory_of_chips_is_what_libtpu_tells(monkeypatch):
+def test_the_memory_of_chips_is_what_libtpu_reports(monkeypatch):
     answers = iter([["10", "20"], ["30", "5"], ["7", "7"]])
 
     def get_metric(name: str):
@@ -652,27 +970,36 @@ def test_the_memory_of_chips_is_what_libtpu_tells(monkeypatch):
     monitoring = SimpleNamespace(get_metric=get_metric)
     monkeypatch.setitem(sys.modules, "libtpu.sdk", SimpleNamespace(tpumonitoring=monitoring))
     monkeypatch.setattr(report, "LOOK_EVERY", 0.01)
+
     memory = report.ChipMemory("TPU v6 lite")
     memory.start()
     wait(lambda: memory.why)  # no answer is left
     memory.stop()
-    assert memory.most == 30 and "StopIteration" in memory.why
+
+    assert memory.most == 30
+    assert "StopIteration" in memory.why
+
+
+def test_there_is_no_memory_of_chips_on_a_cpu():
     assert report.ChipMemory("CPU").why == "no chip: CPU"
 
 
-def test_a_silent_compilation_is_no_hang(tmp_path):
-    child = Child(["true"], tmp_path / "log")
-    child._file = (tmp_path / "log").open("w")
+def test_a_silent_compilation_is_no_hang(child):
     limits = Limits(whole=100, silent=5, ending=1)
     child.began = time.monotonic() - 50
     child._hear('report {"event": "start", "step": 0}')
     child.heard -= 50
     assert "in its first steps" in child._over_limit(limits)
+
     child._hear("compiling train_step with libtpu 0.0.21")
     child.heard -= 50
-    assert child._over_limit(limits) == "" and child.place() == "compiling train_step with libtpu 0.0.21"
+    assert child._over_limit(limits) == ""
+    assert child.place() == "compiling train_step with libtpu 0.0.21"
+
     child.began -= 100
-    assert "not over after 100 s" in child._over_limit(limits) and "compiling train_step" in child._over_limit(limits)
+    assert "not over after 100 s" in child._over_limit(limits)
+    assert "compiling train_step" in child._over_limit(limits)
+
     child._hear("compiled train_step in 50 s")
     assert child.place() == "in its first steps"
 
@@ -681,27 +1008,34 @@ def test_a_silent_compilation_is_no_hang(tmp_path):
     ("line", "event", "rest"),
     [
         ('report {"event": "line", "step": 7}', {"event": "line", "step": 7}, ""),
-        ('report {"event": "end"}warning: the disk is slow', {"event": "end"}, "warning: the disk is slow"),
+        (
+            'report {"event": "end"}warning: the disk is slow',
+            {"event": "end"},
+            "warning: the disk is slow",
+        ),
         ('WARNING:root:report {"event": "end"}', {"event": "end"}, "WARNING:root:"),
         ('it prints report {"other": 1}', {}, 'it prints report {"other": 1}'),
         ("a report {is no JSON}", {}, "a report {is no JSON}"),
         ("step 7", {}, "step 7"),
     ],
 )
-def test_a_report_is_found_where_another_program_has_written_into_its_line(line, event, rest):
+def test_a_report_is_found_in_a_line_that_two_programs_wrote(line, event, rest):
     assert read_report(line) == (event, rest)
 
 
+# ---- a real script -------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_a_real_script_is_accepted_on_this_cpu(tmp_path):
     given = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS", "CPU_NUM_DEVICES"}
     environment = {name: value for name, value in os.environ.items() if name not in given}
-    words = ["--only", "dlrm", "stop", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "one")]
-    result = subprocess.run(
-        [sys.executable, "-m", "tpu.accept", *words], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "tpu.accept", "--only", "dlrm", "stop"]
+    command += ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "one")]
+
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads((tmp_path / "one.json").read_text())
     outcomes = {check["name"]: check["outcome"] for check in found["checks"]}
-    assert outcomes == dict.fromkeys(("dlrm: trial", "dlrm: kill and resume", "stop and saved"), "ok")
+    names = ("dlrm: trial", "dlrm: kill and resume", "stop and saved")
+    assert outcomes == dict.fromkeys(names, "ok")
     assert found["checks"][1]["notes"] == ["killed after step 160, resumed after step 128"]

@@ -1,17 +1,19 @@
-"""The five scripts on plain PyTorch (train/common/eager.py), in processes where torch_xla cannot be imported: they
-learn, resume exactly, and have XLA's losses. On a GPU: `make test DEVICE=cuda ARGS=tests/test_eager.py`."""
+"""The five scripts on plain PyTorch (train/common/eager.py), in processes where torch_xla cannot be
+imported: they learn, resume exactly, and have XLA's losses.
+
+On a GPU: `make test DEVICE=cuda ARGS=tests/test_eager.py`.
+"""
 
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from eager_runs import without_dropout
-from helpers import environment, equal, exported, losses, records, summary
-from test_scripts import within
+from helpers import environment, equal, exported, losses, records, summary, within
 from trials import TRIALS
 
 from errors import InputError
@@ -19,62 +21,126 @@ from models import encoders
 from train.common import device, eager
 
 ROOT = Path(__file__).parent.parent
-# The sums of a float32 matrix product are taken in another order: 1e-7 in a loss. The steps before it move the weights
-# by as little, but where Adam or a batch norm over few values divides by a number near 0.
+# The sums of a float32 matrix product are taken in another order: 1e-7 in a loss. The steps before
+# it move the weights by as little, but where Adam or a batch norm over few values divides by a
+# number near 0.
 ROUNDING = 2e-5
+HAVE_DROPOUT = ("glue", "pretrain")  # its random numbers differ from device to device
 
 
-def run(name: str, folder, *runs: str, code: int = 0) -> dict[str, dict[str, float]]:
-    """Runs tests/eager_runs.py; returns each run's final metrics."""
-    command = [sys.executable, ROOT / "tests/eager_runs.py", name, folder, *runs]
-    variables = environment(1, PYTHONPATH=str(ROOT))
-    process = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
-    assert process.returncode == code, process.stdout + process.stderr
-    return {} if code else json.loads(process.stdout.splitlines()[-1])
+def start_runs(name: str, folder: Path, *runs: str) -> subprocess.CompletedProcess:
+    """Starts tests/eager_runs.py, and waits until it has ended."""
+    return subprocess.run(
+        [sys.executable, ROOT / "tests/eager_runs.py", name, folder, *runs],
+        env=environment(1, PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def metrics_of_runs(name: str, folder: Path, *runs: str) -> dict[str, dict[str, float]]:
+    """Runs tests/eager_runs.py to its end; returns each run's final metrics."""
+    process = start_runs(name, folder, *runs)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow  # the numbers below stay with XLA's, which learn
 @pytest.mark.parametrize("name", TRIALS)
 def test_without_torch_xla_a_trial_learns(name, tmp_path):
-    trial, found = TRIALS[name], run(name, tmp_path, "learns", "still")
-    assert within(found["learns"], trial.learned) and within(found["still"], trial.untrained), found
+    trial = TRIALS[name]
+    metrics = metrics_of_runs(name, tmp_path, "learns", "still")
+    assert within(metrics["learns"], trial.learned), metrics
+    assert within(metrics["still"], trial.untrained), metrics
+
+
+@dataclass(frozen=True)
+class PlainRuns:
+    """What tests/eager_runs.py has left of a script's runs."""
+
+    name: str  # of the script
+    folder: Path
+    metrics: dict[str, dict[str, float]]  # by run
+
+
+@pytest.fixture(scope="module")
+def plain(request, tmp_path_factory) -> PlainRuns:
+    """The runs "short" and "alike"; and "stopped", which a crash, a kill and a SIGTERM have ended
+    before it came to its end."""
+    name = request.param
+    folder = tmp_path_factory.mktemp(f"plain_{name}")
+    killed = start_runs(name, folder, "stopped by a crash", "stopped by kill")
+    assert killed.returncode == -9, killed.stdout + killed.stderr
+
+    runs = ["stopped by terminate", "stopped", "short"]
+    if name in HAVE_DROPOUT:
+        runs.append("no dropout")
+    return PlainRuns(name, folder, metrics_of_runs(name, folder, *runs, "alike"))
 
 
 # Two stand for all: one with tables, one without; the others in `make test-all`.
 MARKED = [name if name == "dlrm" else pytest.param(name, marks=pytest.mark.slow) for name in TRIALS]
+every_script = pytest.mark.parametrize("plain", MARKED, indirect=True)
 
 
-@pytest.mark.parametrize("name", MARKED)
-def test_without_torch_xla_it_resumes_exactly_and_stays_with_xlas_losses(name, run_of, tmp_path, monkeypatch):
-    trial, dropout = TRIALS[name], name in ("glue", "pretrain")
-    run(name, tmp_path, "stopped by a crash", "stopped by kill", code=-9)
-    plain = ["no dropout"] if dropout else []
-    found = run(name, tmp_path, "stopped by terminate", "stopped", "short", *plain, "alike")
-    stopped, short = tmp_path / "stopped/run", tmp_path / "short/run"
-    assert len(json.load(open(stopped / "config.json"))["starts"]) == 4
-    assert records(stopped) == records(short) and found["stopped"] == found["short"]
+@every_script
+def test_without_torch_xla_a_run_resumes_exactly(plain):
+    stopped = plain.folder / "stopped/run"
+    short = plain.folder / "short/run"
+    stored = json.loads((stopped / "config.json").read_text())
+
+    assert len(stored["starts"]) == 4
+    assert records(stopped) == records(short)
+    assert plain.metrics["stopped"] == plain.metrics["short"]
     assert equal(exported(stopped), exported(short))
     assert summary(short)["report"] == {}
 
-    if dropout:
-        monkeypatch.setattr(encoders, "configuration", encoders.configuration)
-        without_dropout(encoders)
-        metrics = trial.script.main(replace(trial.short, runs=str(tmp_path), name="xla"))
-        folder = tmp_path / "xla"
-    else:
+
+def xla_run(name: str, run_of, tmp_path, monkeypatch) -> tuple[Path | str, dict[str, float]]:
+    """Returns the folder and the final metrics of the run on XLA with which others are compared."""
+    trial = TRIALS[name]
+    if name not in HAVE_DROPOUT:
         folder, metrics, _ = run_of(name, "alike" if trial.alike else "short")
-    ours, xlas = losses(tmp_path / "alike/run"), losses(folder)
-    assert len(ours) == len(xlas) and ours[:5] == pytest.approx(xlas[:5], rel=ROUNDING), (ours[:5], xlas[:5])
-    if max(trial.close) == len(ours):  # as close to the end
-        assert found["alike"] == pytest.approx(metrics, rel=ROUNDING)
+        return folder, metrics
+
+    monkeypatch.setattr(encoders, "configuration", encoders.configuration)  # comes back afterwards
+    without_dropout(encoders)
+    config = replace(trial.short, runs=str(tmp_path), name="xla")
+    metrics = trial.script.main(config)
+    return tmp_path / "xla", metrics
+
+
+@every_script
+def test_without_torch_xla_losses_stay_with_xlas(plain, run_of, tmp_path, monkeypatch):
+    ours = losses(plain.folder / "alike/run")
+    xla_folder, xla_metrics = xla_run(plain.name, run_of, tmp_path, monkeypatch)
+    xlas = losses(xla_folder)
+
+    assert len(ours) == len(xlas)
+    assert ours[:5] == pytest.approx(xlas[:5], rel=ROUNDING), (ours[:5], xlas[:5])
+    if max(TRIALS[plain.name].close) == len(ours):  # as close to the end
+        assert plain.metrics["alike"] == pytest.approx(xla_metrics, rel=ROUNDING)
 
 
 @pytest.mark.parametrize(
     ("kind", "precision", "devices", "processes", "sentence"),
     [
-        ("cpu", "float32", 4, 1, "CPU_NUM_DEVICES is 4.*--device cpu runs on one device: unset it.*--device xla"),
+        (
+            "cpu",
+            "float32",
+            4,
+            1,
+            "CPU_NUM_DEVICES is 4.*--device cpu runs on one device: unset it.*--device xla",
+        ),
         ("cuda", "float32", 1, 2, "WORLD_SIZE is 2.*--device cuda.*--device xla"),
-        ("cuda", "float32", 1, 1, "--device is cuda, but PyTorch finds no GPU here.*use cpu or xla"),
+        (
+            "cuda",
+            "float32",
+            1,
+            1,
+            "--device is cuda, but PyTorch finds no GPU here.*use cpu or xla",
+        ),
         ("tpu", "float32", 4, 1, "device is 'tpu'; it must be one of xla, cpu, cuda"),
         ("cpu", "float16", 1, 1, "precision is 'float16'; it must be one of bfloat16, float32"),
     ],
@@ -88,12 +154,19 @@ def test_one_device_that_is_there(kind, precision, devices, processes, sentence,
         device.setup(0, precision, kind=kind)
 
 
-def test_what_waits_for_a_step_is_called_once_the_next_one_has_run(monkeypatch):
+def test_what_waits_for_the_next_step_is_called_once(monkeypatch):
     monkeypatch.setattr(device, "_backend", eager)
     called = []
-    step = device.compiled(lambda x: called.append("step") or x + 1, None)
+
+    def step_fn(x):
+        called.append("step")
+        return x + 1
+
+    step = device.compiled(step_fn, None)
     device.after_next_step(lambda: called.append("read"))
-    assert step(torch.ones(2)).tolist() == [2, 2] and called == ["step", "read"]
+    assert step(torch.ones(2)).tolist() == [2, 2]
+    assert called == ["step", "read"]
+
     device.after_next_step(lambda: called.append("flushed"))
     device.run_pending()
     step(torch.ones(2))

@@ -1,4 +1,4 @@
-"""train/common/sharding/groups.py beside NumPy, on 1 to 16 devices; the examples of docs/groups.md."""
+"""train/common/sharding/groups.py on 1 to 16 devices; the examples of docs/groups.md."""
 
 import functools
 import itertools
@@ -8,7 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-import numpy as np
+import group_functions
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,209 +22,288 @@ from train.common.sharding import arranged, groups
 
 ROOT = Path(__file__).parent.parent
 CPU = device.Mesh(torch.device("cpu"), None, 1, 0, 1, "CPU", "float32", True)
-SIZES = {1: {"data": 1}, 2: {"data": 2}, 4: {"data": 2, "model": 2}, 8: {"data": 2, "x": 2, "y": 2}, 16: {"data": 16}}
+WHOLE = (None, None)  # the spec of a matrix that every device has
+ROWS = ("data", None)
 
 
-def summed(parts):  # [devices of a group, rows, columns], as all below
-    return np.broadcast_to(parts.sum(0), parts.shape)
+def results(function, *inputs) -> list[torch.Tensor]:
+    """Returns what a function gives, and the gradients of the sum of its squares, on the host."""
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    y = function(*leaves)
+    trained = [x for x in leaves if x.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), trained)]
 
 
-def gathered(parts):
-    return np.broadcast_to(np.concatenate(parts), (len(parts), parts.shape[0] * parts.shape[1], parts.shape[2]))
+def on_devices(mesh, function, *inputs) -> list[torch.Tensor]:
+    """Returns `results` of a compiled step that has been repeated."""
+    uploaded = [x.to(mesh.device) for x in inputs]
+    for x in uploaded:
+        device.replicate(x, mesh)
+    step = device.compiled(lambda *inputs: results(function, *inputs), mesh)
+    for _ in range(3):
+        found = step(*uploaded)
+    return [x.cpu() for x in found]
 
 
-def scattered(parts):
-    return parts.sum(0).reshape(len(parts), -1, parts.shape[2])
-
-
-def exchanged(parts):
-    return parts.reshape(len(parts), len(parts), -1, parts.shape[2]).swapaxes(0, 1).reshape(parts.shape)
-
-
-# What NumPy makes of the parts of a group, and of the gradients of the result.
-EXPECTED = {
-    "group_sum": (summed, summed),
-    "group_mean": (lambda parts: summed(parts) / len(parts), lambda parts: summed(parts) / len(parts)),
-    "all_gather": (gathered, scattered),
-    "reduce_scatter": (scattered, gathered),
-    "all_to_all": (exchanged, exchanged),
-}
-
-
-def of_groups(function, parts, sizes, axis):
-    """Applies a function of EXPECTED to each group along an axis of parts [devices, …]; returns its rows in order."""
-    shaped = np.moveaxis(parts.reshape(*sizes.values(), *parts.shape[1:]), list(sizes).index(axis), len(sizes) - 1)
-    found = np.stack([function(group) for group in shaped.reshape(-1, sizes[axis], *parts.shape[1:])])
-    found = found.reshape(*shaped.shape[: len(sizes)], *found.shape[2:])
-    return np.moveaxis(found, len(sizes) - 1, list(sizes).index(axis)).reshape(-1, parts.shape[2])
-
-
-def compare(mesh, sizes: dict[str, int]) -> None:
-    """Asserts that every function and its gradient, all in one program, are NumPy's: of integers, so to the bit."""
-    named, rng, wanted, inputs = groups.axes(mesh, **sizes), np.random.default_rng(0), {}, {}
-    spec = (tuple(sizes), None)
-    for key in itertools.product(EXPECTED, sizes):
-        (forward, backward), axis = EXPECTED[key[0]], key[1]
-        x = rng.integers(-9, 9, (mesh.num_devices, 2 * sizes[axis], 3)).astype(np.float32)
-        result = of_groups(forward, x, sizes, axis)
-        gradient = rng.integers(-9, 9, result.shape).astype(np.float32)
-        back = of_groups(backward, gradient.reshape(mesh.num_devices, -1, 3), sizes, axis)
-        inputs[key] = [device.upload(torch.from_numpy(each.reshape(-1, 3)), mesh) for each in (x, gradient)]
-        wanted[key] = result, back
-
-    def step(inputs):
-        found = {}
-        for (name, axis), (x, gradient) in inputs.items():
-            function = functools.partial(getattr(groups, name), mesh=named, axis=axis)
-            x = x.detach().requires_grad_()
-            y = groups.per_device(function, named, [spec], spec)(x)
-            found[name, axis] = y.detach(), *torch.autograd.grad(y, x, gradient)
-        return found
-
-    found = device.compiled(step, mesh)(inputs)
-    for key in wanted:
-        for one, other in zip(found[key], wanted[key], strict=True):
-            np.testing.assert_array_equal(one.cpu().numpy(), other, str(key))
+# The functions
 
 
 def test_every_function_and_its_gradient_is_numpys(mesh):
-    started = []
-    for devices in SIZES.keys() - {mesh.num_devices}:
-        code = f"import test_groups as t; t.compare(t.device.setup(0, 'float32'), t.SIZES[{devices}])"
-        variables = environment(devices, PYTHONPATH=f"{ROOT}:{ROOT}/tests")
-        started.append(subprocess.Popen([sys.executable, "-c", code], env=variables, stderr=subprocess.PIPE, text=True))
-    compare(mesh, SIZES[4])
-    for process in started:
-        error = process.communicate(timeout=300)[1]
+    processes = []
+    for devices in group_functions.SIZES.keys() - {mesh.num_devices}:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/group_functions.py"), str(devices)],
+            env=environment(devices, PYTHONPATH=f"{ROOT}:{ROOT}/tests"),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+    group_functions.compare(mesh, group_functions.SIZES[4])
+    for process in processes:
+        _, error = process.communicate(timeout=300)
         assert process.returncode == 0, error
 
 
-def test_a_whole_result_and_its_gradients_are_those_of_one_device(mesh):
+def test_a_whole_result_and_its_gradients_are_one_devices(mesh):
+    named = groups.axes(mesh)
+    x = torch.arange(24.0).reshape(8, 3) / 24
+    weight = torch.eye(3)
+
     def norms(x, weight):
-        return groups.group_sum((x @ weight).square().sum(0), named, "data")
+        return (x @ weight).square().sum(0)
 
-    named, x = groups.axes(mesh), torch.arange(24.0).reshape(8, 3) / 24
-    function = groups.per_device(norms, named, [("data", None), (None, None)], (None,))
-    expected = results(lambda x, weight: (x @ weight).square().sum(0), x, torch.eye(3))
-    torch.testing.assert_close(on_devices(mesh, function, x, torch.eye(3)), expected)
+    def summed_norms(x, weight):
+        return groups.group_sum(norms(x, weight), named, "data")
+
+    function = groups.per_device(summed_norms, named, [ROWS, WHOLE], (None,))
+    expected = results(norms, x, weight)
+    torch.testing.assert_close(on_devices(mesh, function, x, weight), expected)
 
 
-def test_plain_pytorch_is_one_device():
-    named, x = groups.axes(CPU, data=1, model=1), torch.randn(4, 3)
-    for name in EXPECTED:
-        function = functools.partial(getattr(groups, name), mesh=named, axis="model")
-        assert torch.equal(groups.per_device(function, named, [(None, None)], (None, None))(x), x)
+@pytest.mark.parametrize("name", group_functions.EXPECTED)
+def test_plain_pytorch_is_one_device(name):
+    named = groups.axes(CPU, data=1, model=1)
+    x = torch.randn(4, 3)
+    function = functools.partial(getattr(groups, name), mesh=named, axis="model")
+    assert torch.equal(groups.per_device(function, named, [WHOLE], WHOLE)(x), x)
+
+
+# The examples of docs/groups.md
 
 
 def examples() -> dict:
     """Returns what the code of docs/groups.md defines."""
+    page = (ROOT / "docs/groups.md").read_text()
     names: dict = {}
-    for block in re.findall(r"(?:^(?:    .*)?\n)+", (ROOT / "docs/groups.md").read_text(), re.M):
+    for block in re.findall(r"(?:^(?:    .*)?\n)+", page, re.M):
         if "    def " in block:
             exec(textwrap.dedent(block), names)
     return names
 
 
-def results(function, *inputs) -> list[torch.Tensor]:
-    """Returns what a function gives, and the gradients of the sum of its squares, on the host."""
-    inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-    y = function(*inputs)
-    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x for x in inputs if x.requires_grad])]
+def test_batch_norm_over_groups_of_chips_is_the_scripts(mesh):
+    norm = examples()["batch_norm"]
+    named = groups.axes(mesh, group=2, chip=2)
+    x = torch.randn(8, 3, 4, 4) * 2 + 1
+    inputs = [x, torch.randn(3), torch.randn(3)]
 
+    def norm_of_the_script(x, weight, bias):
+        return resnet.batch_statistics_norm(x, weight, bias, 1e-5, groups=2)[0]
 
-def on_devices(mesh, function, *inputs) -> list[torch.Tensor]:
-    """Returns `results` of a compiled step that has been repeated."""
-    inputs = [x.to(mesh.device) for x in inputs]
-    for x in inputs:
-        device.replicate(x, mesh)
-    step = device.compiled(lambda *inputs: results(function, *inputs), mesh)
-    return [x.cpu() for x in [step(*inputs) for _ in range(3)][-1]]
-
-
-def test_batch_norm_over_groups_of_chips_is_that_of_the_script(mesh):
-    norm, named = examples()["batch_norm"], groups.axes(mesh, group=2, chip=2)
-    inputs = torch.randn(8, 3, 4, 4) * 2 + 1, torch.randn(3), torch.randn(3)
     found = on_devices(mesh, lambda *inputs: norm(*inputs, named), *inputs)
-    expected = results(lambda *inputs: resnet.batch_statistics_norm(*inputs, 1e-5, groups=2)[0], *inputs)
+    expected = results(norm_of_the_script, *inputs)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_sampled_softmax_is_that_of_the_words_that_were_drawn(mesh):
+def test_a_sampled_softmax_is_that_of_the_drawn_words(mesh):
     softmax = examples()["sampled_softmax"]
-    hidden, weight, labels = torch.randn(8, 5), torch.randn(12, 5), torch.randint(12, (8,))
+    hidden = torch.randn(8, 5)
+    weight = torch.randn(12, 5)
+    labels = torch.randint(12, (8,))
     drawn = torch.tensor([0, 2, 1, 0, 2, 0, 0, 1])  # two of each device's three words
     words = drawn + torch.tensor([0, 0, 3, 3, 6, 6, 9, 9])
     labels[:2] = words[1]  # right and drawn
+
+    def on(mesh):
+        return lambda *inputs: softmax(*inputs, groups.axes(mesh))
 
     def whole(hidden, labels, weight, words):
         right = (hidden * weight[labels]).sum(1, keepdim=True)
         wrong = torch.where(words == labels[:, None], -torch.inf, hidden @ weight[words].T)
         return (torch.cat([right, wrong], 1).logsumexp(1, keepdim=True) - right)[:, 0]
 
-    found = on_devices(mesh, lambda *inputs: softmax(*inputs, groups.axes(mesh)), hidden, labels, weight, drawn)
     expected = results(whole, hidden, labels, weight, words)
+    found = on_devices(mesh, on(mesh), hidden, labels, weight, drawn)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    on_cpu = results(lambda *inputs: softmax(*inputs, groups.axes(CPU)), hidden, labels, weight, words)
+    on_cpu = results(on(CPU), hidden, labels, weight, words)
     torch.testing.assert_close(on_cpu, expected)
 
 
-RANDOM = [torch.rand_like, layers.Dropout(), torch.Tensor.bernoulli_, F.gumbel_softmax, torch.nn.Dropout()]
-RANDOM += [lambda x: x + torch.rand(3).to(x.device)]
+# What is refused
 
 
-def absolute(mesh):
-    return torch.abs, mesh, [("data", None)], ("data", None)
+@pytest.fixture
+def two_by_two(mesh) -> groups.Axes:
+    return groups.axes(arranged(mesh, Layout("data=2,model=2")))
 
 
-def test_what_does_not_fit_the_devices_is_refused(mesh):
-    named, x = groups.axes(arranged(mesh, Layout("data=2,model=2"))), torch.ones(6, 3).to(mesh.device)
-    assert named.sizes == {"data": 2, "model": 2} and groups.axes(mesh).sizes == {"data": 4}
+@pytest.fixture
+def x(mesh) -> torch.Tensor:
+    return torch.ones(6, 3).to(mesh.device)
+
+
+def test_axes_are_those_of_the_layout_or_one_of_all_devices(mesh, two_by_two):
+    assert two_by_two.sizes == {"data": 2, "model": 2}
+    assert groups.axes(mesh).sizes == {"data": 4}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pattern"),
+    [
+        ({"group": 3, "chip": 2}, "group=3, chip=2; .*multiply to the 4 devices"),
+        ({"group": 2.0, "chip": 2}, "group=2.0, chip=2"),
+    ],
+)
+def test_axes_that_do_not_fit_the_devices_are_refused(sizes, pattern, mesh):
+    with pytest.raises(InputError, match=pattern):
+        groups.axes(mesh, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "pattern"),
+    [
+        ("group_sum", "rows", "'rows'.*data, model"),
+        ("all_gather", "data", "outside of a per-device region"),
+        ("all_to_all", "data", "outside of a per-device region"),
+    ],
+)
+def test_a_function_is_refused_outside_of_a_region(name, axis, pattern, x, two_by_two):
+    with pytest.raises(InputError, match=pattern):
+        getattr(groups, name)(x, two_by_two, axis)
+
+
+@pytest.mark.parametrize(
+    ("part", "pattern"),
+    [
+        (lambda x: x[:5], r"\[5, 3\].*multiple of 2, the devices"),
+        (lambda x: x.sum(), r"a part is \[\]"),
+    ],
+    ids=["five rows", "scalar"],
+)
+def test_parts_that_the_devices_do_not_divide_are_refused(part, pattern, x, two_by_two):
+    def exchange(x):
+        return groups.all_to_all(part(x), two_by_two, "data")
+
+    with pytest.raises(InputError, match=pattern):
+        groups.per_device(exchange, two_by_two, [WHOLE], WHOLE)(x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "spec", "pattern"),
+    [
+        (lambda x: (x,), (("data", "model"), None), r"\[6, 3\].*equal parts"),
+        (lambda x: (x,), ("rows", None), r"\('rows', None\)"),
+        (lambda x: (x,), ("data", "data"), "axis once"),
+        (lambda x: (x, x), WHOLE, "2 arguments and 1 spec"),
+        (lambda x: (x[..., None, None, None],), ("data", *[None] * 4), "reshape"),
+    ],
+    ids=["parts", "axis", "twice", "number", "dimensions"],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments, spec, pattern, x, two_by_two):
+    with pytest.raises(InputError, match=pattern):
+        groups.per_device(None, two_by_two, [spec], ())(*arguments(x))
+
+
+def test_an_argument_that_is_no_tensor_is_refused(x, two_by_two):
+    add = groups.per_device(torch.add, two_by_two, [WHOLE, ()], WHOLE)
+    with pytest.raises(InputError, match="arguments is a float"):
+        add(x, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "result", "pattern"),
+    [
+        (torch.sum, (None,), r"result \[\].*\(None,\)"),
+        (lambda x: [x], [(), ()], "1 results and 2 specs"),
+        (torch.abs, ("rows", None), r"result.*\('rows', None\)"),
+        (torch.abs, ("data", "data"), "result.*axis once"),
+        (lambda x: x[..., None, None, None, None], (None,) * 6, "reshape"),
+        (torch.abs, [WHOLE], "returns a tuple"),
+        (lambda x: (x,), WHOLE, "returns a tensor"),
+    ],
+    ids=["shape", "number", "axis", "twice", "dimensions", "no tuple", "no tensor"],
+)
+def test_a_result_that_does_not_fit_is_refused(function, result, pattern, x, two_by_two):
+    with pytest.raises(InputError, match=pattern):
+        groups.per_device(function, two_by_two, [WHOLE], result)(x)
+
+
+def test_a_spec_that_is_no_tuple_is_refused(x, two_by_two):
+    with pytest.raises(InputError, match="and a tuple"):
+        groups.per_device(torch.abs, two_by_two, [["data", None]], ROWS)(x)
+
+
+def test_a_gradient_that_would_be_lost_is_refused(mesh, x, two_by_two):
+    """Of a tensor that the function does not get as an argument."""
     weight = torch.ones(3).to(mesh.device).requires_grad_()
-    before = groups.per_device(torch.mul, named, [(None, None), (None,)], (None, None))(x, weight)
+    before = groups.per_device(torch.mul, two_by_two, [WHOLE, (None,)], WHOLE)(x, weight)
+    for function in (lambda x: x * weight.exp(), lambda x: x * before):
+        with pytest.raises(InputError, match="gradient is used .*no argument"):
+            groups.per_device(function, two_by_two, [WHOLE], WHOLE)(x)
 
-    def in_region(function):
-        return groups.per_device(function, named, [(None, None)], (None, None))(x)
 
-    for refused, pattern in (
-        (lambda: groups.axes(mesh, group=3, chip=2), "group=3, chip=2; .*multiply to the 4 devices"),
-        (lambda: groups.group_sum(x, named, "rows"), "'rows'.*data, model"),
-        (lambda: groups.all_gather(x, named, "data"), "outside of a per-device region"),
-        (lambda: groups.all_to_all(x, named, "data"), "outside of a per-device region"),
-        (lambda: in_region(lambda x: groups.all_to_all(x[:5], named, "data")), r"\[5, 3\].*multiple of 2, the devices"),
-        (lambda: groups.per_device(None, named, [(("data", "model"), None)], ())(x), r"\[6, 3\].*equal parts"),
-        (lambda: groups.per_device(None, named, [("rows", None)], ())(x), r"\('rows', None\)"),
-        (lambda: groups.axes(mesh, group=2.0, chip=2), "group=2.0, chip=2"),
-        (lambda: in_region(lambda x: groups.all_to_all(x.sum(), named, "data")), r"a part is \[\]"),
-        (lambda: in_region(lambda x: x * weight.exp()), "gradient is used .*no argument"),
-        (lambda: in_region(lambda x: x * before), "gradient is used .*no argument"),
-        (lambda: groups.per_device(None, named, [("data", "data")], ())(x), "axis once"),
-        (lambda: groups.per_device(torch.sum, named, [(None, None)], (None,))(x), r"result \[\].*\(None,\)"),
-        (lambda: groups.per_device(None, named, [(None, None)], ())(x, x), "2 arguments and 1 spec"),
-        (lambda: groups.per_device(None, named, [("data", *[None] * 4)], ())(x[..., None, None, None]), "reshape"),
-        (lambda: groups.per_device(lambda x: [x], named, [(None, None)], [()] * 2)(x), "1 results and 2 specs"),
-        (lambda: groups.per_device(torch.abs, named, [(None, None)], ("rows", None))(x), r"result.*\('rows', None\)"),
-        (lambda: groups.per_device(torch.abs, named, [(None, None)], ("data", "data"))(x), "result.*axis once"),
-        (lambda: groups.per_device(lambda x: x[..., *(None,) * 4], named, [(None, None)], (None,) * 6)(x), "reshape"),
-        (lambda: groups.per_device(torch.add, named, [(None, None), ()], (None, None))(x, 1.0), "arguments is a float"),
-        (lambda: groups.per_device(torch.abs, named, [["data", None]], ("data", None))(x), "and a tuple"),
-        (lambda: groups.per_device(torch.abs, named, [(None, None)], [(None, None)])(x), "returns a tuple"),
-        (lambda: groups.per_device(lambda x: (x,), named, [(None, None)], (None, None))(x), "returns a tensor"),
-        (lambda: groups.per_device(groups.per_device(*absolute(named)), *absolute(named)[1:])(x), "in another one"),
-        *[(lambda f=f: groups.per_device(f, *absolute(named)[1:])(x), "random numbers .*outside") for f in RANDOM],
-    ):
-        with pytest.raises(InputError, match=pattern):
-            refused()
-    y = groups.per_device(torch.square, named, [(None, None)], (None, None))(x.requires_grad_())
+def test_a_region_in_another_one_is_refused(x, two_by_two):
+    inner = groups.per_device(torch.abs, two_by_two, [ROWS], ROWS)
+    with pytest.raises(InputError, match="in another one"):
+        groups.per_device(inner, two_by_two, [ROWS], ROWS)(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.rand_like,
+        layers.Dropout(),
+        torch.Tensor.bernoulli_,
+        F.gumbel_softmax,
+        torch.nn.Dropout(),
+        lambda x: x + torch.rand(3).to(x.device),
+    ],
+    ids=["rand_like", "layers.Dropout", "bernoulli_", "gumbel_softmax", "nn.Dropout", "rand"],
+)
+def test_random_numbers_in_a_region_are_refused(function, x, two_by_two):
+    with pytest.raises(InputError, match="random numbers .*outside"):
+        groups.per_device(function, two_by_two, [ROWS], ROWS)(x)
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        layers.Dropout().eval(),
+        torch.nn.Dropout(0.0),
+        functools.partial(F.dropout, training=False),
+    ],
+    ids=["layers.Dropout", "nn.Dropout", "dropout"],
+)
+def test_a_dropout_that_draws_nothing_is_let_through(same, x, two_by_two):
+    found = groups.per_device(same, two_by_two, [ROWS], ROWS)(x)
+    assert torch.equal(found.cpu(), x.cpu())
+
+
+def test_a_second_derivative_is_refused(x, two_by_two):
+    square = groups.per_device(torch.square, two_by_two, [WHOLE], WHOLE)
+    y = square(x.requires_grad_())
     (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         (x.sum() + first.sum()).backward()
-    for same in (layers.Dropout().eval(), torch.nn.Dropout(0.0), functools.partial(F.dropout, training=False)):
-        assert torch.equal(groups.per_device(same, *absolute(named)[1:])(x).cpu(), x.cpu())
 
 
-def test_a_mask_of_dropout_that_is_drawn_outside_is_another_for_each_device(mesh):
-    named, x = groups.axes(mesh), torch.ones(8, 64).to(mesh.device)
-    rows = [("data", None)] * 2
-    dropped = groups.per_device(torch.mul, named, rows, rows[0])(x, layers.kept(x.shape, 0.5, x.device).float())
-    masks = dropped.cpu().chunk(4)
-    assert not any(torch.equal(one, other) for one, other in itertools.combinations(masks, 2))
+def test_a_dropout_mask_drawn_outside_differs_by_device(mesh):
+    named = groups.axes(mesh)
+    x = torch.ones(8, 64).to(mesh.device)
+    mask = layers.kept(x.shape, 0.5, x.device).float()
+
+    dropped = groups.per_device(torch.mul, named, [ROWS, ROWS], ROWS)(x, mask)
+
+    parts = dropped.cpu().chunk(4)
+    for one, other in itertools.combinations(parts, 2):
+        assert not torch.equal(one, other)

@@ -1,4 +1,5 @@
-"""The hooks of Run, Loader and the compiled step (train/common/hooks.py): who is notified, and in which order."""
+"""The hooks of Run, Loader and the compiled step (train/common/hooks.py): who is notified, and in
+which order."""
 
 import ast
 import contextlib
@@ -51,14 +52,27 @@ class Numbers:
         return {"x": np.float32(index)}
 
 
+def open_loader(mesh):
+    return parallel_loader(Numbers(), 4, mesh, train=False)
+
+
 @pytest.fixture
 def events():
     """What two watchers, "a" and then "b", have been notified of inside of `hooks.made_by`."""
     found = []
-    makers = [lambda run: Recorder(f"a of {run}", found), lambda run: Recorder(f"b of {run}", found)]
-    with hooks.made_by(makers):
+
+    def make_a(run):
+        return Recorder(f"a of {run}", found)
+
+    def make_b(run):
+        return Recorder(f"b of {run}", found)
+
+    with hooks.made_by([make_a, make_b]):
         yield found
     assert hooks.makers == ()
+
+
+# Who is notified
 
 
 def test_watchers_are_left_in_the_opposite_order(events):
@@ -73,38 +87,42 @@ def test_watchers_are_left_in_the_opposite_order(events):
     assert hooks.watchers == ()
 
 
-def test_the_run_that_trains_inside_another_has_watchers_of_its_own(events):
+def test_a_run_inside_another_has_watchers_of_its_own(events):
     with hooks.watching("teacher") as outer:
         with hooks.watching("student") as inner:
             assert hooks.watchers is inner
         assert hooks.watchers is outer
 
 
-def test_a_loader_tells_each_wait_of_the_loop(events, mesh):
-    with hooks.watching("run") as watchers, parallel_loader(Numbers(), 4, mesh, train=False) as loader:
+def test_a_loader_notifies_of_each_wait_of_the_loop(events, mesh):
+    with hooks.watching("run") as watchers, open_loader(mesh) as loader:
         events.clear()
         for _ in loader:
             pass
+
     waits = [event for event in events if event[1] == "waited"]
-    each = [(watcher.name, "waited") for watcher in watchers]
-    assert waits == 2 * each  # a batch, and the end
+    one_of_each = [(watcher.name, "waited") for watcher in watchers]
+    assert waits == 2 * one_of_each  # a batch, and the end
 
 
-def test_a_compiled_step_tells_its_traces_and_starts(events, mesh):
+def test_a_compiled_step_notifies_of_its_traces_and_starts(events, mesh):
     step = device.compiled(lambda model, x: model(x).detach() + 1, mesh)
     model = device.to_device(nn.Linear(2, 2), mesh)
     x = torch.ones(4, 2).to(mesh.device)
+
     with hooks.watching("run"):
         events.clear()
         for _ in range(3):
             step(model, x)
-        found = [event[1:] for event in events if event[0] == "a of run"]
-    names = [name for name, _ in found]
-    graphs = {graph for _, graph in found}
-    assert names == ["traced", "started", "traced", "started", "started"] and len(graphs) == 1
+        of_a = [event[1:] for event in events if event[0] == "a of run"]
+
+    names = [name for name, _ in of_a]
+    graphs = {graph for _, graph in of_a}
+    assert names == ["traced", "started", "traced", "started", "started"]
+    assert len(graphs) == 1
 
 
-def test_spans_of_a_step_are_the_tracers(mesh):
+def test_a_tracer_has_the_spans_of_a_step(mesh):
     spans = []
 
     def tracer(name: str):
@@ -112,18 +130,23 @@ def test_spans_of_a_step_are_the_tracers(mesh):
         return contextlib.nullcontext()
 
     step = device.compiled(lambda x: x + 1, mesh)
-    with hooks.traced_by(tracer), parallel_loader(Numbers(), 4, mesh, train=False) as loader:
+    with hooks.traced_by(tracer), open_loader(mesh) as loader:
         for batch in loader:
             step(batch["x"])
     assert sorted(set(spans)) == ["start the program", "upload", "wait for a batch"]
+
     spans.clear()
     step(batch["x"])
     assert spans == []
 
 
+# The project's watchers
+
+
 def test_every_watcher_stands_in_the_order():
     files = {path.stem for path in WATCH.glob("*.py") if not path.name.startswith("_")}
-    assert files == set(watch.ORDER) and list(watch.MODULES) == list(watch.ORDER)
+    assert files == set(watch.ORDER)
+    assert list(watch.MODULES) == list(watch.ORDER)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +166,21 @@ def test_a_watcher_that_needs_another_comes_after_it(first, then):
 
 @pytest.mark.parametrize("path", sorted(WATCH.glob("*.py")), ids=lambda path: path.stem)
 def test_a_watcher_patches_nobody_and_reads_no_frames(path):
-    tree = ast.parse(path.read_text())
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    assert not names & {"f_locals", "f_back", "f_code", "co_qualname"} and "setattr" not in called
+    attributes = set()
+    called = set()
     assigned = set()
-    for node in ast.walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        assigned |= {ast.unparse(target) for target in targets if isinstance(target, ast.Attribute)}
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Attribute():
+                attributes.add(node.attr)
+            case ast.Call(func=ast.Name()):
+                called.add(node.func.id)
+            case ast.Assign():
+                for target in node.targets:
+                    if isinstance(target, ast.Attribute):
+                        assigned.add(ast.unparse(target))
+
+    assert not attributes & {"f_locals", "f_back", "f_code", "co_qualname"}
+    assert "setattr" not in called
     owners = {target.split(".")[0] for target in assigned}
     assert owners <= {"self", "Goodput"}, assigned  # Goodput.counted is its own

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_repository import ROOT, make
+from run_make import ROOT, make
 
 PINNED = re.search(r"^libtpu==(\S+)", (ROOT / "requirements-tpu.txt").read_text(), re.MULTILINE)[1]
 APT_GET = """

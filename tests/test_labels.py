@@ -1,6 +1,8 @@
-"""What decides which class is which, and what an image's pixels and label are: names, not shapes and not orders.
+"""What decides which class is which, and what an image's pixels and label are.
 
-Small files that the tests make; Pillow, tifffile's layouts by hand, torchvision and transformers are the reference."""
+Names decide, not shapes and not orders. On small files that the tests make; Pillow, TIFF's layout
+by hand, torchvision and transformers are the reference.
+"""
 
 import io
 import struct
@@ -11,8 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from image_files import (
+    encoded,
+    generator,
+    image_table,
+    save,
+    skipping,
+    write_tables,
+    write_tree,
+)
 from PIL import Image
-from test_imagenet import encoded, generator, picture, rows, save, skipping, tree, write  # noqa: F401
 
 from data import imagenet as im
 from data import splits
@@ -20,142 +30,240 @@ from data.leftovers import is_leftover
 from data.prepare import images as prepare
 from errors import InputError
 
-# Pixels
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    return write_tree(tmp_path / "tree")
 
 
+# ---- pixels ------------------------------------------------------------------------------------
 def grey(height: int = 33, width: int = 47) -> np.ndarray:
-    """All 16-bit values alike, bright and dark."""
-    return np.random.default_rng(0).integers(0, 65536, (height, width)).astype(np.uint16)
+    """Returns random 16-bit values, uint16 [height, width], bright and dark alike."""
+    values = np.random.default_rng(0).integers(0, 65536, (height, width))
+    return values.astype(np.uint16)
 
 
-def tiff(values: np.ndarray, bits: int, photometric: int = 1, order: str = "<", kind: int = 1) -> bytes:
-    """A TIFF of one strip, as a scanner or a microscope writes it; 12 bits are packed."""
+def packed_12_bits(values: np.ndarray) -> bytes:
+    """Returns two values in three bytes each time."""
+    pairs = values.reshape(-1, 2).astype(np.uint32)
+    packed = (pairs[:, 0] << 12) | pairs[:, 1]
+    return b"".join(int(value).to_bytes(3, "big") for value in packed)
+
+
+def tiff(
+    values: np.ndarray, bits: int, photometric: int = 1, order: str = "<", kind: int = 1
+) -> bytes:
+    """Returns a TIFF of one strip, as a scanner or a microscope writes it.
+
+    Args:
+        bits: per value; 12 are packed.
+        photometric: 1 if black is 0, 0 if white is.
+        order: of a number's bytes, < or >.
+        kind: of the numbers, 1 unsigned and 2 signed.
+    """
     height, width = values.shape
     if bits == 12:
-        pairs = values.reshape(-1, 2).astype(np.uint32)
-        packed = (pairs[:, 0] << 12) | pairs[:, 1]
-        body = b"".join(int(value).to_bytes(3, "big") for value in packed)
+        body = packed_12_bits(values)
     else:
         body = values.astype(values.dtype.newbyteorder(order)).tobytes()
-    tags = {256: width, 257: height, 258: bits, 259: 1, 262: photometric, 273: 8, 277: 1, 278: height, 279: len(body)}
-    tags[339] = kind
-    entries = b"".join(struct.pack(f"{order}HHII", tag, 4, 1, value) for tag, value in sorted(tags.items()))
+
+    tags = {
+        256: width,
+        257: height,
+        258: bits,
+        259: 1,  # not compressed
+        262: photometric,
+        273: 8,  # where the strip begins
+        277: 1,  # values per pixel
+        278: height,  # rows of the strip
+        279: len(body),
+        339: kind,
+    }
+    entries = b""
+    for tag, value in sorted(tags.items()):
+        entries += struct.pack(f"{order}HHII", tag, 4, 1, value)
     directory = struct.pack(f"{order}H", len(tags)) + entries + bytes(4)
     magic = {"<": b"II", ">": b"MM"}[order]
-    return magic + struct.pack(f"{order}HI", 42, 8 + len(body)) + body + directory
+    header = magic + struct.pack(f"{order}HI", 42, 8 + len(body))
+    return header + body + directory
 
 
 def saved(image: Image.Image, form: str) -> bytes:
+    """Returns what Pillow writes for an image."""
     file = io.BytesIO()
     image.save(file, form)
     return file.getvalue()
 
 
-SIXTEEN = {
-    "png": lambda values: saved(Image.fromarray(values), "PNG"),
-    "tiff": lambda values: saved(Image.fromarray(values), "TIFF"),
+def saved_values(values: np.ndarray, form: str) -> bytes:
+    """Returns what Pillow writes for an array."""
+    return saved(Image.fromarray(values), form)
+
+
+SIXTEEN_BITS = {
+    "png": lambda values: saved_values(values, "PNG"),
+    "tiff": lambda values: saved_values(values, "TIFF"),
     "big-endian tiff": lambda values: tiff(values, 16, order=">"),
-    "pgm": lambda values: saved(Image.fromarray(values), "PPM"),
-    "jpeg 2000": lambda values: saved(Image.fromarray(values), "JPEG2000"),
+    "pgm": lambda values: saved_values(values, "PPM"),
+    "jpeg 2000": lambda values: saved_values(values, "JPEG2000"),
 }
 
 
-@pytest.mark.parametrize("form", SIXTEEN)
+def png(values: np.ndarray) -> bytes:
+    """Returns a PNG of 16-bit grey values."""
+    return SIXTEEN_BITS["png"](values)
+
+
+@pytest.mark.parametrize("form", SIXTEEN_BITS)
 def test_sixteen_bits_of_grey_are_scaled(form):
-    """Pillow's convert, and so torchvision's loader, cut them at 255: such a picture was 99 % white."""
+    """Pillow's convert, and so torchvision's loader, cut them at 255: such a picture was 99 %
+    white."""
     values = grey()
-    pixels = im.decode(SIXTEEN[form](values)).numpy()
-    assert pixels.dtype == np.uint8 and pixels.shape == (3, 33, 47)
+
+    pixels = im.decode(SIXTEEN_BITS[form](values)).numpy()
+
+    assert pixels.dtype == np.uint8
+    assert pixels.shape == (3, 33, 47)
     assert np.abs(pixels - values[None] / 257).max() <= 1
     assert (pixels == 255).mean() < 0.02
 
 
-def test_twelve_bits_and_white_below_black_are_taken_as_the_file_says():
+def test_twelve_bits_of_grey_are_scaled():
     values = grey(20, 20) >> 4
-    assert np.abs(im.decode(tiff(values, 12)).numpy() - values[None] / 16.06).max() <= 1
+
+    pixels = im.decode(tiff(values, 12)).numpy()
+
+    assert np.abs(pixels - values[None] / 16.06).max() <= 1
+
+
+def test_white_below_black_is_inverted():
     values = grey(20, 20)
-    inverted = im.decode(tiff(values, 16, photometric=0)).numpy()
-    assert np.abs(inverted - (65535 - values[None].astype(int)) / 257).max() <= 1
+
+    pixels = im.decode(tiff(values, 16, photometric=0)).numpy()
+
+    inverted = 65535 - values[None].astype(int)
+    assert np.abs(pixels - inverted / 257).max() <= 1
 
 
-def test_sixteen_bits_of_grey_and_of_colour_are_the_same_picture():
+def png_chunk(kind: bytes, body: bytes) -> bytes:
+    checksum = zlib.crc32(kind + body)
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", checksum)
+
+
+def colour_png(pixels: np.ndarray) -> bytes:
+    """Returns a PNG of 16 bits per channel; pixels are [height, width, 3]."""
+    height, width, _ = pixels.shape
+    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    without_filter = b"\0"
+    rows = b"".join(without_filter + row.tobytes() for row in pixels.astype(">u2"))
+    chunks = [
+        png_chunk(b"IHDR", header),
+        png_chunk(b"IDAT", zlib.compress(rows)),
+        png_chunk(b"IEND", b""),
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def test_sixteen_bits_of_grey_and_of_colour_are_one_picture():
     values = grey()
-    pixels = np.repeat(values[..., None], 3, 2).astype(">u2")
-    chunks = b"".join(b"\0" + row.tobytes() for row in pixels)
+    colours = np.repeat(values[..., None], 3, 2)
 
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    header = struct.pack(">IIBBBBB", 47, 33, 16, 2, 0, 0, 0)
-    colour = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(chunks)) + chunk(b"IEND", b"")
-    assert torch.equal(im.decode(colour), im.decode(SIXTEEN["png"](values)))
+    assert torch.equal(im.decode(colour_png(colours)), im.decode(png(values)))
 
 
 @pytest.mark.parametrize(
     ("kind", "content"),
     [
-        ("floats .mode F", lambda: saved(Image.fromarray(grey().astype(np.float32) / 65535), "TIFF")),
-        ("floats .mode F", lambda: saved(Image.fromarray(grey().astype(np.float32)), "TIFF")),
-        ("signed numbers", lambda: saved(Image.fromarray(grey().astype(np.int32)), "TIFF")),
+        (
+            "floats .mode F",
+            lambda: saved_values(grey().astype(np.float32) / 65535, "TIFF"),
+        ),
+        ("floats .mode F", lambda: saved_values(grey().astype(np.float32), "TIFF")),
+        ("signed numbers", lambda: saved_values(grey().astype(np.int32), "TIFF")),
         ("32-bit numbers .mode I", lambda: tiff(grey().astype(np.uint32), 32)),
-        ("signed", lambda: tiff((grey().astype(np.int32) - 32768).astype(np.int16), 16, kind=2)),
+        (
+            "signed",
+            lambda: tiff((grey().astype(np.int32) - 32768).astype(np.int16), 16, kind=2),
+        ),
         ("signed", lambda: tiff(grey().astype(np.int8), 8, kind=2)),
         ("of mode LAB", lambda: saved(Image.new("LAB", (9, 8)), "TIFF")),
-        ("16 bits and go from 0 to 255, which would be one shade", lambda: SIXTEEN["png"](grey() >> 8)),
-        ("16 bits and go from 0 to 255", lambda: tiff(grey() >> 8, 16, photometric=0)),
+        (
+            "16 bits and go from 0 to 255, which would be one shade",
+            lambda: png(grey() >> 8),
+        ),
+        (
+            "16 bits and go from 0 to 255",
+            lambda: tiff(grey() >> 8, 16, photometric=0),
+        ),
     ],
 )
-def test_pixels_of_unknown_range_are_refused_by_the_files_name(kind, content, tree):  # noqa: F811
-    (tree / "train/cat/1.jpg").rename(tree / "train/cat/1.tif")
-    (tree / "train/cat/1.tif").write_bytes(content())
+def test_pixels_of_unknown_range_are_refused_by_the_files_name(kind, content, tree):
+    path = tree / "train/cat/1.tif"
+    (tree / "train/cat/1.jpg").rename(path)
+    path.write_bytes(content())
     dataset = im.open_imagenet(str(tree), "train", 16)
-    (index,) = [index for index in range(6) if dataset._read(index)[2].endswith("1.tif")]
-    with pytest.raises(InputError, match=f"train/cat/1.tif is broken: .*{kind}.*8 or 16 bits") as error:
-        dataset.example(index, generator(0, 1))
+    names = [Path(dataset._read(index)[2]).name for index in range(6)]
+
+    message = f"train/cat/1.tif is broken: .*{kind}.*8 or 16 bits"
+    with pytest.raises(InputError, match=message) as error:
+        dataset.example(names.index("1.tif"), generator(0, 1))
     assert "\n" not in str(error.value)
 
 
 def test_a_black_picture_of_sixteen_bits_is_black():
-    assert not im.decode(SIXTEEN["png"](np.zeros((9, 8), np.uint16))).any()
-    almost = np.full((9, 8), 256, np.uint16)
-    assert (im.decode(SIXTEEN["png"](almost)) == 1).all()
+    black = np.zeros((9, 8), np.uint16)
+    almost_black = np.full((9, 8), 256, np.uint16)
+
+    assert not im.decode(png(black)).any()
+    assert (im.decode(png(almost_black)) == 1).all()
 
 
 @pytest.mark.parametrize("mode", ["LA", "RGBA", "P", "1", "L"])
 def test_other_kinds_of_png_have_the_pixels_of_pillow(mode):
     data = encoded(mode, "PNG")
-    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).transpose(2, 0, 1)
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+
+    expected = np.asarray(image).transpose(2, 0, 1)
     np.testing.assert_array_equal(im.decode(data).numpy(), expected)
 
 
-def test_tables_and_shards_scale_them_too(tree, tmp_path, cache):  # noqa: F811
-    values = grey(40, 40)
+def test_tables_and_shards_scale_sixteen_bits_too(tree, tmp_path, cache):
+    content = png(grey(40, 40))
     for split in ("train", "val"):
         for path in (tree / split).rglob("*.jpg"):
             path.unlink()
-            path.with_suffix(".png").write_bytes(SIXTEEN["png"](values))
+            path.with_suffix(".png").write_bytes(content)
     prepare.prepare(tree, tmp_path / "shards")
-    table = rows(2)
-    cells = [{"bytes": SIXTEEN["png"](values), "path": None}] * 2
+
+    table = image_table(2)
+    cells = [{"bytes": content, "path": None}] * 2
     table = table.remove_columns("image").add_column("image", cells).cast(table.features)
-    hub = write(tmp_path / "tables", "save_to_disk", table, table)
-    expected = im.open_imagenet(str(tree), "eval", 32).example(0, generator(0, 0))["image"]
+    hub = write_tables(tmp_path / "tables", "save_to_disk", table, table)
+
+    def first_image(data: object) -> np.ndarray:
+        dataset = im.open_imagenet(str(data), "eval", 32)
+        return dataset.example(0, generator(0, 0))["image"]
+
+    expected = first_image(tree)
     assert 100 < expected.mean() < 150
-    for data in (tmp_path / "shards", hub):
-        np.testing.assert_array_equal(
-            im.open_imagenet(str(data), "eval", 32).example(0, generator(0, 0))["image"], expected
-        )
+    np.testing.assert_array_equal(first_image(tmp_path / "shards"), expected)
+    np.testing.assert_array_equal(first_image(hub), expected)
 
 
-# Labels of images
-
-
-class Own(im.Images):
+# ---- labels of images --------------------------------------------------------------------------
+class OwnImages(im.Images):
     """Somebody's own task: pictures with any label."""
 
-    def __init__(self, label: object, split: str = "train", classes: tuple[str, ...] = ("cat", "dog"), **options):
+    def __init__(
+        self,
+        label: object,
+        split: str = "train",
+        classes: tuple[str, ...] = ("cat", "dog"),
+        **options,
+    ):
         super().__init__(split, 16, **options)
-        self.label, self.classes = label, list(classes)
+        self.label = label
+        self.classes = list(classes)
         self.encoded = encoded("RGB", "PNG")
 
     def __len__(self) -> int:
@@ -183,115 +291,188 @@ class Own(im.Images):
     ],
 )
 def test_a_label_stays_what_a_data_set_gives(label, expected):
-    found = Own(label).example(0, generator(0, 0))["label"]
-    assert found.dtype == expected.dtype and found.shape == expected.shape
+    found = OwnImages(label).example(0, generator(0, 0))["label"]
+
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
     np.testing.assert_array_equal(found, expected)
-    assert isinstance(found, np.int64) == (expected.shape == () and expected.dtype == np.int64)
+    is_class_number = expected.shape == () and expected.dtype == np.int64
+    assert isinstance(found, np.int64) == is_class_number
 
 
 @pytest.mark.parametrize(
     ("label", "message"),
     [
-        (None, "picture 2 has the label 'None' .NoneType.; expected the number of a class, or floats"),
+        (
+            None,
+            "picture 2 has the label 'None' .NoneType.; expected the number of a class, or floats",
+        ),
         ("1", "picture 2 has the label '1' .str."),
         ([], "expected the number of a class"),
         ([[1], [1, 2]], "expected the number of a class"),
         (1j, "expected the number of a class"),
-        (np.ma.masked, "picture 2 has the label '--' .MaskedConstant.; expected the number of a class"),
+        (
+            np.ma.masked,
+            "picture 2 has the label '--' .MaskedConstant.; expected the number of a class",
+        ),
         (float("nan"), "label nan, which is not finite"),
         (np.array([1, np.inf]), "which is not finite"),
         (2, "label 2; expected 0 to 1, one of the 2 classes"),
         (-1, "label -1; expected 0 to 1"),
     ],
 )
-def test_a_label_that_means_nothing_is_refused_with_the_pictures_name(label, message):
+def test_a_label_without_meaning_is_refused_by_its_picture(label, message):
     with pytest.raises(InputError, match=message):
-        Own(label).example(2, generator(0, 0))
+        OwnImages(label).example(2, generator(0, 0))
 
 
 def test_without_classes_integers_are_counts():
-    assert Own(23, classes=()).example(2, generator(0, 0))["label"] == 23
+    assert OwnImages(23, classes=()).example(2, generator(0, 0))["label"] == 23
 
 
 @pytest.mark.filterwarnings("ignore:skipped")
 @pytest.mark.parametrize("label", [1, 0.73, [0.25, 0.75]])
-def test_a_broken_pictures_label_in_evaluation_has_the_kind_of_the_others(label):
-    whole, broken = (Own(label, "eval", skip_broken=True) for _ in range(2))
+def test_a_broken_pictures_label_has_the_kind_of_the_others(label):
+    whole = OwnImages(label, "eval", skip_broken=True)
+    broken = OwnImages(label, "eval", skip_broken=True)
     broken.encoded = b""
-    one, other = (dataset.example(0, generator(0, 0))["label"] for dataset in (whole, broken))
-    assert one.dtype == other.dtype and one.shape == other.shape and (other == -1).all()
+
+    expected = whole.example(0, generator(0, 0))["label"]
+    found = broken.example(0, generator(0, 0))["label"]
+
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert (found == -1).all()
 
 
-# Links, leftovers, and the forms of names
-
-
+# ---- links -------------------------------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore:skipped")
-def test_a_dangling_link_is_a_broken_file(tree, tmp_path):  # noqa: F811
+def test_a_dangling_link_is_a_broken_file(tree, tmp_path):
     for split in ("train", "val"):
-        (tree / split / "cat/0.jpg").unlink()
-        (tree / split / "cat/0.jpg").symlink_to(tmp_path / "gone.jpg")
+        path = tree / split / "cat/0.jpg"
+        path.unlink()
+        path.symlink_to(tmp_path / "gone.jpg")
+    message = r"cat/0.jpg is a link to .*gone.jpg, which is not there"
+
     dataset = im.open_imagenet(str(tree), "train", 16)
-    with pytest.raises(InputError, match=r"train/cat/0.jpg is a link to .*gone.jpg, which is not there.*--skip-broken"):
+    with pytest.raises(InputError, match=rf"train/{message}.*--skip-broken"):
         dataset.example(0, generator(0, 0))
+
     (first,) = skipping(tree, indices=[0])
-    assert first["skipped"] >= 1 and first["image"].any()
+    assert first["skipped"] >= 1
+    assert first["image"].any()
     evaluated = skipping(tree, "eval", range(4))
     assert [int(example["label"]) for example in evaluated] == [-1, 0, 1, 1]
-    with pytest.raises(InputError, match=r"cat/0.jpg is a link to .*gone.jpg, which is not there"):
+
+    with pytest.raises(InputError, match=message):
         prepare.prepare(tree, tmp_path / "shards")
 
 
 @pytest.mark.parametrize("where", ["train/eel", "train/cat/more"])
-def test_a_dangling_link_in_a_folders_place_is_named(tree, tmp_path, where):  # noqa: F811
+def test_a_dangling_link_in_a_folders_place_is_named(tree, tmp_path, where):
     """os.walk takes it for a file: the class, or a part of it, would be missing without a word."""
     (tree / where).symlink_to(tmp_path / "gone")
+
     with pytest.raises(InputError, match=f"{where} is a link to .*gone, which is not there"):
         im.open_imagenet(str(tree), "train", 16)
 
 
-LEFT = ["__MACOSX", "@eaDir", "lost+found", ".ipynb_checkpoints", "System Volume Information", "$RECYCLE.BIN"]
-LEFT += ["#recycle", ".Trash-1000", "found.000", "__pycache__", "@Recycle", ".@__thumb", "Temporary Items"]
+# ---- what systems leave behind -----------------------------------------------------------------
+LEFT = [
+    "__MACOSX",
+    "@eaDir",
+    "lost+found",
+    ".ipynb_checkpoints",
+    "System Volume Information",
+    "$RECYCLE.BIN",
+    "#recycle",
+    ".Trash-1000",
+    "found.000",
+    "__pycache__",
+    "@Recycle",
+    ".@__thumb",
+    "Temporary Items",
+]
+
+
+def labels_and_paths(dataset: im.Images) -> list[tuple[int, str]]:
+    """Returns the label and the path of each picture."""
+    found = []
+    for index in range(len(dataset)):
+        _, label, path = dataset._read(index)
+        found.append((label, path))
+    return found
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_systems_leave_is_no_class_and_no_picture(tree, name):  # noqa: F811
-    before = [im.open_imagenet(str(tree), split, 16) for split in ("train", "eval")]
+def test_what_systems_leave_is_no_class_and_no_picture(tree, name):
+    before = {split: im.open_imagenet(str(tree), split, 16) for split in ("train", "eval")}
     for folder in (tree, tree / "train", tree / "val", tree / "train/cat", tree / "val/dog"):
         save(folder / name / "0.jpg")
         save(folder / name / "cat/0.jpg/SYNOPHOTO_THUMB_M.jpg")
     for file in ("Thumbs.db", ".DS_Store", "._0.jpg", "desktop.ini"):
         (tree / "train/cat" / file).write_bytes(b"a system's")
-    for old, split in zip(before, ("train", "eval"), strict=True):
+
+    for split, old in before.items():
         new = im.open_imagenet(str(tree), split, 16)
-        assert new.classes == old.classes and len(new) == len(old)
-        assert [new._read(index)[1:] for index in range(len(new))] == [
-            old._read(index)[1:] for index in range(len(old))
-        ]
+        assert new.classes == old.classes
+        assert len(new) == len(old)
+        assert labels_and_paths(new) == labels_and_paths(old)
 
 
-@pytest.mark.parametrize("name", ["@eaDir", "lost+found", "__MACOSX", "$RECYCLE.BIN"])
-def test_what_systems_leave_is_neither_a_table_nor_a_text(name, tmp_path, cache):
+SYSTEM_FOLDERS = ["@eaDir", "lost+found", "__MACOSX", "$RECYCLE.BIN"]
+
+
+@pytest.mark.parametrize("name", SYSTEM_FOLDERS)
+def test_what_systems_leave_is_no_table(name, tmp_path, cache):
     """Beside parquet files it would make a tree of class folders of their folder."""
-    data = write(tmp_path / "tables", "{}/0.parquet", rows(4), rows(2))
-    for folder in (tmp_path / "tables", tmp_path / "tables/train"):
+    data = tmp_path / "tables"
+    write_tables(data, "{}/0.parquet", image_table(4), image_table(2))
+    for folder in (data, data / "train"):
         (folder / name).mkdir()
         (folder / name / "0.parquet").write_bytes(b"a system's")
-    assert len(im.open_imagenet(data, "train", 16)) == 4
-    (tmp_path / "texts" / name).mkdir(parents=True)
+
+    assert len(im.open_imagenet(str(data), "train", 16)) == 4
+
+
+@pytest.mark.parametrize("name", SYSTEM_FOLDERS)
+def test_what_systems_leave_is_no_text(name, tmp_path):
+    (tmp_path / name).mkdir()
     for path in ("all.txt", f"{name}/all.txt", "._all.txt"):
-        (tmp_path / "texts" / path).write_text("a text")
-    assert splits.below(tmp_path / "texts", "*.txt") == [tmp_path / "texts/all.txt"]
+        (tmp_path / path).write_text("a text")
+
+    assert splits.below(tmp_path, "*.txt") == [tmp_path / "all.txt"]
 
 
-def test_names_of_the_users_own_are_no_leftovers():
-    left = [*LEFT, "THUMBS.DB", "._a.jpg", ".DS_Store", "ehthumbs.db"]
-    assert all(map(is_leftover, left))
-    own = ["cat", "found.footage", "recycle", "macosx", "lost", "train", ".jpg", "_cat", "system", "thumbs.jpg"]
-    own += ["found.0001", ".trash-1000-kept"]
-    assert not any(map(is_leftover, own))
+@pytest.mark.parametrize("name", [*LEFT, "THUMBS.DB", "._a.jpg", ".DS_Store", "ehthumbs.db"])
+def test_names_that_systems_leave_are_leftovers(name):
+    assert is_leftover(name)
 
 
-NFC, NFD = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cat",
+        "found.footage",
+        "recycle",
+        "macosx",
+        "lost",
+        "train",
+        ".jpg",
+        "_cat",
+        "system",
+        "thumbs.jpg",
+        "found.0001",
+        ".trash-1000-kept",
+    ],
+)
+def test_names_of_the_users_own_are_no_leftovers(name):
+    assert not is_leftover(name)
+
+
+# ---- forms of names ----------------------------------------------------------------------------
+NFC = unicodedata.normalize("NFC", "café")
+NFD = unicodedata.normalize("NFD", "café")
 
 
 @pytest.mark.parametrize("forms", [(NFC, NFD), (NFD, NFC)])
@@ -300,18 +481,23 @@ def test_a_class_is_one_in_both_unicode_forms(tmp_path, forms):
     for split, name in zip(("train", "val"), forms, strict=True):
         for label, folder in enumerate((name, "cafz", "dog")):
             save(tmp_path / split / folder / f"{label}.jpg")
-    train, evaluated = (im.open_imagenet(str(tmp_path), split, 16) for split in ("train", "eval"))
-    assert train.classes == evaluated.classes == sorted((forms[0], "cafz", "dog"))
+
+    train = im.open_imagenet(str(tmp_path), "train", 16)
+    evaluated = im.open_imagenet(str(tmp_path), "eval", 16)
+
+    classes = sorted((forms[0], "cafz", "dog"))
+    assert train.classes == classes
+    assert evaluated.classes == classes
     for dataset in (train, evaluated):
-        for index in range(3):
-            _, label, path = dataset._read(index)
-            assert unicodedata.normalize("NFC", Path(path).parent.name) == unicodedata.normalize(
-                "NFC", train.classes[label]
-            )
+        for label, path in labels_and_paths(dataset):
+            folder = unicodedata.normalize("NFC", Path(path).parent.name)
+            assert folder == unicodedata.normalize("NFC", classes[label])
 
 
-def test_two_folders_of_one_name_are_explained(tree):  # noqa: F811
+def test_two_folders_of_one_name_are_explained(tree):
     for name in (NFC, NFD):
         save(tree / "train" / name / "0.jpg")
-    with pytest.raises(InputError, match="two folders .*differ in their Unicode form alone .NFC and NFD.; move"):
+
+    message = "two folders .*differ in their Unicode form alone .NFC and NFD.; move"
+    with pytest.raises(InputError, match=message):
         im.open_imagenet(str(tree), "train", 16)

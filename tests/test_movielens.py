@@ -1,5 +1,7 @@
-"""data/movielens.py on small folders that the tests make, in the three forms that MovieLens has had."""
+"""data/movielens.py on small folders that the tests make, in the three forms that MovieLens has
+had."""
 
+import dataclasses
 import pickle
 from pathlib import Path
 
@@ -13,113 +15,287 @@ from data import movielens as ml
 from data import splits
 from errors import InputError
 
-RATINGS = [(user, item, 1 + (user * item) % 5) for user in (1, 2, 5) for item in range(1, 41)]
-# 0: none, else comedy, drama or both; film 3 has no date but a year in its title
-FILMS = {item: (1960 + item if item != 3 else 1995, ((), (1,), (2,), (1, 2))[item % 4]) for item in range(1, 41)}
-USERS = {1: (24, "M", "artist"), 2: (53, "F", "doctor")}  # 5 is not known
+
+@dataclasses.dataclass(frozen=True)
+class Rating:
+    """A user's rating of a film."""
+
+    user: int
+    item: int
+    stars: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Film:
+    """A film."""
+
+    year: int
+    has_date: bool  # otherwise its year is in its title alone
+    genres: tuple[int, ...]  # numbers of comedy (1) and drama (2)
+
+
+@dataclasses.dataclass(frozen=True)
+class User:
+    """What is known of a user."""
+
+    age: int
+    gender: str
+    job: str
+
+
+def make_ratings() -> list[Rating]:
+    """Returns ratings of all films by three users."""
+    made = []
+    for user in (1, 2, 5):
+        for item in range(1, 41):
+            made.append(Rating(user, item, 1 + (user * item) % 5))
+    return made
+
+
+def make_films() -> dict[int, Film]:
+    """Returns films without a genre, comedies, dramas, and films that are both, in turn."""
+    genres = ((), (1,), (2,), (1, 2))
+    films = {item: Film(1960 + item, True, genres[item % 4]) for item in range(1, 41)}
+    films[3] = Film(1995, False, films[3].genres)
+    return films
+
+
+RATINGS = make_ratings()
+FILMS = make_films()
+USERS = {1: User(24, "M", "artist"), 2: User(53, "F", "doctor")}  # 5 is not known
+
+
+# ---- files -------------------------------------------------------------------------------------
 def write(path: Path, lines: list[str], encoding: str = "utf-8") -> Path:
+    """Writes lines to a file; returns its path."""
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes("".join(line + "\n" for line in lines).encode(encoding))
+    text = "".join(line + "\n" for line in lines)
+    path.write_bytes(text.encode(encoding))
     return path
+
+
+def rating_lines(separator: str, time: int = 0, ratings: list[Rating] = RATINGS) -> list[str]:
+    """Returns ratings as user, film, stars and time."""
+    lines = []
+    for rating in ratings:
+        fields = (rating.user, rating.item, rating.stars, time)
+        lines.append(separator.join(map(str, fields)))
+    return lines
+
+
+def write_100k(folder: Path) -> None:
+    """Writes the form of the 100k set."""
+    write(folder / "u.data", rating_lines("\t", time=880000000))
+    films = []
+    for item, film in FILMS.items():
+        date = f"01-Jan-{film.year}" if film.has_date else ""
+        flags = "|".join(str(int(genre in film.genres)) for genre in range(3))
+        films.append(f"{item}|Amélie ({film.year})|{date}||http://x|{flags}")
+    write(folder / "u.item", films, "latin-1")
+    users = []
+    for number, user in USERS.items():
+        users.append(f"{number}|{user.age}|{user.gender}|{user.job}|12345")
+    write(folder / "u.user", users)
+
+
+GENRE_NAMES = {(): "(no genres listed)", (1,): "Comedy", (2,): "Drama", (1, 2): "Comedy|Drama"}
+
+
+def write_1m(folder: Path) -> None:
+    """Writes the form of the 1M set."""
+    write(folder / "ratings.dat", rating_lines("::"))
+    films = []
+    for item, film in FILMS.items():
+        films.append(f"{item}::Amélie, ou ({film.year})::{GENRE_NAMES[film.genres]}")
+    write(folder / "movies.dat", films, "latin-1")
+    users = []
+    for number, user in USERS.items():
+        users.append(f"{number}::{user.gender}::{user.age}::{user.job}::1")
+    write(folder / "users.dat", users)
+
+
+def write_csv(folder: Path) -> None:
+    """Writes the form of later sets, which have half stars and know nothing of users."""
+    ratings = ["userId,movieId,rating,timestamp"]
+    for rating in RATINGS:
+        stars = 0.5 if rating.stars == 1 else float(rating.stars)
+        ratings.append(f"{rating.user},{rating.item},{stars},0")
+    write(folder / "ratings.csv", ratings)
+    films = ["movieId,title,genres"]
+    for item, film in FILMS.items():
+        films.append(f'{item},"Amélie, ou ({film.year})",{GENRE_NAMES[film.genres]}')
+    write(folder / "movies.csv", films)
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """The 100k set's form."""
-    write(tmp_path / "u.data", [f"{u}\t{i}\t{stars}\t880000000" for u, i, stars in RATINGS])
-    films = []
-    for item, (year, genres) in FILMS.items():
-        date = f"01-Jan-{year}" if item != 3 else ""
-        flags = "|".join(str(int(place in genres)) for place in range(3))
-        films.append(f"{item}|Amélie ({year})|{date}||http://x|{flags}")
-    write(tmp_path / "u.item", films, "latin-1")
-    write(tmp_path / "u.user", [f"{u}|{age}|{gender}|{job}|12345" for u, (age, gender, job) in USERS.items()])
+    """The form of the 100k set."""
+    write_100k(tmp_path)
     return tmp_path
 
 
-def both(folder: Path) -> dict[str, np.ndarray]:
-    """All examples of the two splits, training first."""
-    logs = [ml.MovieLens(folder, split) for split in ("train", "eval")]
-    batches = [log.batch(np.arange(len(log))) for log in logs]
-    return {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
+# ---- reading -----------------------------------------------------------------------------------
+def open_both(folder: object) -> list[ml.MovieLens]:
+    """Returns the training and the evaluation split."""
+    return [ml.MovieLens(folder, split) for split in ("train", "eval")]
 
 
-def test_a_url_reads_as_its_folder(folder, tmp_path, monkeypatch):
+def everything(log) -> dict[str, np.ndarray]:
+    """Returns all examples of a log."""
+    return log.batch(np.arange(len(log)))
+
+
+def all_examples(folder: Path) -> dict[str, np.ndarray]:
+    """Returns all examples of the two splits, training first."""
+    train, evaluation = (everything(log) for log in open_both(folder))
+    return {key: np.concatenate([train[key], evaluation[key]]) for key in train}
+
+
+def refused(message: str, folder: Path, split: str = "train") -> None:
+    with pytest.raises(InputError, match=message):
+        ml.MovieLens(folder, split)
+
+
+@pytest.fixture
+def url(folder, tmp_path, monkeypatch) -> str:
+    """The folder in a bucket, with a file that is not needed."""
     monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path / "cache"))
-    url, bucket = f"memory://{tmp_path.name}", fsspec.filesystem("memory")
-    for path in (*folder.glob("u.*"), write(folder / "u1.base", ["not needed"])):
+    bucket = fsspec.filesystem("memory")
+    write(folder / "u1.base", ["not needed"])
+    for path in (*folder.glob("u.*"), folder / "u1.base"):
         bucket.pipe_file(f"/{tmp_path.name}/{path.name}", path.read_bytes())
+    return f"memory://{tmp_path.name}"
+
+
+def test_a_url_reads_as_its_folder(folder, url, tmp_path):
     for split in ("train", "eval"):
-        logs = [cr.open_clicks(data, split) for data in (url, str(folder))]
-        np.testing.assert_equal(*(log.batch(np.arange(len(log))) for log in logs))
-    np.testing.assert_equal(*(hs.read_histories(data) for data in (url, folder)))
-    assert not [*(tmp_path / "cache").rglob("u1.base")]
+        from_url = everything(cr.open_clicks(url, split))
+        from_folder = everything(cr.open_clicks(str(folder), split))
+        np.testing.assert_equal(from_url, from_folder)
+
+    np.testing.assert_equal(hs.read_histories(url), hs.read_histories(folder))
+    assert not list((tmp_path / "cache").rglob("u1.base"))
 
 
-def test_values_are_those_worked_out_by_hand(folder):
+def test_rows_come_in_the_order_asked_for(folder):
     log = ml.MovieLens(folder, "train")
+    in_another_process = pickle.loads(pickle.dumps(log))
+    rows = [5, 2, 2]
+    expected = {key: values[rows] for key, values in everything(log).items()}
+
+    for one in (log, in_another_process):
+        np.testing.assert_equal(one.batch(np.array(rows)), expected)
+
+
+def test_features_and_shapes_are_those_of_the_files(folder):
+    log = ml.MovieLens(folder, "train")
+
     assert log.features == ("user", "item", "age", "gender", "occupation", "genres")
-    assert log.table_rows == (4, 41, 8, 3, 3, 3) and log.lookups == (1, 1, 1, 1, 1, 2) and log.num_dense == 2
-    chosen = {key: values[[5, 2, 2]] for key, values in log.batch(np.arange(len(log))).items()}
-    for one in (log, pickle.loads(pickle.dumps(log))):
-        np.testing.assert_equal(one.batch(np.array([5, 2, 2])), chosen)
-    batch = both(folder)
+    assert log.table_rows == (4, 41, 8, 3, 3, 3)
+    assert log.lookups == (1, 1, 1, 1, 1, 2)
+    assert log.num_dense == 2
+    batch = all_examples(folder)
     assert {key: (array.dtype, array.shape) for key, array in batch.items()} == {
         "dense": (np.float32, (120, 2)),
         "ids": (np.int32, (120, 7)),
         "label": (np.float32, (120,)),
         "present": (np.float32, (120, 7)),
     }
-    assert (batch["ids"] >= 0).all() and (batch["ids"] < np.repeat(log.table_rows, log.lookups)).all()
-    users = {1: (1, 2, 2, 1), 2: (2, 6, 1, 2), 5: (3, 0, 0, 0)}  # ids of user, age, gender, occupation
-    places = {tuple(ids[:2]): number for number, ids in enumerate(batch["ids"].tolist())}
-    assert len(places) == 120
-    for user, item, stars in RATINGS:
-        number = places[users[user][0], item]
-        year, genres = FILMS[item]
-        padded = [*genres, 0, 0][:2]
-        assert batch["ids"][number].tolist() == [users[user][0], item, *users[user][1:], *padded]
-        assert batch["present"][number].tolist() == [1] * 5 + [int(genre > 0) for genre in padded]
-        assert batch["label"][number] == (stars >= 4)
-        age = (USERS[user][0] - 35) / 15 if user in USERS else 0
-        assert batch["dense"][number].tolist() == pytest.approx([(year - 1985) / 15, age])
+    assert (batch["ids"] >= 0).all()
+    assert (batch["ids"] < np.repeat(log.table_rows, log.lookups)).all()
 
 
-def test_a_tenth_is_for_evaluation_whatever_else_is_rated(folder, tmp_path):
+def test_values_are_those_worked_out_by_hand(folder):
+    batch = all_examples(folder)
+    user_ids = {1: 1, 2: 2, 5: 3}
+    ids_of_what_is_known = {1: (2, 2, 1), 2: (6, 1, 2), 5: (0, 0, 0)}  # age, gender, occupation
+    row_of = {}  # by the ids of user and film
+    for row, ids in enumerate(batch["ids"].tolist()):
+        row_of[ids[0], ids[1]] = row
+    assert len(row_of) == 120
+
+    for rating in RATINGS:
+        row = row_of[user_ids[rating.user], rating.item]
+        film = FILMS[rating.item]
+        genres = [*film.genres, 0, 0][:2]
+        age = 0
+        if rating.user in USERS:
+            age = (USERS[rating.user].age - 35) / 15
+
+        user = (user_ids[rating.user], rating.item, *ids_of_what_is_known[rating.user])
+        assert batch["ids"][row].tolist() == [*user, *genres]
+        has_genre = [int(genre > 0) for genre in genres]
+        assert batch["present"][row].tolist() == [1] * 5 + has_genre
+        assert batch["label"][row] == (rating.stars >= 4)
+        dense = [(film.year - 1985) / 15, age]
+        assert batch["dense"][row].tolist() == pytest.approx(dense)
+
+
+def test_a_tenth_is_for_evaluation_whatever_else_is_rated(tmp_path):
+    more = [Rating(user, 1, 3) for user in range(10_000, 13_000)]
     pairs = {}
-    for name, more in (("one", 0), ("two", 3000)):
-        ratings = [*RATINGS, *((user, 1, 3) for user in range(10_000, 10_000 + more))]
-        write(tmp_path / name / "ua.base", [f"{u}\t{i}\t{stars}\t0" for u, i, stars in ratings])
-        log = ml.MovieLens(tmp_path / name, "eval")
-        batch = log.batch(np.arange(len(log)))
-        assert len(log) + len(ml.MovieLens(tmp_path / name, "train")) == len(ratings)
-        pairs[name] = {tuple(ids) for ids in batch["ids"].tolist() if ids[0] <= 3}
-        assert 0.07 < len(log) / len(ratings) < 0.13 or not more
-    assert pairs["one"] == pairs["two"] and len(pairs["one"]) > 3
+    for name, ratings in (("one", RATINGS), ("two", RATINGS + more)):
+        write(tmp_path / name / "ua.base", rating_lines("\t", ratings=ratings))
+        train, evaluation = open_both(tmp_path / name)
+
+        assert len(evaluation) + len(train) == len(ratings)
+        if name == "two":
+            assert 0.07 < len(evaluation) / len(ratings) < 0.13
+        ids = everything(evaluation)["ids"].tolist()
+        pairs[name] = {tuple(row) for row in ids if row[0] <= 3}
+
+    assert pairs["one"] == pairs["two"]
+    assert len(pairs["one"]) > 3
 
 
-def test_the_other_forms_give_the_same_examples(folder, tmp_path):
-    expected = both(folder)
-    genres = {(): "(no genres listed)", (1,): "Comedy", (2,): "Drama", (1, 2): "Comedy|Drama"}
-    films = [(item, f"Amélie, ou ({year})", genres[of]) for item, (year, of) in FILMS.items()]
-    write(tmp_path / "1m" / "ratings.dat", [f"{u}::{i}::{stars}::0" for u, i, stars in RATINGS])
-    write(tmp_path / "1m" / "movies.dat", ["::".join(map(str, film)) for film in films], "latin-1")
-    write(tmp_path / "1m" / "users.dat", [f"{u}::{g}::{age}::{job}::1" for u, (age, g, job) in USERS.items()])
-    np.testing.assert_equal(both(tmp_path / "1m"), expected)
+def test_the_form_of_the_1m_set_gives_the_same_examples(folder, tmp_path):
+    write_1m(tmp_path / "1m")
 
-    ratings = [f"{u},{i},{0.5 if stars == 1 else float(stars)},0" for u, i, stars in RATINGS]
-    write(tmp_path / "csv" / "ratings.csv", ["userId,movieId,rating,timestamp", *ratings])
-    write(tmp_path / "csv" / "movies.csv", ["movieId,title,genres", *(f'{i},"{t}",{g}' for i, t, g in films)])
+    np.testing.assert_equal(all_examples(tmp_path / "1m"), all_examples(folder))
+
+
+def test_the_csv_form_gives_the_same_without_what_users_are(folder, tmp_path):
+    expected = all_examples(folder)
+    write_csv(tmp_path / "csv")
+
     log = ml.MovieLens(tmp_path / "csv", "train")
-    assert log.features == ("user", "item", "genres") and log.num_dense == 1
-    batch = both(tmp_path / "csv")
-    assert (batch["ids"] == expected["ids"][:, [0, 1, 5, 6]]).all()
-    assert (batch["present"] == expected["present"][:, [0, 1, 5, 6]]).all()
-    assert (batch["dense"] == expected["dense"][:, :1]).all() and (batch["label"] == expected["label"]).all()
+    batch = all_examples(tmp_path / "csv")
+
+    assert log.features == ("user", "item", "genres")
+    assert log.num_dense == 1
+    columns = [0, 1, 5, 6]
+    assert (batch["ids"] == expected["ids"][:, columns]).all()
+    assert (batch["present"] == expected["present"][:, columns]).all()
+    assert (batch["dense"] == expected["dense"][:, :1]).all()
+    assert (batch["label"] == expected["label"]).all()
 
 
+def test_ratings_alone_are_enough(tmp_path):
+    write(tmp_path / "u.data", rating_lines("\t"))
+
+    log = cr.open_clicks(str(tmp_path), "train")
+
+    assert log.features == ("user", "item")
+    assert log.table_rows == (4, 41)
+    assert log.lookups == (1, 1)
+    assert log.num_dense == 1
+    batch = everything(log)
+    assert set(batch) == {"dense", "ids", "label"}
+    assert batch["dense"].shape == (len(log), 1)
+    assert not batch["dense"].any()
+
+
+def test_a_start_says_which_ratings_are_for_what(folder):
+    write(folder / "ua.base", ["1\t1\t3\t0"])
+    write(folder / "ua.test", ["1\t1\t3\t0"])
+
+    trained = "trained on u.data but a tenth by a hash"
+    evaluated = "evaluated on a tenth of u.data by a hash"
+    said = f"{trained}, {evaluated}; left out: ua.base, ua.test"
+    assert splits.said(*open_both(folder)) == f" ({said})"
+
+
+# ---- columns of a CSV --------------------------------------------------------------------------
 HEADERS = {
     "as published": ["userId", "movieId", "rating", "timestamp"],
     "films first": ["movieId", "userId", "rating", "timestamp"],
@@ -131,60 +307,68 @@ HEADERS = {
 @pytest.mark.parametrize("order", HEADERS)
 def test_columns_of_a_csv_go_by_their_names(tmp_path, order):
     columns = HEADERS[order]
-    places = {"userid": 0, "movieid": 1, "rating": 2, "timestamp": 3, "tag": 4}
     lines = [",".join(columns)]
     expected = []
-    for user, item, stars in RATINGS:
-        values = (user, item, stars, 880000000 + item, '"so, so"')
-        lines.append(",".join(str(values[places[name.strip("\ufeff").lower().replace("_", "")]]) for name in columns))
-        expected.append(values[:4])
+    for rating in RATINGS:
+        time = 880000000 + rating.item
+        values = {
+            "userid": str(rating.user),
+            "movieid": str(rating.item),
+            "rating": str(rating.stars),
+            "timestamp": str(time),
+            "tag": '"so, so"',
+        }
+        fields = []
+        for column in columns:
+            name = column.strip("\ufeff").lower().replace("_", "")
+            fields.append(values[name])
+        lines.append(",".join(fields))
+        expected.append([float(rating.user), float(rating.item), float(rating.stars), float(time)])
     path = write(tmp_path / "ratings.csv", lines)
-    assert ml.read_ratings(path, 0).tolist() == [list(map(float, row)) for row in expected]
-    write(tmp_path / "movies.csv", ["genres,movieId,title", *(f'Comedy,{item},"A, B (1990)"' for item in FILMS)])
-    log = ml.MovieLens(tmp_path, "train")
-    assert log.table_rows == (4, 41, 2) and hs.read_histories(tmp_path)[1] == 40
+    films = [f'Comedy,{item},"A, B (1990)"' for item in FILMS]
+    write(tmp_path / "movies.csv", ["genres,movieId,title", *films])
+
+    assert ml.read_ratings(path, 0).tolist() == expected
+    assert ml.MovieLens(tmp_path, "train").table_rows == (4, 41, 2)
+    assert hs.read_histories(tmp_path)[1] == 40
 
 
 @pytest.mark.parametrize(
-    "header, found",
+    ("header", "found"),
     [
-        ("1,2,3.5,880000000", "'1, 2, 3.5, 880000000', which names the column userId 0 times"),
+        (
+            "1,2,3.5,880000000",
+            "'1, 2, 3.5, 880000000', which names the column userId 0 times",
+        ),
         ("userId,movieId,rating", "which names the column timestamp 0 times"),
-        ("userId,movieId,rating,timestamp,user_id", "which names the column userId 2 times"),
-        ("userId;movieId;rating;timestamp", "which names the column userId 0 times"),
+        (
+            "userId,movieId,rating,timestamp,user_id",
+            "which names the column userId 2 times",
+        ),
+        (
+            "userId;movieId;rating;timestamp",
+            "which names the column userId 0 times",
+        ),
         ("", "'nothing', which names"),
     ],
 )
-def test_a_csv_without_the_names_of_its_columns_is_refused(tmp_path, header, found):
-    write(tmp_path / "ratings.csv", [header, *(f"{u},{i},{stars},0" for u, i, stars in RATINGS)])
-    message = rf"ratings.csv line 1 is .*{found}.*expected a header with userId, movieId, rating, timestamp, once each"
-    with pytest.raises(InputError, match=message):
-        ml.MovieLens(tmp_path, "train")
-    write(tmp_path / "ratings.csv", ["userId,movieId,rating,timestamp", *(f"{u},{i},{s},0" for u, i, s in RATINGS)])
+def test_ratings_without_the_names_of_their_columns_are_refused(tmp_path, header, found):
+    write(tmp_path / "ratings.csv", [header, *rating_lines(",")])
+
+    expected = "expected a header with userId, movieId, rating, timestamp, once each"
+    refused(rf"ratings.csv line 1 is .*{found}.*{expected}", tmp_path)
+
+
+def test_films_without_the_names_of_their_columns_are_refused(tmp_path):
+    header = "userId,movieId,rating,timestamp"
+    write(tmp_path / "ratings.csv", [header, *rating_lines(",")])
     write(tmp_path / "movies.csv", ['1,"A (1990)",Comedy'])
-    with pytest.raises(InputError, match="movies.csv line 1 is .*expected a header with movieId, title, genres"):
-        ml.MovieLens(tmp_path, "train")
+
+    expected = "expected a header with movieId, title, genres"
+    refused(f"movies.csv line 1 is .*{expected}", tmp_path)
 
 
-def test_a_start_says_which_ratings_are_for_what(folder):
-    write(folder / "ua.base", ["1\t1\t3\t0"])
-    write(folder / "ua.test", ["1\t1\t3\t0"])
-    logs = [ml.MovieLens(folder, split) for split in ("train", "eval")]
-    said = (
-        "trained on u.data but a tenth by a hash, evaluated on a tenth of u.data by a hash; left out: ua.base, ua.test"
-    )
-    assert splits.said(*logs) == f" ({said})"
-
-
-def test_ratings_alone_are_enough(tmp_path):
-    write(tmp_path / "u.data", [f"{u}\t{i}\t{stars}\t0" for u, i, stars in RATINGS])
-    log = cr.open_clicks(str(tmp_path), "train")
-    assert (log.features, log.table_rows, log.lookups) == (("user", "item"), (4, 41), (1, 1))
-    batch = log.batch(np.arange(len(log)))
-    assert set(batch) == {"dense", "ids", "label"}
-    assert log.num_dense == 1 and batch["dense"].shape == (len(log), 1) and not batch["dense"].any()
-
-
+# ---- what cannot be read -----------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "line", "reason"),
     [
@@ -204,39 +388,57 @@ def test_ratings_alone_are_enough(tmp_path):
     ],
 )
 def test_malformed_lines_are_left_out_and_the_first_is_named(folder, name, line, reason):
-    expected, (first, *lines) = both(folder), (folder / name).read_bytes().splitlines(keepends=True)
-    strange = f"{line}\n".encode(errors="surrogateescape")
-    (folder / name).write_bytes(b"".join([first, strange, *lines, b"broken\n"]))
-    message = rf"2 of {len(lines) + 3} lines of {name} are malformed.*{name} line 2: .*{reason}"
-    with pytest.raises(InputError, match=message):
-        ml.MovieLens(folder, "train")
-    with pytest.warns(UserWarning, match=f"2 malformed lines of {len(lines) + 3} were left out, the first: .*line 2: "):
-        log = ml.MovieLens(folder, "train", bad_rows=2.1 / (len(lines) + 3))
-    assert (log.batch(np.arange(len(log)))["ids"] == expected["ids"][: len(log)]).all()
+    expected = all_examples(folder)
+    good_lines = (folder / name).read_bytes().splitlines(keepends=True)
+    malformed = f"{line}\n".encode(errors="surrogateescape")
+    lines = [good_lines[0], malformed, *good_lines[1:], b"broken\n"]
+    (folder / name).write_bytes(b"".join(lines))
+
+    first = rf"{name} line 2: .*{reason}"
+    refused(rf"2 of {len(lines)} lines of {name} are malformed.*{first}", folder)
+
+    left_out = f"2 malformed lines of {len(lines)} were left out, the first: .*line 2: "
+    with pytest.warns(UserWarning, match=left_out):
+        log = ml.MovieLens(folder, "train", bad_rows=2.1 / len(lines))
+    assert (everything(log)["ids"] == expected["ids"][: len(log)]).all()
 
 
 def test_folders_without_ratings_are_refused(tmp_path):
-    with pytest.raises(InputError, match="no ratings; expected u.data or ua.base"):
-        ml.MovieLens(tmp_path, "train")
+    refused("no ratings; expected u.data or ua.base", tmp_path)
+
     (tmp_path / "u.data").touch()
-    with pytest.raises(InputError, match="u.data is empty"):
-        ml.MovieLens(tmp_path, "train")
+    refused("u.data is empty", tmp_path)
+
+
+def test_one_rating_cannot_be_in_both_splits(tmp_path):
     write(tmp_path / "u.data", ["1\t1\t3\t0"])
+
     assert len(ml.MovieLens(tmp_path, "train")) == 1
-    with pytest.raises(InputError, match="none of them in the eval split"):  # one rating cannot be in both
-        ml.MovieLens(tmp_path, "eval")
+    refused("none of them in the eval split", tmp_path, "eval")
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
-        (b"userId,movieId,rating,timestamp\r1,2,3.0,4\r", "line 1 is no line of CSV: .* not with .r alone"),
-        ("userId,movieId,rating,timestamp\n1,2,3.0,4\n".encode("utf-16"), "line 1 is not UTF-8 .byte 0."),
-        (b"userId;movieId;rating;timestamp\n1;2;3.0;4\n", "names the column userId 0 times; .*separated by commas"),
-        (b"userId,movieId,rating,timestamp\n1,2\r,3.0,4\n", "line 2: new-line character seen in unquoted field"),
+        (
+            b"userId,movieId,rating,timestamp\r1,2,3.0,4\r",
+            "line 1 is no line of CSV: .* not with .r alone",
+        ),
+        (
+            "userId,movieId,rating,timestamp\n1,2,3.0,4\n".encode("utf-16"),
+            "line 1 is not UTF-8 .byte 0.",
+        ),
+        (
+            b"userId;movieId;rating;timestamp\n1;2;3.0;4\n",
+            "names the column userId 0 times; .*separated by commas",
+        ),
+        (
+            b"userId,movieId,rating,timestamp\n1,2\r,3.0,4\n",
+            "line 2: new-line character seen in unquoted field",
+        ),
     ],
 )
-def test_tables_of_other_forms_are_refused_in_a_sentence(tmp_path, content, said):
+def test_tables_of_other_forms_are_refused_in_a_sentence(tmp_path, content, message):
     (tmp_path / "ratings.csv").write_bytes(content)
-    with pytest.raises(InputError, match=said):
-        ml.MovieLens(tmp_path, "train")
+
+    refused(message, tmp_path)

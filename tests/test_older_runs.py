@@ -1,4 +1,5 @@
-"""Unfinished runs that older versions left (tests/older_runs.tar.xz, made by tests/older_runs.py) load and resume."""
+"""Unfinished runs that older versions left load and resume: tests/older_runs.tar.xz, made by
+tests/older_runs.py."""
 
 import json
 import tarfile
@@ -28,37 +29,60 @@ def unpacked(tmp_path) -> Path:
 
 
 def config_of(script, run: Path):
-    """Returns the config with which the older version ran; fields that it did not have are the defaults."""
+    """Returns the config with which the older version ran; fields that it did not have are the
+    defaults."""
     stored = json.loads((run / "config.json").read_text())["config"]
-    stored["layout"] = Layout(**stored["layout"]) if "layout" in stored else None
-    known = {field.name for field in fields(script.Config)} & stored.keys()
-    values = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in known}
-    return script.Config(**values | {"runs": str(run.parent), "name": run.name})
+    values = {}
+    for field in fields(script.Config):
+        if field.name not in stored:
+            continue
+        value = stored[field.name]
+        if isinstance(value, list):
+            value = tuple(value)
+        elif field.name == "layout":
+            value = Layout(**value)
+        values[field.name] = value
+    values["runs"] = str(run.parent)
+    values["name"] = run.name
+    return script.Config(**values)
 
 
 @pytest.mark.parametrize("name", older_runs.KEPT)
-def test_a_run_of_an_older_version_resumes_with_its_state_and_ends(name, unpacked, monkeypatch, capsys):
-    run, step, script = unpacked / name, older_runs.KEPT[name], TRIALS[name].script
+def test_a_run_of_an_older_version_resumes_and_ends(name, unpacked, monkeypatch, capsys):
+    run = unpacked / name
+    step = older_runs.KEPT[name]
+    script = TRIALS[name].script
     saved = safetensors.torch.load_file(run / f"checkpoints/step_{step:08d}/state.safetensors")
     before = [record for record in records(run) if record["step"] <= step]
-    for constant, value in older_runs.DLRM.items() if name == "dlrm" else ():
-        monkeypatch.setattr(script, constant, value)
-    resumed, resume = [], Run.resume
+    if name == "dlrm":
+        for constant, value in older_runs.DLRM.items():
+            monkeypatch.setattr(script, constant, value)
 
-    def compared(self, model, optimizer, **options):
+    resume = Run.resume
+    different = []  # what a resume did not restore, of each
+
+    def compare(self, model, optimizer, **options):
         start = resume(self, model, optimizer, **options)
         state = checkpoint.to_host(checkpoint.named_state(model, optimizer))
-        resumed.append([key for key, tensor in saved.items() if not torch.equal(state[key], tensor)])
-        assert start == step and not self.evaluation_due
+        different.append([key for key in saved if not torch.equal(state[key], saved[key])])
+        assert start == step
+        assert not self.evaluation_due
         return start
 
-    monkeypatch.setattr(Run, "resume", compared)
+    monkeypatch.setattr(Run, "resume", compare)
     metrics = script.main(config_of(script, run))
-    assert resumed == [[]] and f"resuming after step {step}\n" in capsys.readouterr().out
-    assert records(run)[: len(before)] == before and len(records(run)) > len(before)
+
+    assert different == [[]]
+    assert f"resuming after step {step}\n" in capsys.readouterr().out
+    assert records(run)[: len(before)] == before
+    assert len(records(run)) > len(before)
     assert json.loads((run / "summary.json").read_text())["metrics"] == metrics
 
 
 def test_tables_of_an_older_version_load(unpacked):
-    table = read_table(str(unpacked / f"dlrm/checkpoints/step_{older_runs.KEPT['dlrm']:08d}"), "C1")
-    assert table.shape == (older_runs.DLRM["SYNTHETIC_ROWS"][0], 4) and table.isfinite().all() and table.std() > 0
+    step = older_runs.KEPT["dlrm"]
+    table = read_table(str(unpacked / f"dlrm/checkpoints/step_{step:08d}"), "C1")
+
+    assert table.shape == (older_runs.DLRM["SYNTHETIC_ROWS"][0], 4)
+    assert table.isfinite().all()
+    assert table.std() > 0

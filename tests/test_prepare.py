@@ -1,6 +1,10 @@
-"""What the three preparations have in common: plan, passes, resume, report, command line (data/prepare/pipeline.py)."""
+"""What the three preparations have in common (data/prepare/pipeline.py).
+
+Plan, passes, resume, report, command line.
+"""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import re
@@ -13,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import fsspec
 import pytest
@@ -32,16 +35,22 @@ ROOT = Path(__file__).parent.parent
 
 
 def write_clicks(folder: Path, end: str) -> None:
-    """Packs the second of three days."""
-    for day in range(3):
-        write(folder / f"day_{day}{end if day == 1 else ''}", random_rows(70, day))
+    """Writes three days, the second packed if `end` is .gz."""
+    write(folder / "day_0", random_rows(70, 0))
+    write(folder / f"day_1{end}", random_rows(70, 1))
+    write(folder / "day_2", random_rows(70, 2))
 
 
-class Program(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A preparation, and what the tests expect of it."""
+
     module: ModuleType
     write: Callable[[Path, str], object]  # writes the text to a folder; with ".gz" packed
     open: Callable[[str, str], object]  # opens a split as training does
-    size: tuple[str, int, int]  # setting for chunks, small and smaller
+    chunk_setting: str  # the module's constant with the size of chunks
+    small_chunk: int
+    smaller_chunk: int
     any_size: bool  # chunks of any size give the same result
     flags: dict
     summary: str
@@ -50,14 +59,16 @@ class Program(NamedTuple):
 
 PROGRAMS = {
     "criteo": Program(
-        criteo,
-        write_clicks,
-        open_clicks,
-        ("CHUNK_BYTES", 5000, 3000),
-        True,
-        {"threshold": 2},
-        "140 training and 70 evaluation rows; ",
-        {
+        module=criteo,
+        write=write_clicks,
+        open=open_clicks,
+        chunk_setting="CHUNK_BYTES",
+        small_chunk=5000,
+        smaller_chunk=3000,
+        any_size=True,
+        flags={"threshold": 2},
+        summary="140 training and 70 evaluation rows; ",
+        refused={
             "--threshold is 0; expected 1": {"threshold": 0},
             "--max-rows is 2; expected 0, or 3": {"max_rows": 2},
             "--hash-rows is -1; expected 0, or 3": {"hash_rows": -1},
@@ -66,33 +77,51 @@ PROGRAMS = {
         },
     ),
     "text": Program(
-        text,
-        text_corpus,
-        open_text,
-        ("PIECE_BYTES", 1500, 800),
-        False,
-        {"length": 32, "vocab_size": 300},
-        r"train: documents 120, sentences \d+, .*\nvalid: documents 8.*\n300 tokens in the vocabulary; ",
-        {
+        module=text,
+        write=text_corpus,
+        open=open_text,
+        chunk_setting="PIECE_BYTES",
+        small_chunk=1500,
+        smaller_chunk=800,
+        any_size=False,
+        flags={"length": 32, "vocab_size": 300},
+        summary=(
+            r"train: documents 120, sentences \d+, .*\n"
+            r"valid: documents 8.*\n"
+            r"300 tokens in the vocabulary; "
+        ),
+        refused={
             "length is 4; expected 8 or more": {"length": 4},
-            "--vocab-size is 200; expected at least 261 for roberta": {"kind": "roberta", "vocab_size": 200},
+            "--vocab-size is 200; expected at least 261 for roberta": {
+                "kind": "roberta",
+                "vocab_size": 200,
+            },
             "--valid-share is 1; expected a share between 0 and 1": {"valid_share": 1},
             "--sample is 0; expected at least 1": {"sample": 0},
         },
     ),
     "wmt": Program(
-        wmt,
-        pair_corpus,
-        open_pairs,
-        ("CHUNK_LINES", 13, 8),
-        True,
-        {"vocabulary": 160},
-        "60 training pairs read; dropped: none\ntokens: .*\ntokens per word: .*\n60 training pairs, 7 valid; 160 sym",
-        {
+        module=wmt,
+        write=pair_corpus,
+        open=open_pairs,
+        chunk_setting="CHUNK_LINES",
+        small_chunk=13,
+        smaller_chunk=8,
+        any_size=True,
+        flags={"vocabulary": 160},
+        summary=(
+            "60 training pairs read; dropped: none\n"
+            "tokens: .*\n"
+            "tokens per word: .*\n"
+            "60 training pairs, 7 valid; 160 sym"
+        ),
+        refused={
             "--source is e n; expected a language": {"source": "e n"},
             "--target is de; expected another language": {"source": "de"},
             "--vocabulary is 99; expected 100 to": {"vocabulary": 99},
-            "--vocabulary 100 is too small for the text; expected .* 10[0-9] characters": {"vocabulary": 100},
+            "--vocabulary 100 is too small for the text; expected .* 10[0-9] characters": {
+                "vocabulary": 100,
+            },
             "--max-tokens is 0; expected 1 to": {"max_tokens": 0},
             "--sample is 0; expected 1 to": {"sample": 0},
             "--ratio is 0.5; expected at least 1": {"ratio": 0.5},
@@ -105,47 +134,72 @@ PROGRAMS = {
 
 
 class Made:
-    """What a program makes of packed text in small chunks, and the files that get their names on the way."""
+    """What a program makes of packed text in small chunks.
+
+    Attributes:
+        files: that got their names on the way.
+        flags: of the command line, as words.
+    """
 
     def __init__(self, program: Program, folder: Path):
-        self.program, self.text, self.out = program, folder / "text", folder / "prepared"
+        self.program = program
+        self.text = folder / "text"
+        self.out = folder / "prepared"
         program.write(self.text, ".gz")
         with finished_files() as self.files:
             self.report = self.prepare(self.out)
         self.contents = contents(self.out)
-        self.flags = [word for name, value in program.flags.items() for word in (f"--{name.replace('_', '-')}", value)]
+        self.flags = []
+        for name, value in program.flags.items():
+            self.flags += [f"--{name.replace('_', '-')}", value]
 
-    def prepare(self, out: Path, size: int = 0, text: Path | None = None, **flags) -> dict:
+    def prepare(self, out: Path, chunk: int = 0, text: Path | None = None, **flags) -> dict:
+        """Prepares in chunks of a size, small by default; returns the report."""
+        program = self.program
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.program.module, self.program.size[0], size or self.program.size[1])
-            return self.program.module.prepare(text or self.text, out, **self.program.flags | flags)
+            patch.setattr(program.module, program.chunk_setting, chunk or program.small_chunk)
+            return program.module.prepare(text or self.text, out, **program.flags | flags)
 
     def main(self, *arguments) -> None:
         """Runs the command line in one process, with the program's flags."""
-        self.program.module.main(list(map(str, ["--workers", 1, *self.flags, *arguments])))
+        words = ["--workers", 1, *self.flags, *arguments]
+        self.program.module.main([str(word) for word in words])
 
     def refuse_another_flag(self, out: Path) -> None:
+        """Asserts that a folder is not prepared with another value of the first flag."""
         flag, value = next(iter(self.program.flags.items()))
-        message = rf"{out.name} was prepared with other --{flag}: {value}, now {value + 8}; choose another --out"
-        with pytest.raises(InputError, match=message):
+        change = f"prepared with other --{flag}: {value}, now {value + 8}"
+        with pytest.raises(InputError, match=f"{out.name} was {change}; choose another --out"):
             self.prepare(out, **{flag: value + 8})
 
 
 @contextlib.contextmanager
 def finished_files(most: int = sys.maxsize) -> Iterator[list[str]]:
-    """Lists files as they get their names, which makes them finished; interrupts the call once there are `most`."""
-    names = []
+    """Lists files as they get their names, which makes them finished.
 
-    def give_name(path: Path, act: Callable) -> None:
+    Interrupts the call once there are `most`.
+    """
+    names = []
+    replace = os.replace
+    touch = Path.touch
+
+    def interrupt_after_most() -> None:
         if len(names) == most:
             raise KeyboardInterrupt
-        act()
+
+    def listed_replace(partial, path) -> None:
+        interrupt_after_most()
+        replace(partial, path)
         names.append(path.name)
 
-    replace, touch = os.replace, Path.touch
+    def listed_touch(path) -> None:
+        interrupt_after_most()
+        touch(path)
+        names.append(path.name)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "replace", lambda partial, path: give_name(path, lambda: replace(partial, path)))
-        patch.setattr(Path, "touch", lambda path: give_name(path, lambda: touch(path)))
+        patch.setattr(os, "replace", listed_replace)
+        patch.setattr(Path, "touch", listed_touch)
         yield names
 
 
@@ -154,77 +208,38 @@ def made(request, tmp_path_factory) -> Made:
     return Made(PROGRAMS[request.param], tmp_path_factory.mktemp(request.param))
 
 
+# ---- resume ------------------------------------------------------------------------------------
 def test_an_interrupted_preparation_resumes(tmp_path, capsys, made):
-    """Each call is interrupted after three files, until one ends: every pass is resumed."""
-    out, finished = tmp_path / "out", []
+    """Each call is interrupted after three files, until one ends: all passes are resumed."""
+    out = tmp_path / "out"
+    finished = []
     for interrupted in range(30):
-        size = made.program.size[2 if interrupted else 1]  # the chunks that are there still fit
+        chunk = made.program.small_chunk
+        if interrupted:
+            chunk = made.program.smaller_chunk  # the chunks that are there still fit
         with finished_files(3) as names, contextlib.suppress(KeyboardInterrupt):
-            made.prepare(out, size=size)
+            made.prepare(out, chunk=chunk)
             break
+
         finished += names
-        assert {path.name for path in (out / "parts").iterdir() if path.suffix != ".partial"} <= {*finished}
-        (out / "tokenizer.1.partial").mkdir(exist_ok=True)  # as another process leaves them
+        whole = {path.name for path in (out / "parts").iterdir() if path.suffix != ".partial"}
+        assert whole <= set(finished)
+        # As another process leaves them.
+        (out / "tokenizer.1.partial").mkdir(exist_ok=True)
         (out / "half.2.partial").touch()
         if not interrupted:
             with pytest.raises(InputError, match="not prepared to its end"):
                 made.program.open(str(out), "train")
             made.refuse_another_flag(out)
-    assert contents(out) == made.contents and not list(out.glob("*.partial"))
-    assert capsys.readouterr().out.count("resuming the unfinished preparation") == interrupted > 5
+
+    assert contents(out) == made.contents
+    assert not list(out.glob("*.partial"))
+    assert interrupted > 5
+    printed = capsys.readouterr().out
+    assert printed.count("resuming the unfinished preparation") == interrupted
     repeated = Counter(finished + names) - Counter(made.files)
-    firsts = ["prepared.json", "learnt.json", "train.en-de.de.bin"]
-    assert repeated <= Counter(firsts), "more than the first of two files of a task"
-
-
-def test_at_a_url_only_what_make_made_is_left_out_whatever_its_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path / "cache"))
-    bucket, url = fsspec.filesystem("memory"), f"memory://{tmp_path.name}/mine"
-    report = b'{"flags": {}, "sources": []}'
-    files = {"a.txt": b"a", "prepared/b.txt": b"b", "parts/c.txt": b"c", "rows/report.json": report, "rows/d.txt": b"d"}
-    files |= {"prepared/report.json": b"my own", "x/parts/plan.json": report, "x/parts/e.txt": b"e"}
-    for name, content in files.items():
-        bucket.pipe_file(f"/{tmp_path.name}/mine/{name}", content)
-    seen = []
-
-    def prepare(data: str, out: str) -> dict:
-        seen.extend(sorted(str(path.relative_to(data)) for path in Path(data).rglob("*.txt")))
-        return {}
-
-    pipeline.prepare_urls(prepare, url, str(tmp_path / "out"))
-    assert seen == ["a.txt", "parts/c.txt", "prepared/b.txt"]
-
-
-def test_text_at_a_url_becomes_a_folder_at_a_url_whole_or_not_at_all(tmp_path, monkeypatch, capsys, made):
-    program, bucket = made.program, fsspec.filesystem("memory")
-    data, out = f"memory://{tmp_path.name}/text", f"memory://{tmp_path.name}/rows"
-    monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(program.module, program.size[0], program.size[1])
-    bucket.put(f"{made.text}/", data, recursive=True)
-
-    def refused(message: str, *arguments) -> None:
-        with pytest.raises(SystemExit):
-            made.main("--data", data, *arguments)
-        assert message in capsys.readouterr().err
-
-    refused("is a URL; name the folder or the URL of the result with --out")
-    with monkeypatch.context() as patch:  # what is uploaded last must not be there
-        put, fails = bucket.put_file, lambda path, to: put(path, to) if Path(path).name in pipeline.LAST else 1 / 0
-        patch.setattr(remote, "PAUSES", ())
-        patch.setattr(bucket, "put_file", fails)
-        refused("; give the same command again", "--out", out)
-    with pytest.raises(InputError, match="not prepared to its end"):
-        program.open(out, "train")
-    local_copy.cache_clear()
-    made.main("--data", data, "--out", out)
-    assert len(program.open(out, "train")) == len(program.open(str(made.out), "train"))
-    local_copy.cache_clear()
-    assert contents(Path(local_copy(out))) == made.contents
-    uploaded = bucket.ls(out, detail=True)
-    made.main("--data", data, "--out", out)
-    assert "is already prepared" in capsys.readouterr().out and bucket.ls(out, detail=True) == uploaded
-    flag, value = made.flags[:2]
-    refused(f"{out} was prepared with other --", "--out", out, flag, value + 8)
+    first_of_two = Counter(["prepared.json", "learnt.json", "train.en-de.de.bin"])
+    assert repeated <= first_of_two, "more than the first of two files of a task"
 
 
 KILLED = """
@@ -239,75 +254,235 @@ with whole(pathlib.Path(sys.argv[1])) as file:
 
 def test_a_file_that_kill_9_cuts_short_gets_no_name(tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "a"], cwd=ROOT)
+
+    assert killed.returncode == -signal.SIGKILL
     (partial,) = tmp_path.iterdir()
-    assert killed.returncode == -signal.SIGKILL and partial.suffix == ".partial" and partial.stat().st_size > 0
+    assert partial.suffix == ".partial"
+    assert partial.stat().st_size > 0
 
 
-def test_the_command_and_neither_workers_nor_packing_nor_the_size_of_chunks_change_the_result(
-    tmp_path, monkeypatch, capsys, made
-):
-    def command(*arguments) -> None:
-        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, arguments), "--workers", "1"])
-        monkeypatch.delitem(sys.modules, made.program.module.__name__, raising=False)  # else runpy warns
-        runpy.run_module(made.program.module.__name__, run_name="__main__")
-
-    made.program.write(tmp_path / "plain", "")
-    any_size = made.program.any_size
-    made.prepare(tmp_path / "workers", text=None if any_size else tmp_path / "plain", workers=2)
-    assert contents(tmp_path / "workers") == made.contents
-    capsys.readouterr()
-    command("--data", tmp_path / "plain", *made.flags, "--out", tmp_path / "whole")
-    assert not any_size or contents(tmp_path / "whole") == made.contents
-    assert re.search(made.program.summary, capsys.readouterr().out)
-    with pytest.raises(SystemExit) as stopped:
-        command("--data", tmp_path / "nowhere")
-    printed = capsys.readouterr()
-    assert stopped.value.code == 2 and printed.out == ""
-    assert re.fullmatch(r"error: there is no .*nowhere; expected .*\n", printed.err)
-
-
-def test_a_finished_preparation_is_not_repeated_and_other_flags_or_sources_are_refused(tmp_path, capsys, made):
-    text, out = (Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in (made.text, made.out))
+def test_a_finished_preparation_is_not_repeated(tmp_path, capsys, made):
+    text = Path(shutil.copytree(made.text, tmp_path / "text"))
+    out = Path(shutil.copytree(made.out, tmp_path / "prepared"))
     assert made.program.open(str(out), "train")
     (out / "parts").mkdir()  # of a call that was killed at its very end
     for path in out.glob("*.npy"):
         path.write_bytes(b"not written again")
+
     with finished_files() as names:
-        assert made.prepare(out, text=text) == made.report and names == []
+        report = made.prepare(out, text=text)
+
+    assert report == made.report
+    assert names == []
     assert "prepared is already prepared" in capsys.readouterr().out
-    assert set(contents(out)) == set(made.contents) and not (out / "parts").exists()
+    assert set(contents(out)) == set(made.contents)
+    assert not (out / "parts").exists()
+
+
+def test_other_flags_or_sources_of_a_finished_folder_are_refused(tmp_path, made):
+    text = Path(shutil.copytree(made.text, tmp_path / "text"))
+    out = Path(shutil.copytree(made.out, tmp_path / "prepared"))
+
     made.refuse_another_flag(out)
+
     longer = min(text.iterdir())
     longer.write_bytes(longer.read_bytes() + b"more")
     size = longer.stat().st_size
-    message = rf"prepared with other sources: .*\({size - 4} bytes\).* now .*{longer.name} \({size} bytes\)"
-    with pytest.raises(InputError, match=message):
+    sources = rf".*\({size - 4} bytes\).* now .*{longer.name} \({size} bytes\)"
+    with pytest.raises(InputError, match=f"prepared with other sources: {sources}"):
         made.prepare(out, text=text)
 
 
-def test_what_no_preparation_can_use_is_explained(tmp_path, made):
-    refused = {"--workers is 0; expected at least 1": {"workers": 0}} | made.program.refused
+# ---- URLs --------------------------------------------------------------------------------------
+def test_at_a_url_only_what_make_made_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path / "cache"))
+    bucket = fsspec.filesystem("memory")
+    report = b'{"flags": {}, "sources": []}'
+    files = {
+        "a.txt": b"a",
+        "prepared/b.txt": b"b",
+        "prepared/report.json": b"my own",
+        "parts/c.txt": b"c",
+        "rows/report.json": report,
+        "rows/d.txt": b"d",
+        "x/parts/plan.json": report,
+        "x/parts/e.txt": b"e",
+    }
+    for name, content in files.items():
+        bucket.pipe_file(f"/{tmp_path.name}/mine/{name}", content)
+    seen = []
+
+    def prepare(data: str, out: str) -> dict:
+        paths = [str(path.relative_to(data)) for path in Path(data).rglob("*.txt")]
+        seen.extend(sorted(paths))
+        return {}
+
+    url = f"memory://{tmp_path.name}/mine"
+    pipeline.prepare_urls(prepare, url, str(tmp_path / "out"))
+
+    assert seen == ["a.txt", "parts/c.txt", "prepared/b.txt"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AtUrls:
+    """Text at a URL, and the URL for the result."""
+
+    made: Made
+    data: str
+    out: str
+    capsys: pytest.CaptureFixture
+
+    def prepare(self) -> None:
+        """Runs the command line."""
+        self.made.main("--data", self.data, "--out", self.out)
+
+    def refused(self, message: str, *arguments) -> None:
+        """Asserts that the command line ends with a message on stderr."""
+        with pytest.raises(SystemExit):
+            self.made.main("--data", self.data, *arguments)
+        assert message in self.capsys.readouterr().err
+
+
+@pytest.fixture
+def at_urls(tmp_path, monkeypatch, capsys, made) -> AtUrls:
+    program = made.program
+    monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(program.module, program.chunk_setting, program.small_chunk)
+    data = f"memory://{tmp_path.name}/text"
+    fsspec.filesystem("memory").put(f"{made.text}/", data, recursive=True)
+    return AtUrls(made, data, f"memory://{tmp_path.name}/rows", capsys)
+
+
+def test_a_folder_at_a_url_is_whole_or_not_at_all(at_urls, monkeypatch, capsys, made):
+    bucket = fsspec.filesystem("memory")
+    put_file = bucket.put_file
+    out = at_urls.out
+
+    def put_only_what_is_last(path, to) -> None:
+        if Path(path).name not in pipeline.LAST:
+            raise ZeroDivisionError
+        put_file(path, to)
+
+    at_urls.refused("is a URL; name the folder or the URL of the result with --out")
+    with monkeypatch.context() as patch:  # what is uploaded last must not be there
+        patch.setattr(remote, "PAUSES", ())
+        patch.setattr(bucket, "put_file", put_only_what_is_last)
+        at_urls.refused("; give the same command again", "--out", out)
+    with pytest.raises(InputError, match="not prepared to its end"):
+        made.program.open(out, "train")
+
+    local_copy.cache_clear()
+    at_urls.prepare()
+    uploaded_rows = made.program.open(out, "train")
+    assert len(uploaded_rows) == len(made.program.open(str(made.out), "train"))
+    local_copy.cache_clear()
+    assert contents(Path(local_copy(out))) == made.contents
+
+    uploaded = bucket.ls(out, detail=True)
+    at_urls.prepare()
+    assert "is already prepared" in capsys.readouterr().out
+    assert bucket.ls(out, detail=True) == uploaded
+    flag, value = made.flags[:2]
+    at_urls.refused(f"{out} was prepared with other --", "--out", out, flag, value + 8)
+
+
+# ---- the command line --------------------------------------------------------------------------
+@pytest.fixture
+def plain(tmp_path, made) -> Path:
+    """The text of the program, not packed."""
+    made.program.write(tmp_path / "plain", "")
+    return tmp_path / "plain"
+
+
+@pytest.fixture
+def command(monkeypatch, made):
+    """A function that runs the program as `python -m` does, in one process."""
+    name = made.program.module.__name__
+
+    def run(*arguments) -> None:
+        monkeypatch.setattr(sys, "argv", ["prepare", *map(str, arguments), "--workers", "1"])
+        monkeypatch.delitem(sys.modules, name, raising=False)  # else runpy warns
+        runpy.run_module(name, run_name="__main__")
+
+    return run
+
+
+def test_workers_and_packing_do_not_change_the_result(tmp_path, plain, made):
+    source = made.text  # packed
+    if not made.program.any_size:
+        source = plain  # of the other programs, the command's test compares it
+
+    made.prepare(tmp_path / "workers", text=source, workers=2)
+
+    assert contents(tmp_path / "workers") == made.contents
+
+
+def test_the_command_prints_a_summary(tmp_path, capsys, plain, command, made):
+    command("--data", plain, *made.flags, "--out", tmp_path / "whole")
+
+    assert re.search(made.program.summary, capsys.readouterr().out)
+    if made.program.any_size:
+        assert contents(tmp_path / "whole") == made.contents
+
+
+def test_the_command_explains_a_missing_folder(tmp_path, capsys, command):
+    with pytest.raises(SystemExit) as stopped:
+        command("--data", tmp_path / "nowhere")
+
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"error: there is no .*nowhere; expected .*\n", printed.err)
+
+
+# ---- what cannot be prepared -------------------------------------------------------------------
+def test_flags_that_no_preparation_can_use_are_explained(tmp_path, made):
+    refused = {"--workers is 0; expected at least 1": {"workers": 0}, **made.program.refused}
     for message, flags in refused.items():
         with pytest.raises(InputError, match=message):
             made.prepare(tmp_path / "flags", **flags)
+
+
+def test_a_file_in_the_place_of_the_result_is_explained(tmp_path, made):
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"file\S* cannot be written: .*; choose another folder with --out"):
+
+    message = r"file\S* cannot be written: .*; choose another folder with --out"
+    with pytest.raises(InputError, match=message):
         made.prepare(tmp_path / "file")
-    made.program.write(tmp_path / "text", ".gz")
-    packed = next((tmp_path / "text").glob("*.gz"))
-    for data, message in ((packed.read_bytes()[:-20], "ended before"), (b"text", "Not a gzipped file")):
-        packed.write_bytes(data)
-        with pytest.raises(InputError, match=rf"{packed.name} cannot be (read|decompressed): .*{message}"):
-            made.prepare(tmp_path / message, text=tmp_path / "text")
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: content[:-20], "ended before"),
+        (lambda content: b"text", "Not a gzipped file"),
+    ],
+)
+def test_a_damaged_packed_file_is_explained(tmp_path, made, damage, message):
+    data = tmp_path / "text"
+    made.program.write(data, ".gz")
+    packed = next(data.glob("*.gz"))
+    packed.write_bytes(damage(packed.read_bytes()))
+
+    pattern = rf"{packed.name} cannot be (read|decompressed): .*{message}"
+    with pytest.raises(InputError, match=pattern):
+        made.prepare(tmp_path / "out", text=data)
+
+
+# ---- a full disk -------------------------------------------------------------------------------
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_costs_a_sentence_and_leaves_no_part(tmp_path, number):
-    path = tmp_path / "chunk.npz"
-    message = f"chunk.npz cannot be written: {os.strerror(number)}; make room, and give the same command again"
-    with pytest.raises(InputError, match=message), files.whole(path) as file:
+    reason = os.strerror(number)
+    message = f"chunk.npz cannot be written: {reason}; make room, and give the same command again"
+
+    with pytest.raises(InputError, match=message), files.whole(tmp_path / "chunk.npz") as file:
         file.write(b"a part")
-        raise OSError(number, os.strerror(number))
+        raise OSError(number, reason)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(OSError, match="Input/output error"), files.whole(path):  # of what is read
+
+
+def test_an_error_of_what_is_read_stays_as_it_is(tmp_path):
+    path = tmp_path / "chunk.npz"
+
+    with pytest.raises(OSError, match="Input/output error"), files.whole(path):
         raise OSError(errno.EIO, "Input/output error")

@@ -1,4 +1,5 @@
-"""The files of research/results: one record a line, only what is read, and the pages that are written from them."""
+"""The files of research/results: one record a line, only what is read, and the pages that are
+written from them."""
 
 import json
 
@@ -49,37 +50,66 @@ def test_a_record_has_only_what_something_reads(name):
         assert results.record(each, FIELDS[name]) == each
 
 
-def test_the_order_of_a_file_is_that_of_its_table():
-    for part in pages.PARTS:
-        figures = load(part)
-        assert json.dumps(pages.arranged(part, figures)) == json.dumps(figures), part
-    for name, arranged in (("jax", jax_peers.arranged), ("forms", forms.arranged)):
-        figures = load(name)
-        assert json.dumps(arranged(load(name))) == json.dumps(figures), name
+# The order of a file
+
+
+@pytest.mark.parametrize("part", pages.PARTS)
+def test_the_order_of_a_part_is_that_of_its_table(part):
+    figures = load(part)
+    assert json.dumps(pages.arranged(part, figures)) == json.dumps(figures)
+
+
+@pytest.mark.parametrize(
+    ("name", "arranged"), [("jax", jax_peers.arranged), ("forms", forms.arranged)]
+)
+def test_the_order_of_a_tools_file_is_that_of_its_table(name, arranged):
+    assert json.dumps(arranged(load(name))) == json.dumps(load(name))
+
+
+def test_the_order_of_figures_of_stock_is_that_of_their_table():
     names = tpu_cycles.names_of(tpu_cycles.STEPS + tpu_cycles.TABLES)
     assert [*load("stock")] == names
     assert [*load("stock_tpu_vm")] == [name for name in names if name in load("stock_tpu_vm")]
+
+
+def test_the_order_of_generations_is_that_of_the_chips():
     assert [*load("generations")] == [*tpu_cycles.CHIPS]
-    assert [*load("versions")] == [name for name in versions.NAMES if name in load("versions")]
 
 
-def test_the_pages_are_what_the_figures_say():
-    """docs/tpu/versions.md: tests/test_versions.py."""
-    made = {
-        "README": pages.text_of_page(),
-        "stock": tpu_cycles.page(load("stock")),
-        "generations": tpu_cycles.generations_page(load("generations")),
-        "jax": jax_peers.page(load("jax"), load("stock")),
-        "forms": forms.page(load("forms")),
-    }
-    for name, text in made.items():
-        assert (pages.DOCS / f"{name}.md").read_text() == text, f"write docs/tpu/{name}.md again: --print"
+def test_the_order_of_versions_is_that_of_their_cases():
+    figures = load("versions")
+    assert [*figures] == [name for name in versions.NAMES if name in figures]
+
+
+# The pages
+
+
+PAGES = {  # of docs/tpu; versions.md is tests/test_versions.py's
+    "README": pages.text_of_page,
+    "stock": lambda: tpu_cycles.page(load("stock")),
+    "generations": lambda: tpu_cycles.generations_page(load("generations")),
+    "jax": lambda: jax_peers.page(load("jax"), load("stock")),
+    "forms": lambda: forms.page(load("forms")),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_pages_are_what_the_figures_say(name):
+    text = PAGES[name]()
+    again = f"write docs/tpu/{name}.md again: --print"
+    assert (pages.DOCS / f"{name}.md").read_text() == text, again
+
+
+# Reading and writing
 
 
 def test_a_record_is_one_line_and_its_entries_are_sorted(tmp_path):
     path = tmp_path / "results" / "figures.json"
     assert results.load(path) == {}
-    figures = {"second": {"v5e": {"b": 1, "a": {"n": 2}}}, "first": {"v4": {"fits": False}, "v5p": {"c": {}, "d": 1}}}
+    figures = {
+        "second": {"v5e": {"b": 1, "a": {"n": 2}}},
+        "first": {"v4": {"fits": False}, "v5p": {"c": {}, "d": 1}},
+    }
     results.save(path, figures)
     assert path.read_text().splitlines() == [
         "{",
@@ -100,15 +130,23 @@ def test_figures_are_saved_whole_or_not_at_all(tmp_path):
     results.save(path, {"a": 1})
     with pytest.raises(TypeError):
         results.save(path, {"a": object()})
-    assert results.load(path) == {"a": 1} and [each.name for each in path.parent.iterdir()] == ["figures.json"]
+    assert results.load(path) == {"a": 1}
+    assert [each.name for each in path.parent.iterdir()] == ["figures.json"]
 
 
 def test_a_record_has_the_named_entries_that_are_there():
-    report = {"memory": {"needed": 1, "peak": 2}, "collectives": {"all-reduce": {"count": 3, "bytes": 4}}, "what": ""}
+    report = {
+        "memory": {"needed": 1, "peak": 2},
+        "collectives": {"all-reduce": {"count": 3, "bytes": 4}},
+        "what": "",
+    }
     fields = ("memory.needed", "collectives.*.count", "uncounted.bundles", "cycles")
-    assert results.record(report, fields) == {"memory": {"needed": 1}, "collectives": {"all-reduce": {"count": 3}}}
+
+    expected = {"memory": {"needed": 1}, "collectives": {"all-reduce": {"count": 3}}}
+    assert results.record(report, fields) == expected
     assert results.record({"collectives": {}}, fields) == {"collectives": {}}
 
 
 def test_entries_follow_the_table_and_others_come_last():
-    assert [*results.in_order({"z": 1, "b": 2, "a": 3, "y": 4}, ["a", "c", "b"])] == ["a", "b", "y", "z"]
+    entries = {"z": 1, "b": 2, "a": 3, "y": 4}
+    assert [*results.in_order(entries, ["a", "c", "b"])] == ["a", "b", "y", "z"]

@@ -1,4 +1,7 @@
-"""Images in shards: data/prepare/images.py writes them, data/shards.py reads them from a folder or a server."""
+"""Images in shards: data/prepare/images.py writes them, data/shards.py reads them.
+
+From a folder or from a server.
+"""
 
 import json
 import os
@@ -11,8 +14,8 @@ import datasets
 import fsspec
 import numpy as np
 import pytest
+from loading_helpers import equal, take
 from PIL import Image
-from test_loading import equal, take
 
 from bench.bucket import Bucket
 from data import remote, shards
@@ -22,15 +25,23 @@ from errors import InputError
 from train.common import loading
 from train.common.batches import training_keys
 
+TRAIN_ROWS = 75
+EVAL_ROWS = 9
+TRAIN_SHARDS = 8  # and one for evaluation
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Shards of 75 images to train on and 9 to evaluate on, of three classes, all different; they are in `tree`."""
+    """Shards of 75 images to train on and 9 to evaluate on, of three classes, all different; the
+    images are beside them, in `tree`."""
     tree = tmp_path_factory.mktemp("images") / "tree"
-    for number in range(84):
-        path = tree / ("val" if number >= 75 else "train") / "abc"[number % 3] / f"{number}.png"
+    for number in range(TRAIN_ROWS + EVAL_ROWS):
+        split = "train" if number < TRAIN_ROWS else "val"
+        path = tree / split / "abc"[number % 3] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.random.default_rng(number).integers(0, 255, (8, 9, 3), dtype=np.uint8)).save(path)
+        rng = np.random.default_rng(number)
+        Image.fromarray(rng.integers(0, 255, (8, 9, 3), dtype=np.uint8)).save(path)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(images, "SHARD_BYTES", 2750)
         images.prepare(tree, tree.parent / "shards")
@@ -38,145 +49,390 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
+def tree(folder) -> Path:
+    return folder.parent / "tree"
+
+
+@pytest.fixture
 def bucket(folder, tmp_path, monkeypatch):
+    """A server of the shards."""
     monkeypatch.setattr(remote, "PAUSES", (0, 0))
     monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path / "cache"))
-    with Bucket({path.name: path.read_bytes() for path in folder.iterdir()}).open() as bucket:
+    content = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with Bucket(content).open() as bucket:
         yield bucket
 
 
-def contents(source: Path, split: str) -> list[tuple[bytes, int]]:
-    found = open_imagenet(str(source), split, 16)
-    return [found._read(index)[:2] for index in range(len(found))]
+@pytest.fixture
+def train_names(folder) -> list[str]:
+    """The names of the training shards."""
+    return sorted(path.name for path in folder.glob("train*.parquet"))
 
 
-def test_shards_have_the_images_of_any_source_and_a_stopped_preparation_resumes(folder, tmp_path, monkeypatch):
-    tree, out, writer, steps = folder.parent / "tree", tmp_path / "out", images.pq.ParquetWriter, iter(range(7, -1, -1))
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):  # in the third shard
-        patch.setattr(writer, "write_table", lambda *table, write=writer.write_table: write(*table) or 1 / next(steps))
+def contents(source: object, split: str) -> list[tuple[bytes, int]]:
+    """Returns the encoded image and the label of each row."""
+    data = open_imagenet(str(source), split, 16)
+    return [data._read(index)[:2] for index in range(len(data))]
+
+
+def prepared_files(folder: Path) -> dict[str, bytes]:
+    """Returns the shards, and what is left of unfinished ones, by name."""
+    return {path.name: path.read_bytes() for path in folder.glob("*.p*")}
+
+
+# ---- preparation -------------------------------------------------------------------------------
+def test_a_stopped_preparation_resumes(folder, tree, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    write_table = images.pq.ParquetWriter.write_table
+    written = 0
+
+    def write_and_stop(*arguments) -> None:
+        """Stops in the third shard."""
+        nonlocal written
+        write_table(*arguments)
+        written += 1
+        if written == 8:
+            raise ZeroDivisionError
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(images.pq.ParquetWriter, "write_table", write_and_stop)
         images.prepare(tree, out)
     done = {path: path.stat().st_mtime_ns for path in out.glob("*.parquet")}
-    assert len(done) == 2 and [*out.glob("*.partial")]
-    with pytest.raises(InputError, match="is not prepared to its end; give the same `make data` command again"):
+    assert len(done) == 2
+    assert list(out.glob("*.partial"))
+
+    message = "is not prepared to its end; give the same `make data` command again"
+    with pytest.raises(InputError, match=message):
         contents(out, "train")
     with pytest.raises(InputError, match="other --seed: 0, now 1"):
         images.prepare(tree, out, seed=1)
+
     images.prepare(tree, out)
-    assert all(path.stat().st_mtime_ns == time for path, time in done.items())
-    one, other = ({path.name: path.read_bytes() for path in where.glob("*.p*")} for where in (out, folder))
-    assert one == other and len(one) == 8 + 1
+    for path, time in done.items():
+        assert path.stat().st_mtime_ns == time
+    assert prepared_files(out) == prepared_files(folder)
+    assert len(prepared_files(out)) == TRAIN_SHARDS + 1
+
+
+def test_shards_have_the_images_of_any_source(folder, tree, tmp_path):
     hub = datasets.load_dataset(str(folder), cache_dir=str(tmp_path / "hub"))
-    assert hub["train"].features["label"].names == ["a", "b", "c"] and hub["validation"][0]["image"].size == (9, 8)
+    assert hub["train"].features["label"].names == ["a", "b", "c"]
+    assert hub["validation"][0]["image"].size == (9, 8)
+
     hub.save_to_disk(tmp_path / "saved")
     images.prepare(tmp_path / "saved", tmp_path / "again")
+
     for source in (folder, tmp_path / "again"):
-        assert sorted(contents(source, "train")) == sorted(contents(tree, "train")) != contents(source, "train")
+        train = contents(source, "train")
+        assert sorted(train) == sorted(contents(tree, "train"))
+        assert train != sorted(contents(tree, "train"))
         assert contents(source, "eval") == contents(tree, "eval")
 
 
-def test_an_epoch_has_every_image_once_in_an_order_of_seed_and_epoch(folder):
+# ---- order and batches -------------------------------------------------------------------------
+@pytest.mark.parametrize(("batch", "lanes"), [(25, 1), (16, 16), (8, 8), (12, 4)])
+def test_an_epoch_has_each_image_once(folder, batch, lanes):
     data = open_imagenet(str(folder), "train", 16)
-    for batch, lanes in ((25, 1), (16, 16), (8, 8), (12, 4)):
-        order = data.order(3, 5, batch)
-        assert len(order) == len(set(order)) == 75 // batch * batch and set(order) <= set(range(75))
-        assert (order == data.order(3, 5, batch)).all() and (order != data.order(3, 6, batch)).any()
-        assert (order != data.order(4, 5, batch)).any()
-        lane = order.reshape(-1, lanes, batch // lanes)[:, 0].ravel()  # the first images of all batches
-        assert len(set(np.searchsorted(data._ends, lane, "right"))) <= 1 + -(-8 // lanes)
-    keys = list(training_keys(data, 12, 3, 4, 12))
-    second = np.concatenate([indices for epoch, indices in keys if epoch == 1])
-    np.testing.assert_array_equal(second, data.order(3, 1, 12))
+
+    order = data.order(3, 5, batch)
+
+    full_batches = TRAIN_ROWS // batch
+    assert len(order) == full_batches * batch
+    assert len(set(order)) == full_batches * batch
+    assert set(order) <= set(range(TRAIN_ROWS))
+    first_lane = order.reshape(-1, lanes, batch // lanes)[:, 0].ravel()
+    shards_of_lane = set(np.searchsorted(data._ends, first_lane, "right"))
+    assert len(shards_of_lane) <= 1 + -(-TRAIN_SHARDS // lanes)
 
 
-def test_batches_and_their_resume_do_not_depend_on_where_shards_are_nor_on_workers(folder, bucket, mesh, monkeypatch):
-    def batches(data, start=0, workers=0, train=True) -> list[dict[str, np.ndarray]]:
-        data = open_imagenet(str(data), "train" if train else "eval", 16)
-        return take(loading.parallel_loader(data, 12, mesh, train=train, seed=3, start=start, stop=14, workers=workers))
+@pytest.mark.parametrize("batch", [25, 16, 8, 12])
+def test_the_order_is_of_seed_and_epoch(folder, batch):
+    data = open_imagenet(str(folder), "train", 16)
 
+    order = data.order(3, 5, batch)
+
+    assert (order == data.order(3, 5, batch)).all()
+    assert (order != data.order(3, 6, batch)).any()
+    assert (order != data.order(4, 5, batch)).any()
+
+
+def test_training_takes_the_order_of_the_data_set(folder):
+    data = open_imagenet(str(folder), "train", 16)
+
+    keys = training_keys(data, 12, 3, 4, 12)
+    second_epoch = np.concatenate([indices for epoch, indices in keys if epoch == 1])
+
+    np.testing.assert_array_equal(second_epoch, data.order(3, 1, 12))
+
+
+@pytest.fixture
+def batches(mesh):
+    """A function that returns the batches of 14 steps, or of an evaluation."""
+
+    def of(source, start=0, workers=0, train=True) -> list[dict[str, np.ndarray]]:
+        data = open_imagenet(str(source), "train" if train else "eval", 16)
+        loader = loading.parallel_loader(
+            data, 12, mesh, train=train, seed=3, start=start, stop=14, workers=workers
+        )
+        return take(loader)
+
+    return of
+
+
+def test_batches_come_in_the_order_of_the_data_set(folder, batches):
+    rows = contents(folder, "train")
+    order = open_imagenet(str(folder), "train", 16).order(3, 0, 12)
+
+    first_epoch = batches(folder)[:6]
+
+    labels = np.concatenate([batch["label"] for batch in first_epoch])
+    assert labels.tolist() == [rows[index][1] for index in order]
+
+
+def test_bucket_and_worker_batches_are_those_of_a_folder(folder, bucket, batches, monkeypatch):
     expected = batches(folder)
-    order, own = open_imagenet(str(folder), "train", 16).order(3, 0, 12), contents(folder, "train")
-    assert [own[index][1] for index in order] == np.concatenate([batch["label"] for batch in expected[:6]]).tolist()
-    fetched, fetch = set(), shards.Cache.fetch  # what is fetched ahead, in this process
-    monkeypatch.setattr(shards.Cache, "fetch", lambda *who: fetched.add(who[1]["name"]) or fetch(*who))
-    assert equal(batches(bucket.url, start=8, workers=2), expected[8:]) and len(fetched) == 8
+    fetched_ahead = set()  # in this process
+    fetch = shards.Cache.fetch
+
+    def recorded_fetch(cache, shard, *rest):
+        fetched_ahead.add(shard["name"])
+        return fetch(cache, shard, *rest)
+
+    monkeypatch.setattr(shards.Cache, "fetch", recorded_fetch)
+
+    assert equal(batches(bucket.url, start=8, workers=2), expected[8:])
+    assert len(fetched_ahead) == TRAIN_SHARDS
     assert equal(batches(bucket.url), expected)
     assert equal(batches(bucket.url, train=False), batches(folder, train=False))
-    paths = [path for _, path, _ in bucket.requests]  # one cache for all
-    assert paths.count("shards.json") == 3 and len(set(paths)) == 1 + 9 and len(paths) == 3 + 9
-    assert not any(one.join(5) or one.is_alive() for one in threading.enumerate() if one.name == "shards")
+
+    # One cache for all: each opening reads the index, and each shard comes once.
+    paths = [path for _, path, _ in bucket.requests]
+    all_shards = TRAIN_SHARDS + 1
+    assert paths.count("shards.json") == 3
+    assert len(set(paths)) == 1 + all_shards
+    assert len(paths) == 3 + all_shards
+    for thread in threading.enumerate():
+        if thread.name == "shards":
+            thread.join(5)
+            assert not thread.is_alive()
 
 
-def test_faults_of_a_network_pass_or_name_the_file_and_a_cache_is_shared(folder, bucket, tmp_path, monkeypatch):
-    names, whole = sorted(path.name for path in folder.glob("train*.parquet")), dict(bucket.files)
+# ---- faults of a network -----------------------------------------------------------------------
+def test_an_index_that_a_bucket_does_not_give_is_named(bucket):
     bucket.trouble["shards.json"] = [503, 503, 503, 404]
-    for message in ("shards.json: 503", "there is no .*shards.json.* make data DATASET=images"):
-        with pytest.raises(InputError, match=message):
-            open_imagenet(bucket.url, "train", 16)
-    data, expected = open_imagenet(bucket.url, "train", 16), contents(folder, "train")
-    starts, content = [0, *data._ends[:-1].tolist()], whole[names[3]]
-    spoilt = {content[:-9]: " has .* bytes;", bytes(len(content)): " has the SHA", b"<html>": " has 6 bytes;"}
-    for fault, message in ({"drop": ": ", 503: ": 503", 404: ";", 403: ": 403"} | spoilt).items():
-        bucket.trouble[names[3]] = [] if isinstance(fault, bytes) else [fault] * 3
-        bucket.files[names[3]] = fault if isinstance(fault, bytes) else content
-        with pytest.raises(InputError, match=f"{bucket.url}/{names[3]}{message}") as error:
-            data._read(starts[3])
-        left = [*bucket.trouble[names[3]], *tmp_path.rglob("*.partial")]
-        assert "\n" not in str(error.value) and len(left) == (2 if fault in (404, 403) else 0)
-    bucket.trouble = {names[0]: [503], names[1]: ["drop"], names[2]: ["drop", 429]}
-    bucket.files, bucket.requests = whole, []
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(contents, [bucket.url] * 3, ["train"] * 3)) == [expected] * 3
-    assert [[path for _, path, _ in bucket.requests].count(name) for name in names] == [2, 2, 3, 1, 1, 1, 1, 1]
-    copies = [next(tmp_path.rglob(name)) for name in names]
-    copies[0].write_bytes(copies[0].read_bytes()[:300] + b"!!" + copies[0].read_bytes()[302:])
-    copies[1].rename(f"{copies[1]}.partial")  # as a killed process leaves it
-    assert [data._read(starts[number])[:2] for number in (0, 1)] == [expected[starts[number]] for number in (0, 1)]
-    monkeypatch.setattr(shards.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, shards.LEFT_FREE))
-    os.utime(copies[5], (1, 1))
-    data._cache.remove(data._shards[7])
-    data._cache.fetch(data._shards[7])
-    assert [copy.exists() for copy in copies] == [True, True, True, True, True, False, True, True]
-    monkeypatch.setattr(shards, "LEFT_FREE", 1 << 40)
-    with pytest.raises(InputError, match=r"GB for it; expected 1099.5, .*; make room, or set DATA_CACHE"):
+
+    with pytest.raises(InputError, match="shards.json: 503"):
+        open_imagenet(bucket.url, "train", 16)
+    message = "there is no .*shards.json.* make data DATASET=images"
+    with pytest.raises(InputError, match=message):
         open_imagenet(bucket.url, "train", 16)
 
 
-def test_a_local_shard_that_is_not_what_the_index_says_is_named(folder, tmp_path):
-    name, index = "train-00001-of-00008.parquet", (folder / "shards.json").read_text()
-    content, rows = (folder / name).read_bytes(), json.loads(index)["splits"]["train"][1]["rows"]
-    broken = {
-        f"{name} has 9 bytes; shards.json says {len(content)}; copy it again": (b"too short", index),
-        f"{name} is broken: .*CRC": (content[:200] + b"!!" + content[202:], index),
-        f" has {rows} rows; shards.json says 99": (content, index.replace(f'"rows": {rows}', '"rows": 99')),
-        "shards.json is no index of shards: KeyError": (content, index.replace("classes", "names")),
-        "shards.json is no index of shards of this version": (content, index.replace(f'"{name}', f'"../{name}')),
+def assert_shard_is_refused(bucket: Bucket, name: str, message: str) -> None:
+    """Asserts that reading the fourth training shard ends in one sentence that names it."""
+    data = open_imagenet(bucket.url, "train", 16)
+    first_row = int(data._ends[2])
+    with pytest.raises(InputError, match=f"{bucket.url}/{name}{message}") as error:
+        data._read(first_row)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "attempts"),
+    [("drop", ": ", 3), (503, ": 503", 3), (404, ";", 1), (403, ": 403", 1)],
+)
+def test_a_shard_that_cannot_be_fetched_is_named(
+    bucket, train_names, tmp_path, fault, message, attempts
+):
+    name = train_names[3]
+    bucket.trouble[name] = [fault] * 3
+
+    assert_shard_is_refused(bucket, name, message)
+
+    assert len(bucket.trouble[name]) == 3 - attempts
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda content: content[:-9], " has .* bytes;"),
+        (lambda content: bytes(len(content)), " has the SHA"),
+        (lambda content: b"<html>", " has 6 bytes;"),
+    ],
+)
+def test_a_shard_with_other_content_is_named(bucket, train_names, tmp_path, spoil, message):
+    name = train_names[3]
+    bucket.files[name] = spoil(bucket.files[name])
+
+    assert_shard_is_refused(bucket, name, message)
+
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_passing_faults_are_retried_and_threads_share_a_cache(folder, bucket, train_names):
+    expected = contents(folder, "train")
+    bucket.trouble = {
+        train_names[0]: [503],
+        train_names[1]: ["drop"],
+        train_names[2]: ["drop", 429],
     }
-    shutil.copytree(folder, tmp_path / "copy")
-    for message, (shard, written) in broken.items():
-        (tmp_path / "copy" / name).write_bytes(shard)
-        (tmp_path / "copy" / "shards.json").write_text(written)
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(contents, [bucket.url] * 3, ["train"] * 3))
+
+    assert found == [expected] * 3
+    requested = [path for _, path, _ in bucket.requests]
+    assert [requested.count(name) for name in train_names] == [2, 2, 3, 1, 1, 1, 1, 1]
+
+
+# ---- the cache ---------------------------------------------------------------------------------
+@pytest.fixture
+def copies(bucket, train_names, tmp_path) -> list[Path]:
+    """The copies of the training shards, all of them in the cache."""
+    contents(bucket.url, "train")
+    return [next(tmp_path.rglob(name)) for name in train_names]
+
+
+def test_a_spoilt_or_partial_copy_is_fetched_again(folder, bucket, copies):
+    expected = contents(folder, "train")
+    data = open_imagenet(bucket.url, "train", 16)
+    whole = copies[0].read_bytes()
+    copies[0].write_bytes(whole[:300] + b"!!" + whole[302:])
+    copies[1].rename(f"{copies[1]}.partial")  # as a killed process leaves it
+
+    first_of_second = int(data._ends[0])
+    assert data._read(0)[:2] == expected[0]
+    assert data._read(first_of_second)[:2] == expected[first_of_second]
+
+
+def disk_with_nothing_to_spare(path) -> tuple:
+    """Has LEFT_FREE bytes left, in place of shutil.disk_usage."""
+    return shutil._ntuple_diskusage(0, 0, shards.LEFT_FREE)
+
+
+def test_the_copy_unused_for_longest_makes_room(bucket, copies, monkeypatch):
+    data = open_imagenet(bucket.url, "train", 16)
+    monkeypatch.setattr(shards.shutil, "disk_usage", disk_with_nothing_to_spare)
+    os.utime(copies[5], (1, 1))
+
+    data._cache.remove(data._shards[7])
+    data._cache.fetch(data._shards[7])
+
+    removed = [number for number, copy in enumerate(copies) if not copy.exists()]
+    assert removed == [5]
+
+
+def test_a_disk_without_room_for_the_cache_is_explained(bucket, copies, monkeypatch):
+    copies[5].unlink()
+    monkeypatch.setattr(shards.shutil, "disk_usage", disk_with_nothing_to_spare)
+    monkeypatch.setattr(shards, "LEFT_FREE", 1 << 40)
+
+    message = r"GB for it; expected 1099.5, .*; make room, or set DATA_CACHE"
+    with pytest.raises(InputError, match=message):
+        open_imagenet(bucket.url, "train", 16)
+
+
+# ---- files that do not fit the index -----------------------------------------------------------
+def test_a_local_shard_that_is_not_what_the_index_says_is_named(folder, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    name = "train-00001-of-00008.parquet"
+    content = (folder / name).read_bytes()
+    index = (folder / "shards.json").read_text()
+    rows = json.loads(index)["splits"]["train"][1]["rows"]
+
+    def refused(message: str, shard: bytes = content, index: str = index) -> None:
+        (copy / name).write_bytes(shard)
+        (copy / "shards.json").write_text(index)
         with pytest.raises(InputError, match=message):
-            contents(tmp_path / "copy", "train")
-    for path in (tmp_path / "copy").glob("*[1-9]-of-*"):
+            contents(copy, "train")
+
+    refused(
+        f"{name} has 9 bytes; shards.json says {len(content)}; copy it again",
+        shard=b"too short",
+    )
+    refused(f"{name} is broken: .*CRC", shard=content[:200] + b"!!" + content[202:])
+    refused(
+        f" has {rows} rows; shards.json says 99",
+        index=index.replace(f'"rows": {rows}', '"rows": 99'),
+    )
+    refused(
+        "shards.json is no index of shards: KeyError",
+        index=index.replace("classes", "names"),
+    )
+    refused(
+        "shards.json is no index of shards of this version",
+        index=index.replace(f'"{name}', f'"../{name}'),
+    )
+
+
+def test_missing_local_shards_and_a_missing_index_are_named(folder, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    for path in copy.glob("*[1-9]-of-*"):
         path.unlink()
-    (tmp_path / "copy" / "shards.json").write_text(index)
-    with pytest.raises(InputError, match=f"{name} is missing; copy it again"):
-        open_imagenet(str(tmp_path / "copy"), "train", 16)
-    (tmp_path / "copy" / "shards.json").unlink()
-    with pytest.raises(InputError, match="not their index shards.json; copy shards.json there"):
-        open_imagenet(str(tmp_path / "copy"), "train", 16)
+    message = "train-00001-of-00008.parquet is missing; copy it again"
+    with pytest.raises(InputError, match=message):
+        open_imagenet(str(copy), "train", 16)
+
+    (copy / "shards.json").unlink()
+    message = "not their index shards.json; copy shards.json there"
+    with pytest.raises(InputError, match=message):
+        open_imagenet(str(copy), "train", 16)
 
 
-def test_a_shard_that_a_bucket_lacks_is_named_at_opening(folder, tmp_path, monkeypatch):
+@pytest.fixture
+def eval_shard(folder) -> Path:
+    (shard,) = folder.glob("val-*.parquet")
+    return shard
+
+
+@pytest.fixture
+def memory_bucket(folder, eval_shard, tmp_path, monkeypatch):
+    """A function that copies the shards to a bucket, and returns its URL.
+
+    The shard for evaluation gets the content given, or is not copied.
+    """
     monkeypatch.setattr(remote, "PAUSES", (0, 0))
     monkeypatch.setenv("DATA_CACHE_DIR", str(tmp_path))
-    bucket, name, (shard,) = fsspec.filesystem("memory"), "memory://shards", folder.glob("val-*.parquet")
-    for content, message in ((None, "is missing"), (b"short", "has 5 bytes; shards.json says"), (b"", "has 0 bytes")):
+    bucket = fsspec.filesystem("memory")
+
+    def copy(eval_content: bytes | None) -> str:
         for path in folder.iterdir():
-            if path.is_file() and (path != shard or content is not None):
-                bucket.pipe_file(f"/shards/{path.name}", content if path == shard else path.read_bytes())
-        assert len(open_imagenet(name, "train", 16)) == 75
-        with pytest.raises(InputError, match=f"{name}/{shard.name} {message}"):
-            open_imagenet(name, "eval", 16)
-    monkeypatch.setattr(type(bucket), "ls", lambda *_, **__: [][0])  # a bucket that cannot list
-    assert len(open_imagenet(name, "eval", 16)) == 9
+            if path.is_file() and path != eval_shard:
+                bucket.pipe_file(f"/{tmp_path.name}/{path.name}", path.read_bytes())
+        if eval_content is not None:
+            bucket.pipe_file(f"/{tmp_path.name}/{eval_shard.name}", eval_content)
+        return f"memory://{tmp_path.name}"
+
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is missing"),
+        (b"short", "has 5 bytes; shards.json says"),
+        (b"", "has 0 bytes"),
+    ],
+)
+def test_a_shard_that_a_bucket_lacks_is_named_at_opening(
+    memory_bucket, eval_shard, content, message
+):
+    url = memory_bucket(content)
+
+    assert len(open_imagenet(url, "train", 16)) == TRAIN_ROWS
+    with pytest.raises(InputError, match=f"{url}/{eval_shard.name} {message}"):
+        open_imagenet(url, "eval", 16)
+
+
+def test_a_bucket_that_cannot_list_is_opened_unchecked(memory_bucket, monkeypatch):
+    url = memory_bucket(b"")
+
+    def cannot_list(*_, **__):
+        raise IndexError
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "ls", cannot_list)
+
+    assert len(open_imagenet(url, "eval", 16)) == EVAL_ROWS

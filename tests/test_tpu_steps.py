@@ -14,37 +14,53 @@ def described(batch) -> dict:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()}
 
 
-def check(dataset, plan, mesh, batch, ignored=("mask",), **options):
-    """The loader uploads what steps.py describes. Its mask says which rows count; not every step asks."""
-    with loading.parallel_loader(dataset, plan, mesh, train=True, seed=0, stop=1, workers=0, **options) as loader:
+def check(dataset, plan, mesh, batch, ignored=("mask",), **options) -> None:
+    """Asserts that the loader uploads what steps.py describes.
+
+    Args:
+        batch: the description.
+        ignored: fields that not every step asks for, such as the mask of rows that count.
+    """
+    options = {"train": True, "seed": 0, "stop": 1, "workers": 0, **options}
+    with loading.parallel_loader(dataset, plan, mesh, **options) as loader:
         uploaded = described(next(iter(loader)))
+
     expected = described(batch)
-    assert expected == {name: of for name, of in uploaded.items() if name in expected or name not in ignored}
+    for name in ignored:
+        if name not in expected:
+            uploaded.pop(name, None)
+    assert uploaded == expected
 
 
 def test_images(mesh):
     config = resnet50.TINY
-    check(resnet50.open_data(config).train, config.batch_size, mesh, steps.image_batch(config, mesh))
+    images = resnet50.open_data(config).train
+    check(images, config.batch_size, mesh, steps.image_batch(config, mesh))
 
 
 @pytest.mark.parametrize("task", ["sst2", "stsb"])
 def test_sentences(mesh, task):
     config = glue.validate(replace(glue.TINY, task=task, lengths=(32,)))
     examples = glue.open_data(config).train
-    check(examples, glue.batch_plan(config, examples, mesh, train=True), mesh, steps.sentence_batch(config, mesh))
+    plan = glue.batch_plan(config, examples, mesh, train=True)
+    check(examples, plan, mesh, steps.sentence_batch(config, mesh))
 
 
-@pytest.mark.parametrize("model, next_sentence", [("bert", False), ("bert", True), ("xlnet", False)])
+@pytest.mark.parametrize(
+    "model, next_sentence", [("bert", False), ("bert", True), ("xlnet", False)]
+)
 def test_text(mesh, model, next_sentence):
-    config = pretrain.validate(replace(pretrain.TINY, model=model, next_sentence=next_sentence))
+    config = replace(pretrain.TINY, model=model, next_sentence=next_sentence)
+    config = pretrain.validate(config)
     expected = steps.text_batch(config, mesh, pretrain.SYNTHETIC_LENGTH)
     check(pretrain.open_data(config).train, config.batch_size, mesh, expected)
 
 
-def test_a_part_of_a_batch_of_text(mesh):
+def test_a_micro_batch_of_text(mesh):
     config = pretrain.validate(replace(pretrain.TINY, update_every=2))
     expected = steps.text_batch(config, mesh, pretrain.SYNTHETIC_LENGTH)
-    check(pretrain.open_data(config).train, config.batch_size, mesh, expected, split=2, count=objectives.counts)
+    text = pretrain.open_data(config).train
+    check(text, config.batch_size, mesh, expected, split=2, count=objectives.counts)
 
 
 @pytest.mark.parametrize("pack", [False, True])
@@ -58,6 +74,8 @@ def test_translation(mesh, pack):
 def test_clicks(mesh):
     config = dlrm.TINY
     expected = steps.click_batch(config, mesh, sum(dlrm.SYNTHETIC_LOOKUPS))
-    # Not "present" of the synthetic twin, whose bags may lack ids; Criteo's arrays are full, and have 13 numbers.
+    # Not "present" of the synthetic twin, whose bags may lack ids; Criteo's arrays are full, and
+    # have 13 numbers.
     assert expected.pop("dense").shape == (config.batch_size, 13)
-    check(dlrm.open_data(config).train, config.batch_size, mesh, expected, ignored=("mask", "present", "dense"))
+    ignored = ("mask", "present", "dense")
+    check(dlrm.open_data(config).train, config.batch_size, mesh, expected, ignored)

@@ -1,4 +1,11 @@
-"""tpu/compiler/versions.py: its cases, a compiler that dies, the page. That they compile is seen by `make guards`."""
+"""tpu/compiler/versions.py: its cases, a compiler that dies, the page.
+
+That they compile is seen by `make guards`.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -8,114 +15,185 @@ from train.common.xla import backend
 
 OLD, NEW = libtpu.VERSIONS
 CASE = next(case for case in versions.CASES if "evaluate" in case.programs)
+LIBTPUS_STACK = 65_536  # bytes
+
+
+def names() -> list[str]:
+    """Returns the names of all programs of all cases."""
+    found = []
+    for case in versions.CASES:
+        found += [case.named(program) for program in case.programs]
+    return found
+
+
+def figures() -> dict[str, dict]:
+    return versions.results.load(versions.FIGURES)
+
+
+# The cases
 
 
 def test_every_program_has_a_name_of_its_own():
-    names = [case.named(program) for case in versions.CASES for program in case.programs]
-    assert len(names) == len(set(names)) > 100
+    assert len(names()) == len(set(names()))
+    assert len(names()) > 100
 
 
 def test_all_but_the_longest_have_figures():
     """And no figure is of a case that is gone."""
-    every = {case.named(program) for case in versions.CASES for program in case.programs}
-    figures = set(versions.results.load(versions.FIGURES))
-    assert figures <= every
-    assert all(name.startswith("xlnet-large") for name in every - figures), every - figures
-
-
-def test_the_safe_forms_that_die_have_remat_as_the_page_says():
-    figures = versions.results.load(versions.FIGURES)
-    died = [name for name, found in figures.items() if "died" in found.get(versions.SAFE, {})]
-    assert died and all("--remat" in name for name in died), died
-    assert versions.PAGE.read_text() == versions.page(figures), "python -m tpu.compiler.versions --print"
+    assert figures().keys() <= set(names())
+    missing = set(names()) - figures().keys()
+    assert all(name.startswith("xlnet-large") for name in missing), missing
 
 
 def test_every_case_is_a_configuration_of_its_script():
     for case in versions.CASES:
         row = case.row
-        config = compiling.Job(row.model, row.preset, row.task, row.flags, row.batch).config(8)
-        assert config.safe_forms is False, row.name
+        job = compiling.Job(row.model, row.preset, row.task, row.flags, row.batch)
+        assert job.config(8).safe_forms is False, row.name
         assert set(case.programs) <= set(compiling.PROGRAMS)
 
 
-def test_every_flag_is_tried_in_every_script_that_has_it():
-    flags = ("--remat", "--update-every", "--precision", "--shard-state", "--mesh")
-    for model, absent in (("resnet50", {"--remat", "--mesh"}), ("transformer", set()), ("bert", set())):
-        tried = {flag for case in versions.CASES if case.row.model == model for flag in case.row.flags}
-        assert set(flags) - tried == absent, model
+@pytest.mark.parametrize(
+    ("model", "absent"),
+    [("resnet50", {"--remat", "--mesh"}), ("transformer", set()), ("bert", set())],
+)
+def test_every_flag_is_tried_in_every_script_that_has_it(model, absent):
+    flags = {"--remat", "--update-every", "--precision", "--shard-state", "--mesh"}
+    tried = set()
+    for case in versions.CASES:
+        if case.row.model == model:
+            tried.update(case.row.flags)
+    assert flags - tried == absent
 
 
 def test_a_flag_that_is_given_twice_has_the_last_value():
-    merged = versions._merged(("--a", "1", "--precision", "bfloat16"), ("--precision", "float32"))
-    assert merged == ("--a", "1", "--precision", "float32")
+    first = ("--a", "1", "--precision", "bfloat16")
+    second = ("--precision", "float32")
+    assert versions._merged(first, second) == ("--a", "1", "--precision", "float32")
+
+
+# The figures
+
+
+def test_safe_forms_die_with_remat_only_as_the_page_says():
+    died = []
+    for name, found in figures().items():
+        if "died" in found.get(versions.SAFE, {}):
+            died.append(name)
+    assert died
+    assert all("--remat" in name for name in died), died
+
+
+def test_the_page_is_what_the_figures_say():
+    page = versions.page(figures())
+    assert versions.PAGE.read_text() == page, "python -m tpu.compiler.versions --print"
 
 
 def test_the_default_stack_is_four_times_the_largest_need():
-    needs = [found["least_stack"] for found in versions.results.load(versions.FIGURES).values()]
+    needs = [found["least_stack"] for found in figures().values()]
     assert None not in needs, "a program that dies with every stack that was tried"
     assert 4 * max(needs) <= versions.DEFAULT_STACK
 
 
 def test_every_program_that_was_compiled_compiles_on_a_tpu_vm():
-    for name, found in versions.results.load(versions.FIGURES).items():
+    for name, found in figures().items():
         assert "needed" in found[OLD], (name, found[OLD])
-        if versions.SAFE in found and "--remat" not in name:  # of which docs/tpu.md says that they may not be enough
+        if "--remat" in name:  # of which docs/tpu.md says that safe forms may not be enough
+            continue
+        if versions.SAFE in found:
             assert "needed" in found[versions.SAFE], (name, found[versions.SAFE])
 
 
-@pytest.mark.parametrize("enough", [65_536, 98_304])
-def test_the_least_stack_is_the_first_that_the_compiler_survives(enough, monkeypatch):
-    """With a compiler that dies below `enough`, and one of the safe forms that has no flag for it."""
-    tried = []
+# A compiler that dies
 
-    class Memory:
-        needed = 2**30
 
-    def compile(module, topology, effort, library, variables):
-        flags = dict(flag.split("=") for flag in variables["LIBTPU_INIT_ARGS"].split())
-        stack = int(flags.get(backend.STACK.split("=")[0], 65_536))
-        tried.append((module, OLD if OLD in str(library) else NEW, stack))
-        if module == b"usual" and OLD in str(library) and stack < enough:
+@dataclass(frozen=True)
+class Attempt:
+    """A call of the compiler."""
+
+    module: bytes
+    version: str
+    stack: int  # bytes
+
+
+@dataclass
+class MortalCompiler:
+    """Dies of usual forms in the old version on a stack below `enough` bytes."""
+
+    enough: int
+    attempts: list[Attempt]
+
+    def compile(self, module, topology, effort, library, variables) -> apart.Compiled:
+        flags = {}
+        for flag in variables["LIBTPU_INIT_ARGS"].split():
+            name, value = flag.split("=")
+            flags[name] = value
+        name_of_stack, _, _ = backend.STACK.partition("=")
+        stack = int(flags.get(name_of_stack, LIBTPUS_STACK))
+        version = OLD if OLD in str(library) else NEW
+        self.attempts.append(Attempt(module, version, stack))
+
+        if module == b"usual" and version == OLD and stack < self.enough:
             raise apart.CompilerDied(OLD, "SIGSEGV, stack overflow", "")
-        return apart.Compiled(Memory, None, b"")
+        memory = SimpleNamespace(needed=2**30)
+        return apart.Compiled(memory, None, b"")
 
-    class Staged:
-        kept = 5
 
-        def __init__(self, module):
-            self.module = module
+def stage(job, mesh, script):
+    """Stands in for compile.stage: the module says which forms the job asks for."""
+    module = b"safe" if "--safe-forms" in job.flags else b"usual"
+    return None, SimpleNamespace(module=module, kept=5)
 
-    class Topology:
-        num_devices, kind = 1, "TPU v5 lite"
-        __init__ = __exit__ = lambda *_: None
-        __enter__ = lambda self: self  # noqa: E731
 
-    def stage(job, mesh, script):
-        return None, Staged(b"safe" if "--safe-forms" in job.flags else b"usual")
-
-    monkeypatch.setattr(apart, "compile", compile)
+@pytest.mark.parametrize("enough", [65_536, 98_304])
+def test_the_least_stack_is_the_first_that_compiles(enough, monkeypatch):
+    """And safe forms are tried, without a flag for the stack, where libtpu's own is too small."""
+    compiler = MortalCompiler(enough, [])
+    topology = MagicMock(num_devices=1, kind="TPU v5 lite")
+    topology.__enter__.return_value = topology
+    monkeypatch.setattr(apart, "compile", compiler.compile)
     monkeypatch.setattr(libtpu, "installed", lambda version: version)
-    monkeypatch.setattr(libtpu, "Topology", Topology)
-    monkeypatch.setattr(versions.staging, "setup", lambda *_: compiling.device.Mesh(*[None] * 8))
+    monkeypatch.setattr(libtpu, "Topology", lambda *_: topology)
+    mesh = compiling.device.Mesh(*[None] * 8)
+    monkeypatch.setattr(versions.staging, "setup", lambda *_: mesh)
     monkeypatch.setattr(compiling, "stage", stage)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--of=theshell")
     monkeypatch.setenv("TPU_LIBRARY_PATH", "")
-    found = versions.compile_case(versions.replace(CASE, programs=("evaluate",)))["evaluate"]
+
+    case = versions.replace(CASE, programs=("evaluate",))
+    found = versions.compile_case(case)["evaluate"]
 
     assert found["least_stack"] == enough
-    assert found[OLD] == found[NEW] == {"needed": 2**30 + 5}
-    assert tried[0] == (b"usual", NEW, versions.DEFAULT_STACK)
-    assert (versions.SAFE in found) is (enough > 65_536)
-    if enough > 65_536:
-        assert tried[-1] == (b"safe", OLD, 65_536)
+    assert found[OLD] == {"needed": 2**30 + 5}
+    assert found[NEW] == {"needed": 2**30 + 5}
+    assert compiler.attempts[0] == Attempt(b"usual", NEW, versions.DEFAULT_STACK)
+    if enough > LIBTPUS_STACK:
+        assert versions.SAFE in found
+        assert compiler.attempts[-1] == Attempt(b"safe", OLD, LIBTPUS_STACK)
+    else:
+        assert versions.SAFE not in found
+
+
+# The page
+
+
+def line_of(lines: list[str], program: str) -> str:
+    """Returns the only line of a program of CASE."""
+    cells = f"| {CASE.row.name} | {program} | {CASE.topology} "
+    (line,) = (line for line in lines if cells in line)
+    return line
 
 
 def test_the_page_says_what_was_not_run_and_what_dies():
-    name = CASE.named("evaluate")
-    dead = {"died": "SIGSEGV, stack overflow"}
-    figures = {name: {OLD: dead, NEW: {"needed": 2**31}, "least_stack": None, versions.SAFE: {"needed": 2**30}}}
-    lines = versions.page(figures).splitlines()
-    (line,) = (line for line in lines if f"| {CASE.row.name} | evaluate | {CASE.topology} " in line)
-    assert "| **dies** (SIGSEGV, stack overflow) | 2.00 | 1.00 | more than 256 |" in line
-    (other,) = (line for line in lines if f"| {CASE.row.name} | train | {CASE.topology} " in line)
-    assert other.endswith("| not run | not run | not run | not run |")
+    found = {
+        OLD: {"died": "SIGSEGV, stack overflow"},
+        NEW: {"needed": 2**31},
+        "least_stack": None,
+        versions.SAFE: {"needed": 2**30},
+    }
+    lines = versions.page({CASE.named("evaluate"): found}).splitlines()
+
+    dead = "| **dies** (SIGSEGV, stack overflow) | 2.00 | 1.00 | more than 256 |"
+    assert dead in line_of(lines, "evaluate")
+    not_run = "| not run | not run | not run | not run |"
+    assert line_of(lines, "train").endswith(not_run)

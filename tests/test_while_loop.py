@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -10,22 +11,25 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 from helpers import on_mesh, update
-from torch import nn
+from torch import Tensor, nn
 
 from train.common import device
 from train.common.xla import backend as xla
 from train.common.xla import replay
 from train.common.xla.while_loop import WhileLoop
 
-LIMITS = [1, 2, 3, 4, 5, 6, 7, 8]
+ROWS = 8
+LIMITS = [1, 2, 3, 4, 5, 6, 7, 8]  # rounds of each row
+ADAM = partial(torch.optim.Adam, lr=0.03, betas=(0.9, 0.98), foreach=False)
 
 
 class Chain(nn.Module):
-    """Reads its tied matrix twice, so that a loop with its weights untied or out of date would show."""
+    """Reads its tied matrix twice: a loop with its weights untied or out of date would show."""
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
+        self.embedding = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11)
         self.head.weight = self.embedding.weight
         self.register_buffer("shift", torch.randn(6) / 10)
 
@@ -34,10 +38,18 @@ class Chain(nn.Module):
 
 
 def round_of(model, state, reads):
-    """One round: the loop ends when `limit` rounds are over; rows whose limit is lower keep their state."""
-    going = (state["time"] < reads["limit"])[:, None]
-    new = {"x": torch.where(going, model(state["x"]) + reads["add"], state["x"]), "time": state["time"] + 1}
-    return {"running": (new["time"] < reads["limit"]).any(), **new}
+    """Computes one round; rows whose limit is lower keep their state.
+
+    The loop ends when `limit` rounds are over.
+    """
+    runs = state["time"] < reads["limit"]
+    moved = model(state["x"]) + reads["add"]
+    time = state["time"] + 1
+    return {
+        "running": (time < reads["limit"]).any(),
+        "x": torch.where(runs[:, None], moved, state["x"]),
+        "time": time,
+    }
 
 
 @torch.no_grad()
@@ -47,66 +59,134 @@ def python_loop(model, state, reads):
     return state
 
 
-def loop_input(mesh, limits):
-    """(state, what its rounds read) of 8 rows on the CPU, and the same sharded over the devices."""
+@dataclass
+class LoopInput:
+    """What a loop of 8 rows begins with, and what its rounds read."""
+
+    state: dict[str, Tensor]
+    reads: dict[str, Tensor]
+
+
+def loop_input(mesh, limits: list[int]) -> tuple[LoopInput, LoopInput]:
+    """Returns the same input on the CPU, and sharded over the devices."""
     torch.manual_seed(3)
-    state = {"running": torch.tensor(True), "x": torch.randn(8, 6), "time": torch.tensor(0, dtype=torch.int32)}
-    reads = {"add": torch.randn(8, 6) / 5, "limit": torch.tensor(limits, dtype=torch.int32)}
+    state = {
+        "running": torch.tensor(True),
+        "x": torch.randn(ROWS, 6),
+        "time": torch.tensor(0, dtype=torch.int32),
+    }
+    reads = {
+        "add": torch.randn(ROWS, 6) / 5,
+        "limit": torch.tensor(limits, dtype=torch.int32),
+    }
 
-    def upload(tensor):
-        return device.upload(tensor, mesh) if tensor.dim() else tensor.to(mesh.device)
+    def upload(tensor: Tensor) -> Tensor:
+        if tensor.dim():
+            return device.upload(tensor, mesh)
+        return tensor.to(mesh.device)
 
-    on_device = [{name: upload(tensor) for name, tensor in each.items()} for each in (state, reads)]
-    return (state, reads), tuple(on_device)
+    on_device = LoopInput(
+        state={name: upload(tensor) for name, tensor in state.items()},
+        reads={name: upload(tensor) for name, tensor in reads.items()},
+    )
+    return LoopInput(state, reads), on_device
 
 
-def test_a_loop_on_sharded_state_gives_the_numbers_of_a_python_loop_before_and_between_train_steps(mesh):
-    """Of any length, since it ends when the device says so, and with the weights of the moment; the program is one."""
-    adam = partial(torch.optim.Adam, lr=0.03, betas=(0.9, 0.98), foreach=False)
-    reference = Chain()
-    model, made = on_mesh(mesh, copy.deepcopy(reference), adam)
-    rounds = []
+def mean_step(model, optimizer, x):
+    return update(model(x).square().mean(), optimizer)
 
-    def body(state, reads):
-        rounds.append(1)  # Python traces one round
-        return round_of(model, state, reads)
 
-    loop = WhileLoop(body, model)
-    run_loop = device.compiled(torch.no_grad()(lambda model, state, reads: loop(state, reads)), mesh)
+class Peers:
+    """A model with a loop on the devices, and its copy with a loop in Python."""
 
-    def assert_same(limits, **tolerance):
-        on_cpu, on_device = loop_input(mesh, limits)  # new tensors each time, as a loader's are
-        assert "devices=[4" in torch_xla._XLAC._get_xla_sharding_spec(on_device[0]["x"])
-        expected, reads = python_loop(reference, *on_cpu), xla.host_reads()
-        found = run_loop(model, *on_device)
+    def __init__(self, mesh):
+        self.mesh = mesh
+        self.reference = Chain()
+        self.model, self.optimizer = on_mesh(mesh, copy.deepcopy(self.reference), ADAM)
+        self.reference_optimizer = ADAM(self.reference.parameters())
+        self.rounds_traced = 0
+        loop = WhileLoop(self.traced_round, self.model)
+
+        @torch.no_grad()
+        def run_loop(model, state, reads):
+            return loop(state, reads)
+
+        self.run_loop = device.compiled(run_loop, mesh)
+        self.train_step = device.compiled(mean_step, mesh)
+
+    def traced_round(self, state, reads):
+        self.rounds_traced += 1
+        return round_of(self.model, state, reads)
+
+    def train(self, x: Tensor) -> None:
+        """Takes a step of training on both."""
+        mean_step(self.reference, self.reference_optimizer, x)
+        self.train_step(self.model, self.optimizer, device.upload(x, self.mesh))
+
+    def assert_same(self, limits: list[int], **tolerance) -> Tensor:
+        """Asserts that both loops give the same state, and that nothing is read from the device.
+
+        Returns:
+            the last x.
+        """
+        # New tensors each time, as a loader's are.
+        on_cpu, on_device = loop_input(self.mesh, limits)
+        spec = torch_xla._XLAC._get_xla_sharding_spec(on_device.state["x"])
+        assert "devices=[4" in spec
+        expected = python_loop(self.reference, on_cpu.state, on_cpu.reads)
+
+        reads = xla.host_reads()
+        found = self.run_loop(self.model, on_device.state, on_device.reads)
         assert xla.host_reads() == reads
-        assert found["time"].item() == expected["time"].item() == max(limits)
+
+        assert found["time"].item() == max(limits)
+        assert expected["time"].item() == max(limits)
         assert not found["running"].item()
         torch.testing.assert_close(found["x"].cpu(), expected["x"], **tolerance)
         return expected["x"]
 
-    def mean_step(model, optimizer, x):
-        return update(model(x).square().mean(), optimizer)
 
+@pytest.fixture
+def peers(mesh) -> Peers:
+    return Peers(mesh)
+
+
+def test_a_loop_of_any_length_is_one_program(peers):
+    """It ends when the device says so."""
     torch_xla.sync()
     graphs = xla.compilations()
-    for limits in ([3] * 8, LIMITS, [1] * 8):
-        assert_same(limits)
+    for limits in ([3] * ROWS, LIMITS, [1] * ROWS):
+        peers.assert_same(limits)
     assert xla.compilations() - graphs <= 1
-    step, expected_optimizer, results = device.compiled(mean_step, mesh), adam(reference.parameters()), []
+    assert peers.rounds_traced == 1  # Python traces one round
+
+
+def test_a_loop_between_train_steps_has_the_newest_weights(peers):
+    torch_xla.sync()
+    graphs = xla.compilations()
+    peers.assert_same(LIMITS)
+    results = []
     for _ in range(4):
-        x = torch.randn(8, 6)
-        mean_step(reference, expected_optimizer, x)
-        step(model, made, device.upload(x, mesh))
-        results.append(assert_same(LIMITS, rtol=1e-4, atol=1e-4))
-    assert xla.compilations() - graphs <= 2 and len(rounds) == 1
-    assert all((a - b).abs().max() > 0.01 for a, b in itertools.pairwise(results))  # the weights do move
-    assert model.head.weight is model.embedding.weight
-    assert {id(p) for p in model.parameters()} == {id(p) for p in made.param_groups[0]["params"]}
-    (state, _), (on_device, reads) = loop_input(mesh, [4] * 8)
-    on_device["running"] = torch.tensor(False).to(mesh.device)  # a loop that is not to run returns its state
-    found = run_loop(model, on_device, reads)
-    assert torch.equal(found["x"].cpu(), state["x"]) and found["time"].item() == 0
+        peers.train(torch.randn(ROWS, 6))
+        results.append(peers.assert_same(LIMITS, rtol=1e-4, atol=1e-4))
+
+    assert xla.compilations() - graphs <= 2
+    assert peers.rounds_traced == 1
+    for before, after in itertools.pairwise(results):
+        assert (before - after).abs().max() > 0.01  # the weights do move
+    assert peers.model.head.weight is peers.model.embedding.weight
+    trained = peers.optimizer.param_groups[0]["params"]
+    assert {id(p) for p in peers.model.parameters()} == {id(p) for p in trained}
+
+
+def test_a_loop_that_is_not_to_run_returns_its_state(peers, mesh):
+    on_cpu, on_device = loop_input(mesh, [4] * ROWS)
+    on_device.state["running"] = torch.tensor(False).to(mesh.device)
+
+    found = peers.run_loop(peers.model, on_device.state, on_device.reads)
+
+    assert torch.equal(found["x"].cpu(), on_cpu.state["x"])
+    assert found["time"].item() == 0
 
 
 def test_a_loop_follows_the_mode_and_the_precision(mesh):
@@ -116,9 +196,16 @@ def test_a_loop_follows_the_mode_and_the_precision(mesh):
         device.replicate(model.running_mean, mesh)
 
     def body(state, reads):
-        x = F.batch_norm(state["x"], model.running_mean, model.running_var) if not model.training else -state["x"]
+        if model.training:
+            x = -state["x"]
+        else:
+            x = F.batch_norm(state["x"], model.running_mean, model.running_var)
         dtype = torch.float32 if torch.is_autocast_enabled("xla") else torch.float16
-        return {"running": state["running"] & False, "x": x, "rounded": (reads["add"] / 3).to(dtype).float()}
+        return {
+            "running": state["running"] & False,
+            "x": x,
+            "rounded": (reads["add"] / 3).to(dtype).float(),
+        }
 
     loop = WhileLoop(body, model)
 
@@ -128,41 +215,65 @@ def test_a_loop_follows_the_mode_and_the_precision(mesh):
 
     step = device.compiled(run_loop, mesh, 3)
     for training, half in ((False, False), (True, False), (True, True)):
-        (state, reads), (on_device, on_device_reads) = loop_input(mesh, [1] * 8)
-        del on_device["time"]
-        found = step(model.train(training), on_device, on_device_reads, half)
-        expected = -state["x"] if training else (state["x"] - 1) / (1 + model.eps) ** 0.5
+        on_cpu, on_device = loop_input(mesh, [1] * ROWS)
+        del on_device.state["time"]
+
+        found = step(model.train(training), on_device.state, on_device.reads, half)
+
+        x = on_cpu.state["x"]
+        expected = -x if training else (x - 1) / (1 + model.eps) ** 0.5
         torch.testing.assert_close(found["x"].cpu(), expected)
-        error = (found["rounded"].cpu() - reads["add"] / 3).abs().max()
+        error = (found["rounded"].cpu() - on_cpu.reads["add"] / 3).abs().max()
         assert (error > 1e-6) == half
 
 
-CHANGES = {
-    "shape and type": (
-        lambda new: new | {"x": new["x"][:, :4], "time": new["time"].float()},
-        r"\{'time': .*torch.int32.*'x': \(\(8, 6\).* became .*'time': .*torch.float32.*'x': \(\(8, 4\)",
-    ),
-    "names": (
-        lambda new: {"running": new["running"], "more": new["x"], "x": new["x"]},
-        r"\{'more': None, 'time': .* became \{'more': \(\(8, 6\).*, 'time': None\}",
-    ),
-}
+def other_shape_and_type(new):
+    return new | {"x": new["x"][:, :4], "time": new["time"].float()}
 
 
-@pytest.mark.parametrize(("change", "words"), CHANGES.values(), ids=CHANGES)
-def test_a_loop_whose_body_changes_its_state_is_refused(mesh, change, words):
+def other_names(new):
+    return {"running": new["running"], "more": new["x"], "x": new["x"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            other_shape_and_type,
+            r"\{'time': .*torch.int32.*'x': \(\(8, 6\).* became "
+            r".*'time': .*torch.float32.*'x': \(\(8, 4\)",
+        ),
+        (
+            other_names,
+            r"\{'more': None, 'time': .* became \{'more': \(\(8, 6\).*, 'time': None\}",
+        ),
+    ],
+    ids=["shape and type", "names"],
+)
+def test_a_loop_whose_body_changes_its_state_is_refused(mesh, change, message):
     model = device.to_device(Chain(), mesh)
     loop = WhileLoop(lambda state, reads: change(round_of(model, state, reads)), model)
-    _, on_device = loop_input(mesh, [2] * 8)
+    _, on_device = loop_input(mesh, [2] * ROWS)
     weight = model.embedding.weight
-    with pytest.raises(ValueError, match=f"must keep names, shapes and types: {words}"):
-        loop(*on_device)
-    assert model.embedding.weight is weight is model.head.weight  # the stand-ins are gone
+
+    with pytest.raises(ValueError, match=f"must keep names, shapes and types: {message}"):
+        loop(on_device.state, on_device.reads)
+
+    # The stand-ins are gone.
+    assert model.embedding.weight is weight
+    assert model.head.weight is weight
 
 
-def test_no_tensor_gets_the_handle_of_a_loops_constant(mesh):
-    """A strict step would take it for one. torch_xla itself keeps the newest 128 numbers of Python only."""
-    constants, x = set(replay.loop_constants), torch.zeros((), device=mesh.device)
+def test_no_tensor_gets_the_handle_of_a_loops_constant(peers, mesh):
+    """A strict step would take it for one.
+
+    torch_xla itself keeps the newest 128 numbers of Python only.
+    """
+    peers.assert_same(LIMITS)
+    constants = set(replay.loop_constants)
+    assert constants
+
+    x = torch.zeros((), device=mesh.device)
     for number in range(12 * 150):
         x = x * (1 + number * 1e-5)
         if number % 150 == 149:
@@ -172,4 +283,4 @@ def test_no_tensor_gets_the_handle_of_a_loops_constant(mesh):
             for other in others:
                 device.annotate(other, mesh.spmd, ("data", None))
             torch_xla.sync()
-            assert constants and constants.isdisjoint(torch_xla._XLAC._get_tensors_handle(others))
+            assert constants.isdisjoint(torch_xla._XLAC._get_tensors_handle(others))

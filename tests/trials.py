@@ -1,4 +1,5 @@
-"""The five scripts as the shared tests see them: small configurations, and what is known of their runs."""
+"""The five scripts as the shared tests see them: small configurations, and what is known of their
+runs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,8 @@ from train import dlrm, glue, pretrain, resnet50, transformer
 def smooth_units(set_attribute: Callable = setattr) -> None:
     """Gives DLRM's networks softplus in place of ReLU: there rounding stays rounding.
 
-    An input of a ReLU that is 0 but for rounding is on the one side or the other by the order of a sum, about once in
-    256 steps, and from there on two runs part.
+    An input of a ReLU that is 0 but for rounding is on the one side or the other by the order of a
+    sum, about once in 256 steps, and from there on two runs part.
     """
     from torchrec.modules.mlp import Perceptron
 
@@ -37,40 +38,53 @@ class Trial:
     """A script, and how its shared tests run it."""
 
     script: ModuleType
-    learns: Any  # a trial run that reaches `learned`, the ranges of its final metrics
-    learned: dict[str, tuple[float, float]]
-    still: dict[str, Any]  # changes for a run of rate 0; weights that do not move are the same after a few steps
+    learns: Any  # a trial run that reaches `learned`
+    learned: dict[str, tuple[float, float]]  # ranges of its final metrics
+    # Changes for a run of rate 0; weights that do not move are the same after a few steps.
+    still: dict[str, Any]
     untrained: dict[str, tuple[float, float]]  # the ranges that it stays in; outside `learned`
     short: Any  # a run that logs every step, for comparisons bit for bit
-    checkpoints: tuple[int, ...]  # those that it keeps
-    kill: Stop  # the steps at which it is stopped
-    terminate: int
-    close: dict[int, float]  # number of first losses -> relative tolerance between one and four devices
-    moved: float  # how far apart the largest and the smallest of the losses that are compared at least are
+    checkpoints: tuple[int, ...]  # steps of those that it keeps
+    kill: Stop  # when it gets SIGKILL
+    terminate: int  # the step at which it gets SIGTERM
+    # Number of first losses -> relative tolerance between one and four devices.
+    close: dict[int, float]
+    moved: float  # least difference of the largest and the smallest of the losses compared
     graphs: int  # most graphs that a run on one device compiles
-    reads: int  # most reads of the device by the host in that run, apart from the losses that it logs
+    reads: int  # most reads of the device by the host in that run, besides the losses it logs
     may_be_0: str  # the numbers of its Config that may; all others are above
-    alike: Any = None  # a run that is compared between one and four devices; the short one if None
-    alike_with: Callable[[Callable], None] | None = None  # changes the process of that run, by a function as setattr
-    diverges: dict[str, Any] = field(default_factory=lambda: {"lr": 1e30})  # changes that make the loss infinite
+    # A run that is compared between one and four devices; the short one if None.
+    alike: Any = None
+    # Changes the process of that run, by a function as setattr.
+    alike_with: Callable[[Callable], None] | None = None
+    # Changes that make the loss infinite.
+    diverges: dict[str, Any] = field(default_factory=lambda: {"lr": 1e30})
 
 
-TRANSLATES = replace(transformer.TINY, batch_tokens=2048, updates=260, warmup_updates=80, eval_every=1000, save_every=8)
+TRANSLATES = replace(
+    transformer.TINY,
+    batch_tokens=2048,
+    updates=260,
+    warmup_updates=80,
+    eval_every=1000,
+    save_every=8,
+)
 MASKS = replace(pretrain.TINY, steps=160, warmup_steps=40, eval_every=1000)
 
 TRIALS = {
     "resnet50": Trial(
-        resnet50,
+        script=resnet50,
         learns=replace(resnet50.TINY, eval_every=8),
         learned=LEARNED["resnet50"],
         still={"epochs": 1, "warmup_epochs": 0.0},
         untrained={"top1": (0.0, 0.3)},
         short=replace(resnet50.TINY, epochs=2, log_every=1, save_every=10),
         checkpoints=(50, 60, 64),
-        kill=Stop(45, saved=40),  # in the second epoch
+        kill=Stop(step=45, saved=40),  # in the second epoch
         terminate=52,
         alike=replace(resnet50.TINY, epochs=1, warmup_epochs=0.5, lr=0.01, log_every=1),
-        close={1: 1e-5, 10: 1e-4, 20: 1e-3},  # rounding grows from step to step, and with the learning rate
+        # Rounding grows from step to step, and with the learning rate.
+        close={1: 1e-5, 10: 1e-4, 20: 1e-3},
         moved=0.05,
         graphs=3,  # of training and evaluation, and of a number that hosts compare
         reads=3,
@@ -78,34 +92,35 @@ TRIALS = {
         may_be_0="lr warmup_epochs momentum weight_decay label_smoothing norm_groups seed workers",
     ),
     "dlrm": Trial(
-        dlrm,
+        script=dlrm,
         learns=replace(dlrm.TINY, log_every=16, save_every=48),
         learned=LEARNED["dlrm"],
         still={},
         untrained={"auc": (0.4, 0.6)},
         short=replace(dlrm.TINY, warmup_steps=20, log_every=1, save_every=48),
         checkpoints=(240, 256),
-        kill=Stop(112, saved=96),
+        kill=Stop(step=112, saved=96),
         terminate=150,
         # Adaptive rules turn the last digits of a gradient near 0 into whole steps.
         alike=replace(dlrm.TINY, optimizer="sgd", lr=0.5, log_every=8),
         alike_with=smooth_units,
         close={33: 1e-5},
         moved=0.05,
-        graphs=4,  # of the tables' first values, training and evaluation, and of a number that hosts compare
+        # Of the tables' first values, training, evaluation, and a number that hosts compare.
+        graphs=4,
         reads=8,
         diverges={"lr": 1e30, "optimizer": "sgd"},
         may_be_0="hash_rows model_devices lr warmup_steps seed workers eval_every",
     ),
     "glue": Trial(
-        glue,
+        script=glue,
         learns=replace(glue.TINY, epochs=1.5, log_every=16),
         learned=LEARNED["glue"],
         still={"lengths": (32,), "epochs": 0.1},
         untrained={"accuracy": (0.4, 0.6), "loss": (0.6, 1.0)},
         short=replace(glue.TINY, lengths=(32,), epochs=0.25, log_every=1, eval_every=5),
         checkpoints=(16,),
-        kill=Stop(9, saved=5),
+        kill=Stop(step=9, saved=5),
         terminate=12,
         close={16: 2e-5},
         moved=0.02,
@@ -114,7 +129,7 @@ TRIALS = {
         may_be_0="lr warmup weight_decay seed workers eval_every save_every",
     ),
     "transformer": Trial(
-        transformer,
+        script=transformer,
         learns=TRANSLATES,
         learned=LEARNED["transformer"],
         still={"updates": 10},
@@ -122,9 +137,10 @@ TRIALS = {
         # Its export is the mean of the last three checkpoints.
         short=replace(TRANSLATES, lengths=(16,), updates=26, log_every=1, save_every=4, keep=3),
         checkpoints=(16, 20, 24, 26),  # the last one is between two
-        kill=Stop(14, saved=12),
+        kill=Stop(step=14, saved=12),
         terminate=21,  # its checkpoint must not take the place of one that is averaged
-        close={25: 1e-5},  # Adam turns the last digits of a gradient near 0 into whole steps: later the runs part
+        # Adam turns the last digits of a gradient near 0 into whole steps: later the runs part.
+        close={25: 1e-5},
         moved=0.5,
         graphs=5,  # of training, evaluation and translation in one shape, and two tiny ones
         reads=12,
@@ -132,14 +148,14 @@ TRIALS = {
         may_be_0="dropout lr label_smoothing length_penalty seed workers",
     ),
     "pretrain": Trial(
-        pretrain,
+        script=pretrain,
         learns=MASKS,
         learned=LEARNED["pretrain"],
         still={"steps": 2},
         untrained={"accuracy": (0.0, 0.1), "loss": (4.5, 10.0)},
         short=replace(MASKS, steps=10, warmup_steps=5, log_every=1, eval_every=4, keep=3),
         checkpoints=(4, 8, 10),
-        kill=Stop(7, saved=4),
+        kill=Stop(step=7, saved=4),
         terminate=7,
         close={10: 1e-5},
         moved=0.5,

@@ -443,7 +443,7 @@ def main(config: Config) -> dict[str, float]:
             batches.append(batch)
             # A call has one learning rate, so in the warm-up each step is a call of its own.
             if not many_steps.ends_call(
-                step, config.steps_a_call, total_steps, alone=config.warmup_steps
+                step, config.steps_a_call, total_steps, single_steps=config.warmup_steps
             ):
                 continue
 
@@ -455,7 +455,7 @@ def main(config: Config) -> dict[str, float]:
             batches = []
 
             is_first_call = step == steps_of_call
-            due = partial(many_steps.is_due, step=step, updates=steps_of_call)
+            due = partial(many_steps.is_due, step=step, steps=steps_of_call)
             if is_first_call or due(config.log_every) or step == total_steps:
                 run.log(
                     step,

@@ -21,7 +21,7 @@ WRONG = 1.0
 OURS = [
     ("train/resnet50.py", "with mesh.autocast():"),
     ("train/resnet50.py", "logits = logits.float()"),
-    ("train/common/xla/backend.py", "def set_products("),
+    ("train/common/xla/backend.py", "def set_matmul_precision("),
 ]
 
 

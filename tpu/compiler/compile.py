@@ -1,14 +1,20 @@
-"""Compiles a script's step for a TPU that is not there, and prints what the TPU's own compiler says about it.
+"""Compiles a script's step for a TPU that is not there, and prints what the TPU's own compiler says
+about it.
 
-    python -m tpu.compiler.compile resnet50 full --topology v5e:2x4     does it fit, memory, collectives: half a minute
-    python -m tpu.compiler.compile bert full --task pretrain --batch 32 --effort full  and estimated cycles: minutes
-    python -m tpu.compiler.compile dlrm mlperf_v1 --topology v6e:4x8 -- --lr 0.5    flags of the script after --
-    python -m tpu.compiler.compile transformer big --program translate      beam search instead of the train step
+    python -m tpu.compiler.compile resnet50 full --topology v5e:2x4
+                                      does it fit, memory, collectives: half a minute
+    python -m tpu.compiler.compile bert full --task pretrain --batch 32 --effort full
+                                      and estimated cycles: minutes
+    python -m tpu.compiler.compile dlrm mlperf_v1 --topology v6e:4x8 -- --lr 0.5
+                                      flags of the script after --
+    python -m tpu.compiler.compile transformer big --program translate
+                                      beam search instead of the train step
 
-This needs neither a TPU nor a network nor data, only the package libtpu: the version that a TPU VM runs, or another by
---libtpu. The script builds its step (steps.py); tpu/compiler/staging.py traces it without numbers; libtpu compiles
-it (libtpu.py) in a process of its own (apart.py), since it may die of a program. Every time, cycle and rate printed is
-an estimate; memory is what the program will ask for.
+This needs neither a TPU nor a network nor data, only the package libtpu: the version that a TPU VM
+runs, or another by --libtpu. The script builds its step (steps.py); tpu/compiler/staging.py traces
+it without numbers; libtpu compiles it (libtpu.py) in a process of its own (apart.py), since it may
+die of a program. Every time, cycle and rate printed is an estimate; memory is what the program will
+ask for.
 """
 
 import argparse
@@ -26,8 +32,10 @@ from types import MappingProxyType
 from typing import Any
 
 if __name__ == "__main__":
-    # So that operations know the lines of Python that they come from; read when torch_xla is imported.
-    os.environ["XLA_IR_DEBUG"] = os.environ["XLA_HLO_DEBUG"] = "1"
+    # So that operations know the lines of Python that they come from; read when torch_xla is
+    # imported.
+    os.environ["XLA_IR_DEBUG"] = "1"
+    os.environ["XLA_HLO_DEBUG"] = "1"
 
 import tyro
 
@@ -44,7 +52,13 @@ MODELS = ("resnet50", "transformer", "dlrm", *encoders.PRETRAINED)
 EFFORTS = ("fast", "full")
 PROGRAMS = ("train", "evaluate", "translate")
 DIED = 3  # exit code: the compiler died; 1: it does not fit, 2: input
-FIRST_PRESET = {resnet50: "full", transformer: "base", dlrm: "kaggle", glue: "full", pretrain: "full"}
+FIRST_PRESET = {
+    resnet50: "full",
+    transformer: "base",
+    dlrm: "kaggle",
+    glue: "full",
+    pretrain: "full",
+}
 MAKERS = {
     resnet50: steps.images,
     transformer: steps.translation,
@@ -56,7 +70,8 @@ MAKERS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What to compile: a preset of a script, with some of its flags, a batch per device, and which of its programs."""
+    """What to compile: a preset of a script, with some of its flags, a batch per device, and which
+    of its programs."""
 
     model: str
     preset: str
@@ -69,7 +84,11 @@ class Job:
     def script(self) -> Any:
         """The module in train/."""
         scripts = {"resnet50": resnet50, "transformer": transformer, "dlrm": dlrm}
-        return scripts.get(self.model) or (pretrain if self.task == "pretrain" else glue)
+        if self.model in scripts:
+            return scripts[self.model]
+        if self.task == "pretrain":
+            return pretrain
+        return glue
 
     def config(self, devices: int) -> Any:
         """Returns the script's Config, with the batch of all devices."""
@@ -78,17 +97,22 @@ class Job:
             flags = ["--model", self.model, *flags]
         if self.script is glue and self.task:
             flags = ["--task", self.task, *flags]
-        config = tyro.extras.overridable_config_cli(self.script.PRESETS, args=[self.preset, *flags])
+        arguments = [self.preset, *flags]
+        config = tyro.extras.overridable_config_cli(self.script.PRESETS, args=arguments)
         if hasattr(config, "update_every"):
             cli.at_least(config, 1, "update_every")
         if self.script is pretrain and config.batch_size is None:
             config = replace(config, batch_size=pretrain.recipe_of(config).batch_size)
+
         if not self.batch:
             return config
+        examples = self.batch * devices
         if self.script is transformer:
-            tokens = config.lengths[-1] if config.lengths else steps.LONGEST
-            return replace(config, batch_tokens=self.batch * devices * tokens)
-        return replace(config, batch_size=self.batch * devices * getattr(config, "update_every", 1))
+            return replace(config, batch_tokens=examples * steps.longest_row(config))
+        return replace(config, batch_size=examples * getattr(config, "update_every", 1))
+
+
+# ---- one step ------------------------------------------------------------------------------------
 
 
 def stage(job: Job, mesh: device.Mesh, script: Any) -> tuple[steps.Step, staging.Staged]:
@@ -99,20 +123,26 @@ def stage(job: Job, mesh: device.Mesh, script: Any) -> tuple[steps.Step, staging
     """
     config = job.config(mesh.num_devices)
     mesh = sharding.arranged(mesh, getattr(config, "layout", WHOLE))
+    make_step = MAKERS[job.script]
     if job.program == "train":
-        step = MAKERS[job.script](config, mesh, script)
+        step = make_step(config, mesh, script)
     else:
-        step = MAKERS[job.script](steps.of_one_batch(config, mesh.num_devices, job.batch), mesh, script)
+        one_batch = steps.of_one_batch(config, mesh.num_devices, job.batch)
+        step = make_step(one_batch, mesh, script)
         step = steps.evaluation(step, script, getattr(config, "update_every", 1))
-        step = steps.beam_search(step) if job.program == "translate" else step
+    if job.program == "translate":
+        step = steps.beam_search(step)
+
     if step.examples % mesh.num_devices:
-        raise InputError(
-            f"{mesh.num_devices} devices cannot share a step of {step.examples:,} {step.unit} equally; give --batch, "
-            "the number per device"
-        )
+        uneven = f"{mesh.num_devices} devices cannot share a step of {step.examples:,} {step.unit}"
+        raise InputError(f"{uneven} equally; give --batch, the number per device")
+
     staged = staging.stage(step.function, *step.arguments)
-    shardings = {number: hlo.op_sharding(spec, sizes) for number, (spec, sizes) in staged.shardings.items()}
-    module = hlo.with_parameter_shardings(hlo.with_buffer_donors(staged.module, staged.donated), shardings)
+    shardings = {}
+    for number, (spec, sizes) in staged.shardings.items():
+        shardings[number] = hlo.op_sharding(spec, sizes)
+    module = hlo.with_buffer_donors(staged.module, staged.donated)
+    module = hlo.with_parameter_shardings(module, shardings)
     return step, replace(staged, module=module)
 
 
@@ -148,7 +178,8 @@ def compile_step(
 
     Args:
         code: the folder into which libtpu writes the code of operations; "": it does not.
-        besides: a version of libtpu that compiles the same program, too; the report then has what it needs.
+        besides: a version of libtpu that compiles the same program, too; the report then has what
+            it needs.
     Raises:
         libtpu.OutOfMemory: it does not fit into a device's memory.
         apart.CompilerDied: the compiler died of it.
@@ -156,145 +187,241 @@ def compile_step(
     step, staged = stage(job, mesh, script)
     started = time.perf_counter()
     # It may take minutes, and what the other process writes is shown only where it dies.
-    print(f"libtpu {libtpu.version()} compiles for {topology.name}, effort {effort}", file=sys.stderr, flush=True)
+    announced = f"libtpu {libtpu.version()} compiles for {topology.name}, effort {effort}"
+    print(announced, file=sys.stderr, flush=True)
+
     with _counting(staged.kept):
         program = apart.compile(staged.module, topology.name, effort, libtpu.find())
         seconds = time.perf_counter() - started
-        identity = {
-            "model": job.model,
-            "program": job.program,
-            "task": job.task,
-            "preset": job.preset,
-            "flags": list(job.flags),
-            "what": step.what,
-            "unit": step.unit,
-            "topology": topology.name,
-            "kind": topology.kind,
-            "devices": topology.num_devices,
-            "batch": step.examples // topology.num_devices,
-            "effort": effort,
-            "libtpu": libtpu.version(),
-            "fingerprint": hlo.fingerprint(staged.module),
-            "compile_seconds": round(seconds, 1),
-            "hbm_bytes": topology.hbm_bytes,
-        }
+        identity = _identity(job, topology, effort, step, staged)
+        identity["compile_seconds"] = round(seconds, 1)
+        identity["hbm_bytes"] = topology.hbm_bytes
         if getattr(job.config(topology.num_devices), "layout", WHOLE) != WHOLE:
-            state = next(each for each in step.arguments if hasattr(each, "model") and hasattr(each, "optimizer"))
-            identity["placement"] = sharding.table(state.model)
+            identity["placement"] = sharding.table(_state(step).model)
+
         counted = bundles.read(code) if code else None
-        figures = report.figures(staged, program, libtpu.GENERATIONS[topology.generation], effort, counted)
+        generation = libtpu.GENERATIONS[topology.generation]
+        figures = report.figures(staged, program, generation, effort, counted)
         if occupied(figures) > topology.hbm_bytes:
-            raise libtpu.OutOfMemory(topology.name, figures["memory"]["needed"], topology.hbm_bytes, [], "")
+            needed = figures["memory"]["needed"]
+            raise libtpu.OutOfMemory(topology.name, needed, topology.hbm_bytes, [], "")
 
     if besides:
-        try:
-            other = apart.compile(staged.module, topology.name, effort, libtpu.installed(besides))
-        except libtpu.OutOfMemory as error:  # not of the version that the report is of
-            raise InputError(f"by libtpu {besides}, asked for by --besides, {error}") from error
-        except libtpu.CompilerError as error:
-            raise InputError(what_was_refused(error, besides, job, topology.name)) from error
-        identity["besides"] = {"libtpu": besides, "needed": other.memory.needed}
+        needed = _needed_by(besides, job, staged.module, topology.name, effort)
+        identity["besides"] = {"libtpu": besides, "needed": needed}
     return identity | figures, program.optimized
 
 
+def _identity(
+    job: Job,
+    topology: libtpu.Topology,
+    effort: str,
+    step: steps.Step,
+    staged: staging.Staged,
+) -> dict:
+    """Returns the entries of a report that say what was compiled."""
+    return {
+        "model": job.model,
+        "program": job.program,
+        "task": job.task,
+        "preset": job.preset,
+        "flags": list(job.flags),
+        "what": step.what,
+        "unit": step.unit,
+        "topology": topology.name,
+        "kind": topology.kind,
+        "devices": topology.num_devices,
+        "batch": step.examples // topology.num_devices,
+        "effort": effort,
+        "libtpu": libtpu.version(),
+        "fingerprint": hlo.fingerprint(staged.module),
+    }
+
+
+def _state(step: steps.Step) -> Any:
+    """Returns the state among a step's arguments."""
+    for argument in step.arguments:
+        if hasattr(argument, "model") and hasattr(argument, "optimizer"):
+            return argument
+    raise ValueError("the step has no state")
+
+
+def _needed_by(version: str, job: Job, module: bytes, topology: str, effort: str) -> int:
+    """Returns the bytes per device that the step of --besides' version of libtpu needs.
+
+    Raises:
+        InputError: this version refuses it, or it does not fit, which would not be true of the
+            version that the report is of.
+    """
+    try:
+        program = apart.compile(module, topology, effort, libtpu.installed(version))
+    except libtpu.OutOfMemory as error:
+        raise InputError(f"by libtpu {version}, asked for by --besides, {error}") from error
+    except libtpu.CompilerError as error:
+        raise InputError(what_was_refused(error, version, job, topology)) from error
+    return program.memory.needed
+
+
+# ---- the largest batch ---------------------------------------------------------------------------
+
+
 def largest_batch(
-    job: Job, topology: libtpu.Topology, mesh: device.Mesh, script: Any, too_large: int
+    job: Job,
+    topology: libtpu.Topology,
+    mesh: device.Mesh,
+    script: Any,
+    too_large: int,
 ) -> tuple[int, dict | None]:
     """Returns (the most examples per device that fit, within a sixteenth; the report of that step).
 
-    Returns (0, None) where not even one fits. `too_large`: examples per device that do not fit.
+    Returns (0, None) where not even one fits.
+
+    Args:
+        too_large: examples per device that do not fit.
     """
     fits: dict[int, dict] = {}
     high = too_large
-    slices = getattr(job.config(mesh.num_devices), "norm_groups", 0) // mesh.num_devices or 1  # of batch norm
+    # A batch is a multiple of a device's groups of batch norm.
+    norm_groups = getattr(job.config(mesh.num_devices), "norm_groups", 0)
+    multiple = norm_groups // mesh.num_devices or 1
+
     while True:
         low = max(fits, default=0)
-        if high - low <= max(slices, high // 16):
-            return (low, fits[low]) if fits else (0, None)
-        middle = (low + high) // 2
-        if len(fits) >= 2:  # memory grows with the batch along a line
-            a, b = sorted(fits)[-2:]
-            slope = (occupied(fits[b]) - occupied(fits[a])) / (b - a)
-            room = topology.hbm_bytes - occupied(fits[b])
-            # Kept away from the ends, so that both of them approach the guess.
-            guess = b + int(room / max(slope, 1.0))
-            middle = min(max(guess, low + max(1, high // 32)), high - max(1, high // 32))
-        middle = max(middle // slices * slices, low + slices)
+        if high - low <= max(multiple, high // 16):
+            return low, fits.get(low)
+
+        batch = _guess(fits, low, high, topology.hbm_bytes)
+        batch = max(batch // multiple * multiple, low + multiple)
         try:
-            fits[middle], _ = compile_step(replace(job, batch=middle), topology, mesh, "fast", script)
-            print(f"  {middle} per device: {occupied(fits[middle]) / GIB:.2f} GiB, fits", flush=True)
+            found, _ = compile_step(replace(job, batch=batch), topology, mesh, "fast", script)
+            fits[batch] = found
+            print(f"  {batch} per device: {occupied(found) / GIB:.2f} GiB, fits", flush=True)
         except libtpu.OutOfMemory as error:
-            high = middle
-            print(f"  {middle} per device: {error.needed / GIB:.2f} GiB, does not fit", flush=True)
+            high = batch
+            print(f"  {batch} per device: {error.needed / GIB:.2f} GiB, does not fit", flush=True)
+
+
+def _guess(fits: dict[int, dict], low: int, high: int, capacity: int) -> int:
+    """Returns a batch to try between one that fits and one that does not: the middle, and from two
+    that fit on where the line through their memory reaches the capacity.
+
+    Args:
+        fits: reports by the examples per device.
+    """
+    if len(fits) < 2:
+        return (low + high) // 2
+
+    smaller, larger = sorted(fits)[-2:]
+    growth = occupied(fits[larger]) - occupied(fits[smaller])
+    slope = growth / (larger - smaller)
+    room = capacity - occupied(fits[larger])
+    guess = larger + int(room / max(slope, 1.0))
+    # Kept away from the ends, so that both of them approach the guess.
+    margin = max(1, high // 32)
+    return min(max(guess, low + margin), high - margin)
+
+
+# ---- the command line ----------------------------------------------------------------------------
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
     """Parses the command line; what follows `--` belongs to the script."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    flags = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
-    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    parser = argparse.ArgumentParser(
-        prog="python -m tpu.compiler.compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", choices=MODELS)
-    parser.add_argument("preset", nargs="?", default="", help="of the script (default: its recipe)")
-    parser.add_argument("--task", default="", help="of the encoders: a task of GLUE, or pretrain")
-    parser.add_argument("--topology", default="v5e:2x4", help="such as v5e:1x1, v5e:16x16, v4:2x2x1, v6e:2x4")
-    parser.add_argument(
-        "--batch", type=int, default=0, help="examples of a train step per device (default: the recipe's)"
-    )
-    parser.add_argument("--program", choices=PROGRAMS, default="train", help="the step that is compiled")
-    parser.add_argument("--effort", choices=EFFORTS, default="fast", help="of the compiler; full estimates cycles")
-    parser.add_argument(
-        "--libtpu",
-        default="",
-        help=f"version that compiles (default: $TPU_LIBRARY_PATH, or {libtpu.ON_TPU_VMS}, which TPU VMs run)",
-    )
-    parser.add_argument("--stage", action="store_true", help="compile nothing; print the program's fingerprint only")
-    parser.add_argument("--besides", default="", help="another version that has to compile the same program")
-    parser.add_argument("--no-search", action="store_true", help="where it does not fit, do not look for what does")
-    parser.add_argument("--json", default="", help="where the figures go (default: a file in runs/compile)")
-    parser.add_argument("--dump", default="", help="file for the optimized module (HloModuleProto)")
-    options = parser.parse_args(own)
+    own = list(sys.argv[1:] if arguments is None else arguments)
+    flags = []
+    if "--" in own:
+        end = own.index("--")
+        flags = own[end + 1 :]
+        own = own[:end]
+    options = _parser().parse_args(own)
+
     script = Job(options.model, "", options.task, (), 0).script
     preset = options.preset or FIRST_PRESET[script]
     if preset not in script.PRESETS:
         known = ", ".join(script.PRESETS)
-        raise InputError(f"the preset {preset!r} of {options.model} is not known; it is one of {known}")
+        unknown = f"the preset {preset!r} of {options.model} is not known"
+        raise InputError(f"{unknown}; it is one of {known}")
     if options.batch < 0:
-        raise InputError(f"--batch is {options.batch}; it must be at least 1, or 0 for the recipe's")
+        raise InputError(
+            f"--batch is {options.batch}; it must be at least 1, or 0 for the recipe's"
+        )
     if options.program == "translate" and script is not transformer:
-        raise InputError(f"--program is translate, which {options.model} does not do; give train or evaluate")
+        other = f"--program is translate, which {options.model} does not do"
+        raise InputError(f"{other}; give train or evaluate")
     if options.task and script not in (glue, pretrain):
-        raise InputError(f"--task is {options.task}, of which {options.model} has none: leave it out")
-    words = [options.model, options.task, preset, "" if options.program == "train" else options.program]
-    name = "-".join([*filter(None, words), re.sub("[:/]", "_", options.topology.lower()), options.libtpu or "libtpu"])
-    options.json = options.json or f"runs/compile/{name}-{options.effort}.json"
-    return options, Job(options.model, preset, options.task, tuple(flags), options.batch, options.program)
+        needless = f"--task is {options.task}, of which {options.model} has none"
+        raise InputError(f"{needless}: leave it out")
+
+    job = Job(options.model, preset, options.task, tuple(flags), options.batch, options.program)
+    options.json = options.json or _report_path(options, job)
+    return options, job
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tpu.compiler.compile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", choices=MODELS)
+    add("preset", nargs="?", default="", help="of the script (default: its recipe)")
+    add("--task", default="", help="of the encoders: a task of GLUE, or pretrain")
+    add("--topology", default="v5e:2x4", help="such as v5e:1x1, v5e:16x16, v4:2x2x1, v6e:2x4")
+    batch_help = "examples of a train step per device (default: the recipe's)"
+    add("--batch", type=int, default=0, help=batch_help)
+    add("--program", choices=PROGRAMS, default="train", help="the step that is compiled")
+    effort_help = "of the compiler; full estimates cycles"
+    add("--effort", choices=EFFORTS, default="fast", help=effort_help)
+    usual = f"$TPU_LIBRARY_PATH, or {libtpu.ON_TPU_VMS}, which TPU VMs run"
+    add("--libtpu", default="", help=f"version that compiles (default: {usual})")
+    stage_help = "compile nothing; print the program's fingerprint only"
+    add("--stage", action="store_true", help=stage_help)
+    add("--besides", default="", help="another version that has to compile the same program")
+    search_help = "where it does not fit, do not look for what does"
+    add("--no-search", action="store_true", help=search_help)
+    add("--json", default="", help="where the figures go (default: a file in runs/compile)")
+    add("--dump", default="", help="file for the optimized module (HloModuleProto)")
+    return parser
+
+
+def _report_path(options: argparse.Namespace, job: Job) -> str:
+    """Returns where the figures go that no --json is given for."""
+    words = [job.model, job.task, job.preset]
+    if job.program != "train":
+        words.append(job.program)
+    words.append(re.sub("[:/]", "_", options.topology.lower()))
+    words.append(options.libtpu or "libtpu")
+    words.append(options.effort)
+    name = "-".join(word for word in words if word)
+    return f"runs/compile/{name}.json"
 
 
 def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyType({})) -> dict:
-    """Compiles, prints and writes the report; returns it. Where the step does not fit: {"needed", "capacity", …}.
+    """Compiles, prints and writes the report; returns it. Where the step does not fit: {"needed",
+    "capacity", …}.
 
     Args:
-        functions: by script, an object whose `build` and `train_step` are taken instead of the script's.
+        functions: by script, an object whose `build` and `train_step` are taken instead of the
+            script's.
     """
     options, job = parse(arguments)
-    for path in map(Path, filter(None, (options.json, options.dump))):  # before the minutes of a compile
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise InputError(f"cannot write {path}: give a file in a folder that can be written")
+    for path in (options.json, options.dump):
+        if path:
+            _check_writable(Path(path))  # before the minutes of a compile
+
     script = functions.get(job.script, job.script)
     if script is not job.script and job.program != "train":
-        raise InputError(f"--program is {job.program}; of other functions than the script's there is train only")
+        other = "of other functions than the script's there is train only"
+        raise InputError(f"--program is {job.program}; {other}")
+
     options.given = os.environ.get("LIBTPU_INIT_ARGS", "")
     if options.besides:
         libtpu.installed(options.besides)
     if options.libtpu:
         os.environ["TPU_LIBRARY_PATH"] = str(libtpu.installed(options.libtpu))
-    # Of the Transformer's published sizes libtpu 0.0.51 does not end writing the code, in 18 minutes of a core. Another
-    # version may not know the flags.
+
+    # Of the Transformer's published sizes libtpu 0.0.51 does not end writing the code, in 18
+    # minutes of a core. Another version may not know the flags.
     endless = job.script is transformer and job.preset != "tiny"
     if options.effort != "full" or endless or libtpu.version() not in libtpu.VERSIONS:
         return compile_job(options, job, script, "")
@@ -303,25 +430,42 @@ def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyTy
         return compile_job(options, job, script, code)
 
 
+def _check_writable(path: Path) -> None:
+    """Makes the folder of a file. Raises InputError where the file cannot be written."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InputError(f"cannot write {path}: give a file in a folder that can be written")
+
+
 def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -> dict:
-    """Compiles, prints and writes the report of a job; returns it. `code`: see compile_step."""
+    """Compiles, prints and writes the report of a job; returns it.
+
+    Args:
+        code: see compile_step.
+    """
     ask_compiler(job, script)
     with open_topology(options.topology) as topology:
-        config = job.config(topology.num_devices)
+        devices = topology.num_devices
+        config = job.config(devices)
         safe_forms = device.wants_safe_forms(config.safe_forms)
-        mesh = staging.setup(topology.num_devices, topology.kind, config.precision, safe_forms)
+        mesh = staging.setup(devices, topology.kind, config.precision, safe_forms)
         if options.stage:
             _, staged = stage(job, mesh, script)
-            found = {"fingerprint": hlo.fingerprint(staged.module)}
-            print(found["fingerprint"], flush=True)
-            return found
+            fingerprint = hlo.fingerprint(staged.module)
+            print(fingerprint, flush=True)
+            return {"fingerprint": fingerprint}
+
         try:
             found, optimized = compile_or_search(options, job, topology, mesh, script, code)
         except apart.CompilerDied as error:
-            raise DeadCompiler(what_died(error, job, topology.name, mesh.safe_forms)) from error
+            said = what_died(error, job, topology.name, mesh.safe_forms)
+            raise DeadCompiler(said) from error
         except libtpu.CompilerError as error:
-            raise InputError(what_was_refused(error, libtpu.version(), job, topology.name)) from error
-    if options.given:  # of the figures' making, as the batch is
+            said = what_was_refused(error, libtpu.version(), job, topology.name)
+            raise InputError(said) from error
+
+    if options.given:  # the figures depend on it, as on the batch
         found["libtpu_init_args"] = options.given
         print(f"flags        LIBTPU_INIT_ARGS={options.given}", flush=True)
     if safe_forms:  # by the flag or the environment
@@ -334,7 +478,8 @@ def compile_job(options: argparse.Namespace, job: Job, script: Any, code: str) -
 
 
 def open_topology(name: str) -> libtpu.Topology:
-    """Returns a topology, without the flags: a library that does not know one would end this process."""
+    """Returns a topology, without the flags: a library that does not know one would end this
+    process."""
     flags = os.environ.pop("LIBTPU_INIT_ARGS", "")
     try:
         return libtpu.Topology(name)
@@ -343,16 +488,29 @@ def open_topology(name: str) -> libtpu.Topology:
 
 
 def compile_or_search(
-    options: argparse.Namespace, job: Job, topology: libtpu.Topology, mesh: device.Mesh, script: Any, code: str
+    options: argparse.Namespace,
+    job: Job,
+    topology: libtpu.Topology,
+    mesh: device.Mesh,
+    script: Any,
+    code: str,
 ) -> tuple[dict, bytes]:
     """Returns the report of a job and its optimized module, b"" where it does not fit."""
+    effort = options.effort
+    besides = options.besides
     try:
-        found, optimized = compile_step(job, topology, mesh, options.effort, script, code, options.besides)
+        found, optimized = compile_step(job, topology, mesh, effort, script, code, besides)
         print(report.describe(found), flush=True)
         return found, optimized
     except libtpu.OutOfMemory as error:
-        print(f"{job.model} {job.preset} on {topology.name}", report.describe_shortage(error), sep="\n", flush=True)
-        found = {"fits": False, "needed": error.needed, "capacity": error.capacity, "topology": topology.name}
+        print(f"{job.model} {job.preset} on {topology.name}")
+        print(report.describe_shortage(error), flush=True)
+        found = {
+            "fits": False,
+            "needed": error.needed,
+            "capacity": error.capacity,
+            "topology": topology.name,
+        }
 
     write(options.json, json.dumps(found, indent=1).encode())
     if not options.no_search:
@@ -363,7 +521,8 @@ def compile_or_search(
 def ask_compiler(job: Job, script: Any) -> None:
     """Puts into LIBTPU_INIT_ARGS what a run of the job has there; call it before libtpu is loaded.
 
-    Another's step is compared without what ours asks for, but for the stack without which the compiler may die.
+    Another's step is compared without what ours asks for, but for the stack without which the
+    compiler may die.
     """
     config = job.config(1)
     layout = getattr(config, "layout", WHOLE)
@@ -385,9 +544,11 @@ def what_died(error: apart.CompilerDied, job: Job, topology: str, safe_forms: bo
     """Returns which libtpu died on which step, and what to do about it."""
     about = f"{error}: {described(job, topology)}"
     if "Unknown command line flag" in error.output:
-        return f"{about}; this version does not know a flag of it\n{apart.last_words(error)}"
+        unknown = "this version does not know a flag of it"
+        return f"{about}; {unknown}\n{apart.last_words(error)}"
     if error.how == "SIGKILL":
-        return f"{about}; it was killed from outside, most likely for memory: give it a machine with more"
+        killed = "it was killed from outside, most likely for memory"
+        return f"{about}; {killed}: give it a machine with more"
 
     remedies = []
     if not safe_forms:
@@ -399,15 +560,19 @@ def what_died(error: apart.CompilerDied, job: Job, topology: str, safe_forms: bo
 
 
 def what_was_refused(error: libtpu.CompilerError, version: str, job: Job, topology: str) -> str:
-    """Returns which libtpu refused which step and why, in the compiler's own first lines, and what to do about it."""
-    reason = " ".join(str(error).partition("\n\n")[0].split())
-    return f"libtpu {version} refuses to compile {described(job, topology)}: {reason}; {another_version(version)}"
+    """Returns which libtpu refused which step and why, in the compiler's own first lines, and what
+    to do about it."""
+    first_lines, _, _ = str(error).partition("\n\n")
+    reason = " ".join(first_lines.split())
+    refusal = f"libtpu {version} refuses to compile {described(job, topology)}: {reason}"
+    return f"{refusal}; {another_version(version)}"
 
 
 def described(job: Job, topology: str) -> str:
     """Returns what is compiled, and with which flags."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
-    step = " ".join(filter(None, [job.model, job.task, job.preset, *job.flags]))
+    words = [job.model, job.task, job.preset, *job.flags]
+    step = " ".join(word for word in words if word)
     return f"{step}, program {job.program}, for {topology}, with LIBTPU_INIT_ARGS={flags!r}"
 
 
@@ -429,7 +594,8 @@ def write(path: str, content: bytes) -> None:
 
 
 def search(job: Job, topology: libtpu.Topology, mesh: device.Mesh, script: Any) -> dict:
-    """Prints and returns {"largest_batch": the most examples per device that fit, "report": that of their step}."""
+    """Prints and returns {"largest_batch": the most examples per device that fit, "report": that of
+    their step}."""
     asked = per_device(job, topology.num_devices)
     print(f"looking for the largest batch that fits, below {asked} per device:", flush=True)
     batch, best = largest_batch(job, topology, mesh, script, asked)
@@ -448,15 +614,14 @@ def per_device(job: Job, devices: int) -> int:
     if job.program != "train":
         config = steps.of_one_batch(config, devices, job.batch)
     if job.script is transformer:
-        tokens = config.lengths[-1] if config.lengths else steps.LONGEST
-        return math.ceil(config.batch_tokens / tokens / devices)
+        return math.ceil(config.batch_tokens / steps.longest_row(config) / devices)
     return math.ceil(config.batch_size / getattr(config, "update_every", 1) / devices)
 
 
 def command(arguments: list[str]) -> int:
     """Does what the command line says; returns the exit code."""
     try:
-        return 0 if main(arguments).get("fits", True) else 1
+        found = main(arguments)
     except (InputError, GraphError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -466,6 +631,7 @@ def command(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("ended by Ctrl-C", file=sys.stderr)
         return interrupt.CODE
+    return 0 if found.get("fits", True) else 1
 
 
 if __name__ == "__main__":

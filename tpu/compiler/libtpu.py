@@ -1,25 +1,35 @@
-"""Compiles for TPUs without a TPU: libtpu's compiler through its C API (pjrt.py). Knows nothing of torch.
+"""Compiles for TPUs without a TPU: libtpu's compiler through its C API (pjrt.py). Knows nothing of
+torch.
 
     from tpu.compiler import libtpu
     with libtpu.Topology("v5e:2x4") as topology:
         with topology.compile(module, effort="full") as program:  # bytes of an HloModuleProto
             program.memory.peak, program.cost.flops, program.optimized
 
-find() -> Path             libtpu.so: $TPU_LIBRARY_PATH, else of the version ON_TPU_VMS, as `make compile` installs it,
-                           else of the installed package `libtpu`; InputError if none of them is there
-installed(version) -> Path the libtpu.so of a version, as `make compile` installs it; InputError if it is not there
-version(library) -> str    a library's version, and api_version() -> (major, minor) of find()'s C API
-GENERATIONS                {"v5e": Generation(shapes, usable HBM, peak FLOP/s, bytes/s, clock), ...}, all per device
-TOPOLOGIES                 the names that Topology takes: "v5e:1x1", "v5e:2x4", ..., "v4:2x2x1", "TPU7x:2x2x1"
-Topology(name)             .name .generation .kind .device_ids .num_devices .hbm_bytes, .compile(); InputError for
-                           another name; a context manager (.close())
+find() -> Path
+    libtpu.so: $TPU_LIBRARY_PATH, else of the version ON_TPU_VMS, as `make compile` installs it,
+    else of the installed package `libtpu`; InputError if none of them is there
+installed(version) -> Path
+    the libtpu.so of a version, as `make compile` installs it; InputError if it is not there
+version(library) -> str
+    a library's version, and api_version() -> (major, minor) of find()'s C API
+GENERATIONS
+    {"v5e": Generation(shapes, usable HBM, peak FLOP/s, bytes/s, clock), ...}, all per device
+TOPOLOGIES
+    the names that Topology takes: "v5e:1x1", "v5e:2x4", ..., "v4:2x2x1", "TPU7x:2x2x1"
+Topology(name)
+    .name .generation .kind .device_ids .num_devices .hbm_bytes, .compile(); InputError for another
+    name; a context manager (.close())
 Topology.compile(module, effort) -> Program
-Program                    .memory, .cost, .optimized (bytes of the optimized HloModuleProto), .close()
-OutOfMemory(InputError)    .needed, .capacity (bytes per device), .allocations (the largest first), .report (the text)
-CompilerError              .code, .status ("INVALID_ARGUMENT"), and the compiler's text; a bug, not an input error
+    .memory, .cost, .optimized (bytes of the optimized HloModuleProto), .close()
+OutOfMemory(InputError)
+    .needed, .capacity (bytes per device), .allocations (the largest first), .report (the text)
+CompilerError
+    .code, .status ("INVALID_ARGUMENT"), and the compiler's text; a bug, not an input error
 
-A device is what JAX and torch_xla see as one: a TensorCore on v2, v3 and TPU7x (two per chip), a chip on the others.
-The library is loaded on first use. It opens no device and no connection, and several processes may use it at once.
+A device is what JAX and torch_xla see as one: a TensorCore on v2, v3 and TPU7x (two per chip), a
+chip on the others. The library is loaded on first use. It opens no device and no connection, and
+several processes may use it at once.
 """
 
 from __future__ import annotations
@@ -45,8 +55,10 @@ from tpu.compiler.hlo_pb2 import (
 from tpu.compiler.pjrt import CompilerError
 
 GIB = 2**30
-FOLDER = Path(__file__).resolve().parents[2] / ".libtpu"  # into which `make compile` installs, a folder per version
-ON_TPU_VMS = "0.0.21"  # what torch_xla 2.9.0 names as its own, and so what a TPU VM compiles with: requirements-tpu.txt
+# Into which `make compile` installs, a folder per version.
+FOLDER = Path(__file__).resolve().parents[2] / ".libtpu"
+# What torch_xla 2.9.0 names as its own, and so what a TPU VM compiles with: requirements-tpu.txt.
+ON_TPU_VMS = "0.0.21"
 NEWEST = "0.0.51"  # requirements-compile.txt
 VERSIONS = (ON_TPU_VMS, NEWEST)  # whose flags and figures are known
 
@@ -56,12 +68,15 @@ class Generation:
     """What is known of a generation of TPUs; amounts are per device.
 
     Attributes:
-        hbm_bytes: what a program can use: libtpu 0.0.51's `device_memory_bytes_limit` of the device, which is also the
-            capacity in its out-of-memory messages.
-        peak_flops, hbm_bytes_per_second: for bf16, from Google's documentation, docs.cloud.google.com/tpu/docs/{v3, v4,
-            v5e, v5p, v6e, tpu7x}, divided by the devices of a chip. No page for v2 was found; its figures are from
-            Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks", CACM 63(7), 2020.
-        clock_hz: clock of the TensorCore, which turns the compiler's cycles into seconds; None where it is unpublished.
+        hbm_bytes: what a program can use: libtpu 0.0.51's `device_memory_bytes_limit` of the
+            device, which is also the capacity in its out-of-memory messages.
+        peak_flops, hbm_bytes_per_second: for bf16, from Google's documentation,
+            docs.cloud.google.com/tpu/docs/{v3, v4, v5e, v5p, v6e, tpu7x}, divided by the devices of
+            a chip. No page for v2 was found; its figures are from Jouppi et al., "A Domain-Specific
+            Supercomputer for Training Deep Neural Networks", CACM 63(7), 2020.
+        clock_hz: clock of the TensorCore, which turns the compiler's cycles into seconds; None
+            where it is unpublished.
+        chip_config: the name of the configuration of its chips; None for the library's default.
     """
 
     shapes: tuple[str, ...]
@@ -75,27 +90,101 @@ class Generation:
 
 SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 SHAPES_V2 = ("1x1", "2x2", "4x4", "4x8", "8x8", "8x16", "16x16")
-SHAPES_3D = ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
+SHAPES_3D = (
+    "1x1x1",
+    "2x2x1",
+    "2x2x2",
+    "2x2x4",
+    "2x4x4",
+    "4x4x4",
+    "4x4x8",
+    "4x8x8",
+    "8x8x8",
+    "8x8x16",
+    "8x16x16",
+)
 
-# Clocks. v2 and v3: the paper above. v4: Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer", ISCA 2023.
-# v5e and v5p: the peak divided by what the documented matrix units, 4 and 8 of 128 x 128, do per cycle: 1.503 and 1.751
-# GHz; the same division gives 0.70, 0.94 and 1.05 GHz for v2 to v4. It fails for v6e: its two documented units of
-# 256 x 256 would have to run at 3.5 GHz, and in libtpu's estimate a large matmul does more flops per cycle (369,000)
-# than they can (262,144). The cost model of libtpu 0.0.51 has v5p at 394 TFLOP/s (1.5 GHz) and a device of TPU7x at 996
-# TFLOP/s; for v5e and v6e it agrees with this table.
+# Clocks. v2 and v3: the paper above. v4: Jouppi et al., "TPU v4: An Optically Reconfigurable
+# Supercomputer", ISCA 2023. v5e and v5p: the peak divided by what the documented matrix units, 4
+# and 8 of 128 x 128, do per cycle: 1.503 and 1.751 GHz; the same division gives 0.70, 0.94 and 1.05
+# GHz for v2 to v4. It fails for v6e: its two documented units of 256 x 256 would have to run at 3.5
+# GHz, and in libtpu's estimate a large matmul does more flops per cycle (369,000) than they can
+# (262,144). The cost model of libtpu 0.0.51 has v5p at 394 TFLOP/s (1.5 GHz) and a device of TPU7x
+# at 996 TFLOP/s; for v5e and v6e it agrees with this table.
 GENERATIONS = {
-    "v2": Generation(SHAPES_V2, 2, 8_034_172_928, 46e12 / 2, 700e9 / 2, 0.7e9),
-    "v3": Generation((*SHAPES_V2, "16x32", "32x32"), 2, 16_624_107_520, 123e12 / 2, 900e9 / 2, 0.94e9),
-    # Without this configuration the two TensorCores of a v4 chip are two devices; on Cloud TPU they are one.
-    "v4": Generation(SHAPES_3D, 1, 33_014_413_312, 275e12, 1200e9, 1.05e9, chip_config="megacore"),
-    "v5e": Generation(SHAPES_2D, 1, 16_909_336_064, 197e12, 819e9, 1.5e9),
-    "v5p": Generation(SHAPES_3D, 1, 102_786_660_352, 459e12, 2765e9, 1.75e9),
-    "v6e": Generation(SHAPES_2D, 1, 33_546_042_880, 918e12, 1638e9, None),
-    "TPU7x": Generation(SHAPES_3D, 2, 101_724_453_888, 2307e12 / 2, 7380e9 / 2, None),
+    "v2": Generation(
+        shapes=SHAPES_V2,
+        devices_per_chip=2,
+        hbm_bytes=8_034_172_928,
+        peak_flops=46e12 / 2,
+        hbm_bytes_per_second=700e9 / 2,
+        clock_hz=0.7e9,
+    ),
+    "v3": Generation(
+        shapes=(*SHAPES_V2, "16x32", "32x32"),
+        devices_per_chip=2,
+        hbm_bytes=16_624_107_520,
+        peak_flops=123e12 / 2,
+        hbm_bytes_per_second=900e9 / 2,
+        clock_hz=0.94e9,
+    ),
+    "v4": Generation(
+        shapes=SHAPES_3D,
+        devices_per_chip=1,
+        hbm_bytes=33_014_413_312,
+        peak_flops=275e12,
+        hbm_bytes_per_second=1200e9,
+        clock_hz=1.05e9,
+        # Without it the two TensorCores of a v4 chip are two devices; on Cloud TPU they are one.
+        chip_config="megacore",
+    ),
+    "v5e": Generation(
+        shapes=SHAPES_2D,
+        devices_per_chip=1,
+        hbm_bytes=16_909_336_064,
+        peak_flops=197e12,
+        hbm_bytes_per_second=819e9,
+        clock_hz=1.5e9,
+    ),
+    "v5p": Generation(
+        shapes=SHAPES_3D,
+        devices_per_chip=1,
+        hbm_bytes=102_786_660_352,
+        peak_flops=459e12,
+        hbm_bytes_per_second=2765e9,
+        clock_hz=1.75e9,
+    ),
+    "v6e": Generation(
+        shapes=SHAPES_2D,
+        devices_per_chip=1,
+        hbm_bytes=33_546_042_880,
+        peak_flops=918e12,
+        hbm_bytes_per_second=1638e9,
+        clock_hz=None,
+    ),
+    "TPU7x": Generation(
+        shapes=SHAPES_3D,
+        devices_per_chip=2,
+        hbm_bytes=101_724_453_888,
+        peak_flops=2307e12 / 2,
+        hbm_bytes_per_second=7380e9 / 2,
+        clock_hz=None,
+    ),
 }
-TOPOLOGIES = tuple(f"{name}:{shape}" for name, generation in GENERATIONS.items() for shape in generation.shapes)
 
-# xla.proto, ExecutionOptions.EffortLevel. 9 (level 0) compiles several times faster; its cycles are meaningless.
+
+def _topology_names() -> tuple[str, ...]:
+    names = []
+    for name, generation in GENERATIONS.items():
+        for shape in generation.shapes:
+            names.append(f"{name}:{shape}")
+    return tuple(names)
+
+
+TOPOLOGIES = _topology_names()
+
+# xla.proto, ExecutionOptions.EffortLevel. 9 (level 0) compiles several times faster; its cycles are
+# meaningless.
 EFFORTS = {"fast": 9, "full": 0}
 
 
@@ -104,10 +193,11 @@ class Allocation:
     """One buffer of a program that does not fit; its size is rounded where the compiler rounds.
 
     Attributes:
-        op_name, source: the operation and "file:line"; "" where the compiler does not print them. libtpu 0.0.21 prints
-            both, 0.0.51 only size and shape ("2×bf16[60000,60000]" for two that share memory).
-        candidates: where they are missing, (op_name, source) of up to five operations of the given module whose result
-            has this shape, whole or divided among the devices.
+        op_name, source: the operation and "file:line"; "" where the compiler does not print them.
+            libtpu 0.0.21 prints both, 0.0.51 only size and shape ("2×bf16[60000,60000]" for two
+            that share memory).
+        candidates: where they are missing, (op_name, source) of up to five operations of the given
+            module whose result has this shape, whole or divided among the devices.
     """
 
     bytes: int
@@ -121,16 +211,28 @@ class OutOfMemory(InputError):
     """The program needs more memory than a device has.
 
     Attributes:
-        needed, capacity: bytes per device; `needed` is a lower bound where a single buffer is larger than the memory.
+        needed: bytes per device; a lower bound where a single buffer is larger than the memory.
+        capacity: bytes per device.
         allocations: the largest buffers, the largest first.
         report: everything that the compiler printed.
     """
 
-    def __init__(self, topology: str, needed: int, capacity: int, allocations: list[Allocation], report: str):
-        self.needed, self.capacity, self.allocations, self.report = needed, capacity, allocations, report
+    def __init__(
+        self,
+        topology: str,
+        needed: int,
+        capacity: int,
+        allocations: list[Allocation],
+        report: str,
+    ):
+        self.needed = needed
+        self.capacity = capacity
+        self.allocations = allocations
+        self.report = report
         super().__init__(
-            f"out of memory: the program needs {needed / GIB:.2f} GiB per device, a device of {topology} has"
-            f" {capacity / GIB:.2f} GiB; use a smaller batch, more devices or a TPU with more memory"
+            f"out of memory: the program needs {needed / GIB:.2f} GiB per device,"
+            f" a device of {topology} has {capacity / GIB:.2f} GiB;"
+            " use a smaller batch, more devices or a TPU with more memory"
         )
 
 
@@ -141,9 +243,11 @@ class Memory:
     Attributes:
         alias: outputs that take over the memory of an argument.
         temp: the one region that holds all temporaries in HBM.
-        peak: the compiler's own figure: the sum of live buffers at the worst moment, without the code. It can lie below
-            what must fit, since it ignores gaps between buffers, and above it, since it counts on-chip memory. Where
-            the compiler reports none, `peak_reported` is False and it is argument + output - alias + temp.
+        peak: the compiler's own figure: the sum of live buffers at the worst moment, without the
+            code. It can lie below what must fit, since it ignores gaps between buffers, and above
+            it, since it counts on-chip memory.
+        peak_reported: False where the compiler reports no peak, which then is argument + output -
+            alias + temp.
     """
 
     argument: int
@@ -156,20 +260,24 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """What the program occupies while it runs, and so must fit: arguments, outputs, temporaries and code."""
+        """What must fit, as the program occupies it while it runs: arguments, outputs, temporaries
+        and code."""
         return self.argument + self.output - self.alias + self.temp + self.generated_code
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The compiler's count for one device and one run, custom calls and loop bodies as it counts them."""
+    """The compiler's count for one device and one run.
+
+    Custom calls and loop bodies are in it as the compiler counts them.
+    """
 
     flops: float
     bytes_accessed: float
     transcendentals: float
 
 
-# ---- the library -----------------------------------------------------------------------------------------------------
+# ---- the library ---------------------------------------------------------------------------------
 
 
 def find() -> Path:
@@ -177,45 +285,63 @@ def find() -> Path:
     named = os.environ.get("TPU_LIBRARY_PATH")
     if named:
         if not Path(named).is_file():
-            raise InputError(f"TPU_LIBRARY_PATH={named} is not a file; it must be a libtpu.so, or be unset")
+            raise InputError(
+                f"TPU_LIBRARY_PATH={named} is not a file; it must be a libtpu.so, or be unset"
+            )
         return Path(named)
-    usual = _place(ON_TPU_VMS)
+
+    usual = _install_path(ON_TPU_VMS)
     if usual.is_file():
         return usual
+
     package = importlib.util.find_spec("libtpu")
     if package is not None and package.origin:
         library = Path(package.origin).parent / "libtpu.so"
         if library.is_file():
             return library
+
     raise InputError(
-        f"libtpu is not installed: it holds the TPU compiler; `make .libtpu/{ON_TPU_VMS}/.installed` installs it, or"
-        " set TPU_LIBRARY_PATH to a libtpu.so"
+        "libtpu is not installed: it holds the TPU compiler;"
+        f" `make .libtpu/{ON_TPU_VMS}/.installed` installs it,"
+        " or set TPU_LIBRARY_PATH to a libtpu.so"
     )
 
 
-def _place(version: str) -> Path:
+def _install_path(version: str) -> Path:
+    """Returns where `make compile` installs the libtpu.so of a version; it need not be there."""
     return FOLDER / version / "libtpu/libtpu.so"
 
 
 def installed(version: str) -> Path:
     """Returns the libtpu.so of a version. Raises InputError that says how to install it."""
     if not re.fullmatch(r"\d+(\.\d+)+", version):
-        raise InputError(f"{version!r} is no version of libtpu; give one such as {ON_TPU_VMS} or {NEWEST}")
-    library = _place(version)
+        raise InputError(
+            f"{version!r} is no version of libtpu; give one such as {ON_TPU_VMS} or {NEWEST}"
+        )
+    library = _install_path(version)
     if not library.is_file():
-        raise InputError(f"libtpu {version} is not installed: `make .libtpu/{version}/.installed` installs it")
+        remedy = f"`make .libtpu/{version}/.installed` installs it"
+        raise InputError(f"libtpu {version} is not installed: {remedy}")
     return library
 
 
 def version(library: Path | None = None) -> str:
-    """Returns the version of a library's package, "0.0.21"; for a library on its own, its description of itself.
+    """Returns the version of a library's package, "0.0.21"; for a library on its own, its
+    description of itself.
 
-    library: default: that of find().
+    Args:
+        library: default: that of find().
     """
-    library = (library or find()).resolve()
-    for distribution in importlib.metadata.distributions(path=[str(library.parent.parent)]):
-        if (distribution.metadata["Name"] or "").lower() == "libtpu":
+    if library is None:
+        library = find()
+    library = library.resolve()
+
+    packages = str(library.parent.parent)
+    for distribution in importlib.metadata.distributions(path=[packages]):
+        name = distribution.metadata["Name"] or ""
+        if name.lower() == "libtpu":
             return distribution.version
+
     try:
         usual = find().resolve()
     except InputError:  # none but this one is there
@@ -236,50 +362,51 @@ def _library() -> pjrt.Library:
     return pjrt.Library(find())
 
 
-# ---- topologies ------------------------------------------------------------------------------------------------------
+# ---- topologies ----------------------------------------------------------------------------------
 
 
 class Topology:
-    """Chips that need not be there. `name` is one of TOPOLOGIES, its generation in upper or lower case ("tpu7x:2x2x1").
+    """Chips that need not be there.
 
     Attributes:
+        name: one of TOPOLOGIES; it is given with its generation in upper or lower case
+            ("tpu7x:2x2x1").
         generation: a key of GENERATIONS, "v5e".
         kind: the library's name for a device, "TPU v5 lite".
-        device_ids: ascending, which is the order of torch_xla's meshes; num_devices is their number.
+        device_ids: ascending, which is the order of torch_xla's meshes; num_devices is their
+            number.
         hbm_bytes: usable memory per device.
     """
 
     def __init__(self, name: str):
-        canonical = {known.lower(): known for known in TOPOLOGIES}.get(name.lower())
+        by_lower_case = {known.lower(): known for known in TOPOLOGIES}
+        canonical = by_lower_case.get(name.lower())
         if canonical is None:
-            raise InputError(f"topology {name!r} is not known; the known ones are: {_known_topologies()}")
+            raise InputError(
+                f"topology {name!r} is not known; the known ones are: {_known_topologies()}"
+            )
         self.name = canonical
         self.generation, shape = canonical.split(":")
         self.specification = GENERATIONS[self.generation]
         self.library = _library()
         self.handle = self._create(shape)
-        listed = self.library.call(
-            "TopologyDescription_GetDeviceDescriptions", pjrt.TopologyGetDeviceDescriptions(topology=self.handle)
-        )
-        descriptions = [listed.descriptions[number] for number in range(listed.num_descriptions)]
-        self.device_ids = sorted(
-            self.library.call("DeviceDescription_Id", pjrt.DeviceDescriptionId(device_description=description)).id
-            for description in descriptions
-        )
+
+        descriptions = self._device_descriptions()
+        self.device_ids = sorted(self._device_id(description) for description in descriptions)
         self.num_devices = len(self.device_ids)
-        kind = self.library.call(
-            "DeviceDescription_Kind", pjrt.DeviceDescriptionKind(device_description=descriptions[0])
-        )
-        self.kind = pjrt.decode(kind.device_kind, kind.device_kind_size)
+        self.kind = self._device_kind(descriptions[0])
         self.hbm_bytes = self._memory_limit(descriptions[0]) or self.specification.hbm_bytes
 
     def _create(self, shape: str) -> int:
+        """Returns the handle of a new topology."""
         options: dict[str, str | list[int]] = {}
         if set(shape.split("x")) == {"1"}:
-            options["chips_per_host_bounds"] = [1, 1, 1]  # else a host has 2x2x1 chips, more than there are
+            # Else a host has 2x2x1 chips, more than there are.
+            options["chips_per_host_bounds"] = [1, 1, 1]
         if self.specification.chip_config:
             options["chip_config_name"] = self.specification.chip_config
         values, buffers = pjrt.encode_options(options)
+
         name = self.name.encode()
         arguments = pjrt.TopologyCreate(
             topology_name=name,
@@ -290,61 +417,100 @@ class Topology:
         try:
             return self.library.call("TopologyDescription_Create", arguments).topology
         except CompilerError as error:
-            newer = "" if version() == NEWEST else f"LIBTPU_VERSION={NEWEST} (--libtpu {NEWEST}), or "
-            raise InputError(
-                f"topology {self.name} is not known to libtpu {version()} ({error.text}); use {newer}another topology"
-            ) from error
+            remedy = "use another topology"
+            if version() != NEWEST:
+                remedy = f"use LIBTPU_VERSION={NEWEST} (--libtpu {NEWEST}), or another topology"
+            unknown = f"topology {self.name} is not known to libtpu {version()}"
+            raise InputError(f"{unknown} ({error.text}); {remedy}") from error
         finally:
             del buffers  # the call is over: nothing reads them any more
 
+    def _device_descriptions(self) -> list[int]:
+        """Returns a handle for each device."""
+        arguments = pjrt.TopologyGetDeviceDescriptions(topology=self.handle)
+        found = self.library.call("TopologyDescription_GetDeviceDescriptions", arguments)
+        return [found.descriptions[number] for number in range(found.num_descriptions)]
+
+    def _device_id(self, description: int) -> int:
+        arguments = pjrt.DeviceDescriptionId(device_description=description)
+        return self.library.call("DeviceDescription_Id", arguments).id
+
+    def _device_kind(self, description: int) -> str:
+        arguments = pjrt.DeviceDescriptionKind(device_description=description)
+        found = self.library.call("DeviceDescription_Kind", arguments)
+        return pjrt.decode(found.device_kind, found.device_kind_size)
+
     def _memory_limit(self, description: int) -> int | None:
         """Returns the library's own figure; None from 0.0.21."""
-        found = self.library.call(
-            "DeviceDescription_Attributes", pjrt.DeviceDescriptionAttributes(device_description=description)
-        )
-        return pjrt.numbers(found.attributes, found.num_attributes).get("device_memory_bytes_limit")
+        arguments = pjrt.DeviceDescriptionAttributes(device_description=description)
+        found = self.library.call("DeviceDescription_Attributes", arguments)
+        attributes = pjrt.numbers(found.attributes, found.num_attributes)
+        return attributes.get("device_memory_bytes_limit")
 
     def platform_version(self) -> str:
         """Returns the library's description of itself: several words, with its build date."""
-        found = self.library.call(
-            "TopologyDescription_PlatformVersion", pjrt.TopologyPlatformVersion(topology=self.handle)
-        )
+        arguments = pjrt.TopologyPlatformVersion(topology=self.handle)
+        found = self.library.call("TopologyDescription_PlatformVersion", arguments)
         return pjrt.decode(found.platform_version, found.platform_version_size)
 
     def compile(self, module: bytes, effort: str = "full") -> Program:
         """Compiles an HloModuleProto for all devices: SPMD, one replica, one partition per device.
 
         Args:
-            effort: "fast" (memory and collectives are near those of "full", cycles are not) or "full".
+            effort: "fast" (memory and collectives are near those of "full", cycles are not) or
+                "full".
         Raises:
-            OutOfMemory: it does not fit. Also where the compiler accepts a program that needs more than a device has:
-                0.0.21 does not count arguments and outputs.
+            OutOfMemory: it does not fit. Also where the compiler accepts a program that needs more
+                than a device has: 0.0.21 does not count arguments and outputs.
             CompilerError: anything else.
         """
         if self.handle is None:
             raise ValueError("this Topology is closed")
         if effort not in EFFORTS:
-            raise InputError(f"effort {effort!r} is not known; use one of: {', '.join(EFFORTS)}")
+            known = ", ".join(EFFORTS)
+            raise InputError(f"effort {effort!r} is not known; use one of: {known}")
+
         logged = len(self.library.log())
         try:
-            compiled = Program(self, self._compile(module, EFFORTS[effort]))
+            program = Program(self, self._compile(module, EFFORTS[effort]))
         except CompilerError as error:
-            # 0.0.21 tells all in its message, and again in the log.
-            detailed = "Largest program allocations" in error.text
-            report = error.text if detailed else error.text + "\n\n" + self.library.log()[logged:]
-            found = parse_out_of_memory(report) if error.status == "RESOURCE_EXHAUSTED" else None
-            if found is None:
+            shortage = self._shortage(error, logged, module)
+            if shortage is None:
                 raise
-            needed, allocations = found
-            allocations = self._with_candidates(allocations, module)
-            raise OutOfMemory(self.name, needed, self.hbm_bytes, allocations, report) from error
-        memory = compiled.memory
-        if memory.needed > self.hbm_bytes:
-            with compiled:
-                buffers = analysis.largest_buffers(hlo.parse(compiled.optimized))
-            allocations = [Allocation(each.hbm_bytes, str(each.shape), each.op_name, each.source) for each in buffers]
-            raise OutOfMemory(self.name, memory.needed, self.hbm_bytes, allocations, str(memory))
-        return compiled
+            raise shortage from error
+
+        memory = program.memory
+        if memory.needed <= self.hbm_bytes:
+            return program
+
+        with program:
+            buffers = analysis.largest_buffers(hlo.parse(program.optimized))
+        allocations = []
+        for buffer in buffers:
+            shape = str(buffer.shape)
+            allocations.append(Allocation(buffer.hbm_bytes, shape, buffer.op_name, buffer.source))
+        raise OutOfMemory(self.name, memory.needed, self.hbm_bytes, allocations, str(memory))
+
+    def _shortage(self, error: CompilerError, logged: int, module: bytes) -> OutOfMemory | None:
+        """Returns the OutOfMemory that a compiler's refusal means; None where it means another.
+
+        Args:
+            logged: length of the log before the compilation.
+        """
+        if error.status != "RESOURCE_EXHAUSTED":
+            return None
+
+        report = error.text
+        # 0.0.21 has everything in its message, and again in the log.
+        if "Largest program allocations" not in error.text:
+            report += "\n\n" + self.library.log()[logged:]
+        found = parse_out_of_memory(report)
+        if found is None:
+            return None
+
+        needed, allocations = found
+        allocations = self._with_candidates(allocations, module)
+        return OutOfMemory(self.name, needed, self.hbm_bytes, allocations, report)
 
     def _compile(self, module: bytes, effort_level: int) -> int:
         """Returns the handle of the program."""
@@ -352,7 +518,10 @@ class Topology:
         code = ctypes.create_string_buffer(module, len(module))
         format_name = ctypes.create_string_buffer(b"hlo", 3)
         program = pjrt.ProgramCode(
-            code=ctypes.addressof(code), code_size=len(module), format=ctypes.addressof(format_name), format_size=3
+            code=ctypes.addressof(code),
+            code_size=len(module),
+            format=ctypes.addressof(format_name),
+            format_size=3,
         )
         arguments = pjrt.Compile(
             topology=self.handle,
@@ -363,19 +532,23 @@ class Topology:
         return self.library.call("Compile", arguments).executable
 
     def _with_candidates(self, allocations: list[Allocation], module: bytes) -> list[Allocation]:
+        """Returns the allocations; those without an operation have candidates for it."""
         parsed = hlo.parse(module)
         named = []
         for allocation in allocations:
             if not allocation.op_name:
-                same = analysis.with_result(parsed, allocation.shape, self.num_devices)
-                names = dict.fromkeys((each.op_name, each.source) for each in same)  # each once, in order
+                operations = analysis.with_result(parsed, allocation.shape, self.num_devices)
+                # Each once, in order.
+                names = dict.fromkeys((each.op_name, each.source) for each in operations)
                 allocation = dataclasses.replace(allocation, candidates=tuple(names)[:5])
             named.append(allocation)
         return named
 
     def close(self) -> None:
+        """Frees the library's topology; a second call does nothing."""
         if self.handle is not None:
-            self.library.call("TopologyDescription_Destroy", pjrt.TopologyDestroy(topology=self.handle))
+            arguments = pjrt.TopologyDestroy(topology=self.handle)
+            self.library.call("TopologyDescription_Destroy", arguments)
             self.handle = None
 
     def __enter__(self) -> Topology:
@@ -389,14 +562,18 @@ class Topology:
 
 
 def _known_topologies() -> str:
-    return "; ".join(f"{name}: {', '.join(known.shapes)}" for name, known in GENERATIONS.items())
+    lines = []
+    for name, known in GENERATIONS.items():
+        lines.append(f"{name}: {', '.join(known.shapes)}")
+    return "; ".join(lines)
 
 
-# ---- programs --------------------------------------------------------------------------------------------------------
+# ---- programs ------------------------------------------------------------------------------------
 
 
 class Program:
-    """A compiled program. A context manager; after close() only what was read before is available."""
+    """A compiled program. A context manager; after close() only what was read before is
+    available."""
 
     def __init__(self, topology: Topology, handle: int):
         self.topology = topology
@@ -406,14 +583,30 @@ class Program:
     @functools.cached_property
     def memory(self) -> Memory:
         """Returns the compiler's account of the memory."""
-        # A library too old to know a peak leaves the field as it is.
-        arguments = pjrt.ExecutableGetCompiledMemoryStats(executable=self._open(), peak_memory_in_bytes=-1)
+        arguments = pjrt.ExecutableGetCompiledMemoryStats(
+            executable=self._open(),
+            peak_memory_in_bytes=-1,  # left as it is by a library too old to know a peak
+        )
         found = self.library.call("Executable_GetCompiledMemoryStats", arguments)
-        argument, output = found.argument_size_in_bytes, found.output_size_in_bytes
-        alias, temp = found.alias_size_in_bytes, found.temp_size_in_bytes
+        argument = found.argument_size_in_bytes
+        output = found.output_size_in_bytes
+        alias = found.alias_size_in_bytes
+        temp = found.temp_size_in_bytes
+
         reported = found.peak_memory_in_bytes > 0
-        peak = found.peak_memory_in_bytes if reported else argument + output - alias + temp
-        return Memory(argument, output, alias, temp, found.generated_code_size_in_bytes, peak, reported)
+        if reported:
+            peak = found.peak_memory_in_bytes
+        else:
+            peak = argument + output - alias + temp
+        return Memory(
+            argument=argument,
+            output=output,
+            alias=alias,
+            temp=temp,
+            generated_code=found.generated_code_size_in_bytes,
+            peak=peak,
+            peak_reported=reported,
+        )
 
     @functools.cached_property
     def cost(self) -> Cost:
@@ -422,33 +615,46 @@ class Program:
         found = self.library.call("Executable_GetCostAnalysis", arguments)
         counted = pjrt.numbers(found.properties, found.num_properties)
         # The compiler leaves out what it counts none of.
-        return Cost(*(float(counted.get(name, 0)) for name in ("flops", "bytes accessed", "transcendentals")))
+        return Cost(
+            flops=float(counted.get("flops", 0)),
+            bytes_accessed=float(counted.get("bytes accessed", 0)),
+            transcendentals=float(counted.get("transcendentals", 0)),
+        )
 
     @functools.cached_property
     def optimized(self) -> bytes:
         """Returns the optimized HloModuleProto, for tpu.compiler.hlo.parse."""
         program = pjrt.ProgramCode()
-        arguments = pjrt.ExecutableOptimizedProgram(executable=self._open(), program=ctypes.pointer(program))
-        self.library.call("Executable_OptimizedProgram", arguments)  # without a buffer it tells the size
+        arguments = pjrt.ExecutableOptimizedProgram(
+            executable=self._open(),
+            program=ctypes.pointer(program),
+        )
+        # Without a buffer the call returns the size, with one it fills it.
+        self.library.call("Executable_OptimizedProgram", arguments)
         buffer = ctypes.create_string_buffer(program.code_size)
         program.code = ctypes.addressof(buffer)
         self.library.call("Executable_OptimizedProgram", arguments)
+
         format_name = pjrt.decode(program.format, program.format_size)
         if format_name == "hlo":
             return buffer.raw
         if format_name == "hlo_with_config":
             return HloModuleProtoWithConfig.FromString(buffer.raw).hlo_module
         unimplemented = pjrt.STATUS.index("UNIMPLEMENTED")
-        raise CompilerError(unimplemented, f"the optimized program has the unknown format {format_name!r}")
+        unknown = f"the optimized program has the unknown format {format_name!r}"
+        raise CompilerError(unimplemented, unknown)
 
     def _open(self) -> int:
+        """Returns the handle. Raises ValueError after close()."""
         if self.handle is None:
             raise ValueError("this Program is closed")
         return self.handle
 
     def close(self) -> None:
+        """Frees the library's program; a second call does nothing."""
         if self.handle is not None:
-            self.library.call("Executable_Destroy", pjrt.ExecutableDestroy(executable=self.handle))
+            arguments = pjrt.ExecutableDestroy(executable=self.handle)
+            self.library.call("Executable_Destroy", arguments)
             self.handle = None
 
     def __enter__(self) -> Program:
@@ -459,27 +665,46 @@ class Program:
 
 
 def compile_options(device_ids: list[int], effort_level: int) -> bytes:
-    """Returns a serialized CompileOptionsProto: what torch_xla asks for under SPMD. Level 0 is the default."""
+    """Returns a serialized CompileOptionsProto: what torch_xla asks for under SPMD.
+
+    Args:
+        effort_level: of EFFORTS; 0 is the library's default.
+    """
+    num_devices = len(device_ids)
+    assignment = DeviceAssignmentProto(
+        replica_count=1,
+        computation_count=num_devices,
+        computation_devices=[{"replica_device_ids": [device]} for device in device_ids],
+    )
     build_options = ExecutableBuildOptionsProto(
         device_ordinal=-1,  # none
         num_replicas=1,
-        num_partitions=len(device_ids),
+        num_partitions=num_devices,
         use_spmd_partitioning=True,
-        device_assignment=DeviceAssignmentProto(
-            replica_count=1,
-            computation_count=len(device_ids),
-            computation_devices=[{"replica_device_ids": [device]} for device in device_ids],
-        ),
+        device_assignment=assignment,
         allow_spmd_sharding_propagation_to_output=[True],
         optimization_level=effort_level,
     )
-    return CompileOptionsProto(executable_build_options=build_options).SerializeToString()
+    options = CompileOptionsProto(executable_build_options=build_options)
+    return options.SerializeToString()
 
 
-# ---- out of memory ---------------------------------------------------------------------------------------------------
+# ---- out of memory -------------------------------------------------------------------------------
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SIZE = r"([\d.]+)([KMGT]?)(?:iB|B)?"
+
+SINGLE_BUFFER = re.compile(
+    r"Allocation \(size=(\d+)\) would exceed memory.*?shape = '([^']*)', space=hbm"
+)
+USED = re.compile(rf"Used {SIZE} of {SIZE} hbm")
+EXCEEDED = re.compile(rf"Ran out of memory on HBM.*?\({SIZE}\) exceeds available HBM")
+# 0.0.51's table of the memory space "default", which is HBM, up to that of the next one.
+HBM_TABLE = re.compile(
+    r"Memory Space: default .*?\nTotal bytes: (\d+)(.*?)(?=\nMemory Space:|\Z)",
+    re.DOTALL,
+)
+HBM_TABLE_ROW = re.compile(rf"^ *[^;\n]+; *{SIZE}; *\d+; *\d+; (.+)$", re.MULTILINE)
 
 
 def _bytes(number: str, unit: str) -> int:
@@ -487,40 +712,56 @@ def _bytes(number: str, unit: str) -> int:
 
 
 def parse_out_of_memory(report: str) -> tuple[int, list[Allocation]] | None:
-    """Returns (bytes needed per device, the largest allocations) from the compiler's message and log.
+    """Returns (bytes needed per device, the largest allocations) from the compiler's message and
+    log.
 
-    Returns None if they are about another memory than HBM. The forms, all with the code RESOURCE_EXHAUSTED:
+    Returns None if they are about another memory than HBM. The forms, all with the code
+    RESOURCE_EXHAUSTED:
 
-    0.0.21: "Ran out of memory in memory space hbm. Used 33.54G of 15.75G hbm.", then numbered allocations with operator
-    0.0.21: "Allocation (size=28815360000) would exceed memory (size=17179869184) :: ... shape = 'bf16[...]', space=hbm"
-    0.0.51: "Ran out of memory on HBM, the total memory required for HLO temporaries (26.92G) exceeds available HBM",
-        and in the log "Used 26.92G of 15.75G hbm.", "Total bytes: 28907520000" and a table of sizes and shapes
+    0.0.21: "Ran out of memory in memory space hbm. Used 33.54G of 15.75G hbm.", then numbered
+        allocations with operator
+    0.0.21: "Allocation (size=28815360000) would exceed memory (size=17179869184) :: ... shape =
+        'bf16[...]', space=hbm"
+    0.0.51: "Ran out of memory on HBM, the total memory required for HLO temporaries (26.92G)
+        exceeds available HBM", and in the log "Used 26.92G of 15.75G hbm.", "Total bytes:
+        28907520000" and a table of sizes and shapes
     """
-    single = re.search(r"Allocation \(size=(\d+)\) would exceed memory.*?shape = '([^']*)', space=hbm", report)
+    single = SINGLE_BUFFER.search(report)
     if single:
-        return int(single[1]), [Allocation(int(single[1]), single[2])]
-    used = re.search(rf"Used {SIZE} of {SIZE} hbm", report) or re.search(
-        rf"Ran out of memory on HBM.*?\({SIZE}\) exceeds available HBM", report
-    )
+        size = int(single[1])
+        return size, [Allocation(size, single[2])]
+
+    used = USED.search(report) or EXCEEDED.search(report)
     if not used:
         return None
-    needed = _bytes(used[1], used[2])
-    allocations = []
-    for block in re.split(r"\n +\d+\. Size: ", report.partition("Largest program allocations in hbm:")[2])[1:]:
-        operator = re.search(r'op_name="([^"]*)"', block)
-        source = re.search(r'source_file="([^"]*)" source_line=(\d+)', block)
-        shape = re.search(r"Shape: (\S+)", block)
-        allocations.append(
-            Allocation(
-                _bytes(*re.match(SIZE, block).groups()),
-                shape[1] if shape else "",
-                operator[1] if operator else "",
-                f"{source[1]}:{source[2]}" if source else "",
-            )
-        )
-    table = re.search(r"Memory Space: default .*?\nTotal bytes: (\d+)(.*?)(?=\nMemory Space:|\Z)", report, re.DOTALL)
+
+    table = HBM_TABLE.search(report)
     if table:
         needed = int(table[1])
-        rows = re.findall(rf"^ *[^;\n]+; *{SIZE}; *\d+; *\d+; (.+)$", table[2], re.MULTILINE)
-        allocations = [Allocation(_bytes(number, unit), shape) for number, unit, shape in rows]
+        allocations = []
+        for number, unit, shape in HBM_TABLE_ROW.findall(table[2]):
+            allocations.append(Allocation(_bytes(number, unit), shape))
+    else:
+        needed = _bytes(used[1], used[2])
+        allocations = _numbered_allocations(report)
     return needed, sorted(allocations, key=lambda allocation: -allocation.bytes)
+
+
+def _numbered_allocations(report: str) -> list[Allocation]:
+    """Returns the allocations that 0.0.21 lists by number; [] where there is no such list."""
+    _, _, listed = report.partition("Largest program allocations in hbm:")
+    allocations = []
+    for block in re.split(r"\n +\d+\. Size: ", listed)[1:]:
+        number, unit = re.match(SIZE, block).groups()
+        shape = re.search(r"Shape: (\S+)", block)
+        operator = re.search(r'op_name="([^"]*)"', block)
+        source = re.search(r'source_file="([^"]*)" source_line=(\d+)', block)
+        allocations.append(
+            Allocation(
+                bytes=_bytes(number, unit),
+                shape=shape[1] if shape else "",
+                op_name=operator[1] if operator else "",
+                source=f"{source[1]}:{source[2]}" if source else "",
+            )
+        )
+    return allocations

@@ -1,15 +1,19 @@
-"""Writes docs/tpu/README.md and the figures of guards: every recipe compiled for several TPUs, and how it scales.
+"""Writes docs/tpu/README.md and the figures of guards: every recipe compiled for several TPUs, and
+how it scales.
 
     make compile-all                        everything: three quarters of an hour on two cores
     make compile-all ARGS=recipes           memory and collectives of every recipe on four TPUs
     make compile-all ARGS=scaling           three recipes on 8, 32 and 256 chips, with the picture
-    make compile-all ARGS=mlperf            DLRM with the batch of a published run, on 64 chips of two TPUs
-    make compile-all ARGS=guards            the small configurations that `make guards` compares: accepts a change
+    make compile-all ARGS=mlperf            DLRM with the batch of a published run, on 64 chips of
+                                            two TPUs
+    make compile-all ARGS=guards            the small configurations that `make guards` compares:
+                                            accepts a change
     make compile-all ARGS="recipes --missing"   only what the files do not have yet
     make compile-all ARGS=page              compiles nothing: writes the page again
 
-tpu/compiler/compile.py compiles each step in a process of its own, two at a time. The figures are kept in
-research/results, and docs/tpu/README.md is written from them. Estimated cycles on one chip: research/tpu_cycles.py.
+tpu/compiler/compile.py compiles each step in a process of its own, two at a time. The figures are
+kept in research/results, and docs/tpu/README.md is written from them. Estimated cycles on one chip:
+research/tpu_cycles.py.
 """
 
 import argparse
@@ -30,10 +34,23 @@ from tpu.compiler.libtpu import GENERATIONS, GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs/tpu"
-_SCALING = (*results.IDENTITY, "devices", "batch", *results.MEMORY, *results.CYCLES, *results.COLLECTIVES)
+_SCALING = (
+    *results.IDENTITY,
+    "devices",
+    "batch",
+    *results.MEMORY,
+    *results.CYCLES,
+    *results.COLLECTIVES,
+)
 # The parts, and what the page and the guards (tests/test_compile.py) read of their reports.
 FIELDS = {
-    "recipes": (*results.IDENTITY, *results.SHORTAGE, "batch", *results.MEMORY, *results.COLLECTIVES),
+    "recipes": (
+        *results.IDENTITY,
+        *results.SHORTAGE,
+        "batch",
+        *results.MEMORY,
+        *results.COLLECTIVES,
+    ),
     "scaling": _SCALING,
     "mlperf": _SCALING,
     "guards": (
@@ -60,6 +77,7 @@ class Row:
 
     Attributes:
         batch: examples per device of a train step.
+        besides: another version of libtpu that has to compile it; "": none.
     """
 
     name: str
@@ -69,73 +87,171 @@ class Row:
     task: str = ""
     flags: tuple[str, ...] = ()
     program: str = "train"
-    besides: str = ""  # another version of libtpu that has to compile it
+    besides: str = ""
 
-    def command(self, topology: str, effort: str, output: str, module: str = "tpu.compiler.compile") -> list[str]:
+    def command(
+        self,
+        topology: str,
+        effort: str,
+        output: str,
+        module: str = "tpu.compiler.compile",
+    ) -> list[str]:
         """Returns the command, which does not search for a batch that fits."""
-        task = ["--task", self.task] if self.task else []
-        options = ["--topology", topology, "--batch", str(self.batch), "--effort", effort, "--json", output]
-        options += [] if self.program == "train" else ["--program", self.program]  # research/jax_peers.py has one only
-        options += ["--besides", self.besides] if self.besides else []
-        flags = ["--", *self.flags] if self.flags else []
-        return [sys.executable, "-m", module, self.model, self.preset, *task, *options, "--no-search", *flags]
+        command = [sys.executable, "-m", module, self.model, self.preset]
+        if self.task:
+            command += ["--task", self.task]
+        command += ["--topology", topology, "--batch", str(self.batch), "--effort", effort]
+        command += ["--json", output]
+        if self.program != "train":  # research/jax_peers.py has no other, and no flag for it
+            command += ["--program", self.program]
+        if self.besides:
+            command += ["--besides", self.besides]
+        command.append("--no-search")
+        if self.flags:
+            command += ["--", *self.flags]
+        return command
 
 
-# A chip's share of the published batch on eight chips. Where that does not fit, an update comes in parts of 32 rows a
-# chip: the step is one part.
+# ---- what is compiled ----------------------------------------------------------------------------
+
+RESNET = Row("ResNet-50", "resnet50", "full", batch=128)
+BERT_PRETRAINING = Row("BERT-base pretraining", "bert", "full", batch=32, task="pretrain")
+MLPERF_V1 = Row("DLRM, MLPerf v1 (Criteo Terabyte)", "dlrm", "mlperf_v1", batch=256)
+
+# A chip's share of the published batch on eight chips. Where that does not fit, an update is made
+# of micro-batches of 32 rows a chip: the step is of one micro-batch.
 RECIPES = (
-    Row("ResNet-50", "resnet50", "full", 128),
-    Row("Transformer base, packed", "transformer", "base", 13),
-    Row("Transformer base, Google's shape", "transformer", "tpu", 256),
-    Row("Transformer big, 1/8 of an update", "transformer", "big", 32),
-    Row("BERT-base on MRPC", "bert", "full", 4, "mrpc"),
-    Row("BERT-base pretraining", "bert", "full", 32, "pretrain"),
-    Row("RoBERTa-base pretraining, 1/32 of an update", "roberta", "full", 32, "pretrain", ("--update-every", "32")),
-    Row("DistilBERT pretraining, 1/16 of an update", "distilbert", "full", 32, "pretrain", ("--update-every", "16")),
-    Row("XLNet-base pretraining, 1/32 of an update", "xlnet", "full", 32, "pretrain", ("--update-every", "32")),
-    Row("DLRM, Criteo Kaggle", "dlrm", "kaggle", 16),
-    Row("DLRM, MLPerf v1 (Criteo Terabyte)", "dlrm", "mlperf_v1", 256),
-    Row("DLRM, MLPerf v2 (multi-hot, DCN-v2)", "dlrm", "mlperf_v2", 8192),
+    RESNET,
+    Row("Transformer base, packed", "transformer", "base", batch=13),
+    Row("Transformer base, Google's shape", "transformer", "tpu", batch=256),
+    Row("Transformer big, 1/8 of an update", "transformer", "big", batch=32),
+    Row("BERT-base on MRPC", "bert", "full", batch=4, task="mrpc"),
+    BERT_PRETRAINING,
+    Row(
+        "RoBERTa-base pretraining, 1/32 of an update",
+        "roberta",
+        "full",
+        batch=32,
+        task="pretrain",
+        flags=("--update-every", "32"),
+    ),
+    Row(
+        "DistilBERT pretraining, 1/16 of an update",
+        "distilbert",
+        "full",
+        batch=32,
+        task="pretrain",
+        flags=("--update-every", "16"),
+    ),
+    Row(
+        "XLNet-base pretraining, 1/32 of an update",
+        "xlnet",
+        "full",
+        batch=32,
+        task="pretrain",
+        flags=("--update-every", "32"),
+    ),
+    Row("DLRM, Criteo Kaggle", "dlrm", "kaggle", batch=16),
+    MLPERF_V1,
+    Row("DLRM, MLPerf v2 (multi-hot, DCN-v2)", "dlrm", "mlperf_v2", batch=8192),
 )
 TOPOLOGIES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x1", "v4:2x2x1")
-# Three recipes whose batch grows with the chips; the tables of MLPerf v1 do not fit one chip, and need not be on all.
-COPIES = Row("DLRM, a copy of the tables on every 8 chips", "dlrm", "mlperf_v1", 256, "", ("--model-devices", "8"))
+
 # A chip's share of 55,296 on 64 chips: Google's batch in MLPerf Training 1.0 (tpu-v4-128-TF).
-MLPERF = Row("DLRM, MLPerf v1, 864 examples a chip", "dlrm", "mlperf_v1", 864)
-SCALED = (RECIPES[0], RECIPES[5], RECIPES[10], MLPERF, COPIES)
-SCALES = ("v5e:2x4", "v5e:4x8", "v5e:16x16")
+MLPERF = Row("DLRM, MLPerf v1, 864 examples a chip", "dlrm", "mlperf_v1", batch=864)
 PODS = ("v4:4x4x4", "v5p:4x4x4")
-# Examples a second and chip, mlcommons/training_results_v1.0, Google/results/tpu-v4-128-TF/dlrm/result_0.txt: there 15
-# blocks of 3,794 steps take 37.94 s (time_ms from the block_start of epoch 1.2 to that of 1.95), evaluations included.
+# Examples a second and chip, mlcommons/training_results_v1.0,
+# Google/results/tpu-v4-128-TF/dlrm/result_0.txt: there 15 blocks of 3,794 steps take 37.94 s
+# (time_ms from the block_start of epoch 1.2 to that of 1.95), evaluations included.
 PUBLISHED = {"v4:4x4x4": 1.30e6}
+
+# Three recipes whose batch grows with the chips; the tables of MLPerf v1 do not fit one chip, and
+# need not be on all.
+COPIES = Row(
+    "DLRM, a copy of the tables on every 8 chips",
+    "dlrm",
+    "mlperf_v1",
+    batch=256,
+    flags=("--model-devices", "8"),
+)
+SCALED = (RESNET, BERT_PRETRAINING, MLPERF_V1, MLPERF, COPIES)
+SCALES = ("v5e:2x4", "v5e:4x8", "v5e:16x16")
+
 TRANSLATES = ("--dropout", "0.1", "--precision", "bfloat16")
+MINI = ("--size", "mini")
+TWO_CHIPS_A_LAYER = ("--mesh", "data=4,model=2")
+CUT_STATE = ("--shard-state", "full")
+
+RESNET_STEP = Row(
+    "resnet50",
+    "resnet50",
+    "full",
+    batch=32,
+    flags=("--model", "resnet_tiny", "--image-size", "64"),
+)
+TRANSFORMER_STEP = Row("transformer", "transformer", "tiny", batch=32, flags=TRANSLATES)
 STEPS = (
-    Row("resnet50", "resnet50", "full", 32, "", ("--model", "resnet_tiny", "--image-size", "64")),
-    Row("transformer", "transformer", "tiny", 32, "", TRANSLATES),
-    Row("transformer, two chips a layer", "transformer", "tiny", 32, "", (*TRANSLATES, "--mesh", "data=4,model=2")),
-    Row("bert on mrpc", "bert", "full", 8, "mrpc", ("--lengths", "64")),
-    Row("bert", "bert", "full", 8, "pretrain", ("--size", "mini")),
-    Row("bert, two chips a layer", "bert", "full", 8, "pretrain", ("--size", "mini", "--mesh", "data=4,model=2")),
-    Row("bert, a state in parts", "bert", "full", 8, "pretrain", ("--size", "mini", "--shard-state", "full")),
-    Row("roberta", "roberta", "full", 8, "pretrain", ("--size", "mini")),
-    Row("distilbert", "distilbert", "full", 8, "pretrain", ("--size", "mini")),
-    Row("xlnet", "xlnet", "full", 8, "pretrain", ("--size", "mini")),
-    Row("dlrm", "dlrm", "mlperf_v1", 256),
-    Row("dlrm, 8 steps a call", "dlrm", "mlperf_v1", 256, "", ("--steps-a-call", "8")),
+    RESNET_STEP,
+    TRANSFORMER_STEP,
+    Row(
+        "transformer, two chips a layer",
+        "transformer",
+        "tiny",
+        batch=32,
+        flags=(*TRANSLATES, *TWO_CHIPS_A_LAYER),
+    ),
+    Row("bert on mrpc", "bert", "full", batch=8, task="mrpc", flags=("--lengths", "64")),
+    Row("bert", "bert", "full", batch=8, task="pretrain", flags=MINI),
+    Row(
+        "bert, two chips a layer",
+        "bert",
+        "full",
+        batch=8,
+        task="pretrain",
+        flags=(*MINI, *TWO_CHIPS_A_LAYER),
+    ),
+    Row(
+        "bert, a state in parts",
+        "bert",
+        "full",
+        batch=8,
+        task="pretrain",
+        flags=(*MINI, *CUT_STATE),
+    ),
+    Row("roberta", "roberta", "full", batch=8, task="pretrain", flags=MINI),
+    Row("distilbert", "distilbert", "full", batch=8, task="pretrain", flags=MINI),
+    Row("xlnet", "xlnet", "full", batch=8, task="pretrain", flags=MINI),
+    Row("dlrm", "dlrm", "mlperf_v1", batch=256),
+    Row("dlrm, 8 steps a call", "dlrm", "mlperf_v1", batch=256, flags=("--steps-a-call", "8")),
 )
 
 
 def another(program: str, name: str) -> Row:
     """Returns the guarded row of that name with another program of its script."""
-    return replace(next(row for row in STEPS if row.name == name), name=f"{name}, {program}", program=program)
+    row = next(row for row in STEPS if row.name == name)
+    return replace(row, name=f"{name}, {program}", program=program)
 
 
-REMAT = Row("bert, recomputed", "bert", "full", 8, "pretrain", ("--size", "mini", "--remat"))
+REMAT = Row(
+    "bert, recomputed",
+    "bert",
+    "full",
+    batch=8,
+    task="pretrain",
+    flags=(*MINI, "--remat"),
+)
 GUARDED = (
     *STEPS,
     another("translate", "transformer"),
     another("translate", "transformer, two chips a layer"),
-    Row("transformer, cut state", "transformer", "tiny", 32, "", (*TRANSLATES, "--shard-state", "full"), "translate"),
+    Row(
+        "transformer, cut state",
+        "transformer",
+        "tiny",
+        batch=32,
+        flags=(*TRANSLATES, *CUT_STATE),
+        program="translate",
+    ),
     another("evaluate", "resnet50"),
     another("evaluate", "transformer"),
     another("evaluate", "bert on mrpc"),
@@ -143,9 +259,9 @@ GUARDED = (
     another("evaluate", "dlrm"),
     REMAT,
 )
-# The version that TPU VMs run has to compile a row of each kind, too: what is seen on another only is not proven for
-# users. The other rows have the layers of these, or need no larger stack (XLNet, which takes 0.0.21 three minutes);
-# versions.md has all programs on both.
+# The version that TPU VMs run has to compile a row of each kind, too: what is seen on another only
+# is not proven for users. The other rows have the layers of these, or need no larger stack (XLNet,
+# which takes 0.0.21 three minutes); versions.md has all programs on both.
 KINDS = (
     "resnet50",
     "transformer",
@@ -165,9 +281,22 @@ KINDS = (
     "dlrm, evaluate",
     "bert, recomputed",
 )
-GUARDS = tuple(replace(row, besides=libtpu.ON_TPU_VMS if row.name in KINDS else "") for row in GUARDED)
-# What `make guards` leaves to `make test-all`, so that it takes minutes: (row, TPU). Their layers, or their program on
-# another TPU, are in rows that it keeps, except for XLNet's, which compile on every version that was tried.
+
+
+def _guards() -> tuple[Row, ...]:
+    """Returns the guarded rows; those of KINDS have to compile on the version of TPU VMs, too."""
+    rows = []
+    for row in GUARDED:
+        if row.name in KINDS:
+            row = replace(row, besides=libtpu.ON_TPU_VMS)
+        rows.append(row)
+    return tuple(rows)
+
+
+GUARDS = _guards()
+# What `make guards` leaves to `make test-all`, so that it takes minutes: (row, TPU). Their layers,
+# or their program on another TPU, are in rows that it keeps, except for XLNet's, which compile on
+# every version that was tried.
 LONG = (
     ("roberta", "v5e:2x4"),
     ("distilbert", "v5e:2x4"),
@@ -178,20 +307,32 @@ LONG = (
     ("bert, a state in parts", "v5e:8x8"),
     ("xlnet, tiny", "v5e:1x1"),
 )
-# Without dropout, or with --remat, that version needs a larger stack; these compile with its own. See versions.md.
-SAFE = tuple(
-    replace(row, name=f"{row.name}, safe forms", flags=(*row.flags, "--safe-forms"))
-    for row in (GUARDED[1], another("evaluate", "bert on mrpc"), REMAT)
+
+
+def safe(row: Row) -> Row:
+    """Returns a row with the safe forms of its program."""
+    return replace(row, name=f"{row.name}, safe forms", flags=(*row.flags, "--safe-forms"))
+
+
+# Without dropout, or with --remat, that version needs a larger stack; these compile with its own.
+# See versions.md.
+SAFE = (
+    safe(TRANSFORMER_STEP),
+    safe(another("evaluate", "bert on mrpc")),
+    safe(REMAT),
 )
-# On one chip at full effort, which alone estimates cycles. Half of them: the others share their layers. The version of
-# TPU VMs compiles these steps for eight chips, above.
+# On one chip at full effort, which alone estimates cycles. Half of them: the others share their
+# layers. The version of TPU VMs compiles these steps for eight chips, above.
 CYCLES = (
-    GUARDED[0],
-    GUARDED[1],
-    Row("bert, tiny", "bert", "full", 8, "pretrain", ("--size", "tiny")),
-    Row("xlnet, tiny", "xlnet", "full", 8, "pretrain", ("--size", "tiny")),
-    Row("dlrm, 1M rows", "dlrm", "mlperf_v1", 256, "", ("--hash-rows", "1000000")),
+    RESNET_STEP,
+    TRANSFORMER_STEP,
+    Row("bert, tiny", "bert", "full", batch=8, task="pretrain", flags=("--size", "tiny")),
+    Row("xlnet, tiny", "xlnet", "full", batch=8, task="pretrain", flags=("--size", "tiny")),
+    Row("dlrm, 1M rows", "dlrm", "mlperf_v1", batch=256, flags=("--hash-rows", "1000000")),
 )
+
+
+# ---- compiling -----------------------------------------------------------------------------------
 
 
 def compiled(
@@ -201,12 +342,15 @@ def compiled(
     module: str = "tpu.compiler.compile",
     variables: dict[str, str] | None = None,
 ) -> dict:
-    """Runs tpu/compiler/compile.py, or another `module` with its command line, and returns its report. `variables` of
-    the environment are added.
+    """Runs tpu/compiler/compile.py and returns its report.
 
-    A step that does not fit has {"fits": False, …}: with "needed", in bytes, if it was compiled, and with "reason" if
-    the script refuses it because tables of embeddings are too large for these chips.
+    A step that does not fit has {"fits": False, …}: with "needed", in bytes, if it was compiled,
+    and with "reason" if the script refuses it because tables of embeddings are too large for these
+    chips.
 
+    Args:
+        module: another program with the command line of compile.py.
+        variables: of the environment, besides those of environment_of_figures.
     Raises:
         RuntimeError: it failed for another reason; with the last lines of its output.
     """
@@ -214,22 +358,31 @@ def compiled(
         path = Path(folder, "report.json")
         command = row.command(topology, effort, str(path), module)
         environment = environment_of_figures() | (variables or {})
-        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        result = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
         if result.returncode == 2 and "What would fit:" in result.stderr:
-            return {"fits": False, "reason": result.stderr.rpartition("error: ")[2].strip()}
+            _, _, reason = result.stderr.rpartition("error: ")
+            return {"fits": False, "reason": reason.strip()}
         if not path.exists():
             raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
         return json.loads(path.read_text())
 
 
 def environment_of_figures() -> dict[str, str]:
-    """Returns the environment for figures. Raises InputError where the compiler that they are of is not installed.
+    """Returns the environment for figures. Raises InputError where the compiler that they are of is
+    not installed.
 
-    What a shell has of LIBTPU_INIT_ARGS or XLA_ZOO_SAFE_FORMS would be in them, unseen. They are of libtpu.NEWEST,
-    unless TPU_LIBRARY_PATH names another.
+    What a shell has of LIBTPU_INIT_ARGS or XLA_ZOO_SAFE_FORMS would be in them, unseen. They are of
+    libtpu.NEWEST, unless TPU_LIBRARY_PATH names another.
     """
-    unseen = ("LIBTPU_INIT_ARGS", "XLA_ZOO_SAFE_FORMS")
-    environment = {name: value for name, value in os.environ.items() if name not in unseen}
+    environment = dict(os.environ)
+    for unseen in ("LIBTPU_INIT_ARGS", "XLA_ZOO_SAFE_FORMS"):
+        environment.pop(unseen, None)
     if not environment.get("TPU_LIBRARY_PATH"):
         environment["TPU_LIBRARY_PATH"] = str(libtpu.installed(libtpu.NEWEST))
     return environment
@@ -246,45 +399,67 @@ def two_at_a_time() -> Iterator[ThreadPoolExecutor]:
             raise
 
 
+def _product(
+    rows: tuple[Row, ...],
+    topologies: tuple[str, ...],
+    effort: str,
+) -> list[tuple[Row, str, str]]:
+    """Returns (row, topology, effort) of every row on every topology."""
+    jobs = []
+    for row in rows:
+        for topology in topologies:
+            jobs.append((row, topology, effort))
+    return jobs
+
+
 def wanted(part: str) -> list[tuple[Row, str, str]]:
     """Returns (row, topology, effort) of everything in a part."""
     if part == "recipes":
-        return [(row, topology, "fast") for row in RECIPES for topology in TOPOLOGIES]
+        return _product(RECIPES, TOPOLOGIES, "fast")
     if part == "scaling":
-        return [(row, topology, "full") for row in SCALED for topology in SCALES]
+        return _product(SCALED, SCALES, "full")
     if part == "mlperf":
-        return [(MLPERF, topology, "full") for topology in PODS]
+        return _product((MLPERF,), PODS, "full")
 
-    jobs = [(row, "v5e:2x4", "fast") for row in GUARDS]
-    # 0.0.21 refuses this program for 64 chips: "asynchronous collective-permute must satisfy routing limitations".
-    parts = next(row for row in GUARDED if row.name == "bert, a state in parts")
-    jobs.append((parts, "v5e:4x4", "fast"))
-    jobs.append((parts, "v5e:8x8", "fast"))
-
-    jobs += [(row, "v5e:1x1", "full") for row in CYCLES]
+    jobs = _product(GUARDS, ("v5e:2x4",), "fast")
+    # 0.0.21 refuses this program for 64 chips: "asynchronous collective-permute must satisfy
+    # routing limitations".
+    cut_state = next(row for row in GUARDED if row.name == "bert, a state in parts")
+    jobs += _product((cut_state,), ("v5e:4x4", "v5e:8x8"), "fast")
+    jobs += _product(CYCLES, ("v5e:1x1",), "full")
     return jobs
 
 
 def make(part: str, missing: bool) -> None:
-    """Compiles a part and writes its file after every step, so that an interrupted run keeps what it has."""
+    """Compiles a part and writes its file after every step, so that an interrupted run keeps what
+    it has.
+
+    Args:
+        missing: whether what the file has is kept.
+    """
     path = results.FOLDER / f"{part}.json"
     figures = results.load(path) if missing else {}
+    jobs = []
+    for row, topology, effort in wanted(part):
+        if topology not in figures.get(row.name, {}):
+            jobs.append((row, topology, effort))
 
-    def one(job: tuple[Row, str, str]) -> tuple[str, str, dict]:
+    def compile_job(job: tuple[Row, str, str]) -> tuple[str, str, dict]:
         row, topology, effort = job
         return row.name, topology, compiled(row, topology, effort)
 
-    jobs = [job for job in wanted(part) if job[1] not in figures.get(job[0].name, {})]
     with two_at_a_time() as pool:
-        for name, topology, report in pool.map(one, jobs):
-            figures.setdefault(name, {})[topology] = results.record(report, FIELDS[part])
+        for name, topology, report in pool.map(compile_job, jobs):
+            record = results.record(report, FIELDS[part])
+            figures.setdefault(name, {})[topology] = record
             figures = arranged(part, figures)
             results.save(path, figures)
             print(f"{name} on {topology}: {memory(report)}", flush=True)
 
 
 def arranged(part: str, figures: dict) -> dict:
-    """Returns the figures of a part in the order of its table; those of rows that are gone are left out."""
+    """Returns the figures of a part in the order of its table; those of rows that are gone are left
+    out."""
     topologies: dict[str, list[str]] = {}
     for row, topology, _ in wanted(part):
         topologies.setdefault(row.name, []).append(topology)
@@ -294,6 +469,9 @@ def arranged(part: str, figures: dict) -> dict:
         if name in figures:
             found[name] = results.in_order(figures[name], wanted_topologies)
     return found
+
+
+# ---- cells and tables ----------------------------------------------------------------------------
 
 
 def memory(record: dict) -> str:
@@ -306,7 +484,8 @@ def memory(record: dict) -> str:
 
 
 def bundle_count(record: dict) -> str:
-    """Returns the bundles of operations without an estimate, in millions; "" if they were not counted."""
+    """Returns the bundles of operations without an estimate, in millions; "" if they were not
+    counted."""
     if "uncounted" not in record:
         return ""
     return f"{record['uncounted']['bundles'] / 1e6:.2f}M"
@@ -329,8 +508,8 @@ def ratio(ours: dict, other: dict) -> str:
 
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Returns a table in Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    ruled = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in ruled)
 
 
 def collectives(record: dict) -> str:
@@ -383,19 +562,19 @@ def scaling_table(figures: dict) -> str:
     for name, by_topology in figures.items():
         first = next(iter(by_topology.values()))
         for record in by_topology.values():
-            digits = 1 if record["cycles"] > 1e7 else 3
-            rows.append(
-                [
-                    name,
-                    str(record["devices"]),
-                    examples(record),
-                    memory(record),
-                    collectives(record),
-                    f"{record['cycles'] / 1e6:.{digits}f}M",
-                    f"{record['cycles'] / first['cycles']:.2f}",
-                    bundle_count(record),
-                ]
-            )
+            cycles = record["cycles"]
+            digits = 1 if cycles > 1e7 else 3
+            cells = [
+                name,
+                str(record["devices"]),
+                examples(record),
+                memory(record),
+                collectives(record),
+                f"{cycles / 1e6:.{digits}f}M",
+                f"{cycles / first['cycles']:.2f}",
+                bundle_count(record),
+            ]
+            rows.append(cells)
     return table(header, rows)
 
 
@@ -421,24 +600,24 @@ def mlperf_table(figures: dict) -> str:
         published = ""
         if topology in PUBLISHED:
             published = f"{PUBLISHED[topology] / 1e6:.2f}M"
-        rows.append(
-            [
-                topology,
-                examples(record),
-                memory(record),
-                collectives(record),
-                f"{cycles / 1e6:.2f}M",
-                bundle_count(record),
-                f"{in_a_second / cycles / 1e6:.2f}M",
-                f"{in_a_second / both / 1e6:.2f}M",
-                published,
-            ]
-        )
+        cells = [
+            topology,
+            examples(record),
+            memory(record),
+            collectives(record),
+            f"{cycles / 1e6:.2f}M",
+            bundle_count(record),
+            f"{in_a_second / cycles / 1e6:.2f}M",
+            f"{in_a_second / both / 1e6:.2f}M",
+            published,
+        ]
+        rows.append(cells)
     return table(header, rows)
 
 
 def draw(figures: dict) -> None:
-    """Draws docs/tpu/scaling.png: memory, bytes of collectives and cycles against the number of chips."""
+    """Draws docs/tpu/scaling.png: memory, bytes of collectives and cycles against the number of
+    chips."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -459,6 +638,7 @@ def draw(figures: dict) -> None:
             growth.append(record["cycles"] / first["cycles"])
         for axis, values in zip(axes, (needed, moved, growth), strict=True):
             axis.plot(chips, values, marker="o", label=name)
+
     titles = (
         "memory, GiB per chip",
         "collectives, MB per chip and step",
@@ -473,6 +653,9 @@ def draw(figures: dict) -> None:
     figure.savefig(DOCS / "scaling.png", dpi=110)
 
 
+# ---- the page ------------------------------------------------------------------------------------
+
+
 def write_page(redraw: bool) -> None:
     """Writes docs/tpu/README.md from the parts that are there."""
     page = text_of_page()
@@ -482,47 +665,74 @@ def write_page(redraw: bool) -> None:
     (DOCS / "README.md").write_text(page)
 
 
+# A backslash joins two lines of this file to one of the page, whose lines are longer.
+INTRODUCTION = """\
+# What the TPU's compiler says about every recipe
+
+Written by `make compile-all`; do not edit. No TPU ran any of this: libtpu {version} \
+compiled the train step of each
+script on a CPU. Memory is what the program asks for. \
+Cycles, times and rates are the compiler's estimates: they leave
+out random numbers, asynchronous copies, custom calls and waiting for other chips. \
+"Bundles besides" are the code of
+operations that the compiler gives no cycles, gathers and scatters above all: \
+a bundle takes a cycle or more. `make
+compile MODEL=… TOPOLOGY=…` shows more of each. \
+Estimated cycles on one chip, beside the usual steps:
+[stock.md](stock.md). Findings: [findings.md](findings.md).
+"""
+
+
 def text_of_page() -> str:
     """Returns docs/tpu/README.md from the parts that are there."""
     parts = {}
-    versions = []
     for part in PARTS:
         figures = results.load(results.FOLDER / f"{part}.json")
         if figures:
             parts[part] = figures
-        for by_topology in figures.values():
-            versions += [report["libtpu"] for report in by_topology.values() if "libtpu" in report]
 
-    page = f"""# What the TPU's compiler says about every recipe
-
-Written by `make compile-all`; do not edit. No TPU ran any of this: libtpu {versions[0]} compiled the train step of each
-script on a CPU. Memory is what the program asks for. Cycles, times and rates are the compiler's estimates: they leave
-out random numbers, asynchronous copies, custom calls and waiting for other chips. "Bundles besides" are the code of
-operations that the compiler gives no cycles, gathers and scatters above all: a bundle takes a cycle or more. `make
-compile MODEL=… TOPOLOGY=…` shows more of each. Estimated cycles on one chip, beside the usual steps:
-[stock.md](stock.md). Findings: [findings.md](findings.md).
-"""
+    page = INTRODUCTION.format(version=_first_version(parts))
     if "recipes" in parts:
-        page += "\n## Does it fit?\n\nMemory that the step needs per chip; quick compile (effort fast).\n\n"
+        page += "\n## Does it fit?\n\n"
+        page += "Memory that the step needs per chip; quick compile (effort fast).\n\n"
         page += recipes_table(parts["recipes"]) + "\n"
     if "scaling" in parts:
-        page += "\n## More chips\n\nThe batch per chip stays the same; effort full.\n\n"
-        page += f"{scaling_table(parts['scaling'])}\n\n![growth with the number of chips](scaling.png)\n"
+        page += "\n## More chips\n\n"
+        page += "The batch per chip stays the same; effort full.\n\n"
+        page += scaling_table(parts["scaling"]) + "\n\n"
+        page += "![growth with the number of chips](scaling.png)\n"
     if "mlperf" in parts:
-        page += "\n## DLRM with the batch of a published run\n\n64 chips; effort full.\n\n"
+        page += "\n## DLRM with the batch of a published run\n\n"
+        page += "64 chips; effort full.\n\n"
         page += mlperf_table(parts["mlperf"]) + "\n"
     return page
 
 
+def _first_version(parts: dict[str, dict]) -> str:
+    """Returns the version of libtpu that the first record which has one is of."""
+    for figures in parts.values():
+        for by_topology in figures.values():
+            for record in by_topology.values():
+                if "libtpu" in record:
+                    return record["libtpu"]
+    raise IndexError("no record has a version of libtpu")
+
+
 def main() -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}, or page: only write it again (default: all)")
+    known = ", ".join(PARTS)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parts_help = f"of {known}, or page: only write it again (default: all)"
+    parser.add_argument("parts", nargs="*", help=parts_help)
     parser.add_argument("--missing", action="store_true", help="keep what the files have")
     options = parser.parse_args()
     unknown = set(options.parts) - {*PARTS, "page"}
     if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: it is one of {', '.join(PARTS)}, page")
+        parser.error(f"{', '.join(sorted(unknown))}: it is one of {known}, page")
+
     for part in options.parts or PARTS:
         if part != "page":
             make(part, options.missing)

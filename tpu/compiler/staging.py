@@ -87,7 +87,7 @@ def setup(num_devices: int, kind: str, precision: str, safe_forms: bool = False)
     os.environ["PJRT_DEVICE"] = "TPU"
 
     torch.manual_seed(0)
-    choose_backend("xla").set_products(precision)
+    choose_backend("xla").set_matmul_precision(precision)
     return Mesh(
         device=torch.device("meta"),
         spmd=xs.Mesh(np.arange(num_devices), (num_devices,), ("data",)),

@@ -1,15 +1,18 @@
-"""Compiles every program of every script with the libtpu that TPU VMs run and with the newest one, side by side.
+"""Compiles every program of every script with the libtpu that TPU VMs run and with the newest one,
+side by side.
 
-    python -m tpu.compiler.versions               every case of CASES: about two hours of one core
-    python -m tpu.compiler.versions bert          those with "bert" in their name
-    python -m tpu.compiler.versions --missing     those that research/results/versions.json does not have
-    python -m tpu.compiler.versions --print       compiles nothing: writes the page again
+    python -m tpu.compiler.versions             every case of CASES: about two hours of one core
+    python -m tpu.compiler.versions bert        those with "bert" in their name
+    python -m tpu.compiler.versions --missing   those that research/results/versions.json does not
+                                                have
+    python -m tpu.compiler.versions --print     compiles nothing: writes the page again
 
-A case is a configuration and the programs of it. A process of its own stages each program once, and compiles it (effort
-fast) with each version of libtpu.VERSIONS; with that of TPU VMs also with smaller stacks, to find the least that it
-needs, and those that need a larger one than libtpu's own also in the safe forms, without a flag. The figures are kept
-in research/results/versions.json, the page is docs/tpu/versions.md; the cycles in it are those of stock.json and
-stock_tpu_vm.json there, see research/tpu_cycles.py.
+A case is a configuration and the programs of it. A process of its own stages each program once, and
+compiles it (effort fast) with each version of libtpu.VERSIONS; with that of TPU VMs also with
+smaller stacks, to find the least that it needs, and those that need a larger one than libtpu's own
+also in the safe forms, without a flag. The figures are kept in research/results/versions.json, the
+page is docs/tpu/versions.md; the cycles in it are those of stock.json and stock_tpu_vm.json there,
+see research/tpu_cycles.py.
 """
 
 from __future__ import annotations
@@ -33,8 +36,10 @@ from train.common.xla import backend
 FIGURES = results.FOLDER / "versions.json"
 PAGE = DOCS / "versions.md"
 RUNTIME, NEWEST = libtpu.VERSIONS
-STACKS = (65_536, 81_920, 98_304, 114_688, 131_072, 163_840, 196_608, 262_144)  # bytes; libtpu's own is the first
-DEFAULT_STACK = int(backend.STACK.partition("=")[2])
+# Bytes; libtpu's own is the first.
+STACKS = (65_536, 81_920, 98_304, 114_688, 131_072, 163_840, 196_608, 262_144)
+STACK_FLAG, _, _default_stack = backend.STACK.partition("=")
+DEFAULT_STACK = int(_default_stack)
 SAFE = "safe forms"  # the key of what RUNTIME makes of them, beside those of VERSIONS
 
 
@@ -56,51 +61,83 @@ class Case:
         return f"{self.row.name}, {program}, {self.topology}"
 
 
-ONE, EIGHT = "v5e:1x1", "v5e:2x4"
+# ---- the cases -----------------------------------------------------------------------------------
+
+ONE = "v5e:1x1"
+EIGHT = "v5e:2x4"
+# A chip and several of the other generations.
+OTHERS = (
+    ("v6e:1x1", "v6e:2x4"),
+    ("v5p:1x1x1", "v5p:2x2x1"),
+    ("v4:1x1x1", "v4:2x2x1"),
+)
+
+TRAIN = ("train",)
 BOTH = ("train", "evaluate")
 ALL = ("train", "evaluate", "translate")
-TRAIN = ("train",)
+
 WHOLE = ("--update-every", "1")
 LARGE = ("--size", "large")
+MINI = ("--size", "mini")
 MESH = ("--mesh", "data=4,model=2")
+SMALL_IMAGES = ("--model", "resnet_tiny", "--image-size", "64")
+# The trial, in what a TPU computes in.
+SMALL_TRANSLATION = ("--dropout", "0.1", "--precision", "bfloat16")
+
+# The same on every generation.
+SMALL_RESNET = Row("resnet_tiny", "resnet50", "full", batch=32, flags=SMALL_IMAGES)
+SMALL_TRANSFORMER = Row(
+    "transformer tiny",
+    "transformer",
+    "tiny",
+    batch=32,
+    flags=SMALL_TRANSLATION,
+)
+MINI_BERT = Row("bert mini pretraining", "bert", "full", batch=8, task="pretrain", flags=MINI)
+MINI_XLNET = Row("xlnet mini pretraining", "xlnet", "full", batch=8, task="pretrain", flags=MINI)
+KAGGLE = Row("DLRM kaggle", "dlrm", "kaggle", batch=128)
 
 
 def _published() -> Iterator[Case]:
     """Yields each model at the published size, on the smallest TPU that it fits."""
     # fairseq-roberta's programs are roberta's.
-    yield Case(Row("bert on MRPC, 128 tokens", "bert", "full", 32, "mrpc"), ONE)
-    yield Case(Row("Transformer base, Google's shape", "transformer", "tpu", 256), ONE, ALL)
+    yield Case(Row("bert on MRPC, 128 tokens", "bert", "full", batch=32, task="mrpc"), ONE)
+    google = Row("Transformer base, Google's shape", "transformer", "tpu", batch=256)
+    yield Case(google, ONE, ALL)
     for tokens in ("32", "64"):
-        row = Row(f"bert on MRPC, {tokens} tokens", "bert", "full", 32, "mrpc", ("--lengths", tokens))
+        name = f"bert on MRPC, {tokens} tokens"
+        lengths = ("--lengths", tokens)
+        row = Row(name, "bert", "full", batch=32, task="mrpc", flags=lengths)
         yield Case(row, ONE, safe=False)
     for model in ("roberta", "distilbert", "xlnet"):
-        yield Case(Row(f"{model} on MRPC, 128 tokens", model, "full", 32, "mrpc"), ONE, safe=False)
+        row = Row(f"{model} on MRPC, 128 tokens", model, "full", batch=32, task="mrpc")
+        yield Case(row, ONE, safe=False)
 
-    yield Case(Row("Transformer base, packed", "transformer", "base", 13), ONE, ALL, safe=False)
-    yield Case(Row("Transformer big", "transformer", "big", 32, "", WHOLE), ONE, ALL, safe=False)
+    base = Row("Transformer base, packed", "transformer", "base", batch=13)
+    yield Case(base, ONE, ALL, safe=False)
+    big = Row("Transformer big", "transformer", "big", batch=32, flags=WHOLE)
+    yield Case(big, ONE, ALL, safe=False)
 
     for model in ("bert", "roberta", "distilbert", "xlnet"):
-        yield Case(Row(f"{model} pretraining", model, "full", 32, "pretrain", WHOLE), ONE, safe=False)
+        name = f"{model} pretraining"
+        row = Row(name, model, "full", batch=32, task="pretrain", flags=WHOLE)
+        yield Case(row, ONE, safe=False)
 
-    yield Case(Row("ResNet-50", "resnet50", "full", 128), ONE)
+    yield Case(Row("ResNet-50", "resnet50", "full", batch=128), ONE)
 
-    yield Case(Row("DLRM kaggle", "dlrm", "kaggle", 128), ONE)
-    yield Case(Row("DLRM mlperf_v1", "dlrm", "mlperf_v1", 256), EIGHT)
-    yield Case(Row("DLRM mlperf_v2", "dlrm", "mlperf_v2", 8192), "v5p:2x2x1")
-
-
-SMALL_IMAGES = ("--model", "resnet_tiny", "--image-size", "64")
-SMALL_TRANSLATION = ("--dropout", "0.1", "--precision", "bfloat16")  # the trial, in what a TPU computes in
-MINI = ("--size", "mini")
+    yield Case(KAGGLE, ONE)
+    yield Case(Row("DLRM mlperf_v1", "dlrm", "mlperf_v1", batch=256), EIGHT)
+    yield Case(Row("DLRM mlperf_v2", "dlrm", "mlperf_v2", batch=8192), "v5p:2x2x1")
 
 
 def _flags() -> Iterator[Case]:
-    """Yields each flag of each script, on eight chips where it cuts something; small networks, but of GLUE."""
+    """Yields each flag of each script, on eight chips where it cuts something; small networks, but
+    of GLUE."""
     scripts = (
-        Row("resnet_tiny", "resnet50", "full", 32, "", SMALL_IMAGES),
-        Row("transformer tiny", "transformer", "tiny", 32, "", SMALL_TRANSLATION),
-        Row("bert mini pretraining", "bert", "full", 8, "pretrain", MINI),
-        Row("bert on MRPC", "bert", "full", 8, "mrpc"),
+        SMALL_RESNET,
+        SMALL_TRANSFORMER,
+        MINI_BERT,
+        Row("bert on MRPC", "bert", "full", batch=8, task="mrpc"),
     )
     settings = (
         (ONE, ("--remat",)),
@@ -123,12 +160,15 @@ def _flags() -> Iterator[Case]:
                 programs = ALL
             else:
                 programs = BOTH
-            name = f"{row.name} {' '.join(flags)}"
-            yield Case(replace(row, name=name, flags=_merged(row.flags, flags)), topology, programs)
+            yield Case(_with_flags(row, flags), topology, programs)
 
-    tables = Row("DLRM kaggle", "dlrm", "kaggle", 128)
-    yield Case(replace(tables, name="DLRM kaggle --precision float32", flags=("--precision", "float32")), ONE)
-    yield Case(replace(tables, name="DLRM kaggle --steps-a-call 8", flags=("--steps-a-call", "8")), ONE, TRAIN)
+    yield Case(_with_flags(KAGGLE, ("--precision", "float32")), ONE)
+    yield Case(_with_flags(KAGGLE, ("--steps-a-call", "8")), ONE, TRAIN)
+
+
+def _with_flags(row: Row, flags: tuple[str, ...]) -> Row:
+    """Returns a row with these flags besides its own, and with them in its name."""
+    return replace(row, name=f"{row.name} {' '.join(flags)}", flags=_merged(row.flags, flags))
 
 
 def _merged(flags: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
@@ -142,36 +182,57 @@ def _merged(flags: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
 
 def _generations() -> Iterator[Case]:
     """Yields a row of each kind on the other generations."""
-    for one, several in (("v6e:1x1", "v6e:2x4"), ("v5p:1x1x1", "v5p:2x2x1"), ("v4:1x1x1", "v4:2x2x1")):
+    for one, several in OTHERS:
         mesh = MESH if several == "v6e:2x4" else ("--mesh", "data=2,model=2")
-        yield Case(Row("resnet_tiny", "resnet50", "full", 32, "", SMALL_IMAGES), one)
-        yield Case(Row("transformer tiny", "transformer", "tiny", 32, "", SMALL_TRANSLATION), one, ALL)
-        yield Case(Row("bert mini pretraining", "bert", "full", 8, "pretrain", MINI), one)
-        for flags, topology in ((("--remat",), one), (("--shard-state", "full"), several), (mesh, several)):
-            name = f"bert mini pretraining {' '.join(flags)}"
-            yield Case(Row(name, "bert", "full", 8, "pretrain", (*MINI, *flags)), topology, TRAIN)
-        yield Case(Row("xlnet mini pretraining", "xlnet", "full", 8, "pretrain", MINI), one)
-        yield Case(Row("DLRM kaggle", "dlrm", "kaggle", 128), one)
+        yield Case(SMALL_RESNET, one)
+        yield Case(SMALL_TRANSFORMER, one, ALL)
+        yield Case(MINI_BERT, one)
+        yield Case(_with_flags(MINI_BERT, ("--remat",)), one, TRAIN)
+        yield Case(_with_flags(MINI_BERT, ("--shard-state", "full")), several, TRAIN)
+        yield Case(_with_flags(MINI_BERT, mesh), several, TRAIN)
+        yield Case(MINI_XLNET, one)
+        yield Case(KAGGLE, one)
 
 
 def _large() -> Iterator[Case]:
     """Yields the large models, which take longest."""
     for model in ("bert", "roberta", "xlnet"):
-        yield Case(Row(f"{model}-large pretraining", model, "full", 8, "pretrain", (*LARGE, *WHOLE, "--remat")), ONE)
+        name = f"{model}-large pretraining"
+        flags = (*LARGE, *WHOLE, "--remat")
+        yield Case(Row(name, model, "full", batch=8, task="pretrain", flags=flags), ONE)
 
 
 CASES = (*_published(), *_flags(), *_generations(), *_large())
-NAMES = [case.named(program) for case in CASES for program in case.programs]  # of the figures, in the page's order
 
 
-# ---- one case, in a process of its own -------------------------------------------------------------------------------
+def _names() -> list[str]:
+    names = []
+    for case in CASES:
+        for program in case.programs:
+            names.append(case.named(program))
+    return names
+
+
+NAMES = _names()  # of the figures, in the page's order
+
+
+# ---- one case, in a process of its own -----------------------------------------------------------
 
 
 def attempt(module: bytes, kept: int, topology: str, version: str, flags: str) -> dict:
-    """Compiles a module with a version of libtpu; returns {"needed": bytes per device} or {"died", "error": …}."""
+    """Compiles a module with a version of libtpu.
+
+    Returns {"needed": bytes per device}, {"too_large": bytes per device}, {"died": how} or
+    {"error": why}.
+
+    Args:
+        kept: bytes per device that stay beside the program.
+        flags: for LIBTPU_INIT_ARGS.
+    """
     library = libtpu.installed(version)
+    variables = {"LIBTPU_INIT_ARGS": flags}
     try:
-        compiled = apart.compile(module, topology, "fast", library, {"LIBTPU_INIT_ARGS": flags})
+        compiled = apart.compile(module, topology, "fast", library, variables)
     except apart.CompilerDied as error:
         if not re.search("SIGSEGV|SIGBUS", error.how):
             raise  # no fault of the stack: killed for memory, a flag that is not known
@@ -179,14 +240,14 @@ def attempt(module: bytes, kept: int, topology: str, version: str, flags: str) -
     except libtpu.OutOfMemory as error:
         return {"too_large": error.needed + kept}
     except (libtpu.CompilerError, InputError) as error:
-        return {"error": str(error).partition("\n")[0][:300]}
+        first_line, _, _ = str(error).partition("\n")
+        return {"error": first_line[:300]}
     return {"needed": compiled.memory.needed + kept}
 
 
 def with_stack(flags: str, stack: int) -> str:
     """Returns the flags with another size of the stack, in bytes."""
-    name = backend.STACK.partition("=")[0]
-    return flags.replace(backend.STACK, f"{name}={stack}")
+    return flags.replace(backend.STACK, f"{STACK_FLAG}={stack}")
 
 
 def asked(job: compiling.Job) -> str:
@@ -214,7 +275,8 @@ def compile_case(case: Case) -> dict[str, dict]:
     for program in case.programs:
         _, staged = compiling.stage(replace(job, program=program), mesh, job.script)
         flags = asked(job)
-        module, kept = staged.module, staged.kept
+        module = staged.module
+        kept = staged.kept
         figures = {NEWEST: attempt(module, kept, case.topology, NEWEST, flags)}
 
         figures["least_stack"] = None
@@ -228,13 +290,14 @@ def compile_case(case: Case) -> dict[str, dict]:
         if case.safe and figures["least_stack"] != STACKS[0]:
             safe_mesh = replace(mesh, safe_forms=True)
             _, safe = compiling.stage(replace(safe_job, program=program), safe_mesh, job.script)
-            figures[SAFE] = attempt(safe.module, safe.kept, case.topology, RUNTIME, asked(safe_job))
+            safe_flags = asked(safe_job)
+            figures[SAFE] = attempt(safe.module, safe.kept, case.topology, RUNTIME, safe_flags)
         found[program] = figures
         print(case.named(program), json.dumps(figures), file=sys.stderr, flush=True)
     return found
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------------------
 
 
 def cell(result: dict | None) -> str:
@@ -250,73 +313,98 @@ def cell(result: dict | None) -> str:
     return f"refused: {result['error']}"
 
 
-def stack(figures: dict | None) -> str:
+def stack_cell(figures: dict | None) -> str:
     """Returns the least stack that a program needs, in KiB."""
     if figures is None:
         return "not run"
     least = figures["least_stack"]
     if least is None:
         return f"more than {STACKS[-1] // 1024}"
-    return f"{least // 1024}" if least > STACKS[0] else f"at most {least // 1024}"
+    if least > STACKS[0]:
+        return f"{least // 1024}"
+    return f"at most {least // 1024}"
+
+
+def safe_cell(figures: dict | None) -> str:
+    """Returns what RUNTIME makes of a program's safe forms."""
+    if figures is None:
+        return "not run"
+    if figures["least_stack"] == STACKS[0]:
+        return "needs none"
+    return cell(figures.get(SAFE))
 
 
 def matrix(figures: dict) -> str:
     """Returns the table of all programs."""
+    header = [
+        "configuration",
+        "program",
+        "TPU",
+        "batch per chip",
+        f"{RUNTIME}, GiB",
+        f"{NEWEST}, GiB",
+        f"{RUNTIME} with `--safe-forms`, no flag for the stack",
+        f"least stack of {RUNTIME}, KiB",
+    ]
     rows = []
     for case in CASES:
         for program in case.programs:
             found = figures.get(case.named(program))
-            cells = [cell(found and found[version]) for version in libtpu.VERSIONS]
-            if found and found["least_stack"] == STACKS[0]:
-                cells.append("needs none")
-            else:
-                cells.append(cell(found and found.get(SAFE)))
-            rows.append([case.row.name, program, case.topology, f"{case.row.batch:,}", *cells, stack(found)])
-    header = ["configuration", "program", "TPU", "batch per chip"]
-    header += [f"{RUNTIME}, GiB", f"{NEWEST}, GiB", f"{RUNTIME} with `--safe-forms`, no flag for the stack"]
-    header += [f"least stack of {RUNTIME}, KiB"]
+            cells = [case.row.name, program, case.topology, f"{case.row.batch:,}"]
+            for version in libtpu.VERSIONS:
+                cells.append(cell(found and found[version]))
+            cells += [safe_cell(found), stack_cell(found)]
+            rows.append(cells)
     return table(header, rows)
 
 
 def cycles_table(newest: dict, runtime: dict) -> str:
-    """Returns the table of estimated cycles of both versions. Arguments: stock.json, stock_tpu_vm.json."""
+    """Returns the table of estimated cycles of both versions. Arguments: stock.json,
+    stock_tpu_vm.json."""
     rows = []
     for name, pair in newest.items():
         ours = pair["ours"]
         theirs = runtime.get(name)
-        old = f"{theirs['cycles'] / 1e6:.3f}M" if theirs else "not run"
-        old_memory = f"{theirs['memory']['needed'] / GIB:.2f}" if theirs else "not run"
-        rows.append([name, old, f"{ours['cycles'] / 1e6:.3f}M", old_memory, f"{ours['memory']['needed'] / GIB:.2f}"])
+        old_cycles = "not run"
+        old_memory = "not run"
+        if theirs:
+            old_cycles = f"{theirs['cycles'] / 1e6:.3f}M"
+            old_memory = f"{theirs['memory']['needed'] / GIB:.2f}"
+        new_cycles = f"{ours['cycles'] / 1e6:.3f}M"
+        new_memory = f"{ours['memory']['needed'] / GIB:.2f}"
+        rows.append([name, old_cycles, new_cycles, old_memory, new_memory])
     header = ["step", f"{RUNTIME}, cycles", NEWEST, f"{RUNTIME}, GiB", NEWEST]
     return table(header, rows)
 
 
-def page(figures: dict) -> str:
-    """Returns docs/tpu/versions.md."""
-    stacks = [found["least_stack"] for found in figures.values()]
-    largest = max(filter(None, stacks), default=STACKS[0])
-    margin = DEFAULT_STACK / largest
-    forms = [found[SAFE] for found in figures.values() if SAFE in found]
-    dead = sum("died" in each for each in forms)
-    newest = results.load(results.FOLDER / "stock.json")
-    runtime = results.load(results.FOLDER / "stock_tpu_vm.json")
-    cycles = cycles_table(newest, runtime)
-    return f"""# What a TPU VM's compiler makes of every program
+# A backslash joins two lines of this file to one of the page, whose lines are longer.
+TEXT = """\
+# What a TPU VM's compiler makes of every program
 
-Written by `python -m tpu.compiler.versions`; do not edit. No TPU ran any of this. A TPU VM compiles with libtpu
-{RUNTIME}, which torch_xla 2.9.0 names as its own; {NEWEST} is the newest. Memory is what the program needs per device,
+Written by `python -m tpu.compiler.versions`; do not edit. No TPU ran any of this. \
+A TPU VM compiles with libtpu
+{runtime}, which torch_xla 2.9.0 names as its own; {newest} is the newest. \
+Memory is what the program needs per device,
 with what stays beside it, such as the optimizer's state in an evaluation; effort fast.
 
-libtpu compiles on fibers whose stack has 64 KiB by default. {RUNTIME} needs more for some of these programs, and dies
-(SIGSEGV, "STACK OVERFLOW"). The largest need among them is {largest // 1024} KiB; runs and `make compile` ask for
-{DEFAULT_STACK // 1024} KiB, {margin:.1f} times as much (`STACK` in train/common/xla/backend.py). No TPU has confirmed
-yet that its runtime honours the flag. `--safe-forms` asks for less: of the programs that need the flag, the column
-before the last is of these forms, with no flag for the stack. Of {len(forms)} that were tried {len(forms) - dead}
-compile; {dead} die, all of them with `--remat`. {RUNTIME}'s memory is that of the compilation with the least stack that
-was enough; it does not depend on it. Near the edge the need differs from run to run: BERT's evaluation on MRPC, 80 KiB
-in this table, has also compiled with 64. "At most 64" and "needs none" say that one compilation with 64 KiB went well.
+libtpu compiles on fibers whose stack has 64 KiB by default. \
+{runtime} needs more for some of these programs, and dies
+(SIGSEGV, "STACK OVERFLOW"). The largest need among them is {largest} KiB; \
+runs and `make compile` ask for
+{asked} KiB, {margin:.1f} times as much (`STACK` in train/common/xla/backend.py). \
+No TPU has confirmed
+yet that its runtime honours the flag. `--safe-forms` asks for less: \
+of the programs that need the flag, the column
+before the last is of these forms, with no flag for the stack. \
+Of {tried} that were tried {compiled}
+compile; {dead} die, all of them with `--remat`. \
+{runtime}'s memory is that of the compilation with the least stack that
+was enough; it does not depend on it. Near the edge the need differs from run to run: \
+BERT's evaluation on MRPC, 80 KiB
+in this table, has also compiled with 64. \
+"At most 64" and "needs none" say that one compilation with 64 KiB went well.
 
-{matrix(figures)}
+{matrix}
 
 ## Estimated cycles
 
@@ -326,27 +414,79 @@ Effort full, the rows of [stock.md](stock.md), our steps; v5e.
 """
 
 
+def page(figures: dict) -> str:
+    """Returns docs/tpu/versions.md."""
+    stacks = [found["least_stack"] for found in figures.values()]
+    largest = max(filter(None, stacks), default=STACKS[0])
+    forms = [found[SAFE] for found in figures.values() if SAFE in found]
+    dead = sum("died" in each for each in forms)
+    newest = results.load(results.FOLDER / "stock.json")
+    runtime = results.load(results.FOLDER / "stock_tpu_vm.json")
+    return TEXT.format(
+        runtime=RUNTIME,
+        newest=NEWEST,
+        largest=largest // 1024,
+        asked=DEFAULT_STACK // 1024,
+        margin=DEFAULT_STACK / largest,
+        tried=len(forms),
+        compiled=len(forms) - dead,
+        dead=dead,
+        matrix=matrix(figures),
+        cycles=cycles_table(newest, runtime),
+    )
+
+
 def write_page() -> None:
     """Writes docs/tpu/versions.md from the figures that are there."""
     PAGE.write_text(page(results.load(FIGURES)))
 
 
-# ---- the command line ------------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 
 def in_a_process(case: Case) -> dict[str, dict]:
-    """Compiles a case in a process of its own. Raises RuntimeError with what it has said where it fails."""
+    """Compiles a case in a process of its own. Raises RuntimeError with what it has said where it
+    fails."""
     command = [sys.executable, "-m", "tpu.compiler.versions", "--case", str(CASES.index(case))]
-    result = subprocess.run(command, cwd=ROOT, env=environment_of_figures(), capture_output=True, text=True)
+    environment = environment_of_figures()
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if result.returncode:
-        raise RuntimeError(f"{case.row.name} on {case.topology} failed:\n{result.stderr[-2000:]}")
+        failed = f"{case.row.name} on {case.topology} failed"
+        raise RuntimeError(f"{failed}:\n{result.stderr[-2000:]}")
     return json.loads(result.stdout.splitlines()[-1])
+
+
+def chosen(name: str, figures: dict, missing: bool) -> list[Case]:
+    """Returns the cases with `name` in their name; with `missing` those that the figures lack.
+
+    Raises:
+        InputError: no case has it.
+    """
+    cases = []
+    for case in CASES:
+        if name.lower() in f"{case.row.name} {case.topology}".lower():
+            cases.append(case)
+    if not cases:
+        known = ", ".join(case.row.name for case in CASES)
+        raise InputError(f"no case has {name!r} in its name; there are {known}")
+    if not missing:
+        return cases
+
+    lacking = []
+    for case in cases:
+        if not all(case.named(program) in figures for program in case.programs):
+            lacking.append(case)
+    return lacking
 
 
 def main() -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", default="", help="part of the cases' names (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    name_help = "part of the cases' names (default: all)"
+    parser.add_argument("name", nargs="?", default="", help=name_help)
     parser.add_argument("--missing", action="store_true", help="keep the figures that are there")
     parser.add_argument("--print", action="store_true", help="compile nothing")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
@@ -356,19 +496,16 @@ def main() -> None:
         return
 
     figures = results.load(FIGURES)
-    cases = [case for case in CASES if options.name.lower() in f"{case.row.name} {case.topology}".lower()]
-    if not cases:
-        raise InputError(f"no case has {options.name!r} in its name; there are {', '.join(c.row.name for c in CASES)}")
-    if options.missing:
-        cases = [case for case in cases if not all(case.named(program) in figures for program in case.programs)]
+    cases = chosen(options.name, figures, options.missing)
     if options.print:
         cases = []
-    for version in libtpu.VERSIONS if cases else ():
-        libtpu.installed(version)  # rather than an error of each
+    if cases:
+        for version in libtpu.VERSIONS:
+            libtpu.installed(version)  # rather than an error of each
 
     failed = []
 
-    def one(case: Case) -> tuple[Case, dict]:
+    def try_case(case: Case) -> tuple[Case, dict]:
         try:
             return case, in_a_process(case)
         except RuntimeError as error:
@@ -376,10 +513,11 @@ def main() -> None:
             return case, {}
 
     with two_at_a_time() as pool:
-        for case, found in pool.map(one, cases):
+        for case, found in pool.map(try_case, cases):
             for program, result in found.items():
                 figures[case.named(program)] = result
-                print(case.named(program), cell(result[RUNTIME]), cell(result[NEWEST]), stack(result), flush=True)
+                cells = [cell(result[RUNTIME]), cell(result[NEWEST]), stack_cell(result)]
+                print(case.named(program), *cells, flush=True)
             figures = results.in_order(figures, NAMES)
             results.save(FIGURES, figures)
     write_page()

@@ -1,14 +1,18 @@
 """The train step of a loop: one update from the micro-batches that the loader yields for it.
 
-    train = accumulate.SeededStep(train_step, mesh)  # an update has one
-    train = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)  # it has several
+    # An update has one micro-batch, or it has several:
+    train = accumulate.SeededStep(train_step, mesh)
+    train = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)
+
     metrics = train(state, batch, config, mesh)
 
-Gradient accumulation is for updates whose examples do not fit together. The numbers are those of
-all examples in one batch, within rounding; batch norm's are those of its micro-batches. So a loss
-is never a mean over what micro-batches have unequal numbers of, such as tokens: it is a sum, which
-`per` counts; or, where the losses of an update have several counts, each is divided by that of the
-whole update, see `count` of the loader.
+Gradient accumulation is for updates whose examples do not fit into the memory together. The numbers
+are those of all examples in one batch, within rounding; batch norm's are those of its micro-batches.
+So a loss is not averaged over what micro-batches have unequal numbers of, such as tokens:
+
+* A loss with one count is a sum, and a metric of the step counts what it is over: `per` names that.
+* Losses with several counts are divided by the counts of the whole update, see `count` of
+  `loading.parallel_loader`.
 
 Both steps draw what is random in a micro-batch (dropout) by config.seed and its number, so that a
 resumed run draws the same.
@@ -38,7 +42,10 @@ class SeededStep:
     def __call__(
         self, state: Any, batch: MicroBatches, config: Any, mesh: Mesh
     ) -> dict[str, Tensor]:
-        """Returns the metrics of the update. Raises ValueError where it has several micro-batches."""
+        """Returns the metrics of the update.
+
+        Raises ValueError where it has several micro-batches.
+        """
         (only,) = batch
         device.seed_step(config.seed, batch.first)
         return self._train_step(state, only, config, mesh)
@@ -107,13 +114,19 @@ def gradient_step(
 def update_step(
     update: Callable, state: Any, totals: dict[str, Tensor], config: Any, per: str
 ) -> dict[str, Tensor]:
-    """Updates once from the mean of the gradients; returns the means of the totals, and sets all to zero."""
+    """Updates once from the mean of the gradients; returns the means of the totals.
+
+    It sets gradients and totals to zero.
+    """
     count = totals[per] if per else config.update_every
-    # Sinusoidal positions and others that are not trained have no gradient; with zeros they would
-    # decay.
-    gradients = [
-        each.grad.div_(count) for each in state.model.parameters() if each.grad is not None
-    ]
+    gradients = []
+    for parameter in state.model.parameters():
+        # What is not trained, such as sinusoidal positions, has no gradient. With zeros it would
+        # decay.
+        if parameter.grad is not None:
+            parameter.grad.div_(count)
+            gradients.append(parameter.grad)
+
     means = {name: total / count for name, total in totals.items() if name != per}
     means |= update(state, config)
     for tensor in [*totals.values(), *gradients]:
@@ -122,12 +135,16 @@ def update_step(
 
 
 def gradient_buffers(model: nn.Module, sums: Sequence[str], mesh: Mesh) -> dict[str, Tensor]:
-    """Makes the `grad` of every parameter that is trained zeros on the device, and returns zeros of
-    the given names. Change both in place, in compiled steps."""
+    """Allocates what micro-batches add to, all zero, on the device: the `grad` of every parameter
+    that is trained, and the totals of these names, which it returns.
+
+    Change both in place, in compiled steps.
+    """
     totals = {name: torch.zeros(()).to(mesh.device) for name in sums}
-    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
-        parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(mesh.device)
-        device.replicate(parameter.grad, mesh, parameter)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(mesh.device)
+            device.replicate(parameter.grad, mesh, parameter)
     for total in totals.values():
         device.replicate(total, mesh)
     return totals

@@ -1,11 +1,13 @@
 """Batches in host memory: which examples are in each, and the worker processes that make them.
 
-    keys (an epoch, indices, a plan's lengths)  ->  BatchMaker, in worker processes  ->  tensors by name
+    keys  ->  BatchMaker, in worker processes  ->  tensors by name
 
-loading.py uploads them to the devices.
+A key says which examples make a batch: (epoch, indices), or (epoch, indices, lengths) of a plan.
+loading.py uploads the tensors to the devices.
 """
 
 import gc
+import math
 import multiprocessing
 import os
 import signal
@@ -31,13 +33,17 @@ class Dataset(Protocol):
     """A size, and examples (numbers, arrays; floats: float32) that depend only on the index and the
     generator.
 
-    A data set without augmentation may have `batch(indices) -> dict of arrays [len(indices), ...]`
-    instead of `example`: rows of memory-mapped arrays are read hundreds of times faster together
-    than one by one.
+    These methods are optional:
 
-    One that is read in sequence may have `order(seed, epoch, batch_size)`, the indices of the
-    epoch's full batches; and `ahead(keys)`, which yields its keys, each batch's epoch and indices,
-    while it fetches what the next ones need.
+        batch(indices) -> dict of arrays [len(indices), ...]
+            Instead of `example`, where nothing is augmented: rows of memory-mapped arrays are read
+            hundreds of times faster together than one by one. Padding has index 0, and is masked.
+        batch(indices, lengths) -> the same
+            Of a plan, cut or padded to its lengths. Padding has the index PADDING.
+        order(seed, epoch, batch_size) -> indices of the epoch's full batches
+            Where it must be read in sequence, as from shards.
+        ahead(keys) -> the same keys
+            Yields them while it fetches what the next ones need.
     """
 
     def __len__(self) -> int: ...
@@ -46,13 +52,14 @@ class Dataset(Protocol):
 
 
 def as_tensors(batch: list[dict[str, Any]] | dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """Makes tensors [batch, ...] of a list of examples, or of the arrays that a data set's `batch` returns."""
+    """Makes tensors [batch, ...] of a list of examples, or of the arrays that `Dataset.batch`
+    returns."""
     if isinstance(batch, list):
         batch = {key: np.stack([example[key] for example in batch]) for key in batch[0]}
     return {key: torch.from_numpy(np.ascontiguousarray(array)) for key, array in batch.items()}
 
 
-# ---- which examples --------------------------------------------------------------------------------------------------
+# ---- which examples ------------------------------------------------------------------------------
 
 
 def training_keys(
@@ -74,7 +81,7 @@ def training_keys(
     rows = np.arange(batch_size)
     permuted_epoch = -1
     for step in range(start, stop):
-        epoch, number = divmod(step, per_epoch)
+        epoch, batch = divmod(step, per_epoch)
         if epoch != permuted_epoch:
             permuted_epoch = epoch
             if own_order is not None:
@@ -84,9 +91,9 @@ def training_keys(
                 order = np.random.default_rng((seed, epoch)).permutation(permuted)
 
         if shuffle == "examples":
-            yield epoch, order[number * batch_size + rows]
+            yield epoch, order[batch * batch_size + rows]
         else:
-            yield epoch, order[number] * batch_size + rows
+            yield epoch, order[batch] * batch_size + rows
 
 
 def evaluation_keys(
@@ -100,7 +107,7 @@ def evaluation_keys(
         yield 0, np.where(indices < size, indices, PADDING)
 
 
-# ---- what workers make of them ---------------------------------------------------------------------------------------
+# ---- what workers make of them -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,8 @@ class SharedBatch:
 
 @dataclass(frozen=True)
 class Refused:
-    """The sentence of an InputError in a worker: DataLoader would wrap the error into a traceback."""
+    """The sentence of an InputError in a worker. DataLoader would wrap the error itself into a
+    traceback."""
 
     sentence: str
 
@@ -154,40 +162,41 @@ class BatchMaker:
         except InputError as error:
             return Refused(str(error))
         except Exception as error:
-            # A worker sends it by its class's name; one of a cloud's client may have none: a wait
-            # forever.
+            # A worker sends an error by the name of its class. Classes of a cloud's client may not
+            # be found by theirs, and the main process would wait for ever.
             module = sys.modules.get(type(error).__module__)
-            is_known = getattr(module, type(error).__name__, None) is type(error)
-            if not is_known or isinstance(
-                error, (StopIteration, ExceptionGroup)
-            ):  # of which the words would be lost
-                raise RuntimeError(
-                    f"the data set or collate raised {type(error).__name__}: {error}"
-                ) from error
-            raise
+            is_found = getattr(module, type(error).__name__, None) is type(error)
+            # DataLoader would lose the words of these.
+            loses_words = isinstance(error, (StopIteration, ExceptionGroup))
+            if is_found and not loses_words:
+                raise
+            raise RuntimeError(
+                f"the data set or collate raised {type(error).__name__}: {error}"
+            ) from error
 
-    def opened(self, made: dict[str, Tensor] | SharedBatch | Refused) -> dict[str, Tensor]:
-        """Returns the tensors of what `__getitem__` has made; those of a worker lie in its memory,
-        and are overwritten when it makes its next batch but PREFETCH. Raises InputError where it
-        was refused."""
-        if isinstance(made, Refused):
-            raise InputError(made.sentence)
-        if isinstance(made, SharedBatch):
-            return self._tensors(made)
-        return made
+    def opened(self, sent: dict[str, Tensor] | SharedBatch | Refused) -> dict[str, Tensor]:
+        """Returns the tensors of what `__getitem__` has made.
+
+        Those of a worker are views of its shared memory: they are valid until it has made
+        PREFETCH + 1 more batches. Raises InputError where the batch was refused.
+        """
+        if isinstance(sent, Refused):
+            raise InputError(sent.sentence)
+        if isinstance(sent, SharedBatch):
+            return self._views(sent)
+        return sent
 
     def _share(self, batch: dict[str, Any]) -> dict[str, Tensor] | SharedBatch:
         """Copies a worker's batch, of tensors or of lists of arrays, into its shared memory.
 
-        Sending a tensor costs 0.3 ms, fresh memory page faults. A worker has at most PREFETCH
-        batches under way, and the upload thread lets go of one when it takes the next: slots in use
-        never meet.
+        Sending a tensor would cost 0.3 ms, and fresh memory costs page faults.
+
+        PREFETCH + 1 slots are enough: at most PREFETCH batches of a worker are under way, and the
+        upload thread holds one until it takes the next. So no slot is overwritten while it is read.
         """
         worker = torch.utils.data.get_worker_info()
-        if worker is None:
-            return {
-                key: tensor.detach().contiguous() for key, tensor in batch.items()
-            }  # as a worker's would be
+        if worker is None:  # the same sort of tensors as from a worker
+            return {key: tensor.detach().contiguous() for key, tensor in batch.items()}
 
         fields = {}
         end = 0
@@ -195,15 +204,16 @@ class BatchMaker:
             row = torch.as_tensor(rows[0])
             size = len(rows) * row.nbytes
             fields[key] = Field(end, end + size, row.dtype, (len(rows), *row.shape))
-            end += -(-size // ALIGNMENT) * ALIGNMENT
+            end += math.ceil(size / ALIGNMENT) * ALIGNMENT
 
         memory = None
         if worker.id not in self._memories or end > self._memories[worker.id].shape[1]:
-            memory = torch.empty(PREFETCH + 1, end + end // 4, dtype=torch.uint8).share_memory_()
+            room = end + end // 4  # more than this batch needs: the next may be larger
+            memory = torch.empty(PREFETCH + 1, room, dtype=torch.uint8).share_memory_()
         self._slot = (self._slot + 1) % (PREFETCH + 1)
 
         shared = SharedBatch(worker.id, self._slot, fields, memory)
-        for key, tensor in self._tensors(shared).items():
+        for key, tensor in self._views(shared).items():
             rows = batch[key]
             if isinstance(rows, Tensor):
                 tensor.copy_(rows)
@@ -211,7 +221,8 @@ class BatchMaker:
                 np.stack(rows, out=tensor.numpy(), casting="equiv")
         return shared
 
-    def _tensors(self, shared: SharedBatch) -> dict[str, Tensor]:
+    def _views(self, shared: SharedBatch) -> dict[str, Tensor]:
+        """Returns views of a worker's memory. Remembers the memory, which is sent only once."""
         if shared.memory is not None:
             self._memories[shared.worker] = shared.memory
         slot = self._memories[shared.worker][shared.slot]
@@ -222,31 +233,33 @@ class BatchMaker:
         return tensors
 
     def _batch(self, epoch: int, indices: np.ndarray, *lengths: tuple[int, ...]) -> dict[str, Any]:
-        """Returns the collated batch of a key; a list of arrays in place of a tensor where only _share stacks them."""
-        rows = np.maximum(indices, 0)  # something must stand in the padding
+        """Returns the collated batch of a key, by name.
+
+        In a worker the values of plain training examples are lists of arrays instead of tensors:
+        `_share` stacks them in its memory, which saves a copy.
+        """
+        rows = np.maximum(indices, 0)  # padding has the example 0, and is masked
         if lengths:
             examples = self.dataset.batch(indices, *lengths)
         elif hasattr(self.dataset, "batch"):
             examples = self.dataset.batch(rows)
         else:
             examples = self._examples(epoch, rows)
-            if (
-                self.collate is as_tensors
-                and not self.masked
-                and torch.utils.data.get_worker_info()
-            ):
-                arrays = {
-                    key: [np.asarray(example[key]) for example in examples] for key in examples[0]
-                }
+            in_worker = torch.utils.data.get_worker_info() is not None
+            if in_worker and self.collate is as_tensors and not self.masked:
+                arrays = {}
+                for key in examples[0]:
+                    arrays[key] = [np.asarray(example[key]) for example in examples]
                 self._check_finite(arrays, rows)
                 return arrays
 
         batch = self.collate(examples)
         for key, tensor in batch.items():
             if tensor.shape[:1] != (len(indices),):
-                own = f"the {len(indices)} examples that this host loads, since batches are sharded by it"
                 raise ValueError(
-                    f"batch[{key!r}] has shape {list(tensor.shape)}; its first dimension must be {own}"
+                    f"batch[{key!r}] has shape {list(tensor.shape)}; its first dimension must be "
+                    f"the {len(indices)} examples that this host loads, since batches are sharded "
+                    "by it"
                 )
         self._check_finite(batch, rows)
 
@@ -258,21 +271,27 @@ class BatchMaker:
         return batch
 
     def _examples(self, epoch: int, rows: np.ndarray) -> list[dict[str, Any]]:
-        """Returns the examples of a batch; each draws from a generator of its own, by (seed, epoch, row)."""
+        """Returns the examples of a batch. Each draws from a generator of its own, seeded by
+        (seed, epoch, row)."""
         # All generators first: between images their code is not in the processor's cache, and takes
         # 4 times as long.
-        generators = {
-            row: np.random.default_rng((self.seed, epoch, row))
-            for row in dict.fromkeys(rows.tolist())
-        }
-        made = {row: self.dataset.example(row, generator) for row, generator in generators.items()}
-        return [made[row] for row in rows.tolist()]
+        generators = {}
+        for row in rows.tolist():
+            if row not in generators:
+                generators[row] = np.random.default_rng((self.seed, epoch, row))
+        examples = {}
+        for row, generator in generators.items():
+            examples[row] = self.dataset.example(row, generator)
+        return [examples[row] for row in rows.tolist()]
 
-    def _check_finite(self, batch: dict[str, Any], indices: np.ndarray) -> None:
-        """Raises InputError where a float of a batch is not finite: the loss would be called
-        divergence. Here, in a worker, it costs no step anything."""
+    def _check_finite(self, batch: dict[str, Any], rows: np.ndarray) -> None:
+        """Raises InputError where a float of a batch is not finite.
+
+        Bad input would otherwise be reported as a training that diverged. In a worker the check
+        costs no step anything.
+        """
         for key, values in batch.items():
-            if not isinstance(values, Tensor):  # an array of each example
+            if not isinstance(values, Tensor):  # a list: an array of each example
                 if values[0].dtype.kind != "f":
                     continue
                 values = torch.from_numpy(np.stack(values))
@@ -282,7 +301,7 @@ class BatchMaker:
             example, *position = torch.isfinite(values).logical_not().nonzero()[0].tolist()
             where = f" at {position}" if position else ""
             found = f"{values[(example, *position)].item()} in its {key!r}{where}"
-            name = f"example {indices[example]} of the {type(self.dataset).__name__}"
+            name = f"example {rows[example]} of the {type(self.dataset).__name__}"
             raise InputError(
                 f"{name} has {found}; expected finite numbers: fix or remove that example"
             )
@@ -291,12 +310,15 @@ class BatchMaker:
 def data_loader(
     maker: BatchMaker, keys: Iterable[tuple], workers: int, **options: Any
 ) -> DataLoader:
-    """Returns a DataLoader of what `maker` makes of these keys, in order. `workers`: processes; -1: one a core."""
-    if workers < 0:
-        # macOS has no affinity.
-        workers = (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        )
+    """Returns a DataLoader of what `maker` makes of these keys, in order.
+
+    Args:
+        workers: processes; 0 makes the batches in this one, -1 takes one per core.
+    """
+    if workers < 0 and hasattr(os, "sched_getaffinity"):
+        workers = len(os.sched_getaffinity(0))
+    elif workers < 0:  # macOS
+        workers = os.cpu_count()
     return DataLoader(
         maker,
         batch_size=None,  # a key makes a batch
@@ -314,9 +336,10 @@ def start_worker(_: int) -> None:
     """Prepares a worker process: one thread, and an end that leaves the main process time to save."""
     torch.set_num_threads(1)
     gc.freeze()  # what was imported need not be searched for garbage again and again
-    # Ctrl-C, and the SIGTERM of a VM that is shut down, reach every process, but the main one needs
-    # batches until it has saved: a worker ends a minute later, or with the main one, since after a
-    # kill -9 its fork server waits for it.
+    # Ctrl-C, and the SIGTERM of a VM that is shut down, reach every process. The main process still
+    # needs batches until it has saved, so a worker ends a minute after the SIGTERM.
+    # A worker also ends with the main process: after a kill -9 nothing else would end it, and the
+    # fork server waits for its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
     threading.Thread(target=_end_with_the_main_process, daemon=True).start()
@@ -328,7 +351,8 @@ def _end_with_the_main_process() -> None:
 
 
 def worker_context(dataset: Dataset) -> multiprocessing.context.BaseContext:
-    """Returns a context that forks workers from a clean process: this one's XLA threads hold locks, and forks hang."""
+    """Returns a context that forks workers from a clean process. A fork of this process would hang:
+    its XLA threads hold locks."""
     context = multiprocessing.get_context("forkserver")
     packages = {__name__.split(".")[0], type(dataset).__module__.split(".")[0]} - {"__main__"}
     # Each worker runs the imports of the main script; what the server has loaded costs it nothing.

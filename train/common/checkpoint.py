@@ -1,4 +1,4 @@
-"""Checkpoints: exact resume, written off the training loop, to a folder or any fsspec URL (gs://…).
+"""Checkpoints: exact resume, written off the training loop, to a folder or any fsspec URL.
 
     checkpoints/step_00001200/
         state.safetensors   every parameter, buffer and optimizer tensor, by name
@@ -36,7 +36,10 @@ COMPLETE = "COMPLETE"
 METRICS = "metrics.json"
 
 UNREADABLE = "cannot read the checkpoints in {}: {}; resume when they can be read"
-OTHER = "the checkpoint {} is of another model or optimizer: {}. Use the settings it was made with, or another --name"
+OTHER_MODEL = (
+    "the checkpoint {} is of another model or optimizer: {}. "
+    "Use the settings it was made with, or another --name"
+)
 
 
 def to_host(values: dict[str, Any], layers: Any = None, keep: bool = True) -> dict[str, Any]:
@@ -84,7 +87,9 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 def load_state(
     saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Any
 ) -> None:
-    """Copies a `named_state` into a model and an optimizer, whose state exists; empties `saved`.
+    """Copies a `named_state` into a model and an optimizer, whose state exists.
+
+    It removes each tensor from `saved` once it is copied, so that the host holds few of them twice.
 
     Raises:
         InputError: names or shapes differ; it names the first that do, and nothing is copied.
@@ -95,9 +100,9 @@ def load_state(
     with torch.no_grad():
         for name, tensor in state.items():
             if torch.is_tensor(tensor):
-                tensor.copy_(saved.pop(name))  # so that the host does not keep it any longer
+                tensor.copy_(saved.pop(name))
                 if tensor.device.type != "cpu":
-                    device.replicate(tensor, mesh)
+                    device.replicate(tensor, mesh)  # or what else its placement says
 
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -156,8 +161,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         layers: of a mesh over which the state is split: no host then holds it twice.
 
     Attributes:
-        evaluates: whether an evaluation of the restored state was to follow. A checkpoint of an
-            older version says no: its evaluation came first.
+        evaluates: whether an evaluation of the restored state was to follow. False for checkpoints
+            of older versions, which evaluated before they saved.
     """
 
     def __init__(
@@ -178,7 +183,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.evaluates = False
         self._fs = fsspec.core.url_to_fs(self.path)[0]
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._last: Future | None = None  # the last write, until its error would have been raised
+        # The write under way, or one that has ended and that `wait` has not checked yet.
+        self._last: Future | None = None
 
     def __exit__(self, error_type: type | None, *_) -> None:
         """Waits for the last save; an error that ends the run already is the one to show."""
@@ -202,6 +208,7 @@ class Checkpointer(contextlib.AbstractContextManager):
 
         Args:
             evaluates: an evaluation of this state follows, whose metrics `add_metrics` adds.
+
         Raises:
             InputError: the save before this one failed; it names the checkpoint that is safe.
         """
@@ -228,9 +235,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         if self._last is not None and self._last.done():
             self.wait()
 
-    def _write(
-        self, step: int, state: dict[str, Any], pieces: Any, evaluates: bool = False
-    ) -> None:
+    def _write(self, step: int, state: dict[str, Any], pieces: Any, evaluates: bool) -> None:
         """Writes one checkpoint and deletes those that `keep` no longer covers.
 
         Args:
@@ -238,9 +243,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         """
         self._check_finite(step, state | (pieces or {}))
         contents = self._contents(step, state, evaluates)
-        checksums: dict[str, Any] = {name: _checksum(parts) for name, parts in contents.items()}
-        checksums["hosts"] = self.tables.hosts if self.tables else 0
-        contents[COMPLETE] = [json.dumps(checksums).encode()]
+        complete: dict[str, Any] = {name: _checksum(parts) for name, parts in contents.items()}
+        complete["hosts"] = self.tables.hosts if self.tables else 0  # that have sharded tables
+        contents[COMPLETE] = [json.dumps(complete).encode()]
 
         try:
             self._write_files(self.folder(step), contents, pieces)
@@ -249,10 +254,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         except (InputError, TypeError, AttributeError):  # the last two are bugs
             raise
         except Exception as error:  # every store has exceptions of its own
-            failed = f"cannot write the checkpoint of step {step} to {self.path}"
-            remedy = "make room or access, then the same command resumes from the newest complete one, if any"
             raise InputError(
-                f"{failed}: {files.reason(error)}; {self._what_is_safe()}; {remedy}"
+                f"cannot write the checkpoint of step {step} to {self.path}: {files.reason(error)}; "
+                f"{self._what_is_safe()}; make room or access, then the same command resumes from "
+                "the newest complete one, if any"
             ) from error
 
     def _check_finite(self, step: int, values: dict[str, Any]) -> None:
@@ -296,7 +301,8 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def _delete_old(self, step: int) -> None:
         """Deletes checkpoints before `step` but for the last `keep`, torn ones as well."""
-        # A torn checkpoint of a later step may have its COMPLETE, but must not push this one out.
+        # A checkpoint of a later step is torn: its files do not match its COMPLETE. It must not push
+        # this one out.
         regular = []
         for other in self.complete_steps():
             if other <= step and other % self.every == 0:
@@ -311,15 +317,16 @@ class Checkpointer(contextlib.AbstractContextManager):
                 self._fs.rm(self.folder(old), recursive=True)
 
     def _write_metrics(
-        self, step: int, metrics: dict[str, float | None], saving: Future | None
+        self, step: int, metrics: dict[str, float | None], before: Future | None
     ) -> None:
         """Writes metrics.json; warns where it cannot.
 
         Args:
-            saving: the write before this one, whose error the next `wait` must raise.
+            before: the write before this one. It has ended, since one thread writes; its error is
+                raised again, so that the next `wait` raises it.
         """
-        if saving is not None:
-            saving.result()
+        if before is not None:
+            before.result()
 
         path = f"{self.folder(step)}/{METRICS}"
         record = {"step": step, "metrics": metrics}
@@ -377,24 +384,26 @@ class Checkpointer(contextlib.AbstractContextManager):
 
         Returns:
             The step after which it was saved; 0 when there is none.
+
         Raises:
             InputError: it is of another model or optimizer, or the tables of every checkpoint are
                 damaged.
         """
-        damage = ""
+        damaged_tables = ""
         for step in reversed(self._steps()):
             saved = self.read(step)
             if saved is not None:
-                damage = self._load(step, saved, model, optimizer, mesh)
-                if not damage:
+                damaged_tables = self._load(step, saved, model, optimizer, mesh)
+                if not damaged_tables:
                     return step
-                self._warn_torn(step, damage)
+                self._warn_torn(step, damaged_tables)
 
             if self.main_process and self.tables is not None:
-                # This step's checkpoint may be written again, and its old marks must not count.
+                # This step's checkpoint may be written again. The marks by which hosts say that
+                # their tables are complete (embedding/storage.py) must not count then.
                 self.tables.drop_marks(self._fs, self.folder(step))
 
-        if damage:
+        if damaged_tables:
             raise InputError(
                 f"no checkpoint in {self.path} has whole tables; remove the folder to start again"
             )
@@ -420,7 +429,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         except InputError as error:
             if error.__cause__ is not None:  # of the store, which says nothing of what it holds
                 raise
-            raise InputError(OTHER.format(folder, error)) from None
+            raise InputError(OTHER_MODEL.format(folder, error)) from None
 
     def read(self, step: int) -> dict[str, Any] | None:
         """Reads a checkpoint's `named_state`; returns None, with a warning, where it is torn.
@@ -429,20 +438,14 @@ class Checkpointer(contextlib.AbstractContextManager):
         """
         folder = self.folder(step)
         try:
-            checksums = json.loads(self._fs.cat_file(f"{folder}/{COMPLETE}"))
-            numbers_file = self._read_checked(folder, NUMBERS, checksums)
-            state_file = None
-            if not self.layers:
-                state_file = self._read_checked(folder, STATE, checksums)
-
-            record = json.loads(numbers_file)
-            self.evaluates = record.get("evaluates", False)
-            state = record["numbers"]
+            complete = json.loads(self._fs.cat_file(f"{folder}/{COMPLETE}"))
+            record = json.loads(self._read_checked(folder, NUMBERS, complete))
             if self.layers:
-                path = f"{folder}/{STATE}"
-                state |= self.layers.load(self._fs, path, checksums[STATE])
+                tensors = self.layers.load(self._fs, f"{folder}/{STATE}", complete[STATE])
             else:
-                state |= safetensors.torch.load(state_file)
+                tensors = safetensors.torch.load(self._read_checked(folder, STATE, complete))
+            self.evaluates = record.get("evaluates", False)
+            state = record["numbers"] | tensors
         except FileNotFoundError:
             self._warn_torn(step, "it was never finished")
             return None
@@ -452,15 +455,15 @@ class Checkpointer(contextlib.AbstractContextManager):
         except Exception as error:
             raise InputError(UNREADABLE.format(self.path, files.reason(error))) from error
 
-        if self.tables is None and checksums.get("hosts"):
+        if self.tables is None and complete.get("hosts"):
             tables = "it has embedding tables, this model has none"
-            raise InputError(OTHER.format(folder, tables))
+            raise InputError(OTHER_MODEL.format(folder, tables))
         return state
 
-    def _read_checked(self, folder: str, name: str, checksums: dict[str, Any]) -> bytes:
+    def _read_checked(self, folder: str, name: str, complete: dict[str, Any]) -> bytes:
         """Returns a file of a checkpoint; raises ValueError where it is not what was written."""
         content = self._fs.cat_file(f"{folder}/{name}")
-        if _checksum([content]) != checksums[name]:
+        if _checksum([content]) != complete[name]:
             raise ValueError(f"{name} has {len(content)} bytes that do not match its checksum")
         return content
 

@@ -1,12 +1,11 @@
-"""The hooks of a training: what Run, Loader and the compiled step tell those who watch it, each by
-a name.
+"""The hooks of a training: Run, Loader and the compiled step notify watchers of what happens.
 
     Run             step, pause, resume, line, summary
     Loader          waited; spans WAIT and UPLOAD
-    compiled step   traced, started; span START; and `device.compiling_since`, for a watcher that asks
+    compiled step   traced, started; span START. A watcher may ask `device.compiling_since`
 
-A watcher overrides the hooks of `Watcher` that it needs. train/common/watch has those of the
-project, and the order in which they are notified; a copy of a script may come without them, and
+A watcher overrides the hooks of `Watcher` that it needs. train/common/watch has the project's
+watchers, and the order in which they are notified. A copy of a script may come without them, and
 then nobody is notified.
 """
 
@@ -43,11 +42,12 @@ class Watcher(contextlib.AbstractContextManager):
         """Follows each line of metrics.jsonl, which consists of the two dicts."""
 
     def summary(self) -> dict[str, Any]:
-        """Returns what it adds to summary.json of a run that has finished; `run.summary` has the rest."""
+        """Returns what it adds to summary.json of a finished run; `run.summary` has the rest."""
         return {}
 
     def waited(self, seconds: float) -> None:
-        """Follows each batch that the loop takes from any loader, an evaluation's too; taking it took so long."""
+        """Follows each batch that the loop takes from a loader, also from an evaluation's; the loop
+        waited so many seconds for it."""
 
     def traced(self, graph: bytes, module: Callable[[], bytes]) -> None:
         """Follows a trace of a compiled step, before its program is compiled.
@@ -61,10 +61,9 @@ class Watcher(contextlib.AbstractContextManager):
         """Comes where a traced program starts."""
 
 
-# What makes a watcher of a Run, of all that a training is to have, in the order of their
-# notifications.
+# Each makes one watcher of a Run. They are in the order in which the watchers are notified.
 makers: Sequence[Callable[[Any], Watcher]] = ()
-# Those of the run that trains now, whom loaders and compiled steps notify.
+# The watchers of the run that trains now, which loaders and compiled steps notify.
 watchers: Sequence[Watcher] = ()
 
 _NOTHING = contextlib.nullcontext()
@@ -73,24 +72,25 @@ _tracer: Callable[[str], contextlib.AbstractContextManager] | None = None
 
 @contextlib.contextmanager
 def watching(run: Any) -> Iterator[Sequence[Watcher]]:
-    """Yields the watchers of a Run, made and entered in the order of `makers`; leaves them in the opposite order."""
+    """Yields the watchers of a Run. It makes and enters them in the order of `makers`, and leaves
+    them in the opposite order."""
     global watchers
     with contextlib.ExitStack() as stack:
-        made = []
+        entered = []
         for make in makers:
-            made.append(stack.enter_context(make(run)))
+            entered.append(stack.enter_context(make(run)))
 
         before = watchers
-        watchers = made
+        watchers = entered
         try:
-            yield made
+            yield entered
         finally:
             watchers = before
 
 
 @contextlib.contextmanager
 def made_by(chosen: Sequence[Callable[[Any], Watcher]]) -> Iterator[None]:
-    """Has every Run that trains inside watched by what these make."""
+    """Inside, every Run that trains is watched by what these make."""
     global makers
     before = makers
     makers = chosen
@@ -101,7 +101,8 @@ def made_by(chosen: Sequence[Callable[[Any], Watcher]]) -> Iterator[None]:
 
 
 def span(name: str) -> contextlib.AbstractContextManager:
-    """Returns a context for what this thread does in it, by one of the names above; nothing unless something traces."""
+    """Returns a context that names what this thread does, for a trace. It does nothing where nothing
+    traces."""
     if _tracer is None:
         return _NOTHING
     return _tracer(name)
@@ -109,7 +110,7 @@ def span(name: str) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def traced_by(tracer: Callable[[str], contextlib.AbstractContextManager]) -> Iterator[None]:
-    """Has `tracer` make the spans that begin inside."""
+    """Inside, `tracer` makes the spans."""
     global _tracer
     before = _tracer
     _tracer = tracer

@@ -1,7 +1,8 @@
 """Parallel loading: worker processes make examples, a background thread uploads batches, sharded
 over the mesh.
 
-    worker processes (decode, augment, collate)  ->  upload thread  ->  two device batches  ->  the training loop
+    worker processes       ->  upload thread  ->  two batches on the  ->  training loop
+    (decode, augment, collate)                    device
 
 torch_xla's own MpDeviceLoader is not used: it ends an epoch early, without a word, when the loader
 raises, and its `input_sharding` silently replicates every tensor whose rank is not that of the spec
@@ -27,7 +28,8 @@ from train.common import batches, device, hooks
 from train.common.batches import BatchMaker, Dataset, as_tensors
 from train.common.mesh import Mesh
 
-AHEAD = 3  # batches uploaded or under way: two are ready for the loop; more would only hold device memory
+# Batches uploaded or under way: two are ready for the loop; more would only hold device memory.
+AHEAD = 3
 
 
 def steps_per_epoch(
@@ -38,20 +40,25 @@ def steps_per_epoch(
     Args:
         batch_size: examples, or a plan, see `parallel_loader`.
         micro_batches: into which each batch is cut.
+
     Raises:
         InputError: the micro-batches or the devices do not divide a batch; the data set is empty,
             or smaller than a batch.
     """
     is_plan = hasattr(batch_size, "shapes")
     examples = len(dataset)
-    unit = micro_batches * mesh.num_devices
-    for shape in batch_size.shapes if is_plan else [(batch_size,)]:
-        if shape[0] % unit:
+    shapes = batch_size.shapes if is_plan else [(batch_size,)]
+    divisor = micro_batches * mesh.num_devices
+    for shape in shapes:
+        if shape[0] % divisor:
             name = f"the batch of shape {'x'.join(map(str, shape))}" if is_plan else "batch_size"
             into = f"into {micro_batches} parts (--update-every) " if micro_batches > 1 else ""
-            unfit = f"{name} is {shape[0]}, which does not divide {into}by the {mesh.num_devices} devices"
-            nearest = max(1, round(shape[0] / unit)) * unit
-            raise InputError(f"{unfit}; the nearest that does is {nearest}")
+            by = f"by the {mesh.num_devices} devices"
+            nearest = max(1, round(shape[0] / divisor)) * divisor
+            raise InputError(
+                f"{name} is {shape[0]}, which does not divide {into}{by}; "
+                f"the nearest that does is {nearest}"
+            )
     if examples == 0:
         raise InputError("the data set is empty")
     if is_plan:
@@ -60,7 +67,8 @@ def steps_per_epoch(
         return math.ceil(examples / batch_size)
     if examples < batch_size:
         raise InputError(
-            f"batch_size is {batch_size}, but the data set has {examples} examples; use a smaller batch"
+            f"batch_size is {batch_size}, but the data set has {examples} examples; "
+            "use a smaller batch"
         )
     return examples // batch_size
 
@@ -73,59 +81,61 @@ class Loader(AbstractContextManager, Iterator):
     examples' "skipped" entries so far: files that a data set could not read and replaced.
 
     Args:
-        made: what its data set, a BatchMaker, makes, in order.
-        per_update: micro-batches of an update; None: it yields single batches.
+        data_loader: makes host batches, or micro-batches, in order; its data set is a BatchMaker.
+        update_every: micro-batches of an update; None: it yields single batches.
         first: number of the first micro-batch, counted from 1 since the training began.
         split, count: see `parallel_loader`.
     """
 
     def __init__(
         self,
-        made: DataLoader,
+        data_loader: DataLoader,
         mesh: Mesh,
-        per_update: int | None = None,
+        update_every: int | None = None,
         first: int = 1,
         split: int = 1,
         count: Callable | None = None,
     ):
         self.skipped = 0
         self._mesh = mesh
-        self._maker = made.dataset
-        self._per_update = per_update
+        self._maker = data_loader.dataset
+        self._update_every = update_every
         self._first = first
         self._update: MicroBatches | None = None  # the last that was yielded
         self._split = split
         self._count = count
-        # Micro-batches of a batch of which not all are read.
-        self._read: list[dict[str, Tensor]] = []
+        self._incomplete: list[dict[str, Tensor]] = []  # the micro-batches read of the next batch
         self._counted = collections.deque()  # micro-batches that have the counts of their batch
         self._waited = 0.0  # seconds
         self._since = time.perf_counter()
         # Starts the workers. Not in the upload thread: the main thread's signal handler notices
         # their death.
-        self._made = iter(made)
+        self._host_batches = iter(data_loader)
         self._thread = ThreadPoolExecutor(1, "upload")
-        self._ahead = collections.deque(self._thread.submit(self._load) for _ in range(AHEAD))
+        self._uploads = collections.deque(self._thread.submit(self._load) for _ in range(AHEAD))
 
     def __exit__(self, *_) -> None:
         """Stops the thread and the worker processes."""
         self._thread.shutdown(cancel_futures=True)
-        self._made = None  # a DataLoader's workers end when its iterator does
+        self._host_batches = None  # a DataLoader's workers end when its iterator does
         self._maker = None
 
     def __next__(self) -> "dict[str, Tensor] | MicroBatches":
-        if self._per_update is None:
+        if self._update_every is None:
             return self.take()
         if self._update is not None and self._update.left:
             left = f"{self._update.left} micro-batches of the update before this one"
             raise RuntimeError(f"{left} were not taken")
-        self._update = MicroBatches(self, self._first, self._per_update)
-        self._first += self._per_update
+        self._update = MicroBatches(self, self._first, self._update_every)
+        self._first += self._update_every
         return self._update
 
     def take(self) -> dict[str, Tensor]:
-        """Returns the next single batch, or micro-batch, on the device. Raises what loading raised;
-        StopIteration at the end. Nothing else asks for one, so here alone the loop waits."""
+        """Returns the next single batch, or micro-batch, on the device.
+
+        Raises what loading raised; StopIteration at the end. The loop waits for input here and
+        nowhere else. Watchers get the waits of all loaders; `input_wait` tells those of this one.
+        """
         started = time.perf_counter()
         try:
             with hooks.span(hooks.WAIT):
@@ -137,16 +147,16 @@ class Loader(AbstractContextManager, Iterator):
 
     def _take(self) -> dict[str, Tensor]:
         started = time.perf_counter()
-        batch = self._ahead[
-            0
-        ].result()  # an error, or the end, stays there: every later call raises it, too
+        # Not popped before: an error, or the end, stays there, and every later call raises it, too.
+        batch = self._uploads[0].result()
         self._waited += time.perf_counter() - started
-        self._ahead.popleft()
-        self._ahead.append(self._thread.submit(self._load))
+        self._uploads.popleft()
+        self._uploads.append(self._thread.submit(self._load))
         return batch
 
     def input_wait(self) -> float:
-        """Returns the share of the time since the last call (0 to 1) that the loop waited for a batch."""
+        """Returns the share of the time since the last call (0 to 1) in which the loop waited for a
+        batch."""
         now = time.perf_counter()
         share = self._waited / max(now - self._since, 1e-9)
         self._waited = 0.0
@@ -162,12 +172,15 @@ class Loader(AbstractContextManager, Iterator):
             # processes.
             traceback.clear_frames(error.__traceback__)
             error = self._explained(error)
-            self._made = iter(())
+            self._host_batches = iter(())
             raise error
 
     def _next(self) -> dict[str, Tensor]:
-        """Returns the next batch, or micro-batch; its memory is a worker's, and used again for the next but two."""
-        batch = self._maker.opened(next(self._made))
+        """Returns the next batch, or micro-batch, in host memory.
+
+        Its memory is a worker's: it is valid until that worker has made PREFETCH + 1 more batches.
+        """
+        batch = self._maker.opened(next(self._host_batches))
         if "skipped" in batch:
             self.skipped += int(batch.pop("skipped").sum())
         return batch
@@ -176,8 +189,8 @@ class Loader(AbstractContextManager, Iterator):
         """Returns the next micro-batch with the counts of its whole batch, so all of that has been
         read.
 
-        Except for the first batch, it reads one micro-batch for each that it returns: nobody waits
-        for a whole batch.
+        The first call reads a whole batch. Each later one reads one micro-batch for the one that it
+        returns, so that nobody waits for a whole batch again.
         """
         if self._counted:
             self._read_one()
@@ -193,27 +206,31 @@ class Loader(AbstractContextManager, Iterator):
             if not self._counted:
                 raise
             return
-        self._read.append({name: tensor.clone() for name, tensor in micro_batch.items()})
-        if len(self._read) < self._split:
+        own = {
+            name: tensor.clone() for name, tensor in micro_batch.items()
+        }  # not a worker's memory
+        self._incomplete.append(own)
+        if len(self._incomplete) < self._split:
             return
 
-        counts = [self._count(micro_batch) for micro_batch in self._read]
+        counts = [self._count(micro_batch) for micro_batch in self._incomplete]
         for name in counts[0]:
             total = torch.stack([each[name] for each in counts]).sum(0)
-            for micro_batch in self._read:
+            for micro_batch in self._incomplete:
                 micro_batch[name] = total
-        self._counted.extend(self._read)
-        self._read = []
+        self._counted.extend(self._incomplete)
+        self._incomplete = []
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Returns the error; or, for the broken connection to a worker that died, one that says so."""
+        """Returns the error, or for the broken connection to a dead worker one that says so."""
         if not isinstance(error, ConnectionError | EOFError):
             return error
-        for worker in getattr(self._made, "_workers", ()):
+        for worker in getattr(self._host_batches, "_workers", ()):
             worker.join(timeout=1)
             if not worker.is_alive():
-                died = f"DataLoader worker (pid {worker.pid}) exited unexpectedly: out of memory, or killed"
-                return RuntimeError(died).with_traceback(error.__traceback__)
+                died = f"DataLoader worker (pid {worker.pid}) exited unexpectedly"
+                dead = RuntimeError(f"{died}: out of memory, or killed")
+                return dead.with_traceback(error.__traceback__)
         return error
 
     def _upload(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -222,13 +239,14 @@ class Loader(AbstractContextManager, Iterator):
 
 
 class MicroBatches(Iterator):
-    """The micro-batches of one update, on the device: each is taken from the loader when it is
-    asked for, so that no more than AHEAD of them lie there.
+    """The micro-batches of one update, on the device.
+
+    Each is taken from the loader when it is asked for, so that no more than AHEAD of them are in the
+    device's memory.
 
     Attributes:
-        first: the number of its first micro-batch, counted from 1 since the training began,
-            whatever was resumed: what is random in the step of a micro-batch (dropout) is drawn by
-            its number.
+        first: the number of its first micro-batch, counted from 1 since the training began, also
+            in a resumed run. A micro-batch's number seeds what is random in its step (dropout).
         left: how many are not taken yet.
     """
 
@@ -267,8 +285,10 @@ def parallel_loader(
 ) -> Loader:
     """Loads `dataset` in batches onto the mesh.
 
-    Training: batches `start` to `stop`; each epoch is a new permutation, its remainder that does
-    not fill a batch is left out. Evaluation: every example once, in order; the last batch is
+    Training: batches `start` to `stop`, which must be given. Each epoch is a new permutation; what
+    does not fill a batch at its end is left out.
+
+    Evaluation: every example once, in order, whatever `start` and `stop` are. The last batch is
     padded, and `batch["mask"]` [batch_size] float32 is 1 for examples and 0 for padding.
 
     The generator that `dataset.example` gets depends on (seed, epoch, index) alone, so the numbers
@@ -281,10 +301,11 @@ def parallel_loader(
         split: micro-batches of equal size that each batch is cut into; they come one after the
             other.
         update_every: of training, micro-batches that make an update: the loader then yields
-            `MicroBatches`. None: it yields single batches.
-        count: returns numbers [n] of the n rows of a micro-batch, by name. Row by row they are
-            added up over those of a batch, and stand in each of them: their sum is known before the
-            first one is trained on, on every host.
+            `MicroBatches`. None: it yields single batches. It differs from `split` where the
+            batches are made small to begin with, as those of a plan are.
+        count: returns numbers [n] of the n rows of a micro-batch, by name. Each micro-batch of a
+            batch gets their sum over all of them, entry by entry, [n]: its `.sum()` is the count of
+            the whole batch, on every host, before the first micro-batch is trained on.
         shuffle: what an epoch permutes. "batches" keeps neighbours together: billions of rows are
             then read in sequence, and the permutation itself stays small.
         collate: makes a dict of tensors [n, ...] from n examples or from the result of `batch`, in
@@ -295,7 +316,7 @@ def parallel_loader(
     is_plan = hasattr(batch_size, "shapes")
     if is_plan and (shuffle != "examples" or not hasattr(dataset, "batch")):
         raise ValueError(
-            "a plan has an order of its own, and needs a data set that has `batch(indices, lengths)`"
+            "a plan has an order of its own, and needs a data set with `batch(indices, lengths)`"
         )
 
     if not train:
@@ -305,12 +326,18 @@ def parallel_loader(
     else:
         keys = batches.training_keys(dataset, batch_size, seed, start, stop, shuffle)
 
-    keys = _of_this_host(keys, split, mesh)
+    keys = _micro_batch_keys(keys, split, mesh)
     if hasattr(dataset, "ahead"):
         keys = dataset.ahead(keys)
     maker = BatchMaker(dataset, seed, masked=not train, collate=collate)
-    made = batches.data_loader(maker, keys, workers)
-    return Loader(made, mesh, update_every, start * split + 1, split, count)
+    return Loader(
+        batches.data_loader(maker, keys, workers),
+        mesh,
+        update_every,
+        first=start * split + 1,
+        split=split,
+        count=count,
+    )
 
 
 def first_and_last(
@@ -331,19 +358,18 @@ def first_and_last(
     """
     per_epoch = steps_per_epoch(dataset, batch_size, mesh, train=False, micro_batches=split)
     keys = []
-    for number in sorted({0, per_epoch - 1}):
+    for number in sorted({0, per_epoch - 1}):  # one, where the first batch is the last
         batch = _evaluation_keys(dataset, batch_size, number, number + 1)
-        keys += _of_this_host(batch, split, mesh)
+        keys += _micro_batch_keys(batch, split, mesh)
     if hasattr(dataset, "ahead"):
         keys = dataset.ahead(keys)
 
     maker = BatchMaker(dataset, seed, masked=True, collate=collate)
     found = []
-    for made in batches.data_loader(maker, keys, workers):
-        batch = maker.opened(made)
-        found.append(
-            {key: tensor.clone() for key, tensor in batch.items()}
-        )  # a worker's memory is used again
+    for sent in batches.data_loader(maker, keys, workers):
+        batch = maker.opened(sent)
+        own = {key: tensor.clone() for key, tensor in batch.items()}  # not a worker's memory
+        found.append(own)
     return found
 
 
@@ -353,8 +379,13 @@ def _evaluation_keys(dataset: Dataset, batch_size: Any, start: int, stop: int) -
     return batches.evaluation_keys(len(dataset), batch_size, start, stop)
 
 
-def _of_this_host(keys: Iterator[tuple], split: int, mesh: Mesh) -> Iterator[tuple]:
-    """Yields the keys of the micro-batches that these batches are split into, with the rows that this host loads."""
+def _micro_batch_keys(keys: Iterator[tuple], split: int, mesh: Mesh) -> Iterator[tuple]:
+    """Yields the keys of the micro-batches that these batches are split into.
+
+    A key is (epoch, indices), see batches.py, and of a plan also the lengths. It keeps the indices
+    that this host loads.
+    """
     for epoch, indices, *lengths in keys:
-        for part in np.split(indices, split):
-            yield epoch, part[mesh.rows(len(part))], *lengths
+        for micro_batch in np.split(indices, split):
+            rows = mesh.rows(len(micro_batch))
+            yield epoch, micro_batch[rows], *lengths

@@ -21,31 +21,35 @@ from errors import InputError
 from train.common import device
 from train.common.mesh import Mesh
 
-MOST = 1000  # so many batches lie on the device at once
+MAX_STEPS_PER_CALL = 1000  # all batches of a call are in the device's memory at once
 
 
-def compiled(step_fn: Callable, mesh: Mesh, most: int) -> Callable:
-    """Returns `step_fn(state, batch, *rest)` as a function of several batches in place of one: as
-    many as `most` are one program on XLA, a loop on the device; fewer are single steps. It returns
-    what the last step returns.
+def compiled(step_fn: Callable, mesh: Mesh, steps_per_call: int) -> Callable:
+    """Returns `step_fn(state, batch, *rest)` as a function of a list of batches in place of one.
+
+    On XLA `steps_per_call` batches are one program, a loop on the device; fewer are single steps.
+    The function returns what the last step returns.
 
     Args:
         step_fn: a step as `device.compiled` takes it, which draws no random numbers.
+
     Raises:
-        InputError: `most` is larger than MOST.
+        InputError: `steps_per_call` is larger than MAX_STEPS_PER_CALL.
     """
-    if most > MOST:
+    if steps_per_call > MAX_STEPS_PER_CALL:
         raise InputError(
-            f"--steps-a-call is {most}; at most {MOST}, since all batches of a call lie on the device"
+            f"--steps-a-call is {steps_per_call}; at most {MAX_STEPS_PER_CALL}, "
+            "since all batches of a call lie on the device"
         )
-    single = looped = device.compiled(step_fn, mesh)
-    if mesh.compiles and most > 1:
+    single = device.compiled(step_fn, mesh)
+    looped = None
+    if mesh.compiles and steps_per_call > 1:
         from train.common.xla.step_loop import StepLoop
 
         looped = device.compiled(StepLoop(step_fn, mesh), mesh)
 
     def call(state: Any, batches: Sequence[dict[str, Tensor]], *rest: Any) -> Any:
-        if len(batches) == most and looped is not single:
+        if looped is not None and len(batches) == steps_per_call:
             return looped(state, batches, *rest)
         for batch in batches:
             result = single(state, batch, *rest)
@@ -54,14 +58,20 @@ def compiled(step_fn: Callable, mesh: Mesh, most: int) -> Callable:
     return call
 
 
-def ends_call(step: int, most: int, total: int, alone: int = 0) -> bool:
-    """Tells whether a call ends with this update: at multiples of `most`, wherever a run resumes,
-    and with the last one of `total`. The first `alone` updates of a run are calls of their own: a
-    call has one learning rate, and they have one each."""
-    return step % most == 0 or step == total or step <= alone
+def ends_call(step: int, steps_per_call: int, total: int, single_steps: int = 0) -> bool:
+    """Returns whether a call ends with this step.
+
+    That is so at multiples of `steps_per_call`, wherever a run resumes, and at the last step.
+
+    Args:
+        total: steps of the training.
+        single_steps: the first ones of a training, which are calls of their own: a call has one
+            learning rate, and each of them has another.
+    """
+    return step % steps_per_call == 0 or step == total or step <= single_steps
 
 
-def is_due(every: int, step: int, updates: int) -> bool:
-    """Tells whether one of the call's `updates`, of which `step` is the last, is a multiple of
-    `every`: what is to happen after that one happens after the call."""
-    return step // every > (step - updates) // every
+def is_due(interval: int, step: int, steps: int) -> bool:
+    """Returns whether one of the call's `steps`, of which `step` is the last, is a multiple of
+    `interval`. What is to happen after that step happens after the call."""
+    return step // interval > (step - steps) // interval

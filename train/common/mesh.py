@@ -1,5 +1,7 @@
-"""What a run's devices are, and what a user may ask of them; everything in train/common may import
-it, and it imports nothing of the project."""
+"""What a run's devices are, and what a user may ask of them.
+
+Everything in train/common may import this file. It imports nothing of the project.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,25 +11,23 @@ import torch
 import tyro
 
 DEVICES = ("xla", "cpu", "cuda")
-PRECISIONS = ("bfloat16", "float32", "fast_float32")
+PRECISIONS = ("bfloat16", "float32", "fast_float32")  # the last: products as the hardware likes
 
 
 class GraphError(RuntimeError):
-    """A compiled step broke its contract: it recompiled after warm-up, or left the device in the middle."""
+    """A compiled step broke its contract: it recompiled after warm-up, or left the device in the
+    middle."""
 
 
 @tyro.conf.configure(tyro.conf.OmitArgPrefixes)  # --mesh, not --layout.mesh
 @dataclass(frozen=True)
 class Layout:
-    """Flags that change memory and speed, but no number beyond rounding: a resumed run may have others."""
+    """Flags that change memory and speed, but no number beyond rounding: a resumed run may have
+    others."""
 
-    mesh: str = ""  # devices by axis, such as data=4,model=2: model cuts the layers themselves; "": none for model
-    shard_state: Literal["none", "optimizer", "full"] = (
-        "none"  # cut over data: optimizer's state; full: weights too
-    )
-    remat: bool = (
-        False  # keeps of each layer its input only and computes it again in the backward pass
-    )
+    mesh: str = ""  # devices by axis: data=4,model=2 also cuts the layers, in two; "": data alone
+    shard_state: Literal["none", "optimizer", "full"] = "none"  # cut over data; full: weights, too
+    remat: bool = False  # keeps only each layer's input; the backward pass computes the rest again
 
 
 WHOLE = Layout()  # on every device
@@ -38,21 +38,18 @@ class Mesh:
     """All devices of the run, and this host's place among them."""
 
     device: torch.device  # holds every tensor; on XLA a virtual one, for all devices
-    spmd: Any  # torch_xla's mesh with the axis "data", see `Layout` for others; None on one device of plain PyTorch
+    spmd: Any  # torch_xla's mesh, with the axis "data" or those of a Layout; None in plain PyTorch
     num_devices: int  # of all hosts
     process_index: int  # of this host
     process_count: int  # hosts
     kind: str  # hardware, such as "TPU v5 lite" or "CPU"
     precision: str  # what `autocast` computes in, one of PRECISIONS
-    strict: (
-        bool  # a recompilation after warm-up or a host fall-back is an error; otherwise a warning
-    )
-    places: tuple[
-        int, ...
-    ] = ()  # of this host's devices, as torch_xla fills them; (): after those of the hosts before
-    safe_forms: bool = (
-        False  # steps are written in forms that libtpu compiles without flags, see docs/tpu.md
-    )
+    strict: bool  # a recompilation after warm-up or a host fall-back is an error, not a warning
+    # Numbers of this host's devices, in the order in which torch_xla uploads to them. (): each host
+    # has as many, and they follow those of the host before.
+    local_devices: tuple[int, ...] = ()
+    # Whether steps are written so that libtpu compiles them without flags, see docs/tpu.md.
+    safe_forms: bool = False
     layers: Any = None  # where a Layout is asked for: train/common/sharding's Layers
 
     @property
@@ -62,28 +59,33 @@ class Mesh:
 
     @property
     def compiles(self) -> bool:
-        """True on XLA, where a step is one compiled program; False where plain PyTorch runs operation by operation."""
+        """True on XLA, where a step is one compiled program; False in plain PyTorch, which runs one
+        operation after the other."""
         return self.spmd is not None
 
     @property
     def shapes_may_vary(self) -> bool:
-        """True where a batch of another shape costs nothing; where steps are compiled, each shape is a program."""
+        """True where a batch of another shape costs nothing. Where steps are compiled, each shape is
+        a program of its own."""
         return not self.compiles
 
     def rows(self, batch_size: int) -> np.ndarray:
         """Returns the rows of a batch that this host loads, in the order in which it uploads them.
 
         torch_xla gives the i-th of equal parts to the i-th of the host's devices. On a 4x4 slice
-        devices are counted along its lines, and a host has a square, such as 0, 1, 4 and 5.
+        devices are numbered row by row, and a host has a square, such as 0, 1, 4 and 5.
         """
-        places = self.places
-        if not places:
-            places = np.split(np.arange(self.num_devices), self.process_count)[self.process_index]
-        by_device = np.arange(batch_size).reshape(self.num_devices, -1)
-        return by_device[[*places]].ravel()
+        devices = list(self.local_devices)
+        if not devices:
+            per_host = self.num_devices // self.process_count
+            first = self.process_index * per_host
+            devices = list(range(first, first + per_host))
+        rows_by_device = np.arange(batch_size).reshape(self.num_devices, -1)
+        return rows_by_device[devices].ravel()
 
     def autocast(self) -> torch.autocast:
-        """Returns a context for the forward pass; parameters, gradients and optimizer state stay float32."""
+        """Returns a context for the forward pass. Parameters, gradients and optimizer state stay
+        float32."""
         # Not torch_xla 2.9's, which crashes on the CPU backend. "xla" also for the meta tensors of
         # tpu/compiler/staging.py.
         kind = "xla" if self.compiles else self.device.type

@@ -1,12 +1,13 @@
 """The record of a run: its folder, its lines on the terminal, its curves, its checkpoints.
 
 runs/<name>/ (a local folder, or a URL such as gs://bucket/runs) holds
-    config.json    the script's Config; for each start: versions, devices, git commit, command line, time
-    metrics.jsonl  one JSON object a line: {"step": 120, "loss": 1.25, "lr": 0.05, "timing": {...}}; an evaluation's
-                   metrics are named eval/...; what a resumed run repeats bit for bit is outside
-                   "timing"
+
+    config.json    the script's Config; for each start: versions, devices, commit, command, time
+    metrics.jsonl  one JSON object a line: {"step": 120, "loss": 1.25, "lr": 0.05, "timing": {...}}.
+                   Names of an evaluation's metrics begin with eval/. All but "timing" is the same,
+                   bit for bit, when a resumed run repeats it
     tb/            the same numbers as TensorBoard events
-    curves.png     loss, learning rate and evaluation metrics over the steps, where train/common/watch is
+    curves.png     loss, learning rate and evaluation metrics over the steps, by train/common/watch
     checkpoints/   see checkpoint.py; written before the evaluation that belongs to it
     summary.json   written last: a run is finished if, and only if, it has one
 """
@@ -36,7 +37,8 @@ from train.common.metrics import (
 )
 from train.common.run_folder import RunFolder, now, to_json
 
-SEEN_SECONDS = 60  # in which other hosts see what the main process writes: NFS may remember that there was nothing
+# In which other hosts see what the main process writes: NFS may remember that there was nothing.
+SEEN_SECONDS = 60
 
 
 @dataclass
@@ -53,22 +55,30 @@ class Run:
     """One training run: its folder, its metrics, and its checkpoints in the order that makes a
     resume exact.
 
-    `path` is its folder or URL. `finished`: nothing is left to train, and `summary` holds the
-    results. On other hosts than the main one nothing is printed or written, but values are read and
-    checked at the same points, so that all hosts run the same graphs and stop together.
-    `evaluation_due`: after `resume`, whether the checkpoint's state is still to be evaluated.
-    Raises InputError where hosts see different folders, or it is unusable.
+    Only the main host prints and writes. The others read and check values at the same points, so
+    that all hosts run the same graphs and stop together.
 
     Args:
         config: a dataclass with the fields `runs` (root folder or fsspec URL), `name` and `data`.
+        mesh: the devices of the run.
         name: the folder where config.name is "", or the first of name-2, … that is new, or
             unfinished with this config.
+        headline: what is trained, the first line on the terminal.
+        total_steps: of the whole training.
         free: fields of config that do not change the numbers, so a resumed run may differ in them.
         required: fields that a run's config.json must have; others that an older version lacked had
             Config's default.
         unit: what `log` counts as examples.
+
     Attributes:
-        watchers: those of its training, who are told what happens; see hooks.py.
+        path: its folder or URL.
+        finished: nothing is left to train.
+        summary: the results of a finished run, as in summary.json.
+        evaluation_due: after `resume`, whether the checkpoint's state is still to be evaluated.
+        watchers: those of its training, which are notified of what happens; see hooks.py.
+
+    Raises:
+        InputError: the run's folder is unusable, or the hosts see different ones.
     """
 
     def __init__(
@@ -88,9 +98,9 @@ class Run:
         self.watchers: Sequence[hooks.Watcher] = ()
         self._unit = unit
         self._main = mesh.main_process
-        trial = (
-            "; this is a trial, for real training see --help" if config.data == "synthetic" else ""
-        )
+        trial = ""
+        if config.data == "synthetic":
+            trial = "; this is a trial, for real training see --help"
         self.message(f"{headline} on {mesh.num_devices} {mesh.kind} device(s){trial}")
 
         self.folder = RunFolder(config, name, free, required)
@@ -105,20 +115,18 @@ class Run:
 
         self._metrics = Metrics(self.folder)
         self._pending: list[_Line] = []
-        self._seconds = {
-            "elapsed": 0.0,
-            "training": 0.0,
-        }  # of earlier starts, too; training is without pauses
-        self._running = list(self._seconds)
+        # Of this start and the earlier ones; training is without pauses.
+        self._seconds = {"elapsed": 0.0, "training": 0.0}
+        self._running_clocks = list(self._seconds)
         self._read_at = time.monotonic()
-        self._rate_start: tuple[float, float] | None = (
-            None  # examples and training seconds at the last line
-        )
+        # Examples and training seconds at the last line.
+        self._rate_start: tuple[float, float] | None = None
 
         if self.finished:
             self.message(f"{self.path} is finished, nothing to train; another --name trains again")
         else:
-            if self._main:  # before anything is said of it: another process may be training it
+            if self._main:
+                # Takes the folder's lock, so before the line below: another process may train it.
                 self.folder.open(
                     {"kind": mesh.kind, "devices": mesh.num_devices, "hosts": mesh.process_count}
                 )
@@ -129,11 +137,18 @@ class Run:
     def resume(
         self, model, optimizer, *, examples: int, keep: int, every: int = 1, tables: Any = None
     ) -> int:
-        """Restores the newest checkpoint into a model and an optimizer on the device, which
-        `checkpoint` saves, and returns its step, 0 for a new run; see Checkpointer. Raises
-        InputError where it is of another model, or hosts disagree about it or the number of
-        examples."""
-        self._saved = model, optimizer
+        """Restores the newest checkpoint into a model and an optimizer on the device, and returns its
+        step; 0 for a new run. `checkpoint` will save these two.
+
+        Args:
+            examples: of the training data; all hosts must have as many.
+            keep, every, tables: see Checkpointer.
+
+        Raises:
+            InputError: the checkpoint is of another model, or hosts disagree about it or about
+                `examples`.
+        """
+        self._saved = (model, optimizer)
         self.checkpoints = Checkpointer(
             f"{self.path}/checkpoints", keep, self._main, tables, every, self.mesh.layers
         )
@@ -151,15 +166,17 @@ class Run:
         return start
 
     def _find_evaluation(self, step: int) -> None:
-        """Finds out whether the evaluation that was to follow the checkpoint of a step has been
-        recorded. Every host calls it, in a new run as well: which run is resumed, hosts that look a
-        moment apart see differently."""
+        """Sets `evaluation_due`: whether metrics.jsonl lacks the evaluation that was to follow the
+        checkpoint of a step.
+
+        Every host calls it, in a new run as well: hosts that look at the folder at different moments
+        may disagree about whether a run is resumed.
+        """
         due = self._main and step > 0 and self.checkpoints.evaluates
         recorded = self._metrics.evaluation(step) if due else {}
         if recorded:
-            self.checkpoints.add_metrics(
-                step, recorded
-            )  # the process may have ended before they were there, too
+            # The process may have ended before they were in the checkpoint's record, too.
+            self.checkpoints.add_metrics(step, recorded)
             due = False
         # The main process tells the others, which may see an older file.
         self.evaluation_due = device.over_hosts(self.mesh, int(due)).high > 0
@@ -168,9 +185,11 @@ class Run:
     def training(
         self, loader: contextlib.AbstractContextManager, stop_every: int = 10
     ) -> Iterator[None]:
-        """Holds the training loop: closes loader, checkpoints and run, whatever ends it, and turns
-        SIGTERM and Ctrl-C into a stop at the next `checkpoint`. The hosts of a pod agree about it
-        in every `stop_every`-th step."""
+        """Holds the training loop: closes loader, checkpoints and run, whatever ends it.
+
+        It turns SIGTERM and Ctrl-C into a stop at the next `checkpoint`. The hosts of a pod agree
+        about a stop at every `stop_every`-th step.
+        """
         stop = device.stop_requested(self.mesh, stop_every)
         watching = hooks.watching(self)
         with (
@@ -183,9 +202,11 @@ class Run:
             yield
 
     def checkpoint(self, step: int, *, due: bool, evaluates: bool = False) -> None:
-        """Saves what `resume` restored, if it is due, an evaluation follows, or the run is asked to
-        stop. Call it in every step, before the evaluation that belongs to it: nothing is lost when
-        that fails.
+        """Ends a step: notifies the watchers, and saves the model and the optimizer given to `resume`
+        if a save is due, an evaluation follows, or the run is asked to stop.
+
+        Call it once in every step, before the evaluation of that step: nothing is lost when the
+        evaluation fails.
 
         The order makes a resume exact: the upload of metrics comes before the save, the evaluation
         after it, and a process that is asked to stop exits (with 143) only after the save is on
@@ -194,7 +215,9 @@ class Run:
         """
         for watcher in self.watchers:
             watcher.step(step)
-        stop = self._stop_requested() and step < self.total_steps
+        # Asked in every step, on every host: the hosts answer together, and wait for each other.
+        stop_requested = self._stop_requested()
+        stop = stop_requested and step < self.total_steps
         if due or evaluates or stop:
             with self.pause("checkpoints"):
                 self.upload()  # what a resumed run keeps must be there before its checkpoint is
@@ -212,26 +235,27 @@ class Run:
 
     @contextlib.contextmanager
     def pause(self, of: str = "evaluation") -> Iterator[None]:
-        """Counts the time inside (evaluation, checkpoints) neither as training nor for examples per second."""
+        """Counts the time inside (evaluation, checkpoints) neither as training nor for the examples
+        per second."""
         self._flush()
         device.wait_for_steps()  # steps still running on the device are training, not pause
         self._read_clock()
-        before = self._running
-        self._running = ["elapsed"]
+        before = self._running_clocks
+        self._running_clocks = ["elapsed"]
         for watcher in self.watchers:
             watcher.pause(of)
         try:
             yield
         finally:
             self._read_clock()
-            self._running = before
+            self._running_clocks = before
             for watcher in self.watchers:
                 watcher.resume()
 
     def _read_clock(self) -> dict[str, float]:
         """Counts the time since the last call; returns the seconds of all starts so far."""
         now = time.monotonic()
-        for name in self._running:
+        for name in self._running_clocks:
             self._seconds[name] += now - self._read_at
         self._read_at = now
         return {name: round(seconds, 4) for name, seconds in self._seconds.items()}
@@ -249,19 +273,25 @@ class Run:
 
         Tensors on the device are read all in one transfer after the next step has been started;
         until then they must not be changed in place. A loss that is not finite raises an InputError
-        there, which stops the run. `examples` counts all so far: their growth over the time without
-        pauses is the speed.
+        then, which stops the run.
+
+        Args:
+            examples: all so far, of all starts; their growth over the time without pauses is the
+                speed.
+            input_wait: share of the time that the loop waited for batches.
         """
         self._pending.append(_Line(step, metrics, examples, input_wait))
-        if any(
-            isinstance(value, Tensor) and value.device.type != "cpu" for value in metrics.values()
-        ):
+        tensors = [value for value in metrics.values() if isinstance(value, Tensor)]
+        on_device = any(tensor.device.type != "cpu" for tensor in tensors)
+        no_earlier_line = len(self._pending) == 1
+        if on_device:
             device.after_next_step(self._write_pending)
-        elif len(self._pending) == 1:  # else it waits behind an earlier line
+        elif no_earlier_line:
             self._write_pending()
 
     def _flush(self) -> None:
-        """Reads and writes what earlier `log` calls left on the device."""
+        """Reads and writes what earlier `log` calls left on the device: runs `_write_pending`, which
+        `log` has registered."""
         if self._pending:
             device.run_pending()
 
@@ -315,13 +345,16 @@ class Run:
     def _write(
         self, step: int, values: dict[str, float], timing: dict[str, float], words: list[str]
     ) -> None:
-        """Checks the values of a line of metrics.jsonl, on every host, and writes and prints it on the main one."""
+        """Checks the values of a line of metrics.jsonl, on every host; writes and prints the line on
+        the main one."""
         for key, value in values.items():
             if key.endswith("loss") and not math.isfinite(value):
                 # Not the data: the loader refuses what is not finite in a batch.
-                remedy = "a lower --lr or a longer warm-up, and look for huge values in the data"
-                diverged = f"{key} is {value} at step {step}: the input was finite, so the training diverged"
-                raise InputError(f"{diverged}; start a run of another --name with {remedy}")
+                raise InputError(
+                    f"{key} is {value} at step {step}: the input was finite, so the training "
+                    "diverged; start a run of another --name with a lower --lr or a longer warm-up, "
+                    "and look for huge values in the data"
+                )
         if self._main:
             self._metrics.write(step, values, timing)
             self.message("  ".join([f"step {step:>5}/{self.total_steps}", *words]))
@@ -398,14 +431,17 @@ class Run:
         return self.summary["metrics"]
 
     def close(self) -> None:
-        """Ends this process's part of an unfinished run (SIGTERM, an error): the next start resumes. Idempotent."""
+        """Ends this process's part of an unfinished run (SIGTERM, an error): the next start resumes.
+
+        Idempotent.
+        """
         if self._closed:
             return
-        ended = (InputError, OSError) if isinstance(sys.exc_info()[1], Exception) else ()
+        # The error that ends the run, such as a checkpoint's, is the one to show.
+        already_failing = isinstance(sys.exc_info()[1], Exception)
+        hidden = (InputError, OSError) if already_failing else ()
         try:
-            with contextlib.suppress(
-                *ended
-            ):  # the error that ends the run, such as a checkpoint's, is the one to show
+            with contextlib.suppress(*hidden):
                 self._flush()
                 self.upload()
         finally:
@@ -424,16 +460,21 @@ class Run:
 
 
 def _check_hosts(mesh: Mesh, folder: RunFolder) -> None:
-    """Raises InputError, on every host, where the hosts of a pod do not see the config.json just written."""
+    """Raises InputError, on every host, where one of them does not see the config.json that the main
+    one has just written."""
     if mesh.process_count == 1:
         return
-    expected = device.over_hosts(mesh, folder.fingerprint() if mesh.main_process else 0).high
+    # The main host's: the others give 0.
+    fingerprint = folder.fingerprint() if mesh.main_process else 0
+    expected = device.over_hosts(mesh, fingerprint).high
     deadline = time.monotonic() + SEEN_SECONDS
     while folder.fingerprint() != expected and time.monotonic() < deadline:
         time.sleep(1)
         folder.files.invalidate_cache()
-    if not device.over_hosts(mesh, int(folder.fingerprint() == expected)).low:
-        unseen = f"the {mesh.process_count} hosts do not see the same run in {folder.path}: they lack what the main one"
+    sees_it = int(folder.fingerprint() == expected)
+    if not device.over_hosts(mesh, sees_it).low:
         raise InputError(
-            f"{unseen} wrote there; give a folder that all hosts share, such as --runs gs://bucket/runs"
+            f"the {mesh.process_count} hosts do not see the same run in {folder.path}: they lack "
+            "what the main one wrote there; give a folder that all hosts share, such as --runs "
+            "gs://bucket/runs"
         )

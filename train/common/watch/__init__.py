@@ -8,14 +8,14 @@ name.
     board.py                         settings and picture for TensorBoard
     tracker.py   --tracker wandb     the same and all numbers for Weights & Biases
     card.py                          the model card of an export in transformers' format
-    report.py    --report            start, metrics and result as lines of JSON, which `make accept` reads
+    report.py    --report            start, metrics and result as lines of JSON, for `make accept`
 
 A copy of a script (`make copy`) goes without it; the folder, or any of its files beside this one
 (board.py and card.py need curves.py, goodput.py _flops.py), brings the flags back.
 
 A watcher's module has `Flags`, a frozen dataclass with a default for each, and `watcher(flags)`,
 which checks them and returns what makes a `hooks.Watcher` of a Run, or None where none is wanted.
-Its name stands in ORDER, below.
+Its name is in ORDER, below.
 """
 
 import importlib
@@ -28,17 +28,15 @@ from tyro.conf import OmitArgPrefixes
 
 from train.common import hooks
 
-# In this order watchers are made and entered, and notified of everything. They are left in the
-# opposite order.
-#   curves before tracker    tracker's `summary` sends the picture that curves has just drawn
-#   board before goodput     what board writes before the first step is counted as the start of the run
-#   goodput and profile before report    report's `step` may kill the process: clock and trace are written by then
-#   stall before tracker     tracker is left first, and waits for its server: stall still watches that
-#   report before tracker    left after it, report lists the files that tracker has written
+# Watchers are made, entered and notified in this order. They are left in the opposite order.
+#   curves before tracker     tracker's `summary` sends the picture that curves has just drawn
+#   board before goodput      what board writes before the first step counts as the run's start
+#   goodput before report     report's `step` may kill the process: the clock is written by then
+#   profile before report     so is the trace
+#   stall before tracker      tracker is left first, and waits for its server: stall watches that
+#   report before tracker     report is left after it, and lists the files that tracker has written
 ORDER = ("board", "card", "curves", "goodput", "profile", "report", "stall", "tracker")
-_HERE = {
-    module.name for module in pkgutil.iter_modules(__path__)
-}  # a copy may have some of them only
+_HERE = {module.name for module in pkgutil.iter_modules(__path__)}  # a copy may lack some
 MODULES = {name: importlib.import_module(f"{__name__}.{name}") for name in ORDER if name in _HERE}
 
 Presets = dict[str, tuple[str, Any]]

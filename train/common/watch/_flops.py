@@ -1,4 +1,4 @@
-"""Counts the flops of the programs that compiled steps start, for the MFU of goodput.py, by tpu/compiler."""
+"""Counts the flops of the programs that compiled steps start, for the MFU of goodput.py."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -47,24 +47,27 @@ def count(module: bytes, devices: int) -> int | None:
 
     parsed = hlo.parse(module)
 
-    def multiplies(names: Iterable[str]) -> bool:
-        inside = [each for name in names for each in parsed.computations[name].instructions]
-        return any(
-            each.opcode in ("dot", "convolution") or multiplies(each.called) for each in inside
-        )
+    def has_products(computations: Iterable[str]) -> bool:
+        for name in computations:
+            for instruction in parsed.computations[name].instructions:
+                if instruction.opcode in ("dot", "convolution"):
+                    return True
+                if has_products(instruction.called):
+                    return True
+        return False
 
-    every = [
-        each for computation in parsed.computations.values() for each in computation.instructions
-    ]
-    unknown = any(
-        each.opcode == "while" and not each.trip_count and multiplies(each.called) for each in every
-    )
+    for computation in parsed.computations.values():
+        for instruction in computation.instructions:
+            endless = instruction.opcode == "while" and not instruction.trip_count
+            if endless and has_products(instruction.called):
+                return None
     flops = analysis.product_flops(parsed, devices)
-    return None if unknown or None in flops else sum(flops)
+    return None if None in flops else sum(flops)
 
 
 def peak(mesh: Mesh) -> float | None:
-    """Returns the flops a second of all devices, in bfloat16, as Google documents them; None for a CPU."""
+    """Returns the flops per second of all devices, in bfloat16, as Google documents them; None for a
+    CPU."""
     if not mesh.kind.startswith("TPU"):
         return None
     from tpu.compiler.libtpu import GENERATIONS as known

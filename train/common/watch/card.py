@@ -53,7 +53,8 @@ class Card(Watcher):
                 write_file(f"{folder}/curves.png", draw_curves(records(run), run.name))
                 write_file(f"{folder}/README.md", card(run, model).encode())
                 run.message(
-                    f"{folder}/README.md is its model card: docs/tracking.md says how to publish the folder"
+                    f"{folder}/README.md is its model card: docs/tracking.md says how to publish "
+                    "the folder"
                 )
         except (InputError, ValueError) as error:  # as in curves.py
             run.message("warning: no model card: " + str(error).partition(";")[0])
@@ -61,31 +62,48 @@ class Card(Watcher):
 
 
 def card(run: Any, model: dict[str, Any]) -> str:
-    """Returns the model card of a Run whose summary has its metrics; `model` is config.json of its export."""
+    """Returns the model card of a Run whose summary has its metrics.
+
+    Args:
+        model: config.json of the run's export.
+    """
     from huggingface_hub import EvalResult, ModelCardData
 
     stored = json.loads(run.folder.read("config.json"))
     config = stored["config"]
-    data, first = _hub_id(config["data"]), _hub_id(config.get("checkpoint", ""))
+    data = _hub_id(config["data"])
+    first_weights = _hub_id(config.get("checkpoint", ""))
     architecture = (model.get("architectures") or [""])[0]
-    task = next((task for ending, task in TASKS.items() if architecture.endswith(ending)), None)
-    name = " ".join(
-        filter(None, (config["data"].rstrip("/").rpartition("/")[2], config.get("task")))
-    )
-    of = {"task_type": task or "other", "dataset_type": data or name, "dataset_name": name}
-    found = [(key, value) for key, value in run.summary["metrics"].items() if value is not None]
+    task = None
+    for ending, name_of_task in TASKS.items():
+        if architecture.endswith(ending):
+            task = name_of_task
+            break
+
+    dataset_name = config["data"].rstrip("/").rpartition("/")[2]
+    if config.get("task"):
+        dataset_name = f"{dataset_name} {config['task']}".strip()
+    results = []
+    for key, value in run.summary["metrics"].items():
+        if value is not None:
+            result = EvalResult(
+                task_type=task or "other",
+                dataset_type=data or dataset_name,
+                dataset_name=dataset_name,
+                metric_type=key,
+                metric_value=value,
+            )
+            results.append(result)
     header = ModelCardData(
         library_name="transformers",
         pipeline_tag=task,
         tags=[model["model_type"]],
-        base_model=first if config.get("pretrained", True) else None,
+        base_model=first_weights if config.get("pretrained", True) else None,
         datasets=[data] if data else None,
         model_name=run.name,
-        eval_results=[
-            EvalResult(metric_type=key, metric_value=value, **of) for key, value in found
-        ],
+        eval_results=results,
     )
-    return f"---\n{header.to_yaml()}\n---\n\n{_text(run, stored, name)}"
+    return f"---\n{header.to_yaml()}\n---\n\n{_text(run, stored, dataset_name)}"
 
 
 def _text(run: Any, stored: dict[str, Any], data: str) -> str:
@@ -95,38 +113,36 @@ def _text(run: Any, stored: dict[str, Any], data: str) -> str:
     devices = start["devices"]
     git = start["git"]
     summary = run.summary
-    trial = (
-        ": a trial, of no use but to see that training works"
-        if config["data"] == "synthetic"
-        else ""
-    )
-    commit = f", at commit {git['commit']}{' with changes' if git['dirty'] else ''}" if git else ""
+    trial = ""
+    if config["data"] == "synthetic":
+        trial = ": a trial, of no use but to see that training works"
+    commit = ""
+    if git:
+        changes = " with changes" if git["dirty"] else ""
+        commit = f", at commit {git['commit']}{changes}"
     took = f"{summary['steps']:,} steps in {summary['training_seconds']:,.0f} s without evaluations"
-    flags = {
-        key: value
-        for key, value in _flat(config).items()
-        if key not in ("runs", "name") and value != ""
-    }
+    machines = f"{devices['devices']} {devices['kind']} device(s)"
+    metrics = {key: format_number(value) for key, value in summary["metrics"].items()}
+    flags = {}
+    for key, value in _flat(config).items():
+        if key not in ("runs", "name") and value != "":
+            flags[f"`--{key}`"] = f"`{value}`"
     parts = [
         f"# {run.name}",
         f"`{config.get('model', run.name)}`, trained on `{data}`{trial}.",
         "![loss, learning rate and metrics over the steps](curves.png)",
         "## Results",
-        _table(
-            "metric",
-            "value",
-            {key: format_number(value) for key, value in summary["metrics"].items()},
-        ),
+        _table("metric", "value", metrics),
         "## Training",
-        f"{took}, on {devices['devices']} {devices['kind']} device(s), in {len(stored['starts'])} start(s). The last "
-        f"command{commit}:",
+        f"{took}, on {machines}, in {len(stored['starts'])} start(s). The last command{commit}:",
         f"    {start['command']}",
         "## Versions",
         _table("package", "version", start["versions"]),
         "## Settings",
-        _table("flag", "value", {f"`--{key}`": f"`{value}`" for key, value in flags.items()}),
+        _table("flag", "value", flags),
         "## License",
-        "Not chosen yet: set `license:` at the top, as those of the data and of the first weights allow.",
+        "Not chosen yet: set `license:` at the top, as those of the data and of the first weights "
+        "allow.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -145,7 +161,8 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(key: str, value: str, rows: dict[str, Any]) -> str:
-    cells = [(name, str(text).replace("|", "\\|")) for name, text in rows.items()]
-    return "\n".join(
-        f"| {one} | {other} |" for one, other in [(key, value), ("---", "---"), *cells]
-    )
+    lines = [f"| {key} | {value} |", "| --- | --- |"]
+    for name, text in rows.items():
+        cell = str(text).replace("|", "\\|")
+        lines.append(f"| {name} | {cell} |")
+    return "\n".join(lines)

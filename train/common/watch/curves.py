@@ -1,4 +1,7 @@
-"""The picture of a run, curves.png: drawn after an evaluation, at most once a minute, and at the end."""
+"""The picture of a run, curves.png.
+
+It is drawn after an evaluation, at most once a minute, and at the end.
+"""
 
 import io
 import json
@@ -14,6 +17,8 @@ from train.common.hooks import Watcher
 from train.common.metrics import format_number
 
 DRAW_EVERY = 60  # seconds
+LABELS = {"loss": "training", "eval/loss": "evaluation"}  # of a curve; others show their last value
+COLORS = {"loss": "tab:blue", "lr": "tab:gray"}  # others are orange
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,8 @@ class Curves(Watcher):
         self._drawn = -math.inf  # when, by time.monotonic()
 
     def line(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
-        if (
-            any(key.startswith("eval/") for key in values)
-            and time.monotonic() - self._drawn > DRAW_EVERY
-        ):
+        is_evaluation = any(key.startswith("eval/") for key in values)
+        if is_evaluation and time.monotonic() - self._drawn > DRAW_EVERY:
             self._draw()
 
     def summary(self) -> dict[str, Any]:
@@ -53,7 +56,8 @@ class Curves(Watcher):
             return
         self._drawn = time.monotonic()
         try:
-            if lines := records(self._run):
+            lines = records(self._run)
+            if lines:
                 self._run.folder.write("curves.png", draw_curves(lines, self._run.name))
         except (InputError, ValueError, ImportError) as error:
             # A full disk, a line that it tore, or a copy without matplotlib: no reason to end a
@@ -83,29 +87,26 @@ def draw_curves(records: list[dict[str, Any]], title: str) -> bytes:
                 steps, values = points.setdefault(key, ([], []))
                 steps.append(record["step"])
                 values.append(value)
-    beside = [
-        key
-        for key in sorted(points, key=lambda key: key != "lr")
-        if key not in ("loss", "eval/loss")
-    ]
+    # The loss has a panel of two thirds of the width, each other number one to its right.
+    right = [key for key in points if key not in ("loss", "eval/loss", "lr")]
+    if "lr" in points:
+        right.insert(0, "lr")
+    rows = [["loss", "loss", key] for key in right] or [["loss"]]
 
     figure = Figure(figsize=(10, 4.6), dpi=100, layout="constrained")
-    panels = figure.subplot_mosaic(
-        [["loss", "loss", key] for key in beside] or [["loss"]], sharex=True
-    )
+    panels = figure.subplot_mosaic(rows, sharex=True)
     for key, (steps, values) in points.items():
-        panel, few = panels.get(key, panels["loss"]), len(steps) <= 10
-        label = {"loss": "training", "eval/loss": "evaluation"}.get(key, format_number(values[-1]))
-        if key == "loss" and not few:  # a running mean, narrow where the loss falls fast
+        panel = panels.get(key, panels["loss"])
+        few = len(steps) <= 10
+        label = LABELS.get(key, format_number(values[-1]))
+        if key == "loss" and not few:
             panel.plot(steps, values, color="tab:blue", alpha=0.4, linewidth=1)
-            widths = [min(i, len(values) // 30) for i in range(len(values))]
-            values = [
-                statistics.fmean(values[i - width : i + width + 1])
-                for i, width in enumerate(widths)
-            ]
-        color = "tab:blue" if key == "loss" else "tab:gray" if key == "lr" else "tab:orange"
+            values = _running_mean(values)
         dots = {"marker": "o", "markersize": 4} if few or key.startswith("eval/") else {}
-        panel.plot(steps, values, color=color, linewidth=2, label=label, **dots)
+        panel.plot(
+            steps, values, color=COLORS.get(key, "tab:orange"), linewidth=2, label=label, **dots
+        )
+
     for key, panel in panels.items():
         lowest = panel.get_subplotspec().is_last_row()
         name = {"lr": "learning rate"}.get(key, key.removeprefix("eval/").replace("_", " "))
@@ -116,12 +117,21 @@ def draw_curves(records: list[dict[str, Any]], title: str) -> bytes:
         panel.spines[["top", "right"]].set_visible(False)
         if panel.lines and key != "lr":
             panel.legend(frameon=False)
-        if (
-            key == "lr" or len(points.get(key, ((), ()))[0]) == 1
-        ):  # one value fills no axis: show it against zero
+        steps, _ = points.get(key, ([], []))
+        if key == "lr" or len(steps) == 1:  # one value fills no axis: show it against zero
             panel.set_ylim(bottom=0)
     panels["loss"].xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle(title, fontsize=12, fontweight="bold")
     image = io.BytesIO()
     FigureCanvasAgg(figure).print_png(image)
     return image.getvalue()
+
+
+def _running_mean(values: list[float]) -> list[float]:
+    """Returns the mean around each value; its window is narrow at the beginning, where a loss falls
+    fast."""
+    means = []
+    for index in range(len(values)):
+        width = min(index, len(values) // 30)
+        means.append(statistics.fmean(values[index - width : index + width + 1]))
+    return means

@@ -3,7 +3,7 @@ runs/<name>/goodput.json and summary.json.
 
     steps         train steps that the result is made of: their share is the goodput
     input_wait    the training loop waited for a batch
-    start         from the start of the process to the training loop: imports, data, model, checkpoint
+    start         from the start of the process to the loop: imports, data, model, checkpoint
     compile       calls of compiled steps that compiled
     evaluation, checkpoints    pauses of the training
     end           after the last step: the last evaluation, export
@@ -43,13 +43,14 @@ PARTS = ("steps", "input_wait", "start", "compile", "evaluation", "checkpoints",
 class Flags:
     """What a chip costs."""
 
-    price: float = (
-        0.0  # of an hour of one chip, in any currency, for the cost in summary.json; 0: unknown
-    )
+    price: float = 0.0  # of a chip-hour, in any currency: adds the cost to summary.json; 0: unknown
 
 
 def watcher(flags: Flags) -> Callable[[Any], "Goodput"]:
-    """Returns what makes the clock of a Run. Raises InputError where the price is negative or NaN."""
+    """Returns what makes the clock of a Run.
+
+    Raises InputError where the price is negative, infinite or NaN.
+    """
     if not 0 <= flags.price < float("inf"):
         raise InputError(
             f"--price is {flags.price}; it must be at least 0, the price of a chip for an hour"
@@ -58,7 +59,11 @@ def watcher(flags: Flags) -> Callable[[Any], "Goodput"]:
 
 
 class Goodput(Watcher):
-    """The clock of one start of a run, and what earlier starts noted. `price`: of a chip-hour, 0 if unknown."""
+    """The clock of one start of a run, and what earlier starts noted.
+
+    Args:
+        price: of a chip-hour; 0 if unknown.
+    """
 
     counted = -math.inf  # until when the runs before this one in the process have counted its time
 
@@ -125,32 +130,37 @@ class Goodput(Watcher):
             "starts": len(starts),
             "between_starts": between,
         }
-        chip_seconds = sum(start["chips"] * sum(start["seconds"].values()) for start in starts)
+        chip_seconds = 0.0
+        for start in starts:
+            chip_seconds += start["chips"] * sum(start["seconds"].values())
         found |= {"chips": self._chips, "chip_hours": chip_seconds / 3600}
-        parts = sorted(seconds.items(), key=lambda part: -part[1])
-        words = ", ".join(
-            f"{name.replace('_', ' ')} {100 * part / total:.0f} %" for name, part in parts if part
-        )
-        message = f"goodput {100 * found['share']:.0f} % of {total:.0f} s in {len(starts)} start(s): {words}"
+
+        shares = []
+        for name, part in sorted(seconds.items(), key=lambda part: -part[1]):
+            if part:
+                shares.append(f"{name.replace('_', ' ')} {100 * part / total:.0f} %")
+        message = f"goodput {100 * found['share']:.0f} % of {total:.0f} s"
+        message += f" in {len(starts)} start(s): {', '.join(shares)}"
         if self._price:
             found["cost"] = found["chip_hours"] * self._price
-            message += (
-                f"; {found['chip_hours']:.2f} chip-hours at {self._price:g}: {found['cost']:.2f}"
-            )
+            hours = f"{found['chip_hours']:.2f} chip-hours"
+            message += f"; {hours} at {self._price:g}: {found['cost']:.2f}"
+
         done = self._flops.done
         spent = self._seconds["steps"] + self._seconds["input_wait"]
         if done and spent:
             rate = done / spent
             peak = _flops.peak(self._run.mesh)
             found |= {"model_flops_per_second": rate, "mfu": peak and rate / peak}
-            message += f"; {rate / 1e12:.3g} TFLOP/s" + (
-                f", MFU {100 * rate / peak:.1f} %" if peak else ""
-            )
+            message += f"; {rate / 1e12:.3g} TFLOP/s"
+            if peak:
+                message += f", MFU {100 * rate / peak:.1f} %"
         self._run.message(message)
         return {"goodput": found}
 
     def _enter(self, phase: str) -> None:
-        """Counts the time since the last call to the part that ends, and what was compiled or waited for in it."""
+        """Counts the time since the last call to the phase that ends; what was compiled or waited for
+        in it counts apart."""
         now = time.monotonic()
         compiled = _compile_seconds()
         spent = now - self._read_at
@@ -169,15 +179,13 @@ class Goodput(Watcher):
         self._waited = 0.0
 
     def _record(self) -> dict[str, Any]:
-        span = {
+        return {
             "begun": self._begun,
             "noted": time.time(),
             "from": self._run.start,
             "to": self._step,
-        }
-        span["chips"] = self._chips  # a later start may have others
-        return span | {
-            "seconds": {name: round(seconds, 3) for name, seconds in self._seconds.items()}
+            "chips": self._chips,  # a later start may have others
+            "seconds": {name: round(seconds, 3) for name, seconds in self._seconds.items()},
         }
 
     def _note(self) -> None:
@@ -186,9 +194,8 @@ class Goodput(Watcher):
         if self._run.mesh.main_process:
             try:
                 self._run.folder.write(FILE, to_json([*self._starts, self._record()], indent=2))
-            except (
-                InputError
-            ) as error:  # a run is not lost for its clock: what it needs is refused elsewhere
+            except InputError as error:
+                # A run is not lost for its clock: what it needs is refused elsewhere.
                 self._run.message("warning: " + str(error).partition(";")[0])
 
 
@@ -225,21 +232,24 @@ def _compile_seconds() -> float:
 
 
 def _sums(starts: list[dict[str, Any]]) -> tuple[dict[str, float], float]:
-    """Returns the seconds of each part, and those between the last note of each start and the beginning of the next."""
-    between = sum(
-        max(0.0, after["begun"] - before["noted"]) for before, after in itertools.pairwise(starts)
-    )
-    return {
-        name: round(sum(start["seconds"][name] for start in starts), 3) for name in PARTS
-    }, between
+    """Returns the seconds of each part, and those between the last note of each start and the
+    beginning of the next."""
+    between = 0.0
+    for before, after in itertools.pairwise(starts):
+        between += max(0.0, after["begun"] - before["noted"])
+    seconds = {}
+    for name in PARTS:
+        seconds[name] = round(sum(start["seconds"][name] for start in starts), 3)
+    return seconds, between
 
 
 def _process_started() -> float:
-    """Returns when this process began, by the clock of time.monotonic; where the system does not tell, now."""
+    """Returns when this process began, by the clock of time.monotonic; now, where the system does
+    not say."""
     with contextlib.suppress(OSError, AttributeError):
-        fields = (
-            Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        )  # proc(5): starttime is the 22nd
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        # proc(5): the fields after the name in parentheses begin with the 3rd; starttime is the 22nd.
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after the boot
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
         return time.monotonic() - age
     return time.monotonic()

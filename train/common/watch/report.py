@@ -1,15 +1,16 @@
 """--report: prints what a program reads of a run, `report {…}`, a line of JSON on stdout for each
 event.
 
-    start    where the run's folder is, at which step it starts, devices, versions, commit, files of the folder
-    line     a line of metrics.jsonl, with every digit: {"step": 120, "values": {"loss": …}, "timing": {…}}
-    end      summary.json of a finished run, the memory that it took, files of its folder and their bytes
+    start    the run's folder and its files, the first step, devices, versions, commit
+    line     a line of metrics.jsonl, with every digit:
+             {"step": 120, "values": {"loss": …}, "timing": {…}}
+    end      summary.json of a finished run, the memory that it took, its files and their bytes
 
 `make accept` reads them (tpu/accept). A run on a TPU has its folder elsewhere; its stdout is what
 reaches every client.
 
---kill-at 120: sends SIGKILL to the process of the last host after step 120, when its checkpoints so far are written. It
-is how a resume is tried where nobody can reach the process.
+--kill-at 120: sends SIGKILL to the process of the last host after step 120, when its checkpoints so
+far are written. It tries a resume where nobody can reach the process.
 """
 
 import contextlib
@@ -28,9 +29,7 @@ from train.common.hooks import Watcher
 
 MARK = "report "  # what each line begins with
 LOOK_EVERY = 1.0  # seconds between two looks at the memory of the chips
-MEMORY = (
-    "hbm_capacity_usage"  # of libtpu's monitoring: bytes in use, a string per chip of this host
-)
+MEMORY = "hbm_capacity_usage"  # of libtpu's monitoring: bytes in use, a string per chip of a host
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,14 @@ class Flags:
     """What `make accept` asks for."""
 
     report: bool = False  # prints start, metrics and result as lines of JSON, too
-    kill_at: int = (
-        0  # step after which the last host's process is killed (SIGKILL), to try a resume; 0: none
-    )
+    kill_at: int = 0  # kills the last host's process after this step, to try a resume; 0: none
 
 
 def watcher(flags: Flags) -> Callable[[Any], "Report"] | None:
-    """Returns what makes the reporter of a Run, None where nothing is asked. Raises InputError for a negative step."""
+    """Returns what makes the reporter of a Run, None where nothing is asked.
+
+    Raises InputError for a negative step.
+    """
     if flags.kill_at < 0:
         raise InputError(f"--kill-at is {flags.kill_at}; it must be a step, or 0 for none")
     if not flags.report and not flags.kill_at:
@@ -93,7 +93,7 @@ class Report(Watcher):
             )
 
     def step(self, number: int) -> None:
-        # Steps that one program takes together are told once.
+        # Several steps of one program (--steps-a-call) are notified once, with the last number.
         if 0 < self._flags.kill_at <= number and self._run.start < self._flags.kill_at:
             mesh = self._run.mesh
             if mesh.process_index == mesh.process_count - 1:

@@ -8,9 +8,11 @@ runs/<name>/stacks/host-<index>.txt and to its log, and exits with 75 (EX_TEMPFA
 the launcher's RETRIES starts the run again, from its last checkpoint.
 
     in training, from the 6th step on    --stall-after times the median step, at least 5 minutes
-    before, after the last, in a pause   an hour: a first batch, an export or a slow store's checkpoint takes its time
+    before that, after the last step,    an hour: a first batch, an export or a checkpoint in a slow
+    and in a pause                       store takes its time
     while a step is compiled             no limit
-    while the process is stopped         no limit after Ctrl-Z; what `kill -STOP` or `docker pause` stop, 5 minutes more
+    while the process is stopped         no limit after Ctrl-Z; 5 minutes more after `kill -STOP` or
+                                         `docker pause`
 """
 
 import collections
@@ -33,10 +35,11 @@ from errors import InputError
 from train.common import device
 from train.common.hooks import Watcher
 
-LEAST, ELSEWHERE = 300.0, 3600.0  # seconds: the least limit in training; the limit elsewhere
+LEAST = 300.0  # seconds: the least limit in training
+ELSEWHERE = 3600.0  # seconds: the limit outside of the training
 UNCOUNTED = 86400.0  # seconds: the limit in a pause on plain PyTorch, whose batches nobody counts
 KNOWN = 5  # durations that make a median
-LINGER = 15.0  # seconds before the exit: the other hosts of a pod stall at the same time, and write theirs
+LINGER = 15.0  # seconds before the exit, in which the other hosts of a pod write their stacks
 EXIT_CODE = 75
 STDERR = 2  # the file descriptor: sys.stderr may be no file
 
@@ -46,17 +49,22 @@ class Flags:
     """When a run counts as hanging."""
 
     stall_after: float = (
-        20.0  # times the median step without progress (5 minutes at least) that end a run; 0: never
+        20.0  # median steps (5 minutes at least) of silence that end a run; 0: never
     )
 
 
 def watcher(flags: Flags) -> Callable[[Any], "Stall"] | None:
-    """Returns what makes the watchdog of a Run. Raises InputError where the flag is neither 0 nor at least 1."""
+    """Returns what makes the watchdog of a Run; None for --stall-after 0.
+
+    Raises InputError where the flag is neither 0 nor at least 1.
+    """
     if flags.stall_after != 0 and not flags.stall_after >= 1:
         raise InputError(
             f"--stall-after is {flags.stall_after}; it must be at least 1, or 0 for no watchdog"
         )
-    return (lambda run: Stall(run, flags.stall_after)) if flags.stall_after else None
+    if flags.stall_after == 0:
+        return None
+    return lambda run: Stall(run, flags.stall_after)
 
 
 class Stall(Watcher):
@@ -65,9 +73,8 @@ class Stall(Watcher):
     def __init__(self, run: Any, times: float):
         self._run = run
         self._times = times
-        self._durations: collections.deque[float] = collections.deque(
-            maxlen=101
-        )  # of steps without a pause in them
+        # Of steps without a pause in them.
+        self._durations: collections.deque[float] = collections.deque(maxlen=101)
         self._steps = 0
         self._paused = False
         self._whole = False  # the step that runs had no pause so far
@@ -113,27 +120,31 @@ class Stall(Watcher):
 
     def limit(self) -> float:
         """Returns the seconds without progress that are allowed now."""
-        if self._paused or self._steps >= self._run.total_steps or len(self._durations) < KNOWN:
-            counted = self._calls[0] is not None
-            return max(ELSEWHERE, LEAST) if counted or not self._paused else UNCOUNTED
+        counts_calls = self._calls[0] is not None
+        if self._paused and not counts_calls:
+            return UNCOUNTED
+        trained = self._steps >= self._run.total_steps
+        if self._paused or trained or len(self._durations) < KNOWN:
+            return max(ELSEWHERE, LEAST)
         return max(LEAST, self._times * statistics.median(self._durations))
 
     def _watch(self) -> None:
-        every = min(5.0, LEAST / 10)
+        seconds = min(5.0, LEAST / 10)  # between two looks
         before = time.monotonic()
-        while not self._over.wait(every):
+        while not self._over.wait(seconds):
             with self._looking:
                 # What kept this thread from looking, such as a stop of the process, is no silence
                 # of the run.
                 now = time.monotonic()
-                kept = max(0.0, now - before - every)
+                kept = max(0.0, now - before - seconds)
                 self._seen_at = min(now, self._seen_at + kept)
                 before = now
                 self._arm()
                 self._look()
 
     def _suspend(self, *_: Any) -> None:
-        """Stops the process, as Ctrl-Z does, without faulthandler's clock, which would end it when it continues."""
+        """Stops the process, as Ctrl-Z does. faulthandler's clock is off meanwhile: it would end the
+        process when that continues."""
         with self._looking:
             faulthandler.cancel_dump_traceback_later()
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -164,10 +175,11 @@ class Stall(Watcher):
         """Writes the stacks of all threads to the log and the run's folder, and exits."""
         where = "in a pause (evaluation, checkpoint)" if self._paused else "in training"
         file = f"{self._run.path}/stacks/host-{self._run.mesh.process_index}.txt"
+        limit = f"(limit {self.limit():.0f} s, --stall-after {self._times:g})"
         sentence = (
-            f"error: no progress for {silent:.0f} s {where} after step {self._steps} (limit {self.limit():.0f} s, "
-            f"--stall-after {self._times:g}): the stacks of all threads follow, and are in {file}; the same command "
-            "resumes from the last checkpoint"
+            f"error: no progress for {silent:.0f} s {where} after step {self._steps} {limit}: "
+            f"the stacks of all threads follow, and are in {file}; "
+            "the same command resumes from the last checkpoint"
         )
         stacks = _stacks(sentence)
         deadline = time.monotonic() + LINGER
@@ -182,9 +194,8 @@ class Stall(Watcher):
             thread.join(max(0.0, deadline - time.monotonic()))
         if self._run.mesh.process_count > 1:
             time.sleep(max(0.0, deadline - time.monotonic()))
-        for (
-            worker
-        ) in multiprocessing.active_children():  # of the loader; one that hangs would stay for ever
+        # The loader's workers: one that hangs would stay for ever.
+        for worker in multiprocessing.active_children():
             worker.kill()
         os._exit(EXIT_CODE)
 
@@ -197,11 +208,11 @@ def _calls() -> tuple:
 
 def _stacks(sentence: str) -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    threads = [(names.get(ident, ident), frame) for ident, frame in sys._current_frames().items()]
-    parts = [
-        f"\n\nthread {name}\n" + "".join(traceback.format_stack(frame)) for name, frame in threads
-    ]
-    return "".join([sentence, *parts])
+    stacks = sentence
+    for ident, frame in sys._current_frames().items():
+        stacks += f"\n\nthread {names.get(ident, ident)}\n"
+        stacks += "".join(traceback.format_stack(frame))
+    return stacks
 
 
 def _log(stacks: str) -> None:

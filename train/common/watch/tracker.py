@@ -35,9 +35,7 @@ LAST = 15.0  # seconds for what is left to send at the end: a VM that is taken b
 class Flags:
     """Where a run is shown besides its folder."""
 
-    tracker: Literal["none", "wandb"] = (
-        "none"  # also sends the run to Weights & Biases, see docs/tracking.md
-    )
+    tracker: Literal["none", "wandb"] = "none"  # also sends the run there, see docs/tracking.md
 
 
 def watcher(flags: Flags) -> Callable[[Any], Watcher] | None:
@@ -58,9 +56,8 @@ class Tracker(Watcher):
     def __init__(self, run: Any):
         self._run = run
         self._folder = run.folder
-        self._events: queue.SimpleQueue[Callable[[Any], Any] | None] = (
-            queue.SimpleQueue()
-        )  # called with wandb's run
+        # Functions that are called with wandb's run; None ends the thread.
+        self._events: queue.SimpleQueue[Callable[[Any], Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send, name="tracker", daemon=True)
         self._given_up = False
 
@@ -86,9 +83,9 @@ class Tracker(Watcher):
             self._warn(f"it has not ended within {LAST + 5:.0f} s")
 
     def line(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
-        numbers = (
-            {"step": step} | values | {f"timing/{key}": value for key, value in timing.items()}
-        )
+        numbers = {"step": step, **values}
+        for key, value in timing.items():
+            numbers[f"timing/{key}"] = value
         self._events.put(lambda tracked: tracked.log(numbers))
 
     def summary(self) -> dict[str, Any]:
@@ -119,6 +116,9 @@ class Tracker(Watcher):
             "device_kind": mesh.kind,
             "hosts": mesh.process_count,
         }
+        folder = os.environ.get("WANDB_DIR")
+        if not folder and not self._folder.remote:
+            folder = self._folder.local
         try:
             tracked = wandb.init(
                 id=self._id,
@@ -127,14 +127,13 @@ class Tracker(Watcher):
                 config=self._folder.config | devices,
                 allow_val_change=True,  # a resumed run may have other devices
                 reinit="create_new",  # a process may train two models, a teacher and its student
-                dir=os.environ.get("WANDB_DIR")
-                or (None if self._folder.remote else self._folder.local),
+                dir=folder or None,
                 settings=wandb.Settings(console="off", init_timeout=BEGIN, finish_timeout=LAST),
             )
             # The step is a column like others: what a resumed run repeats comes a second time, in
             # the same place.
             tracked.define_metric("*", step_metric="step")
-            while send := self._events.get():
+            for send in iter(self._events.get, None):
                 send(tracked)
         except Exception as error:  # its own, and those of what it is made of
             if not self._given_up:
@@ -147,7 +146,7 @@ class Tracker(Watcher):
 
 
 def _check_login() -> None:
-    """Asks on a terminal for a key where wandb knows none; raises InputError where there is no terminal."""
+    """Asks for a key where wandb knows none; raises InputError where there is no terminal."""
     import wandb
 
     if wandb.setup().settings.mode != "online" or wandb.api.api_key:

@@ -34,9 +34,12 @@ run_pending = torch_xla.sync
 wait_for_steps = xm.wait_device_ops
 read = torch_xla._XLAC._xla_get_cpu_tensors
 
+# A form is the way in which a step is written, so that libtpu compiles it. The usual forms need the
+# flags below; those of --safe-forms are slower, and compile without STACK and DEEP_FUSION.
+
 # libtpu compiles on fibers whose stack has 64 KiB by default. Before 0.0.51 it recurses deeper than
-# that in some of our programs, and the process dies. How much each program needs stands in
-# docs/tpu/versions.md.
+# that in some of our programs, and the process dies. docs/tpu/versions.md says how much stack each
+# program needs.
 STACK = "--fibers_default_thread_stack_size=524288"
 
 # Fusions that make nearly all our steps cheaper by libtpu's estimate (docs/tpu/findings.md). 0.0.21
@@ -52,14 +55,18 @@ ROW_AXES = {
     ("copies", "data", "model"): ("copies", "data"),
 }
 
-_asked: set[str] = set()  # flags that this process put into LIBTPU_INIT_ARGS; others are the user's
+# Flags that this process has added to LIBTPU_INIT_ARGS; all others there are the user's.
+_added_flags: set[str] = set()
 _loaded_with: str | None = None  # LIBTPU_INIT_ARGS when this process's set-up loaded libtpu
 
 
 def ask_compiler(flags: str, vmem_kib: int = 0) -> None:
-    """Gives libtpu, before it is loaded, those flags that LIBTPU_INIT_ARGS does not set.
+    """Adds flags to LIBTPU_INIT_ARGS, which libtpu reads when it is loaded.
+
+    A flag that is set there already stays as it is.
 
     Args:
+        flags: separated by spaces.
         vmem_kib: see device.setup; 0: no flag.
     """
     wanted = flags.split()
@@ -74,7 +81,7 @@ def ask_compiler(flags: str, vmem_kib: int = 0) -> None:
         if name not in names and f"no{name}" not in names:
             missing.append(flag)
 
-    _asked.update(missing)
+    _added_flags.update(missing)
     os.environ["LIBTPU_INIT_ARGS"] = " ".join([given, *missing]).strip()
 
 
@@ -84,24 +91,24 @@ def _flag_name(flag: str) -> str:
 
 
 def ask_for_forms(vmem_kib: int, safe_forms: bool) -> None:
-    """Gives libtpu, before it is loaded, the flags that our steps are written for.
+    """Adds the flags that our steps are written for to LIBTPU_INIT_ARGS.
 
-    `make compile` calls it, too. What an earlier call of this process has asked for is taken back:
-    it was not the user's.
+    Call it before libtpu is loaded, as `setup` and `make compile` do. It first removes STACK and
+    DEEP_FUSION where an earlier call of this process has added them, since they are not the user's.
 
     Args:
-        safe_forms: gives no flag that a step needs in order to compile, and not the fusion that
-            needs a larger stack.
+        safe_forms: adds neither STACK, which some steps need in order to compile, nor the fusion
+            that needs it.
     """
-    taken_back = _asked & {STACK, DEEP_FUSION}
+    to_remove = _added_flags & {STACK, DEEP_FUSION}
     given = os.environ.get("LIBTPU_INIT_ARGS", "").split()
-    os.environ["LIBTPU_INIT_ARGS"] = " ".join(flag for flag in given if flag not in taken_back)
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(flag for flag in given if flag not in to_remove)
 
     flags = SHALLOW_FUSIONS if safe_forms else f"{STACK} {FUSIONS}"
     ask_compiler(flags, vmem_kib)
 
 
-def compiler() -> str:
+def libtpu_version() -> str:
     """Returns which libtpu compiles: "libtpu 0.0.21", or the path of one that is no package."""
     named = os.environ.get("TPU_LIBRARY_PATH", "")
     try:
@@ -116,10 +123,10 @@ def compiler() -> str:
 
 
 def announce_compiler(safe_forms: bool) -> None:
-    """Prints which libtpu compiles, before it is loaded: it may end the process.
+    """Prints which libtpu compiles, before it is loaded, since a flag of it may end the process.
 
-    Where it is loaded already, with other flags, a warning says so. Every host prints: its own
-    libtpu is what may die.
+    Warns where libtpu is loaded already, with other flags. Every host prints, since it is its own
+    libtpu that may die.
     """
     global _loaded_with
     print(about_compiler(safe_forms), file=sys.stderr, flush=True)
@@ -148,7 +155,7 @@ def about_compiler(safe_forms: bool) -> str:
     """Returns what a log must say before libtpu compiles: a crash in it says nothing itself."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "")
     forms = "safe" if safe_forms else "the usual"
-    about = f"{compiler()} compiles, in {forms} forms, with LIBTPU_INIT_ARGS={flags!r}"
+    about = f"{libtpu_version()} compiles, in {forms} forms, with LIBTPU_INIT_ARGS={flags!r}"
     if safe_forms:
         return about
 
@@ -165,7 +172,8 @@ def setup(precision: str, strict: bool, kind: str, vmem_kib: int, safe_forms: bo
     hardware = xr.device_type() or "CPU"
     if hardware == "TPU":
         announce_compiler(safe_forms)
-    set_products(precision if hardware == "TPU" else "fast_float32")  # a CPU's are always float32
+    # A CPU multiplies float32 matrices in float32, whatever the precision.
+    set_matmul_precision(precision if hardware == "TPU" else "fast_float32")
     if not xr.is_spmd():
         xr.use_spmd()
 
@@ -182,7 +190,7 @@ def setup(precision: str, strict: bool, kind: str, vmem_kib: int, safe_forms: bo
         precision=precision,
         strict=strict,
         safe_forms=safe_forms,
-        places=_local_devices() if hosts > 1 else (),
+        local_devices=_local_devices() if hosts > 1 else (),
     )
     if hosts > 1:
         _check_places(mesh)
@@ -196,27 +204,29 @@ def _local_devices() -> tuple[int, ...]:
 
 
 def _check_places(mesh: Mesh) -> None:
-    """Checks on the device that `Mesh.rows` of all hosts fill the mesh in order.
+    """Checks on the device that the rows of all hosts (`Mesh.rows`) fill the mesh in order.
 
-    Otherwise predictions would be taken for those of other examples, so it raises RuntimeError.
+    Raises:
+        RuntimeError: they do not, and predictions would be taken for those of other examples.
     """
     rows = upload(torch.from_numpy(mesh.rows(mesh.num_devices)), mesh)
     expected = torch.arange(mesh.num_devices).to(mesh.device)
     difference = (rows - expected).abs().max()
     if fetch([difference]) != [0.0]:
         host = mesh.process_index
-        raise RuntimeError(f"host {host} fills other rows of a batch than {mesh.places}")
+        raise RuntimeError(f"host {host} fills other rows of a batch than {mesh.local_devices}")
 
 
-def set_products(precision: str) -> None:
+def set_matmul_precision(precision: str) -> None:
     """Chooses how a TPU multiplies float32 matrices in graphs that are traced from now on.
 
-    By default it rounds them to bfloat16, 8 bits; "highest" takes six passes. torch_xla 2.9 asks
-    for the latter neither in einsum, which models/products.py therefore replaces, nor in the
-    backward pass of convolutions, which stays at one pass.
+    By default a TPU rounds them to bfloat16, 8 bits of mantissa, and multiplies in one pass. For
+    precision "float32" it takes six passes, "highest". torch_xla 2.9 does not pass "highest" on in
+    einsum, which models/products.py therefore replaces, nor in the backward pass of convolutions,
+    which stays at one pass.
     """
     exact = precision == "float32"
-    # models/products.py reads this one.
+    # Of CUDA by its name, but models/products.py reads it on every device.
     torch.backends.cuda.matmul.fp32_precision = "ieee" if exact else "none"
     wanted = "highest" if exact else "default"
     if backends.get_mat_mul_precision() != wanted:  # torch_xla warns of a second call
@@ -239,13 +249,13 @@ def upload(tensor: Tensor, mesh: Mesh) -> Tensor:
 
 @functools.cache
 def row_sharding(spmd: xs.Mesh, rank: int, hosts: bool) -> xs.ShardingSpec:
-    """Returns what splits a tensor of `rank` dimensions by its first one.
+    """Returns the sharding of a tensor of `rank` dimensions that is split by its first one.
 
     A vector stays whole on a mesh of several axes: torch_xla 2.9 cannot upload one that is split
     over some of them.
 
     Args:
-        hosts: there are several, and each uploads its own rows.
+        hosts: whether there are several, each of which uploads its own rows.
     """
     axis = ROW_AXES[spmd.axis_names]
     if rank == 1 and len(spmd.axis_names) > 1:
@@ -262,14 +272,17 @@ def fetch(values: list[Tensor]) -> list[float]:
 def prepare_group(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], mesh: Mesh
 ) -> list[Tensor]:
-    """Puts Adam's learning rate and count of steps on the device.
+    """Makes Adam capturable, and its learning rate a tensor on the device.
 
-    As Python floats, Adam's bias corrections and lr * weight_decay round to the constants 0.0 and
-    1.0 in the middle of a run (with beta2 = 0.98 after 823 steps), and the step would be compiled
-    again.
+    A capturable Adam has its count of steps on the device, too; device.init_optimizer_state puts it
+    there. With both on the host, Adam's bias corrections and lr * weight_decay are Python floats,
+    which round to the constants 0.0 and 1.0 in the middle of a run (with beta2 = 0.98 after 823
+    steps), and the step would be compiled again.
+
+    Every parameter of an Adam is also recomputed once, by adding 0.
 
     Returns:
-        The parameters that it has computed anew, whose annotations the caller makes again.
+        The recomputed parameters, which have lost their annotations: the caller annotates them.
     """
     if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
         return []
@@ -278,7 +291,7 @@ def prepare_group(
     group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32).to(mesh.device)
 
     # From a tensor's first addcdiv_ on, torch_xla 2.9 traces views of it in another way: step 2 of
-    # an embedding would be another graph. So do one now, which adds 0.
+    # an embedding would be another graph. So the first one is here, and adds 0.
     with torch.no_grad():
         for parameter in group["params"]:
             parameter.addcdiv_(torch.zeros_like(parameter), torch.ones_like(parameter))
@@ -291,10 +304,10 @@ def compilations() -> int:
 
 
 def host_reads() -> int:
-    """Returns how many transfers to the host this process made, but for those of `Trace`."""
+    """Returns how many transfers to the host this process made, without those of `Trace`."""
     data = met.metric_data("TransferFromDeviceTime")
     transfers = data[0] if data else 0
-    return transfers - replay.Trace.host_reads
+    return transfers - replay.Trace.constant_reads
 
 
 @dataclass
@@ -311,13 +324,14 @@ class GraphReport:
         """Returns the fields, and the process's `graphs` and `host_reads`.
 
         Args:
-            reset: then sets the fields back to nothing; counts of the process go on.
+            reset: sets the fields back to nothing afterwards; the process's counts go on.
         """
         found = asdict(self)
         found["graphs"] = compilations()
         found["host_reads"] = host_reads()
         if reset:
-            self.__init__()
+            # Not a new object: all compiled steps of the process report to this one.
+            vars(self).update(vars(GraphReport()))
         return found
 
 
@@ -332,7 +346,7 @@ def compiling_since() -> float | None:
 
 @contextlib.contextmanager
 def _compiling() -> Iterator[None]:
-    """Says, to other threads too, that what is done inside may take as long as a compiler does."""
+    """Makes `compiling_since` say to other threads that what is done inside may take minutes."""
     global _compiling_since
     _compiling_since = time.monotonic()
     try:
@@ -349,13 +363,17 @@ graph_report = _report.summary
 def compiled(step_fn: Callable, mesh: Mesh, max_graphs: int) -> "CompiledStep":
     """Does what device.compiled says."""
     announces = mesh.main_process and xr.device_type() == "TPU"
-    compiler_name = compiler() if announces else ""
-    return CompiledStep(step_fn, mesh.strict, _report, max_graphs, compiler=compiler_name)
+    announced = libtpu_version() if announces else ""
+    return CompiledStep(step_fn, mesh.strict, _report, max_graphs, compiler=announced)
+
+
+# Calls in a row before which something else was compiled, when this is reported.
+FOREIGN_COMPILATIONS = 3
 
 
 @dataclass
 class _Calls:
-    """The calls with one set of input shapes and numbers."""
+    """The calls with one signature: one set of input shapes, modes and numbers."""
 
     count: int = 0
     program: replay.Program | None = None  # of the last trace
@@ -366,8 +384,8 @@ class CompiledStep:
     """A step that is one XLA graph per call; a GraphError says where it is not.
 
     The first call with new input shapes or numbers traces and compiles. The second must trace the
-    same program, which from then on starts at once, without running `step_fn` (replay.py): as under
-    `jax.jit`, what else its Python does is not repeated. Every `check_every`-th call traces it
+    same program. From then on the program starts at once, without running `step_fn` (replay.py): as
+    under `jax.jit`, what else its Python does is not repeated. Every `check_every`-th call traces
     again, and so does each call with other modules or optimizers among its arguments.
 
     What breaks the contract stops a strict step, because each makes a TPU crawl unnoticed:
@@ -386,8 +404,9 @@ class CompiledStep:
         step_fn: takes modules, optimizers, tensors, dicts of tensors and numbers; returns tensors
             or a dict of them. Gradients must not outlive it (`zero_grad(set_to_none=True)`): live
             tensors are outputs of the graph.
-        compiler: what compiles, for the line that is printed before each new program; "": no line.
-            A compiler that dies takes the process with it, and the log must say in what.
+        compiler: what compiles, such as "libtpu 0.0.21", for the line that is printed before each
+            new program; "": no line. A compiler that dies takes the process with it, and the log
+            must say in which program.
     """
 
     def __init__(
@@ -407,7 +426,7 @@ class CompiledStep:
         self._check_every = check_every
         self._compiler = compiler
         self._known: dict[tuple, _Calls] = {}
-        self._strays = 0  # calls in a row before which something else was compiled
+        self._foreign_compilations = 0  # calls in a row before which something else was compiled
 
     def __call__(self, *args: Any) -> Any:
         with hooks.span(hooks.START):
@@ -417,32 +436,34 @@ class CompiledStep:
         """Starts the known program of these arguments, or traces, compiles and starts theirs."""
         self._sync_pending()
         arguments = replay.Arguments(args)
-        inputs = tuple(arguments.inputs.items())
-        calls = self._known.get(inputs) or self._new_calls(arguments.inputs)
+        signature = tuple(arguments.signature.items())
+        calls = self._known.get(signature)
+        if calls is None:
+            calls = self._new_calls(arguments.signature)
         calls.count += 1
         if self._can_repeat(calls, arguments):
             self._report.repeated += 1
             return calls.program(arguments)
 
         self._report.traced += 1
-        is_check = calls.count > 2 or calls.confirmed
-        if is_check:
+        may_compile = calls.count <= 2 and not calls.confirmed
+        if not may_compile:
             return self._traced_call(args, arguments, calls)
         with _compiling():
             return self._traced_call(args, arguments, calls)
 
     def _traced_call(self, args: Sequence[Any], arguments: replay.Arguments, calls: _Calls) -> Any:
         """Traces a step and runs its program, which is compiled where it is new."""
-        inputs = tuple(arguments.inputs.items())
-        is_new = inputs not in self._known
+        signature = tuple(arguments.signature.items())
+        is_new = signature not in self._known
         if is_new and self._compiler:
             self._print(f"compiling {self.name} with {self._compiler}")
-        graphs = compilations()
+        graphs_before = compilations()
         started = time.perf_counter()
         result = self._trace(args, arguments, calls) if self._strict else self._run(args)
         torch_xla.sync()
 
-        if compilations() > graphs:
+        if compilations() > graphs_before:
             seconds = time.perf_counter() - started
             self._report.compile_seconds += seconds
             if is_new and self._compiler:
@@ -454,46 +475,47 @@ class CompiledStep:
                     "(device.init_optimizer_state makes it before) or kept gradients alive "
                     "(zero_grad), or a module (device.to_device) or an input was not uploaded"
                 )
-        self._known[inputs] = calls
+        self._known[signature] = calls  # only now: of a trace that failed nothing is known
         return result
 
     def _can_repeat(self, calls: _Calls, arguments: replay.Arguments) -> bool:
         """Returns whether the known program is to be started without a trace."""
-        if not calls.confirmed or calls.program.facts != arguments.facts:
+        if not calls.confirmed or calls.program.guards != arguments.guards:
             return False
-        is_check = (calls.count - 1) % self._check_every == 0
-        return not is_check
+        is_to_be_checked = (calls.count - 1) % self._check_every == 0
+        return not is_to_be_checked
 
     def _print(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     def _sync_pending(self) -> None:
         """Runs pending operations, which must not become part of the step's graph."""
-        graphs = compilations()
+        graphs_before = compilations()
         torch_xla.sync()
-        if self._known and compilations() > graphs:
-            self._strays += 1
+        if self._known and compilations() > graphs_before:
+            self._foreign_compilations += 1
         else:
-            self._strays = 0
+            self._foreign_compilations = 0
 
-        if self._strays == 3:
+        # Once, not in each further call.
+        if self._foreign_compilations == FOREIGN_COMPILATIONS:
             self._recompiled(
                 f"operations outside of {self.name} were compiled before three calls in a row: "
                 "move them into it, or give them inputs of a constant shape"
             )
 
-    def _new_calls(self, inputs: dict[str, Any]) -> _Calls:
-        """Returns the record of calls with new inputs; reports them where there are too many."""
+    def _new_calls(self, signature: dict[str, Any]) -> _Calls:
+        """Returns the record of calls with a new signature, which is not among the known ones yet.
+
+        Reports a recompilation where there are more signatures than `max_graphs`.
+        """
         if len(self._known) >= self._max_graphs:
             known = [dict(each) for each in self._known]
-            difference = _difference(inputs, known)
+            difference = _difference(signature, known)
             self._recompiled(f"{self.name} would be compiled again: {difference}")
         if not self._strict and not self._known:
-            reason = "--no-strict lets it read values in its middle"
-            print(
-                f"note: {self.name} is traced in every call: {reason}, which a repeated program would not do",
-                flush=True,
-            )
+            reads = "--no-strict lets it read values in its middle, which a repeated program"
+            print(f"note: {self.name} is traced in every call: {reads} would not do", flush=True)
         return _Calls()
 
     def _recompiled(self, message: str) -> None:
@@ -547,22 +569,23 @@ class CompiledStep:
             program, result = replay.Trace(args, arguments, calls.count).start(self._run)
             known = calls.program
             calls.confirmed = known is not None and _same_trace(known, program)
+            # The graph is the same, so only its constants and the order of its inputs may differ.
             if calls.confirmed and not known.same_as(program):
                 raise replay.NotRepeatable(
                     "a number or tensor that it makes differs from call to call"
                 )
         except replay.NotRepeatable as reason:
-            remedy = "change that (of a learning rate by device.set_lr), or use --no-strict, which traces every call"
-            raise GraphError(
-                f"call {calls.count} of {self.name} cannot be repeated: {reason}; {remedy}"
-            ) from reason
+            what = f"call {calls.count} of {self.name} cannot be repeated: {reason}"
+            change = "change that (of a learning rate by device.set_lr)"
+            remedy = f"{change}, or use --no-strict, which traces every call"
+            raise GraphError(f"{what}; {remedy}") from reason
         calls.program = program
         return result
 
 
 def _same_trace(known: replay.Program, program: replay.Program) -> bool:
-    """Returns whether two traces gave one graph, for arguments with the same facts."""
-    return known.graph == program.graph and known.facts == program.facts
+    """Returns whether two traces gave one graph, for arguments with the same guards."""
+    return known.graph == program.graph and known.guards == program.guards
 
 
 def fallback_counts() -> dict[str, int]:
@@ -574,15 +597,18 @@ def fallback_counts() -> dict[str, int]:
     return {name: met.counter_value(name) for name in names}
 
 
-def _difference(inputs: dict[str, Any], known: list[dict[str, Any]]) -> str:
-    """Names the first inputs that no known call had, and what the most similar one had instead."""
+def _difference(signature: dict[str, Any], known: list[dict[str, Any]]) -> str:
+    """Returns how a call's inputs differ from those of the most similar known one, by name.
+
+    At most three changes are named.
+    """
 
     def similarity(other: dict[str, Any]) -> int:
-        return sum(other.get(name) == value for name, value in inputs.items())
+        return sum(other.get(name) == value for name, value in signature.items())
 
     nearest = max(known, key=similarity)
     changes = []
-    for name, value in inputs.items():
+    for name, value in signature.items():
         if nearest.get(name) == value:
             continue
         change = f"{name} is {value}, compiled for {nearest.get(name)}"
@@ -592,5 +618,5 @@ def _difference(inputs: dict[str, Any], known: list[dict[str, Any]]) -> str:
     if changes:
         return "; ".join(changes[:3])
 
-    missing = sorted(set(nearest) - set(inputs))
+    missing = sorted(set(nearest) - set(signature))
     return "an input is missing: " + ", ".join(missing)

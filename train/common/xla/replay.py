@@ -7,6 +7,12 @@ already. For BERT-base that takes longer than the step on a v5e does (docs/compi
 these the program replaces, and what the step returns. A `Program` then starts it at once on what
 these tensors are now. Both rest on what torch_xla's own bridge to torch.compile uses
 (_dynamo/dynamo_bridge.py).
+
+    Arguments   the tensors that a call is given, and all else that its trace may depend on
+    Source      where one input of a program comes from in each call
+    Leaf        where one leaf of a step's result comes from in each call
+    Program     a compiled step: graph, sources, leaves
+    Trace       makes the Program of one call
 """
 
 import gc
@@ -27,67 +33,84 @@ from train.common import hooks
 
 _XLAC = torch_xla._XLAC
 
+# Of the random seed after a step: the recurrence of LazyGraphExecutor::MarkStep in PyTorch.
+SEED_INCREMENT = 1012031
+SEED_FACTOR = 7012063
+
+# Probes, the learning rates that a step is traced with. They occur nowhere else in a step, and
+# differ between its groups and between its traces.
+FIRST_PROBE = 0.6180339
+PROBE_PER_TRACE = 0.0113
+PROBES_OF_TRACES = 7  # then they repeat
+PROBE_PER_GROUP = 0.1307
+
+NO_TENSOR_ID = -1  # torch_xla's id of a Python number, which it uploads without a tensor
+
 # Constants of loops (while_loop.py) by handle, kept alive so that their handles are not reused.
 loop_constants: dict[int, Tensor] = {}
 
 
 class NotRepeatable(Exception):
-    """Says why a step must be traced in each call, and what to change; the end of a sentence."""
+    """Says why a step must be traced in each call, and what to change.
+
+    Its message completes the sentence "call 2 of train_step cannot be repeated: …": "it reads a
+    tensor [8, 6] that is not among its arguments: pass it, or its module".
+    """
 
 
 class Arguments:
-    """What a step is called with. Two calls with equal `inputs` and `facts` run the same program.
+    """What a step is called with. Calls with equal `signature` and `guards` run the same program.
 
     Attributes:
         tensors: each tensor once: arguments, modules' parameters, gradients and buffers, what
-            `on_device()` of a module returns, and optimizers' state.
-        inputs: what a user has given, by name: shapes and types, modes, numbers.
-        facts: what else the trace may depend on.
+            `on_device()` of a ShardedEmbeddingBags returns, and optimizers' state.
+        signature: what a user has given, by name: shapes and types, modes, numbers.
+        guards: what else the trace may depend on.
         rate_groups: the optimizers' groups whose learning rate is a Python number.
     """
 
     def __init__(self, args: Sequence[Any]):
         self.tensors: list[Tensor] = []
-        self.inputs: dict[str, Any] = {}
-        self.facts: list[Any] = [torch.is_grad_enabled()]
+        self.signature: dict[str, Any] = {}
+        self.guards: list[Any] = [torch.is_grad_enabled()]
         self.rate_groups: list[dict] = []
         self._index_of_id: dict[int, int] = {}
 
-        for number, value in enumerate(args):
-            self._add(value, f"argument {number}")
+        for index, value in enumerate(args):
+            self._add(value, f"argument {index}")
 
     def _add(self, value: Any, name: str) -> None:
-        """Adds one argument, or a part of one."""
+        """Adds one argument, or an item of one."""
         if isinstance(value, Tensor):
             dtype = str(value.dtype).removeprefix("torch.")
-            self.inputs[name] = (tuple(value.shape), dtype)
+            self.signature[name] = (tuple(value.shape), dtype)
             self._add_tensor(value)
         elif isinstance(value, nn.Module):
-            self.inputs[name] = "training" if value.training else "evaluation"
+            self.signature[name] = "training" if value.training else "evaluation"
             self._add_module(value)
         elif isinstance(value, torch.optim.Optimizer):
             self._add_optimizer(value)
         elif isinstance(value, Mapping):
             for key, item in value.items():
-                self.facts.append(key)
+                self.guards.append(key)
                 self._add(item, f"{name}[{key!r}]")
         elif isinstance(value, tuple | list):
             self._add_sequence(value, name)
         elif isinstance(value, bool | int | float | str):
-            self.inputs[name] = value
+            self.signature[name] = value
         else:
-            self.facts.append(value)
+            self.guards.append(value)
 
     def _add_sequence(self, values: tuple | list, name: str) -> None:
         """Adds the items of a list or a tuple, those of a named tuple by their names."""
         fields = getattr(values, "_fields", None)
-        for number, item in enumerate(values):
-            suffix = f".{fields[number]}" if fields else f"[{number}]"
+        for index, item in enumerate(values):
+            suffix = f".{fields[index]}" if fields else f"[{index}]"
             self._add(item, name + suffix)
 
     def _add_tensor(self, tensor: Tensor | None) -> None:
         if tensor is None:
-            self.facts.append(None)
+            self.guards.append(None)
             return
 
         index = self._index_of_id.get(id(tensor))
@@ -95,13 +118,15 @@ class Arguments:
             index = len(self.tensors)
             self._index_of_id[id(tensor)] = index
             self.tensors.append(tensor)
-        self.facts.append((index, tensor.requires_grad, tensor.device))
+        self.guards.append((index, tensor.requires_grad, tensor.device))
 
     def _add_module(self, module: nn.Module) -> None:
-        self.facts.append(weakref.ref(module))  # a compiled step keeps no module alive
+        self.guards.append(weakref.ref(module))  # a compiled step keeps no module alive
 
         for submodule in module.modules():
-            self.facts.append(submodule.training)
+            self.guards.append(submodule.training)
+            # ShardedEmbeddingBags has this method, since its tables are not parameters. A module
+            # itself takes ten times as long as its type to answer that it has none.
             if hasattr(type(submodule), "on_device"):
                 for tensor in submodule.on_device().values():
                     self._add_tensor(tensor)
@@ -113,7 +138,7 @@ class Arguments:
             self._add_tensor(buffer)
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self.facts.append(weakref.ref(optimizer))
+        self.guards.append(weakref.ref(optimizer))
 
         for group in optimizer.param_groups:
             if isinstance(group["lr"], float):
@@ -125,23 +150,27 @@ class Arguments:
                 self._add_optimizer_values(optimizer.state.get(parameter, {}))
 
     def _add_optimizer_values(self, values: dict[str, Any]) -> None:
-        """Adds the values of a group or of a parameter's state, but for three.
+        """Adds the values of a group or of a parameter's state, except three.
 
-        Parameters are added before; a learning rate that is a Python number becomes an input of the
-        program. Counts of steps on the host change in every call: a step that computes with one is
-        found out by its second trace.
+        * Parameters are added before.
+        * A learning rate that is a Python number becomes an input of the program.
+        * A count of steps on the host changes in every call. A step that computes with it makes
+          another constant in its second trace, which `Program.same_as` finds.
         """
         for key, value in values.items():
-            if isinstance(value, Tensor) and (key != "step" or value.device.type == "xla"):
-                self._add_tensor(value)
+            is_on_device = isinstance(value, Tensor) and value.device.type == "xla"
+            is_host_count = key == "step" and not is_on_device
+            is_host_rate = key == "lr" and isinstance(value, float)
+            if key == "params" or is_host_count or is_host_rate:
                 continue
 
-            left_out = key in ("params", "step") or (key == "lr" and isinstance(value, float))
-            if not left_out:
-                self.facts.append((key, value))
+            if isinstance(value, Tensor):
+                self._add_tensor(value)
+            else:
+                self.guards.append((key, value))
 
 
-# What an input of a program is: Argument, LearningRate, Constant or Seed.
+# ---- where a program's inputs come from ----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +206,9 @@ class Seed:
     """The seed of the device's random numbers."""
 
 
-# What a leaf of a step's result is: Output, Argument or Value.
+Source = Argument | LearningRate | Constant | Seed  # of an input
+
+# ---- where the leaves of a step's result come from -----------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,56 +225,64 @@ class Value:
     value: Any
 
 
+Leaf = Output | Argument | Value
+
+
 @dataclass
 class Program:
     """A compiled step; see `Trace.start`."""
 
     graph: bytes  # torch_xla's hash of it
-    inputs: list[Argument | LearningRate | Constant | Seed]
-    constants: list[Tensor]  # the values of the Constants among `inputs`, on the host
+    sources: list[Source]  # of its inputs
+    constants: list[Tensor]  # the values of the Constants among `sources`, on the host
     updated: list[int]  # indices of the arguments' tensors that the first outputs replace
-    leaves: list[Output | Argument | Value]  # of the step's result, flattened
+    leaves: list[Leaf]  # of the step's result, flattened
     structure: pytree.TreeSpec  # of the step's result
-    facts: list[Any]  # Arguments.facts of the traced call
+    guards: list[Any]  # Arguments.guards of the traced call
 
     def same_as(self, other: "Program") -> bool:
-        """Returns whether two traces of one graph have the same inputs, with the same numbers."""
-        ours = [source for source in self.inputs if not isinstance(source, Constant)]
-        theirs = [source for source in other.inputs if not isinstance(source, Constant)]
+        """Returns whether two traces of one graph have the same sources, with the same numbers."""
+        ours = [source for source in self.sources if not isinstance(source, Constant)]
+        theirs = [source for source in other.sources if not isinstance(source, Constant)]
         if ours != theirs:
             return False
 
-        for our_constant, their_constant in zip(self.constants, other.constants, strict=False):
+        # One graph has one number of inputs, and so one of constants.
+        for our_constant, their_constant in zip(self.constants, other.constants, strict=True):
+            # Equal, as NaN and NaN are.
             equal = torch.isclose(our_constant, their_constant, rtol=0, atol=0, equal_nan=True)
             if not equal.all():
                 return False
         return True
 
-    def start(self, arguments: Arguments, traced: list[Tensor] | None = None) -> Any:
+    def start(self, arguments: Arguments, traced_inputs: list[Tensor] | None = None) -> Any:
         """Starts the program and replaces the tensors that it updates.
 
         Args:
-            traced: the tensors of `inputs` as of a trace that has just ended. After a trace the
+            traced_inputs: the inputs as a trace that has just ended found them. After a trace the
                 arguments' tensors stand for what is still to be computed, so they are no inputs.
         Returns:
             The step's result, whose tensors the device may not have computed yet.
         """
-        inputs = self._input_tensors(arguments, traced)
+        inputs = self._input_tensors(arguments, traced_inputs)
         for watcher in hooks.watchers:
             watcher.started(self.graph)
         outputs = _XLAC._run_cached_graph(self.graph, inputs)
         self._replace_updated(arguments, outputs)
         return self._result(arguments, outputs)
 
-    def _input_tensors(self, arguments: Arguments, traced: list[Tensor] | None) -> list[Tensor]:
+    def _input_tensors(
+        self, arguments: Arguments, traced_inputs: list[Tensor] | None
+    ) -> list[Tensor]:
         """Returns the tensor of each input for this call."""
         device = str(torch_xla.device())
         tensors = []
-        for number, source in enumerate(self.inputs):
+        for index, source in enumerate(self.sources):
+            # Before the traced inputs, among which the rate is the trace's probe.
             if isinstance(source, LearningRate):
                 tensor = source.upload(arguments, device)
-            elif traced is not None:
-                tensor = traced[number]
+            elif traced_inputs is not None:
+                tensor = traced_inputs[index]
             elif isinstance(source, Argument):
                 tensor = arguments.tensors[source.index]
             elif isinstance(source, Constant):
@@ -259,32 +298,34 @@ class Program:
         This happens below PyTorch's functionalization, so that all views and detached copies of
         them see the update, too.
         """
-        targets = []
-        sources = []
+        old_tensors = []
+        new_tensors = []
         for index, output in zip(self.updated, outputs, strict=False):  # results come after these
-            targets.append(torch._from_functional_tensor(arguments.tensors[index]))
-            sources.append(torch._from_functional_tensor(output))
-        if targets:
-            torch._foreach_copy_(targets, sources)
+            old_tensors.append(torch._from_functional_tensor(arguments.tensors[index]))
+            new_tensors.append(torch._from_functional_tensor(output))
+        if old_tensors:
+            torch._foreach_copy_(old_tensors, new_tensors)
 
     def _result(self, arguments: Arguments, outputs: list[Tensor]) -> Any:
         """Returns what the step returns."""
-        leaves = []
+        values = []
         for leaf in self.leaves:
             if isinstance(leaf, Output):
-                leaves.append(outputs[leaf.index])
+                values.append(outputs[leaf.index])
             elif isinstance(leaf, Argument):
-                leaves.append(arguments.tensors[leaf.index])
+                values.append(arguments.tensors[leaf.index])
             else:
-                leaves.append(leaf.value)
-        return pytree.tree_unflatten(leaves, self.structure)
+                values.append(leaf.value)
+        return pytree.tree_unflatten(values, self.structure)
 
     def __call__(self, arguments: Arguments) -> Any:
         """Starts the program and advances the random seed; returns the step's result."""
         result = self.start(arguments)
 
-        # torch_xla.sync() does this after a step, but would wait until this one is started.
-        xm.set_rng_state((1012031 + 7012063 * _XLAC._xla_get_rng_seed()) % 2**64)
+        # After a trace torch_xla.sync() advances it. Here that would wait until the program is
+        # started.
+        seed = _XLAC._xla_get_rng_seed()
+        xm.set_rng_state((SEED_INCREMENT + SEED_FACTOR * seed) % 2**64)
         return result
 
 
@@ -292,12 +333,16 @@ class Trace:
     """One call of a step, traced but not run, and then started: `Trace(args, …).start(step)`.
 
     A learning rate that is a Python number becomes an input of the program, since it changes from
-    step to step. The step is therefore traced with probes: rates that occur nowhere else, and
-    differ with `call_number`. (A rate that equals another number of the step would share its input,
-    which makes another graph.)
+    step to step. To find that input, the step is traced with a probe in place of each rate, a
+    number that occurs nowhere else. (A rate that equals another number of the step would share its
+    input, which makes another graph.)
+
+    Two traces have different probes. So a constant that the step computes from a rate in Python,
+    such as 1 - lr * weight_decay, differs between them, and `Program.same_as` refuses the step: a
+    repeated program would compute with the probe's.
     """
 
-    host_reads = 0  # of the process: transfers of the values of programs' constants
+    constant_reads = 0  # of the process: transfers of the values of programs' constants
 
     def __init__(self, args: Sequence[Any], arguments: Arguments, call_number: int):
         self.args = args
@@ -307,7 +352,8 @@ class Trace:
                 shape = list(tensor.shape)
                 raise NotRepeatable(f"a tensor {shape} among its arguments is not on the device")
 
-        # `.to(device)` may have left tensors on the host. Uploaded, each of them has a handle.
+        # Tensors of the device may not be uploaded yet: `.to(device)` waits with it. Uploaded, each
+        # of them has a handle.
         _XLAC._xla_sync_multi(arguments.tensors, devices=[], wait=False, sync_xla_data=True)
         self._indices_of_handle: dict[int, list[int]] = {}
         for index, handle in enumerate(_XLAC._get_tensors_handle(arguments.tensors)):
@@ -317,9 +363,10 @@ class Trace:
         newest = torch.zeros((), device=torch_xla.device())
         self._newest_id = _XLAC._xla_get_tensor_id(newest)  # the step's own tensors get higher ones
 
+        of_trace = FIRST_PROBE + PROBE_PER_TRACE * (call_number % PROBES_OF_TRACES)
         self._probes = []
-        for number in range(len(arguments.rate_groups)):
-            self._probes.append(0.6180339 + 0.0113 * (call_number % 7) + 0.1307 * number)
+        for group in range(len(arguments.rate_groups)):
+            self._probes.append(of_trace + PROBE_PER_GROUP * group)
 
     def start(self, step: Callable[[Sequence[Any]], Any]) -> tuple[Program, Any]:
         """Calls `step(args)`, compiles its program if that is new, and starts it.
@@ -330,28 +377,30 @@ class Trace:
             NotRepeatable: the program could not be started again without a trace.
         """
         results, structure = self._call(step)
-        self._check_facts()
+        self._check_guards()
 
         updated = self._updated()
-        pending = [self.arguments.tensors[index] for index in updated]
-        if not all(_XLAC._check_tensor_need_materialization(pending)):
+        updated_tensors = [self.arguments.tensors[index] for index in updated]
+        if not all(_XLAC._check_tensor_need_materialization(updated_tensors)):
             raise NotRepeatable(
                 "it assigns one of its arguments' tensors to another without computing anything"
             )
-        leaves = self._take_leaves(results, pending)
+        leaves, outputs = self._take_leaves(results, updated_tensors)
 
-        ids, values = _XLAC._get_tensors_xla_device_data_node(pending)
-        inputs = self._inputs(ids, values, updated)
-        constants = self._read_constants(inputs)
+        input_ids, inputs = _XLAC._get_tensors_xla_device_data_node(outputs)
+        sources = self._find_sources(input_ids, inputs)
+        self._donate_updated(sources, inputs, updated)
+        sources, constants = self._read_constants(sources)
         with alias_with_buffer_donor_config():
-            graph = _XLAC._get_graph_hash(pending)
+            graph = _XLAC._get_graph_hash(outputs)
             for watcher in hooks.watchers:
-                watcher.traced(graph, lambda: _XLAC._get_xla_tensors_hlo_proto(pending))
-            _XLAC._xla_warm_up_cache(pending, [])
+                watcher.traced(graph, lambda: _XLAC._get_xla_tensors_hlo_proto(outputs))
+            # Compiles the program and keeps it by its hash, unless torch_xla has it already.
+            _XLAC._xla_warm_up_cache(outputs, [])
 
-        facts = self.arguments.facts
-        program = Program(graph, inputs, constants, updated, leaves, structure, facts)
-        return program, program.start(self.arguments, values)
+        guards = self.arguments.guards
+        program = Program(graph, sources, constants, updated, leaves, structure, guards)
+        return program, program.start(self.arguments, inputs)
 
     def _call(self, step: Callable[[Sequence[Any]], Any]) -> tuple[list[Any], pytree.TreeSpec]:
         """Calls the step with probes as learning rates; returns its flattened result.
@@ -373,9 +422,9 @@ class Trace:
         for group, rate in zip(self.arguments.rate_groups, rates, strict=True):
             group["lr"] = rate
 
-    def _check_facts(self) -> None:
+    def _check_guards(self) -> None:
         """Raises NotRepeatable where the step has changed what its next trace depends on."""
-        if Arguments(self.args).facts != self.arguments.facts:
+        if Arguments(self.args).guards != self.arguments.guards:
             made = "it leaves gradients, makes state, or changes a Python value among its arguments"
             raise NotRepeatable(f"{made} (device.init_optimizer_state, zero_grad)")
 
@@ -395,17 +444,18 @@ class Trace:
         return updated
 
     def _take_leaves(
-        self, results: list[Any], pending: list[Tensor]
-    ) -> list[Output | Argument | Value]:
-        """Returns what each leaf of the result is; empties `results`.
+        self, results: list[Any], updated_tensors: list[Tensor]
+    ) -> tuple[list[Leaf], list[Tensor]]:
+        """Returns what each leaf of the result is, and the program's outputs; empties `results`.
 
-        Tensors that are still to be computed are appended to `pending`, the program's outputs.
+        Outputs are the updated tensors, and then those of the result that are still to be computed.
         Raises NotRepeatable where the step leaves other tensors to be computed.
         """
+        outputs = list(updated_tensors)
         argument_of_id = {id(tensor): i for i, tensor in enumerate(self.arguments.tensors)}
-        output_of_id = {number: index for index, number in enumerate(_tensor_ids(pending))}
+        output_of_id = {tensor_id: i for i, tensor_id in enumerate(_tensor_ids(outputs))}
 
-        leaves: list[Output | Argument | Value] = []
+        leaves: list[Leaf] = []
         while results:
             leaf = results.pop(0)
             if not isinstance(leaf, Tensor) or leaf.device.type != "xla":
@@ -417,70 +467,83 @@ class Trace:
                 leaves.append(Argument(argument_of_id[id(leaf)]))
                 continue
 
+            # A view keeps its base alive, and the base would be one more output. The same name, so
+            # that nothing holds the view any more.
             torch._sync(leaf)
-            leaf = torch._from_functional_tensor(leaf)  # without what it is a view of
+            leaf = torch._from_functional_tensor(leaf)
             tensor_id = _XLAC._xla_get_tensor_id(leaf)
             if not _XLAC._check_tensor_need_materialization([leaf])[0]:
                 # It shares the memory of another tensor; the barrier makes it a copy of its own.
                 _XLAC._xla_optimization_barrier_([leaf])
             if tensor_id not in output_of_id:
-                output_of_id[tensor_id] = len(pending)
-                pending.append(leaf)
+                output_of_id[tensor_id] = len(outputs)
+                outputs.append(leaf)
             leaves.append(Output(output_of_id[tensor_id]))
 
         _check_others(outputs=len(output_of_id))
-        return leaves
+        return leaves, outputs
 
-    def _inputs(
-        self, ids: list[int], values: list[Tensor], updated: list[int]
-    ) -> list[Argument | Constant | Seed]:
-        """Returns what each input of the program is, and lets it reuse the memory of updated ones.
+    def _find_sources(self, ids: list[int], inputs: list[Tensor]) -> list[Source]:
+        """Returns the source of each input of the program, given their ids.
+
+        A learning rate is still a Constant, its probe.
 
         Raises:
             NotRepeatable: an input is neither an argument nor made by the step, or it is two
                 arguments.
         """
-        inputs: list[Argument | Constant | Seed] = []
-        handles = _XLAC._get_tensors_handle(values)
-        for tensor_id, value, handle in zip(ids, values, handles, strict=True):
-            indices = self._indices_of_handle.get(handle, [])
-            if len(indices) > 1:
-                raise NotRepeatable("two of its arguments are copies of one tensor")
+        sources = []
+        handles = _XLAC._get_tensors_handle(inputs)
+        for tensor_id, tensor, handle in zip(ids, inputs, handles, strict=True):
+            sources.append(self._source(tensor_id, tensor, handle))
+        return sources
 
-            is_number = tensor_id == -1
-            made_in_step = tensor_id > self._newest_id
-            if indices:
-                index = indices[0]
-                inputs.append(Argument(index))
-                _XLAC._set_buffer_donation(value, index in updated)
-            elif tensor_id == _XLAC._get_seed_info_id():
-                inputs.append(Seed())
-            elif is_number or made_in_step or handle in loop_constants:
-                inputs.append(Constant(value))
-            else:
-                unknown = f"a tensor {list(value.shape)} that is not among its arguments"
-                raise NotRepeatable(f"it reads {unknown}: pass it, or its module")
-        return inputs
+    def _source(self, tensor_id: int, tensor: Tensor, handle: int) -> Argument | Constant | Seed:
+        """Returns the source of one input; see `_find_sources`."""
+        indices = self._indices_of_handle.get(handle, [])
+        if len(indices) > 1:
+            raise NotRepeatable("two of its arguments are copies of one tensor")
+        if indices:
+            return Argument(indices[0])
+        if tensor_id == _XLAC._get_seed_info_id():
+            return Seed()
 
-    def _read_constants(self, inputs: list[Any]) -> list[Tensor]:
-        """Returns the values of the constants among `inputs`, on the host.
+        is_number = tensor_id == NO_TENSOR_ID
+        is_made_in_step = tensor_id > self._newest_id
+        if is_number or is_made_in_step or handle in loop_constants:
+            return Constant(tensor)
+        unknown = f"a tensor {list(tensor.shape)} that is not among its arguments"
+        raise NotRepeatable(f"it reads {unknown}: pass it, or its module")
 
-        Those that are probes are no constants: they become a LearningRate in `inputs`.
-        """
-        numbers = [i for i, source in enumerate(inputs) if isinstance(source, Constant)]
-        if not numbers:
-            return []
+    def _donate_updated(
+        self, sources: list[Source], inputs: list[Tensor], updated: list[int]
+    ) -> None:
+        """Lets the program reuse the memory of the arguments that it updates, of no others."""
+        for source, tensor in zip(sources, inputs, strict=True):
+            if isinstance(source, Argument):
+                _XLAC._set_buffer_donation(tensor, source.index in updated)
 
-        Trace.host_reads += 1
-        values = _XLAC._xla_get_cpu_tensors([inputs[number].value for number in numbers])
+    def _read_constants(self, sources: list[Source]) -> tuple[list[Source], list[Tensor]]:
+        """Returns the sources with a LearningRate in place of each constant that is a probe, and
+        the values of the constants that stay, on the host."""
+        on_device = [source.value for source in sources if isinstance(source, Constant)]
+        if not on_device:
+            return sources, []
+
+        Trace.constant_reads += 1
+        on_host = iter(_XLAC._xla_get_cpu_tensors(on_device))
+        found = []
         constants = []
-        for number, value in zip(numbers, values, strict=True):
-            rate = self._learning_rate(value)
-            if rate is None:
-                constants.append(value)
-            else:
-                inputs[number] = rate
-        return constants
+        for source in sources:
+            if isinstance(source, Constant):
+                value = next(on_host)
+                rate = self._learning_rate(value)
+                if rate is None:
+                    constants.append(value)
+                else:
+                    source = rate
+            found.append(source)
+        return found, constants
 
     def _learning_rate(self, value: Tensor) -> LearningRate | None:
         """Returns the learning rate that a value of the program is the probe of; None: of none."""
@@ -502,7 +565,8 @@ def _tensor_ids(tensors: list[Tensor]) -> list[int]:
 def _check_others(outputs: int) -> None:
     """Raises NotRepeatable where more than `outputs` tensors are still to be computed."""
     device = str(torch_xla.device())
-    for pause in (0, 0.01, 0.1, 1, 0):  # seconds
+    # Seconds to wait after each check; no check follows the last one.
+    for pause in (0, 0.01, 0.1, 1, 0):
         pending = sum(_XLAC._check_device_tensor_need_materialization(device))
         others = pending - outputs
         if not others:

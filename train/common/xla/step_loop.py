@@ -19,14 +19,17 @@ _XLAC = torch_xla._XLAC
 
 @dataclass(frozen=True)
 class _TracedStep:
-    """What one step makes of placeholders.
+    """One step, traced on placeholders.
 
-    `results` has the held tensors that the step updates, by their names in the loop, and then the
-    tensors that it returns, as "result 0", … by their places in `leaves`.
+    Attributes:
+        results: the held tensors that the step updates, by their names in the loop; then the
+            tensors that it returns, as "result 0", … by their indices in `leaves`.
+        leaves: what the step returns, flattened.
+        structure: of what the step returns.
     """
 
     results: dict[str, Tensor]
-    leaves: list[Any]  # of what the step returns, flattened
+    leaves: list[Any]
     structure: pytree.TreeSpec
 
 
@@ -38,11 +41,21 @@ class StepLoop:
     per-device regions that read it (embedding/xla_devices.py), and XLA's partitioner aborts the
     process.
 
-    Names in the loop: "held 0", … for the tensors of `state` and `rest`, the fields of a batch,
-    "result 0", … for what a step returns, "constant 0", … for its Python numbers.
+    The same tensors appear in several states, always as dicts with the same names:
+
+        held         the tensors of `state` and `rest`: "held 0", …
+        initial      copies of their values before the first step
+        inputs       placeholders of the held tensors and of one batch, "batch <field>", on which
+                     the step is traced
+        results      what the traced step makes of the inputs
+        carried      what a round hands to the next one: "running", "round", and each result
+        invariants   what no round changes: the other held tensors, the step's Python numbers
+                     ("constant 0", …), and the stacked batches
+        final        what the last round leaves
     """
 
     def __init__(self, step_fn: Callable, mesh: Mesh):
+        # For messages: "call 2 of train_step, several in a loop, cannot be repeated".
         self.__name__ = f"{step_fn.__name__}, several in a loop,"
         self._step_fn = step_fn
         self._mesh = mesh
@@ -54,55 +67,65 @@ class StepLoop:
             NotRepeatable: the step does in each call what a loop would not repeat.
         """
         held = {}
-        for number, tensor in enumerate(replay.Arguments((state, *rest)).tensors):
-            held[f"held {number}"] = tensor
-        current = {name: tensor.detach().clone() for name, tensor in held.items()}
-        shardings = {name: _XLAC._get_xla_op_sharding(tensor) for name, tensor in held.items()}
+        for index, tensor in enumerate(replay.Arguments((state, *rest)).tensors):
+            held[f"held {index}"] = tensor
+        initial = {name: tensor.detach().clone() for name, tensor in held.items()}
+        first_batch = _named_fields(batches[0])
 
-        inputs = placeholders(held | batches[0])
-        try:
-            traced = self._trace(state, batches[0], rest, held, inputs, shardings)
-        finally:
-            _copy(current, held)
-        step = lower(list(traced.results.values()), list(inputs.values()))
-        for name, tensor in batches[0].items():
+        shardings = {name: _XLAC._get_xla_op_sharding(tensor) for name, tensor in held.items()}
+        for name, tensor in first_batch.items():
             shardings[name] = self._batch_sharding(tensor.dim())
 
-        after = self._run(step, traced, current, batches, list(inputs), shardings)
-        self._update_held(held, after, shardings)
-        return self._result(traced, after)
+        inputs = placeholders(held | first_batch)
+        try:
+            traced = self._trace(state, list(batches[0]), rest, held, inputs, shardings)
+        finally:
+            _copy(initial, held)
+        step = lower(list(traced.results.values()), list(inputs.values()))
+
+        final = self._run(step, traced, initial, batches, list(inputs), shardings)
+        self._update_held(held, final, shardings)
+        return self._result(traced, final)
 
     def _trace(
         self,
         state: Any,
-        batch: Mapping[str, Tensor],
+        fields: Sequence[str],
         rest: tuple,
         held: dict[str, Tensor],
         inputs: dict[str, Tensor],
         shardings: dict[str, Any],
     ) -> _TracedStep:
-        """Calls the step with `inputs` in place of the held tensors and of the batch."""
-        facts = replay.Arguments((state, *rest)).facts
-        # A placeholder takes no annotation, a view of it does.
-        traced = {name: tensor.view(tensor.shape) for name, tensor in inputs.items()}
-        _copy(traced, held)
-        graphs = {name: _XLAC._get_graph_hash([tensor]) for name, tensor in held.items()}
+        """Calls the step on `inputs`, and returns what it makes of them.
 
-        traced_batch = {name: traced[name] for name in batch}
-        result = self._step_fn(state, traced_batch, *rest)
+        Overwrites the caller's `held` tensors in place: with placeholders, and then with what the
+        step makes of these. The caller restores them, also after an error.
+
+        Args:
+            fields: names of a batch's tensors.
+        """
+        # A placeholder takes no annotation, a view of it does.
+        views = {name: tensor.view(tensor.shape) for name, tensor in inputs.items()}
+        guards = replay.Arguments((state, *rest)).guards
+        _copy(views, held)
+        graphs_before = {name: _XLAC._get_graph_hash([tensor]) for name, tensor in held.items()}
+
+        batch = {field: views[f"batch {field}"] for field in fields}
+        result = self._step_fn(state, batch, *rest)
         leaves, structure = pytree.tree_flatten(result)
-        if replay.Arguments((state, *rest)).facts != facts:
+        if replay.Arguments((state, *rest)).guards != guards:
             raise replay.NotRepeatable(
                 "it leaves gradients, makes state, or changes a Python value (zero_grad)"
             )
 
         results = {}
         for name, tensor in held.items():
-            if _XLAC._get_graph_hash([tensor]) != graphs[name]:
+            # What computes a tensor is another graph once the step has changed the tensor.
+            if _XLAC._get_graph_hash([tensor]) != graphs_before[name]:
                 results[name] = tensor
-        for number, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                results[f"result {number}"] = leaf
+                results[f"result {index}"] = leaf
         for name, tensor in results.items():
             copy = tensor.detach().clone()  # since `held` gets its own values back
             results[name] = self._annotated(copy, shardings.get(name))
@@ -113,36 +136,38 @@ class StepLoop:
         self,
         step: Lowered,
         traced: _TracedStep,
-        current: dict[str, Tensor],
+        initial: dict[str, Tensor],
         batches: Sequence[dict[str, Tensor]],
         inputs: list[str],
         shardings: dict[str, Any],
     ) -> dict[str, Tensor]:
-        """Loops over the batches; returns the state of the loop after the last one.
+        """Loops over the batches; returns what the last round leaves.
 
         Args:
-            current: values of the held tensors before the first step.
             inputs: names of the operands that `step` was lowered with.
         """
-        fields = list(batches[0])
-        constants = {f"constant {n}": tensor for n, tensor in enumerate(step.constants)}
-        entering_names = [*inputs, *constants]
+        batch_names = list(_named_fields(batches[0]))
+        constants = {f"constant {i}": tensor for i, tensor in enumerate(step.constants)}
+        entering = [*inputs, *constants]  # names of what a step may read
 
-        def one_round(carried: dict[str, Tensor], reads: dict[str, Tensor]) -> dict[str, Tensor]:
-            values = carried | reads
+        def one_round(
+            carried: dict[str, Tensor], invariants: dict[str, Tensor]
+        ) -> dict[str, Tensor]:
+            values = carried | invariants
             next_round = carried["round"] + 1
-            for name in fields:
+            for name in batch_names:
                 row = values["round"].reshape(1)
                 values[name] = values[name].index_select(0, row)[0]
 
-            entering = []
-            for name in entering_names:
-                entering.append(self._annotated(values[name], shardings.get(name)))
-            arguments = [entering[index] for index in step.arguments]
+            operands = []
+            for name in entering:
+                operands.append(self._annotated(values[name], shardings.get(name)))
+            arguments = [operands[index] for index in step.arguments]
             outputs = _XLAC._xla_user_computation("xla::step", arguments, step.computation)
 
-            following = {"running": next_round < len(batches), "round": next_round}
-            return following | dict(zip(traced.results, outputs, strict=True))
+            next_carried = {"running": next_round < len(batches), "round": next_round}
+            next_carried.update(zip(traced.results, outputs, strict=True))
+            return next_carried
 
         running = torch.ones((), dtype=torch.bool)
         first_round = torch.zeros((), dtype=torch.int32)
@@ -151,31 +176,35 @@ class StepLoop:
             "round": first_round.to(torch_xla.device()),
         }
         for name, result in traced.results.items():
-            carried[name] = current[name] if name in current else torch.zeros_like(result)
+            carried[name] = initial[name] if name in initial else torch.zeros_like(result)
 
-        reads = {name: value for name, value in current.items() if name not in traced.results}
-        reads |= constants
-        for name in fields:
-            reads[name] = torch.stack([batch[name] for batch in batches])
-            sharding = self._batch_sharding(reads[name].dim(), stacked=True)
-            _XLAC._xla_mark_sharding(reads[name], sharding)
-        return WhileLoop(one_round, nn.Module())(carried, reads)
+        invariants = {}
+        for name, value in initial.items():
+            if name not in traced.results:
+                invariants[name] = value
+        invariants |= constants
+        for field, name in zip(batches[0], batch_names, strict=True):
+            stacked = torch.stack([batch[field] for batch in batches])
+            sharding = self._batch_sharding(stacked.dim(), stacked=True)
+            _XLAC._xla_mark_sharding(stacked, sharding)
+            invariants[name] = stacked
+        return WhileLoop(one_round, nn.Module())(carried, invariants)
 
     def _update_held(
-        self, held: dict[str, Tensor], after: dict[str, Tensor], shardings: dict[str, Any]
+        self, held: dict[str, Tensor], final: dict[str, Tensor], shardings: dict[str, Any]
     ) -> None:
         """Gives the held tensors that the loop has updated their new values."""
         updated = {}
-        for name, tensor in after.items():
+        for name, tensor in final.items():
             if name in held:
                 updated[name] = self._annotated(tensor, shardings[name])
         _copy(updated, held)
 
-    def _result(self, traced: _TracedStep, after: dict[str, Tensor]) -> Any:
+    def _result(self, traced: _TracedStep, final: dict[str, Tensor]) -> Any:
         """Returns what the last step returns: its tensors are those of the loop."""
         leaves = []
-        for number, leaf in enumerate(traced.leaves):
-            leaves.append(after.get(f"result {number}", leaf))
+        for index, leaf in enumerate(traced.leaves):
+            leaves.append(final.get(f"result {index}", leaf))
         return pytree.tree_unflatten(leaves, traced.structure)
 
     def _annotated(self, tensor: Tensor, sharding: Any) -> Tensor:
@@ -199,6 +228,11 @@ class StepLoop:
         return self._mesh.spmd.get_op_sharding(spec + whole)
 
 
+def _named_fields(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a batch by its names in the loop, which no field shares with "round" or "running"."""
+    return {f"batch {field}": tensor for field, tensor in batch.items()}
+
+
 def _check_no_random_numbers(results: Mapping[str, Tensor]) -> None:
     """Raises NotRepeatable where one of the results depends on the device's random seed."""
     ids, _ = _XLAC._get_tensors_xla_device_data_node(list(results.values()))
@@ -210,7 +244,7 @@ def _check_no_random_numbers(results: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def _copy(values: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Gives tensors the values of the same names, where there are any."""
+    """Copies values into the tensors of the same names; values of other names are left out."""
     for name, value in values.items():
         if name in tensors:
             tensors[name].copy_(value)

@@ -19,17 +19,17 @@ Signature = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and type of 
 
 
 class WhileLoop:
-    """Runs `while state["running"]: state = body(state, reads)` as one program on the device.
+    """Runs `while state["running"]: state = body(state, invariants)` as one program on the device.
 
     Called inside a compiled step it becomes a part of the step's graph. However many rounds a loop
     takes, the host traces its body once for each set of shapes, starts one program and reads
     nothing in between: the device decides when the loop ends. It also works on tensors that are
-    sharded over the mesh. `body` must not draw random numbers.
+    sharded over the mesh. `body` must not draw random numbers: each round would draw the same.
 
     Args:
-        body: takes two dicts of tensors, `state` and `reads`, and returns the next state: the same
-            names, shapes and types, "running" a bool scalar among them.
-        model: what else the body reads, its parameters and buffers.
+        body: takes two dicts of tensors, `state` and `invariants`, and returns the next state: the
+            same names, shapes and types, "running" a bool scalar among them.
+        model: its parameters and buffers are what else the body reads.
     Raises:
         ValueError: body changes the state's names, shapes or types.
     """
@@ -39,45 +39,53 @@ class WhileLoop:
         self.model = model
         self._built: dict[tuple, _Loop] = {}
 
-    def __call__(self, state: dict[str, Tensor], reads: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the state after the last round."""
+    def __call__(
+        self, state: dict[str, Tensor], invariants: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Returns the state after the last round.
+
+        Args:
+            invariants: tensors that all rounds read and none changes.
+        """
         weights = dict(self.model.named_parameters())
         weights.update(self.model.named_buffers())
 
-        key = self._key(state, reads)
+        key = self._key(state, invariants)
         if key not in self._built:
-            self._built[key] = self._build(state, reads, weights)
+            self._built[key] = self._build(state, invariants, weights)
         loop = self._built[key]
 
-        operands = [*state.values(), *reads.values()]
+        # In the order in which `_build` gave them to the computation.
+        operands = [*state.values(), *invariants.values()]
         operands += [gathered(weight) for weight in weights.values()]
         operands += loop.constants
         results = _XLAC._xla_user_computation("xla::while_loop", operands, loop.computation)
         return dict(zip(state, results, strict=True))
 
-    def _key(self, state: dict[str, Tensor], reads: dict[str, Tensor]) -> tuple:
+    def _key(self, state: dict[str, Tensor], invariants: dict[str, Tensor]) -> tuple:
         """Returns what the trace of the body depends on."""
         key = []
-        for name, tensor in [*state.items(), *reads.items()]:
+        for name, tensor in [*state.items(), *invariants.items()]:
             key.append((name, tensor.shape, tensor.dtype))
         return (*key, torch.is_autocast_enabled("xla"), self.model.training)
 
     def _build(
         self,
         state: dict[str, Tensor],
-        reads: dict[str, Tensor],
+        invariants: dict[str, Tensor],
         weights: dict[str, Tensor],
     ) -> "_Loop":
         """Traces the body on placeholders and returns the loop."""
         state_in = placeholders(state)
-        reads_in = placeholders(reads)
+        invariants_in = placeholders(invariants)
         weights_in = placeholders(weights)
         replacements = {id(weights[name]): weights_in[name] for name in weights}
         with torch.no_grad(), _replaced(self.model, replacements):
-            state_out = self.body(dict(state_in), dict(reads_in))
+            # Copies of the dicts, which the body may change.
+            state_out = self.body(dict(state_in), dict(invariants_in))
         _check_state(_signature(state_in), _signature(state_out))
 
-        operands = [*state_in.values(), *reads_in.values(), *weights_in.values()]
+        operands = [*state_in.values(), *invariants_in.values(), *weights_in.values()]
         body = lower([state_out[name] for name in state], operands)
         computation = _while(body, [*operands, *body.constants], list(state))
         return _Loop(computation, body.constants)
@@ -87,7 +95,7 @@ class WhileLoop:
 class _Loop:
     """A loop that is built, for one set of shapes."""
 
-    computation: Any  # of state, reads, weights and constants, in this order
+    computation: Any  # of state, invariants, weights and constants, in this order
     constants: list[Tensor]  # numbers of the body, as operands
 
 
@@ -113,10 +121,11 @@ def _check_state(before: Signature, after: Signature) -> None:
 def gathered(weight: Tensor) -> Tensor:
     """Returns a weight whole along "data": it is gathered once for a loop, not in every round.
 
-    One that is not split over "data" is returned as it is.
+    A weight that is not split over "data" is returned as it is.
     """
     placement = getattr(weight, "placement", None)
-    if placement is None or "data" not in placement.spec or not weight.is_floating_point():
+    is_split = placement is not None and "data" in placement.spec
+    if not is_split or not weight.is_floating_point():
         return weight
 
     weight = weight.detach() * 1  # a new tensor: one that is annotated refuses another annotation
@@ -126,15 +135,16 @@ def gathered(weight: Tensor) -> Tensor:
 
 
 def placeholders(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a placeholder of the same shape and type for each tensor.
+    """Returns a placeholder of the same shape and type for each tensor, to trace with.
 
-    The lowering takes as operands what has been uploaded, not what is still to be computed. And the
-    next step would not update in place what the lowering has taken, which would be another graph.
+    The tensors themselves would not do. The lowering takes uploaded data as operands, and a tensor
+    that is still to be computed has none. And what the lowering has taken is not updated in place
+    any more: the next step would be another graph.
     """
-    found = {}
+    made = {}
     for name, tensor in tensors.items():
-        found[name] = xb.create_placeholder_tensor(tensor.shape, tensor.dtype)
-    return found
+        made[name] = xb.create_placeholder_tensor(tensor.shape, tensor.dtype)
+    return made
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,7 @@ class Lowered:
     """A traced function as an XLA computation."""
 
     computation: Any
-    arguments: list[int]  # what each of its parameters is, an index into operands + constants
+    arguments: list[int]  # of each of its parameters: an index into operands + constants
     constants: list[Tensor]  # Python numbers, of which torch_xla makes parameters
 
 
@@ -174,13 +184,16 @@ def lower(results: Sequence[Tensor], operands: Sequence[Tensor]) -> Lowered:
 def _while(body: Lowered, operands: list[Tensor], state: list[str]) -> Any:
     """Returns the loop as a computation of all operands.
 
-    It carries all of them from round to round. The first ones, of the names in `state`, are its
-    state and its result; the others stay as they are.
+    It carries all of them from round to round. The first ones are its state and its result; the
+    others stay as they are.
+
+    Args:
+        state: names of the state's tensors, in their order among the operands.
     """
     builder = xb.create_builder("while_loop")
     parameters = []
-    for number, shape in enumerate(xb.tensor_shape(tuple(operands))):
-        parameters.append(xb.mkparam(builder, number, shape))
+    for index, shape in enumerate(xb.tensor_shape(tuple(operands))):
+        parameters.append(xb.mkparam(builder, index, shape))
     initial = xb.Op.tuple(tuple(parameters))
 
     one_round = _round(initial.shape(), body, len(operands), len(state))
@@ -192,34 +205,47 @@ def _while(body: Lowered, operands: list[Tensor], state: list[str]) -> Any:
         body_computation=one_round,
     )
 
-    results = [loop.get_tuple_element(number) for number in range(len(state))]
+    results = [loop.get_tuple_element(index) for index in range(len(state))]
     return xb.Op.tuple(tuple(results)).build("while_loop")
 
 
 def _condition(shape: Any, running: int) -> Any:
-    """Returns the computation that says whether another round follows: element `running`."""
+    """Returns the computation that says whether another round follows.
+
+    Args:
+        shape: of the tuple that the loop carries.
+        running: index of "running" in it.
+    """
     builder = xb.create_builder("condition")
     carried = xb.mkparam(builder, 0, shape)
     return carried.get_tuple_element(running).build("condition")
 
 
 def _round(shape: Any, body: Lowered, carried_count: int, state_count: int) -> Any:
-    """Returns the computation of one round, in which `body` replaces the first elements."""
+    """Returns the computation of one round, in which `body` replaces the first elements.
+
+    Args:
+        shape: of the tuple that the loop carries.
+        carried_count: elements of the tuple; the first `state_count` are the state.
+    """
     builder = xb.create_builder("round")
     carried = xb.mkparam(builder, 0, shape)
-    elements = [carried.get_tuple_element(number) for number in range(carried_count)]
+    elements = [carried.get_tuple_element(index) for index in range(carried_count)]
 
     result = xb.Op.call(body.computation, [elements[index] for index in body.arguments])
-    updated = [result.get_tuple_element(number) for number in range(state_count)]
+    updated = [result.get_tuple_element(index) for index in range(state_count)]
     unchanged = elements[state_count:]
     return xb.Op.tuple((*updated, *unchanged)).build("round")
 
 
 @contextlib.contextmanager
 def _replaced(model: nn.Module, replacements: dict[int, Tensor]) -> Iterator[None]:
-    """Puts other tensors in place of a model's parameters and buffers, by the id of its own ones.
+    """Puts other tensors in place of a model's parameters and buffers while the context lasts.
 
-    (`torch.func.functional_call` would untie tied parameters.)
+    `torch.func.functional_call` would untie tied parameters.
+
+    Args:
+        replacements: by the id of a parameter or buffer, so that tied ones stay tied.
     """
     tables = []
     for module in model.modules():
