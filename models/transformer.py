@@ -481,7 +481,7 @@ class SumsOverWords(torch.autograd.Function):
         return (scaled + sum_gradient[..., None]).to(logits.dtype), None
 
 
-def label_smoothed(
+def label_smoothed_loss(
     logits: Tensor, target: Tensor, smoothing: float, written: bool = False
 ) -> dict[str, Tensor]:
     """Computes label-smoothed cross-entropy with fairseq's numbers.

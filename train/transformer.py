@@ -38,7 +38,7 @@ from data.fairseq_format import PIECES
 from data.languages import TOKENIZERS
 from errors import InputError
 from models import fairseq, layers
-from models.transformer import ARCHITECTURES, Transformer, label_smoothed
+from models.transformer import ARCHITECTURES, Transformer, label_smoothed_loss
 from models.transformer import rules as partition_rules
 from train import translate
 from train.common import accumulate, checkpoint, cli, device, files, loading
@@ -275,7 +275,7 @@ def forward(
             packing_parts=packing_parts,
         )
     written = mesh.kind == LOGIT_GRADIENT_WRITTEN_ON
-    return label_smoothed(logits, batch["target"], config.label_smoothing, written)
+    return label_smoothed_loss(logits, batch["target"], config.label_smoothing, written)
 
 
 def train_step(
