@@ -148,7 +148,7 @@ def decide(
 def _stated(
     where: str, theirs: Sequence[str] | None, classes: Sequence[str], stated: Sequence[str]
 ) -> HeadDecision:
-    """Keeps the rows in the order that the user states; notes where the checkpoint names another."""
+    """Keeps the rows in the order that the user states; notes where the checkpoint has another."""
     rows = match(stated, classes)
     note = ""
     named = theirs is not None and not unnamed(theirs)

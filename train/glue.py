@@ -107,7 +107,7 @@ def learning_rate(config: Config, step: int, total_steps: int) -> float:
     """Returns the rate at 0-based `step`: linear warm-up, then linearly to 0."""
     warmup_steps = config.warmup * total_steps  # not a whole number
     if step < warmup_steps:
-        # Without + 1 below, the last of these steps could exceed the peak.
+        # + 1 in the divisor, too, or the last of these steps could exceed the peak.
         return config.lr * (step + 1) / (warmup_steps + 1)
     return config.lr * (total_steps - step) / (total_steps - warmup_steps)
 
