@@ -202,7 +202,7 @@ def test_unknown_words_of_a_reference_match_nothing(tokenizer, mesh, tmp_path):
     }
     found = {}
     for name, system in systems.items():
-        hypotheses = [pairs.decode(sentence, bleu.unknown) for sentence in system]
+        hypotheses = [pairs.decode(sentence, bleu.unknown_word) for sentence in system]
         found[name] = bleu(hypotheses, mesh)
 
         # The strings of fairseq's _inference_with_bleu, where sacrebleu's tokenizer keeps them

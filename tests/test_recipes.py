@@ -959,7 +959,7 @@ def test_the_transformers_losses_are_pytorchs(form):
     target = torch.randint(4, 11, (3, 7))
     target[1, 4:] = wmt.PAD
 
-    found = transformer.label_smoothed(logits, target, 0.1)
+    found = transformer.label_smoothed_loss(logits, target, 0.1)
 
     real = (target != wmt.PAD).flatten()
     assert found["tokens"] == real.sum() == 18

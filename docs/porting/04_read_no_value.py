@@ -12,7 +12,7 @@ from train.common import device
 
 WEIGHT = torch.tensor([2.0, 0.5, -3.0, 0.1])
 WRONG = "GraphError: limit reads a device value before its end (.item(), float(), print, `if` on a tensor)"
-OURS = [("train/resnet50.py", "rank = torch.where(own.isnan()[:, 0], logits.shape[1] + 5, rank)")]
+OURS = [("train/resnet50.py", "rank = torch.where(label_logit.isnan()[:, 0], logits.shape[1] + 5, rank)")]
 
 
 def eager():

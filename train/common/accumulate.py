@@ -1,10 +1,10 @@
 """The train step of a loop: one update from the micro-batches that the loader yields for it.
 
     # An update has one micro-batch, or it has several:
-    train = accumulate.SeededStep(train_step, mesh)
-    train = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)
+    train_fn = accumulate.SeededStep(train_step, mesh)
+    train_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)
 
-    metrics = train(state, batch, config, mesh)
+    metrics = train_fn(state, micro_batches, config, mesh)
 
 Gradient accumulation is for updates whose examples do not fit into the memory together. The numbers
 are those of all examples in one batch, within rounding; batch norm's are those of its
