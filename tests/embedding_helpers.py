@@ -33,7 +33,7 @@ from train.common.embedding import (
     Table,
     TableStorage,
 )
-from train.common.embedding.owners import Rows
+from train.common.embedding.owners import TableRun
 from train.common.mesh import Mesh
 
 TOLERANCE = 2e-6
@@ -138,7 +138,7 @@ def whole(pieces: Mapping[str, Tensor], tables=TABLES) -> dict[tuple[str, str], 
             continue
         name, kind, _, first_column = key.split("/")
         shape = [rows_of[name]]
-        where = [Rows.of_piece(key).table_rows(0, piece.shape[0])]
+        where = [TableRun.of_piece(key).table_rows(0, piece.shape[0])]
         if piece.dim() == 2:
             column = int(first_column)
             shape.append(DIM)

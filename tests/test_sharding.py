@@ -727,7 +727,7 @@ def test_a_model_without_a_table_is_refused():
 
 def test_the_table_of_a_model_says_where_its_parameters_lie(mesh):
     run = open_run(mesh, replace(TWO, shard_state="optimizer"), model="roberta")
-    table = sharding.table(run.state.model)
+    table = sharding.placement_table(run.state.model)
     line = next(line for line in table if "*.intermediate.dense.weight" in line)
     assert line.startswith("roberta.encoder.layer.*.intermediate.dense.weight ")
     assert " 1 x 128 x 32 " in line
@@ -761,9 +761,9 @@ def test_cut_tensors_are_made_whole_one_at_a_time(mesh, monkeypatch):
 
     graphs = backend.compilations()
     for _ in range(2):
-        found = gather.read(tensors, True)
+        found = gather.to_host(tensors, True)
         assert all(map(torch.equal, found, numbers))
-    assert gather.read(tensors, False) == []
+    assert gather.to_host(tensors, False) == []
 
     assert backend.compilations() == graphs + 2
     assert len(waits) == 3 * 3  # tensors that are cut

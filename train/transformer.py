@@ -407,7 +407,7 @@ def average_checkpoints(
             parameter.copy_(sums[name] / len(steps))
             # On XLA what was copied is a new value, without the parameter's placement.
             if parameter.device.type != "cpu":
-                device.replicate(parameter, mesh)
+                device.annotate_placement(parameter, mesh)
     return steps
 
 

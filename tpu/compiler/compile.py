@@ -197,7 +197,7 @@ def compile_step(
         identity["compile_seconds"] = round(seconds, 1)
         identity["hbm_bytes"] = topology.hbm_bytes
         if getattr(job.config(topology.num_devices), "layout", WHOLE) != WHOLE:
-            identity["placement"] = sharding.table(_state(step).model)
+            identity["placement"] = sharding.placement_table(_state(step).model)
 
         counted = bundles.read(code) if code else None
         generation = libtpu.GENERATIONS[topology.generation]

@@ -145,7 +145,7 @@ def gradient_buffers(model: nn.Module, sums: Sequence[str], mesh: Mesh) -> dict[
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(mesh.device)
-            device.replicate(parameter.grad, mesh, parameter)
+            device.annotate_placement(parameter.grad, mesh, of=parameter)
     for total in totals.values():
         device.replicate(total, mesh)
     return totals

@@ -58,7 +58,7 @@ def to_host(values: dict[str, Any], layers: Any = None, keep: bool = True) -> di
 
     copies = []
     if layers:
-        copies = layers.read(list(tensors.values()), keep)
+        copies = layers.to_host(list(tensors.values()), keep)
     elif keep:
         copies = device.read(list(tensors.values()))
 
@@ -102,7 +102,7 @@ def load_state(
             if torch.is_tensor(tensor):
                 tensor.copy_(saved.pop(name))
                 if tensor.device.type != "cpu":
-                    device.replicate(tensor, mesh)  # or what else its placement says
+                    device.annotate_placement(tensor, mesh)
 
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():

@@ -150,7 +150,7 @@ def to_device(model: nn.Module, mesh: Mesh, rules: Callable | None = None) -> nn
     if mesh.layers:
         mesh.layers.arrange(model, rules)
     for tensor in [*model.parameters(), *model.buffers()]:
-        replicate(tensor, mesh)
+        annotate_placement(tensor, mesh)
     return model
 
 
@@ -165,20 +165,29 @@ def _check_finite(model: nn.Module) -> None:
             raise InputError(f"{what}; expected finite numbers: {remedy}")
 
 
-def replicate(tensor: Tensor, mesh: Mesh, of: Tensor | None = None) -> None:
-    """Annotates a tensor as whole on every device, or with the placement that sharding/ gave it.
+def replicate(tensor: Tensor, mesh: Mesh) -> None:
+    """Annotates a tensor as whole on every device.
 
     Without an annotation, what a first step returns would be the input of another graph.
+    """
+    annotate(tensor.data, mesh.spmd, (None,) * tensor.dim())
+
+
+def annotate_placement(tensor: Tensor, mesh: Mesh, of: Tensor | None = None) -> None:
+    """Annotates a parameter, a gradient or an optimizer's state as it lies on the devices.
+
+    That is its `placement`, which sharding/ has given it; without one, whole on every device.
 
     Args:
-        of: the parameter whose optimizer's state the tensor is.
+        of: the parameter whose gradient or state the tensor is. The tensor gets the parameter's
+            `state_placement` as its own, if both have one shape.
     """
     if hasattr(of, "state_placement") and tensor.shape == of.shape:
         tensor.placement = of.state_placement
 
     placement = getattr(tensor, "placement", None)
     if placement is None:
-        annotate(tensor.data, mesh.spmd, (None,) * tensor.dim())
+        replicate(tensor, mesh)
     else:
         annotate(tensor.data, placement.spmd, placement.spec)
 
@@ -218,7 +227,7 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
             if state:
                 optimizer.state[parameter] = state
     if mesh.layers:
-        mesh.layers.keep(optimizer, mesh)
+        mesh.layers.keep_placements(optimizer, mesh)
 
 
 def _prepare_group(
@@ -232,7 +241,7 @@ def _prepare_group(
     for name in after.keys() - group.keys():  # timm's count of steps, on the host
         group[name] = after[name] * 0
     for changed in _backend.prepare_group(optimizer, group, mesh):
-        replicate(changed, mesh)
+        annotate_placement(changed, mesh)
 
 
 def _initial_state(
@@ -257,7 +266,7 @@ def _initial_state(
         count_on_device = group.get("capturable") or group.get("fused")
         if count_on_device or (value.shape == parameter.shape and not is_count):
             state[name] = torch.zeros_like(value).to(mesh.device)
-            replicate(state[name], mesh, parameter)
+            annotate_placement(state[name], mesh, of=parameter)
         else:  # torch keeps the count of steps on the CPU
             state[name] = torch.zeros_like(value)
     return state

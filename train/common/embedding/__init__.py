@@ -3,14 +3,14 @@
 
     bags               the module that a script uses
     tables             what a table is; checks of tables and ids
-    plan               what a plan is, and the four numbers that tell where a row is
+    plan               the tables of one plan, and the four numbers that tell where a row is
     copied, exchange   the two plans
     memory             which plan a table takes, and what fits
     devices            the devices that share tables: one of plain PyTorch
     xla_devices        or those of an XLA mesh
     optimizers, rows   how rows are updated; taken, pooled and added up
     owners, hashing    how rows are spread over devices
-    pieces, storage    tables in parts, and these in checkpoints
+    pieces, storage    tables in pieces, and these in checkpoints
 """
 
 from train.common.embedding.bags import ShardedEmbeddingBags

@@ -7,13 +7,14 @@ that a step touches.
     loss(model(pooled)).backward()
     embeddings.step()                   # inside the compiled step, beside optimizer.step()
 
-The plain way (nn.EmbeddingBag, a sharding annotation, autograd) is not used: nn.EmbeddingBag runs
+The usual way (nn.EmbeddingBag, a sharding annotation, autograd) would not do: nn.EmbeddingBag runs
 on the host, and the gradient of nn.Embedding is as large as the table, as is the optimizer's pass
 over it. Here lookups are outside of autograd. `step` takes the ids of the forward pass and the
 gradient of the pooled output, adds up the gradients of equal ids (sort, segment ids, index_add:
 static shapes), and changes those rows only.
 
-All tables of one plan lie in one array (plan.py). There are two, each a class:
+A plan says where the rows of a table lie. All tables of one plan lie in one array (plan.py). There
+are two plans, each with a class of its arrays:
 
     exchange.py  rows spread over the devices: a device asks the owners of its ids for their rows
     copied.py    a copy on every device: each looks up its own ids, gradients are sent to all
@@ -22,13 +23,13 @@ All tables of one plan lie in one array (plan.py). There are two, each a class:
 model: tables are shared by groups of that many devices, and every group has a copy.
 
 Four rules keep XLA from copying a whole table in each step (torch_xla 2.9, CPU and TPU compilers):
-1. Write back with `array.copy_(leave(local.index_add(...)))`, so that input and output share their
-   memory.
+1. Write back with `tensor.copy_(leave(part.index_add(...)))`, so that input and output share their
+   memory (`TableArray._leave_tensors`).
 2. Let no tensor of the per-device region live at the end of the step: it would become an output,
    and a copy.
-3. After an index_add into a state, read the state from its result only.
-4. Give every array a size in bytes of its own (`plan._distinct_rows` pads): XLA pairs inputs with
-   outputs by size alone, and arrays of one size can be paired crosswise.
+3. After an index_add into a state, read the state from its result only (optimizers.py).
+4. Give every weight and state a size in bytes of its own (`plan._rows_with_own_size` pads): XLA
+   pairs inputs with outputs by size alone, and tensors of one size can be paired crosswise.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,9 +44,9 @@ from errors import InputError
 from train.common import device
 from train.common.embedding import exchange, pieces
 from train.common.embedding.devices import OneDevice, TableDevices
-from train.common.embedding.memory import PLANS, choose_plans, device_bytes_for_tables
+from train.common.embedding.memory import ARRAYS, choose_plans, device_bytes_for_tables
 from train.common.embedding.optimizers import Optimizer
-from train.common.embedding.plan import Plan
+from train.common.embedding.plan import TableArray
 from train.common.embedding.tables import Table, check_tables
 from train.common.mesh import Mesh
 
@@ -55,7 +56,7 @@ class ForwardPass:
     """What `step` needs of a forward pass.
 
     Attributes:
-        looked_up: what each array's lookup has kept.
+        looked_up: what each array's lookup has returned beside its sums.
         divisor: of mean pooling, see `_divisor`.
         embedded: the output, whose gradient the backward pass sets.
     """
@@ -87,7 +88,8 @@ class ShardedEmbeddingBags(nn.Module):
         device_bytes: memory of one device for tables and their state; 0: known from the hardware.
     Attributes:
         plans: the name of each table's plan.
-        arrays: a Plan for each plan that has tables.
+        arrays: one for each plan that has tables.
+        load: on the devices, of all steps and evaluations, see exchange.add_load.
         param_groups: [{"lr": tensor}], as torch's optimizers have it.
     Raises:
         InputError: a table is not possible, or they do not fit.
@@ -111,31 +113,34 @@ class ShardedEmbeddingBags(nn.Module):
         self.mesh = mesh
         self.optimizer = optimizer
         self.room = room
-        parts = model_devices or mesh.num_devices
+        group_size = model_devices or mesh.num_devices
         check_tables(self.tables)
-        self.devices = _table_devices(mesh, parts)
+        self.devices = _table_devices(mesh, group_size)
         device_bytes = device_bytes or device_bytes_for_tables(mesh)
-        self.plans = choose_plans(self.tables, dim, parts, optimizer, device_bytes)
+        self.plans = choose_plans(self.tables, dim, group_size, optimizer, device_bytes)
         self.param_groups = [{"lr": torch.tensor(lr, dtype=torch.float32).to(mesh.device)}]
         self.step_count = self.devices.replicated(torch.zeros(()))
         self._forward_passes: list[ForwardPass] = []  # since the last step
 
-        self.arrays: list[Plan] = []
-        for name, plan in PLANS.items():
-            numbers = [number for number, own in enumerate(self.plans) if own == name]
-            if numbers:
-                self.arrays.append(plan(numbers, self.tables, dim, self.devices, optimizer, room))
+        self.arrays: list[TableArray] = []
+        for name, array_class in ARRAYS.items():
+            indices = [index for index, plan in enumerate(self.plans) if plan == name]
+            if indices:
+                array = array_class(indices, self.tables, dim, self.devices, optimizer, room)
+                self.arrays.append(array)
         for array in self.arrays:
             array.allocate(seed)
-        self.load = self.devices.replicated(torch.zeros(3))  # of all steps, see exchange.add_load
+        self.load = self.devices.replicated(torch.zeros(3))
 
-        # Where each table's pooled rows are, after the arrays' have been put side by side.
-        side_by_side = [number for array in self.arrays for number in array.numbers]
+        # The arrays' pooled rows are put side by side, and then into the tables' order.
+        side_by_side = []
+        for array in self.arrays:
+            side_by_side += array.table_indices
         self._order = None
         if side_by_side != sorted(side_by_side):
             self._order = self.devices.replicated(torch.tensor(np.argsort(side_by_side)))
+
         if self._has_means():
-            # 1 for sums, so that they are divided by 1.
             is_mean = torch.tensor([float(table.pooling == "mean") for table in tables])
             lookups = torch.tensor([float(table.lookups) for table in tables])
             self._is_mean = self.devices.replicated(is_mean[None, :, None])
@@ -143,23 +148,28 @@ class ShardedEmbeddingBags(nn.Module):
         device.run_pending()
 
     def extra_repr(self) -> str:
-        tables = zip(self.tables, self.plans, strict=True)
-        return ", ".join(f"{table.name}: {table.rows} {plan}" for table, plan in tables)
+        described = []
+        for table, plan in zip(self.tables, self.plans, strict=True):
+            described.append(f"{table.name}: {table.rows} {plan}")
+        return ", ".join(described)
 
     def tables_by_plan(self) -> dict[str, int]:
         """Returns how many tables each plan has."""
-        return {array.name: len(array.numbers) for array in self.arrays}
+        return {array.name: len(array.table_indices) for array in self.arrays}
 
     def on_device(self) -> dict[str, Tensor]:
-        """Returns everything that it holds on the device: tables, optimizer states and what finds
-        the rows."""
+        """Returns everything that it holds on the device, by name: tables, optimizer states and
+        what finds the rows.
+
+        xla/replay.py asks every module for it, since tables are neither parameters nor buffers.
+        """
         held = dict(vars(self))
         for array in self.arrays:
             for name, value in vars(array).items():
                 held[f"{array.name}.{name}"] = value
         for array in self.arrays:
-            for number, state in enumerate(array.states):
-                held[f"{array.name}.state{number}"] = state
+            for index, state in enumerate(array.states):
+                held[f"{array.name}.state{index}"] = state
         held["lr"] = self.param_groups[0]["lr"]
         return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
@@ -174,16 +184,7 @@ class ShardedEmbeddingBags(nn.Module):
             [batch, tables, dim] float32, a leaf: its gradient is what `step` uses.
         """
         with torch.no_grad():
-            looked_up = []
-            pooled = []
-            for array in self.arrays:
-                array_rows = array.own_columns(ids) + array.offsets
-                if present is not None:
-                    is_there = array.own_columns(present) > 0
-                    array_rows = torch.where(is_there, array_rows, torch.full_like(array_rows, -1))
-                of_array, kept = array.lookup(array_rows)
-                pooled.append(of_array)
-                looked_up.append(kept)
+            pooled, looked_up = self._look_up(ids, present)
             embedded = pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1)
             if self._order is not None:
                 embedded = embedded.index_select(1, self._order)
@@ -193,40 +194,69 @@ class ShardedEmbeddingBags(nn.Module):
             embedded = self.devices.shard(embedded, (self.devices.batch_axes, None, None))
 
         if not torch.is_grad_enabled():
-            for array, kept in zip(self.arrays, looked_up, strict=True):
-                loads = array.loads(kept)
-                if loads:
-                    exchange.add_load(self.load, loads, self.devices)
+            self._add_loads(looked_up)  # in training `step` adds them
             return embedded
         embedded = embedded.detach().requires_grad_()
         self._forward_passes.append(ForwardPass(looked_up, divisor, embedded))
         return embedded
 
+    def _look_up(self, ids: Tensor, present: Tensor | None) -> tuple[list[Tensor], list[Any]]:
+        """Returns the results of each array's lookup: sums [batch, its tables, dim], and what its
+        update needs."""
+        pooled = []
+        looked_up = []
+        for array in self.arrays:
+            array_rows = array.own_columns(ids) + array.offsets
+            if present is not None:
+                is_present = array.own_columns(present) > 0
+                array_rows = torch.where(is_present, array_rows, torch.full_like(array_rows, -1))
+            of_array, kept = array.lookup(array_rows)
+            pooled.append(of_array)
+            looked_up.append(kept)
+        return pooled, looked_up
+
+    def _add_loads(self, looked_up: list[Any]) -> None:
+        """Counts the ids that an evaluation drops: its results would be wrong, see `check`."""
+        for array, kept in zip(self.arrays, looked_up, strict=True):
+            loads = array.slot_loads(kept)
+            if loads:
+                exchange.add_load(self.load, loads, self.devices)
+
     def _has_means(self) -> bool:
         return any(table.pooling == "mean" for table in self.tables)
 
     def _divisor(self, present: Tensor | None) -> Tensor | None:
-        """Returns [batch or 1, tables, 1]: ids in the bag for mean pooling (1 for an empty one), 1
-        for sums."""
+        """Returns what pooled sums are divided by, [batch or 1, tables, 1].
+
+        For mean pooling that is the number of ids in the bag, 1 for an empty one; for sums 1. None
+        where no table has means.
+        """
         if not self._has_means():
             return None
         counts = self._lookups
         if present is not None:
             lookups = [table.lookups for table in self.tables]
             bags = torch.split((present > 0).float(), lookups, dim=1)
-            counts = torch.stack([bag.sum(1) for bag in bags], 1)[..., None].clamp(min=1)
+            counts = torch.stack([bag.sum(1) for bag in bags], 1)[..., None]
+            counts = counts.clamp(min=1)
         return torch.where(self._is_mean > 0, counts, torch.ones_like(counts))
 
     @torch.no_grad()
     def step(self) -> dict[str, Tensor]:
-        """Updates the rows that the forward passes since the last step have read, with the
-        gradients of their outputs.
+        """Updates the rows that the forward passes since the last step have read.
+
+        It takes the gradients of their outputs.
 
         Returns:
-            With plan "exchange", for the metrics of the step and for `check`: "dropped", the ids so
-            far that found no slot, and the shares of the slots that the fullest pair of devices
-            ("pair_load") and of the updates that the fullest device ("update_load") had in this
-            step. Otherwise nothing.
+            With plan "exchange", for the metrics of the step and for `check`:
+
+                dropped      ids that have found no slot, in all steps so far
+                pair_load    of this step: the share of its slots that the fullest pair of devices
+                             had ids for
+                update_load  of this step: the share of the planned updates that the fullest device
+                             had rows for
+
+            Otherwise nothing.
         Raises:
             RuntimeError: there was no forward pass, or one of their outputs has no gradient.
         """
@@ -241,34 +271,40 @@ class ShardedEmbeddingBags(nn.Module):
         for one in passes:
             gradient = one.embedded.grad
             gradients.append(gradient if one.divisor is None else gradient / one.divisor)
+
         lr = self.param_groups[0]["lr"]
         metrics = {}
-        for number, array in enumerate(self.arrays):
-            looked_up = [one.looked_up[number] for one in passes]
+        for index, array in enumerate(self.arrays):
+            looked_up = [one.looked_up[index] for one in passes]
             own_gradients = gradients
             if len(self.arrays) > 1:
                 own_gradients = [one.index_select(1, array.positions) for one in gradients]
             loads = array.update(looked_up, own_gradients, lr, self.step_count)
-            if loads:
+            if loads:  # of one array at most, that of plan "exchange"
                 metrics = exchange.add_load(self.load, loads, self.devices)
         return metrics
 
     def check(self, dropped: Tensor | None = None) -> None:
         """Raises InputError where ids found no slot in the exchange, so that their rows were not
-        trained. Checkpoints call it before anything is written; it reads from the device.
+        trained.
+
+        Checkpoints call it before anything is written. It reads from the device.
 
         Args:
-            dropped: of a step's metrics, if 0 is enough to know; None: the count so far.
+            dropped: of a step's metrics: checks that step and those before it, which are computed
+                already. None: checks all steps, and waits for the last one.
         """
         if not any(array.may_drop for array in self.arrays):
             return
-        count = device.read([self.load if dropped is None else dropped])[0].reshape(-1)[0]
+
+        known = self.load if dropped is None else dropped
+        count = device.read([known])[0].reshape(-1)[0]  # of a load, too, the first is the count
         if count > 0:
             load = device.read([self.load])[0].tolist()
             exchange.check_load(load, self.room)
 
     def pieces(self) -> dict[str, Tensor]:
-        """Copies this host's share of tables and optimizer state to its memory, see
+        """Copies this host's pieces of tables and optimizer state to its memory, see
         `pieces.copy_pieces`."""
         return pieces.copy_pieces(self)
 
@@ -277,17 +313,17 @@ class ShardedEmbeddingBags(nn.Module):
         pieces.load_pieces(self, shapes, read)
 
 
-def _table_devices(mesh: Mesh, parts: int) -> TableDevices:
-    """Returns the devices of a mesh for tables that are shared by groups of `parts` of them.
+def _table_devices(mesh: Mesh, group_size: int) -> TableDevices:
+    """Returns the devices of a mesh, in groups that each share a copy of the tables.
 
     Raises:
         InputError: the groups do not make up all devices.
     """
-    if parts < 1 or mesh.num_devices % parts:
+    if group_size < 1 or mesh.num_devices % group_size:
         allowed = f"it must divide the {mesh.num_devices} devices, 0 takes all"
-        raise InputError(f"model_devices is {parts}; {allowed}")
+        raise InputError(f"model_devices is {group_size}; {allowed}")
     if not mesh.compiles:
-        return OneDevice(mesh, parts)
+        return OneDevice(mesh, group_size)
     from train.common.embedding.xla_devices import XlaDevices
 
-    return XlaDevices(mesh, parts)
+    return XlaDevices(mesh, group_size)

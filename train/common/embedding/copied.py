@@ -1,7 +1,8 @@
-"""Plan "data": every device has a copy of the tables, and the gradients of all devices.
+"""Plan "data": every device has a copy of the tables, and gets the gradients of all devices.
 
     lookup   each device looks up its own examples
-    update   tables smaller than the batch's ids: the gradient of the whole array, all-reduced
+    update   tables with no more rows than the batch has ids: the gradient of the whole array,
+             all-reduced
              larger ones: the ids and gradients of all examples, all-gathered
 
 A device row is an array row here: on every device, the tables lie in the array as they do in the
@@ -14,19 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.common.embedding.owners import Rows
-from train.common.embedding.plan import HeldRows, Load, Plan
+from train.common.embedding.owners import TableRun
+from train.common.embedding.plan import HeldRows, SlotLoad, TableArray
 from train.common.embedding.rows import gradient_of_ids, pool, sum_equal_rows
 
 
-class Copied(Plan):
+class Copied(TableArray):
     """Tables of which every device has a copy."""
 
-    name = "data"
+    name = "data"  # what users write as a table's plan: as in data parallelism, copies
     spec = (None, None)
 
     @classmethod
-    def rows_per_device(cls, rows: int, parts: int) -> float:
+    def rows_per_device(cls, rows: int, devices: int) -> float:
         return rows
 
     def _lay_out(self) -> tuple[list[int], int]:
@@ -36,8 +37,9 @@ class Copied(Plan):
     def _array_rows(self, stored: Tensor) -> Tensor:
         return stored
 
-    def held_rows(self, table: int, part: int) -> HeldRows:
-        return HeldRows(Rows(first=0), first=self.start[table], count=self.sizes[table])
+    def held_rows(self, index: int, part: int) -> HeldRows:
+        run = TableRun(first=0)
+        return HeldRows(run, first_device_row=self.start[index], count=self.sizes[index])
 
     def parts_to_fill(self, tensor: Tensor) -> list[int]:
         return [0]  # one for all devices
@@ -47,14 +49,14 @@ class Copied(Plan):
         self.devices.annotate_replicated(tensor)
 
     def lookup(self, array_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Looks up and adds up the rows of each bag, see Plan; `update` needs the array rows
+        """Looks up and adds up the rows of each bag, see TableArray; `update` needs the array rows
         again."""
         batch_axes = self.devices.batch_axes
         weight = self.devices.enter(self.weight, self.spec)
         by_batch = (batch_axes, None)
         rows = self.devices.enter(self.devices.shard(array_rows, by_batch), by_batch)
-        pooled = pool(weight, rows, self._held(rows), self.lookups, self.dim)
-        shape = (array_rows.shape[0], len(self.numbers), self.dim)
+        pooled = pool(weight, rows, self._is_row(rows), self.lookups, self.dim)
+        shape = (array_rows.shape[0], len(self.table_indices), self.dim)
         return self.devices.leave(pooled, (batch_axes, None, None), shape), array_rows
 
     def update(
@@ -63,7 +65,7 @@ class Copied(Plan):
         grads: Sequence[Tensor],
         lr: Tensor,
         step: Tensor,
-    ) -> list[Load]:
+    ) -> list[SlotLoad]:
         ids = sum(rows.numel() for rows in looked_up)
         if self.used_rows <= ids:
             self._update_all(looked_up, grads, lr, step)
@@ -78,30 +80,33 @@ class Copied(Plan):
         lr: Tensor,
         step: Tensor,
     ) -> None:
-        """Updates every row: adding up the gradient of small tables over the devices moves fewer
-        bytes than sending that of every example."""
+        """Updates every row, with gradients that are added up over the devices.
+
+        For small tables that moves fewer bytes than sending the gradient of every example.
+        """
         rows, g = self._gradient_rows(looked_up, grads, self.devices.batch_axes)
-        # Beside the gradient, a column that counts the ids of each row; after the rows, one for ids
-        # that are not there.
-        counted = torch.cat([g, torch.ones_like(g[:, :1])], 1)
+        # Two things travel with the gradient. Its last column counts the ids of each row, to tell
+        # which rows are touched. Its last row takes the ids that are not there.
+        g_and_count = torch.cat([g, torch.ones_like(g[:, :1])], 1)
         total = torch.zeros(self.device_rows + 1, self.dim + 1, device=g.device)
-        total = total.index_add(0, rows, counted)[: self.used_rows]
+        total = total.index_add(0, rows, g_and_count)[: self.used_rows]
         total = self.devices.all_reduce(total)
         g = total[:, :-1]
-        touched = (total[:, -1:] > 0).float()
+        count = total[:, -1:]
+        touched = (count > 0).float()
 
-        arrays = self._enter_arrays()
+        tensors = self._enter_tensors()
         used = []
         unused = []
-        for array in arrays:
-            by_row = array.reshape(-1, self.dim) if array.dim() == 2 else array
+        for tensor in tensors:
+            by_row = tensor.reshape(-1, self.dim) if tensor.dim() == 2 else tensor
             used.append(by_row[: self.used_rows])
             unused.append(by_row[self.used_rows :])
         weight, states = self.optimizer.update(used[0], used[1:], None, g, touched, lr, step)
         written = []
-        for array, new, rest in zip(arrays, [weight, *states], unused, strict=True):
-            written.append(torch.cat([new, rest]).reshape(array.shape))
-        self._leave_arrays(written)
+        for tensor, new, rest in zip(tensors, [weight, *states], unused, strict=True):
+            written.append(torch.cat([new, rest]).reshape(tensor.shape))
+        self._leave_tensors(written)
 
     def _update_looked_up(
         self,
@@ -115,11 +120,11 @@ class Copied(Plan):
         rows, g = self._gradient_rows(looked_up, grads, None)
         if self.optimizer.states:  # without a state, equal rows can be added one after the other
             rows, g = sum_equal_rows(rows, g, self.device_rows)
-        used = rows < self.device_rows
-        touched = used[:, None].float()
-        # Of those that are not used g is 0, and a sum with 0 changes nothing.
-        rows = torch.where(used, rows, torch.zeros_like(rows))
-        self._write(rows, g, touched, lr, step)
+        is_row = rows < self.device_rows
+        touched = is_row[:, None].float()
+        # Row 0 in place of those that are none: their g is 0, and a sum with 0 changes nothing.
+        rows = torch.where(is_row, rows, torch.zeros_like(rows))
+        self._update_rows(rows, g, touched, lr, step)
 
     def _gradient_rows(
         self,
@@ -140,14 +145,14 @@ class Copied(Plan):
             spec = (batch_axes, None, None)
             gradient = self.devices.enter(self.devices.shard(gradient, spec), spec)
             rows = self.devices.enter(self.devices.shard(array_rows, spec[:2]), spec[:2])
-            here = self._held(rows)
+            is_row = self._is_row(rows)
             gradient = gradient_of_ids(gradient, self.lookups)
-            gradient = torch.where(here[..., None], gradient, torch.zeros_like(gradient))
-            rows = torch.where(here, rows, torch.full_like(rows, self.device_rows))
+            gradient = torch.where(is_row[..., None], gradient, torch.zeros_like(gradient))
+            rows = torch.where(is_row, rows, torch.full_like(rows, self.device_rows))
             all_rows.append(rows.reshape(-1))
             all_gradients.append(gradient.reshape(-1, self.dim))
         return torch.cat(all_rows), torch.cat(all_gradients)
 
-    def _held(self, rows: Tensor) -> Tensor:
+    def _is_row(self, rows: Tensor) -> Tensor:
         """Returns which of these are rows: False where a bag has no id."""
         return (rows >= 0) & (rows < self.device_rows)

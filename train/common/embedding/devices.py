@@ -1,13 +1,17 @@
 """The devices that share embedding tables, and what the plans ask of them.
 
-    TableDevices   what is asked
+    TableDevices   the interface
     OneDevice      one device of plain PyTorch: a part is the whole, so nothing moves
     XlaDevices     the devices of an XLA mesh (xla_devices.py)
 
 bags.py chooses between the two.
 
-A region is code in which a tensor is the part that each device holds: `enter` begins one, `leave`
-ends it. The collectives below are for tensors in a region; `shard` is for those outside.
+The devices form groups. Each group has a copy of the tables, and each of its devices holds one part
+of every tensor that is cut: a shard, along dimension 0.
+
+A region is code in which a tensor is the part that each device holds: torch_xla's manual sharding,
+JAX's shard_map. `enter` begins one, `leave` ends it. The collectives below are for tensors in a
+region; `shard` is for those outside.
 """
 
 import abc
@@ -19,7 +23,7 @@ from torch import Tensor
 
 from train.common.mesh import Mesh
 
-# The axis, or axes, that cut each dimension of a tensor; None: none.
+# For each dimension of a tensor the axis or axes that cut it, or None.
 Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
@@ -28,33 +32,36 @@ class LocalPart:
     """Which part of a tensor a device of this host holds.
 
     Attributes:
-        copy: the number of the copy that it belongs to; copy 0 is the one that is saved.
-        number: which of the equal parts it is, along dimension 0; 0 of a tensor that is not cut.
+        copy: index of the copy that it belongs to; copy 0 is the one that is saved.
+        index: which of the equal parts it is, along dimension 0; 0 of a tensor that is not cut.
     """
 
     copy: int
-    number: int
+    index: int
 
 
 class TableDevices(abc.ABC):
-    """The devices of a mesh as groups that share the tables: each group has a copy, its devices
-    hold parts of it.
+    """The devices of a mesh as groups, each of which shares a copy of the tables.
+
+    The axes here are those of the tables' own mesh. They have nothing to do with a script's --mesh,
+    whose "data" is the axis that cuts a state (sharding/layout.py).
 
     Attributes:
         mesh: the mesh of the script.
-        parts: devices of a group.
+        group_size: devices of a group, and so parts of a tensor that is cut.
         copies: groups.
-        axis: the axis of the mesh over which tables are cut.
-        batch_axes: the axes over which a batch is cut.
-        copies_axis: the axis over which tables are copied; None where all devices share one copy.
+        axis: the axis over which tables are cut: along it are the devices of a group.
+        batch_axes: the axes over which a batch is cut: all.
+        copies_axis: the axis along which each device has another copy of the same part; None where
+            all devices share one copy.
     """
 
     axis = "model"
 
-    def __init__(self, mesh: Mesh, parts: int):
+    def __init__(self, mesh: Mesh, group_size: int):
         self.mesh = mesh
-        self.parts = parts
-        self.copies = mesh.num_devices // parts
+        self.group_size = group_size
+        self.copies = mesh.num_devices // group_size
         if self.copies == 1:
             self.batch_axes = "model"
             self.copies_axis = None
@@ -70,11 +77,11 @@ class TableDevices(abc.ABC):
         self.annotate_replicated(tensor)
         return tensor
 
-    def device_numbers(self) -> Tensor:
-        """Returns a tensor [parts] of which each device of a group holds its own number."""
-        numbers = torch.arange(self.parts, dtype=torch.int32).to(self.mesh.device)
-        self.annotate(numbers, (self.axis,))
-        return numbers
+    def device_indices(self) -> Tensor:
+        """Returns a tensor [group_size] of which each device of a group holds its own index."""
+        indices = torch.arange(self.group_size, dtype=torch.int32).to(self.mesh.device)
+        self.annotate(indices, (self.axis,))
+        return indices
 
     @abc.abstractmethod
     def annotate(self, tensor: Tensor, spec: Spec) -> None:
@@ -86,7 +93,10 @@ class TableDevices(abc.ABC):
 
     @abc.abstractmethod
     def shard(self, tensor: Tensor, spec: Spec) -> Tensor:
-        """Reshards a tensor outside of a region: an all-gather, an all-to-all or a local slice."""
+        """Returns a tensor outside of a region as cut by `spec`, however it was cut before.
+
+        That is an all-gather, an all-to-all or a local slice.
+        """
 
     # ---- regions
 
@@ -96,37 +106,42 @@ class TableDevices(abc.ABC):
 
     @abc.abstractmethod
     def leave(self, tensor: Tensor, spec: Spec, shape: Sequence[int]) -> Tensor:
-        """Ends a region: returns the tensor of `shape` that the devices' parts make up."""
+        """Ends a region: returns the whole tensor of `shape` that the devices' parts make up."""
 
     @abc.abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Adds up the parts of all devices."""
+        """Returns the sum of the parts of all devices, on each of them."""
 
     @abc.abstractmethod
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Sends part i of [parts, ...] to device i of the group; returns what its devices have
-        sent, in their order."""
+        """Sends tensor[i] of [group_size, …] to device i of the group.
+
+        Returns what the group's devices have sent to this one, in their order: [group_size, …].
+        """
 
     @abc.abstractmethod
     def gather_copies(self, tensor: Tensor) -> Tensor:
-        """Puts the parts [n, ...] of the devices that hold copies of the same rows behind each
-        other."""
+        """Concatenates the tensors [n, …] of the devices that hold copies of the same rows."""
 
     # ---- checkpoints
 
     @abc.abstractmethod
     def local_parts(self, tensor: Tensor) -> list[LocalPart]:
-        """Returns which part of a tensor each device of this host holds."""
+        """Returns which part of a tensor each device of this host holds, device by device."""
 
     @abc.abstractmethod
     def read_parts(self, tensor: Tensor) -> list[Tensor]:
-        """Copies what each device of this host holds of a tensor to the host, in the order of
-        `local_parts`."""
+        """Copies the parts of this host's devices to the host, in the order of `local_parts`."""
 
     @abc.abstractmethod
-    def load_parts(self, tensor: Tensor, parts: list[Tensor], numbers: Tensor) -> None:
-        """Fills a tensor that is cut over the devices with the parts of this host's; `numbers` is
-        of `device_numbers`, and tells which devices these are."""
+    def load_parts(self, tensor: Tensor, parts: list[Tensor], indices: Tensor) -> None:
+        """Fills a tensor that is cut over the devices.
+
+        Args:
+            parts: those of this host's devices, in the order of `local_parts`.
+            indices: a tensor of `device_indices`, whose parts lie on the devices that `parts` are
+                for.
+        """
 
 
 class OneDevice(TableDevices):
@@ -157,10 +172,10 @@ class OneDevice(TableDevices):
         return tensor
 
     def local_parts(self, tensor: Tensor) -> list[LocalPart]:
-        return [LocalPart(copy=0, number=0)]
+        return [LocalPart(copy=0, index=0)]
 
     def read_parts(self, tensor: Tensor) -> list[Tensor]:
         return [tensor.detach().to("cpu", copy=True)]
 
-    def load_parts(self, tensor: Tensor, parts: list[Tensor], numbers: Tensor) -> None:
+    def load_parts(self, tensor: Tensor, parts: list[Tensor], indices: Tensor) -> None:
         tensor.copy_(parts[0])

@@ -9,10 +9,10 @@ with the devices.
              6. the owner adds up what several devices have sent for a row
              7. it updates at most a planned number of rows
 
-Shapes are static, so capacities are planned: for ids that are all distinct and fall on owners at
-random (`owner_of`), from the tail of the Poisson distribution. An id that finds no slot ("no
-place", in messages) reads zeros and is not trained. It is counted, and `check_load` ends the run
-before anything is saved: a run is exact, or it stops.
+Every device of a group is an owner. Shapes are static, so capacities are planned: for ids that are
+all distinct and fall on owners at random (`owner_of`), from the tail of the Poisson distribution.
+An id that finds no slot ("no place", in messages) reads zeros and is not trained. It is counted,
+and `check_load` ends the run before anything is saved: a run is exact, or it stops.
 """
 
 import math
@@ -25,8 +25,8 @@ from torch import Tensor
 from errors import InputError
 from train.common.embedding.devices import TableDevices
 from train.common.embedding.hashing import divide
-from train.common.embedding.owners import Rows, array_row_of, owner_of
-from train.common.embedding.plan import HeldRows, Load, Plan
+from train.common.embedding.owners import TableRun, array_row_of, owner_of
+from train.common.embedding.plan import HeldRows, SlotLoad, TableArray
 from train.common.embedding.rows import LAST, gradient_of_ids, pool, sum_equal_rows, take_rows
 
 # Probability that some capacity of a step is too small; 10 million steps make an epoch, which then
@@ -42,18 +42,19 @@ class Route:
         asked: [owners * capacity] device rows of this device that others have asked for;
             `device_rows`: an empty slot.
         slots: [batch, columns] the slot of each id; owners * capacity: it has none.
-        load: of this lookup.
+        load: how full the slots of this lookup are.
     """
 
     asked: Tensor
     slots: Tensor
-    load: Load
+    load: SlotLoad
 
 
 @dataclass(frozen=True)
 class SortedIds:
-    """The ids of a device in the order of their keys, by owner and then by device row. All tensors
-    are [n].
+    """The ids of a device in the order of their keys, by owner and then by device row.
+
+    All tensors are [n].
 
     Attributes:
         key: owner * (device_rows + 1) + device row; LAST for an id that is not there.
@@ -68,7 +69,7 @@ class SortedIds:
     owner: Tensor
 
 
-class Exchanged(Plan):
+class Exchanged(TableArray):
     """Tables whose rows are spread over all devices."""
 
     name = "exchange"
@@ -81,43 +82,44 @@ class Exchanged(Plan):
     # ---- where rows lie
 
     @classmethod
-    def rows_per_device(cls, rows: int, parts: int) -> float:
-        return rows * (1 / parts)
+    def rows_per_device(cls, rows: int, devices: int) -> float:
+        return rows / devices
 
     def _lay_out(self) -> tuple[list[int], int]:
-        # A table begins at a multiple of `parts` array rows, which is the same device row on every
-        # device.
+        # A table begins with the same device row on every owner: its first array row is a multiple
+        # of their number.
         device_row = 0
         start = []
         for rows in self.sizes:
-            start.append(device_row * self.parts)
-            device_row += math.ceil(rows / self.parts)
+            start.append(device_row * self.group_size)
+            device_row += math.ceil(rows / self.group_size)
         return start, device_row
 
     def _array_rows(self, stored: Tensor) -> Tensor:
         owner, device_row = divide(stored, self.device_rows)
-        return array_row_of(owner, device_row, self.parts)
+        return array_row_of(owner, device_row, self.group_size)
 
-    def held_rows(self, table: int, part: int) -> HeldRows:
-        first = self.start[table] // self.parts
-        rows = Rows(first=0, parts=self.parts, owner=part, table_start=first)
-        # Of the table's last `parts` array rows some may be after its end.
-        count = self.sizes[table] // self.parts
-        last = int(rows.table_rows(count, count + 1))
-        if last < self.sizes[table]:
+    def held_rows(self, index: int, part: int) -> HeldRows:
+        table_start = self.start[index] // self.group_size
+        run = TableRun(first=0, owners=self.group_size, owner=part, table_start=table_start)
+
+        # Where the owners do not divide the rows, only some owners have one row more.
+        count = self.sizes[index] // self.group_size
+        next_table_row = int(run.table_rows(count, count + 1))
+        if next_table_row < self.sizes[index]:
             count += 1
-        return HeldRows(rows, first, count)
+        return HeldRows(run, first_device_row=table_start, count=count)
 
     def parts_to_fill(self, tensor: Tensor) -> list[int]:
-        return [part.number for part in self.devices.local_parts(tensor)]
+        return [part.index for part in self.devices.local_parts(tensor)]
 
     def fill(self, tensor: Tensor, parts: list[Tensor]) -> None:
-        self.devices.load_parts(tensor, parts, self.device_numbers)
+        self.devices.load_parts(tensor, parts, self.device_indices)
 
     # ---- lookup
 
     def lookup(self, array_rows: Tensor) -> tuple[Tensor, Route]:
-        """Looks up and adds up the rows of each bag, see Plan; returns the route beside the
+        """Looks up and adds up the rows of each bag, see TableArray; returns the route beside the
         sums."""
         by_batch = (self.devices.batch_axes, None)
         own_rows = self.devices.enter(self.devices.shard(array_rows, by_batch), by_batch)
@@ -126,17 +128,18 @@ class Exchanged(Plan):
 
         asked = self.devices.all_to_all(to_ask)
         weight = self.devices.enter(self.weight, self.spec)
-        found = take_rows(weight, _or_row_0(asked, self.device_rows).reshape(-1), self.dim)
-        found = self.devices.all_to_all(found.reshape(self.parts, capacity, self.dim))
+        safe_rows = _with_row_0(asked, no_row=self.device_rows)
+        found = take_rows(weight, safe_rows.reshape(-1), self.dim)
+        found = self.devices.all_to_all(found.reshape(self.group_size, capacity, self.dim))
 
         slots = slots.reshape(own_rows.shape)
-        here = slots < self.parts * capacity
-        pooled = pool(found.reshape(-1, self.dim), slots, here, self.lookups, self.dim)
-        shape = (array_rows.shape[0], len(self.numbers), self.dim)
+        has_slot = slots < self.group_size * capacity
+        pooled = pool(found.reshape(-1, self.dim), slots, has_slot, self.lookups, self.dim)
+        shape = (array_rows.shape[0], len(self.table_indices), self.dim)
         pooled = self.devices.leave(pooled, (*by_batch, None), shape)
         return pooled, Route(asked.reshape(-1), slots, load)
 
-    def loads(self, looked_up: Route) -> list[Load]:
+    def slot_loads(self, looked_up: Route) -> list[SlotLoad]:
         return [looked_up.load]
 
     @property
@@ -146,11 +149,11 @@ class Exchanged(Plan):
 
     def _slots_per_owner(self, ids: int) -> int:
         """Returns the capacity: the slots that a device with so many ids has at each owner."""
-        pairs = self.devices.mesh.num_devices * self.parts
+        pairs = self.devices.mesh.num_devices * self.group_size
         most = min(ids, self.used_rows)
-        return planned_capacity(ids / self.parts, pairs, self.room[0], most)
+        return planned_capacity(ids / self.group_size, pairs, self.room[0], most)
 
-    def _assign_slots(self, array_rows: Tensor, capacity: int) -> tuple[Tensor, Tensor, Load]:
+    def _assign_slots(self, array_rows: Tensor, capacity: int) -> tuple[Tensor, Tensor, SlotLoad]:
         """Gives each distinct row that this device's ids name a slot at its owner.
 
         Args:
@@ -161,9 +164,10 @@ class Exchanged(Plan):
             the slot of each id [n], owners * capacity where it has none; how full the slots are.
         """
         ids = self._sort_ids(array_rows)
-        owners = torch.arange(self.parts, dtype=torch.int32, device=array_rows.device)
+        owners = torch.arange(self.group_size, dtype=torch.int32, device=array_rows.device)
 
-        # [n, owners], which the compiler never writes; reading at indices is slower.
+        # [n, owners]: the compiler fuses it into the sums below and never stores it. A TPU would
+        # take longer to read the counts of each id's owner at indices.
         is_owner = ids.owner[:, None] == owners
 
         # Of each owner: its distinct rows, and those of the owners before it.
@@ -176,18 +180,18 @@ class Exchanged(Plan):
         slot_at_owner = row_number - of_own_owner.sum(1, dtype=torch.int32)
 
         has_slot = (ids.key != LAST) & (slot_at_owner < capacity)
-        no_slot = torch.full_like(ids.key, self.parts * capacity)
+        no_slot = torch.full_like(ids.key, self.group_size * capacity)
         slots = torch.where(has_slot, ids.owner * capacity + slot_at_owner, no_slot)
-        slots = _unsort(slots, ids.order, largest=self.parts * capacity)
+        slots = _unsort(slots, ids.order, largest=self.group_size * capacity)
 
         to_ask = self._rows_to_ask(ids.key, ids.is_first & has_slot, owners, distinct, capacity)
         dropped = (distinct - capacity).clamp(min=0).sum(dtype=torch.int32)[None].float()
         fullest = distinct.amax(0, keepdim=True) / capacity
-        return to_ask, slots, Load(dropped, fullest, torch.zeros_like(dropped))
+        return to_ask, slots, SlotLoad(dropped, fullest, torch.zeros_like(dropped))
 
     def _sort_ids(self, array_rows: Tensor) -> SortedIds:
         """Sorts array rows [n], -1 for an id that is not there, by owner and then by device row."""
-        owner, device_row = owner_of(array_rows.clamp(min=0), self.parts)
+        owner, device_row = owner_of(array_rows.clamp(min=0), self.group_size)
         no_key = torch.full_like(array_rows, LAST)
         key = torch.where(array_rows >= 0, owner * self._keys_per_owner + device_row, no_key)
         key, order = torch.sort(key)
@@ -207,24 +211,31 @@ class Exchanged(Plan):
         """Returns the device rows to ask each owner for, [owners, capacity]; `device_rows` in empty
         slots.
 
-        As many keys as there are empty slots at an owner are added, each of which comes after all
-        of its device rows and before the next owner's: one sort puts every key into its slot.
+        One sort puts every key into its slot. To fill the empty slots, each owner has one key more,
+        after those of its device rows and before the next owner's, which is added once for each of
+        its empty slots. Two owners with 2 slots each and 3 device rows, so with keys 0 to 3 and 4
+        to 7, of which 3 and 7 are for empty slots:
+
+            keys to ask for             1, 4, 6
+            with those of empty slots   1, 4, 6, 3
+            sorted                      1, 3 | 4, 6
+            as device rows              1, 3 | 0, 2     3 is an empty slot
 
         Args:
             key: [n], of the ids.
             asks: [n], whether it is a key to ask for.
-            owners: [owners], their numbers.
+            owners: [owners], their indices.
             distinct: [owners], the rows of each, those without a slot included.
         """
         first_key = (owners * self._keys_per_owner)[:, None]
-        nothing = torch.full_like(key, LAST)
+        no_key = torch.full_like(key, LAST)  # sorted behind all slots
         slot = torch.arange(capacity, dtype=torch.int32, device=key.device)
         is_empty = slot >= distinct[:, None]
-        filling = torch.where(is_empty, first_key + self.device_rows, nothing[:1])
+        of_empty_slots = torch.where(is_empty, first_key + self.device_rows, no_key[:1])
 
-        keys = torch.cat([torch.where(asks, key, nothing), filling.reshape(-1)])
-        in_slots = torch.sort(keys)[0][: self.parts * capacity]
-        return in_slots.reshape(self.parts, capacity) - first_key
+        keys = torch.cat([torch.where(asks, key, no_key), of_empty_slots.reshape(-1)])
+        in_slots = torch.sort(keys)[0][: self.group_size * capacity]
+        return in_slots.reshape(self.group_size, capacity) - first_key
 
     # ---- update
 
@@ -234,7 +245,7 @@ class Exchanged(Plan):
         grads: Sequence[Tensor],
         lr: Tensor,
         step: Tensor,
-    ) -> list[Load]:
+    ) -> list[SlotLoad]:
         sent_rows = []
         sent_gradients = []
         for route, gradient in zip(looked_up, grads, strict=True):
@@ -243,54 +254,72 @@ class Exchanged(Plan):
         rows = self.devices.gather_copies(torch.cat(sent_rows))
         g = self.devices.gather_copies(torch.cat(sent_gradients))
 
-        # A row in the memory of a TPU costs ten times what one of this list does, and most of the
-        # list is empty slots. The list cannot be cut before equal rows are added up: a frequent id
-        # comes from all devices, and to one owner.
+        # A row that is updated in a TPU's memory costs ten times what a row of this list does, and
+        # most of the list is empty slots. So the list is cut to a planned number of rows, but only
+        # after equal rows are added up: a frequent id comes from all devices, to one owner.
         rows, g = sum_equal_rows(rows, g, self.device_rows)
-        ids = sum(route.slots.numel() for route in looked_up) * self.devices.copies
-        most = min(rows.numel(), self.used_rows)
-        capacity = planned_capacity(ids, self.parts, self.room[1], most)
+        capacity = self._updates_per_device(looked_up, rows.numel())
         distinct = (rows < self.device_rows).sum(dtype=torch.int32)[None].float()
         rows = rows[:capacity]
         g = g[:capacity]
         touched = (rows < self.device_rows)[:, None].float()
-        self._write(_or_row_0(rows, self.device_rows), g, touched, lr, step)
+        self._update_rows(_with_row_0(rows, no_row=self.device_rows), g, touched, lr, step)
 
         dropped = (distinct - capacity).clamp(min=0)
-        of_update = Load(dropped, torch.zeros_like(distinct), distinct / capacity)
+        of_update = SlotLoad(dropped, torch.zeros_like(distinct), distinct / capacity)
         return [*(route.load for route in looked_up), of_update]
 
+    def _updates_per_device(self, looked_up: Sequence[Route], received: int) -> int:
+        """Returns the capacity: how many rows a device updates in a step.
+
+        The ids of a group's devices fall on as many owners. So the mean of an owner is the number
+        of one device's ids, and as many come from the devices of each other group.
+
+        Args:
+            received: rows that a device is sent.
+        """
+        ids = sum(route.slots.numel() for route in looked_up) * self.devices.copies
+        most = min(received, self.used_rows)
+        return planned_capacity(ids, self.group_size, self.room[1], most)
+
     def _send_gradient(self, route: Route, gradient: Tensor) -> Tensor:
-        """Sends the gradient of pooled rows [batch, tables, dim] to the owners, equal ids added up;
-        returns what this device gets for the rows that others have asked it for, [owners *
-        capacity, dim]."""
+        """Sends the gradient of pooled rows [batch, tables, dim] to the owners, equal ids added up.
+
+        Returns:
+            What this device gets for the rows that others have asked it for, [owners * capacity,
+            dim].
+        """
         by_batch = (self.devices.batch_axes, None, None)
         own = self.devices.enter(self.devices.shard(gradient, by_batch), by_batch)
         of_ids = gradient_of_ids(own, self.lookups).reshape(-1, self.dim)
 
         count = route.asked.numel()
         slots = route.slots.reshape(-1)
-        here = (slots < count)[:, None]
-        of_ids = torch.where(here, of_ids, torch.zeros((), device=of_ids.device))
+        has_slot = (slots < count)[:, None]
+        of_ids = torch.where(has_slot, of_ids, torch.zeros((), device=of_ids.device))
         sums = torch.zeros(count, self.dim, device=of_ids.device)
-        sums = sums.index_add_(0, _or_row_0(slots, count), of_ids)
-        received = self.devices.all_to_all(sums.reshape(self.parts, -1, self.dim))
+        sums = sums.index_add_(0, _with_row_0(slots, no_row=count), of_ids)
+        received = self.devices.all_to_all(sums.reshape(self.group_size, -1, self.dim))
         return received.reshape(count, self.dim)
 
 
-def _or_row_0(rows: Tensor, nothing: int) -> Tensor:
-    """Replaces `nothing`, which stands for no row, by row 0."""
-    return torch.where(rows < nothing, rows, torch.zeros_like(rows))
+def _with_row_0(rows: Tensor, no_row: int) -> Tensor:
+    """Returns rows with 0 in place of `no_row`, which is larger than any row, to read at them."""
+    return torch.where(rows < no_row, rows, torch.zeros_like(rows))
 
 
 def _unsort(values: Tensor, order: Tensor, largest: int) -> Tensor:
-    """Returns values [n], each 0 to `largest`, in the order before a sort with the permutation
-    `order`."""
+    """Returns values [n] in the order that they had before a sort.
+
+    Args:
+        values: each 0 to `largest`.
+        order: the permutation of the sort.
+    """
     bits = largest.bit_length()
     if bits + values.numel().bit_length() > 31:
         return values[torch.sort(order)[1]]
 
-    # One sort of (order, value) in one number takes a TPU a fifth of reading at indices.
+    # A sort of (order, value), both in one number, takes a TPU a fifth of reading at indices.
     together = (order.int() << bits) | values
     return torch.sort(together)[0] & ((1 << bits) - 1)
 
@@ -299,7 +328,7 @@ def _unsort(values: Tensor, order: Tensor, largest: int) -> Tensor:
 
 
 def planned_capacity(mean: float, events: int, room: float, most: int) -> int:
-    """Returns a capacity for a Poisson number of this mean.
+    """Returns a capacity for a Poisson number of this mean, a multiple of 8 unless it is `most`.
 
     Args:
         events: how many such numbers a step has; that one of them is larger has a probability below
@@ -316,8 +345,12 @@ def planned_capacity(mean: float, events: int, room: float, most: int) -> int:
 
 def _log_tail(mean: float, capacity: int) -> float:
     """Returns the logarithm of an upper bound of P(Poisson(mean) > capacity), where capacity >=
-    mean."""
-    k = capacity + 1  # its probability, times a geometric series for those after it
+    mean.
+
+    With k = capacity + 1, each probability from P(k) on is at most mean / (k + 1) times the one
+    before it. So they are less than a geometric series: P(k) / (1 - mean / (k + 1)).
+    """
+    k = capacity + 1
     log_probability = k * math.log(mean) - mean - math.lgamma(k + 1)
     return log_probability - math.log1p(-mean / (k + 1))
 
@@ -325,34 +358,51 @@ def _log_tail(mean: float, capacity: int) -> float:
 # ---- load ----------------------------------------------------------------------------------------
 
 
-def add_load(total: Tensor, loads: Sequence[Load], devices: TableDevices) -> dict[str, Tensor]:
-    """Adds the loads of a step to the `total` [3] of all steps, on all devices; returns the metrics
-    of the step, see ShardedEmbeddingBags.step. As few operations as possible: the smallest takes a
-    TPU 2,000 cycles."""
-    numbers = []
+def add_load(total: Tensor, loads: Sequence[SlotLoad], devices: TableDevices) -> dict[str, Tensor]:
+    """Adds the loads of a step to those of all steps, on all devices.
+
+    With as few operations as possible: the smallest takes a TPU 2,000 cycles.
+
+    Args:
+        total: [3], changed in place: the sum of what was dropped, and the largest "pair" and
+            "update" of a SlotLoad.
+    Returns:
+        The metrics of the step, see ShardedEmbeddingBags.step.
+    """
+    own = []
     for load in loads:
-        numbers += [load.dropped, load.pair, load.update]
-    own = torch.cat(numbers)
+        own += [load.dropped, load.pair, load.update]
+    own = torch.cat(own)
+
     by_device = (devices.batch_axes, None)
-    every = devices.leave(own[None], by_device, (devices.mesh.num_devices, len(own)))
-    every = devices.shard(every, (None, None)).reshape(-1, 3)
-    dropped = every.sum(0)
-    fullest = every.amax(0)
-    total.copy_(torch.cat([total[:1] + dropped[:1], torch.maximum(total, fullest)[1:]]))
-    return {"dropped": total[0] + 0, "pair_load": fullest[1], "update_load": fullest[2]}
+    of_all = devices.leave(own[None], by_device, (devices.mesh.num_devices, len(own)))
+    of_all = devices.shard(of_all, (None, None)).reshape(-1, 3)
+    sums = of_all.sum(0)
+    largest = of_all.amax(0)
+    dropped = total[:1] + sums[:1]
+    total.copy_(torch.cat([dropped, torch.maximum(total, largest)[1:]]))
+
+    dropped_so_far = total[0] + 0  # a new tensor, since the next step changes `total`
+    return {"dropped": dropped_so_far, "pair_load": largest[1], "update_load": largest[2]}
 
 
 def check_load(load: Sequence[float], room: tuple[float, float]) -> None:
     """Raises InputError where ids were dropped; says which capacity was too small, and what would
-    do."""
+    do.
+
+    Args:
+        load: the `total` of `add_load`.
+        room: the capacity factors of the run.
+    """
     dropped, *shares = load
     if not dropped:
         return
 
     needed = []
     for factor, share in zip(room, shares, strict=True):
-        enough = share <= 1
-        needed.append(factor if enough else math.ceil(11 * factor * share) / 10)
+        if share > 1:
+            factor = math.ceil(11 * factor * share) / 10  # a tenth more, rounded up to a tenth
+        needed.append(factor)
     if shares[0] > 1:  # an id without a slot is not among the updates, so their share is too low
         needed[1] = max(needed[1], 1.0)
     raise InputError(

@@ -10,11 +10,12 @@ from errors import InputError
 from train.common.embedding.copied import Copied
 from train.common.embedding.exchange import Exchanged
 from train.common.embedding.optimizers import Optimizer, row_bytes
-from train.common.embedding.plan import Plan
+from train.common.embedding.plan import TableArray
 from train.common.embedding.tables import Table
 from train.common.mesh import Mesh
 
-PLANS: dict[str, type[Plan]] = {plan.name: plan for plan in (Exchanged, Copied)}
+# The class of each plan, in the order of a model's arrays.
+ARRAYS: dict[str, type[TableArray]] = {Exchanged.name: Exchanged, Copied.name: Copied}
 # `auto` copies a table (with its optimizer state) to every device up to this size: adding up its
 # whole gradient over the devices then moves fewer bytes than sending every example's.
 COPIED_BYTES = 1 << 20
@@ -29,21 +30,23 @@ USABLE_GIB = {
     "TPU v6 lite": 31.24,
     "TPU7x": 94.74,
 }
-# The part of it for tables and their optimizer state; the rest is for the batch and the network.
+# The share of it for tables and their optimizer state; the rest is for the batch and the network.
 TABLE_SHARE = 0.75
 
 
 def choose_plans(
     tables: Sequence[Table], dim: int, devices: int, optimizer: Optimizer, device_bytes: float
 ) -> tuple[str, ...]:
-    """Returns the name of each table's plan. "auto" copies tables up to COPIED_BYTES and exchanges
-    larger ones; on one device there is nothing to distribute, so all are copied there.
+    """Returns the name of each table's plan.
+
+    "auto" copies tables up to COPIED_BYTES and exchanges larger ones. On one device there is
+    nothing to distribute, so all are copied there.
 
     Args:
-        devices: that share a copy of the tables.
+        devices: how many share a copy of the tables.
         device_bytes: memory of each for tables and their optimizer state.
     Raises:
-        InputError: they do not fit; says what would.
+        InputError: the tables do not fit; says what would.
     """
     size = row_bytes(dim, optimizer)
     plans = []
@@ -60,11 +63,11 @@ def choose_plans(
 
     rows = 0
     for table, plan in zip(tables, plans, strict=True):
-        rows += PLANS[plan].rows_per_device(table.rows, devices)
+        rows += ARRAYS[plan].rows_per_device(table.rows, devices)
     needed = size * rows
     if needed > device_bytes:
-        said = _what_would_fit(tables, plans, devices, optimizer, size, needed, device_bytes)
-        raise InputError(said)
+        message = _what_would_fit(tables, plans, devices, optimizer, size, needed, device_bytes)
+        raise InputError(message)
     return tuple(plans)
 
 
@@ -109,8 +112,13 @@ def _what_would_fit(
 
 
 def device_bytes_for_tables(mesh: Mesh) -> float:
-    """Returns the bytes that one device has for tables: a share of its memory; on the CPU backend,
-    of the machine's."""
+    """Returns the bytes that one device has for tables: TABLE_SHARE of its memory.
+
+    On the CPU backend the devices of a host share the machine's memory.
+
+    Raises:
+        InputError: the memory of this kind of device is not known.
+    """
     if mesh.kind in USABLE_GIB:
         return TABLE_SHARE * USABLE_GIB[mesh.kind] * 2**30
     if mesh.device.type == "cuda":

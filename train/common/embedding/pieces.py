@@ -1,16 +1,16 @@
 """Tables leave and enter the devices in pieces, whatever their plan; storage.py writes the pieces
 into checkpoints.
 
-A piece has the name "<table>/<weight or state>/<rows>/<first column>" and the shape [rows,
-columns], or [rows] where a state has a number per row. <rows> is a run of the table's rows
-(owners.Rows): `0` from table row 0 in order, or `0.4.2.310` as owner 2 of 4 holds them. plan.py
+A piece has the name "<table>/<weight or state>/<run>/<first column>" and the shape [rows, columns],
+or [rows] where a state has a number per row. <run> says which of the table's rows these are
+(owners.TableRun): `0` from table row 0 in order, or `0.4.2.310` as owner 2 of 4 holds them. plan.py
 says what the kinds of rows are.
 
 Pieces that are written here have all columns. Those of plans that were removed may have some, and
 runs that begin anywhere in a table: any pieces that make up a table are read.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from errors import InputError
 from train.common import device
-from train.common.embedding.owners import Rows
-from train.common.embedding.plan import Plan
+from train.common.embedding.owners import TableRun
+from train.common.embedding.plan import TableArray
 from train.common.embedding.tables import Table
 
 STEP = "step"  # the piece that counts the updates
@@ -30,51 +30,91 @@ Shapes = Mapping[str, Sequence[int]]  # of the pieces of all hosts, by name
 
 
 @dataclass(frozen=True)
-class Target:
-    """The rows of one table that a device holds, to be filled from pieces: a view [rows, dim], or
-    [rows]."""
+class SavedTensor:
+    """A tensor that a checkpoint holds: the weight of an array, or a state of its optimizer."""
 
-    view: Tensor
-    rows: Rows
+    array: TableArray
+    name: str  # "weight", or the name of the state
+    tensor: Tensor
+
+    @property
+    def shape_per_device(self) -> list[int]:
+        """The shape of what one device holds: [lines, width], or [rows]."""
+        return [self.tensor.shape[0] // self.array.part_count, *self.tensor.shape[1:]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Which rows and columns of a table a piece of a checkpoint has.
+
+    Attributes:
+        key: the piece's name.
+        run: which rows of the table.
+        rows: how many.
+        first_column: the first of its columns, among those of the table.
+        columns: how many; 1 where a state has a number per row.
+    """
+
+    key: str
+    run: TableRun
+    rows: int
+    first_column: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """The rows of one table that a device holds, to be filled from pieces.
+
+    Attributes:
+        values: [rows, columns], a view of the device's part of the tensor; one column where a state
+            has a number per row.
+        run: which rows of the table these are.
+    """
+
+    values: Tensor
+    run: TableRun
 
 
 # ---- to a checkpoint -----------------------------------------------------------------------------
 
 
 def copy_pieces(embeddings: Any) -> dict[str, Tensor]:
-    """Copies this host's share of tables and optimizer state to its memory; no table is put
-    together anywhere.
+    """Copies this host's share of tables and optimizer state to its memory, piece by piece.
 
-    The pieces of all hosts cover each table once. The main process has the count of updates, too.
+    No table is put together anywhere. The pieces of all hosts cover each table once. The main
+    process has the count of updates, too.
 
     Raises:
         InputError: there were ids without a slot, so these are not the numbers to keep.
     """
     embeddings.check()
+    device.wait_for_steps()
     pieces = {}
-    for plan, name, tensor in _saved_tensors(embeddings):
-        local_parts = embeddings.devices.local_parts(tensor)
-        for data, part in zip(embeddings.devices.read_parts(tensor), local_parts, strict=True):
+    for saved in _saved_tensors(embeddings):
+        local_parts = embeddings.devices.local_parts(saved.tensor)
+        values = embeddings.devices.read_parts(saved.tensor)
+        for value, part in zip(values, local_parts, strict=True):
             if part.copy != 0:
                 continue
-            rows = _by_row(data, plan.dim)
-            for number, table in enumerate(plan.numbers):
-                held = plan.held_rows(number, part.number)
+            rows = _by_row(value, saved.array.dim)
+            for index, table_index in enumerate(saved.array.table_indices):
+                held = saved.array.held_rows(index, part.index)
                 if held.count:
-                    key = f"{embeddings.tables[table].name}/{name}/{held.rows}/0"
-                    pieces[key] = rows[held.first : held.first + held.count]
+                    table = embeddings.tables[table_index]
+                    pieces[f"{table.name}/{saved.name}/{held.run}/0"] = held.select(rows)
     if embeddings.mesh.main_process:
         pieces[STEP] = embeddings.step_count.to("cpu", copy=True)  # written while training goes on
     return pieces
 
 
-def _saved_tensors(embeddings: Any) -> Iterator[tuple[Plan, str, Tensor]]:
-    """Yields (plan, "weight" or the name of a state, tensor) of everything that a checkpoint
-    holds."""
-    device.wait_for_steps()
-    for plan in embeddings.arrays:
-        for name, tensor in plan.tensors():
-            yield plan, name, tensor
+def _saved_tensors(embeddings: Any) -> list[SavedTensor]:
+    """Returns everything that a checkpoint holds, except the count of updates."""
+    found = []
+    for array in embeddings.arrays:
+        for name, tensor in array.tensors():
+            found.append(SavedTensor(array, name, tensor))
+    return found
 
 
 def _by_row(lines: Tensor, dim: int) -> Tensor:
@@ -92,40 +132,52 @@ def load_pieces(embeddings: Any, shapes: Shapes, read: Callable[[str], Tensor]) 
     """Fills the tables and their optimizer state from pieces that any plan on any devices has made.
 
     Args:
+        shapes: of all pieces.
         read: returns a piece; called once for each that this host needs.
     Raises:
         InputError: the pieces are not those of these tables and this optimizer.
     """
-    pieces = _sorted_out(embeddings, shapes)
-    for plan, name, tensor in _saved_tensors(embeddings):
-        lines = _lines_of_a_device(plan, tensor)
-        part_numbers = plan.parts_to_fill(tensor)
-        parts = [torch.zeros(lines) for _ in part_numbers]
-        for number, table in enumerate(plan.numbers):
+    keys_of = _group_keys(embeddings, shapes)
+    device.wait_for_steps()
+    for saved in _saved_tensors(embeddings):
+        array = saved.array
+        part_indices = array.parts_to_fill(saved.tensor)
+        parts = [torch.zeros(saved.shape_per_device) for _ in part_indices]
+        for index, table_index in enumerate(array.table_indices):
             targets = []
-            for part, part_number in zip(parts, part_numbers, strict=True):
-                held = plan.held_rows(number, part_number)
-                view = _by_row(part, plan.dim)[held.first : held.first + held.count]
-                targets.append(Target(view, held.rows))
-            of_table = embeddings.tables[table]
-            _fill(targets, of_table, plan.dim, pieces[f"{of_table.name}/{name}"], shapes, read)
-        plan.fill(tensor, parts)
+            for part, part_index in zip(parts, part_indices, strict=True):
+                held = array.held_rows(index, part_index)
+                rows = held.select(_by_row(part, array.dim))
+                values = rows[:, None] if rows.dim() == 1 else rows
+                targets.append(Target(values, held.run))
+
+            table = embeddings.tables[table_index]
+            whole = [table.rows, array.dim][: saved.tensor.dim()]
+            keys = keys_of[f"{table.name}/{saved.name}"]
+            pieces = [_piece(key, shapes[key], whole, array.dim) for key in keys]
+            _fill(targets, pieces, table, read)
+        array.fill(saved.tensor, parts)
     embeddings.step_count.copy_(read(STEP))
     embeddings.devices.annotate_replicated(embeddings.step_count)
 
 
-def _sorted_out(embeddings: Any, shapes: Shapes) -> dict[str, list[str]]:
-    """Returns the names of the pieces by "<table>/<weight or state>"; raises InputError where these
-    are not the tables and states of the embeddings."""
+def _group_keys(embeddings: Any, shapes: Shapes) -> dict[str, list[str]]:
+    """Returns the names of the pieces by "<table>/<weight or state>".
+
+    Raises:
+        InputError: these are not the tables and states of the embeddings.
+    """
     expected = set()
     for table in embeddings.tables:
         for name in ("weight", *embeddings.optimizer.states):
             expected.add(f"{table.name}/{name}")
+
     found: dict[str, list[str]] = {}
     for key in shapes:
         if key != STEP:
             table_and_name = key.rsplit("/", 2)[0]
             found.setdefault(table_and_name, []).append(key)
+
     if expected != found.keys() or STEP not in shapes:
         differing = sorted(expected ^ found.keys())
         first = ", ".join(differing[:3]) or STEP
@@ -133,50 +185,65 @@ def _sorted_out(embeddings: Any, shapes: Shapes) -> dict[str, list[str]]:
     return found
 
 
-def _lines_of_a_device(plan: Plan, tensor: Tensor) -> list[int]:
-    """Returns the shape of what one device holds of an array or a state."""
-    is_cut = plan.spec[0] is not None
-    lines = tensor.shape[0] // (plan.parts if is_cut else 1)
-    return [lines, *tensor.shape[1:]]
+def _piece(key: str, shape: Sequence[int], whole: list[int], dim: int) -> Piece:
+    """Returns a piece of a checkpoint, given its name and shape.
+
+    Args:
+        whole: the shape of all of the table's weight or state, [rows, dim] or [rows].
+    Raises:
+        InputError: it is no part of the whole.
+    """
+    run = TableRun.of_piece(key)
+    first_column = int(key.rsplit("/", 1)[1])
+    rows, *rest = shape
+    columns = rest[0] if rest else 1
+
+    last_table_row = int(run.table_rows(rows - 1, rows))  # the largest: those of a run increase
+    is_outside = last_table_row >= whole[0] or first_column + columns > dim
+    if is_outside or len(shape) != len(whole):
+        raise InputError(f"its {key} has the shape {list(shape)}, which is no part of {whole}")
+    return Piece(key, run, rows, first_column, columns)
 
 
 def _fill(
     targets: Sequence[Target],
+    pieces: Sequence[Piece],
     table: Table,
-    dim: int,
-    pieces: Sequence[str],
-    shapes: Shapes,
     read: Callable[[str], Tensor],
 ) -> None:
-    """Copies the pieces of one table into what the devices of this host hold of it; raises
-    InputError where a piece is no part of the table, or the pieces leave a gap."""
-    dimensions = targets[0].view.dim()
-    filled = 0
-    for key in pieces:
-        shape = shapes[key]
-        source = Rows.of_piece(key)
-        first_column = int(key.rsplit("/", 1)[1])
-        rows, columns = (*shape, 1)[:2]
-        last_row = int(source.table_rows(rows - 1, rows))
-        if last_row >= table.rows or first_column + columns > dim or len(shape) != dimensions:
-            whole = [table.rows, dim][:dimensions]
-            raise InputError(f"its {key} has the shape {list(shape)}, which is no part of {whole}")
+    """Copies the pieces of one table into what the devices of this host hold of it.
 
-        piece = None
-        for target in targets:
-            target_rows = len(target.view)
-            if not target.rows.may_share(target_rows, source, rows):
-                continue
-            by_column = target.view if dimensions == 2 else target.view[:, None]
-            own_columns = by_column[:, first_column : first_column + columns]
-            for begin in range(0, rows, CHUNK):
-                table_rows = source.table_rows(begin, min(begin + CHUNK, rows))
-                in_piece, in_target = target.rows.find(table_rows, target_rows)
-                if len(in_piece) == 0:
-                    continue
-                if piece is None:
-                    piece = read(key).reshape(rows, columns)
-                own_columns[in_target] = piece[begin : begin + CHUNK][in_piece]
-                filled += len(in_piece) * columns
-    if filled != sum(target.view.numel() for target in targets):
+    Raises:
+        InputError: the pieces leave a gap, or overlap.
+    """
+    filled = 0
+    for piece in pieces:
+        filled += _fill_from(piece, targets, read)
+    if filled != sum(target.values.numel() for target in targets):
         raise InputError(f"its pieces of table {table.name!r} do not make up {table.rows} rows")
+
+
+def _fill_from(piece: Piece, targets: Sequence[Target], read: Callable[[str], Tensor]) -> int:
+    """Copies a piece into the targets, and returns how many numbers it has copied.
+
+    It reads the piece once, and only if a target has a row of it.
+    """
+    values = None
+    filled = 0
+    for target in targets:
+        target_rows = len(target.values)
+        if not target.run.may_share(target_rows, piece.run, piece.rows):
+            continue
+
+        end_column = piece.first_column + piece.columns
+        own_columns = target.values[:, piece.first_column : end_column]
+        for begin in range(0, piece.rows, CHUNK):
+            table_rows = piece.run.table_rows(begin, min(begin + CHUNK, piece.rows))
+            in_chunk, in_target = target.run.find(table_rows, target_rows)
+            if len(in_chunk) == 0:
+                continue
+            if values is None:
+                values = read(piece.key).reshape(piece.rows, piece.columns)
+            own_columns[in_target] = values[begin : begin + CHUNK][in_chunk]
+            filled += len(in_chunk) * piece.columns
+    return filled

@@ -1,7 +1,7 @@
-"""A plan: where the rows of tables lie on the devices, how they are looked up, updated and saved.
+"""The tables of one plan: where their rows lie on the devices, how they are looked up and updated.
 
-All tables of one plan lie in one array, with the states of their optimizer. Four numbers tell where
-a row is; each has one name, here and in the other files:
+All tables of one plan lie in one array, with the states of their optimizer: a `TableArray`. Four
+numbers tell where a row is; each has one name, here and in the other files:
 
     table row     its number within its table, which is what an id is: 0 <= table row < table.rows
     array row     its number among the rows of all tables of the array, over all devices: the first
@@ -10,7 +10,7 @@ a row is; each has one name, here and in the other files:
                   A plan says which device has an array row, and as which device row
     line          where it is in the tensor. A line holds `pack` device rows side by side (rows.py),
                   so device row r is in line r // pack of its device. The tensor [lines, pack * dim]
-                  has the lines of the devices behind each other
+                  is the concatenation of the devices' lines
 
 With `model_devices` the devices form groups. Each group has a copy of every table, and what is said
 of "all devices" is true of the devices of a group.
@@ -20,6 +20,7 @@ Per-device code runs in a region (devices.py): there, a tensor is the part that 
 
 import abc
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,19 +34,28 @@ from errors import InputError
 from train.common.embedding.devices import TableDevices
 from train.common.embedding.hashing import hash32, shift_right
 from train.common.embedding.optimizers import Optimizer
-from train.common.embedding.owners import Rows
+from train.common.embedding.owners import TableRun
 from train.common.embedding.rows import LANES, rows_in_a_line
 from train.common.embedding.tables import Table
+
+TILE_LINES = 8  # lines of a TPU's tile
+COLUMN_FACTOR = 0x01000193  # FNV's 32-bit prime: sets the hashes of neighbouring columns apart
 
 # Bytes per device of all live arrays, each of which has a size of its own.
 _live_sizes: set[int] = set()
 
 
-def _distinct_rows(rows: int, bytes_per_row: int, owner: object, pack: int = 1) -> int:
-    """Returns the next multiple of 8 lines (a TPU's tile) of `pack` rows whose size in bytes no
-    live array has; it is taken until `owner` is deleted."""
-    tile = 8 * pack
-    rows = -(-rows // tile) * tile
+def _rows_with_own_size(rows: int, bytes_per_row: int, owner: object, pack: int = 1) -> int:
+    """Returns how many rows a device allocates for `rows`, so that no live array has as many bytes.
+
+    XLA pairs a program's inputs with its outputs by their size, see rule 4 of bags.py. The size is
+    taken until `owner` is deleted.
+
+    Args:
+        pack: rows of a line. The result is a multiple of a TPU's tile of lines.
+    """
+    tile = TILE_LINES * pack
+    rows = math.ceil(rows / tile) * tile
     while rows * bytes_per_row in _live_sizes:
         rows += tile
     size = rows * bytes_per_row
@@ -55,9 +65,10 @@ def _distinct_rows(rows: int, bytes_per_row: int, owner: object, pack: int = 1) 
 
 
 @dataclass(frozen=True)
-class Load:
-    """How full the slots of a lookup or of an update were, see exchange.py; each is [1] on each
-    device.
+class SlotLoad:
+    """How full the slots of a lookup or of an update were, see exchange.py.
+
+    All are [1] on each device.
 
     Attributes:
         dropped: ids or rows without a slot.
@@ -72,35 +83,46 @@ class Load:
 
 @dataclass(frozen=True)
 class HeldRows:
-    """The rows of one table that a device holds: device rows `first` to `first + count`.
+    """The rows of one table that a device holds, which are consecutive device rows.
 
     Attributes:
-        rows: which of the table's they are.
+        run: which of the table's rows they are.
+        first_device_row: the first of them.
+        count: how many they are.
     """
 
-    rows: Rows
-    first: int
+    run: TableRun
+    first_device_row: int
     count: int
 
+    def select(self, device_rows: Tensor) -> Tensor:
+        """Returns a view of them, out of all rows of the device."""
+        return device_rows[self.first_device_row : self.first_device_row + self.count]
 
-class Plan(abc.ABC):
+
+class TableArray(abc.ABC):
     """The tables of one plan in one array, with the states of their optimizer.
 
     Attributes:
         name: of the plan, as `Table.plan` has it.
         may_drop: whether ids can be left without a slot, so that a run must check the load.
-        numbers: the tables' numbers among all tables, in the order in which they lie in the array.
-        sizes: rows of each table; lookups: columns of ids of each.
-        columns: numbers of these columns among the columns of all tables.
+        table_indices: which tables these are, among all tables, in the order of the array.
+        sizes: rows of each table.
+        lookups: columns of ids of each table.
+        column_indices: which columns of ids these are, among the columns of all tables.
         start: the first array row of each table.
-        device_rows: rows that a device has memory for; `used_rows` of them can hold a row of a
-            table.
-        pack: rows in a line; width: columns of a line.
-        rows: rows of all devices together.
+        device_rows: rows that a device has memory for.
+        used_rows: how many of these can hold a row of a table; the others are never looked up.
+        group_size: devices that share a copy of the tables.
+        pack: rows in a line.
+        width: columns of a line.
+        rows: device rows of all devices together, or of one where the array is not cut.
         spec: how the array is cut over the devices.
-        weight: the array [lines, width]; states: those of the optimizer, cut as `state_specs` say.
-        offsets, positions: `start` of each column of ids, and `numbers`, on the devices.
-        device_numbers: of each device its own, for `TableDevices.load_parts`.
+        weight: the array [lines, width].
+        states: those of the optimizer, cut as `state_specs` say.
+        offsets: on the devices, for each column of ids the `start` of its table.
+        positions: `table_indices` on the devices.
+        device_indices: of each device its own index in its group, for `TableDevices.load_parts`.
     """
 
     name: ClassVar[str]
@@ -110,8 +132,8 @@ class Plan(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def rows_per_device(cls, rows: int, parts: int) -> float:
-        """Returns how many of a table's rows each of `parts` devices holds, on average."""
+    def rows_per_device(cls, rows: int, devices: int) -> float:
+        """Returns how many of a table's rows each of so many devices holds, on average."""
 
     @abc.abstractmethod
     def _lay_out(self) -> tuple[list[int], int]:
@@ -120,17 +142,24 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def _array_rows(self, stored: Tensor) -> Tensor:
-        """Returns the array row of each row of the tensor. `stored` numbers these, from the first
-        device's first."""
+        """Returns the array row of each row of the array's tensor.
+
+        Args:
+            stored: [rows]: device index * device_rows + device row.
+        """
 
     @abc.abstractmethod
-    def held_rows(self, table: int, part: int) -> HeldRows:
-        """Returns the rows of the array's `table`-th table that the device with this part of the
-        array holds."""
+    def held_rows(self, index: int, part: int) -> HeldRows:
+        """Returns the rows of one table that a device holds.
+
+        Args:
+            index: of the table in the array.
+            part: index of the device's part of the array.
+        """
 
     @abc.abstractmethod
     def parts_to_fill(self, tensor: Tensor) -> list[int]:
-        """Returns the numbers of the parts of a tensor that `fill` needs on this host."""
+        """Returns the indices of the parts of a tensor that `fill` needs on this host."""
 
     @abc.abstractmethod
     def fill(self, tensor: Tensor, parts: list[Tensor]) -> None:
@@ -146,7 +175,7 @@ class Plan(abc.ABC):
             array_rows: [batch, columns of the array's tables] int32; -1 where a bag has no id.
         Returns:
             The sums [batch, tables of the array, dim], sharded by the batch; what `update` and
-            `loads` need.
+            `slot_loads` need.
         """
 
     @abc.abstractmethod
@@ -156,16 +185,18 @@ class Plan(abc.ABC):
         grads: Sequence[Tensor],
         lr: Tensor,
         step: Tensor,
-    ) -> list[Load]:
-        """Updates the rows of several lookups at once, each row once; returns how full the slots
-        were.
+    ) -> list[SlotLoad]:
+        """Updates the rows of several lookups at once, each row once.
 
         Args:
+            looked_up: what each lookup has returned beside its sums.
             grads: the gradient of each lookup's sums, [batch, tables of the array, dim].
             step: 1-based number of this update.
+        Returns:
+            How full the slots were.
         """
 
-    def loads(self, looked_up: Any) -> list[Load]:
+    def slot_loads(self, looked_up: Any) -> list[SlotLoad]:
         """Returns how full the slots of a lookup were."""
         return []
 
@@ -173,7 +204,7 @@ class Plan(abc.ABC):
 
     def __init__(
         self,
-        numbers: list[int],
+        table_indices: list[int],
         tables: Sequence[Table],
         dim: int,
         devices: TableDevices,
@@ -182,33 +213,32 @@ class Plan(abc.ABC):
     ):
         """
         Args:
-            numbers: of the tables of this plan, among all `tables`.
+            table_indices: which of all `tables` have this plan.
             room: capacity factors, see ShardedEmbeddingBags.
         Raises:
             InputError: an array row is no int32.
         """
-        self.numbers = numbers
+        self.table_indices = table_indices
         self.dim = dim
         self.devices = devices
-        self.parts = devices.parts
+        self.group_size = devices.group_size
         self.optimizer = optimizer
         self.room = room
-        self.sizes = [tables[number].rows for number in numbers]
-        self.lookups = [tables[number].lookups for number in numbers]
+        self.sizes = [tables[index].rows for index in table_indices]
+        self.lookups = [tables[index].lookups for index in table_indices]
         first_column = np.cumsum([0] + [table.lookups for table in tables])
-        self.columns = []
-        for number in numbers:
-            self.columns.extend(range(first_column[number], first_column[number + 1]))
+        self.column_indices = []
+        for index in table_indices:
+            self.column_indices.extend(range(first_column[index], first_column[index + 1]))
 
         on_tpu = devices.mesh.kind.startswith("TPU")
         self.pack = rows_in_a_line(dim, LANES if on_tpu else 1)
         self.width = self.pack * dim
         self.start, self.used_rows = self._lay_out()
-        self.device_rows = _distinct_rows(self.used_rows, 4 * dim, self, self.pack)
-        cut = self.spec[0] is not None
-        parts = self.parts if cut else 1
-        self.rows = self.device_rows * parts
-        if self.rows + self.parts >= 2**31:
+        self.device_rows = _rows_with_own_size(self.used_rows, 4 * dim, self, self.pack)
+        self.rows = self.device_rows * self.part_count
+        # Its keys in exchange.py are at most rows + group_size - 1, which must be less than LAST.
+        if self.rows + self.group_size >= 2**31:
             together = f"{self.rows:,} rows together"
             raise InputError(f"tables of plan {self.name!r} have {together}; ids have 32 bits")
 
@@ -216,12 +246,13 @@ class Plan(abc.ABC):
         self.state_specs = []
         for kind in optimizer.states.values():
             if kind == "full":
-                rows = _distinct_rows(self.device_rows, 4 * dim, self, self.pack) * parts
-                self.state_shapes.append((rows // self.pack, self.width))
+                device_rows = _rows_with_own_size(self.device_rows, 4 * dim, self, self.pack)
+                lines = device_rows * self.part_count // self.pack
+                self.state_shapes.append((lines, self.width))
                 self.state_specs.append(self.spec)
             else:
-                rows = _distinct_rows(self.device_rows, 4, self) * parts
-                self.state_shapes.append((rows,))
+                device_rows = _rows_with_own_size(self.device_rows, 4, self)
+                self.state_shapes.append((device_rows * self.part_count,))
                 self.state_specs.append(self.spec[:1])
 
     @property
@@ -229,12 +260,18 @@ class Plan(abc.ABC):
     def spec(self) -> tuple[str | None, None]:
         """How the array is cut over the devices."""
 
+    @property
+    def part_count(self) -> int:
+        """The parts that the array is cut into; 1 where every device has all of it."""
+        is_cut = self.spec[0] is not None
+        return self.group_size if is_cut else 1
+
     def allocate(self, seed: int) -> None:
         """Creates the weight, the states and what finds the rows on the devices."""
         offsets = np.repeat(self.start, self.lookups).astype(np.int32)
         self.offsets = self.devices.replicated(torch.from_numpy(offsets))
-        self.positions = self.devices.replicated(torch.tensor(self.numbers))
-        self.device_numbers = self.devices.device_numbers()
+        self.positions = self.devices.replicated(torch.tensor(self.table_indices))
+        self.device_indices = self.devices.device_indices()
         self.weight = self._initial_weight(seed)
         self.states = []
         for shape, spec in zip(self.state_shapes, self.state_specs, strict=True):
@@ -253,9 +290,9 @@ class Plan(abc.ABC):
         table_row = torch.zeros_like(array_row)
         bound = torch.zeros_like(array_row, dtype=torch.float32)
         salt = torch.zeros_like(array_row)
-        for start, rows, number in zip(self.start, self.sizes, self.numbers, strict=True):
+        for start, rows, index in zip(self.start, self.sizes, self.table_indices, strict=True):
             of_table = (array_row >= start) & (array_row < start + rows)
-            generated = np.random.SeedSequence((seed, number)).generate_state(1)
+            generated = np.random.SeedSequence((seed, index)).generate_state(1)
             table_salt = int(generated[0].astype(np.int32))
             table_row = torch.where(of_table, array_row - start, table_row)
             bound = torch.where(of_table, rows**-0.5, bound)
@@ -263,7 +300,7 @@ class Plan(abc.ABC):
 
         column = torch.arange(self.width, dtype=torch.int32, device=device) % self.dim
         row_hash = self._over_lines(hash32(table_row ^ salt))
-        bits = hash32(row_hash + (column * 0x01000193)[None])
+        bits = hash32(row_hash + (column * COLUMN_FACTOR)[None])
         # 24 bits, the mantissa of float32: -1, ..., 1 - 2**-23, times the bound.
         uniform = shift_right(bits, 8).float() * 2.0**-23 - 1
         weight = uniform * self._over_lines(bound)
@@ -271,25 +308,30 @@ class Plan(abc.ABC):
         return weight
 
     def _over_lines(self, of_rows: Tensor) -> Tensor:
-        """Spreads a number per row [rows] over the columns of the lines: [lines, width]; [rows, 1]
-        where a line is a row."""
+        """Spreads a number per row [rows] over the columns of the lines: [lines, width].
+
+        [rows, 1] where a line is a row.
+        """
         if self.pack == 1:
             return of_rows[:, None]
         by_line = of_rows.reshape(-1, self.pack, 1)
         return by_line.expand(-1, -1, self.dim).reshape(-1, self.width)
 
     def own_columns(self, values: Tensor) -> Tensor:
-        """Returns the columns of this array's tables, [batch, columns], out of those of all
-        tables."""
-        columns = self.columns
+        """Returns the columns of this array's tables, out of those of all tables.
+
+        Args:
+            values: [batch, columns of all tables].
+        """
+        columns = self.column_indices
         if len(columns) == values.shape[1]:
             return values
 
-        # Runs of neighbours are cut out as a whole.
+        # Consecutive columns are cut out together.
         begins = [0]
-        for place in range(1, len(columns)):
-            if columns[place] != columns[place - 1] + 1:
-                begins.append(place)
+        for i in range(1, len(columns)):
+            if columns[i] != columns[i - 1] + 1:
+                begins.append(i)
         runs = []
         for begin, end in itertools.pairwise([*begins, len(columns)]):
             runs.append(values[:, columns[begin] : columns[end - 1] + 1])
@@ -301,19 +343,21 @@ class Plan(abc.ABC):
         names = ["weight", *self.optimizer.states]
         return list(zip(names, [self.weight, *self.states], strict=True))
 
-    def _write(self, rows: Tensor, g: Tensor, touched: Tensor, lr: Tensor, step: Tensor) -> None:
-        """Updates device rows, in a region.
+    def _update_rows(
+        self, rows: Tensor, g: Tensor, touched: Tensor, lr: Tensor, step: Tensor
+    ) -> None:
+        """Updates device rows of the weight and of the states, in a region.
 
         Args:
             rows: [n] distinct device rows.
             g: [n, dim] the gradient of each.
             touched: [n, 1] float32; 0: the row stays as it is.
         """
-        weight, *states = self._enter_arrays()
+        weight, *states = self._enter_tensors()
         weight, states = self.optimizer.update(weight, states, rows, g, touched, lr, step)
-        self._leave_arrays([weight, *states])
+        self._leave_tensors([weight, *states])
 
-    def _enter_arrays(self) -> list[Tensor]:
+    def _enter_tensors(self) -> list[Tensor]:
         """Returns each device's part of the weight and of the states; begins a region."""
         parts = []
         specs = [self.spec, *self.state_specs]
@@ -321,9 +365,12 @@ class Plan(abc.ABC):
             parts.append(self.devices.enter(tensor, spec))
         return parts
 
-    def _leave_arrays(self, parts: Sequence[Tensor]) -> None:
-        """Writes each device's part of the weight and of the states back, in the memory in which
-        they were."""
+    def _leave_tensors(self, parts: Sequence[Tensor]) -> None:
+        """Writes each device's part of the weight and of the states back; ends the region.
+
+        By `copy_` into the tensors that were entered, so that they keep their memory: rule 1 of
+        bags.py.
+        """
         specs = [self.spec, *self.state_specs]
         for tensor, part, spec in zip([self.weight, *self.states], parts, specs, strict=True):
             tensor.copy_(self.devices.leave(part, spec, tensor.shape))

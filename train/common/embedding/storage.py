@@ -5,9 +5,9 @@ devices hold.
         tables-00000.safetensors   the pieces of host 0, see pieces.py
         tables-00000.json          its mark, written after it: size, and CRC-32 of each piece
 
-The main process waits for the marks of all hosts before it writes COMPLETE, which then has their
-number. Any number of devices, under any plan, reads the pieces back. On a pod the folder must be
-one that all hosts see.
+The main process waits for the marks of all hosts before it writes COMPLETE, which then has the
+number of hosts. Any number of devices, under any plan, reads the pieces back. On a pod the folder
+must be one that all hosts see.
 """
 
 import contextlib
@@ -28,18 +28,19 @@ from train.common import files
 from train.common.checkpoint import COMPLETE, UNREADABLE
 from train.common.device import over_hosts
 from train.common.embedding.bags import ShardedEmbeddingBags
-from train.common.embedding.owners import Rows
+from train.common.embedding.owners import TableRun
 from train.common.mesh import Mesh
 
 HOSTS_SECONDS = 1800  # how long the main process waits for the other hosts' tables
+LENGTH_BYTES = 8  # of the header's length, with which a safetensors file begins
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Where a piece lies: its file, the offset in it in bytes, its shape and its CRC-32."""
+    """Where a piece lies in a store, and what it must be."""
 
-    path: str
-    offset: int
+    path: str  # of its file
+    offset: int  # in the file, bytes
     shape: Sequence[int]
     crc32: int
 
@@ -63,27 +64,28 @@ class TableStorage:
     def write(self, fs: fsspec.AbstractFileSystem, folder: str, pieces: dict[str, Tensor]) -> None:
         """Writes this host's pieces and then its mark.
 
-        The safetensors file is written piece by piece: as bytes, all of them together would take
-        the memory twice.
+        The safetensors file is written piece by piece. To make its bytes first, as the library
+        does, would take the memory of all pieces twice.
         """
         name = f"{folder}/tables-{self.embeddings.mesh.process_index:05d}"
         header = {}
-        contents = {}
-        sums = {}
+        contents = []
+        checksums = {}
         end = 0
         for key, piece in pieces.items():
             content = memoryview(piece.contiguous().reshape(-1).numpy()).cast("B")
             begin = end
             end = begin + len(content)
             header[key] = {"dtype": "F32", "shape": list(piece.shape), "data_offsets": [begin, end]}
-            contents[key] = content
-            sums[key] = zlib.crc32(content)
-        head = json.dumps(header).encode()
-        head += b" " * (-len(head) % 8)
-        length = len(head).to_bytes(8, "little")
-        files.write_synced(fs, f"{name}.safetensors", [length + head, *contents.values()])
+            contents.append(content)
+            checksums[key] = zlib.crc32(content)
 
-        mark = {"bytes": len(length) + len(head) + end, "crc32": sums}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # the first piece begins at a multiple of 8 bytes
+        length = len(text).to_bytes(LENGTH_BYTES, "little")
+        files.write_synced(fs, f"{name}.safetensors", [length + text, *contents])
+
+        mark = {"bytes": len(length) + len(text) + end, "crc32": checksums}
         files.write_synced(fs, f"{name}.json", [json.dumps(mark).encode()])
 
     def wait(self, fs: fsspec.AbstractFileSystem, folder: str) -> None:
@@ -121,31 +123,33 @@ class TableStorage:
         """
         damage = ""
         try:
-            with _store(folder):
+            with _store_errors(folder):
                 index = _index(fs, folder)
 
             def read(key: str) -> Tensor:
-                with _store(folder):
+                with _store_errors(folder):
                     return _read_piece(fs, index, key)
 
-            shapes = {key: piece.shape for key, piece in index.items()}
+            shapes = {key: stored.shape for key, stored in index.items()}
             self.embeddings.load_pieces(shapes, read)
+        except InputError:  # a ValueError, too
+            raise
         except ValueError as error:
-            if isinstance(error, InputError):
-                raise
             damage = str(error)
-        # Each host reads other pieces; all take the same checkpoint.
-        whole = over_hosts(mesh, int(not damage)).low
-        return damage or ("" if whole else "the tables of another host are damaged")
+
+        # Each host reads other pieces, but all must take the same checkpoint.
+        all_whole = over_hosts(mesh, int(not damage)).low
+        if not damage and not all_whole:
+            damage = "the tables of another host are damaged"
+        return damage
 
     def drop_marks(self, fs: fsspec.AbstractFileSystem, folder: str) -> None:
-        """Removes the marks of all hosts from a torn checkpoint, so that they cannot pass for those
-        of a new attempt.
+        """Removes the marks of all hosts from a torn checkpoint, before it is written anew.
 
-        The scripts compare the step to resume from on all hosts next, so no host saves before this
-        is done.
+        Otherwise they would pass for those of the new attempt. The scripts compare the step to
+        resume from on all hosts next, so no host saves before this is done.
         """
-        with _store(folder):
+        with _store_errors(folder):
             for path in fs.glob(f"{folder}/tables-*.json"):
                 fs.rm(path)
 
@@ -154,13 +158,14 @@ def read_table(folder: str, name: str) -> Tensor:
     """Returns the weight of one embedding table, [rows, dim], on the host; for exports.
 
     Args:
-        folder: of a complete checkpoint, a path or URL: `checkpoints.folder(step)`.
+        folder: path or URL of a complete checkpoint, `checkpoints.folder(step)`.
+        name: of the table.
     Raises:
         KeyError: there is no such table.
         ValueError: a file is damaged, or (InputError) the store cannot be read.
     """
     fs, root = fsspec.core.url_to_fs(folder)
-    with _store(folder):
+    with _store_errors(folder):
         index = _index(fs, root)
     keys = [key for key in index if key.startswith(f"{name}/weight/")]
     if not keys:
@@ -172,7 +177,7 @@ def read_table(folder: str, name: str) -> Tensor:
     first_columns = {}
     for key in keys:
         piece_rows, piece_columns = index[key].shape
-        table_rows[key] = Rows.of_piece(key).table_rows(0, piece_rows)
+        table_rows[key] = TableRun.of_piece(key).table_rows(0, piece_rows)
         first_columns[key] = int(key.rsplit("/", 1)[1])
         rows = max(rows, int(table_rows[key][-1]) + 1)
         dim = max(dim, first_columns[key] + piece_columns)
@@ -180,47 +185,67 @@ def read_table(folder: str, name: str) -> Tensor:
     table = torch.full((rows, dim), float("nan"))
     for key in keys:
         first = first_columns[key]
-        with _store(folder):
+        with _store_errors(folder):
             piece = _read_piece(fs, index, key)
         table[table_rows[key], first : first + piece.shape[1]] = piece
     return table
 
 
 @contextlib.contextmanager
-def _store(folder: str) -> Iterator[None]:
-    """Raises InputError where the store of a checkpoint's folder fails."""
+def _store_errors(folder: str) -> Iterator[None]:
+    """Raises InputError where the store of a checkpoint's folder fails while the context lasts."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError):  # damage, or bugs
         raise
-    except Exception as error:  # every store has exceptions of its own
+    except Exception as error:  # every kind of store has exceptions of its own
         raise InputError(UNREADABLE.format(folder, files.reason(error))) from error
 
 
 def _index(fs: fsspec.AbstractFileSystem, folder: str) -> dict[str, StoredPiece]:
-    """Returns where each piece of a complete checkpoint lies, those of all hosts."""
+    """Returns where each piece of a complete checkpoint lies, those of all hosts, by name.
+
+    Raises:
+        ValueError: a host's file is damaged.
+    """
     hosts = json.loads(fs.cat_file(f"{folder}/{COMPLETE}")).get("hosts", 0)
     index = {}
     for host in range(hosts):
         name = f"{folder}/tables-{host:05d}"
         try:
-            mark = json.loads(fs.cat_file(f"{name}.json"))
-            with fs.open(f"{name}.safetensors", "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length)) if length < mark["bytes"] else {}
-            if fs.size(f"{name}.safetensors") != mark["bytes"]:
-                raise ValueError("its size is not the one that was written")
-            if header.keys() != mark["crc32"].keys():
-                raise ValueError("its header is not the one that was written")
-            for key, entry in header.items():
-                first, end = entry["data_offsets"]
-                if 4 * math.prod(entry["shape"]) != end - first:
-                    raise ValueError(f"{key} has another shape than the one that was written")
-                offset = 8 + length + first
-                path = f"{name}.safetensors"
-                index[key] = StoredPiece(path, offset, entry["shape"], mark["crc32"][key])
+            index.update(_index_of_host(fs, name))
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{os.path.basename(name)} is not whole: {error}") from None
+    return index
+
+
+def _index_of_host(fs: fsspec.AbstractFileSystem, name: str) -> dict[str, StoredPiece]:
+    """Returns where each piece of one host lies.
+
+    Args:
+        name: of the host's files, without .json and .safetensors.
+    Raises:
+        FileNotFoundError, ValueError, KeyError or TypeError: the files are damaged.
+    """
+    mark = json.loads(fs.cat_file(f"{name}.json"))
+    path = f"{name}.safetensors"
+    with fs.open(path, "rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        header = {}
+        if length < mark["bytes"]:  # a damaged length may ask for more than there is memory
+            header = json.loads(file.read(length))
+    if fs.size(path) != mark["bytes"]:
+        raise ValueError("its size is not the one that was written")
+    if header.keys() != mark["crc32"].keys():
+        raise ValueError("its header is not the one that was written")
+
+    index = {}
+    for key, entry in header.items():
+        first, end = entry["data_offsets"]
+        if 4 * math.prod(entry["shape"]) != end - first:
+            raise ValueError(f"{key} has another shape than the one that was written")
+        offset = LENGTH_BYTES + length + first
+        index[key] = StoredPiece(path, offset, entry["shape"], mark["crc32"][key])
     return index
 
 

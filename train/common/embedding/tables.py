@@ -8,7 +8,7 @@ import numpy as np
 
 from errors import InputError
 
-PLANS = ("auto", "exchange", "data")
+PLANS = ("auto", "exchange", "data")  # what Table.plan may be
 REMOVED_PLANS = ("row", "table", "column")
 
 
@@ -21,7 +21,7 @@ class Table:
         rows: number of embeddings; ids are 0 <= id < rows.
         lookups: ids that an example has at most (1: one-hot, more: multi-hot).
         pooling: how an example's embeddings become one vector; an empty bag gives zeros.
-        plan: where it lies, see the top of bags.py.
+        plan: where its rows lie, see the top of bags.py.
     """
 
     name: str
@@ -36,6 +36,7 @@ def check_tables(tables: Sequence[Table]) -> None:
     names = [table.name for table in tables]
     if not names:
         raise InputError("there are no tables")
+
     for table in tables:
         name = repr(table.name)
         plan = repr(table.plan)

@@ -1,7 +1,7 @@
 """Whole tensors on a host, of a model that is split over devices: for checkpoints and exports.
 
-No host holds them twice. It reads a few at a time from the devices, writes a file straight from the
-tensors' memory, and reads one tensor by tensor. The files are the same as those of
+No host holds them twice. It copies a few at a time from the devices, writes a file straight from
+the tensors' memory, and reads a file tensor by tensor. The files are the same as those of
 `safetensors.torch.save`, which needs a copy of all tensors.
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from train.common import device
 
-READ_BYTES = 256 * 2**20  # of one transfer of several tensors: torch_xla holds them twice meanwhile
-CHUNK_BYTES = 16 * 2**20
+READ_BYTES = 256 * 2**20  # of one transfer: torch_xla holds its tensors twice meanwhile
+CHUNK_BYTES = 16 * 2**20  # of a file that are read at once, for its checksum
 LENGTH_BYTES = 8  # of the header's length, with which a safetensors file begins
 
 # What a damaged header makes json and safetensors raise.
@@ -35,23 +35,26 @@ DAMAGE = (
 )
 
 
-def read(tensors: Sequence[Tensor], keep: bool) -> list[Tensor]:
-    """Copies tensors to the host; returns [] if not `keep`.
+def to_host(tensors: Sequence[Tensor], keep: bool) -> list[Tensor]:
+    """Copies tensors from the devices to the host.
 
     Split tensors are gathered on the devices first, by a program for each shape, which all hosts of
     a pod run together: every host must call this with the same tensors.
+
+    Args:
+        keep: whether this host needs the copies; else it gets [].
     """
-    found = []
-    batch = []
+    copies = []
+    to_read = []
     for tensor in tensors:
-        batch.append(on_every_device(tensor))
-        if sum(each.nbytes for each in batch) >= READ_BYTES:
+        to_read.append(on_every_device(tensor))
+        if sum(each.nbytes for each in to_read) >= READ_BYTES:
             if keep:
-                found += device.read(batch)
-            batch = []
-    if batch and keep:
-        found += device.read(batch)
-    return found
+                copies += device.read(to_read)
+            to_read = []
+    if to_read and keep:
+        copies += device.read(to_read)
+    return copies
 
 
 def on_every_device(tensor: Tensor) -> Tensor:
@@ -64,8 +67,8 @@ def on_every_device(tensor: Tensor) -> Tensor:
 
 
 def pack(tensors: dict[str, Tensor]) -> list[Any]:
-    """Returns the parts of a safetensors file: length, header, and the memory of each tensor."""
-    # The library decides on the order of the tensors and on the names of their types.
+    """Returns a safetensors file as its length, its header, and the memory of each tensor."""
+    # The library chooses the order of the tensors and the names of their types.
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
     header = json.loads(safetensors.torch.save(empty)[LENGTH_BYTES:])
 
@@ -85,7 +88,7 @@ def pack(tensors: dict[str, Tensor]) -> list[Any]:
 
 
 class _Checked:
-    """Reads a file that should have `size` bytes, and sums up what it has read."""
+    """Reads a file that should have `size` bytes, and computes the checksum of what it has read."""
 
     def __init__(self, file: BinaryIO, size: int):
         self._file = file
@@ -94,8 +97,12 @@ class _Checked:
         self.crc32 = 0
 
     def take(self, count: int) -> bytes:
-        """Returns the next `count` bytes, or fewer at the end, of at most `size` + 1 in all."""
-        left = self._size + 1 - self.read  # whatever a damaged header says
+        """Returns the next `count` bytes, or fewer at the end, of at most `size` + 1 in all.
+
+        One more than there should be, so that a file that is too long is noticed. And no more,
+        whatever count a damaged header asks for.
+        """
+        left = self._size + 1 - self.read
         content = self._file.read(max(0, min(count, left)))
         self.read += len(content)
         self.crc32 = zlib.crc32(content, self.crc32)
@@ -108,7 +115,7 @@ def load(fs: fsspec.AbstractFileSystem, path: str, expected: dict[str, int]) -> 
     Args:
         expected: "bytes" and "crc32" of the file.
     Raises:
-        ValueError: it has others, or is damaged.
+        ValueError: the file has another size or checksum, or is damaged.
     """
     with fs.open(path, "rb") as file:
         checked = _Checked(file, expected["bytes"])
@@ -135,7 +142,7 @@ def _read_tensors(checked: _Checked) -> dict[str, Tensor]:
     for name, entry in sorted(header.items(), key=_offsets):
         start = entry["data_offsets"][0]
         size = entry["data_offsets"][1] - start
-        # A file with this tensor only.
+        # A safetensors file with this tensor only, which the library reads.
         own_header = json.dumps({name: entry | {"data_offsets": [0, size]}}).encode()
         own_length = len(own_header).to_bytes(LENGTH_BYTES, "little")
         found |= safetensors.torch.load(own_length + own_header + checked.take(size))
@@ -143,6 +150,6 @@ def _read_tensors(checked: _Checked) -> dict[str, Tensor]:
 
 
 def _offsets(item: tuple[str, dict[str, Any]]) -> list[int]:
-    """Returns where a tensor of a header lies."""
+    """Returns the first byte of a header's tensor, and the byte after its last one."""
     _, entry = item
     return entry["data_offsets"]

@@ -1,10 +1,9 @@
 """Collectives over groups of devices, for layers of your own: docs/groups.md.
 
 In a per-device region a tensor is the shard that each device has. `per_device` makes a region of a
-function; in it the devices along an axis of the mesh share what they have, by `group_sum` and the
-others. Gradients are those of the whole computation, as on one device. On plain PyTorch there is
-one
-device: a shard is the whole tensor, and nothing below changes it.
+function, as jax.shard_map does. In it the devices along an axis of the mesh share what they have,
+by `group_sum` and the others. Gradients are those of the whole computation, as on one device. On
+plain PyTorch there is one device: a shard is the whole tensor, and nothing below changes it.
 """
 
 import math
@@ -24,7 +23,7 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 @dataclass(frozen=True)
 class Axes:
-    """The devices of a mesh along named axes; neighbours differ in the last one."""
+    """The devices of a mesh along named axes. Consecutive devices differ along the last axis."""
 
     sizes: dict[str, int]
     regions: Any  # a Regions of train/common/xla/regions.py; None on plain PyTorch
@@ -48,6 +47,7 @@ def axes(mesh: Mesh, **sizes: int) -> Axes:
     if not sizes:
         sizes = _own_sizes(mesh)
 
+    # bool is an int, but no size.
     are_positive = all(type(size) is int and size > 0 for size in sizes.values())
     if not are_positive or math.prod(sizes.values()) != mesh.num_devices:
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())
@@ -63,7 +63,7 @@ def axes(mesh: Mesh, **sizes: int) -> Axes:
 
 
 def _own_sizes(mesh: Mesh) -> dict[str, int]:
-    """Returns the devices by axis of `--mesh`, without "copies" where there is one."""
+    """Returns the devices by axis of `--mesh`, without "copies" where that has one device."""
     all_sizes = mesh.layers.axes if mesh.layers else {"data": mesh.num_devices}
     sizes = {}
     for axis, size in all_sizes.items():
@@ -73,7 +73,7 @@ def _own_sizes(mesh: Mesh) -> dict[str, int]:
 
 
 class Linear(torch.autograd.Function):
-    """Applies a linear function to a tensor, and its transposed one to the gradient."""
+    """Applies a linear function to a tensor, and the function's transpose to the gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, function: Callable, transposed: Callable) -> Tensor:
@@ -109,7 +109,7 @@ def _check(what: str, tensors: Sequence[Any], specs: Sequence[Spec]) -> None:
 
 
 def _check_sources(results: Sequence[Tensor]) -> None:
-    """Raises InputError where results have a gradient to a tensor that was never entered.
+    """Raises InputError where the gradient of results reaches a whole tensor that is no argument.
 
     Such a gradient would end the process.
     """
@@ -121,13 +121,15 @@ def _check_sources(results: Sequence[Tensor]) -> None:
 
 def _reach_outside(results: Sequence[Tensor]) -> bool:
     """Returns whether the graph of results goes back to a whole tensor other than by `Entered`."""
-    if any(result.requires_grad and result.grad_fn is None for result in results):
-        return True  # the result is itself such a tensor
+    for result in results:
+        is_leaf = result.grad_fn is None
+        if result.requires_grad and is_leaf:
+            return True  # the result is itself such a tensor
 
-    ahead = [result.grad_fn for result in results]
-    seen = {None}
-    while ahead:
-        node = ahead.pop()
+    to_visit = [result.grad_fn for result in results]
+    seen = {None}  # nothing is before an operation's input without a gradient
+    while to_visit:
+        node = to_visit.pop()
         if node in seen or node.name() == f"{Entered.__name__}Backward":
             continue
 
@@ -135,8 +137,8 @@ def _reach_outside(results: Sequence[Tensor]) -> bool:
         if is_leaf or node.name() == f"{Left.__name__}Backward":
             return True
         seen.add(node)
-        for before, _ in node.next_functions:
-            ahead.append(before)
+        for previous, _ in node.next_functions:
+            to_visit.append(previous)
     return False
 
 
@@ -145,14 +147,15 @@ def per_device(
 ) -> Callable:
     """Returns a function of whole tensors that runs `function` on each device's shards of them.
 
-    It is what jax.shard_map is.
-
     Args:
         inputs: how each argument is split; along an axis that splits no dimension, all devices have
             the same.
         results: how the result is split, or a list for a `function` that returns a tuple. Along an
             axis that splits no dimension the devices' results must be the same, as after a
             `group_sum`.
+    Raises:
+        InputError: by the returned function, where tensors and specs do not match, or `function`
+            uses a tensor with a gradient that is no argument.
     """
     regions = mesh.regions
     if regions is None:
@@ -167,9 +170,8 @@ def per_device(
             found = function(*shards)
 
         if isinstance(found, tuple | list) != returns_tuple:
-            raise InputError(
-                "a list of specs is for a function that returns a tuple, a tuple for one that returns a tensor"
-            )
+            for_tuple = "a list of specs is for a function that returns a tuple"
+            raise InputError(f"{for_tuple}, a tuple for one that returns a tensor")
         if not returns_tuple:
             found = (found,)
         _check("results", found, specs)
@@ -188,7 +190,7 @@ def _enter(x: Tensor, regions: Any, spec: Spec) -> Tensor:
         return regions.enter(whole, spec)
 
     def leave_summed(gradient: Tensor) -> Tensor:
-        # Devices with the same shard have a part of its gradient each.
+        # Each of the devices with the same shard has a part of its gradient.
         summed = regions.all_reduce(gradient, regions.unused(spec))
         return regions.leave(summed, spec)
 
@@ -241,7 +243,7 @@ def reduce_scatter(x: Tensor, mesh: Axes, axis: str) -> Tensor:
 
 
 def _gather_and_scatter(mesh: Axes, axis: str) -> tuple[Callable, Callable]:
-    """Returns all-gather and reduce-scatter along `axis`, each the transposed of the other."""
+    """Returns all-gather and reduce-scatter along `axis`, each the transpose of the other."""
 
     def gather(x: Tensor) -> Tensor:
         return mesh.regions.all_gather(x, axis)
@@ -267,10 +269,10 @@ def all_to_all(x: Tensor, mesh: Axes, axis: str) -> Tensor:
 
 
 def _devices(mesh: Axes, axis: str) -> int:
-    """Returns the devices along an axis; raises InputError outside of a region.
+    """Returns the number of devices along an axis; raises InputError outside of a region.
 
-    There tensors are whole, and so would be what a sum adds. A region's backward pass runs after
-    it, and is allowed.
+    Outside of it tensors are whole, and a sum would add the whole tensor once per device. A
+    region's backward pass runs after the region, and is allowed.
     """
     devices = mesh.size(axis)
     in_backward = torch._C._current_graph_task_id() != -1
@@ -281,7 +283,10 @@ def _devices(mesh: Axes, axis: str) -> int:
 
 
 def _divided(x: Tensor, mesh: Axes, axis: str) -> int:
-    """Returns the devices along an axis; raises InputError if they do not divide the rows of x."""
+    """Returns the number of devices along an axis.
+
+    Raises InputError outside of a region, and where they do not divide the rows of x.
+    """
     devices = _devices(mesh, axis)
     if x.dim() == 0 or x.shape[0] % devices:
         rows = f"a multiple of {devices}, the devices along {axis}"

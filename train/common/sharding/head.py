@@ -1,13 +1,16 @@
-"""The embedding of many words, such as BERT's 30,522, and the head that shares its weight.
+"""The embedding of many words, such as BERT's 30,522, and the output head that shares its weight.
 
-Their optimizer's state is split along the width of the weight [words, width]. Left to itself, XLA's
-partitioner would all-reduce the head's gradient where the devices do not divide the words, and
-bring all rows that the devices look up to each device, which adds up its columns: on 256 chips a
-quarter of a small model's step. Split along the words, the weight would send each look-up's
-gradient whole and in float32.
+The optimizer's state of the weight [words, width] is split along its width. Two other ways send or
+compute more:
+
+* Left to itself, XLA's partitioner all-reduces the head's gradient where the devices do not divide
+  the words. It also gathers all rows that the devices look up on each device, which then adds up
+  its columns: on 256 chips a quarter of a small model's step.
+* With a state that is split along the words, the gradient of each look-up travels whole and in
+  float32.
 
 Here each device sums the gradient of its own examples, of look-ups and head together. Rows of zeros
-are added so that the devices divide the words; then the gradient is reduce-scattered by rows, and
+are added so that the devices divide the words. Then the gradient is reduce-scattered by rows, and
 an all-to-all splits it along its width.
 """
 
@@ -22,8 +25,8 @@ from torch import Tensor, nn
 
 from train.common.sharding.groups import Axes, Entered, Linear, per_device
 
-# Rows per device of a reduce-scatter are a multiple of this: libtpu would add rows itself
-# otherwise, and exchange them once more.
+# Rows per device of a reduce-scatter are a multiple of this. Otherwise libtpu adds rows itself, and
+# exchanges all once more.
 ROW_MULTIPLE = 128
 
 
@@ -32,16 +35,17 @@ def reduce_scatter_gradient(
 ) -> None:
     """Makes an embedding, and a head with its weight, reduce-scatter their gradient over "data".
 
-    Both share one reduce-scatter. The gradient of a small embedding is all-reduced instead.
+    Both share one reduce-scatter. The gradient of an embedding of few words is all-reduced instead.
 
     Args:
+        head: None where no linear layer has the embedding's weight.
         axes: devices by axis.
         spmd: torch_xla's mesh with these axes.
         spec: how the gradient is split in the end, over `spmd`.
     """
     weight = _Weight(embedding, axes, spmd, spec)
 
-    def look_up(input: Tensor) -> Tensor:  # nn.Embedding's name of the argument
+    def look_up(input: Tensor) -> Tensor:  # `input`, since nn.Embedding's argument has this name
         return weight.look_up(input)
 
     embedding.forward = look_up
@@ -69,7 +73,8 @@ class _Weight:
         self._pin = pin_sharding.pin
         self._regions = Regions(axes)
 
-        # What the last look-up took: the weight's key, and a weak reference to its local copy.
+        # Of the last look-up: the key of the weight's values, and a weak reference to the local
+        # copy of the weight.
         self._last_key: tuple | None = None
         self._last_local: Callable[[], Tensor | None] | None = None
 
@@ -101,6 +106,7 @@ class _Weight:
         if self._replicated(x):
             return type(head).forward(head, x)
 
+        # The class's forward pass with the local weight; the bias is added after the region.
         local_head = SimpleNamespace(weight=self._local(), bias=None)
         self._forget()
 
@@ -114,7 +120,7 @@ class _Weight:
         return y + head.bias.to(y.dtype)
 
     def _replicated(self, x: Tensor) -> bool:
-        """Returns whether the devices do not divide the rows of x, so that each has all of them."""
+        """Returns whether each device has all rows of x, since the devices do not divide them."""
         return x.shape[0] % self._regions.count(self._batch) != 0
 
     def _examples_spec(self, x: Tensor) -> tuple:
@@ -124,8 +130,8 @@ class _Weight:
     def _local(self) -> Tensor:
         """Returns each device's copy of the weight, in the type that autocast computes in.
 
-        It is that of the last look-up while its graph is alive, so that the gradients of look-ups
-        and head become one.
+        While the graph of the last look-up is alive, this is the copy of that look-up, so that the
+        gradients of look-ups and head become one.
         """
         weight = self._embedding.weight
         kind = weight.device.type
@@ -158,7 +164,8 @@ class _Weight:
         regions = self._regions
         words = self._embedding.num_embeddings
         multiple = ROW_MULTIPLE * self._axes["data"]
-        if words < multiple:
+        has_few_words = words < multiple
+        if has_few_words:
             summed = regions.all_reduce(local, self._batch)
             whole = regions.leave(summed, (None, None))
             return self._pin(whole, self._spmd, self._spec)

@@ -15,9 +15,9 @@ AXES = ("copies", "data", "model")
 # size.
 MOST_SHARDS = 32
 
-# Without these flags the TPU's compiler sums split gradients in rings of permutes beside the
-# products, which takes more memory, more cycles and more bytes (docs/large_models.md). libtpu
-# 0.0.21 and 0.0.51 know both.
+# Without these flags the TPU's compiler sums split gradients in rings of permutes while it
+# multiplies matrices, which takes more memory, more cycles and more bytes (docs/large_models.md).
+# libtpu 0.0.21 and 0.0.51 know both.
 REDUCE_SCATTERS = "--xla_tpu_enable_windowed_einsum_for_reduce_scatter=false"
 REDUCE_SCATTERS += " --xla_tpu_enable_reduce_scatter_legalizer=true"
 
@@ -35,9 +35,11 @@ def ask_for_reduce_scatters(layout: Layout, backend: Any) -> None:
 
 
 def arranged(mesh: Mesh, layout: Layout) -> Mesh:
-    """Returns the mesh with the axes of a layout, and its `layers`.
+    """Returns the mesh with the `Layers` of a layout, and with its axes where a batch needs them.
 
-    Batches are split over all axes but "model".
+    A batch is split over all axes but "model". Where "model" has one device, that is over all
+    devices, as the mesh's own axis "data" splits it: the mesh keeps this one axis. With more of
+    "model", the mesh gets the axes of the layout, but not on a pod.
 
     Raises:
         InputError: the flags do not fit the devices, or each other.
@@ -53,14 +55,15 @@ def arranged(mesh: Mesh, layout: Layout) -> Mesh:
     if not layers.spreads:
         return replace(mesh, layers=layers)
 
-    spmd = type(mesh.spmd)(mesh.spmd.device_ids, tuple(axes.values()), AXES)
+    torch_xla_mesh = type(mesh.spmd)  # this file works without torch_xla, too
+    spmd = torch_xla_mesh(mesh.spmd.device_ids, tuple(axes.values()), AXES)
     layers = replace(layers, spmd=spmd)
     if axes["model"] > 1 and mesh.process_count == 1:
         return replace(mesh, spmd=spmd, layers=layers)
 
-    # On a pod batches come split over all devices: the upload of a host's own rows takes no other
-    # mesh (torch_xla's ShardingSpec with minibatch). The annotations of the first layers keep
-    # "model" out.
+    # On a pod a batch is uploaded split over all devices, those of "model" included: the upload of
+    # a host's own rows (torch_xla's ShardingSpec with minibatch) takes a mesh of one axis only.
+    # The first layers' activations are then pinned without "model".
     return replace(mesh, layers=layers)
 
 
@@ -76,7 +79,7 @@ def _check_one_device(mesh: Mesh, layout: Layout) -> None:
 
 
 def _check_shards(mesh: Mesh, layout: Layout, axes: dict[str, int]) -> None:
-    """Raises InputError where the mesh that a user gives leaves a state whole."""
+    """Raises InputError where --mesh has one device of "data", over which --shard-state cuts."""
     cuts_state = layout.shard_state != "none"
     if layout.mesh and cuts_state and axes["data"] == 1 and mesh.num_devices > 1:
         flag = f"--shard-state {layout.shard_state}"
@@ -87,9 +90,10 @@ def _check_shards(mesh: Mesh, layout: Layout, axes: dict[str, int]) -> None:
 
 
 def _default(devices: int, layout: Layout) -> str:
-    """Returns a mesh without "model" that splits a state over MOST_SHARDS devices at most.
+    """Returns the --mesh of a layout that gives none: without "model", in the form of the flag.
 
-    Groups of devices then hold copies of it: hybrid sharding (Zhao et al. 2023, section 3.2.2).
+    A state is split over MOST_SHARDS devices at most. Among more devices, each such group of
+    "data" holds a copy of it: hybrid sharding (Zhao et al. 2023, section 3.2.2).
     """
     shards = devices
     if layout.shard_state != "none" and devices > MOST_SHARDS:
@@ -98,10 +102,10 @@ def _default(devices: int, layout: Layout) -> str:
 
 
 def parse(text: str, devices: int) -> dict[str, int]:
-    """Returns the devices of each axis of AXES, for such as "data=4,model=2".
+    """Returns the devices along each axis of AXES, given a --mesh such as "data=4,model=2".
 
     Raises:
-        InputError: it cannot be read, or is of another number of devices.
+        InputError: the text cannot be read, or is for another number of devices.
     """
     example = f"give such as data={devices // 2},model=2" if devices % 2 == 0 else "leave it out"
     axes: dict[str, int] = {}

@@ -1,9 +1,10 @@
 """Where parameters, their gradients and their optimizer's state lie on the devices, and stay.
 
-XLA's partitioner splits as it likes what is not annotated. Where only the split parameters were,
-the split of a bias spread to LayerNorm and its activations (770 MB of all-gathers in BERT-base's
-step). So everything is annotated: every parameter, its gradient before it is clipped, its state
-after the update, and the input and result of every layer that has parameters, forward and backward.
+XLA's partitioner splits as it likes what is not annotated. When only the split parameters were
+annotated, the split of a bias spread to LayerNorm and its activations (770 MB of all-gathers in
+BERT-base's step). So everything is annotated: every parameter, its gradient before it is clipped,
+its state after the update, and the input and result of every layer that has parameters, forward and
+backward.
 """
 
 import re
@@ -16,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from errors import InputError
-from train.common.device import replicate
+from train.common.device import annotate_placement
 from train.common.mesh import Layout, Mesh
 from train.common.sharding import gather
+from train.common.sharding.groups import Spec
 from train.common.sharding.head import ROW_MULTIPLE, reduce_scatter_gradient
-
-Spec = tuple  # of a tensor: for each dimension the axis that splits it, or None
 
 
 class Rules(Protocol):
@@ -29,8 +29,8 @@ class Rules(Protocol):
 
     parameters: Mapping[str, Spec]  # by a pattern of how the parameter's name ends
     layers: tuple[str, ...]  # names of the lists of layers
-    heads: int  # of attention
-    shared: str  # pattern of the names of modules in which several products take the input
+    heads: int  # attention heads
+    shared: str  # pattern of the names of modules whose input is multiplied by several weights
     time_major: str  # pattern of the names of modules whose tensors are [T, B, …], not [B, T, …]
 
 
@@ -56,14 +56,17 @@ class ParameterSpecs:
 
 @dataclass(frozen=True)
 class Layers:
-    """How models lie on a mesh. device.py and checkpoint.py call it where the mesh has it."""
+    """How a model's layers are split over a mesh, and kept so: `Mesh.layers` where a Layout asks.
+
+    device.py and checkpoint.py hand over to it.
+    """
 
     layout: Layout
     axes: dict[str, int]  # devices by axis
     spmd: Any  # torch_xla's mesh, with these axes if something is split; None on plain PyTorch
 
-    # What checkpoint.py needs.
-    read = staticmethod(gather.read)
+    # Of whole tensors on a host, for checkpoint.py.
+    to_host = staticmethod(gather.to_host)
     pack = staticmethod(gather.pack)
     load = staticmethod(gather.load)
 
@@ -82,12 +85,16 @@ class Layers:
     def arrange(self, model: nn.Module, rules_of: Callable[[nn.Module], Rules] | None) -> None:
         """Chooses where a model's parameters lie, and makes its layers keep to it.
 
-        Without rules only the optimizer's state and the parameters can be split, over "data".
+        Each parameter gets two attributes, which device.annotate_placement reads: `placement`, and
+        `state_placement`, that of its gradient and its optimizer's state.
 
+        Args:
+            rules_of: returns a model's rules; None: only "data" may split it, and --remat needs
+                rules as well.
         Raises:
             InputError: a pattern matches no parameter, or a parameter matches two or has other
-                dimensions than its rule; or the devices of "model" do not divide the heads; or
-                there are no rules.
+                dimensions than its rule; or the devices of "model" do not divide the attention
+                heads; or there are no rules.
         """
         if rules_of is None and (self.layout.remat or self.axes["model"] > 1):
             given = "--remat" if self.layout.remat else f"--mesh {self.layout.mesh}"
@@ -97,33 +104,33 @@ class Layers:
         rules = rules_of(model) if rules_of else NO_RULES
         if self.spreads:
             specs = parameter_specs(model, self, rules)
-            for parameter, own in specs.items():
-                parameter.placement = Placement(self.spmd, own.stored)
-                parameter.state_placement = Placement(self.spmd, own.state)
+            for parameter, roles in specs.items():
+                parameter.placement = Placement(self.spmd, roles.stored)
+                parameter.state_placement = Placement(self.spmd, roles.state)
             _pin_layers(model, self, specs, rules)
         if self.layout.remat:
             recompute(model, self, rules)
 
-    def keep(self, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-        """Keeps parameters and the optimizer's state where they are after every update."""
+    def keep_placements(self, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+        """Makes each update leave parameters and the optimizer's state where they were."""
         if not self.spreads:
             return
 
-        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def annotate_again(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             _annotate_state(optimizer, mesh)
 
-        optimizer.register_step_post_hook(hook)
+        optimizer.register_step_post_hook(annotate_again)
 
 
 def parameter_specs(
     model: nn.Module, layers: Layers, rules: Rules
 ) -> dict[nn.Parameter, ParameterSpecs]:
     """Returns how each parameter is split; raises InputError, see `Layers.arrange`."""
-    parts = layers.axes["model"]
-    if rules.heads % parts:
-        raise InputError(
-            f"--mesh has model={parts} and the model {rules.heads} heads: give a divisor of {rules.heads}"
-        )
+    model_devices = layers.axes["model"]
+    heads = rules.heads
+    if heads % model_devices:
+        given = f"--mesh has model={model_devices} and the model {heads} heads"
+        raise InputError(f"{given}: give a divisor of {heads}")
 
     embedded = set()
     for module in model.modules():
@@ -136,21 +143,21 @@ def parameter_specs(
         patterns = _matching_patterns(name, rules)
         used_patterns.update(patterns)
         whole = (None,) * parameter.dim()
-        spec = rules.parameters[patterns[0]] if patterns else whole
-        if len(patterns) > 1 or len(spec) != parameter.dim():
+        rule = rules.parameters[patterns[0]] if patterns else whole
+        # At most one pattern may match, and its rule must have an entry for each dimension.
+        if len(patterns) > 1 or len(rule) != parameter.dim():
             shape = list(parameter.shape)
-            raise InputError(f"the rules for {name} {shape} are {patterns}, {spec}: one must fit")
+            raise InputError(f"the rules for {name} {shape} are {patterns}, {rule}: one must fit")
 
-        layer = spec if parts > 1 else whole
+        layer = rule if model_devices > 1 else whole
         state = _state_spec(parameter, layer, layers, parameter in embedded)
         stored = state if layers.layout.shard_state == "full" else layer
         specs[parameter] = ParameterSpecs(layer, stored, state)
 
     for pattern in rules.parameters:
         if pattern not in used_patterns:
-            raise InputError(
-                f"the rule {pattern} fits no parameter of {type(model).__name__}: see models/partition.py"
-            )
+            unused = f"the rule {pattern} fits no parameter of {type(model).__name__}"
+            raise InputError(f"{unused}: see models/partition.py")
     _check_state_is_split(model, layers, specs)
     return specs
 
@@ -169,7 +176,7 @@ def _check_state_is_split(
     if not specs or shard_state == "none" or devices == 1:
         return
 
-    if not any("data" in own.state for own in specs.values()):
+    if not any("data" in roles.state for roles in specs.values()):
         rows = "no matrix of more than two rows"
         uncut = f"the {devices} devices of data divide {rows} of {type(model).__name__}"
         remedy = "give another --mesh, or leave it out"
@@ -179,30 +186,33 @@ def _check_state_is_split(
 def _state_spec(parameter: Tensor, layer: Spec, layers: Layers, is_embedding: bool) -> Spec:
     """Returns how a parameter's gradient and optimizer state are split, given its layer's spec.
 
-    A matrix is split over "data", too, along the first dimension that the devices divide (ZeRO:
-    Rajbhandari et al. 2020): the TPU's compiler reduce-scatters only along the first. An embedding
-    of many words is split along its width, see head.py. Vectors and matrices of one or two rows are
-    not worth a collective each.
+    --shard-state splits them over "data", too (ZeRO: Rajbhandari et al. 2020), along one dimension,
+    which the layer does not split, and which the devices divide:
+
+        vectors, and one or two rows   none: they are not worth a collective each
+        an embedding of many words     its width, see head.py
+        XLNet's weights [C, heads, D]  the heads, which the TPU lays out first
+        others                         the first such dimension, since the TPU's compiler
+                                       reduce-scatters only along the first
     """
     if layers.layout.shard_state == "none" or parameter.dim() < 2 or len(parameter) <= 2:
         return layer
 
     devices = layers.axes["data"]
-    divisible = []
+    divisible = []  # dimensions
     for dimension, axis in enumerate(layer):
         if axis is None and parameter.shape[dimension] % devices == 0:
             divisible.append(dimension)
-
-    has_many_words = is_embedding and parameter.shape[0] > ROW_MULTIPLE * devices
-    if has_many_words and len(divisible) > 1:
-        divisible.remove(0)
-    if parameter.dim() == 3 and 1 in divisible:
-        divisible = [1]  # XLNet's [C, heads, D], which the TPU lays out with the heads first
     if not divisible:
         return layer
 
+    has_many_words = is_embedding and parameter.shape[0] > ROW_MULTIPLE * devices
+    by_width = has_many_words and len(divisible) > 1
+    by_heads = parameter.dim() == 3 and 1 in divisible
+    dimension = 1 if by_width or by_heads else divisible[0]
+
     spec = list(layer)
-    spec[min(divisible)] = "data"
+    spec[dimension] = "data"
     return tuple(spec)
 
 
@@ -219,10 +229,10 @@ def _pin_layers(
     """
     from train.common.xla import pin_sharding
 
-    heads = {}
+    linear_of_weight = {}  # the output head where the weight is an embedding's, too
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            heads[module.weight] = module
+            linear_of_weight[module.weight] = module
 
     reduce_scattered: set[nn.Parameter] = set()
     for name, module in model.named_modules():
@@ -235,16 +245,13 @@ def _pin_layers(
         if hasattr(module, "constrain"):
             module.constrain = pin_sharding.constrain_on(layers.spmd)
         if rules.shared and re.search(rules.shared, name):
-            # Its products' gradients are then summed before they are reduced over the devices.
+            # The gradients of its products are then summed before they are reduced over devices.
             pin_sharding.pin_input(module, split, None)
         if isinstance(module, nn.Embedding) and time_major:
             pin_sharding.look_up_batch_first(module)
-
         if _is_plain_embedding(module) and specs[module.weight].state[1] == "data":
-            state = specs[module.weight].state
-            # Where words are split over "model", the head is left to the partitioner.
-            head = heads.get(module.weight) if state[0] is None else None
-            reduce_scatter_gradient(module, head, layers.axes, layers.spmd, state)
+            head = linear_of_weight.get(module.weight)
+            _pin_split_embedding(module, head, layers, specs[module.weight].state)
             reduce_scattered.add(module.weight)
         _pin_activations(module, specs, split)
 
@@ -260,6 +267,20 @@ def _is_plain_embedding(module: nn.Module) -> bool:
     if type(module).forward is not nn.Embedding.forward:
         return False
     return not (module.max_norm or module.scale_grad_by_freq)
+
+
+def _pin_split_embedding(
+    embedding: nn.Embedding, head: nn.Linear | None, layers: Layers, state: Spec
+) -> None:
+    """Makes an embedding whose state is split along the width, and its head, sum their gradient.
+
+    Args:
+        head: the linear layer with the same weight, if there is one.
+        state: the spec of the gradient.
+    """
+    words_are_split = state[0] is not None  # over "model": the partitioner does the head
+    own_head = None if words_are_split else head
+    reduce_scatter_gradient(embedding, own_head, layers.axes, layers.spmd, state)
 
 
 def _pin_activations(
@@ -306,16 +327,16 @@ def _recomputing_forward(layer: nn.Module) -> Callable:
 
 
 def _annotate_state(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Annotates an optimizer's parameters and their state with their placement again."""
+    """Annotates an optimizer's parameters and their state again, each with its own placement."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for tensor in (parameter, *optimizer.state[parameter].values()):
                 if torch.is_tensor(tensor):
-                    replicate(tensor, mesh)
+                    annotate_placement(tensor, mesh)
 
 
-def table(model: nn.Module) -> list[str]:
-    """Returns lines that say how parameters lie; the layers of a list, as *, share a line."""
+def placement_table(model: nn.Module) -> list[str]:
+    """Returns lines that say how parameters lie. The layers of a list share a line, as *."""
     parameters_of_line: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         name = re.sub(r"\.\d+\.", ".*.", name)

@@ -1,6 +1,6 @@
 """Pins the sharding of tensors in the middle of a step, so that XLA's partitioner cannot choose it.
 
-What is pinned, and why everything must be, stands in sharding/placement.py.
+sharding/placement.py says what is pinned, and why everything must be.
 """
 
 from collections.abc import Callable
@@ -45,10 +45,10 @@ def _recomputed(tensor: Tensor) -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Returns a computed tensor whole on every device; the program that gathers it has run.
+    """Returns a computed tensor whole on every device, after running the program that gathers it.
 
-    One that is not split is returned as it is. Reading a split one would gather it, too, but
-    compile the program for each tensor and each time.
+    A tensor that is not split is returned as it is. torch_xla gathers a split tensor when it is
+    read, too, but compiles the program for each tensor and each time.
     """
     is_split = "devices=" in _XLAC._get_xla_sharding_spec(tensor)
     if not is_split:
@@ -56,9 +56,9 @@ def gather(tensor: Tensor) -> Tensor:
 
     tensor = pin_replicated(tensor)
     _XLAC._xla_sync_multi([tensor], devices=[], wait=True, sync_xla_data=False)
-    # Of several such programs at once XLA's CPU backend may leave a device of one without a thread:
-    # the others wait for it for 10 seconds, and it ends the process. On a pod a host that keeps
-    # nothing would have all of them at once.
+    # One such program after the other: of several at once, XLA's CPU backend may leave a device of
+    # one without a thread. The other devices wait for it for 10 seconds, then the process ends. On
+    # a pod a host that keeps nothing, and so reads nothing, would start all of them at once.
     xm.wait_device_ops()
     return tensor
 
@@ -78,9 +78,10 @@ class PinBoth(torch.autograd.Function):
 
 
 def constrain_on(spmd: xs.Mesh) -> Callable[..., Tensor]:
-    """Returns the function `constrain(x, *axes)` that a module calls to pin x over these devices.
+    """Returns the function `constrain(x, *axes)` that a module calls to pin x.
 
-    "data" among the axes stands for all axes over which a batch is split.
+    `axes` are those that split each dimension of x, or None. "data" among them stands for all axes
+    over which a batch is split.
     """
 
     def constrain(tensor: Tensor, *axes: str | None) -> Tensor:
@@ -93,7 +94,8 @@ def constrain_on(spmd: xs.Mesh) -> Callable[..., Tensor]:
 def pin_gradient(parameter: nn.Parameter, spmd: xs.Mesh, spec: tuple, summed: bool) -> None:
     """Splits the gradient of a parameter as `spec` says, as soon as it is summed over the devices.
 
-    Over "data" it is split in `two_steps`.
+    Over "data" it is split in `two_steps`: by a pin on a mesh whose "data" has the devices of the
+    first step only, and then by one on the whole mesh.
 
     Args:
         summed: the gradient comes summed and split already (head.py), so one step is enough.
@@ -102,7 +104,6 @@ def pin_gradient(parameter: nn.Parameter, spmd: xs.Mesh, spec: tuple, summed: bo
     meshes = [spmd]
     first, second = two_steps(sizes["data"])
     if second > 1 and "data" in spec and not summed:
-        # "data" has the devices of the first step here, so the same spec cuts over them only.
         names = ("copies", "data", "rest of data", "model")
         shape = (sizes["copies"], first, second, sizes["model"])
         first_step = xs.Mesh(spmd.device_ids, shape, names)
@@ -118,18 +119,19 @@ def pin_gradient(parameter: nn.Parameter, spmd: xs.Mesh, spec: tuple, summed: bo
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How the activations of a module are split over the devices, but for their last dimension."""
+    """How the activations of a module are split over the devices, except their last dimension."""
 
     spmd: xs.Mesh
-    dimension: int  # of the examples: 0 for [B, T, …], 1 for [T, B, …]
+    dimension: int  # that of the examples: 0 for [B, T, …], 1 for [T, B, …]
     devices: int  # over which the examples are split
 
     def spec(self, tensor: Tensor, last: str | None) -> tuple:
-        """Returns the axes of an activation's dimensions; `last` is the axis of the last one."""
+        """Returns the axes that split an activation; `last` is that of its last dimension."""
         # Embeddings of positions have one row for all examples, which cannot be split.
-        divisible = tensor.shape[self.dimension] % self.devices == 0
+        is_divisible = tensor.shape[self.dimension] % self.devices == 0
+        is_last = self.dimension == tensor.dim() - 1
         spec = [None] * tensor.dim()
-        if divisible and self.dimension < tensor.dim() - 1:
+        if is_divisible and not is_last:
             spec[self.dimension] = BATCH
         spec[-1] = last
         return tuple(spec)
@@ -139,10 +141,10 @@ def pin_input(module: nn.Module, split: BatchSplit, last: str | None) -> None:
     """Pins a module's first input and its gradient; `last` is the axis of the last dimension."""
 
     def hook(_: nn.Module, args: tuple) -> tuple[Any, ...]:
-        given = args[0]
-        pinned = PinBoth.apply(given, split.spmd, split.spec(given, last))
-        # In self-attention the keys' input is the same tensor.
-        return tuple(pinned if argument is given else argument for argument in args)
+        first = args[0]
+        pinned = PinBoth.apply(first, split.spmd, split.spec(first, last))
+        # Wherever the first input is given again: in self-attention it is the keys' input, too.
+        return tuple(pinned if argument is first else argument for argument in args)
 
     module.register_forward_pre_hook(hook)
 
@@ -157,10 +159,10 @@ def pin_output(module: nn.Module, split: BatchSplit, last: str | None) -> None:
 
 
 def look_up_batch_first(embedding: nn.Embedding) -> None:
-    """Makes an embedding look up time-major ids [T, B] in the order [B, T].
+    """Makes an embedding look up time-major ids [T, B] as [B, T], and return [T, B, …].
 
-    A device has some examples of each time step, which are not consecutive among T * B ids: in that
-    order each device would look up the ids of all.
+    A device has some examples of each time step. Of T * B ids they are not consecutive, so each
+    device would look up the ids of all; of B * T ids they are.
     """
 
     def to_batch_first(_: nn.Module, args: tuple) -> Tensor:

@@ -1,8 +1,8 @@
-"""Recomputation of a layer in the backward pass, in a step that is started again without a trace.
+"""Recomputation of a layer in the backward pass (gradient checkpointing) in a replayed step.
 
-torch.utils.checkpoint does not know XLA, and torch_xla.utils.checkpoint draws dropout's numbers
-again by setting the random state from the host, which a repeated program would not do (replay.py
-refuses it).
+torch.utils.checkpoint does not know XLA. torch_xla.utils.checkpoint draws dropout's numbers again
+by setting the random state from the host, which a program that is started without a trace would not
+do: replay.py refuses it.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ LEADING = 3  # arguments of `Recompute.forward` before its leaves
 class Seeds(TorchFunctionMode):
     """Records the tensors that `torch.rand` returns, or returns the `given` ones again.
 
-    models/layers.py draws a seed for each of its dropouts. Any other way to drop would make another
-    mask in the second pass, so it raises RuntimeError.
+    models/layers.py draws a seed for each of its dropouts. A function of RANDOM would draw other
+    numbers in the second pass, so it raises RuntimeError.
     """
 
-    OTHERS = (
+    RANDOM = (
         torch.nn.functional.dropout,
         torch.dropout,
         torch.bernoulli,
@@ -41,10 +41,9 @@ class Seeds(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if function in self.OTHERS:
-            raise RuntimeError(
-                f"{function.__name__} draws other numbers in a second pass; use models/layers.py's dropout"
-            )
+        if function in self.RANDOM:
+            draws = f"{function.__name__} draws other numbers in a second pass"
+            raise RuntimeError(f"{draws}; use models/layers.py's dropout")
 
         kwargs = kwargs or {}
         if function is not torch.rand:
@@ -58,10 +57,11 @@ class Seeds(TorchFunctionMode):
 
 
 class Recompute(torch.autograd.Function):
-    """A function of which only the inputs are kept; the backward pass runs it again, same seeds.
+    """A function of which only the inputs are kept: the backward pass runs it again, same seeds.
 
-    The optimization barrier keeps the compiler from finding out that both passes compute the same,
-    and from beginning the second before its gradient is there.
+    An optimization barrier is before the second run. Without it the compiler would find that both
+    passes compute the same and keep the first one's results, or begin the second before its
+    gradient is there.
     """
 
     @staticmethod
@@ -84,8 +84,16 @@ class Recompute(torch.autograd.Function):
         ctx.function = function
         ctx.structure = structure
         ctx.parameters = leaves[input_count:]
-        ctx.rest = [None if torch.is_tensor(leaf) else leaf for leaf in inputs]
-        ctx.tensor_indices = [i for i, leaf in enumerate(inputs) if torch.is_tensor(leaf)]
+        # Tensors are kept by save_for_backward below, everything else here.
+        ctx.other_inputs = []
+        ctx.tensor_indices = []
+        for index, leaf in enumerate(inputs):
+            if torch.is_tensor(leaf):
+                ctx.other_inputs.append(None)
+                ctx.tensor_indices.append(index)
+            else:
+                ctx.other_inputs.append(leaf)
+
         kind = torch_xla.device().type
         ctx.autocast_enabled = torch.is_autocast_enabled(kind)
         ctx.autocast_dtype = torch.get_autocast_dtype(kind)
@@ -97,7 +105,7 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: Tensor | None) -> tuple:
-        """Computes the function again; returns the gradients of its leaves."""
+        """Computes the function again; returns the gradients of the arguments of `forward`."""
         given = [gradient for gradient in gradients if gradient is not None]
         wanted = []  # indices of the inputs that need a gradient
         for index in ctx.tensor_indices:
@@ -106,12 +114,12 @@ class Recompute(torch.autograd.Function):
 
         saved = ctx.saved_tensors
         seeds = saved[len(ctx.tensor_indices) :]
-        inputs = list(ctx.rest)
+        inputs = list(ctx.other_inputs)
         for index, tensor in zip(ctx.tensor_indices, saved, strict=False):  # seeds come after these
             inputs[index] = tensor.detach().clone() if index in wanted else tensor
 
-        # Copies of the gradients: from behind the barrier a bias' gradient would be added up in
-        # another order.
+        # Copies of the gradients pass the barrier, and the backward pass uses the gradients
+        # themselves: with those from behind it a bias' gradient would be summed in another order.
         behind_barrier = [inputs[index] for index in wanted]
         behind_barrier += [gradient.clone() for gradient in given]
         torch_xla._XLAC._xla_optimization_barrier_(behind_barrier)
@@ -129,10 +137,10 @@ class Recompute(torch.autograd.Function):
                 sources.append(parameter)
         found = iter(torch.autograd.grad(with_gradient, sources, given, allow_unused=True))
 
-        of_leaves = []
-        for needed in ctx.needs_input_grad[LEADING:]:
-            of_leaves.append(next(found) if needed else None)
-        return (*(None,) * LEADING, *of_leaves)
+        of_arguments = [None] * LEADING
+        for is_needed in ctx.needs_input_grad[LEADING:]:
+            of_arguments.append(next(found) if is_needed else None)
+        return tuple(of_arguments)
 
 
 def _compute_again(ctx: Any, inputs: list[Any], seeds: Sequence[Tensor]) -> tuple:
@@ -146,7 +154,7 @@ def _compute_again(ctx: Any, inputs: list[Any], seeds: Sequence[Tensor]) -> tupl
 
 
 def recomputing_forward(layer: nn.Module) -> Callable:
-    """Returns a forward pass of a layer that keeps its inputs only, where gradients are on."""
+    """Returns a layer's forward pass that keeps only its inputs for the backward pass."""
     forward = layer.forward
     parameters = list(layer.parameters())
 

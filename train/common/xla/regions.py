@@ -1,9 +1,12 @@
 """Per-device regions of an XLA mesh with named axes, and the collectives inside them.
 
-sharding/groups.py is what layers use of it. Of torch_xla 2.9's own collectives all-reduce and
-reduce-scatter of `_XLAC._xla_spmd_*` are right in a region (xm.all_reduce silently is not). The
-others step out of it: what the devices have becomes one tensor with a dimension for each axis, and
-the partitioner splits it along another dimension.
+A region is code in which a tensor is the shard that each device has: torch_xla's manual sharding,
+JAX's shard_map. Layers use it by sharding/groups.py.
+
+Of torch_xla 2.9's own collectives, all-reduce and reduce-scatter of `_XLAC._xla_spmd_*` are right
+in a region (xm.all_reduce silently is not). The others step out of it: what the devices have
+becomes one tensor with a dimension for each axis, and the partitioner splits it along another
+dimension.
 """
 
 import contextlib
@@ -29,10 +32,11 @@ Axis = str | tuple[str, ...] | None  # what splits one dimension of a tensor
 
 
 def two_steps(devices: int) -> tuple[int, int]:
-    """Returns the devices of each of two reduce-scatters that do the work of one over `devices`.
+    """Returns how many devices each of two reduce-scatters has, instead of one over `devices`.
 
-    Where the devices cannot be a square slice, the second is over one device. Of one reduce-scatter
-    among all chips of v5e:4x4 libtpu makes an all-reduce, which sends twice as much.
+    libtpu makes an all-reduce, which sends twice as much, of one reduce-scatter among all chips of
+    a square slice such as v5e:4x4. Where the devices cannot be such a slice, the second
+    reduce-scatter is over one device, so there is none.
     """
     side = math.isqrt(devices)
     is_square = side * side == devices
@@ -57,8 +61,8 @@ class Regions:
         """Makes the code inside of it a region.
 
         Raises:
-            InputError: a region in another one, which would end the process; or random numbers were
-                drawn, of which every device would get the same.
+            InputError: it is inside of another region, which would end the process; or random
+                numbers were drawn, of which every device would get the same.
         """
         if Regions.inside:
             raise InputError(
@@ -79,7 +83,7 @@ class Regions:
             raise InputError(f"{drawn}: {remedy}")
 
     def count(self, axes: Iterable[str | None]) -> int:
-        """Returns the devices of a group along several axes; None counts as one."""
+        """Returns how many devices a group along several axes has; None counts as one."""
         return math.prod(self.sizes[axis] for axis in axes if axis)
 
     def unused(self, spec: tuple[Axis, ...]) -> tuple[str, ...]:
@@ -92,11 +96,12 @@ class Regions:
         self._check(x, spec, "a tensor")
         for size, axis in zip(x.shape, spec, strict=True):
             if size % self.count(_as_tuple(axis)):
-                raise InputError(
-                    f"a tensor {list(x.shape)} does not divide into equal parts by {spec} of {self.sizes}"
-                )
+                shape = list(x.shape)
+                axes = f"{spec} of {self.sizes}"
+                raise InputError(f"a tensor {shape} does not divide into equal parts by {axes}")
 
         # A new tensor, since one that is annotated, such as a batch, refuses another annotation.
+        # `| False` takes integers and bools, and keeps their type.
         x = x * 1 if x.is_floating_point() else x | False
         _XLAC._xla_mark_sharding(x, self.spmd.get_op_sharding(spec))
         return _XLAC._spmd_full_to_shard_shape(x)
@@ -117,8 +122,8 @@ class Regions:
         """Raises InputError where a tensor cannot be split by `spec`."""
         named = _flat_axes(spec)
         unknown = set(named) - self.sizes.keys()
-        twice = len(set(named)) < len(named)
-        if len(spec) != x.dim() or unknown or twice:
+        has_repeated = len(set(named)) < len(named)
+        if len(spec) != x.dim() or unknown or has_repeated:
             give = f"give an axis of {self.sizes}, or None, for each dimension, an axis once"
             raise InputError(f"{what} {list(x.shape)} cannot be cut by {spec}: {give}")
 
@@ -130,7 +135,7 @@ class Regions:
             )
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        """Returns the sum over the devices of each group along `axes`, to each of them."""
+        """Returns the sum of x over each group of devices along `axes`, on each of them."""
         if self.count(axes) == 1:
             return x
         return _XLAC._xla_spmd_all_reduce(xm.REDUCE_SUM, x, 1.0, self._groups(axes))
@@ -139,18 +144,20 @@ class Regions:
         """Sums [devices * n, …] along `axis`; its i-th device gets the i-th [n, …] of the sum."""
         first, second = two_steps(self.sizes[axis])  # devices of each of two reduce-scatters
         groups = np.array(self._groups((axis,))).reshape(-1, first, second)
+
+        # Device [i, j] of a group: the first step is among those with the same j and leaves it the
+        # i-th of `first` blocks; the second, among those with the same i, the j-th part of that.
         first_groups = groups.swapaxes(1, 2).reshape(-1, first)
         second_groups = groups.reshape(-1, second)
-
-        for step in (first_groups, second_groups):
-            devices = step.shape[1]
+        for step_groups in (first_groups, second_groups):
+            devices = step_groups.shape[1]
             if devices > 1:
-                ids = step.tolist()
+                ids = step_groups.tolist()
                 x = _XLAC._xla_spmd_reduce_scatter(xm.REDUCE_SUM, x, 1.0, 0, devices, ids)
         return x
 
     def all_gather(self, x: Tensor, axis: str) -> Tensor:
-        """Returns the shards [n, …] along `axis` one after the other, [devices * n, …], to each."""
+        """Returns the shards [n, …] along `axis`, concatenated to [devices * n, …], on each."""
         around = self._around(axis)
         whole = around.leave(x.reshape(1, 1, 1, -1), ("before", "axis", "after", None))
         gathered = around.enter(whole, ("before", None, "after", None))
