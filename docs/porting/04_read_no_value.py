@@ -1,7 +1,8 @@
 """Read no value inside the step
 
-`.item()`, `float()`, `print` and `if` on a tensor need a number that the device has not computed yet: they cut the
-graph in two and let the device wait for the host, so compute both branches and choose with `torch.where`.
+`.item()`, `float()`, `print` and `if` on a tensor need a number that the device has not computed
+yet: they cut the graph in two and let the device wait for the host, so compute both branches and
+choose with `torch.where`.
 
 The eager step, compiled, stops in the line that reads: {WRONG}.
 """

@@ -1,7 +1,8 @@
 """Choose by masks, not by boolean indices; no foreach
 
-`x[x > 0]` has as many elements as there are positive values, which only the device knows; a mask keeps the shape.
-XLA has no `foreach` kernels: pass `foreach=False` to optimizers; `clip_grad_norm_` chooses so itself (torch 2.9).
+`x[x > 0]` has as many elements as there are positive values, which only the device knows; a mask
+keeps the shape. XLA has no `foreach` kernels: pass `foreach=False` to optimizers; `clip_grad_norm_`
+chooses so itself (torch 2.9).
 
 The eager function, compiled: {WRONG}. `clip_grad_norm_(…, foreach=True)`: {WRONG_CLIP}.
 """
