@@ -1,8 +1,8 @@
 """What a copy of a script, or an installation, may come without: one table, PARTS, and `load`.
 
-`make copy` (copy_model.py) reads the table for what a copy gets, `load` for the sentence about what is
-missing, and the tests read it for both. Code that needs a part loads it here by its name, or asks
-`is_here` first; so it works in a copy without the part. Only the standard library is needed.
+`make copy` (copy_model.py) reads the table for what a copy gets, `load` for the sentence about what
+is missing, and the tests read it for both. Code that needs a part loads it here by its name, or
+asks `is_here` first; so it works in a copy without the part. Only the standard library is needed.
 """
 
 import importlib
@@ -13,7 +13,9 @@ from types import ModuleType
 
 from errors import InputError
 
-NOT_IN_THIS_COPY = "{needed_by} needs {entry}, not in this copy: make copy … {given} brings it to a new one"
+NOT_IN_THIS_COPY = (
+    "{needed_by} needs {entry}, not in this copy: make copy … {given} brings it to a new one"
+)
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,14 @@ class Part:
     Attributes:
         name: what `load` calls it.
         modules: what it consists of; a package stands for all its files.
-        given: what `make copy` is given for it, such as "WITH=watch", one of these; none: no copy has
-            it.
+        given: what `make copy` is given for it, such as "WITH=watch", one of these; none: no copy
+            has it.
         needed_by: the flags that need it; {asked} is what the caller of `load` fills in.
         missing: the sentence of the InputError that `load` raises where it is missing; it may name
             {needed_by}, {entry}, {given}, {asked} and the {error} of the import.
         entry: the module that `load` imports; "": the first of `modules`.
-        whole: a copy gets all files of `modules`; otherwise `entry` and what is imported from there.
+        whole: a copy gets all files of `modules`; otherwise `entry` and what is imported from
+            there.
         foreign: it is a library, or needs one of its own: any ImportError means that it is missing.
         attribute: what `entry` has, if it is not just a folder of that name.
     """
@@ -67,8 +70,8 @@ ENCODERS = {
 PRETRAINED = tuple(name for name in ENCODERS if name != "auto")  # auto is for fine-tuning only
 
 NO_DEVICE = (
-    "--device is {asked}, but what it needs is not here ({error}); install requirements.txt, copy with "
-    "DEVICE={asked}, or give another --device (cpu needs no torch_xla)"
+    "--device is {asked}, but what it needs is not here ({error}); install requirements.txt, "
+    "copy with DEVICE={asked}, or give another --device (cpu needs no torch_xla)"
 )
 
 PARTS = (
@@ -141,7 +144,8 @@ PARTS = (
 
 
 def encoder(name: str) -> Part:
-    """Returns the record of an encoder as a part. Unlike one of PARTS it is also in a copy whose files import it."""
+    """Returns the record of an encoder as a part. Unlike one of PARTS it is also in a copy whose files
+    import it."""
     return Part(
         name=name,
         modules=(ENCODERS[name],),

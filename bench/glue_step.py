@@ -108,7 +108,7 @@ def ours(options: Options, start: str, grouped: bool, mesh) -> Callable[[int], B
     )
     config = script.validate(config)
     data = script.open_data(config)
-    train_set, plan = data.train, script.batches(config, data.train, mesh, train=True)
+    train_set, plan = data.train, script.batch_plan(config, data.train, mesh, train=True)
     state = script.build(config, data, mesh)
     state.model.train()
     step_fn = device.compiled(script.train_step, mesh, len(plan.shapes))

@@ -4,10 +4,13 @@ Plain text is turned into such a folder once, before training, by data/prepare/t
 DATASET=text):
 
     tokenizer/               of transformers: AutoTokenizer.from_pretrained(folder / "tokenizer")
-    train.tokens.npy         uint16 or uint32 [tokens]: the rows one after another, without special tokens around them
+    train.tokens.npy         uint16 or uint32 [tokens]: the rows one after another, without special
+                             tokens around them
     train.rows.npy           int64 [rows + 1]: where each row begins, and the end of the last
-    train.sentences.npy      int32 [sentences]: where each sentence begins, counted from the beginning of its row
-    train.row_sentences.npy  int64 [rows + 1]: where the sentences of each row begin in train.sentences.npy
+    train.sentences.npy      int32 [sentences]: where each sentence begins, counted from the
+                             beginning of its row
+    train.row_sentences.npy  int64 [rows + 1]: where the sentences of each row begin in
+                             train.sentences.npy
     valid.…                  likewise
     report.json              flags, counts; written last
 
@@ -206,9 +209,9 @@ class Text:
         as_reported = tokens == expected_tokens and rows == expected_rows
         if not as_reported or not _belong_together(packed):
             raise InputError(
-                f"{self._path('tokens')} and the files beside it have {tokens} tokens in {rows} rows; "
-                f"expected {expected_tokens} in {expected_rows}, as report.json says: delete the folder "
-                "and prepare it again"
+                f"{self._path('tokens')} and the files beside it have {tokens} tokens in {rows} "
+                f"rows; expected {expected_tokens} in {expected_rows}, as report.json says: delete "
+                "the folder and prepare it again"
             )
 
     def _path(self, name: str) -> Path:
@@ -231,11 +234,14 @@ class Text:
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         except Exception as error:  # transformers and tokenizers raise all sorts
-            what = f"{path} has no tokenizer that transformers can read: {str(error).partition(chr(10))[0]}"
+            reason = str(error).partition("\n")[0]
+            what = f"{path} has no tokenizer that transformers can read: {reason}"
             raise InputError(f"{what}; delete the folder and prepare it again") from error
         if len(tokenizer) != self._vocabulary:
-            what = f"{path} has {len(tokenizer)} tokens, and the text was prepared with {self._vocabulary}"
-            raise InputError(f"{what}; they do not belong together: prepare the text again")
+            raise InputError(
+                f"{path} has {len(tokenizer)} tokens, and the text was prepared with "
+                f"{self._vocabulary}; they do not belong together: prepare the text again"
+            )
         return tokenizer
 
     def __getstate__(self) -> dict:
@@ -390,9 +396,8 @@ def _byte_level(
     merged = [left + right for left, right in merges]
     tokens = [*ROBERTA_SPECIALS, *alphabet, *merged, "<mask>"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    mask = AddedToken(
-        "<mask>", lstrip=True, special=True
-    )  # it takes the space before it, as published
+    # As published, the mask takes the space before it.
+    mask = AddedToken("<mask>", lstrip=True, special=True)
     return RobertaTokenizer(
         vocab=vocabulary, merges=merges, mask_token=mask, model_max_length=LONGEST
     )
@@ -441,7 +446,8 @@ def check_rows(kind: str, length: int, pairs: bool) -> None:
         )
     if pairs and kind not in ("bert", "xlnet"):
         raise InputError(
-            f"pairs are for bert (next-sentence prediction) and xlnet; expected rows without for {kind}"
+            "pairs are for bert (next-sentence prediction) and xlnet; "
+            f"expected rows without for {kind}"
         )
 
 

@@ -30,8 +30,8 @@ CHUNK = 128  # scores whose maximum stands for them in `top_k`; a row of a TPU's
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns the k largest of each row of [B, N], sorted, and their places: exact, without sorting
-    the row.
+    """Returns the k largest of each row of [B, N], sorted, and their indices: exact, without
+    sorting the row.
 
     XLA sorts the whole row for `torch.topk`. The k largest lie in the k chunks with the largest
     maxima, so it is enough to sort N / 128 maxima and k * 128 scores.
@@ -41,12 +41,13 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return scores.topk(k, 1)
     if size % CHUNK:
         scores = torch.nn.functional.pad(scores, (0, -size % CHUNK), value=-math.inf)
+
     chunks = scores.view(batch, -1, CHUNK)
     chosen = chunks.amax(2).topk(k, 1).indices
-    values, places = (
-        chunks.gather(1, chosen[:, :, None].expand(-1, -1, CHUNK)).flatten(1).topk(k, 1)
-    )
-    return values, chosen.gather(1, places // CHUNK) * CHUNK + places % CHUNK
+    candidates = chunks.gather(1, chosen[:, :, None].expand(-1, -1, CHUNK)).flatten(1)
+    values, indices = candidates.topk(k, 1)
+    chunk = chosen.gather(1, indices // CHUNK)
+    return values, chunk * CHUNK + indices % CHUNK
 
 
 def start(model: Transformer, source: Tensor, beam: int, max_length: int) -> tuple[State, State]:
@@ -56,34 +57,36 @@ def start(model: Transformer, source: Tensor, beam: int, max_length: int) -> tup
     Args:
         max_length: most words of a hypothesis, its EOS included.
     """
-    batch, device = len(source), source.device
+    batch = len(source)
+    device = source.device
     memory, mask = model.encode(source)
     reads = {"memory_mask": mask}
     empty = (source == PAD).all(1)
+
+    words = (batch, beam, max_length)
+    scores = torch.full((batch, beam), MASKED, device=device)
+    first = torch.zeros(1, dtype=torch.int64, device=device)
     state = {
         "running": ~empty.all(),
         "time": torch.zeros((), dtype=torch.int32, device=device),
         "last": torch.full((batch, beam), EOS, dtype=torch.int32, device=device),
-        "tokens": torch.full((batch, beam, max_length), PAD, dtype=torch.int32, device=device),
-        "ancestors": torch.zeros(batch, beam, max_length, dtype=torch.int32, device=device),
+        "tokens": torch.full(words, PAD, dtype=torch.int32, device=device),
+        "ancestors": torch.zeros(words, dtype=torch.int32, device=device),
         # One hypothesis at first: the others would be equal to it.
-        "scores": torch.full((batch, beam), MASKED, device=device).index_fill(
-            1, torch.zeros(1, dtype=torch.int64, device=device), 0.0
-        ),
+        "scores": scores.index_fill(1, first, 0.0),
         "finished": torch.where(empty, beam, 0).to(torch.int32)[:, None],
-        "finished_tokens": torch.full(
-            (batch, beam, max_length), PAD, dtype=torch.int32, device=device
-        ),
+        "finished_tokens": torch.full(words, PAD, dtype=torch.int32, device=device),
         "finished_scores": torch.full((batch, beam), MASKED, device=device),
     }
+
     heads = model.arch.heads
+    cache = (batch, heads, max_length, beam, model.arch.dim // heads)
     for i, layer in enumerate(model.decoder.layers):
-        reads[f"memory_keys.{i}"], reads[f"memory_values.{i}"] = layer.encoder_attn.keys_and_values(
-            memory
-        )
-        shape = (batch, heads, max_length, beam, model.arch.dim // heads)
-        for name in ("keys", "values"):
-            state[f"{name}.{i}"] = torch.zeros(shape, dtype=memory.dtype, device=device)
+        keys, values = layer.encoder_attn.keys_and_values(memory)
+        reads[f"memory_keys.{i}"] = keys
+        reads[f"memory_values.{i}"] = values
+        state[f"keys.{i}"] = torch.zeros(cache, dtype=memory.dtype, device=device)
+        state[f"values.{i}"] = torch.zeros(cache, dtype=memory.dtype, device=device)
     return state, reads
 
 
@@ -95,38 +98,52 @@ def decode_last(
     Args:
         mask: [B, 1, beam, times * beam], which slots of the first times a hypothesis sees, see
             `score_mask`.
-        column: int64 [1], the place in the cache that is written.
+        column: int64 [1], the time whose slots in the cache are written.
 
     Returns:
         Logits [B, beam, words], float32, and the new keys and values of the state.
     """
-    time, written, times = state["time"], {}, mask.shape[3] // state["last"].shape[1]
-    x = model.decoder.embed(state["last"], (time + PAD + 1).expand(state["last"].shape))
+    last = state["last"]
+    times = mask.shape[3] // last.shape[1]
+    position = (state["time"] + PAD + 1).expand(last.shape)
+    written = {}
+
+    x = model.decoder.embed(last, position)
     for i, layer in enumerate(model.decoder.layers):
 
         def attend_to_history(y: Tensor, i: int = i, attention=layer.self_attn) -> Tensor:
-            for name, value in zip(("keys", "values"), attention.keys_and_values(y), strict=True):
-                own = value.transpose(1, 2)[:, :, None]
-                cache = state[f"{name}.{i}"]
-                in_place = (
-                    cache.device.type in NATIVE_DEVICES
-                )  # a copy of the cache would cost more than the step
-                written[f"{name}.{i}"] = (cache.index_copy_ if in_place else cache.index_copy)(
-                    2, column, own
-                )
-            seen = (written[f"{name}.{i}"][:, :, :times] for name in ("keys", "values"))
-            keys, values = (cache.flatten(2, 3).transpose(1, 2) for cache in seen)
-            return attention.attend(y, keys, values, mask)
+            own_keys, own_values = attention.keys_and_values(y)
+            keys = _write(state[f"keys.{i}"], column, own_keys)
+            values = _write(state[f"values.{i}"], column, own_values)
+            written[f"keys.{i}"] = keys
+            written[f"values.{i}"] = values
+            return attention.attend(y, _slots(keys, times), _slots(values, times), mask)
 
         def attend_to_source(y: Tensor, i: int = i, attention=layer.encoder_attn) -> Tensor:
-            return attention.attend(
-                y, reads[f"memory_keys.{i}"], reads[f"memory_values.{i}"], reads["memory_mask"]
-            )
+            keys = reads[f"memory_keys.{i}"]
+            values = reads[f"memory_values.{i}"]
+            return attention.attend(y, keys, values, reads["memory_mask"])
 
         x = layer.residual(x, layer.self_attn_layer_norm, attend_to_history)
         x = layer.residual(x, layer.encoder_attn_layer_norm, attend_to_source)
         x = layer.feed_forward(x)
     return model.logits(model.decoder.normalized(x)).float(), written
+
+
+def _write(cache: Tensor, column: Tensor, own: Tensor) -> Tensor:
+    """Returns a cache [B, H, T, beam, D] with the keys or values [B, beam, H, D] of the last words
+    in a column."""
+    slots = own.transpose(1, 2)[:, :, None]
+    if cache.device.type in NATIVE_DEVICES:
+        # In place: a copy of the cache would cost more than the step.
+        return cache.index_copy_(2, column, slots)
+    return cache.index_copy(2, column, slots)
+
+
+def _slots(cache: Tensor, times: int) -> Tensor:
+    """Returns the slots of the first times of a cache, as `attend` takes them: [B, times * beam, H,
+    D]."""
+    return cache[:, :, :times].flatten(2, 3).transpose(1, 2)
 
 
 def continued(logits: Tensor, scores: Tensor, time: Tensor, limit: Tensor) -> Tensor:
@@ -137,6 +154,7 @@ def continued(logits: Tensor, scores: Tensor, time: Tensor, limit: Tensor) -> Te
     forbidden = (word == PAD) | ((word == EOS) & (time < 1)) | ((word != EOS) & last_step)
     if logits.device.type in NATIVE_DEVICES:
         return logits.log_softmax(2).masked_fill_(forbidden, MASKED).add_(scores[:, :, None])
+
     largest = logits.amax(2, keepdim=True)
     normalizer = (logits - largest).exp().sum(2, keepdim=True).log() + largest
     return torch.where(forbidden, MASKED, logits - normalizer) + scores[:, :, None]
@@ -151,84 +169,87 @@ def step(model: Transformer, state: State, reads: State, length_penalty: float) 
         length_penalty: exponent of the length by which a finished hypothesis' log-probability is
             divided.
     """
-    time, scores = state["time"], state["scores"]
+    time = state["time"]
+    device = time.device
     beam, max_length = state["tokens"].shape[1:]
-    now = torch.arange(max_length, device=time.device, dtype=torch.int32) == time
+    now = torch.arange(max_length, device=device, dtype=torch.int32) == time
     column = time.to(torch.int64)[None]
-    beams = torch.arange(beam, device=time.device, dtype=torch.int32)
+    beams = torch.arange(beam, device=device, dtype=torch.int32)
     ancestors = torch.where(now, beams[:, None], state["ancestors"])
 
     # A hypothesis sees its ancestors among all slots up to now: [B, beam, times * beam].
-    times = (
-        int(time) + 1 if time.device.type in NATIVE_DEVICES else max_length
-    )  # there shapes may vary
-    past = torch.arange(times, device=time.device, dtype=torch.int32) <= time
+    if device.type in NATIVE_DEVICES:  # shapes may vary there
+        times = int(time) + 1
+    else:
+        times = max_length
+    past = torch.arange(times, device=device, dtype=torch.int32) <= time
     allowed = (ancestors[:, :, :times, None] == beams) & past[:, None]
     mask = score_mask(allowed.flatten(2))
     logits, written = decode_last(model, state, reads, mask, column)
     new = state | written
 
-    candidate_scores, place = top_k(
-        continued(logits, scores, time, reads["limit"]).flatten(1), 2 * beam
-    )
+    # The best words after all hypotheses of a sentence: [B, 2 * beam], best first.
+    next_scores = continued(logits, state["scores"], time, reads["limit"])
+    candidate_scores, index = top_k(next_scores.flatten(1), 2 * beam)
     words = logits.shape[2]
-    parent, chosen = (place // words).to(torch.int32), (place % words).to(torch.int32)
-
-    def of_parents(history: Tensor) -> Tensor:
-        return history.gather(1, parent.to(torch.int64)[:, :, None].expand(-1, -1, max_length))
-
-    candidates = torch.where(now, chosen[:, :, None], of_parents(state["tokens"]))
+    parent = (index // words).to(torch.int32)
+    chosen = (index % words).to(torch.int32)
+    histories = _select(state["tokens"], parent.to(torch.int64))
+    candidates = torch.where(now, chosen[:, :, None], histories)
 
     # Hypotheses end here if they are among the best `beam` candidates and there is room: earlier
     # ones stay.
     ends = (chosen == EOS) & (candidate_scores > MASKED / 2)
-    rank = torch.arange(2 * beam, device=time.device, dtype=torch.int32)
+    rank = torch.arange(2 * beam, device=device, dtype=torch.int32)
     ending = ends & (rank < beam)
     ending &= ending.int().cumsum(1) + state["finished"] <= beam
-    normalized = torch.where(
-        ending, candidate_scores / (time + 1).float() ** length_penalty, MASKED
-    )
-    new["finished_scores"], kept = torch.cat([state["finished_scores"], normalized], 1).topk(
-        beam, 1
-    )
-    new["finished_tokens"] = torch.cat([state["finished_tokens"], candidates], 1).gather(
-        1, kept[:, :, None].expand(-1, -1, max_length)
-    )
+    divisor = (time + 1).float() ** length_penalty
+    normalized = torch.where(ending, candidate_scores / divisor, MASKED)
+
+    all_scores = torch.cat([state["finished_scores"], normalized], 1)
+    best_scores, best = all_scores.topk(beam, 1)
+    all_tokens = torch.cat([state["finished_tokens"], candidates], 1)
+    new["finished_scores"] = best_scores
+    new["finished_tokens"] = _select(all_tokens, best)
     new["finished"] = state["finished"] + ending.int().sum(1, keepdim=True, dtype=torch.int32)
 
     # The best `beam` that continue.
     alive = (ends.int() * 2 * beam + rank).topk(beam, 1, largest=False).indices
     new["scores"] = torch.where(ends, MASKED, candidate_scores).gather(1, alive)
     new["last"] = chosen.gather(1, alive)
-    wide = alive[:, :, None].expand(-1, -1, max_length)
-    new["tokens"] = candidates.gather(1, wide)
+    new["tokens"] = _select(candidates, alive)
     parents = parent.gather(1, alive).to(torch.int64)
-    new["ancestors"] = ancestors.gather(1, parents[:, :, None].expand(-1, -1, max_length))
+    new["ancestors"] = _select(ancestors, parents)
     new["time"] = time + 1
     new["running"] = (new["finished"] < beam).any() & (new["time"] < max_length)
     return new
 
 
+def _select(hypotheses: Tensor, indices: Tensor) -> Tensor:
+    """Returns [B, m, T], the hypotheses of [B, n, T] at indices int64 [B, m]."""
+    length = hypotheses.shape[2]
+    return hypotheses.gather(1, indices[:, :, None].expand(-1, -1, length))
+
+
 def grown(state: State, max_length: int) -> State:
-    """Returns the state with places for `max_length` words per hypothesis; it runs while a sentence is unfinished."""
+    """Returns the state with space for `max_length` words per hypothesis; it is running while a
+    sentence is unfinished."""
     new = dict(state)
     for name, tensor in state.items():
-        if name in ("tokens", "finished_tokens", "ancestors") or name.startswith(
-            ("keys.", "values.")
-        ):
-            padding = [0, 0] * (tensor.dim() - 3) + [
-                0,
-                max_length - tensor.shape[2],
-            ]  # words are dimension 2 of all
-            new[name] = torch.nn.functional.pad(
-                tensor, padding, value=PAD if name.endswith("tokens") else 0
-            )
+        has_words = name in ("tokens", "finished_tokens", "ancestors")
+        if not has_words and not name.startswith(("keys.", "values.")):
+            continue
+        # Words are dimension 2 of all of them; padding is given for the last dimension first.
+        padding = [0, 0] * (tensor.dim() - 3) + [0, max_length - tensor.shape[2]]
+        filler = PAD if name.endswith("tokens") else 0
+        new[name] = torch.nn.functional.pad(tensor, padding, value=filler)
     new["running"] = (state["finished"] < state["tokens"].shape[1]).any()
     return new
 
 
 class Found:
-    """The finished hypotheses of all sentences of a search, also of those that its state no longer has."""
+    """The finished hypotheses of all sentences of a search, also of those that its state no longer
+    has."""
 
     def __init__(self, max_length: int):
         self.max_length = max_length
@@ -236,14 +257,14 @@ class Found:
 
     def take(self, state: State) -> None:
         """Takes what the sentences of a state have found so far."""
+        tokens = state["finished_tokens"]
+        length = tokens.shape[2]
         if self.rows is None:
-            missing = self.max_length - state["finished_tokens"].shape[2]
-            self.tokens = torch.nn.functional.pad(state["finished_tokens"], [0, missing], value=PAD)
+            missing = self.max_length - length
+            self.tokens = torch.nn.functional.pad(tokens, [0, missing], value=PAD)
             self.scores = state["finished_scores"]
         else:
-            self.tokens[self.rows, :, : state["finished_tokens"].shape[2]] = state[
-                "finished_tokens"
-            ]
+            self.tokens[self.rows, :, :length] = tokens
             self.scores[self.rows] = state["finished_scores"]
 
     def dropped(self, state: State, reads: State) -> tuple[State, State]:
@@ -252,11 +273,18 @@ class Found:
         left = (state["finished"] < state["tokens"].shape[1])[:, 0].nonzero()[:, 0]
         if 8 * len(left) > 7 * len(state["finished"]):
             return state, reads
+
         self.take(state)
         self.rows = left if self.rows is None else self.rows[left]
-        return tuple(
-            {name: x[left] if x.dim() else x for name, x in each.items()} for each in (state, reads)
-        )
+        return _rows(state, left), _rows(reads, left)
+
+
+def _rows(tensors: State, rows: Tensor) -> State:
+    """Returns these rows of all tensors; "running" and "time", which have none, as they are."""
+    chosen = {}
+    for name, tensor in tensors.items():
+        chosen[name] = tensor[rows] if tensor.dim() else tensor
+    return chosen
 
 
 @torch.no_grad()
@@ -280,15 +308,13 @@ def search(
 
     Returns:
         Best first: tokens int32 [B, beam, max_length], EOS included, then PAD; scores [B, beam],
-            log-probability /
-        length ** length_penalty. Where there are fewer than `beam` hypotheses (a row of PAD has
-            none), the others are
-        PAD only, with the score MASKED.
+        log-probability / length ** length_penalty. Where there are fewer than `beam` hypotheses (a
+        row of PAD has none), the others are PAD only, with the score MASKED.
     """
     if max_length > model.arch.max_positions:  # a compiler would clamp the position and say nothing
-        raise ValueError(
-            f"hypotheses of {max_length} words; the model has {model.arch.max_positions} positions"
-        )
+        positions = f"the model has {model.arch.max_positions} positions"
+        raise ValueError(f"hypotheses of {max_length} words; {positions}")
+
     length = min(FIRST_LENGTH, max_length)
     state, reads = start(model, source, beam, length)
     reads["limit"] = limit
@@ -302,13 +328,20 @@ def search(
                 state, reads = found.dropped(state, reads)
         if length == max_length:
             break
-        length = (
-            2 * length if 3 * length < max_length else max_length
-        )  # no loop of its own for a few words
+
+        # The last few words have no loop of their own.
+        if 3 * length < max_length:
+            length = 2 * length
+        else:
+            length = max_length
         state = grown(state, length)
-    # Candidates carry words of the place that they took over: after their EOS, and where no
+
+    # Candidates carry words of the hypothesis whose place they took: after their EOS, and where no
     # hypothesis has ended.
     found.take(state)
-    tokens, scores = found.tokens, found.scores
-    ended = (tokens == EOS).int().cumsum(2) - (tokens == EOS).int() > 0
-    return torch.where(ended | (scores == MASKED)[:, :, None], PAD, tokens), scores
+    tokens = found.tokens
+    scores = found.scores
+    ends_so_far = (tokens == EOS).int().cumsum(2)
+    has_ended = ends_so_far - (tokens == EOS).int() > 0
+    is_none = (scores == MASKED)[:, :, None]
+    return torch.where(has_ended | is_none, PAD, tokens), scores

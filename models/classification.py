@@ -28,7 +28,7 @@ class Classifier:
     """A model that classifies sequences, and what became of the head of its checkpoint."""
 
     model: PreTrainedModel
-    head: heads.Order
+    head: heads.HeadDecision
 
 
 def classifier(
@@ -59,14 +59,13 @@ def classifier(
         settings.label2id = {name: number for number, name in enumerate(labels)}
     if source is None:
         model = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
-        return Classifier(model, heads.Order())
+        return Classifier(model, heads.HeadDecision())
 
     loaded = encoder_files.load(AutoModelForSequenceClassification, settings, source)
     label_dims = _label_dims(loaded.model)
     head = _head(loaded, label_dims, theirs, source, labels, stated)
     if stated and head.rows is None:
-        why = head.said.removeprefix(heads.NEW)
-        raise InputError(f"--labels states the order of a head's classes, but {why}")
+        raise InputError(f"--labels states the order of a head's classes, but {head.why_new}")
 
     not_loaded = loaded.missing | loaded.other_shapes.keys()
     if label_dims.keys().isdisjoint(not_loaded):  # else transformers has made it new
@@ -84,7 +83,7 @@ def _head(
     source: Source,
     labels: Sequence[str],
     stated: Sequence[str],
-) -> heads.Order:
+) -> heads.HeadDecision:
     """Decides what becomes of a checkpoint's head.
 
     Args:
@@ -95,26 +94,27 @@ def _head(
     left_out = getattr(source.weights, "left_out", ())
     if left_out:
         names = ", ".join(left_out)
-        return heads.other(where, f"classification heads of fairseq, which are left out: {names}")
+        of_fairseq = f"classification heads of fairseq, which are left out: {names}"
+        return heads.new_head(where, of_fairseq)
     if label_dims.keys() & loaded.missing:
-        return heads.Order(None, f"{heads.NEW}{where} has none")
+        return heads.HeadDecision(why_new=f"{where} has none")
     for name, shape in loaded.other_shapes.items():
         if name in label_dims:
             outputs = shape[label_dims[name]]
             needed = loaded.model.config.num_labels
-            return heads.other(where, f"one of {outputs} outputs, and {needed} are needed")
+            return heads.new_head(where, f"one of {outputs} outputs, and {needed} are needed")
 
     jobs = [name for name in theirs.architectures or [] if name.endswith(OTHER_JOBS)]
     if jobs and not stated:
-        return heads.other(where, f"the head of a {jobs[0]}")
+        return heads.new_head(where, f"the head of a {jobs[0]}")
     below = sorted(loaded.missing - label_dims.keys())  # what its last layer was trained on
     if below:
-        return heads.other(where, f"a head that lacks {len(below)} weights, such as {below[0]}")
+        return heads.new_head(where, f"a head that lacks {len(below)} weights, such as {below[0]}")
     if labels:
-        return heads.order(where, _names(theirs, where, stated), labels, stated)
+        return heads.decide(where, _names(theirs, where, stated), labels, stated)
     if theirs.problem_type in (None, "regression"):
-        return heads.Order([0])
-    return heads.other(where, f"a head of one class, {theirs.id2label[0]}")
+        return heads.HeadDecision([0])
+    return heads.new_head(where, f"a head of one class, {theirs.id2label[0]}")
 
 
 def _label_dims(model: PreTrainedModel) -> dict[str, int]:

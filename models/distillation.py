@@ -110,14 +110,14 @@ def open_teacher(
     student: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     data: str,
-    initialise: bool,
+    init_student: bool,
 ) -> PreTrainedModel:
     """Returns a BERT for masked words for `student` to learn from, frozen and in evaluation mode.
 
     Args:
         folder: local folder or hub id of the teacher.
         tokenizer, data: the tokenizer that made the data, and the data's name for messages.
-        initialise: whether the student starts with the teacher's layers, see `begin_with_layers`.
+        init_student: whether the student starts with the teacher's layers, see `begin_with_layers`.
 
     Raises:
         InputError: the teacher cannot be read, has other tokens, or does not fit the student.
@@ -144,6 +144,6 @@ def open_teacher(
         raise InputError(
             f"teacher {folder} has a vocabulary of {config.vocab_size}, its student one of {words}"
         )
-    if initialise:
+    if init_student:
         begin_with_layers(student, teacher)
     return teacher.requires_grad_(False).eval()

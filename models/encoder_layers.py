@@ -166,7 +166,7 @@ class ShortRows:
         """Returns what the layers return for hidden_states [B, T, C] and a mask as `additive_mask`
         returns it."""
         shape = hidden_states.shape
-        together = layers.rows_together(*shape[:2], self.parts)
+        together = layers.rows_together(*shape[:2], self.packing_parts)
         if together > 1:
             row = torch.arange(together, device=hidden_states.device).repeat_interleave(shape[1])
             # Twice MASKED, so that a row without any key stays alone, too.
@@ -201,7 +201,7 @@ REPLACED = {
 }
 
 
-def fast_layers(model: PreTrainedModel, parts: int = 0) -> PreTrainedModel:
+def fast_layers(model: PreTrainedModel, packing_parts: int = 0) -> PreTrainedModel:
     """Replaces the layers of an encoder by those of models/layers.py, which share its parameters.
 
     Attention is replaced in encoders that go through transformers' AttentionInterface (BERT,
@@ -209,8 +209,9 @@ def fast_layers(model: PreTrainedModel, parts: int = 0) -> PreTrainedModel:
     Any other encoder keeps its attention, with a mask that needs no reading.
 
     Args:
-        parts: a multiple of the devices that share a batch: each part packs rows of its own, where
-            the encoder may have `ShortRows`. 0: rows are not packed.
+        packing_parts: a batch is divided into so many equal parts, and each packs its own rows,
+            where the encoder may have `ShortRows`; a multiple of the devices that share the batch.
+            0: rows are not packed.
 
     Returns:
         The same model.
@@ -230,8 +231,8 @@ def fast_layers(model: PreTrainedModel, parts: int = 0) -> PreTrainedModel:
         model.set_attn_implementation(ATTENTION)
     elif not own_layers:
         architectures.use_own_attention(model)
-    if parts:
-        _pack_short_rows(model, parts)
+    if packing_parts:
+        _pack_short_rows(model, packing_parts)
     return model
 
 
@@ -251,7 +252,7 @@ def _as_class(module: nn.Module, layer_class: type[nn.Module]) -> nn.Module:
     return layer
 
 
-def _pack_short_rows(model: PreTrainedModel, parts: int) -> None:
+def _pack_short_rows(model: PreTrainedModel, packing_parts: int) -> None:
     """Lets the layers of a model pack short rows, if it is of an encoder that may."""
     kind = model.config.model_type
     encoder = encoders.record_of(model.config)
@@ -266,4 +267,4 @@ def _pack_short_rows(model: PreTrainedModel, parts: int) -> None:
     stack = getattr(model.base_model, name)
     if not isinstance(stack, ShortRows):
         stack.__class__ = type("ShortRows", (ShortRows, type(stack)), {})
-    stack.parts = parts
+    stack.packing_parts = packing_parts

@@ -18,23 +18,38 @@ from errors import InputError
 
 # transformers' LABEL_0, and plain numbers.
 PLACEHOLDER = re.compile(r"(label|class|id)?[ _-]*\d+", re.IGNORECASE)
-NEW = "the head is new: "
 SHOWN = 6  # names in a message
 
 
 @dataclass(frozen=True)
-class Order:
-    """What becomes of a checkpoint's head.
+class HeadDecision:
+    """What becomes of a checkpoint's head: its rows are kept, in some order, or the head is new.
+
+    HeadDecision() is for a model without a checkpoint's head: there was nothing to decide.
 
     Attributes:
-        rows: for each class of the data the row of the checkpoint's head; None: the head is new.
-        said: a line for the user; "" where there is nothing to say.
+        rows: for each class of the data the row of the checkpoint's head; None: no row is kept.
+        note: what the user should know of rows that are kept; "" where there is nothing to say.
+        why_new: why the checkpoint's head is not kept; "" where it is.
         untrained: why the head cannot be evaluated before it is trained; "" where it can.
     """
 
     rows: list[int] | None = None
-    said: str = ""
+    note: str = ""
+    why_new: str = ""
     untrained: str = ""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there is a checkpoint whose head is not kept."""
+        return self.why_new != ""
+
+    @property
+    def said(self) -> str:
+        """A line for the user; "" where there is nothing to say."""
+        if self.is_new:
+            return f"the head is new: {self.why_new}"
+        return self.note
 
     @property
     def moved(self) -> bool:
@@ -58,13 +73,15 @@ def match(theirs: Sequence[str], ours: Sequence[str]) -> list[int] | None:
 
     Names are compared as they are first, since two of them may differ in case alone.
     """
-    for form in (str, plain):
-        index_of = {form(name): index for index, name in enumerate(theirs)}
-        wanted = [form(name) for name in ours]
+    for normalized in (str, plain):
+        index_of = {normalized(name): index for index, name in enumerate(theirs)}
+        wanted = [normalized(name) for name in ours]
+
+        # A permutation: the same names, as many, and none of them twice.
         all_distinct = len(index_of) == len(theirs)
         same_number = len(wanted) == len(theirs)
         if all_distinct and same_number and set(wanted) == index_of.keys():
-            return [index_of[name] for name in wanted]
+            return [index_of[form] for form in wanted]
     return None
 
 
@@ -89,7 +106,7 @@ def _value_of_flag(names: Sequence[str]) -> str:
     return first
 
 
-def given(text: str, classes: Sequence[str], flag: str = "--labels") -> list[str]:
+def parse_labels(text: str, classes: Sequence[str], flag: str = "--labels") -> list[str]:
     """Returns the names in the value of a flag, which commas separate.
 
     Raises:
@@ -102,16 +119,17 @@ def given(text: str, classes: Sequence[str], flag: str = "--labels") -> list[str
     return names
 
 
-def order(
+def decide(
     where: str, theirs: Sequence[str] | None, classes: Sequence[str], stated: Sequence[str] = ()
-) -> Order:
+) -> HeadDecision:
     """Decides which row is which class in a head that has as many rows as there are classes.
 
     Args:
         where: the checkpoint, for messages.
         theirs: the checkpoint's names of its rows; None where it has none.
         classes: the data's names of its classes.
-        stated: the names of the rows as the user states them, see `given`; () where not stated.
+        stated: the names of the rows as the user states them, see `parse_labels`; () where not
+            stated.
     """
     if stated:
         return _stated(where, theirs, classes, stated)
@@ -129,52 +147,57 @@ def order(
 
 def _stated(
     where: str, theirs: Sequence[str] | None, classes: Sequence[str], stated: Sequence[str]
-) -> Order:
-    """Returns the order that the user states, and says so where the checkpoint has another."""
+) -> HeadDecision:
+    """Keeps the rows in the order that the user states; notes where the checkpoint has another."""
     rows = match(stated, classes)
-    said = ""
+    note = ""
     named = theirs is not None and not unnamed(theirs)
     if named and match(theirs, classes) != rows:
         flag = f"--labels {','.join(stated)}"
-        said = f"{flag} counts; {where} itself names its classes {listed(theirs)}"
-    return Order(rows, said)
+        note = f"{flag} counts; {where} itself names its classes {listed(theirs)}"
+    return HeadDecision(rows, note)
 
 
 def _same_names(
     where: str, theirs: Sequence[str], classes: Sequence[str], rows: list[int]
-) -> Order:
-    """Returns the order for a checkpoint with the names of the data."""
-    found = Order(rows)
-    if not found.moved:
-        return found
+) -> HeadDecision:
+    """Keeps the rows of a checkpoint with the names of the data, in the data's order."""
+    decision = HeadDecision(rows)
+    if not decision.moved:
+        return decision
 
     both = f"{where} has its classes in the order {listed(theirs)}, the data {listed(classes)}"
-    return Order(rows, f"{both}: the rows of its head are put into the order of the data")
+    return HeadDecision(rows, f"{both}: the rows of its head are put into the order of the data")
 
 
-def _assumed(where: str, classes: Sequence[str]) -> Order:
-    """Returns the data's order for a head without names, which is not evaluated untrained."""
+def _assumed(where: str, classes: Sequence[str]) -> HeadDecision:
+    """Keeps the rows of a head without names in the data's order; it must be trained first."""
+    rows = list(range(len(classes)))
     flag = f"--labels {_value_of_flag(classes)}"
     unknown = f"{where} does not name the {len(classes)} classes of its head"
     assumed = f"they are taken to be in the order {listed(classes)}"
-    said = f"{unknown}: {assumed}; {flag}, in another order, states that one"
+    note = f"{unknown}: {assumed}; if it is another one, state it as {flag}"
 
-    useless = "none of its answers can be told right from wrong without training (--lr 0)"
+    useless = "its predictions mean nothing without training (--lr 0)"
     untrained = f"{unknown}, so {useless}; state their order, such as {flag}"
-    return Order(list(range(len(classes))), said, untrained)
+    return HeadDecision(rows, note, untrained=untrained)
 
 
-def _other_names(where: str, theirs: Sequence[str], classes: Sequence[str]) -> Order:
+def _other_names(where: str, theirs: Sequence[str], classes: Sequence[str]) -> HeadDecision:
     """Returns a new head, since the classes of the checkpoint have other names."""
-    differ = f"a head for the classes {listed(theirs)}, the data has {listed(classes)}"
+    both = f"a head for the classes {listed(theirs)}, the data has {listed(classes)}"
+    has = f"{where} has {both}"
     flag = f"--labels {_value_of_flag(classes)}"
     remedy = f"if they mean the same, state the order of its own by {flag}"
-    new = other(where, differ, remedy)
-    return Order(None, f"{new.said}; {remedy}", new.untrained)
+    return HeadDecision(why_new=f"{has}; {remedy}", untrained=_says_nothing(has, remedy))
 
 
-def other(where: str, what: str, remedy: str = "train it") -> Order:
+def new_head(where: str, what: str) -> HeadDecision:
     """Returns a new head, since the checkpoint has `what` in its place."""
     has = f"{where} has {what}"
-    untrained = f"{has}, which says nothing without training (--lr 0); {remedy}"
-    return Order(None, f"{NEW}{has}", untrained)
+    return HeadDecision(why_new=has, untrained=_says_nothing(has, "train it"))
+
+
+def _says_nothing(has: str, remedy: str) -> str:
+    """Returns why a new head cannot be evaluated untrained."""
+    return f"{has}, which says nothing without training (--lr 0); {remedy}"

@@ -39,7 +39,7 @@ def use_forms(clamp_weights: bool) -> None:
     FORMS.clamp_weights = clamp_weights
 
 
-def rows_together(rows: int, tokens: int, parts: int) -> int:
+def rows_together(rows: int, tokens: int, packing_parts: int) -> int:
     """Returns how many short rows are packed into one row of at most LANES tokens.
 
     A row of 64 keys leaves half of a TPU's registers empty, and the same share of its memory.
@@ -47,13 +47,13 @@ def rows_together(rows: int, tokens: int, parts: int) -> int:
     Args:
         rows: of the batch.
         tokens: of each row.
-        parts: the batch is divided into so many equal parts, and each packs only its own rows.
-            Nothing is packed if it is 0 or does not divide `rows`.
+        packing_parts: the batch is divided into so many equal parts, and each packs only its own
+            rows. Nothing is packed if it is 0 or does not divide `rows`.
     """
-    if not parts or rows % parts:
+    if not packing_parts or rows % packing_parts:
         return 1
 
-    rows_per_part = rows // parts
+    rows_per_part = rows // packing_parts
     for together in range(LANES // tokens, 1, -1):
         if rows_per_part % together == 0:
             return together

@@ -113,7 +113,8 @@ class BatchNorm(nn.BatchNorm2d):
         if x.shape[0] % self.groups or values < 2:
             expected = f"{self.groups} groups of at least 2 values per channel"
             raise InputError(
-                f"batch norm: an input {list(x.shape)} does not divide into {expected}; raise --batch-size"
+                f"batch norm: an input {list(x.shape)} does not divide into {expected}; "
+                "raise --batch-size"
             )
 
         y, mean, variance = batch_statistics_norm(x, self.weight, self.bias, self.eps, self.groups)
@@ -288,7 +289,7 @@ class Normalize(nn.Module):
 
 
 def load_weights(
-    model: ResNet, weights: dict[str, Tensor], path: str, head: heads.Order | None = None
+    model: ResNet, weights: dict[str, Tensor], path: str, head: heads.HeadDecision | None = None
 ) -> None:
     """Loads torchvision's weights, or those that we exported.
 
@@ -331,7 +332,7 @@ def head_order(
     classes: Sequence[str],
     path: str,
     stated: Sequence[str] = (),
-) -> heads.Order:
+) -> heads.HeadDecision:
     """Decides by the names of the classes what becomes of the head in a weights file.
 
     models/heads.py says how. An export's metadata names its classes. torchvision's files name none:
@@ -352,7 +353,7 @@ def head_order(
     where = f"--weights {path}"
     bias = weights.get("fc.bias")
     if bias is None:
-        return heads.Order()  # another model's weights, which load_weights refuses
+        return heads.HeadDecision()  # another model's weights, which load_weights refuses
 
     theirs = None
     if "classes" in metadata:
@@ -364,13 +365,14 @@ def head_order(
         if stated:
             problem = f"--labels states the order of a head's classes, but {where} has {counts}"
             raise InputError(problem)
-        return heads.other(where, counts)
+        return heads.new_head(where, counts)
 
     if theirs is None and not stated and is_imagenet(classes):
         unnamed = f"{where} does not name its 1,000 classes"
         taken = "they are taken for ImageNet's, in the order of the WordNet ids"
-        return heads.Order(list(range(len(classes))), f"{unnamed}: {taken}")
-    return heads.order(where, theirs, classes, stated)
+        rows = list(range(len(classes)))
+        return heads.HeadDecision(rows, f"{unnamed}: {taken}")
+    return heads.decide(where, theirs, classes, stated)
 
 
 def _names_of_rows(text: str, rows: int, where: str) -> list[str]:

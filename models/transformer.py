@@ -382,13 +382,13 @@ class Transformer(nn.Module):
         previous: Tensor,
         source_segment: Tensor | None = None,
         target_segment: Tensor | None = None,
-        parts: int = 0,
+        packing_parts: int = 0,
     ) -> Tensor:
         """Returns logits [B, T, words] of the target's tokens.
 
-        With `parts` short rows are computed as packed rows of up to 128 tokens, for TPUs: the base
-        model's step with 256 x 64 tokens takes 142.5 -> 103.5 million cycles. On a CPU it is
-        slower.
+        With `packing_parts` short rows are computed as packed rows of up to 128 tokens, for TPUs:
+        the base model's step with 256 x 64 tokens takes 142.5 -> 103.5 million cycles. On a CPU it
+        is slower.
 
         Args:
             source: [B, S] tokens, EOS at the end, PAD on either side.
@@ -396,13 +396,13 @@ class Transformer(nn.Module):
             source_segment, target_segment: [B, S] and [B, T], for rows of several sentence pairs:
                 1, 2, … for the first, second, … pair, 0 for padding. Attention stays within a pair,
                 and each pair's positions start anew.
-            parts: the batch is divided into so many equal parts, and rows are packed within a part
-                only; a multiple of the devices that share the rows. 0: none are packed.
+            packing_parts: the batch is divided into so many equal parts, and rows are packed within
+                a part only; a multiple of the devices that share the rows. 0: none are packed.
         """
         shape = previous.shape
-        if source_segment is None and parts:
+        if source_segment is None and packing_parts:
             longest = max(source.shape[1], previous.shape[1])
-            together = rows_together(source.shape[0], longest, parts)
+            together = rows_together(source.shape[0], longest, packing_parts)
             if together > 1:
                 source, source_segment = side_by_side(source, together)
                 previous, target_segment = side_by_side(previous, together)
@@ -481,7 +481,7 @@ class SumsOverWords(torch.autograd.Function):
         return (scaled + sum_gradient[..., None]).to(logits.dtype), None
 
 
-def label_smoothed(
+def label_smoothed_loss(
     logits: Tensor, target: Tensor, smoothing: float, written: bool = False
 ) -> dict[str, Tensor]:
     """Computes label-smoothed cross-entropy with fairseq's numbers.

@@ -20,8 +20,8 @@ from models.products import NATIVE_DEVICES, einsum
 def turned(
     q: Tensor, weight_halves: tuple[Tensor, Tensor], positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Turns queries, so that their products with the sinusoids of the keys' positions are the scores
-    of relative positions.
+    """Turns queries, so that their products with the sinusoids of the keys' positions are the
+    scores of relative positions.
 
     The key of a relative position i - j is a weight times the sines and cosines of i - j. By the
     addition theorems these are the sines and cosines of -j, turned by angles that depend on i. So
@@ -71,8 +71,8 @@ class RelativeAttention(XLNetRelativeAttention):
     """
 
     def constrain(self, x: Tensor, *axes: str | None) -> Tensor:
-        """Returns x. train/common/sharding replaces it by a function that cuts each dimension over an
-        axis of the devices."""
+        """Returns x. train/common/sharding replaces it by a function that cuts each dimension over
+        an axis of the devices."""
         return x
 
     def _to_heads(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def pair_corpus(folder: Path, end: str = "", count: int = 60, **others: list[str
 
 
 def contents(out: Path) -> dict:
-    """Returns every file of a prepared folder by its path: bytes, but of the report the fields in
+    """Returns all files of a prepared folder by their path: bytes, but of the report the fields in
     which two equal preparations agree."""
     files = {}
     for path in sorted(out.rglob("*")):

@@ -195,7 +195,7 @@ def start_loader() -> subprocess.Popen:
 
 
 def begin() -> None:
-    """Prints what stands at the top of a log, and does not pass some faults."""
+    """Prints the top of a log; hangs or ends there where that is the fault."""
     on_sigterm = signal.SIG_IGN if fault == "deaf" else lambda *_: stopped.append(1)
     signal.signal(signal.SIGTERM, on_sigterm)
     say("WARNING:root:Defaulting to PJRT_DEVICE=CPU", sys.stderr)
@@ -227,7 +227,7 @@ def report_start(resumed: int) -> None:
 
 
 def compile_step(loader: subprocess.Popen) -> None:
-    """Says so; dies of a signal where the fault is one."""
+    """Prints that a step is compiled; dies of a signal where the fault names one."""
     say("compiling train_step with libtpu 0.0.21", sys.stderr)
     if fault.startswith("SIG"):
         say(f"*** {fault} (@0x7f), see gl__________41#s15 received by PID 7 ***", sys.stderr)
@@ -239,7 +239,7 @@ def compile_step(loader: subprocess.Popen) -> None:
 
 
 def break_down(step: int, loader: subprocess.Popen) -> None:
-    """Lets happen at a step what a fault says."""
+    """Hangs, diverges or runs out of memory where that is the fault."""
     if fault == "hangs" and step >= 100:
         time.sleep(1000)
     if fault == "diverges" and step == 100:
@@ -251,7 +251,7 @@ def break_down(step: int, loader: subprocess.Popen) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leave(step: int, loader: subprocess.Popen) -> None:
+def save_and_leave(step: int, loader: subprocess.Popen) -> None:
     """Saves at the step on which the hosts have agreed, and ends."""
     if fault != "unsaved":
         save(leaving())
@@ -261,7 +261,7 @@ def leave(step: int, loader: subprocess.Popen) -> None:
 
 
 def train(resumed: int, metrics: dict[str, float], loader: subprocess.Popen) -> None:
-    """Trains to the end, unless it is stopped, killed or has a fault."""
+    """Trains to the end, unless it is stopped, killed or has a fault that ends it."""
     for step in range(resumed + 1, total + 1):
         if step == 1 or step % 10 == 0:
             wait_for_peers(step)
@@ -282,7 +282,7 @@ def train(resumed: int, metrics: dict[str, float], loader: subprocess.Popen) -> 
         if stopped and step % 10 == 0 and not leaving():  # where the hosts agree
             write(folder / "leave", step)
         if leaving():
-            leave(step, loader)
+            save_and_leave(step, loader)
 
 
 def finish(resumed: int, metrics: dict[str, float]) -> None:

@@ -52,6 +52,13 @@ exec /usr/bin/env -i HOME=$home PATH={remote}:{remote}/system USER=me SSH_CONNEC
     XLA_ZOO_RUNTIME=$home/run LANG=de_DE.UTF-8 /bin/sh -c "$*"
 """
 
+# The remedy for a TPU of two workers that the cloud has taken back.
+RECREATE = (
+    "gcloud compute tpus tpu-vm delete my-tpu --zone=us-east5-b &&"
+    " gcloud compute tpus tpu-vm create my-tpu"
+    " --accelerator-type=v5litepod-8 --version=v2-alpha-tpuv5-lite"
+)
+
 one_worker = pytest.mark.parametrize("bed", [1], indirect=True)
 
 

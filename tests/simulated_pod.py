@@ -297,7 +297,9 @@ class Pod:
                 self.turn.acquire()
 
         signals = SimpleNamespace(
-            signal=self._handle_signal, SIGTERM=signal.SIGTERM, SIGINT=signal.SIGINT
+            signal=self._handle_signal,
+            SIGTERM=signal.SIGTERM,
+            SIGINT=signal.SIGINT,
         )
         fast_clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01))
 

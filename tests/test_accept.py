@@ -878,7 +878,8 @@ class FakeRun:
         self.finished = False
         self.summary = None
         self.folder = SimpleNamespace(
-            read=lambda name: (folder / name).read_bytes(), files=fsspec.filesystem("file")
+            read=lambda name: (folder / name).read_bytes(),
+            files=fsspec.filesystem("file"),
         )
         self.waits = 0  # for checkpoints
         self.said: list[str] = []

@@ -28,21 +28,38 @@ class Config:
     layout: Layout = field(default_factory=Layout)
 
 
-PRESETS = {"full": ("all", Config()), "tiny": ("a trial", Config(lr=0.2)), "terabyte": ("more", Config())}
+PRESETS = {
+    "full": ("all", Config()),
+    "tiny": ("a trial", Config(lr=0.2)),
+    "terabyte": ("more", Config()),
+}
 
 
-def parse(*words: str) -> Config:
-    return cli.parse(PRESETS, "python -m train.net", [*words])
+def parse(line: str) -> Config:
+    return cli.parse(PRESETS, "python -m train.net", line.split())
 
 
-def test_a_command_line_makes_the_config_of_its_preset():
+def test_a_preset_alone_is_its_config():
     assert parse("tiny") == Config(lr=0.2)
-    given = parse("full", "--log-every", "8", "--optimizer", "adagrad", "--no-strict", "--sizes", "3", "4", "--remat")
-    assert given == Config(log_every=8, optimizer="adagrad", strict=False, sizes=(3, 4), layout=Layout(remat=True))
+
+
+def test_flags_change_the_config_of_a_preset():
+    config = parse("full --log-every 8 --optimizer adagrad --no-strict --sizes 3 4 --remat")
+
+    assert config == Config(
+        log_every=8,
+        optimizer="adagrad",
+        strict=False,
+        sizes=(3, 4),
+        layout=Layout(remat=True),
+    )
+
+
+PRESET_FIRST = "the preset comes first"
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("line", "expected"),
     [
         ("tiny --logevery 8", ["--logevery is no flag", "is it --log-every?"]),
         ("tiny --log_evry=8", ["--log_evry=8 is no flag", "is it --log-every?"]),
@@ -54,29 +71,46 @@ def test_a_command_line_makes_the_config_of_its_preset():
         ("tiny --lr", ["--lr needs FLOAT"]),
         ("tiny --sizes 3 x", ["--sizes cannot be used", "'x'"]),
         ("tiny --pair 3", ["--pair needs FLOAT FLOAT"]),
-        ("tiny --optimizer sdg", ["--optimizer is sdg", "is it sgd?", "one of: sgd, adagrad"]),
-        ("", ["the preset comes first: python -m train.net PRESET", "one of: full, tiny, terabyte"]),
-        ("--lr 1 tiny", ["the preset comes first, not --lr: python -m train.net PRESET"]),
+        (
+            "tiny --optimizer sdg",
+            ["--optimizer is sdg", "is it sgd?", "one of: sgd, adagrad"],
+        ),
+        (
+            "",
+            [f"{PRESET_FIRST}: python -m train.net PRESET", "one of: full, tiny, terabyte"],
+        ),
+        ("--lr 1 tiny", [f"{PRESET_FIRST}, not --lr: python -m train.net PRESET"]),
         ("tinny --lr 1", ["not tinny (is it tiny?)"]),
     ],
 )
-def test_what_cannot_be_used_is_one_sentence_with_the_nearest_that_can(words, expected):
+def test_what_cannot_be_used_is_one_sentence_with_the_nearest(line, expected):
     with pytest.raises(InputError) as refused:
-        parse(*words.split())
-    assert [part for part in expected if part not in str(refused.value)] == [], refused.value
-    assert "\n" not in str(refused.value)
+        parse(line)
+
+    sentence = str(refused.value)
+    assert [part for part in expected if part not in sentence] == [], sentence
+    assert "\n" not in sentence
 
 
 def test_help_names_the_program_as_it_is_started(capsys):
     with pytest.raises(SystemExit) as ended:
-        parse("tiny", "--help")
-    assert ended.value.code == 0 and "python -m train.net" in capsys.readouterr().out
+        parse("tiny --help")
+
+    assert ended.value.code == 0
+    assert "python -m train.net" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("script", ["resnet50", "dlrm", "glue", "pretrain", "transformer", "translate"])
-def test_a_script_that_is_run_by_its_path_says_in_one_line_how(script):
+SCRIPTS = ["resnet50", "dlrm", "glue", "pretrain", "transformer", "translate"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_run_by_its_path_says_in_one_line_how(script):
     command = [sys.executable, f"train/{script}.py", "tiny"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
-    assert result.returncode == 1 and result.stdout == ""
+    environment = {"PATH": os.environ["PATH"]}
+
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+
+    assert result.returncode == 1
+    assert result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert f"python -m train.{script} " in line

@@ -250,6 +250,15 @@ def staged() -> dict:
     return printed_json("staged_steps.py")
 
 
+def without_precision(wanted: str, products: list[list]) -> list[str]:
+    """Returns the opcodes of products of which another precision is asked."""
+    opcodes = []
+    for opcode, _, precisions in products:
+        if precisions != [wanted]:
+            opcodes.append(opcode)
+    return opcodes
+
+
 def test_products_are_float32_only_where_that_is_asked_for(staged):
     """The precision of every product of a step, forward and backward.
 
@@ -260,12 +269,12 @@ def test_products_are_float32_only_where_that_is_asked_for(staged):
     del found["float32 resnet50"]  # the next test
 
     for key, products in found.items():
-        wanted = "highest" if key.startswith("float32") else "default"
-        other = [opcode for opcode, _, precision in products if precision != [wanted]]
-        assert not other, (key, products)
+        precision = "highest" if key.startswith("float32") else "default"
+        assert without_precision(precision, products) == [], (key, products)
 
         narrow = "bf16" if key.startswith("bfloat16") else "f32"
-        assert narrow in {kind for _, kind, _ in products}, (key, products)
+        types = {type_of_left for _, type_of_left, _ in products}
+        assert narrow in types, (key, products)
         assert len(products) >= 10, (key, products)
 
 
@@ -273,7 +282,7 @@ def test_convolutions_are_float32_in_the_forward_pass_only(staged):
     """Of 3 products a convolution two are backward, for which torch_xla 2.9 asks for nothing."""
     products = staged["products"]["float32 resnet50"]
     opcodes = [opcode for opcode, _, _ in products]
-    other = [opcode for opcode, _, precision in products if precision != ["highest"]]
+    other = without_precision("highest", products)
 
     assert set(opcodes) == {"dot", "convolution"}
     assert set(other) == {"convolution"}
@@ -605,12 +614,12 @@ def guards() -> list:
 
 
 def test_rows_beside_tpu_vms_libtpu_are_guarded_ones():
-    besides = {row.name: row.besides for row in pages.GUARDS}
-    with_tpu_vms = {name for name, version in besides.items() if version == libtpu.ON_TPU_VMS}
-    assert set(pages.KINDS) == with_tpu_vms
+    names = {libtpu.ON_TPU_VMS: set(), "": set()}
+    for row in pages.GUARDS:
+        names[row.besides].add(row.name)
 
-    alone = {name for name, version in besides.items() if not version}
-    assert alone == {
+    assert names[libtpu.ON_TPU_VMS] == set(pages.KINDS)
+    assert names[""] == {
         "roberta",
         "xlnet",
         "dlrm, 8 steps a call",

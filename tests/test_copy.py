@@ -1,4 +1,4 @@
-"""copy_model.py: a copy of a script has exactly the files that it needs, and trains where it lies."""
+"""copy_model.py: a copy of a script has exactly the files that it needs, and trains where it is."""
 
 import json
 import os
@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_repository import make
+from run_make import make
 
 import copy_model
 from models import encoders
 
-TEXT = "--epochs 0.1 --eval-every 1000 --lengths 32"
 ENCODERS = ("bert", "distilbert", "roberta", "xlnet", "fairseq-roberta")
 OF_TEXT = ["auto", *ENCODERS, *(f"{model} pretrain" for model in ENCODERS)]
-COPIES = ["resnet50", "dlrm", "transformer", *OF_TEXT]
+COPIES = ["resnet50", "dlrm", "transformer", *OF_TEXT]  # a model, and its task where it has two
+
 # What is not of every copy: file or package -> the copies that have it.
 OF_MODELS = {
     "models/resnet.py": {"resnet50"},
@@ -41,16 +41,22 @@ OF_MODELS = {
     "transformers": {*OF_TEXT},
     "datasets": {"auto", *ENCODERS},
 }
+
+# Flags of a trial that is over soon.
 TRIALS = {
     "resnet50": "--epochs 1 --warmup-epochs 0.5 --batch-size 512",
     "dlrm": "--batch-size 4096",
     "transformer": "--updates 2 --eval-every 2 --save-every 2",
 }
-
+FINE_TUNING = "--epochs 0.1 --eval-every 1000 --lengths 32"
+PRETRAINING = "--steps 2 --eval-every 2"
 
 # Runs command lines of a script in one process, each as `python -m` does.
 COMMANDS = """
-import runpy, shlex, sys
+import runpy
+import shlex
+import sys
+
 script, *lines = sys.argv[1:]
 for line in lines:
     sys.argv = [script, *shlex.split(line)]
@@ -61,77 +67,135 @@ for line in lines:
 """
 
 
-def copied(what: str, to: Path, **options) -> set[str]:
+def model_and_task(what: str) -> tuple[str, str]:
+    """Returns the model and the task of one of COPIES; "": the model's usual task."""
     model, _, task = what.partition(" ")
+    return model, task
+
+
+def copied(what: str, to: Path, **options) -> set[str]:
+    """Makes a copy; returns the names of its files."""
+    model, task = model_and_task(what)
     return set(map(str, copy_model.copy(model, task, to, **options)))
 
 
 def train(folder: Path, script: str, *lines: str, **variables: str) -> subprocess.CompletedProcess:
     """Runs command lines of a copy, with the small preset."""
-    hidden = {"PYTHONPATH", "CPU_NUM_DEVICES"}
-    environment = {name: value for name, value in os.environ.items() if name not in hidden} | variables
-    command = [sys.executable, "-c", COMMANDS, f"train.{script}", *(f"tiny --name trial {line}" for line in lines)]
+    environment = dict(os.environ)
+    for name in ("PYTHONPATH", "CPU_NUM_DEVICES"):
+        environment.pop(name, None)
+    environment |= variables
+
+    trials = [f"tiny --name trial {line}" for line in lines]
+    command = [sys.executable, "-c", COMMANDS, f"train.{script}", *trials]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     return result
 
 
+# ---- what is in a copy ---------------------------------------------------------------------------
 @pytest.mark.parametrize("what", COPIES)
 def test_a_copy_has_its_own_files_and_no_other_models(what, tmp_path):
-    files, packages = copied(what, tmp_path / "mine"), set()
-    for path in (tmp_path / "mine").glob("requirements*.txt"):
+    folder = tmp_path / "mine"
+
+    files = copied(what, folder)
+
+    packages = set()
+    for path in folder.glob("requirements*.txt"):
         packages |= {line.partition("==")[0] for line in path.read_text().splitlines()}
     for name, copies in OF_MODELS.items():
         assert (name in files | packages) == (what in copies), name
-    assert {"errors.py", "train/common/run.py"} <= files and {"torch_xla", "gcsfs", "tensorboard"} <= packages
+    assert {"errors.py", "train/common/run.py"} <= files
+    assert {"torch_xla", "gcsfs", "tensorboard"} <= packages
     assert not [file for file in files if file.startswith(("tests", "bench", "tpu"))]
-    written = (tmp_path / "mine/README.md").read_text()
-    assert [file for file in files if "__init__" not in file and file not in written] == []
+
+
+@pytest.mark.parametrize("what", COPIES)
+def test_the_readme_of_a_copy_names_its_files(what, tmp_path):
+    files = copied(what, tmp_path / "mine")
+
+    readme = (tmp_path / "mine/README.md").read_text()
+    modules = [file for file in files if "__init__" not in file]
+    assert [file for file in modules if file not in readme] == []
+
+
+TRAINED = ["bert"]
+for what in COPIES:
+    if what != "bert":
+        TRAINED.append(pytest.param(what, marks=pytest.mark.slow))
+
+
+@pytest.mark.parametrize("what", TRAINED)
+def test_a_copy_trains_in_an_empty_folder(what, tmp_path):
+    folder = tmp_path / "mine"
+    model, task = model_and_task(what)
+    given = [f"MODEL={model}", f"TO={folder}"]
+    if task:
+        given.append(f"TASK={task}")
+    result = make("copy", *given)
+    assert result.returncode == 0, result.stderr
+
+    if task:
+        train(folder, "pretrain", f"{PRETRAINING} --model {model}")
+    elif model in TRIALS:
+        train(folder, copy_model.SCRIPTS[model], TRIALS[model])
+    else:
+        train(folder, "glue", f"{FINE_TUNING} --model {model}")
+
+    report = json.loads((folder / "runs/trial/summary.json").read_text())["report"]
+    assert report["recompilations"] == []
+    assert report["fallbacks"] == []
+    assert any((folder / "runs/trial/export").iterdir())
 
 
 @pytest.mark.parametrize(
-    "what", [copy if copy == "bert" else pytest.param(copy, marks=pytest.mark.slow) for copy in COPIES]
+    ("device", "other"), [("cpu", "xla"), pytest.param("xla", "cpu", marks=pytest.mark.slow)]
 )
-def test_a_copy_trains_in_an_empty_folder(what, tmp_path):
-    model, _, task = what.partition(" ")
-    result = make("copy", f"MODEL={model}", f"TO={tmp_path}/mine", *([f"TASK={task}"] if task else []))
-    assert result.returncode == 0, result.stderr
-    script = "pretrain" if task else copy_model.SCRIPTS[model]
-    trial = TRIALS.get(model, "--steps 2 --eval-every 2" if task else TEXT)
-    train(tmp_path / "mine", script, f"{trial} --model {model}" if script in ("glue", "pretrain") else trial)
-    summary = json.loads((tmp_path / "mine/runs/trial/summary.json").read_text())
-    assert summary["report"]["recompilations"] == summary["report"]["fallbacks"] == []
-    assert any((tmp_path / "mine/runs/trial/export").iterdir())
-
-
-@pytest.mark.parametrize(("device", "other"), [("cpu", "xla"), pytest.param("xla", "cpu", marks=pytest.mark.slow)])
-def test_a_copy_for_one_kind_of_device_leaves_out_the_other_and_trains(tmp_path, device, other):
+def test_a_copy_for_one_device_leaves_out_the_other_and_trains(device, other, tmp_path):
     copied("dlrm", tmp_path, device=device, extras=("watch",))
-    assert ("torch_xla==" in (tmp_path / "requirements.txt").read_text()) == (device == "xla")
-    written = (tmp_path / "README.md").read_text()
-    assert ("--device cpu" in written) == (device == "cpu")
-    assert ("apt-get install -y libpython3.11" in written) == (device == "xla")
+
+    requirements = (tmp_path / "requirements.txt").read_text()
+    readme = (tmp_path / "README.md").read_text()
+    assert ("torch_xla==" in requirements) == (device == "xla")
+    assert ("--device cpu" in readme) == (device == "cpu")
+    assert ("apt-get install -y libpython3.11" in readme) == (device == "xla")
+
     lines = [f"{TRIALS['dlrm']} --device {kind}" for kind in (other, device)]
     result = train(tmp_path, "dlrm", *lines, CPU_NUM_DEVICES="1")
-    assert re.search(rf"error: --device is {other}, .*copy with DEVICE={other}.*\nexit code 2\n", result.stderr)
+    refused = rf"error: --device is {other}, .*copy with DEVICE={other}.*\nexit code 2\n"
+    assert re.search(refused, result.stderr)
     assert "auc" in result.stdout, result.stderr
 
 
-def test_a_copy_brings_what_it_can_do_without_or_says_how_to_get_it(tmp_path):
-    copied("resnet50", tmp_path / "plain")
-    files = copied("resnet50", tmp_path / "full", extras=("watch", "sharding", "hub_images"))
-    watchers = {str(path.relative_to(copy_model.ROOT)) for path in copy_model.ROOT.glob("train/common/watch/*.py")}
-    assert {*watchers, "data/hub_images.py", "train/common/xla/pin_sharding.py"} <= files
-    assert "\ndatasets==" in (tmp_path / "full/requirements.txt").read_text()
-    data = "--data uoft-cs/cifar10"
-    refused = train(tmp_path / "plain", "resnet50", "--shard-state full", data).stderr
-    assert re.search("error: .*--shard-state or --remat needs train.common.sharding.*WITH=sharding", refused), refused
-    assert re.search("error: .*cifar10 needs data.hub_images.*make copy … WITH=hub_images.*\nexit code 2", refused)
-    flags = f"{data} --stall-after 30 --shard-state full"  # of hub_images, watch and sharding
-    refused = train(tmp_path / "full", "resnet50", flags, HF_HUB_OFFLINE="1").stderr
-    assert re.search("cifar10 is neither a folder nor a data set of the hub.*\nexit code 2", refused), refused
+CIFAR = "--data uoft-cs/cifar10"
 
 
+def test_a_plain_copy_says_how_to_get_what_it_leaves_out(tmp_path):
+    copied("resnet50", tmp_path)
+
+    refused = train(tmp_path, "resnet50", "--shard-state full", CIFAR).stderr
+
+    layout = "error: .*--shard-state or --remat needs train.common.sharding.*WITH=sharding"
+    assert re.search(layout, refused), refused
+    hub = "error: .*cifar10 needs data.hub_images.*make copy … WITH=hub_images.*\nexit code 2"
+    assert re.search(hub, refused), refused
+
+
+def test_a_copy_brings_what_was_asked_for(tmp_path):
+    files = copied("resnet50", tmp_path, extras=("watch", "sharding", "hub_images"))
+
+    for path in copy_model.ROOT.glob("train/common/watch/*.py"):
+        assert str(path.relative_to(copy_model.ROOT)) in files
+    assert {"data/hub_images.py", "train/common/xla/pin_sharding.py"} <= files
+    assert "\ndatasets==" in (tmp_path / "requirements.txt").read_text()
+
+    flags = f"{CIFAR} --stall-after 30 --shard-state full"  # of hub_images, watch and sharding
+    refused = train(tmp_path, "resnet50", flags, HF_HUB_OFFLINE="1").stderr
+    no_data = "cifar10 is neither a folder nor a data set of the hub.*\nexit code 2"
+    assert re.search(no_data, refused), refused
+
+
+# ---- a new encoder -------------------------------------------------------------------------------
 # The record of an encoder that the project does not have, and its line.
 LINE = '    "electra": "models.encoders.electra",\n'
 ELECTRA = '''"""ELECTRA (Clark et al. 2020, arXiv:2003.10555)."""
@@ -226,48 +290,79 @@ def with_electra(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("task", "flags"),
     [
-        ("", f"{TEXT} --mesh data=2,model=2"),
-        pytest.param("pretrain", "--steps 2 --eval-every 2", marks=pytest.mark.slow),
+        ("", f"{FINE_TUNING} --mesh data=2,model=2"),
+        pytest.param("pretrain", PRETRAINING, marks=pytest.mark.slow),
     ],
 )
 def test_a_new_encoder_is_one_file_and_one_line(task, flags, with_electra, tmp_path):
     """It is copied, and its copy trains, layers cut over devices included."""
-    given = ["MODEL=electra", f"TASK={task}", f"TO={tmp_path}/mine", "WITH=sharding"]
+    folder = tmp_path / "mine"
+    given = ["MODEL=electra", f"TASK={task}", f"TO={folder}", "WITH=sharding"]
     result = make("copy", "-C", str(with_electra), *given)
     assert result.returncode == 0, result.stderr
-    files = {str(path.relative_to(tmp_path / "mine")) for path in (tmp_path / "mine").rglob("*.py")}
-    assert "models/encoders/electra.py" in files and "models/encoders/bert.py" not in files
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
+    assert "models/encoders/electra.py" in files
+    assert "models/encoders/bert.py" not in files
     assert ("models/masked_words.py" in files) == (task == "pretrain")
 
-    train(tmp_path / "mine", task or "glue", f"{flags} --model electra", CPU_NUM_DEVICES="4")
-    run = tmp_path / "mine/runs/trial"
-    assert json.loads((run / "summary.json").read_text())["report"]["recompilations"] == []
-    assert json.loads((run / "export/config.json").read_text())["model_type"] == "electra"
+    train(folder, task or "glue", f"{flags} --model electra", CPU_NUM_DEVICES="4")
+
+    run = folder / "runs/trial"
+    report = json.loads((run / "summary.json").read_text())["report"]
+    assert report["recompilations"] == []
+    config = json.loads((run / "export/config.json").read_text())
+    assert config["model_type"] == "electra"
 
 
 def test_make_copy_and_the_scripts_know_the_same_encoders():
-    assert list(copy_model.ENCODERS) == list(encoders.NAMES)
-    known = re.search(r"^MODEL    one of: (.*)$", make("help").stdout, re.MULTILINE)[1].split()
-    assert known[-len(encoders.NAMES) :] == list(encoders.NAMES)
+    names = list(encoders.NAMES)
+    assert list(copy_model.ENCODERS) == names
+
+    models = re.search(r"^MODEL    one of: (.*)$", make("help").stdout, re.MULTILINE)[1].split()
+    assert models[-len(names) :] == names
 
 
-def test_refusals(tmp_path):
-    full = tmp_path / "full"
-    full.mkdir()
-    (full / "notes.txt").write_text("mine")
-    cases = {
-        ("MODEL=resnet50",): "TO is missing.*TO=../mine",
-        ("MODEL=vgg", f"TO={tmp_path}/new"): "MODEL=vgg is not known.*resnet50",
-        ("MODEL=resnet50", f"TO={full}"): "is there and not an empty folder",
-        ("MODEL=resnet50", "DEVICE=gpu", f"TO={tmp_path}/new"): "DEVICE=gpu is not known.*xla cpu cuda",
-        ("MODEL=auto", "TASK=pretrain", f"TO={tmp_path}/new"): "MODEL=auto is for fine-tuning",
-        ("MODEL=bert", "TASK=pretain", f"TO={tmp_path}/new"): "TASK=pretain is not one of MODEL=bert.*pretrain",
-        ("MODEL=dlrm", "TASK=pretrain", f"TO={tmp_path}/new"): "TASK=pretrain is not one of MODEL=dlrm",
-        ("MODEL=resnet50", "WITH=watch board", f"TO={tmp_path}/new"): "WITH=board is not known.*watch sharding",
-        ("MODEL=resnet50", "TO=gs://bucket/mine"): "TO=gs://bucket/mine is a URL",
-        ("MODEL=resnet50", "TO=/proc/it's mine"): "cannot write to TO=/proc/it's mine",
-    }
-    for arguments, sentence in cases.items():
-        result = make("copy", *arguments)
-        assert result.returncode != 0 and re.search(sentence, result.stderr), (arguments, result.stderr)
-    assert (full / "notes.txt").read_text() == "mine" and not (tmp_path / "new").exists()
+# ---- refusals ------------------------------------------------------------------------------------
+# Arguments, without TO=, and the sentence.
+REFUSED = [
+    (["MODEL=vgg"], "MODEL=vgg is not known.*resnet50"),
+    (["MODEL=resnet50", "DEVICE=gpu"], "DEVICE=gpu is not known.*xla cpu cuda"),
+    (["MODEL=auto", "TASK=pretrain"], "MODEL=auto is for fine-tuning"),
+    (["MODEL=bert", "TASK=pretain"], "TASK=pretain is not one of MODEL=bert.*pretrain"),
+    (["MODEL=dlrm", "TASK=pretrain"], "TASK=pretrain is not one of MODEL=dlrm"),
+    (["MODEL=resnet50", "WITH=watch board"], "WITH=board is not known.*watch sharding"),
+]
+
+
+def assert_refused(sentence: str, *arguments: str) -> None:
+    result = make("copy", *arguments)
+    assert result.returncode != 0
+    assert re.search(sentence, result.stderr), result.stderr
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), REFUSED)
+def test_what_cannot_be_copied_is_refused(arguments, sentence, tmp_path):
+    assert_refused(sentence, *arguments, f"TO={tmp_path}/new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("to", "sentence"),
+    [
+        ([], "TO is missing.*TO=../mine"),
+        (["TO=gs://bucket/mine"], "TO=gs://bucket/mine is a URL"),
+        (["TO=/proc/it's mine"], "cannot write to TO=/proc/it's mine"),
+    ],
+    ids=["missing", "URL", "not writable"],
+)
+def test_a_folder_that_cannot_be_written_is_refused(to, sentence):
+    assert_refused(sentence, "MODEL=resnet50", *to)
+
+
+def test_a_folder_that_is_not_empty_is_refused(tmp_path):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+
+    assert_refused("is there and not an empty folder", "MODEL=resnet50", f"TO={tmp_path}")
+
+    assert notes.read_text() == "mine"

@@ -22,13 +22,17 @@ from errors import InputError
 from tpu import doctor
 
 ROOT = Path(__file__).parent.parent
+REQUIREMENTS = """torch==2.9.0 # a
+torch_xla==2.9.0 # b
+torchvision==0.24.0 # c
+numpy==2.4.6 # d
+"""
 PINS = {
-    "requirements.txt": (
-        "torch==2.9.0 # a\ntorch_xla==2.9.0 # b\ntorchvision==0.24.0 # c\nnumpy==2.4.6 # d\n"
-    ),
+    "requirements.txt": REQUIREMENTS,
     "requirements-torchrec.txt": "torchrec==1.4.0 # e\n",
     "requirements-tpu.txt": "libtpu==0.0.21 # f\n",
 }
+AS_PINNED = "torch-2.9.0+cu128 torch-xla-2.9.0 torchvision-0.24.0 numpy-2.4.6 torchrec-1.4.0"
 
 
 class Here:
@@ -51,9 +55,7 @@ class Here:
             os.utime(self.project / name, (1, 1))
         self.stamp.touch()
         self.command(self.python, "")
-        self.installed(
-            "torch-2.9.0+cu128 torch-xla-2.9.0 torchvision-0.24.0 numpy-2.4.6 torchrec-1.4.0"
-        )
+        self.installed(AS_PINNED)
 
     def command(self, name: str | Path, script: str) -> None:
         """Writes a shell script: a command on PATH, or at a path."""

@@ -20,41 +20,55 @@ from train.common.embedding import SGD, ShardedEmbeddingBags, Table, exchange, h
 from train.common.embedding.rows import line_and_columns
 
 # Those beyond 2**24 are not all float32s, in which torch_xla divides int32.
-NUMBERS = np.concatenate([np.arange(3000), 2**24 + np.arange(-9, 9), 2**31 - 300 + np.arange(290)])
+NUMBERS = np.concatenate(
+    [
+        np.arange(3000),
+        2**24 + np.arange(-9, 9),
+        2**31 - 300 + np.arange(290),
+    ]
+)
 
 
 def on_device(mesh) -> torch.Tensor:
+    """Returns NUMBERS as int32 on the device."""
     return torch.tensor(NUMBERS, dtype=torch.int32).to(mesh.device)
 
 
-# ---- owners --------------------------------------------------------------------------------------
-every_count = pytest.mark.parametrize("parts", [1, 6, 256])
+# Owners
+
+every_count = pytest.mark.parametrize("devices", [1, 6, 256])
 
 
 @every_count
-def test_every_row_has_one_owner_and_one_place_there(mesh, parts):
+def test_every_row_has_one_owner_and_one_row_there(mesh, devices):
     array_rows = on_device(mesh)
-    owner, device_row = owners.owner_of(array_rows, parts)
-    assert torch.equal(owners.array_row_of(owner, device_row, parts).cpu(), array_rows.cpu())
-    assert np.array_equal(device_row.cpu().numpy(), NUMBERS // parts)
-    assert owner.min().item() == 0 and owner.max().item() == parts - 1
+    owner, device_row = owners.owner_of(array_rows, devices)
+    back = owners.array_row_of(owner, device_row, devices)
+
+    assert torch.equal(back.cpu(), array_rows.cpu())
+    assert np.array_equal(device_row.cpu().numpy(), NUMBERS // devices)
+    assert owner.min().item() == 0
+    assert owner.max().item() == devices - 1
 
 
 @every_count
-def test_owners_share_consecutive_rows_equally(mesh, parts):
-    owner = owners.owner_of(on_device(mesh), parts)[0].cpu().numpy()
-    blocks = owner[: 3000 - 3000 % parts].reshape(-1, parts)
-    assert np.array_equal(np.sort(blocks, 1), np.broadcast_to(np.arange(parts), blocks.shape))
+def test_owners_share_consecutive_rows_equally(mesh, devices):
+    owner, _ = owners.owner_of(on_device(mesh), devices)
+    whole_blocks = 3000 - 3000 % devices
+    blocks = owner.cpu().numpy()[:whole_blocks].reshape(-1, devices)
+    expected = np.broadcast_to(np.arange(devices), blocks.shape)
+    assert np.array_equal(np.sort(blocks, 1), expected)
 
 
-@pytest.mark.parametrize("parts", [6, 256])
-def test_owners_share_rows_with_a_common_divisor(mesh, parts):
-    owner = owners.owner_of(on_device(mesh), parts)[0].cpu().numpy()
-    counts = np.bincount(owner[:3000:parts], minlength=parts)
-    assert counts.max() < 3000 / parts**2 + 6 * (3000 / parts**2) ** 0.5 + 3
+@pytest.mark.parametrize("devices", [6, 256])
+def test_owners_share_rows_with_a_common_divisor(mesh, devices):
+    owner, _ = owners.owner_of(on_device(mesh), devices)
+    counts = np.bincount(owner.cpu().numpy()[:3000:devices], minlength=devices)
+    mean = 3000 / devices**2
+    assert counts.max() < mean + 6 * mean**0.5 + 3
 
 
-# ---- integers that float32 has not ---------------------------------------------------------------
+# Integers that float32 does not have
 
 
 @pytest.mark.parametrize("by", [1, 3, 5000, 2**27 + 1])
@@ -75,23 +89,45 @@ def test_tables_and_dropout_have_the_same_hash(mesh):
     assert torch.equal(hashing.hash32(on_device(mesh)), hash32(on_device(mesh)))
 
 
-# ---- capacities ----------------------------------------------------------------------------------
+# Capacities
 
 
 @pytest.mark.parametrize(("mean", "events"), [(0.4, 65_536), (54, 65_536), (512, 64), (4096, 8)])
 def test_there_is_room_for_all_ids_of_ten_million_steps(mean, events):
+    def overflows_in_ten_million_steps(capacity: float) -> float:
+        return 1e7 * events * scipy.stats.poisson.sf(capacity, mean)
+
     capacity = exchange.planned_capacity(mean, events, 1.0, 10**9)
-    assert 1e7 * events * scipy.stats.poisson.sf(capacity, mean) < 1e-6
-    assert 1e7 * events * scipy.stats.poisson.sf(0.9 * capacity - 9, mean) > 1e-6, "more than is needed"
+    assert overflows_in_ten_million_steps(capacity) < 1e-6
+    less = 0.9 * capacity - 9
+    assert overflows_in_ten_million_steps(less) > 1e-6, "more than is needed"
+
     few = exchange.planned_capacity(mean, events, 1.0, 17)
     many = exchange.planned_capacity(mean, events, 1e3, 10**9)
     assert few <= 17 <= many
 
 
-# ---- ids without a slot --------------------------------------------------------------------------
-PAIR = r"the fullest pair .* had 1\.[1-9].* give --exchange-room 0\.\d 1 or more instead of 0.3 1"
-OWNER = r"the fullest device 1\.[1-9].* give --exchange-room 1 0\.\d or more instead of 1 0.2"
-OVERFLOWS = {"pair": ((0.3, 1.0), PAIR), "owner": ((1.0, 0.2), OWNER)}
+# Ids without a slot
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Too little room for ids, and the sentence that says so."""
+
+    room: tuple[float, float]  # at a pair of devices, at an owner
+    message: str
+
+
+SHORTAGES = {
+    "pair": Shortage(
+        (0.3, 1.0),
+        r"the fullest pair .* had 1\.[1-9].* give --exchange-room 0\.\d 1 or more instead of 0.3 1",
+    ),
+    "owner": Shortage(
+        (1.0, 0.2),
+        r"the fullest device 1\.[1-9].* give --exchange-room 1 0\.\d or more instead of 1 0.2",
+    ),
+}
 
 
 @dataclass
@@ -109,7 +145,7 @@ class Overflow:
     """The same two steps with too little room at the pair of devices or at the owner, and with
     enough."""
 
-    where: str
+    where: str  # a key of SHORTAGES
     message: str
     ids: torch.Tensor
     few: Trained
@@ -126,29 +162,42 @@ def bags(mesh, room: tuple[float, float]) -> ShardedEmbeddingBags:
 def trained(mesh, room: tuple[float, float], batch: dict) -> Trained:
     embeddings = bags(mesh, room)
     step = device.compiled(loaded_step, mesh)
+
     before = embeddings.arrays[0].weight.cpu()
     first = step(embeddings, put(mesh, batch))
-    changed = (embeddings.arrays[0].weight.cpu() != before).any(1).sum().item()
-    step(embeddings, put(mesh, batch | {"ids": batch["ids"] * 0}))
-    return Trained(embeddings, first, changed)
+    is_changed = (embeddings.arrays[0].weight.cpu() != before).any(1)
+
+    zeros = batch | {"ids": batch["ids"] * 0}
+    step(embeddings, put(mesh, zeros))
+    return Trained(embeddings, first, is_changed.sum().item())
 
 
-@pytest.fixture(scope="module", params=OVERFLOWS)
+def different_ids() -> torch.Tensor:
+    """Draws ids [BATCH, 2] of EXCHANGED, each once."""
+    return torch.randperm(700)[: 2 * BATCH].reshape(BATCH, 2).int()
+
+
+@pytest.fixture(scope="module", params=SHORTAGES)
 def overflow(mesh, request) -> Overflow:
-    room, message = OVERFLOWS[request.param]
+    shortage = SHORTAGES[request.param]
     torch.manual_seed(0)
-    ids = torch.randperm(700)[: 2 * BATCH].reshape(BATCH, 2).int()
+    ids = different_ids()
     batch = host_batch(0, EXCHANGED, ragged=False) | {"ids": ids}
-    few = trained(mesh, room, batch)
+    few = trained(mesh, shortage.room, batch)
     enough = trained(mesh, (1.0, 1.0), batch)
-    return Overflow(request.param, message, ids, few, enough)
+    return Overflow(request.param, shortage.message, ids, few, enough)
 
 
 def test_ids_with_a_slot_are_right_beside_dropped_ones(overflow):
-    found = overflow.few.first
-    lost = (found["pooled"] == 0).all(-1)
-    assert torch.equal(found["pooled"][~lost], overflow.enough.first["pooled"][~lost])
-    assert lost.sum().item() == (found["dropped"].item() if overflow.where == "pair" else 0)
+    pooled = overflow.few.first["pooled"]
+    expected = overflow.enough.first["pooled"]
+    is_lost = (pooled == 0).all(-1)
+    assert torch.equal(pooled[~is_lost], expected[~is_lost])
+
+    # An owner that drops an update has still sent the row.
+    dropped = overflow.few.first["dropped"].item()
+    expected_lost = dropped if overflow.where == "pair" else 0
+    assert is_lost.sum().item() == expected_lost
 
 
 def test_rows_of_dropped_ids_are_not_trained(overflow):
@@ -165,9 +214,12 @@ def test_what_was_dropped_in_an_earlier_step_stays_counted(overflow):
 def test_loads_are_those_that_are_computed_on_the_host(overflow):
     array_rows = (overflow.ids + torch.tensor([0, 5000])).int()
     fill = bench.exchange_fill(array_rows.reshape(4, -1))
-    found = overflow.enough.first
-    assert found["dropped"].item() == 0 and max(fill.pair, fill.update) <= 1
-    assert [found["pair_load"].item(), found["update_load"].item()] == pytest.approx([fill.pair, fill.update])
+    first = overflow.enough.first
+
+    assert first["dropped"].item() == 0
+    assert max(fill.pair, fill.update) <= 1
+    assert first["pair_load"].item() == pytest.approx(fill.pair)
+    assert first["update_load"].item() == pytest.approx(fill.update)
 
 
 def test_dropped_ids_stop_a_run_before_anything_is_saved(mesh, tmp_path, overflow):
@@ -186,11 +238,11 @@ def test_dropped_ids_stop_a_run_before_anything_is_saved(mesh, tmp_path, overflo
 
 
 def test_ids_that_an_evaluation_drops_stop_the_run(mesh):
-    room, message = OVERFLOWS["pair"]
-    embeddings = bags(mesh, room)
-    ids = torch.randperm(700)[: 2 * BATCH].reshape(BATCH, 2).int()
+    shortage = SHORTAGES["pair"]
+    embeddings = bags(mesh, shortage.room)
     with torch.no_grad():
-        embeddings(put(mesh, {"ids": ids})["ids"])
+        embeddings(put(mesh, {"ids": different_ids()})["ids"])
     torch_xla.sync()
-    with pytest.raises(InputError, match=message):
+
+    with pytest.raises(InputError, match=shortage.message):
         embeddings.check()

@@ -80,7 +80,7 @@ def test_a_step_is_that_of_plain_pytorch_on_the_cpu(mesh, monkeypatch):
     fewer_sentences(monkeypatch, (6, 0))
     dataset = glue_data.Encoded(glue_data.read("synthetic", "mrpc", "train"), data.tokenizer, 64)
     state = glue.build(config, data, mesh)
-    batches = glue.batches(config, dataset, mesh, train=False)
+    batches = glue.batch_plan(config, dataset, mesh, train=False)
     with loading.parallel_loader(dataset, batches, mesh, train=False, workers=0) as loader:
         (batch,) = list(loader)
     assert batch["mask"].sum().item() == 6 and batch["input_ids"].shape == (8, 64)

@@ -74,7 +74,7 @@ def test_rows_follow_the_names_in_every_architecture(kind, tmp_path):
     assert found.model.config.id2label == dict(enumerate(NLI))
     found.model.save_pretrained(tmp_path / "again")
     again = opened(tmp_path / "again")
-    assert again.head == heads.Order([0, 1, 2])
+    assert again.head == heads.HeadDecision([0, 1, 2])
     torch.testing.assert_close(logits(again.model), expected[:, [2, 1, 0]], rtol=0, atol=0)
 
 
@@ -121,7 +121,7 @@ def test_placeholders_say_nothing(names, tmp_path):
     assert "state their order" in found.head.untrained and "--labels" in found.head.untrained
     found = opened(tmp_path, stated=("neutral", "contradiction", "Entailment"))
     torch.testing.assert_close(logits(found.model), logits(theirs)[:, [2, 0, 1]])
-    assert found.head == heads.Order([2, 0, 1])
+    assert found.head == heads.HeadDecision([2, 0, 1])
     assert found.model.config.id2label == dict(enumerate(NLI))
 
 
@@ -138,7 +138,7 @@ def test_what_is_stated_counts_before_names_and_is_said(tmp_path):
 )
 def test_names_that_are_not_the_classes_cannot_be_stated(text, message):
     with pytest.raises(InputError, match=message):
-        heads.given(text, NLI)
+        heads.parse_labels(text, NLI)
 
 
 def test_an_order_cannot_be_stated_of_a_head_that_is_not_there(tmp_path):
@@ -211,7 +211,7 @@ def test_a_regression_keeps_one_output_but_not_that_of_one_class(tmp_path):
     theirs = write(tmp_path / "score", "bert", (), 1)
     found = opened(tmp_path / "score", ())
     torch.testing.assert_close(logits(found.model), logits(theirs))
-    assert found.head == heads.Order([0])
+    assert found.head == heads.HeadDecision([0])
     write(tmp_path / "toxic", "bert", ("toxic",), 1, problem_type="multi_label_classification")
     found = opened(tmp_path / "toxic", ())
     assert found.head.rows is None and "one class, toxic" in found.head.said

@@ -1,7 +1,8 @@
-"""`make install`: the interpreter and its library, the order of what it does, and the libtpu that was chosen.
+"""`make install`: the interpreter and its library, the order of what it does, and which libtpu.
 
-apt, Python and pip are stand-ins that do nothing for each other: apt's packages are split as Debian, Ubuntu and
-deadsnakes split them, so that one that was forgotten shows; pip takes the old version away before the new one is there.
+apt, Python and pip are stand-ins that do nothing for each other: apt's packages are split as
+Debian, Ubuntu and deadsnakes split them, so that one that was forgotten shows; pip takes the old
+version away before the new one is there.
 """
 
 import re
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 from run_make import ROOT, make
 
-PINNED = re.search(r"^libtpu==(\S+)", (ROOT / "requirements-tpu.txt").read_text(), re.MULTILINE)[1]
+TPU_REQUIREMENTS = (ROOT / "requirements-tpu.txt").read_text()
+PINNED = re.search(r"^libtpu==(\S+)", TPU_REQUIREMENTS, re.MULTILINE)[1]
 APT_GET = """
 case $1 in
 update) touch $MACHINE/updated; exit;;
@@ -66,19 +68,28 @@ echo "$*" >>$MACHINE/done
 [ "$*" = "-m tpu.libpython install" ] || exit 9
 [ ! -e $MACHINE/broken ] || { cat $MACHINE/broken >&2; exit 1; }
 """
+PARTS_OF_PYTHON = ("python3.11", "python3.11-venv", "libpython3.11")  # apt's packages
 
 
 class Machine:
     """What there is: the packages of apt, the environment, and what was done to it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.venv = folder, folder / "venv"
+        self.folder = folder
+        self.venv = folder / "venv"
         for name in ("bin", "packages", "offered"):
             (folder / name).mkdir()
-        programs = {"apt-get": APT_GET, "add-apt-repository": ADD_APT_REPOSITORY, "python3.11": PYTHON}
-        programs |= {"sudo": 'shift; exec "$@"', "apt-cache": "[ -e $MACHINE/offered/$2 ]"}
+
+        programs = {
+            "apt-get": APT_GET,
+            "add-apt-repository": ADD_APT_REPOSITORY,
+            "python3.11": PYTHON,
+            "sudo": 'shift; exec "$@"',
+            "apt-cache": "[ -e $MACHINE/offered/$2 ]",
+        }
         for name, script in programs.items():
             self.write(f"bin/{name}", script)
+        # What the programs install.
         self.write("add-apt-repository", ADD_APT_REPOSITORY)
         self.write("pip", PIP % PINNED)
         self.write("python", IN_VENV)
@@ -86,18 +97,25 @@ class Machine:
             (folder / "bin" / name).symlink_to(shutil.which(name))
 
     def write(self, name: str, script: str) -> None:
-        (self.folder / name).write_text(f"#!/bin/sh\n{script}\n")
-        (self.folder / name).chmod(0o755)
+        """Writes a program."""
+        path = self.folder / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
 
     def has(self, *packages: str, offered: bool = True) -> None:
+        """Installs packages of apt.
+
+        offered: apt offers all of CPython
+        """
         for package in packages:
             (self.folder / "packages" / package).touch()
         if offered:
-            for package in ("python3.11", "python3.11-venv", "libpython3.11"):
+            for package in PARTS_OF_PYTHON:
                 (self.folder / "offered" / package).touch()
 
-    def install(self, *arguments: str, target: str = "install") -> subprocess.CompletedProcess:
-        return make(target, f"VENV={self.venv}", *arguments, python="")
+    def install(self, *arguments: str) -> subprocess.CompletedProcess:
+        """Runs `make install`."""
+        return make("install", f"VENV={self.venv}", *arguments, python="")
 
     def done(self) -> list[str]:
         """Returns what was done since it was last asked."""
@@ -106,10 +124,16 @@ class Machine:
         log.unlink(missing_ok=True)
         return lines
 
+    def is_installed(self) -> bool:
+        """Returns whether the environment has the stamp of a whole installation."""
+        return (self.venv / ".installed").exists()
+
     def libtpu(self) -> list[str]:
         """Returns the versions of libtpu in the environment."""
-        folders = self.venv.glob("lib/python3.11/site-packages/libtpu-*")
-        return [folder.name.removeprefix("libtpu-").removesuffix(".dist-info") for folder in folders]
+        versions = []
+        for folder in self.venv.glob("lib/python3.11/site-packages/libtpu-*"):
+            versions.append(folder.name.removeprefix("libtpu-").removesuffix(".dist-info"))
+        return versions
 
 
 @pytest.fixture
@@ -125,12 +149,24 @@ def bare(tmp_path, monkeypatch) -> Machine:
 @pytest.fixture
 def ready(bare) -> Machine:
     """A machine with all that CPython consists of."""
-    bare.has("python3.11", "python3.11-venv", "libpython3.11")
+    bare.has(*PARTS_OF_PYTHON)
     return bare
+
+
+# ---- the interpreter ---------------------------------------------------------------------------
 
 
 PPA = "-y ppa:deadsnakes/ppa"
 PACKAGES = "install -y python3.11 python3.11-venv libpython3.11"
+
+
+def said_by_apt(made: subprocess.CompletedProcess) -> list[str]:
+    """Returns the arguments of add-apt-repository and apt-get, which the stand-ins print."""
+    said = []
+    for line in made.stdout.splitlines():
+        if line[0] == "-" or line.startswith("install"):
+            said.append(line)
+    return said
 
 
 @pytest.mark.parametrize(
@@ -146,24 +182,29 @@ def test_get_python_installs_what_is_missing(bare, there, said):
     """apt is busy at first."""
     bare.has(*there, offered=bool(there))
     refused = bare.install()
-    assert refused.returncode == 2 and not refused.stdout and not bare.done()
-    assert ("libpython3.11" if "python3.11-venv" in there else "on Ubuntu GET_PYTHON=1") in refused.stderr
+    assert refused.returncode == 2
+    assert not refused.stdout
+    assert not bare.done()
+    only_the_library = "python3.11-venv" in there
+    remedy = "libpython3.11" if only_the_library else "on Ubuntu GET_PYTHON=1"
+    assert remedy in refused.stderr
+
     made = bare.install("GET_PYTHON=1")
     assert made.returncode == 0, made.stderr
-    assert [line for line in made.stdout.splitlines() if line[0] == "-" or line.startswith("install")] == said
+    assert said_by_apt(made) == said
     assert "error" not in made.stderr
 
 
-def test_get_python_brings_the_program_for_archives_where_it_is_missing(bare):
-    """As in a container, and on a minimal host."""
+def test_get_python_brings_the_program_for_archives(bare):
+    """It is missing in a container, and on a minimal host."""
     (bare.folder / "bin/add-apt-repository").unlink()
+
     made = bare.install("GET_PYTHON=1")
     assert made.returncode == 0, made.stderr
-    said = [line for line in made.stdout.splitlines() if line[0] == "-" or line.startswith("install")]
-    assert said == ["install -y software-properties-common", PPA, PACKAGES]
+    assert said_by_apt(made) == ["install -y software-properties-common", PPA, PACKAGES]
 
 
-def test_get_python_takes_the_systems_interpreter_by_its_path(tmp_path):
+def test_get_python_takes_the_systems_interpreter_by_its_path():
     command = ["sh", str(ROOT / "tpu/get_python.sh"), "/usr/bin/python3.12", "--packages"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.stdout == "python3.12 python3.12-venv libpython3.12\n"
@@ -171,114 +212,180 @@ def test_get_python_takes_the_systems_interpreter_by_its_path(tmp_path):
 
 def test_get_python_is_not_called_where_nothing_is_missing(ready):
     made = ready.install("GET_PYTHON=1")
-    assert made.returncode == 0 and not (ready.folder / "updated").exists()
+    assert made.returncode == 0
+    assert not (ready.folder / "updated").exists()
 
 
 def test_an_interpreter_that_apt_does_not_offer_gets_deadsnakes(bare):
     """python3.11 was built by hand."""
     bare.has("python3.11", "python3.11-venv", offered=False)
+
     made = bare.install("GET_PYTHON=1")
-    assert made.returncode == 0 and made.stdout.splitlines()[:2] == [PPA, PACKAGES]
+    assert made.returncode == 0
+    assert made.stdout.splitlines()[:2] == [PPA, PACKAGES]
 
 
 def test_get_python_refuses_another_name(bare):
     other = make("install", f"VENV={bare.venv}", "GET_PYTHON=1", python="nothing")
-    assert other.returncode == 2 and "nothing cannot be installed" in other.stderr
+    assert other.returncode == 2
+    assert "nothing cannot be installed" in other.stderr
 
 
 def test_an_eager_environment_needs_no_library(bare):
     bare.has("python3.11", "python3.11-venv")
+
     made = bare.install("DEVICE=cpu")
-    assert made.returncode == 0 and not any("libpython" in line for line in bare.done())
+    assert made.returncode == 0
+    assert not any("libpython" in line for line in bare.done())
 
 
 def test_install_imports_torch_xla_before_it_is_done(ready):
     (ready.folder / "broken").write_text("ImportError: libGL.so.1: no such file\n")
     failed = ready.install()
-    assert failed.returncode == 2 and "ImportError: libGL.so.1" in failed.stderr
-    assert ready.done()[-1] == "-m tpu.libpython install" and not (ready.venv / ".installed").exists()
+    assert failed.returncode == 2
+    assert "ImportError: libGL.so.1" in failed.stderr
+    assert ready.done()[-1] == "-m tpu.libpython install"
+    assert not ready.is_installed()
+
     (ready.folder / "broken").unlink()
-    assert ready.install().returncode == 0 and (ready.venv / ".installed").exists()
+    assert ready.install().returncode == 0
+    assert ready.is_installed()
     ready.done()
-    assert ready.install().returncode == 0 and not ready.done(), "nothing is to be done"
+    assert ready.install().returncode == 0
+    assert not ready.done(), "nothing is to be done"
+
+
+# ---- libtpu ------------------------------------------------------------------------------------
+
+
+CHIPS = "CHIPS=/dev/accel0"
 
 
 def test_libtpu_is_the_pinned_one_where_chips_are(ready):
-    assert ready.install().returncode == 0 and ready.libtpu() == []
+    assert ready.install().returncode == 0
+    assert ready.libtpu() == []
+
     shutil.rmtree(ready.venv)
-    assert ready.install("CHIPS=/dev/accel0").returncode == 0 and ready.libtpu() == [PINNED]
+    assert ready.install(CHIPS).returncode == 0
+    assert ready.libtpu() == [PINNED]
 
 
 def test_another_libtpu_is_installed_and_stays(ready):
-    chips = "CHIPS=/dev/accel0"
-    ready.install(chips)
-    assert ready.install(chips, "LIBTPU_VERSION=0.0.51").returncode == 0
-    assert ready.libtpu() == ["0.0.51"] and (ready.venv / ".libtpu_version").read_text() == "0.0.51\n"
-    ready.done()
-    # The same again, and commands that do not name it, leave it.
-    ready.install(chips, "LIBTPU_VERSION=0.0.51")
-    ready.install(chips)
-    assert not ready.done()
-    (ready.venv / ".installed").unlink()
-    ready.install(chips)
+    ready.install(CHIPS)
+    assert ready.install(CHIPS, "LIBTPU_VERSION=0.0.51").returncode == 0
     assert ready.libtpu() == ["0.0.51"]
-    assert ready.install(chips, "LIBTPU_VERSION=0.0.52").returncode == 0 and ready.libtpu() == ["0.0.52"]
+    assert (ready.venv / ".libtpu_version").read_text() == "0.0.51\n"
+    ready.done()
+
+    # The same again, and commands that do not name it, leave it.
+    ready.install(CHIPS, "LIBTPU_VERSION=0.0.51")
+    ready.install(CHIPS)
+    assert not ready.done()
+
+    (ready.venv / ".installed").unlink()
+    ready.install(CHIPS)
+    assert ready.libtpu() == ["0.0.51"]
+
+    assert ready.install(CHIPS, "LIBTPU_VERSION=0.0.52").returncode == 0
+    assert ready.libtpu() == ["0.0.52"]
 
 
 def test_a_libtpu_that_was_replaced_by_hand_is_installed_again(ready):
-    chosen = ["CHIPS=/dev/accel0", "LIBTPU_VERSION=0.0.51"]
-    ready.install(*chosen)
+    ready.install(CHIPS, "LIBTPU_VERSION=0.0.51")
     site = ready.venv / "lib/python3.11/site-packages"
     (site / "libtpu-0.0.51.dist-info").rename(site / "libtpu-0.0.40.dist-info")
-    assert ready.install(*chosen).returncode == 0 and ready.libtpu() == ["0.0.51"]
+
+    assert ready.install(CHIPS, "LIBTPU_VERSION=0.0.51").returncode == 0
+    assert ready.libtpu() == ["0.0.51"]
 
 
-@pytest.mark.parametrize("wrong", ["stalled", "LIBTPU_VERSION=0.0.99"])
-def test_a_choice_that_fails_is_not_remembered_and_the_next_install_starts_over(ready, wrong):
-    chips = "CHIPS=/dev/accel0"
-    ready.install(chips)
-    if wrong == "stalled":
-        (ready.folder / wrong).touch()
-    failed = ready.install(chips, "LIBTPU_VERSION=0.0.51" if wrong == "stalled" else wrong)
-    assert failed.returncode == 2 and ("No matching distribution" in failed.stderr) == (wrong != "stalled")
-    assert not (ready.venv / ".installed").exists()
-    (ready.folder / "stalled").unlink(missing_ok=True)
-    assert ready.install(chips).returncode == 0 and ready.libtpu() == [PINNED]
+def assert_next_install_starts_over(machine: Machine) -> None:
+    """Asserts that a failed installation is not taken for one, nor its choice of libtpu."""
+    assert not machine.is_installed()
+    assert machine.install(CHIPS).returncode == 0
+    assert machine.libtpu() == [PINNED]
+
+
+def test_a_libtpu_whose_download_stalls_is_not_remembered(ready):
+    ready.install(CHIPS)
+    (ready.folder / "stalled").touch()
+    failed = ready.install(CHIPS, "LIBTPU_VERSION=0.0.51")
+    assert failed.returncode == 2
+    assert "No matching distribution" not in failed.stderr
+
+    (ready.folder / "stalled").unlink()
+    assert_next_install_starts_over(ready)
+
+
+def test_a_libtpu_that_does_not_exist_is_not_remembered(ready):
+    ready.install(CHIPS)
+    failed = ready.install(CHIPS, "LIBTPU_VERSION=0.0.99")
+    assert failed.returncode == 2
+    assert "No matching distribution" in failed.stderr
+
+    assert_next_install_starts_over(ready)
 
 
 def test_libtpu_version_of_the_shell_is_not_taken(ready, monkeypatch):
     monkeypatch.setenv("LIBTPU_VERSION", "0.0.51")
-    assert ready.install("CHIPS=/dev/accel0").returncode == 0 and ready.libtpu() == [PINNED]
+    assert ready.install(CHIPS).returncode == 0
+    assert ready.libtpu() == [PINNED]
+
     monkeypatch.setenv("LIBTPU_VERSION", "; false")
-    assert ready.install("CHIPS=/dev/accel0").returncode == 0
+    assert ready.install(CHIPS).returncode == 0
 
 
 @pytest.mark.parametrize(
-    "word", ["0.0", "0.0.51.1", "latest", "0..51", ".0.51", "0.0.51 0.0.52", "0.0.51;x", "v0.0.51", "0.0.51 "]
+    "word",
+    [
+        "0.0",
+        "0.0.51.1",
+        "latest",
+        "0..51",
+        ".0.51",
+        "0.0.51 0.0.52",
+        "0.0.51;x",
+        "v0.0.51",
+        "0.0.51 ",
+    ],
 )
 def test_a_libtpu_that_is_no_version_is_refused(ready, word):
-    for arguments in (["CHIPS=/dev/accel0"], []):
-        refused = ready.install(f"LIBTPU_VERSION={word}", *arguments)
-        assert refused.returncode == 2 and f"LIBTPU_VERSION={word} is no version" in refused.stderr
-    refused = make("train", "MODEL=bert", "TPU=my-tpu", f"LIBTPU_VERSION={word}")
-    assert refused.returncode == 2 and f"LIBTPU_VERSION={word} is no version" in refused.stderr
+    refusals = [
+        ready.install(f"LIBTPU_VERSION={word}", CHIPS),
+        ready.install(f"LIBTPU_VERSION={word}"),
+        make("train", "MODEL=bert", "TPU=my-tpu", f"LIBTPU_VERSION={word}"),
+    ]
+    for refused in refusals:
+        assert refused.returncode == 2
+        assert f"LIBTPU_VERSION={word} is no version" in refused.stderr
     assert not ready.done()
 
 
-def test_libtpu_is_chosen_only_where_it_is_used(ready):
+def test_a_libtpu_without_chips_is_refused(ready):
     refused = ready.install("LIBTPU_VERSION=0.0.51")
-    assert refused.returncode == 2 and "no chip is here; leave it out" in refused.stderr
-    refused = ready.install("LIBTPU_VERSION=0.0.51", "CHIPS=/dev/accel0", "DEVICE=cpu")
-    assert refused.returncode == 2 and "DEVICE=cpu is without XLA; leave it out" in refused.stderr
+    assert refused.returncode == 2
+    assert "no chip is here; leave it out" in refused.stderr
     assert not ready.done()
 
 
-def test_the_launcher_hands_the_version_on_and_skypilot_refuses_it(monkeypatch):
-    def words(*given: str) -> str:
-        return make("-n", "train", "MODEL=bert", *given).stdout
+def test_a_libtpu_without_xla_is_refused(ready):
+    refused = ready.install("LIBTPU_VERSION=0.0.51", CHIPS, "DEVICE=cpu")
+    assert refused.returncode == 2
+    assert "DEVICE=cpu is without XLA; leave it out" in refused.stderr
+    assert not ready.done()
 
-    assert '"LIBTPU_VERSION=$LIBTPU_VERSION"' in words("TPU=my-tpu", "LIBTPU_VERSION=0.0.51")
-    refused = make("train", "MODEL=bert", "ENGINE=sky", "BUCKET=gs://b", "RUN=one", "LIBTPU_VERSION=0.0.51")
-    assert refused.returncode == 2 and "ENGINE=sky takes" in refused.stderr
+
+def test_the_launcher_hands_the_version_on(monkeypatch):
+    given = make("-n", "train", "MODEL=bert", "TPU=my-tpu", "LIBTPU_VERSION=0.0.51")
+    assert '"LIBTPU_VERSION=$LIBTPU_VERSION"' in given.stdout
+
     monkeypatch.setenv("LIBTPU_VERSION", "0.0.51")
-    assert "LIBTPU_VERSION" not in words("TPU=my-tpu")
+    of_the_shell = make("-n", "train", "MODEL=bert", "TPU=my-tpu")
+    assert "LIBTPU_VERSION" not in of_the_shell.stdout
+
+
+def test_skypilot_refuses_a_version_of_libtpu():
+    words = ["MODEL=bert", "ENGINE=sky", "BUCKET=gs://b", "RUN=one", "LIBTPU_VERSION=0.0.51"]
+    refused = make("train", *words)
+    assert refused.returncode == 2
+    assert "ENGINE=sky takes" in refused.stderr

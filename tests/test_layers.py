@@ -390,8 +390,12 @@ def test_exact_products_are_einsums(equation, exact_products):
     terms = operands.split(",")
     letters = sorted(set("".join(terms)))
     sizes = dict(zip(letters, (2, 3, 4, 5, 6, 7), strict=False))
-    inputs = [torch.randn([sizes[letter] for letter in term]) for term in terms]
-    upstream = torch.randn([sizes[letter] for letter in result])
+
+    def drawn(term: str) -> Tensor:
+        return torch.randn([sizes[letter] for letter in term])
+
+    inputs = [drawn(term) for term in terms]
+    upstream = drawn(result)
 
     expected = gradients(functools.partial(torch.einsum, equation), inputs, upstream)
     found = gradients(functools.partial(products.einsum, equation), inputs, upstream)

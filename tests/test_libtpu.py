@@ -175,8 +175,8 @@ Used 33.54G of 15.75G hbm. Exceeded hbm capacity by 17.80G.
   2. Size: 6.71G
      Shape: bf16[60000,60000]{1,0:T(8,128)(2,1)}
 """
-REPORT_51 = """E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO \
-temporaries (26.92G) exceeds available HBM (15.75G). HLO module: m.
+REPORT_51 = """E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required \
+for HLO temporaries (26.92G) exceeds available HBM (15.75G). HLO module: m.
 
 E1121 18:04:08.080245   12512 deepsea_compiler_base.cc:3563] XLA:TPU compile permanent error. \
 Ran out of memory in memory space hbm. Used 26.92G of 15.75G hbm. \

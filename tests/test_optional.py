@@ -1,4 +1,5 @@
-"""What a copy or an installation may come without: optional.py, which `make copy` and the messages read."""
+"""What a copy or an installation may come without: optional.py, which `make copy` and the messages
+read."""
 
 import re
 import subprocess
@@ -12,32 +13,43 @@ import optional
 from errors import InputError
 
 ROOT = Path(__file__).parent.parent
+OF_ENCODERS = [optional.encoder(name) for name in optional.ENCODERS]
 OF_THE_PROJECT = [part for part in optional.PARTS if part.given]
 
 
-def test_every_module_of_a_part_is_here_and_its_name_is_its_own():
+def name_of(part: optional.Part) -> str:
+    return part.name
+
+
+def test_every_part_has_a_name_of_its_own():
     names = [*optional.ENCODERS, *(part.name for part in optional.PARTS)]
     assert len(set(names)) == len(names)
-    for part in (*OF_THE_PROJECT, *map(optional.encoder, optional.ENCODERS)):
-        own = [module for module in part.modules if module != "torch_xla"]
-        for module in own:
+
+
+@pytest.mark.parametrize("part", [*OF_THE_PROJECT, *OF_ENCODERS], ids=name_of)
+def test_every_module_of_a_part_is_here(part):
+    for module in part.modules:
+        if module != "torch_xla":
             assert copy_model.module_file(module, ROOT).exists(), module
-        assert part.has(part.loaded()) and optional.is_here(part.name), part.name
+    assert part.has(part.loaded())
+    assert optional.is_here(part.name)
 
 
-@pytest.mark.parametrize(
-    "part", [*optional.PARTS, *map(optional.encoder, optional.ENCODERS)], ids=lambda part: part.name
-)
+@pytest.mark.parametrize("part", [*optional.PARTS, *OF_ENCODERS], ids=name_of)
 def test_a_missing_part_is_one_sentence_with_its_remedy(part, monkeypatch):
-    monkeypatch.setitem(sys.modules, part.loaded(), None)  # import_module says that it is not there
+    monkeypatch.setitem(sys.modules, part.loaded(), None)  # import_module says it is not there
+
     with pytest.raises(InputError) as refused:
         optional.load(part.name, asked="cuda")
+
     sentence = str(refused.value)
     assert "{" not in sentence
     if part.missing == optional.NOT_IN_THIS_COPY:
-        assert f"needs {part.loaded()}, not in this copy: make copy … {part.given[0]} brings it" in sentence
+        remedy = f"make copy … {part.given[0]} brings it"
+        assert f"needs {part.loaded()}, not in this copy: {remedy}" in sentence
     elif part.missing == optional.NO_DEVICE:
-        assert re.search("--device is cuda, but .*install requirements.txt, copy with DEVICE=cuda, or", sentence)
+        remedy = "install requirements.txt, copy with DEVICE=cuda, or"
+        assert re.search(f"--device is cuda, but .*{remedy}", sentence)
 
 
 def test_a_part_that_is_here_but_broken_keeps_its_own_error(monkeypatch):
@@ -52,13 +64,34 @@ def test_a_folder_of_its_name_is_no_library(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(InputError, match="--tracker is wandb, but its library is not here .cannot import name 'init'"):
+
+    reason = "--tracker is wandb, but its library is not here .cannot import name 'init'"
+    with pytest.raises(InputError, match=reason):
         optional.load("wandb")
 
 
-def names_of(files: list[Path]) -> set[str]:
-    """Returns the dotted names of modules."""
-    return {".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files}
+def modules_of(files: list[Path]) -> set[str]:
+    """Returns the dotted names of the modules in these files."""
+    found = set()
+    for file in files:
+        name = ".".join(file.with_suffix("").parts)
+        found.add(name.removesuffix(".__init__"))
+    return found
+
+
+def assert_parts(script: str, model: str, device: str, extras: list[str]) -> None:
+    """Asserts that a copy has the parts that are asked for, and nothing of the others."""
+    given = {f"MODEL={model}", f"DEVICE={device}", *(f"WITH={name}" for name in extras)}
+    files, others = copy_model.needed(script, model, device, extras)
+    copied = modules_of(files) | others
+
+    wanted = optional.in_copy(given)
+    for part in optional.PARTS:
+        own = {module for module in copied if part.has(module)}
+        if part in wanted:
+            assert part.loaded() in own, part.name
+        else:
+            assert own == set(), part.name
 
 
 @pytest.mark.parametrize("model", copy_model.SCRIPTS)
@@ -66,22 +99,19 @@ def test_a_copy_has_a_part_only_where_it_is_asked_for(model):
     scripts = [copy_model.SCRIPTS[model]]
     if model in copy_model.ENCODERS:
         scripts.append("pretrain")
+
     for script in scripts:
-        for device, extras in (("xla", []), ("cpu", optional.names("WITH"))):
-            given = {f"MODEL={model}", f"DEVICE={device}", *(f"WITH={name}" for name in extras)}
-            files, others = copy_model.way(script, model, device, extras)
-            copied = names_of(files) | others
-            for part in optional.PARTS:
-                own = {name for name in copied if part.has(name)}
-                if part in optional.in_copy(given):
-                    assert part.loaded() in own, (script, device, part.name)
-                else:
-                    assert own == set(), (script, device, part.name)
+        assert_parts(script, model, device="xla", extras=[])
+        assert_parts(script, model, device="cpu", extras=optional.names("WITH"))
 
 
-def test_help_and_readme_name_what_a_copy_can_have():
+@pytest.mark.parametrize("page", ["README.md", "Makefile"])
+def test_pages_name_what_a_copy_can_have(page):
     given = f'WITH="{" ".join(optional.names("WITH"))}"'
-    assert given in (ROOT / "README.md").read_text() and given in (ROOT / "Makefile").read_text()
+    assert given in (ROOT / page).read_text()
+
+
+def test_help_names_what_a_copy_can_have():
     command = [sys.executable, "-S", "copy_model.py", "--help"]  # without any package
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert " ".join(optional.names("WITH")) in " ".join(shown.split())
@@ -90,5 +120,4 @@ def test_help_and_readme_name_what_a_copy_can_have():
 def test_nothing_else_asks_what_is_there():
     for folder in ("train", "models", "data"):
         for path in (ROOT / folder).rglob("*.py"):
-            text = path.read_text()
-            assert "find_spec(" not in text, path
+            assert "find_spec(" not in path.read_text(), path

@@ -648,8 +648,16 @@ def test_dlrms_tables_have_the_networks_rate(rehearse, per_step, monkeypatch):
 def test_dlrm_drops_nothing_at_random(rehearse, per_step, monkeypatch):
     monkeypatch.setattr(dlrm, "SYNTHETIC_TRAIN", 4 * 256)
     config = replace(dlrm.TINY, warmup_steps=3, name="run", **per_step)
+    cross_layers, cross_rank = config.cross
     model = dlrm.DLRM(
-        3, 2, config.dim, config.bottom, config.top, config.interaction, *config.cross
+        num_dense=3,
+        num_tables=2,
+        dim=config.dim,
+        bottom=config.bottom,
+        top=config.top,
+        interaction=config.interaction,
+        cross_layers=cross_layers,
+        cross_rank=cross_rank,
     )
 
     assert rehearse(dlrm, config).seeds == []
@@ -893,9 +901,11 @@ def test_what_is_checked_before_step_1_has_the_evaluations_masks(mesh, monkeypat
 @pytest.fixture
 def number_as_bleu(monkeypatch) -> None:
     """Gives the number of translations in place of their BLEU."""
-    monkeypatch.setattr(
-        translate.Bleu, "__call__", lambda bleu, translations, mesh: len(translations)
-    )
+
+    def count(bleu, translations, mesh) -> int:
+        return len(translations)
+
+    monkeypatch.setattr(translate.Bleu, "__call__", count)
 
 
 VALID_SUMS = {"loss": 60, "nll": 20, "tokens": 10}
@@ -909,7 +919,10 @@ def test_perplexity_is_of_the_loss_without_smoothing(mesh, number_as_bleu):
     step = sums([VALID_SUMS | {"nll": 11}, {"loss": 5, "nll": 9, "tokens": 2}])
     state = evaluation_state()
 
-    found = transformer.evaluate(step, lambda pairs, unknown: ["a"] * 7, state, sets, config, mesh)
+    def translations(pairs, unknown) -> list[str]:
+        return ["a"] * 7
+
+    found = transformer.evaluate(step, translations, state, sets, config, mesh)
 
     assert found == pytest.approx({"bleu": 7, "loss": 65 / 12, "ppl": math.exp(20 / 12)})
     assert state.model.training
@@ -919,11 +932,13 @@ def test_metrics_of_the_transformers_test_split_have_its_name(mesh, number_as_bl
     pairs = wmt.SyntheticPairs("valid", 16)
     sets = {"valid": pairs, "test": pairs}
     config = replace(transformer.TINY, lengths=(16,), batch_tokens=256)
+    step = sums([VALID_SUMS, TEST_SUMS])
     state = evaluation_state()
 
-    found = transformer.evaluate(
-        sums([VALID_SUMS, TEST_SUMS]), lambda pairs, unknown: ["a"], state, sets, config, mesh
-    )
+    def translations(pairs, unknown) -> list[str]:
+        return ["a"]
+
+    found = transformer.evaluate(step, translations, state, sets, config, mesh)
 
     expected = {
         "bleu": 1,
@@ -944,7 +959,7 @@ def test_the_transformers_losses_are_pytorchs(form):
     target = torch.randint(4, 11, (3, 7))
     target[1, 4:] = wmt.PAD
 
-    found = transformer.label_smoothed(logits, target, 0.1)
+    found = transformer.label_smoothed_loss(logits, target, 0.1)
 
     real = (target != wmt.PAD).flatten()
     assert found["tokens"] == real.sum() == 18

@@ -265,8 +265,8 @@ REPORT = {
 
 
 @pytest.fixture
-def trained(start, monkeypatch, clock):
-    """A run of two steps that is to be finished."""
+def run_to_finish(start, monkeypatch, clock):
+    """A run that has trained its two steps."""
     monkeypatch.setattr(device, "graph_report", lambda: dict(REPORT))
     run = start(total_steps=2, unit="tokens")
     run.log(1, examples=10, input_wait=0.1, loss=2.0)
@@ -275,16 +275,17 @@ def trained(start, monkeypatch, clock):
     return run
 
 
-def test_summary_json_is_written_last(trained, monkeypatch):
+def test_summary_json_is_written_last(run_to_finish, monkeypatch):
+    run = run_to_finish
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(trained, "watchers", [Mock(summary=lambda: 1 / 0)])
-        trained.finish({})
-    assert not os.path.exists(f"{trained.path}/summary.json")
+        patch.setattr(run, "watchers", [Mock(summary=lambda: 1 / 0)])
+        run.finish({})
+    assert not os.path.exists(f"{run.path}/summary.json")
 
-    trained.finish({"top1": 0.953125, "loss": math.inf})
-    summary = read_json(f"{trained.path}/summary.json")
-    assert trained.finished
-    assert summary == trained.summary
+    run.finish({"top1": 0.953125, "loss": math.inf})
+    summary = read_json(f"{run.path}/summary.json")
+    assert run.finished
+    assert summary == run.summary
     assert summary["metrics"] == {"top1": 0.953125, "loss": None}
     assert summary["steps"] == 2
     assert summary["report"] == REPORT
@@ -292,13 +293,13 @@ def test_summary_json_is_written_last(trained, monkeypatch):
     assert summary["tokens_per_second"] == 20
 
 
-def test_finish_prints_the_table_as_a_later_start_does(trained, start, capsys):
+def test_finish_prints_the_table_as_a_later_start_does(run_to_finish, start, capsys):
     capsys.readouterr()
-    trained.finish({"top1": 0.953125, "loss": math.inf})
+    run_to_finish.finish({"top1": 0.953125, "loss": math.inf})
 
     table = capsys.readouterr().out
     title, *rows = table.splitlines()
-    assert title.startswith(f"{trained.path} finished in ")
+    assert title.startswith(f"{run_to_finish.path} finished in ")
     cells = {row[:19].strip(): row[19:].strip() for row in rows}
     expected = {
         "top1": "0.9531",

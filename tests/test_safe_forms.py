@@ -199,7 +199,7 @@ def test_build_chooses_the_forms_that_the_mesh_asks_for(script, safe_forms, mesh
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
 def test_a_resumed_run_may_have_other_forms(script):
-    assert "safe_forms" in script.FREE
+    assert "safe_forms" in script.MAY_CHANGE
     assert script.Config().safe_forms is False
 
 
@@ -375,7 +375,8 @@ def test_a_process_without_an_answer_has_died(script, how, tmp_path, monkeypatch
 
 
 def test_what_died_names_the_step_and_what_to_leave_out():
-    job = compiling.Job("bert", "full", "pretrain", ("--size", "mini", "--remat"), 8, "train")
+    flags = ("--size", "mini", "--remat")
+    job = compiling.Job(model="bert", preset="full", task="pretrain", flags=flags, batch=8)
     died = apart.CompilerDied("0.0.21", "SIGSEGV", TRACE)
     said = compiling.what_died(died, job, "v5e:1x1", False)
     step = "bert pretrain full --size mini --remat, program train"
@@ -399,7 +400,7 @@ def test_what_died_names_the_step_and_what_to_leave_out():
     ],
 )
 def test_another_death_has_another_remedy(how, output, advice):
-    job = compiling.Job("bert", "full", "mrpc", (), 8, "train")
+    job = compiling.Job(model="bert", preset="full", task="mrpc", flags=(), batch=8)
     died = apart.CompilerDied("0.0.21", how, output)
     said = compiling.what_died(died, job, "v5e:1x1", False)
     assert advice in said
@@ -418,6 +419,11 @@ def no_compiler(monkeypatch, tmp_path):
     return ["dlrm", "--json", str(tmp_path / "report.json"), "--effort", "fast"]
 
 
+def out_of_memory() -> libtpu.OutOfMemory:
+    """Returns what the compiler raises of a step that does not fit."""
+    return libtpu.OutOfMemory("v5e:1x1", needed=2**35, capacity=2**34, allocations=[], report="")
+
+
 def test_a_compiler_that_dies_in_the_search_is_a_sentence_too(no_compiler, monkeypatch):
     """In the search for a batch that fits."""
 
@@ -425,7 +431,7 @@ def test_a_compiler_that_dies_in_the_search_is_a_sentence_too(no_compiler, monke
         raise apart.CompilerDied("0.0.21", "SIGSEGV", TRACE)
 
     def too_large(*_):
-        raise libtpu.OutOfMemory("v5e:1x1", 2**35, 2**34, [], "")
+        raise out_of_memory()
 
     monkeypatch.setattr(compiling, "compile_step", too_large)
     monkeypatch.setattr(compiling, "search", dies)
@@ -490,7 +496,7 @@ def two_versions(monkeypatch) -> None:
     "error, said",
     [
         (
-            libtpu.OutOfMemory("v5e:1x1", 2**35, 2**34, [], ""),
+            out_of_memory(),
             "by libtpu 0.0.51, asked for by --besides, out of mem",
         ),
         (libtpu.CompilerError(12, "no"), "libtpu 0.0.51 refuses to compile dlrm kaggle"),
@@ -506,7 +512,7 @@ def test_an_error_of_the_version_besides_is_not_the_reports(error, said, two_ver
     monkeypatch.setattr(compiling.apart, "compile", compiles)
     topology = MagicMock(generation="v5e", num_devices=1, hbm_bytes=2)
     topology.name = "v5e:1x1"
-    job = compiling.Job("dlrm", "kaggle", "", (), 8)
+    job = compiling.Job(model="dlrm", preset="kaggle", task="", flags=(), batch=8)
 
     with pytest.raises(InputError, match=said) as caught:
         compiling.compile_step(job, topology, None, "fast", dlrm, besides="0.0.51")

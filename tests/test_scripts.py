@@ -41,10 +41,18 @@ every_script = pytest.mark.parametrize("name", TRIALS)
 # Where a test trains anew, which takes up to half a minute of a core, two scripts show what holds
 # for all; the others' are slow.
 QUICK = ("dlrm", "glue")
-QUICK_NAMES = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TRIALS
-]
-quick_scripts = pytest.mark.parametrize("name", QUICK_NAMES)
+
+
+def slow_but_for(quick: tuple[str, ...]) -> list:
+    """Returns the scripts as parameters of a test: all but the quick ones are slow."""
+    parameters = []
+    for name in TRIALS:
+        marks = () if name in quick else pytest.mark.slow
+        parameters.append(pytest.param(name, marks=marks))
+    return parameters
+
+
+quick_scripts = pytest.mark.parametrize("name", slow_but_for(QUICK))
 
 
 # ---- a trial and its folder ----------------------------------------------------------------------

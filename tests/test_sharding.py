@@ -85,9 +85,10 @@ def small():
         attention_dropout=0.1,
         activation_dropout=0.1,
     )
+    two_layers = replace(SIZE, layers=2)  # DistilBERT has half of them
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(encoders.SIZES, "tiny", SIZE)
-        patch.setitem(encoders.SIZES, "mini", replace(SIZE, layers=2))  # DistilBERT has half of it
+        patch.setitem(encoders.SIZES, "mini", two_layers)
         patch.setitem(ARCHITECTURES, "transformer_tiny", architecture)
         yield
 
@@ -109,7 +110,7 @@ def on_each_device(tensor: Tensor) -> list[int]:
 
 
 @dataclass
-class Opened:
+class OpenRun:
     """What the `main` of a script makes before its first step."""
 
     config: Any
@@ -118,7 +119,7 @@ class Opened:
     state: Any
 
 
-def opened(mesh, layout: Layout, script=pretrain, **changes) -> Opened:
+def open_run(mesh, layout: Layout, script=pretrain, **changes) -> OpenRun:
     """Opens a tiny run; DistilBERT's teacher is new."""
     config = script.validate(replace(script.TINY, layout=layout, **changes))
     torch.manual_seed(0)  # the weights are new
@@ -129,7 +130,7 @@ def opened(mesh, layout: Layout, script=pretrain, **changes) -> Opened:
     arranged = sharding.arranged(mesh, layout)
     state = script.build(config, data, arranged)
     state.model.train()
-    return Opened(config, arranged, data, state)
+    return OpenRun(config, arranged, data, state)
 
 
 def with_new_teacher(config: pretrain.Config) -> pretrain.Data:
@@ -143,7 +144,7 @@ def with_new_teacher(config: pretrain.Config) -> pretrain.Data:
 
 
 @dataclass
-class Taken:
+class Updates:
     """What STEPS updates gave."""
 
     losses: list[float]
@@ -151,9 +152,9 @@ class Taken:
     state: Any
 
 
-def taken(mesh, layout: Layout, script=pretrain, **changes) -> Taken:
-    """Takes STEPS updates."""
-    run = opened(mesh, layout, script, **changes)
+def take_updates(mesh, layout: Layout, script=pretrain, **changes) -> Updates:
+    """Takes STEPS updates of a tiny run."""
+    run = open_run(mesh, layout, script, **changes)
     update_every = run.config.update_every
     if update_every > 1:
         step = accumulate.AccumulatedStep(
@@ -182,7 +183,7 @@ def taken(mesh, layout: Layout, script=pretrain, **changes) -> Taken:
             found.append(step(run.state, batch, config, run.mesh)["loss"])
 
     named = checkpoint.named_state(run.state.model, run.state.optimizer)
-    return Taken(device.fetch(found), checkpoint.to_host(named), run.state)
+    return Updates(device.fetch(found), checkpoint.to_host(named), run.state)
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +191,8 @@ def whole(mesh):
     """whole(**changes): the same steps with everything whole on every device, each taken once."""
 
     @functools.cache
-    def whole(**changes) -> Taken:
-        found = taken(mesh, WHOLE, **changes)
+    def whole(**changes) -> Updates:
+        found = take_updates(mesh, WHOLE, **changes)
         return replace(found, state=None)  # not kept
 
     return whole
@@ -246,7 +247,7 @@ def test_cut_and_recomputed_layers_give_the_same_numbers(
     layout, changes, weight, moment, mesh, whole, monkeypatch
 ):
     monkeypatch.setattr(pin_sharding, "two_steps", steps_of_a_square_slice)
-    found = taken(mesh, layout, **changes)
+    found = take_updates(mesh, layout, **changes)
     expected = whole(**changes)
 
     assert found.losses == pytest.approx(expected.losses, rel=2e-6)
@@ -256,9 +257,9 @@ def test_cut_and_recomputed_layers_give_the_same_numbers(
     named = found.state.model.named_parameters()
     (parameter,) = [value for name, value in named if name.endswith(MATRICES)]
     assert on_each_device(parameter.data) == weight
-    kept = found.state.optimizer.state[parameter]
     is_convolution = len(weight) == 4  # which SGD trains
-    assert on_each_device(kept["momentum_buffer" if is_convolution else "exp_avg"]) == moment
+    name = "momentum_buffer" if is_convolution else "exp_avg"
+    assert on_each_device(found.state.optimizer.state[parameter][name]) == moment
     if parameter.grad is not None:  # the sums of gradient accumulation
         assert on_each_device(parameter.grad) == moment
 
@@ -421,7 +422,7 @@ def test_a_step_without_the_head_keeps_nothing_for_it(layout, words, mesh):
 
 
 def test_recomputation_changes_no_bit(mesh, whole):
-    found = taken(mesh, Layout(remat=True), **ACCUMULATED)
+    found = take_updates(mesh, Layout(remat=True), **ACCUMULATED)
     expected = whole(**ACCUMULATED)
     assert found.losses == expected.losses
     assert equal(found.changed, expected.changed)
@@ -725,7 +726,7 @@ def test_a_model_without_a_table_is_refused():
 
 
 def test_the_table_of_a_model_says_where_its_parameters_lie(mesh):
-    run = opened(mesh, replace(TWO, shard_state="optimizer"), model="roberta")
+    run = open_run(mesh, replace(TWO, shard_state="optimizer"), model="roberta")
     table = sharding.placement_table(run.state.model)
     line = next(line for line in table if "*.intermediate.dense.weight" in line)
     assert line.startswith("roberta.encoder.layer.*.intermediate.dense.weight ")

@@ -1,4 +1,5 @@
-"""data/text.py: packing against a plain loop, the made-up language, and folders that are not what they should be."""
+"""data/text.py: packing against a plain loop, the made-up language, and folders that are not what
+they should be."""
 
 import itertools
 import json
@@ -18,20 +19,31 @@ from errors import InputError
 SEPARATOR = 999
 
 
-def plain_rows(documents: list[list[list[int]]], room: int, separator: int | None) -> tuple[list, int]:
-    """The definition, sentence by sentence: rows of (tokens, sentence starts), and sentences that were cut."""
-    rows, cut = [([], [])], 0
+# ---- packing -----------------------------------------------------------------------------------
+def plain_rows(documents: list[list[list[int]]], room: int, separator: int | None):
+    """Packs sentence by sentence, which is the definition.
+
+    Returns rows of (tokens, sentence starts), and how many sentences were cut.
+    """
+    rows = [([], [])]
+    cut = 0
     for document in documents:
         if separator is None:
             rows.append(([], []))
-        before = [separator] if separator is not None else []
+            before = []
+        else:
+            before = [separator]
+
         for sentence in document:
             cut += len(sentence) > room
-            for part in (sentence[start : start + room] for start in range(0, len(sentence), room)):
+            for start in range(0, len(sentence), room):
+                part = sentence[start : start + room]
                 tokens, starts = rows[-1]
-                before = before if starts else []
+                if not starts:
+                    before = []
                 if len(tokens) + len(before) + len(part) > room:
-                    tokens, starts = [], []
+                    tokens = []
+                    starts = []
                     rows.append((tokens, starts))
                     before = []
                 tokens += before
@@ -41,84 +53,206 @@ def plain_rows(documents: list[list[list[int]]], room: int, separator: int | Non
     return [row for row in rows if row[1]], cut
 
 
-def packed_rows(documents, room, separator):
+def packed_rows(documents: list[list[list[int]]], room: int, separator: int | None):
+    """Returns what `plain_rows` returns, by `pack_rows`."""
     sentences = list(itertools.chain(*documents))
     tokens = np.array(list(itertools.chain(*sentences)), np.uint16)
-    sizes, counts = (np.array(list(map(len, parts)), int) for parts in (sentences, documents))
+    sizes = np.array([len(sentence) for sentence in sentences], int)
+    counts = np.array([len(document) for document in documents], int)
+
     packed, cut = pack_rows(tokens, sizes, counts, room, separator)
-    assert (packed.tokens.dtype, packed.sentences.dtype, packed.rows.dtype) == (np.uint16, np.int32, np.int64)
-    return [tuple(part.tolist() for part in packed.row(index)) for index in range(len(packed))], cut
+
+    assert packed.tokens.dtype == np.uint16
+    assert packed.sentences.dtype == np.int32
+    assert packed.rows.dtype == np.int64
+    rows = []
+    for index in range(len(packed)):
+        row_tokens, starts = packed.row(index)
+        rows.append((row_tokens.tolist(), starts.tolist()))
+    return rows, cut
+
+
+def random_documents(rng: np.random.Generator, longest: int) -> list[list[list[int]]]:
+    """Returns 1 to 11 documents of 1 to 5 sentences, each shorter than `longest` tokens."""
+    sizes_of_documents = []
+    for _ in range(rng.integers(1, 12)):
+        sizes_of_documents.append(rng.integers(1, longest, rng.integers(1, 6)))
+
+    documents = []
+    for sizes in sizes_of_documents:
+        documents.append([rng.integers(0, 900, size).tolist() for size in sizes])
+    return documents
 
 
 @pytest.mark.parametrize("separator", [None, SEPARATOR])
 def test_rows_agree_with_a_plain_loop(separator):
     rng = np.random.default_rng(0)
     for _ in range(300):
-        room, longest = rng.integers(1, 30).item(), rng.integers(2, 40)
-        sizes = [rng.integers(1, longest, rng.integers(1, 6)) for _ in range(rng.integers(1, 12))]
-        documents = [[rng.integers(0, 900, size).tolist() for size in document] for document in sizes]
+        room = rng.integers(1, 30).item()
+        documents = random_documents(rng, longest=rng.integers(2, 40))
+
         assert packed_rows(documents, room, separator) == plain_rows(documents, room, separator)
+
+
+@pytest.mark.parametrize("separator", [None, SEPARATOR])
+def test_no_documents_are_no_rows(separator):
     assert packed_rows([], 7, separator) == ([], 0)
+
+
+@pytest.mark.parametrize("separator", [None, SEPARATOR])
+def test_the_first_rows_are_a_part_of_their_own(separator):
     packed, _ = pack_rows(np.arange(10), np.array([3, 3, 4]), np.array([1, 2]), 4, separator)
-    assert (len(packed), len(packed.upto(2)), len(packed.upto(2).tokens)) == (3, 2, 6)
-    assert [part.tolist() for part in packed.upto(2).row(1)] == [[3, 4, 5], [0]]
+
+    first_two = packed.upto(2)
+
+    assert len(packed) == 3
+    assert len(first_two) == 2
+    assert len(first_two.tokens) == 6
+    tokens, starts = first_two.row(1)
+    assert tokens.tolist() == [3, 4, 5]
+    assert starts.tolist() == [0]
 
 
-@pytest.mark.parametrize(("kind", "pairs"), [*((kind, False) for kind in KINDS), ("bert", True)])
-def test_synthetic_rows_are_full_each_word_follows_from_the_one_before_and_half_have_two_tokens(kind, pairs):
-    text = SyntheticText("train", kind, 64, pairs, rows=200)
-    pairs = pairs or kind == "xlnet"
-    tokenizer, room, continues = text.tokenizer, 61 if pairs else 62, continues_word(text.tokenizer)
-    assert (len(text), text.kind, text.length, text.pairs) == (200, kind, 64, pairs)
-    assert 90 < len(tokenizer) < 400
-    sizes, counts, continued, follows = [], [], 0, []
-    for index in range(200):
-        tokens, starts = text.row(index)
+# ---- the made-up language ----------------------------------------------------------------------
+ROWS = 200
+ROWS_OF_KINDS = [*((kind, False) for kind in KINDS), ("bert", True)]
+
+
+def words_of(text: SyntheticText, sentence: np.ndarray) -> list[str]:
+    """Returns the words of a sentence, each four letters: two of a topic, two of a number."""
+    names = "".join(text.tokenizer.convert_ids_to_tokens(sentence))
+    without_marks = re.sub("##|Ġ|▁", "", names)
+    letters = re.fullmatch(r"([a-z]+)\.(</s>|\[SEP\])?", without_marks)[1]
+    return [letters[start : start + 4] for start in range(0, len(letters), 4)]
+
+
+def numbers_of(words: list[str]) -> list[int]:
+    return [SyntheticText.NUMBERS.index(word[2:]) for word in words]
+
+
+@pytest.fixture(scope="module", params=ROWS_OF_KINDS)
+def synthetic(request) -> SyntheticText:
+    """Made-up text of a kind; rows are pairs where it is asked for, and for XLNet."""
+    kind, pairs = request.param
+    text = SyntheticText("train", kind, 64, pairs, rows=ROWS)
+    assert len(text) == ROWS
+    assert text.kind == kind
+    assert text.length == 64
+    assert text.pairs == (pairs or kind == "xlnet")
+    return text
+
+
+def sentences_of(text: SyntheticText, index: int) -> list[np.ndarray]:
+    tokens, starts = text.row(index)
+    return np.split(tokens, starts[1:])
+
+
+def test_synthetic_rows_are_full(synthetic):
+    room = 61 if synthetic.pairs else 62
+    sizes = []
+    for index in range(ROWS):
+        tokens, starts = synthetic.row(index)
         sizes.append(len(tokens))
-        assert 0 < len(tokens) <= room and tokens.dtype == np.uint16
-        assert starts[0] == 0 and (np.diff(starts) > 0).all() and starts[-1] < len(tokens)
-        if kind == "bert" and pairs:  # what the tokenizer makes of the text
-            assert tokenizer(tokenizer.decode(tokens), add_special_tokens=False).input_ids == tokens.tolist()
-        previous = None
-        for sentence in np.split(tokens, starts[1:]):
-            names = "".join(tokenizer.convert_ids_to_tokens(sentence))
-            letters = re.fullmatch(r"([a-z]+)\.(</s>|\[SEP\])?", re.sub("##|Ġ|▁", "", names))[1]
-            words = [letters[at : at + 4] for at in range(0, len(letters), 4)]
-            assert 4 <= len(words) <= 12 and len({word[:2] for word in words}) == 1
-            numbers = [SyntheticText.NUMBERS.index(word[2:]) for word in words]
-            assert all((b - a) % 12 == 1 for a, b in itertools.pairwise(numbers))
-            topic = words[0][:2]
-            follows += [(topic, (numbers[0] - 1) % 12) == previous] if previous else []
-            previous = (topic, numbers[-1])
-            counts.append(len(words))
-            continued += continues[sentence].sum() - continues[tokenizer.convert_tokens_to_ids(".")]
-    assert np.mean(sizes) > (0.6 if pairs else 0.85) * room
-    assert 0.45 < continued / sum(counts) < 0.55
-    # Sentences go on where the one before ended, but for those that begin a document.
-    assert np.mean(follows) > (0.99 if text.pairs else 0.85)
+        assert 0 < len(tokens) <= room
+        assert tokens.dtype == np.uint16
+        assert starts[0] == 0
+        assert (np.diff(starts) > 0).all()
+        assert starts[-1] < len(tokens)
+
+    assert np.mean(sizes) > (0.6 if synthetic.pairs else 0.85) * room
 
 
-def test_synthetic_text_is_the_same_in_another_process_and_not_with_another_seed():
-    def rows(text: SyntheticText) -> list[list[int]]:
-        return [text.row(index)[0].tolist() for index in range(60)]
+def test_synthetic_tokens_are_the_tokenizers_of_the_text():
+    text = SyntheticText("train", "bert", 64, True, rows=ROWS)
+    tokenizer = text.tokenizer
 
-    for kind in KINDS:
-        text = SyntheticText("train", kind, 64, rows=60)
-        state = pickle.dumps(text)
-        again = pickle.loads(state)
-        assert len(state) < 200 and rows(again) == rows(text)
-        assert again.tokenizer.get_vocab() == text.tokenizer.get_vocab()
-        for other in (SyntheticText("train", kind, 64, seed=1, rows=60), SyntheticText("valid", kind, 64, rows=60)):
-            assert rows(other)[:5] != rows(text)[:5]
-    assert (len(SyntheticText("train", "bert", 32)), len(SyntheticText("valid", "bert", 32))) == (2048, 256)
+    for index in range(ROWS):
+        tokens, _ = text.row(index)
+        again = tokenizer(tokenizer.decode(tokens), add_special_tokens=False)
+        assert again.input_ids == tokens.tolist()
+
+
+def test_each_synthetic_word_follows_from_the_one_before(synthetic):
+    follows = []
+    for index in range(ROWS):
+        expected = None  # the topic and the first number of the next sentence
+        for sentence in sentences_of(synthetic, index):
+            words = words_of(synthetic, sentence)
+            assert 4 <= len(words) <= 12
+            topics = {word[:2] for word in words}
+            assert len(topics) == 1
+            numbers = numbers_of(words)
+            for number, next_number in itertools.pairwise(numbers):
+                assert (next_number - number) % 12 == 1
+
+            (topic,) = topics
+            if expected is not None:
+                follows.append((topic, numbers[0]) == expected)
+            expected = (topic, (numbers[-1] + 1) % 12)
+
+    # A sentence begins where the one before ended, but for those that begin a document.
+    assert np.mean(follows) > (0.99 if synthetic.pairs else 0.85)
+
+
+def test_half_of_the_synthetic_words_have_two_tokens(synthetic):
+    tokenizer = synthetic.tokenizer
+    continues = continues_word(tokenizer)
+    full_stop_continues = continues[tokenizer.convert_tokens_to_ids(".")]
+    assert 90 < len(tokenizer) < 400
+
+    words = 0
+    continued = 0
+    for index in range(ROWS):
+        for sentence in sentences_of(synthetic, index):
+            words += len(words_of(synthetic, sentence))
+            continued += continues[sentence].sum() - full_stop_continues
+
+    assert 0.45 < continued / words < 0.55
+
+
+def tokens_of(text: SyntheticText) -> list[list[int]]:
+    """Returns the tokens of the first 60 rows."""
+    return [text.row(index)[0].tolist() for index in range(60)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_synthetic_text_is_the_same_in_another_process(kind):
+    text = SyntheticText("train", kind, 64, rows=60)
+
+    state = pickle.dumps(text)
+    again = pickle.loads(state)
+
+    assert len(state) < 200
+    assert tokens_of(again) == tokens_of(text)
+    assert again.tokenizer.get_vocab() == text.tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_synthetic_text_of_another_seed_or_split_is_other(kind):
+    first_rows = tokens_of(SyntheticText("train", kind, 64, rows=60))[:5]
+    other_seed = SyntheticText("train", kind, 64, seed=1, rows=60)
+    other_split = SyntheticText("valid", kind, 64, rows=60)
+
+    assert tokens_of(other_seed)[:5] != first_rows
+    assert tokens_of(other_split)[:5] != first_rows
+
+
+def test_synthetic_text_has_its_sizes():
+    assert len(SyntheticText("train", "bert", 32)) == 2048
+    assert len(SyntheticText("valid", "bert", 32)) == 256
     with pytest.raises(InputError, match="length is 7; expected 8 or more"):
         SyntheticText("train", "bert", 7)
 
 
+# ---- folders -----------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
+    """A prepared folder of 400 documents of a line, with one or two empty lines between them."""
     folder = tmp_path_factory.mktemp("text")
-    lines = [f"Sentence {n} goes on. It ends here, at {n * 7}.{chr(10) * (1 + (n % 3 == 0))}" for n in range(400)]
+    lines = []
+    for number in range(400):
+        line_ends = "\n" * (2 if number % 3 == 0 else 1)
+        lines.append(f"Sentence {number} goes on. It ends here, at {number * 7}.{line_ends}")
     (folder / "a.txt").write_text("\n".join(lines))
     prepare(folder, kind="bert", length=32, vocab_size=200, valid_share=0.1)
     return folder / "prepared"
@@ -126,45 +260,67 @@ def made(tmp_path_factory) -> Path:
 
 def test_a_folder_travels_without_its_files(made):
     text = open_text(made, "train")
-    tokens, state = text.row(3)[0], pickle.dumps(text)
-    assert len(state) < 1000, "memory maps or the tokenizer travel along"
+    tokens = text.row(3)[0]
+
+    state = pickle.dumps(text)
     again = pickle.loads(state)
-    assert again.row(3)[0].tolist() == tokens.tolist() and tokens.dtype == np.uint16
+
+    assert len(state) < 1000, "memory maps or the tokenizer travel along"
+    assert again.row(3)[0].tolist() == tokens.tolist()
+    assert tokens.dtype == np.uint16
     assert len(again.tokenizer) == len(text.tokenizer)
-    assert len(open_text(str(made.parent), "valid")) > 0  # the folder of the text
 
 
-def test_folders_that_cannot_be_opened_are_explained(made, tmp_path):
+def test_a_folder_opens_by_the_folder_of_its_text(made):
+    assert len(open_text(str(made.parent), "valid")) > 0
+
+
+def test_damaged_files_are_explained(made, tmp_path):
     folder = Path(shutil.copytree(made, tmp_path / "prepared"))
 
-    def refused(message: str, path: Path = folder):
+    def refused(name: str, content: bytes | None, message: str) -> None:
+        """Asserts what is said with other content in a file, or without it; restores the file."""
+        path = folder / name
+        whole = path.read_bytes()
+        if content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content)
         with pytest.raises(InputError, match=message):
-            len(open_text(path, "train").tokenizer)
+            len(open_text(folder, "train").tokenizer)
+        path.write_bytes(whole)
 
-    tokenizer = SyntheticText("valid", "bert", 64, rows=5).tokenizer.backend_tokenizer.to_str().encode()
-    rows, sentences = (folder / "train.rows.npy").read_bytes(), (folder / "valid.sentences.npy").read_bytes()
-    other = r"train\.tokens\.npy and the files beside it have \d+ tokens in \d+ rows; expected \d+ in \d+"
-    report = json.loads((folder / "report.json").read_text())
-    for name, content, message in (
-        ("tokenizer/tokenizer.json", tokenizer, r"tokenizer has \d+ tokens, and the text was prepared with \d+"),
-        ("tokenizer/tokenizer.json", b"{", "has no tokenizer that transformers can read"),
-        ("train.rows.npy", rows[:-3], r"train\.rows\.npy cannot be read: .*; delete the folder and prepare it again"),
-        ("train.rows.npy", rows[:60], r"train\.rows\.npy cannot be read"),
-        ("train.rows.npy", None, r"train\.rows\.npy cannot be read"),
-        ("train.rows.npy", (folder / "valid.rows.npy").read_bytes(), other),
-        ("train.sentences.npy", sentences, other),
-        ("report.json", json.dumps({"flags": report["flags"]}).encode(), "report.json has no 'vocabulary'"),
-        ("report.json", b"{", "report.json cannot be read"),
-        (
-            "report.json",
-            None,
-            "has no report.json, found .*; expected a folder made by `make data DATASET=text DATA=…`",
-        ),
-    ):
-        whole = (folder / name).read_bytes()
-        (folder / name).write_bytes(content) if content is not None else (folder / name).unlink()
-        refused(message)
-        (folder / name).write_bytes(whole)
-    refused("there is no folder .*nowhere", tmp_path / "nowhere")
+    name = "tokenizer/tokenizer.json"
+    other_tokenizer = SyntheticText("valid", "bert", 64, rows=5).tokenizer.backend_tokenizer
+    message = r"tokenizer has \d+ tokens, and the text was prepared with \d+"
+    refused(name, other_tokenizer.to_str().encode(), message)
+    refused(name, b"{", "has no tokenizer that transformers can read")
+
+    name = "train.rows.npy"
+    rows = (folder / name).read_bytes()
+    unreadable = r"train\.rows\.npy cannot be read"
+    refused(name, rows[:-3], f"{unreadable}: .*; delete the folder and prepare it again")
+    refused(name, rows[:60], unreadable)
+    refused(name, None, unreadable)
+
+    counts = r"\d+ tokens in \d+ rows; expected \d+ in \d+"
+    do_not_fit = rf"train\.tokens\.npy and the files beside it have {counts}"
+    refused(name, (folder / "valid.rows.npy").read_bytes(), do_not_fit)
+    sentences = (folder / "valid.sentences.npy").read_bytes()
+    refused("train.sentences.npy", sentences, do_not_fit)
+
+    name = "report.json"
+    flags_alone = {"flags": json.loads((folder / name).read_text())["flags"]}
+    refused(name, json.dumps(flags_alone).encode(), "report.json has no 'vocabulary'")
+    refused(name, b"{", "report.json cannot be read")
+    expected = "expected a folder made by `make data DATASET=text DATA=…`"
+    refused(name, None, f"has no report.json, found .*; {expected}")
+
+
+def test_a_path_that_is_no_folder_is_explained(tmp_path):
     (tmp_path / "file").write_text("a")
-    refused("file is a file", tmp_path / "file")
+
+    with pytest.raises(InputError, match="there is no folder .*nowhere"):
+        open_text(tmp_path / "nowhere", "train")
+    with pytest.raises(InputError, match="file is a file"):
+        open_text(tmp_path / "file", "train")

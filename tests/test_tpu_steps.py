@@ -42,7 +42,7 @@ def test_images(mesh):
 def test_sentences(mesh, task):
     config = glue.validate(replace(glue.TINY, task=task, lengths=(32,)))
     examples = glue.open_data(config).train
-    plan = glue.batches(config, examples, mesh, train=True)
+    plan = glue.batch_plan(config, examples, mesh, train=True)
     check(examples, plan, mesh, steps.sentence_batch(config, mesh))
 
 

@@ -21,7 +21,7 @@ from trials import TRIALS
 from data import wmt
 from errors import InputError
 from models import fairseq
-from models.transformer import ARCHITECTURES, label_smoothed
+from models.transformer import ARCHITECTURES, label_smoothed_loss
 from train import transformer, translate
 from train.common import checkpoint, loading
 
@@ -104,7 +104,7 @@ def test_the_export_read_back_has_the_loss_of_the_run(trained):
     batch = loading.as_tensors(pairs.batch(np.arange(len(pairs)), (16, 16)))
     with torch.no_grad():
         logits = model(batch["source"], batch["previous"])
-        sums = label_smoothed(logits, batch["target"], config.label_smoothing)
+        sums = label_smoothed_loss(logits, batch["target"], config.label_smoothing)
     assert (sums["loss"] / sums["tokens"]).item() == pytest.approx(metrics["loss"], rel=1e-5)
 
 
@@ -232,7 +232,7 @@ def test_rows_of_padding_change_neither_sums_nor_gradients(trained):
     for indices in (np.arange(6), np.array([*range(6), -1, -1])):
         model = transformer_of(settings, weights, (84, 84), name)
         batch = loading.as_tensors(pairs.batch(indices, (16, 16)))
-        sums = label_smoothed(model(batch["source"], batch["previous"]), batch["target"], 0.1)
+        sums = label_smoothed_loss(model(batch["source"], batch["previous"]), batch["target"], 0.1)
         sums["loss"].backward()
         found.append([*sums.values(), *(parameter.grad for parameter in model.parameters())])
     assert all(tensor.isfinite().all() for tensor in found[1])

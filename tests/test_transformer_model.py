@@ -15,7 +15,7 @@ from model_helpers import GOLDEN, arrays, golden_transformer
 from torch import Tensor
 
 from data import wmt
-from models.transformer import ARCHITECTURES, EOS, PAD, Architecture, Transformer, label_smoothed
+from models.transformer import ARCHITECTURES, EOS, PAD, Architecture, Transformer, label_smoothed_loss
 from train import transformer
 from train.common import device, loading
 
@@ -56,7 +56,7 @@ def test_logits_equal_fairseqs_also_on_xla_and_stay_near_in_bfloat16(mesh, golde
             torch.testing.assert_close(got[real], expected[real], rtol=0, atol=1e-5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = runs[torch.device("cpu")](source, previous)
-        loss = label_smoothed(got, torch.where(real, 4, PAD), 0.1)["loss"]
+        loss = label_smoothed_loss(got, torch.where(real, 4, PAD), 0.1)["loss"]
     assert got.dtype == torch.bfloat16 and loss.dtype == torch.float32
     error = (got.float() - expected)[real].norm() / expected[real].norm()
     assert 1e-4 < error < 0.02
@@ -79,7 +79,7 @@ def test_ten_steps_give_fairseqs_losses_gradients_and_learning_rates_also_compil
         assert optimizer.param_groups[0]["lr"] == pytest.approx(expected["learning_rate"], rel=1e-12)
         device.set_lr(state.optimizer, optimizer.param_groups[0]["lr"])
         means = step(state, uploaded, CONFIG, mesh)
-        sums = label_smoothed(host(batch["source"], batch["previous"]), batch["target"], CONFIG.label_smoothing)
+        sums = label_smoothed_loss(host(batch["source"], batch["previous"]), batch["target"], CONFIG.label_smoothing)
         assert sums["tokens"] == expected["tokens"]
         # fairseq's Adam adds eps before it corrects the bias of the second moment, torch's after: in step n fairseq's
         # eps is (1 - 0.98 ** n) ** -0.5 times torch's, 7 times at first. Beside gradients of 2e-3 that is nothing: the
@@ -127,7 +127,7 @@ def test_packed_rows_have_the_logits_of_separate_rows_and_short_rows_of_a_device
     segments = [(torch.arange(side.shape[1]) * 4 // side.shape[1] + 1) * (side != PAD) for side in sides]
     found = model(*sides, *segments).detach().reshape(expected.shape)
     torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-5)
-    found = device.to_device(model, mesh)(*(device.upload(side, mesh) for side in (source, previous)), parts=8)
+    found = device.to_device(model, mesh)(*(device.upload(side, mesh) for side in (source, previous)), packing_parts=8)
     assert (f"f32[{rows // 4},4,120,120]" in torch_xla._XLAC._get_xla_tensors_hlo([found])) == packed
     torch.testing.assert_close(found.cpu()[real], expected[real], rtol=0, atol=1e-5)
 
@@ -136,11 +136,11 @@ def test_a_batch_with_empty_rows_has_finite_losses_and_gradients():
     model = Transformer(SMALL, 30, 30)
     source = torch.tensor([[5, 6, EOS], [PAD, PAD, PAD]])
     previous, target = torch.tensor([[EOS, 4], [PAD, PAD]]), torch.tensor([[4, EOS], [PAD, PAD]])
-    sums = label_smoothed(model(source, previous), target, 0.1)
-    torch.testing.assert_close(sums, label_smoothed(model(source[:1], previous[:1]), target[:1], 0.1))
+    sums = label_smoothed_loss(model(source, previous), target, 0.1)
+    torch.testing.assert_close(sums, label_smoothed_loss(model(source[:1], previous[:1]), target[:1], 0.1))
     sums["loss"].backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-    nothing = label_smoothed(model(source[1:], previous[1:]), target[1:], 0.1)
+    nothing = label_smoothed_loss(model(source[1:], previous[1:]), target[1:], 0.1)
     assert all(value == 0 for value in nothing.values())
 
 
@@ -167,7 +167,7 @@ def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(dtype, tokens, 
     target[1, 2:] = PAD
     target[2] = PAD
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    got = label_smoothed(ours, target, 0.1, written)
+    got = label_smoothed_loss(ours, target, 0.1, written)
     # fairseq's label_smoothed_nll_loss shares the smoothing out over the other 10 words, torch over all 11.
     flat = {"target": target.long().flatten(), "ignore_index": PAD, "reduction": "sum"}
     shares = (0.0, 0.1 * 11 / 10)
@@ -180,7 +180,7 @@ def test_label_smoothed_loss_and_gradient_equal_fairseqs_formula(dtype, tokens, 
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance)
     assert ours.grad.dtype == dtype and not ours.grad[2].any()
     if request.node.callspec.params["form"] == "compiled":  # whose backward passes are written out
-        (first,) = torch.autograd.grad(label_smoothed(ours, target, 0.1)["loss"] ** 2, ours, create_graph=True)
+        (first,) = torch.autograd.grad(label_smoothed_loss(ours, target, 0.1)["loss"] ** 2, ours, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             first.sum().backward()
 

@@ -622,7 +622,6 @@ class Sent:
         from wandb.proto.wandb_internal_pb2 import Record
         from wandb.sdk.internal.datastore import DataStore
 
-        self.id = file.stem.removeprefix("run-")
         self.config = {}
         self.lines = []
         self.summary = {}
@@ -656,12 +655,20 @@ class Sent:
 
 
 @dataclass(frozen=True)
+class Starts:
+    """All starts of a run with --tracker wandb."""
+
+    ids: list[str]  # of wandb's runs
+    last: Sent
+
+
+@dataclass(frozen=True)
 class Tracked:
-    """Two runs with --tracker wandb, of which the second was killed and started again."""
+    """Two runs, of which the second was killed and started again."""
 
     folder: Path
-    one: list[Sent]  # a start each
-    two: list[Sent]
+    one: Starts
+    two: Starts
 
 
 @pytest.fixture(scope="module")
@@ -685,41 +692,42 @@ def tracked(tmp_path_factory) -> Tracked:
     resumed = train(["two"])
     assert resumed.returncode == 0, resumed.stderr
 
-    def starts(name: str) -> list[Sent]:
-        files = (folder / name).glob("wandb/offline-run-*/run-*.wandb")
-        return [Sent(file) for file in sorted(files)]
+    def starts(name: str) -> Starts:
+        files = sorted((folder / name).glob("wandb/offline-run-*/run-*.wandb"))
+        ids = [file.stem.removeprefix("run-") for file in files]
+        return Starts(ids, Sent(files[-1]))
 
     return Tracked(folder, starts("one"), starts("two"))
 
 
 def test_a_killed_run_continues_as_the_same_in_wandb(tracked):
     stored = json.loads((tracked.folder / "two/wandb.json").read_text())
-    assert [start.id for start in tracked.two] == [stored["id"], stored["id"]]
-    assert [start.id for start in tracked.one] != [stored["id"]]
+    assert tracked.two.ids == [stored["id"], stored["id"]]
+    assert tracked.one.ids != [stored["id"]]
 
 
 def test_wandb_has_a_runs_settings(tracked):
-    config = tracked.two[-1].config
+    config = tracked.two.last.config
     assert config["workers"] == 0
     assert config["devices"] == 1
 
 
 def test_wandb_has_a_runs_losses(tracked):
-    of_one = [line["loss"] for line in tracked.one[-1].training_lines()]
+    of_one = [line["loss"] for line in tracked.one.last.training_lines()]
     assert of_one == losses(tracked.folder / "one")
 
-    resumed = tracked.two[-1].training_lines()
+    resumed = tracked.two.last.training_lines()
     assert [line["step"] for line in resumed] == list(range(5, 13))
     assert [line["loss"] for line in resumed] == losses(tracked.folder / "two")[4:]
     assert "timing/training" in resumed[-1]
 
 
 def test_wandb_has_a_runs_curves_and_summary(tracked):
-    last_line = tracked.one[-1].lines[-1]
+    last_line = tracked.one.last.lines[-1]
     assert last_line["curves/_type"] == "image-file"
     assert last_line["curves/width"] == 1000
     elapsed = summary(tracked.folder / "one")["elapsed_seconds"]
-    assert tracked.one[-1].summary["elapsed_seconds"] == elapsed
+    assert tracked.one.last.summary["elapsed_seconds"] == elapsed
 
 
 def wandb_that_fails(broken: str) -> MagicMock:

@@ -1,4 +1,4 @@
-"""Loops on the device (train/common/xla/while_loop.py) beside the same loop in Python on the CPU."""
+"""Loops on the device (train/common/xla/while_loop.py) beside the same loops in Python."""
 
 import copy
 import gc

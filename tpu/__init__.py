@@ -1,1 +1,2 @@
-"""Cloud TPUs: compiling for them without one (compiler/), starting runs (launch/), checking a machine (doctor.py)."""
+"""Cloud TPUs: compiling for them without one (compiler/), starting runs (launch/), checking a
+machine (doctor.py)."""

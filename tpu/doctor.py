@@ -70,14 +70,15 @@ LOADER_GB = 0.25
 SHARED_GB = 0.5
 
 WORKERS_DECIDE = "; whether the workers can, their service account decides"
-ABOUT_PYTHON = (
-    "import ensurepip, platform, venv;"
-    " print(platform.python_implementation(), platform.python_version())"
-)
-DEVICES = (
-    "import torch_xla.runtime as r;"
-    " print(r.global_runtime_device_count(), 'devices,', r.device_type())"
-)
+# Programs for other interpreters.
+ABOUT_PYTHON = """
+import ensurepip, platform, venv
+print(platform.python_implementation(), platform.python_version())
+"""
+DEVICES = """
+import torch_xla.runtime as r
+print(r.global_runtime_device_count(), 'devices,', r.device_type())
+"""
 WRITE_URL = """
 import fsspec, os, sys
 fs, path = fsspec.core.url_to_fs(f"{sys.argv[1].rstrip('/')}/.doctor-{os.getpid()}")
@@ -253,7 +254,7 @@ def installed_versions() -> dict[str, str]:
 def check_packages(versions: dict[str, str], files: list[Path]) -> str:
     """Checks versions of packages against the pins in files of requirements.
 
-    Of libtpu the version that LIBTPU_VERSION= has asked for is as good as the pinned one.
+    The version of libtpu that LIBTPU_VERSION= has asked for is as good as the pinned one.
     """
     pins = []
     for file in files:
@@ -493,11 +494,8 @@ def check_gcloud(host: hosts.TpuVm | None, zone: str, project: str) -> Iterator[
     zone = zone or compute.get("zone")
     good = account and project and zone
     text = f"gcloud: account {account}, project {project}, zone {zone}"
-    remedy = (
-        "gcloud auth login;"
-        " give PROJECT= and ZONE=, or gcloud config set project (compute/zone) NAME"
-    )
-    yield line(good, text, remedy, lack)
+    give = "give PROJECT= and ZONE=, or gcloud config set project (compute/zone) NAME"
+    yield line(good, text, f"gcloud auth login; {give}", lack)
 
     if host and good:
         machine = host.describe()
@@ -558,7 +556,7 @@ def check_data(data: str, remote: bool, script: str = "", task: str = "") -> str
 
 
 def check_data_url(data: str, remote: bool) -> str:
-    """Checks that the environment lists the files at a URL."""
+    """Checks that the environment can list the files at a URL."""
     if not has_environment():
         return none(f"data: {data} cannot be tried without an environment", "make install")
     project = Path(__file__).resolve().parent.parent
@@ -618,10 +616,8 @@ def check_runs_url(runs: str, remote: bool) -> str:
         text = "can be written and read"
         if remote:
             text += WORKERS_DECIDE
-    remedy = (
-        "is the name right, and may you use it?"
-        " gcloud auth application-default login logs libraries in"
-    )
+    login = "gcloud auth application-default login logs libraries in"
+    remedy = f"is the name right, and may you use it? {login}"
     return line(works, f"runs: {runs}: {text[:200]}", remedy)
 
 
@@ -637,14 +633,21 @@ def chips_here() -> list[str]:
 
 def examine(options: argparse.Namespace) -> Iterator[str]:
     """Yields the lines of all checks, in the order in which one would fix them."""
+    local = options.tpu == "local"
     remote = options.tpu not in ("", "local")
     chips = chips_here()
-    yield from check_programs(options.python, "fix" if remote else "none")
+    cores = len(os.sched_getaffinity(0))
+
+    yield from check_programs(options.python, lack="fix" if remote else "none")
     yield from check_environment(chips)
-    yield from check_devices(chips, options.tpu == "local", options.devices)
-    yield check_memory(len(os.sched_getaffinity(0)))
-    yield from check_disk("" if remote else options.runs)
-    yield from check_tpu(options.tpu if remote else "", options.zone, options.project)
+    yield from check_devices(chips, wanted=local, asked=options.devices)
+    yield check_memory(cores)
+    if remote:
+        yield from check_disk(runs="")
+        yield from check_tpu(options.tpu, options.zone, options.project)
+    else:
+        yield from check_disk(options.runs)
+        yield from check_tpu("", options.zone, options.project)
     if options.data:
         yield check_data(options.data, remote, options.script, options.task)
     yield check_runs(options.runs, remote)

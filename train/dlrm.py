@@ -21,6 +21,7 @@ if __name__ == "__main__" and not __package__:  # by its path: the imports below
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -46,9 +47,9 @@ class Config:
     top: tuple[int, ...] = (512, 256, 1)  # layers over the interactions
     interaction: Literal["dot", "dcn"] = "dot"  # products of all pairs, or DCN-v2's cross network
     cross: tuple[int, int] = (3, 512)  # layers and rank of the cross network
-    plan: Literal["auto", "exchange", "data"] = "auto"  # of tables: spread over devices, or copied
+    plan: Literal["auto", "exchange", "data"] = "auto"  # tables sharded over devices, or copied
     model_devices: int = 0  # devices that share one copy of the tables; 0: all
-    exchange_room: tuple[float, float] = (1.0, 1.0)  # capacity factors: ids sent, rows updated
+    exchange_room: tuple[float, float] = (1.0, 1.0)  # capacity factors of ids sent, of rows updated
     epochs: int = 1  # passes over the training data; click logs overfit in the second
     batch_size: int = 128  # examples per step, over all devices
     optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # of the tables
@@ -58,7 +59,9 @@ class Config:
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the network
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
     seed: int = 0  # of the initial weights and the order of the data
-    steps_a_call: int = 1  # steps in one program, where a step is shorter than its start
+    steps_a_call: int = (
+        1  # steps in one program, where launching one takes longer than computing it
+    )
     workers: int = -1  # processes per host that read batches; -1: one per core, 0: none
     log_every: int = 100  # steps between lines of metrics
     eval_every: int = 0  # steps between evaluations; 0: at the end of each epoch
@@ -102,16 +105,16 @@ TINY = Config(
     log_every=32,
     save_every=128,
 )
-# Rows of the tables of synthetic data; of these "auto" copies four and exchanges four.
+# Rows of the tables of synthetic data. With --plan auto four of them are copied and four sharded.
 SYNTHETIC_ROWS = (20, 50, 100, 400, 6_000, 6_000, 8_000, 30_000)
 SYNTHETIC_LOOKUPS = (1, 1, 1, 3, 1, 1, 1, 1)
 SYNTHETIC_TRAIN = 65_536  # examples
 SYNTHETIC_EVAL = 8_192
 
-# Fields that a resumed run may change: none of these touches a number. Tables restore under any
-# plan. Old runs have dim, too.
-FREE = ("plan", "model_devices", "exchange_room", "dim", "steps_a_call")
-FREE += ("workers", "log_every", "save_every", "keep", "strict", "safe_forms")
+# Fields that a resumed run may change: these do not change the trained weights. Tables restore
+# under any plan. Configs of old runs recorded dim, which is a property now.
+MAY_CHANGE = ("plan", "model_devices", "exchange_room", "dim", "steps_a_call")
+MAY_CHANGE += ("workers", "log_every", "save_every", "keep", "strict", "safe_forms")
 # Examples per evaluation step, over all devices: facebookresearch/dlrm's, fewer for a small set.
 EVAL_BATCH = 16_384
 ADAGRAD_EPS = 1e-8  # of MLPerf v2's reference, and of fbgemm
@@ -137,7 +140,7 @@ class State(NamedTuple):
 def learning_rate(config: Config, step: int) -> float:
     """Returns the rate at 0-based `step`: linear warm-up, then constant."""
     if step < config.warmup_steps:
-        return config.lr * min(1.0, (step + 1) / config.warmup_steps)
+        return config.lr * ((step + 1) / config.warmup_steps)
     return config.lr
 
 
@@ -191,16 +194,22 @@ def table_list(config: Config, dataset: criteo.ClickLog) -> list[embedding.Table
     ]
 
 
-def collate(tables: list[embedding.Table], batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """Returns a batch as tensors; checks its ids on the host, where that costs nothing: on a device
-    a wrong one would train another row."""
-    embedding.check_ids(batch["ids"], tables, batch.get("present"))
-    return loading.as_tensors(batch)
+def collate(tables: list[embedding.Table], examples: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    """Returns a batch of examples as tensors.
+
+    The host checks that all ids are within the tables: on a device a wrong id would train another
+    row.
+    """
+    embedding.check_ids(examples["ids"], tables, examples.get("present"))
+    return loading.as_tensors(examples)
 
 
 def build(config: Config, data: Data, mesh: Mesh) -> State:
-    """Makes network, embeddings and optimizers on the device; the optimizers' states exist from the
-    start."""
+    """Makes network, embeddings and optimizers on the device.
+
+    The optimizers' states exist from the start: made in the first step, they would make the second
+    step another graph.
+    """
     tables = table_list(config, data.train)
     table_optimizer = embedding.OPTIMIZERS[config.optimizer]
     if config.optimizer == "adagrad":
@@ -225,7 +234,7 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
         config.interaction,
         *config.cross,
     )
-    device.to_device(model, mesh)
+    model = device.to_device(model, mesh)
     optimizer = network_optimizer(config, model)
     device.init_optimizer_state(optimizer, mesh)
     return State(model, embeddings, optimizer)
@@ -233,6 +242,7 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
 
 def network_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """Returns the optimizer of the network that belongs to the tables' --optimizer."""
+    # XLA has no foreach kernels.
     if config.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), config.lr, foreach=False)
     if config.optimizer == "lazy_adam":
@@ -243,7 +253,7 @@ def network_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer
 def train_step(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Updates once; returns the mean loss, and what plan exchange reports of its load.
+    """Updates once on a batch; returns the mean loss, and the load of the tables of plan exchange.
 
     Args:
         batch: "dense" [B, num_dense], "ids" [B, lookups of all tables], "label" [B]; "present" as
@@ -258,6 +268,8 @@ def train_step(
     # the backward pass.
     loss = losses.mean()
     loss.backward()
+
+    # The network and the tables each have gradients of their own.
     state.optimizer.step()
     load = state.embeddings.step()
     state.optimizer.zero_grad(set_to_none=True)
@@ -265,10 +277,11 @@ def train_step(
 
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> Tensor:
-    """Returns (logit, label, mask) of each example, [B, 3], on every device and so on every host."""
-    with torch.no_grad(), mesh.autocast():
+    """Returns (logit, label, mask) of each example, [B, 3], on all devices and so on all hosts."""
+    with torch.no_grad():
         embedded = state.embeddings(batch["ids"], batch.get("present"))
-        logits = state.model(batch["dense"], embedded)
+        with mesh.autocast():
+            logits = state.model(batch["dense"], embedded)
     scores = torch.stack([logits, batch["label"], batch["mask"]], 1)
     device.replicate(scores, mesh)
     return scores
@@ -309,10 +322,13 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
 
 
 def evaluate(
-    step, state: State, clicks: loading.Dataset, config: Config, mesh: Mesh
+    eval_fn: Callable, state: State, clicks: loading.Dataset, config: Config, mesh: Mesh
 ) -> dict[str, float]:
-    """Returns AUC, loss and normalized entropy over every example once; `step` is the compiled
-    eval_step."""
+    """Returns AUC, loss and normalized entropy over every example once.
+
+    Args:
+        eval_fn: the compiled eval_step.
+    """
     state.model.eval()
     loader = loading.parallel_loader(
         clicks,
@@ -322,15 +338,16 @@ def evaluate(
         collate=partial(collate, table_list(config, clicks)),
         workers=config.workers,
     )
-    scores = {}
+    scores_of_batch = {}
     with loader:
         for number, batch in enumerate(loader):
-            scores[str(number)] = step(state, batch, config, mesh)
+            scores_of_batch[str(number)] = eval_fn(state, batch, config, mesh)
     state.embeddings.check()
     state.model.train()
 
-    on_host = checkpoint.to_host(scores)
-    logits, labels, mask = torch.cat(list(on_host.values())).numpy().T
+    on_host = checkpoint.to_host(scores_of_batch)
+    scores = torch.cat(list(on_host.values())).numpy()
+    logits, labels, mask = scores.T
     is_example = mask > 0
     return criteo.click_metrics(logits[is_example], labels[is_example])
 
@@ -361,12 +378,12 @@ def main(config: Config) -> dict[str, float]:
         config.seed, config.precision, config.strict, config.device, safe_forms=config.safe_forms
     )
     data = open_data(config)
-    per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh)
-    total = config.epochs * per_epoch
+    steps_per_epoch = loading.steps_per_epoch(data.train, config.batch_size, mesh)
+    total_steps = config.epochs * steps_per_epoch
 
     kind = "synthetic" if config.data == "synthetic" else "clicks"
     tables = f"{len(data.train.features)} tables of {sum(data.train.table_rows):,} rows"
-    length = f"{config.epochs} epoch(s) of {per_epoch:,} steps of {config.batch_size}"
+    length = f"{config.epochs} epoch(s) of {steps_per_epoch:,} steps of {config.batch_size}"
     size = f"{len(data.train):,} examples, {tables}, {length}"
     check_evaluation(data, config, mesh)
     run = Run(
@@ -374,8 +391,8 @@ def main(config: Config) -> dict[str, float]:
         mesh,
         name=f"dlrm-{kind}",
         headline=f"dlrm on {config.data}: {size}{splits.said(*data)}",
-        free=FREE,
-        total_steps=total,
+        free=MAY_CHANGE,
+        total_steps=total_steps,
     )
     if run.finished:
         return run.print_summary()
@@ -390,7 +407,7 @@ def main(config: Config) -> dict[str, float]:
     )
     by_plan = state.embeddings.tables_by_plan()
     run.message("tables: " + ", ".join(f"{count} {plan}" for plan, count in by_plan.items()))
-    train = many_steps.compiled(train_step, mesh, config.steps_a_call)
+    train_fn = many_steps.compiled(train_step, mesh, config.steps_a_call)
     eval_fn = device.compiled(eval_step, mesh)
     state.model.train()
 
@@ -408,33 +425,38 @@ def main(config: Config) -> dict[str, float]:
         train=True,
         seed=config.seed,
         start=start,
-        stop=total,
+        stop=total_steps,
         shuffle=config.shuffle,
         collate=partial(collate, table_list(config, data.train)),
         workers=config.workers,
     )
-    batches = []  # of the updates that the next call makes
-    with run.training(loader, stop_every=math.ceil(100 / config.steps_a_call)):
+    eval_every = config.eval_every or steps_per_epoch
+    # All hosts of a pod agree on a stop signal, about every hundred steps: they are short.
+    stop_every = math.ceil(100 / config.steps_a_call)
+    batches = []  # one for each step of the next call
+    with run.training(loader, stop_every=stop_every):
         metrics = {}
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             metrics = evaluation(start)
 
         for step, batch in enumerate(loader, start + 1):
             batches.append(batch)
+            # A call has one learning rate, so in the warm-up each step is a call of its own.
             if not many_steps.ends_call(
-                step, config.steps_a_call, total, single_steps=config.warmup_steps
+                step, config.steps_a_call, total_steps, single_steps=config.warmup_steps
             ):
                 continue
 
             lr = learning_rate(config, step - 1)
             device.set_lr(state.optimizer, lr)
             device.set_lr(state.embeddings, lr)
-            step_metrics = train(state, batches, config, mesh)
-            is_first = step == len(batches)
-            due = partial(many_steps.is_due, step=step, steps=len(batches))
+            step_metrics = train_fn(state, batches, config, mesh)
+            steps_of_call = len(batches)
             batches = []
 
-            if is_first or due(config.log_every) or step == total:
+            is_first_call = step == steps_of_call
+            due = partial(many_steps.is_due, step=step, steps=steps_of_call)
+            if is_first_call or due(config.log_every) or step == total_steps:
                 run.log(
                     step,
                     examples=step * config.batch_size,
@@ -442,10 +464,11 @@ def main(config: Config) -> dict[str, float]:
                     lr=lr,
                     **step_metrics,
                 )
-                # Ids for which exchange had no room are an error, read with the line above.
+                # Ids without a slot in the exchange are an error. Their count is read after the
+                # next step, with the metrics of this line.
                 dropped = step_metrics.get("dropped")
                 device.after_next_step(partial(state.embeddings.check, dropped))
-            evaluates = due(config.eval_every or per_epoch) or step == total
+            evaluates = due(eval_every) or step == total_steps
             run.checkpoint(step, due=due(config.save_every), evaluates=evaluates)
             if evaluates:
                 metrics = evaluation(step)
@@ -457,7 +480,8 @@ def main(config: Config) -> dict[str, float]:
             auc = f"an AUC of {data.eval.perfect_auc():.4f}"
             run.message(f"a perfect model would reach {auc} on this synthetic data")
         if mesh.main_process:
-            export(f"{run.path}/export", state, data, config, run.checkpoints.folder(total))
+            folder = run.checkpoints.folder(total_steps)
+            export(f"{run.path}/export", state, data, config, folder)
         run.finish(metrics)
     return metrics
 

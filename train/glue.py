@@ -14,6 +14,7 @@ if __name__ == "__main__" and not __package__:  # by its path: the imports below
     raise SystemExit("error: in the project's folder run it as a module: python -m train.glue tiny")
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -21,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from data import batching, glue, splits, vocabulary
 from errors import InputError
@@ -43,7 +45,9 @@ class Config:
     model: Literal[encoders.NAMES] = "bert"  # auto: the architecture of --checkpoint (docs/data.md)
     task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
     data: str = ""  # folder or URL of TSV files or of `datasets`, hub id, or "synthetic"
-    checkpoint: str = ""  # hub id, or folder with configuration, weights, tokenizer; "": the usual
+    checkpoint: str = (
+        ""  # hub id, or folder with configuration, weights, tokenizer; "": the recipe's
+    )
     pretrained: bool = True  # False: of --checkpoint only configuration and tokenizer; new weights
     labels: str = ""  # classes in the order of the head of --checkpoint: a,b,…; if it has no names
     lengths: tuple[int, ...] = (32, 64, 128)  # tokens: a compiled shape each; longer rows are cut
@@ -72,11 +76,11 @@ class Config:
 
 TINY = Config(**cli.TRIAL, task="sst2", lengths=(16, 32), epochs=6, lr=2e-3, weight_decay=0.01)
 
-# Fields that a resumed run may change: none of these touches a number.
-FREE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
-# A run from before this field was there has another order of examples.
+# Fields that a resumed run may change: these do not change the trained weights.
+MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
+# Fields that the config.json of a resumed run must have: older runs ordered examples otherwise.
 REQUIRED = ("group_by_length",)
-ADAM_EPS = 1e-6  # as in all four papers
+ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_WORDS = 400  # a trial's largest vocabulary
 SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
 ROWS_MULTIPLE = 8  # batches are laid out for 1 to 8 chips in the same way
@@ -88,8 +92,8 @@ class Data(NamedTuple):
     train: glue.Encoded
     eval: dict[str, glue.Encoded]  # by split
     model: nn.Module  # on the host
-    tokenizer: Any
-    head: str = ""  # what a start says of the head of a checkpoint
+    tokenizer: PreTrainedTokenizerBase
+    head_message: str = ""  # what the user should know of the head of a checkpoint
 
 
 class State(NamedTuple):
@@ -99,12 +103,13 @@ class State(NamedTuple):
     optimizer: torch.optim.Optimizer
 
 
-def learning_rate(config: Config, step: int, total: int) -> float:
+def learning_rate(config: Config, step: int, total_steps: int) -> float:
     """Returns the rate at 0-based `step`: linear warm-up, then linearly to 0."""
-    warmup = config.warmup * total
-    if step < warmup:
-        return config.lr * (step + 1) / (warmup + 1)
-    return config.lr * (total - step) / max(total - warmup, 1)
+    warmup_steps = config.warmup * total_steps  # not a whole number
+    if step < warmup_steps:
+        # + 1 in the divisor, too, or the last of these steps could exceed the peak.
+        return config.lr * (step + 1) / (warmup_steps + 1)
+    return config.lr * (total_steps - step) / (total_steps - warmup_steps)
 
 
 def validate(config: Config) -> Config:
@@ -137,88 +142,124 @@ def validate(config: Config) -> Config:
 
 def check_labels(config: Config) -> None:
     """Raises InputError where --labels cannot name the classes of a checkpoint's head."""
-    given = f"--labels is {config.labels}"
+    flag = f"--labels is {config.labels}"
     labels = glue.TASKS[config.task].labels
     if not config.checkpoint or not config.pretrained:
-        raise InputError(f"{given}; it is for the head of a --checkpoint with its weights")
+        raise InputError(f"{flag}; it is for the head of a --checkpoint with its weights")
     if not labels:
-        raise InputError(f"{given}; {config.task} is a regression and has no classes")
-    heads.given(config.labels, labels)
+        raise InputError(f"{flag}; {config.task} is a regression and has no classes")
+    heads.parse_labels(config.labels, labels)  # raises where these are not the task's labels
 
 
 def open_data(config: Config) -> Data:
-    """Opens the model and its tokenizer, and encodes the task's splits with it."""
-    task = glue.TASKS[config.task]
+    """Opens the task's splits and the model, and encodes the splits with its tokenizer."""
     texts = {}
-    for split in ("train", *task.evaluation):
+    for split in ("train", *glue.TASKS[config.task].evaluation):
         texts[split] = glue.read(config.data, config.task, split, config.seed)
 
-    source = None
+    settings, tokenizer, source = _open_encoder(config, texts["train"])
+    classifier = _open_classifier(config, settings, source)
+
+    encoded = {}
+    for split, examples in texts.items():
+        encoded[split] = glue.Encoded(examples, tokenizer, config.lengths[-1])
+    train = encoded.pop("train")
+
+    head_message = classifier.head.said
+    if classifier.head.is_new and config.lr == 0:
+        head_message += "; --lr 0 does not train it"
+    return Data(train, encoded, classifier.model, tokenizer, head_message)
+
+
+def _open_encoder(
+    config: Config, train_texts: glue.Examples
+) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase, encoder_files.Source | None]:
+    """Returns the configuration, the tokenizer and the weights of --checkpoint.
+
+    A trial has no checkpoint: its tokenizer learns the words of the training sentences. Where the
+    weights are None, all are new.
+    """
     if config.checkpoint:
         folder = files.local_folder(config.checkpoint)
         compiled = config.device == "xla"
         opened = encoder_files.open_checkpoint(folder, config.model, compiled=compiled)
-        settings = opened.config
-        tokenizer = opened.tokenizer
-        if config.pretrained:
-            source = opened.source
-    else:  # a trial
-        words = [*texts["train"].first, *(texts["train"].second or [])]
-        kind = encoders.record(config.model).tokenizer
-        tokenizer = vocabulary.learn(words, kind, SYNTHETIC_WORDS)
-        settings = encoders.configuration(config.model, "tiny", tokenizer, config.lengths[-1])
-        settings.initializer_range = SYNTHETIC_INIT
+        source = opened.source if config.pretrained else None
+        return opened.config, opened.tokenizer, source
 
-    stated = heads.given(config.labels, task.labels) if config.labels else ()
-    found = classification.classifier(settings, task.labels, source, stated)
-    positions = architectures.positions(found.model)
+    sentences = [*train_texts.first, *(train_texts.second or [])]
+    kind = encoders.record(config.model).tokenizer
+    tokenizer = vocabulary.learn(sentences, kind, SYNTHETIC_WORDS)
+    settings = encoders.configuration(config.model, "tiny", tokenizer, config.lengths[-1])
+    settings.initializer_range = SYNTHETIC_INIT
+    return settings, tokenizer, None
+
+
+def _open_classifier(
+    config: Config, settings: PreTrainedConfig, source: encoder_files.Source | None
+) -> classification.Classifier:
+    """Returns the model with a head for the task's labels.
+
+    Raises:
+        InputError: --lengths exceed its positions; or its head would be evaluated, with --lr 0,
+            though it says nothing before it is trained.
+    """
+    labels = glue.TASKS[config.task].labels
+    stated = heads.parse_labels(config.labels, labels) if config.labels else ()
+    classifier = classification.classifier(settings, labels, source, stated)
+
+    positions = architectures.positions(classifier.model)
     if config.lengths[-1] > positions:
         longest = f"--lengths go up to {config.lengths[-1]}"
         raise InputError(f"{longest}; the model has {positions} positions")
-    if config.lr == 0 and found.head.untrained:
-        raise InputError(found.head.untrained)
-
-    sets = {}
-    for split, text in texts.items():
-        sets[split] = glue.Encoded(text, tokenizer, config.lengths[-1])
-    said = found.head.said
-    if said.startswith(heads.NEW) and config.lr == 0:
-        said += "; --lr 0 does not train it"
-    return Data(sets.pop("train"), sets, found.model, tokenizer, said)
+    if config.lr == 0 and classifier.head.untrained:
+        raise InputError(classifier.head.untrained)
+    return classifier
 
 
-def batches(config: Config, examples: glue.Encoded, mesh: Mesh, train: bool) -> batching.Plan:
+def batch_plan(config: Config, examples: glue.Encoded, mesh: Mesh, train: bool) -> batching.Plan:
     """Returns which examples share a batch.
 
-    In training any do, padded to the shortest of --lengths that holds the longest of them; in
-    evaluation those of like length. Where shapes may vary, they are padded no further.
+    In training they are drawn at random, unless --group-by-length; in evaluation they are of like
+    length. A batch is padded to the shortest of --lengths that holds its longest example, or just
+    to that example where shapes may vary (in plain PyTorch).
     """
-    sizes = config.lengths
+    lengths = config.lengths
     if mesh.shapes_may_vary:
-        sizes = range(1, config.lengths[-1] + 1)
+        lengths = range(1, config.lengths[-1] + 1)
     by_length = config.group_by_length or not train
-    return batching.Shuffled(examples.lengths, config.batch_size, sizes, by_length)
+    return batching.Shuffled(examples.lengths, config.batch_size, lengths, by_length)
 
 
-def collate(limits: architectures.Limits, batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """Returns a batch as tensors; checks on the host what it indexes: on a device a wrong number
-    would read another row of a table."""
-    tensors = loading.as_tensors(batch)
+def collate(
+    limits: architectures.Limits, examples: list[dict[str, Any]] | dict[str, np.ndarray]
+) -> dict[str, Tensor]:
+    """Returns a batch of examples as tensors.
+
+    The host checks that all ids are within the model's tables: on a device a wrong id would read
+    another row.
+    """
+    tensors = loading.as_tensors(examples)
     limits.check(tensors)
     return tensors
 
 
 def build(config: Config, data: Data, mesh: Mesh) -> State:
-    """Moves the model to the device and makes its optimizer, whose state exists from the start."""
+    """Moves the model to the device and makes its optimizer there.
+
+    The optimizer's state exists from the start: made in the first step, it would make the second
+    step another graph.
+    """
     layers.use_forms(clamp_weights=not mesh.safe_forms)
-    rows_multiple = 0
+    # On TPUs short rows are packed together, within each of so many parts of a batch.
+    packing_parts = 0
     if mesh.kind.startswith("TPU"):
-        rows_multiple = math.lcm(ROWS_MULTIPLE, mesh.num_devices)
-    model = encoder_layers.fast_layers(data.model, rows_multiple)
+        packing_parts = math.lcm(ROWS_MULTIPLE, mesh.num_devices)
+    model = encoder_layers.fast_layers(data.model, packing_parts=packing_parts)
     model = device.to_device(model, mesh, encoders.rules)
 
     groups = architectures.parameter_groups(model, config.weight_decay)
     betas = (0.9, encoders.record(config.model).fine_tuning.beta2)
+    # XLA has no foreach kernels.
     optimizer = torch.optim.AdamW(groups, config.lr, betas, ADAM_EPS, foreach=False)
     device.init_optimizer_state(optimizer, mesh)
     return State(model, optimizer)
@@ -255,7 +296,7 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
 
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> Tensor:
-    """Returns logits [B, labels], on every device and so on every host."""
+    """Returns logits [B, labels], on all devices and so on all hosts."""
     with torch.no_grad(), mesh.autocast():
         logits = classification.logits(state.model, batch)
     logits = logits.float()
@@ -264,12 +305,12 @@ def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 
 
 def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
-    """Reads the first and the last examples of each split that is evaluated, and computes the
-    metrics of its labels, as if all were predicted; raises InputError where an evaluation would."""
-    checked = partial(collate, architectures.limits(data.model))
+    """Reads the first and the last examples of each split that is evaluated, and scores its labels
+    against themselves; raises InputError where an evaluation would."""
+    collate_fn = partial(collate, architectures.limits(data.model))
     for split, examples in data.eval.items():
-        plan = batches(config, examples, mesh, train=False)
-        loading.first_and_last(examples, plan, mesh, split=config.update_every, collate=checked)
+        plan = batch_plan(config, examples, mesh, train=False)
+        loading.first_and_last(examples, plan, mesh, split=config.update_every, collate=collate_fn)
         try:
             glue.score(config.task, examples.labels, examples.labels)
         except ValueError as error:
@@ -278,45 +319,63 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
 
 
 def evaluate(
-    step, state: State, sets: dict[str, glue.Encoded], config: Config, mesh: Mesh
+    eval_fn: Callable, state: State, sets: dict[str, glue.Encoded], config: Config, mesh: Mesh
 ) -> dict[str, float]:
-    """Returns the task's metrics and the mean loss over each split; `step` is the compiled
-    eval_step."""
+    """Returns the task's metrics and the mean loss of each split.
+
+    Args:
+        eval_fn: the compiled eval_step.
+    """
     metrics = {}
-    checked = partial(collate, architectures.limits(state.model))
+    collate_fn = partial(collate, architectures.limits(state.model))
     state.model.eval()
     for split, examples in sets.items():
-        plan = batches(config, examples, mesh, train=False)
+        plan = batch_plan(config, examples, mesh, train=False)
         loader = loading.parallel_loader(
             examples,
             plan,
             mesh,
             train=False,
-            split=config.update_every,
-            collate=checked,
+            split=config.update_every,  # micro-batches, as in training
+            collate=collate_fn,
             workers=config.workers,
         )
-        scores = {}
+        logits_of_batch = {}
         with loader:
             for number, batch in enumerate(loader):
-                scores[str(number)] = step(state, batch, config, mesh)
+                logits_of_batch[str(number)] = eval_fn(state, batch, config, mesh)
 
-        on_host = checkpoint.to_host(scores)
+        on_host = checkpoint.to_host(logits_of_batch)
         logits = torch.cat(list(on_host.values()))
-        order = np.concatenate([indices for indices, _ in plan.epoch(None)])
-        is_example = order >= 0  # the others are padding
-        logits = logits[is_example]
-        labels = torch.from_numpy(examples.labels[order[is_example]])
+        indices = evaluation_order(plan)
+        is_example = indices >= 0  # the others are padding
+        labels = torch.from_numpy(examples.labels[indices[is_example]])
 
-        loss = classification.losses(logits, labels).sum() / len(labels)
-        is_regression = logits.shape[1] == 1
-        predictions = logits[:, 0] if is_regression else logits.argmax(1)
-        values = glue.score(config.task, predictions.numpy(), labels.numpy())
-        values["loss"] = loss.item()
         prefix = "mismatched_" if split.endswith("mismatched") else ""
-        for name, value in values.items():
+        for name, value in task_metrics(config.task, logits[is_example], labels).items():
             metrics[prefix + name] = value
     state.model.train()
+    return metrics
+
+
+def evaluation_order(plan: batching.Plan) -> np.ndarray:
+    """Returns the index of the example in each row that an evaluation's loader yields, in its
+    order; -1 for a row of padding.
+
+    The loader takes the batches as `plan.epoch(None)` has them, and cuts each into micro-batches
+    from its first row to its last.
+    """
+    return np.concatenate([indices for indices, _ in plan.epoch(None)])
+
+
+def task_metrics(task: str, logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """Returns a task's metrics and the mean loss of logits [n, classes], or [n, 1] of a
+    regression."""
+    is_regression = logits.shape[1] == 1
+    predictions = logits[:, 0] if is_regression else logits.argmax(1)
+    metrics = glue.score(task, predictions.numpy(), labels.numpy())
+    loss = classification.losses(logits, labels).sum() / len(labels)
+    metrics["loss"] = loss.item()
     return metrics
 
 
@@ -332,14 +391,14 @@ def export(folder: str, state: State, data: Data, mesh: Mesh) -> None:
     files.write_folder(folder, save)
 
 
-def headline(config: Config, data: Data, plan: batching.Plan, total: int) -> str:
-    """Returns what a run of `total` steps says first."""
+def headline(config: Config, data: Data, plan: batching.Plan, total_steps: int) -> str:
+    """Returns what a run of `total_steps` says first."""
     cut = f"{data.train.truncated:,} cut to {config.lengths[-1]} tokens"
     examples = f"{len(data.train):,} examples ({cut})"
     lengths = "|".join(map(str, config.lengths))
     shapes = f"in batches of {config.batch_size} x {lengths} with {plan.padding:.1%} padding"
     said = splits.said(data.train, *data.eval.values())
-    steps = f"{total:,} steps ({config.epochs:g} epochs){said}"
+    steps = f"{total_steps:,} steps ({config.epochs:g} epochs){said}"
     return f"{config.model} on {config.task}: {examples} {shapes}, {steps}"
 
 
@@ -357,13 +416,16 @@ def main(config: Config) -> dict[str, float]:
     )
     varies = encoders.record(config.model).tokenizer in vocabulary.VARYING
     if mesh.process_count > 1 and varies and not config.checkpoint:
+        # Each host would learn another vocabulary.
         trial = f"the trial of --model {config.model} is for one host"
         raise InputError(f"{trial}, not {mesh.process_count}; give --checkpoint")
 
     data = open_data(config)
-    plan = batches(config, data.train, mesh, train=True)
-    per_epoch = loading.steps_per_epoch(data.train, plan, mesh, micro_batches=config.update_every)
-    total = math.ceil(config.epochs * per_epoch)
+    plan = batch_plan(config, data.train, mesh, train=True)
+    steps_per_epoch = loading.steps_per_epoch(
+        data.train, plan, mesh, micro_batches=config.update_every
+    )
+    total_steps = math.ceil(config.epochs * steps_per_epoch)
 
     suffix = "-synthetic" if config.data == "synthetic" else ""
     check_evaluation(data, config, mesh)
@@ -371,24 +433,25 @@ def main(config: Config) -> dict[str, float]:
         config,
         mesh,
         name=f"{config.model}-{config.task}{suffix}",
-        headline=headline(config, data, plan, total),
-        free=FREE,
+        headline=headline(config, data, plan, total_steps),
+        free=MAY_CHANGE,
         required=REQUIRED,
-        total_steps=total,
+        total_steps=total_steps,
     )
     if run.finished:
         return run.print_summary()
-    if data.head:
-        run.message(data.head)
+    if data.head_message:
+        run.message(data.head_message)
 
     state = build(config, data, mesh)
     start = run.resume(state.model, state.optimizer, examples=len(data.train), keep=config.keep)
     shapes = len(plan.shapes)
-    train = accumulate.SeededStep(train_step, mesh, shapes)
     if config.update_every > 1:
-        train = accumulate.AccumulatedStep(
+        train_fn = accumulate.AccumulatedStep(
             forward, update, state, ("loss",), mesh, per="examples", max_graphs=shapes
         )
+    else:
+        train_fn = accumulate.SeededStep(train_step, mesh, shapes)
     eval_fn = device.compiled(eval_step, mesh, shapes)
     state.model.train()
 
@@ -406,31 +469,34 @@ def main(config: Config) -> dict[str, float]:
         train=True,
         seed=config.seed,
         start=start,
-        stop=total,
-        split=config.update_every,
-        update_every=config.update_every,
+        stop=total_steps,
+        split=config.update_every,  # cuts a batch into micro-batches
+        update_every=config.update_every,  # yields those of an update together
         collate=partial(collate, architectures.limits(state.model)),
         workers=config.workers,
     )
-    with run.training(loader, stop_every=max(10 // config.update_every, 1)):
+    eval_every = config.eval_every or steps_per_epoch
+    # All hosts of a pod agree on a stop signal, about every ten micro-batches.
+    stop_every = max(10 // config.update_every, 1)
+    with run.training(loader, stop_every=stop_every):
         metrics = {}
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             metrics = evaluation(start)
 
-        for step, batch in enumerate(loader, start + 1):
-            lr = learning_rate(config, step - 1, total)
+        for step, micro_batches in enumerate(loader, start + 1):
+            lr = learning_rate(config, step - 1, total_steps)
             device.set_lr(state.optimizer, lr)
-            step_metrics = train(state, batch, config, mesh)
+            step_metrics = train_fn(state, micro_batches, config, mesh)
 
-            if step == 1 or step % config.log_every == 0 or step == total:
+            if step == 1 or step % config.log_every == 0 or step == total_steps:
                 run.log(
                     step,
-                    examples=step * len(data.train) // len(plan),
+                    examples=step * len(data.train) // steps_per_epoch,
                     input_wait=loader.input_wait(),
                     lr=lr,
                     **step_metrics,
                 )
-            evaluates = step % (config.eval_every or len(plan)) == 0 or step == total
+            evaluates = step % eval_every == 0 or step == total_steps
             due = config.save_every > 0 and step % config.save_every == 0
             run.checkpoint(step, due=due, evaluates=evaluates)
             if evaluates:

@@ -16,9 +16,10 @@ if __name__ == "__main__" and not __package__:  # by its path: the imports below
     )
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -85,18 +86,20 @@ TINY = Config(
     eval_every=250,
 )
 
-# Fields that a resumed run may change: none of these touches a number.
-FREE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
-ADAM_EPS = 1e-6  # as in all four papers
+# Fields that a resumed run may change: these do not change the trained weights.
+MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
+ADAM_EPS = 1e-6  # of BERT's and DistilBERT's code, and in RoBERTa's and XLNet's papers
 SYNTHETIC_LENGTH = 32  # a trial's tokens per row
 SYNTHETIC_INIT = 0.05  # the spread of a trial's new weights
+
+Rows = pretraining.MaskedText | pretraining.PermutedText  # of text, with tokens to predict
 
 
 class Data(NamedTuple):
     """What a run reads."""
 
-    train: pretraining.Rows
-    eval: pretraining.Rows
+    train: Rows
+    eval: Rows
     model: nn.Module  # on the host
     teacher: nn.Module | None  # of DistilBERT, on the host
 
@@ -119,7 +122,7 @@ def learning_rate(config: Config, step: int) -> float:
     """Returns the rate at 0-based update `step`: linear warm-up, then linearly to 0."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    return config.lr * (config.steps - step) / max(config.steps - config.warmup_steps, 1)
+    return config.lr * (config.steps - step) / (config.steps - config.warmup_steps)
 
 
 def validate(config: Config) -> Config:
@@ -145,13 +148,42 @@ def validate(config: Config) -> Config:
 
 
 def open_data(config: Config) -> Data:
-    """Opens the rows, the model that --checkpoint names or a new one, and DistilBERT's teacher."""
-    encoder = encoders.record(config.model)
+    """Opens the rows, the model and, for a DistilBERT, its teacher."""
     train = _open_rows(config, "train")
     valid = _open_rows(config, "valid")
-    tokenizer = train.text.tokenizer
-    length = train.text.length
+    model = _open_model(config, train)
 
+    teacher = None
+    if encoders.record(config.model).teacher:
+        folder = files.local_folder(config.teacher)
+        open_teacher = objectives.of_encoder(config.model).open_teacher
+        is_new = not config.checkpoint  # a new student begins with layers of its teacher
+        tokenizer = train.text.tokenizer
+        teacher = open_teacher(folder, model, tokenizer, config.data, init_student=is_new)
+    return Data(train, valid, model, teacher)
+
+
+def _open_rows(config: Config, split: str) -> Rows:
+    return pretraining.open_rows(
+        config.data,
+        split,
+        encoders.record(config.model).tokenizer,
+        config.predictions,
+        config.whole_words,
+        config.next_sentence,
+        trial=(SYNTHETIC_LENGTH, config.seed),
+    )
+
+
+def _open_model(config: Config, rows: Rows) -> nn.Module:
+    """Returns the model of --checkpoint, or a new one of --size.
+
+    Raises:
+        InputError: the checkpoint has other tokens than the rows, or the rows are longer than its
+            positions.
+    """
+    tokenizer = rows.text.tokenizer
+    length = rows.text.length
     source = None
     if config.checkpoint:
         folder = files.local_folder(config.checkpoint)
@@ -168,38 +200,28 @@ def open_data(config: Config) -> Data:
     positions = architectures.positions(model)
     if length > positions:
         raise InputError(f"rows have {length} tokens; the model has {positions} positions")
-
-    teacher = None
-    if encoder.teacher:
-        folder = files.local_folder(config.teacher)
-        open_teacher = objectives.of_encoder(config.model).open_teacher
-        is_new = not config.checkpoint
-        teacher = open_teacher(folder, model, tokenizer, config.data, initialise=is_new)
-    return Data(train, valid, model, teacher)
+    return model
 
 
-def _open_rows(config: Config, split: str) -> pretraining.Rows:
-    return pretraining.open_rows(
-        config.data,
-        split,
-        encoders.record(config.model).tokenizer,
-        config.predictions,
-        config.whole_words,
-        config.next_sentence,
-        (SYNTHETIC_LENGTH, config.seed),
-    )
+def collate(
+    limits: architectures.Limits, examples: list[dict[str, Any]] | dict[str, np.ndarray]
+) -> dict[str, Tensor]:
+    """Returns a batch of examples as tensors.
 
-
-def collate(limits: architectures.Limits, batch: list[dict[str, np.ndarray]]) -> dict[str, Tensor]:
-    """Returns a batch as tensors; checks on the host what it indexes: on a device a wrong number
-    would read another row of a table."""
-    tensors = loading.as_tensors(batch)
+    The host checks that all ids are within the model's tables: on a device a wrong id would read
+    another row.
+    """
+    tensors = loading.as_tensors(examples)
     limits.check(tensors)
     return tensors
 
 
 def build(config: Config, data: Data, mesh: Mesh) -> State:
-    """Moves the models to the device and makes the optimizer, whose state exists from the start."""
+    """Moves the models to the device and makes the optimizer there.
+
+    The optimizer's state exists from the start: made in the first step, it would make the second
+    step another graph.
+    """
     layers.use_forms(clamp_weights=not mesh.safe_forms)
     model = encoder_layers.fast_layers(data.model)
     model = device.to_device(model, mesh, encoders.rules)
@@ -217,7 +239,9 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """Returns AdamW or LAMB; biases and norms have no weight decay."""
     recipe = recipe_of(config)
     groups = architectures.parameter_groups(model, recipe.weight_decay)
-    options = {"lr": config.lr, "betas": (0.9, recipe.beta2), "eps": ADAM_EPS, "foreach": False}
+    betas = (0.9, recipe.beta2)
+    # XLA has no foreach kernels.
+    options = {"lr": config.lr, "betas": betas, "eps": ADAM_EPS, "foreach": False}
     if config.optimizer == "lamb":
         # Without bias correction, as in the authors' code: the warm-up does its work.
         return Lamb(groups, bias_correction=False, max_grad_norm=None, **options)
@@ -227,8 +251,11 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
 def forward(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Returns the mean losses over a batch, which has data/pretraining.py's entries; of a
-    micro-batch, losses whose mean over the micro-batches is that of the whole batch."""
+    """Returns the mean losses over a batch, which has data/pretraining.py's entries.
+
+    A micro-batch's losses are divided by the counts of the whole batch, not by its own: so their
+    mean over the micro-batches is the loss of that batch.
+    """
     with mesh.autocast():
         return objectives.losses(state.model, state.teacher, batch, config.update_every)
 
@@ -236,7 +263,7 @@ def forward(
 def train_step(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Updates once from one batch; returns the losses."""
+    """Updates once on a batch; returns the losses."""
     losses = forward(state, batch, config, mesh)
     losses["loss"].backward()
     update(state, config)
@@ -280,10 +307,13 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
 
 
 def evaluate(
-    step, state: State, rows: loading.Dataset, config: Config, mesh: Mesh
+    eval_fn: Callable, state: State, rows: loading.Dataset, config: Config, mesh: Mesh
 ) -> dict[str, float]:
-    """Returns mean loss (nats) and accuracy on the same masks each time; `step` is the compiled
-    eval_step."""
+    """Returns mean loss (nats) and accuracy on the same masks each time.
+
+    Args:
+        eval_fn: the compiled eval_step.
+    """
     state.model.eval()
     loader = loading.parallel_loader(
         rows,
@@ -291,20 +321,24 @@ def evaluate(
         mesh,
         train=False,
         seed=config.seed,
-        split=config.update_every,
+        split=config.update_every,  # micro-batches, as in training
         collate=partial(collate, architectures.limits(state.model)),
         workers=config.workers,
     )
     with loader:
-        sums = [step(state, batch, config, mesh) for batch in loader]
+        sums = [eval_fn(state, batch, config, mesh) for batch in loader]
         totals = device.fetch_sums(sums)
     state.model.train()
 
-    counts = {"loss": "predicted", "accuracy": "predicted", "next_sentence_accuracy": "rows"}
+    denominators = {
+        "loss": "predicted",
+        "accuracy": "predicted",
+        "next_sentence_accuracy": "rows",
+    }
     metrics = {}
-    for name, count in counts.items():
+    for name, denominator in denominators.items():
         if name in totals:
-            metrics[name] = totals[name] / totals[count]
+            metrics[name] = totals[name] / totals[denominator]
     return metrics
 
 
@@ -325,25 +359,31 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
 
 
 def with_teacher(config: Config, mesh: Mesh) -> Config:
-    """Pretrains the teacher of a trial, which has none; returns the config that names it."""
-    own = {}
+    """Pretrains a teacher for a trial, which has no --teacher, in a run of its own.
+
+    Returns:
+        The config, with the export of that run as its teacher.
+    """
+    fixed_fields = {}
     for field in fields(config):
-        if field.name not in FREE:
-            own[field.name] = getattr(config, field.name)
-    # A name for each set of flags that change numbers.
-    name = f"teacher-{zlib.crc32(repr(own).encode()):08x}"
+        if field.name not in MAY_CHANGE:
+            fixed_fields[field.name] = getattr(config, field.name)
+    # The same flags find the same run again.
+    fingerprint = zlib.crc32(repr(fixed_fields).encode())
+    name = f"teacher-{fingerprint:08x}"
     main(replace(config, model=encoders.record(config.model).teacher, name=name))
-    device.over_hosts(mesh, 0)  # the main process has written it when all are here
-    device.graph_report(reset=True)
+
+    device.over_hosts(mesh, 0)  # all hosts wait: the main process has now written the export
+    device.graph_report(reset=True)  # the student's report does not count the teacher's graphs
     return replace(config, teacher=f"{config.runs}/{name}/export")
 
 
-def headline(config: Config, data: Data, per_epoch: int) -> str:
+def headline(config: Config, data: Data, steps_per_epoch: int) -> str:
     """Returns what a run says first."""
     text = data.train.text
     rows = f"{len(text):,} rows of {text.length} tokens, {data.train.predictions} predicted"
     parameters = f"{data.model.num_parameters():,} parameters"
-    epochs = config.steps / per_epoch
+    epochs = config.steps / steps_per_epoch
     said = splits.said(text, data.eval.text)
     updates = f"{config.steps:,} updates of {config.batch_size} rows ({epochs:.1f} epochs){said}"
     return f"{config.model} on {config.data}: {rows}, {parameters}, {updates}"
@@ -364,10 +404,10 @@ def main(config: Config) -> dict[str, float]:
     if encoders.record(config.model).teacher and not config.teacher:
         config = with_teacher(config, mesh)
     data = open_data(config)
-    total = config.steps
-    per_epoch = loading.steps_per_epoch(
+    steps_per_epoch = loading.steps_per_epoch(
         data.train, config.batch_size, mesh, micro_batches=config.update_every
     )
+    total_steps = config.steps
 
     kind = "synthetic" if config.data == "synthetic" else "pretraining"
     check_evaluation(data, config, mesh)
@@ -375,21 +415,22 @@ def main(config: Config) -> dict[str, float]:
         config,
         mesh,
         name=f"{config.model}-{kind}",
-        headline=headline(config, data, per_epoch),
-        free=FREE,
-        total_steps=total,
+        headline=headline(config, data, steps_per_epoch),
+        free=MAY_CHANGE,
+        total_steps=total_steps,
     )
     if run.finished:
         return run.print_summary()
 
     state = build(config, data, mesh)
-    rows = len(data.train.text)
-    start = run.resume(state.model, state.optimizer, examples=rows, keep=config.keep)
-    train = accumulate.SeededStep(train_step, mesh)
-    count = None
+    start = run.resume(state.model, state.optimizer, examples=len(data.train), keep=config.keep)
     if config.update_every > 1:
-        train = accumulate.AccumulatedStep(forward, update, state, ("loss", "words"), mesh)
-        count = objectives.counts
+        means = ("loss", "words")  # train_step has "related" and "cosine", too
+        train_fn = accumulate.AccumulatedStep(forward, update, state, means, mesh)
+        count = objectives.counts  # summed over a batch: what `forward` divides by
+    else:
+        train_fn = accumulate.SeededStep(train_step, mesh)
+        count = None
     eval_fn = device.compiled(eval_step, mesh)
     state.model.train()
 
@@ -407,24 +448,26 @@ def main(config: Config) -> dict[str, float]:
         train=True,
         seed=config.seed,
         start=start,
-        stop=total,
-        split=config.update_every,
-        update_every=config.update_every,
+        stop=total_steps,
+        split=config.update_every,  # cuts a batch into micro-batches
+        update_every=config.update_every,  # yields those of an update together
         count=count,
         collate=partial(collate, architectures.limits(state.model)),
         workers=config.workers,
     )
-    with run.training(loader, stop_every=max(10 // config.update_every, 1)):
+    # All hosts of a pod agree on a stop signal, about every ten micro-batches.
+    stop_every = max(10 // config.update_every, 1)
+    with run.training(loader, stop_every=stop_every):
         metrics = {}
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             metrics = evaluation(start)
 
-        for step, batch in enumerate(loader, start + 1):
+        for step, micro_batches in enumerate(loader, start + 1):
             lr = learning_rate(config, step - 1)
             device.set_lr(state.optimizer, lr)
-            step_metrics = train(state, batch, config, mesh)
+            step_metrics = train_fn(state, micro_batches, config, mesh)
 
-            if step == 1 or step % config.log_every == 0 or step == total:
+            if step == 1 or step % config.log_every == 0 or step == total_steps:
                 run.log(
                     step,
                     examples=step * config.batch_size,
@@ -432,14 +475,14 @@ def main(config: Config) -> dict[str, float]:
                     lr=lr,
                     **step_metrics,
                 )
-            evaluates = step % config.eval_every == 0 or step == total
+            evaluates = step % config.eval_every == 0 or step == total_steps
             due = config.save_every > 0 and step % config.save_every == 0
             run.checkpoint(step, due=due, evaluates=evaluates)
             if evaluates:
                 metrics = evaluation(step)
 
         run.checkpoints.wait()
-        if not metrics:  # the run ended after the last update, before the export
+        if not metrics:  # the run ended after the last step, before the export
             metrics = evaluate(eval_fn, state, data.eval, config, mesh)
         export(f"{run.path}/export", state, data, config, mesh)
         run.finish(metrics)

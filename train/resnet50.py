@@ -21,6 +21,7 @@ if __name__ == "__main__" and not __package__:  # by its path: the imports below
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -83,8 +84,8 @@ TINY = Config(
     save_every=50,
 )
 
-# Fields that a resumed run may change: none of these touches a number.
-FREE = ("workers", "log_every", "save_every", "keep", "strict", "layout", "safe_forms")
+# Fields that a resumed run may change: these do not change the trained weights.
+MAY_CHANGE = ("workers", "log_every", "save_every", "keep", "strict", "layout", "safe_forms")
 VMEM_KIB = 40_960  # of a TPU core for one fusion; libtpu gives less: docs/tpu/findings.md
 SYNTHETIC_CLASSES = 10
 SYNTHETIC_TRAIN = 2048  # images
@@ -110,12 +111,12 @@ def learning_rate(config: Config, step: int, steps_per_epoch: int) -> float:
     """Returns the rate at 0-based `step`: linear warm-up, then half a cosine to 0 (He et al. 2018,
     section 5.1)."""
     peak = config.lr * config.batch_size / 256
-    warmup = config.warmup_epochs * steps_per_epoch
-    total = config.epochs * steps_per_epoch
-    if step < warmup:
-        return peak * (step + 1) / warmup
+    warmup_steps = config.warmup_epochs * steps_per_epoch
+    total_steps = config.epochs * steps_per_epoch
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
 
-    progress = (step - warmup) / (total - warmup)
+    progress = (step - warmup_steps) / (total_steps - warmup_steps)
     return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -132,21 +133,27 @@ def validate(config: Config) -> Config:
         warmup = f"--warmup-epochs is {config.warmup_epochs}"
         raise InputError(f"{warmup}; it must be below --epochs, {config.epochs}")
 
-    micro_batch = config.batch_size // config.update_every
-    groups = config.norm_groups or 1  # 0 is one per device: at least 1
-    # 32 pixels end as one, and one image of one pixel has no statistics.
-    is_alone = micro_batch == groups and config.image_size == 32
-    if micro_batch % groups or is_alone:
-        sizes = f"--batch-size {config.batch_size}, in --update-every {config.update_every},"
-        wanted = f"{groups} --norm-groups of at least 2 images"
-        remedy = "raise the first, or lower the others"
-        raise InputError(f"{sizes} does not divide into {wanted}; {remedy}")
-
+    check_norm_groups(config)
     if config.labels and not config.weights:
         reason = "it is for the head of --weights, which are not given"
         raise InputError(f"--labels is {config.labels}; {reason}")
     cli.need_data(config, "a folder of images or a data set id")
     return config
+
+
+def check_norm_groups(config: Config) -> None:
+    """Raises InputError where the images of a micro-batch do not divide into --norm-groups."""
+    micro_batch = config.batch_size // config.update_every
+    groups = config.norm_groups or 1  # 0 is one group per device, and there is at least one device
+    sizes = f"--batch-size {config.batch_size}, in --update-every {config.update_every},"
+    remedy = "raise the first, or lower the others"
+    if micro_batch % groups:
+        raise InputError(f"{sizes} does not divide into {groups} --norm-groups; {remedy}")
+
+    # 32 pixels are a single one in the last layers: batch norm needs a second image there.
+    if micro_batch == groups and config.image_size == 32:
+        needed = f"{groups} --norm-groups of at least 2 images, which --image-size 32 needs"
+        raise InputError(f"{sizes} does not divide into {needed}; {remedy}")
 
 
 def open_data(config: Config) -> Data:
@@ -167,7 +174,9 @@ def _synthetic(config: Config, split: str, count: int) -> imagenet.SyntheticImag
     return imagenet.SyntheticImages(count, config.image_size, SYNTHETIC_CLASSES, config.seed, split)
 
 
-def open_weights(config: Config, classes: list[str]) -> tuple[dict[str, Tensor], heads.Order]:
+def open_weights(
+    config: Config, classes: list[str]
+) -> tuple[dict[str, Tensor], heads.HeadDecision]:
     """Returns the tensors of --weights, and what becomes of their head.
 
     Raises:
@@ -175,7 +184,7 @@ def open_weights(config: Config, classes: list[str]) -> tuple[dict[str, Tensor],
             be evaluated without training.
     """
     weights, metadata = files.load_with_metadata(config.weights)
-    stated = heads.given(config.labels, classes) if config.labels else ()
+    stated = heads.parse_labels(config.labels, classes) if config.labels else ()
     head = head_order(weights, metadata, classes, config.weights, stated)
     if config.lr == 0 and head.untrained:
         raise InputError(head.untrained)
@@ -183,8 +192,14 @@ def open_weights(config: Config, classes: list[str]) -> tuple[dict[str, Tensor],
 
 
 def build(config: Config, data: Data, mesh: Mesh) -> State:
-    """Makes model, normalization and optimizer on the device; the optimizer's state exists from the
-    start."""
+    """Makes model, normalization and optimizer on the device.
+
+    The optimizer's state exists from the start: made in the first step, it would make the second
+    step another graph.
+
+    Raises:
+        InputError: --norm-groups does not fit the devices; or see `open_weights`.
+    """
     norm_groups = config.norm_groups or mesh.num_devices
     if norm_groups > 1 and norm_groups % mesh.num_devices:
         expected = f"it must be 1 or a multiple of {mesh.num_devices} devices"
@@ -197,9 +212,9 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
         if head.said and mesh.main_process:
             print(head.said, flush=True)
 
-    device.to_device(model, mesh)
+    model = device.to_device(model, mesh)
     normalize = Normalize(imagenet.IMAGENET_MEAN, imagenet.IMAGENET_STD)
-    device.to_device(normalize, mesh)
+    normalize = device.to_device(normalize, mesh)
 
     optimizer = make_optimizer(config, model)
     device.init_optimizer_state(optimizer, mesh)
@@ -215,11 +230,13 @@ def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    # XLA has no foreach kernels.
+    options = {"lr": config.lr, "momentum": config.momentum, "foreach": False}
     if config.optimizer == "lars":
-        from timm.optim import Lars as Optimizer
-    else:
-        from torch.optim import SGD as Optimizer
-    return Optimizer(groups, lr=config.lr, momentum=config.momentum, foreach=False)
+        from timm.optim import Lars
+
+        return Lars(groups, **options)
+    return torch.optim.SGD(groups, **options)
 
 
 def forward(
@@ -271,24 +288,26 @@ def eval_step(
         logits = state.model(state.normalize(batch["image"]))
     logits = logits.float()
 
-    counts = batch["mask"] * (batch["label"] >= 0)
+    is_counted = batch["mask"] * (batch["label"] >= 0)
     label = batch["label"].clamp(min=0)
-    own = logits.gather(1, label[:, None])
+    label_logit = logits.gather(1, label[:, None])
 
     # The rank of the right class. Equal logits (bfloat16 has many) rank in the order of the
     # classes, as argmax and top-k take them.
     classes = torch.arange(logits.shape[1], device=logits.device)
-    ties_ahead = (logits == own) & (classes < label[:, None])
-    rank = ((logits > own) | ties_ahead).sum(1)
-    rank = torch.where(own.isnan()[:, 0], logits.shape[1] + 5, rank)
+    ties_ahead = (logits == label_logit) & (classes < label[:, None])
+    rank = ((logits > label_logit) | ties_ahead).sum(1)
+    # No logit is larger than NaN, so it would rank first: put it behind the top 5, also where there
+    # are fewer than 5 classes.
+    rank = torch.where(label_logit.isnan()[:, 0], logits.shape[1] + 5, rank)
 
     loss = F.cross_entropy(logits, label, reduction="none")
-    loss = torch.where(counts > 0, loss, torch.zeros_like(loss))  # 0 * inf would be NaN
+    loss = torch.where(is_counted > 0, loss, torch.zeros_like(loss))  # 0 * inf would be NaN
     return {
         "loss": loss.sum(),
-        "top1": ((rank < 1) * counts).sum(),
-        "top5": ((rank < 5) * counts).sum(),
-        "count": counts.sum(),
+        "top1": ((rank < 1) * is_counted).sum(),
+        "top5": ((rank < 5) * is_counted).sum(),
+        "count": is_counted.sum(),
     }
 
 
@@ -301,7 +320,8 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
     decoded = 0
     for batch in batches:
         labels = batch["label"]
-        if labels.dim() != 1 or labels.is_floating_point():  # kept by the data, but no classes
+        # A data set may have other labels than numbers of classes.
+        if labels.dim() != 1 or labels.is_floating_point():
             dtype = str(labels.dtype).removeprefix("torch.")
             kind = f"{dtype} of shape {list(labels.shape[1:])}"
             expected = "this script's loss and metrics are for the number of a class"
@@ -315,21 +335,24 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
 
 
 def evaluate(
-    step, state: State, images: loading.Dataset, config: Config, mesh: Mesh
+    eval_fn: Callable, state: State, images: loading.Dataset, config: Config, mesh: Mesh
 ) -> dict[str, float]:
-    """Returns top-1 and top-5 accuracy and the mean loss over every image once; `step` is the
-    compiled eval_step."""
+    """Returns top-1 and top-5 accuracy and the mean loss over every image once.
+
+    Args:
+        eval_fn: the compiled eval_step.
+    """
     state.model.eval()
     loader = loading.parallel_loader(
         images,
         config.batch_size,
         mesh,
         train=False,
-        split=config.update_every,
+        split=config.update_every,  # micro-batches, as in training
         workers=config.workers,
     )
     with loader:
-        sums = [step(state, batch, config, mesh) for batch in loader]
+        sums = [eval_fn(state, batch, config, mesh) for batch in loader]
         totals = device.fetch_sums(sums)
     state.model.train()
 
@@ -345,14 +368,17 @@ def evaluate(
 def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) -> None:
     """Writes model.safetensors for `load_state_dict` of torchvision's model; its metadata names the
     classes and how an image is prepared (docs/exports.md)."""
-    tensors = dict([*state.model.named_parameters(), *state.model.named_buffers()])
-    values = checkpoint.to_host(tensors, mesh.layers, mesh.main_process)
-    if not values:
-        return  # not the main process
+    # Parameters as they lie on the device. A state_dict has torchvision's shapes, which would be
+    # new tensors there; the model on the host makes them.
+    tensors = dict(state.model.named_parameters())
+    tensors |= dict(state.model.named_buffers())
+    weights = checkpoint.to_host(tensors, mesh.layers, mesh.main_process)
+    if not mesh.main_process:
+        return
 
     classes = data.train.classes
     on_host = resnet(config.model, len(classes))
-    on_host.load_state_dict(values)
+    on_host.load_state_dict(weights)
     metadata = {"model": config.model, "classes": json.dumps(classes)}
     metadata |= imagenet.preparation(config.image_size)
     files.save_weights(f"{folder}/model.safetensors", on_host.state_dict(), metadata)
@@ -373,14 +399,14 @@ def main(config: Config) -> dict[str, float]:
     )
     data = open_data(config)
     images = len(data.train)
-    per_epoch = loading.steps_per_epoch(
+    steps_per_epoch = loading.steps_per_epoch(
         data.train, config.batch_size, mesh, micro_batches=config.update_every
     )
-    total = config.epochs * per_epoch
+    total_steps = config.epochs * steps_per_epoch
 
     kind = "synthetic" if config.data == "synthetic" else "images"
     size = f"{images} images of {len(data.train.classes)} classes"
-    length = f"{config.epochs} epochs of {per_epoch} steps of {config.batch_size}"
+    length = f"{config.epochs} epochs of {steps_per_epoch} steps of {config.batch_size}"
     headline = f"{config.model} on {config.data}: {size}, {length}{splits.said(*data)}"
     check_evaluation(data, config, mesh)
     run = Run(
@@ -388,17 +414,19 @@ def main(config: Config) -> dict[str, float]:
         mesh,
         name=f"{config.model}-{kind}",
         headline=headline,
-        free=FREE,
-        total_steps=total,
+        free=MAY_CHANGE,
+        total_steps=total_steps,
     )
     if run.finished:
         return run.print_summary()
 
     state = build(config, data, mesh)
     start = run.resume(state.model, state.optimizer, examples=images, keep=config.keep)
-    train = accumulate.SeededStep(train_step, mesh)
     if config.update_every > 1:
-        train = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)
+        means = ("loss", "accuracy")
+        train_fn = accumulate.AccumulatedStep(forward, update, state, means, mesh)
+    else:
+        train_fn = accumulate.SeededStep(train_step, mesh)
     eval_fn = device.compiled(eval_step, mesh)
     state.model.train()
 
@@ -416,22 +444,25 @@ def main(config: Config) -> dict[str, float]:
         train=True,
         seed=config.seed,
         start=start,
-        stop=total,
-        split=config.update_every,
-        update_every=config.update_every,
+        stop=total_steps,
+        split=config.update_every,  # cuts a batch into micro-batches
+        update_every=config.update_every,  # yields those of an update together
         workers=config.workers,
     )
-    with run.training(loader, stop_every=max(10 // config.update_every, 1)):
+    eval_every = config.eval_every * steps_per_epoch
+    # All hosts of a pod agree on a stop signal, about every ten micro-batches.
+    stop_every = max(10 // config.update_every, 1)
+    with run.training(loader, stop_every=stop_every):
         metrics = {}
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             metrics = evaluation(start)
 
-        for step, batch in enumerate(loader, start + 1):
-            lr = learning_rate(config, step - 1, per_epoch)
+        for step, micro_batches in enumerate(loader, start + 1):
+            lr = learning_rate(config, step - 1, steps_per_epoch)
             device.set_lr(state.optimizer, lr)
-            step_metrics = train(state, batch, config, mesh)
+            step_metrics = train_fn(state, micro_batches, config, mesh)
 
-            if step == 1 or step % config.log_every == 0 or step == total:
+            if step == 1 or step % config.log_every == 0 or step == total_steps:
                 run.log(
                     step,
                     examples=step * config.batch_size,
@@ -439,7 +470,7 @@ def main(config: Config) -> dict[str, float]:
                     lr=lr,
                     **step_metrics,
                 )
-            evaluates = step % (per_epoch * config.eval_every) == 0 or step == total
+            evaluates = step % eval_every == 0 or step == total_steps
             run.checkpoint(step, due=step % config.save_every == 0, evaluates=evaluates)
             if evaluates:
                 metrics = evaluation(step)

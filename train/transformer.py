@@ -26,6 +26,7 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -37,7 +38,8 @@ from data.fairseq_format import PIECES
 from data.languages import TOKENIZERS
 from errors import InputError
 from models import fairseq, layers
-from models.transformer import ARCHITECTURES, Transformer, label_smoothed, rules
+from models.transformer import ARCHITECTURES, Transformer, label_smoothed_loss
+from models.transformer import rules as partition_rules
 from train import translate
 from train.common import accumulate, checkpoint, cli, device, files, loading
 from train.common.mesh import WHOLE, Layout, Mesh
@@ -58,7 +60,7 @@ class Config:
     updates: int = 100_000  # updates of the weights
     lr: float = 7e-4  # peak learning rate
     warmup_updates: int = 4000  # linear; then with the inverse square root of the update
-    label_smoothing: float = 0.1  # of the training loss
+    label_smoothing: float = 0.1  # of the loss, in evaluation too (as fairseq); ppl is without it
     beam: int = 4  # hypotheses per sentence in evaluation
     length_penalty: float = 0.6  # exponent of the length that divides a hypothesis' log-probability
     bleu_tokenizer: Literal["", *TOKENIZERS] = ""  # sacrebleu's --tokenize; "": by language
@@ -105,13 +107,14 @@ TINY = Config(
     keep=2,
 )
 
-# Fields that a resumed run may change: none of these touches a number.
-FREE = ("workers", "log_every", "strict", "layout", "safe_forms")
+# Fields that a resumed run may change: these do not change the trained weights. save_every and keep
+# do: they choose the checkpoints whose mean is exported.
+MAY_CHANGE = ("workers", "log_every", "strict", "layout", "safe_forms")
 # Of a TPU core's vector memory for one fusion, as v6e gives; others give less: docs/tpu/findings.md
 VMEM_KIB = 32_768
-# Where the gradient of the logits is written to memory: 9 % fewer cycles there, more elsewhere
-# (docs/tpu/findings.md).
-WRITES_GRADIENT = "TPU v6 lite"
+# The devices on which the gradient of the logits is written to memory once, and not computed again
+# in each product that takes it: 9 % fewer cycles there, more elsewhere (docs/tpu/findings.md).
+LOGIT_GRADIENT_WRITTEN_ON = "TPU v6 lite"
 ADAM = {"betas": (0.9, 0.98), "eps": 1e-8}  # as in fairseq's recipes
 WARMUP_INIT_LR = 1e-7  # likewise
 LARGEST_EXPONENT = 700  # math.exp of more overflows
@@ -174,21 +177,22 @@ def open_data(config: Config) -> Data:
 
 
 def check_dictionaries(config: Config, data: Data) -> list[str]:
-    """Compares the dictionaries beside --weights, as an export has them, with those of the data: as
-    many words may be other ones, or in another order.
+    """Compares the dictionaries beside --weights, as an export has them, with those of the data.
+
+    A dictionary of the same size may have other words, or the same in another order.
 
     Returns:
         The names of the dictionaries that are not beside --weights.
     Raises:
         InputError: one differs.
     """
-    unknown = []
+    not_found = []
     for name, content in data.train.vocabulary_files().items():
         if not name.startswith("dict."):
             continue
         path = os.path.join(os.path.dirname(config.weights), name)
         if not files.exists(path):
-            unknown.append(name)
+            not_found.append(name)
             continue
 
         theirs = files.read_file(path).split(b"\n")
@@ -201,7 +205,7 @@ def check_dictionaries(config: Config, data: Data) -> list[str]:
                 what = f"--weights {config.weights} has another dictionary"
                 where = f"line {number} of {path} is {their_word!r}, of {config.data} {our_word!r}"
                 raise InputError(f"{what}: {where}; give weights or data of the same dictionary")
-    return unknown
+    return not_found
 
 
 def _word(line: bytes) -> str:
@@ -210,7 +214,15 @@ def _word(line: bytes) -> str:
 
 
 def build(config: Config, data: Data, mesh: Mesh) -> State:
-    """Makes model and optimizer on the device; the optimizer's state exists from the start."""
+    """Makes model and optimizer on the device.
+
+    The optimizer's state exists from the start: made in the first step, it would make the second
+    step another graph.
+
+    Raises:
+        InputError: --share-embeddings does not fit the dictionaries; or --weights do not fit the
+            model or the dictionaries.
+    """
     layers.use_forms(clamp_weights=not mesh.safe_forms)
     source = data.train.source_dictionary
     target = data.train.target_dictionary
@@ -227,13 +239,14 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     if config.weights:
         _, weights = fairseq.read_checkpoint(files.read_file(config.weights), config.weights)
         fairseq.load_weights(model, weights, config.weights)
-        unknown = check_dictionaries(config, data)
-        if unknown and mesh.main_process:
-            beside = f"there is no {' nor '.join(unknown)} beside --weights {config.weights}"
+        not_found = check_dictionaries(config, data)
+        if not_found and mesh.main_process:
+            beside = f"there is no {' nor '.join(not_found)} beside --weights {config.weights}"
             taken = f"its words are taken to be those of {config.data}, in their order"
             print(f"{beside}: {taken}", flush=True)
 
-    device.to_device(model, mesh, rules)
+    model = device.to_device(model, mesh, partition_rules)
+    # XLA has no foreach kernels.
     optimizer = torch.optim.Adam(model.parameters(), config.lr, foreach=False, **ADAM)
     device.init_optimizer_state(optimizer, mesh)
     return State(model, optimizer)
@@ -242,31 +255,33 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
 def forward(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Returns sums over the target tokens of a batch or micro-batch of B rows.
+    """Returns sums over the target tokens of a batch or micro-batch of B rows: "loss", which is
+    label-smoothed, "nll", which is not, and "tokens", their number.
 
     Args:
         batch: "source" [B, S], "previous" and "target" [B, T]; and "source_segment" [B, S] and
             "target_segment" [B, T] where several pairs are packed into a row.
     """
-    rows_multiple = 0
+    # On TPUs short rows are packed together, within each of so many parts of a batch.
+    packing_parts = 0
     if mesh.kind.startswith("TPU"):
-        rows_multiple = math.lcm(translate.ROWS_MULTIPLE, mesh.num_devices)
+        packing_parts = math.lcm(translate.ROWS_MULTIPLE, mesh.num_devices)
     with mesh.autocast():
         logits = state.model(
             batch["source"],
             batch["previous"],
             batch.get("source_segment"),
             batch.get("target_segment"),
-            rows_multiple,
+            packing_parts=packing_parts,
         )
-    writes_gradient = mesh.kind == WRITES_GRADIENT
-    return label_smoothed(logits, batch["target"], config.label_smoothing, writes_gradient)
+    written = mesh.kind == LOGIT_GRADIENT_WRITTEN_ON
+    return label_smoothed_loss(logits, batch["target"], config.label_smoothing, written)
 
 
 def train_step(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Updates once from one batch; returns the mean loss and nll of its tokens."""
+    """Updates once on a batch; returns the mean loss and nll of its tokens."""
     sums = forward(state, batch, config, mesh)
     means = {name: sums[name] / sums["tokens"] for name in ("loss", "nll")}
     means["loss"].backward()
@@ -276,8 +291,7 @@ def train_step(
 
 
 def update(state: State, config: Config) -> dict[str, Tensor]:
-    """Updates the parameters from their gradients; of several batches, each token counts the
-    same."""
+    """Updates the parameters from their gradients; has no metrics of its own."""
     state.optimizer.step()
     return {}
 
@@ -285,7 +299,7 @@ def update(state: State, config: Config) -> dict[str, Tensor]:
 def eval_step(
     state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Returns sums over the tokens of a batch; padding does not count."""
+    """Returns the sums of `forward`, label-smoothed as in training; padding does not count."""
     with torch.no_grad():
         return forward(state, batch, config, mesh)
 
@@ -311,16 +325,18 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
 
 
 def evaluate(
-    step,
+    eval_fn: Callable,
     translator: translate.Translator,
     state: State,
     sets: dict[str, wmt.TranslationPairs],
     config: Config,
     mesh: Mesh,
 ) -> dict[str, float]:
-    """Returns BLEU, loss and perplexity per token of each split, those of the test split as test_….
+    """Returns BLEU, label-smoothed loss, and perplexity (without smoothing) of each split; those of
+    the test split as test_….
 
-    `step` is the compiled eval_step.
+    Args:
+        eval_fn: the compiled eval_step.
     """
     metrics = {}
     state.model.eval()
@@ -328,13 +344,13 @@ def evaluate(
         plan = eval_plan(pairs, config, mesh)
         loader = loading.parallel_loader(pairs, plan, mesh, train=False, workers=config.workers)
         with loader:
-            sums = [step(state, batch, config, mesh) for batch in loader]
+            sums = [eval_fn(state, batch, config, mesh) for batch in loader]
             totals = device.fetch_sums(sums)
         loss = totals["loss"] / totals["tokens"]
         nll = totals["nll"] / totals["tokens"]
 
         bleu = translate.Bleu(pairs, config.bleu_tokenizer)
-        translations = translator(pairs, bleu.unknown)
+        translations = translator(pairs, bleu.unknown_word)
         values = {
             "bleu": bleu(translations, mesh),
             "loss": loss,
@@ -352,10 +368,11 @@ def average_checkpoints(
     model: nn.Module,
     mesh: Mesh,
 ) -> list[int]:
-    """Gives a model on the device the mean weights of the last checkpoints.
+    """Gives a model on the device the mean weights of checkpoints (Vaswani et al. 2017, section
+    6.1).
 
-    These are the last `keep` of the steps that are multiples of `every`; the very last step is
-    always among them (Vaswani et al. 2017, section 6.1).
+    Averages `checkpoints.keep` of them: the last one, and the newest of those whose steps are
+    multiples of `checkpoints.every`.
 
     Returns:
         The steps of the checkpoints.
@@ -365,7 +382,8 @@ def average_checkpoints(
     device.over_hosts(mesh, 0)  # all hosts wait: the main process has now written the last one
     known = checkpoints.complete_steps()
     regular = [step for step in known if step % checkpoints.every == 0]
-    steps = sorted({*regular, known[-1]})[-checkpoints.keep :]
+    candidates = sorted({*regular, known[-1]})
+    steps = candidates[-checkpoints.keep :]
     what = "the checkpoints to average (the sum of their steps)"
     device.same_on_all_hosts(mesh, what, sum(steps))
 
@@ -387,6 +405,7 @@ def average_checkpoints(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(sums[name] / len(steps))
+            # On XLA what was copied is a new value, without the parameter's placement.
             if parameter.device.type != "cpu":
                 device.annotate_placement(parameter, mesh)
     return steps
@@ -418,13 +437,23 @@ def export(folder: str, state: State, data: Data, config: Config, mesh: Mesh) ->
         files.write_file(f"{folder}/{name}", text)
 
 
-def headline(config: Config, data: Data, plan: batching.Plan, per_epoch: int, tokens: int) -> str:
-    """Returns what a run says first. `tokens`: real target tokens per update."""
+def headline(
+    config: Config,
+    data: Data,
+    plan: batching.Plan,
+    batches_per_epoch: int,
+    tokens_per_update: int,
+) -> str:
+    """Returns what a run says first.
+
+    Args:
+        tokens_per_update: target tokens, without padding.
+    """
     pairs = f"{len(data.train):,} pairs, {plan.dropped:,} too long"
     shapes = ", ".join("x".join(map(str, shape)) for shape in plan.shapes)
     batches = f"in batches of {shapes} with {plan.padding:.1%} padding"
-    updates = f"{config.updates:,} updates of {tokens:,} target tokens"
-    epochs = config.updates * config.update_every / per_epoch
+    updates = f"{config.updates:,} updates of {tokens_per_update:,} target tokens"
+    epochs = config.updates * config.update_every / batches_per_epoch
     said = splits.said(data.train, *data.eval.values())
     length = f"{updates} ({epochs:.1f} epochs){said}"
     return f"{config.arch} on {config.data}: {pairs}, {batches}, {length}"
@@ -445,10 +474,10 @@ def main(config: Config) -> dict[str, float]:
     )
     data = open_data(config)
     plan = translate.training_plan(data.train, config, mesh.num_devices)
-    total = config.updates
-    every = config.update_every
-    per_epoch = loading.steps_per_epoch(data.train, plan, mesh)
-    tokens = every * int(data.train.lengths[:, 1].sum()) // per_epoch  # per update, without padding
+    total_steps = config.updates
+    batches_per_epoch = loading.steps_per_epoch(data.train, plan, mesh)
+    target_tokens = int(data.train.lengths[:, 1].sum())  # of an epoch, without padding
+    tokens_per_update = config.update_every * target_tokens // batches_per_epoch
 
     languages = data.train.source_language + data.train.target_language
     kind = "synthetic" if config.data == "synthetic" else languages
@@ -457,9 +486,9 @@ def main(config: Config) -> dict[str, float]:
         config,
         mesh,
         name=f"transformer-{kind}",
-        headline=headline(config, data, plan, per_epoch, tokens),
-        free=FREE,
-        total_steps=total,
+        headline=headline(config, data, plan, batches_per_epoch, tokens_per_update),
+        free=MAY_CHANGE,
+        total_steps=total_steps,
         unit="tokens",
     )
     if run.finished:
@@ -474,11 +503,12 @@ def main(config: Config) -> dict[str, float]:
         every=config.save_every,
     )
     shapes = len(plan.shapes)
-    train = accumulate.SeededStep(train_step, mesh, shapes)
-    if every > 1:
-        train = accumulate.AccumulatedStep(
+    if config.update_every > 1:
+        train_fn = accumulate.AccumulatedStep(
             forward, update, state, ("loss", "nll"), mesh, per="tokens", max_graphs=shapes
         )
+    else:
+        train_fn = accumulate.SeededStep(train_step, mesh, shapes)
     eval_fn = device.compiled(eval_step, mesh, translate.MAX_SHAPES)
     translator = translate.Translator(state.model, mesh, config)
     state.model.train()
@@ -490,35 +520,38 @@ def main(config: Config) -> dict[str, float]:
             metrics = evaluate(eval_fn, translator, state, valid, config, mesh)
         run.evaluation(step, **metrics)
 
+    # A batch of the plan is a micro-batch here: an update has several whole ones.
     loader = loading.parallel_loader(
         data.train,
         plan,
         mesh,
         train=True,
         seed=config.seed,
-        start=start * every,
-        stop=total * every,
-        update_every=every,
+        start=start * config.update_every,
+        stop=total_steps * config.update_every,
+        update_every=config.update_every,  # yields those of an update together
         workers=config.workers,
     )
-    with run.training(loader, stop_every=max(10 // every, 1)):
+    # All hosts of a pod agree on a stop signal, about every ten micro-batches.
+    stop_every = max(10 // config.update_every, 1)
+    with run.training(loader, stop_every=stop_every):
         if run.evaluation_due:  # the run ended between a checkpoint and its evaluation
             evaluation(start)
 
-        for step, batch in enumerate(loader, start + 1):
+        for step, micro_batches in enumerate(loader, start + 1):
             lr = learning_rate(config, step - 1)
             device.set_lr(state.optimizer, lr)
-            step_metrics = train(state, batch, config, mesh)
+            step_metrics = train_fn(state, micro_batches, config, mesh)
 
-            if step == 1 or step % config.log_every == 0 or step == total:
+            if step == 1 or step % config.log_every == 0 or step == total_steps:
                 run.log(
                     step,
-                    examples=step * tokens,
+                    examples=step * tokens_per_update,  # in the run's unit, tokens
                     input_wait=loader.input_wait(),
                     lr=lr,
                     **step_metrics,
                 )
-            evaluates = step % config.eval_every == 0 or step == total
+            evaluates = step % config.eval_every == 0 or step == total_steps
             run.checkpoint(step, due=step % config.save_every == 0, evaluates=evaluates)
             if evaluates:
                 evaluation(step)

@@ -1,26 +1,25 @@
 """Translates text with a trained Transformer: one sentence a line in, one a line out.
 
-model     the export of train/transformer.py (runs/<name>/export), or a folder with a checkpoint of fairseq as model.pt
-          and dict.<language>.txt of both languages
+model     the export of train/transformer.py (runs/<name>/export), or a folder with a checkpoint of
+          fairseq as model.pt and dict.<language>.txt of both languages
 run       make translate MODEL_DIR=runs/<name>/export < in.en > out.de
           python -m train.translate text --model-dir runs/<name>/export < in.en > out.de
 Python    load(folder, mesh) makes the model; Translator(model, mesh, config)(text) translates
 """
 
-if (
-    __name__ == "__main__" and not __package__
-):  # by its path, from which the imports below are not found
+if __name__ == "__main__" and not __package__:  # by its path: the imports below are not found
     raise SystemExit(
         "error: in the project's folder run it as a module: python -m train.translate text"
     )
 
+import itertools
 import math
 import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from errors import InputError
 from models import beam_search, fairseq, layers
 from models.transformer import PAD, Transformer
 from train.common import checkpoint, cli, device, files, loading
+from train.common.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -49,36 +49,49 @@ class Config:
     safe_forms: bool = False  # slower forms for a TPU whose compiler crashes: docs/tpu.md
 
 
-MAX_LENGTH_A, MAX_LENGTH_B = 1.2, 10  # a translation has at most a * (source tokens) + b words
-ROWS_MULTIPLE = (
-    8  # batches divide by it and by the devices: on 1, 2, 4 and 8 of them they are the same
-)
-AUTO_SHAPES, AUTO_LONGEST = (
-    4,
-    256,
-)  # of a training plan without --lengths: shapes, and tokens of the longest
-UNKNOWN_SHARE = 0.2  # of the words of an input, from which on a line says it
-SPLIT_WORDS = ("char", "spm", "flores101", "flores200")  # tokenizers of sacrebleu that divide words
-MAX_SHAPES = 16  # compiled shapes of evaluation and translation: lengths, and what is left over when rows are few
+# A translation has at most a * (source tokens) + b words.
+MAX_LENGTH_A = 1.2
+MAX_LENGTH_B = 10
+# Batches divide by it and by the devices: on 1, 2, 4 and 8 devices they are the same.
+ROWS_MULTIPLE = 8
+# Of a training plan without --lengths.
+AUTO_SHAPES = 4
+AUTO_LONGEST = 256  # tokens; longer pairs do not count when the shapes are chosen
+DEFAULT_LENGTH = 32  # tokens of the shortest evaluation batches without --lengths
+UNKNOWN_SHARE = 0.2  # of the words of an input: above it a warning says so
+SPLIT_WORDS = ("char", "spm", "flores101", "flores200")  # sacrebleu's tokenizers that split words
+# Compiled shapes of evaluation and translation: one for each length, and smaller ones for the
+# lengths that few sentences have.
+MAX_SHAPES = 16
 
 
 def rows(batch_tokens: int, length: int, devices: int = 1) -> int:
-    """Rows of a batch of sentences of this length."""
+    """Returns the rows of a batch of sentences of this length."""
     multiple = math.lcm(ROWS_MULTIPLE, devices)
     return max(batch_tokens // length // multiple, 1) * multiple
 
 
-def training_plan(pairs, config, devices: int = 1) -> batching.Buckets | packing.Packed:
-    """Returns which pairs share a training batch, and the batches' shapes."""
+def training_plan(
+    pairs: wmt.TranslationPairs, config: Any, devices: int = 1
+) -> batching.Buckets | packing.Packed:
+    """Returns which pairs share a training batch, and the batches' shapes.
+
+    Args:
+        config: with data, lengths, batch_tokens, pack and seed, as train/transformer.py's.
+    """
     lengths = config.lengths
     if not lengths:
         usual = pairs.lengths[pairs.lengths.max(1) <= AUTO_LONGEST]
         if not len(usual):
-            raise InputError(
-                f"{config.data} has no pair of at most {AUTO_LONGEST} tokens a side; give --lengths"
-            )
-        lengths = [length for _, length, _ in packing.propose_shapes(usual, 2**30, AUTO_SHAPES)]
-    shapes = [(rows(config.batch_tokens, length, devices), length, length) for length in lengths]
+            none = f"{config.data} has no pair of at most {AUTO_LONGEST} tokens a side"
+            raise InputError(f"{none}; give --lengths")
+        any_number = 2**30  # of tokens in a batch: only the lengths are asked for
+        proposed = packing.propose_shapes(usual, any_number, AUTO_SHAPES)
+        lengths = [length for _, length, _ in proposed]
+
+    shapes = []
+    for length in lengths:
+        shapes.append((rows(config.batch_tokens, length, devices), length, length))
     if config.pack:
         return packing.pack(pairs.lengths, shapes[-1], config.seed)
     return batching.Buckets(pairs.lengths, shapes)
@@ -89,16 +102,16 @@ def evaluation_plan(
     sizes: Sequence[int],
     batch_tokens: int,
     max_positions: int,
-    mesh: device.Mesh,
+    mesh: Mesh,
     split: str = "",
     numbers: np.ndarray | None = None,
 ) -> batching.Buckets:
-    """Batches that hold every sentence, however long.
+    """Returns batches that hold every sentence, however long.
 
     Args:
         lengths: tokens of each example, [n, k].
         sizes: lengths of the batches; beyond the last they double.
-        batch_tokens: places of a batch on each side.
+        batch_tokens: token positions of a batch on each side.
         max_positions: tokens of a sentence that the model takes.
         split: what the sentences are, for messages.
         numbers: of the sentences in what the user gave, from 0, for messages; by default their
@@ -106,104 +119,116 @@ def evaluation_plan(
     Raises:
         InputError: a sentence is longer than the model's positions.
     """
-    longest = lengths.max(1)
+    longest = lengths.max(1)  # side of each sentence
     if longest.max() > max_positions:
-        number = int(longest.argmax())
-        shown = number if numbers is None else int(numbers[number])
-        which = f"sentence {shown + 1}{f' of the split {split}' if split else ''}"
-        raise InputError(
-            f"{which} has {longest[number]} tokens; the model takes {max_positions}: cut it"
-        )
-    sizes = [*sizes] or [32]
+        index = int(longest.argmax())
+        number = index if numbers is None else int(numbers[index])
+        of_split = f" of the split {split}" if split else ""
+        has = f"sentence {number + 1}{of_split} has {longest[index]} tokens"
+        raise InputError(f"{has}; the model takes {max_positions}: cut it")
+
+    sizes = list(sizes) or [DEFAULT_LENGTH]
     while sizes[-1] < longest.max():
         sizes.append(min(2 * sizes[-1], max_positions))
+
+    multiple = math.lcm(ROWS_MULTIPLE, mesh.num_devices)
+    sides = lengths.shape[1]
     shapes = []
-    for shorter, size in zip([0, *sizes], sizes, strict=False):
+    for shorter, size in itertools.pairwise([0, *sizes]):
         sentences = int(((longest > shorter) & (longest <= size)).sum())
-        if sentences:  # no more rows than there are sentences
-            multiple = math.lcm(ROWS_MULTIPLE, mesh.num_devices)
-            few = -(-sentences // multiple) * multiple
-            shapes.append(
-                (min(rows(batch_tokens, size, mesh.num_devices), few), *(size,) * lengths.shape[1])
-            )
+        if not sentences:
+            continue
+        # Few sentences need no more rows than they are.
+        enough = math.ceil(sentences / multiple) * multiple
+        batch = min(rows(batch_tokens, size, mesh.num_devices), enough)
+        shapes.append((batch, *[size] * sides))
     return batching.Buckets(lengths, shapes)
 
 
 class Translator:
-    """Beam search over sentences on the device: one compiled program a shape of batch, one read in
-    all.
+    """Beam search over sentences on the device: one compiled program for each shape of batch, and
+    one read from the device for all sentences.
 
     Args:
         config: with lengths, batch_tokens, beam, length_penalty and workers.
     """
 
-    def __init__(self, model: Transformer, mesh: device.Mesh, config):
-        self.model, self.mesh, self.config = model, mesh, config
-        self._loop = None  # on plain PyTorch the search's own loop in Python
+    def __init__(self, model: Transformer, mesh: Mesh, config: Any):
+        self.model = model
+        self.mesh = mesh
+        self.config = config
+        self._loop = None  # on plain PyTorch the search has a loop of its own, in Python
         if mesh.compiles:
             from train.common.xla.while_loop import WhileLoop
 
-            self._loop = WhileLoop(
-                partial(beam_search.step, model, length_penalty=config.length_penalty), model
-            )
+            body = partial(beam_search.step, model, length_penalty=config.length_penalty)
+            self._loop = WhileLoop(body, model)
         self._step = device.compiled(self.translate_step, mesh, MAX_SHAPES)
 
     def translate_step(self, model: Transformer, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the best hypothesis of each row of batch["source"] [B, S], on every device and so on every host."""
-        source, config = batch["source"], self.config
+        """Returns the best hypothesis of each row of batch["source"] [B, S], on all devices and so
+        on all hosts."""
+        source = batch["source"]
         limit = ((source != PAD).sum(1) * MAX_LENGTH_A + MAX_LENGTH_B).to(torch.int32)
-        most = int(source.shape[1] * MAX_LENGTH_A + MAX_LENGTH_B)
-        most = min(most, model.arch.max_positions - 1)
+        longest = int(source.shape[1] * MAX_LENGTH_A + MAX_LENGTH_B)
+        longest = min(longest, model.arch.max_positions - 1)
         with self.mesh.autocast():
             tokens, scores = beam_search.search(
                 model,
                 source,
-                limit.clamp(max=most),
-                config.beam,
-                most + 1,
-                config.length_penalty,
+                limit.clamp(max=longest),
+                self.config.beam,
+                longest + 1,  # EOS
+                self.config.length_penalty,
                 self._loop,
             )
+
         # Copies: a slice would keep all hypotheses as results of the program.
         best = {"tokens": tokens[:, 0].clone(), "score": scores[:, 0].clone()}
         for tensor in best.values():
             device.replicate(tensor, self.mesh)
         return best
 
-    def __call__(self, sentences, unknown: str = "<unk>") -> list[str]:
+    def __call__(self, sentences: Any, unknown_word: str = "<unk>") -> list[str]:
         """Returns the translations of sentences, a data set of data/wmt.py, in its order.
 
         An empty sentence has an empty translation. It is in no batch, so that the others are
-        translated as without it. `unknown` is written for words that are not in the dictionary.
+        translated as without it. `unknown_word` is written for words that are not in the
+        dictionary.
         """
         lines = [""] * len(sentences)
-        there = np.flatnonzero(sentences.lengths[:, 0] > 1)  # more than EOS
-        if not len(there):
+        filled = np.flatnonzero(sentences.lengths[:, 0] > 1)  # those with more than EOS
+        if not len(filled):
             return lines
         decode = sentences.decode
-        if len(there) < len(sentences):
-            sentences = wmt.Chosen(sentences, there)
-        training = self.model.training
+        if len(filled) < len(sentences):
+            sentences = wmt.Chosen(sentences, filled)
+
+        was_training = self.model.training
         self.model.eval()
-        lengths = sentences.lengths
-        places = self.config.batch_tokens // self.config.beam
-        positions = self.model.arch.max_positions
         plan = evaluation_plan(
-            lengths, self.config.lengths, places, positions, self.mesh, numbers=there
+            sentences.lengths,
+            self.config.lengths,
+            self.config.batch_tokens // self.config.beam,  # a row for each hypothesis
+            self.model.arch.max_positions,
+            self.mesh,
+            numbers=filled,
         )
-        with loading.parallel_loader(
+        loader = loading.parallel_loader(
             sentences, plan, self.mesh, train=False, workers=self.config.workers
-        ) as loader:
-            best = {
-                str(number): self._step(self.model, batch)["tokens"]
-                for number, batch in enumerate(loader)
-            }
-        self.model.train(training)
-        tokens = checkpoint.to_host(best)
-        for number, (indices, _) in enumerate(plan.epoch(None)):
-            for index, ids in zip(indices.tolist(), tokens[str(number)].numpy(), strict=True):
-                if index >= 0:
-                    lines[there[index]] = decode(ids, unknown)
+        )
+        tokens_of_batch = {}
+        with loader:
+            for number, batch in enumerate(loader):
+                tokens_of_batch[str(number)] = self._step(self.model, batch)["tokens"]
+        self.model.train(was_training)
+
+        on_host = checkpoint.to_host(tokens_of_batch)
+        for number, (indices, _) in enumerate(plan.epoch(None)):  # in the loader's order
+            tokens = on_host[str(number)].numpy()
+            for index, ids in zip(indices.tolist(), tokens, strict=True):
+                if index >= 0:  # not a row of padding
+                    lines[filled[index]] = decode(ids, unknown_word)
         return lines
 
 
@@ -216,65 +241,75 @@ class Bleu:
 
     Attributes:
         references: the split's target sentences.
-        unknown: what a translation has for a word that is not in the dictionary.
+        unknown_word: what a translation has for a word that is not in the dictionary.
         notes: what the user should know of the tokenizer and the references, a sentence each.
 
     Raises InputError where it cannot be computed: call it before step 1.
     """
 
-    def __init__(self, pairs, tokenizer: str = ""):
-        from sacrebleu.metrics import BLEU
-
+    def __init__(self, pairs: wmt.TranslationPairs, tokenizer: str = ""):
         scoring = languages.scoring(pairs.target_language, tokenizer)
         self.split = pairs.split
-        self.unknown, of_reference = "UNKNOWNTOKENINHYP", "UNKNOWNTOKENINREF"
+        self.unknown_word = "UNKNOWNTOKENINHYP"
+        unknown_in_reference = "UNKNOWNTOKENINREF"
         if scoring.tokenizer in SPLIT_WORDS:  # these two would have pieces in common
-            self.unknown, of_reference = "\ue000", "\ue001"
-        self.references = pairs.references(of_reference)
-        self._shown = (self.unknown, of_reference)
+            self.unknown_word = "\ue000"
+            unknown_in_reference = "\ue001"
+        self._unknown_words = (self.unknown_word, unknown_in_reference)
+        self.references = pairs.references(unknown_in_reference)
+
         self.notes = [scoring.note] if scoring.note else []
-        lacking = sum(of_reference in line for line in self.references)
+        lacking = sum(unknown_in_reference in line for line in self.references)
         if lacking:
+            some = f"{lacking:,} of {len(self.references):,} references of the split {pairs.split}"
             path = f"{pairs.split}.{pairs.target_language}"
-            self.notes.append(
-                f"{lacking:,} of {len(self.references):,} references of the split {pairs.split} have unknown words, "
-                f"which match nothing; BLEU is of the whole text where that lies in the folder as {path}"
-            )
-        try:
-            self._metric = BLEU(trg_lang=scoring.language, tokenize=scoring.tokenizer)
-            # Some tokenizers are loaded when they are first used.
-            self._metric.corpus_score(self.references[:1], [self.references[:1]])
-        except (
-            ImportError,
-            OSError,
-            RuntimeError,
-            ValueError,
-            AssertionError,
-            SystemExit,
-        ) as error:
-            what = f"BLEU of the target language {pairs.target_language} cannot be computed: the tokenizer "
-            what += f"{scoring.tokenizer} says {' '.join(str(error).split())!r}"
-            remedy = "install what is missing, or give --bleu-tokenizer char for BLEU of characters"
-            raise InputError(f"{what}; {remedy}") from error
+            whole = f"BLEU is of the whole text where that lies in the folder as {path}"
+            self.notes.append(f"{some} have unknown words, which match nothing; {whole}")
+        self._metric = _open_metric(scoring, pairs.target_language, self.references[:1])
 
     @property
     def signature(self) -> str:
         """sacrebleu's, which says how the number was computed."""
         return str(self._metric.get_signature())
 
-    def __call__(self, hypotheses: list[str], mesh: device.Mesh) -> float:
+    def __call__(self, hypotheses: list[str], mesh: Mesh) -> float:
         """Returns BLEU of translations, in the split's order; prints it, and the first of them."""
         score = self._metric.corpus_score(hypotheses, [self.references])
         if mesh.main_process:
             print(f"{self.split}: {score} {self.signature}", flush=True)
             first = f"  {hypotheses[0]}\n  {self.references[0]} (reference)"
-            for unknown in self._shown:
+            for unknown in self._unknown_words:
                 first = first.replace(unknown, "<unk>")
             print(first, flush=True)
         return score.score
 
 
-def load(folder: str, mesh: device.Mesh, pieces: str = "") -> tuple[Transformer, wmt.Codec]:
+def _open_metric(scoring: languages.Scoring, language: str, sample: list[str]) -> Any:
+    """Returns sacrebleu's BLEU.
+
+    Args:
+        language: of the split, for messages.
+        sample: sentences to try the tokenizer on: some load it when they are first used.
+    Raises:
+        InputError: the tokenizer is not installed, or cannot be loaded.
+    """
+    from sacrebleu.metrics import BLEU
+
+    # What the tokenizers raise: a package is missing, or a download fails, which may even exit.
+    unusable = (ImportError, OSError, RuntimeError, ValueError, AssertionError, SystemExit)
+    try:
+        metric = BLEU(trg_lang=scoring.language, tokenize=scoring.tokenizer)
+        metric.corpus_score(sample, [sample])
+    except unusable as error:
+        what = f"BLEU of the target language {language} cannot be computed"
+        said = " ".join(str(error).split())
+        why = f"the tokenizer {scoring.tokenizer} says {said!r}"
+        remedy = "install what is missing, or give --bleu-tokenizer char for BLEU of characters"
+        raise InputError(f"{what}: {why}; {remedy}") from error
+    return metric
+
+
+def load(folder: str, mesh: Mesh, pieces: str = "") -> tuple[Transformer, wmt.Codec]:
     """Returns (model on the device, what turns text into its tokens and back) from an export or
     files of fairseq.
 
@@ -287,13 +322,16 @@ def load(folder: str, mesh: device.Mesh, pieces: str = "") -> tuple[Transformer,
     layers.use_forms(clamp_weights=not mesh.safe_forms)
     path = f"{folder.rstrip('/')}/model.pt"
     settings, weights = fairseq.read_checkpoint(files.read_file(path), path)
-    settled = [settings.get("source_lang"), settings.get("target_lang")]
-    if None in settled:
-        raise InputError(
-            f"{path} does not say its languages: its settings have no source_lang and target_lang"
-        )
+    source_language = settings.get("source_lang")
+    target_language = settings.get("target_lang")
+    if source_language is None or target_language is None:
+        lacks = "its settings have no source_lang and target_lang"
+        raise InputError(f"{path} does not say its languages: {lacks}")
+
     pieces = pieces or settings.get("pieces", "")
-    text = wmt.Codec(files.local_folder(folder), *settled, pieces if pieces in PIECES else "")
+    if pieces not in PIECES:  # of another version's export
+        pieces = ""
+    text = wmt.Codec(files.local_folder(folder), source_language, target_language, pieces)
     model = Transformer(
         fairseq.architecture(settings, weights, path),
         len(text.source_dictionary),
@@ -303,47 +341,58 @@ def load(folder: str, mesh: device.Mesh, pieces: str = "") -> tuple[Transformer,
     return device.to_device(model, mesh).eval(), text
 
 
-def main(config: Config) -> None:
-    """Reads lines from the standard input and writes their translations to the standard output, in the same order."""
+def validate(config: Config) -> None:
+    """Raises InputError where a value is outside its range."""
     if not config.model_dir:
-        raise InputError(
-            "--model-dir is missing: give the folder of an export, such as runs/<name>/export"
-        )
-    for field in ("batch_tokens", "beam"):
-        if getattr(config, field) < 1:
-            raise InputError(
-                f"--{field.replace('_', '-')} is {getattr(config, field)}; it must be at least 1"
-            )
-    if list(config.lengths) != sorted(set(config.lengths)) or min(config.lengths, default=2) < 2:
+        such_as = "give the folder of an export, such as runs/<name>/export"
+        raise InputError(f"--model-dir is missing: {such_as}")
+    cli.at_least(config, 1, "batch_tokens", "beam")
+    rising = list(config.lengths) == sorted(set(config.lengths))
+    if not rising or min(config.lengths, default=2) < 2:
         raise InputError(f"--lengths are {config.lengths}; they must rise and be at least 2")
+
+
+def read_input(mesh: Mesh) -> list[str]:
+    """Returns the lines of the standard input.
+
+    Raises:
+        InputError: it is not UTF-8, or not the same on all hosts of a pod.
+    """
+    content = sys.stdin.buffer.read()
+    fingerprints = device.over_hosts(mesh, zlib.crc32(content))
+    if fingerprints.low != fingerprints.high:
+        hosts = f"the {mesh.process_count} hosts have different lines on their standard inputs"
+        remedy = "run it on a TPU with one, or give all of them the same lines"
+        raise InputError(f"{hosts}; translation is for one host: {remedy}")
+
+    try:
+        text = content.decode("utf-8-sig")  # Windows' editors begin with a byte order mark
+    except UnicodeDecodeError as error:
+        raise InputError(f"the input is not UTF-8 (byte {error.start}); convert it") from error
+    lines = text.split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    return lines
+
+
+def main(config: Config) -> None:
+    """Reads lines from the standard input and writes their translations to the standard output, in
+    the same order."""
+    validate(config)
     mesh = device.setup(
         0, config.precision, config.strict, config.device, safe_forms=config.safe_forms
     )
     model, text = load(config.model_dir, mesh, config.pieces)
-    _ = text.pieces  # a dictionary of which that cannot be told is refused now
-    content = sys.stdin.buffer.read()
-    low, high, _ = device.over_hosts(mesh, zlib.crc32(content))
-    if low != high:
-        raise InputError(
-            f"the {mesh.process_count} hosts have different lines on their standard inputs; translation is for one "
-            "host: run it on a TPU with one, or give all of them the same lines"
-        )
-    try:
-        lines = content.decode("utf-8-sig").split(
-            "\n"
-        )  # Windows' editors begin with a byte order mark
-    except UnicodeDecodeError as error:
-        raise InputError(f"the input is not UTF-8 (byte {error.start}); convert it") from error
-    lines = lines[:-1] if lines[-1] == "" else lines
-    sentences = text.sentences(lines)
+    _ = text.pieces  # refuses, before anything is read, a dictionary whose pieces are not known
+
+    sentences = text.sentences(read_input(mesh))
     if sentences.unknown_share > UNKNOWN_SHARE and mesh.main_process:
-        split = (
-            ""
-            if text.tokenizer
-            else ": the folder has no tokenizer, so lines must be split as its text was"
-        )
         share = f"{sentences.unknown_share:.0%} of the words of the input are not in the dictionary"
-        print(f"warning: {share}{split}", file=sys.stderr, flush=True)
+        reason = ""
+        if not text.tokenizer:
+            reason = ": the folder has no tokenizer, so lines must be split as its text was"
+        print(f"warning: {share}{reason}", file=sys.stderr, flush=True)
+
     translations = Translator(model, mesh, config)(sentences)
     if mesh.main_process:
         sys.stdout.writelines(f"{line}\n" for line in translations)

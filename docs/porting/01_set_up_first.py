@@ -1,10 +1,11 @@
 """Set up the device and its mesh before any tensor
 
-One call chooses XLA, makes one mesh of all chips and seeds every generator; the model and the first backward pass come
-after it, because autograd makes its queues, one a device, in the first backward pass of a process.
+One call chooses XLA, makes one mesh of all chips and seeds every generator; the model and the first
+backward pass come after it, because autograd makes its queues, one a device, in the first backward
+pass of a process.
 
-A backward pass on the CPU before it, such as a check of the loss, and the first one on XLA dies inside autograd:
-{WRONG}.
+A backward pass on the CPU before it, such as a check of the loss, and the first one on XLA dies
+inside autograd: {WRONG}.
 """
 
 import torch

@@ -1,10 +1,10 @@
 """Move a model without untying its weights
 
-`module.to(device)` keeps the Parameter objects on a GPU, but makes new ones on XLA: a weight that two layers share
-becomes two that train apart.
+`module.to(device)` keeps the Parameter objects on a GPU, but makes new ones on XLA: a weight that
+two layers share becomes two that train apart.
 
-After `model.to(mesh.device)` and one step the head and the embedding, one weight before, are up to {WRONG} apart, in
-place of {RIGHT}; nothing reports it.
+After `model.to(mesh.device)` and one step the head and the embedding, one weight before, are up to
+{WRONG} apart, in place of {RIGHT}; nothing reports it.
 """
 
 import torch

@@ -1,10 +1,11 @@
 """Write the step as one function
 
-XLA compiles what runs between two reads of a value; a function from batch to loss, gradients cleared at its end, makes
-that one step, and `device.compiled` holds it to one graph and starts it again without running its Python.
+XLA compiles what runs between two reads of a value; a function from batch to loss, gradients
+cleared at its end, makes that one step, and `device.compiled` holds it to one graph and starts it
+again without running its Python.
 
-A bare loop that reads its loss in steps 1, 3 and 6 compiles {WRONG} graphs, of one, two and three steps; the step above
-is one graph.
+A bare loop that reads its loss in steps 1, 3 and 6 compiles {WRONG} graphs, of one, two and three
+steps; the step above is one graph.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Give batches fixed shapes
 
-Every new shape is a new graph and another compilation: pad to one of a few lengths (or pack several sentences into a
-row), fill up the last batch with rows of padding, and leave padding out of every mean by a mask.
+Every new shape is a new graph and another compilation: pad to one of a few lengths (or pack several
+sentences into a row), fill up the last batch with rows of padding, and leave padding out of every
+mean by a mask.
 
 Batches padded to their own longest sentence, as in the eager half: {WRONG}.
 """
@@ -12,7 +13,8 @@ from torch import nn
 
 from train.common import device
 
-# 10 sentences in batches of 4, each as long as its longest: 3, 5 and 4 words, and 2 rows in the last batch.
+# 10 sentences in batches of 4, each as long as its longest: 3, 5 and 4 words, and 2 rows in the
+# last batch.
 WORDS = torch.arange(1, 9).repeat(5)
 BATCHES = [WORDS[:12].view(4, 3), WORDS[:20].view(4, 5), WORDS[:8].view(2, 4)]
 ROWS, LENGTH = 4, 8

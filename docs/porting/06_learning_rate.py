@@ -1,10 +1,12 @@
 """Give the learning rate, and every other changing number, as data
 
-A Python number becomes part of the graph where torch_xla takes it for a constant (0.0 and 1.0 always): `device.set_lr`
-sends the rate to the device as an input, and what else changes by step belongs in a tensor.
+A Python number becomes part of the graph where torch_xla takes it for a constant (0.0 and 1.0
+always): `device.set_lr` sends the rate to the device as an input, and what else changes by step
+belongs in a tensor.
 
-Rates 0, 0.1, 0.2 and 1 by `group["lr"] = lr` and by `device.set_lr`, each step ended by `torch_xla.sync()`, compile
-{WRONG} graphs. A Python number among a step's arguments: {WRONG_NUMBER}.
+Rates 0, 0.1, 0.2 and 1 by `group["lr"] = lr` and by `device.set_lr`, each step ended by
+`torch_xla.sync()`, compile {WRONG} graphs. A Python number among a step's arguments:
+{WRONG_NUMBER}.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Make the optimizer's state before step 1
 
-`optimizer.step()` makes momentum and moments in its first call, so that step 2 has more inputs than step 1: another
-graph. `device.init_optimizer_state` makes them beforehand, as zeros.
+`optimizer.step()` makes momentum and moments in its first call, so that step 2 has more inputs than
+step 1: another graph. `device.init_optimizer_state` makes them beforehand, as zeros.
 
 The same loop without that line: {WRONG}.
 """

@@ -1,9 +1,11 @@
 """Think in the global batch; give batch norm its groups
 
-With DDP each process sees its own part of the batch, and batch norm the statistics of that part; under SPMD the program
-sees the whole batch, whatever the number of chips, so the parts are named: `norm_groups` of models/resnet.py.
+With DDP each process sees its own part of the batch, and batch norm the statistics of that part;
+under SPMD the program sees the whole batch, whatever the number of chips, so the parts are named:
+`norm_groups` of models/resnet.py.
 
-`nn.BatchNorm2d` on the mesh normalizes by the whole batch: the output's mean after ReLU is {WRONG} in place of {RIGHT}.
+`nn.BatchNorm2d` on the mesh normalizes by the whole batch: the output's mean after ReLU is {WRONG}
+in place of {RIGHT}.
 """
 
 import torch

@@ -1,10 +1,11 @@
 """Let sharding reduce the gradients
 
-The batch is cut over the chips and the loss is its mean, so XLA itself adds the gradients up over all chips; there is
-one replica (`xr.world_size()` is {WRONG_WORLD} on the four devices), so `xm.optimizer_step` has nothing to reduce.
+The batch is cut over the chips and the loss is its mean, so XLA itself adds the gradients up over
+all chips; there is one replica (`xr.world_size()` is {WRONG_WORLD} on the four devices), so
+`xm.optimizer_step` has nothing to reduce.
 
-A loss divided by the rows of one chip, for `xm.optimizer_step` to average over four, gives a gradient of {WRONG} in
-place of {RIGHT}: nothing averages.
+A loss divided by the rows of one chip, for `xm.optimizer_step` to average over four, gives a
+gradient of {WRONG} in place of {RIGHT}: nothing averages.
 """
 
 import torch

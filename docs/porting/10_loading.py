@@ -1,10 +1,12 @@
 """Load by a loader that shards, and swallows nothing
 
-`parallel_loader` gives each host its rows and every host the same number of steps, uploads in the background, and
-raises what a worker raised; the order depends on (seed, epoch, index), never on hosts or workers.
+`parallel_loader` gives each host its rows and every host the same number of steps, uploads in the
+background, and raises what a worker raised; the order depends on (seed, epoch, index), never on
+hosts or workers.
 
-torch_xla's `MpDeviceLoader` lets its thread print the error, and the loop ends: {WRONG}. `split_dataset_by_node` of
-`datasets` gives three hosts {WRONG_SHARDS} of 80 rows: hosts with more steps wait for the others forever (not run).
+torch_xla's `MpDeviceLoader` lets its thread print the error, and the loop ends: {WRONG}.
+`split_dataset_by_node` of `datasets` gives three hosts {WRONG_SHARDS} of 80 rows: hosts with more
+steps wait for the others forever (not run).
 """
 
 import torch

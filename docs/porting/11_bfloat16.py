@@ -1,11 +1,11 @@
 """Compute in bfloat16 by autocast, keep parameters float32
 
-bfloat16 has float32's exponents: no GradScaler and no loss scale. Parameters, gradients, optimizer state and losses
-stay float32, since 8 bits of mantissa lose small updates. (A TPU multiplies float32 matrices in bfloat16, too;
-`device.setup(seed, "float32")` asks it for float32. Not run.)
+bfloat16 has float32's exponents: no GradScaler and no loss scale. Parameters, gradients, optimizer
+state and losses stay float32, since 8 bits of mantissa lose small updates. (A TPU multiplies
+float32 matrices in bfloat16, too; `device.setup(seed, "float32")` asks it for float32. Not run.)
 
-`model.to(torch.bfloat16)`, what XLA_USE_BF16 once did: ten updates of 0.001 leave a weight of 1.0 at {WRONG} in place
-of {RIGHT}.
+`model.to(torch.bfloat16)`, what XLA_USE_BF16 once did: ten updates of 0.001 leave a weight of 1.0
+at {WRONG} in place of {RIGHT}.
 """
 
 from dataclasses import replace

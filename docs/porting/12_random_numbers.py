@@ -1,10 +1,10 @@
 """Draw random numbers by (seed, step)
 
-The device has a generator of its own, which no checkpoint of PyTorch's holds; seeded by (seed, step) before each step,
-dropout is the same in a resumed run, and there is no state to save.
+The device has a generator of its own, which no checkpoint of PyTorch's holds; seeded by (seed,
+step) before each step, dropout is the same in a resumed run, and there is no state to save.
 
-Seeded once, with PyTorch's state saved and restored as in the eager half: {WRONG} of 1000 places differ in the dropout
-mask of the resumed step, in place of {RIGHT}.
+Seeded once, with PyTorch's state saved and restored as in the eager half: {WRONG} of 1000 places
+differ in the dropout mask of the resumed step, in place of {RIGHT}.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Choose by masks, not by boolean indices; no foreach
 
-`x[x > 0]` has as many elements as there are positive values, which only the device knows; a mask keeps the shape.
-XLA has no `foreach` kernels: pass `foreach=False` to optimizers; `clip_grad_norm_` chooses so itself (torch 2.9).
+`x[x > 0]` has as many elements as there are positive values, which only the device knows; a mask
+keeps the shape. XLA has no `foreach` kernels: pass `foreach=False` to optimizers; `clip_grad_norm_`
+chooses so itself (torch 2.9).
 
 The eager function, compiled: {WRONG}. `clip_grad_norm_(…, foreach=True)`: {WRONG_CLIP}.
 """
@@ -15,7 +16,7 @@ X = torch.tensor([1.0, -2.0, 3.0, 4.0])
 WRONG = "GraphError: positive runs aten::nonzero on the host, since XLA has no lowering for it: replace it"
 WRONG_CLIP = "RuntimeError: foreach=True is not supported with XLA"
 OURS = [
-    ("train/resnet50.py", "loss = torch.where(counts > 0, loss, torch.zeros_like(loss))"),
+    ("train/resnet50.py", "loss = torch.where(is_counted > 0, loss, torch.zeros_like(loss))"),
     ("train/glue.py", "clip_grad_norm_(state.model.parameters(), config.clip)"),
 ]
 

@@ -1,7 +1,8 @@
 """Replace EmbeddingBag and sparse gradients; see every fall-back
 
-XLA has neither: `nn.Embedding` and a sum for small tables, `ShardedEmbeddingBags` (docs/embeddings.md) for large ones,
-which reads and writes only the rows looked up. What XLA lacks runs on the host unseen; `device.compiled` names it.
+XLA has neither: `nn.Embedding` and a sum for small tables, `ShardedEmbeddingBags`
+(docs/embeddings.md) for large ones, which reads and writes only the rows looked up. What XLA lacks
+runs on the host unseen; `device.compiled` names it.
 
 `nn.EmbeddingBag` in a compiled step: {WRONG}. `nn.Embedding(sparse=True)`: {WRONG_SPARSE}.
 """

@@ -1,11 +1,12 @@
 """Copy checkpoints to the host, on all hosts, at SIGTERM too
 
-A tensor on XLA is a handle: copy all of them in one transfer, between two steps, then write (what is replicated on one
-host, sharded tables on all). A preempted VM gets SIGTERM: `stop_requested` lets all hosts leave after the same step.
+A tensor on XLA is a handle: copy all of them in one transfer, between two steps, then write (what
+is replicated on one host, sharded tables on all). A preempted VM gets SIGTERM: `stop_requested`
+lets all hosts leave after the same step.
 
-`torch.save` of the model as it is writes tensors of XLA, and a machine without torch_xla cannot load them: {WRONG}.
-safetensors does not even write them: {WRONG_SAFETENSORS}. Without a handler the process ends in step 3, its exit code
-{WRONG_SIGNAL}, and saves nothing.
+`torch.save` of the model as it is writes tensors of XLA, and a machine without torch_xla cannot
+load them: {WRONG}. safetensors does not even write them: {WRONG_SAFETENSORS}. Without a handler the
+process ends in step 3, its exit code {WRONG_SIGNAL}, and saves nothing.
 """
 
 import inspect

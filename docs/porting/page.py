@@ -1,12 +1,14 @@
-"""Runs the pairs of this folder; writes docs/porting.md from them, and own_model.md from the script that was ported.
+"""Runs the pairs of this folder; writes docs/porting.md from them, and own_model.md from the script
+that was ported.
 
     run      python -m docs.porting.page         what each half and the wrong variant give, then the page
              python -m docs.porting.page 4       one pair; CPU_NUM_DEVICES=4 gives it the four devices of the tests
 
-A pair is a file with functions eager() and xla(mesh), whose bodies are the listings, wrong(mesh), and constants: WRONG,
-the first part of the wrong variant's message, or what it returns (WRONG_X for another one, wrong_x); RIGHT, what the
-halves return, where the text needs it; FRESH, where the wrong variant needs a process of its own; OURS, files of this
-repository and a line of each. Its docstring has three paragraphs: title, why, what goes wrong.
+A pair is a file with functions eager() and xla(mesh), whose bodies are the listings, wrong(mesh),
+and constants: WRONG, the first part of the wrong variant's message, or what it returns (WRONG_X for
+another one, wrong_x); RIGHT, what the halves return, where the text needs it; FRESH, where the
+wrong variant needs a process of its own; OURS, files of this repository and a line of each. Its
+docstring has three paragraphs: title, why, what goes wrong.
 """
 
 import difflib
@@ -21,7 +23,9 @@ from pathlib import Path
 from types import ModuleType
 
 FOLDER = Path(__file__).parent
-PAGE, OWN_MODEL = FOLDER.parent / "porting.md", FOLDER / "own_model.md"
+PAGE = FOLDER.parent / "porting.md"
+OWN_MODEL = FOLDER / "own_model.md"
+WIDTH = 120  # characters of the page's lines
 INTRODUCTION = """\
 # From PyTorch to TPUs
 
@@ -91,16 +95,22 @@ def outcome(function, *args) -> object:
 
 
 def fresh_outcome(pair: ModuleType) -> str:
-    """Returns the last line that the wrong variant prints in a process of its own, without set-up."""
+    """Returns what the wrong variant prints in a process of its own, without set-up."""
     number = int(Path(pair.__file__).name[:2])
-    code = f"from docs.porting import page; print(page.outcome(page.pairs()[{number - 1}].wrong, None))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=FOLDER.parent.parent, capture_output=True, text=True)
-    return result.stdout
+    wrong = f"page.pairs()[{number - 1}].wrong"
+    code = f"from docs.porting import page; print(page.outcome({wrong}, None))"
+    command = [sys.executable, "-c", code]
+    root = FOLDER.parent.parent
+    return subprocess.run(command, cwd=root, capture_output=True, text=True).stdout
 
 
 def wrongs(pair: ModuleType) -> dict[str, Callable]:
     """Returns the wrong variants by the names of their constants."""
-    return {name: getattr(pair, name.lower()) for name in vars(pair) if name.startswith("WRONG")}
+    found = {}
+    for name in vars(pair):
+        if name.startswith("WRONG"):
+            found[name] = getattr(pair, name.lower())
+    return found
 
 
 def listing(function) -> str:
@@ -111,8 +121,16 @@ def listing(function) -> str:
 
 def text(pair: ModuleType) -> list[str]:
     """Returns title, why, and what goes wrong, with the pair's numbers filled in."""
-    values = {name: _code(str(value)) for name, value in vars(pair).items() if name.isupper()}
-    return [" ".join(part.split()).format(**values) for part in pair.__doc__.strip().split("\n\n")]
+    values = {}
+    for name, value in vars(pair).items():
+        if name.isupper():
+            values[name] = _code(str(value))
+
+    paragraphs = []
+    for paragraph in pair.__doc__.strip().split("\n\n"):
+        line = " ".join(paragraph.split())
+        paragraphs.append(line.format(**values))
+    return paragraphs
 
 
 def _code(value: str) -> str:
@@ -122,32 +140,41 @@ def _code(value: str) -> str:
 def section(number: int, pair: ModuleType) -> str:
     """Returns the Markdown of one difference."""
     title, why, wrong = text(pair)
-    halves = [html.escape(listing(function), quote=False) for function in (pair.eager, pair.xla)]
+    eager = html.escape(listing(pair.eager), quote=False)
+    xla = html.escape(listing(pair.xla), quote=False)
     table = '<table><tr><th>eager PyTorch</th><th>XLA</th></tr><tr><td><pre lang="python">\n'
-    table += '\n</pre></td><td><pre lang="python">\n'.join(halves) + "\n</pre></td></tr></table>"
+    table += f'{eager}\n</pre></td><td><pre lang="python">\n'
+    table += f"{xla}\n</pre></td></tr></table>"
     name = Path(pair.__file__).name
     ours = "; ".join(f"[{file}](../{file}) {_code(line)}" for file, line in pair.OURS)
     after = f"**Otherwise:** {wrong} **Here:** {ours}. **Pair:** [{name}](porting/{name})"
-    why, after = (textwrap.fill(part, 120, break_long_words=False, break_on_hyphens=False) for part in (why, after))
-    return f"## {number}. {title}\n\n{why}\n\n{table}\n\n{after}\n"
+    return f"## {number}. {title}\n\n{_filled(why)}\n\n{table}\n\n{_filled(after)}\n"
+
+
+def _filled(paragraph: str) -> str:
+    return textwrap.fill(paragraph, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def page() -> str:
     """Returns the whole page."""
-    return "\n".join([INTRODUCTION, *(section(number, pair) for number, pair in enumerate(pairs(), 1)), CLOSING])
+    sections = [section(number, pair) for number, pair in enumerate(pairs(), 1)]
+    return "\n".join([INTRODUCTION, *sections, CLOSING])
 
 
 def own_model_diff() -> list[str]:
     """Returns the lines that differ between the script before and after the port, with two lines around them."""
-    before, after = ((FOLDER / f"own_model_{name}.py").read_text().splitlines() for name in ("before", "after"))
-    return list(difflib.unified_diff(before, after, n=2, lineterm=""))[2:]
+    before = (FOLDER / "own_model_before.py").read_text().splitlines()
+    after = (FOLDER / "own_model_after.py").read_text().splitlines()
+    diff = list(difflib.unified_diff(before, after, n=2, lineterm=""))
+    return diff[2:]  # without the names of the files
 
 
 def own_model_page() -> str:
     """Returns the page of the script that was ported."""
     lines = own_model_diff()
-    counts = {name: sum(line[0] == sign for line in lines) for name, sign in (("added", "+"), ("removed", "-"))}
-    return "\n".join([OWN_MODEL_TEXT.format(**counts), "```diff", *lines, "```", ""])
+    signs = [line[0] for line in lines]
+    words = OWN_MODEL_TEXT.format(added=signs.count("+"), removed=signs.count("-"))
+    return "\n".join([words, "```diff", *lines, "```", ""])
 
 
 def main(numbers: list[str]) -> None:

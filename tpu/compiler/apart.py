@@ -1,10 +1,12 @@
-"""Compiles in a process of its own: libtpu may die of a program, and takes the process with it that has loaded it.
+"""Compiles in a process of its own: libtpu may die of a program, and takes the process with it that
+has loaded it.
 
     compiled = apart.compile(module, "v5e:2x4", "fast", libtpu.find())
     compiled.memory.needed, compiled.cost.flops, compiled.optimized        as of libtpu.Program
 
-The process has the environment of this one, LIBTPU_INIT_ARGS included, and `variables`. It loads libtpu and nothing of
-torch: starting it takes a second. Several may run at once, also with different versions of libtpu.
+The process has the environment of this one, LIBTPU_INIT_ARGS included, and `variables`. It loads
+libtpu and nothing of torch: starting it takes a second. Several may run at once, also with
+different versions of libtpu.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ from errors import InputError
 from tpu.compiler import libtpu
 
 ROOT = Path(__file__).resolve().parents[2]
-REQUEST, MODULE, ANSWER, OPTIMIZED = "request.json", "module.pb", "answer.json", "optimized.pb"
+# Files in the folder that the two processes share.
+REQUEST = "request.json"
+MODULE = "module.pb"
+ANSWER = "answer.json"
+OPTIMIZED = "optimized.pb"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 NO_ROOM = 4  # exit code: the answer could not be written
 LAST_LINES = 5  # of what a process has said before it died
@@ -35,7 +41,8 @@ LAST_LINES = 5  # of what a process has said before it died
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a program, memory and cost per device, and the optimized HloModuleProto."""
+    """What the compiler says of a program, memory and cost per device, and the optimized
+    HloModuleProto."""
 
     memory: libtpu.Memory
     cost: libtpu.Cost
@@ -52,7 +59,9 @@ class CompilerDied(RuntimeError):
     """
 
     def __init__(self, version: str, how: str, output: str):
-        self.version, self.how, self.output = version, how, output
+        self.version = version
+        self.how = how
+        self.output = output
         super().__init__(f"libtpu {version} died while it compiled ({how})")
 
 
@@ -77,52 +86,79 @@ def compile(
     try:
         return _compile(module, topology, effort, library, variables)
     except OSError as error:
-        where = tempfile.gettempdir()
-        raise InputError(
-            f"cannot write to {where}: {error.strerror}; make room, or set TMPDIR to another folder"
-        ) from None
+        failed = f"cannot write to {tempfile.gettempdir()}: {error.strerror}"
+        remedy = "make room, or set TMPDIR to another folder"
+        raise InputError(f"{failed}; {remedy}") from None
 
 
-def _compile(module: bytes, topology: str, effort: str, library: Path, variables: Mapping[str, str] | None) -> Compiled:
+def _compile(
+    module: bytes,
+    topology: str,
+    effort: str,
+    library: Path,
+    variables: Mapping[str, str] | None,
+) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="compile-") as name:
         folder = Path(name)
+        request = {"topology": topology, "effort": effort}
         (folder / MODULE).write_bytes(module)
-        (folder / REQUEST).write_text(json.dumps({"topology": topology, "effort": effort}))
+        (folder / REQUEST).write_text(json.dumps(request))
 
         # What libtpu writes of its own goes with the folder, also where it dies.
         own = {"TPU_LIBRARY_PATH": str(library), "TMPDIR": name}
         environment = {**os.environ, **(variables or {}), **own}
         command = [sys.executable, "-m", "tpu.compiler.apart", name]
-        pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
-        result = subprocess.run(command, cwd=ROOT, env=environment, **pipes)
+        result = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+
         answer_path = folder / ANSWER
         if result.returncode == NO_ROOM:
             raise OSError(NO_ROOM, result.stderr.splitlines()[-1])
         if result.returncode or not answer_path.exists():
             output = result.stdout + result.stderr
-            raise CompilerDied(libtpu.version(library), how_it_ended(result.returncode, output), output)
+            how = how_it_ended(result.returncode, output)
+            raise CompilerDied(libtpu.version(library), how, output)
 
         answer = json.loads(answer_path.read_text())
         if answer["kind"] != "compiled":
             raise _error(answer)
-        memory, cost = libtpu.Memory(**answer["memory"]), libtpu.Cost(**answer["cost"])
-        return Compiled(memory, cost, (folder / OPTIMIZED).read_bytes())
+        return Compiled(
+            memory=libtpu.Memory(**answer["memory"]),
+            cost=libtpu.Cost(**answer["cost"]),
+            optimized=(folder / OPTIMIZED).read_bytes(),
+        )
 
 
 def how_it_ended(code: int, output: str) -> str:
-    """Returns how a process ended, for people. `code`: of subprocess, below 0 for a signal."""
+    """Returns how a process ended, for people.
+
+    Args:
+        code: of subprocess, below 0 for a signal.
+    """
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name
-    overflow = re.search(r"STACK OVERFLOW", output)
-    return f"{name}, stack overflow" if overflow else name
+    if "STACK OVERFLOW" in output:
+        return f"{name}, stack overflow"
+    return name
 
 
 def last_words(error: CompilerDied) -> str:
-    """Returns the last lines that a dead compiler has written, without its stack and what it says of core dumps."""
-    lines = [line.strip() for line in error.output.splitlines()]
-    told = [line for line in lines if line and not re.match(r"(PC: )?@ |https?://|.*\bRAW: ", line)]
-    return "\n".join(told[-LAST_LINES:])
+    """Returns the last lines that a dead compiler has written, without its stack and what it says
+    of core dumps."""
+    kept = []
+    for line in error.output.splitlines():
+        line = line.strip()
+        if line and not re.match(r"(PC: )?@ |https?://|.*\bRAW: ", line):
+            kept.append(line)
+    return "\n".join(kept[-LAST_LINES:])
 
 
 def _error(answer: dict) -> Exception:
@@ -130,10 +166,16 @@ def _error(answer: dict) -> Exception:
     if answer["kind"] == "out of memory":
         allocations = []
         for fields in answer["allocations"]:
+            # JSON has made lists of them.
             candidates = tuple(tuple(candidate) for candidate in fields["candidates"])
-            allocations.append(libtpu.Allocation(**{**fields, "candidates": candidates}))
+            allocation = libtpu.Allocation(**fields)
+            allocations.append(dataclasses.replace(allocation, candidates=candidates))
         return libtpu.OutOfMemory(
-            answer["topology"], answer["needed"], answer["capacity"], allocations, answer["report"]
+            topology=answer["topology"],
+            needed=answer["needed"],
+            capacity=answer["capacity"],
+            allocations=allocations,
+            report=answer["report"],
         )
     if answer["kind"] == "compiler error":
         return libtpu.CompilerError(answer["code"], answer["text"])
@@ -141,7 +183,8 @@ def _error(answer: dict) -> Exception:
 
 
 def _answer(folder: Path) -> dict:
-    """Compiles what a folder asks for; returns the answer, and writes the optimized module beside it."""
+    """Compiles what a folder asks for; returns the answer, and writes the optimized module beside
+    it."""
     request = json.loads((folder / REQUEST).read_text())
     try:
         with (
@@ -149,8 +192,11 @@ def _answer(folder: Path) -> dict:
             topology.compile((folder / MODULE).read_bytes(), request["effort"]) as program,
         ):
             (folder / OPTIMIZED).write_bytes(program.optimized)
-            memory, cost = dataclasses.asdict(program.memory), dataclasses.asdict(program.cost)
-            return {"kind": "compiled", "memory": memory, "cost": cost}
+            return {
+                "kind": "compiled",
+                "memory": dataclasses.asdict(program.memory),
+                "cost": dataclasses.asdict(program.cost),
+            }
     except libtpu.OutOfMemory as error:
         allocations = [dataclasses.asdict(allocation) for allocation in error.allocations]
         return {
@@ -166,7 +212,8 @@ def _answer(folder: Path) -> dict:
     except InputError as error:
         return {"kind": "input", "text": str(error)}
     except MemoryError:
-        return {"kind": "input", "text": "this machine has not enough memory to compile it; use one with more"}
+        lack = "this machine has not enough memory to compile it"
+        return {"kind": "input", "text": f"{lack}; use one with more"}
 
 
 def main() -> None:

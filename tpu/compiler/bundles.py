@@ -15,9 +15,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-FLAGS = (
-    "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles|deduplication-map"
-)
+PASSES = "final_bundles|deduplication-map"  # of the compiler, whose code is written
+FLAGS = f"--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={PASSES}"
 
 # A line of the code, such as:
 # " 0x2 LB: > { %s1 = sadd.s32 …, %p8 = scmp.ge.s32 %s1, 33 /* loop exit test */ }"

@@ -186,7 +186,7 @@ def compile_step(
     """
     step, staged = stage(job, mesh, script)
     started = time.perf_counter()
-    # It may take minutes, and what the other process writes is shown only where it dies.
+    # Compiling may take minutes, and what the other process writes is shown only if it dies.
     announced = f"libtpu {libtpu.version()} compiles for {topology.name}, effort {effort}"
     print(announced, file=sys.stderr, flush=True)
 
@@ -250,8 +250,8 @@ def _needed_by(version: str, job: Job, module: bytes, topology: str, effort: str
     """Returns the bytes per device that the step of --besides' version of libtpu needs.
 
     Raises:
-        InputError: this version refuses it, or it does not fit, which would not be true of the
-            version that the report is of.
+        InputError: this version refuses it, or it does not fit. It is not an OutOfMemory, for
+            which a smaller batch would be searched.
     """
     try:
         program = apart.compile(module, topology, effort, libtpu.installed(version))
@@ -281,7 +281,7 @@ def largest_batch(
     """
     fits: dict[int, dict] = {}
     high = too_large
-    # A batch is a multiple of a device's groups of batch norm.
+    # A device's batch is a multiple of its batch-norm groups.
     norm_groups = getattr(job.config(mesh.num_devices), "norm_groups", 0)
     multiple = norm_groups // mesh.num_devices or 1
 
@@ -341,9 +341,8 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Job]:
         unknown = f"the preset {preset!r} of {options.model} is not known"
         raise InputError(f"{unknown}; it is one of {known}")
     if options.batch < 0:
-        raise InputError(
-            f"--batch is {options.batch}; it must be at least 1, or 0 for the recipe's"
-        )
+        given = f"--batch is {options.batch}"
+        raise InputError(f"{given}; it must be at least 1, or 0 for the recipe's")
     if options.program == "translate" and script is not transformer:
         other = f"--program is translate, which {options.model} does not do"
         raise InputError(f"{other}; give train or evaluate")
@@ -385,7 +384,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report_path(options: argparse.Namespace, job: Job) -> str:
-    """Returns where the figures go that no --json is given for."""
+    """Returns the file for the figures where --json is not given."""
     words = [job.model, job.task, job.preset]
     if job.program != "train":
         words.append(job.program)
@@ -420,8 +419,8 @@ def main(arguments: list[str] | None = None, functions: Mapping = MappingProxyTy
     if options.libtpu:
         os.environ["TPU_LIBRARY_PATH"] = str(libtpu.installed(options.libtpu))
 
-    # Of the Transformer's published sizes libtpu 0.0.51 does not end writing the code, in 18
-    # minutes of a core. Another version may not know the flags.
+    # libtpu 0.0.51 does not finish writing the code of the Transformer's published sizes within 18
+    # minutes of a core. A version that is not in VERSIONS may not know the flags.
     endless = job.script is transformer and job.preset != "tiny"
     if options.effort != "full" or endless or libtpu.version() not in libtpu.VERSIONS:
         return compile_job(options, job, script, "")
@@ -521,8 +520,8 @@ def compile_or_search(
 def ask_compiler(job: Job, script: Any) -> None:
     """Puts into LIBTPU_INIT_ARGS what a run of the job has there; call it before libtpu is loaded.
 
-    Another's step is compared without what ours asks for, but for the stack without which the
-    compiler may die.
+    Another implementation's step is compared without what ours asks for, except for the stack:
+    without it the compiler may die.
     """
     config = job.config(1)
     layout = getattr(config, "layout", WHOLE)

@@ -285,9 +285,8 @@ def find() -> Path:
     named = os.environ.get("TPU_LIBRARY_PATH")
     if named:
         if not Path(named).is_file():
-            raise InputError(
-                f"TPU_LIBRARY_PATH={named} is not a file; it must be a libtpu.so, or be unset"
-            )
+            given = f"TPU_LIBRARY_PATH={named} is not a file"
+            raise InputError(f"{given}; it must be a libtpu.so, or be unset")
         return Path(named)
 
     usual = _install_path(ON_TPU_VMS)
@@ -315,9 +314,8 @@ def _install_path(version: str) -> Path:
 def installed(version: str) -> Path:
     """Returns the libtpu.so of a version. Raises InputError that says how to install it."""
     if not re.fullmatch(r"\d+(\.\d+)+", version):
-        raise InputError(
-            f"{version!r} is no version of libtpu; give one such as {ON_TPU_VMS} or {NEWEST}"
-        )
+        examples = f"{ON_TPU_VMS} or {NEWEST}"
+        raise InputError(f"{version!r} is no version of libtpu; give one such as {examples}")
     library = _install_path(version)
     if not library.is_file():
         remedy = f"`make .libtpu/{version}/.installed` installs it"
@@ -382,9 +380,8 @@ class Topology:
         by_lower_case = {known.lower(): known for known in TOPOLOGIES}
         canonical = by_lower_case.get(name.lower())
         if canonical is None:
-            raise InputError(
-                f"topology {name!r} is not known; the known ones are: {_known_topologies()}"
-            )
+            known = _known_topologies()
+            raise InputError(f"topology {name!r} is not known; the known ones are: {known}")
         self.name = canonical
         self.generation, shape = canonical.split(":")
         self.specification = GENERATIONS[self.generation]
@@ -492,7 +489,8 @@ class Topology:
         raise OutOfMemory(self.name, memory.needed, self.hbm_bytes, allocations, str(memory))
 
     def _shortage(self, error: CompilerError, logged: int, module: bytes) -> OutOfMemory | None:
-        """Returns the OutOfMemory that a compiler's refusal means; None where it means another.
+        """Returns the OutOfMemory that a compiler's refusal means; None where it means something
+        else.
 
         Args:
             logged: length of the log before the compilation.
@@ -614,7 +612,7 @@ class Program:
         arguments = pjrt.ExecutableGetCostAnalysis(executable=self._open())
         found = self.library.call("Executable_GetCostAnalysis", arguments)
         counted = pjrt.numbers(found.properties, found.num_properties)
-        # The compiler leaves out what it counts none of.
+        # The compiler leaves out counts of zero.
         return Cost(
             flops=float(counted.get("flops", 0)),
             bytes_accessed=float(counted.get("bytes accessed", 0)),
@@ -695,7 +693,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SIZE = r"([\d.]+)([KMGT]?)(?:iB|B)?"
 
 SINGLE_BUFFER = re.compile(
-    r"Allocation \(size=(\d+)\) would exceed memory.*?shape = '([^']*)', space=hbm"
+    r"Allocation \(size=(\d+)\) would exceed memory.*?shape = '([^']*)', space=hbm",
 )
 USED = re.compile(rf"Used {SIZE} of {SIZE} hbm")
 EXCEEDED = re.compile(rf"Ran out of memory on HBM.*?\({SIZE}\) exceeds available HBM")

@@ -533,13 +533,17 @@ def recipes_table(figures: dict) -> str:
 
     rows = []
     for name, by_topology in figures.items():
+        # A record of a step that does not fit has no batch.
         batch = max(record.get("batch", 0) for record in by_topology.values())
-        cells = [name, f"{batch:,}" if batch else ""]
+        cells = [name]
+        cells.append(f"{batch:,}" if batch else "")
+
         for topology in TOPOLOGIES:
             if topology in by_topology:
                 cells.append(memory(by_topology[topology]))
             else:
                 cells.append("not run")
+
         first = by_topology.get(TOPOLOGIES[0], {})
         cells.append(collectives(first) if "memory" in first else "")
         rows.append(cells)

@@ -415,7 +415,7 @@ def _check_whole(path: Path) -> None:
     with open(path, "rb") as file:
         header = file.read(64)
     if len(header) < 64 or header[:4] != b"\x7fELF":
-        return  # no library at all, which loading it tells
+        return  # no library at all: the error of loading it says so
 
     # An ELF file ends with the table of its sections.
     (table,) = struct.unpack_from("<Q", header, 0x28)

@@ -194,7 +194,7 @@ def _stage(step_fn: Callable, args: Sequence[Any]) -> Staged:
 
 @dataclass(frozen=True)
 class _Before:
-    """What tells whether the step has updated a tensor."""
+    """What a tensor is before the step, to see whether the step has updated it."""
 
     version: int
     graph: bytes
@@ -267,8 +267,11 @@ def _to_placeholders(held: dict[str, Tensor]) -> dict[str, _Placeholder]:
 
 
 def _annotation(tensor: Tensor) -> tuple[Any, tuple]:
-    """Returns the mesh and the axes by dimension with which a tensor of the meta device is to lie on the devices; the
-    mesh is None where every device holds it whole."""
+    """Returns (mesh, axes by dimension) with which a tensor of the meta device is to lie on the
+    devices.
+
+    The mesh is None where every device holds it whole.
+    """
     placement = getattr(tensor, "placement", None)  # of train/common/sharding
     if placement is not None:
         return placement.spmd, placement.spec

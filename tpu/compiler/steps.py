@@ -130,8 +130,8 @@ def evaluation(train: Step, script: Any, micro_batches: int) -> Step:
 
 
 def beam_search(one: Step) -> Step:
-    """Returns the Transformer's translation of the batch of an `evaluation`, which makes it for
-    BLEU."""
+    """Returns the Transformer's translation of the batch of an `evaluation`, as evaluating BLEU
+    runs it."""
     state, batch, config, mesh = one.arguments
     tokens = batch["source"].shape[1]
     sentences = rows(config.batch_tokens // config.beam, tokens, mesh.num_devices)
@@ -377,8 +377,8 @@ def clicks(config: dlrm.Config, mesh: device.Mesh, script: Any = dlrm) -> Step:
 def in_a_loop(one: Step, count: int, mesh: device.Mesh) -> Step:
     """Returns `count` steps in one program, as train/common/many_steps.py calls them.
 
-    The compiler does not tell how often a loop runs, so it is counted once, and the figures are
-    still those of one step.
+    The compiler does not say how often a loop runs, so its body is counted once, and the figures
+    are still those of one step.
     """
     loop = StepLoop(one.function, mesh)
     state, batch, *rest = one.arguments

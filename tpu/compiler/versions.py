@@ -131,8 +131,8 @@ def _published() -> Iterator[Case]:
 
 
 def _flags() -> Iterator[Case]:
-    """Yields each flag of each script, on eight chips where it cuts something; small networks, but
-    of GLUE."""
+    """Yields each flag of each script, on eight chips where it shards something; the networks are
+    small, except for GLUE's."""
     scripts = (
         SMALL_RESNET,
         SMALL_TRANSFORMER,

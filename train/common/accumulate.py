@@ -1,14 +1,15 @@
 """The train step of a loop: one update from the micro-batches that the loader yields for it.
 
     # An update has one micro-batch, or it has several:
-    train = accumulate.SeededStep(train_step, mesh)
-    train = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)
+    train_fn = accumulate.SeededStep(train_step, mesh)
+    train_fn = accumulate.AccumulatedStep(forward, update, state, ("loss", "accuracy"), mesh)
 
-    metrics = train(state, batch, config, mesh)
+    metrics = train_fn(state, micro_batches, config, mesh)
 
 Gradient accumulation is for updates whose examples do not fit into the memory together. The numbers
-are those of all examples in one batch, within rounding; batch norm's are those of its micro-batches.
-So a loss is not averaged over what micro-batches have unequal numbers of, such as tokens:
+are those of all examples in one batch, within rounding; batch norm's are those of its
+micro-batches. So a loss is not averaged over what micro-batches have unequal numbers of, such as
+tokens:
 
 * A loss with one count is a sum, and a metric of the step counts what it is over: `per` names that.
 * Losses with several counts are divided by the counts of the whole update, see `count` of

@@ -333,7 +333,8 @@ def data_loader(
 
 
 def start_worker(_: int) -> None:
-    """Prepares a worker process: one thread, and an end that leaves the main process time to save."""
+    """Prepares a worker process: one thread, and an end that leaves the main process time to
+    save."""
     torch.set_num_threads(1)
     gc.freeze()  # what was imported need not be searched for garbage again and again
     # Ctrl-C, and the SIGTERM of a VM that is shut down, reach every process. The main process still

@@ -255,9 +255,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             raise
         except Exception as error:  # every store has exceptions of its own
             raise InputError(
-                f"cannot write the checkpoint of step {step} to {self.path}: {files.reason(error)}; "
-                f"{self._what_is_safe()}; make room or access, then the same command resumes from "
-                "the newest complete one, if any"
+                f"cannot write the checkpoint of step {step} to {self.path}: "
+                f"{files.reason(error)}; {self._what_is_safe()}; make room or access, then the same "
+                "command resumes from the newest complete one, if any"
             ) from error
 
     def _check_finite(self, step: int, values: dict[str, Any]) -> None:
@@ -301,8 +301,8 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def _delete_old(self, step: int) -> None:
         """Deletes checkpoints before `step` but for the last `keep`, torn ones as well."""
-        # A checkpoint of a later step is torn: its files do not match its COMPLETE. It must not push
-        # this one out.
+        # A checkpoint of a later step is torn: its files do not match its COMPLETE. It must not
+        # push this one out.
         regular = []
         for other in self.complete_steps():
             if other <= step and other % self.every == 0:

@@ -1,4 +1,5 @@
-"""The command line of a script: presets and flags from its Config, one sentence for what the user can fix."""
+"""The command line of a script: presets and flags from its Config, and one sentence for what the
+user can fix."""
 
 import difflib
 import sys
@@ -77,7 +78,8 @@ def _sentence(
     preset = arguments[0] if arguments and arguments[0] in presets else None
     if preset is None:
         given = f", not {arguments[0]}{_nearest(arguments[0], presets)}" if arguments else ""
-        return f"the preset comes first{given}: {prog} PRESET [--flag value …]; PRESET is one of: {', '.join(presets)}"
+        usage = f"{prog} PRESET [--flag value …]"
+        return f"the preset comes first{given}: {usage}; PRESET is one of: {', '.join(presets)}"
 
     helped = f"{prog} {preset} --help shows all flags"
     if isinstance(event, tyro_errors.UnrecognizedArgs):

@@ -415,7 +415,8 @@ def same_on_all_hosts(mesh: Mesh, name: str, value: int) -> None:
     low, high, _ = over_hosts(mesh, value)
     if low != high:
         raise InputError(
-            f"hosts disagree about {name}: from {low} to {high}; they must see the same files (use gs://)"
+            f"hosts disagree about {name}: from {low} to {high}; "
+            "they must see the same files (use gs://)"
         )
 
 

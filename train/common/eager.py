@@ -45,7 +45,8 @@ def _check_one_device(kind: str) -> None:
         value = os.environ.get(variable, "1")
         if value not in ("", "1"):
             raise InputError(
-                f"{variable} is {value}, but --device {kind} runs on one device: unset it, or use --device xla"
+                f"{variable} is {value}, but --device {kind} runs on one device: "
+                "unset it, or use --device xla"
             )
 
 

@@ -101,8 +101,8 @@ def made_by(chosen: Sequence[Callable[[Any], Watcher]]) -> Iterator[None]:
 
 
 def span(name: str) -> contextlib.AbstractContextManager:
-    """Returns a context that names what this thread does, for a trace. It does nothing where nothing
-    traces."""
+    """Returns a context that names what this thread does, for a trace. It does nothing where
+    nothing traces."""
     if _tracer is None:
         return _NOTHING
     return _tracer(name)

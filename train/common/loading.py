@@ -241,8 +241,8 @@ class Loader(AbstractContextManager, Iterator):
 class MicroBatches(Iterator):
     """The micro-batches of one update, on the device.
 
-    Each is taken from the loader when it is asked for, so that no more than AHEAD of them are in the
-    device's memory.
+    Each is taken from the loader when it is asked for, so that no more than AHEAD of them are in
+    the device's memory.
 
     Attributes:
         first: the number of its first micro-batch, counted from 1 since the training began, also

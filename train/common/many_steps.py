@@ -1,12 +1,12 @@
 """Several train steps in one call, for steps that a chip takes in less time than its host needs to
 start them.
 
-    train = many_steps.compiled(train_step, mesh, 8)
+    train_fn = many_steps.compiled(train_step, mesh, 8)
     batches = []
     for step, batch in enumerate(loader, start + 1):
         batches.append(batch)
         if many_steps.ends_call(step, 8, total):
-            metrics = train(state, batches, config, mesh)  # of its last step
+            metrics = train_fn(state, batches, config, mesh)  # of its last step
             batches = []
 
 The numbers are those of single steps, and do not depend on how many a call has.

@@ -65,8 +65,8 @@ class Mesh:
 
     @property
     def shapes_may_vary(self) -> bool:
-        """True where a batch of another shape costs nothing. Where steps are compiled, each shape is
-        a program of its own."""
+        """True where a batch of another shape costs nothing. Where steps are compiled, each shape
+        is a program of its own."""
         return not self.compiles
 
     def rows(self, batch_size: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The numbers of a run: metrics.jsonl and TensorBoard's events, and how a terminal and a table show them."""
+"""The numbers of a run: metrics.jsonl, TensorBoard's events, and how a terminal shows them."""
 
 import contextlib
 import json
@@ -125,7 +125,11 @@ def finite(values: dict[str, float]) -> dict[str, float | None]:
 
 
 def summary_table(summary: dict[str, Any], unit: str) -> dict[str, str]:
-    """Returns the table of a finished run: label -> value, from its summary.json. `unit`: what its speed counts."""
+    """Returns the table of a finished run, label -> value, from its summary.json.
+
+    Args:
+        unit: what its speed counts.
+    """
     rows = {}
     for key, value in summary["metrics"].items():
         rows[key.replace("_", " ")] = format_number(value)

@@ -137,8 +137,8 @@ class Run:
     def resume(
         self, model, optimizer, *, examples: int, keep: int, every: int = 1, tables: Any = None
     ) -> int:
-        """Restores the newest checkpoint into a model and an optimizer on the device, and returns its
-        step; 0 for a new run. `checkpoint` will save these two.
+        """Restores the newest checkpoint into a model and an optimizer on the device, and returns
+        its step; 0 for a new run. `checkpoint` will save these two.
 
         Args:
             examples: of the training data; all hosts must have as many.
@@ -169,8 +169,8 @@ class Run:
         """Sets `evaluation_due`: whether metrics.jsonl lacks the evaluation that was to follow the
         checkpoint of a step.
 
-        Every host calls it, in a new run as well: hosts that look at the folder at different moments
-        may disagree about whether a run is resumed.
+        Every host calls it, in a new run as well: hosts that look at the folder at different
+        moments may disagree about whether a run is resumed.
         """
         due = self._main and step > 0 and self.checkpoints.evaluates
         recorded = self._metrics.evaluation(step) if due else {}
@@ -202,8 +202,8 @@ class Run:
             yield
 
     def checkpoint(self, step: int, *, due: bool, evaluates: bool = False) -> None:
-        """Ends a step: notifies the watchers, and saves the model and the optimizer given to `resume`
-        if a save is due, an evaluation follows, or the run is asked to stop.
+        """Ends a step: notifies the watchers, and saves the model and the optimizer given to
+        `resume` if a save is due, an evaluation follows, or the run is asked to stop.
 
         Call it once in every step, before the evaluation of that step: nothing is lost when the
         evaluation fails.
@@ -290,8 +290,8 @@ class Run:
             self._write_pending()
 
     def _flush(self) -> None:
-        """Reads and writes what earlier `log` calls left on the device: runs `_write_pending`, which
-        `log` has registered."""
+        """Reads and writes what earlier `log` calls left on the device: runs `_write_pending`,
+        which `log` has registered."""
         if self._pending:
             device.run_pending()
 
@@ -345,8 +345,8 @@ class Run:
     def _write(
         self, step: int, values: dict[str, float], timing: dict[str, float], words: list[str]
     ) -> None:
-        """Checks the values of a line of metrics.jsonl, on every host; writes and prints the line on
-        the main one."""
+        """Checks the values of a line of metrics.jsonl, on every host; writes and prints the line
+        on the main one."""
         for key, value in values.items():
             if key.endswith("loss") and not math.isfinite(value):
                 # Not the data: the loader refuses what is not finite in a batch.
@@ -431,7 +431,8 @@ class Run:
         return self.summary["metrics"]
 
     def close(self) -> None:
-        """Ends this process's part of an unfinished run (SIGTERM, an error): the next start resumes.
+        """Ends this process's part of an unfinished run (SIGTERM, an error): the next start
+        resumes.
 
         Idempotent.
         """
@@ -460,8 +461,8 @@ class Run:
 
 
 def _check_hosts(mesh: Mesh, folder: RunFolder) -> None:
-    """Raises InputError, on every host, where one of them does not see the config.json that the main
-    one has just written."""
+    """Raises InputError, on every host, where one of them does not see the config.json that the
+    main one has just written."""
     if mesh.process_count == 1:
         return
     # The main host's: the others give 0.

@@ -66,8 +66,8 @@ def count(module: bytes, devices: int) -> int | None:
 
 
 def peak(mesh: Mesh) -> float | None:
-    """Returns the flops per second of all devices, in bfloat16, as Google documents them; None for a
-    CPU."""
+    """Returns the flops per second of all devices, in bfloat16, as Google documents them; None for
+    a CPU."""
     if not mesh.kind.startswith("TPU"):
         return None
     from tpu.compiler.libtpu import GENERATIONS as known

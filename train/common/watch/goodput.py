@@ -159,8 +159,8 @@ class Goodput(Watcher):
         return {"goodput": found}
 
     def _enter(self, phase: str) -> None:
-        """Counts the time since the last call to the phase that ends; what was compiled or waited for
-        in it counts apart."""
+        """Counts the time since the last call to the phase that ends; what was compiled or waited
+        for in it counts apart."""
         now = time.monotonic()
         compiled = _compile_seconds()
         spent = now - self._read_at
@@ -247,7 +247,8 @@ def _process_started() -> float:
     """Returns when this process began, by the clock of time.monotonic; now, where the system does
     not say."""
     with contextlib.suppress(OSError, AttributeError):
-        # proc(5): the fields after the name in parentheses begin with the 3rd; starttime is the 22nd.
+        # proc(5): the fields after the name in parentheses begin with the 3rd; starttime is the
+        # 22nd.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after the boot
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - started

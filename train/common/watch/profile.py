@@ -152,8 +152,8 @@ class _Xla:
 
     @contextlib.contextmanager
     def tracing(self, folder: str) -> Iterator[None]:
-        """Traces into <folder>/plugins/profile/<time>/, until the device has computed all steps that
-        were started."""
+        """Traces into <folder>/plugins/profile/<time>/, until the device has computed all steps
+        that were started."""
         self._xp.start_trace(folder)
         try:
             yield

@@ -143,8 +143,8 @@ class Stall(Watcher):
                 self._look()
 
     def _suspend(self, *_: Any) -> None:
-        """Stops the process, as Ctrl-Z does. faulthandler's clock is off meanwhile: it would end the
-        process when that continues."""
+        """Stops the process, as Ctrl-Z does. faulthandler's clock is off meanwhile: it would end
+        the process when that continues."""
         with self._looking:
             faulthandler.cancel_dump_traceback_later()
             os.kill(os.getpid(), signal.SIGSTOP)
