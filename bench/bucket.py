@@ -94,12 +94,22 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _list(self, path: str) -> None:
         folder = f"{path}/" * bool(path)
-        inside = {name.removeprefix(folder) for name in self.server.files if name.startswith(folder)}
-        names = sorted({first + "/" * bool(rest) for first, rest, _ in (one.partition("/") for one in inside)})
-        page = "".join(f'<a href="{link}">{link}</a>' for link in ["../", "?C=N;O=D", *map(quote, names)])
-        self._answer(200 if inside else 404, f"<html>{page}</html>".encode(), {"Content-Type": "text/html"})
+        inside = {
+            name.removeprefix(folder) for name in self.server.files if name.startswith(folder)
+        }
+        names = sorted(
+            {first + "/" * bool(rest) for first, rest, _ in (one.partition("/") for one in inside)}
+        )
+        page = "".join(
+            f'<a href="{link}">{link}</a>' for link in ["../", "?C=N;O=D", *map(quote, names)]
+        )
+        self._answer(
+            200 if inside else 404, f"<html>{page}</html>".encode(), {"Content-Type": "text/html"}
+        )
 
-    def _answer(self, status: int, content: bytes, headers: dict[str, str], drop: bool = False) -> None:
+    def _answer(
+        self, status: int, content: bytes, headers: dict[str, str], drop: bool = False
+    ) -> None:
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(content))}).items():
             self.send_header(name, value)
@@ -125,23 +135,35 @@ class Args:
 def main(args: Args) -> None:
     """Prints the seconds of each way to copy, medians of the rounds."""
     rng = np.random.default_rng(0)
-    files = {f"rows/{number:04d}.bin": rng.bytes(args.kilobytes << 10) for number in range(args.files)}
+    files = {
+        f"rows/{number:04d}.bin": rng.bytes(args.kilobytes << 10) for number in range(args.files)
+    }
     seconds = {"ours": [], "one": [], "disk": []}
     with Bucket(files, args.latency).open() as bucket, tempfile.TemporaryDirectory() as folder:
         for number in range(args.rounds):
             for name, ahead in (("ours", remote.AHEAD), ("one", 1)):
                 place = f"{folder}/{name}{number}"
-                with mock.patch.dict(os.environ, DATA_CACHE_DIR=place), mock.patch.object(remote, "AHEAD", ahead):
+                with (
+                    mock.patch.dict(os.environ, DATA_CACHE_DIR=place),
+                    mock.patch.object(remote, "AHEAD", ahead),
+                ):
                     remote.local_copy.cache_clear()
                     began = time.perf_counter()
                     copy = remote.local_copy(f"{bucket.url}/rows")
                     seconds[name].append(time.perf_counter() - began)
-            assert all(Path(copy, Path(name).name).read_bytes() == content for name, content in files.items())
+            assert all(
+                Path(copy, Path(name).name).read_bytes() == content
+                for name, content in files.items()
+            )
             began = time.perf_counter()
             shutil.copytree(copy, f"{folder}/disk{number}")
             seconds["disk"].append(time.perf_counter() - began)
     each = f"{args.files} files of {args.kilobytes} kB, {1000 * args.latency:.0f} ms a request"
-    print(each, *(f"{name} {statistics.median(times):.2f} s" for name, times in seconds.items()), sep=", ")
+    print(
+        each,
+        *(f"{name} {statistics.median(times):.2f} s" for name, times in seconds.items()),
+        sep=", ",
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ from train.common import device, loading
 class Options:
     data: str = ""  # folder that make data DATASET=images wrote; "": JPEG files of noise, 500 x 375 pixels, 105 KB each
     count: int = 8000  # of the images that are made
-    shard_mb: int = 10  # of the shards that are made: a tenth of the usual size, so ten times the requests
+    shard_mb: int = (
+        10  # of the shards that are made: a tenth of the usual size, so ten times the requests
+    )
     latency: float = 0.05  # seconds before each answer
     image_size: int = 224  # pixels, square
     batch_size: int = 64  # images a batch
@@ -51,11 +53,15 @@ def make_shards(folder: Path, options: Options) -> Path:
         path = folder / "files" / split / str(number % 10) / f"{name}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         if number < 200:
-            coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize((500, 375))
+            coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize(
+                (500, 375)
+            )
             noise = rng.integers(0, 36, (375, 500, 3), dtype=np.uint8)
             Image.fromarray(np.asarray(coarse) // 2 + noise).save(path, quality=87)
         else:
-            os.link(folder / "files" / "train" / str(number % 200 % 10) / f"{number % 200}.jpg", path)
+            os.link(
+                folder / "files" / "train" / str(number % 200 % 10) / f"{number % 200}.jpg", path
+            )
     images.SHARD_BYTES = options.shard_mb * 1_000_000
     images.prepare(folder / "files", folder / "shards", workers=1)
     return folder / "shards"
@@ -111,9 +117,13 @@ def main(options: Options) -> dict[str, list[float]]:
     firsts = {name: statistics.median(figures[f"{name}, first"]) for name in sources}
     print(f"\nimages/s, medians: server {rates['server']:.0f}, disk {rates['disk']:.0f}")
     print(f"seconds to the first batch: server {firsts['server']:.1f}, disk {firsts['disk']:.1f}")
-    print(f"server / disk: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), goal 0.95")
+    print(
+        f"server / disk: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), goal 0.95"
+    )
     os.makedirs(os.path.dirname(options.out) or ".", exist_ok=True)
-    Path(options.out).write_text(json.dumps({"options": vars(options), "figures": figures}, indent=2) + "\n")
+    Path(options.out).write_text(
+        json.dumps({"options": vars(options), "figures": figures}, indent=2) + "\n"
+    )
     return figures
 
 

@@ -44,7 +44,9 @@ class Options:
     top: str = "512,256,1"  # layers over the interactions
     interaction: Literal["dot", "dcn"] = "dot"  # torchrec's DLRM or DLRM_DCN
     cross: str = "3,512"  # layers and rank of the cross net of "dcn"
-    optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # of tables; the network's is its kin
+    optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = (
+        "sgd"  # of tables; the network's is its kin
+    )
     plan: Literal["auto", "exchange", "row", "table", "column", "data"] = "auto"  # of our tables
     seeds: str = "0,1,2"  # one run of each side for every seed
     ours: bool = True  # --no-ours: torchrec alone
@@ -56,7 +58,9 @@ def integers(option: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise InputError(f"--{option} is {text!r}; expected whole numbers with commas, such as 512,256") from None
+        raise InputError(
+            f"--{option} is {text!r}; expected whole numbers with commas, such as 512,256"
+        ) from None
 
 
 def build(config: Config, dataset) -> nn.Module:
@@ -67,7 +71,9 @@ def build(config: Config, dataset) -> nn.Module:
     torch.manual_seed(config.seed)
     names = [f"t_{feature}" for feature in dataset.features]
     tables = [
-        EmbeddingBagConfig(name=name, embedding_dim=config.dim, num_embeddings=rows, feature_names=[feature])
+        EmbeddingBagConfig(
+            name=name, embedding_dim=config.dim, num_embeddings=rows, feature_names=[feature]
+        )
         for name, rows, feature in zip(names, dataset.table_rows, dataset.features, strict=True)
     ]
     bags = EmbeddingBagCollection(tables=tables)
@@ -76,9 +82,19 @@ def build(config: Config, dataset) -> nn.Module:
         # Row-wise Adagrad takes dense gradients only; the others would pass over the whole table for the same numbers.
         bags.embedding_bags[name].sparse = config.optimizer != "rowwise_adagrad"
     sizes = [dataset.num_dense, list(config.bottom), list(config.top)]
-    model = dlrm.DLRM(bags, *sizes) if config.interaction == "dot" else dlrm.DLRM_DCN(bags, *sizes, *config.cross)
+    model = (
+        dlrm.DLRM(bags, *sizes)
+        if config.interaction == "dot"
+        else dlrm.DLRM_DCN(bags, *sizes, *config.cross)
+    )
     initial = DLRM(
-        dataset.num_dense, len(names), config.dim, config.bottom, config.top, config.interaction, *config.cross
+        dataset.num_dense,
+        len(names),
+        config.dim,
+        config.bottom,
+        config.top,
+        config.interaction,
+        *config.cross,
     )
     model.load_state_dict({**model.state_dict(), **initial.state_dict()})
     return model
@@ -89,13 +105,20 @@ def optimizers(model: nn.Module, config: Config) -> list[torch.optim.Optimizer]:
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
     tables = list(model.sparse_arch.parameters())
-    network = [*model.dense_arch.parameters(), *model.inter_arch.parameters(), *model.over_arch.parameters()]
+    network = [
+        *model.dense_arch.parameters(),
+        *model.inter_arch.parameters(),
+        *model.over_arch.parameters(),
+    ]
     if config.optimizer == "sgd":
         return [torch.optim.SGD(parameters, config.lr) for parameters in (tables, network)]
     if config.optimizer == "lazy_adam":
         return [torch.optim.SparseAdam(tables, config.lr), torch.optim.Adam(network, config.lr)]
     kind = RowWiseAdagrad if config.optimizer == "rowwise_adagrad" else torch.optim.Adagrad
-    return [kind(tables, config.lr, eps=ADAGRAD_EPS), torch.optim.Adagrad(network, config.lr, eps=ADAGRAD_EPS)]
+    return [
+        kind(tables, config.lr, eps=ADAGRAD_EPS),
+        torch.optim.Adagrad(network, config.lr, eps=ADAGRAD_EPS),
+    ]
 
 
 def keyed(batch: dict[str, np.ndarray], dataset):
@@ -108,7 +131,9 @@ def keyed(batch: dict[str, np.ndarray], dataset):
     for columns in np.split(np.arange(last[-1]), last[:-1]):
         values.append(batch["ids"][:, columns][present[:, columns]])
         lengths.append(present[:, columns].sum(1))
-    values, lengths = (torch.from_numpy(np.concatenate(parts).astype(np.int64)) for parts in (values, lengths))
+    values, lengths = (
+        torch.from_numpy(np.concatenate(parts).astype(np.int64)) for parts in (values, lengths)
+    )
     return KeyedJaggedTensor(keys=list(dataset.features), values=values, lengths=lengths)
 
 
@@ -155,26 +180,56 @@ def train(config: Config) -> dict:
             step += 1
         seconds += time.perf_counter() - started
         epochs.append(
-            {"epoch": epoch + 1, "training_loss": statistics.fmean(losses), **evaluate(model.model, eval_set)}
+            {
+                "epoch": epoch + 1,
+                "training_loss": statistics.fmean(losses),
+                **evaluate(model.model, eval_set),
+            }
         )
-        figures = ", ".join(f"{name} {value:.4f}" for name, value in epochs[-1].items() if name != "epoch")
+        figures = ", ".join(
+            f"{name} {value:.4f}" for name, value in epochs[-1].items() if name != "epoch"
+        )
         print(f"torchrec, seed {config.seed}: epoch {epoch + 1}, {figures}", flush=True)
     return {"seed": config.seed, "steps": step, "seconds": seconds, "epochs": epochs}
 
 
 def train_ours(config: Config) -> dict:
     """The same by `train.dlrm`, in a process of its own."""
-    fields = ("data", "epochs", "batch_size", "lr", "warmup_steps", "interaction", "optimizer", "plan", "seed")
+    fields = (
+        "data",
+        "epochs",
+        "batch_size",
+        "lr",
+        "warmup_steps",
+        "interaction",
+        "optimizer",
+        "plan",
+        "seed",
+    )
     flags = [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in fields]
     for name in ("bottom", "top", "cross"):
         flags += [f"--{name}", *map(str, getattr(config, name))]
     with tempfile.TemporaryDirectory() as runs:
-        command = [sys.executable, "-m", "train.dlrm", "tiny", *flags, "--runs", runs, "--name", "run"]
+        command = [
+            sys.executable,
+            "-m",
+            "train.dlrm",
+            "tiny",
+            *flags,
+            "--runs",
+            runs,
+            "--name",
+            "run",
+        ]
         print("$", shlex.join(["python", *command[1:-4]]), flush=True)
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        lines = [json.loads(line) for line in Path(runs, "run/metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in Path(runs, "run/metrics.jsonl").read_text().splitlines()
+        ]
         summary = json.loads(Path(runs, "run/summary.json").read_text())
-    epochs = [{"auc": line["eval/auc"], "loss": line["eval/loss"]} for line in lines if "eval/auc" in line]
+    epochs = [
+        {"auc": line["eval/auc"], "loss": line["eval/loss"]} for line in lines if "eval/auc" in line
+    ]
     aucs = ", ".join(f"{epoch['auc']:.4f}" for epoch in epochs)
     print(f"ours, seed {config.seed}: AUC after each epoch {aucs}", flush=True)
     return {"seed": config.seed, "seconds": summary["training_seconds"], "epochs": epochs}
@@ -183,18 +238,31 @@ def train_ours(config: Config) -> dict:
 def table(runs: list[dict]) -> str:
     """Markdown: AUC and log loss after the last epoch, and seconds of training, of each seed; median, min and max."""
     lines = ["| seed | AUC | log loss | seconds |", "|---|---|---|---|"]
-    figures = [(run["epochs"][-1]["auc"], run["epochs"][-1]["loss"], run["seconds"]) for run in runs]
+    figures = [
+        (run["epochs"][-1]["auc"], run["epochs"][-1]["loss"], run["seconds"]) for run in runs
+    ]
     rows = [(str(run["seed"]), *values) for run, values in zip(runs, figures, strict=True)]
     for name, function in {"median": statistics.median, "min": min, "max": max}.items():
         rows.append((name, *(function(column) for column in zip(*figures, strict=True))))
-    lines += [f"| {name} | {auc:.4f} | {loss:.4f} | {seconds:.1f} |" for name, auc, loss, seconds in rows]
+    lines += [
+        f"| {name} | {auc:.4f} | {loss:.4f} | {seconds:.1f} |" for name, auc, loss, seconds in rows
+    ]
     return "\n".join(lines)
 
 
 def main(options: Options) -> dict[str, list[dict]]:
     """Runs all seeds, prints the tables and writes --out; returns the figures of each run of each side."""
     sizes = {name: integers(name, getattr(options, name)) for name in ("bottom", "top", "cross")}
-    shared = ("data", "epochs", "batch_size", "lr", "warmup_steps", "interaction", "optimizer", "plan")
+    shared = (
+        "data",
+        "epochs",
+        "batch_size",
+        "lr",
+        "warmup_steps",
+        "interaction",
+        "optimizer",
+        "plan",
+    )
     runs: dict[str, list[dict]] = {"torchrec": []} | ({"ours": []} if options.ours else {})
     for seed in integers("seeds", options.seeds):
         config = Config(**{name: getattr(options, name) for name in shared}, **sizes, seed=seed)

@@ -61,15 +61,21 @@ class Options:
     dim: int = 64  # columns
     batch: int = 2048  # examples a step
     tables: int = 8  # features, with a table each
-    optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # the rule of all contenders
+    optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = (
+        "sgd"  # the rule of all contenders
+    )
     plan: Literal["", "exchange", "data"] = ""  # besides the automatic one, for ours
     devices: int = 1  # virtual devices of XLA's CPU backend, over which ours and gspmd shard; the others have one
     steps: int = 20  # counted ones, of each contender in each round; WARM more before them are not
-    seconds: float = 60.0  # a slow contender has fewer steps: it stops after so long in a round, not before 3
+    seconds: float = (
+        60.0  # a slow contender has fewer steps: it stops after so long in a round, not before 3
+    )
     rounds: int = 3  # see above
     clicks: str = ""  # a folder of prepared clicks; see "fill" above
     out: str = "runs/bench/embedding.json"  # where the figures go
-    contenders: str = ""  # run these, in this process, for the one number of rows; how the rounds call themselves
+    contenders: str = (
+        ""  # run these, in this process, for the one number of rows; how the rounds call themselves
+    )
 
 
 def table_rows(rows: int, tables: int) -> list[int]:
@@ -90,7 +96,11 @@ def host_batches(options: Options, sizes: list[int]) -> list[dict[str, Tensor]]:
     return [
         {
             "ids": torch.stack(
-                [torch.randint(0, n, (options.batch,), generator=generator, dtype=torch.int32) for n in sizes], 1
+                [
+                    torch.randint(0, n, (options.batch,), generator=generator, dtype=torch.int32)
+                    for n in sizes
+                ],
+                1,
             ),
             "y": torch.rand(options.batch, len(sizes), options.dim, generator=generator),
         }
@@ -106,7 +116,9 @@ def squared_error(embedded: Tensor, y: Tensor) -> Tensor:
 
 
 def on_device(batches: list[dict[str, Tensor]], mesh: device.Mesh) -> list[dict[str, Tensor]]:
-    return [{name: device.upload(tensor, mesh) for name, tensor in batch.items()} for batch in batches]
+    return [
+        {name: device.upload(tensor, mesh) for name, tensor in batch.items()} for batch in batches
+    ]
 
 
 def waiting(step: Callable, *args) -> Callable[[dict], Tensor]:
@@ -120,7 +132,9 @@ def waiting(step: Callable, *args) -> Callable[[dict], Tensor]:
 
 def ours(options: Options, sizes: list[int], mesh: device.Mesh, plan: str = "auto") -> Callable:
     tables = [Table(f"table{t}", rows, plan=plan) for t, rows in enumerate(sizes)]
-    embeddings = ShardedEmbeddingBags(tables, options.dim, mesh, OPTIMIZERS[options.optimizer](), LR, seed=0)
+    embeddings = ShardedEmbeddingBags(
+        tables, options.dim, mesh, OPTIMIZERS[options.optimizer](), LR, seed=0
+    )
     print(f"ours, {plan}: {', '.join(embeddings.plans)}", flush=True)
 
     def train_step(embeddings, batch):
@@ -140,9 +154,13 @@ def gspmd(options: Options, sizes: list[int], mesh: device.Mesh) -> Callable | N
     bounds = torch.tensor(sizes).repeat_interleave(torch.tensor(sizes)).float() ** -0.5
     bounds = F.pad(bounds, (0, rows - sum(sizes))).to(mesh.device)
     device.annotate(bounds, mesh.spmd, ("data",))
-    weight = nn.Parameter((torch.rand(rows, options.dim, device=mesh.device) * 2 - 1) * bounds[:, None])
+    weight = nn.Parameter(
+        (torch.rand(rows, options.dim, device=mesh.device) * 2 - 1) * bounds[:, None]
+    )
     device.annotate(weight, mesh.spmd, ("data", None))
-    starts = torch.tensor([sum(sizes[:t]) for t in range(len(sizes))], dtype=torch.int32).to(mesh.device)
+    starts = torch.tensor([sum(sizes[:t]) for t in range(len(sizes))], dtype=torch.int32).to(
+        mesh.device
+    )
     optimizer = optimizers[options.optimizer]([weight], lr=LR, foreach=False)
     if options.optimizer == "adagrad":
         device.annotate(optimizer.state[weight]["sum"], mesh.spmd, ("data", None))
@@ -158,7 +176,11 @@ def gspmd(options: Options, sizes: list[int], mesh: device.Mesh) -> Callable | N
 
 
 def eager(options: Options, sizes: list[int], mesh: device.Mesh) -> Callable | None:
-    optimizers = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "lazy_adam": torch.optim.SparseAdam}
+    optimizers = {
+        "sgd": torch.optim.SGD,
+        "adagrad": torch.optim.Adagrad,
+        "lazy_adam": torch.optim.SparseAdam,
+    }
     if options.optimizer not in optimizers:
         return None
     bags = nn.ModuleList()
@@ -169,7 +191,10 @@ def eager(options: Options, sizes: list[int], mesh: device.Mesh) -> Callable | N
 
     def step(batch):
         optimizer.zero_grad()
-        loss = squared_error(torch.stack([bag(batch["ids"][:, t, None]) for t, bag in enumerate(bags)], 1), batch["y"])
+        loss = squared_error(
+            torch.stack([bag(batch["ids"][:, t, None]) for t, bag in enumerate(bags)], 1),
+            batch["y"],
+        )
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -177,7 +202,9 @@ def eager(options: Options, sizes: list[int], mesh: device.Mesh) -> Callable | N
     return step
 
 
-def torchrec_bags(options: Options, sizes: list[int], mesh: device.Mesh, fused: bool = False) -> Callable | None:
+def torchrec_bags(
+    options: Options, sizes: list[int], mesh: device.Mesh, fused: bool = False
+) -> Callable | None:
     import torchrec  # takes seconds
     from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
@@ -188,13 +215,18 @@ def torchrec_bags(options: Options, sizes: list[int], mesh: device.Mesh, fused: 
         return None
     configs = [
         torchrec.EmbeddingBagConfig(
-            num_embeddings=rows, embedding_dim=options.dim, name=f"table{t}", feature_names=[f"feature{t}"]
+            num_embeddings=rows,
+            embedding_dim=options.dim,
+            name=f"table{t}",
+            feature_names=[f"feature{t}"],
         )
         for t, rows in enumerate(sizes)
     ]
     rule, cpu, optimizer = optimizers[options.optimizer], torch.device("cpu"), None
     if fused:
-        bags = FusedEmbeddingBagCollection(configs, optimizer_type=rule, optimizer_kwargs={"lr": LR}, device=cpu)
+        bags = FusedEmbeddingBagCollection(
+            configs, optimizer_type=rule, optimizer_kwargs={"lr": LR}, device=cpu
+        )
     else:
         bags = torchrec.EmbeddingBagCollection(tables=configs, device=cpu)
         optimizer = rule(bags.parameters(), lr=LR)
@@ -251,7 +283,11 @@ def measure(options: Options, names: list[str]) -> dict[str, dict]:
     for name in names:
         make, form = makers[name]
         step = make(options, sizes, mesh)
-        results[name] = {"seconds": [], "losses": []} if step else {"not run": f"has no rule like {options.optimizer}"}
+        results[name] = (
+            {"seconds": [], "losses": []}
+            if step
+            else {"not run": f"has no rule like {options.optimizer}"}
+        )
         if step:
             steps[name] = (step, forms[form])
     for number in range(WARM + options.steps):
@@ -307,15 +343,21 @@ def exchange_fill(rows: Tensor) -> Fill:
 def drawn_rows(devices: int, examples: int, tables: int, skewed: bool) -> Tensor:
     """Draws the rows [devices, examples * tables] of one-hot features with SYNTHETIC_ROWS rows each, uniformly or by a
     power law (density 1 / row)."""
-    random = torch.rand(devices, examples, tables, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    random = torch.rand(
+        devices, examples, tables, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     ids = SYNTHETIC_ROWS**random - 1 if skewed else random * SYNTHETIC_ROWS
-    return (ids.int() + torch.arange(tables, dtype=torch.int32) * SYNTHETIC_ROWS).reshape(devices, -1)
+    return (ids.int() + torch.arange(tables, dtype=torch.int32) * SYNTHETIC_ROWS).reshape(
+        devices, -1
+    )
 
 
 def clicked_rows(clicks: ClickLog, dim: int, devices: int, examples: int) -> Tensor:
     """Returns the rows [devices, ids] of the first examples of a log, in the tables that `auto` exchanges.
     Raises InputError where there is none, or a feature has several ids."""
-    tables = [Table(name, rows) for name, rows in zip(clicks.features, clicks.table_rows, strict=True)]
+    tables = [
+        Table(name, rows) for name, rows in zip(clicks.features, clicks.table_rows, strict=True)
+    ]
     plans = choose_plans(tables, dim, devices, OPTIMIZERS["sgd"](), math.inf)
     exchanged = [t for t, plan in enumerate(plans) if plan == "exchange"]
     if not exchanged or max(clicks.lookups) > 1:
@@ -330,13 +372,19 @@ def clicked_rows(clicks: ClickLog, dim: int, devices: int, examples: int) -> Ten
 
 def fill_table(clicks: ClickLog, dim: int) -> str:
     """Markdown: as many examples of the log as 256 devices can share equally are the batch of one step."""
-    lines = ["| devices | ids of a device | | slots of a pair | fullest | updates of a device | fullest |"]
+    lines = [
+        "| devices | ids of a device | | slots of a pair | fullest | updates of a device | fullest |"
+    ]
     lines.append("|---|---|---|---|---|---|---|")
     for devices in (8, 64, 256):
         examples = len(clicks) // 256 * 256 // devices
         rows = clicked_rows(clicks, dim, devices, examples)
         drawn = devices, examples, rows.shape[1] // examples
-        kinds = {"uniform": drawn_rows(*drawn, False), "power law": drawn_rows(*drawn, True), "clicks": rows}
+        kinds = {
+            "uniform": drawn_rows(*drawn, False),
+            "power law": drawn_rows(*drawn, True),
+            "clicks": rows,
+        }
         for kind, rows in kinds.items():
             fill = exchange_fill(rows)
             shares = f"{fill.slots} | {fill.pair:.2f} | {fill.updates:,} | {fill.update:.2f}"
@@ -382,8 +430,12 @@ def check_losses(results: dict[str, dict]) -> None:
     """Whoever has another loss does other work. (Initial weights are drawn anew by each, within a small bound.)"""
     losses = {name: result["losses"] for name, result in results.items() if result.get("losses")}
     for name, values in losses.items():
-        if not all(math.isclose(a, b, rel_tol=0.01) for a, b in zip(values, losses["ours"], strict=True)):
-            raise RuntimeError(f"{name} does not train the same tables: its losses are {values}, ours {losses['ours']}")
+        if not all(
+            math.isclose(a, b, rel_tol=0.01) for a, b in zip(values, losses["ours"], strict=True)
+        ):
+            raise RuntimeError(
+                f"{name} does not train the same tables: its losses are {values}, ours {losses['ours']}"
+            )
 
 
 def table(results: dict[int, dict[str, dict]]) -> str:
@@ -431,12 +483,16 @@ def main(options: Options) -> dict[int, dict[str, dict]]:
                 fitting, left_out = groups(rows, options)
                 parts: dict[str, dict] = {}
                 for names in fitting:
-                    print(f"round {round_number + 1}, {rows:,} rows: {'; '.join(names)}", flush=True)
+                    print(
+                        f"round {round_number + 1}, {rows:,} rows: {'; '.join(names)}", flush=True
+                    )
                     parts |= run_round(options, rows, names, folder)
                 check_losses(parts)
                 parts |= {name: {"not run": reason} for name, reason in left_out.items()}
                 for name, part in parts.items():
-                    total = results[rows].setdefault(name, {} if "not run" in part else {"seconds": [], "rounds": []})
+                    total = results[rows].setdefault(
+                        name, {} if "not run" in part else {"seconds": [], "rounds": []}
+                    )
                     if "not run" in part:
                         total["not run"] = part["not run"]
                     else:
@@ -444,7 +500,9 @@ def main(options: Options) -> dict[int, dict[str, dict]]:
                         total["rounds"].append(statistics.median(part["seconds"]))
     print(f"\n{table(results)}")
     os.makedirs(os.path.dirname(options.out) or ".", exist_ok=True)
-    Path(options.out).write_text(json.dumps({"options": asdict(options), "results": results}, indent=2) + "\n")
+    Path(options.out).write_text(
+        json.dumps({"options": asdict(options), "results": results}, indent=2) + "\n"
+    )
     return results
 
 

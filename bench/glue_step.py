@@ -58,7 +58,9 @@ class Options:
     task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
     checkpoint: str = ""  # hub id, or folder with configuration and tokenizer
     kind: Literal[vocabulary.KINDS] = "bert"  # architecture without --checkpoint
-    size: Literal[tuple(encoders.SIZES)] = "mini"  # layers and width without --checkpoint, see models/encoders
+    size: Literal[tuple(encoders.SIZES)] = (
+        "mini"  # layers and width without --checkpoint, see models/encoders
+    )
     vocabulary: int = 8000  # tokens learnt from the training text without --checkpoint
     device: Literal["xla", "cpu"] = "xla"  # of our sides
     lengths: tuple[int, ...] = (32, 64, 128)  # of our batches on XLA; all sides cut at the last
@@ -85,7 +87,9 @@ class Block:
     places: int = 0  # with padding
 
     def __add__(self, other: "Block") -> "Block":
-        return Block(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return Block(
+            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
 
 
 def ours(options: Options, start: str, grouped: bool, mesh) -> Callable[[int], Block]:
@@ -144,7 +148,9 @@ def ours(options: Options, start: str, grouped: bool, mesh) -> Callable[[int], B
     return run
 
 
-def serve(options: Options, recipe: glue_trainer.Options, start: str, name: str, pipe: Connection) -> None:
+def serve(
+    options: Options, recipe: glue_trainer.Options, start: str, name: str, pipe: Connection
+) -> None:
     """Trainer in a process of its own: makes as many steps as `pipe` says and answers with a Block; None ends it."""
     from transformers import TrainerCallback
 
@@ -182,7 +188,9 @@ def serve(options: Options, recipe: glue_trainer.Options, start: str, name: str,
 
     with tempfile.TemporaryDirectory() as folder:
         settings = settings | {"max_steps": STEPS}
-        trainer = glue_trainer.make_trainer(recipe, options.data, start, SEED, folder, padding, **settings)
+        trainer = glue_trainer.make_trainer(
+            recipe, options.data, start, SEED, folder, padding, **settings
+        )
         trainer.model.register_forward_pre_hook(count, with_kwargs=True)
         trainer.add_callback(Clock())
         trainer.train()
@@ -219,7 +227,10 @@ def table(rounds: dict[str, list[Block]]) -> None:
         examples, total = sorted(block.examples / block.seconds for block in blocks), totals[name]
         row = [name, f"{rates[name]:,.0f}"]
         row += [f"{statistics.median(examples):,.0f} ({examples[0]:,.0f} to {examples[-1]:,.0f})"]
-        row += [f"{1 - total.tokens / total.places:.0%}", *(f"{rates[mine] / rates[name]:.2f}" for mine in own)]
+        row += [
+            f"{1 - total.tokens / total.places:.0%}",
+            *(f"{rates[mine] / rates[name]:.2f}" for mine in own),
+        ]
         print(f"| {' | '.join(row)} |")
 
 
@@ -229,7 +240,9 @@ def main(options: Options) -> None:
     glue_trainer.quiet()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     shared = {
-        name: value for name, value in asdict(options).items() if name in glue_trainer.Options.__dataclass_fields__
+        name: value
+        for name, value in asdict(options).items()
+        if name in glue_trainer.Options.__dataclass_fields__
     }
     recipe = glue_trainer.Options(**shared)
     with tempfile.TemporaryDirectory() as start:
@@ -253,7 +266,9 @@ def main(options: Options) -> None:
                 block = sides[name](options.block)
                 if number >= 0:
                     rounds[name].append(block)
-            latest = {name: f"{blocks[-1].seconds:.1f} s" for name, blocks in rounds.items() if blocks}
+            latest = {
+                name: f"{blocks[-1].seconds:.1f} s" for name, blocks in rounds.items() if blocks
+            }
             print(f"round {number + 1} of {options.rounds}: {latest or 'warm-up'}", flush=True)
         for side in sides.values():
             if isinstance(side, Worker):
@@ -261,7 +276,9 @@ def main(options: Options) -> None:
     table(rounds)
     figures = {name: [vars(block) for block in blocks] for name, blocks in rounds.items()}
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(options.out).write_text(json.dumps({"options": asdict(options), "rounds": figures}, indent=1))
+    Path(options.out).write_text(
+        json.dumps({"options": asdict(options), "rounds": figures}, indent=1)
+    )
 
 
 if __name__ == "__main__":

@@ -50,9 +50,13 @@ ADAM_EPS = 1e-6  # train.glue's; Trainer's default is 1e-8
 class Options:
     data: str  # folder of TSV files, hub id or folder of `datasets`
     task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
-    checkpoint: str = ""  # hub id, or folder with configuration and tokenizer; without weights they are random
+    checkpoint: str = (
+        ""  # hub id, or folder with configuration and tokenizer; without weights they are random
+    )
     kind: Literal[vocabulary.KINDS] = "bert"  # architecture without --checkpoint
-    size: Literal[tuple(encoders.SIZES)] = "mini"  # layers and width without --checkpoint, see models/encoders
+    size: Literal[tuple(encoders.SIZES)] = (
+        "mini"  # layers and width without --checkpoint, see models/encoders
+    )
     vocabulary: int = 8000  # tokens learnt from the training text without --checkpoint
     train_examples: int = 0  # the first of the training split; 0: all
     lengths: tuple[int, ...] = (32, 64, 128)  # our buckets; both sides cut at the last
@@ -80,7 +84,9 @@ def prepare(options: Options, data: str, seed: int, folder: str) -> None:
         examples = glue.read(data, options.task, "train")
         text = [*examples.first, *(examples.second or [])]
         tokenizer = vocabulary.learn(text, options.kind, options.vocabulary)
-        settings = encoders.configuration(options.kind, options.size, tokenizer, options.lengths[-1])
+        settings = encoders.configuration(
+            options.kind, options.size, tokenizer, options.lengths[-1]
+        )
     labels = glue.TASKS[options.task].labels
     transformers.set_seed(seed)  # of the head, or of all weights
     model = classification.classifier(settings, labels, source).model
@@ -91,7 +97,11 @@ def prepare(options: Options, data: str, seed: int, folder: str) -> None:
 def has_weights(checkpoint: str) -> bool:
     """Whether a checkpoint has weights; one of the hub has."""
     folder = Path(checkpoint)
-    return not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    return (
+        not folder.is_dir()
+        or any(folder.glob("*.safetensors"))
+        or any(folder.glob("pytorch_model*.bin"))
+    )
 
 
 def first_examples(options: Options, folder: str) -> str:
@@ -106,7 +116,9 @@ def first_examples(options: Options, folder: str) -> str:
         count = options.train_examples if split == "train" else len(examples)
         if count > len(examples):
             raise InputError(f"--train-examples is {count}; the training split has {len(examples)}")
-        table = datasets.Dataset.from_dict({name: values[:count] for name, values in columns.items()})
+        table = datasets.Dataset.from_dict(
+            {name: values[:count] for name, values in columns.items()}
+        )
         table.to_parquet(f"{folder}/{task.name}/{split}.parquet")
     return folder
 
@@ -137,7 +149,13 @@ def ours(options: Options, data: str, start: str, seed: int, folder: str) -> lis
 
 
 def make_trainer(
-    options: Options, data: str, start: str, seed: int, folder: str, padding: bool | str = False, **settings
+    options: Options,
+    data: str,
+    start: str,
+    seed: int,
+    folder: str,
+    padding: bool | str = False,
+    **settings,
 ) -> "transformers.Trainer":
     """Returns transformers' Trainer, ready to train; it writes to `folder`.
 
@@ -194,7 +212,9 @@ def make_trainer(
     return trainer
 
 
-def theirs(options: Options, data: str, start: str, seed: int, folder: str, core: int) -> dict[str, float]:
+def theirs(
+    options: Options, data: str, start: str, seed: int, folder: str, core: int
+) -> dict[str, float]:
     """Trains with Trainer, in this process: the metrics, named as train.glue's."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
@@ -204,7 +224,10 @@ def theirs(options: Options, data: str, start: str, seed: int, folder: str, core
     for split, examples in trainer.eval_dataset.items():
         prefix = "mismatched_" if split.endswith("mismatched") else ""
         found = trainer.evaluate(examples)
-        metrics |= {prefix + name: found[f"eval_{name}"] for name in (*glue.TASKS[options.task].metrics, "loss")}
+        metrics |= {
+            prefix + name: found[f"eval_{name}"]
+            for name in (*glue.TASKS[options.task].metrics, "loss")
+        }
     return metrics
 
 
@@ -218,7 +241,9 @@ def quiet() -> None:
 def prepare_environment(threads: int) -> None:
     """For the processes that this one starts. Raises InputError if Trainer cannot run."""
     if importlib.util.find_spec("accelerate") is None:
-        raise InputError("accelerate is not installed, and transformers' Trainer needs it; `pip install accelerate`")
+        raise InputError(
+            "accelerate is not installed, and transformers' Trainer needs it; `pip install accelerate`"
+        )
     os.environ |= {
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
@@ -248,9 +273,13 @@ def run(options: Options, data: str, seed: int) -> dict[str, dict[str, float]]:
             )
         try:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                of_trainer = pool.submit(theirs, options, data, start, seed, f"{folder}/trainer", cores[-1]).result()
+                of_trainer = pool.submit(
+                    theirs, options, data, start, seed, f"{folder}/trainer", cores[-1]
+                ).result()
             if process.wait() != 0:
-                raise InputError("train.glue failed:\n" + "\n".join(log.read_text().splitlines()[-15:]))
+                raise InputError(
+                    "train.glue failed:\n" + "\n".join(log.read_text().splitlines()[-15:])
+                )
         finally:
             process.kill()
         of_ours = json.loads(Path(folder, "ours/summary.json").read_text())["metrics"]
@@ -273,10 +302,17 @@ def main(options: Options) -> None:
         for seed in map(int, options.seeds.split(",")):
             for name, metrics in run(options, data, seed).items():
                 results[name].append(metrics)
-                print(f"seed {seed} {name}: {', '.join(f'{k} {v:.4f}' for k, v in metrics.items())}", flush=True)
+                print(
+                    f"seed {seed} {name}: {', '.join(f'{k} {v:.4f}' for k, v in metrics.items())}",
+                    flush=True,
+                )
             Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-            Path(options.out).write_text(json.dumps({"options": asdict(options), "results": results}, indent=1))
-    print(f"\n| {options.task}, mean ± sd (each seed) | ours | Trainer | difference |\n|---|---|---|---|")
+            Path(options.out).write_text(
+                json.dumps({"options": asdict(options), "results": results}, indent=1)
+            )
+    print(
+        f"\n| {options.task}, mean ± sd (each seed) | ours | Trainer | difference |\n|---|---|---|---|"
+    )
     for name in results["ours"][0]:
         values = {side: [one[name] for one in runs] for side, runs in results.items()}
         difference = [a - b for a, b in zip(values["ours"], values["trainer"], strict=True)]

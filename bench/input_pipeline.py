@@ -48,7 +48,9 @@ class Options:
     enlarge: int = 0  # pixels of the longer side; pictures are first written anew at this size, JPEG 95. 0: as they are
     image_size: int = 224  # pixels, square
     batch_size: int = 64  # images a batch
-    batches: int = 40  # batches a round; a multiple of the workers keeps all of them busy to the end
+    batches: int = (
+        40  # batches a round; a multiple of the workers keeps all of them busy to the end
+    )
     rounds: int = 7  # counted ones; one more, before them, is not
     workers: int = -1  # processes of each contender; -1: one a core
     out: str = "runs/bench/input_pipeline.json"  # where the figures go
@@ -73,7 +75,9 @@ def one_thread(_: int = 0) -> None:
 def our_loader(options: Options, mesh: device.Mesh, workers: int) -> DataLoader:
     """The DataLoader inside `loading.parallel_loader`, for one host, with workers that stay between the rounds."""
     dataset = imagenet.open_imagenet(options.data, "train", options.image_size)
-    keys = list(batches.training_keys(dataset, options.batch_size, seed=0, start=0, stop=options.batches))
+    keys = list(
+        batches.training_keys(dataset, options.batch_size, seed=0, start=0, stop=options.batches)
+    )
     maker = batches.BatchMaker(dataset, seed=0, masked=False, collate=batches.as_tensors)
     return batches.data_loader(maker, keys, workers, persistent_workers=True)
 
@@ -124,7 +128,9 @@ def decode_and_resize(indices: list[int], size: int, pillow: bool) -> int:
 
 def consume(batches: Any) -> int:
     """Takes every batch; returns the number of images."""
-    return sum(len(batch[1]) if isinstance(batch, list) else len(batch["label"]) for batch in batches)
+    return sum(
+        len(batch[1]) if isinstance(batch, list) else len(batch["label"]) for batch in batches
+    )
 
 
 def measure(passes: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[float]]:
@@ -145,12 +151,17 @@ def measure(passes: dict[str, Callable[[], int]], rounds: int) -> dict[str, list
 
 def table(rates: dict[str, list[float]]) -> str:
     """Markdown: median and range of images/s, and of the ratios of `ours` to the others within a round."""
-    lines = ["| | images/s, median (min to max) | ours, host / this | ours, device / this |", "|---|---|---|---|"]
+    lines = [
+        "| | images/s, median (min to max) | ours, host / this | ours, device / this |",
+        "|---|---|---|---|",
+    ]
     for name, values in rates.items():
         cells = [f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"]
         for own in ("ours, host", "ours, device"):
             ratios = [a / b for a, b in zip(rates[own], values, strict=True)]
-            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+            cells.append(
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -169,7 +180,9 @@ def main(options: Options) -> dict[str, list[float]]:
 def compare(options: Options) -> dict[str, list[float]]:
     """Measures and prints the table; returns images/s of each contender and round."""
     if min(options.rounds, options.batches) < 1:
-        raise InputError(f"--rounds is {options.rounds}, --batches {options.batches}; each must be at least 1")
+        raise InputError(
+            f"--rounds is {options.rounds}, --batches {options.batches}; each must be at least 1"
+        )
     mesh = device.setup(seed=0, precision="float32")
     workers = options.workers if options.workers > 0 else len(os.sched_getaffinity(0))
     ours, reference = our_loader(options, mesh, workers), reference_loader(options, workers)
@@ -199,10 +212,17 @@ def compare(options: Options) -> dict[str, list[float]]:
             },
             options.rounds,
         )
-    faster = max(rates["limit, our decode and resize"], rates["limit, Pillow"], key=statistics.median)
-    print(f"\n{len(contents)} files, {options.image_size} px, {workers} processes, batches of {options.batch_size}\n")
+    faster = max(
+        rates["limit, our decode and resize"], rates["limit, Pillow"], key=statistics.median
+    )
+    print(
+        f"\n{len(contents)} files, {options.image_size} px, {workers} processes, batches of {options.batch_size}\n"
+    )
     print(table(rates))
-    print(f"\nours, host: {paired(rates['ours, host'], rates['reference']):.2f} x the reference (goal 1.30), ", end="")
+    print(
+        f"\nours, host: {paired(rates['ours, host'], rates['reference']):.2f} x the reference (goal 1.30), ",
+        end="",
+    )
     print(f"{paired(rates['ours, host'], faster):.2f} of the faster limit (goal 0.85)")
     return rates
 

@@ -106,8 +106,20 @@ MEANING = {
 LOWERED, FALLS, BACKWARD, READS, REFUSES, WRONG = MEANING
 
 _random = torch.Generator().manual_seed(0)
-_sizes = {"signal": (2, 4, 6), "image": (2, 4, 6, 6), "volume": (2, 3, 4, 4, 4), "kernel": (4, 4, 3, 3)}
-_sizes |= {"grid": (2, 5, 5, 2), "x": (5, 4), "y": (5, 4), "query": (2, 2, 3, 4), "table": (8, 4), "gain": (4,)}
+_sizes = {
+    "signal": (2, 4, 6),
+    "image": (2, 4, 6, 6),
+    "volume": (2, 3, 4, 4, 4),
+    "kernel": (4, 4, 3, 3),
+}
+_sizes |= {
+    "grid": (2, 5, 5, 2),
+    "x": (5, 4),
+    "y": (5, 4),
+    "query": (2, 2, 3, 4),
+    "table": (8, 4),
+    "gain": (4,),
+}
 INPUTS = {name: torch.randn(size, generator=_random) for name, size in _sizes.items()} | {
     "boxes": torch.tensor([[0.3, 0.2, 4.1, 3.7], [0.5, 0.4, 4.3, 3.9], [2.2, 1.6, 5.4, 5.3]]),
     "scores": torch.tensor([0.3, 0.9, 0.7]),
@@ -135,15 +147,43 @@ CASES = {
         Case("F.adaptive_avg_pool2d(image, 3)"),
         Case("F.adaptive_avg_pool2d(image, 4)", FALLS, "resize(image, (4, 4), mode='area')"),
         Case("F.interpolate(image, (8, 9))", BACKWARD, "resize(image, (8, 9))"),
-        Case("F.interpolate(image, (8, 9), mode='bilinear')", BACKWARD, "resize(image, (8, 9), mode='bilinear')"),
-        Case("F.interpolate(image, (8, 9), mode='bicubic')", FALLS, "resize(image, (8, 9), mode='bicubic')"),
+        Case(
+            "F.interpolate(image, (8, 9), mode='bilinear')",
+            BACKWARD,
+            "resize(image, (8, 9), mode='bilinear')",
+        ),
+        Case(
+            "F.interpolate(image, (8, 9), mode='bicubic')",
+            FALLS,
+            "resize(image, (8, 9), mode='bicubic')",
+        ),
         Case("F.grid_sample(image, grid, align_corners=False)", FALLS, "grid_sample(image, grid)"),
-        Case("ops.roi_align(image[:1], [boxes], 2, 1, 2)", FALLS, "roi_align(image[:1], boxes.detach(), 2)"),
-        Case("F.one_hot(ops.nms(boxes, scores, 0.5), 3).sum(0)", FALLS, "kept_boxes(boxes, scores, 0.5)"),
-        Case("F.unfold(image, 3)", FALLS, "F.conv2d(image, torch.eye(36).view(36, 4, 3, 3).to(image)).flatten(2)"),
-        Case("F.channel_shuffle(image, 2)", FALLS, "image.unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2)"),
+        Case(
+            "ops.roi_align(image[:1], [boxes], 2, 1, 2)",
+            FALLS,
+            "roi_align(image[:1], boxes.detach(), 2)",
+        ),
+        Case(
+            "F.one_hot(ops.nms(boxes, scores, 0.5), 3).sum(0)",
+            FALLS,
+            "kept_boxes(boxes, scores, 0.5)",
+        ),
+        Case(
+            "F.unfold(image, 3)",
+            FALLS,
+            "F.conv2d(image, torch.eye(36).view(36, 4, 3, 3).to(image)).flatten(2)",
+        ),
+        Case(
+            "F.channel_shuffle(image, 2)",
+            FALLS,
+            "image.unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2)",
+        ),
         Case("F.elu(x)", WRONG, "torch.where(x > 0, x, x.clamp(max=0).expm1())"),
-        Case("F.selu(x)", WRONG, "1.0507010 * torch.where(x > 0, x, 1.6732632 * x.clamp(max=0).expm1())"),
+        Case(
+            "F.selu(x)",
+            WRONG,
+            "1.0507010 * torch.where(x > 0, x, 1.6732632 * x.clamp(max=0).expm1())",
+        ),
     ],
     "Text": [
         Case("F.embedding(ids, table, padding_idx=0)"),
@@ -163,10 +203,20 @@ CASES = {
             "(x.detach() - torch.empty_like(x).exponential_().log()).topk(4).indices.sort().values",
         ),
         Case("F.glu(x)", BACKWARD, "x[:, :2] * x[:, 2:].sigmoid()"),
-        Case("torch.view_as_real(torch.polar(x * x, y))", FALLS, "torch.stack([x * x * y.cos(), x * x * y.sin()], -1)"),
+        Case(
+            "torch.view_as_real(torch.polar(x * x, y))",
+            FALLS,
+            "torch.stack([x * x * y.cos(), x * x * y.sin()], -1)",
+        ),
         Case("x[x > 0].sum()", FALLS, "torch.where(x > 0, x, 0).sum()"),
-        Case("x.masked_select(x > 0).mean()", FALLS, "torch.where(x > 0, x, 0).sum() / (x > 0).sum()"),
-        Case("x.repeat_interleave(each, 0)", FALLS, "x[(each.cumsum(0) <= torch.arange(6).to(each)[:, None]).sum(1)]"),
+        Case(
+            "x.masked_select(x > 0).mean()", FALLS, "torch.where(x > 0, x, 0).sum() / (x > 0).sum()"
+        ),
+        Case(
+            "x.repeat_interleave(each, 0)",
+            FALLS,
+            "x[(each.cumsum(0) <= torch.arange(6).to(each)[:, None]).sum(1)]",
+        ),
         Case("F.one_hot(labels)", READS, "F.one_hot(labels, 4)"),
     ],
     "Recommendation": [
@@ -204,11 +254,19 @@ def run(code: str, place: torch.device) -> tuple[list[Tensor], str]:
         forward = FALLS if fallback_counts() != before else ""
         for result in results:
             if result.requires_grad:
-                result.backward(torch.arange(1.0, result.numel() + 1).sin().view(result.shape).to(place))
+                result.backward(
+                    torch.arange(1.0, result.numel() + 1).sin().view(result.shape).to(place)
+                )
     except RuntimeError:
         return [], REFUSES
-    gradients = [real.grad.to_dense() if real.grad.is_sparse else real.grad for real in reals if real.grad is not None]
-    backward = BACKWARD if fallback_counts() != before else READS if xla.host_reads() != reads else LOWERED
+    gradients = [
+        real.grad.to_dense() if real.grad.is_sparse else real.grad
+        for real in reals
+        if real.grad is not None
+    ]
+    backward = (
+        BACKWARD if fallback_counts() != before else READS if xla.host_reads() != reads else LOWERED
+    )
     return [result.detach() for result in results] + gradients, forward or backward
 
 
@@ -216,10 +274,19 @@ def measure(mesh: device.Mesh) -> list[tuple[Case, str, str]]:
     """Returns each case with its verdict and its substitute's. All that is lowered is one graph."""
     cases = [case for field in CASES.values() for case in field]
     expected = [run(case.code, torch.device("cpu"))[0] for case in cases]
-    ran = [[run(code, mesh.device) for code in (case.code, case.instead or case.code)] for case in cases]
+    ran = [
+        [run(code, mesh.device) for code in (case.code, case.instead or case.code)]
+        for case in cases
+    ]
     device.run_pending()
     return [
-        (case, *(verdict if verdict == REFUSES or _same(tensors, wanted) else WRONG for tensors, verdict in pair))
+        (
+            case,
+            *(
+                verdict if verdict == REFUSES or _same(tensors, wanted) else WRONG
+                for tensors, verdict in pair
+            ),
+        )
         for case, wanted, pair in zip(cases, expected, ran, strict=True)
     ]
 
@@ -227,7 +294,9 @@ def measure(mesh: device.Mesh) -> list[tuple[Case, str, str]]:
 def _same(tensors: list[Tensor], wanted: list[Tensor]) -> bool:
     """Tells whether shapes, types and values on the device are those of the CPU, within float32's rounding."""
     return len(tensors) == len(wanted) and all(
-        one.dtype == other.dtype and one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-5)
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and torch.allclose(one, other, rtol=1e-5, atol=1e-5)
         for one, other in zip(device.read(tensors), wanted, strict=True)
     )
 
@@ -235,13 +304,21 @@ def _same(tensors: list[Tensor], wanted: list[Tensor]) -> bool:
 def page() -> str:
     """Returns docs/operations.md."""
     found = [case.verdict for cases in CASES.values() for case in cases]
-    verdicts = "\n".join(f"| {verdict} | {found.count(verdict)} | {meaning} |" for verdict, meaning in MEANING.items())
+    verdicts = "\n".join(
+        f"| {verdict} | {found.count(verdict)} | {meaning} |"
+        for verdict, meaning in MEANING.items()
+    )
     shapes = ", ".join(f"{name} {[*value.shape]}" for name, value in INPUTS.items())
     text = INTRODUCTION.format(verdicts=verdicts, shapes=shapes)
     for field, cases in CASES.items():
-        rows = [f"| `{code}` | {verdict} | {instead and f'`{instead}`'} |\n" for code, verdict, instead in cases]
+        rows = [
+            f"| `{code}` | {verdict} | {instead and f'`{instead}`'} |\n"
+            for code, verdict, instead in cases
+        ]
         text += f"## {field}\n\n| operation | on XLA | instead |\n|---|---|---|\n{''.join(rows)}\n"
-    code = "\n\n".join(map(inspect.getsource, (resize, grid_sample, roi_align, kept_boxes, unique_inverse)))
+    code = "\n\n".join(
+        map(inspect.getsource, (resize, grid_sample, roi_align, kept_boxes, unique_inverse))
+    )
     return f"{text}## Substitutes of more than a line\n\n```python\n{code}```\n"
 
 

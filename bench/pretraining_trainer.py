@@ -127,7 +127,9 @@ def trainer_settings(options: Options) -> dict[str, float]:
     }
 
 
-def train_trainer(options: Options, settings: dict[str, float], seed: int, folder: str, core: int) -> None:
+def train_trainer(
+    options: Options, settings: dict[str, float], seed: int, folder: str, core: int
+) -> None:
     """Trains with Trainer, in this process: checkpoints go to `folder`, and rows/s to `folder`/rate.json."""
     from transformers import (
         DataCollatorForLanguageModeling,
@@ -192,13 +194,19 @@ def saved(folder: str, rows: text.Text, size: str) -> dict[str, dict[int, PreTra
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             tensor.data.copy_(weights[f"model.{name}"])
         models["ours"][int(path.parent.name.removeprefix("step_"))] = model
-    models["ours"][max(models["ours"])] = AutoModelForMaskedLM.from_pretrained(f"{folder}/ours/export")
+    models["ours"][max(models["ours"])] = AutoModelForMaskedLM.from_pretrained(
+        f"{folder}/ours/export"
+    )
     for path in Path(folder, "trainer").glob("checkpoint-*"):
-        models["trainer"][int(path.name.removeprefix("checkpoint-"))] = AutoModelForMaskedLM.from_pretrained(path)
+        models["trainer"][int(path.name.removeprefix("checkpoint-"))] = (
+            AutoModelForMaskedLM.from_pretrained(path)
+        )
     return models
 
 
-def evaluate(model: PreTrainedModel, rows: MaskedText, batch_size: int, draws: int) -> dict[str, float]:
+def evaluate(
+    model: PreTrainedModel, rows: MaskedText, batch_size: int, draws: int
+) -> dict[str, float]:
     """Mean loss (nats) and accuracy of the predicted tokens."""
     model.eval()
     totals: dict[str, float] = {}
@@ -206,8 +214,13 @@ def evaluate(model: PreTrainedModel, rows: MaskedText, batch_size: int, draws: i
         for first in range(0, len(rows), batch_size):
             indices = range(first, min(first + batch_size, len(rows)))
             # Draw s has the masks of train.pretrain's own evaluation with --seed s.
-            examples = [rows.example(index, np.random.default_rng((draw, 0, index))) for index in indices]
-            batch = {name: torch.from_numpy(np.stack([one[name] for one in examples])) for name in examples[0]}
+            examples = [
+                rows.example(index, np.random.default_rng((draw, 0, index))) for index in indices
+            ]
+            batch = {
+                name: torch.from_numpy(np.stack([one[name] for one in examples]))
+                for name in examples[0]
+            }
             with torch.inference_mode():
                 sums = objectives.scores(model, batch | {"mask": torch.ones(len(examples))})
             for name, value in sums.items():
@@ -222,9 +235,13 @@ def wait(processes: dict, log: Path) -> dict[str, float]:
         time.sleep(0.1)
         codes = {"ours": processes["ours"].poll(), "trainer": processes["trainer"].exitcode}
         if codes["ours"]:
-            raise InputError("train.pretrain failed:\n" + "\n".join(log.read_text().splitlines()[-15:]))
+            raise InputError(
+                "train.pretrain failed:\n" + "\n".join(log.read_text().splitlines()[-15:])
+            )
         if codes["trainer"]:
-            raise InputError(f"Trainer failed with exit code {codes['trainer']}; its error is above")
+            raise InputError(
+                f"Trainer failed with exit code {codes['trainer']}; its error is above"
+            )
         for name, code in codes.items():
             if code == 0 and name not in seconds:
                 seconds[name] = time.perf_counter() - began
@@ -233,13 +250,17 @@ def wait(processes: dict, log: Path) -> dict[str, float]:
 
 def our_rate(folder: str, batch_size: int) -> float:
     """Rows/s between the first update and the last, from the run's record."""
-    lines = [json.loads(line) for line in Path(folder, "ours/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in Path(folder, "ours/metrics.jsonl").read_text().splitlines()
+    ]
     lines = [line for line in lines if "loss" in line]  # of training
     seconds = lines[-1]["timing"]["training"] - lines[0]["timing"]["training"]
     return batch_size * (lines[-1]["step"] - lines[0]["step"]) / seconds
 
 
-def run(options: Options, settings: dict[str, float], seed: int, valid: MaskedText) -> dict[str, dict]:
+def run(
+    options: Options, settings: dict[str, float], seed: int, valid: MaskedText
+) -> dict[str, dict]:
     """Both sides with one seed: {"ours" and "trainer": {"curve": [[updates, loss, accuracy]], "rate", "seconds"}}."""
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
@@ -268,18 +289,26 @@ def run(options: Options, settings: dict[str, float], seed: int, valid: MaskedTe
         }
         result = {}
         for side, models in saved(folder, valid.text, options.size).items():
-            scores = {n: evaluate(models[n], valid, options.batch_size, options.draws) for n in sorted(models)}
+            scores = {
+                n: evaluate(models[n], valid, options.batch_size, options.draws)
+                for n in sorted(models)
+            }
             curve = [[n, score["loss"], score["accuracy"]] for n, score in scores.items()]
             result[side] = {"curve": curve, "rate": rates[side], "seconds": seconds[side]}
     points = [[point[0] for point in result[side]["curve"]] for side in SIDES]
     if points[0] != points[1]:
-        raise RuntimeError(f"the sides saved after different numbers of updates: {points[0]} and {points[1]}")
+        raise RuntimeError(
+            f"the sides saved after different numbers of updates: {points[0]} and {points[1]}"
+        )
     return result
 
 
 def table(results: dict[str, list[dict]]) -> str:
     """Markdown: mean ± standard deviation over the seeds."""
-    lines = ["| mean ± sd (each seed) | ours | Trainer | difference or ratio |", "|---|---|---|---|"]
+    lines = [
+        "| mean ± sd (each seed) | ours | Trainer | difference or ratio |",
+        "|---|---|---|---|",
+    ]
 
     def add(label: str, values: dict[str, list[float]], form: str, ratio: bool = False) -> None:
         pairs = zip(values["ours"], values["trainer"], strict=True)
@@ -293,7 +322,11 @@ def table(results: dict[str, list[dict]]) -> str:
         add(f"loss after {updates} updates", losses, ".3f")
     last = {side: [one["curve"][-1][2] for one in runs] for side, runs in results.items()}
     add("accuracy after the last", last, ".4f")
-    add("whole command, s", {side: [one["seconds"] for one in runs] for side, runs in results.items()}, ".0f")
+    add(
+        "whole command, s",
+        {side: [one["seconds"] for one in runs] for side, runs in results.items()},
+        ".0f",
+    )
     rates = {side: [one["rate"] for one in runs] for side, runs in results.items()}
     add("rows/s (not interleaved)", rates, ".1f", ratio=True)
     return "\n".join(lines)
@@ -324,11 +357,15 @@ def main(options: Options) -> None:
 
     for name in ("updates", "batch_size", "eval_every", "draws"):
         if getattr(options, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
+            raise InputError(
+                f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1"
+            )
     if options.updates < 2:
         raise InputError("--updates is 1; it must be at least 2, since the first is not timed")
     masks = "bert", 0, False, False, (0, 0)  # as train/pretrain.py has them by default
-    train, valid = (pretraining.open_rows(options.data, split, *masks) for split in ("train", "valid"))
+    train, valid = (
+        pretraining.open_rows(options.data, split, *masks) for split in ("train", "valid")
+    )
     print(f"{len(train):,} rows of {train.length} tokens, {len(valid)} for validation", flush=True)
     settings = trainer_settings(options)
     results: dict[str, list[dict]] = {side: [] for side in SIDES}
@@ -342,7 +379,9 @@ def main(options: Options) -> None:
                 flush=True,
             )
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(json.dumps({"options": asdict(options), "results": results}, indent=1))
+        Path(options.out).write_text(
+            json.dumps({"options": asdict(options), "results": results}, indent=1)
+        )
     print("\n" + table(results))
     if options.picture:
         draw(results, options.picture)

@@ -45,7 +45,9 @@ class Options:
     data: str  # folder with train/ and val/ of class folders
     seeds: tuple[int, ...] = (0,)  # one run of each side for every seed
     ours: bool = True  # --no-ours: the eager twin alone, in this process
-    model: Literal["resnet50", "resnet101", "resnet152", "resnet_tiny"] = "resnet_tiny"  # see models/resnet.py
+    model: Literal["resnet50", "resnet101", "resnet152", "resnet_tiny"] = (
+        "resnet_tiny"  # see models/resnet.py
+    )
     image_size: int = 32  # pixels, square
     epochs: int = 30  # passes over the training data
     batch_size: int = 64  # examples a step
@@ -56,7 +58,17 @@ class Options:
     out: str = "runs/bench/resnet50_eager.json"  # where the figures go
 
 
-FIELDS = ("data", "model", "image_size", "epochs", "batch_size", "lr", "warmup_epochs", "norm_groups", "workers")
+FIELDS = (
+    "data",
+    "model",
+    "image_size",
+    "epochs",
+    "batch_size",
+    "lr",
+    "warmup_epochs",
+    "norm_groups",
+    "workers",
+)
 
 
 def eager_model(name: str, num_classes: int) -> nn.Module:
@@ -75,10 +87,16 @@ def eager_model(name: str, num_classes: int) -> nn.Module:
     for stage in range(4):
         planes, stride = width * 2**stage, 1 if stage == 0 else 2
         out = planes * Bottleneck.expansion
-        shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        shortcut = nn.Sequential(
+            nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)
+        )
         parts[f"layer{stage + 1}"] = nn.Sequential(Bottleneck(channels, planes, stride, shortcut))
         channels = out
-    parts |= {"avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(channels, num_classes)}
+    parts |= {
+        "avgpool": nn.AdaptiveAvgPool2d(1),
+        "flatten": nn.Flatten(),
+        "fc": nn.Linear(channels, num_classes),
+    }
     model = nn.Sequential(parts)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -104,14 +122,19 @@ def train_eager(config: Config) -> dict[str, float]:
     folders = [entry.name for entry in os.scandir(config.data) if entry.is_dir()]
     train, evaluation = choose_splits(folders, config.data)
     train_set = ImageFolder(os.path.join(config.data, train), transforms(True, config.image_size))
-    eval_set = ImageFolder(os.path.join(config.data, evaluation), transforms(False, config.image_size))
+    eval_set = ImageFolder(
+        os.path.join(config.data, evaluation), transforms(False, config.image_size)
+    )
     workers = {"num_workers": config.workers, "persistent_workers": config.workers > 0}
     loader = DataLoader(train_set, config.batch_size, shuffle=True, drop_last=True, **workers)
 
     model = eager_model(config.model, len(train_set.classes))
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
 
     step = 0
@@ -126,7 +149,10 @@ def train_eager(config: Config) -> dict[str, float]:
             optimizer.step()
             losses.append(loss.item())
             step += 1
-        print(f"eager, seed {config.seed}: epoch {epoch + 1}, training loss {statistics.fmean(losses):.3f}", flush=True)
+        print(
+            f"eager, seed {config.seed}: epoch {epoch + 1}, training loss {statistics.fmean(losses):.3f}",
+            flush=True,
+        )
 
     model.eval()
     top1 = top5 = loss = 0.0
@@ -137,28 +163,64 @@ def train_eager(config: Config) -> dict[str, float]:
             top1 += ranked[:, 0].sum().item()
             top5 += ranked.sum().item()
             loss += F.cross_entropy(logits, labels, reduction="sum").item()
-    return {"top1": top1 / len(eval_set), "top5": top5 / len(eval_set), "loss": loss / len(eval_set)}
+    return {
+        "top1": top1 / len(eval_set),
+        "top5": top5 / len(eval_set),
+        "loss": loss / len(eval_set),
+    }
 
 
 def run_ours(options: Options, seed: int, runs: str) -> dict[str, float]:
     """`train.resnet50` with one seed in a process of its own; returns its metrics, and seconds of the process."""
-    flags = [item for field in FIELDS for item in (f"--{field.replace('_', '-')}", str(getattr(options, field)))]
+    flags = [
+        item
+        for field in FIELDS
+        for item in (f"--{field.replace('_', '-')}", str(getattr(options, field)))
+    ]
     # Neither side evaluates or saves before its end.
     flags += ["--seed", str(seed), "--eval-every", str(options.epochs), "--save-every", "1000000"]
-    command = [sys.executable, "-m", "train.resnet50", "tiny", *flags, "--runs", runs, "--name", f"bench-seed{seed}"]
+    command = [
+        sys.executable,
+        "-m",
+        "train.resnet50",
+        "tiny",
+        *flags,
+        "--runs",
+        runs,
+        "--name",
+        f"bench-seed{seed}",
+    ]
     print(f"python {shlex.join(command[1:])}", flush=True)
     started = time.perf_counter()
     subprocess.run(command, check=True)
     seconds = time.perf_counter() - started
     summary = json.loads(Path(runs, f"bench-seed{seed}", "summary.json").read_text())
-    return {**summary["metrics"], "seconds": seconds, "compile_seconds": summary["report"]["compile_seconds"]}
+    return {
+        **summary["metrics"],
+        "seconds": seconds,
+        "compile_seconds": summary["report"]["compile_seconds"],
+    }
 
 
 def run_eager(options: Options, seed: int, runs: str) -> dict[str, float]:
     """The eager twin in a process of its own; returns its metrics, and seconds of the process."""
     out = os.path.join(runs, f"eager-seed{seed}.json")
-    flags = [item for field in FIELDS for item in (f"--{field.replace('_', '-')}", str(getattr(options, field)))]
-    command = [sys.executable, "-m", "bench.resnet50_eager", "--no-ours", "--seeds", str(seed), "--out", out, *flags]
+    flags = [
+        item
+        for field in FIELDS
+        for item in (f"--{field.replace('_', '-')}", str(getattr(options, field)))
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.resnet50_eager",
+        "--no-ours",
+        "--seeds",
+        str(seed),
+        "--out",
+        out,
+        *flags,
+    ]
     print(f"python {shlex.join(command[1:])}", flush=True)
     started = time.perf_counter()
     subprocess.run(command, check=True)
@@ -186,7 +248,9 @@ def table(results: dict[str, list[dict[str, float]]]) -> str:
     if len(results) == 2:
         difference = mean["ours"] - mean["eager"]
         lines.append("")
-        lines.append(f"ours - eager: {difference:+.2f} points, standard error {math.hypot(*error.values()):.2f}")
+        lines.append(
+            f"ours - eager: {difference:+.2f} points, standard error {math.hypot(*error.values()):.2f}"
+        )
     return "\n".join(lines)
 
 
@@ -203,10 +267,14 @@ def main(options: Options) -> dict[str, list[dict[str, float]]]:
                     results[side].append({"seed": seed, **run(options, seed, runs)})
     else:
         for seed in options.seeds:
-            config = replace(TINY, seed=seed, **{field: getattr(options, field) for field in FIELDS})
+            config = replace(
+                TINY, seed=seed, **{field: getattr(options, field) for field in FIELDS}
+            )
             started = time.perf_counter()
             metrics = train_eager(config)
-            results["eager"].append({"seed": seed, **metrics, "seconds": time.perf_counter() - started})
+            results["eager"].append(
+                {"seed": seed, **metrics, "seconds": time.perf_counter() - started}
+            )
     print(f"\n{table(results)}")
     os.makedirs(os.path.dirname(options.out) or ".", exist_ok=True)
     Path(options.out).write_text(json.dumps({"options": vars(options), **results}, indent=2) + "\n")

@@ -43,19 +43,25 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Options:
-    model: Literal["resnet50", "resnet101", "resnet152", "resnet_tiny"] = "resnet_tiny"  # see models/resnet.py
+    model: Literal["resnet50", "resnet101", "resnet152", "resnet_tiny"] = (
+        "resnet_tiny"  # see models/resnet.py
+    )
     image_size: int = 32  # pixels, square
     batch_size: int = 64  # examples a step
     block: int = 10  # steps between two readings of the clock
     rounds: int = 15  # counted blocks of each contender
-    only: Literal["", "ours, compiled", "ours, eager", "eager", "torch.compile"] = ""  # just its first step and memory
+    only: Literal["", "ours, compiled", "ours, eager", "eager", "torch.compile"] = (
+        ""  # just its first step and memory
+    )
     out: str = "runs/bench/step_time.json"  # where the figures go
 
 
 def make(contender: str, options: Options, mesh: device.Mesh) -> Callable[[int], float]:
     """A function that runs n training steps, waits for them, and returns the last loss."""
     size, batch_size = options.image_size, options.batch_size
-    config = replace(TINY, model=options.model, image_size=size, batch_size=batch_size, norm_groups=1)
+    config = replace(
+        TINY, model=options.model, image_size=size, batch_size=batch_size, norm_groups=1
+    )
     data = SyntheticImages(batch_size, size, CLASSES, seed=0, split="eval")
     # The seed of all weights: build() makes the same resnet(...) first.
     torch.manual_seed(1)
@@ -74,7 +80,10 @@ def make(contender: str, options: Options, mesh: device.Mesh) -> Callable[[int],
         normalize, step = Normalize(IMAGENET_MEAN, IMAGENET_STD), train_step
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() == 1]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
         if contender == "torch.compile":
             model = torch.compile(model)
@@ -85,7 +94,12 @@ def make(contender: str, options: Options, mesh: device.Mesh) -> Callable[[int],
 
 
 def run_steps(
-    steps: int, step: Callable, state: State, batch: dict[str, Tensor], config: Config, mesh: device.Mesh
+    steps: int,
+    step: Callable,
+    state: State,
+    batch: dict[str, Tensor],
+    config: Config,
+    mesh: device.Mesh,
 ) -> float:
     """Runs the steps and returns the last loss: each step needs the one before, so reading it waits for all of them."""
     for _ in range(steps):
@@ -107,7 +121,12 @@ def first_step(contender: str, options: Options) -> dict[str, float]:
     loss = run(1)
     seconds = time.perf_counter() - started
     run(4)
-    return {"first_step_seconds": seconds, "start_mb": before, "peak_mb": peak_mb(), "first_loss": loss}
+    return {
+        "first_step_seconds": seconds,
+        "start_mb": before,
+        "peak_mb": peak_mb(),
+        "first_loss": loss,
+    }
 
 
 def first_step_in_a_process(contender: str, options: Options) -> dict[str, float]:
@@ -115,7 +134,16 @@ def first_step_in_a_process(contender: str, options: Options) -> dict[str, float
         out = os.path.join(folder, "out.json")
         flags = ["--model", options.model, "--image-size", str(options.image_size)]
         flags += ["--batch-size", str(options.batch_size)]
-        command = [sys.executable, "-m", "bench.step_time", *flags, "--only", contender, "--out", out]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.step_time",
+            *flags,
+            "--only",
+            contender,
+            "--out",
+            out,
+        ]
         # An empty cache: otherwise inductor would read what it compiled in an earlier run.
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "inductor")}
         subprocess.run(command, check=True, env=environment)
@@ -130,7 +158,9 @@ def step_times(options: Options) -> dict[str, list[float]]:
     losses = {contender: [run(1) for _ in range(3)] for contender, run in runs.items()}
     for contender, values in losses.items():
         if any(abs(a - b) > 1e-3 for a, b in zip(values, losses["eager"], strict=True)):
-            raise RuntimeError(f"{contender} computes other losses than eager PyTorch: {values}, {losses['eager']}")
+            raise RuntimeError(
+                f"{contender} computes other losses than eager PyTorch: {values}, {losses['eager']}"
+            )
     times: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
     for number in range(options.rounds + 1):
         first = number % len(CONTENDERS)
@@ -167,7 +197,9 @@ def main(options: Options) -> None:
     os.makedirs(os.path.dirname(options.out) or ".", exist_ok=True)
     if options.only:
         start = first_step(options.only, options)
-        print(f"{options.only}: first step {start['first_step_seconds']:.1f} s, peak memory {start['peak_mb']:.0f} MB")
+        print(
+            f"{options.only}: first step {start['first_step_seconds']:.1f} s, peak memory {start['peak_mb']:.0f} MB"
+        )
         Path(options.out).write_text(json.dumps(start) + "\n")
         return
     starts = {contender: first_step_in_a_process(contender, options) for contender in CONTENDERS}

@@ -88,11 +88,20 @@ def fairseq(options: Options, folder: str, seed: int, data: str) -> list[str]:
     """Command of fairseq's training."""
     arch = ARCHITECTURES[options.arch]
     if arch.pre_norm or arch.activation_dropout or arch.attention_dropout:
-        raise InputError(f"--arch {options.arch} has switches that this comparison does not pass on to fairseq")
-    flags = {"arch": "transformer", "dropout": options.dropout, "criterion": "label_smoothed_cross_entropy"}
+        raise InputError(
+            f"--arch {options.arch} has switches that this comparison does not pass on to fairseq"
+        )
+    flags = {
+        "arch": "transformer",
+        "dropout": options.dropout,
+        "criterion": "label_smoothed_cross_entropy",
+    }
     for stack in ("encoder", "decoder"):
         flags |= {f"{stack}-embed-dim": arch.dim, f"{stack}-ffn-embed-dim": arch.ffn_dim}
-        flags |= {f"{stack}-attention-heads": arch.heads, f"{stack}-layers": getattr(arch, f"{stack}_layers")}
+        flags |= {
+            f"{stack}-attention-heads": arch.heads,
+            f"{stack}-layers": getattr(arch, f"{stack}_layers"),
+        }
     flags |= {
         "label-smoothing": 0.1,
         "optimizer": "adam",
@@ -117,14 +126,23 @@ def fairseq(options: Options, folder: str, seed: int, data: str) -> list[str]:
         "log-interval": options.eval_every,
         "save-dir": folder,
     }
-    switches = ["--share-all-embeddings", "--skip-invalid-size-inputs-valid-test", "--cpu", "--no-epoch-checkpoints"]
+    switches = [
+        "--share-all-embeddings",
+        "--skip-invalid-size-inputs-valid-test",
+        "--cpu",
+        "--no-epoch-checkpoints",
+    ]
     command = [str(FAIRSEQ / "fairseq-train"), data, *switches]
     return command + [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)]
 
 
 def start(command: list[str], log: Path, core: int) -> subprocess.Popen:
     """Starts a side on one core; its output goes to `log`."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CPU_NUM_DEVICES": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CPU_NUM_DEVICES": "1",
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+    }
     environment["XLA_RNG_BIT_GENERATOR"] = FAST_RANDOM
     with open(log, "w") as file:
         return subprocess.Popen(
@@ -147,13 +165,24 @@ def fairseq_bleu(options: Options, folder: str, data: str, core: int) -> float:
     from sacrebleu.metrics import BLEU
 
     flags = {"path": f"{folder}/checkpoint_last.pt", "gen-subset": "valid", "beam": options.beam}
-    flags |= {"lenpen": options.length_penalty, "max-len-a": MAX_LENGTH_A, "max-len-b": MAX_LENGTH_B}
-    flags |= {"max-tokens": options.batch_tokens, "required-batch-size-multiple": 1, "num-workers": 0}
+    flags |= {
+        "lenpen": options.length_penalty,
+        "max-len-a": MAX_LENGTH_A,
+        "max-len-b": MAX_LENGTH_B,
+    }
+    flags |= {
+        "max-tokens": options.batch_tokens,
+        "required-batch-size-multiple": 1,
+        "num-workers": 0,
+    }
     command = [str(FAIRSEQ / "fairseq-generate"), data, "--cpu", "--remove-bpe", "sentencepiece"]
     command += [str(part) for flag, value in flags.items() for part in (f"--{flag}", value)]
     log = Path(folder, "generate.txt")
     succeeded("fairseq-generate", start(command, log, core), log)
-    found = {int(n): text for n, text in re.findall(r"^H-(\d+)\t\S+\t(.*)$", log.read_text(), re.MULTILINE)}
+    found = {
+        int(n): text
+        for n, text in re.findall(r"^H-(\d+)\t\S+\t(.*)$", log.read_text(), re.MULTILINE)
+    }
     valid = wmt.open_pairs(options.data, "valid")
     if len(found) != len(valid):
         raise InputError(f"fairseq-generate translated {len(found)} of {len(valid)} sentences")
@@ -185,15 +214,31 @@ def run(options: Options, seed: int, data: str) -> dict[str, dict]:
         result = {}
         if "ours" in commands:
             summary = json.loads(Path(folder, "ours/summary.json").read_text())
-            lines = [json.loads(line) for line in Path(folder, "ours/metrics.jsonl").read_text().splitlines()]
+            lines = [
+                json.loads(line)
+                for line in Path(folder, "ours/metrics.jsonl").read_text().splitlines()
+            ]
             curve = [[line["step"], line["eval/ppl"]] for line in lines if "eval/ppl" in line]
-            result["ours"] = {"bleu": summary["metrics"]["bleu"], "ppl": summary["metrics"]["ppl"], "curve": curve}
+            result["ours"] = {
+                "bleu": summary["metrics"]["bleu"],
+                "ppl": summary["metrics"]["ppl"],
+                "curve": curve,
+            }
         if "fairseq" in commands:
             text = logs["fairseq"].read_text()
             records = [json.loads(found) for found in re.findall(r"(\{.*\"valid_ppl\".*\})", text)]
-            curve = sorted({int(record["valid_num_updates"]): float(record["valid_ppl"]) for record in records}.items())
+            curve = sorted(
+                {
+                    int(record["valid_num_updates"]): float(record["valid_ppl"])
+                    for record in records
+                }.items()
+            )
             bleu = fairseq_bleu(options, f"{folder}/fairseq", data, cores[0])
-            result["fairseq"] = {"bleu": bleu, "ppl": curve[-1][1], "curve": [list(point) for point in curve]}
+            result["fairseq"] = {
+                "bleu": bleu,
+                "ppl": curve[-1][1],
+                "curve": [list(point) for point in curve],
+            }
     return result
 
 
@@ -206,7 +251,12 @@ def draw(results: dict[str, list[dict]], path: str) -> None:
     axes = figure.add_subplot(xlabel="update", ylabel="validation perplexity", yscale="log")
     for name, runs in results.items():
         for number, one in enumerate(runs):
-            axes.plot(*zip(*one["curve"], strict=True), color=COLOURS[name], alpha=0.8, label=None if number else name)
+            axes.plot(
+                *zip(*one["curve"], strict=True),
+                color=COLOURS[name],
+                alpha=0.8,
+                label=None if number else name,
+            )
     axes.grid(alpha=0.25, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -222,16 +272,23 @@ def main(options: Options) -> None:
     for seed in map(int, options.seeds.split(",")):
         for name, result in run(options, seed, data).items():
             results[name].append(result)
-            print(f"seed {seed} {name}: BLEU {result['bleu']:.2f}, perplexity {result['ppl']:.2f}", flush=True)
+            print(
+                f"seed {seed} {name}: BLEU {result['bleu']:.2f}, perplexity {result['ppl']:.2f}",
+                flush=True,
+            )
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(json.dumps({"options": vars(options), "results": results}, indent=1))
+        Path(options.out).write_text(
+            json.dumps({"options": vars(options), "results": results}, indent=1)
+        )
     print("\n| | BLEU, mean ± sd (each seed) | perplexity |\n|---|---|---|")
     for name, runs in results.items():
         bleu = [one["bleu"] for one in runs]
         spread = statistics.stdev(bleu) if len(bleu) > 1 else float("nan")
         each = ", ".join(f"{value:.1f}" for value in bleu)
         perplexity = statistics.fmean(one["ppl"] for one in runs)
-        print(f"| {name} | {statistics.fmean(bleu):.1f} ± {spread:.1f} ({each}) | {perplexity:.2f} |")
+        print(
+            f"| {name} | {statistics.fmean(bleu):.1f} ± {spread:.1f} ({each}) | {perplexity:.2f} |"
+        )
     if options.picture:
         draw(results, options.picture)
 

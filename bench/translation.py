@@ -58,16 +58,28 @@ class Worker:
     """fairseq in a process of its own, which sleeps between commands."""
 
     def __init__(self, options: Options, data: str):
-        recipe = Recipe(options.data, options.arch, batch_tokens=options.batch_tokens, length=options.length)
+        recipe = Recipe(
+            options.data, options.arch, batch_tokens=options.batch_tokens, length=options.length
+        )
         flags = fairseq(recipe, "/nonexistent", 0, data)[1:]  # its trainer saves nothing here
-        search = {"beam": options.beam, "length-penalty": options.length_penalty, "sentences": options.sentences}
+        search = {
+            "beam": options.beam,
+            "length-penalty": options.length_penalty,
+            "sentences": options.sentences,
+        }
         search |= {"max-len-a": translate.MAX_LENGTH_A, "max-len-b": translate.MAX_LENGTH_B}
         search |= {"model-dir": options.model_dir} if options.model_dir else {}
-        command = [str(FAIRSEQ / "python"), str(Path(__file__).parent / "fairseq/worker.py"), *flags]
+        command = [
+            str(FAIRSEQ / "python"),
+            str(Path(__file__).parent / "fairseq/worker.py"),
+            *flags,
+        ]
         command += [str(part) for flag, value in search.items() for part in (f"--{flag}", value)]
         environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, env=environment
+        )
 
     def __call__(self, command: str) -> dict:
         """Sends a command and waits for its answer. Raises InputError if the process has ended."""
@@ -137,8 +149,14 @@ def table(title: str, rates: dict[str, list[float]], unit: str, reference: str) 
     print(f"\n| {title} | {unit}, median (min to max) | / {reference}'s |\n|---|---|---|")
     for name, values in rates.items():
         ratios = sorted(a / b for a, b in zip(values, rates[reference], strict=True))
-        ratio = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if name != reference else "1"
-        print(f"| {name} | {statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f}) | {ratio} |")
+        ratio = (
+            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            if name != reference
+            else "1"
+        )
+        print(
+            f"| {name} | {statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f}) | {ratio} |"
+        )
 
 
 def compare_training(options: Options, mesh: device.Mesh, other: Worker) -> dict[str, list[float]]:
@@ -175,7 +193,11 @@ def main(options: Options) -> None:
     if not (FAIRSEQ / "python").exists():
         raise InputError("fairseq is not installed; `make fairseq` makes its environment")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    os.environ |= {"CPU_NUM_DEVICES": "1", "PJRT_DEVICE": "CPU", "XLA_RNG_BIT_GENERATOR": FAST_RANDOM}
+    os.environ |= {
+        "CPU_NUM_DEVICES": "1",
+        "PJRT_DEVICE": "CPU",
+        "XLA_RNG_BIT_GENERATOR": FAST_RANDOM,
+    }
     torch.set_num_threads(options.threads)
     mesh = device.setup(0, "float32", kind=options.device)
     valid = wmt.open_pairs(options.data, "valid")
@@ -202,10 +224,14 @@ def main(options: Options) -> None:
         figures["search"] = rates
         table(f"beam search, beam {options.beam}", rates, "sentences/s", "fairseq")
         same = statistics.fmean(ours == theirs for ours, theirs in zip(*text.values(), strict=True))
-        bleu = {name: BLEU().corpus_score(lines, [valid.references()]).score for name, lines in text.items()}
+        bleu = {
+            name: BLEU().corpus_score(lines, [valid.references()]).score
+            for name, lines in text.items()
+        }
         figures |= {"same": same, "bleu": bleu}
         print(
-            f"\n{same:.1%} of the translations are the same; BLEU " + ", ".join(f"{n} {b:.2f}" for n, b in bleu.items())
+            f"\n{same:.1%} of the translations are the same; BLEU "
+            + ", ".join(f"{n} {b:.2f}" for n, b in bleu.items())
         )
     other.process.kill()
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)

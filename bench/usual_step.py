@@ -41,13 +41,23 @@ from train.common.mesh import WHOLE
 TEXT_TOKENS = {"xla": 128, "cpu": 128, "cuda": 512}
 FLOAT = ("--precision", "float32")
 JOBS = {
-    "ResNet": compiling.Job("resnet50", "tiny", "", (*FLOAT, "--norm-groups", "1", "--image-size", "64"), 32),
+    "ResNet": compiling.Job(
+        "resnet50", "tiny", "", (*FLOAT, "--norm-groups", "1", "--image-size", "64"), 32
+    ),
     "BERT pretraining": compiling.Job("bert", "full", "pretrain", (*FLOAT, "--size", "mini"), 8),
-    "RoBERTa pretraining": compiling.Job("roberta", "full", "pretrain", (*FLOAT, "--size", "mini"), 8),
-    "DistilBERT pretraining": compiling.Job("distilbert", "full", "pretrain", (*FLOAT, "--size", "mini"), 8),
+    "RoBERTa pretraining": compiling.Job(
+        "roberta", "full", "pretrain", (*FLOAT, "--size", "mini"), 8
+    ),
+    "DistilBERT pretraining": compiling.Job(
+        "distilbert", "full", "pretrain", (*FLOAT, "--size", "mini"), 8
+    ),
     "XLNet pretraining": compiling.Job("xlnet", "full", "pretrain", (*FLOAT, "--size", "mini"), 8),
     "Transformer": compiling.Job(
-        "transformer", "tiny", "", (*FLOAT, "--arch", "transformer_small", "--dropout", "0.1", "--lengths", "32"), 32
+        "transformer",
+        "tiny",
+        "",
+        (*FLOAT, "--arch", "transformer_small", "--dropout", "0.1", "--lengths", "32"),
+        32,
     ),
     "DLRM": compiling.Job("dlrm", "kaggle", "", (*FLOAT, "--hash-rows", "20000"), 512),
 }
@@ -61,9 +71,13 @@ GPU_JOBS = {
     "Transformer": compiling.Job("transformer", "base", "", (), 128),
     "DLRM": compiling.Job("dlrm", "kaggle", "", ("--hash-rows", "1000000"), 2048),
     "BERT-large": compiling.Job("bert", "full", "pretrain", ("--size", "large"), 32),
-    "BERT-large, --remat": compiling.Job("bert", "full", "pretrain", ("--size", "large", "--remat"), 32),
+    "BERT-large, --remat": compiling.Job(
+        "bert", "full", "pretrain", ("--size", "large", "--remat"), 32
+    ),
     "XLNet-large": compiling.Job("xlnet", "full", "pretrain", ("--size", "large"), 16),
-    "RoBERTa-1.3b, --remat": compiling.Job("roberta", "full", "pretrain", ("--size", "1.3b", "--remat"), 32),
+    "RoBERTa-1.3b, --remat": compiling.Job(
+        "roberta", "full", "pretrain", ("--size", "1.3b", "--remat"), 32
+    ),
 }
 
 
@@ -76,14 +90,20 @@ class Options:
     out: str = "runs/bench/usual_step.json"  # where the figures go
 
 
-def values(name: str, shape: torch.Size, dtype: torch.dtype, job: compiling.Job, tokens: int) -> Tensor:
+def values(
+    name: str, shape: torch.Size, dtype: torch.dtype, job: compiling.Job, tokens: int
+) -> Tensor:
     """Random numbers that an entry of a batch may have."""
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=dtype)
     if name in ("attention_mask", "weights", "mask", "token_type_ids"):
         return torch.full(shape, 0 if name == "token_type_ids" else 1, dtype=dtype)
     if dtype.is_floating_point:
-        return torch.randint(0, 2, shape).to(dtype) if name == "label" else torch.randn(shape, dtype=dtype)
+        return (
+            torch.randint(0, 2, shape).to(dtype)
+            if name == "label"
+            else torch.randn(shape, dtype=dtype)
+        )
     if job.script is dlrm:
         rows = [min(count, job.config(1).hash_rows) for count in steps.KAGGLE_ROWS]
         return torch.stack([torch.randint(0, count, shape[:1], dtype=dtype) for count in rows], 1)
@@ -91,7 +111,9 @@ def values(name: str, shape: torch.Size, dtype: torch.dtype, job: compiling.Job,
         return torch.stack([torch.randperm(shape[1]) for _ in range(shape[0])]).to(dtype)
     if name == "positions":
         return torch.stack([torch.randperm(tokens)[: shape[1]] for _ in range(shape[0])]).to(dtype)
-    most = {"next_sentence": 2, "label": 10, "labels": 2 if job.script is glue else 1000}.get(name, 1000)
+    most = {"next_sentence": 2, "label": 10, "labels": 2 if job.script is glue else 1000}.get(
+        name, 1000
+    )
     return torch.randint(0 if most < 1000 else 10, most, shape, dtype=dtype)
 
 
@@ -99,7 +121,11 @@ def make(job: compiling.Job, usual: bool, mesh: device.Mesh) -> Callable[[], Ten
     """A function that starts a step and returns its loss."""
     torch.manual_seed(0)
     layout = getattr(job.config(1), "layout", WHOLE)
-    script, mesh = (stock.FUNCTIONS[job.script], mesh) if usual else (job.script, sharding.arranged(mesh, layout))
+    script, mesh = (
+        (stock.FUNCTIONS[job.script], mesh)
+        if usual
+        else (job.script, sharding.arranged(mesh, layout))
+    )
     tokens = TEXT_TOKENS[mesh.device.type]
     options = {"tokens": tokens} if job.script is pretrain else {}
     step = compiling.MAKERS[job.script](job.config(1), mesh, script, **options)
@@ -127,7 +153,9 @@ def waiting(start: Callable[[], Tensor]) -> Callable[[int], None]:
     return run
 
 
-def measure(job: compiling.Job, options: Options, mesh: device.Mesh) -> tuple[dict[str, list[float]], dict[str, float]]:
+def measure(
+    job: compiling.Job, options: Options, mesh: device.Mesh
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Milliseconds a step of "ours" and "usual" in each round; GiB that each needs, of a GPU."""
     runs, blocks, memory = {}, {}, {}
     for name in ("ours", "usual"):

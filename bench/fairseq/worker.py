@@ -15,7 +15,9 @@ import sys
 import time
 import warnings
 
-os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # fairseq's loader reads its configuration objects
+os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = (
+    "1"  # fairseq's loader reads its configuration objects
+)
 
 import torch
 from fairseq import checkpoint_utils, options, tasks, utils
@@ -32,7 +34,9 @@ class Training:
     """fairseq's trainer on its own batches, epoch after epoch."""
 
     def __init__(self, flags: list[str]):
-        cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), flags))
+        cfg = convert_namespace_to_omegaconf(
+            options.parse_args_and_arch(options.get_training_parser(), flags)
+        )
         utils.set_torch_seed(cfg.common.seed)
         task = tasks.setup_task(cfg.task)
         task.load_dataset("train")
@@ -63,7 +67,9 @@ class Search:
 
     def __init__(self, arguments: argparse.Namespace, data: str):
         path = f"{arguments.model_dir}/model.pt"
-        (model,), cfg, task = checkpoint_utils.load_model_ensemble_and_task([path], arg_overrides={"data": data})
+        (model,), cfg, task = checkpoint_utils.load_model_ensemble_and_task(
+            [path], arg_overrides={"data": data}
+        )
         task.load_dataset("valid")
         model.prepare_for_inference_(cfg)
         self.model, self.task = model.eval(), task
@@ -71,7 +77,9 @@ class Search:
         search |= {"max_len_a": arguments.max_len_a, "max_len_b": arguments.max_len_b}
         self.generator = task.build_generator([model], argparse.Namespace(**search))
         data = task.dataset("valid")
-        iterator = task.get_batch_iterator(data, max_sentences=arguments.sentences, required_batch_size_multiple=1)
+        iterator = task.get_batch_iterator(
+            data, max_sentences=arguments.sentences, required_batch_size_multiple=1
+        )
         self.batches, self.size = iterator, len(data)
 
     def run(self) -> dict:
