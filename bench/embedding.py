@@ -202,7 +202,7 @@ def first_rows(sizes: list[int]) -> list[int]:
 
 
 def eager(options: Options, sizes: list[int], mesh: device.Mesh) -> Callable[[dict], Tensor] | None:
-    """Makes the step of "eager", or None where torch.optim has no such rule for sparse gradients."""
+    """Makes the step of "eager", or None where torch.optim has no such sparse rule."""
     optimizers = {
         "sgd": torch.optim.SGD,
         "adagrad": torch.optim.Adagrad,
