@@ -45,6 +45,7 @@ import tyro
 from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 from bench.glue_trainer import prepare_environment, quiet, spread
+from bench.transformer_fairseq import flags_of
 from data import pretraining, text
 from data.pretraining import MaskedText
 from errors import InputError
@@ -116,10 +117,7 @@ def ours(options: Options, seed: int, folder: str) -> list[str]:
         "runs": folder,
         "name": "ours",
     }
-    command = [sys.executable, "-m", "train.pretrain", "full"]
-    for flag, value in values.items():
-        command += [f"--{flag}", str(value)]
-    return command
+    return [sys.executable, "-m", "train.pretrain", "full", *flags_of(values)]
 
 
 def trainer_settings(options: Options) -> dict[str, float]:
