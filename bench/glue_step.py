@@ -279,7 +279,7 @@ def table(rounds: dict[str, list[Block]]) -> None:
 
 
 def recipe_of(options: Options) -> glue_trainer.Options:
-    """Returns the options of bench.glue_trainer, with the values of those that this bench shares."""
+    """Returns the options of bench.glue_trainer, with the values of those that are shared."""
     shared = {}
     for name, value in asdict(options).items():
         if name in glue_trainer.Options.__dataclass_fields__:
@@ -288,7 +288,7 @@ def recipe_of(options: Options) -> glue_trainer.Options:
 
 
 def measure(options: Options) -> dict[str, list[Block]]:
-    """Times blocks of steps of each side, in rotating order; returns those of the counted rounds."""
+    """Times blocks of each side, in rotating order; returns those of the counted rounds."""
     recipe = recipe_of(options)
     with tempfile.TemporaryDirectory() as start:
         glue_trainer.prepare(recipe, options.data, SEED, start)
