@@ -239,9 +239,10 @@ def table(results: dict[str, list[dict[str, float]]]) -> str:
         of_each_seed = ", ".join(f"{value:.1f}" for value in top1)
         top5 = 100 * statistics.fmean(run["top5"] for run in runs)
         loss = statistics.fmean(run["loss"] for run in runs)
+        median = statistics.median(seconds)
         lines.append(
-            f"| {side} | {mean[side]:.2f} ± {spread:.2f} | {of_each_seed} | {top5:.2f} | {loss:.3f} "
-            f"| {statistics.median(seconds):.0f} ({min(seconds):.0f} to {max(seconds):.0f}) |"
+            f"| {side} | {mean[side]:.2f} ± {spread:.2f} | {of_each_seed} | {top5:.2f} "
+            f"| {loss:.3f} | {median:.0f} ({min(seconds):.0f} to {max(seconds):.0f}) |"
         )
     if len(results) == 2:
         difference = mean["ours"] - mean["eager"]
