@@ -66,9 +66,8 @@ def rows_of(objective: str) -> MaskedText | PermutedText:
 def batch_of(objective: str) -> dict[str, Tensor]:
     """Returns a batch that has fillers and padding."""
     rows = rows_of(objective)
-    batch = loading.as_tensors(
-        [rows.example(number, np.random.default_rng(number)) for number in range(ROWS)]
-    )
+    examples = [rows.example(number, np.random.default_rng(number)) for number in range(ROWS)]
+    batch = loading.as_tensors(examples)
     assert 0 < batch["weights"].mean() < 1
     assert 0 < batch["attention_mask"].float().mean() < 1
     return batch
@@ -143,9 +142,8 @@ def next_sentence_losses(model, plain: Plain, batch: dict[str, Tensor]) -> dict[
 
 def distillation_losses(model, teacher, plain: Plain) -> dict[str, Tensor]:
     outputs = model(**plain.inputs, labels=plain.of_tokens, output_hidden_states=True)
-    taught = teacher(
-        **plain.inputs, output_hidden_states=True
-    )  # of type 0 all, as the batch has it
+    # Without types of tokens: all are of type 0, as in the batch.
+    taught = teacher(**plain.inputs, output_hidden_states=True)
 
     predicted = plain.of_tokens >= 0
     wanted = F.softmax(taught.logits[predicted] / 2.0, -1)
