@@ -322,11 +322,11 @@ SPECIAL_LINES = [
 
 @dataclass
 class Translations:
-    """The special lines and the sources of a run's validation split, translated together."""
+    """Lines that were translated together: the special ones, then the sources of a split."""
 
-    pairs: wmt.TranslationPairs
+    pairs: wmt.TranslationPairs  # of the split
     lines: list[str]
-    translations: list[str]
+    results: list[str]  # a translation of each line
 
 
 @pytest.fixture(scope="module")
@@ -341,12 +341,12 @@ def translations(run_of) -> Translations:
         lines.append(" ".join(words))
 
     found = translated(f"{path}/export", "\n".join(lines).encode())
-    return Translations(pairs=pairs, lines=lines, translations=found)
+    return Translations(pairs=pairs, lines=lines, results=found)
 
 
 def test_translations_have_the_bleu_of_the_run(trained, translations):
     _, metrics, _ = trained
-    of_split = translations.translations[len(SPECIAL_LINES) :]
+    of_split = translations.results[len(SPECIAL_LINES) :]
 
     bleu = sacrebleu.corpus_bleu(of_split, [translations.pairs.references()])
 
@@ -355,7 +355,7 @@ def test_translations_have_the_bleu_of_the_run(trained, translations):
 
 def test_translations_have_the_order_of_the_lines(trained, translations):
     path, *_ = trained
-    forward = translations.translations
+    forward = translations.results
     assert len(forward) == len(translations.lines)
     assert len(set(forward[: len(SPECIAL_LINES)])) == len(SPECIAL_LINES)
 
@@ -365,7 +365,7 @@ def test_translations_have_the_order_of_the_lines(trained, translations):
     assert forward == backward[::-1]
 
 
-def test_no_line_has_no_translation(trained):
+def test_an_empty_input_has_no_translations(trained):
     assert translated(f"{trained[0]}/export", b"") == []
 
 
@@ -383,7 +383,7 @@ def test_the_command_translates_on_plain_pytorch(trained, translations):
     )
 
     assert process.returncode == 0, process.stderr
-    expected = translations.translations[: len(SPECIAL_LINES)]
+    expected = translations.results[: len(SPECIAL_LINES)]
     assert process.stdout.decode().split("\n") == [*expected, ""]
 
 
