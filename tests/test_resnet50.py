@@ -118,18 +118,15 @@ def test_the_page_classifies_a_new_picture_with_an_export(name, tmp_path, mesh, 
     model = resnet(name, 12)
     images = write_export(tmp_path / "runs/<name>/export", model, config, mesh)
 
-    code = page_code(
-        "exports.md", "ResNet-50 in torchvision", **{"runs/<name>": f"{tmp_path}/runs/<name>"}
-    )
+    replaced = {"runs/<name>": f"{tmp_path}/runs/<name>"}
+    code = page_code("exports.md", "ResNet-50 in torchvision", **replaced)
     code, tiny_arguments = code.split("from models.resnet import resnet")
     code = code.replace("picture.jpg", str(picture))
     if name == "resnet_tiny":
-        of_torchvision = (
-            'model = torchvision.models.get_model(about["model"], num_classes=len(classes))'
-        )
-        assert of_torchvision in code
-        of_ours = f"from models.resnet import resnet{tiny_arguments}"
-        code = code.replace(of_torchvision, of_ours)
+        theirs = 'model = torchvision.models.get_model(about["model"], num_classes=len(classes))'
+        ours = f"from models.resnet import resnet{tiny_arguments}"
+        assert theirs in code
+        code = code.replace(theirs, ours)
     exec(code, {})
 
     pixels = imagenet.eval_crop(imagenet.decode(picture.read_bytes()), config.image_size)
