@@ -152,9 +152,9 @@ def test_a_click_that_is_not_finite_is_named(tmp_path, refused):
     dense[77, 5] = -np.inf
     np.save(path, dense)
     flags = f"tiny --data {data} --batch-size 20 --epochs 1 --log-every 1"
-    place = r"row 77, column 5 \(both from 0\)"
+    position = r"row 77, column 5 \(both from 0\)"
 
-    refused(dlrm, flags, f"train_dense.npy has -inf in {place}; expected finite numbers")
+    refused(dlrm, flags, f"train_dense.npy has -inf in {position}; expected finite numbers")
 
 
 def test_a_start_says_what_it_trains_on(tmp_path, capsys):

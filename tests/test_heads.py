@@ -413,7 +413,7 @@ def test_names_that_are_not_the_classes_cannot_be_stated(text, message):
         heads.parse_labels(text, NLI)
 
 
-def test_an_order_cannot_be_stated_of_a_checkpoint_without_a_head(tmp_path):
+def test_an_order_cannot_be_stated_of_a_missing_head(tmp_path):
     write_without_head(tmp_path)
 
     message = "--labels states the order of a head's classes, but .*has none"
