@@ -42,7 +42,9 @@ def joined(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     old: dict[str, Tensor] = {}
     for name, value in weights.items():
         if ".q_proj." in name:
-            projections = [weights[name.replace("q_proj", f"{letter}_proj")] for letter in "qkv"]
+            projections = []
+            for letter in "qkv":
+                projections.append(weights[name.replace("q_proj", f"{letter}_proj")])
             old[name.replace("q_proj.", "in_proj_")] = torch.cat(projections)
         elif ".k_proj." not in name and ".v_proj." not in name:
             old[name] = value

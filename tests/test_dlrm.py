@@ -97,9 +97,11 @@ def test_a_terminated_run_resumes_on_other_devices(run_of, tmp_path, capsys, mon
     ("split", "batch_size", "room"), [("training", 256, 0.2), ("evaluation", 16, 0.3)]
 )
 def test_dropped_ids_stop_the_run_and_name_the_room(tmp_path, monkeypatch, split, batch_size, room):
-    """At the first line of metrics, before a checkpoint; or, where training has dropped none,
-    before there is a line of the evaluation, whose checkpoint is there. With the room that it
-    names, it resumes."""
+    """Ids that training drops stop the run at the first line of metrics, before a checkpoint; those
+    that an evaluation drops, before it has a line, but after its checkpoint.
+
+    With the room that the message names, the run resumes and ends.
+    """
     monkeypatch.setattr(dlrm, "SYNTHETIC_TRAIN", 3 * batch_size)
     monkeypatch.setattr(dlrm, "SYNTHETIC_EVAL", 2048)
     monkeypatch.setattr(dlrm, "SYNTHETIC_ROWS", (100_000,) * 8)
@@ -144,7 +146,7 @@ def test_dropped_ids_stop_the_run_and_name_the_room(tmp_path, monkeypatch, split
 
 
 def test_a_click_that_is_not_finite_is_named(tmp_path, refused):
-    """It is not called divergence."""
+    """As an error of the data, not as divergence of the training."""
     data = tmp_path / "arrays"
     prepare(write(tmp_path / "train.txt", random_rows(140)), data)
     path = data / "train_dense.npy"

@@ -24,7 +24,7 @@ TOP = (24, 12, 1)
 CROSS_LAYERS = 2
 CROSS_RANK = 6
 NAMES = [f"f{table}" for table in range(len(ROWS))]
-every_interaction = pytest.mark.parametrize("interaction", ["dot", "dcn"])
+both_interactions = pytest.mark.parametrize("interaction", ["dot", "dcn"])
 
 
 def torchrec_model(interaction: str) -> nn.Module:
@@ -77,7 +77,7 @@ def step(
     return found
 
 
-@every_interaction
+@both_interactions
 def test_logits_and_all_gradients_equal_torchrecs_in_float64(interaction, form):
     theirs = torchrec_model(interaction).double()
     ours = our_model(theirs, interaction)
@@ -108,7 +108,7 @@ def test_compiled_and_native_interaction_agree(request, tables):
 
 
 @pytest.mark.usefixtures("compiled")
-@every_interaction
+@both_interactions
 def test_logits_under_autocast_are_about_as_exact_as_torchrecs(interaction):
     """Ours are float32, torchrec's bfloat16."""
     theirs = torchrec_model(interaction)

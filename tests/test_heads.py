@@ -357,7 +357,7 @@ def test_a_regression_does_not_keep_the_output_of_one_class(tmp_path):
 
 # Placeholders, and orders that are stated
 
-every_placeholder = pytest.mark.parametrize(
+all_placeholders = pytest.mark.parametrize(
     "names",
     [
         (),
@@ -368,7 +368,7 @@ every_placeholder = pytest.mark.parametrize(
 )
 
 
-@every_placeholder
+@all_placeholders
 def test_placeholders_say_nothing(names, tmp_path):
     theirs = write(tmp_path, "bert", names)
 
@@ -381,7 +381,7 @@ def test_placeholders_say_nothing(names, tmp_path):
     assert "--labels" in found.head.untrained
 
 
-@every_placeholder
+@all_placeholders
 def test_a_stated_order_takes_the_place_of_placeholders(names, tmp_path):
     theirs = write(tmp_path, "bert", names)
 

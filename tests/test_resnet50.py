@@ -231,8 +231,8 @@ def as_it_is(textures, learned, tmp_path_factory) -> Evaluation:
 
 @pytest.fixture(scope="module")
 def same(as_it_is):
-    """About the top-1 of the export: the statistics of its norms go on, in another order of
-    pictures."""
+    """About the top-1 of the export. A run of rate 0 still updates the running statistics of its
+    norms, each run with the pictures in another order."""
     return pytest.approx(as_it_is.top1, abs=0.1)
 
 
