@@ -241,7 +241,7 @@ def test_torchrecs_arrays_train_with_tables_of_the_given_rows(tmp_path):
         ("--exchange-room nan 1", r"--exchange-room is \(nan, 1.0\).*above 0"),
         ("--top 4 2", r"--top is \(4, 2\).*end with 1"),
         ("--cross 0 4", r"--cross is \(0, 4\).*at least 1"),
-        ("--batch-size 6", "batch_size is 6.*4 devices.*nearest that does is 8"),
+        ("--batch-size 6", "batch_size is 6.*4 devices.*nearest multiple is 8"),
         ("--batch-size 131072", "batch_size is 131072.*65536 examples"),
         ("--model-devices 3", "model_devices is 3.*divide the 4 devices"),
         ("--plan row", "--plan row was removed: use --plan auto, exchange or data, which also restore its checkpoints"),
