@@ -416,7 +416,7 @@ def main(config: Config) -> dict[str, float]:
         mesh,
         name=f"{config.model}-{kind}",
         headline=headline(config, data, steps_per_epoch),
-        free=MAY_CHANGE,
+        may_differ=MAY_CHANGE,
         total_steps=total_steps,
     )
     if run.finished:
