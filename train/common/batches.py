@@ -180,8 +180,7 @@ class BatchMaker:
             # be found by theirs, and the main process would wait for ever.
             module = sys.modules.get(type(error).__module__)
             is_found = getattr(module, type(error).__name__, None) is type(error)
-            # DataLoader raises an error again as its class, of its text. These two classes cannot be
-            # made of a text, or lose it.
+            # DataLoader raises an error's class again, with its text. These two cannot carry one.
             loses_words = isinstance(error, (StopIteration, ExceptionGroup))
             if is_found and not loses_words:
                 raise

@@ -447,7 +447,8 @@ class Checkpointer(contextlib.AbstractContextManager):
             load_state(saved, model, optimizer, mesh)
             return ""
         except InputError as error:
-            if error.__cause__ is not None:  # the store failed: that is no sign of another model
+            # An error of the store: it says nothing about the model that the checkpoint is of.
+            if error.__cause__ is not None:
                 raise
             raise InputError(OTHER_MODEL.format(folder, error)) from None
 

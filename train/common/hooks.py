@@ -63,8 +63,8 @@ class Watcher(contextlib.AbstractContextManager):
 
 # Each makes one watcher of a Run. They are in the order in which the watchers are notified.
 makers: Sequence[Callable[[Any], Watcher]] = ()
-# The same as `Run.watchers` of the run that trains now. Loaders and compiled steps, which do not know
-# the run, notify these.
+# The same as `Run.watchers` of the run that trains now. Loaders and compiled steps, which do not
+# know the run, notify these.
 watchers: Sequence[Watcher] = ()
 
 _NOTHING = contextlib.nullcontext()

@@ -77,8 +77,8 @@ def steps_per_epoch(
 
 
 def _check_divides(name: str, examples: int, micro_batches: int, mesh: Mesh) -> None:
-    """Raises InputError where a batch's examples do not make equal shares of the devices, in each of
-    its micro-batches.
+    """Raises InputError where a batch does not divide into its micro-batches, and each of these by
+    the devices.
 
     Args:
         name: of the batch, in the message.
@@ -333,9 +333,9 @@ def parallel_loader(
             batch is cut in k, which make one update. With split=1 and update_every=k an update
             takes k whole batches, such as those of a plan. All micro-batches from `start` to `stop`
             must make up whole updates.
-        count_rows: returns numbers [n] of the n rows of a micro-batch, by name. Each micro-batch of a
-            batch gets their sum over all of them, entry by entry, [n]: its `.sum()` is the count of
-            the whole batch, on every host, before the first micro-batch is trained on.
+        count_rows: returns numbers [n] of the n rows of a micro-batch, by name. Each micro-batch of
+            a batch gets their sum over all of them, entry by entry, [n]: its `.sum()` is the count
+            of the whole batch, on every host, before the first micro-batch is trained on.
         shuffle: what an epoch permutes. "batches" keeps neighbours together: billions of rows are
             then read in sequence, and the permutation itself stays small.
         collate: makes a dict of tensors [n, ...] from n examples or from the result of `batch`, in

@@ -52,8 +52,8 @@ class Mesh:
     kind: str  # hardware, such as "TPU v5 lite" or "CPU"
     precision: str  # what `autocast` computes in, one of PRECISIONS
     strict: bool  # a recompilation after warm-up or a host fall-back is an error, not a warning
-    # Numbers of this host's devices, in the order in which torch_xla uploads to them. (): every host
-    # has the same number of devices, and they are numbered host by host.
+    # Numbers of this host's devices, in the order in which torch_xla uploads to them. (): every
+    # host has the same number of devices, and they are numbered host by host.
     local_devices: tuple[int, ...] = ()
     # Whether steps avoid the operations that libtpu compiles only with flags, see docs/tpu.md.
     safe_forms: bool = False

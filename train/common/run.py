@@ -194,7 +194,7 @@ class Run:
         """
         signals = device.stop_requested(self.mesh, stop_every)
         watching = hooks.watching(self)
-        # Left in the opposite order: the watchers, the loader, the checkpoints, the run, the signals.
+        # Left in the opposite order: watchers, loader, checkpoints, run, signals.
         with (
             signals as self._stop_requested,
             contextlib.closing(self),
@@ -353,10 +353,10 @@ class Run:
         for key, value in values.items():
             if key.endswith("loss") and not math.isfinite(value):
                 # Not the data: the loader refuses what is not finite in a batch.
+                diverged = "the input was finite, so the training diverged"
                 raise InputError(
-                    f"{key} is {value} at step {step}: the input was finite, so the training "
-                    "diverged; start a run of another --name with a lower --lr or a longer warm-up, "
-                    "and look for huge values in the data"
+                    f"{key} is {value} at step {step}: {diverged}; start a run of another --name "
+                    "with a lower --lr or a longer warm-up, and look for huge values in the data"
                 )
         if self._main:
             self._metrics.write(step, values, timing)
