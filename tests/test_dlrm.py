@@ -76,7 +76,7 @@ def test_a_run_that_drops_ids_stops_and_resumes_with_the_room_it_names(tmp_path,
     for name, value in (("TRAIN", 3 * batch), ("EVAL", 2048), ("ROWS", (100_000,) * 8)):
         monkeypatch.setattr(dlrm, f"SYNTHETIC_{name}", value)
     config = replace(LEARNS, batch_size=batch, runs=str(tmp_path), name="run", plan="exchange", log_every=1000)
-    message = rf"ids found no place in the exchange.*--exchange-room (\S+) (\S+) or more instead of {room} 1"
+    message = rf"ids found no slot in the exchange.*--exchange-room (\S+) (\S+) or more instead of {room} 1"
     with pytest.raises(InputError, match=message) as raised:
         dlrm.main(replace(config, exchange_room=(room, 1.0)))
     assert len(list(tmp_path.glob("run/checkpoints/*/COMPLETE"))) == (where == "evaluation")
