@@ -273,10 +273,12 @@ class Checkpointer(contextlib.AbstractContextManager):
         except (InputError, TypeError, AttributeError):  # the last two are bugs
             raise
         except Exception as error:  # every store has exceptions of its own
+            failed = f"cannot write the checkpoint of step {step} to {self.path}"
+            remedy = (
+                "make room or access, then the same command resumes from the newest complete one"
+            )
             raise InputError(
-                f"cannot write the checkpoint of step {step} to {self.path}: "
-                f"{files.reason(error)}; {self._what_is_safe()}; make room or access, then the same "
-                "command resumes from the newest complete one, if any"
+                f"{failed}: {files.reason(error)}; {self._what_is_safe()}; {remedy}, if any"
             ) from error
 
     def _check_finite(self, step: int, values: dict[str, Any]) -> None:
@@ -320,8 +322,8 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def _delete_old(self, step: int) -> None:
         """Deletes checkpoints before `step` but for the last `keep`, torn ones as well."""
-        # A run that has resumed at an earlier step found each checkpoint of a later step torn, that
-        # is: with a COMPLETE that its files do not match. None of these must push this one out.
+        # `restore` has skipped any checkpoint of a later step as torn: its files do not match its
+        # COMPLETE. It must not push this one out.
         regular = []
         for other in self.complete_steps():
             if other <= step and other % self.every == 0:

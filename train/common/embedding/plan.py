@@ -251,7 +251,7 @@ class TableArray(abc.ABC):
         """
 
     def slot_loads(self, kept: Any) -> list[SlotLoad]:
-        """Returns the loads of the slots of a lookup, given what it has returned beside its sums."""
+        """Returns the loads of a lookup's slots, given what it has returned beside its sums."""
         return []
 
     # ---- what all plans have

@@ -270,7 +270,7 @@ def _batch_split(name: str, layers: Layers, rules: Rules) -> Any:
 
 
 def _pin_module(module: nn.Module, name: str, layers: Layers, rules: Rules) -> None:
-    """Pins what a module asks to have pinned inside, and an input that several of its weights share.
+    """Pins an input that several of a module's weights share, and the tensors that it constrains.
 
     Embeddings of [T, B] ids look them up as [B, T].
     """
