@@ -3,7 +3,7 @@ DistilBERT, RoBERTa, XLNet.
 
     tokenizer = learn(lines, "bert", 30_522)
     tokenizer.save_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)      # the same, without a network
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)  # the same, without a network
 
 What is learnt are the pieces; the rest (how text is normalised and split, special tokens and where
 they stand, the side of padding) is that of the model's published vocabulary:
@@ -11,7 +11,8 @@ they stand, the side of padding) is that of the model's published vocabulary:
     bert        WordPiece of lower case, without accents; [PAD] 0 [UNK] 1 [CLS] 2 [SEP] 3 [MASK] 4
     distilbert  the same
     roberta     byte-level byte-pair encoding; <s> 0 <pad> 1 </s> 2 <unk> 3, and <mask> as the last
-    xlnet       Unigram with ▁ for a space; <unk> 0 <s> 1 </s> 2 <cls> 3 <sep> 4 <pad> 5 <mask> 6 <eod> 7 <eop> 8
+    xlnet       Unigram with ▁ for a space; <unk> 0 <s> 1 </s> 2 <cls> 3 <sep> 4 <pad> 5 <mask> 6
+                <eod> 7 <eop> 8
 """
 
 import itertools

@@ -49,7 +49,8 @@ def language_model(
     """
     if next_sentence and settings.type_vocab_size < 2:
         raise InputError(
-            "--next-sentence needs a BERT with 2 types of tokens; the checkpoint's type_vocab_size is 1"
+            "--next-sentence needs a BERT with 2 types of tokens; "
+            "the checkpoint's type_vocab_size is 1"
         )
     auto_class = AutoModelForMaskedLM
     if next_sentence or type(settings) not in AutoModelForMaskedLM._model_mapping:  # as XLNet's
@@ -65,7 +66,8 @@ def same_vocabulary(
     """Raises InputError where a checkpoint's tokens are not those that the data was made with."""
     if own.get_vocab() != tokenizer.get_vocab():
         raise InputError(
-            f"{folder} has other tokens than the data in {data}: prepare the text with its tokenizer"
+            f"{folder} has other tokens than the data in {data}: "
+            "prepare the text with its tokenizer"
         )
 
 

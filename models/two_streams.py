@@ -66,8 +66,8 @@ class RelativeAttention(XLNetRelativeAttention):
 
     * The query stream has the queries of the P targets only. transformers spreads them over all T
       positions, and reads P of the results. A row of target_mapping has at most one 1.
-    * Dropout of r drops sines and cosines of a key's position, and not those of a relative position,
-      as in Funnel-Transformer.
+    * Dropout of r drops sines and cosines of a key's position, and not those of a relative
+      position, as in Funnel-Transformer.
     """
 
     def constrain(self, x: Tensor, *axes: str | None) -> Tensor:
@@ -225,7 +225,11 @@ REPLACED = {XLNetRelativeAttention: RelativeAttention, XLNetLayer: Layer}
 
 
 def own_layers(config: XLNetConfig) -> dict[type, type]:
-    """Returns REPLACED; raises InputError for relative positions whose scores `turned` does not give."""
+    """Returns REPLACED.
+
+    Raises:
+        InputError: the scores of the relative positions are not those that `turned` gives.
+    """
     expected = {"attn_type": "bi", "bi_data": False, "clamp_len": -1}
     for name, value in expected.items():
         found = getattr(config, name)

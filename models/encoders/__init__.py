@@ -77,7 +77,8 @@ def rules(model: nn.Module) -> Rules:
     if encoder is None:
         known = f"{', '.join(PRETRAINED)}, not {model.config.model_type}"
         raise InputError(
-            f"--mesh, --shard-state and --remat know {known}: leave them out, or add a record for it to models/encoders"
+            f"--mesh, --shard-state and --remat know {known}: "
+            "leave them out, or add a record for it to models/encoders"
         )
 
     parameters = dict(encoder.cuts.parameters)

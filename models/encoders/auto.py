@@ -1,4 +1,7 @@
-"""Any encoder of transformers, by --checkpoint, with BERT's recipe of fine-tuning. A trial is a BERT."""
+"""Any encoder of transformers, by --checkpoint, with BERT's recipe of fine-tuning.
+
+A trial is a BERT.
+"""
 
 from dataclasses import replace
 
