@@ -34,6 +34,19 @@ from errors import InputError
 from models.dlrm import DLRM
 from train.dlrm import ADAGRAD_EPS, Config, learning_rate, open_data, validate
 
+# Flags with one value that our command takes from the configuration.
+SHARED = (
+    "data",
+    "epochs",
+    "batch_size",
+    "lr",
+    "warmup_steps",
+    "interaction",
+    "optimizer",
+    "plan",
+    "seed",
+)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -218,17 +231,7 @@ def train_ours(config: Config) -> dict:
         {"seed", "seconds": of training, "epochs": "auc" and "loss" of each}.
     """
     flags = []
-    for name in (
-        "data",
-        "epochs",
-        "batch_size",
-        "lr",
-        "warmup_steps",
-        "interaction",
-        "optimizer",
-        "plan",
-        "seed",
-    ):
+    for name in SHARED:
         flags.append(f"--{name.replace('_', '-')}={getattr(config, name)}")
     for name in ("bottom", "top", "cross"):
         flags += [f"--{name}", *map(str, getattr(config, name))]

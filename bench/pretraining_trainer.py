@@ -32,9 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -341,25 +339,22 @@ def run(
     return result
 
 
-def row(
-    label: str,
-    results: dict[str, list[dict]],
-    value: Callable[[dict], float],
-    form: str,
-    ratio: bool = False,
-) -> str:
-    """Returns a row of the table: `value` of each run, and ours minus (or by) Trainer's."""
-    values = {}
-    for side in SIDES:
-        values[side] = [value(result) for result in results[side]]
+def row(label: str, values: dict[str, list[float]], form: str, ratio: bool = False) -> str:
+    """Returns a row of the table.
+
+    Args:
+        values: of each side, one per run.
+        form: of a value.
+        ratio: the last column has ours divided by Trainer's; otherwise ours minus Trainer's.
+    """
     compared = []
     for our, their in zip(values["ours"], values["trainer"], strict=True):
         compared.append(our / their if ratio else our - their)
 
-    plain_form = f"{{:{form}}}"
+    value_form = f"{{:{form}}}"
     compared_form = "{:.2f}x" if ratio else f"{{:+{form}}}"
     cells = [label]
-    cells += [spread(values[side], plain_form.format) for side in SIDES]
+    cells += [spread(values[side], value_form.format) for side in SIDES]
     cells.append(spread(compared, compared_form.format))
     return f"| {' | '.join(cells)} |"
 
@@ -370,20 +365,22 @@ def table(results: dict[str, list[dict]]) -> str:
         "| mean ± sd (each seed) | ours | Trainer | difference or ratio |",
         "|---|---|---|---|",
     ]
-
-    def point(result: dict, number: int, column: int) -> float:
-        return result["curve"][number][column]
-
     for number, (updates, *_) in enumerate(results["ours"][0]["curve"]):
-        loss = partial(point, number=number, column=1)
-        lines.append(row(f"loss after {updates} updates", results, loss, ".3f"))
-    last_accuracy = partial(point, number=-1, column=2)
-    lines.append(row("accuracy after the last", results, last_accuracy, ".4f"))
-    lines.append(row("whole command, s", results, lambda result: result["seconds"], ".0f"))
-    rate = row(
-        "rows/s (not interleaved)", results, lambda result: result["rate"], ".1f", ratio=True
-    )
-    lines.append(rate)
+        losses = {}
+        for side, runs in results.items():
+            losses[side] = [result["curve"][number][1] for result in runs]
+        lines.append(row(f"loss after {updates} updates", losses, ".3f"))
+
+    accuracies = {}
+    seconds = {}
+    rates = {}
+    for side, runs in results.items():
+        accuracies[side] = [result["curve"][-1][2] for result in runs]
+        seconds[side] = [result["seconds"] for result in runs]
+        rates[side] = [result["rate"] for result in runs]
+    lines.append(row("accuracy after the last", accuracies, ".4f"))
+    lines.append(row("whole command, s", seconds, ".0f"))
+    lines.append(row("rows/s (not interleaved)", rates, ".1f", ratio=True))
     return "\n".join(lines)
 
 
