@@ -59,9 +59,7 @@ class Config:
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # of the network
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
     seed: int = 0  # of the initial weights and the order of the data
-    steps_a_call: int = (
-        1  # steps in one program, where launching one takes longer than computing it
-    )
+    steps_a_call: int = 1  # steps in one program, where a launch takes longer than a step
     workers: int = -1  # processes per host that read batches; -1: one per core, 0: none
     log_every: int = 100  # steps between lines of metrics
     eval_every: int = 0  # steps between evaluations; 0: at the end of each epoch

@@ -45,9 +45,7 @@ class Config:
     model: Literal[encoders.NAMES] = "bert"  # auto: the architecture of --checkpoint (docs/data.md)
     task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
     data: str = ""  # folder or URL of TSV files or of `datasets`, hub id, or "synthetic"
-    checkpoint: str = (
-        ""  # hub id, or folder with configuration, weights, tokenizer; "": the recipe's
-    )
+    checkpoint: str = ""  # hub id, or folder with config, weights, tokenizer; "": the recipe's
     pretrained: bool = True  # False: of --checkpoint only configuration and tokenizer; new weights
     labels: str = ""  # classes in the order of the head of --checkpoint: a,b,…; if it has no names
     lengths: tuple[int, ...] = (32, 64, 128)  # tokens: a compiled shape each; longer rows are cut
