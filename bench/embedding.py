@@ -69,9 +69,7 @@ class Options:
     dim: int = 64  # columns
     batch: int = 2048  # examples per step
     tables: int = 8  # features, with a table each
-    optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = (
-        "sgd"  # of all contenders
-    )
+    optimizer: Literal["sgd", "rowwise_adagrad", "adagrad", "lazy_adam"] = "sgd"  # of all sides
     plan: Literal["", "exchange", "data"] = ""  # besides the automatic one, for ours
     devices: int = 1  # virtual CPU devices of XLA for ours and gspmd; the others have one
     steps: int = 20  # timed ones, of each contender in each round; 2 more before them are not

@@ -58,9 +58,7 @@ ADAM_EPS = 1e-6  # train.glue's; Trainer's default is 1e-8
 class Options:
     data: str  # folder of TSV files, hub id or folder of `datasets`
     task: Literal[tuple(glue.TASKS)] = "mrpc"  # of GLUE
-    checkpoint: str = (
-        ""  # hub id, or folder with configuration, tokenizer; no weights there: random
-    )
+    checkpoint: str = ""  # hub id, or folder with config, tokenizer; without weights: random
     kind: Literal[vocabulary.KINDS] = "bert"  # architecture without --checkpoint
     size: Literal[tuple(encoders.SIZES)] = "mini"  # without --checkpoint, see models/encoders
     vocabulary: int = 8000  # tokens learnt from the training text without --checkpoint
