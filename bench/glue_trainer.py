@@ -80,7 +80,7 @@ def prepare(options: Options, data: str, seed: int, folder: str) -> None:
         examples = glue.read(data, options.task, "train")
         text = [*examples.first, *(examples.second or [])]
         tokenizer = vocabulary.learn(text, options.kind, options.vocabulary)
-        settings = encoders.configuration(options.kind, options.size, tokenizer, options.lengths[-1])
+        settings = encoders.new_configuration(options.kind, options.size, tokenizer, options.lengths[-1])
     labels = glue.TASKS[options.task].labels
     transformers.set_seed(seed)  # of the head, or of all weights
     model = classification.classifier(settings, labels, source).model

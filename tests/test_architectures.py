@@ -165,7 +165,7 @@ def test_a_step_on_xla_is_transformers(kind, mesh):
     wanted = torch.randn(len(batch["input_ids"]), 3)
 
     def step(model: PreTrainedModel, batch: dict[str, Tensor], wanted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        logits = classification.logits(model, batch)
+        logits = classification.compute_logits(model, batch)
         (logits * wanted).sum().backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad(set_to_none=True)
@@ -196,7 +196,7 @@ def test_bfloat16_is_near_and_finite_in_training(kind, mesh):
 
     def train(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.autocast("xla", torch.bfloat16):
-            logits = classification.logits(model, batch)
+            logits = classification.compute_logits(model, batch)
         logits.float().square().sum().backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad(set_to_none=True)
@@ -204,11 +204,11 @@ def test_bfloat16_is_near_and_finite_in_training(kind, mesh):
 
     def evaluate(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
         with torch.no_grad(), torch.autocast("xla", torch.bfloat16):
-            return classification.logits(model, batch).float()
+            return classification.compute_logits(model, batch).float()
 
     found = device.compiled(evaluate, mesh)(ours, uploaded).cpu()
     with torch.no_grad():
-        expected = classification.logits(plain, batch)
+        expected = classification.compute_logits(plain, batch)
     within = 0.03 * expected.abs().max().item()
     torch.testing.assert_close(found, expected, rtol=0, atol=within)
     for name, gradient in device.compiled(train, mesh)(ours.train(), uploaded).items():

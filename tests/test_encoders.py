@@ -67,7 +67,7 @@ def logits_of(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
 
 def new(kind: str, head: str) -> PreTrainedModel:
     """transformers' own model, whose weights make it look at everything that it can, biases included; no dropout."""
-    settings = encoders.configuration(kind, "tiny", tokenizer_of(kind), LONGER)
+    settings = encoders.new_configuration(kind, "tiny", tokenizer_of(kind), LONGER)
     torch.manual_seed(0)
     if head == "language":
         return randomized(objectives.language_model(settings, False, None))
@@ -113,7 +113,7 @@ def test_padding_changes_no_logits_whatever_stands_in_it(kind):
         packed = sum(isinstance(module, encoder_layers.ShortRows) for module in quick.modules())
         assert packed == (parts and kind != "xlnet")
         for batch in (batch_of(kind), padded, disguised):
-            torch.testing.assert_close(classification.logits(quick, batch).detach(), expected, **EXACT)
+            torch.testing.assert_close(classification.compute_logits(quick, batch).detach(), expected, **EXACT)
     assert [layers.rows_together(8, *each) for each in ((32, 2), (56, 2), (32, 3), (65, 2))] == [4, 2, 1, 1]
 
 
@@ -122,11 +122,11 @@ def test_bfloat16_is_about_as_exact_as_transformers_under_autocast(kind, mesh):
     """The mean squared error of the logits against float64's."""
     model, batch = new(kind, "language"), batch_of(kind, rows=range(48))
     shown = batch["attention_mask"].bool()
-    exact = classification.logits(new(kind, "language").double(), batch)[shown].detach()
+    exact = classification.compute_logits(new(kind, "language").double(), batch)[shown].detach()
 
     def error(model, place: str, batch) -> float:
         with torch.no_grad(), torch.autocast(place, torch.bfloat16):
-            logits = classification.logits(model, batch)
+            logits = classification.compute_logits(model, batch)
         return (logits.cpu().double()[shown] - exact).square().mean().sqrt().item()
 
     usual = error(model, "cpu", batch)
@@ -145,17 +145,17 @@ def test_sizes_are_those_of_the_published_models():
     # Devlin et al. 2019, section 3: 110M; Sanh et al. 2019, table 3: 66M; Liu et al. 2019: 125M; Yang et al. 2019.
     published = [("bert", 30_522, 109.5), ("distilbert", 30_522, 66.4), ("roberta", 50_265, 124.6)]
     for kind, words, millions in [*published, ("xlnet", 32_000, 116.7)]:
-        settings = encoders.configuration(kind, "base", Words(range(words)), 512)
+        settings = encoders.new_configuration(kind, "base", Words(range(words)), 512)
         with torch.device("meta"):
             model = transformers.AutoModel.from_config(settings)
         assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06), kind
     with pytest.raises(ValueError, match="name is 'gpt2'; it must be bert"):
-        encoders.configuration("gpt2", "tiny", Words([0]), 16)
+        encoders.new_configuration("gpt2", "tiny", Words([0]), 16)
 
 
 @pytest.mark.parametrize("name", encoders.NAMES)
 def test_a_record_names_what_is_there(name):
-    record = encoders.record(name)
+    record = encoders.by_name(name)
     assert record.tokenizer in vocabulary.KINDS
     assert record.architecture in (record.published.model_type, "")
     assert record.teacher in ("", *encoders.NAMES)
@@ -370,7 +370,7 @@ def test_a_pipeline_cuts_a_long_text_to_what_the_model_takes(kind, tmp_path, mes
 
 
 def test_the_next_sentence_needs_two_types_of_tokens():
-    settings = encoders.configuration("bert", "tiny", tokenizer_of("bert"), LENGTH)
+    settings = encoders.new_configuration("bert", "tiny", tokenizer_of("bert"), LENGTH)
     objectives.language_model(settings, True, None)
     settings.type_vocab_size = 1
     with refused("--next-sentence needs a BERT with 2 types of tokens; .* is 1"):

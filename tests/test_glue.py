@@ -56,7 +56,7 @@ def test_parts_of_a_batch_give_the_numbers_of_all_of_it(monkeypatch, tmp_path):
         return found
 
     monkeypatch.setattr(classification, "classifier", partly_trained)
-    monkeypatch.setattr(encoders, "configuration", encoders.configuration)  # which is replaced here
+    monkeypatch.setattr(encoders, "new_configuration", encoders.new_configuration)  # which is replaced here
     without_dropout(encoders)
     fewer_sentences(monkeypatch, (44, 20))  # 16, 16 and 12 an epoch; a part of the last is half empty
     config = replace(LEARNS, lengths=(32,), batch_size=16, epochs=2, clip=0.1, log_every=1, runs=str(tmp_path))

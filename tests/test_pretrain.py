@@ -90,7 +90,7 @@ def test_the_next_sentence_whole_words_lamb_and_parts_of_a_batch_together(tmp_pa
 def test_an_update_of_unequal_parts_is_that_of_their_rows_in_one_batch_clipped(mesh, monkeypatch):
     """On the host, with plain gradient descent."""
     whole_config, config = pretrain.TINY, replace(pretrain.TINY, update_every=2)
-    clipped = replace(encoders.record("bert").pretraining, clip=0.125)
+    clipped = replace(encoders.by_name("bert").pretraining, clip=0.125)
     monkeypatch.setattr(pretrain, "recipe_of", lambda config: clipped)
     data = pretrain.open_data(config)
     batch = loading.as_tensors([data.train.example(row, np.random.default_rng(row)) for row in range(8)])
@@ -118,7 +118,7 @@ def test_an_update_of_unequal_parts_is_that_of_their_rows_in_one_batch_clipped(m
 
 def test_parts_of_a_batch_give_the_numbers_of_all_of_it(tmp_path, monkeypatch):
     """Eight parts of four rows, one on each device; the rows have unequal numbers of predicted tokens."""
-    monkeypatch.setattr(encoders, "configuration", encoders.configuration)  # which is replaced here
+    monkeypatch.setattr(encoders, "new_configuration", encoders.new_configuration)  # which is replaced here
     without_dropout(encoders)
     config = replace(SHORT, next_sentence=True, steps=3, warmup_steps=2, eval_every=3, runs=str(tmp_path))
     whole = pretrain.main(replace(config, name="one"))
@@ -139,7 +139,7 @@ def test_a_models_recipe_fills_what_is_not_given_and_is_its_optimizers(mesh):
         config = pretrain.validate(pretrain.Config(model=model, size=size, data="somewhere"))
         assert (config.batch_size, config.lr) == expected
     for name in encoders.PRETRAINED:
-        recipe = encoders.record(name).pretraining
+        recipe = encoders.by_name(name).pretraining
         config = replace(pretrain.TINY, model=name)
         data = pretrain.open_data(replace(config, model="bert") if name == "distilbert" else config)
         decayed, spared = pretrain.build(config, data, mesh).optimizer.param_groups
