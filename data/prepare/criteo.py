@@ -673,14 +673,14 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     print(splits.sentence(found.read_from()), flush=True)
     texts = found.train + found.evaluation
     job = _open_preparation(flags, found)
-    report = job.finished()
+    report = job.finished_report()
     if report:
         _check_malformed(report["malformed"], flags.bad_rows)
         return report
     for path in texts:
         _check_head(path, flags.bad_rows)
 
-    chunk_bytes = job.begin("chunk_bytes", CHUNK_BYTES)
+    chunk_bytes = job.begin_with_piece_size("chunk_bytes", CHUNK_BYTES)
     parsed = _parse_all(job, texts, chunk_bytes)
     malformed_rows = _malformed_rows(texts, parsed)
     _check_malformed(malformed_rows, flags.bad_rows)

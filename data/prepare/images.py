@@ -139,11 +139,11 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     for name, images in opened.items():
         sources.append({"name": f"{name}, {_checksum(images)}", "rows": len(images)})
     job = Preparation(flags, sources, report=INDEX, version=1)
-    report = job.finished()
+    report = job.finished_report()
     if report:
         return report
 
-    shard_bytes = job.begin("shard_bytes", SHARD_BYTES)
+    shard_bytes = job.begin_with_piece_size("shard_bytes", SHARD_BYTES)
     notes = {}
     tasks = []
     for name, images in opened.items():

@@ -242,12 +242,12 @@ def load_splits(data: str, config: str, source: str, target: str) -> pipeline.Sp
     Raises InputError if a split is missing or has not both languages.
     """
 
-    def arguments(folder: Path) -> tuple[str, ...]:
+    def load_arguments(folder: Path) -> tuple[str, ...]:
         return _load_arguments(data, folder, config, source, target)
 
     text = f"train.{source} and train.{target} (plain or .gz)"
-    found = pipeline.load_splits(data, text, arguments, ["train", "valid"], "test")
-    for split, rows in found.rows.items():
+    found = pipeline.load_splits(data, text, load_arguments, ["train", "valid"], "test")
+    for split, rows in found.datasets_by_split.items():
         feature = rows.features.get("translation")
         languages = getattr(feature, "languages", None) or list(feature or ())
         if source in languages and target in languages:
@@ -683,7 +683,7 @@ class Found:
         for split, pair in self.files.items():
             for path in pair:
                 sources.append({"name": path.name, "bytes": path.stat().st_size, "split": split})
-        for split, rows in self.loaded.rows.items():
+        for split, rows in self.loaded.datasets_by_split.items():
             sources.append({"name": data, "rows": len(rows), "split": split})
         return sources
 
@@ -691,12 +691,12 @@ class Found:
 def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -> dict:
     """Writes parallel text as the folder that data.wmt.open_pairs reads; see Flags.
 
-    The passes: unpack what is packed, count lines; clean chunks of lines; find duplicates; count
+    The passes: decompress .gz files, count lines; clean chunks of lines; find duplicates; count
     characters; learn byte-pair encoding; encode the chunks; join them.
 
     Memory: about 0.5 GB per worker, 30 bytes per training pair for duplicates, and what byte-pair
-    encoding takes for the words of the sample. Disk: the result twice, and packed text unpacked, in
-    the folder `parts` until the end.
+    encoding takes for the words of the sample. Disk: the result twice, and .gz files decompressed,
+    in the folder `parts` until the end.
 
     Returns: the contents of report.json.
     Raises InputError: there is no such text, it cannot be used, or `out` holds something that was
@@ -707,11 +707,12 @@ def prepare(data: str | Path, out: str | Path = "", workers: int = 1, **flags) -
     found = _find(flags)
     print(splits.sentence(found.read_from), flush=True)
     job = Preparation(flags, found.sources(flags.data))
-    report = job.finished()
+    report = job.finished_report()
     if report:
         return report
 
-    texts = _open_texts(job, flags, found, job.begin("chunk_lines", CHUNK_LINES))
+    chunk_lines = job.begin_with_piece_size("chunk_lines", CHUNK_LINES)
+    texts = _open_texts(job, flags, found, chunk_lines)
     train = texts.pop("train")
     reasons = _clean_all(job, flags, train)
     tokenizer = _learn_all(job, flags, train)
@@ -792,7 +793,7 @@ class PlainFile:
 def _open_texts(
     job: Preparation, flags: Flags, found: Found, chunk_lines: int
 ) -> dict[str, ParallelText]:
-    """Unpacks, dumps and cuts what is not yet; returns the text of each split.
+    """Decompresses, dumps and cuts what is not yet; returns the text of each split.
 
     Raises InputError if the two files of a split have different numbers of lines.
     """
@@ -825,19 +826,19 @@ def _open_texts(
 def _plain_files(job: Preparation, flags: Flags, found: Found) -> list[PlainFile]:
     """Returns plain files with the user's text: source and target of each split."""
     if found.files:
-        return _unpack_all(job, flags, found.files)
-    return _dump_all(job, flags, found.loaded.rows)
+        return _decompress_all(job, flags, found.files)
+    return _dump_all(job, flags, found.loaded.datasets_by_split)
 
 
-def _unpack_all(
+def _decompress_all(
     job: Preparation, flags: Flags, files: dict[str, tuple[Path, Path]]
 ) -> list[PlainFile]:
-    """Unpacks the user's .gz files; returns the plain files of all splits."""
+    """Decompresses the user's .gz files; returns the plain files of all splits."""
     copies = {}
     for split, (source, target) in files.items():
         copies[source] = job.parts / f"{split}.{flags.source}"
         copies[target] = job.parts / f"{split}.{flags.target}"
-    plain = job.unpack(copies)
+    plain = job.decompress(copies)
 
     plain_files = []
     for split, (source, target) in files.items():
@@ -846,11 +847,11 @@ def _unpack_all(
     return plain_files
 
 
-def _dump_all(job: Preparation, flags: Flags, loaded: dict) -> list[PlainFile]:
+def _dump_all(job: Preparation, flags: Flags, datasets_by_split: dict) -> list[PlainFile]:
     """Writes the splits of a data set as plain files, where they are not there; returns these."""
     languages = (flags.source, flags.target)
     plain_files = []
-    for split, rows in loaded.items():
+    for split, rows in datasets_by_split.items():
         paths = [job.parts / f"{split}.{language}" for language in languages]
         if not all(path.exists() for path in paths):
             _dump(rows, languages, paths)
