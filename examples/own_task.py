@@ -52,8 +52,8 @@ def main(lr: float = 0.003, epochs: int = 10, batch_size: int = 60) -> float:
 
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     model = device.to_device(network, mesh)
-    optimizer = torch.optim.Adam(model.parameters(), lr, foreach=False)
-    device.init_optimizer_state(optimizer, mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr, foreach=False)  # XLA has no foreach kernels
+    device.init_optimizer_state(optimizer, mesh)  # else step 2 would be compiled once more
 
     step = device.compiled(train_step, mesh)
     steps = epochs * loading.steps_per_epoch(train, batch_size, mesh)

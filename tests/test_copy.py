@@ -241,7 +241,11 @@ ENCODER = Encoder(
         layers="electra.encoder.layer",
         shared=r"attention\\.self$",
     ),
-    language_head=LanguageHead("generator_lm_head", {r"generator_lm_head\\.bias": VECTOR}, token_logits),
+    language_head=LanguageHead(
+        module="generator_lm_head",
+        parameters={r"generator_lm_head\\.bias": VECTOR},
+        token_logits=token_logits,
+    ),
     fine_tuning=FineTuning(
         source="made up",
         checkpoint="google/electra-base-discriminator",

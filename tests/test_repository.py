@@ -219,6 +219,29 @@ def test_public_functions_have_docstrings():
                 assert ast.get_docstring(node), f"{path.name}: {name}"
 
 
+# ---- tests ---------------------------------------------------------------------------------------
+every_file_of_tests = pytest.mark.parametrize(
+    "path", sorted((ROOT / "tests").glob("*.py")), ids=lambda path: path.name
+)
+
+
+@every_file_of_tests
+def test_the_name_of_a_test_has_at_most_60_letters(path):
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            names.append(node.name)
+
+    assert [name for name in names if len(name) > 60] == []
+
+
+@every_file_of_tests
+def test_no_file_of_tests_is_imported_by_another(path):
+    """What two of them need stands in a helper file beside them."""
+    files = [name for name in imports(path) if name.startswith("test_")]
+    assert [name for name in files if name != path.stem] == []
+
+
 # ---- requirements and formatting -----------------------------------------------------------------
 def test_requirements_are_pinned_and_say_why():
     for file in ROOT.glob("requirements*.txt"):

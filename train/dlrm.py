@@ -278,10 +278,11 @@ def train_step(
 
 def eval_step(state: State, batch: dict[str, Tensor], config: Config, mesh: Mesh) -> Tensor:
     """Returns (logit, label, mask) of each example, [B, 3], on all devices and so on all hosts."""
-    with torch.no_grad():
+    # The look-ups may as well stand outside of autocast, as in train_step: it has none of their
+    # operations.
+    with torch.no_grad(), mesh.autocast():
         embedded = state.embeddings(batch["ids"], batch.get("present"))
-        with mesh.autocast():
-            logits = state.model(batch["dense"], embedded)
+        logits = state.model(batch["dense"], embedded)
     scores = torch.stack([logits, batch["label"], batch["mask"]], 1)
     device.replicate(scores, mesh)
     return scores
@@ -391,7 +392,7 @@ def main(config: Config) -> dict[str, float]:
         mesh,
         name=f"dlrm-{kind}",
         headline=f"dlrm on {config.data}: {size}{splits.said(*data)}",
-        free=MAY_CHANGE,
+        may_differ=MAY_CHANGE,
         total_steps=total_steps,
     )
     if run.finished:

@@ -434,7 +434,7 @@ def main(config: Config) -> dict[str, float]:
         mesh,
         name=f"{config.model}-{config.task}{suffix}",
         headline=headline(config, data, plan, total_steps),
-        free=MAY_CHANGE,
+        may_differ=MAY_CHANGE,
         required=REQUIRED,
         total_steps=total_steps,
     )
