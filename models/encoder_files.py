@@ -26,11 +26,10 @@ from transformers.utils import logging
 from errors import InputError
 from models import architectures, encoders
 
-# A model's vocabulary may be larger than its tokenizer's, rounded up for the hardware: by fewer than
-# so many tokens, or by less than this share of the model's. mDeBERTa has 251,000 tokens, and its
-# tokenizer 250,102.
-PADDED_VOCABULARY = 128
-PADDED_SHARE = 0.005
+# A model may have more tokens than its tokenizer, since sizes are rounded up for the hardware. The
+# difference must be below one of these: mDeBERTa has 251,000 tokens, its tokenizer 250,102.
+PADDED_VOCABULARY = 128  # tokens
+PADDED_SHARE = 0.005  # of the model's tokens
 
 
 @dataclass(frozen=True)

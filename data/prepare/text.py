@@ -66,8 +66,8 @@ ABBREVIATIONS = ("[A-Z]", "Mr", "Mrs", "Ms", "Dr", "St", "Prof", "vs", "etc")
 NO_ABBREVIATION = "".join(rf"(?<!\b{word})" for word in ABBREVIATIONS)
 # Signs that end a sentence, with the quotes and brackets that close.
 CLOSED = r"""[.!?…]+["'”’»)\]]*"""
-# What follows then: a space, quotes and brackets that open, and a letter or a digit, but none of the
-# lower-case letters a-z à-ö ø-ÿ. Other lower-case letters are not excluded.
+# What must follow: a space, perhaps quotes and brackets that open, and a digit or a letter that is
+# none of a-z à-ö ø-ÿ. Other lower-case letters (ß, č, Greek, Cyrillic) are not excluded.
 NEXT_STARTS = r"""(?=\s+["'“‘«(\[¿¡]*[^\W_a-zà-öø-ÿ])"""
 CJK_END = r"[。！？]+[」』”）]*"  # needs nothing after it
 END = re.compile(rf"{NO_ABBREVIATION}(?:{CLOSED}{NEXT_STARTS}|{CJK_END})")
@@ -299,8 +299,9 @@ def _sampled(pieces: list[list[Span]], valid_share: float, sample_characters: in
 def _open_tokenizer(name: str, kind: str):
     """Opens a tokenizer of the user's, which must suit the kind. Raises InputError."""
     folder = Path(name).expanduser()
+    name_or_path = str(folder) if folder.is_dir() else name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
     except Exception as error:  # transformers and tokenizers raise many types
         reason = str(error).partition("\n")[0]
         what = f"the tokenizer {name} cannot be opened: {reason}"
