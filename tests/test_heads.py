@@ -69,8 +69,8 @@ def test_rows_follow_the_names_in_every_architecture(kind, tmp_path):
     expected = logits(theirs)
     assert (expected[:, 0] - expected[:, 2]).abs().min() > 1e-6
     torch.testing.assert_close(logits(found.model), expected[:, [2, 1, 0]])
-    assert found.head.rows == [2, 1, 0] and not found.head.untrained
-    assert "order CONTRADICTION, Neutral, entailment" in found.head.said
+    assert found.head.rows == [2, 1, 0] and not found.head.refusal_at_lr_0
+    assert "order CONTRADICTION, Neutral, entailment" in found.head.message
     assert found.model.config.id2label == dict(enumerate(NLI))
     found.model.save_pretrained(tmp_path / "again")
     again = opened(tmp_path / "again")
@@ -83,9 +83,9 @@ def test_a_head_for_other_classes_is_new_and_nothing_else(kind, tmp_path):
     theirs = write(tmp_path, kind, ("yes", "no", "maybe"))
     before = copy.deepcopy(theirs.state_dict())
     found = opened(tmp_path)
-    assert found.head.rows is None and found.head.said.startswith("the head is new: ")
-    assert "yes, no, maybe" in found.head.said and "entailment, neutral, contradiction" in found.head.said
-    assert "--labels" in found.head.said and "--lr 0" in found.head.untrained
+    assert found.head.rows is None and found.head.message.startswith("the head is new: ")
+    assert "yes, no, maybe" in found.head.message and "entailment, neutral, contradiction" in found.head.message
+    assert "--labels" in found.head.message and "--lr 0" in found.head.refusal_at_lr_0
     changed = {name for name, value in found.model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == set(classification._label_dims(found.model))
     for name in changed:
@@ -106,8 +106,8 @@ def test_a_normal_fine_tuning_draws_the_numbers_that_it_drew(tmp_path):
         settings.num_labels = 3
         plain = encoder_files.load(AutoModelForSequenceClassification, settings, Source(str(tmp_path / name))).model
         assert torch.equal(found.model.classifier.weight, plain.classifier.weight) and torch.equal(drawn, torch.rand(3))
-        assert found.head.rows is None and found.head.said.startswith("the head is new: ")
-    assert "5 outputs, and 3 are needed" in found.head.said and found.head.untrained
+        assert found.head.rows is None and found.head.message.startswith("the head is new: ")
+    assert "5 outputs, and 3 are needed" in found.head.message and found.head.refusal_at_lr_0
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,9 @@ def test_placeholders_say_nothing(names, tmp_path):
     theirs = write(tmp_path, "bert", names)
     found = opened(tmp_path)
     torch.testing.assert_close(logits(found.model), logits(theirs))
-    assert "does not name the 3 classes" in found.head.said and "entailment, neutral, contradiction" in found.head.said
-    assert "state their order" in found.head.untrained and "--labels" in found.head.untrained
+    assert "does not name the 3 classes" in found.head.message
+    assert "entailment, neutral, contradiction" in found.head.message
+    assert "state their order" in found.head.refusal_at_lr_0 and "--labels" in found.head.refusal_at_lr_0
     found = opened(tmp_path, stated=("neutral", "contradiction", "Entailment"))
     torch.testing.assert_close(logits(found.model), logits(theirs)[:, [2, 0, 1]])
     assert found.head == heads.HeadDecision([2, 0, 1])
@@ -129,7 +130,7 @@ def test_what_is_stated_counts_before_names_and_is_said(tmp_path):
     theirs = write(tmp_path, "bert", ("yes", "no", "maybe"))
     found = opened(tmp_path, stated=("entailment", "contradiction", "neutral"))
     torch.testing.assert_close(logits(found.model), logits(theirs)[:, [0, 2, 1]])
-    assert "itself names its classes yes, no, maybe" in found.head.said
+    assert "itself names its classes yes, no, maybe" in found.head.message
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_names_that_stand_in_label2id_alone_decide_too(numbers, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"label2id": dict(zip(THEIRS, numbers, strict=True))}))
     assert AutoConfig.from_pretrained(tmp_path).id2label[0] == "LABEL_0"
     found = opened(tmp_path)
-    assert found.head.rows == [2, 1, 0] and not found.head.untrained
+    assert found.head.rows == [2, 1, 0] and not found.head.refusal_at_lr_0
     torch.testing.assert_close(logits(found.model), logits(theirs)[:, [2, 1, 0]])
     assert opened(tmp_path, stated=("neutral", "entailment", "contradiction")).head.rows == [1, 0, 2]
 
@@ -181,9 +182,9 @@ def test_a_head_of_which_only_the_last_layer_is_there_is_new(kind, lost, tmp_pat
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
     found = opened(tmp_path)
     assert found.head.rows is None and f"a head that lacks 2 weights, such as {kind if lost == 'pooler' else lost}" in (
-        found.head.said
+        found.head.message
     )
-    assert "--lr 0" in found.head.untrained
+    assert "--lr 0" in found.head.refusal_at_lr_0
     assert not torch.equal(found.model.state_dict()[last_layer(kind)], weights[last_layer(kind)])
 
 
@@ -197,14 +198,14 @@ def test_the_head_of_an_entity_classifier_is_new(tmp_path):
     settings.id2label, settings.label2id = dict(enumerate(NLI)), {name: n for n, name in enumerate(NLI)}
     transformers.LukeForEntityClassification(settings).save_pretrained(tmp_path)
     found = opened(tmp_path)
-    assert found.head.rows is None and "the head of a LukeForEntityClassification" in found.head.said
+    assert found.head.rows is None and "the head of a LukeForEntityClassification" in found.head.message
 
 
 @pytest.mark.parametrize("head", ["TokenClassification", "MultipleChoice"])
 def test_the_head_of_another_job_is_new_though_its_names_and_shapes_fit(head, tmp_path):
     write(tmp_path, "bert", (), 3 if head == "TokenClassification" else 1, getattr(transformers, f"AutoModelFor{head}"))
     found = opened(tmp_path, NLI if head == "TokenClassification" else ())
-    assert found.head.rows is None and f"the head of a BertFor{head}" in found.head.said
+    assert found.head.rows is None and f"the head of a BertFor{head}" in found.head.message
 
 
 def test_a_regression_keeps_one_output_but_not_that_of_one_class(tmp_path):
@@ -214,7 +215,7 @@ def test_a_regression_keeps_one_output_but_not_that_of_one_class(tmp_path):
     assert found.head == heads.HeadDecision([0])
     write(tmp_path / "toxic", "bert", ("toxic",), 1, problem_type="multi_label_classification")
     found = opened(tmp_path / "toxic", ())
-    assert found.head.rows is None and "one class, toxic" in found.head.said
+    assert found.head.rows is None and "one class, toxic" in found.head.message
 
 
 def test_names_are_the_same_in_any_case_and_form():

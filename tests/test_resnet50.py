@@ -18,7 +18,7 @@ from helpers import DUMP, crash, environment, losses, page_code, read_program, s
 
 from data import imagenet
 from errors import InputError
-from models.resnet import Normalize, ResNet, head_order, load_weights, resnet
+from models.resnet import Normalize, ResNet, decide_head, load_weights, resnet
 from tpu.compiler import hlo
 from train import resnet50
 from train.common import device, files
@@ -125,33 +125,33 @@ def test_a_head_follows_the_names_of_its_classes_to_the_logit():
     torch.manual_seed(0)
     theirs, classes = resnet("resnet_tiny", 4).eval(), ["ant", "bee", "cat", "dog"]
     metadata = {"classes": json.dumps(["Dog", "ANT", "cat", "bee"])}
-    head = head_order(theirs.state_dict(), metadata, classes, "file")
+    head = decide_head(theirs.state_dict(), metadata, classes, "file")
     ours = resnet("resnet_tiny", 4).eval()
     load_weights(ours, theirs.state_dict(), "file", head)
     images = torch.randn(3, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(ours(images), theirs(images)[:, [1, 3, 2, 0]])
-    other = head_order(theirs.state_dict(), {"classes": json.dumps(["ant", "bee", "cat", "eel"])}, classes, "file")
+    other = decide_head(theirs.state_dict(), {"classes": json.dumps(["ant", "bee", "cat", "eel"])}, classes, "file")
     new = resnet("resnet_tiny", 4)
     first = new.fc.weight.clone()
     load_weights(new, theirs.state_dict(), "file", other)
     assert torch.equal(new.fc.weight, first) and torch.equal(new.conv1.weight, theirs.conv1.weight)
     for wrong in ("no JSON", json.dumps(["ant"]), json.dumps({"ant": 0})):
         with pytest.raises(InputError, match="in its metadata, not the names of so many"):
-            head_order(theirs.state_dict(), {"classes": wrong}, classes, "file")
+            decide_head(theirs.state_dict(), {"classes": wrong}, classes, "file")
     with pytest.raises(InputError, match="--labels states the order .* for 4 classes, the data has 2"):
-        head_order(theirs.state_dict(), {}, ["a", "b"], "file", ["a", "b"])
+        decide_head(theirs.state_dict(), {}, ["a", "b"], "file", ["a", "b"])
 
 
 def test_torchvisions_weights_have_imagenets_order_where_the_data_has():
     weights, ids = {"fc.bias": torch.zeros(1000)}, [f"n{number:08d}" for number in range(1000)]
     names = [f"{name}, and so on" for name in torchvision.models.ResNet50_Weights.IMAGENET1K_V1.meta["categories"]]
     for classes in (ids, names):
-        head = head_order(weights, {}, classes, "resnet50.safetensors")
-        assert head.rows == list(range(1000)) and not head.untrained
-        assert "resnet50.safetensors does not name its 1,000 classes: they are taken for ImageNet's" in head.said
+        head = decide_head(weights, {}, classes, "resnet50.safetensors")
+        assert head.rows == list(range(1000)) and not head.refusal_at_lr_0
+        assert "resnet50.safetensors does not name its 1,000 classes: they are taken for ImageNet's" in head.message
     for classes in (sorted(names), [f"class {number}" for number in range(1000)]):
-        assert "does not name the 1000 classes" in head_order(weights, {}, classes, "file").untrained
+        assert "does not name the 1000 classes" in decide_head(weights, {}, classes, "file").refusal_at_lr_0
 
 
 @pytest.mark.parametrize("name", ["resnet50", "resnet_tiny"])
