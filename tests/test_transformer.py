@@ -129,7 +129,8 @@ def test_weights_whose_words_have_another_order_are_refused_and_without_a_dictio
     transformer.build(config, few_pairs, mesh)
     assert capsys.readouterr().out == ""
     (folder / "dict.v.txt").write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
-    with pytest.raises(InputError, match=r"another dictionary: line 1 of .*dict.v.txt is .*; give weights or data of"):
+    message = r"a different dictionary: line 1 of .*dict.v.txt is .*; give weights or data of"
+    with pytest.raises(InputError, match=message):
         transformer.build(config, few_pairs, mesh)
     for path in folder.glob("dict.*"):
         path.unlink()
