@@ -53,10 +53,10 @@ class Config:
     group_by_length: bool = False  # batches of like length: less padding, but less accurate
     batch_size: int = 32  # sequences per update, over all devices
     update_every: int = 1  # gradient-accumulation steps: micro-batches that a batch is cut into
-    epochs: float | None = None  # passes over the data; None: the model's recipe, as for the next 3
-    lr: float | None = None  # peak learning rate
-    warmup: float | None = None  # share of the steps in which the rate rises; then it falls to 0
-    weight_decay: float | None = None  # of AdamW; not of biases and norms
+    epochs: float | None = None  # passes over the data; None: the model's recipe
+    lr: float | None = None  # peak learning rate; None: the recipe
+    warmup: float | None = None  # share of steps in which the rate rises, then to 0; None: recipe
+    weight_decay: float | None = None  # of AdamW; not of biases and norms; None: the recipe
     clip: float = 1.0  # largest norm of all gradients
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
     device: Literal["xla", "cpu", "cuda"] = "xla"  # xla: a TPU or XLA on CPUs; else plain PyTorch
@@ -75,7 +75,8 @@ class Config:
 
 TINY = Config(**cli.TRIAL, task="sst2", lengths=(16, 32), epochs=6, lr=2e-3, weight_decay=0.01)
 
-# Fields that a resumed run may change: these do not change the trained weights.
+# Fields that a resumed run may change: these do not change the trained weights. keep does not
+# either, but a run with another --keep is another run here.
 MAY_CHANGE = ("workers", "log_every", "save_every", "strict", "layout", "safe_forms")
 # Fields that a resumed run's config.json must have. Before group_by_length existed, runs had
 # another order of examples.
