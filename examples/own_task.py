@@ -40,7 +40,10 @@ def train_step(model, optimizer, batch):
 
 @torch.no_grad()
 def count_correct(model, batch):
-    """The last batch is filled up to its full size: `mask` is 0 where a row is no example."""
+    """Returns how many rows of a batch are right, over all devices.
+
+    The last batch is filled up to its full size: `mask` is 0 in rows that are no examples.
+    """
     correct = model(batch["image"]).argmax(1) == batch["label"]
     return (correct * batch["mask"]).sum()
 
@@ -48,24 +51,30 @@ def count_correct(model, batch):
 def main(lr: float = 0.003, epochs: int = 10, batch_size: int = 60) -> float:
     """Returns the accuracy on the held-out digits."""
     mesh = device.setup(seed=0, precision="float32")  # all devices that are there
-    train, held_out = Digits(slice(0, 1500)), Digits(slice(1500, None))
+    train = Digits(slice(0, 1500))
+    held_out = Digits(slice(1500, None))
 
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     model = device.to_device(network, mesh)
+    # XLA has no foreach kernels.
     optimizer = torch.optim.Adam(model.parameters(), lr, foreach=False)
+    # Made in the first step, the optimizer's state would make the second step another graph, which
+    # is compiled again.
     device.init_optimizer_state(optimizer, mesh)
 
     step = device.compiled(train_step, mesh)
+    # The mesh, since a batch is divided among all devices: InputError where that leaves a remainder.
     steps = epochs * loading.steps_per_epoch(train, batch_size, mesh)
     for batch in loading.parallel_loader(train, batch_size, mesh, train=True, stop=steps):
         loss = step(model, optimizer, batch)
 
-    evaluate = device.compiled(count_correct, mesh)
-    batches = loading.parallel_loader(held_out, batch_size, mesh, train=False)
-    correct = device.fetch([evaluate(model, batch) for batch in batches])
+    count_fn = device.compiled(count_correct, mesh)
+    batches = loading.parallel_loader(held_out, batch_size, mesh, train=False)  # each example once
+    counts = device.fetch([count_fn(model, batch) for batch in batches])  # one read from the device
 
-    accuracy = sum(correct) / len(held_out)
-    print(f"loss {device.fetch([loss])[0]:.4f}  accuracy {accuracy:.4f}")
+    accuracy = sum(counts) / len(held_out)
+    (last_loss,) = device.fetch([loss])
+    print(f"loss {last_loss:.4f}  accuracy {accuracy:.4f}")
     return accuracy
 
 
