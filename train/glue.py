@@ -55,7 +55,7 @@ class Config:
     update_every: int = 1  # gradient-accumulation steps: micro-batches that a batch is cut into
     epochs: float | None = None  # passes over the data; None: the model's recipe
     lr: float | None = None  # peak learning rate; None: the recipe
-    warmup: float | None = None  # share of steps in which the rate rises, then to 0; None: recipe
+    warmup: float | None = None  # share of steps in which lr rises; then it falls to 0; None: recipe
     weight_decay: float | None = None  # of AdamW; not of biases and norms; None: the recipe
     clip: float = 1.0  # largest norm of all gradients
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
@@ -253,11 +253,11 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     step another graph.
     """
     # For the whole process: how layers are written. Clamped attention weights compile to faster
-    # programs, of which some compilers die.
+    # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
     layers.use_forms(clamp_weights=not mesh.safe_forms)
-    # On TPUs the encoder computes several short rows as one. It joins rows within each of
-    # `packing_parts` equal parts of the batch only, so that no row is joined with one of another
-    # device. 0: no rows are joined.
+    # On TPUs the encoder computes several short rows as one. Rows are joined within each of
+    # `packing_parts` equal parts of the batch only, so never with those of another device. 0: no
+    # rows are joined.
     packing_parts = 0
     if mesh.kind.startswith("TPU"):
         packing_parts = math.lcm(PACKING_PARTS, mesh.num_devices)
@@ -322,7 +322,13 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
     collate_fn = partial(collate, architectures.limits(data.model))
     for split, examples in data.eval.items():
         plan = batch_plan(config, examples, mesh, train=False)
-        loading.first_and_last(examples, plan, mesh, split=config.update_every, collate=collate_fn)
+        loading.first_and_last(
+            examples,
+            plan,
+            mesh,
+            split=config.update_every,  # micro-batches, as in training
+            collate=collate_fn,
+        )
         try:
             glue.score(config.task, examples.labels, examples.labels)
         except ValueError as error:

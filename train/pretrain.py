@@ -228,7 +228,7 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
     step another graph.
     """
     # For the whole process: how layers are written. Clamped attention weights compile to faster
-    # programs, of which some compilers die.
+    # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
     layers.use_forms(clamp_weights=not mesh.safe_forms)
     model = encoder_layers.fast_layers(data.model)
     model = device.to_device(model, mesh, encoders.rules)
@@ -307,7 +307,7 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
         config.batch_size,
         mesh,
         seed=config.seed,
-        split=config.update_every,
+        split=config.update_every,  # micro-batches, as in training
         collate=partial(collate, architectures.limits(data.model)),
     )
     predicted = 0

@@ -319,7 +319,11 @@ def check_evaluation(data: Data, config: Config, mesh: Mesh) -> None:
     """Reads the first and the last images that are evaluated; raises InputError where an evaluation
     would."""
     batches = loading.first_and_last(
-        data.eval, config.batch_size, mesh, split=config.update_every, workers=config.workers
+        data.eval,
+        config.batch_size,
+        mesh,
+        split=config.update_every,  # micro-batches, as in training
+        workers=config.workers,
     )
     decoded = 0
     for batch in batches:

@@ -226,7 +226,7 @@ def build(config: Config, data: Data, mesh: Mesh) -> State:
             model or the dictionaries.
     """
     # For the whole process: how layers are written. Clamped attention weights compile to faster
-    # programs, of which some compilers die.
+    # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
     layers.use_forms(clamp_weights=not mesh.safe_forms)
     source = data.train.source_dictionary
     target = data.train.target_dictionary
@@ -266,9 +266,9 @@ def forward(
         batch: "source" [B, S], "previous" and "target" [B, T]; and "source_segment" [B, S] and
             "target_segment" [B, T] where several pairs are packed into a row.
     """
-    # On TPUs attention computes several short rows as one, whether or not --pack has put several
-    # pairs into a row. It joins rows within each of `packing_parts` equal parts of the batch only,
-    # so that no row is joined with one of another device. 0: no rows are joined.
+    # On TPUs attention computes several short rows as one. (--pack is something else: it puts
+    # several pairs into one row.) Rows are joined within each of `packing_parts` equal parts of the
+    # batch only, so never with those of another device. 0: no rows are joined.
     packing_parts = 0
     if mesh.kind.startswith("TPU"):
         packing_parts = math.lcm(translate.ROWS_MULTIPLE, mesh.num_devices)

@@ -321,7 +321,7 @@ def load(folder: str, mesh: Mesh, pieces: str = "") -> tuple[Transformer, wmt.Co
         InputError: files are missing, or do not belong together.
     """
     # For the whole process: how layers are written. Clamped attention weights compile to faster
-    # programs, of which some compilers die.
+    # programs, but some versions of the TPU's compiler crash on them (docs/tpu.md).
     layers.use_forms(clamp_weights=not mesh.safe_forms)
     path = f"{folder.rstrip('/')}/model.pt"
     settings, weights = fairseq.read_checkpoint(files.read_file(path), path)
