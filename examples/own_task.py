@@ -56,11 +56,8 @@ def main(lr: float = 0.003, epochs: int = 10, batch_size: int = 60) -> float:
 
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     model = device.to_device(network, mesh)
-    # XLA has no foreach kernels.
-    optimizer = torch.optim.Adam(model.parameters(), lr, foreach=False)
-    # Made in the first step, the optimizer's state would make the second step another graph, which
-    # is compiled again.
-    device.init_optimizer_state(optimizer, mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr, foreach=False)  # no foreach kernels on XLA
+    device.init_optimizer_state(optimizer, mesh)  # else step 2 would be compiled once more
 
     step = device.compiled(train_step, mesh)
     # Needs the mesh: a batch that its devices do not divide is refused.

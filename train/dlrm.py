@@ -393,7 +393,7 @@ def main(config: Config) -> dict[str, float]:
         mesh,
         name=f"dlrm-{kind}",
         headline=f"dlrm on {config.data}: {size}{sources}",
-        free=MAY_CHANGE,
+        may_differ=MAY_CHANGE,
         total_steps=total_steps,
     )
     if run.finished:

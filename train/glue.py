@@ -55,7 +55,7 @@ class Config:
     update_every: int = 1  # gradient-accumulation steps: micro-batches that a batch is cut into
     epochs: float | None = None  # passes over the data; None: the model's recipe
     lr: float | None = None  # peak learning rate; None: the recipe
-    warmup: float | None = None  # share of steps in which lr rises; then it falls to 0; None: recipe
+    warmup: float | None = None  # share of steps that lr rises in; then it falls to 0; None: recipe
     weight_decay: float | None = None  # of AdamW; not of biases and norms; None: the recipe
     clip: float = 1.0  # largest norm of all gradients
     precision: Literal["bfloat16", "float32", "fast_float32"] = "bfloat16"  # train/common/device.py
@@ -450,7 +450,7 @@ def main(config: Config) -> dict[str, float]:
         mesh,
         name=f"{config.model}-{config.task}{suffix}",
         headline=headline(config, data, plan, total_steps),
-        free=MAY_CHANGE,
+        may_differ=MAY_CHANGE,
         required=REQUIRED,
         total_steps=total_steps,
     )

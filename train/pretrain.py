@@ -429,7 +429,7 @@ def main(config: Config) -> dict[str, float]:
         mesh,
         name=f"{config.model}-{kind}",
         headline=headline(config, data, steps_per_epoch),
-        free=MAY_CHANGE,
+        may_differ=MAY_CHANGE,
         total_steps=total_steps,
     )
     if run.finished:
@@ -440,10 +440,10 @@ def main(config: Config) -> dict[str, float]:
     if config.update_every > 1:
         means = ("loss", "words")  # the losses that `forward` returns for every model
         train_fn = accumulate.AccumulatedStep(forward, update, state, means, mesh)
-        count = objectives.counts  # summed over a batch: what `forward` divides by
+        count_rows = objectives.counts  # summed over a batch: what `forward` divides by
     else:
         train_fn = accumulate.SeededStep(train_step, mesh)
-        count = None
+        count_rows = None
     eval_fn = device.compiled(eval_step, mesh)
     state.model.train()
 
@@ -464,7 +464,7 @@ def main(config: Config) -> dict[str, float]:
         stop=total_steps,
         split=config.update_every,  # cuts a batch into micro-batches
         update_every=config.update_every,  # yields those of an update together
-        count=count,
+        count_rows=count_rows,
         collate=partial(collate, architectures.limits(state.model)),
         workers=config.workers,
     )

@@ -423,7 +423,7 @@ def main(config: Config) -> dict[str, float]:
         mesh,
         name=f"{config.model}-{kind}",
         headline=headline,
-        free=MAY_CHANGE,
+        may_differ=MAY_CHANGE,
         total_steps=total_steps,
     )
     if run.finished:

@@ -493,7 +493,7 @@ def main(config: Config) -> dict[str, float]:
         mesh,
         name=f"transformer-{kind}",
         headline=headline(config, data, plan, batches_per_epoch, tokens_per_update),
-        free=MAY_CHANGE,
+        may_differ=MAY_CHANGE,
         total_steps=total_steps,
         unit="tokens",
     )
