@@ -1,17 +1,27 @@
-"""models/architectures.py: each encoder of transformers that `--model auto` runs, of two layers, on XLA beside
-transformers' own; those that it refuses; and what a model says of itself (positions, tables, norms)."""
+"""Tests models/architectures.py.
+
+Each encoder of transformers that `--model auto` runs, of two layers, is compared on XLA with
+transformers' own; others are refused; and a model says what it has (positions, tables, norms).
+"""
 
 import copy
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from model_helpers import assert_all_close, randomized
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from data import glue
 from errors import InputError
@@ -19,7 +29,13 @@ from models import architectures, classification, encoder_files, encoder_layers,
 from train.common import device
 
 ROOT = Path(__file__).parent.parent
-WORDS, POSITIONS, LENGTH, PAD = 101, 40, 32, 1
+WORDS = 101
+POSITIONS = 40
+LENGTH = 32
+PAD = 1
+
+# Architectures that run
+
 COMMON = {
     "vocab_size": WORDS,
     "hidden_size": 32,
@@ -32,21 +48,7 @@ COMMON = {
     "eos_token_id": 2,
     "num_labels": 3,
 }
-FUNNEL = {
-    "num_hidden_layers": None,
-    "hidden_size": None,
-    "num_attention_heads": None,
-    "intermediate_size": None,
-    "max_position_embeddings": None,
-    "d_model": 32,
-    "n_head": 2,
-    "d_head": 16,
-    "d_inner": 64,
-    "block_sizes": [1, 1],
-}
-XLM = {"emb_dim": 32, "n_layers": 2, "n_heads": 2, "pad_index": PAD}
-
-# model_type -> what its configuration has besides COMMON; None: it does not have that.
+# What the configuration of a model_type has besides COMMON; None: it does not have that.
 RUN = {
     "albert": {"embedding_size": 16},
     "bert": {},
@@ -79,7 +81,12 @@ RUN = {
         "intra_bottleneck_size": 16,
         "num_feedforward_networks": 2,
     },
-    "modernbert": {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 0, "sep_token_id": 2},
+    "modernbert": {
+        "local_attention": 8,
+        "global_attn_every_n_layers": 2,
+        "cls_token_id": 0,
+        "sep_token_id": 2,
+    },
     "mpnet": {},
     "mra": {},
     "nomic_bert": {},
@@ -99,106 +106,192 @@ RUN = {
     "squeezebert": {"embedding_size": 32},
     "xlm-roberta": {},
     "xlm-roberta-xl": {},
-    "xlnet": {"max_position_embeddings": None, "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64},
+    "xlnet": {
+        "max_position_embeddings": None,
+        "d_model": 32,
+        "n_layer": 2,
+        "n_head": 2,
+        "d_inner": 64,
+    },
     "yoso": {},
 }
 # Different attention, norms, positions and masks; the rest is slow.
 QUICK = ("data2vec-text", "deberta-v2", "eurobert", "modernbert", "mpnet")
-HOST = "reads numbers on the host in modeling_"
-REFUSED = {
-    "bart": ({"d_model": 32}, "an encoder with a decoder"),
-    "clip": ({}, "transformers has no text classifier of"),
-    "convbert": ({"embedding_size": 32}, "XLA has not its operations col2im, im2col"),
-    "flaubert": (XLM, HOST + "flaubert.py, line"),
-    "fnet": ({}, "takes no attention_mask"),
-    "funnel": (FUNNEL, "XLA has not its operations avg_pool2d_backward"),
-    "gpt2": ({}, "no token sees the next"),
-    "ibert": ({}, "reads numbers on the host in quant_modules.py"),
-    "llama": ({}, "no token sees the next"),
-    "longformer": ({"attention_window": 8}, HOST + "longformer.py, line"),
-    "t5": ({}, "an encoder with a decoder"),
-    "vit": ({}, "transformers has no text classifier of"),
-    "xlm": (XLM, HOST + "xlm.py, line"),
-    "xmod": ({"languages": ["en_XX"], "default_language": "en_XX"}, HOST + "xmod.py, line"),
-}
 each_that_runs = pytest.mark.parametrize("kind", RUN)
 
 
+def slow_but(*quick: str) -> list:
+    """Returns all architectures that run as parameters, slow but for those of `quick`."""
+    parameters = []
+    for kind in RUN:
+        marks = () if kind in quick else pytest.mark.slow
+        parameters.append(pytest.param(kind, marks=marks))
+    return parameters
+
+
+# Architectures that are refused
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why an architecture does not run."""
+
+    reason: str  # a part of the message
+    settings: dict[str, Any] = field(default_factory=dict)  # besides COMMON
+
+
+HOST = "reads numbers on the host in modeling_"
+XLM = {"emb_dim": 32, "n_layers": 2, "n_heads": 2, "pad_index": PAD}
+FUNNEL = {
+    "num_hidden_layers": None,
+    "hidden_size": None,
+    "num_attention_heads": None,
+    "intermediate_size": None,
+    "max_position_embeddings": None,
+    "d_model": 32,
+    "n_head": 2,
+    "d_head": 16,
+    "d_inner": 64,
+    "block_sizes": [1, 1],
+}
+XMOD = {"languages": ["en_XX"], "default_language": "en_XX"}
+REFUSED = {
+    "bart": Refused("an encoder with a decoder", {"d_model": 32}),
+    "clip": Refused("transformers has no text classifier of"),
+    "convbert": Refused("XLA has not its operations col2im, im2col", {"embedding_size": 32}),
+    "flaubert": Refused(HOST + "flaubert.py, line", XLM),
+    "fnet": Refused("takes no attention_mask"),
+    "funnel": Refused("XLA has not its operations avg_pool2d_backward", FUNNEL),
+    "gpt2": Refused("no token sees the next"),
+    "ibert": Refused("reads numbers on the host in quant_modules.py"),
+    "llama": Refused("no token sees the next"),
+    "longformer": Refused(HOST + "longformer.py, line", {"attention_window": 8}),
+    "t5": Refused("an encoder with a decoder"),
+    "vit": Refused("transformers has no text classifier of"),
+    "xlm": Refused(HOST + "xlm.py, line", XLM),
+    "xmod": Refused(HOST + "xmod.py, line", XMOD),
+}
+
+
+# Models and batches
+
+
 def settings_of(kind: str, **more) -> PreTrainedConfig:
-    own = RUN[kind] if kind in RUN else REFUSED[kind][0]
-    given = {name: value for name, value in (COMMON | own | more).items() if value is not None}
+    """Returns the configuration of two layers of an architecture."""
+    own = RUN[kind] if kind in RUN else REFUSED[kind].settings
+    settings = {}
+    for name, value in (COMMON | own | more).items():
+        if value is not None:
+            settings[name] = value
+
     torch.manual_seed(0)
-    return AutoConfig.for_model(kind, **given)
+    return AutoConfig.for_model(kind, **settings)
 
 
 def new(kind: str, **more) -> PreTrainedModel:
-    """transformers' own model, whose weights make it look at everything that it can; no dropout."""
+    """Returns transformers' own model without dropout.
+
+    Its weights make it look at everything that it can.
+    """
     model = AutoModelForSequenceClassification.from_config(settings_of(kind, **more))
     randomized(model)
     with torch.no_grad():
         for module in model.modules():
-            own = architectures.is_norm(module) and not isinstance(module, nn.LayerNorm)
-            if own and isinstance(getattr(module, "weight", None), nn.Parameter):
+            own_norm = architectures.is_norm(module) and not isinstance(module, nn.LayerNorm)
+            if own_norm and isinstance(getattr(module, "weight", None), nn.Parameter):
                 module.weight.add_(1)
     return model
 
 
+def on_devices(model: PreTrainedModel, mesh: device.Mesh) -> PreTrainedModel:
+    """Returns a copy of a model with our layers on the devices."""
+    return device.to_device(encoder_layers.fast_layers(copy.deepcopy(model)), mesh)
+
+
 def batch_of(kind: str, rows: int = 4, length: int = LENGTH) -> dict[str, Tensor]:
-    """Rows of different lengths, the last of them without an example."""
+    """Returns rows of different lengths, the last of them without an example."""
     ids = torch.randint(5, WORDS, (rows, length))
     mask = torch.ones_like(ids)
-    sides = {"xlnet": slice(None, None, -1)}
     for row in range(1, rows):
         mask[row, length - 9 * row :] = 0
     mask[-1, 1:] = 0
-    mask = mask.numpy()[:, sides.get(kind, slice(None))].copy()
-    mask = torch.from_numpy(mask)
-    return {"input_ids": ids.where(mask == 1, PAD), "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
+    if kind == "xlnet":  # which pads at the left
+        mask = mask.flip(1)
+
+    return {
+        "input_ids": ids.where(mask == 1, PAD),
+        "attention_mask": mask,
+        "token_type_ids": torch.zeros_like(ids),
+    }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in RUN])
+def uploaded(batch: dict[str, Tensor], mesh: device.Mesh) -> dict[str, Tensor]:
+    return {name: values.to(mesh.device) for name, values in batch.items()}
+
+
+def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Returns the gradients of the parameters that have one."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad
+    return gradients
+
+
+# Steps
+
+
+@pytest.mark.parametrize("kind", slow_but(*QUICK))
 def test_a_step_on_xla_is_transformers(kind, mesh):
-    """The logits and all gradients in float32; strict: an operation on the host, or a read, raises."""
+    """The logits and all gradients in float32; strict: an operation on the host, or a read,
+    raises."""
     architectures.check(kind, settings_of(kind))
-    plain, batch = new(kind), batch_of(kind)
-    ours = device.to_device(encoder_layers.fast_layers(copy.deepcopy(plain)), mesh)
+    plain = new(kind)
+    batch = batch_of(kind)
+    ours = on_devices(plain, mesh)
     wanted = torch.randn(len(batch["input_ids"]), 3)
 
-    def step(model: PreTrainedModel, batch: dict[str, Tensor], wanted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def step(
+        model: PreTrainedModel, batch: dict[str, Tensor], wanted: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         logits = classification.logits(model, batch)
         (logits * wanted).sum().backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients = gradients_of(model)
         model.zero_grad(set_to_none=True)
         return logits.detach(), gradients
 
-    types = {"token_type_ids": batch["token_type_ids"]} if architectures.takes_types(plain) else {}
-    expected = plain(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **types).logits
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    if architectures.takes_types(plain):
+        inputs["token_type_ids"] = batch["token_type_ids"]
+    expected = plain(**inputs).logits
     (expected * wanted).sum().backward()
-    uploaded = {name: values.to(mesh.device) for name, values in batch.items()}
-    found, of_ours = device.compiled(step, mesh)(ours, uploaded, wanted.to(mesh.device))
+    expected_gradients = gradients_of(plain)
 
-    assert expected.std(0).min() > 1e-3 and torch.isfinite(expected).all()
+    compiled_step = device.compiled(step, mesh)
+    found, gradients = compiled_step(ours, uploaded(batch, mesh), wanted.to(mesh.device))
+
+    assert expected.std(0).min() > 1e-3
+    assert torch.isfinite(expected).all()
     torch.testing.assert_close(found.cpu(), expected.detach(), rtol=1e-4, atol=1e-5)
-    gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    assert len(gradients) > 12
-    largest = max(gradient.abs().max().item() for gradient in gradients.values())
-    assert_all_close(of_ours, gradients, rtol=1e-3, share=1e-4, atol=1e-5 * largest)
+    assert len(expected_gradients) > 12
+    largest = max(gradient.abs().max().item() for gradient in expected_gradients.values())
+    assert_all_close(gradients, expected_gradients, rtol=1e-3, share=1e-4, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "deberta" else pytest.mark.slow) for kind in RUN]
-)
+@pytest.mark.parametrize("kind", slow_but("deberta"))
 def test_bfloat16_is_near_and_finite_in_training(kind, mesh):
-    """Numbers of float32 that bfloat16 has not, such as a mask's lowest, become infinite on XLA, in silence."""
-    plain, batch = new(kind), batch_of(kind)
-    ours = device.to_device(encoder_layers.fast_layers(copy.deepcopy(plain)), mesh)
-    uploaded = {name: values.to(mesh.device) for name, values in batch.items()}
+    """Numbers of float32 that bfloat16 has not, such as a mask's lowest, become infinite on XLA, in
+    silence."""
+    plain = new(kind)
+    batch = batch_of(kind)
+    batch_on_devices = uploaded(batch, mesh)
+    ours = on_devices(plain, mesh)
 
     def train(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         with torch.autocast("xla", torch.bfloat16):
             logits = classification.logits(model, batch)
         logits.float().square().sum().backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients = gradients_of(model)
         model.zero_grad(set_to_none=True)
         return gradients
 
@@ -206,68 +299,122 @@ def test_bfloat16_is_near_and_finite_in_training(kind, mesh):
         with torch.no_grad(), torch.autocast("xla", torch.bfloat16):
             return classification.logits(model, batch).float()
 
-    found = device.compiled(evaluate, mesh)(ours, uploaded).cpu()
+    found = device.compiled(evaluate, mesh)(ours, batch_on_devices).cpu()
     with torch.no_grad():
         expected = classification.logits(plain, batch)
-    within = 0.03 * expected.abs().max().item()
-    torch.testing.assert_close(found, expected, rtol=0, atol=within)
-    for name, gradient in device.compiled(train, mesh)(ours.train(), uploaded).items():
+    near = 0.03 * expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0, atol=near)
+
+    gradients = device.compiled(train, mesh)(ours.train(), batch_on_devices)
+    for name, gradient in gradients.items():
         assert torch.isfinite(gradient.cpu()).all(), name
 
 
-def test_the_page_lists_what_runs_and_what_is_refused():
+# Refusals
+
+
+def listed(begin: str) -> list[str]:
+    """Returns the architectures of a sentence of the page on data that begins so."""
     page = (ROOT / "docs/data.md").read_text()
-    runs, refused = (
-        re.findall(r"`([\w-]+)`", re.search(begin + r"(.+?)\.\n", page, re.DOTALL)[1])
-        for begin in ("These architectures run: ", "Refused: ")
-    )
-    assert runs == sorted(RUN) and len(runs) >= 25
-    assert refused == sorted(REFUSED)
+    sentence = re.search(begin + r"(.+?)\.\n", page, re.DOTALL)[1]
+    return re.findall(r"`([\w-]+)`", sentence)
+
+
+def test_the_page_lists_what_runs():
+    runs = listed("These architectures run: ")
+
+    assert runs == sorted(RUN)
+    assert len(runs) >= 25
+
+
+def test_the_page_lists_what_is_refused():
+    assert listed("Refused: ") == sorted(REFUSED)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_run_is_refused_in_a_sentence_when_it_is_opened(kind, tmp_path):
-    _, reason = REFUSED[kind]
-    settings = AutoConfig.for_model(kind) if kind in ("clip", "vit", "t5") else settings_of(kind)
+def test_what_cannot_run_is_refused_when_it_is_opened(kind, tmp_path):
+    """It is refused in one sentence."""
+    if kind in ("clip", "vit", "t5"):
+        settings = AutoConfig.for_model(kind)
+    else:
+        settings = settings_of(kind)
     settings.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=f"checkpoint {tmp_path} is a {kind}.*{re.escape(reason)}") as error:
+
+    reason = re.escape(REFUSED[kind].reason)
+    with pytest.raises(InputError, match=f"checkpoint {tmp_path} is a {kind}.*{reason}") as error:
         encoder_files.open_checkpoint(str(tmp_path), "auto")
+
     assert "\n" not in str(error.value)
-    if reason.startswith(HOST):
-        architectures.check("it", settings, compiled=False)  # PyTorch itself can read
 
 
-def test_what_cannot_even_be_made_is_refused_in_a_sentence(tmp_path):
-    """A package that is missing, tokenizers without their files, models without a vocabulary."""
-    expected = {
-        "layoutlmv2": "of which transformers makes no model .ImportError.*detectron2",
-        "esm": "of which transformers makes no model .TypeError",  # its default has no vocabulary
-        "markuplm": "cannot be read: its tokenizer is not there, or not whole .TypeError",
-        "tapas": "XLA has not its operations scatter_reduce.two",
-    }
-    for kind, message in expected.items():
-        AutoConfig.for_model(kind).save_pretrained(tmp_path / kind)
-        with pytest.raises(InputError, match=message) as error:
-            encoder_files.open_checkpoint(str(tmp_path / kind), "auto")
-        assert "\n" not in str(error.value)
-    AutoConfig.for_model("canine").save_pretrained(tmp_path / "canine")
-    tokenizer = encoder_files.open_checkpoint(str(tmp_path / "canine"), "auto").tokenizer
+READ_NUMBERS = [kind for kind, refused in REFUSED.items() if refused.reason.startswith(HOST)]
+
+
+@pytest.mark.parametrize("kind", READ_NUMBERS)
+def test_what_reads_numbers_is_not_refused_on_plain_pytorch(kind):
+    architectures.check("it", settings_of(kind), compiled=False)  # PyTorch itself can read
+
+
+NO_MODEL = "of which transformers makes no model"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        # A package is missing.
+        ("layoutlmv2", f"{NO_MODEL} .ImportError.*detectron2"),
+        # Its default has no vocabulary.
+        ("esm", f"{NO_MODEL} .TypeError"),
+        # The tokenizer's files are missing.
+        ("markuplm", "cannot be read: its tokenizer is not there, or not whole .TypeError"),
+        ("tapas", "XLA has not its operations scatter_reduce.two"),
+    ],
+)
+def test_what_cannot_even_be_made_is_refused_in_a_sentence(kind, message, tmp_path):
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+
+    with pytest.raises(InputError, match=message) as error:
+        encoder_files.open_checkpoint(str(tmp_path), "auto")
+
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_that_is_not_fast_is_refused(tmp_path):
+    AutoConfig.for_model("canine").save_pretrained(tmp_path)
+    tokenizer = encoder_files.open_checkpoint(str(tmp_path), "auto").tokenizer
+    examples = glue.read("synthetic", "sst2", "train")
+
     with pytest.raises(InputError, match="CanineTokenizer is not a fast tokenizer"):
-        glue.Encoded(glue.read("synthetic", "sst2", "train"), tokenizer, 32)
+        glue.Encoded(examples, tokenizer, 32)
 
 
 def test_a_model_that_changes_in_its_first_step_is_refused():
-    with pytest.raises(InputError, match="replaces BigBirdBlockSparseAttention by BigBirdSelfAttention in its first"):
-        architectures.check("it", settings_of("big_bird", attention_type="block_sparse"))
+    settings = settings_of("big_bird", attention_type="block_sparse")
+
+    message = "replaces BigBirdBlockSparseAttention by BigBirdSelfAttention in its first"
+    with pytest.raises(InputError, match=message):
+        architectures.check("it", settings)
 
 
-def test_a_decoder_and_attention_with_a_bias_of_its_own_are_refused():
+def test_a_decoder_is_refused():
     with pytest.raises(InputError, match="is a bert, in which no token sees the next"):
         architectures.check("it", settings_of("bert", is_decoder=True))
-    attention = SimpleNamespace()
-    architectures.refuse_more(attention, {"sliding_window": 4, "output_attentions": False, "head_mask": None})
+
+
+def test_attention_may_be_given_what_changes_nothing():
+    options = {"sliding_window": 4, "output_attentions": False, "head_mask": None}
+    architectures.refuse_more(SimpleNamespace(), options)
+
+
+def test_attention_with_a_bias_of_its_own_is_refused():
+    qkv = [torch.zeros(1, 1, 2, 4)] * 3
+    bias = torch.zeros(1, 1, 2, 2)
+
     with pytest.raises(InputError, match="gives its attention position_bias, which"):
-        encoder_layers.attend(attention, *[torch.zeros(1, 1, 2, 4)] * 3, None, position_bias=torch.zeros(1, 1, 2, 2))
+        encoder_layers.attend(SimpleNamespace(), *qkv, None, position_bias=bias)
+
+
+# Positions
 
 
 @each_that_runs
@@ -283,32 +430,58 @@ def test_the_longest_row_is_that_of_transformers(kind):
     if longest == float("inf"):
         run(4 * POSITIONS)
         return
+
     assert run(longest).shape == (1, 3)
     with pytest.raises((IndexError, RuntimeError, ValueError)):
         run(longest + 1)
 
 
-def test_positions_begin_after_the_paddings_or_at_0():
-    found = {kind: architectures.positions(new(kind)) for kind in ("bert", "data2vec-text", "mpnet", "roberta", "esm")}
-    assert found == {"bert": 40, "data2vec-text": 38, "mpnet": 38, "roberta": 38, "esm": float("inf")}
-    # What is built counts, and not what the configuration says.
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("bert", 40), ("data2vec-text", 38), ("mpnet", 38), ("roberta", 38), ("esm", float("inf"))],
+)
+def test_positions_begin_after_the_paddings_or_at_0(kind, expected):
+    assert architectures.positions(new(kind)) == expected
+
+
+def test_positions_that_are_built_count():
+    """What the configuration says does not."""
     model = new("data2vec-text", max_position_embeddings=34)
     model.config.max_position_embeddings = 512
+
     assert architectures.positions(model) == 32
 
 
+# Norms and products
+
+
+def decayed_ids(model: PreTrainedModel) -> set[int]:
+    """Returns the identities of the parameters that decay; asserts that transformers' Trainer lets
+    the same decay."""
+    decayed, exempt = architectures.parameter_groups(model, 0.1)
+    ids = {id(parameter) for parameter in decayed["params"]}
+
+    parameters = dict(model.named_parameters())
+    found = {name for name, parameter in parameters.items() if id(parameter) in ids}
+    trainers = transformers.Trainer.get_decay_parameter_names(None, model)
+    assert found == {name for name in trainers if name in parameters}
+
+    assert exempt["weight_decay"] == 0.0
+    assert len(exempt["params"]) > 4
+    return ids
+
+
 @each_that_runs
-def test_norms_and_biases_do_not_decay_as_in_transformers_trainer(kind):
-    for model in (new(kind), encoder_layers.fast_layers(new(kind))):
-        expected = transformers.Trainer.get_decay_parameter_names(None, model)
-        decayed, exempt = architectures.parameter_groups(model, 0.1)
-        ids = {id(parameter) for parameter in decayed["params"]}
-        found = {name for name, parameter in model.named_parameters() if id(parameter) in ids}
-        assert found == {name for name in expected if name in dict(model.named_parameters())}
-        assert exempt["weight_decay"] == 0.0 and len(exempt["params"]) > 4
-    norms = [module for module in model.modules() if architectures.is_norm(module)]
-    of_norms = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
-    assert not of_norms & ids
+def test_norms_and_biases_do_not_decay_as_with_trainer(kind):
+    decayed_ids(new(kind))
+
+    ours = encoder_layers.fast_layers(new(kind))
+    decayed = decayed_ids(ours)
+
+    for module in ours.modules():
+        if architectures.is_norm(module):
+            for parameter in module.parameters(recurse=False):
+                assert id(parameter) not in decayed
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -320,78 +493,155 @@ def test_a_layer_norm_may_have_no_bias_and_no_weight(bias, affine):
         nn.init.normal_(parameter)
     ours = layers.LayerNorm(24, elementwise_affine=affine, bias=bias)
     ours.load_state_dict(norm.state_dict())
+
     x = torch.randn(3, 5, 24)
+
     torch.testing.assert_close(ours(x), norm(x))
 
 
 @pytest.mark.parametrize("shape", [(24,), (3, 24), (2, 3, 24), (2, 3, 5, 24)])
 @pytest.mark.usefixtures("form")
 def test_a_product_takes_any_number_of_dimensions(shape):
-    x, product = torch.randn(shape), nn.Linear(24, 7)
+    x = torch.randn(shape)
+    product = nn.Linear(24, 7)
+
     found = layers.linear(x, product.weight, product.bias)
+
     torch.testing.assert_close(found, product(x))
 
 
 def test_a_norm_over_several_dimensions_stays():
     model = nn.Sequential(nn.LayerNorm((4, 6)), nn.LayerNorm(6))
-    model.config, model._supports_attention_backend = SimpleNamespace(model_type="bert"), False
+    model.config = SimpleNamespace(model_type="bert")
+    model._supports_attention_backend = False
+
     encoder_layers.fast_layers(model)
+
     assert [type(module) for module in model] == [nn.LayerNorm, layers.LayerNorm]
 
 
+# Exports
+
+
+def export(model: PreTrainedModel, folder: Path) -> None:
+    """Saves a model without a tokenizer."""
+    tokenizer = SimpleNamespace(is_fast=False, save_pretrained=lambda folder: None)
+    encoder_files.save(str(folder), model, model.state_dict(), tokenizer)
+
+
 @pytest.mark.parametrize("kind", QUICK)
-def test_an_export_loads_unchanged_and_names_nothing_of_ours(kind, tmp_path):
+def test_an_export_loads_unchanged(kind, tmp_path):
     model = new(kind)
-    ours = encoder_layers.fast_layers(copy.deepcopy(model))
-    encoder_files.save(
-        str(tmp_path), ours, ours.state_dict(), SimpleNamespace(is_fast=False, save_pretrained=lambda folder: None)
-    )
-    text = (tmp_path / "config.json").read_text()
-    assert encoder_layers.ATTENTION not in text and f'"{architectures.OWN}"' not in text
-    again, batch = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval(), batch_of(kind)
+    export(encoder_layers.fast_layers(copy.deepcopy(model)), tmp_path)
+
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+
+    batch = batch_of(kind)
     batch.pop("token_type_ids")
     torch.testing.assert_close(again(**batch).logits, model(**batch).logits)
-    assert ours.config._attn_implementation in (encoder_layers.ATTENTION, architectures.OWN)  # which goes on as it was
 
 
-class Indexed(dict):
-    """A batch in host memory."""
+@pytest.mark.parametrize("kind", QUICK)
+def test_an_export_names_nothing_of_ours(kind, tmp_path):
+    ours = encoder_layers.fast_layers(new(kind))
 
-    def __init__(self, **more):
-        ids = torch.randint(0, WORDS, (4, LENGTH), dtype=torch.int32)
-        super().__init__(input_ids=ids, token_type_ids=torch.zeros_like(ids), labels=torch.tensor([0, 1, 2, 0]))
-        self.update(more)
+    export(ours, tmp_path)
+
+    text = (tmp_path / "config.json").read_text()
+    assert encoder_layers.ATTENTION not in text
+    assert f'"{architectures.OWN}"' not in text
+    # The model itself stays as it was.
+    own_names = (encoder_layers.ATTENTION, architectures.OWN)
+    assert ours.config._attn_implementation in own_names
 
 
-def test_what_a_batch_indexes_is_checked_on_the_host():
+# What a batch can index
+
+
+def indexed(**more: Tensor) -> dict[str, Tensor]:
+    """Returns a batch in host memory."""
+    ids = torch.randint(0, WORDS, (4, LENGTH), dtype=torch.int32)
+    batch = {
+        "input_ids": ids,
+        "token_type_ids": torch.zeros_like(ids),
+        "labels": torch.tensor([0, 1, 2, 0]),
+    }
+    return batch | more
+
+
+def test_limits_are_the_sizes_of_tables_and_classes():
+    rows = {"input_ids": WORDS, "token_type_ids": 2, "labels": 3}
+    expected = architectures.Limits(rows=rows, positions=POSITIONS)
+
+    assert architectures.limits(new("bert")) == expected
+
+
+def test_a_batch_within_the_limits_is_accepted():
     limits = architectures.limits(new("bert"))
-    assert limits == architectures.Limits({"input_ids": WORDS, "token_type_ids": 2, "labels": 3}, POSITIONS)
-    limits.check(Indexed())
-    limits.check(Indexed(labels=torch.tensor([0.5, -3.0, 9.0, 0.0])))  # of a regression
-    for name, wrong, said in (
-        ("input_ids", WORDS, f"input_ids has {WORDS} .row 2 of a batch., and the model has {WORDS} of them, 0 to 100"),
-        ("input_ids", -1, "input_ids has -1 .row 2"),
-        ("token_type_ids", 2, "token_type_ids has 2 .row 2 of a batch., and the model has 2 of them, 0 to 1"),
-        ("labels", 3, "labels has 3 .row 2 of a batch., and the model has 3 of them"),
-    ):
-        batch = Indexed()
-        batch[name][2] = wrong
-        with pytest.raises(InputError, match=said):
-            limits.check(batch)
+
+    limits.check(indexed())
+    limits.check(indexed(labels=torch.tensor([0.5, -3.0, 9.0, 0.0])))  # of a regression
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        (
+            "input_ids",
+            WORDS,
+            f"{WORDS} .row 2 of a batch., and the model has {WORDS} of them, 0 to 100",
+        ),
+        ("input_ids", -1, "-1 .row 2"),
+        ("token_type_ids", 2, "2 .row 2 of a batch., and the model has 2 of them, 0 to 1"),
+        ("labels", 3, "3 .row 2 of a batch., and the model has 3 of them"),
+    ],
+)
+def test_what_a_batch_indexes_is_checked_on_the_host(name, wrong, message):
+    limits = architectures.limits(new("bert"))
+    batch = indexed()
+    batch[name][2] = wrong
+
+    with pytest.raises(InputError, match=f"{name} has {message}"):
+        limits.check(batch)
+
+
+def test_a_batch_of_too_long_rows_is_refused():
+    limits = architectures.limits(new("bert"))
+    batch = indexed(input_ids=torch.zeros(4, 41, dtype=torch.int32))
+
     with pytest.raises(InputError, match="rows have 41 tokens; the model has 40 positions"):
-        limits.check(Indexed(input_ids=torch.zeros(4, 41, dtype=torch.int32)))
+        limits.check(batch)
 
 
-def test_types_that_a_model_is_not_given_are_not_checked():
-    assert architectures.limits(new("roberta", type_vocab_size=1)).rows == {"input_ids": WORDS, "labels": 3}
-    assert architectures.limits(new("distilbert")).rows == {"input_ids": WORDS, "labels": 3}
-    assert architectures.limits(new("xlnet")).rows == {"input_ids": WORDS, "labels": 3}  # relations, and no table
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("roberta", {"type_vocab_size": 1}),
+        ("distilbert", {}),
+        ("xlnet", {}),  # whose types are relations, without a table
+    ],
+)
+def test_types_that_a_model_is_not_given_are_not_checked(kind, settings):
+    limits = architectures.limits(new(kind, **settings))
+
+    assert limits.rows == {"input_ids": WORDS, "labels": 3}
+
+
+def test_tokens_that_were_added_to_a_model_are_within_its_limits():
     grown = new("bert")
     grown.resize_token_embeddings(WORDS + 3)
+
     assert architectures.limits(grown).rows["input_ids"] == WORDS + 3
 
 
-def test_labels_of_a_head_of_words_and_tokens_of_a_table_that_is_no_embedding_are_checked():
+def test_labels_of_a_head_of_words_are_words():
+    """They are not the 3 classes of its configuration."""
     masked = transformers.AutoModelForMaskedLM.from_config(new("bert").config)
-    assert architectures.limits(masked).rows["labels"] == WORDS  # not the 3 classes of its configuration
-    assert architectures.limits(new("perceiver")).rows == {"input_ids": WORDS, "labels": 3}
+
+    assert architectures.limits(masked).rows["labels"] == WORDS
+
+
+def test_tokens_of_a_table_that_is_no_embedding_are_checked():
+    limits = architectures.limits(new("perceiver"))
+
+    assert limits.rows == {"input_ids": WORDS, "labels": 3}

@@ -1,8 +1,12 @@
-"""models/objectives.py, the modules of the objectives, and what they need of layers.py, against transformers'
-models, which run their heads on every token, torch's losses and XLNet's code; on the CPU and as one program of XLA."""
+"""Compares the objectives with transformers' models, which run their heads on every token.
+
+What models/layers.py has for them is compared with torch's losses, and the permutations with
+XLNet's code. Ours run on the CPU and as one program of XLA.
+"""
 
 import copy
 import functools
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,90 +24,168 @@ from data.text import SyntheticText
 from models import distillation, encoders, layers, objectives, permutation
 from train.common import device, loading
 
-# Model, kind of the rows, and places for predictions: more than most rows need, so that there are fillers.
+
+@dataclass(frozen=True)
+class Objective:
+    """What is pretrained, on which rows."""
+
+    model_class: type
+    rows: str  # the kind of the encoder whose rows they are
+    predictions: int  # slots of a row: more than most rows need, so that there are fillers
+
+
 OBJECTIVES = {
-    "next sentence": (transformers.BertForPreTraining, "bert", 6),
-    "roberta": (transformers.RobertaForMaskedLM, "roberta", 6),
-    "permutation": (transformers.XLNetLMHeadModel, "xlnet", 7),
-    "distillation": (transformers.DistilBertForMaskedLM, "bert", 6),
+    "next sentence": Objective(transformers.BertForPreTraining, rows="bert", predictions=6),
+    "roberta": Objective(transformers.RobertaForMaskedLM, rows="roberta", predictions=6),
+    "permutation": Objective(transformers.XLNetLMHeadModel, rows="xlnet", predictions=7),
+    "distillation": Objective(transformers.DistilBertForMaskedLM, rows="bert", predictions=6),
 }
-ROWS, LENGTH, LONGER = 8, 32, 41
+OF_PAIRS = ("next sentence", "permutation")  # whose rows have two sentences
+ROWS = 8
+LENGTH = 32
+LONGER = 41
+NO_LABEL = -100  # that transformers' losses leave out
 EXACT = {"rtol": 1e-5, "atol": 1e-5}  # of numbers of about 1, in float32
 
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES)
 
 
+# Rows and models
+
+
 @functools.cache
 def rows_of(objective: str) -> MaskedText | PermutedText:
-    _, kind, predictions = OBJECTIVES[objective]
-    pairs = objective in ("next sentence", "permutation")
-    rows = SyntheticText("valid", kind, LENGTH, pairs, rows=64)
+    settings = OBJECTIVES[objective]
+    pairs = objective in OF_PAIRS
+    rows = SyntheticText("valid", settings.rows, LENGTH, pairs, rows=64)
     if objective == "permutation":
-        return PermutedText(rows, predictions)
-    return MaskedText(rows, predictions, whole_words=False, next_sentence=pairs)
+        return PermutedText(rows, settings.predictions)
+    return MaskedText(rows, settings.predictions, whole_words=False, next_sentence=pairs)
 
 
 def batch_of(objective: str) -> dict[str, Tensor]:
-    batch = loading.as_tensors([rows_of(objective).example(row, np.random.default_rng(row)) for row in range(ROWS)])
-    assert 0 < batch["weights"].mean() < 1 and 0 < batch["attention_mask"].float().mean() < 1
+    """Returns a batch that has fillers and padding."""
+    rows = rows_of(objective)
+    examples = [rows.example(number, np.random.default_rng(number)) for number in range(ROWS)]
+    batch = loading.as_tensors(examples)
+    assert 0 < batch["weights"].mean() < 1
+    assert 0 < batch["attention_mask"].float().mean() < 1
     return batch
 
 
 def of_size(model_class: type, kind: str, objective: str, **settings) -> PreTrainedModel:
-    """transformers' own model, for the rows of an objective."""
+    """Returns transformers' own model, for the rows of an objective."""
     config = encoders.configuration(kind, "tiny", rows_of(objective).text.tokenizer, LONGER)
     config.update(settings)
     return randomized(model_class(config))
 
 
 def new(objective: str) -> PreTrainedModel:
-    model_class, kind, _ = OBJECTIVES[objective]
-    return of_size(model_class, "distilbert" if objective == "distillation" else kind, objective)
+    """Returns transformers' own model to pretrain."""
+    settings = OBJECTIVES[objective]
+    kind = "distilbert" if objective == "distillation" else settings.rows
+    return of_size(settings.model_class, kind, objective)
 
 
 def teacher_of(objective: str) -> PreTrainedModel | None:
-    return of_size(transformers.BertForMaskedLM, "bert", objective) if objective == "distillation" else None
+    """Returns transformers' own model to learn from, if there is one."""
+    if objective != "distillation":
+        return None
+    return of_size(transformers.BertForMaskedLM, "bert", objective)
 
 
-def plain_losses(objective: str, model, teacher, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same from transformers' models as they are, with all their heads on all tokens."""
-    inputs = {"input_ids": batch["input_ids"].long(), "attention_mask": batch["attention_mask"]}
-    if objective in ("next sentence", "permutation"):
+# transformers' losses
+
+
+@dataclass
+class Plain:
+    """A batch in the form that transformers' models take, with all their heads on all tokens."""
+
+    inputs: dict[str, Tensor]
+    of_slots: Tensor  # the label of each slot for a prediction [B, P]
+    of_tokens: Tensor  # the label of each token [B, T]
+
+
+def plain_batch(objective: str, batch: dict[str, Tensor]) -> Plain:
+    inputs = {
+        "input_ids": batch["input_ids"].long(),
+        "attention_mask": batch["attention_mask"],
+    }
+    if objective in OF_PAIRS:
         inputs["token_type_ids"] = batch["token_type_ids"].long()
-    predicted, labels = (
-        torch.where(batch["weights"] > 0, batch["labels"].long(), -100),
-        torch.full((ROWS, LENGTH), -100),
-    )
-    rows, places = torch.nonzero(batch["weights"], as_tuple=True)
-    labels[rows, batch["positions"][rows, places].long()] = predicted[rows, places]
-    if objective == "permutation":
-        inputs["perm_mask"] = permutation.perm_mask(batch["order"], labels >= 0)
-        inputs["target_mapping"] = F.one_hot(batch["positions"].long(), LENGTH).float()
-        loss = model(**inputs, labels=predicted, use_mems=False).loss
-        return {"loss": loss, "words": loss}
-    if objective == "next sentence":
-        outputs = model(**inputs, labels=labels, next_sentence_label=batch["next_sentence"].long())
-        related = F.cross_entropy(outputs.seq_relationship_logits, batch["next_sentence"].long())
-        return {"loss": outputs.loss, "words": outputs.loss - related, "related": related}
-    outputs = model(**inputs, labels=labels, output_hidden_states=True)
-    if teacher is None:
-        return {"loss": outputs.loss, "words": outputs.loss}
-    taught = teacher(**inputs, output_hidden_states=True)  # of type 0 all, as the batch has it
-    chosen, real = labels >= 0, batch["attention_mask"].bool()
-    wanted, found = F.softmax(taught.logits[chosen] / 2.0, -1), F.log_softmax(outputs.logits[chosen] / 2.0, -1)
+
+    of_slots = torch.where(batch["weights"] > 0, batch["labels"].long(), NO_LABEL)
+    of_tokens = torch.full((ROWS, LENGTH), NO_LABEL)
+    rows, slots = torch.nonzero(batch["weights"], as_tuple=True)
+    positions = batch["positions"][rows, slots].long()
+    of_tokens[rows, positions] = of_slots[rows, slots]
+    return Plain(inputs=inputs, of_slots=of_slots, of_tokens=of_tokens)
+
+
+def permutation_losses(model, plain: Plain, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    loss = model(
+        **plain.inputs,
+        perm_mask=permutation.perm_mask(batch["order"], plain.of_tokens >= 0),
+        target_mapping=F.one_hot(batch["positions"].long(), LENGTH).float(),
+        labels=plain.of_slots,
+        use_mems=False,
+    ).loss
+    return {"loss": loss, "words": loss}
+
+
+def next_sentence_losses(model, plain: Plain, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    next_sentence = batch["next_sentence"].long()
+    outputs = model(**plain.inputs, labels=plain.of_tokens, next_sentence_label=next_sentence)
+    related = F.cross_entropy(outputs.seq_relationship_logits, next_sentence)
+    return {"loss": outputs.loss, "words": outputs.loss - related, "related": related}
+
+
+def distillation_losses(model, teacher, plain: Plain) -> dict[str, Tensor]:
+    outputs = model(**plain.inputs, labels=plain.of_tokens, output_hidden_states=True)
+    # Without types of tokens: all are of type 0, as in the batch.
+    taught = teacher(**plain.inputs, output_hidden_states=True)
+
+    predicted = plain.of_tokens >= 0
+    wanted = F.softmax(taught.logits[predicted] / 2.0, -1)
+    found = F.log_softmax(outputs.logits[predicted] / 2.0, -1)
     soft = 2.0**2 * F.kl_div(found, wanted, reduction="batchmean")
-    states = outputs.hidden_states[-1][real], taught.hidden_states[-1][real]
-    cosine = F.cosine_embedding_loss(*states, torch.ones(len(states[0])))
+
+    real = plain.inputs["attention_mask"].bool()
+    own_states = outputs.hidden_states[-1][real]
+    their_states = taught.hidden_states[-1][real]
+    cosine = F.cosine_embedding_loss(own_states, their_states, torch.ones(len(own_states)))
+
     loss = 5 * soft + 2 * outputs.loss + 1 * cosine
     return {"loss": loss, "words": outputs.loss, "soft": soft, "cosine": cosine}
 
 
-def with_gradients(model: nn.Module, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parts, and the gradient of the loss for each parameter that has one, by its name."""
+def plain_losses(objective: str, model, teacher, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns what `objectives.losses` does, from transformers' models as they are."""
+    plain = plain_batch(objective, batch)
+    if objective == "permutation":
+        return permutation_losses(model, plain, batch)
+    if objective == "next sentence":
+        return next_sentence_losses(model, plain, batch)
+    if objective == "distillation":
+        return distillation_losses(model, teacher, plain)
+    loss = model(**plain.inputs, labels=plain.of_tokens).loss
+    return {"loss": loss, "words": loss}
+
+
+# Losses of the objectives
+
+
+def with_gradients(model: nn.Module, losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the losses, and the gradient of "loss" for each parameter that has one, by its
+    name."""
     names, parameters = zip(*model.named_parameters(), strict=True)
-    gradients = zip(names, torch.autograd.grad(parts["loss"], parameters, allow_unused=True), strict=True)
-    parts = {name: part.detach() for name, part in parts.items()}
-    return parts | {name: gradient for name, gradient in gradients if gradient is not None}
+    gradients = torch.autograd.grad(losses["loss"], parameters, allow_unused=True)
+
+    found = {name: loss.detach() for name, loss in losses.items()}
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is not None:
+            found[name] = gradient
+    return found
 
 
 def step(model, teacher, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -112,40 +194,66 @@ def step(model, teacher, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @every_objective
 def test_losses_and_gradients_are_transformers_also_on_xla(objective, mesh):
-    batch, model, teacher = batch_of(objective), new(objective), teacher_of(objective)
+    batch = batch_of(objective)
+    model = new(objective)
+    teacher = teacher_of(objective)
     expected = with_gradients(model, plain_losses(objective, model, teacher, batch))
     assert all(values.any() for values in expected.values())
-    results = [step(fast(model), fast(teacher), batch)]
+
+    found = step(fast(model), fast(teacher), batch)
+    assert_all_close(found, expected, rtol=1e-4, share=1e-5, atol=1e-6)
+
     if objective != "roberta":  # whose layers are BERT's
-        on_device = [each and device.to_device(fast(each), mesh) for each in (model, teacher)]  # there may be none
+        model_on_device = device.to_device(fast(model), mesh)
+        teacher_on_device = fast(teacher)
+        if teacher_on_device is not None:
+            device.to_device(teacher_on_device, mesh)
         uploaded = {name: values.to(mesh.device) for name, values in batch.items()}
-        # Strict: it raises where a value is read on the way, or an operation is the host's.
-        results.append(device.compiled(step, mesh)(*on_device, uploaded))
-    for found in results:
+        # Strict: it raises where a value is read within the step, or an operation is the host's.
+        compiled_step = device.compiled(step, mesh)
+        found = compiled_step(model_on_device, teacher_on_device, uploaded)
         assert_all_close(found, expected, rtol=1e-4, share=1e-5, atol=1e-6)
 
 
 def test_a_teacher_gets_no_gradient():
     teacher = fast(teacher_of("distillation"))
-    objectives.losses(fast(new("distillation")), teacher, batch_of("distillation"))["loss"].backward()
+    student = fast(new("distillation"))
+
+    losses = objectives.losses(student, teacher, batch_of("distillation"))
+    losses["loss"].backward()
+
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
-def with_more_padding(objective: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch in rows of LONGER places with two more predictions each that do not count, and other labels and tokens
-    wherever none counts."""
-    more, left = LONGER - LENGTH, objective == "permutation"
-    batch = {name: values.clone() for name, values in batch.items()}
-    for name, value in (("positions", LENGTH - 1 if left else 3), ("labels", 0), ("weights", 0)):
-        batch[name] = F.pad(batch[name], (2, 0), value=value)
+def with_fillers(batch: dict[str, Tensor], position: int) -> dict[str, Tensor]:
+    """Returns the batch with two more predictions per row that do not count, of this position, and
+    with other labels wherever none counts."""
+    batch = dict(batch)
+    for name, filler in (("positions", position), ("labels", 0), ("weights", 0)):
+        batch[name] = F.pad(batch[name], (2, 0), value=filler)
     batch["labels"] = torch.where(batch["weights"] > 0, batch["labels"], 7)
-    if left:
-        batch["order"][batch["order"] == LENGTH] = LONGER
-        batch["positions"] += more
-    for name in ("input_ids", "attention_mask", "token_type_ids", "order"):
+    return batch
+
+
+def with_more_padding(objective: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the batch in rows of LONGER tokens, with more fillers, and with other tokens in its
+    padding."""
+    more = LONGER - LENGTH
+    fillers = {"input_ids": 0, "attention_mask": 0, "token_type_ids": 0}
+    if objective == "permutation":  # XLNet pads at the left
+        batch = with_fillers(batch, position=LENGTH - 1)
+        batch["positions"] = batch["positions"] + more
+        batch["order"] = torch.where(batch["order"] == LENGTH, LONGER, batch["order"])
+        fillers |= {"token_type_ids": 3, "order": LONGER}
+        padding = (more, 0)
+    else:
+        batch = with_fillers(batch, position=3)
+        padding = (0, more)
+
+    for name, filler in fillers.items():
         if name in batch:
-            filler = {"order": LONGER, "token_type_ids": 3 if left else 0}.get(name, 0)
-            batch[name] = F.pad(batch[name], (more, 0) if left else (0, more), value=filler)
+            batch[name] = F.pad(batch[name], padding, value=filler)
+
     tokens = torch.randint(20, 60, batch["input_ids"].shape, dtype=torch.int32)
     batch["input_ids"] = torch.where(batch["attention_mask"] > 0, batch["input_ids"], tokens)
     return batch
@@ -153,100 +261,211 @@ def with_more_padding(objective: str, batch: dict[str, Tensor]) -> dict[str, Ten
 
 @every_objective
 def test_neither_fillers_nor_padding_change_anything(objective):
-    batch, model, teacher = batch_of(objective), fast(new(objective)), fast(teacher_of(objective))
+    batch = batch_of(objective)
+    model = fast(new(objective))
+    teacher = fast(teacher_of(objective))
+
     found = step(model, teacher, with_more_padding(objective, batch))
-    assert_all_close(found, step(model, teacher, batch), rtol=1e-5, share=1e-6, atol=1e-6)
+
+    expected = step(model, teacher, batch)
+    assert_all_close(found, expected, rtol=1e-5, share=1e-6, atol=1e-6)
 
 
 @every_objective
-def test_the_mean_of_the_parts_of_a_batch_is_its_loss_whatever_numbers_of_tokens_they_have(objective):
-    batch, model, teacher = batch_of(objective), fast(new(objective)), fast(teacher_of(objective))
-    parts = [{name: values[row : row + 2] for name, values in batch.items()} for row in range(0, ROWS, 2)]
-    parts[1]["weights"] = torch.zeros_like(parts[1]["weights"])
-    batch["weights"] = torch.cat([part["weights"] for part in parts])
-    counts = [objectives.counts(part) for part in parts]
-    assert all(len({count[name].sum().item() for count in counts}) > 2 for name in ("predicted", "tokens"))
+def test_the_mean_over_micro_batches_is_the_loss_of_the_batch(objective):
+    """They have different numbers of tokens, and one of them has no prediction."""
+    batch = batch_of(objective)
+    model = fast(new(objective))
+    teacher = fast(teacher_of(objective))
+    batch["weights"][2:4] = 0
+    micro_batches = []
+    for row in range(0, ROWS, 2):
+        micro_batches.append({name: values[row : row + 2] for name, values in batch.items()})
+
+    counts = [objectives.counts(micro_batch) for micro_batch in micro_batches]
+    for name in ("predicted", "tokens"):
+        numbers = {count[name].sum().item() for count in counts}
+        assert len(numbers) > 2, name
 
     found = []
-    for part in parts:
-        for name in counts[0]:
-            part[name] = sum(count[name] for count in counts)
-        found.append(with_gradients(model, objectives.losses(model, teacher, part, len(parts))))
-    means = {name: sum(each[name] for each in found) / len(parts) for name in found[0]}
+    for micro_batch in micro_batches:
+        for name in ("predicted", "tokens"):
+            micro_batch[name] = sum(count[name] for count in counts)
+        losses = objectives.losses(model, teacher, micro_batch, len(micro_batches))
+        found.append(with_gradients(model, losses))
+
+    means = {}
+    for name in found[0]:
+        means[name] = sum(values[name] for values in found) / len(found)
     assert_all_close(means, step(model, teacher, batch), rtol=1e-4, share=1e-5, atol=1e-6)
 
 
-def test_a_batch_without_predictions_has_a_loss_of_nought():
+def test_a_batch_without_predictions_has_a_loss_of_0():
     batch = batch_of("roberta")
-    found = step(fast(new("roberta")), None, batch | {"weights": torch.zeros_like(batch["weights"])})
-    assert found["loss"] == 0 and not any(value.any() for value in found.values())
+    batch["weights"] = torch.zeros_like(batch["weights"])
+
+    found = step(fast(new("roberta")), None, batch)
+
+    assert found["loss"] == 0
+    assert not any(value.any() for value in found.values())
+
+
+# Scores
+
+COUNTED_ROWS = torch.tensor([1.0, 1, 0, 1, 1, 0, 0, 1])
 
 
 def test_scores_are_sums_over_the_rows_that_count():
-    batch, model = batch_of("next sentence"), fast(new("next sentence"))
-    mask = torch.tensor([1.0, 1, 0, 1, 1, 0, 0, 1])
-    kept = {name: values[mask > 0] for name, values in batch.items()}
-    found, words = objectives.scores(model, batch | {"mask": mask}), objectives.losses(model, None, kept)["words"]
+    batch = batch_of("next sentence")
+    model = fast(new("next sentence"))
+
+    found = objectives.scores(model, batch | {"mask": COUNTED_ROWS})
+
+    kept = {name: values[COUNTED_ROWS > 0] for name, values in batch.items()}
+    words = objectives.losses(model, None, kept)["words"]
     predicted = kept["weights"].sum()
-    assert found["predicted"] == predicted and found["rows"] == 5
+    assert found["predicted"] == predicted
+    assert found["rows"] == 5
     torch.testing.assert_close(found["loss"] / predicted, words, rtol=1e-5, atol=0)
-    # The right answers are made of the model's own for the first prediction of each row, those that do not count, and
-    # some of the rows.
-    parts = objectives.forward(model, batch)
+
+
+def test_accuracies_are_of_the_rows_and_predictions_that_count():
+    batch = batch_of("next sentence")
+    model = fast(new("next sentence"))
+    outputs = objectives.forward(model, batch)
+
+    # The right answers are made of the model's own for the first prediction of each row, those that
+    # do not count, and some of the rows.
     right = batch["weights"] == 0
     right[:, 0] = True
-    labels = torch.where(right, parts["logits"].argmax(-1), parts["logits"].argmin(-1))
-    related = parts["related"].argmax(-1)
-    related[[0, 2]] ^= 1  # row 2 does not count
-    found = objectives.scores(model, batch | {"labels": labels, "next_sentence": related, "mask": mask})
-    assert found["accuracy"] == 5 and found["next_sentence_accuracy"] == 4
+    logits = outputs["logits"]
+    batch["labels"] = torch.where(right, logits.argmax(-1), logits.argmin(-1))
+    next_sentence = outputs["related"].argmax(-1)
+    next_sentence[[0, 2]] ^= 1  # row 2 does not count
+    batch["next_sentence"] = next_sentence
+    found = objectives.scores(model, batch | {"mask": COUNTED_ROWS})
+
+    assert found["accuracy"] == 5
+    assert found["next_sentence_accuracy"] == 4
 
 
-# At a spread of 300 exp would overflow. In bfloat16 losses are as exact as in float32, gradients rounded to its 8 bits.
-@pytest.mark.parametrize(("dtype", "spread", "atol"), [(torch.float32, 300.0, 1e-6), (torch.bfloat16, 3.0, 0.008)])
-def test_losses_of_a_label_and_of_a_teacher_are_torchs_also_where_a_word_is_impossible(dtype, spread, atol):
+# Losses of words
+
+
+@dataclass
+class Words:
+    """Logits, labels, and a teacher's probabilities, in which a word is impossible."""
+
+    logits: Tensor
+    labels: Tensor
+    wanted: Tensor
+
+
+def drawn_words(dtype: torch.dtype, spread: float) -> Words:
     logits = (torch.randn(3, 5, 50) * spread).to(dtype).requires_grad_()
     labels = torch.randint(50, (3, 5), dtype=torch.int32)
-    wanted = torch.randn(3, 5, 50).mul(3).index_fill(2, torch.tensor(7), -torch.inf).softmax(-1)
-    exact = logits.double().log_softmax(-1)
-    by_label = F.nll_loss(exact.transpose(1, 2), labels.long(), reduction="none")
-    by_teacher = F.kl_div(exact, wanted.double(), reduction="none").sum(2)
-    rounding, upstream = 2e-7 * logits.detach().abs().max().item(), torch.linspace(0.5, 1.5, 15).view(3, 5)
-    for kind, found, expected in (
-        ("label", layers.negative_log_likelihood(logits, labels), by_label),
-        ("teacher", layers.divergence(logits, wanted), by_teacher),
-    ):
-        assert found.dtype == torch.float32 and expected.min() > 0.1, kind
-        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=rounding)
-        ours, theirs = (
-            torch.autograd.grad((each * upstream).sum(), logits, retain_graph=True)[0] for each in (found, expected)
-        )
-        assert theirs.abs().max() > 0.1 and ours.dtype == dtype, kind
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol)
+    scores = torch.randn(3, 5, 50).mul(3).index_fill(2, torch.tensor(7), -torch.inf)
+    return Words(logits=logits, labels=labels, wanted=scores.softmax(-1))
 
 
-def test_a_student_begins_as_its_teacher_without_the_layers_between():
+def assert_like_torchs(found: Tensor, expected: Tensor, logits: Tensor, atol: float) -> None:
+    """Compares losses, and the gradients of the logits within `atol`."""
+    assert found.dtype == torch.float32
+    assert expected.min() > 0.1
+    rounding = 2e-7 * logits.detach().abs().max().item()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=rounding)
+
+    upstream = torch.linspace(0.5, 1.5, 15).view(3, 5)
+    (ours,) = torch.autograd.grad((found * upstream).sum(), logits, retain_graph=True)
+    (theirs,) = torch.autograd.grad((expected * upstream).sum(), logits)
+    assert theirs.abs().max() > 0.1
+    assert ours.dtype == logits.dtype
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol)
+
+
+# At a spread of 300 exp would overflow. In bfloat16 losses are as exact as in float32, gradients
+# rounded to its 8 bits.
+every_precision = pytest.mark.parametrize(
+    ("dtype", "spread", "atol"), [(torch.float32, 300.0, 1e-6), (torch.bfloat16, 3.0, 0.008)]
+)
+
+
+@every_precision
+def test_the_loss_of_a_label_is_torchs(dtype, spread, atol):
+    words = drawn_words(dtype, spread)
+
+    found = layers.negative_log_likelihood(words.logits, words.labels)
+
+    exact = words.logits.double().log_softmax(-1)
+    expected = F.nll_loss(exact.transpose(1, 2), words.labels.long(), reduction="none")
+    assert_like_torchs(found, expected, words.logits, atol)
+
+
+@every_precision
+def test_the_loss_of_a_teacher_is_torchs(dtype, spread, atol):
+    """A word is impossible for the teacher."""
+    words = drawn_words(dtype, spread)
+
+    found = layers.divergence(words.logits, words.wanted)
+
+    exact = words.logits.double().log_softmax(-1)
+    expected = F.kl_div(exact, words.wanted.double(), reduction="none").sum(2)
+    assert_like_torchs(found, expected, words.logits, atol)
+
+
+# Distillation
+
+
+def teacher_of_six_layers() -> PreTrainedModel:
+    return of_size(transformers.BertForMaskedLM, "bert", "distillation", num_hidden_layers=6)
+
+
+def student_of_two_layers() -> PreTrainedModel:
+    return of_size(transformers.DistilBertForMaskedLM, "distilbert", "distillation", n_layers=2)
+
+
+def logits_of(model: PreTrainedModel) -> Tensor:
     batch = batch_of("distillation")
-    teacher = of_size(transformers.BertForMaskedLM, "bert", "distillation", num_hidden_layers=6)
-    student = of_size(transformers.DistilBertForMaskedLM, "distilbert", "distillation", n_layers=2)
+    input_ids = batch["input_ids"].long()
+    return model(input_ids=input_ids, attention_mask=batch["attention_mask"]).logits
 
-    def encode(model: PreTrainedModel) -> Tensor:
-        return model(input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"]).logits
 
+def test_a_student_begins_with_some_layers_of_its_teacher():
+    teacher = teacher_of_six_layers()
+    student = student_of_two_layers()
     before = copy.deepcopy(teacher.state_dict())
+
     distillation.begin_with_layers(student, teacher)
+
     assert equal(teacher.state_dict(), before)
     # The teacher as the student: of these layers alone, and without types of tokens.
     teacher.bert.encoder.layer = nn.ModuleList(teacher.bert.encoder.layer[i] for i in (0, 3))
     teacher.bert.embeddings.token_type_embeddings.weight.data.zero_()
-    expected = encode(teacher)
+    expected = logits_of(teacher)
     assert expected.std() > 0.1
-    torch.testing.assert_close(encode(student), expected, **EXACT)
-    # Copies: what the student learns is not the teacher's.
+    torch.testing.assert_close(logits_of(student), expected, **EXACT)
+
+
+def test_what_a_student_learns_does_not_change_its_teacher():
+    """It begins with copies of the weights."""
+    teacher = teacher_of_six_layers()
+    student = student_of_two_layers()
+    expected = logits_of(teacher)
+    distillation.begin_with_layers(student, teacher)
+
     with torch.no_grad():
         student.distilbert.transformer.layer[0].attention.q_lin.weight.zero_()
-    torch.testing.assert_close(encode(teacher), expected, **EXACT)
-    assert student.vocab_projector.weight is student.distilbert.embeddings.word_embeddings.weight
+
+    torch.testing.assert_close(logits_of(teacher), expected, **EXACT)
+
+
+def test_a_student_that_begins_with_layers_has_tied_weights():
+    student = student_of_two_layers()
+
+    distillation.begin_with_layers(student, teacher_of_six_layers())
+
+    embedding = student.distilbert.embeddings.word_embeddings.weight
+    assert student.vocab_projector.weight is embedding
 
 
 def test_the_head_of_another_architecture_is_not_guessed():
@@ -254,26 +473,72 @@ def test_the_head_of_another_architecture_is_not_guessed():
         objectives.forward(SimpleNamespace(config=transformers.ElectraConfig()), {})
 
 
+# Permutations
+
+VISIBLE = 0
+TARGET = 1
+SEPARATOR = 2
+PERMUTED_LENGTH = 24
+
+
 def local_perm(order: np.ndarray, target: np.ndarray, functional: np.ndarray) -> np.ndarray:
-    """XLNet's data_utils._local_perm in numpy, from where it has the permuted indices."""
+    """Computes XLNet's data_utils._local_perm in numpy, from where it has the permuted indices."""
     masked_or_func = target | functional
     rev_index = np.where(masked_or_func, order, -1)
     self_rev_index = np.where(target, rev_index, rev_index + 1)
     return ((self_rev_index[:, None] <= rev_index[None, :]) & masked_or_func).astype(np.float32)
 
 
-def test_a_permutations_mask_is_that_of_xlnets_authors_and_nobody_sees_padding():
-    rng, length = np.random.default_rng(0), 24
-    kinds = rng.choice([0, 1, 2], (50, length), p=[0.7, 0.2, 0.1])  # visible; targets; separators
-    placed = np.stack([rng.permutation(length) for _ in kinds])
-    order, targets = torch.from_numpy(np.where(kinds == 0, -1, placed)), torch.from_numpy(kinds == 1)
-    # All positions are named, and fillers have no weight.
-    assert permutation.is_target(torch.arange(length).expand(50, -1), targets.float(), length).equal(targets)
-    found = permutation.perm_mask(order, targets)
+@dataclass
+class Permutations:
+    """50 rows of tokens and their order of prediction."""
+
+    kinds: np.ndarray  # of the tokens [50, T]: VISIBLE, TARGET or SEPARATOR
+    ranks: np.ndarray  # permutations [50, T]
+    order: Tensor  # as perm_mask takes it
+    targets: Tensor  # bool
+
+
+def drawn_permutations() -> Permutations:
+    rng = np.random.default_rng(0)
+    shape = (50, PERMUTED_LENGTH)
+    kinds = rng.choice([VISIBLE, TARGET, SEPARATOR], shape, p=[0.7, 0.2, 0.1])
+    ranks = np.stack([rng.permutation(PERMUTED_LENGTH) for _ in kinds])
+    return Permutations(
+        kinds=kinds,
+        ranks=ranks,
+        order=torch.from_numpy(np.where(kinds == VISIBLE, -1, ranks)),
+        targets=torch.from_numpy(kinds == TARGET),
+    )
+
+
+def test_targets_are_the_positions_with_a_weight():
+    """All positions are named, and fillers have no weight."""
+    targets = drawn_permutations().targets
+    positions = torch.arange(PERMUTED_LENGTH).expand(50, -1)
+
+    found = permutation.is_target(positions, targets.float(), PERMUTED_LENGTH)
+
+    assert found.equal(targets)
+
+
+def test_a_permutations_mask_is_that_of_xlnets_authors():
+    rows = drawn_permutations()
+
+    found = permutation.perm_mask(rows.order, rows.targets)
+
     assert found.dtype == torch.float32
-    for mask, places, kind in zip(found, placed, kinds, strict=True):
-        assert np.array_equal(mask, local_perm(places, kind == 1, kind == 2))
-    order, targets = F.pad(order, (4, 0), value=length + 4), F.pad(targets, (4, 0))
+    for mask, ranks, kinds in zip(found, rows.ranks, rows.kinds, strict=True):
+        assert np.array_equal(mask, local_perm(ranks, kinds == TARGET, kinds == SEPARATOR))
+
+
+def test_in_a_permutation_nobody_sees_padding():
+    rows = drawn_permutations()
+    order = F.pad(rows.order, (4, 0), value=PERMUTED_LENGTH + 4)
+    targets = F.pad(rows.targets, (4, 0))
+
     padded = permutation.perm_mask(order, targets)
-    assert padded[:, :, :4].eq(1).all() and padded[:, 4:, 4:].equal(found)
+
+    assert padded[:, :, :4].eq(1).all()
+    assert padded[:, 4:, 4:].equal(permutation.perm_mask(rows.order, rows.targets))
     assert padded[:, :4, 4:].eq(0).all()  # rows of padding see something: no softmax over nothing

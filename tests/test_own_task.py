@@ -24,10 +24,16 @@ def test_it_reads_nothing_where_it_cannot_learn():
 def test_four_devices_give_the_accuracy_of_one():
     accuracy = own_task.main()
 
-    command = [sys.executable, "-m", "examples.own_task"]
-    run = subprocess.run(command, cwd=ROOT, env=environment(4), capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        [sys.executable, "-m", "examples.own_task"],
+        cwd=ROOT,
+        env=environment(4),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
 
-    (found,) = re.findall(r"accuracy ([\d.]+)", run.stdout)
+    (found,) = re.findall(r"accuracy ([\d.]+)", process.stdout)
     assert float(found) == pytest.approx(accuracy, abs=1e-4)
 
 
@@ -35,9 +41,11 @@ def test_readme_shows_lines_of_the_example_in_their_order():
     readme = (ROOT / "README.md").read_text()
     section = readme.split("## Your own task")[1].split("\n## ")[0]
     shown = [line.strip() for line in section.splitlines() if line.startswith("    ")]
+    assert len(shown) > 15
 
-    lines = iter(line.strip() for line in (ROOT / "examples/own_task.py").read_text().splitlines())
-
-    # `in` reads on in the iterator, so that each line is looked for after the one before.
-    missing = [line for line in shown if line and line not in lines]
-    assert len(shown) > 15 and missing == []
+    example = (ROOT / "examples/own_task.py").read_text()
+    lines = iter(line.strip() for line in example.splitlines())
+    for line in shown:
+        if line:
+            # `in` reads on in the iterator: each line is looked for after the one before.
+            assert line in lines, line

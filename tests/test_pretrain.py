@@ -1,5 +1,8 @@
-"""What is particular to train/pretrain.py: every objective is learned, parts of a batch give the numbers of the whole,
-and the export loads in transformers, fairseq and train.glue. The rest is in test_scripts.py."""
+"""Tests what is particular to train/pretrain.py: every objective is learned, gradient accumulation
+gives the numbers of the whole batch, and the export loads in transformers, fairseq and train.glue.
+
+The rest is in test_scripts.py.
+"""
 
 import copy
 import os
@@ -12,7 +15,14 @@ import torch
 from eager_runs import without_dropout
 from helpers import assert_graph_contract, equal, exported, losses, records
 from timm.optim import Lamb
-from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer, BertConfig, pipeline
+from torch.nn.utils import parameters_to_vector
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    AutoTokenizer,
+    BertConfig,
+    pipeline,
+)
 from trials import TRIALS
 
 from data import pretraining
@@ -23,208 +33,434 @@ from train.common import accumulate, loading
 from train.common.mesh import Layout
 from train.common.xla import backend as xla
 
-LEARNS, SHORT = TRIALS["pretrain"].learns, TRIALS["pretrain"].short
+LEARNS = TRIALS["pretrain"].learns
+SHORT = TRIALS["pretrain"].short
 
 
 @pytest.fixture(scope="module")
 def fairseq(tmp_path_factory):
-    """A RoBERTa in fairseq's format that has learned something; as `trained`."""
-    config = replace(LEARNS, model="fairseq-roberta", steps=60, runs=str(tmp_path_factory.mktemp("runs")), name="run")
-    return f"{config.runs}/run", pretrain.main(config), config
+    """Trains a RoBERTa in fairseq's format until it has learned something; as `trained`."""
+    runs = str(tmp_path_factory.mktemp("runs"))
+    config = replace(LEARNS, model="fairseq-roberta", steps=60, runs=runs, name="run")
+    return f"{runs}/run", pretrain.main(config), config
 
 
-def guess(config) -> float:
-    """Accuracy of always naming the commonest token."""
-    valid_set = pretrain.open_data(pretrain.validate(config)).eval
-    batch = loading.as_tensors([valid_set.example(row, np.random.default_rng(row)) for row in range(len(valid_set))])
-    return batch["labels"][batch["weights"] > 0].bincount().max().item() / batch["weights"].sum().item()
+def example_batch(rows: pretraining.Rows, count: int) -> dict[str, torch.Tensor]:
+    """Returns a batch of the first `count` rows, each with random numbers of its own."""
+    examples = [rows.example(row, np.random.default_rng(row)) for row in range(count)]
+    return loading.as_tensors(examples)
+
+
+# Objectives
 
 
 @pytest.mark.slow
 def test_fairseqs_roberta_learns_what_its_twin_does(fairseq, tmp_path):
     path, metrics, config = fairseq
+
+    twin_metrics = pretrain.main(replace(config, model="roberta", runs=str(tmp_path)))
+
     assert losses(path)[0] > 5.5
-    assert metrics["loss"] < 3.8 and metrics["accuracy"] > 0.15
-    assert pretrain.main(replace(config, model="roberta", runs=str(tmp_path))) == metrics
+    assert metrics["loss"] < 3.8
+    assert metrics["accuracy"] > 0.15
+    assert twin_metrics == metrics
     assert not os.path.exists(tmp_path / "run/export/fairseq")
     assert equal(exported(tmp_path / "run"), exported(path))
 
 
+def guess(config: pretrain.Config) -> float:
+    """Returns the accuracy of always naming the commonest token."""
+    valid_set = pretrain.open_data(pretrain.validate(config)).eval
+    batch = example_batch(valid_set, len(valid_set))
+    labels = batch["labels"][batch["weights"] > 0]
+    return labels.bincount().max().item() / batch["weights"].sum().item()
+
+
 def test_a_permutation_is_learned(tmp_path):
-    config = replace(LEARNS, model="xlnet", steps=60, warmup_steps=20, precision="bfloat16", runs=str(tmp_path))
+    path = tmp_path / "run"
+    config = replace(
+        LEARNS,
+        model="xlnet",
+        steps=60,
+        warmup_steps=20,
+        precision="bfloat16",
+        runs=str(tmp_path),
+        name="run",
+    )
     before = xla.compilations()
-    metrics = pretrain.main(replace(config, name="run"))
-    assert losses(tmp_path / "run")[0] > 4.5
-    assert metrics["loss"] < 3.6 and metrics["accuracy"] > 1.5 * guess(config)
-    assert_graph_contract(tmp_path / "run")
+
+    metrics = pretrain.main(config)
+
+    assert losses(path)[0] > 4.5
+    assert metrics["loss"] < 3.6
+    assert metrics["accuracy"] > 1.5 * guess(config)
+    assert_graph_contract(path)
     assert xla.compilations() - before <= 4
-    model = AutoModelForPreTraining.from_pretrained(tmp_path / "run/export")
+    model = AutoModelForPreTraining.from_pretrained(path / "export")
     assert type(model).__name__ == "XLNetLMHeadModel"
 
 
-def test_a_student_learns_of_the_teacher_that_another_run_exported(trained, tmp_path):
-    config = replace(LEARNS, model="distilbert", teacher=f"{trained[0]}/export", steps=30, warmup_steps=5, lr=1e-3)
-    config = replace(config, precision="bfloat16", runs=str(tmp_path))
-    metrics = pretrain.main(replace(config, name="run"))
-    lines = [record for record in records(tmp_path / "run") if "soft" in record]
+def test_a_student_learns_from_the_teacher_that_a_run_exported(trained, tmp_path):
+    teacher_path, teacher_metrics, _ = trained
+    path = tmp_path / "run"
+    config = replace(
+        LEARNS,
+        model="distilbert",
+        teacher=f"{teacher_path}/export",
+        steps=30,
+        warmup_steps=5,
+        lr=1e-3,
+        precision="bfloat16",
+        runs=str(tmp_path),
+        name="run",
+    )
+
+    metrics = pretrain.main(config)
+
+    lines = [record for record in records(path) if "soft" in record]
+    first = lines[0]
+    last = lines[-1]
     # It begins with a layer of its teacher, which is worth something.
-    assert trained[1]["loss"] < metrics["loss"] < lines[0]["words"] - 0.2 < 4.2
-    assert lines[-1]["soft"] < 0.6 * lines[0]["soft"] and lines[-1]["cosine"] < 0.8 * lines[0]["cosine"]
-    assert_graph_contract(tmp_path / "run")
-    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "run/export")
-    assert type(model).__name__ == "DistilBertForMaskedLM" and model.config.n_layers == 1
+    assert first["words"] - 0.2 < 4.2
+    assert metrics["loss"] < first["words"] - 0.2
+    assert metrics["loss"] > teacher_metrics["loss"]
+    assert last["soft"] < 0.6 * first["soft"]
+    assert last["cosine"] < 0.8 * first["cosine"]
+    assert_graph_contract(path)
+    model = AutoModelForMaskedLM.from_pretrained(path / "export")
+    assert type(model).__name__ == "DistilBertForMaskedLM"
+    assert model.config.n_layers == 1
 
 
 @pytest.mark.slow
-def test_the_next_sentence_whole_words_lamb_and_parts_of_a_batch_together(tmp_path):
-    config = replace(SHORT, next_sentence=True, whole_words=True, optimizer="lamb", update_every=2, lr=0.02, steps=12)
-    metrics = pretrain.main(replace(config, precision="bfloat16", runs=str(tmp_path), name="run"))
+def test_next_sentences_whole_words_lamb_and_micro_batches(tmp_path):
+    """All in one run."""
+    path = tmp_path / "run"
+    config = replace(
+        SHORT,
+        next_sentence=True,
+        whole_words=True,
+        optimizer="lamb",
+        update_every=2,
+        lr=0.02,
+        steps=12,
+        precision="bfloat16",
+        runs=str(tmp_path),
+        name="run",
+    )
+
+    metrics = pretrain.main(config)
+
     assert 0.3 < metrics["next_sentence_accuracy"] < 1
-    found = losses(tmp_path / "run")
-    assert len(found) == 12 and found[0] > 5.3 and found[-1] < found[0] - 0.5  # log(116 words) + log(2)
-    assert_graph_contract(tmp_path / "run")
-    _, loaded = AutoModelForPreTraining.from_pretrained(tmp_path / "run/export", output_loading_info=True)
-    assert "cls.seq_relationship.weight" in exported(tmp_path / "run") and not loaded["missing_keys"]
+    found = losses(path)
+    assert len(found) == 12
+    assert found[0] > 5.3  # log(116 words) + log(2)
+    assert found[-1] < found[0] - 0.5
+    assert_graph_contract(path)
+    _, loaded = AutoModelForPreTraining.from_pretrained(path / "export", output_loading_info=True)
+    assert "cls.seq_relationship.weight" in exported(path)
+    assert not loaded["missing_keys"]
 
 
-def test_an_update_of_unequal_parts_is_that_of_their_rows_in_one_batch_clipped(mesh, monkeypatch):
-    """On the host, with plain gradient descent."""
-    whole_config, config = pretrain.TINY, replace(pretrain.TINY, update_every=2)
+# Gradient accumulation
+
+
+def test_unequal_micro_batches_update_as_their_rows_in_one_batch(mesh, monkeypatch):
+    """On the host, with plain gradient descent, clipped."""
+    whole_config = pretrain.TINY
+    cut_config = replace(pretrain.TINY, update_every=2)
     clipped = replace(encoders.record("bert").pretraining, clip=0.125)
     monkeypatch.setattr(pretrain, "recipe_of", lambda config: clipped)
-    data = pretrain.open_data(config)
-    batch = loading.as_tensors([data.train.example(row, np.random.default_rng(row)) for row in range(8)])
+    data = pretrain.open_data(cut_config)
+    batch = example_batch(data.train, 8)
     batch["weights"][:4, 1:] = 0
-    parts = [{name: values[rows] for name, values in batch.items()} for rows in (slice(0, 4), slice(4, 8))]
-    counts = [objectives.counts(part) for part in parts]
-    assert counts[1]["predicted"].sum() > 2 * counts[0]["predicted"].sum()
-    new = data.model.eval()  # no dropout
-    one, two = copy.deepcopy(new), copy.deepcopy(new)
-    states = [pretrain.State(model, None, torch.optim.SGD(model.parameters(), 1.0)) for model in (one, two)]
-    whole = pretrain.train_step(states[0], batch, whole_config, mesh)
+
+    micro_batches = []
+    for rows in (slice(0, 4), slice(4, 8)):
+        micro_batches.append({name: values[rows] for name, values in batch.items()})
+    first_counts = objectives.counts(micro_batches[0])
+    second_counts = objectives.counts(micro_batches[1])
+    assert second_counts["predicted"].sum() > 2 * first_counts["predicted"].sum()
+    for micro_batch in micro_batches:
+        for name in first_counts:
+            micro_batch[name] = first_counts[name] + second_counts[name]
+
+    initial = data.model.eval()  # no dropout
+    whole_model = copy.deepcopy(initial)
+    cut_model = copy.deepcopy(initial)
+    whole_optimizer = torch.optim.SGD(whole_model.parameters(), 1.0)
+    cut_optimizer = torch.optim.SGD(cut_model.parameters(), 1.0)
+    whole_state = pretrain.State(whole_model, None, whole_optimizer)
+    cut_state = pretrain.State(cut_model, None, cut_optimizer)
+
+    whole = pretrain.train_step(whole_state, batch, whole_config, mesh)
     totals = {"loss": torch.zeros(()), "words": torch.zeros(())}
-    for part in parts:
-        part |= {name: counts[0][name] + counts[1][name] for name in counts[0]}
-        accumulate.gradient_step(pretrain.forward, states[1], part, totals, config, mesh)
-    found = accumulate.update_step(pretrain.update, states[1], totals, config, "")
+    for micro_batch in micro_batches:
+        accumulate.gradient_step(pretrain.forward, cut_state, micro_batch, totals, cut_config, mesh)
+    found = accumulate.update_step(pretrain.update, cut_state, totals, cut_config, "")
+
     torch.testing.assert_close(found, whole)
-    assert whole["loss"] == whole["words"] > 4
-    assert totals["loss"] == 0 and not any(parameter.grad.any() for parameter in two.parameters())
-    weights = [torch.nn.utils.parameters_to_vector(model.parameters()) for model in (new, one, two)]
-    moves = [weights[0] - other for other in weights[1:]]
-    torch.testing.assert_close(*moves, rtol=1e-4, atol=1e-6)
-    assert moves[0].norm().item() == pytest.approx(0.125, rel=1e-4)
+    assert whole["loss"] == whole["words"]
+    assert whole["words"] > 4
+    assert totals["loss"] == 0
+    assert not any(parameter.grad.any() for parameter in cut_model.parameters())
+    before = parameters_to_vector(initial.parameters())
+    whole_move = before - parameters_to_vector(whole_model.parameters())
+    cut_move = before - parameters_to_vector(cut_model.parameters())
+    torch.testing.assert_close(whole_move, cut_move, rtol=1e-4, atol=1e-6)
+    assert whole_move.norm().item() == pytest.approx(0.125, rel=1e-4)
 
 
-def test_parts_of_a_batch_give_the_numbers_of_all_of_it(tmp_path, monkeypatch):
-    """Eight parts of four rows, one on each device; the rows have unequal numbers of predicted tokens."""
-    monkeypatch.setattr(encoders, "configuration", encoders.configuration)  # which is replaced here
+def test_micro_batches_give_the_numbers_of_the_whole_batch(tmp_path, monkeypatch):
+    """Eight micro-batches of four rows, one on each device; the rows have unequal numbers of
+    predicted tokens."""
+    # without_dropout replaces it; registered here, it is restored after the test.
+    monkeypatch.setattr(encoders, "configuration", encoders.configuration)
     without_dropout(encoders)
-    config = replace(SHORT, next_sentence=True, steps=3, warmup_steps=2, eval_every=3, runs=str(tmp_path))
-    whole = pretrain.main(replace(config, name="one"))
-    parts = pretrain.main(replace(config, name="two", update_every=8))
-    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
-    assert len(one) == 3 and two == pytest.approx(one, rel=1e-5) and max(one) - min(one) > 0.1
-    assert parts == pytest.approx(whole, rel=1e-4)
-    # A weight moves by up to 7e-3 here; where its gradient is rounding alone, Adam makes steps of that.
-    torch.testing.assert_close(exported(tmp_path / "two"), exported(tmp_path / "one"), rtol=0, atol=1e-3)
+    config = replace(
+        SHORT,
+        next_sentence=True,
+        steps=3,
+        warmup_steps=2,
+        eval_every=3,
+        runs=str(tmp_path),
+    )
+
+    whole_metrics = pretrain.main(replace(config, name="whole"))
+    cut_metrics = pretrain.main(replace(config, name="cut", update_every=8))
+
+    whole = tmp_path / "whole"
+    cut = tmp_path / "cut"
+    whole_losses = losses(whole)
+    assert len(whole_losses) == 3
+    assert losses(cut) == pytest.approx(whole_losses, rel=1e-5)
+    assert max(whole_losses) - min(whole_losses) > 0.1
+    assert cut_metrics == pytest.approx(whole_metrics, rel=1e-4)
+    # A weight moves by up to 7e-3 here; where its gradient is rounding alone, Adam makes steps of
+    # that.
+    torch.testing.assert_close(exported(cut), exported(whole), rtol=0, atol=1e-3)
 
 
-def test_a_models_recipe_fills_what_is_not_given_and_is_its_optimizers(mesh):
+# Recipes
+
+
+def test_a_models_recipe_fills_what_is_not_given():
     config = pretrain.validate(pretrain.Config(model="roberta", data="somewhere", lr=1.0))
-    assert (config.batch_size, config.steps, config.lr, config.warmup_steps) == (8192, 500_000, 1.0, 24_000)
-    assert pretrain.validate(pretrain.Config(data="somewhere")).batch_size == 256
-    sized = [("bert", "large", (256, 1e-4)), ("roberta", "large", (8192, 4e-4)), ("xlnet", "large", (8192, 4e-4))]
-    for model, size, expected in [*sized, ("fairseq-roberta", "1.3b", (1024, 1e-4))]:
-        config = pretrain.validate(pretrain.Config(model=model, size=size, data="somewhere"))
-        assert (config.batch_size, config.lr) == expected
-    for name in encoders.PRETRAINED:
-        recipe = encoders.record(name).pretraining
-        config = replace(pretrain.TINY, model=name)
-        data = pretrain.open_data(replace(config, model="bert") if name == "distilbert" else config)
-        decayed, spared = pretrain.build(config, data, mesh).optimizer.param_groups
-        assert (decayed["weight_decay"], spared["weight_decay"]) == (recipe.weight_decay, 0.0)
-        assert decayed["betas"] == (0.9, recipe.beta2) and decayed["eps"] == 1e-6
+
+    assert config.batch_size == 8192
+    assert config.steps == 500_000
+    assert config.lr == 1.0  # as given
+    assert config.warmup_steps == 24_000
+
+
+def test_the_default_batch_is_berts():
+    config = pretrain.validate(pretrain.Config(data="somewhere"))
+
+    assert config.batch_size == 256
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "batch_size", "lr"),
+    [
+        ("bert", "large", 256, 1e-4),
+        ("roberta", "large", 8192, 4e-4),
+        ("xlnet", "large", 8192, 4e-4),
+        ("fairseq-roberta", "1.3b", 1024, 1e-4),
+    ],
+)
+def test_a_size_has_a_recipe_of_its_own(model, size, batch_size, lr):
+    config = pretrain.validate(pretrain.Config(model=model, size=size, data="somewhere"))
+
+    assert config.batch_size == batch_size
+    assert config.lr == lr
+
+
+@pytest.mark.parametrize("name", encoders.PRETRAINED)
+def test_the_optimizer_has_the_recipes_settings(name, mesh):
+    recipe = encoders.record(name).pretraining
+    config = replace(pretrain.TINY, model=name)
+    # A DistilBERT cannot be opened without a teacher; a BERT has as many groups of parameters.
+    model = "bert" if name == "distilbert" else name
+    data = pretrain.open_data(replace(config, model=model))
+
+    optimizer = pretrain.build(config, data, mesh).optimizer
+
+    decayed, spared = optimizer.param_groups
+    assert decayed["weight_decay"] == recipe.weight_decay
+    assert spared["weight_decay"] == 0.0
+    assert decayed["betas"] == (0.9, recipe.beta2)
+    assert decayed["eps"] == 1e-6
+
+
+def test_lamb_does_not_clip_gradients(mesh):
     config = replace(pretrain.TINY, optimizer="lamb")
+
     optimizer = pretrain.build(config, pretrain.open_data(config), mesh).optimizer
-    assert isinstance(optimizer, Lamb) and optimizer.defaults["max_grad_norm"] is None
+
+    assert isinstance(optimizer, Lamb)
+    assert optimizer.defaults["max_grad_norm"] is None
 
 
-@pytest.mark.parametrize(("kind", "length", "expected"), [("bert", 128, 21), ("bert", 512, 82), ("xlnet", 512, 88)])
-def test_places_for_predictions(kind, length, expected):
-    for predictions, places in ((0, expected), (7, 7)):
-        rows = pretraining.open_rows("synthetic", "valid", kind, predictions, False, False, (length, 0))
-        assert rows.predictions == places
+@pytest.mark.parametrize(
+    ("kind", "length", "expected"), [("bert", 128, 21), ("bert", 512, 82), ("xlnet", 512, 88)]
+)
+@pytest.mark.parametrize("given", [0, 7])
+def test_predictions_per_row(kind, length, expected, given):
+    rows = pretraining.open_rows(
+        "synthetic",
+        "valid",
+        kind,
+        predictions=given,
+        whole_words=False,
+        next_sentence=False,
+        trial=(length, 0),
+    )
+
+    assert rows.predictions == (given or expected)
 
 
-def test_transformers_loads_the_export_and_finds_the_metrics_of_the_run(trained, mesh):
+# The export
+
+
+@pytest.fixture(scope="module")
+def validation_rows(run_of) -> pretraining.Rows:
+    """Opens the rows on which the trial is evaluated."""
+    _, _, config = run_of("pretrain")
+    return pretrain.open_data(config).eval
+
+
+def test_transformers_finds_the_metrics_of_the_run(trained, validation_rows, mesh):
     path, metrics, config = trained
     model = AutoModelForMaskedLM.from_pretrained(f"{path}/export").eval()
-    valid_set = pretrain.open_data(config).eval
-    with loading.parallel_loader(valid_set, len(valid_set), mesh, train=False, seed=config.seed, workers=0) as loader:
-        (batch,) = [{name: value.cpu() for name, value in batch.items()} for batch in loader]
+    size = len(validation_rows)
+    loader = loading.parallel_loader(
+        validation_rows, size, mesh, train=False, seed=config.seed, workers=0
+    )
+    with loader as batches:
+        (on_devices,) = list(batches)
+    batch = {name: value.cpu() for name, value in on_devices.items()}
     assert batch["mask"].all()
+
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    rows, places = torch.nonzero(batch["weights"], as_tuple=True)
-    logits, labels = logits[rows, batch["positions"][rows, places].long()], batch["labels"][rows, places].long()
-    found = (
-        torch.nn.functional.cross_entropy(logits, labels).item(),
-        (logits.argmax(-1) == labels).float().mean().item(),
-    )
-    assert found == pytest.approx((metrics["loss"], metrics["accuracy"]), rel=1e-5)
+
+    rows, slots = torch.nonzero(batch["weights"], as_tuple=True)
+    positions = batch["positions"][rows, slots].long()
+    labels = batch["labels"][rows, slots].long()
+    predicted = logits[rows, positions]
+    loss = torch.nn.functional.cross_entropy(predicted, labels).item()
+    accuracy = (predicted.argmax(-1) == labels).float().mean().item()
+    assert loss == pytest.approx(metrics["loss"], rel=1e-5)
+    assert accuracy == pytest.approx(metrics["accuracy"], rel=1e-5)
+
+
+def test_the_export_has_the_runs_vocabulary(trained, validation_rows):
+    path, *_ = trained
+
     tokenizer = AutoTokenizer.from_pretrained(f"{path}/export")
-    assert tokenizer.get_vocab() == valid_set.text.tokenizer.get_vocab()
-    # A word has the number after that of the word before it, see data/text.py.
+
+    assert tokenizer.get_vocab() == validation_rows.text.tokenizer.get_vocab()
+
+
+def test_transformers_pipeline_fills_a_mask(trained):
+    path, *_ = trained
     fill = pipeline("fill-mask", model=f"{path}/export", tokenizer=f"{path}/export")
-    assert {"token_str", "score"} <= set(fill("bano [MASK] bara base.")[0])
+
+    # A word has the number after that of the word before it, see data/text.py.
+    best = fill("bano [MASK] bara base.")[0]
+
+    assert set(best) >= {"token_str", "score"}
 
 
-@pytest.mark.parametrize("of", ["trained", "fairseq"])
-def test_pretraining_goes_on_from_an_export(of, tmp_path, request):
-    path, metrics, config = request.getfixturevalue(of)
-    folder = f"{path}/export" + ("/fairseq" if of == "fairseq" else "")
-    config = replace(config, checkpoint=folder, lr=0.0, steps=2, runs=str(tmp_path), name="on")
-    assert pretrain.main(config) == pytest.approx(metrics, rel=1e-5)
-    assert losses(tmp_path / "on")[0] < metrics["loss"] + 0.5
-    if of == "trained":
-        assert equal(exported(tmp_path / "on"), exported(path))
+@pytest.mark.parametrize(("run", "export"), [("trained", "export"), ("fairseq", "export/fairseq")])
+def test_pretraining_continues_from_an_export(run, export, tmp_path, request):
+    path, metrics, config = request.getfixturevalue(run)
+    config = replace(
+        config, checkpoint=f"{path}/{export}", lr=0.0, steps=2, runs=str(tmp_path), name="next"
+    )
+
+    found = pretrain.main(config)
+
+    assert found == pytest.approx(metrics, rel=1e-5)
+    assert losses(tmp_path / "next")[0] < metrics["loss"] + 0.5
+    if run == "trained":
+        assert equal(exported(tmp_path / "next"), exported(path))
+
+
+# Prepared text
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> str:
-    """A folder of rows, beside the text that they are made from: five judgements a document, good or bad."""
-    folder, rng = tmp_path_factory.mktemp("text"), np.random.default_rng(0)
-    words = (("awful", "dull", "poor", "grim"), ("fine", "lovely", "great", "bright"))
-    judgements = [(rng.choice(["film", "plot", "cast", "song"]), *rng.choice(words[n % 2], 2)) for n in range(750)]
-    lines = ["The {} was {} and also {}.".format(*judgement) for judgement in judgements]
-    text = "\n\n".join("\n".join(lines[i : i + 5]) for i in range(0, len(lines), 5))
-    (folder / "all.txt").write_text(text + "\n")
+    """Writes a folder of rows, beside the text that they are made from: five judgements a document,
+    good or bad."""
+    folder = tmp_path_factory.mktemp("text")
+    rng = np.random.default_rng(0)
+    subjects = ["film", "plot", "cast", "song"]
+    bad = ("awful", "dull", "poor", "grim")
+    good = ("fine", "lovely", "great", "bright")
+
+    judgements = []
+    for number in range(750):
+        subject = rng.choice(subjects)
+        first, second = rng.choice(good if number % 2 else bad, 2)
+        judgements.append(f"The {subject} was {first} and also {second}.")
+    documents = []
+    for start in range(0, len(judgements), 5):
+        documents.append("\n".join(judgements[start : start + 5]))
+    text = folder / "all.txt"
+    text.write_text("\n\n".join(documents) + "\n")
+
+    out = str(folder / "rows")
     options = "--kind bert --length 32 --vocab-size 116 --valid-share 0.2 --workers 1"
-    prepare_text.main(["--data", f"{folder}/all.txt", "--out", f"{folder}/rows", *options.split()])
-    return str(folder / "rows")
+    prepare_text.main(["--data", str(text), "--out", out, *options.split()])
+    return out
 
 
-def test_a_prepared_text_is_learned_and_fine_tuning_begins_with_the_export(rows, tmp_path):
-    metrics = pretrain.main(replace(LEARNS, data=rows, steps=40, warmup_steps=10, runs=str(tmp_path), name="run"))
-    assert losses(tmp_path / "run")[0] > 3.5 > 2.5 > metrics["loss"]
-    fine = glue.validate(replace(glue.TINY, lengths=(24,), checkpoint=f"{tmp_path}/run/export"))
-    model = glue.open_data(fine).model
-    weights = {name: value for name, value in exported(tmp_path / "run").items() if name.startswith("bert.")}
-    assert len(weights) > 10 and all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
+def test_a_prepared_text_is_learned_and_fine_tuned(rows, tmp_path):
+    """Fine-tuning begins with the weights of the export."""
+    config = replace(LEARNS, data=rows, steps=40, warmup_steps=10, runs=str(tmp_path), name="run")
+
+    metrics = pretrain.main(config)
+
+    path = tmp_path / "run"
+    assert losses(path)[0] > 3.5
+    assert metrics["loss"] < 2.5
+    fine_tuning = replace(glue.TINY, lengths=(24,), checkpoint=f"{path}/export")
+    opened = glue.open_data(glue.validate(fine_tuning)).model.state_dict()
+    weights = {}
+    for name, value in exported(path).items():
+        if name.startswith("bert."):
+            weights[name] = value
+    assert len(weights) > 10
+    assert equal({name: opened[name] for name in weights}, weights)
+
+
+# Teachers, and what is refused
 
 
 @pytest.fixture
 def teacher(trained, tmp_path):
     """Writes a new BERT with the tokens of the small language: teacher(hidden_size=96)."""
+    path, *_ = trained
 
     def write(**settings) -> str:
-        made = BertConfig.from_pretrained(f"{trained[0]}/export", **settings)
-        shutil.copytree(f"{trained[0]}/export", tmp_path / "teacher")
-        AutoModelForMaskedLM.from_config(made).save_pretrained(tmp_path / "teacher")
-        return str(tmp_path / "teacher")
+        config = BertConfig.from_pretrained(f"{path}/export", **settings)
+        folder = tmp_path / "teacher"
+        shutil.copytree(f"{path}/export", folder)
+        AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
+        return str(folder)
 
     return write
+
+
+# Settings of the teachers that the next test writes.
+TEACHERS = {
+    "@short": {"max_position_embeddings": 31},
+    "@wide": {"hidden_size": 96},
+    "@words": {"vocab_size": 128},
+    "@flat": {"num_hidden_layers": 0},
+}
 
 
 @pytest.mark.parametrize(
@@ -248,25 +484,44 @@ def teacher(trained, tmp_path):
     ],
 )
 def test_values_that_are_refused(refused, trained, fairseq, rows, teacher, flags, pattern):
-    settings = {"@short": {"max_position_embeddings": 31}, "@wide": {"hidden_size": 96}, "@words": {"vocab_size": 128}}
-    settings |= {"@flat": {"num_hidden_layers": 0}}
-    folders = {name: teacher(**changed) for name, changed in settings.items() if name in flags}
-    folders |= {"@bert": f"{trained[0]}/export", "@roberta": f"{fairseq[0]}/export", "@rows": rows}
-    for name, folder in {**folders, "@text": os.path.dirname(rows)}.items():
-        flags, pattern = flags.replace(name, folder), pattern.replace(name, folder)
+    """A word with @ stands for a folder, in the flags and in the pattern."""
+    bert_path, *_ = trained
+    roberta_path, *_ = fairseq
+    folders = {
+        "@bert": f"{bert_path}/export",
+        "@roberta": f"{roberta_path}/export",
+        "@rows": rows,
+        "@text": os.path.dirname(rows),
+    }
+    for name, settings in TEACHERS.items():
+        if name in flags:
+            folders[name] = teacher(**settings)
+    for name, folder in folders.items():
+        flags = flags.replace(name, folder)
+        pattern = pattern.replace(name, folder)
+
     refused(pretrain, f"tiny {flags}", pattern)
 
 
 def test_a_teacher_may_have_more_positions_than_rows_have_tokens(teacher):
-    config = replace(pretrain.TINY, model="distilbert", teacher=teacher(max_position_embeddings=50))
+    folder = teacher(max_position_embeddings=50)
+    config = replace(pretrain.TINY, model="distilbert", teacher=folder)
+
     data = pretrain.open_data(config)
-    theirs, ours = (one.base_model.embeddings.position_embeddings.weight for one in (data.teacher, data.model))
-    assert len(theirs) == 50 and torch.equal(ours, theirs[:32])
+
+    theirs = data.teacher.base_model.embeddings.position_embeddings.weight
+    ours = data.model.base_model.embeddings.position_embeddings.weight
+    assert len(theirs) == 50
+    assert torch.equal(ours, theirs[:32])
 
 
-def test_a_trials_teacher_is_the_same_whatever_changes_no_number(mesh, monkeypatch):
+def test_a_trials_teacher_depends_on_what_changes_its_numbers(mesh, monkeypatch):
     monkeypatch.setattr(pretrain, "main", lambda config: {})
     config = replace(pretrain.TINY, model="distilbert")
-    changes = {}, {"workers": 2, "layout": Layout(remat=True)}, {"lr": 1.0}
-    first, free, other = (pretrain.with_teacher(replace(config, **change), mesh).teacher for change in changes)
-    assert first == free != other
+    same_numbers = replace(config, workers=2, layout=Layout(remat=True))
+    other_numbers = replace(config, lr=1.0)
+
+    teacher = pretrain.with_teacher(config, mesh).teacher
+
+    assert pretrain.with_teacher(same_numbers, mesh).teacher == teacher
+    assert pretrain.with_teacher(other_numbers, mesh).teacher != teacher

@@ -1,4 +1,5 @@
-"""models/resnet.py against torchvision and against torch's own batch norm, in plain PyTorch and on XLA."""
+"""Tests models/resnet.py against torchvision and against torch's own batch norm, in plain PyTorch
+and on XLA."""
 
 import copy
 
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from helpers import update
-from torch import nn
+from torch import Tensor, nn
 
 from models import resnet
 from models.resnet import BatchNorm, ResNet, batch_statistics_norm
@@ -15,8 +16,11 @@ from train.common import checkpoint, device
 
 
 def torchvision_model() -> nn.Module:
-    model = torchvision.models.resnet.ResNet(torchvision.models.resnet.Bottleneck, [1, 1, 1, 1], num_classes=7)
-    for module in model.modules():  # statistics as after training, so that evaluation tests them
+    """Returns a ResNet of torchvision with statistics as after training, so that evaluation tests
+    them."""
+    bottleneck = torchvision.models.resnet.Bottleneck
+    model = torchvision.models.resnet.ResNet(bottleneck, [1, 1, 1, 1], num_classes=7)
+    for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.uniform_(-0.5, 0.5)
             module.running_var.uniform_(0.5, 2)
@@ -25,26 +29,40 @@ def torchvision_model() -> nn.Module:
     return model
 
 
+# Against torchvision
+
+
+def layout(model: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """Returns the name, shape and type of each entry of a state dict."""
+    return [(name, value.shape, value.dtype) for name, value in model.state_dict().items()]
+
+
 @pytest.mark.parametrize("name", ["resnet50", "resnet101", "resnet152"])
 def test_state_dict_has_torchvisions_keys_and_shapes(name):
     with torch.device("meta"):
-        models = resnet.resnet(name), getattr(torchvision.models, name)()
-    ours, theirs = ([(k, v.shape, v.dtype) for k, v in model.state_dict().items()] for model in models)
-    assert ours == theirs
+        ours = resnet.resnet(name)
+        theirs = getattr(torchvision.models, name)()
+
+    assert layout(ours) == layout(theirs)
 
 
-def test_initial_weights_have_torchvisions_distribution_and_the_last_norms_are_zero():
+def test_initial_weights_have_torchvisions_distribution():
+    """The last norm of each block is zero."""
     ours = resnet.resnet("resnet50")
     theirs = torchvision.models.resnet50(zero_init_residual=True).state_dict()
+    norms = ("bn1.weight", "bn2.weight", "bn3.weight", "downsample.1.weight")
+
     for name, weight in ours.state_dict().items():
         if weight.dim() == 4 and weight.numel() > 10_000:
             torch.testing.assert_close(weight.std(), theirs[name].std(), rtol=0.05, atol=0)
-        if name.endswith(("bn1.weight", "bn2.weight", "bn3.weight", "downsample.1.weight")):
+        if name.endswith(norms):
             assert torch.equal(weight, theirs[name]), name
 
 
-def sgd_step(model, optimizer, images, labels):
-    return update(F.cross_entropy(model(images), labels), optimizer)
+def sgd_step(model, optimizer, images, labels) -> Tensor:
+    """Takes a step of training; returns the loss."""
+    loss = F.cross_entropy(model(images), labels)
+    return update(loss, optimizer)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -52,17 +70,22 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.usefixtures("compiled")
-def test_evaluation_and_a_step_of_training_equal_torchvisions_in_float64():
+def test_evaluation_and_a_step_equal_torchvisions_in_float64():
     """The next test compares the form of PyTorch's own kernels with XLA's."""
     theirs = torchvision_model().double()
     ours = ResNet((1, 1, 1, 1), 7).double()
     ours.load_state_dict(theirs.state_dict())
-    images, labels = torch.randn(8, 3, 32, 32, dtype=torch.double), torch.arange(8) % 7
+    images = torch.randn(8, 3, 32, 32, dtype=torch.double)
+    labels = torch.arange(8) % 7
+
     for _ in range(2):  # with the statistics of the step, too
-        outputs = [model.eval()(images).detach() for model in (ours, theirs)]
-        torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
-        found, expected = (sgd_step(model.train(), sgd(model), images, labels) for model in (ours, theirs))
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        our_logits = ours.eval()(images).detach()
+        their_logits = theirs.eval()(images).detach()
+        torch.testing.assert_close(our_logits, their_logits, rtol=1e-9, atol=1e-9)
+
+        our_loss = sgd_step(ours.train(), sgd(ours), images, labels)
+        their_loss = sgd_step(theirs.train(), sgd(theirs), images, labels)
+        torch.testing.assert_close(our_loss, their_loss, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-7, atol=1e-8)
 
 
@@ -71,53 +94,99 @@ def test_a_step_and_evaluation_on_xla_equal_the_cpus(mesh):
     for module in host.modules():  # no block is the identity
         if isinstance(module, BatchNorm):
             nn.init.uniform_(module.weight, 0.5, 1.5)
-    model, images, labels = device.to_device(copy.deepcopy(host), mesh), torch.randn(8, 3, 32, 32), torch.arange(8) % 7
-    expected, optimizer = sgd_step(host, sgd(host), images, labels), sgd(model)
+    model = device.to_device(copy.deepcopy(host), mesh)
+    images = torch.randn(8, 3, 32, 32)
+    labels = torch.arange(8) % 7
+
+    expected_loss = sgd_step(host, sgd(host), images, labels)
+    optimizer = sgd(model)
     device.init_optimizer_state(optimizer, mesh)
-    loss = device.compiled(sgd_step, mesh)(model, optimizer, images.to(mesh.device), labels.to(mesh.device))
-    torch.testing.assert_close(loss.cpu(), expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(checkpoint.to_host(model.state_dict()), dict(host.state_dict()), rtol=1e-3, atol=1e-4)
+    step = device.compiled(sgd_step, mesh)
+    loss = step(model, optimizer, images.to(mesh.device), labels.to(mesh.device))
+
+    torch.testing.assert_close(loss.cpu(), expected_loss, rtol=1e-5, atol=1e-6)
+    found = checkpoint.to_host(model.state_dict())
+    torch.testing.assert_close(found, dict(host.state_dict()), rtol=1e-3, atol=1e-4)
+    evaluate = device.compiled(lambda model, x: model(x), mesh)
     with torch.no_grad():
-        got = device.compiled(lambda model, x: model(x), mesh)(model.eval(), images.to(mesh.device)).cpu()
-        torch.testing.assert_close(got, host.eval()(images), rtol=1e-4, atol=1e-4)
+        logits = evaluate(model.eval(), images.to(mesh.device)).cpu()
+        torch.testing.assert_close(logits, host.eval()(images), rtol=1e-4, atol=1e-4)
 
 
-def test_norm_of_groups_is_torchs_batch_norm_of_each_with_the_mean_of_their_statistics():
-    """In float64, with all gradients. The tests above have one group."""
+# Batch norm
+
+
+def test_norm_of_groups_is_torchs_batch_norm_of_each():
+    """In float64, with all gradients; the running statistics are the means of the groups'. The
+    tests above have one group."""
     norm = BatchNorm(5).double()
     norm.groups = 3
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
     x = (2 * torch.randn(6, 5, 4, 3, dtype=torch.double) + 1).requires_grad_()
-    means, variances = torch.zeros(3, 5, dtype=torch.double), torch.ones(3, 5, dtype=torch.double)
-    parts = zip(x.chunk(3), means, variances, strict=True)
-    expected = torch.cat([F.batch_norm(*part, norm.weight, norm.bias, training=True) for part in parts])
-    y, gradient = norm(x), torch.randn_like(x)
-    found, wanted = (torch.autograd.grad(each, (x, *norm.parameters()), gradient) for each in (y, expected))
+
+    means = torch.zeros(3, 5, dtype=torch.double)
+    variances = torch.ones(3, 5, dtype=torch.double)
+    groups = []
+    for rows, mean, variance in zip(x.chunk(3), means, variances, strict=True):
+        groups.append(F.batch_norm(rows, mean, variance, norm.weight, norm.bias, training=True))
+    expected = torch.cat(groups)
+    y = norm(x)
+
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    gradient = torch.randn_like(x)
+    inputs = (x, *norm.parameters())
+    found_gradients = torch.autograd.grad(y, inputs, gradient)
+    expected_gradients = torch.autograd.grad(expected, inputs, gradient)
+    torch.testing.assert_close(found_gradients, expected_gradients, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(norm.running_mean, means.mean(0))
     torch.testing.assert_close(norm.running_var, variances.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((6, 5, 2, 2), "does not divide into 4"),
+        ((4, 5, 1, 1), "at least 2 values per channel"),
+    ],
+)
+def test_a_batch_that_does_not_fit_the_groups_is_refused(shape, message):
+    norm = BatchNorm(5).double()
     norm.groups = 4
-    for shape, message in (((6, 5, 2, 2), "does not divide into 4"), ((4, 5, 1, 1), "at least 2 values per channel")):
-        with pytest.raises(ValueError, match=message):
-            norm(torch.randn(shape))
+
+    with pytest.raises(ValueError, match=message):
+        norm(torch.randn(shape))
 
 
 def test_norm_in_bfloat16_is_no_further_from_float64_than_torchs():
     x64 = torch.randn(32, 16, 7, 7, dtype=torch.double) * 3 + 5
     x = x64.bfloat16()
-    weight, bias = torch.rand(16) + 0.5, torch.randn(16)
+    weight = torch.rand(16) + 0.5
+    bias = torch.randn(16)
     exact = F.batch_norm(x.double(), None, None, weight.double(), bias.double(), training=True)
-    stock = F.batch_norm(x, None, None, weight, bias, training=True).double()
-    ours = batch_statistics_norm(x, weight, bias, 1e-5, 1)[0].double()
-    assert (ours - exact).abs().mean() <= (stock - exact).abs().mean() * 1.01
-    assert ours.sub(exact).abs().max() < 0.04  # half a unit in the last place of bfloat16 at 8
+
+    theirs = F.batch_norm(x, None, None, weight, bias, training=True)
+    ours = batch_statistics_norm(x, weight, bias, 1e-5, 1)[0]
+
+    our_error = (ours.double() - exact).abs()
+    their_error = (theirs.double() - exact).abs()
+    assert our_error.mean() <= their_error.mean() * 1.01
+    assert our_error.max() < 0.04  # half a unit in the last place of bfloat16 at 8
+
+
+# Preparation of images
 
 
 def test_normalize_equals_torchvisions():
-    mean, std = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+    mean = (123.675, 116.28, 103.53)
+    std = (58.395, 57.12, 57.375)
     images = torch.randint(0, 256, (2, 4, 5, 3), dtype=torch.uint8)
-    of_one = ([value / 255 for value in values] for values in (mean, std))
-    expected = torchvision.transforms.functional.normalize(images.permute(0, 3, 1, 2) / 255, *of_one)
-    torch.testing.assert_close(resnet.Normalize(mean, std)(images), expected, rtol=1e-5, atol=1e-5)
+
+    found = resnet.Normalize(mean, std)(images)
+
+    # torchvision's has channels first, and pixels from 0 to 1.
+    unit_images = images.permute(0, 3, 1, 2) / 255
+    unit_mean = [value / 255 for value in mean]
+    unit_std = [value / 255 for value in std]
+    expected = torchvision.transforms.functional.normalize(unit_images, unit_mean, unit_std)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -175,7 +175,7 @@ def take_updates(mesh, layout: Layout, script=pretrain, **changes) -> Updates:
         stop=STEPS,
         split=update_every,
         update_every=update_every,
-        count=objectives.counts if update_every > 1 else None,
+        count_rows=objectives.counts if update_every > 1 else None,
         workers=0,
     ) as loader:
         for batch in loader:

@@ -25,7 +25,7 @@ from train import dlrm, pretrain, resnet50, transformer
 from train import glue as glue_script
 from train.common import accumulate, device
 from train.common.xla.step_loop import StepLoop
-from train.translate import Translator, rows
+from train.translate import Translator, rows_per_batch
 
 U8 = torch.uint8
 I32 = torch.int32
@@ -134,7 +134,7 @@ def beam_search(one: Step) -> Step:
     runs it."""
     state, batch, config, mesh = one.arguments
     tokens = batch["source"].shape[1]
-    sentences = rows(config.batch_tokens // config.beam, tokens, mesh.num_devices)
+    sentences = rows_per_batch(config.batch_tokens // config.beam, tokens, mesh.num_devices)
     sources = staging.inputs({"source": ((sentences, tokens), I32)}, mesh)
     search = Translator(state.model, mesh, config)
 
@@ -298,7 +298,7 @@ def translation_batch(config: transformer.Config, mesh: device.Mesh) -> dict:
     if config.pack:
         names += ["source_segment", "target_segment"]
     tokens = longest_row(config)
-    count = rows(config.batch_tokens, tokens)
+    count = rows_per_batch(config.batch_tokens, tokens)
     return staging.inputs(dict.fromkeys(names, ((count, tokens), I32)), mesh)
 
 
