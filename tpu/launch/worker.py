@@ -1,5 +1,5 @@
-"""What a worker of a TPU does for the launcher: keeps the copy of the project, starts a run, streams
-its log, stops it.
+"""What a worker of a TPU does for the launcher: keeps the copy of the project, starts a run,
+streams its log, stops it.
 
 The launcher sends this file over ssh's standard input with every command, followed by the command's
 own input, so a worker never has an old or a damaged one. Only the standard library, Python 3.8 or
