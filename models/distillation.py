@@ -126,8 +126,10 @@ def open_teacher(
     objectives.same_vocabulary(folder, checkpoint.tokenizer, tokenizer, data)
     config = checkpoint.config
     if config.hidden_size != student.config.dim:
-        widths = f"a width of {config.hidden_size}, its student one of {student.config.dim}"
-        raise InputError(f"teacher {folder} has {widths}")
+        raise InputError(
+            f"teacher {folder} has a width of {config.hidden_size}, "
+            f"its student one of {student.config.dim}"
+        )
 
     teacher = encoder_files.load(AutoModelForMaskedLM, config, checkpoint.source).model
     sizes = {
@@ -140,9 +142,9 @@ def open_teacher(
                 f"teacher {folder} has {theirs} {what}, fewer than its student, which has {ours}"
             )
     if config.vocab_size != student.config.vocab_size:
-        words = student.config.vocab_size
         raise InputError(
-            f"teacher {folder} has a vocabulary of {config.vocab_size}, its student one of {words}"
+            f"teacher {folder} has a vocabulary of {config.vocab_size}, "
+            f"its student one of {student.config.vocab_size}"
         )
     if init_student:
         begin_with_layers(student, teacher)
