@@ -298,7 +298,7 @@ def load_weights(
         model: gets the weights.
         weights: of the file, by name.
         path: the file, for messages.
-        head: what becomes of the head, see `head_order`; None: its rows stay in their order.
+        head: what becomes of the head, see `decide_head`; None: its rows stay in their order.
 
     Raises:
         InputError: they are another model's weights.
@@ -327,7 +327,7 @@ def load_weights(
     model.load_state_dict(weights)
 
 
-def head_order(
+def decide_head(
     weights: dict[str, Tensor],
     metadata: dict[str, str],
     classes: Sequence[str],

@@ -27,7 +27,7 @@ from tpu.compiler import compile as compiling
 
 
 def redirect(descriptor: int, path: str) -> None:
-    """Has what is written to a descriptor go to a file."""
+    """Sends what is written to a descriptor to a file."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, descriptor)
     os.close(file)

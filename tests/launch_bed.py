@@ -316,18 +316,25 @@ class Bed:
         counts = []
         for worker in range(self.tpu["workers"]):
             path = self.home(worker) / "starts"
-            counts.append(len(path.read_text().split()) if path.exists() else 0)
+            count = 0
+            if path.exists():
+                count = len(path.read_text().split())
+            counts.append(count)
         return counts
 
     def steps(self, name: str = "worker") -> list[int]:
         """Returns the checkpoint step of each worker, 0 if it has none.
 
-        name: "at-worker" for the steps that are done
+        Args:
+            name: "at-worker" for the steps that are done.
         """
         steps = []
         for worker in range(self.tpu["workers"]):
             path = self.shared / f"one/{name}-{worker}"
-            steps.append(int(path.read_text().split()[0]) if path.exists() else 0)
+            step = 0
+            if path.exists():
+                step = int(path.read_text().split()[0])
+            steps.append(step)
         return steps
 
     def saved(self) -> bool:

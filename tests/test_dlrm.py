@@ -115,7 +115,7 @@ def test_dropped_ids_stop_the_run_and_name_the_room(tmp_path, monkeypatch, split
         log_every=1000,
     )
     message = (
-        "ids found no place in the exchange.*"
+        "ids found no slot in the exchange.*"
         rf"--exchange-room (\S+) (\S+) or more instead of {room} 1"
     )
 
@@ -431,7 +431,7 @@ def test_the_schedule_reaches_tables_and_network(tmp_path, monkeypatch):
         ("--exchange-room nan 1", r"--exchange-room is \(nan, 1.0\).*above 0"),
         ("--top 4 2", r"--top is \(4, 2\).*end with 1"),
         ("--cross 0 4", r"--cross is \(0, 4\).*at least 1"),
-        ("--batch-size 6", "batch_size is 6.*4 devices.*nearest that does is 8"),
+        ("--batch-size 6", "batch_size is 6.*4 devices.*nearest multiple is 8"),
         ("--batch-size 131072", "batch_size is 131072.*65536 examples"),
         ("--model-devices 3", "model_devices is 3.*divide the 4 devices"),
         (

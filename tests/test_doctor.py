@@ -334,13 +334,16 @@ def test_the_pinned_libtpu_is_ok_where_it_was_chosen(here):
 
 
 # ---- chips ---------------------------------------------------------------------------------------
+
+
 def check_devices(*chips: str, wanted: bool = False, asked: bool = False) -> list[str]:
     return list(doctor.check_devices(list(chips), wanted, asked))
 
 
-@pytest.mark.parametrize(
-    ("wanted", "found"), [(False, "none  TPU: "), (True, "fix   TPU: TPU=local")]
-)
+NO_CHIP = [(False, "none  TPU: "), (True, "fix   TPU: TPU=local")]
+
+
+@pytest.mark.parametrize(("wanted", "found"), NO_CHIP)
 def test_no_chip_is_an_error_only_when_it_is_wanted(wanted, found, here):
     (line,) = check_devices(wanted=wanted)
     assert line.startswith(found)
@@ -352,13 +355,13 @@ def test_torch_xla_is_asked_for_devices_without_a_chip(here):
 
 
 @pytest.mark.parametrize(
-    ("user", "unseen"),
+    ("uid", "unseen"),
     [(0, ""), (1, " that you may see; sudo lsof -w /dev/accel* /dev/vfio/* shows all")],
     ids=["root", "user"],
 )
-def test_chips_are_counted_and_opened(user, unseen, here, monkeypatch):
+def test_chips_are_counted_and_opened(uid, unseen, here, monkeypatch):
     here.command(here.python, "echo '4 devices, TPU'")
-    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
     assert check_devices("/dev/accel0", "/dev/vfio/0") == [
         f"ok    TPU: 2 chips (/dev/accel0, /dev/vfio/0), held by no process{unseen}",
         "ok    torch_xla: 4 devices, TPU",
@@ -372,10 +375,7 @@ ALL_AT_ONCE = "a slice of several hosts answers only when all of them ask at onc
     ("script", "text"),
     [
         ("sleep 5", f"did not answer in 0 s: {ALL_AT_ONCE}"),
-        (
-            "echo 'RuntimeError: no chip' >&2; exit 1",
-            f"RuntimeError: no chip: {ALL_AT_ONCE}",
-        ),
+        ("echo 'RuntimeError: no chip' >&2; exit 1", f"RuntimeError: no chip: {ALL_AT_ONCE}"),
         ("echo '1 devices, CPU'", "1 devices, CPU: unset PJRT_DEVICE"),
     ],
     ids=["silent", "error", "CPU"],

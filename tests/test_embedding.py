@@ -235,8 +235,8 @@ IMPOSSIBLE = {
     "there are no tables": Impossible([]),
     "table 'a' has 0 rows": Impossible([Table("a", 0)]),
     "table 'a' has 5 rows, 0 lookups": Impossible([Table("a", 5, 0)]),
-    "the name 'a' of a table is not its own": Impossible(TWO_OF_ONE_NAME),
-    "the name 'a/b' of a table is not its own, or has a slash": Impossible([Table("a/b", 5)]),
+    "table names must differ and have no slash: 'a'": Impossible(TWO_OF_ONE_NAME),
+    "table names must differ and have no slash: 'a/b'": Impossible([Table("a/b", 5)]),
     "table 'a' has the plan 'rows'; it is one of auto, exchange, data": Impossible(
         [Table("a", 5, plan="rows")]
     ),

@@ -130,7 +130,7 @@ def test_a_tracer_has_the_spans_of_a_step(mesh):
         return contextlib.nullcontext()
 
     step = device.compiled(lambda x: x + 1, mesh)
-    with hooks.traced_by(tracer), open_loader(mesh) as loader:
+    with hooks.spans_by(tracer), open_loader(mesh) as loader:
         for batch in loader:
             step(batch["x"])
     assert sorted(set(spans)) == ["start the program", "upload", "wait for a batch"]

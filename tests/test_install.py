@@ -179,16 +179,17 @@ def said_by_apt(made: subprocess.CompletedProcess) -> list[str]:
     ],
 )
 def test_get_python_installs_what_is_missing(bare, there, said):
-    """apt is busy at first."""
+    only_library_missing = "python3.11-venv" in there
     bare.has(*there, offered=bool(there))
+
     refused = bare.install()
     assert refused.returncode == 2
     assert not refused.stdout
     assert not bare.done()
-    only_the_library = "python3.11-venv" in there
-    remedy = "libpython3.11" if only_the_library else "on Ubuntu GET_PYTHON=1"
+    remedy = "libpython3.11" if only_library_missing else "on Ubuntu GET_PYTHON=1"
     assert remedy in refused.stderr
 
+    # apt is busy at first.
     made = bare.install("GET_PYTHON=1")
     assert made.returncode == 0, made.stderr
     assert said_by_apt(made) == said

@@ -246,9 +246,10 @@ def test_a_login_that_ends_while_watching_does_not_end_the_run(bed):
 
     code, _, err = bed.ended(client)
     assert code == 2
-    again = "make logs TPU=my-tpu ZONE=us-east5-b watches it again"
-    assert f"one continues on the TPU; {again}" in err
+    command = "make logs TPU=my-tpu ZONE=us-east5-b"
+    assert f"one continues on the TPU; {command} watches it again" in err
     assert not bed.idle()
+
     bed.heal()
     bed.stop()
 

@@ -193,10 +193,13 @@ def lacking() -> str:
         return f"needs {needed}; this one is {libpython.VERSION}"
     if shutil.which("mmdebstrap") is None:
         return "needs mmdebstrap: on Debian, apt-get install mmdebstrap"
-    may_mount = subprocess.run(["unshare", "--mount", "true"], capture_output=True)
-    if may_mount.returncode:
+    unshared = subprocess.run(["unshare", "--mount", "true"], capture_output=True)
+    if unshared.returncode != 0:
         return "needs the right to mount, which this container has not"
     return ""
+
+
+LACKING = lacking()
 
 
 def make_debian(root: Path) -> None:
@@ -216,7 +219,7 @@ def make_debian(root: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(lacking()), reason=lacking() or "nothing is lacking")
+@pytest.mark.skipif(LACKING != "", reason=LACKING)
 def test_torch_xla_runs_on_a_debian_with_the_packages_named(tmp_path):
     """With exactly those that get_python.sh names."""
     root = tmp_path / "debian"

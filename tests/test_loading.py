@@ -270,7 +270,7 @@ def test_each_micro_batch_has_the_counts_of_its_batch(mesh, workers):
         return {"total": 2 * index + 1, "rows": torch.ones(len(index))}
 
     expected = train_batches("examples", mesh, start=1, split=2, workers=workers)
-    counted = train_batches("examples", mesh, start=1, split=2, workers=workers, count=count)
+    counted = train_batches("examples", mesh, start=1, split=2, workers=workers, count_rows=count)
 
     assert len(expected) == 18
     for number, micro_batch in enumerate(expected):
@@ -290,7 +290,8 @@ def test_micro_batches_after_the_first_batch_are_read_singly(mesh, monkeypatch):
         return {"rows": torch.ones(len(micro_batch["index"]))}
 
     read = []  # micro-batches, when each of the twelve is ready
-    with parallel_loader(dataset, 16, mesh, train=True, split=4, stop=3, count=count) as loader:
+    options = {"train": True, "split": 4, "stop": 3, "count_rows": count}
+    with parallel_loader(dataset, 16, mesh, **options) as loader:
         for _ in range(12):
             loader._uploads[0].result()
             read.append(len(dataset.calls) // 4)
@@ -546,10 +547,10 @@ INDIVISIBLE_PLAN = Buckets(SENTENCES.lengths, [(8, 10), (11, 20)])
         (
             Numbers(32),
             10,
-            "batch_size is 10, which does not divide by the 4 devices; the nearest that does is 8",
+            "batch_size is 10, which is not a multiple of the 4 devices; the nearest multiple is 8",
         ),
-        (Numbers(32), 1, "the nearest that does is 4"),
-        (SENTENCES, INDIVISIBLE_PLAN, "shape 11x20 is 11, .* nearest that does is 12"),
+        (Numbers(32), 1, "the nearest multiple is 4"),
+        (SENTENCES, INDIVISIBLE_PLAN, "shape 11x20 is 11, .* nearest multiple is 12"),
         (Numbers(0), 8, "the data set is empty"),
     ],
 )

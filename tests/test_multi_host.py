@@ -394,7 +394,7 @@ def replicated(monkeypatch) -> list[torch.Tensor]:
     """Records the tensors that a step makes whole on every device; the step is not compiled."""
     found = []
     monkeypatch.setattr(device, "replicate", lambda tensor, mesh: found.append(tensor))
-    monkeypatch.setattr(device, "compiled", lambda step, mesh, graphs=1: step)
+    monkeypatch.setattr(device, "compiled", lambda step, mesh, max_graphs=1: step)
     return found
 
 
@@ -513,7 +513,7 @@ def test_all_hosts_skip_a_checkpoint_that_one_host_finds_damaged(trained, tmp_pa
 def test_ids_without_a_slot_stop_every_host_before_a_checkpoint(tmp_path):
     pod = train("dlrm", 2, tmp_path, exchange_room=(0.1, 1.0))
 
-    pod.refused("ids found no place in the exchange")
+    pod.refused("ids found no slot in the exchange")
     assert pod.trained[0] == pod.trained[1]
     assert pod.trained[0] > 0
     assert not [write for write in pod.written if write.path.endswith("COMPLETE")]

@@ -59,7 +59,7 @@ def start(mesh, tmp_path, monkeypatch):
             dataclasses.replace(mesh, process_index=host),
             name="net",
             headline=headline,
-            free=("workers",),
+            may_differ=("workers",),
             total_steps=total_steps,
             unit=unit,
         )
@@ -136,7 +136,7 @@ def test_without_a_name_an_unfinished_run_is_resumed(start, capsys):
     start().close()
     capsys.readouterr()
 
-    run = start(workers=7)  # a free field may differ
+    run = start(workers=7)  # a field that may differ
 
     assert run.resumed
     assert run.name == "net"

@@ -52,7 +52,7 @@ def train_step(model, optimizer, batch):
 
 def main(config: Config) -> None:
     mesh = device.setup(0, "float32", True, config.device)
-    run = Run(config, mesh, name="run", headline="numbers", total_steps=STEPS, free=("hang",))
+    run = Run(config, mesh, name="run", headline="numbers", total_steps=STEPS, may_differ=("hang",))
     model = device.to_device(nn.Linear(4, 1), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     start = run.resume(model, optimizer, examples=8 * STEPS, keep=2)

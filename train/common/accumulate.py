@@ -11,9 +11,10 @@ are those of all examples in one batch, within rounding; batch norm's are those 
 micro-batches. So a loss is not averaged over what micro-batches have unequal numbers of, such as
 tokens:
 
-* A loss with one count is a sum, and a metric of the step counts what it is over: `per` names that.
-* Losses with several counts are divided by the counts of the whole update, see `count` of
-  `loading.parallel_loader`.
+* One loss, over tokens for example: `forward` returns the sum of the loss and, under the name that
+  `per` gives, the number of tokens. The update divides by the number of all its micro-batches.
+* Several losses, each over something else: `forward` divides each by its count of the whole update,
+  which each micro-batch comes with, see `count_rows` of `loading.parallel_loader`.
 
 Both steps draw what is random in a micro-batch (dropout) by config.seed and its number, so that a
 resumed run draws the same.
@@ -34,22 +35,22 @@ class SeededStep:
     """`train_step(state, batch, config, mesh)`, compiled, for updates of one micro-batch.
 
     Args:
-        max_graphs: shapes of batches.
+        max_graphs: how many shapes batches may have, each of which is compiled.
     """
 
     def __init__(self, train_step: Callable, mesh: Mesh, max_graphs: int = 1):
         self._train_step = device.compiled(train_step, mesh, max_graphs)
 
     def __call__(
-        self, state: Any, batch: MicroBatches, config: Any, mesh: Mesh
+        self, state: Any, micro_batches: MicroBatches, config: Any, mesh: Mesh
     ) -> dict[str, Tensor]:
         """Returns the metrics of the update.
 
         Raises ValueError where it has several micro-batches.
         """
-        (only,) = batch
-        device.seed_step(config.seed, batch.first)
-        return self._train_step(state, only, config, mesh)
+        (batch,) = micro_batches
+        device.seed_step(config.seed, micro_batches.first)
+        return self._train_step(state, batch, config, mesh)
 
 
 class AccumulatedStep:
@@ -62,10 +63,10 @@ class AccumulatedStep:
         update: called as (state, config); updates the parameters from their `grad` and returns
             further metrics.
         state: what both work on, with its `model`.
-        means: names of forward's scalars whose means over an update are returned.
+        means: names of forward's scalars; the step returns their means over an update.
         per: the scalar that counts what the sums are over, such as "tokens"; "" where forward
             returns means, each of which counts the same.
-        max_graphs: shapes of micro-batches.
+        max_graphs: how many shapes micro-batches may have, each of which is compiled.
     """
 
     def __init__(
@@ -83,14 +84,14 @@ class AccumulatedStep:
         self._per = per
         self._gradient_step = device.compiled(gradient_step, mesh, max_graphs)
         self._update_step = device.compiled(update_step, mesh)
-        sums = [*means, per] if per else [*means]
-        self._totals = gradient_buffers(state.model, sums, mesh)
+        total_names = [*means, per] if per else [*means]
+        self._totals = gradient_buffers(state.model, total_names, mesh)
 
     def __call__(
-        self, state: Any, batch: MicroBatches, config: Any, mesh: Mesh
+        self, state: Any, micro_batches: MicroBatches, config: Any, mesh: Mesh
     ) -> dict[str, Tensor]:
         """Returns the metrics of the update."""
-        for number, micro_batch in enumerate(batch, batch.first):
+        for number, micro_batch in enumerate(micro_batches, micro_batches.first):
             device.seed_step(config.seed, number)
             self._gradient_step(self._forward, state, micro_batch, self._totals, config, mesh)
         return self._update_step(self._update, state, self._totals, config, self._per)
@@ -135,13 +136,13 @@ def update_step(
     return means
 
 
-def gradient_buffers(model: nn.Module, sums: Sequence[str], mesh: Mesh) -> dict[str, Tensor]:
+def gradient_buffers(model: nn.Module, total_names: Sequence[str], mesh: Mesh) -> dict[str, Tensor]:
     """Allocates what micro-batches add to, all zero, on the device: the `grad` of every parameter
     that is trained, and the totals of these names, which it returns.
 
     Change both in place, in compiled steps.
     """
-    totals = {name: torch.zeros(()).to(mesh.device) for name in sums}
+    totals = {name: torch.zeros(()).to(mesh.device) for name in total_names}
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(mesh.device)

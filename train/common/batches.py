@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -49,6 +49,20 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def example(self, index: int, rng: np.random.Generator) -> dict[str, Any]: ...
+
+
+class BatchPlan(Protocol):
+    """Batches of several shapes, for examples of unequal length: a Plan of data/batching.py.
+
+    `steps` yields the keys (epoch, indices, lengths) of the batches `start` to `stop`; with the
+    seed None, those of the evaluation in order.
+    """
+
+    shapes: Sequence[tuple[int, ...]]  # (batch, length_1, …, length_k) of all batches there are
+
+    def __len__(self) -> int: ...
+
+    def steps(self, seed: int | None, start: int, stop: int) -> Iterator[tuple]: ...
 
 
 def as_tensors(batch: list[dict[str, Any]] | dict[str, np.ndarray]) -> dict[str, Tensor]:
@@ -166,7 +180,7 @@ class BatchMaker:
             # be found by theirs, and the main process would wait for ever.
             module = sys.modules.get(type(error).__module__)
             is_found = getattr(module, type(error).__name__, None) is type(error)
-            # DataLoader would lose the words of these.
+            # DataLoader raises an error's class again, with its text. These two cannot carry one.
             loses_words = isinstance(error, (StopIteration, ExceptionGroup))
             if is_found and not loses_words:
                 raise
@@ -189,7 +203,8 @@ class BatchMaker:
     def _share(self, batch: dict[str, Any]) -> dict[str, Tensor] | SharedBatch:
         """Copies a worker's batch, of tensors or of lists of arrays, into its shared memory.
 
-        Sending a tensor would cost 0.3 ms, and fresh memory costs page faults.
+        Sending a tensor would cost 0.3 ms. The worker uses its slots again and again, since new
+        shared memory would cost page faults in each batch.
 
         PREFETCH + 1 slots are enough: at most PREFETCH batches of a worker are under way, and the
         upload thread holds one until it takes the next. So no slot is overwritten while it is read.
@@ -200,10 +215,10 @@ class BatchMaker:
 
         fields = {}
         end = 0
-        for key, rows in batch.items():
-            row = torch.as_tensor(rows[0])
-            size = len(rows) * row.nbytes
-            fields[key] = Field(end, end + size, row.dtype, (len(rows), *row.shape))
+        for key, values in batch.items():
+            first = torch.as_tensor(values[0])
+            size = len(values) * first.nbytes
+            fields[key] = Field(end, end + size, first.dtype, (len(values), *first.shape))
             end += math.ceil(size / ALIGNMENT) * ALIGNMENT
 
         memory = None
@@ -214,11 +229,11 @@ class BatchMaker:
 
         shared = SharedBatch(worker.id, self._slot, fields, memory)
         for key, tensor in self._views(shared).items():
-            rows = batch[key]
-            if isinstance(rows, Tensor):
-                tensor.copy_(rows)
+            values = batch[key]
+            if isinstance(values, Tensor):
+                tensor.copy_(values)
             else:
-                np.stack(rows, out=tensor.numpy(), casting="equiv")
+                np.stack(values, out=tensor.numpy(), casting="equiv")
         return shared
 
     def _views(self, shared: SharedBatch) -> dict[str, Tensor]:
@@ -232,15 +247,17 @@ class BatchMaker:
             tensors[key] = slot[field.start : field.end].view(field.dtype).view(field.shape)
         return tensors
 
-    def _batch(self, epoch: int, indices: np.ndarray, *lengths: tuple[int, ...]) -> dict[str, Any]:
-        """Returns the collated batch of a key, by name.
+    def _batch(
+        self, epoch: int, indices: np.ndarray, lengths: tuple[int, ...] | None = None
+    ) -> dict[str, Any]:
+        """Returns the collated batch of a key, by name; only the keys of a plan have lengths.
 
         In a worker the values of plain training examples are lists of arrays instead of tensors:
         `_share` stacks them in its memory, which saves a copy.
         """
         rows = np.maximum(indices, 0)  # padding has the example 0, and is masked
-        if lengths:
-            examples = self.dataset.batch(indices, *lengths)
+        if lengths is not None:
+            examples = self.dataset.batch(indices, lengths)
         elif hasattr(self.dataset, "batch"):
             examples = self.dataset.batch(rows)
         else:
@@ -266,7 +283,7 @@ class BatchMaker:
         mask = torch.from_numpy((indices != PADDING).astype(np.float32))
         if self.masked and "skipped" in batch:
             batch["skipped"] = batch["skipped"] * mask.to(batch["skipped"].dtype)
-        if self.masked or lengths:
+        if self.masked or lengths is not None:
             batch = batch | {"mask": mask}
         return batch
 

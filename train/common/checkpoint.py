@@ -20,6 +20,7 @@ import sys
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import fsspec
@@ -42,14 +43,14 @@ OTHER_MODEL = (
 )
 
 
-def to_host(values: dict[str, Any], layers: Any = None, keep: bool = True) -> dict[str, Any]:
+def to_host(values: dict[str, Any], layers: Any = None, is_needed: bool = True) -> dict[str, Any]:
     """Returns `values` with the tensors among them copied to the host, in one transfer.
 
     It waits for the steps that compute them.
 
     Args:
         layers: of a mesh whose model is split. All hosts of a pod must then call this together.
-        keep: whether this host needs the values; else it gets {}.
+        is_needed: whether this host needs the values; else it gets {}.
     """
     tensors = {}
     for name, value in values.items():
@@ -57,12 +58,12 @@ def to_host(values: dict[str, Any], layers: Any = None, keep: bool = True) -> di
             tensors[name] = value.detach()
 
     copies = []
-    if layers:
-        copies = layers.to_host(list(tensors.values()), keep)
-    elif keep:
+    if layers is not None:
+        copies = layers.to_host(list(tensors.values()), is_needed)
+    elif is_needed:
         copies = device.read(list(tensors.values()))
 
-    if not keep:
+    if not is_needed:
         return {}
     return {**values, **dict(zip(tensors, copies, strict=True))}
 
@@ -147,6 +148,20 @@ def _checksum(parts: Sequence[Any]) -> dict[str, int]:
     return {"bytes": size, "crc32": crc32}
 
 
+@dataclass(frozen=True)
+class _Saved:
+    """What is read of a checkpoint.
+
+    Attributes:
+        state: a `named_state`.
+        evaluation_follows: whether an evaluation of it was to follow. False for checkpoints of
+            older versions, which evaluated before they saved.
+    """
+
+    state: dict[str, Any]
+    evaluation_follows: bool
+
+
 class Checkpointer(contextlib.AbstractContextManager):
     """Saves and restores the training state below `path`, a folder or fsspec URL.
 
@@ -161,8 +176,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         layers: of a mesh over which the state is split: no host then holds it twice.
 
     Attributes:
-        evaluates: whether an evaluation of the restored state was to follow. False for checkpoints
-            of older versions, which evaluated before they saved.
+        evaluation_follows: whether an evaluation of the restored state was to follow its save.
     """
 
     def __init__(
@@ -180,7 +194,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.tables = tables
         self.every = every
         self.layers = layers
-        self.evaluates = False
+        self.evaluation_follows = False
         self._fs = fsspec.core.url_to_fs(self.path)[0]
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         # The write under way, or one that has ended and that `wait` has not checked yet.
@@ -241,10 +255,15 @@ class Checkpointer(contextlib.AbstractContextManager):
         Args:
             pieces: of the sharded tables on this host, by name; None: there are none.
         """
-        self._check_finite(step, state | (pieces or {}))
+        values = dict(state)
+        if pieces is not None:
+            values.update(pieces)
+        self._check_finite(step, values)
+
         contents = self._contents(step, state, evaluates)
-        complete: dict[str, Any] = {name: _checksum(parts) for name, parts in contents.items()}
-        complete["hosts"] = self.tables.hosts if self.tables else 0  # that have sharded tables
+        checksums = {name: _checksum(parts) for name, parts in contents.items()}
+        hosts_with_tables = self.tables.hosts if self.tables is not None else 0
+        complete = {**checksums, "hosts": hosts_with_tables}
         contents[COMPLETE] = [json.dumps(complete).encode()]
 
         try:
@@ -254,10 +273,12 @@ class Checkpointer(contextlib.AbstractContextManager):
         except (InputError, TypeError, AttributeError):  # the last two are bugs
             raise
         except Exception as error:  # every store has exceptions of its own
+            failed = f"cannot write the checkpoint of step {step} to {self.path}"
+            remedy = (
+                "make room or access, then the same command resumes from the newest complete one"
+            )
             raise InputError(
-                f"cannot write the checkpoint of step {step} to {self.path}: "
-                f"{files.reason(error)}; {self._what_is_safe()}; make room or access, then the same "
-                "command resumes from the newest complete one, if any"
+                f"{failed}: {files.reason(error)}; {self._what_is_safe()}; {remedy}, if any"
             ) from error
 
     def _check_finite(self, step: int, values: dict[str, Any]) -> None:
@@ -280,7 +301,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             else:
                 numbers[name] = value
 
-        pack = self.layers.pack if self.layers else _pack_whole
+        pack = self.layers.pack if self.layers is not None else _pack_whole
         record = {"step": step, "numbers": numbers, "evaluates": evaluates}
         return {STATE: pack(tensors), NUMBERS: [json.dumps(record).encode()]}
 
@@ -301,8 +322,8 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def _delete_old(self, step: int) -> None:
         """Deletes checkpoints before `step` but for the last `keep`, torn ones as well."""
-        # A checkpoint of a later step is torn: its files do not match its COMPLETE. It must not
-        # push this one out.
+        # `restore` has skipped any checkpoint of a later step as torn: its files do not match its
+        # COMPLETE. It must not push this one out.
         regular = []
         for other in self.complete_steps():
             if other <= step and other % self.every == 0:
@@ -391,10 +412,11 @@ class Checkpointer(contextlib.AbstractContextManager):
         """
         damaged_tables = ""
         for step in reversed(self._steps()):
-            saved = self.read(step)
+            saved = self._read(step)
             if saved is not None:
-                damaged_tables = self._load(step, saved, model, optimizer, mesh)
+                damaged_tables = self._load(step, saved.state, model, optimizer, mesh)
                 if not damaged_tables:
+                    self.evaluation_follows = saved.evaluation_follows
                     return step
                 self._warn_torn(step, damaged_tables)
 
@@ -427,25 +449,28 @@ class Checkpointer(contextlib.AbstractContextManager):
             load_state(saved, model, optimizer, mesh)
             return ""
         except InputError as error:
-            if error.__cause__ is not None:  # of the store, which says nothing of what it holds
+            # An error of the store: it says nothing about the model that the checkpoint is of.
+            if error.__cause__ is not None:
                 raise
             raise InputError(OTHER_MODEL.format(folder, error)) from None
 
     def read(self, step: int) -> dict[str, Any] | None:
-        """Reads a checkpoint's `named_state`; returns None, with a warning, where it is torn.
+        """Returns a checkpoint's `named_state`; None, with a warning, where it is torn."""
+        saved = self._read(step)
+        return None if saved is None else saved.state
 
-        It also sets `evaluates`.
-        """
+    def _read(self, step: int) -> _Saved | None:
+        """Reads a checkpoint; returns None, with a warning, where it is torn."""
         folder = self.folder(step)
         try:
             complete = json.loads(self._fs.cat_file(f"{folder}/{COMPLETE}"))
             record = json.loads(self._read_checked(folder, NUMBERS, complete))
-            if self.layers:
+            if self.layers is not None:
                 tensors = self.layers.load(self._fs, f"{folder}/{STATE}", complete[STATE])
             else:
                 tensors = safetensors.torch.load(self._read_checked(folder, STATE, complete))
-            self.evaluates = record.get("evaluates", False)
-            state = record["numbers"] | tensors
+            evaluation_follows = record.get("evaluates", False)
+            saved = _Saved(record["numbers"] | tensors, evaluation_follows)
         except FileNotFoundError:
             self._warn_torn(step, "it was never finished")
             return None
@@ -458,7 +483,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         if self.tables is None and complete.get("hosts"):
             tables = "it has embedding tables, this model has none"
             raise InputError(OTHER_MODEL.format(folder, tables))
-        return state
+        return saved
 
     def _read_checked(self, folder: str, name: str, complete: dict[str, Any]) -> bytes:
         """Returns a file of a checkpoint; raises ValueError where it is not what was written."""

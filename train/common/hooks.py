@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-# Spans: what the host's threads do, by the names that a trace shows.
+# Spans: what the host's threads do, by the names that a profile shows.
 WAIT = "wait for a batch"  # the loop, in Loader.take
 UPLOAD = "upload"  # the loader's thread
 START = "start the program"  # the loop, in the call of a compiled step
@@ -63,11 +63,12 @@ class Watcher(contextlib.AbstractContextManager):
 
 # Each makes one watcher of a Run. They are in the order in which the watchers are notified.
 makers: Sequence[Callable[[Any], Watcher]] = ()
-# The watchers of the run that trains now, which loaders and compiled steps notify.
+# The same as `Run.watchers` of the run that trains now. Loaders and compiled steps, which do not
+# know the run, notify these.
 watchers: Sequence[Watcher] = ()
 
 _NOTHING = contextlib.nullcontext()
-_tracer: Callable[[str], contextlib.AbstractContextManager] | None = None
+_make_span: Callable[[str], contextlib.AbstractContextManager] | None = None
 
 
 @contextlib.contextmanager
@@ -101,20 +102,20 @@ def made_by(chosen: Sequence[Callable[[Any], Watcher]]) -> Iterator[None]:
 
 
 def span(name: str) -> contextlib.AbstractContextManager:
-    """Returns a context that names what this thread does, for a trace. It does nothing where
-    nothing traces."""
-    if _tracer is None:
+    """Returns a context that names what this thread does, for a profile. It does nothing where no
+    profile is recorded."""
+    if _make_span is None:
         return _NOTHING
-    return _tracer(name)
+    return _make_span(name)
 
 
 @contextlib.contextmanager
-def traced_by(tracer: Callable[[str], contextlib.AbstractContextManager]) -> Iterator[None]:
-    """Inside, `tracer` makes the spans."""
-    global _tracer
-    before = _tracer
-    _tracer = tracer
+def spans_by(make_span: Callable[[str], contextlib.AbstractContextManager]) -> Iterator[None]:
+    """Inside, `make_span` makes the context of each span, given its name."""
+    global _make_span
+    before = _make_span
+    _make_span = make_span
     try:
         yield
     finally:
-        _tracer = before
+        _make_span = before

@@ -25,15 +25,24 @@ from torch.utils.data import DataLoader
 
 from errors import InputError
 from train.common import batches, device, hooks
-from train.common.batches import BatchMaker, Dataset, as_tensors
+from train.common.batches import BatchMaker, BatchPlan, Dataset, as_tensors
 from train.common.mesh import Mesh
 
 # Batches uploaded or under way: two are ready for the loop; more would only hold device memory.
 AHEAD = 3
 
 
+def _is_plan(batch_size: int | BatchPlan) -> bool:
+    """Returns whether a `batch_size` is a plan, see `parallel_loader`, and not a number."""
+    return hasattr(batch_size, "shapes")
+
+
 def steps_per_epoch(
-    dataset: Dataset, batch_size: Any, mesh: Mesh, train: bool = True, micro_batches: int = 1
+    dataset: Dataset,
+    batch_size: int | BatchPlan,
+    mesh: Mesh,
+    train: bool = True,
+    micro_batches: int = 1,
 ) -> int:
     """Returns the batches in an epoch, in training those that are full.
 
@@ -45,23 +54,17 @@ def steps_per_epoch(
         InputError: the micro-batches or the devices do not divide a batch; the data set is empty,
             or smaller than a batch.
     """
-    is_plan = hasattr(batch_size, "shapes")
+    if _is_plan(batch_size):
+        for shape in batch_size.shapes:
+            name = f"the batch of shape {'x'.join(map(str, shape))}"
+            _check_divides(name, shape[0], micro_batches, mesh)
+    else:
+        _check_divides("batch_size", batch_size, micro_batches, mesh)
+
     examples = len(dataset)
-    shapes = batch_size.shapes if is_plan else [(batch_size,)]
-    divisor = micro_batches * mesh.num_devices
-    for shape in shapes:
-        if shape[0] % divisor:
-            name = f"the batch of shape {'x'.join(map(str, shape))}" if is_plan else "batch_size"
-            into = f"into {micro_batches} parts (--update-every) " if micro_batches > 1 else ""
-            by = f"by the {mesh.num_devices} devices"
-            nearest = max(1, round(shape[0] / divisor)) * divisor
-            raise InputError(
-                f"{name} is {shape[0]}, which does not divide {into}{by}; "
-                f"the nearest that does is {nearest}"
-            )
     if examples == 0:
         raise InputError("the data set is empty")
-    if is_plan:
+    if _is_plan(batch_size):
         return len(batch_size)
     if not train:
         return math.ceil(examples / batch_size)
@@ -71,6 +74,28 @@ def steps_per_epoch(
             "use a smaller batch"
         )
     return examples // batch_size
+
+
+def _check_divides(name: str, examples: int, micro_batches: int, mesh: Mesh) -> None:
+    """Raises InputError where a batch does not divide into its micro-batches, and each of these by
+    the devices.
+
+    Args:
+        name: of the batch, in the message.
+    """
+    divisor = micro_batches * mesh.num_devices
+    if examples % divisor == 0:
+        return
+
+    required = f"the {mesh.num_devices} devices"
+    if micro_batches > 1:
+        factors = f"{micro_batches} micro-batches (--update-every) x {mesh.num_devices} devices"
+        required = f"{factors} = {divisor}"
+    nearest = max(1, round(examples / divisor)) * divisor
+    raise InputError(
+        f"{name} is {examples}, which is not a multiple of {required}; "
+        f"the nearest multiple is {nearest}"
+    )
 
 
 class Loader(AbstractContextManager, Iterator):
@@ -84,7 +109,7 @@ class Loader(AbstractContextManager, Iterator):
         data_loader: makes host batches, or micro-batches, in order; its data set is a BatchMaker.
         update_every: micro-batches of an update; None: it yields single batches.
         first: number of the first micro-batch, counted from 1 since the training began.
-        split, count: see `parallel_loader`.
+        split, count_rows: see `parallel_loader`.
     """
 
     def __init__(
@@ -94,7 +119,7 @@ class Loader(AbstractContextManager, Iterator):
         update_every: int | None = None,
         first: int = 1,
         split: int = 1,
-        count: Callable | None = None,
+        count_rows: Callable | None = None,
     ):
         self.skipped = 0
         self._mesh = mesh
@@ -103,7 +128,7 @@ class Loader(AbstractContextManager, Iterator):
         self._first = first
         self._update: MicroBatches | None = None  # the last that was yielded
         self._split = split
-        self._count = count
+        self._count_rows = count_rows
         self._incomplete: list[dict[str, Tensor]] = []  # the micro-batches read of the next batch
         self._counted = collections.deque()  # micro-batches that have the counts of their batch
         self._waited = 0.0  # seconds
@@ -165,7 +190,7 @@ class Loader(AbstractContextManager, Iterator):
 
     def _load(self) -> dict[str, Tensor]:
         try:
-            batch = self._next() if self._count is None else self._next_counted()
+            batch = self._next() if self._count_rows is None else self._next_counted()
             return self._upload(batch)
         except BaseException as error:  # whatever it is, the training loop must see it
             # The error must not keep the DataLoader's iterator alive, and with it the worker
@@ -193,8 +218,10 @@ class Loader(AbstractContextManager, Iterator):
         returns, so that nobody waits for a whole batch again.
         """
         if self._counted:
+            # Of the next batch, which is then read up to its last micro-batch when this one ends.
             self._read_one()
         while not self._counted:
+            # In the first call all of the first batch; later, of each batch the last micro-batch.
             self._read_one()
         return self._counted.popleft()
 
@@ -206,14 +233,13 @@ class Loader(AbstractContextManager, Iterator):
             if not self._counted:
                 raise
             return
-        own = {
-            name: tensor.clone() for name, tensor in micro_batch.items()
-        }  # not a worker's memory
+        # Copies, since the worker writes its memory again.
+        own = {name: tensor.clone() for name, tensor in micro_batch.items()}
         self._incomplete.append(own)
         if len(self._incomplete) < self._split:
             return
 
-        counts = [self._count(micro_batch) for micro_batch in self._incomplete]
+        counts = [self._count_rows(micro_batch) for micro_batch in self._incomplete]
         for name in counts[0]:
             total = torch.stack([each[name] for each in counts]).sum(0)
             for micro_batch in self._incomplete:
@@ -250,11 +276,13 @@ class MicroBatches(Iterator):
         left: how many are not taken yet.
     """
 
-    def __init__(self, loader: Loader, first: int, count: int):
+    def __init__(self, loader: Loader, first: int, micro_batches: int):
         self.first = first
-        self.left = count
+        self.left = micro_batches
         self._loader = loader
-        self._taken = loader.take()  # already here: at the end of the data there is no update
+        # Taken here: at the end of the data this raises StopIteration, so that the loader yields no
+        # empty update.
+        self._taken = loader.take()
 
     def __next__(self) -> dict[str, Tensor]:
         if self.left == 0:
@@ -269,7 +297,7 @@ class MicroBatches(Iterator):
 
 def parallel_loader(
     dataset: Dataset,
-    batch_size: Any,
+    batch_size: int | BatchPlan,
     mesh: Mesh,
     *,
     train: bool,
@@ -278,7 +306,7 @@ def parallel_loader(
     stop: int | None = None,
     split: int = 1,
     update_every: int | None = None,
-    count: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+    count_rows: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
     shuffle: Literal["examples", "batches"] = "examples",
     collate: Callable[[Any], dict[str, Tensor]] = as_tensors,
     workers: int = 0,
@@ -301,11 +329,13 @@ def parallel_loader(
         split: micro-batches of equal size that each batch is cut into; they come one after the
             other.
         update_every: of training, micro-batches that make an update: the loader then yields
-            `MicroBatches`. None: it yields single batches. It differs from `split` where the
-            batches are made small to begin with, as those of a plan are.
-        count: returns numbers [n] of the n rows of a micro-batch, by name. Each micro-batch of a
-            batch gets their sum over all of them, entry by entry, [n]: its `.sum()` is the count of
-            the whole batch, on every host, before the first micro-batch is trained on.
+            `MicroBatches`. None: it yields single batches. With split=k and update_every=k each
+            batch is cut in k, which make one update. With split=1 and update_every=k an update
+            takes k whole batches, such as those of a plan. All micro-batches from `start` to `stop`
+            must make up whole updates.
+        count_rows: returns numbers [n] of the n rows of a micro-batch, by name. Each micro-batch of
+            a batch gets their sum over all of them, entry by entry, [n]: its `.sum()` is the count
+            of the whole batch, on every host, before the first micro-batch is trained on.
         shuffle: what an epoch permutes. "batches" keeps neighbours together: billions of rows are
             then read in sequence, and the permutation itself stays small.
         collate: makes a dict of tensors [n, ...] from n examples or from the result of `batch`, in
@@ -313,7 +343,7 @@ def parallel_loader(
         workers: processes on this host; 0 loads in the upload thread, -1 takes one per core.
     """
     per_epoch = steps_per_epoch(dataset, batch_size, mesh, train, split)
-    is_plan = hasattr(batch_size, "shapes")
+    is_plan = _is_plan(batch_size)
     if is_plan and (shuffle != "examples" or not hasattr(dataset, "batch")):
         raise ValueError(
             "a plan has an order of its own, and needs a data set with `batch(indices, lengths)`"
@@ -336,13 +366,13 @@ def parallel_loader(
         update_every,
         first=start * split + 1,
         split=split,
-        count=count,
+        count_rows=count_rows,
     )
 
 
 def first_and_last(
     dataset: Dataset,
-    batch_size: Any,
+    batch_size: int | BatchPlan,
     mesh: Mesh,
     *,
     seed: int = 0,
@@ -368,13 +398,17 @@ def first_and_last(
     found = []
     for sent in batches.data_loader(maker, keys, workers):
         batch = maker.opened(sent)
-        own = {key: tensor.clone() for key, tensor in batch.items()}  # not a worker's memory
+        # Copies, since the worker writes its memory again.
+        own = {key: tensor.clone() for key, tensor in batch.items()}
         found.append(own)
     return found
 
 
-def _evaluation_keys(dataset: Dataset, batch_size: Any, start: int, stop: int) -> Iterator[tuple]:
-    if hasattr(batch_size, "shapes"):
+def _evaluation_keys(
+    dataset: Dataset, batch_size: int | BatchPlan, start: int, stop: int
+) -> Iterator[tuple]:
+    """Yields the keys of an evaluation's batches from `start` to `stop`."""
+    if _is_plan(batch_size):
         return batch_size.steps(None, start, stop)
     return batches.evaluation_keys(len(dataset), batch_size, start, stop)
 

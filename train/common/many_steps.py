@@ -65,8 +65,8 @@ def ends_call(step: int, steps_per_call: int, total: int, single_steps: int = 0)
 
     Args:
         total: steps of the training.
-        single_steps: the first ones of a training, which are calls of their own: a call has one
-            learning rate, and each of them has another.
+        single_steps: how many steps at the start of a training are a call each. In a warm-up the
+            learning rate changes with each step, and all steps of a call have one.
     """
     return step % steps_per_call == 0 or step == total or step <= single_steps
 

@@ -11,7 +11,12 @@ import torch
 import tyro
 
 DEVICES = ("xla", "cpu", "cuda")
-PRECISIONS = ("bfloat16", "float32", "fast_float32")  # the last: products as the hardware likes
+# fast_float32: float32, with matrix products in the hardware's own precision (TF32, bfloat16).
+PRECISIONS = ("bfloat16", "float32", "fast_float32")
+
+# What is split over the axis "data": nothing; the optimizer's state and the gradients; or also the
+# weights (FSDP).
+ShardState = Literal["none", "optimizer", "full"]
 
 
 class GraphError(RuntimeError):
@@ -25,8 +30,8 @@ class Layout:
     """Flags that change memory and speed, but no number beyond rounding: a resumed run may have
     others."""
 
-    mesh: str = ""  # devices by axis: data=4,model=2 also cuts the layers, in two; "": data alone
-    shard_state: Literal["none", "optimizer", "full"] = "none"  # cut over data; full: weights, too
+    mesh: str = ""  # devices by axis, such as data=4,model=2: model cuts layers; "": no model axis
+    shard_state: ShardState = "none"  # data splits the optimizer's state; full: the weights, too
     remat: bool = False  # keeps only each layer's input; the backward pass computes the rest again
 
 
@@ -38,19 +43,23 @@ class Mesh:
     """All devices of the run, and this host's place among them."""
 
     device: torch.device  # holds every tensor; on XLA a virtual one, for all devices
-    spmd: Any  # torch_xla's mesh, with the axis "data" or those of a Layout; None in plain PyTorch
+    # torch_xla's mesh (of its SPMD mode), with the axis "data" or those of a Layout; None in plain
+    # PyTorch.
+    spmd: Any
     num_devices: int  # of all hosts
     process_index: int  # of this host
     process_count: int  # hosts
     kind: str  # hardware, such as "TPU v5 lite" or "CPU"
     precision: str  # what `autocast` computes in, one of PRECISIONS
     strict: bool  # a recompilation after warm-up or a host fall-back is an error, not a warning
-    # Numbers of this host's devices, in the order in which torch_xla uploads to them. (): each host
-    # has as many, and they follow those of the host before.
+    # Numbers of this host's devices, in the order in which torch_xla uploads to them. (): every
+    # host has the same number of devices, and they are numbered host by host.
     local_devices: tuple[int, ...] = ()
-    # Whether steps are written so that libtpu compiles them without flags, see docs/tpu.md.
+    # Whether steps avoid the operations that libtpu compiles only with flags, see docs/tpu.md.
     safe_forms: bool = False
-    layers: Any = None  # where a Layout is asked for: train/common/sharding's Layers
+    # How a model's layers are split over the devices: train/common/sharding's Layers. None: a run
+    # without a Layout, where every device has the whole model.
+    layers: Any = None
 
     @property
     def main_process(self) -> bool:

@@ -37,7 +37,8 @@ from train.common.metrics import (
 )
 from train.common.run_folder import RunFolder, now, to_json
 
-# In which other hosts see what the main process writes: NFS may remember that there was nothing.
+# Within this time other hosts see what the main process writes: NFS remembers for a while that a
+# file was missing.
 SEEN_SECONDS = 60
 
 
@@ -61,13 +62,14 @@ class Run:
     Args:
         config: a dataclass with the fields `runs` (root folder or fsspec URL), `name` and `data`.
         mesh: the devices of the run.
-        name: the folder where config.name is "", or the first of name-2, … that is new, or
-            unfinished with this config.
+        name: taken where config.name is "": the first of name, name-2, name-3, … whose folder is
+            new, or has an unfinished run of this config.
         headline: what is trained, the first line on the terminal.
         total_steps: of the whole training.
-        free: fields of config that do not change the numbers, so a resumed run may differ in them.
-        required: fields that a run's config.json must have; others that an older version lacked had
-            Config's default.
+        may_differ: fields of config that do not change the numbers, so a resumed run may have other
+            values of them.
+        required: fields that a stored config.json must have. Any other that it lacks is taken as
+            Config's default: the run is of an older version, without that field.
         unit: what `log` counts as examples.
 
     Attributes:
@@ -83,15 +85,15 @@ class Run:
 
     def __init__(
         self,
-        config,
-        mesh,
+        config: Any,
+        mesh: Mesh,
         *,
         name: str,
         headline: str,
-        total_steps,
-        free=(),
-        required=(),
-        unit="examples",
+        total_steps: int,
+        may_differ: Sequence[str] = (),
+        required: Sequence[str] = (),
+        unit: str = "examples",
     ):
         self.mesh = mesh
         self.total_steps = total_steps
@@ -103,7 +105,7 @@ class Run:
             trial = "; this is a trial, for real training see --help"
         self.message(f"{headline} on {mesh.num_devices} {mesh.kind} device(s){trial}")
 
-        self.folder = RunFolder(config, name, free, required)
+        self.folder = RunFolder(config, name, may_differ, required)
         self.name = self.folder.name
         self.path = self.folder.path
         self.summary = self.folder.summary
@@ -115,7 +117,7 @@ class Run:
 
         self._metrics = Metrics(self.folder)
         self._pending: list[_Line] = []
-        # Of this start and the earlier ones; training is without pauses.
+        # Seconds of this start and all earlier ones; "training" does not count pauses.
         self._seconds = {"elapsed": 0.0, "training": 0.0}
         self._running_clocks = list(self._seconds)
         self._read_at = time.monotonic()
@@ -172,7 +174,7 @@ class Run:
         Every host calls it, in a new run as well: hosts that look at the folder at different
         moments may disagree about whether a run is resumed.
         """
-        due = self._main and step > 0 and self.checkpoints.evaluates
+        due = self._main and step > 0 and self.checkpoints.evaluation_follows
         recorded = self._metrics.evaluation(step) if due else {}
         if recorded:
             # The process may have ended before they were in the checkpoint's record, too.
@@ -190,10 +192,11 @@ class Run:
         It turns SIGTERM and Ctrl-C into a stop at the next `checkpoint`. The hosts of a pod agree
         about a stop at every `stop_every`-th step.
         """
-        stop = device.stop_requested(self.mesh, stop_every)
+        signals = device.stop_requested(self.mesh, stop_every)
         watching = hooks.watching(self)
+        # Left in the opposite order: watchers, loader, checkpoints, run, signals.
         with (
-            stop as self._stop_requested,
+            signals as self._stop_requested,
             contextlib.closing(self),
             self.checkpoints,
             loader,
@@ -254,10 +257,10 @@ class Run:
 
     def _read_clock(self) -> dict[str, float]:
         """Counts the time since the last call; returns the seconds of all starts so far."""
-        now = time.monotonic()
+        read_at = time.monotonic()
         for name in self._running_clocks:
-            self._seconds[name] += now - self._read_at
-        self._read_at = now
+            self._seconds[name] += read_at - self._read_at
+        self._read_at = read_at
         return {name: round(seconds, 4) for name, seconds in self._seconds.items()}
 
     def log(
@@ -286,7 +289,7 @@ class Run:
         no_earlier_line = len(self._pending) == 1
         if on_device:
             device.after_next_step(self._write_pending)
-        elif no_earlier_line:
+        elif no_earlier_line:  # or it would overtake one whose values are still on the device
             self._write_pending()
 
     def _flush(self) -> None:
@@ -350,10 +353,10 @@ class Run:
         for key, value in values.items():
             if key.endswith("loss") and not math.isfinite(value):
                 # Not the data: the loader refuses what is not finite in a batch.
+                diverged = "the input was finite, so the training diverged"
                 raise InputError(
-                    f"{key} is {value} at step {step}: the input was finite, so the training "
-                    "diverged; start a run of another --name with a lower --lr or a longer warm-up, "
-                    "and look for huge values in the data"
+                    f"{key} is {value} at step {step}: {diverged}; start a run of another --name "
+                    "with a lower --lr or a longer warm-up, and look for huge values in the data"
                 )
         if self._main:
             self._metrics.write(step, values, timing)
@@ -410,10 +413,11 @@ class Run:
             "input_wait": statistics.fmean(waits) if waits else None,
             "report": device.graph_report(),
         }
-        found = {}
+        # Merged at the end: a watcher may read `summary`, and must not see what another one adds.
+        of_watchers = {}
         for watcher in self.watchers:
-            found |= watcher.summary()
-        self.summary |= found
+            of_watchers |= watcher.summary()
+        self.summary |= of_watchers
 
         if self._main:
             self.folder.write("summary.json", to_json(self.summary, indent=2))

@@ -60,7 +60,7 @@ class RunFolder:
         self,
         config: Any,
         default_name: str,
-        free: Iterable[str] = (),
+        may_differ: Iterable[str] = (),
         required: Iterable[str] = (),
     ):
         if not config.runs:
@@ -84,20 +84,20 @@ class RunFolder:
         for field, value in _as_stored(type(config)()).items():
             if field not in required:
                 defaults[field] = value
-        self._choose(config.name, default_name, defaults, {"runs", "name", *free})
+        self._choose(config.name, default_name, defaults, {"runs", "name", *may_differ})
 
     def _choose(
-        self, given: str, default_name: str, defaults: dict[str, Any], free: set[str]
+        self, given: str, default_name: str, defaults: dict[str, Any], may_differ: set[str]
     ) -> None:
         """Finds the run's name and reads what its folder has.
 
-        A given name is taken, and must be of a run with the same values. Otherwise it is the
-        default name, or that with the first number whose folder is free or has an unfinished run
-        with the same values.
+        A given name is taken, and must be of a run with the same values. Otherwise it is the first
+        of name, name-2, name-3, … (with the default name) whose folder is new, or has an unfinished
+        run with the same values.
 
         Args:
             defaults: values of the fields that an older run may not have stored.
-            free: fields that may differ.
+            may_differ: fields whose values may differ from those of the stored run.
         """
         if "/" in given or given in (".", ".."):
             raise InputError(
@@ -114,7 +114,7 @@ class RunFolder:
             changed = {}
             if self.stored is not None:
                 self.summary = self._read_json("summary.json", "metrics")
-                changed = self._changed(defaults, free)
+                changed = self._changed(defaults, may_differ)
 
             if given and changed:
                 self._refuse(changed)
@@ -123,7 +123,7 @@ class RunFolder:
             why = f"was trained with another {', '.join(changed)}" if changed else "is finished"
             self.reason = f" ({self.name} {why})"
 
-    def _changed(self, defaults: dict[str, Any], free: set[str]) -> dict[str, str]:
+    def _changed(self, defaults: dict[str, Any], may_differ: set[str]) -> dict[str, str]:
         """Returns the fields whose value is not the stored run's, each with what has changed."""
         old = defaults | self.stored["config"]
         new = self.config
@@ -131,7 +131,7 @@ class RunFolder:
         for field in new | old:
             was = old.get(field, "absent")
             now = new.get(field, "absent")
-            if field not in free and was != now:
+            if field not in may_differ and was != now:
                 changed[field] = f"{field} was {was}, now {now}"
         return changed
 

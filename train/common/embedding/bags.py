@@ -1,5 +1,5 @@
-"""Embedding tables sharded over the devices of the mesh, updated in time and memory of the rows
-that a step touches.
+"""Embedding tables sharded over the devices of the mesh. An update takes time and memory only for
+the rows that the step touches.
 
     rule = RowWiseAdagrad()
     embeddings = ShardedEmbeddingBags(tables, dim=128, mesh=mesh, optimizer=rule, lr=0.01, seed=0)
@@ -56,12 +56,12 @@ class ForwardPass:
     """What `step` needs of a forward pass.
 
     Attributes:
-        looked_up: what each array's lookup has returned beside its sums.
+        kept_by_array: of each array's lookup, what it has returned beside its sums.
         divisor: of mean pooling, see `_divisor`.
         embedded: the output, whose gradient the backward pass sets.
     """
 
-    looked_up: list[Any]
+    kept_by_array: list[Any]
     divisor: Tensor | None
     embedded: Tensor
 
@@ -184,7 +184,7 @@ class ShardedEmbeddingBags(nn.Module):
             [batch, tables, dim] float32, a leaf: its gradient is what `step` uses.
         """
         with torch.no_grad():
-            pooled, looked_up = self._look_up(ids, present)
+            pooled, kept_by_array = self._look_up(ids, present)
             embedded = pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1)
             if self._order is not None:
                 embedded = embedded.index_select(1, self._order)
@@ -194,17 +194,17 @@ class ShardedEmbeddingBags(nn.Module):
             embedded = self.devices.shard(embedded, (self.devices.batch_axes, None, None))
 
         if not torch.is_grad_enabled():
-            self._add_loads(looked_up)  # in training `step` adds them
+            self._add_loads(kept_by_array)  # in training `step` adds them
             return embedded
         embedded = embedded.detach().requires_grad_()
-        self._forward_passes.append(ForwardPass(looked_up, divisor, embedded))
+        self._forward_passes.append(ForwardPass(kept_by_array, divisor, embedded))
         return embedded
 
     def _look_up(self, ids: Tensor, present: Tensor | None) -> tuple[list[Tensor], list[Any]]:
         """Returns the results of each array's lookup: sums [batch, its tables, dim], and what its
         update needs."""
         pooled = []
-        looked_up = []
+        kept_by_array = []
         for array in self.arrays:
             array_rows = array.own_columns(ids) + array.offsets
             if present is not None:
@@ -212,12 +212,12 @@ class ShardedEmbeddingBags(nn.Module):
                 array_rows = torch.where(is_present, array_rows, torch.full_like(array_rows, -1))
             of_array, kept = array.lookup(array_rows)
             pooled.append(of_array)
-            looked_up.append(kept)
-        return pooled, looked_up
+            kept_by_array.append(kept)
+        return pooled, kept_by_array
 
-    def _add_loads(self, looked_up: list[Any]) -> None:
+    def _add_loads(self, kept_by_array: list[Any]) -> None:
         """Counts the ids that an evaluation drops: its results would be wrong, see `check`."""
-        for array, kept in zip(self.arrays, looked_up, strict=True):
+        for array, kept in zip(self.arrays, kept_by_array, strict=True):
             loads = array.slot_loads(kept)
             if loads:
                 exchange.add_load(self.load, loads, self.devices)
@@ -251,10 +251,10 @@ class ShardedEmbeddingBags(nn.Module):
             With plan "exchange", for the metrics of the step and for `check`:
 
                 dropped      ids that have found no slot, in all steps so far
-                pair_load    of this step: the share of its slots that the fullest pair of devices
-                             had ids for
-                update_load  of this step: the share of the planned updates that the fullest device
-                             had rows for
+                pair_load    of this step: slots that the fullest pair of devices needed / slots
+                             that it has; above 1 ids were dropped
+                update_load  of this step: rows to update on the fullest device / rows that it has
+                             room for; above 1 some were dropped
 
             Otherwise nothing.
         Raises:
@@ -262,24 +262,28 @@ class ShardedEmbeddingBags(nn.Module):
         """
         passes = self._forward_passes
         self._forward_passes = []
-        if not passes or any(one.embedded.grad is None for one in passes):
+        if not passes or any(forward_pass.embedded.grad is None for forward_pass in passes):
             needed = "a forward pass and a backward pass that reaches its output"
             raise RuntimeError(f"embeddings.step() needs {needed}")
 
         self.step_count += 1
         gradients = []
-        for one in passes:
-            gradient = one.embedded.grad
-            gradients.append(gradient if one.divisor is None else gradient / one.divisor)
+        for forward_pass in passes:
+            gradient = forward_pass.embedded.grad
+            if forward_pass.divisor is not None:
+                gradient = gradient / forward_pass.divisor
+            gradients.append(gradient)
 
         lr = self.param_groups[0]["lr"]
         metrics = {}
         for index, array in enumerate(self.arrays):
-            looked_up = [one.looked_up[index] for one in passes]
+            kept_by_pass = [forward_pass.kept_by_array[index] for forward_pass in passes]
             own_gradients = gradients
             if len(self.arrays) > 1:
-                own_gradients = [one.index_select(1, array.positions) for one in gradients]
-            loads = array.update(looked_up, own_gradients, lr, self.step_count)
+                own_gradients = []
+                for gradient in gradients:
+                    own_gradients.append(gradient.index_select(1, array.positions))
+            loads = array.update(kept_by_pass, own_gradients, lr, self.step_count)
             if loads:  # of one array at most, that of plan "exchange"
                 metrics = exchange.add_load(self.load, loads, self.devices)
         return metrics
@@ -297,8 +301,9 @@ class ShardedEmbeddingBags(nn.Module):
         if not any(array.may_drop for array in self.arrays):
             return
 
+        # The first number of `load` is the count; `dropped` is the count alone.
         known = self.load if dropped is None else dropped
-        count = device.read([known])[0].reshape(-1)[0]  # of a load, too, the first is the count
+        count = device.read([known])[0].reshape(-1)[0]
         if count > 0:
             load = device.read([self.load])[0].tolist()
             exchange.check_load(load, self.room)

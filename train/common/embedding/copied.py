@@ -17,7 +17,7 @@ from torch import Tensor
 
 from train.common.embedding.owners import TableRun
 from train.common.embedding.plan import HeldRows, SlotLoad, TableArray
-from train.common.embedding.rows import gradient_of_ids, pool, sum_equal_rows
+from train.common.embedding.rows import by_row, gradient_of_ids, pool, sum_equal_rows
 
 
 class Copied(TableArray):
@@ -61,21 +61,21 @@ class Copied(TableArray):
 
     def update(
         self,
-        looked_up: Sequence[Tensor],
+        kept_by_pass: Sequence[Tensor],
         grads: Sequence[Tensor],
         lr: Tensor,
         step: Tensor,
     ) -> list[SlotLoad]:
-        ids = sum(rows.numel() for rows in looked_up)
+        ids = sum(rows.numel() for rows in kept_by_pass)
         if self.used_rows <= ids:
-            self._update_all(looked_up, grads, lr, step)
+            self._update_all(kept_by_pass, grads, lr, step)
         else:
-            self._update_looked_up(looked_up, grads, lr, step)
+            self._update_looked_up(kept_by_pass, grads, lr, step)
         return []
 
     def _update_all(
         self,
-        looked_up: Sequence[Tensor],
+        kept_by_pass: Sequence[Tensor],
         grads: Sequence[Tensor],
         lr: Tensor,
         step: Tensor,
@@ -84,7 +84,7 @@ class Copied(TableArray):
 
         For small tables that moves fewer bytes than sending the gradient of every example.
         """
-        rows, g = self._gradient_rows(looked_up, grads, self.devices.batch_axes)
+        rows, g = self._gradient_rows(kept_by_pass, grads, self.devices.batch_axes)
         # Two things travel with the gradient. Its last column counts the ids of each row, to tell
         # which rows are touched. Its last row takes the ids that are not there.
         g_and_count = torch.cat([g, torch.ones_like(g[:, :1])], 1)
@@ -96,28 +96,29 @@ class Copied(TableArray):
         touched = (count > 0).float()
 
         tensors = self._enter_tensors()
-        used = []
-        unused = []
+        table_parts = []
+        padding_parts = []
         for tensor in tensors:
-            by_row = tensor.reshape(-1, self.dim) if tensor.dim() == 2 else tensor
-            used.append(by_row[: self.used_rows])
-            unused.append(by_row[self.used_rows :])
-        weight, states = self.optimizer.update(used[0], used[1:], None, g, touched, lr, step)
+            tensor_rows = by_row(tensor, self.dim)
+            table_parts.append(tensor_rows[: self.used_rows])
+            padding_parts.append(tensor_rows[self.used_rows :])
+        weight, *states = table_parts
+        weight, states = self.optimizer.update(weight, states, None, g, touched, lr, step)
         written = []
-        for tensor, new, rest in zip(tensors, [weight, *states], unused, strict=True):
-            written.append(torch.cat([new, rest]).reshape(tensor.shape))
+        for tensor, updated, padding in zip(tensors, [weight, *states], padding_parts, strict=True):
+            written.append(torch.cat([updated, padding]).reshape(tensor.shape))
         self._leave_tensors(written)
 
     def _update_looked_up(
         self,
-        looked_up: Sequence[Tensor],
+        kept_by_pass: Sequence[Tensor],
         grads: Sequence[Tensor],
         lr: Tensor,
         step: Tensor,
     ) -> None:
         """Updates the rows that some device has looked up: every device gets the ids and gradients
         of all."""
-        rows, g = self._gradient_rows(looked_up, grads, None)
+        rows, g = self._gradient_rows(kept_by_pass, grads, batch_axes=None)
         if self.optimizer.states:  # without a state, equal rows can be added one after the other
             rows, g = sum_equal_rows(rows, g, self.device_rows)
         is_row = rows < self.device_rows
@@ -128,7 +129,7 @@ class Copied(TableArray):
 
     def _gradient_rows(
         self,
-        looked_up: Sequence[Tensor],
+        kept_by_pass: Sequence[Tensor],
         grads: Sequence[Tensor],
         batch_axes: str | tuple[str, ...] | None,
     ) -> tuple[Tensor, Tensor]:
@@ -141,7 +142,7 @@ class Copied(TableArray):
         """
         all_rows = []
         all_gradients = []
-        for array_rows, gradient in zip(looked_up, grads, strict=True):
+        for array_rows, gradient in zip(kept_by_pass, grads, strict=True):
             spec = (batch_axes, None, None)
             gradient = self.devices.enter(self.devices.shard(gradient, spec), spec)
             rows = self.devices.enter(self.devices.shard(array_rows, spec[:2]), spec[:2])
@@ -154,5 +155,6 @@ class Copied(TableArray):
         return torch.cat(all_rows), torch.cat(all_gradients)
 
     def _is_row(self, rows: Tensor) -> Tensor:
-        """Returns which of these are rows: False where a bag has no id."""
+        """Returns which of these are rows: False where a bag has no id, and for an id beyond the
+        array, which `check_ids` would have refused."""
         return (rows >= 0) & (rows < self.device_rows)

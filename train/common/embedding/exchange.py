@@ -11,8 +11,8 @@ with the devices.
 
 Every device of a group is an owner. Shapes are static, so capacities are planned: for ids that are
 all distinct and fall on owners at random (`owner_of`), from the tail of the Poisson distribution.
-An id that finds no slot ("no place", in messages) reads zeros and is not trained. It is counted,
-and `check_load` ends the run before anything is saved: a run is exact, or it stops.
+An id that finds no slot reads zeros and is not trained. It is counted, and `check_load` ends the
+run before anything is saved: a run is exact, or it stops.
 """
 
 import math
@@ -29,9 +29,8 @@ from train.common.embedding.owners import TableRun, array_row_of, owner_of
 from train.common.embedding.plan import HeldRows, SlotLoad, TableArray
 from train.common.embedding.rows import LAST, gradient_of_ids, pool, sum_equal_rows, take_rows
 
-# Probability that some capacity of a step is too small; 10 million steps make an epoch, which then
-# has 1e-6.
-OVERFLOW = 1e-13
+# Probability per step that some capacity is too small: 1e-6 in an epoch of 10 million steps.
+OVERFLOW_PROBABILITY = 1e-13
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Route:
         asked: [owners * capacity] device rows of this device that others have asked for;
             `device_rows`: an empty slot.
         slots: [batch, columns] the slot of each id; owners * capacity: it has none.
-        load: how full the slots of this lookup are.
+        load: of the slots of this lookup.
     """
 
     asked: Tensor
@@ -128,6 +127,7 @@ class Exchanged(TableArray):
 
         asked = self.devices.all_to_all(to_ask)
         weight = self.devices.enter(self.weight, self.spec)
+        # Empty slots read row 0. Nothing uses what they read, since no id has an empty slot.
         safe_rows = _with_row_0(asked, no_row=self.device_rows)
         found = take_rows(weight, safe_rows.reshape(-1), self.dim)
         found = self.devices.all_to_all(found.reshape(self.group_size, capacity, self.dim))
@@ -139,8 +139,8 @@ class Exchanged(TableArray):
         pooled = self.devices.leave(pooled, (*by_batch, None), shape)
         return pooled, Route(asked.reshape(-1), slots, load)
 
-    def slot_loads(self, looked_up: Route) -> list[SlotLoad]:
-        return [looked_up.load]
+    def slot_loads(self, kept: Route) -> list[SlotLoad]:
+        return [kept.load]
 
     @property
     def _keys_per_owner(self) -> int:
@@ -161,7 +161,7 @@ class Exchanged(TableArray):
             capacity: slots at each owner.
         Returns:
             The device rows to ask each owner for [owners, capacity], `device_rows` in empty slots;
-            the slot of each id [n], owners * capacity where it has none; how full the slots are.
+            the slot of each id [n], owners * capacity where it has none; the load of the slots.
         """
         ids = self._sort_ids(array_rows)
         owners = torch.arange(self.group_size, dtype=torch.int32, device=array_rows.device)
@@ -241,14 +241,14 @@ class Exchanged(TableArray):
 
     def update(
         self,
-        looked_up: Sequence[Route],
+        kept_by_pass: Sequence[Route],
         grads: Sequence[Tensor],
         lr: Tensor,
         step: Tensor,
     ) -> list[SlotLoad]:
         sent_rows = []
         sent_gradients = []
-        for route, gradient in zip(looked_up, grads, strict=True):
+        for route, gradient in zip(kept_by_pass, grads, strict=True):
             sent_rows.append(route.asked)
             sent_gradients.append(self._send_gradient(route, gradient))
         rows = self.devices.gather_copies(torch.cat(sent_rows))
@@ -258,7 +258,7 @@ class Exchanged(TableArray):
         # most of the list is empty slots. So the list is cut to a planned number of rows, but only
         # after equal rows are added up: a frequent id comes from all devices, to one owner.
         rows, g = sum_equal_rows(rows, g, self.device_rows)
-        capacity = self._updates_per_device(looked_up, rows.numel())
+        capacity = self._updates_per_device(kept_by_pass, rows.numel())
         distinct = (rows < self.device_rows).sum(dtype=torch.int32)[None].float()
         rows = rows[:capacity]
         g = g[:capacity]
@@ -267,18 +267,19 @@ class Exchanged(TableArray):
 
         dropped = (distinct - capacity).clamp(min=0)
         of_update = SlotLoad(dropped, torch.zeros_like(distinct), distinct / capacity)
-        return [*(route.load for route in looked_up), of_update]
+        return [*(route.load for route in kept_by_pass), of_update]
 
-    def _updates_per_device(self, looked_up: Sequence[Route], received: int) -> int:
+    def _updates_per_device(self, kept_by_pass: Sequence[Route], received: int) -> int:
         """Returns the capacity: how many rows a device updates in a step.
 
-        The ids of a group's devices fall on as many owners. So the mean of an owner is the number
-        of one device's ids, and as many come from the devices of each other group.
+        A group's devices spread their ids over as many owners, those of the group. So on average an
+        owner gets as many ids from its group as one device has, and again as many from each other
+        group, in which it has a copy.
 
         Args:
             received: rows that a device is sent.
         """
-        ids = sum(route.slots.numel() for route in looked_up) * self.devices.copies
+        ids = sum(route.slots.numel() for route in kept_by_pass) * self.devices.copies
         most = min(received, self.used_rows)
         return planned_capacity(ids, self.group_size, self.room[1], most)
 
@@ -293,18 +294,21 @@ class Exchanged(TableArray):
         own = self.devices.enter(self.devices.shard(gradient, by_batch), by_batch)
         of_ids = gradient_of_ids(own, self.lookups).reshape(-1, self.dim)
 
-        count = route.asked.numel()
+        slot_count = route.asked.numel()  # owners * capacity
         slots = route.slots.reshape(-1)
-        has_slot = (slots < count)[:, None]
+        has_slot = (slots < slot_count)[:, None]
         of_ids = torch.where(has_slot, of_ids, torch.zeros((), device=of_ids.device))
-        sums = torch.zeros(count, self.dim, device=of_ids.device)
-        sums = sums.index_add_(0, _with_row_0(slots, no_row=count), of_ids)
+        sums = torch.zeros(slot_count, self.dim, device=of_ids.device)
+        sums = sums.index_add_(0, _with_row_0(slots, no_row=slot_count), of_ids)
         received = self.devices.all_to_all(sums.reshape(self.group_size, -1, self.dim))
-        return received.reshape(count, self.dim)
+        return received.reshape(slot_count, self.dim)
 
 
 def _with_row_0(rows: Tensor, no_row: int) -> Tensor:
-    """Returns rows with 0 in place of `no_row`, which is larger than any row, to read at them."""
+    """Returns rows with 0 in place of `no_row`, which is larger than any row, to use as indices.
+
+    The caller does not use what is read there, and adds 0 there.
+    """
     return torch.where(rows < no_row, rows, torch.zeros_like(rows))
 
 
@@ -319,7 +323,7 @@ def _unsort(values: Tensor, order: Tensor, largest: int) -> Tensor:
     if bits + values.numel().bit_length() > 31:
         return values[torch.sort(order)[1]]
 
-    # A sort of (order, value), both in one number, takes a TPU a fifth of reading at indices.
+    # A TPU sorts (order, value), both in one number, in a fifth of the time of a gather.
     together = (order.int() << bits) | values
     return torch.sort(together)[0] & ((1 << bits) - 1)
 
@@ -328,16 +332,18 @@ def _unsort(values: Tensor, order: Tensor, largest: int) -> Tensor:
 
 
 def planned_capacity(mean: float, events: int, room: float, most: int) -> int:
-    """Returns a capacity for a Poisson number of this mean, a multiple of 8 unless it is `most`.
+    """Returns a capacity for a demand that is Poisson-distributed, a multiple of 8 unless it is
+    `most`.
 
     Args:
-        events: how many such numbers a step has; that one of them is larger has a probability below
-            OVERFLOW.
+        mean: of the demand.
+        events: how many such demands a step has. That one of them exceeds its capacity has a
+            probability below OVERFLOW_PROBABILITY.
         room: a factor on the capacity.
-        most: the number is never larger than this.
+        most: the demand is never larger than this.
     """
     capacity = math.ceil(mean)
-    while capacity < most and _log_tail(mean, capacity) > math.log(OVERFLOW / events):
+    while capacity < most and _log_tail(mean, capacity) > math.log(OVERFLOW_PROBABILITY / events):
         capacity += 1
     in_eights = math.ceil(math.ceil(capacity * room) / 8) * 8
     return min(most, in_eights)
@@ -394,21 +400,29 @@ def check_load(load: Sequence[float], room: tuple[float, float]) -> None:
         load: the `total` of `add_load`.
         room: the capacity factors of the run.
     """
-    dropped, *shares = load
+    dropped, pair_load, update_load = load
     if not dropped:
         return
 
-    needed = []
-    for factor, share in zip(room, shares, strict=True):
-        if share > 1:
-            factor = math.ceil(11 * factor * share) / 10  # a tenth more, rounded up to a tenth
-        needed.append(factor)
-    if shares[0] > 1:  # an id without a slot is not among the updates, so their share is too low
-        needed[1] = max(needed[1], 1.0)
+    pair_room, update_room = room
+    if pair_load > 1:
+        pair_room = _enough_room(pair_room, pair_load)
+    if update_load > 1:
+        update_room = _enough_room(update_room, update_load)
+    if pair_load > 1:
+        # An id without a slot is not among the updates, so their load is too low to plan with:
+        # at least the factor that is planned for all ids.
+        update_room = max(update_room, 1.0)
     raise InputError(
-        f"{dropped:,.0f} ids found no place in the exchange of embeddings: the fullest pair of "
-        f"devices had {shares[0]:.2f} of the ids that there is room for, the fullest device "
-        f"{shares[1]:.2f} of the updates; give --exchange-room {needed[0]:g} {needed[1]:g} or more "
+        f"{dropped:,.0f} ids found no slot in the exchange of embeddings: the fullest pair of "
+        f"devices needed {pair_load:.2f} times its slots, the fullest device {update_load:.2f} "
+        f"times its updates; give --exchange-room {pair_room:g} {update_room:g} or more "
         f"instead of {room[0]:g} {room[1]:g}, and the same command resumes from the last "
         "checkpoint, before which nothing was dropped"
     )
+
+
+def _enough_room(factor: float, load: float) -> float:
+    """Returns a capacity factor with which a load would be less than 1: a tenth more than needed,
+    rounded up to a tenth."""
+    return math.ceil(11 * factor * load) / 10

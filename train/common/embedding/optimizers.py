@@ -4,7 +4,8 @@
 
     weight    [lines, width], as rows.py has an array
     values    of the states, in the order of `states`
-    rows      [n] distinct device rows; None: every row, in order
+    rows      [n] device rows. Those with touched = 1 are distinct, but for an optimizer without
+              states they may repeat; all others are 0, with g = 0. None: every row, in order
     g         [n, dim] the sum of each row's gradients
     touched   [n, 1] 0 where no example had the row, and then g is 0. A rule that changes nothing
               where g is 0 does not need it

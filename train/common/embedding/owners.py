@@ -63,10 +63,12 @@ class TableRun:
 
     @classmethod
     def of_piece(cls, key: str) -> "TableRun":
-        """Returns the run of a piece of a checkpoint, given the piece's name, see pieces.py.
+        """Returns the run of a piece of a checkpoint, given the piece's name.
 
+        Args:
+            key: "<table>/<weight or state>/<run>/<first column>", see pieces.py.
         Raises:
-            ValueError: the name has no run.
+            ValueError: the run is not made of numbers.
         """
         run = key.split("/")[2]
         numbers = [int(number) for number in run.split(".")]

@@ -21,6 +21,7 @@ from errors import InputError
 from train.common import device
 from train.common.embedding.owners import TableRun
 from train.common.embedding.plan import TableArray
+from train.common.embedding.rows import by_row
 from train.common.embedding.tables import Table
 
 STEP = "step"  # the piece that counts the updates
@@ -97,7 +98,7 @@ def copy_pieces(embeddings: Any) -> dict[str, Tensor]:
         for value, part in zip(values, local_parts, strict=True):
             if part.copy != 0:
                 continue
-            rows = _by_row(value, saved.array.dim)
+            rows = by_row(value, saved.array.dim)
             for index, table_index in enumerate(saved.array.table_indices):
                 held = saved.array.held_rows(index, part.index)
                 if held.count:
@@ -115,14 +116,6 @@ def _saved_tensors(embeddings: Any) -> list[SavedTensor]:
         for name, tensor in array.tensors():
             found.append(SavedTensor(array, name, tensor))
     return found
-
-
-def _by_row(lines: Tensor, dim: int) -> Tensor:
-    """Returns lines [lines, pack * dim] as device rows [rows, dim]; a number per row [rows] as it
-    is."""
-    if lines.dim() == 1:
-        return lines
-    return lines.reshape(-1, dim)
 
 
 # ---- from a checkpoint ---------------------------------------------------------------------------
@@ -145,7 +138,8 @@ def load_pieces(embeddings: Any, shapes: Shapes, read: Callable[[str], Tensor]) 
         parts = [torch.zeros(saved.shape_per_device) for _ in part_indices]
         for index, table_index in enumerate(array.table_indices):
             table = embeddings.tables[table_index]
-            whole = [table.rows, array.dim][: saved.tensor.dim()]
+            has_one_number_per_row = saved.tensor.dim() == 1
+            whole = [table.rows] if has_one_number_per_row else [table.rows, array.dim]
             keys = keys_of[f"{table.name}/{saved.name}"]
             pieces = [_piece(key, shapes[key], whole, array.dim) for key in keys]
             _fill(_targets(array, index, parts, part_indices), pieces, table, read)
@@ -161,7 +155,7 @@ def _targets(
     targets = []
     for part, part_index in zip(parts, part_indices, strict=True):
         held = array.held_rows(index, part_index)
-        rows = held.select(_by_row(part, array.dim))
+        rows = held.select(by_row(part, array.dim))
         values = rows[:, None] if rows.dim() == 1 else rows
         targets.append(Target(values, held.run))
     return targets
@@ -220,7 +214,8 @@ def _fill(
     """Copies the pieces of one table into what the devices of this host hold of it.
 
     Raises:
-        InputError: the pieces leave a gap, or overlap.
+        InputError: the pieces have fewer or more numbers for these devices than the devices hold. A
+            gap and an overlap of the same size are not noticed.
     """
     filled = 0
     for piece in pieces:

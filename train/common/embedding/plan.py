@@ -66,14 +66,15 @@ def _rows_with_own_size(rows: int, bytes_per_row: int, owner: object, pack: int 
 
 @dataclass(frozen=True)
 class SlotLoad:
-    """How full the slots of a lookup or of an update were, see exchange.py.
+    """The load of the slots of a lookup or of an update: demand / capacity, see exchange.py.
 
-    All are [1] on each device.
+    Above 1 some were dropped. All are [1] on each device.
 
     Attributes:
-        dropped: ids or rows without a slot.
-        pair: the share of its slots that the fullest owner has for this device's ids; 0: not known.
-        update: the share of this device's rows to update; 0: not known.
+        dropped: distinct ids, or rows to update, that found no slot.
+        pair: slots that this device's ids need at the owner that they load most / slots that it has
+            there; 0: not known.
+        update: rows to update on this device / rows that a step has room for; 0: not known.
     """
 
     dropped: Tensor
@@ -122,11 +123,64 @@ class TableArray(abc.ABC):
         states: those of the optimizer, cut as `state_specs` say.
         offsets: on the devices, for each column of ids the `start` of its table.
         positions: `table_indices` on the devices.
-        device_indices: of each device its own index in its group, for `TableDevices.load_parts`.
+        device_indices: on each device its index in its group, for `TableDevices.load_parts`.
     """
 
     name: ClassVar[str]
     may_drop: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        table_indices: list[int],
+        tables: Sequence[Table],
+        dim: int,
+        devices: TableDevices,
+        optimizer: Optimizer,
+        room: tuple[float, float] = (1.0, 1.0),
+    ):
+        """
+        Args:
+            table_indices: which of all `tables` have this plan.
+            room: capacity factors, see ShardedEmbeddingBags.
+        Raises:
+            InputError: an array row is no int32.
+        """
+        self.table_indices = table_indices
+        self.dim = dim
+        self.devices = devices
+        self.group_size = devices.group_size
+        self.optimizer = optimizer
+        self.room = room
+        self.sizes = [tables[index].rows for index in table_indices]
+        self.lookups = [tables[index].lookups for index in table_indices]
+        first_column = np.cumsum([0] + [table.lookups for table in tables])
+        self.column_indices = []
+        for index in table_indices:
+            self.column_indices.extend(range(first_column[index], first_column[index + 1]))
+
+        on_tpu = devices.mesh.kind.startswith("TPU")
+        self.pack = rows_in_a_line(dim, LANES if on_tpu else 1)
+        self.width = self.pack * dim
+        self.start, self.used_rows = self._lay_out()
+        self.device_rows = _rows_with_own_size(self.used_rows, 4 * dim, self, self.pack)
+        self.rows = self.device_rows * self.part_count
+        # Its keys in exchange.py are at most rows + group_size - 1, which must be less than LAST.
+        if self.rows + self.group_size >= 2**31:
+            together = f"{self.rows:,} rows together"
+            raise InputError(f"tables of plan {self.name!r} have {together}; ids have 32 bits")
+
+        self.state_shapes = []
+        self.state_specs = []
+        for kind in optimizer.states.values():
+            if kind == "full":
+                state_rows = _rows_with_own_size(self.device_rows, 4 * dim, self, self.pack)
+                lines = state_rows * self.part_count // self.pack
+                self.state_shapes.append((lines, self.width))
+                self.state_specs.append(self.spec)
+            else:
+                state_rows = _rows_with_own_size(self.device_rows, 4, self)
+                self.state_shapes.append((state_rows * self.part_count,))
+                self.state_specs.append(self.spec[:1])
 
     # ---- where rows lie: what a plan decides
 
@@ -174,14 +228,14 @@ class TableArray(abc.ABC):
         Args:
             array_rows: [batch, columns of the array's tables] int32; -1 where a bag has no id.
         Returns:
-            The sums [batch, tables of the array, dim], sharded by the batch; what `update` and
-            `slot_loads` need.
+            The sums [batch, tables of the array, dim], sharded by the batch; what is kept of the
+            lookup for `update` and `slot_loads`.
         """
 
     @abc.abstractmethod
     def update(
         self,
-        looked_up: Sequence[Any],
+        kept_by_pass: Sequence[Any],
         grads: Sequence[Tensor],
         lr: Tensor,
         step: Tensor,
@@ -189,71 +243,18 @@ class TableArray(abc.ABC):
         """Updates the rows of several lookups at once, each row once.
 
         Args:
-            looked_up: what each lookup has returned beside its sums.
+            kept_by_pass: of each lookup, what it has returned beside its sums.
             grads: the gradient of each lookup's sums, [batch, tables of the array, dim].
             step: 1-based number of this update.
         Returns:
-            How full the slots were.
+            The loads of the slots.
         """
 
-    def slot_loads(self, looked_up: Any) -> list[SlotLoad]:
-        """Returns how full the slots of a lookup were."""
+    def slot_loads(self, kept: Any) -> list[SlotLoad]:
+        """Returns the loads of a lookup's slots, given what it has returned beside its sums."""
         return []
 
     # ---- what all plans have
-
-    def __init__(
-        self,
-        table_indices: list[int],
-        tables: Sequence[Table],
-        dim: int,
-        devices: TableDevices,
-        optimizer: Optimizer,
-        room: tuple[float, float] = (1.0, 1.0),
-    ):
-        """
-        Args:
-            table_indices: which of all `tables` have this plan.
-            room: capacity factors, see ShardedEmbeddingBags.
-        Raises:
-            InputError: an array row is no int32.
-        """
-        self.table_indices = table_indices
-        self.dim = dim
-        self.devices = devices
-        self.group_size = devices.group_size
-        self.optimizer = optimizer
-        self.room = room
-        self.sizes = [tables[index].rows for index in table_indices]
-        self.lookups = [tables[index].lookups for index in table_indices]
-        first_column = np.cumsum([0] + [table.lookups for table in tables])
-        self.column_indices = []
-        for index in table_indices:
-            self.column_indices.extend(range(first_column[index], first_column[index + 1]))
-
-        on_tpu = devices.mesh.kind.startswith("TPU")
-        self.pack = rows_in_a_line(dim, LANES if on_tpu else 1)
-        self.width = self.pack * dim
-        self.start, self.used_rows = self._lay_out()
-        self.device_rows = _rows_with_own_size(self.used_rows, 4 * dim, self, self.pack)
-        self.rows = self.device_rows * self.part_count
-        # Its keys in exchange.py are at most rows + group_size - 1, which must be less than LAST.
-        if self.rows + self.group_size >= 2**31:
-            together = f"{self.rows:,} rows together"
-            raise InputError(f"tables of plan {self.name!r} have {together}; ids have 32 bits")
-
-        self.state_shapes = []
-        self.state_specs = []
-        for kind in optimizer.states.values():
-            if kind == "full":
-                device_rows = _rows_with_own_size(self.device_rows, 4 * dim, self, self.pack)
-                lines = device_rows * self.part_count // self.pack
-                self.state_shapes.append((lines, self.width))
-                self.state_specs.append(self.spec)
-            else:
-                device_rows = _rows_with_own_size(self.device_rows, 4, self)
-                self.state_shapes.append((device_rows * self.part_count,))
-                self.state_specs.append(self.spec[:1])
 
     @property
     @abc.abstractmethod
@@ -349,7 +350,7 @@ class TableArray(abc.ABC):
         """Updates device rows of the weight and of the states, in a region.
 
         Args:
-            rows: [n] distinct device rows.
+            rows: [n] device rows, as optimizers.py has them.
             g: [n, dim] the gradient of each.
             touched: [n, 1] float32; 0: the row stays as it is.
         """

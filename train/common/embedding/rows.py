@@ -21,6 +21,14 @@ def rows_in_a_line(dim: int, lanes: int) -> int:
     return 1 << max(0, fitting.bit_length() - 1)
 
 
+def by_row(lines: Tensor, dim: int) -> Tensor:
+    """Returns lines [lines, pack * dim] as device rows [rows, dim]; a number per row [rows] as it
+    is."""
+    if lines.dim() == 1:
+        return lines
+    return lines.reshape(-1, dim)
+
+
 # ---- take and write ------------------------------------------------------------------------------
 
 
@@ -100,8 +108,9 @@ def pool(weight: Tensor, rows: Tensor, has_row: Tensor, lookups: list[int], dim:
     """Adds up the rows of each bag.
 
     Args:
-        weight: an array, as `take_rows` has it.
-        rows: [batch, sum of lookups] device rows; the tables' columns side by side.
+        weight: an array, as `take_rows` has it, or rows [n, dim] that others have sent.
+        rows: [batch, sum of lookups] device rows, or indices into n; the tables' columns side by
+            side.
         has_row: [batch, sum of lookups] bool; False: zeros in place of the row.
         lookups: how many columns each table has.
     Returns:

@@ -146,7 +146,7 @@ class TableStorage:
     def drop_marks(self, fs: fsspec.AbstractFileSystem, folder: str) -> None:
         """Removes the marks of all hosts from a torn checkpoint, before it is written anew.
 
-        Otherwise they would pass for those of the new attempt. The scripts compare the step to
+        Otherwise they would pass for those of the new attempt. `Run.resume` compares the step to
         resume from on all hosts next, so no host saves before this is done.
         """
         with _store_errors(folder):
@@ -182,7 +182,7 @@ def read_table(folder: str, name: str) -> Tensor:
         rows = max(rows, int(table_rows[key][-1]) + 1)
         dim = max(dim, first_columns[key] + piece_columns)
 
-    table = torch.full((rows, dim), float("nan"))
+    table = torch.full((rows, dim), float("nan"))  # what no piece has stays NaN
     for key in keys:
         first = first_columns[key]
         with _store_errors(folder):

@@ -44,7 +44,7 @@ def check_tables(tables: Sequence[Table]) -> None:
             sizes = f"{table.rows} rows, {table.lookups} lookups"
             raise InputError(f"table {name} has {sizes}; each is at least 1")
         if names.count(table.name) > 1 or "/" in table.name:
-            raise InputError(f"the name {name} of a table is not its own, or has a slash")
+            raise InputError(f"table names must differ and have no slash: {name}")
         if table.plan in REMOVED_PLANS:
             remedy = f"use one of {', '.join(PLANS)}; they also restore its checkpoints"
             raise InputError(f"table {name} has the plan {plan}, which was removed: {remedy}")

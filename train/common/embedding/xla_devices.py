@@ -62,6 +62,7 @@ class XlaDevices(TableDevices):
         return _XLAC._spmd_shard_to_full_shape(tensor, sharding, tuple(shape), tensor.dtype)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        # All groups, whose examples differ: the other collectives are those of each group.
         all_devices = list(range(self.mesh.num_devices))
         return _XLAC._xla_spmd_all_reduce(xm.REDUCE_SUM, tensor, 1.0, [all_devices])
 
@@ -104,6 +105,7 @@ class XlaDevices(TableDevices):
         return [data for data, _ in _XLAC._get_local_shards([tensor])[0]]
 
     def load_parts(self, tensor: Tensor, parts: list[Tensor], indices: Tensor) -> None:
+        # `_get_local_shards` also copies the shards to the host: here one number each, not a table.
         device_names = [name for _, name in _XLAC._get_local_shards([indices])[0]]
         _XLAC._load_local_shards(tensor, parts, device_names)
 

@@ -35,24 +35,24 @@ DAMAGE = (
 )
 
 
-def to_host(tensors: Sequence[Tensor], keep: bool) -> list[Tensor]:
+def to_host(tensors: Sequence[Tensor], is_needed: bool) -> list[Tensor]:
     """Copies tensors from the devices to the host.
 
     Split tensors are gathered on the devices first, by a program for each shape, which all hosts of
     a pod run together: every host must call this with the same tensors.
 
     Args:
-        keep: whether this host needs the copies; else it gets [].
+        is_needed: whether this host needs the copies; else it gets [].
     """
     copies = []
     to_read = []
     for tensor in tensors:
         to_read.append(on_every_device(tensor))
         if sum(each.nbytes for each in to_read) >= READ_BYTES:
-            if keep:
+            if is_needed:
                 copies += device.read(to_read)
             to_read = []
-    if to_read and keep:
+    if to_read and is_needed:
         copies += device.read(to_read)
     return copies
 

@@ -39,7 +39,8 @@ def arranged(mesh: Mesh, layout: Layout) -> Mesh:
 
     A batch is split over all axes but "model". Where "model" has one device, that is over all
     devices, as the mesh's own axis "data" splits it: the mesh keeps this one axis. With more of
-    "model", the mesh gets the axes of the layout, but not on a pod.
+    "model", the mesh gets the axes of the layout, but not on a pod. Where nothing is split (--remat
+    alone, or on one device), it keeps its axis, too.
 
     Raises:
         InputError: the flags do not fit the devices, or each other.
@@ -107,7 +108,7 @@ def parse(text: str, devices: int) -> dict[str, int]:
     Raises:
         InputError: the text cannot be read, or is for another number of devices.
     """
-    example = f"give such as data={devices // 2},model=2" if devices % 2 == 0 else "leave it out"
+    remedy = f"give such as data={devices // 2},model=2" if devices % 2 == 0 else "leave it out"
     axes: dict[str, int] = {}
     for item in text.split(","):
         name, _, size = item.partition("=")
@@ -115,20 +116,20 @@ def parse(text: str, devices: int) -> dict[str, int]:
         size = size.strip()
         if name not in AXES or name in axes:
             known = "its axes are copies, data and model, each once"
-            raise InputError(f"--mesh {text} has {item.strip()!r}; {known}: {example}")
+            raise InputError(f"--mesh {text} has {item.strip()!r}; {known}: {remedy}")
 
         is_number = re.fullmatch("[0-9]{1,9}", size)  # int() takes other alphabets' digits, too
         if not is_number or int(size) < 1:
             expected = "the size of an axis is a number of at least 1"
-            raise InputError(f"--mesh {text} has {name}={size}; {expected}: {example}")
+            raise InputError(f"--mesh {text} has {name}={size}; {expected}: {remedy}")
         axes[name] = int(size)
 
     product = math.prod(axes.values())
     if product != devices:
         if "model" not in axes:  # not every model can be split over it
-            example = f"leave it out for data={devices}"
+            remedy = f"leave it out for data={devices}"
         raise InputError(
             f"--mesh {text} is for {product} devices, and there are {devices}; sizes multiply to "
-            f"their number: {example}"
+            f"their number: {remedy}"
         )
     return {name: axes.get(name, 1) for name in AXES}

@@ -49,7 +49,7 @@ class Placement:
 class ParameterSpecs:
     """How a parameter is split in three roles."""
 
-    layer: Spec  # where its layer computes with it
+    layer: Spec  # while its layer computes with it
     stored: Spec  # as it is kept from step to step
     state: Spec  # its gradient and its optimizer's state
 
@@ -189,11 +189,12 @@ def _state_spec(parameter: Tensor, layer: Spec, layers: Layers, is_embedding: bo
     --shard-state splits them over "data", too (ZeRO: Rajbhandari et al. 2020), along one dimension,
     which the layer does not split, and which the devices divide:
 
-        vectors, and one or two rows   none: they are not worth a collective each
-        an embedding of many words     its width, see head.py
-        XLNet's weights [C, heads, D]  the heads, which the TPU lays out first
-        others                         the first such dimension, since the TPU's compiler
-                                       reduce-scatters only along the first
+        vectors, and one or two rows  none: they are not worth a collective each
+        an embedding of many words    its width, see head.py
+        three dimensions              the second, which the TPU lays out first: in XLNet's weights
+                                      [C, heads, D] the heads
+        others                        the first such dimension, since the TPU's compiler
+                                      reduce-scatters only along the first
     """
     if layers.layout.shard_state == "none" or parameter.dim() < 2 or len(parameter) <= 2:
         return layer
@@ -207,9 +208,8 @@ def _state_spec(parameter: Tensor, layer: Spec, layers: Layers, is_embedding: bo
         return layer
 
     has_many_words = is_embedding and parameter.shape[0] > ROW_MULTIPLE * devices
-    by_width = has_many_words and len(divisible) > 1
-    by_heads = parameter.dim() == 3 and 1 in divisible
-    dimension = 1 if by_width or by_heads else divisible[0]
+    prefers_second = has_many_words or parameter.dim() == 3
+    dimension = 1 if prefers_second and 1 in divisible else divisible[0]
 
     spec = list(layer)
     spec[dimension] = "data"
@@ -236,30 +236,53 @@ def _pin_layers(
 
     reduce_scattered: set[nn.Parameter] = set()
     for name, module in model.named_modules():
-        time_major = bool(rules.time_major and re.match(rules.time_major, name))
-        split = pin_sharding.BatchSplit(
-            layers.spmd,
-            dimension=1 if time_major else 0,
-            devices=layers.axes["copies"] * layers.axes["data"],
-        )
-        if hasattr(module, "constrain"):
-            module.constrain = pin_sharding.constrain_on(layers.spmd)
-        if rules.shared and re.search(rules.shared, name):
-            # The gradients of its products are then summed before they are reduced over devices.
-            pin_sharding.pin_input(module, split, None)
-        if isinstance(module, nn.Embedding) and time_major:
-            pin_sharding.look_up_batch_first(module)
-        if _is_plain_embedding(module) and specs[module.weight].state[1] == "data":
-            head = linear_of_weight.get(module.weight)
-            _pin_split_embedding(module, head, layers, specs[module.weight].state)
-            reduce_scattered.add(module.weight)
-        _pin_activations(module, specs, split)
+        _pin_module(module, name, layers, rules)
+        if _is_plain_embedding(module):
+            weight = module.weight
+            state = specs[weight].state
+            is_split_by_width = state[1] == "data"
+            if is_split_by_width:
+                _pin_split_embedding(module, linear_of_weight.get(weight), layers, state)
+                reduce_scattered.add(weight)
+        _pin_activations(module, specs, _batch_split(name, layers, rules))
 
     for parameter in specs:
         if parameter.requires_grad:
             placement = parameter.state_placement
             summed = parameter in reduce_scattered
             pin_sharding.pin_gradient(parameter, placement.spmd, placement.spec, summed)
+
+
+def _is_time_major(name: str, rules: Rules) -> bool:
+    """Returns whether the tensors of a module with this name are [T, B, …], not [B, T, …]."""
+    return bool(rules.time_major and re.match(rules.time_major, name))
+
+
+def _batch_split(name: str, layers: Layers, rules: Rules) -> Any:
+    """Returns the pin_sharding.BatchSplit of the tensors of a module with this name."""
+    from train.common.xla import pin_sharding
+
+    return pin_sharding.BatchSplit(
+        layers.spmd,
+        dimension=1 if _is_time_major(name, rules) else 0,
+        devices=layers.axes["copies"] * layers.axes["data"],
+    )
+
+
+def _pin_module(module: nn.Module, name: str, layers: Layers, rules: Rules) -> None:
+    """Pins an input that several of a module's weights share, and the tensors that it constrains.
+
+    Embeddings of [T, B] ids look them up as [B, T].
+    """
+    from train.common.xla import pin_sharding
+
+    if hasattr(module, "constrain"):  # models/two_streams.py calls it
+        module.constrain = pin_sharding.constrain_on(layers.spmd)
+    if rules.shared and re.search(rules.shared, name):
+        # The gradients of its products are then summed before they are reduced over devices.
+        pin_sharding.pin_input(module, _batch_split(name, layers, rules), None)
+    if isinstance(module, nn.Embedding) and _is_time_major(name, rules):
+        pin_sharding.look_up_batch_first(module)
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
@@ -272,13 +295,15 @@ def _is_plain_embedding(module: nn.Module) -> bool:
 def _pin_split_embedding(
     embedding: nn.Embedding, head: nn.Linear | None, layers: Layers, state: Spec
 ) -> None:
-    """Makes an embedding whose state is split along the width, and its head, sum their gradient.
+    """Reduce-scatters the gradient of an embedding that is split along the width, in one sum with
+    that of its tied head.
 
     Args:
         head: the linear layer with the same weight, if there is one.
         state: the spec of the gradient.
     """
-    words_are_split = state[0] is not None  # over "model": the partitioner does the head
+    # A head whose words are split over "model" is left to the partitioner.
+    words_are_split = state[0] is not None
     own_head = None if words_are_split else head
     reduce_scatter_gradient(embedding, own_head, layers.axes, layers.spmd, state)
 

@@ -120,7 +120,7 @@ class Profile(Watcher):
     def _start(self) -> None:
         profiler = _Xla() if self._run.mesh.compiles else _Eager()
         self._trace.enter_context(profiler.tracing(f"{self._run.folder.local}/profile"))
-        self._trace.enter_context(hooks.traced_by(profiler.name))
+        self._trace.enter_context(hooks.spans_by(profiler.name))
         self._name = profiler.name
 
     def _stop(self) -> None:

@@ -334,8 +334,8 @@ class Trace:
 
     A learning rate that is a Python number becomes an input of the program, since it changes from
     step to step. To find that input, the step is traced with a probe in place of each rate, a
-    number that occurs nowhere else. (A rate that equals another number of the step would share its
-    input, which makes another graph.)
+    number that occurs nowhere else. Without probes, a rate that happens to equal another number of
+    the step would share that number's input.
 
     Two traces have different probes. So a constant that the step computes from a rate in Python,
     such as 1 - lr * weight_decay, differs between them, and `Program.same_as` refuses the step: a
@@ -352,8 +352,7 @@ class Trace:
                 shape = list(tensor.shape)
                 raise NotRepeatable(f"a tensor {shape} among its arguments is not on the device")
 
-        # Tensors of the device may not be uploaded yet: `.to(device)` waits with it. Uploaded, each
-        # of them has a handle.
+        # `.to(device)` delays the upload, and only an uploaded tensor has a handle.
         _XLAC._xla_sync_multi(arguments.tensors, devices=[], wait=False, sync_xla_data=True)
         self._indices_of_handle: dict[int, list[int]] = {}
         for index, handle in enumerate(_XLAC._get_tensors_handle(arguments.tensors)):
@@ -389,7 +388,7 @@ class Trace:
 
         input_ids, inputs = _XLAC._get_tensors_xla_device_data_node(outputs)
         sources = self._find_sources(input_ids, inputs)
-        self._donate_updated(sources, inputs, updated)
+        self._donate_updated(sources, inputs, updated)  # before the hash, of which it is a part
         sources, constants = self._read_constants(sources)
         with alias_with_buffer_donor_config():
             graph = _XLAC._get_graph_hash(outputs)
@@ -431,7 +430,8 @@ class Trace:
     def _updated(self) -> list[int]:
         """Returns the indices of the arguments' tensors that the step updates.
 
-        Some operations change a tensor in place, others give it another id.
+        A tensor that is changed in place is pending: still to be computed. Other operations give it
+        a new id.
         """
         tensors = self.arguments.tensors
         pending = _XLAC._check_tensor_need_materialization(tensors)
@@ -473,14 +473,15 @@ class Trace:
             leaf = torch._from_functional_tensor(leaf)
             tensor_id = _XLAC._xla_get_tensor_id(leaf)
             if not _XLAC._check_tensor_need_materialization([leaf])[0]:
-                # It shares the memory of another tensor; the barrier makes it a copy of its own.
+                # It shares the memory of another tensor; the barrier makes it a copy of its own,
+                # in place, so that its id stays.
                 _XLAC._xla_optimization_barrier_([leaf])
             if tensor_id not in output_of_id:
                 output_of_id[tensor_id] = len(outputs)
                 outputs.append(leaf)
             leaves.append(Output(output_of_id[tensor_id]))
 
-        _check_others(outputs=len(output_of_id))
+        _check_nothing_else_pending(expected=len(output_of_id))
         return leaves, outputs
 
     def _find_sources(self, ids: list[int], inputs: list[Tensor]) -> list[Source]:
@@ -562,13 +563,13 @@ def _tensor_ids(tensors: list[Tensor]) -> list[int]:
     return [_XLAC._xla_get_tensor_id(tensor) for tensor in tensors]
 
 
-def _check_others(outputs: int) -> None:
-    """Raises NotRepeatable where more than `outputs` tensors are still to be computed."""
+def _check_nothing_else_pending(expected: int) -> None:
+    """Raises NotRepeatable where more tensors than `expected` are still to be computed."""
     device = str(torch_xla.device())
     # Seconds to wait after each check; no check follows the last one.
     for pause in (0, 0.01, 0.1, 1, 0):
         pending = sum(_XLAC._check_device_tensor_need_materialization(device))
-        others = pending - outputs
+        others = pending - expected
         if not others:
             return
         gc.collect()  # an autograd graph in a reference cycle may wait for the collector

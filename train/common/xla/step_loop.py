@@ -48,7 +48,8 @@ class StepLoop:
         inputs       placeholders of the held tensors and of one batch, "batch <field>", on which
                      the step is traced
         results      what the traced step makes of the inputs
-        carried      what a round hands to the next one: "running", "round", and each result
+        carried      what a round hands to the next one: "running", "round", and each result.
+                     WhileLoop calls it its state, which is not the `state` of the training
         invariants   what no round changes: the other held tensors, the step's Python numbers
                      ("constant 0", …), and the stacked batches
         final        what the last round leaves
@@ -138,17 +139,19 @@ class StepLoop:
         traced: _TracedStep,
         initial: dict[str, Tensor],
         batches: Sequence[dict[str, Tensor]],
-        inputs: list[str],
+        input_names: list[str],
         shardings: dict[str, Any],
     ) -> dict[str, Tensor]:
         """Loops over the batches; returns what the last round leaves.
 
         Args:
-            inputs: names of the operands that `step` was lowered with.
+            input_names: of the operands that `step` was lowered with, in their order.
         """
         batch_names = list(_named_fields(batches[0]))
         constants = {f"constant {i}": tensor for i, tensor in enumerate(step.constants)}
-        entering = [*inputs, *constants]  # names of what a step may read
+        # What a step may read, in the order in which `step.arguments` has their indices: operands,
+        # then constants.
+        entering = [*input_names, *constants]
 
         def one_round(
             carried: dict[str, Tensor], invariants: dict[str, Tensor]
@@ -156,8 +159,8 @@ class StepLoop:
             values = carried | invariants
             next_round = carried["round"] + 1
             for name in batch_names:
-                row = values["round"].reshape(1)
-                values[name] = values[name].index_select(0, row)[0]
+                batch_index = values["round"].reshape(1)
+                values[name] = values[name].index_select(0, batch_index)[0]
 
             operands = []
             for name in entering:
@@ -188,7 +191,8 @@ class StepLoop:
             sharding = self._batch_sharding(stacked.dim(), stacked=True)
             _XLAC._xla_mark_sharding(stacked, sharding)
             invariants[name] = stacked
-        return WhileLoop(one_round, nn.Module())(carried, invariants)
+        no_model = nn.Module()  # the weights are among the held tensors
+        return WhileLoop(one_round, no_model)(carried, invariants)
 
     def _update_held(
         self, held: dict[str, Tensor], final: dict[str, Tensor], shardings: dict[str, Any]

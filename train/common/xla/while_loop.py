@@ -86,9 +86,9 @@ class WhileLoop:
         _check_state(_signature(state_in), _signature(state_out))
 
         operands = [*state_in.values(), *invariants_in.values(), *weights_in.values()]
-        body = lower([state_out[name] for name in state], operands)
-        computation = _while(body, [*operands, *body.constants], list(state))
-        return _Loop(computation, body.constants)
+        lowered = lower([state_out[name] for name in state], operands)
+        computation = _while(lowered, [*operands, *lowered.constants], list(state))
+        return _Loop(computation, lowered.constants)
 
 
 @dataclass(frozen=True)
