@@ -51,8 +51,9 @@ def read_histories(
     of_users = np.split(film[order].astype(np.int32) + 1, of_next_user)
     histories = [history for history in of_users if len(history) >= SHORTEST]
     if not histories:
-        what = f"{path} has {len(of_users)} users, none of them with {SHORTEST} ratings"
-        raise InputError(f"{what}; it needs more")
+        raise InputError(
+            f"{path} has {len(of_users)} users, none of them with {SHORTEST} ratings; it needs more"
+        )
     return histories, len(films)
 
 

@@ -252,12 +252,12 @@ def use_own_attention(model: PreTrainedModel, name: str = OWN) -> None:
 
 
 def _tables(model: nn.Module, *names: str) -> list[nn.Module]:
-    """Returns the embeddings whose last name is one of these."""
+    """Returns the modules with a 2-D weight whose path ends with one of `names`."""
     tables = []
     for path, module in model.named_modules():
+        last_part = path.split(".")[-1]
         weight = getattr(module, "weight", None)
-        named = path.split(".")[-1] in names
-        if named and weight is not None and weight.dim() == 2:
+        if last_part in names and weight is not None and weight.dim() == 2:
             tables.append(module)
     return tables
 

@@ -131,8 +131,10 @@ def open_teacher(
     objectives.same_vocabulary(folder, checkpoint.tokenizer, tokenizer, data)
     config = checkpoint.config
     if config.hidden_size != student.config.dim:
-        widths = f"a width of {config.hidden_size}, its student one of {student.config.dim}"
-        raise InputError(f"teacher {folder} has {widths}")
+        raise InputError(
+            f"teacher {folder} has a width of {config.hidden_size}, "
+            f"its student one of {student.config.dim}"
+        )
 
     teacher = encoder_files.load(AutoModelForMaskedLM, config, checkpoint.source).model
     # Of the teacher and of the student.
@@ -142,11 +144,15 @@ def open_teacher(
     }
     for what, (of_teacher, of_student) in sizes.items():
         if of_teacher < of_student:
-            fewer = f"fewer than its student, which has {of_student}"
-            raise InputError(f"teacher {folder} has {of_teacher} {what}, {fewer}")
+            raise InputError(
+                f"teacher {folder} has {of_teacher} {what}, "
+                f"fewer than its student, which has {of_student}"
+            )
     if config.vocab_size != student.config.vocab_size:
-        has = f"teacher {folder} has a vocabulary of {config.vocab_size}"
-        raise InputError(f"{has}, its student one of {student.config.vocab_size}")
+        raise InputError(
+            f"teacher {folder} has a vocabulary of {config.vocab_size}, "
+            f"its student one of {student.config.vocab_size}"
+        )
 
     if init_student:
         begin_with_layers(student, teacher)

@@ -154,8 +154,9 @@ class RelativeAttention(XLNetRelativeAttention):
         The query stream is [P, B, H]; None where there is none.
         """
         if mems is not None:
-            what = "memories of earlier segments are not kept"
-            raise NotImplementedError(f"{what}; leave use_mems off")
+            raise NotImplementedError(
+                "memories of earlier segments are not kept; leave use_mems off"
+            )
         if output_attentions:
             raise NotImplementedError("attention weights are not kept; leave output_attentions off")
 
@@ -242,6 +243,7 @@ def own_layers(config: XLNetConfig) -> dict[type, type]:
     for name, value in expected.items():
         found = getattr(config, name)
         if found != value:
-            has = f"this XLNet has {name}={found!r}"
-            raise InputError(f"{has}; expected {value!r}, as the published ones have")
+            raise InputError(
+                f"this XLNet has {name}={found!r}; expected {value!r}, as the published ones have"
+            )
     return REPLACED
